@@ -1,0 +1,38 @@
+# The two commands are `make run` and `make test`; the rest are parts of them.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+.PHONY: run test lint unit gpu-test clean help
+
+help:            ## what each target does
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+run: $(VENV)/.installed          ## install if needed, then train the tiny GPT
+	$(BIN)/accelerant train --preset tiny $(ARGS)
+
+test: lint unit                  ## install if needed, then every gate and test that needs no GPU
+
+lint: $(VENV)/.installed-dev     ## formatting, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.installed-dev     ## the tests
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+
+gpu-test:        ## the GPU tests, from the source tree with the Python at hand: make gpu-test PYTHON=python3
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)
+
+$(VENV)/.installed: pyproject.toml constraints.txt scripts/setup
+	scripts/setup $(VENV) $(PYTHON)
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	scripts/setup $(VENV) $(PYTHON) dev
+	touch $@
+
+clean:           ## remove the environment and what runs left behind
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

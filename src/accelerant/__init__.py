@@ -1,0 +1,44 @@
+"""Accelerated computing on whatever device is there: neural kernels, private training, zero-knowledge proofs.
+
+>>> import accelerant as acl
+>>> acl.devices()
+>>> acl.ops.layer_norm(x, weight, bias)
+>>> acl.explain(acl.ops.gelu, x)
+>>> print(acl.ledger())
+"""
+# Subpackages load on first use, so that importing the package costs little more than importing torch.
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from accelerant import errors
+from accelerant._version import __version__
+
+if TYPE_CHECKING:
+    from accelerant import algebra, nn, ops
+    from accelerant.runtime.dispatch import explain
+    from accelerant.runtime.ledger import ledger
+    from accelerant.runtime.registry import devices
+
+__all__ = ["__version__", "algebra", "devices", "errors", "explain", "ledger", "nn", "ops"]
+
+_SUBPACKAGES = ("algebra", "nn", "ops")
+_FUNCTIONS = {
+    "devices": "accelerant.runtime.registry",
+    "explain": "accelerant.runtime.dispatch",
+    "ledger": "accelerant.runtime.ledger",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401  modules and functions alike
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"accelerant.{name}")
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
+    raise AttributeError(f"module 'accelerant' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,139 @@
+"""Settings: defaults, configuration file, environment and arguments, in rising order of precedence.
+
+The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration folder:
+
+    backend = "auto"          # ACCELERANT_BACKEND     auto, cpu, cuda, ...
+    fallback = "allow"        # ACCELERANT_FALLBACK    allow, warn, forbid
+    cache_dir = "/path"       # ACCELERANT_CACHE_DIR   compiled kernels, choices, tokenisers
+    memory_fraction = 1.0     # ACCELERANT_MEMORY_FRACTION   of each device, for this process
+    log = "warning"           # ACCELERANT_LOG         debug, info, warning, error
+
+`settings()` is read once a process; `override(...)` changes it for a block of code.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import platformdirs
+
+from accelerant.errors import ConfigError
+
+__all__ = ["FallbackPolicy", "Settings", "override", "settings"]
+
+FallbackPolicy = Literal["allow", "warn", "forbid"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What can be set, with the defaults.
+
+    Attributes:
+        backend: "auto", or the one backend to use.
+        fallback: what to do where a device or implementation fails: allow (warn once, count),
+            warn (each time) or forbid (raise).
+        cache_dir: where compiled kernels, raced choices and tokenisers are kept.
+        memory_fraction: the part of a device's memory this process may allocate, above 0 to 1.
+        log: level of the "accelerant" logger.
+    """
+
+    backend: str = "auto"
+    fallback: FallbackPolicy = "allow"
+    cache_dir: Path = Path(platformdirs.user_cache_dir("accelerant", appauthor=False))
+    memory_fraction: float = 1.0
+    log: LogLevel = "warning"
+
+    def __post_init__(self) -> None:
+        _require(self.fallback in get_args(FallbackPolicy), "fallback", self.fallback, get_args(FallbackPolicy))
+        _require(self.log in get_args(LogLevel), "log", self.log, get_args(LogLevel))
+        _require(0.0 < self.memory_fraction <= 1.0, "memory_fraction", self.memory_fraction, ("a number in (0, 1]",))
+        _require(bool(self.backend), "backend", self.backend, ("auto, or a backend's name",))
+
+
+def _require(ok: bool, name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if not ok:
+        raise ConfigError(f"setting {name}: wanted {' | '.join(allowed)}, got {value!r}")
+
+
+_PARSERS = {"cache_dir": Path, "memory_fraction": float}
+
+
+def _converted(name: str, value: object, origin: str) -> Any:  # noqa: ANN401  the field's own type
+    try:
+        parser = _PARSERS.get(name)
+        return parser(str(value)) if parser else str(value)
+    except ValueError:
+        raise ConfigError(f"{origin}: {name} cannot be {value!r}") from None
+
+
+def _from_file(path: Path, *, must_exist: bool) -> dict[str, Any]:
+    if not path.is_file():
+        if must_exist:
+            raise ConfigError(f"ACCELERANT_CONFIG names {path}, which is not a file")
+        return {}
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    known = {field.name for field in fields(Settings)}
+    unknown = sorted(set(table) - known)
+    if unknown:
+        raise ConfigError(f"{path}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    return {name: _converted(name, value, str(path)) for name, value in table.items()}
+
+
+def load(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings from the file and the environment; the environment's values win over the file's.
+
+    Args:
+        environ: the environment to read; the process's by default.
+
+    Raises:
+        ConfigError: a name or value has no meaning.
+    """
+    environ = os.environ if environ is None else environ
+    named = environ.get("ACCELERANT_CONFIG")
+    default = Path(platformdirs.user_config_dir("accelerant", appauthor=False)) / "config.toml"
+    values = _from_file(Path(named) if named else default, must_exist=bool(named))
+    for field in fields(Settings):
+        variable = f"ACCELERANT_{field.name.upper()}"
+        if environ.get(variable):
+            values[field.name] = _converted(field.name, environ[variable], variable)
+    return Settings(**values)
+
+
+_current: Settings | None = None
+
+
+def settings() -> Settings:
+    """The settings in force."""
+    global _current
+    if _current is None:
+        _current = load()
+    return _current
+
+
+@contextmanager
+def override(**changes: Any) -> Iterator[Settings]:  # noqa: ANN401  the fields' own types
+    """Change settings for a block: `with override(fallback="forbid"): ...`.
+
+    Raises:
+        ConfigError: a name or value has no meaning.
+    """
+    global _current
+    unknown = sorted(set(changes) - {field.name for field in fields(Settings)})
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]!r}")
+    before = settings()
+    _current = replace(before, **changes)
+    try:
+        yield _current
+    finally:
+        _current = before
