@@ -1,0 +1,1 @@
+"""Providers, devices, kernels, dispatch, ledger; knows no op."""

@@ -1,0 +1,346 @@
+"""Choice among implementations, with reasons.
+
+An op module declares its implementations in order of preference and calls its Operation with a Case (everything a
+choice may depend on) and the arguments. The first call of a case chooses a plan; later calls look it up:
+
+    layer_norm_fwd = Operation("layer_norm_fwd", (
+        Implementation("triton", _run_triton, refuses=_triton_refuses, own=True),
+        Implementation("torch", _run_torch),
+    ), cost=_cost)
+    ...
+    y, mean, rstd = layer_norm_fwd(Case(x.device, x.dtype, (M, N)), x, weight, bias, eps)
+
+An implementation that fails before it wrote anything (compile, refused launch, allocation) is followed by the next
+one from the same inputs, as the fallback policy allows: ops are functional, so nothing can be half-written. What ran,
+what refused and what fell back goes into the ledger.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from accelerant.config import settings
+from accelerant.errors import AccelerantError, CompileError, FallbackWarning, LaunchError, OutOfMemory, UnsupportedCase
+from accelerant.runtime.ledger import FallbackRecord, OpRecord, ledger
+from accelerant.runtime.provider import ComputeProvider, Event
+
+__all__ = ["Case", "Cost", "Decision", "Explanation", "Implementation", "Operation", "explain", "operations"]
+
+RECOVERABLE = (CompileError, LaunchError, OutOfMemory, UnsupportedCase, torch.OutOfMemoryError)
+"""Failures seen before anything was written."""
+
+_TRANSIENT = (OutOfMemory, torch.OutOfMemoryError)
+_PLANS_LIMIT = 4096
+
+
+class Case(NamedTuple):
+    """What a choice may depend on; hashable and cheap.
+
+    Attributes:
+        device: where the inputs are.
+        dtype: of the main input.
+        shape: the sizes that matter to the op, for example (M, N).
+        options: what else matters, for example ("tanh",) or strides.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    options: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        parts = ["x".join(map(str, self.shape)) or "scalar", str(self.dtype).removeprefix("torch.")]
+        return " ".join(parts + [str(option) for option in self.options])
+
+
+class Cost(NamedTuple):
+    """The least work of a call: bytes with each input read once and each output written once; operations."""
+
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One way to run an op.
+
+    Attributes:
+        name: "triton", "torch", "cublaslt", ...
+        run: takes what the Operation is called with after the Case.
+        refuses: the reason why it cannot serve a case, or None; None altogether if it serves all.
+        own: Accelerant's own kernel, not a library's.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    refuses: Callable[[Case], str | None] | None = None
+    own: bool = False
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A case's choice."""
+
+    implementation: Implementation
+    record: OpRecord
+    provider: ComputeProvider
+    device: int
+    refused: tuple[tuple[str, str], ...]
+
+
+_operations: dict[str, Operation] = {}
+
+
+def operations() -> dict[str, Operation]:
+    """Every Operation that was declared so far, by name."""
+    return dict(_operations)
+
+
+class Operation:
+    """An op's implementations, its plans by case and its cost; see the module's docstring.
+
+    Args:
+        name: of the op in the ledger.
+        implementations: the preferred first.
+        cost: least bytes and operations of a case.
+    """
+
+    def __init__(self, name: str, implementations: Sequence[Implementation], *, cost: Callable[[Case], Cost]) -> None:
+        self.name = name
+        self.implementations = tuple(implementations)
+        self._cost = cost
+        self._plans: dict[Case, _Plan] = {}
+        self._broken: dict[Case, dict[str, str]] = {}
+        _operations[name] = self
+
+    def __call__(self, case: Case, *args: Any) -> Any:  # noqa: ANN401  each op has its own result
+        plan = self._plans.get(case)
+        if plan is None:
+            plan = self._choose(case)
+        start = _ledger.begin(plan.record, plan.provider, plan.device)
+        try:
+            result = plan.implementation.run(*args)
+        except RECOVERABLE as error:
+            _ledger.failed(plan.record)
+            return self._fall_back(case, plan, error, args)
+        if start is not None:
+            _ledger.end(plan.record, start, plan.provider, plan.device)
+        if _observers:
+            _notify(self.name, case, plan, start)
+        return result
+
+    def forget(self) -> None:
+        """Choose anew from the next call on; for tests and after a change of settings."""
+        self._plans.clear()
+        self._broken.clear()
+
+    def run(self, implementation: str, *args: Any) -> Any:  # noqa: ANN401  each op has its own result
+        """Run one implementation by name, past choice and ledger; for tests and benchmarks.
+
+        Raises:
+            UnsupportedCase: there is none of that name.
+        """
+        for candidate in self.implementations:
+            if candidate.name == implementation:
+                return candidate.run(*args)
+        known = ", ".join(candidate.name for candidate in self.implementations)
+        raise UnsupportedCase(f"{self.name} has the implementations {known}; got {implementation!r}")
+
+    def refusals(self, case: Case) -> list[tuple[Implementation, str | None]]:
+        """Each implementation with its reason against the case, None where it serves it."""
+        broken = self._broken.get(case, {})
+        return [
+            (each, broken.get(each.name) or (each.refuses(case) if each.refuses is not None else None))
+            for each in self.implementations
+        ]
+
+    def _choose(self, case: Case) -> _Plan:
+        refused: list[tuple[str, str]] = []
+        for implementation, reason in self.refusals(case):
+            if reason is None:
+                break
+            refused.append((implementation.name, reason))
+        else:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
+            raise UnsupportedCase(f"{self.name} has no implementation for {case} on {case.device} ({reasons})")
+        plan = self._plan(case, implementation, tuple(refused))
+        if len(self._plans) >= _PLANS_LIMIT:
+            self._plans.clear()
+        self._plans[case] = plan
+        return plan
+
+    def _plan(self, case: Case, implementation: Implementation, refused: tuple[tuple[str, str], ...]) -> _Plan:
+        from accelerant.runtime import registry
+
+        provider = registry.provider_of(case.device)
+        cost = self._cost(case)
+        record = OpRecord(
+            op=self.name,
+            implementation=implementation.name,
+            backend=provider.name,
+            device=str(case.device),
+            case=str(case),
+            own=implementation.own,
+            refused=refused,
+            bytes_per_call=cost.bytes,
+            flops_per_call=cost.flops,
+        )
+        return _Plan(implementation, _ledger.record(record), provider, case.device.index or 0, refused)
+
+    def _fall_back(self, case: Case, plan: _Plan, error: Exception, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
+        """Run the next implementation from the same inputs, or raise what the first one raised."""
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        tried = {plan.implementation.name: reason}
+        rest = [each for each, why in self.refusals(case) if why is None and each.name not in tried]
+        if settings().fallback == "forbid" or not rest:
+            raise error
+        following = rest[0]
+        _announce(FallbackRecord(self.name, f"{case} on {case.device}", plan.implementation.name, following.name, reason))
+        if isinstance(error, _TRANSIENT):  # this call only: memory may be there again at the next
+            once = self._plan(case, following, (*plan.refused, (plan.implementation.name, reason)))
+            with _ledger_count(once):
+                return following.run(*args)
+        self._broken.setdefault(case, {}).update(tried)
+        self._plans.pop(case, None)
+        return self(case, *args)
+
+
+_ledger = ledger()
+
+
+@contextmanager
+def _ledger_count(plan: _Plan) -> Iterator[None]:
+    _ledger.begin(plan.record, plan.provider, plan.device)
+    yield
+
+
+def _announce(entry: FallbackRecord) -> None:
+    first = _ledger.fallback(entry)
+    if first or settings().fallback == "warn":
+        warnings.warn(
+            f"{entry.op} ({entry.case}): {entry.wanted} failed, {entry.ran} ran instead. {entry.reason}",
+            FallbackWarning,
+            stacklevel=4,
+        )
+
+
+# --- explain -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One dispatch inside an explained call.
+
+    Attributes:
+        op, case, device: what ran on what.
+        implementation: what was chosen.
+        own: Accelerant's own kernel.
+        refused: what was preferred but refused, with the reason.
+        not_tried: implementations after the chosen one.
+    """
+
+    op: str
+    case: str
+    device: str
+    implementation: str
+    own: bool
+    refused: tuple[tuple[str, str], ...]
+    not_tried: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}  {self.case}  on {self.device}"]
+        lines += [f"  refused  {name}: {reason}" for name, reason in self.refused]
+        lines.append(f"  chosen   {self.implementation}{' (own kernel)' if self.own else ' (library)'}")
+        lines += [f"  not tried  {name}" for name in self.not_tried]
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class Explanation:
+    """What `explain` saw.
+
+    Attributes:
+        result: what the function returned.
+        decisions: every dispatch in it, in order.
+        total_ms: wall time of the call, the device synchronised; includes compiling on a first call.
+    """
+
+    result: Any
+    decisions: list[Decision] = field(default_factory=list)
+    total_ms: float = 0.0
+
+    def __str__(self) -> str:
+        body = [str(decision) for decision in self.decisions] or ["no op of Accelerant ran"]
+        return "\n".join([*body, f"{self.total_ms:.3f} ms in all"])
+
+    def __repr__(self) -> str:
+        return f"Explanation({len(self.decisions)} decisions, {self.total_ms:.3f} ms)"
+
+
+_observers: list[Callable[[Decision], None]] = []
+_observers_lock = threading.Lock()
+
+
+def _notify(op: str, case: Case, plan: _Plan, _start: Event | None) -> None:
+    names = [each.name for each in _operations[op].implementations]
+    tried = {name for name, _ in plan.refused} | {plan.implementation.name}
+    decision = Decision(
+        op=op,
+        case=str(case),
+        device=str(case.device),
+        implementation=plan.implementation.name,
+        own=plan.implementation.own,
+        refused=plan.refused,
+        not_tried=tuple(name for name in names if name not in tried),
+    )
+    for observer in list(_observers):
+        observer(decision)
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:  # noqa: ANN401  any function's own
+    """Call fn and print, for each op in it, which implementation ran and which were refused, with the reason.
+
+    Backward passes that run inside fn count too. Other threads' calls in the meantime are seen as well.
+
+    Returns:
+        the same as an object; `.result` is what fn returned.
+
+    >>> accelerant.explain(accelerant.ops.gelu, x)
+    gelu_fwd  8192x4096 bfloat16 none  on cuda:0
+      chosen   triton (own kernel)
+      not tried  torch
+    0.071 ms in all
+    """
+    seen: list[Decision] = []
+    with _observers_lock:
+        _observers.append(seen.append)
+    began = time.perf_counter()
+    try:
+        result = fn(*args, **kwargs)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        explanation = Explanation(result, seen, (time.perf_counter() - began) * 1e3)
+    finally:
+        with _observers_lock:
+            _observers.remove(seen.append)
+    print(explanation)
+    return explanation
+
+
+def check_on_one_device(op: str, *tensors: torch.Tensor | None) -> None:
+    """Refuse inputs that are on different devices.
+
+    Raises:
+        AccelerantError: names the devices.
+    """
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        raise AccelerantError(f"{op}: inputs must be on one device, got {', '.join(sorted(map(str, devices)))}")

@@ -1,0 +1,142 @@
+"""What a kernel is before and after compilation: KernelSource -> Binary -> Kernel.
+
+A source holds the same algorithm in one or more *dialects*; a provider compiles the first dialect it knows:
+
+    portable   C with the macro header portable.h: CUDA, HIP and OpenCL from one text
+    cuda       CUDA C++
+    triton     a Triton function with its specialisation (runtime/triton.py makes these)
+    llvm       a builder of LLVM IR for the CPU
+
+A dialect's value is the program's text, or a Builder where the program is made for each target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from accelerant.errors import CompileError
+
+__all__ = ["CUDA_TARGETS", "Binary", "Builder", "Kernel", "KernelSource", "Resources"]
+
+CUDA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+"""The NVIDIA architectures that every op serves; Hopper-only kernels declare ("sm_90a",)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one thread or block of a compiled kernel takes; None where the compiler does not say.
+
+    Attributes:
+        registers: 32-bit registers a thread.
+        spill_bytes: bytes a thread moves to local memory for want of registers (stores).
+        stack_bytes: stack frame of a thread.
+        shared_bytes: static and dynamic shared memory of a block.
+    """
+
+    registers: int | None = None
+    spill_bytes: int | None = None
+    stack_bytes: int | None = None
+    shared_bytes: int | None = None
+
+    def to_dict(self) -> dict[str, int | None]:
+        """The fields by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """Machine code for one target, as the disk cache keeps it.
+
+    Attributes:
+        code: a cubin, an object file, or whatever the provider loads.
+        symbols: entry name -> symbol in the code (they differ where the compiler mangles names).
+        resources: entry name -> Resources.
+        metadata: what the launcher must know besides (threads a block, scratch arguments); JSON values only.
+        log: the compiler's words.
+    """
+
+    code: bytes
+    symbols: Mapping[str, str]
+    resources: Mapping[str, Resources]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    log: str = ""
+
+
+@runtime_checkable
+class Builder(Protocol):
+    """A program that is made for each target. `key` must change whenever what `build` returns would."""
+
+    @property
+    def key(self) -> str:
+        """Everything that the result depends on, besides the target."""
+        ...
+
+    def build(self, target: str) -> Binary | str:
+        """The machine code, or text that the provider compiles (LLVM IR).
+
+        Raises:
+            CompileError: with the compiler's log.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """A kernel to compile.
+
+    Attributes:
+        name: for people, caches and errors.
+        dialects: dialect name -> program text or Builder.
+        entries: entry point -> the types of its arguments: "*" for a pointer into device memory
+            (any element type: "*u64", "*bf16"), "i32" "u32" "i64" "u64" "f32" "f64" for scalars.
+        targets: the architectures it is meant for; CI compiles it for each. Empty: whatever the provider finds.
+        options: extra options of the compiler.
+    """
+
+    name: str
+    dialects: Mapping[str, str | Builder]
+    entries: Mapping[str, tuple[str, ...]]
+    targets: tuple[str, ...] = CUDA_TARGETS
+    options: tuple[str, ...] = ()
+
+    def pick(self, known: tuple[str, ...]) -> tuple[str, str | Builder]:
+        """The first of the known dialects that this source has.
+
+        Raises:
+            CompileError: it has none of them.
+        """
+        for dialect in known:
+            if dialect in self.dialects:
+                return dialect, self.dialects[dialect]
+        raise CompileError(f"kernel {self.name!r} has no dialect of {', '.join(known)}; it has {', '.join(self.dialects)}")
+
+
+@dataclass(slots=True)
+class Kernel:
+    """A compiled, loaded entry point; only the provider that made it can launch it.
+
+    Attributes:
+        name: entry point.
+        backend: the provider's name.
+        device: index of the device it is loaded on.
+        target: architecture it was compiled for.
+        arguments: types, as KernelSource.entries gives them.
+        resources: registers, spills, shared memory.
+        compile_ms: milliseconds that compiling or reading the disk cache took.
+        from_cache: whether it came from the disk cache.
+        metadata: see Binary.
+        handle: the provider's own.
+    """
+
+    name: str
+    backend: str
+    device: int
+    target: str
+    arguments: tuple[str, ...]
+    resources: Resources
+    compile_ms: float
+    from_cache: bool
+    metadata: Mapping[str, Any]
+    handle: Any

@@ -1,0 +1,271 @@
+"""The ledger: what ran where, how often, how fast, and what was refused or fell back, with the reason.
+
+Counting is always on and costs a lock and an addition. Time is sampled: one call in `SAMPLE_EVERY` is put between two
+device events, which are read later, when somebody looks or when enough of them wait; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerant.runtime.provider import ComputeProvider, Event
+
+__all__ = ["FallbackRecord", "Ledger", "OpRecord", "ledger"]
+
+SAMPLE_EVERY = 64
+"""One call in so many is timed, and each of the second to fourth, so that short runs have figures too."""
+
+_SAMPLES_KEPT = 512
+_PENDING_LIMIT = 128
+_CASES_LIMIT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackRecord:
+    """One kind of fallback.
+
+    Attributes:
+        op: what was asked.
+        case: its device, dtype and shape.
+        wanted: the implementation or device that was to run.
+        ran: what ran in its place.
+        reason: why.
+    """
+
+    op: str
+    case: str
+    wanted: str
+    ran: str
+    reason: str
+
+
+@dataclass(slots=True)
+class OpRecord:
+    """Calls of one op by one implementation in one case.
+
+    Attributes:
+        op, implementation, backend, device, case: what, by which, where, on what shapes.
+        own: whether the implementation is Accelerant's own or a library's.
+        refused: implementations that were preferred but refused, with the reason.
+        bytes_per_call: least bytes moved: each input read once, each output written once.
+        flops_per_call: floating-point or integer operations of the algorithm.
+        calls: how many began.
+        failures: how many raised.
+    """
+
+    op: str
+    implementation: str
+    backend: str
+    device: str
+    case: str
+    own: bool
+    refused: tuple[tuple[str, str], ...] = ()
+    bytes_per_call: int = 0
+    flops_per_call: int = 0
+    calls: int = 0
+    failures: int = 0
+    samples_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES_KEPT))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; quantiles are None until a call was timed."""
+        samples = sorted(self.samples_ms)
+        return {
+            "op": self.op,
+            "implementation": self.implementation,
+            "own": self.own,
+            "backend": self.backend,
+            "device": self.device,
+            "case": self.case,
+            "calls": self.calls,
+            "failures": self.failures,
+            "timed": len(samples),
+            "ms_p20": _quantile(samples, 0.2),
+            "ms_p50": _quantile(samples, 0.5),
+            "ms_p80": _quantile(samples, 0.8),
+            "bytes": self.bytes_per_call * self.calls,
+            "flops": self.flops_per_call * self.calls,
+            "bytes_per_call": self.bytes_per_call,
+            "flops_per_call": self.flops_per_call,
+            "refused": [{"implementation": name, "reason": reason} for name, reason in self.refused],
+        }
+
+
+def _quantile(ordered: list[float], q: float) -> float | None:
+    """Linear interpolation between the nearest of sorted samples."""
+    if not ordered:
+        return None
+    place = q * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+class Ledger:
+    """The process's record; `accelerant.ledger()` returns the one that dispatch writes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._records: dict[tuple[str, str, str, str], OpRecord] = {}
+        self._fallbacks: dict[FallbackRecord, int] = {}
+        self._pending: deque[tuple[OpRecord, Event, Event]] = deque()
+
+    def record(self, new: OpRecord) -> OpRecord:
+        """The record with the same op, implementation, device and case, or this one from now on.
+
+        Beyond 512 cases an op's further ones share a record, so that a program whose shapes never repeat does not
+        grow without limit.
+        """
+        with self._lock:
+            key = (new.op, new.implementation, new.device, new.case)
+            known = self._records.get(key)
+            if known is not None:
+                return known
+            if sum(1 for other in self._records if other[0] == new.op) >= _CASES_LIMIT:
+                new.case, new.bytes_per_call, new.flops_per_call = "other", 0, 0
+                return self._records.setdefault((new.op, new.implementation, new.device, "other"), new)
+            self._records[key] = new
+            return new
+
+    def begin(self, record: OpRecord, provider: ComputeProvider, device: int) -> Event | None:
+        """Count a call; where it shall be timed, the event that stands before it."""
+        with self._lock:
+            record.calls += 1
+            calls = record.calls
+        if calls % SAMPLE_EVERY and not 2 <= calls <= 4:
+            return None
+        return provider.record_event(device)
+
+    def end(self, record: OpRecord, start: Event, provider: ComputeProvider, device: int) -> None:
+        """Close a timed call."""
+        stop = provider.record_event(device)
+        if stop is None:
+            return
+        with self._lock:
+            self._pending.append((record, start, stop))
+            full = len(self._pending) >= _PENDING_LIMIT
+        if full:
+            self.collect()
+
+    def failed(self, record: OpRecord) -> None:
+        """Count a call that raised."""
+        with self._lock:
+            record.failures += 1
+
+    def fallback(self, entry: FallbackRecord) -> bool:
+        """Count a fallback; True the first time."""
+        with self._lock:
+            count = self._fallbacks.get(entry, 0)
+            self._fallbacks[entry] = count + 1
+            return count == 0
+
+    def collect(self) -> None:
+        """Read the events that the device has passed."""
+        with self._lock:
+            waiting = len(self._pending)
+            for record, start, stop in itertools.islice(list(self._pending), waiting):
+                self._pending.popleft()
+                if stop.done():
+                    record.samples_ms.append(start.elapsed_ms(stop))
+                else:
+                    self._pending.append((record, start, stop))
+            while len(self._pending) > 4 * _PENDING_LIMIT:
+                self._pending.popleft()
+
+    def records(self) -> list[OpRecord]:
+        """Every record, in order of first use."""
+        self.collect()
+        with self._lock:
+            return [record for record in self._records.values() if record.calls]
+
+    def reset(self) -> None:
+        """Forget counts, times and fallbacks."""
+        with self._lock:
+            self._pending.clear()
+            self._fallbacks.clear()
+            for record in self._records.values():
+                record.calls = record.failures = 0
+                record.samples_ms.clear()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        ops = [record.to_dict() for record in self.records()]
+        with self._lock:
+            fallbacks = [
+                {
+                    "op": entry.op,
+                    "case": entry.case,
+                    "wanted": entry.wanted,
+                    "ran": entry.ran,
+                    "reason": entry.reason,
+                    "count": count,
+                }
+                for entry, count in self._fallbacks.items()
+            ]
+        return {"ops": ops, "fallbacks": fallbacks}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Everything, as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def to_prometheus(self) -> str:
+        """Everything, in Prometheus' text format 0.0.4."""
+        table = self.to_dict()
+        lines: list[str] = []
+
+        def family(name: str, kind: str, text: str, rows: list[dict[str, Any]], value: Callable[[Any], object]) -> None:
+            lines.append(f"# HELP {name} {text}")
+            lines.append(f"# TYPE {name} {kind}")
+            for row in rows:
+                amount = value(row)
+                if amount is not None:
+                    lines.append(f"{name}{{{_labels(row)}}} {amount}")
+
+        ops, fallbacks = table["ops"], table["fallbacks"]
+        family("accelerant_op_calls_total", "counter", "Calls begun.", ops, lambda row: row["calls"])
+        family("accelerant_op_failures_total", "counter", "Calls that raised.", ops, lambda row: row["failures"])
+        family("accelerant_op_bytes_total", "counter", "Least bytes moved.", ops, lambda row: row["bytes"])
+        family("accelerant_op_flops_total", "counter", "Operations done.", ops, lambda row: row["flops"])
+        family("accelerant_op_seconds", "gauge", "Median of the timed calls.", ops, _median_seconds)
+        family("accelerant_fallbacks_total", "counter", "Fallbacks taken.", fallbacks, lambda row: row["count"])
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        rows = [("op", "implementation", "device", "case", "calls", "ms (median)")]
+        for row in self.to_dict()["ops"]:
+            median = "-" if row["ms_p50"] is None else f"{row['ms_p50']:.4g}"
+            rows.append((row["op"], row["implementation"], row["device"], row["case"], str(row["calls"]), median))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def _median_seconds(row: dict[str, Any]) -> float | None:
+    return None if row["ms_p50"] is None else row["ms_p50"] / 1e3
+
+
+_LABELS = ("op", "implementation", "backend", "device", "case", "wanted", "ran", "reason")
+
+
+def _labels(row: dict[str, Any]) -> str:
+    def escaped(value: object) -> str:
+        return str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+    return ",".join(f'{name}="{escaped(row[name])}"' for name in _LABELS if name in row)
+
+
+_ledger = Ledger()
+
+
+def ledger() -> Ledger:
+    """The process's ledger.
+
+    >>> print(accelerant.ledger())                       # a table
+    >>> accelerant.ledger().to_json()                    # the same for programs
+    >>> accelerant.ledger().to_prometheus()              # the same for a scraper
+    """
+    return _ledger

@@ -1,0 +1,325 @@
+"""The CPU: torch's tensors, and integer kernels that llvmlite builds at run time.
+
+An entry point in the "llvm" dialect is a function
+
+    void name(i64 begin, i64 end, <arguments>)
+
+that does the indices [begin, end) of the flattened range grid x block. A launch splits that range over the cores;
+ctypes releases the GIL, so they all work. It returns when the work is done: this backend has no streams.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from accelerant.errors import CompileError, LaunchError
+from accelerant.runtime.cache import KernelCache, kernel_key
+from accelerant.runtime.kernel import Binary, Builder, Kernel, KernelSource, Resources
+from accelerant.runtime.provider import (
+    Buffer,
+    ComputeDevice,
+    ComputeProvider,
+    Event,
+    MemoryInfo,
+    Pointer,
+    check_launch,
+    check_size,
+    host_bytes,
+    host_size,
+    out_of_memory,
+    pick_entry,
+)
+
+__all__ = ["CpuProvider"]
+
+_ALIGNMENT = 256
+_SCALARS: dict[str, Any] = {
+    "i32": ctypes.c_int32,
+    "u32": ctypes.c_uint32,
+    "i64": ctypes.c_int64,
+    "u64": ctypes.c_uint64,
+    "f32": ctypes.c_float,
+    "f64": ctypes.c_double,
+}
+_RANGES = {"i32": (-(2**31), 2**31), "u32": (0, 2**32), "i64": (-(2**63), 2**63), "u64": (0, 2**64)}
+_MIN_CHUNK = 16384
+"""Indices below which another thread costs more than it gives (a task switch is about 10 us)."""
+
+
+class _HostEvent(Event):
+    """A reading of the clock: work is done when a call returns."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def done(self) -> bool:
+        return True
+
+    def elapsed_ms(self, later: Event) -> float:
+        if not isinstance(later, _HostEvent):
+            raise TypeError(f"an event of the CPU cannot be compared with {type(later).__name__}")
+        return (later.seconds - self.seconds) * 1e3
+
+
+class CpuProvider(ComputeProvider):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "cpu"
+    dialects: ClassVar[tuple[str, ...]] = ("llvm",)
+
+    @classmethod
+    def probe(cls) -> str:
+        """Always there."""
+        return ""
+
+    def __init__(self) -> None:
+        self.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._pool_pid = 0
+        self._target: Any = None
+        self._engines: list[Any] = []
+        self._allocated = 0
+        self._peak = 0
+
+    def devices(self) -> list[ComputeDevice]:
+        total = _meminfo().get("MemTotal", 0)
+        return [
+            ComputeDevice(
+                backend="cpu",
+                index=0,
+                name=_processor_name(),
+                memory_bytes=total,
+                architecture=platform.machine(),
+                properties={"cores": self.cores, "system": platform.platform(terse=True)},
+            )
+        ]
+
+    def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
+        check_size(size_bytes)
+        try:
+            storage = np.empty(size_bytes + _ALIGNMENT, np.uint8)
+        except (MemoryError, ValueError):
+            raise out_of_memory(size_bytes, "cpu", self.memory()) from None
+        start = -storage.ctypes.data % _ALIGNMENT
+        held = _Held(self, storage[start : start + size_bytes])
+        return Buffer(storage.ctypes.data + start, size_bytes, 0, held)
+
+    def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
+        flat = host_bytes(array, out)
+        buffer = self.allocate(flat.nbytes) if out is None else out
+        ctypes.memmove(buffer.data_ptr(), flat.ctypes.data, flat.nbytes)
+        return buffer
+
+    def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
+        size = host_size(buffer, dtype, shape)
+        array = np.empty(tuple(shape), dtype)
+        ctypes.memmove(array.ctypes.data, buffer.data_ptr(), size)
+        return array
+
+    def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
+        entry = pick_entry(source, entry)
+        _, program = source.pick(self.dialects)
+        began = time.perf_counter()
+        target = self._machine()
+        key = kernel_key(
+            program=program if isinstance(program, str) else program.key,
+            options=source.options,
+            target=[target.triple, self._cpu, self._features],
+            compiler=_llvm_version(),
+        )
+        binary, from_cache = KernelCache().get_or_build(
+            key, lambda: self._build(source, program), name=source.name, target=self._cpu, compiler=_llvm_version()
+        )
+        address = self._load(binary, entry)
+        kinds = source.entries[entry]
+        types = [ctypes.c_void_p if kind.startswith("*") else _SCALARS[kind] for kind in kinds]
+        function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, *types)(address)
+        return Kernel(
+            name=entry,
+            backend=self.name,
+            device=0,
+            target=self._cpu,
+            arguments=kinds,
+            resources=binary.resources.get(entry, Resources()),
+            compile_ms=(time.perf_counter() - began) * 1e3,
+            from_cache=from_cache,
+            metadata=binary.metadata,
+            handle=function,
+        )
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[Pointer | int | float],
+        stream: object | None = None,
+    ) -> None:
+        check_launch(kernel, self.name, grid, block, args)
+        values = [_value(kernel, i, kind, arg) for i, (kind, arg) in enumerate(zip(kernel.arguments, args, strict=True))]
+        total = prod(grid) * prod(block)
+        parts = max(1, min(self.cores, total // _MIN_CHUNK))
+        if parts == 1:
+            kernel.handle(0, total, *values)
+            return
+        bounds = [total * i // parts for i in range(parts + 1)]
+        pool = self._threads()
+        futures = [pool.submit(kernel.handle, bounds[i], bounds[i + 1], *values) for i in range(1, parts)]
+        kernel.handle(bounds[0], bounds[1], *values)
+        for future in futures:
+            future.result()
+
+    def synchronize(self, device: int = 0) -> None:
+        """Nothing to wait for: launches return when they are done."""
+
+    def memory(self, device: int = 0) -> MemoryInfo:
+        info = _meminfo()
+        return MemoryInfo(
+            total_bytes=info.get("MemTotal", 0),
+            free_bytes=info.get("MemAvailable", 0),
+            allocated_bytes=self._allocated,
+            reserved_bytes=self._allocated,
+            peak_bytes=self._peak,
+        )
+
+    def record_event(self, device: int = 0) -> Event:
+        return _HostEvent()
+
+    # --- parts ---------------------------------------------------------------------------------------------------
+
+    def _count(self, size_bytes: int) -> None:
+        with self._lock:
+            self._allocated += size_bytes
+            self._peak = max(self._peak, self._allocated)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None or self._pool_pid != os.getpid():  # threads do not survive a fork
+                self._pool = ThreadPoolExecutor(max(1, self.cores - 1), thread_name_prefix="accelerant-cpu")
+                self._pool_pid = os.getpid()
+            return self._pool
+
+    def _machine(self) -> Any:  # noqa: ANN401  llvmlite is not typed
+        with self._lock:
+            if self._target is None:
+                import llvmlite.binding as llvm
+
+                llvm.initialize_native_target()
+                llvm.initialize_native_asmprinter()
+                self._cpu = llvm.get_host_cpu_name()
+                self._features = llvm.get_host_cpu_features().flatten()
+                self._target = llvm.Target.from_default_triple().create_target_machine(
+                    cpu=self._cpu, features=self._features, opt=3, reloc="pic", codemodel="default"
+                )
+            return self._target
+
+    def _build(self, source: KernelSource, program: str | Builder) -> Binary:
+        import llvmlite.binding as llvm
+
+        text = program if isinstance(program, str) else program.build(self._cpu)
+        if isinstance(text, Binary):
+            return text
+        with self._lock:
+            try:
+                module = llvm.parse_assembly(text)
+                module.triple = self._target.triple
+                module.data_layout = str(self._target.target_data)
+                module.verify()
+                options = llvm.create_pipeline_tuning_options(speed_level=3)
+                options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = True
+                llvm.create_pass_builder(self._target, options).getModulePassManager().run(
+                    module, llvm.create_pass_builder(self._target, options)
+                )
+                code: bytes = self._target.emit_object(module)
+            except RuntimeError as error:
+                raise CompileError(f"kernel {source.name!r} does not compile for {self._cpu}", str(error)) from None
+        entries = {entry: entry for entry in source.entries}
+        return Binary(code=code, symbols=entries, resources={entry: Resources() for entry in entries})
+
+    def _load(self, binary: Binary, entry: str) -> int:
+        import llvmlite.binding as llvm
+
+        with self._lock:
+            module = llvm.parse_assembly("")
+            engine = llvm.create_mcjit_compiler(module, self._engine_target())
+            engine.add_object_file(llvm.ObjectFileRef.from_data(binary.code))
+            engine.finalize_object()
+            address: int = engine.get_function_address(binary.symbols[entry])
+            self._engines.append(engine)
+        if not address:
+            raise CompileError(f"compiled code has no entry {entry!r}")
+        return address
+
+    def _engine_target(self) -> Any:  # noqa: ANN401  an engine owns its target machine, so each gets its own
+        import llvmlite.binding as llvm
+
+        return llvm.Target.from_default_triple().create_target_machine(cpu=self._cpu, features=self._features, opt=3)
+
+
+class _Held:
+    """Memory of a Buffer, counted while it lives."""
+
+    __slots__ = ("provider", "storage")
+
+    def __init__(self, provider: CpuProvider, storage: npt.NDArray[np.uint8]) -> None:
+        self.provider = provider
+        self.storage = storage
+        provider._count(storage.nbytes)
+
+    def __del__(self) -> None:
+        self.provider._count(-self.storage.nbytes)
+
+
+def _value(kernel: Kernel, position: int, kind: str, arg: Pointer | int | float) -> Any:  # noqa: ANN401  ctypes value
+    if kind.startswith("*"):
+        if not hasattr(arg, "data_ptr"):
+            raise LaunchError(f"kernel {kernel.name!r}, argument {position}: wanted a buffer, got {type(arg).__name__}")
+        return arg.data_ptr()
+    if not isinstance(arg, (int, float, np.integer, np.floating)):
+        raise LaunchError(f"kernel {kernel.name!r}, argument {position}: wanted {kind}, got {type(arg).__name__}")
+    if kind in _RANGES and not _RANGES[kind][0] <= arg < _RANGES[kind][1]:
+        raise LaunchError(f"kernel {kernel.name!r}, argument {position}: {arg} does not fit {kind}")
+    return float(arg) if kind.startswith("f") else int(arg)
+
+
+def _llvm_version() -> str:
+    import llvmlite
+    import llvmlite.binding as llvm
+
+    return f"llvmlite {llvmlite.__version__} LLVM {'.'.join(map(str, llvm.llvm_version_info))}"
+
+
+def _meminfo() -> dict[str, int]:
+    """Linux's memory figures in bytes; elsewhere what POSIX tells."""
+    path = Path("/proc/meminfo")
+    if path.is_file():
+        rows = (line.split() for line in path.read_text().splitlines())
+        return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return {"MemTotal": total}
+    return {}
+
+
+def _processor_name() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.is_file():
+        for line in path.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

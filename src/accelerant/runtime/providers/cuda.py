@@ -1,0 +1,484 @@
+"""NVIDIA: torch's allocator and streams; CUDA C++ through NVRTC, Triton; launches through cuda.core.
+
+Kernels are compiled to cubins for the device at hand and kept in the disk cache, so a second start loads machine
+code without a compiler. Launches go to torch's current stream, in order with torch's own work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import importlib.util
+import io
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from accelerant.errors import CompileError, DeviceLost, LaunchError
+from accelerant.runtime.cache import KernelCache, kernel_key
+from accelerant.runtime.kernel import Binary, Builder, Kernel, KernelSource, Resources
+from accelerant.runtime.provider import (
+    Buffer,
+    ComputeDevice,
+    ComputeProvider,
+    Event,
+    MemoryInfo,
+    Pointer,
+    check_launch,
+    check_size,
+    host_bytes,
+    host_size,
+    out_of_memory,
+    pick_entry,
+)
+
+__all__ = ["CudaProvider", "compile_cuda"]
+
+_PROBE = """
+import ctypes, sys
+try:
+    driver = ctypes.CDLL("libcuda.so.1")
+except OSError as error:
+    sys.exit("no NVIDIA driver: " + str(error))
+code = driver.cuInit(0)
+if code:
+    name = ctypes.c_char_p()
+    driver.cuGetErrorName(code, ctypes.byref(name))
+    sys.exit("the NVIDIA driver does not start: " + (name.value or str(code).encode()).decode())
+count = ctypes.c_int()
+driver.cuDeviceGetCount(ctypes.byref(count))
+if not count.value:
+    sys.exit("the NVIDIA driver shows no device (CUDA_VISIBLE_DEVICES?)")
+"""
+_PROBE_TIMEOUT_S = 60
+
+_STICKY = re.compile(
+    r"ILLEGAL_ADDRESS|LAUNCH_FAILED|ILLEGAL_INSTRUCTION|MISALIGNED_ADDRESS|INVALID_ADDRESS_SPACE|INVALID_PC|"
+    r"HARDWARE_STACK_ERROR|ASSERT|LAUNCH_TIMEOUT|ECC_UNCORRECTABLE|illegal memory access|unspecified launch failure"
+)
+"""Errors after which no call of this process can use the device."""
+
+
+class _CudaEvent(Event):
+    __slots__ = ("event",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def elapsed_ms(self, later: Event) -> float:
+        if not isinstance(later, _CudaEvent):
+            raise TypeError(f"an event of CUDA cannot be compared with {type(later).__name__}")
+        return float(self.event.elapsed_time(later.event))
+
+
+class CudaProvider(ComputeProvider):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "cuda"
+    dialects: ClassVar[tuple[str, ...]] = ("cuda", "portable", "triton")
+
+    @classmethod
+    def probe(cls) -> str:
+        """Starts the driver in a child process, and looks at what this process's torch was built for."""
+        if torch.version.cuda is None:
+            built = "for ROCm" if torch.version.hip else "without CUDA"
+            return f"torch {torch.__version__} is built {built}"
+        if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+            return "the package cuda-core is not installed"
+        if torch.cuda.is_initialized():
+            return ""
+        try:
+            child = subprocess.run(
+                [sys.executable, "-I", "-S", "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired:
+            return f"the NVIDIA driver did not answer within {_PROBE_TIMEOUT_S} s"
+        if child.returncode < 0:
+            return f"the NVIDIA driver crashed its process with signal {-child.returncode}"
+        if child.returncode:
+            return child.stderr.strip().splitlines()[-1] if child.stderr.strip() else "the NVIDIA driver does not start"
+        return ""
+
+    def __init__(self) -> None:
+        torch.cuda.init()
+        from cuda.core import Kernel as CoreKernel
+        from cuda.core import LaunchConfig, ObjectCode, Stream, launch
+
+        self._object_code = ObjectCode
+        self._core_kernel = CoreKernel
+        self._config = functools.lru_cache(maxsize=4096)(
+            lambda grid, block, shared: LaunchConfig(grid=grid, block=block, shmem_size=shared)
+        )
+        self._wrap_stream = functools.lru_cache(maxsize=64)(Stream.from_handle)
+        self._launch = launch
+        self._lock = threading.Lock()
+        self._loaded: list[Any] = []
+
+    def devices(self) -> list[ComputeDevice]:
+        found = []
+        for index in range(torch.cuda.device_count()):
+            info = torch.cuda.get_device_properties(index)
+            found.append(
+                ComputeDevice(
+                    backend="cuda",
+                    index=index,
+                    name=info.name,
+                    memory_bytes=info.total_memory,
+                    architecture=f"sm_{info.major}{info.minor}",
+                    properties={
+                        "multiprocessors": info.multi_processor_count,
+                        "l2_bytes": info.L2_cache_size,
+                        "cuda": torch.version.cuda,
+                        "driver": _driver_version(),
+                    },
+                )
+            )
+        return found
+
+    def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
+        check_size(size_bytes)
+        try:
+            storage = torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cuda", device))
+        except torch.OutOfMemoryError:
+            raise out_of_memory(size_bytes, f"cuda:{device}", self.memory(device)) from None
+        return Buffer(storage.data_ptr(), size_bytes, device, storage)
+
+    def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
+        flat = host_bytes(array, out)
+        buffer = self.allocate(flat.nbytes, device) if out is None else out
+        if flat.nbytes:
+            source = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+            _storage(buffer)[: flat.nbytes].copy_(source)
+        return buffer
+
+    def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
+        size = host_size(buffer, dtype, shape)
+        array: npt.NDArray[Any] = _storage(buffer)[:size].cpu().numpy().view(dtype).reshape(tuple(shape))
+        return array
+
+    def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
+        entry = pick_entry(source, entry)
+        began = time.perf_counter()
+        dialect, program = source.pick(self.dialects)
+        target = self._target(source, device)
+        compiler = _compiler_version(dialect)
+        key = kernel_key(
+            program=program if isinstance(program, str) else program.key,
+            header=_portable_header() if dialect == "portable" else "",
+            entries=sorted(source.entries),
+            options=source.options,
+            target=target,
+            compiler=compiler,
+        )
+        binary, from_cache = KernelCache().get_or_build(
+            key, lambda: compile_cuda(source, target), name=source.name, target=target, compiler=compiler
+        )
+        return self._load(source, entry, binary, target, device, from_cache, began)
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[Pointer | int | float],
+        stream: object | None = None,
+    ) -> None:
+        check_launch(kernel, self.name, grid, block, args)
+        self._start(kernel, tuple(grid), tuple(block), args, stream)
+
+    def launch_compiled(self, kernel: Kernel, grid: tuple[int, ...], args: Sequence[Pointer | int | float]) -> None:
+        """Launch a kernel whose block size and shared memory were fixed when it was compiled (Triton's).
+
+        Raises:
+            LaunchError, DeviceLost: as launch.
+        """
+        self._start(kernel, grid, kernel.handle.block, args, None)
+
+    def synchronize(self, device: int = 0) -> None:
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            raise _as_error(error, f"cuda:{device}") from error
+
+    def memory(self, device: int = 0) -> MemoryInfo:
+        free, total = torch.cuda.mem_get_info(device)
+        return MemoryInfo(
+            total_bytes=total,
+            free_bytes=free,
+            allocated_bytes=torch.cuda.memory_allocated(device),
+            reserved_bytes=torch.cuda.memory_reserved(device),
+            peak_bytes=torch.cuda.max_memory_allocated(device),
+        )
+
+    def record_event(self, device: int = 0) -> Event | None:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        return _CudaEvent(torch.cuda.current_stream(device))
+
+    # --- parts ---------------------------------------------------------------------------------------------------
+
+    def _target(self, source: KernelSource, device: int) -> str:
+        """The device's architecture, with the suffix of its special instructions where the source asks for it."""
+        major, minor = torch.cuda.get_device_capability(device)
+        plain = f"sm_{major}{minor}"
+        if source.targets and plain not in source.targets:
+            if f"{plain}a" in source.targets:
+                return f"{plain}a"
+            if not any(_runs_on(target, major, minor) for target in source.targets):
+                raise CompileError(f"kernel {source.name!r} is for {', '.join(source.targets)}; this device is {plain}")
+        return plain
+
+    def _load(
+        self, source: KernelSource, entry: str, binary: Binary, target: str, device: int, from_cache: bool, began: float
+    ) -> Kernel:
+        kinds = source.entries[entry]
+        try:
+            with torch.cuda.device(device):
+                torch.cuda.current_stream()
+                code = self._object_code.from_cubin(binary.code, name=source.name)
+                core = code.get_kernel(binary.symbols[entry])
+                shared = int(binary.metadata.get("shared_bytes", 0))
+                if shared > 48 * 1024:
+                    _allow_shared(core, shared, device)
+                attributes = core.attributes
+                resources = binary.resources.get(entry, Resources())
+                if resources.registers is None:
+                    resources = Resources(
+                        registers=attributes.num_regs(device),
+                        spill_bytes=resources.spill_bytes,
+                        stack_bytes=attributes.local_size_bytes(device),
+                        shared_bytes=shared or attributes.shared_size_bytes(device),
+                    )
+        except Exception as error:
+            raise CompileError(f"kernel {source.name!r} for {target} does not load", str(error)) from error
+        with self._lock:
+            self._loaded.append(code)
+        extra = max(0, int(binary.metadata.get("parameters", len(kinds))) - len(kinds))
+        threads = int(binary.metadata.get("threads", 0))
+        handle = _Loaded(core, [_packer(entry, i, kind) for i, kind in enumerate(kinds)], (0,) * extra, shared, (threads,))
+        return Kernel(
+            name=entry,
+            backend=self.name,
+            device=device,
+            target=target,
+            arguments=kinds,
+            resources=resources,
+            compile_ms=(time.perf_counter() - began) * 1e3,
+            from_cache=from_cache,
+            metadata=binary.metadata,
+            handle=handle,
+        )
+
+    def _start(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Pointer | int | float],
+        stream: object | None,
+    ) -> None:
+        loaded = kernel.handle
+        values = [pack(arg) for pack, arg in zip(loaded.packers, args, strict=True)]
+        if torch._C._cuda_getDevice() != kernel.device:
+            with torch.cuda.device(kernel.device):
+                self._start(kernel, grid, block, args, stream)
+            return
+        if stream is None:
+            raw = torch._C._cuda_getCurrentRawStream(kernel.device)
+        else:
+            raw = getattr(stream, "cuda_stream", stream)
+        try:
+            self._launch(self._wrap_stream(raw), self._config(grid, block, loaded.shared), loaded.core, *values, *loaded.extra)
+        except Exception as error:
+            raise _as_error(error, f"kernel {kernel.name!r}, grid {grid}, block {block}") from error
+
+
+class _Loaded:
+    """What a launch needs beside its arguments."""
+
+    __slots__ = ("block", "core", "extra", "packers", "shared")
+
+    def __init__(
+        self,
+        core: Any,  # noqa: ANN401  cuda.core's Kernel
+        packers: list[Callable[[Any], Any]],
+        extra: tuple[int, ...],
+        shared: int,
+        block: tuple[int, ...],
+    ) -> None:
+        self.core = core
+        self.packers = packers
+        self.extra = extra
+        self.shared = shared
+        self.block = block
+
+
+# --- compiling, without a device -------------------------------------------------------------------------------------
+
+
+def compile_cuda(source: KernelSource, target: str) -> Binary:
+    """Compile for an architecture; needs neither a driver nor a device.
+
+    Args:
+        source: in a dialect that CudaProvider knows.
+        target: "sm_90", "sm_90a", ...
+
+    Raises:
+        CompileError: with the compiler's log.
+    """
+    dialect, program = source.pick(CudaProvider.dialects)
+    if isinstance(program, Builder):
+        built = program.build(target)
+        if isinstance(built, Binary):
+            return built
+        program = built
+    if dialect == "portable":
+        program = f"{_portable_header()}\n#line 1\n{program}"
+    return _nvrtc(source, program, target)
+
+
+def _nvrtc(source: KernelSource, program: str, target: str) -> Binary:
+    from cuda.core import Program, ProgramOptions
+
+    log = io.StringIO()
+    options = ProgramOptions(name=source.name, arch=target, std="c++17", ptxas_options=["-v", *source.options])
+    try:
+        code = Program(program, "c++", options).compile("cubin", logs=log).code
+    except Exception as error:
+        raise CompileError(f"kernel {source.name!r} does not compile for {target}", str(error)) from error
+    text = log.getvalue()
+    return Binary(
+        code=code,
+        symbols={entry: entry for entry in source.entries},
+        resources={entry: _resources(text, entry) for entry in source.entries},
+        log=text,
+    )
+
+
+def _resources(log: str, entry: str) -> Resources:
+    """Read what ptxas -v prints of an entry."""
+    part = re.search(rf"Compiling entry function '{re.escape(entry)}'.*?(?=Compiling entry function|\Z)", log, re.DOTALL)
+    if part is None:
+        return Resources()
+
+    def number(pattern: str) -> int | None:
+        match = re.search(pattern, part.group(0))
+        return int(match.group(1)) if match else None
+
+    return Resources(
+        registers=number(r"Used (\d+) registers"),
+        spill_bytes=number(r"(\d+) bytes spill stores"),
+        stack_bytes=number(r"(\d+) bytes stack frame"),
+        shared_bytes=number(r"(\d+) bytes smem") or 0,
+    )
+
+
+@functools.cache
+def _portable_header() -> str:
+    return (Path(__file__).parents[1] / "portable.h").read_text(encoding="utf-8")
+
+
+@functools.cache
+def _compiler_version(dialect: str) -> str:
+    if dialect == "triton":
+        return f"triton {importlib.metadata.version('triton')}"
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"nvrtc {major}.{minor}"
+
+
+def _runs_on(target: str, major: int, minor: int) -> bool:
+    """Whether machine code for the target's family may be compiled for this device: any newer one."""
+    digits = target.removeprefix("sm_")
+    return digits.isdigit() and int(digits) <= 10 * major + minor
+
+
+# --- small parts -----------------------------------------------------------------------------------------------------
+
+_INTEGERS: dict[str, tuple[int, int, Any]] = {
+    "i32": (-(2**31), 2**31, ctypes.c_int32),
+    "u32": (0, 2**32, ctypes.c_uint32),
+    "i64": (-(2**63), 2**63, ctypes.c_int64),
+    "u64": (0, 2**64, ctypes.c_uint64),
+}
+_FLOATS: dict[str, Any] = {"f32": ctypes.c_float, "f64": ctypes.c_double}
+
+
+def _packer(name: str, position: int, kind: str) -> Callable[[Any], Any]:
+    """What turns an argument into what cuda.core takes."""
+    where = f"kernel {name!r}, argument {position}"
+    if kind.startswith("*"):
+
+        def pointer(arg: Any) -> int:  # noqa: ANN401
+            try:
+                address: int = arg.data_ptr()
+            except AttributeError:
+                raise LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}") from None
+            return address
+
+        return pointer
+    if kind in _INTEGERS:
+        low, high, integer = _INTEGERS[kind]
+
+        def whole(arg: Any) -> Any:  # noqa: ANN401
+            if not isinstance(arg, (int, np.integer)) or not low <= arg < high:
+                raise LaunchError(f"{where}: wanted {kind}, got {arg!r}")
+            return integer(arg)
+
+        return whole
+    if kind in _FLOATS:
+        real = _FLOATS[kind]
+
+        def number(arg: Any) -> Any:  # noqa: ANN401
+            if not isinstance(arg, (int, float, np.number)):
+                raise LaunchError(f"{where}: wanted {kind}, got {type(arg).__name__}")
+            return real(arg)
+
+        return number
+    raise CompileError(f"{where}: unknown argument type {kind!r}")
+
+
+def _storage(buffer: Buffer) -> torch.Tensor:
+    if not isinstance(buffer.owner, torch.Tensor):
+        raise LaunchError(f"{buffer!r} was not allocated by the CUDA provider")
+    return buffer.owner
+
+
+def _as_error(error: Exception, what: str) -> Exception:
+    text = str(error)
+    if _STICKY.search(text):
+        return DeviceLost(f"{what}: {text.splitlines()[0]}. This process can no longer use the device; start a new one")
+    return LaunchError(f"{what}: {text.splitlines()[0] if text else type(error).__name__}")
+
+
+def _allow_shared(core: Any, shared_bytes: int, device: int) -> None:  # noqa: ANN401  cuda.core's Kernel
+    """Raise the kernel's limit of dynamic shared memory above the default 48 KiB."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (code,) = driver.cuKernelSetAttribute(attribute, shared_bytes, int(core.handle), device)
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise LaunchError(f"{shared_bytes} bytes of shared memory a block: {code.name}")
+
+
+@functools.cache
+def _driver_version() -> str:
+    from cuda.bindings import driver
+
+    _, version = driver.cuDriverGetVersion()
+    return f"{version // 1000}.{version % 1000 // 10}"

@@ -1,0 +1,124 @@
+"""Which backends are here, and which one to use.
+
+A driver can take a process down when it is broken, so each backend is first asked, in a child process where that is
+needed, whether it is sound (`ComputeProvider.probe`); only then is its provider made in this process, once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+
+import torch
+
+from accelerant.config import settings
+from accelerant.errors import BackendUnavailable, ConfigError
+from accelerant.runtime.provider import ComputeDevice, ComputeProvider
+
+__all__ = ["BACKENDS", "available", "choose", "create", "devices", "provider_of", "reason_absent"]
+
+BACKENDS = ("cuda", "rocm", "apple", "opencl", "webgpu", "cpu")
+"""Every backend of the design, in the order of automatic choice."""
+
+_PROVIDERS = {
+    "cuda": ("accelerant.runtime.providers.cuda", "CudaProvider"),
+    "cpu": ("accelerant.runtime.providers.cpu", "CpuProvider"),
+}
+_lock = threading.RLock()
+_reasons: dict[str, str] = {}
+_created: dict[str, ComputeProvider] = {}
+
+
+def _class(name: str) -> type[ComputeProvider]:
+    module, attribute = _PROVIDERS[name]
+    provider: type[ComputeProvider] = getattr(importlib.import_module(module), attribute)
+    return provider
+
+
+def _check_name(name: str) -> None:
+    if name not in BACKENDS:
+        raise ConfigError(f"unknown backend {name!r}; known are {', '.join(BACKENDS)}")
+
+
+def reason_absent(name: str) -> str:
+    """Why a backend cannot be used here; empty if it can. Asked once a process.
+
+    Raises:
+        ConfigError: no backend has that name.
+    """
+    _check_name(name)
+    with _lock:
+        if name not in _reasons:
+            _reasons[name] = _class(name).probe() if name in _PROVIDERS else "this version has no provider for it"
+        return _reasons[name]
+
+
+def available() -> list[str]:
+    """The names of the backends that can be used, the preferred first."""
+    return [name for name in BACKENDS if not reason_absent(name)]
+
+
+def create(name: str) -> ComputeProvider:
+    """The provider of a backend, made on first use.
+
+    Raises:
+        ConfigError: no backend has that name.
+        BackendUnavailable: it is not there; says why.
+    """
+    provider = _created.get(name)
+    if provider is not None:
+        return provider
+    with _lock:
+        reason = reason_absent(name)
+        if reason:
+            raise BackendUnavailable(name, reason)
+        if name not in _created:
+            _created[name] = _class(name)()
+        return _created[name]
+
+
+def devices() -> list[ComputeDevice]:
+    """Every device, the preferred backend's first; an absent backend is one entry that carries `.reason`."""
+    found: list[ComputeDevice] = []
+    for name in BACKENDS:
+        reason = reason_absent(name)
+        if reason:
+            found.append(ComputeDevice(backend=name, index=-1, name="", available=False, reason=reason))
+        else:
+            found += create(name).devices()
+    return found
+
+
+def choose(backend: str | None = None, index: int = 0) -> ComputeDevice:
+    """The device to use.
+
+    Args:
+        backend: "auto", or a backend that must be there; the setting's by default.
+        index: number of the device on its backend.
+
+    Raises:
+        ConfigError: no backend has that name, or no device that index.
+        BackendUnavailable: the backend is not there; says why.
+    """
+    wanted = settings().backend if backend is None else backend
+    if wanted == "auto":
+        wanted = available()[0]
+    found = create(wanted).devices()
+    if not 0 <= index < len(found):
+        raise ConfigError(f"backend {wanted!r} has {len(found)} device{'s' * (len(found) != 1)}; there is no number {index}")
+    return found[index]
+
+
+_BY_TORCH_TYPE = {"cuda": "cuda", "cpu": "cpu"}
+
+
+def provider_of(device: torch.device) -> ComputeProvider:
+    """The provider whose devices torch calls by that name.
+
+    Raises:
+        BackendUnavailable: no provider serves that kind of tensor.
+    """
+    name = _BY_TORCH_TYPE.get(device.type)
+    if name is None:
+        raise BackendUnavailable(device.type, "no provider serves such tensors")
+    return create(name)

@@ -1,0 +1,291 @@
+"""Triton as one more compiler: a Triton function and its specialisation become a KernelSource.
+
+Triton makes the machine code; the provider keeps it in its disk cache, loads it and launches it as any other kernel.
+So a warm start imports no Triton and needs no C compiler, and a launch costs what a CUDA launch costs. Under
+TRITON_INTERPRET=1 the function runs on CPU tensors instead, which is how the tests reach it without a GPU.
+
+A specialisation is: the element types of the pointers, whether each pointer and integer is a multiple of 16 (wider
+loads), and the compile-time constants.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from accelerant.errors import CompileError
+from accelerant.runtime.kernel import CUDA_TARGETS, Binary, Kernel, KernelSource, Resources
+
+if TYPE_CHECKING:
+    from accelerant.runtime.providers.cuda import CudaProvider
+
+__all__ = ["TritonKernel", "interpreting", "refuses_triton"]
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float64: "*fp64",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+_Argument = torch.Tensor | int | float | None
+_AMD = re.compile(r"gfx\w+")
+
+
+def interpreting() -> bool:
+    """Whether Triton functions run in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _version() -> str | None:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def refuses_triton(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on a device; None if they can."""
+    if device.type == "cuda":
+        return None if _version() else "Triton is not installed"
+    if interpreting():
+        return None
+    return f"no Triton on {device.type}"
+
+
+@functools.cache
+def _sources_hash() -> str:
+    """Of every Triton source in the package: kernels may call one another across modules."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("triton_kernels.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Specialisation:
+    """A Builder (see kernel.py): one Triton function with everything fixed that its code depends on.
+
+    Attributes:
+        module, name: where the function is.
+        kinds: Triton type of each argument in order ("*bf16", "i32"), "constexpr" for constants.
+        constants: constant argument, by name or position, and its value.
+        multiples_of_16: positions of the arguments that are.
+        num_warps, num_stages: warps a block; depth of software pipelining.
+    """
+
+    module: str
+    name: str
+    kinds: tuple[str, ...]
+    constants: tuple[tuple[str | int, Any], ...]
+    multiples_of_16: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+
+    @property
+    def key(self) -> str:
+        """Everything that the code depends on besides the target."""
+        return f"{self!r} triton {_version()} {_sources_hash()}"
+
+    def build(self, target: str) -> Binary:
+        """Compile with Triton for an architecture: "sm_90", "gfx942".
+
+        Raises:
+            CompileError: with Triton's words.
+        """
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        function = getattr(importlib.import_module(self.module), self.name)
+        if _AMD.fullmatch(target):
+            gpu = GPUTarget("hip", target, 64 if target.startswith("gfx9") else 32)
+        else:
+            gpu = GPUTarget("cuda", int(target.removeprefix("sm_").rstrip("a")), 32)
+        names = list(function.arg_names)
+        source = ASTSource(
+            fn=function,
+            signature=dict(zip(names, self.kinds, strict=True)),
+            constexprs={(at if isinstance(at, int) else names.index(at),): value for at, value in self.constants},
+            attrs={(position,): [["tt.divisibility", 16]] for position in self.multiples_of_16},
+        )
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        try:
+            compiled = triton.compile(source, target=gpu, options=options)
+        except Exception as error:  # noqa: BLE001  Triton raises many kinds; all mean that this does not compile
+            raise CompileError(f"Triton kernel {self.name!r} does not compile for {target}", str(error)) from error
+        return _binary(self.name, compiled, gpu.backend)
+
+
+def _binary(name: str, compiled: Any, backend: str) -> Binary:  # noqa: ANN401  Triton is not typed
+    """What the cache keeps of Triton's result."""
+    metadata = compiled.metadata
+    if getattr(metadata, "global_scratch_size", 0):
+        raise CompileError(f"Triton kernel {name!r} asks for {metadata.global_scratch_size} bytes of global scratch")
+    if backend == "cuda":
+        code, assembly = compiled.asm["cubin"], compiled.asm["ptx"]
+        entry = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)", assembly, re.DOTALL)
+        if entry is None:
+            raise CompileError(f"Triton kernel {name!r}: no entry point in its PTX")
+        parameters = entry.group(2).count(".param")
+    else:
+        code, assembly, parameters = compiled.asm["hsaco"], compiled.asm["amdgcn"], 0
+    return Binary(
+        code=code,
+        symbols={name: metadata.name},
+        resources={name: Resources(shared_bytes=metadata.shared)},
+        metadata={
+            "parameters": parameters,
+            "threads": metadata.num_warps * (32 if backend == "cuda" else 64),
+            "shared_bytes": metadata.shared,
+            "tensor_cores": bool(re.search(r"wgmma|mma\.sync|tcgen05|v_mfma|v_wmma", assembly)),
+        },
+    )
+
+
+class TritonKernel:
+    """A Triton function that is compiled on demand and launched through the provider.
+
+    Args:
+        module: that holds it; imported only to compile or to interpret.
+        name: of the function.
+        targets: the architectures it is meant for.
+
+    >>> gelu_fwd = TritonKernel("accelerant.ops.gelu.triton_kernels", "gelu_fwd")
+    >>> gelu_fwd.launch((blocks,), (x, y, n), {"BLOCK": 4096}, num_warps=8)
+    """
+
+    def __init__(self, module: str, name: str, *, targets: tuple[str, ...] = CUDA_TARGETS) -> None:
+        self.module = module
+        self.name = name
+        self.targets = targets
+        self._kernels: dict[tuple[Any, ...], Kernel] = {}
+
+    def launch(
+        self,
+        grid: tuple[int, ...],
+        args: Sequence[_Argument],
+        constants: Mapping[str, Any],
+        *,
+        num_warps: int = 4,
+        num_stages: int = 3,
+    ) -> None:
+        """Run over the grid, on the current stream of the first tensor's device.
+
+        Args:
+            grid: programs, one to three numbers.
+            args: positional arguments before the constants: tensors, integers, floats; None for an absent tensor.
+            constants: the function's constexpr arguments by name.
+            num_warps: warps a program.
+            num_stages: depth of software pipelining.
+
+        Raises:
+            CompileError: with Triton's words.
+            LaunchError: the device refused.
+        """
+        if interpreting():
+            function = getattr(importlib.import_module(self.module), self.name)
+            function[grid](*args, **constants)
+            return
+        key = (num_warps, num_stages, *constants.values(), *map(_argument_key, args))
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = self._kernels[key] = self._compile(args, constants, num_warps, num_stages)
+        _cuda().launch_compiled(kernel, grid, [arg for arg in args if arg is not None])
+
+    def source(
+        self,
+        types: Mapping[str, str],
+        constants: Mapping[str, Any],
+        *,
+        multiples_of_16: bool = True,
+        num_warps: int = 4,
+        num_stages: int = 3,
+    ) -> KernelSource:
+        """A KernelSource for stated types; for compile checks without a device.
+
+        Args:
+            types: argument -> Triton type ("*bf16", "i32", "fp32"); absent tensors left out.
+            constants: constexpr arguments by name, absent tensors among them as None.
+            multiples_of_16: whether every pointer and integer is.
+            num_warps: warps a program.
+            num_stages: depth of software pipelining.
+        """
+        names = list(getattr(importlib.import_module(self.module), self.name).arg_names)
+        kinds = tuple(types.get(name, "constexpr") for name in names)
+        aligned = tuple(i for i, kind in enumerate(kinds) if multiples_of_16 and (kind[0] == "*" or kind in ("i32", "i64")))
+        return self._source(kinds, tuple(constants.items()), aligned, num_warps, num_stages)
+
+    def _source(
+        self,
+        kinds: tuple[str, ...],
+        constants: tuple[tuple[str | int, Any], ...],
+        aligned: tuple[int, ...],
+        num_warps: int,
+        num_stages: int,
+    ) -> KernelSource:
+        special = Specialisation(self.module, self.name, kinds, constants, aligned, num_warps, num_stages)
+        types = tuple(_LAUNCH_TYPES.get(kind, kind) for kind in kinds if kind != "constexpr")
+        return KernelSource(self.name, {"triton": special}, {self.name: types}, targets=self.targets)
+
+    def _compile(
+        self, args: Sequence[_Argument], constants: Mapping[str, Any], num_warps: int, num_stages: int
+    ) -> Kernel:
+        kinds: list[str] = []
+        aligned: list[int] = []
+        fixed: list[tuple[str | int, Any]] = list(constants.items())
+        for position, arg in enumerate(args):
+            if arg is None:
+                kinds.append("constexpr")
+                fixed.append((position, None))
+                continue
+            kind, multiple = _describe(arg)
+            kinds.append(kind)
+            if multiple:
+                aligned.append(position)
+        kinds += ["constexpr"] * len(constants)
+        tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        source = self._source(tuple(kinds), tuple(fixed), tuple(aligned), num_warps, num_stages)
+        return _cuda().compile(source, device=tensor.device.index or 0)
+
+
+_LAUNCH_TYPES = {"fp32": "f32", "fp64": "f64"}
+
+
+def _argument_key(arg: _Argument) -> object:
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0, arg.device
+    if isinstance(arg, int):
+        return arg % 16 == 0, -(2**31) <= arg < 2**31
+    return type(arg)
+
+
+def _describe(arg: torch.Tensor | int | float) -> tuple[str, bool]:
+    """Triton's type of an argument, and whether it is a multiple of 16."""
+    if isinstance(arg, torch.Tensor):
+        return _POINTERS[arg.dtype], arg.data_ptr() % 16 == 0
+    if isinstance(arg, int):
+        return ("i32" if -(2**31) <= arg < 2**31 else "i64"), arg % 16 == 0
+    return "fp32", False
+
+
+@functools.cache
+def _cuda() -> CudaProvider:
+    from accelerant.runtime import registry
+
+    return cast("CudaProvider", registry.create("cuda"))
