@@ -14,6 +14,7 @@ The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration f
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,14 +22,23 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import platformdirs
-
 from accelerant.errors import ConfigError
 
 __all__ = ["FallbackPolicy", "Settings", "override", "settings"]
 
 FallbackPolicy = Literal["allow", "warn", "forbid"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def _user_folder(kind: Literal["cache", "config"]) -> Path:
+    """Where the system wants a user's files of that kind."""
+    if sys.platform == "win32":
+        root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        return root / "accelerant" / kind
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / {"cache": "Caches", "config": "Application Support"}[kind] / "accelerant"
+    root = Path(os.environ.get(f"XDG_{kind.upper()}_HOME") or Path.home() / f".{kind}")
+    return root / "accelerant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,7 @@ class Settings:
 
     backend: str = "auto"
     fallback: FallbackPolicy = "allow"
-    cache_dir: Path = Path(platformdirs.user_cache_dir("accelerant", appauthor=False))
+    cache_dir: Path = _user_folder("cache")
     memory_fraction: float = 1.0
     log: LogLevel = "warning"
 
@@ -65,7 +75,7 @@ def _require(ok: bool, name: str, value: object, allowed: tuple[str, ...]) -> No
 _PARSERS = {"cache_dir": Path, "memory_fraction": float}
 
 
-def _converted(name: str, value: object, origin: str) -> Any:  # noqa: ANN401  the field's own type
+def _converted(name: str, value: object, origin: str) -> Any:
     try:
         parser = _PARSERS.get(name)
         return parser(str(value)) if parser else str(value)
@@ -100,7 +110,7 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
     """
     environ = os.environ if environ is None else environ
     named = environ.get("ACCELERANT_CONFIG")
-    default = Path(platformdirs.user_config_dir("accelerant", appauthor=False)) / "config.toml"
+    default = _user_folder("config") / "config.toml"
     values = _from_file(Path(named) if named else default, must_exist=bool(named))
     for field in fields(Settings):
         variable = f"ACCELERANT_{field.name.upper()}"
@@ -121,8 +131,11 @@ def settings() -> Settings:
 
 
 @contextmanager
-def override(**changes: Any) -> Iterator[Settings]:  # noqa: ANN401  the fields' own types
-    """Change settings for a block: `with override(fallback="forbid"): ...`.
+def override(**changes: Any) -> Iterator[Settings]:
+    """Change settings for a block of code.
+
+    >>> with override(fallback="forbid"):
+    ...     train()
 
     Raises:
         ConfigError: a name or value has no meaning.

@@ -67,6 +67,10 @@ class KernelCache:
             _log.warning("kernel cache %s cannot be written: %s", self.root, error)
         return binary, False
 
+    def remove(self, key: str) -> None:
+        """Forget an entry, if it is there."""
+        shutil.rmtree(self.root / key, ignore_errors=True)
+
     def _read(self, key: str) -> Binary | None:
         folder = self.root / key
         try:
@@ -85,7 +89,7 @@ class KernelCache:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             _log.warning("kernel cache entry %s is damaged (%s): compiling again", folder, error)
-            shutil.rmtree(folder, ignore_errors=True)
+            self.remove(key)
             return None
 
     def _write(self, key: str, binary: Binary, report: dict[str, object]) -> None:

@@ -20,19 +20,28 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from accelerant.config import settings
-from accelerant.errors import AccelerantError, CompileError, FallbackWarning, LaunchError, OutOfMemory, UnsupportedCase
+from accelerant.errors import CompileError, FallbackWarning, LaunchError, OutOfMemory, UnsupportedCase
 from accelerant.runtime.ledger import FallbackRecord, OpRecord, ledger
-from accelerant.runtime.provider import ComputeProvider, Event
+from accelerant.runtime.provider import ComputeProvider
 
-__all__ = ["Case", "Cost", "Decision", "Explanation", "Implementation", "Operation", "explain", "operations"]
+__all__ = [
+    "Case",
+    "Cost",
+    "Decision",
+    "Explanation",
+    "Implementation",
+    "Operation",
+    "explain",
+    "explain_quietly",
+    "operations",
+]
 
 RECOVERABLE = (CompileError, LaunchError, OutOfMemory, UnsupportedCase, torch.OutOfMemoryError)
 """Failures seen before anything was written."""
@@ -121,7 +130,8 @@ class Operation:
         self._broken: dict[Case, dict[str, str]] = {}
         _operations[name] = self
 
-    def __call__(self, case: Case, *args: Any) -> Any:  # noqa: ANN401  each op has its own result
+    def __call__(self, case: Case, *args: Any) -> Any:
+        """Run the case's implementation; count it, and time it now and then."""
         plan = self._plans.get(case)
         if plan is None:
             plan = self._choose(case)
@@ -134,7 +144,7 @@ class Operation:
         if start is not None:
             _ledger.end(plan.record, start, plan.provider, plan.device)
         if _observers:
-            _notify(self.name, case, plan, start)
+            _notify(self.name, case, plan)
         return result
 
     def forget(self) -> None:
@@ -142,7 +152,7 @@ class Operation:
         self._plans.clear()
         self._broken.clear()
 
-    def run(self, implementation: str, *args: Any) -> Any:  # noqa: ANN401  each op has its own result
+    def run(self, implementation: str, *args: Any) -> Any:
         """Run one implementation by name, past choice and ledger; for tests and benchmarks.
 
         Raises:
@@ -195,31 +205,27 @@ class Operation:
         )
         return _Plan(implementation, _ledger.record(record), provider, case.device.index or 0, refused)
 
-    def _fall_back(self, case: Case, plan: _Plan, error: Exception, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
+    def _fall_back(self, case: Case, plan: _Plan, error: Exception, args: tuple[Any, ...]) -> Any:
         """Run the next implementation from the same inputs, or raise what the first one raised."""
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        reason = f"{type(error).__name__}: {' | '.join(str(error).splitlines()[:2])}"
         tried = {plan.implementation.name: reason}
         rest = [each for each, why in self.refusals(case) if why is None and each.name not in tried]
         if settings().fallback == "forbid" or not rest:
             raise error
         following = rest[0]
-        _announce(FallbackRecord(self.name, f"{case} on {case.device}", plan.implementation.name, following.name, reason))
+        _announce(
+            FallbackRecord(self.name, f"{case} on {case.device}", plan.implementation.name, following.name, reason)
+        )
         if isinstance(error, _TRANSIENT):  # this call only: memory may be there again at the next
             once = self._plan(case, following, (*plan.refused, (plan.implementation.name, reason)))
-            with _ledger_count(once):
-                return following.run(*args)
+            _ledger.begin(once.record, once.provider, once.device)
+            return following.run(*args)
         self._broken.setdefault(case, {}).update(tried)
         self._plans.pop(case, None)
         return self(case, *args)
 
 
 _ledger = ledger()
-
-
-@contextmanager
-def _ledger_count(plan: _Plan) -> Iterator[None]:
-    _ledger.begin(plan.record, plan.provider, plan.device)
-    yield
 
 
 def _announce(entry: FallbackRecord) -> None:
@@ -289,7 +295,7 @@ _observers: list[Callable[[Decision], None]] = []
 _observers_lock = threading.Lock()
 
 
-def _notify(op: str, case: Case, plan: _Plan, _start: Event | None) -> None:
+def _notify(op: str, case: Case, plan: _Plan) -> None:
     names = [each.name for each in _operations[op].implementations]
     tried = {name for name, _ in plan.refused} | {plan.implementation.name}
     decision = Decision(
@@ -305,7 +311,23 @@ def _notify(op: str, case: Case, plan: _Plan, _start: Event | None) -> None:
         observer(decision)
 
 
-def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:  # noqa: ANN401  any function's own
+def explain_quietly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """As explain, without printing."""
+    seen: list[Decision] = []
+    with _observers_lock:
+        _observers.append(seen.append)
+    began = time.perf_counter()
+    try:
+        result = fn(*args, **kwargs)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return Explanation(result, seen, (time.perf_counter() - began) * 1e3)
+    finally:
+        with _observers_lock:
+            _observers.remove(seen.append)
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Call fn and print, for each op in it, which implementation ran and which were refused, with the reason.
 
     Backward passes that run inside fn count too. Other threads' calls in the meantime are seen as well.
@@ -319,28 +341,6 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:  
       not tried  torch
     0.071 ms in all
     """
-    seen: list[Decision] = []
-    with _observers_lock:
-        _observers.append(seen.append)
-    began = time.perf_counter()
-    try:
-        result = fn(*args, **kwargs)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        explanation = Explanation(result, seen, (time.perf_counter() - began) * 1e3)
-    finally:
-        with _observers_lock:
-            _observers.remove(seen.append)
+    explanation = explain_quietly(fn, *args, **kwargs)
     print(explanation)
     return explanation
-
-
-def check_on_one_device(op: str, *tensors: torch.Tensor | None) -> None:
-    """Refuse inputs that are on different devices.
-
-    Raises:
-        AccelerantError: names the devices.
-    """
-    devices = {tensor.device for tensor in tensors if tensor is not None}
-    if len(devices) > 1:
-        raise AccelerantError(f"{op}: inputs must be on one device, got {', '.join(sorted(map(str, devices)))}")

@@ -110,7 +110,9 @@ class KernelSource:
         for dialect in known:
             if dialect in self.dialects:
                 return dialect, self.dialects[dialect]
-        raise CompileError(f"kernel {self.name!r} has no dialect of {', '.join(known)}; it has {', '.join(self.dialects)}")
+        raise CompileError(
+            f"kernel {self.name!r} has no dialect of {', '.join(known)}; it has {', '.join(self.dialects)}"
+        )
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ A backend author writes one class in `runtime/providers/`, names it in `registry
 * A provider is made once a process, by the registry, after `probe()` said that the driver is sound. Its
   constructor may start the driver; importing its module must not.
 * Devices are numbered from 0, as the driver numbers them.
-* Memory: `allocate` gives a Buffer of at least the asked size (0 is allowed), aligned to 256 bytes, with undefined
-  content; it lives until nobody refers to it. Use the pool that the rest of the process uses.
+* Memory: `allocate` gives a Buffer of at least the asked size (0 is allowed), aligned to 256 bytes where memory has
+  addresses, with undefined content; it lives until nobody refers to it. Use the pool that the rest of the process uses.
 * Copies are ordered with launches on the same stream. `copy_to_host` returns when the bytes are there.
 * `compile` goes through the disk cache, raises CompileError with the compiler's log, and never leaves a broken
   entry. Two calls with the same source give kernels that compute the same.
@@ -66,10 +66,11 @@ class ComputeDevice:
 
     @property
     def torch_device(self) -> str:
-        """What `torch.device` takes: "cuda:0", "cpu". Empty for an absent device."""
-        if not self.available:
+        """What `torch.device` takes: "cuda:0", "cpu". Empty for an absent device and where torch has none."""
+        kind = {"cuda": "cuda", "rocm": "cuda", "apple": "mps", "cpu": "cpu"}.get(self.backend)
+        if not self.available or kind is None:
             return ""
-        return "cpu" if self.backend == "cpu" else f"{self.backend}:{self.index}"
+        return kind if kind == "cpu" else f"{kind}:{self.index}"
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, for JSON."""
@@ -99,7 +100,7 @@ class Buffer:
     """A range of device memory; freed when nobody refers to it.
 
     Args:
-        pointer: address on the device.
+        pointer: address on the device, or the driver's handle where its memory has no addresses.
         size_bytes: length.
         device: index of the device.
         owner: whatever must live as long as the memory does.
@@ -114,7 +115,7 @@ class Buffer:
         self.owner = owner
 
     def data_ptr(self) -> int:
-        """The address on the device."""
+        """The address on the device, or the driver's handle."""
         return self._pointer
 
     def __repr__(self) -> str:
@@ -249,7 +250,9 @@ def pick_entry(source: KernelSource, entry: str | None) -> str:
     return entry
 
 
-def check_launch(kernel: Kernel, provider: str, grid: Sequence[int], block: Sequence[int], args: Sequence[object]) -> None:
+def check_launch(
+    kernel: Kernel, provider: str, grid: Sequence[int], block: Sequence[int], args: Sequence[object]
+) -> None:
     """What every provider checks before a launch.
 
     Raises:
@@ -262,6 +265,24 @@ def check_launch(kernel: Kernel, provider: str, grid: Sequence[int], block: Sequ
             raise LaunchError(f"{name} must be one to three numbers of at least 1, got {tuple(sizes)}")
     if len(args) != len(kernel.arguments):
         raise LaunchError(f"kernel {kernel.name!r} takes {len(kernel.arguments)} arguments, got {len(args)}")
+
+
+_INTEGER_RANGES = {"i32": (-(2**31), 2**31), "u32": (0, 2**32), "i64": (-(2**63), 2**63), "u64": (0, 2**64)}
+
+
+def check_scalar(name: str, position: int, kind: str, arg: object) -> int | float:
+    """A scalar argument as a plain number of the declared type; for providers.
+
+    Raises:
+        LaunchError: not a number, or one that the type cannot hold.
+    """
+    if kind in _INTEGER_RANGES:
+        low, high = _INTEGER_RANGES[kind]
+        if isinstance(arg, (int, np.integer)) and low <= arg < high:
+            return int(arg)
+    elif isinstance(arg, (int, float, np.number)):
+        return float(arg)
+    raise LaunchError(f"kernel {name!r}, argument {position}: wanted {kind}, got {arg!r}")
 
 
 def host_bytes(array: npt.ArrayLike, out: Buffer | None) -> npt.NDArray[np.uint8]:

@@ -15,22 +15,38 @@ from accelerant.config import settings
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider
 
-__all__ = ["BACKENDS", "available", "choose", "create", "devices", "provider_of", "reason_absent"]
+__all__ = [
+    "AUTOMATIC",
+    "BACKENDS",
+    "PROVIDERS",
+    "available",
+    "choose",
+    "create",
+    "devices",
+    "provider_of",
+    "reason_absent",
+]
 
 BACKENDS = ("cuda", "rocm", "apple", "opencl", "webgpu", "cpu")
-"""Every backend of the design, in the order of automatic choice."""
+"""Every backend of the design."""
 
-_PROVIDERS = {
+AUTOMATIC = ("cuda", "rocm", "apple", "cpu")
+"""Those that automatic choice considers: they run every op on torch's own tensors."""
+
+PROVIDERS: dict[str, tuple[str, str]] = {
     "cuda": ("accelerant.runtime.providers.cuda", "CudaProvider"),
+    "opencl": ("accelerant.runtime.providers.opencl", "OpenclProvider"),
     "cpu": ("accelerant.runtime.providers.cpu", "CpuProvider"),
 }
+"""Backend -> module and class of its provider: where a backend author adds a line."""
+
 _lock = threading.RLock()
 _reasons: dict[str, str] = {}
 _created: dict[str, ComputeProvider] = {}
 
 
 def _class(name: str) -> type[ComputeProvider]:
-    module, attribute = _PROVIDERS[name]
+    module, attribute = PROVIDERS[name]
     provider: type[ComputeProvider] = getattr(importlib.import_module(module), attribute)
     return provider
 
@@ -49,7 +65,7 @@ def reason_absent(name: str) -> str:
     _check_name(name)
     with _lock:
         if name not in _reasons:
-            _reasons[name] = _class(name).probe() if name in _PROVIDERS else "this version has no provider for it"
+            _reasons[name] = _class(name).probe() if name in PROVIDERS else "this version has no provider for it"
         return _reasons[name]
 
 
@@ -102,10 +118,12 @@ def choose(backend: str | None = None, index: int = 0) -> ComputeDevice:
     """
     wanted = settings().backend if backend is None else backend
     if wanted == "auto":
-        wanted = available()[0]
+        wanted = next(name for name in AUTOMATIC if not reason_absent(name))
     found = create(wanted).devices()
     if not 0 <= index < len(found):
-        raise ConfigError(f"backend {wanted!r} has {len(found)} device{'s' * (len(found) != 1)}; there is no number {index}")
+        raise ConfigError(
+            f"backend {wanted!r} has {len(found)} device{'s' * (len(found) != 1)}; there is no number {index}"
+        )
     return found[index]
 
 

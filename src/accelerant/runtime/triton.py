@@ -42,6 +42,7 @@ _POINTERS = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
+_I32_MIN, _I32_MAX = -(2**31), 2**31 - 1
 _Argument = torch.Tensor | int | float | None
 _AMD = re.compile(r"gfx\w+")
 
@@ -127,12 +128,12 @@ class Specialisation:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         try:
             compiled = triton.compile(source, target=gpu, options=options)
-        except Exception as error:  # noqa: BLE001  Triton raises many kinds; all mean that this does not compile
+        except Exception as error:
             raise CompileError(f"Triton kernel {self.name!r} does not compile for {target}", str(error)) from error
         return _binary(self.name, compiled, gpu.backend)
 
 
-def _binary(name: str, compiled: Any, backend: str) -> Binary:  # noqa: ANN401  Triton is not typed
+def _binary(name: str, compiled: Any, backend: str) -> Binary:
     """What the cache keeps of Triton's result."""
     metadata = compiled.metadata
     if getattr(metadata, "global_scratch_size", 0):
@@ -202,10 +203,18 @@ class TritonKernel:
             function = getattr(importlib.import_module(self.module), self.name)
             function[grid](*args, **constants)
             return
-        key = (num_warps, num_stages, *constants.values(), *map(_argument_key, args))
-        kernel = self._kernels.get(key)
+        key: list[object] = [num_warps, num_stages, *constants.values()]
+        for arg in args:  # in line: this is most of a launch's host time
+            if arg.__class__ is int:
+                key.append(arg % 16 == 0 if _I32_MIN <= arg <= _I32_MAX else "i64")
+            elif isinstance(arg, torch.Tensor):
+                key += (arg.dtype, arg.data_ptr() % 16 == 0, arg.device)
+            else:
+                key.append(arg.__class__)
+        variant = tuple(key)
+        kernel = self._kernels.get(variant)
         if kernel is None:
-            kernel = self._kernels[key] = self._compile(args, constants, num_warps, num_stages)
+            kernel = self._kernels[variant] = self._compile(args, constants, num_warps, num_stages)
         _cuda().launch_compiled(kernel, grid, [arg for arg in args if arg is not None])
 
     def source(
@@ -228,7 +237,9 @@ class TritonKernel:
         """
         names = list(getattr(importlib.import_module(self.module), self.name).arg_names)
         kinds = tuple(types.get(name, "constexpr") for name in names)
-        aligned = tuple(i for i, kind in enumerate(kinds) if multiples_of_16 and (kind[0] == "*" or kind in ("i32", "i64")))
+        aligned = tuple(
+            i for i, kind in enumerate(kinds) if multiples_of_16 and (kind[0] == "*" or kind in ("i32", "i64"))
+        )
         return self._source(kinds, tuple(constants.items()), aligned, num_warps, num_stages)
 
     def _source(
@@ -267,20 +278,12 @@ class TritonKernel:
 _LAUNCH_TYPES = {"fp32": "f32", "fp64": "f64"}
 
 
-def _argument_key(arg: _Argument) -> object:
-    if isinstance(arg, torch.Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0, arg.device
-    if isinstance(arg, int):
-        return arg % 16 == 0, -(2**31) <= arg < 2**31
-    return type(arg)
-
-
 def _describe(arg: torch.Tensor | int | float) -> tuple[str, bool]:
     """Triton's type of an argument, and whether it is a multiple of 16."""
     if isinstance(arg, torch.Tensor):
         return _POINTERS[arg.dtype], arg.data_ptr() % 16 == 0
     if isinstance(arg, int):
-        return ("i32" if -(2**31) <= arg < 2**31 else "i64"), arg % 16 == 0
+        return ("i32", arg % 16 == 0) if _I32_MIN <= arg <= _I32_MAX else ("i64", False)
     return "fp32", False
 
 

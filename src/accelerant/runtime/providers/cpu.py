@@ -35,6 +35,7 @@ from accelerant.runtime.provider import (
     MemoryInfo,
     Pointer,
     check_launch,
+    check_scalar,
     check_size,
     host_bytes,
     host_size,
@@ -53,7 +54,6 @@ _SCALARS: dict[str, Any] = {
     "f32": ctypes.c_float,
     "f64": ctypes.c_double,
 }
-_RANGES = {"i32": (-(2**31), 2**31), "u32": (0, 2**32), "i64": (-(2**63), 2**63), "u64": (0, 2**64)}
 _MIN_CHUNK = 16384
 """Indices below which another thread costs more than it gives (a task switch is about 10 us)."""
 
@@ -171,7 +171,9 @@ class CpuProvider(ComputeProvider):
         stream: object | None = None,
     ) -> None:
         check_launch(kernel, self.name, grid, block, args)
-        values = [_value(kernel, i, kind, arg) for i, (kind, arg) in enumerate(zip(kernel.arguments, args, strict=True))]
+        values = [
+            _value(kernel, i, kind, arg) for i, (kind, arg) in enumerate(zip(kernel.arguments, args, strict=True))
+        ]
         total = prod(grid) * prod(block)
         parts = max(1, min(self.cores, total // _MIN_CHUNK))
         if parts == 1:
@@ -214,7 +216,7 @@ class CpuProvider(ComputeProvider):
                 self._pool_pid = os.getpid()
             return self._pool
 
-    def _machine(self) -> Any:  # noqa: ANN401  llvmlite is not typed
+    def _machine(self) -> Any:
         with self._lock:
             if self._target is None:
                 import llvmlite.binding as llvm
@@ -265,7 +267,7 @@ class CpuProvider(ComputeProvider):
             raise CompileError(f"compiled code has no entry {entry!r}")
         return address
 
-    def _engine_target(self) -> Any:  # noqa: ANN401  an engine owns its target machine, so each gets its own
+    def _engine_target(self) -> Any:
         import llvmlite.binding as llvm
 
         return llvm.Target.from_default_triple().create_target_machine(cpu=self._cpu, features=self._features, opt=3)
@@ -285,16 +287,12 @@ class _Held:
         self.provider._count(-self.storage.nbytes)
 
 
-def _value(kernel: Kernel, position: int, kind: str, arg: Pointer | int | float) -> Any:  # noqa: ANN401  ctypes value
+def _value(kernel: Kernel, position: int, kind: str, arg: Pointer | int | float) -> Any:
     if kind.startswith("*"):
         if not hasattr(arg, "data_ptr"):
             raise LaunchError(f"kernel {kernel.name!r}, argument {position}: wanted a buffer, got {type(arg).__name__}")
         return arg.data_ptr()
-    if not isinstance(arg, (int, float, np.integer, np.floating)):
-        raise LaunchError(f"kernel {kernel.name!r}, argument {position}: wanted {kind}, got {type(arg).__name__}")
-    if kind in _RANGES and not _RANGES[kind][0] <= arg < _RANGES[kind][1]:
-        raise LaunchError(f"kernel {kernel.name!r}, argument {position}: {arg} does not fit {kind}")
-    return float(arg) if kind.startswith("f") else int(arg)
+    return check_scalar(kernel.name, position, kind, arg)
 
 
 def _llvm_version() -> str:

@@ -1,12 +1,11 @@
-"""NVIDIA: torch's allocator and streams; CUDA C++ through NVRTC, Triton; launches through cuda.core.
+"""NVIDIA: torch's allocator and streams; CUDA C++ through NVRTC, Triton; both loaded through cuda.core.
 
 Kernels are compiled to cubins for the device at hand and kept in the disk cache, so a second start loads machine
-code without a compiler. Launches go to torch's current stream, in order with torch's own work.
+code without a compiler. Launches go to torch's current stream, in order with torch's own work (cuda_launch.py).
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.metadata
 import importlib.util
@@ -16,17 +15,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
-from accelerant.errors import CompileError, DeviceLost, LaunchError
+from accelerant.errors import CompileError, LaunchError
 from accelerant.runtime.cache import KernelCache, kernel_key
 from accelerant.runtime.kernel import Binary, Builder, Kernel, KernelSource, Resources
+from accelerant.runtime.portable import portable_header
 from accelerant.runtime.provider import (
     Buffer,
     ComputeDevice,
@@ -41,6 +39,7 @@ from accelerant.runtime.provider import (
     out_of_memory,
     pick_entry,
 )
+from accelerant.runtime.providers.cuda_launch import LoadedKernel, cuda_error
 
 __all__ = ["CudaProvider", "compile_cuda"]
 
@@ -61,12 +60,6 @@ if not count.value:
     sys.exit("the NVIDIA driver shows no device (CUDA_VISIBLE_DEVICES?)")
 """
 _PROBE_TIMEOUT_S = 60
-
-_STICKY = re.compile(
-    r"ILLEGAL_ADDRESS|LAUNCH_FAILED|ILLEGAL_INSTRUCTION|MISALIGNED_ADDRESS|INVALID_ADDRESS_SPACE|INVALID_PC|"
-    r"HARDWARE_STACK_ERROR|ASSERT|LAUNCH_TIMEOUT|ECC_UNCORRECTABLE|illegal memory access|unspecified launch failure"
-)
-"""Errors after which no call of this process can use the device."""
 
 
 class _CudaEvent(Event):
@@ -115,16 +108,6 @@ class CudaProvider(ComputeProvider):
 
     def __init__(self) -> None:
         torch.cuda.init()
-        from cuda.core import Kernel as CoreKernel
-        from cuda.core import LaunchConfig, ObjectCode, Stream, launch
-
-        self._object_code = ObjectCode
-        self._core_kernel = CoreKernel
-        self._config = functools.lru_cache(maxsize=4096)(
-            lambda grid, block, shared: LaunchConfig(grid=grid, block=block, shmem_size=shared)
-        )
-        self._wrap_stream = functools.lru_cache(maxsize=64)(Stream.from_handle)
-        self._launch = launch
         self._lock = threading.Lock()
         self._loaded: list[Any] = []
 
@@ -178,7 +161,7 @@ class CudaProvider(ComputeProvider):
         compiler = _compiler_version(dialect)
         key = kernel_key(
             program=program if isinstance(program, str) else program.key,
-            header=_portable_header() if dialect == "portable" else "",
+            header=portable_header() if dialect == "portable" else "",
             entries=sorted(source.entries),
             options=source.options,
             target=target,
@@ -198,7 +181,7 @@ class CudaProvider(ComputeProvider):
         stream: object | None = None,
     ) -> None:
         check_launch(kernel, self.name, grid, block, args)
-        self._start(kernel, tuple(grid), tuple(block), args, stream)
+        self._start(kernel, grid, block, args, stream)
 
     def launch_compiled(self, kernel: Kernel, grid: tuple[int, ...], args: Sequence[Pointer | int | float]) -> None:
         """Launch a kernel whose block size and shared memory were fixed when it was compiled (Triton's).
@@ -206,13 +189,13 @@ class CudaProvider(ComputeProvider):
         Raises:
             LaunchError, DeviceLost: as launch.
         """
-        self._start(kernel, grid, kernel.handle.block, args, None)
+        self._start(kernel, grid, (kernel.handle.threads,), args, None)
 
     def synchronize(self, device: int = 0) -> None:
         try:
             torch.cuda.synchronize(device)
         except RuntimeError as error:
-            raise _as_error(error, f"cuda:{device}") from error
+            raise cuda_error(str(error), f"cuda:{device}") from error
 
     def memory(self, device: int = 0) -> MemoryInfo:
         free, total = torch.cuda.mem_get_info(device)
@@ -245,31 +228,30 @@ class CudaProvider(ComputeProvider):
     def _load(
         self, source: KernelSource, entry: str, binary: Binary, target: str, device: int, from_cache: bool, began: float
     ) -> Kernel:
+        from cuda.core import ObjectCode
+
         kinds = source.entries[entry]
         try:
             with torch.cuda.device(device):
                 torch.cuda.current_stream()
-                code = self._object_code.from_cubin(binary.code, name=source.name)
+                code = ObjectCode.from_cubin(binary.code, name=source.name)
                 core = code.get_kernel(binary.symbols[entry])
                 shared = int(binary.metadata.get("shared_bytes", 0))
                 if shared > 48 * 1024:
                     _allow_shared(core, shared, device)
-                attributes = core.attributes
-                resources = binary.resources.get(entry, Resources())
-                if resources.registers is None:
-                    resources = Resources(
-                        registers=attributes.num_regs(device),
-                        spill_bytes=resources.spill_bytes,
-                        stack_bytes=attributes.local_size_bytes(device),
-                        shared_bytes=shared or attributes.shared_size_bytes(device),
-                    )
+                resources = _complete(binary.resources.get(entry, Resources()), core, shared, device)
         except Exception as error:
             raise CompileError(f"kernel {source.name!r} for {target} does not load", str(error)) from error
         with self._lock:
             self._loaded.append(code)
-        extra = max(0, int(binary.metadata.get("parameters", len(kinds))) - len(kinds))
-        threads = int(binary.metadata.get("threads", 0))
-        handle = _Loaded(core, [_packer(entry, i, kind) for i, kind in enumerate(kinds)], (0,) * extra, shared, (threads,))
+        handle = LoadedKernel(
+            entry,
+            int(core.handle),
+            kinds,
+            extra=max(0, int(binary.metadata.get("parameters", len(kinds))) - len(kinds)),
+            shared_bytes=shared,
+            threads=int(binary.metadata.get("threads", 0)),
+        )
         return Kernel(
             name=entry,
             backend=self.name,
@@ -286,45 +268,17 @@ class CudaProvider(ComputeProvider):
     def _start(
         self,
         kernel: Kernel,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
+        grid: Sequence[int],
+        block: Sequence[int],
         args: Sequence[Pointer | int | float],
         stream: object | None,
     ) -> None:
-        loaded = kernel.handle
-        values = [pack(arg) for pack, arg in zip(loaded.packers, args, strict=True)]
         if torch._C._cuda_getDevice() != kernel.device:
             with torch.cuda.device(kernel.device):
                 self._start(kernel, grid, block, args, stream)
             return
-        if stream is None:
-            raw = torch._C._cuda_getCurrentRawStream(kernel.device)
-        else:
-            raw = getattr(stream, "cuda_stream", stream)
-        try:
-            self._launch(self._wrap_stream(raw), self._config(grid, block, loaded.shared), loaded.core, *values, *loaded.extra)
-        except Exception as error:
-            raise _as_error(error, f"kernel {kernel.name!r}, grid {grid}, block {block}") from error
-
-
-class _Loaded:
-    """What a launch needs beside its arguments."""
-
-    __slots__ = ("block", "core", "extra", "packers", "shared")
-
-    def __init__(
-        self,
-        core: Any,  # noqa: ANN401  cuda.core's Kernel
-        packers: list[Callable[[Any], Any]],
-        extra: tuple[int, ...],
-        shared: int,
-        block: tuple[int, ...],
-    ) -> None:
-        self.core = core
-        self.packers = packers
-        self.extra = extra
-        self.shared = shared
-        self.block = block
+        raw = torch._C._cuda_getCurrentRawStream(kernel.device) if stream is None else _raw_stream(stream)
+        kernel.handle.start(grid, block, args, raw)
 
 
 # --- compiling, without a device -------------------------------------------------------------------------------------
@@ -347,7 +301,7 @@ def compile_cuda(source: KernelSource, target: str) -> Binary:
             return built
         program = built
     if dialect == "portable":
-        program = f"{_portable_header()}\n#line 1\n{program}"
+        program = f"{portable_header()}\n#line 1\n{program}"
     return _nvrtc(source, program, target)
 
 
@@ -355,7 +309,10 @@ def _nvrtc(source: KernelSource, program: str, target: str) -> Binary:
     from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
-    options = ProgramOptions(name=source.name, arch=target, std="c++17", ptxas_options=["-v", *source.options])
+    # Without its own cache, NVRTC always runs ptxas, whose log has the registers and spills that we keep.
+    options = ProgramOptions(
+        name=source.name, arch=target, std="c++17", no_cache=True, ptxas_options=["-v", *source.options]
+    )
     try:
         code = Program(program, "c++", options).compile("cubin", logs=log).code
     except Exception as error:
@@ -371,7 +328,9 @@ def _nvrtc(source: KernelSource, program: str, target: str) -> Binary:
 
 def _resources(log: str, entry: str) -> Resources:
     """Read what ptxas -v prints of an entry."""
-    part = re.search(rf"Compiling entry function '{re.escape(entry)}'.*?(?=Compiling entry function|\Z)", log, re.DOTALL)
+    part = re.search(
+        rf"Compiling entry function '{re.escape(entry)}'.*?(?=Compiling entry function|\Z)", log, re.DOTALL
+    )
     if part is None:
         return Resources()
 
@@ -385,11 +344,6 @@ def _resources(log: str, entry: str) -> Resources:
         stack_bytes=number(r"(\d+) bytes stack frame"),
         shared_bytes=number(r"(\d+) bytes smem") or 0,
     )
-
-
-@functools.cache
-def _portable_header() -> str:
-    return (Path(__file__).parents[1] / "portable.h").read_text(encoding="utf-8")
 
 
 @functools.cache
@@ -410,47 +364,12 @@ def _runs_on(target: str, major: int, minor: int) -> bool:
 
 # --- small parts -----------------------------------------------------------------------------------------------------
 
-_INTEGERS: dict[str, tuple[int, int, Any]] = {
-    "i32": (-(2**31), 2**31, ctypes.c_int32),
-    "u32": (0, 2**32, ctypes.c_uint32),
-    "i64": (-(2**63), 2**63, ctypes.c_int64),
-    "u64": (0, 2**64, ctypes.c_uint64),
-}
-_FLOATS: dict[str, Any] = {"f32": ctypes.c_float, "f64": ctypes.c_double}
 
-
-def _packer(name: str, position: int, kind: str) -> Callable[[Any], Any]:
-    """What turns an argument into what cuda.core takes."""
-    where = f"kernel {name!r}, argument {position}"
-    if kind.startswith("*"):
-
-        def pointer(arg: Any) -> int:  # noqa: ANN401
-            try:
-                address: int = arg.data_ptr()
-            except AttributeError:
-                raise LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}") from None
-            return address
-
-        return pointer
-    if kind in _INTEGERS:
-        low, high, integer = _INTEGERS[kind]
-
-        def whole(arg: Any) -> Any:  # noqa: ANN401
-            if not isinstance(arg, (int, np.integer)) or not low <= arg < high:
-                raise LaunchError(f"{where}: wanted {kind}, got {arg!r}")
-            return integer(arg)
-
-        return whole
-    if kind in _FLOATS:
-        real = _FLOATS[kind]
-
-        def number(arg: Any) -> Any:  # noqa: ANN401
-            if not isinstance(arg, (int, float, np.number)):
-                raise LaunchError(f"{where}: wanted {kind}, got {type(arg).__name__}")
-            return real(arg)
-
-        return number
-    raise CompileError(f"{where}: unknown argument type {kind!r}")
+def _raw_stream(stream: object) -> int:
+    raw = getattr(stream, "cuda_stream", stream)
+    if not isinstance(raw, int):
+        raise LaunchError(f"wanted a torch.cuda.Stream or a raw handle, got {type(stream).__name__}")
+    return raw
 
 
 def _storage(buffer: Buffer) -> torch.Tensor:
@@ -459,14 +378,7 @@ def _storage(buffer: Buffer) -> torch.Tensor:
     return buffer.owner
 
 
-def _as_error(error: Exception, what: str) -> Exception:
-    text = str(error)
-    if _STICKY.search(text):
-        return DeviceLost(f"{what}: {text.splitlines()[0]}. This process can no longer use the device; start a new one")
-    return LaunchError(f"{what}: {text.splitlines()[0] if text else type(error).__name__}")
-
-
-def _allow_shared(core: Any, shared_bytes: int, device: int) -> None:  # noqa: ANN401  cuda.core's Kernel
+def _allow_shared(core: Any, shared_bytes: int, device: int) -> None:
     """Raise the kernel's limit of dynamic shared memory above the default 48 KiB."""
     from cuda.bindings import driver
 
@@ -474,6 +386,23 @@ def _allow_shared(core: Any, shared_bytes: int, device: int) -> None:  # noqa: A
     (code,) = driver.cuKernelSetAttribute(attribute, shared_bytes, int(core.handle), device)
     if code != driver.CUresult.CUDA_SUCCESS:
         raise LaunchError(f"{shared_bytes} bytes of shared memory a block: {code.name}")
+
+
+def _complete(known: Resources, core: Any, shared_bytes: int, device: int) -> Resources:
+    """Ask the driver for what the compiler's log did not say."""
+    from cuda.bindings import driver
+
+    def asked(name: str) -> int | None:
+        attribute = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+        code, value = driver.cuKernelGetAttribute(attribute, int(core.handle), device)
+        return int(value) if code == driver.CUresult.CUDA_SUCCESS else None
+
+    return Resources(
+        registers=asked("NUM_REGS") if known.registers is None else known.registers,
+        spill_bytes=known.spill_bytes,
+        stack_bytes=asked("LOCAL_SIZE_BYTES") if known.stack_bytes is None else known.stack_bytes,
+        shared_bytes=shared_bytes or asked("SHARED_SIZE_BYTES"),
+    )
 
 
 @functools.cache

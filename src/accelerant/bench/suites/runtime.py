@@ -1,0 +1,123 @@
+"""What the runtime itself costs: launches, eager op calls, cold and warm compiles."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from accelerant import ops
+from accelerant.algebra.field import op as field_op
+from accelerant.bench.record import Environment, Record, Row
+from accelerant.bench.timer import host_time_us
+from accelerant.config import override
+from accelerant.runtime import registry
+from accelerant.runtime.provider import ComputeDevice
+
+__all__ = ["run"]
+
+
+def run(device: ComputeDevice, *, progress: Callable[[str], None] = lambda _: None) -> Record:
+    """Measure.
+
+    Args:
+        device: where.
+        progress: told what is measured next.
+    """
+    record = Record(Environment.of(device))
+    where = torch.device(device.torch_device)
+    progress("launch")
+    record.rows += _launches(device, where)
+    progress("eager op calls")
+    record.rows += _calls(where)
+    progress("compile")
+    record.rows += _compiles(device)
+    return record
+
+
+def _host_row(op: str, case: str, runner: str, implementation: str, fn: Callable[[], Any]) -> Row:
+    timing = host_time_us(fn)
+    return Row("runtime", op, case, runner, implementation, "us", timing.p20_ms, timing.p50_ms, timing.p80_ms)
+
+
+def _launches(device: ComputeDevice, where: torch.device) -> list[Row]:
+    provider = registry.create(device.backend)
+    kernel = provider.compile(field_op.source(), device=device.index)
+    x = torch.zeros(256, dtype=torch.uint64, device=where)
+    args = (x, x, x, 256)
+    rows = [
+        _host_row(
+            "launch", "host time", "accelerant", "provider.launch", lambda: provider.launch(kernel, (1,), (256,), args)
+        )
+    ]
+    if device.backend == "cuda":
+        from cuda.core import LaunchConfig, launch
+
+        stream, config, core = torch.cuda.current_stream(), LaunchConfig(grid=(1,), block=(256,)), kernel.handle.core
+        rows.append(
+            _host_row(
+                "launch",
+                "host time",
+                "cuda.core",
+                "launch",
+                lambda: launch(stream, config, core, x.data_ptr(), x.data_ptr(), x.data_ptr(), np.int64(256)),
+            )
+        )
+    y = torch.zeros(256, device=where)
+    rows.append(_host_row("launch", "host time", "torch", "add_", lambda: y.add_(1.0)))
+    return rows
+
+
+def _calls(where: torch.device) -> list[Row]:
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    x = torch.randn(16, 64, device=where, dtype=dtype)
+    w = torch.ones(64, device=where, dtype=dtype)
+    xg, wg = x.clone().requires_grad_(), w.clone().requires_grad_()
+    cases: list[tuple[str, str, Callable[[], Any], Callable[[], Any]]] = []
+    cases.append(("gelu", "no gradient", lambda: ops.gelu(x, "tanh"), lambda: F.gelu(x, approximate="tanh")))
+    cases.append(("gelu", "recording", lambda: ops.gelu(xg, "tanh"), lambda: F.gelu(xg, approximate="tanh")))
+    cases.append(("softmax", "no gradient", lambda: ops.softmax(x), lambda: F.softmax(x, -1)))
+    cases.append(("softmax", "recording", lambda: ops.softmax(xg), lambda: F.softmax(xg, -1)))
+    cases.append(("layer_norm", "no gradient", lambda: ops.layer_norm(x, w, w), lambda: F.layer_norm(x, (64,), w, w)))
+    cases.append(
+        ("layer_norm", "recording", lambda: ops.layer_norm(xg, wg, wg), lambda: F.layer_norm(xg, (64,), wg, wg))
+    )
+    cases.append(("matmul", "no gradient", lambda: ops.matmul(x, x.T), lambda: torch.matmul(x, x.T)))
+    rows = []
+    for op, case, ours, theirs in cases:
+        rows.append(_host_row(op, f"eager call, host time, {case}", "accelerant", "eager", ours))
+        rows.append(_host_row(op, f"eager call, host time, {case}", "torch", "eager", theirs))
+    return rows
+
+
+def _compiles(device: ComputeDevice) -> list[Row]:
+    """Compile times with an empty and with a filled disk cache, of the C kernel and of a Triton kernel."""
+    provider = registry.create(device.backend)
+    sources = {"field_add": field_op.source()}
+    if device.backend == "cuda":
+        from accelerant.ops.gelu.cases import KERNELS
+
+        kernel, *rest = KERNELS[0]
+        sources["gelu_fwd (Triton)"] = kernel.source(*rest[:2])
+    rows = []
+    for name, source in sources.items():
+        for case in ("cold", "warm"):
+            samples = []
+            for _ in range(3):
+                with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)):
+                    if case == "warm":
+                        provider.compile(source, device=device.index)
+                    began = time.perf_counter()
+                    provider.compile(source, device=device.index)
+                    samples.append((time.perf_counter() - began) * 1e3)
+            low, middle, high = sorted(samples)
+            rows.append(
+                Row("runtime", "compile", f"{name}, {case} cache", "accelerant", provider.name, "ms", low, middle, high)
+            )
+    return rows

@@ -1,0 +1,101 @@
+"""Times that can be trusted: warm-up, a cold cache, many repeats, quantiles.
+
+On a GPU a call stands between two events, after a write of more than the L2 holds: the write empties the cache and
+keeps the device busy while the host queues the call, so that host time does not stand in the figure. On the CPU the
+clock is read around the call.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Timing", "host_time_us", "time_ms"]
+
+_FLUSH_BYTES = 256 * 2**20
+_MIN_REPEATS = 10
+_MAX_REPEATS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Quantiles of repeated calls, in milliseconds."""
+
+    p20_ms: float
+    p50_ms: float
+    p80_ms: float
+    repeats: int
+
+
+def time_ms(fn: Callable[[], object], device: torch.device, *, budget_s: float = 0.3) -> Timing:
+    """Device time of a call.
+
+    Args:
+        fn: the call; its result is dropped.
+        device: where it works.
+        budget_s: seconds to spend on the timed calls; at least 10 are made.
+    """
+    samples = _device_samples(fn, budget_s) if device.type == "cuda" else _host_samples(fn, budget_s)
+    ordered = sorted(samples)
+    cuts = statistics.quantiles(ordered, n=10, method="inclusive")
+    return Timing(cuts[1], statistics.median(ordered), cuts[7], len(ordered))
+
+
+def host_time_us(fn: Callable[[], object], *, calls: int = 200, rounds: int = 15) -> Timing:
+    """Host time of a call that does not wait for the device, in microseconds (the fields' unit is then us).
+
+    Each round synchronises, then makes the calls back to back; too few for the launch queue to fill up. Cyclic garbage
+    collection stays on, as in a user's program.
+    """
+    samples = []
+    for _ in range(rounds + 2):
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        samples.append((time.perf_counter() - began) / calls * 1e6)
+    cuts = statistics.quantiles(samples[2:], n=10, method="inclusive")
+    return Timing(cuts[1], statistics.median(samples[2:]), cuts[7], rounds * calls)
+
+
+def _repeats(once_s: float, budget_s: float) -> int:
+    return max(_MIN_REPEATS, min(_MAX_REPEATS, int(budget_s / max(once_s, 1e-7))))
+
+
+def _device_samples(fn: Callable[[], object], budget_s: float) -> list[float]:
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    for _ in range(3):
+        fn()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(3):
+        flush.zero_()
+        fn()
+    torch.cuda.synchronize()
+    repeats = _repeats((time.perf_counter() - began) / 3, budget_s)
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, stop in marks:
+        flush.zero_()
+        start.record()
+        fn()
+        stop.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(stop) for start, stop in marks]
+
+
+def _host_samples(fn: Callable[[], object], budget_s: float) -> list[float]:
+    fn()
+    began = time.perf_counter()
+    fn()
+    repeats = _repeats(time.perf_counter() - began, budget_s)
+    samples = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        fn()
+        samples.append((time.perf_counter() - began) * 1e3)
+    return samples

@@ -1,0 +1,332 @@
+"""OpenCL 1.2 and newer through pyopencl: the portable C kernels on any vendor's device, and on the CPU with PoCL.
+
+Buffers come from pyopencl's pool; each device has one in-order queue with profiling. Programs are kept in the disk
+cache as the driver's binaries, under the driver's version, and built from source where the driver refuses a binary.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from accelerant.errors import CompileError, DeviceLost, LaunchError
+from accelerant.runtime.cache import KernelCache, kernel_key
+from accelerant.runtime.kernel import Binary, Kernel, KernelSource, Resources
+from accelerant.runtime.portable import portable_header
+from accelerant.runtime.provider import (
+    Buffer,
+    ComputeDevice,
+    ComputeProvider,
+    Event,
+    MemoryInfo,
+    Pointer,
+    check_launch,
+    check_scalar,
+    check_size,
+    host_bytes,
+    host_size,
+    out_of_memory,
+    pick_entry,
+)
+
+__all__ = ["OpenclProvider"]
+
+_PROBE = """
+import sys
+try:
+    import pyopencl
+    devices = [device for platform in pyopencl.get_platforms() for device in platform.get_devices()]
+except Exception as error:
+    sys.exit("no OpenCL driver answers: " + str(error))
+if not devices:
+    sys.exit("no OpenCL driver shows a device")
+"""
+_PROBE_TIMEOUT_S = 60
+_SCALARS: dict[str, Any] = {
+    "i32": np.int32,
+    "u32": np.uint32,
+    "i64": np.int64,
+    "u64": np.uint64,
+    "f32": np.float32,
+    "f64": np.float64,
+}
+
+
+class _ClEvent(Event):
+    __slots__ = ("mark",)
+
+    def __init__(self, mark: Any) -> None:
+        self.mark = mark
+
+    def done(self) -> bool:
+        import pyopencl as cl
+
+        return bool(self.mark.command_execution_status == cl.command_execution_status.COMPLETE)
+
+    def elapsed_ms(self, later: Event) -> float:
+        if not isinstance(later, _ClEvent):
+            raise TypeError(f"an event of OpenCL cannot be compared with {type(later).__name__}")
+        return float(later.mark.profile.end - self.mark.profile.end) / 1e6
+
+
+class OpenclProvider(ComputeProvider):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "opencl"
+    dialects: ClassVar[tuple[str, ...]] = ("opencl", "portable")
+
+    @classmethod
+    def probe(cls) -> str:
+        """Lists the devices in a child process: a broken driver aborts its process."""
+        if importlib.util.find_spec("pyopencl") is None:
+            return "pyopencl is not installed: pip install 'accelerant[opencl]'"
+        try:
+            child = subprocess.run(
+                [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired:
+            return f"the OpenCL drivers did not answer within {_PROBE_TIMEOUT_S} s"
+        if child.returncode < 0:
+            return f"an OpenCL driver crashed its process with signal {-child.returncode}"
+        if child.returncode:
+            return child.stderr.strip().splitlines()[-1] if child.stderr.strip() else "OpenCL does not start"
+        return ""
+
+    def __init__(self) -> None:
+        os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # our disk cache keeps the programs
+        if "POCL_CACHE_DIR" not in os.environ:  # processes that share PoCL's cache can disturb one another
+            private = tempfile.mkdtemp(prefix="accelerant-pocl-")
+            os.environ["POCL_CACHE_DIR"] = private
+            atexit.register(shutil.rmtree, private, ignore_errors=True)
+        import pyopencl as cl
+
+        self._cl = cl
+        self._slots = [_Slot(cl, device) for platform in cl.get_platforms() for device in platform.get_devices()]
+        self._lock = threading.Lock()
+
+    def devices(self) -> list[ComputeDevice]:
+        found = []
+        for index, slot in enumerate(self._slots):
+            device = slot.device
+            found.append(
+                ComputeDevice(
+                    backend="opencl",
+                    index=index,
+                    name=device.name.strip(),
+                    memory_bytes=device.global_mem_size,
+                    architecture=device.version.strip(),
+                    properties={
+                        "kind": _kind(self._cl, device),
+                        "platform": device.platform.version.strip(),
+                        "driver": device.driver_version.strip(),
+                        "compute_units": device.max_compute_units,
+                        "max_block": device.max_work_group_size,
+                        "local_bytes": device.local_mem_size,
+                    },
+                )
+            )
+        return found
+
+    def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
+        check_size(size_bytes)
+        slot = self._slots[device]
+        try:
+            if size_bytes > slot.device.max_mem_alloc_size:
+                raise self._cl.MemoryError
+            held = _Held(slot, slot.pool.allocate(max(1, size_bytes)), size_bytes)
+        except (self._cl.Error, MemoryError, OverflowError):
+            raise out_of_memory(size_bytes, f"opencl:{device}", self.memory(device)) from None
+        return Buffer(held.memory.int_ptr, size_bytes, device, held)
+
+    def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
+        flat = host_bytes(array, out)
+        buffer = self.allocate(flat.nbytes, device) if out is None else out
+        if flat.nbytes:
+            self._cl.enqueue_copy(self._slots[buffer.device].queue, _memory(buffer, "out"), flat, is_blocking=True)
+        return buffer
+
+    def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
+        host_size(buffer, dtype, shape)
+        array = np.empty(tuple(shape), dtype)
+        if array.nbytes:
+            self._cl.enqueue_copy(self._slots[buffer.device].queue, array, _memory(buffer, "buffer"), is_blocking=True)
+        return array
+
+    def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
+        entry = pick_entry(source, entry)
+        began = time.perf_counter()
+        dialect, program = source.pick(self.dialects)
+        if not isinstance(program, str):
+            raise CompileError(
+                f"kernel {source.name!r}: OpenCL compiles text, not what a {type(program).__name__} builds"
+            )
+        slot = self._slots[device]
+        text = f"{portable_header()}\n#line 1\n{program}" if dialect == "portable" else program
+        key = kernel_key(program=text, options=source.options, target=slot.identity)
+        report = {"name": source.name, "target": slot.device.name.strip(), "compiler": slot.identity}
+        cache = KernelCache()
+        binary, from_cache = cache.get_or_build(key, lambda: self._build(slot, source, text), **report)
+        try:
+            loaded = self._load(slot, binary, entry)
+        except self._cl.Error:
+            if not from_cache:
+                raise
+            cache.remove(key)  # the driver no longer takes its own binary
+            binary, from_cache = cache.get_or_build(key, lambda: self._build(slot, source, text), **report)
+            loaded = self._load(slot, binary, entry)
+        return Kernel(
+            name=entry,
+            backend=self.name,
+            device=device,
+            target=slot.device.name.strip(),
+            arguments=source.entries[entry],
+            resources=self._resources(slot, loaded),
+            compile_ms=(time.perf_counter() - began) * 1e3,
+            from_cache=from_cache,
+            metadata=binary.metadata,
+            handle=loaded,
+        )
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[Pointer | int | float],
+        stream: object | None = None,
+    ) -> None:
+        check_launch(kernel, self.name, grid, block, args)
+        values = [
+            _memory(arg, f"kernel {kernel.name!r}, argument {i}")
+            if kind.startswith("*")
+            else _SCALARS[kind](check_scalar(kernel.name, i, kind, arg))
+            for i, (kind, arg) in enumerate(zip(kernel.arguments, args, strict=True))
+        ]
+        threads = tuple(block) + (1,) * (len(grid) - len(block))
+        sizes = tuple(
+            blocks * width for blocks, width in zip((*grid, *(1,) * (len(threads) - len(grid))), threads, strict=True)
+        )
+        queue = stream if stream is not None else self._slots[kernel.device].queue
+        try:
+            with self._lock:  # a kernel object holds its arguments until it is enqueued
+                kernel.handle.set_args(*values)
+                self._cl.enqueue_nd_range_kernel(queue, kernel.handle, sizes, threads)
+            self._slots[kernel.device].queue.flush()
+        except self._cl.Error as error:
+            raise _as_error(error, f"kernel {kernel.name!r}, grid {tuple(grid)}, block {tuple(block)}") from error
+
+    def synchronize(self, device: int = 0) -> None:
+        try:
+            self._slots[device].queue.finish()
+        except self._cl.Error as error:
+            raise _as_error(error, f"opencl:{device}") from error
+
+    def memory(self, device: int = 0) -> MemoryInfo:
+        slot = self._slots[device]
+        return MemoryInfo(
+            total_bytes=slot.device.global_mem_size,
+            free_bytes=max(0, slot.device.global_mem_size - slot.pool.managed_bytes),
+            allocated_bytes=slot.allocated,
+            reserved_bytes=slot.pool.managed_bytes,
+            peak_bytes=slot.peak,
+        )
+
+    def record_event(self, device: int = 0) -> Event:
+        return _ClEvent(self._cl.enqueue_marker(self._slots[device].queue))
+
+    # --- parts ---------------------------------------------------------------------------------------------------
+
+    def _build(self, slot: _Slot, source: KernelSource, text: str) -> Binary:
+        program = self._cl.Program(slot.context, text)
+        try:
+            built = program.build(options=["-cl-std=CL1.2", *source.options], devices=[slot.device])
+        except self._cl.Error as error:
+            raise CompileError(
+                f"kernel {source.name!r} does not compile for {slot.device.name.strip()}", str(error)
+            ) from None
+        (code,) = built.get_info(self._cl.program_info.BINARIES)
+        return Binary(
+            code=code,
+            symbols={entry: entry for entry in source.entries},
+            resources={entry: Resources() for entry in source.entries},
+            log=built.get_build_info(slot.device, self._cl.program_build_info.LOG) or "",
+        )
+
+    def _load(self, slot: _Slot, binary: Binary, entry: str) -> Any:
+        program = self._cl.Program(slot.context, [slot.device], [binary.code]).build()
+        return self._cl.Kernel(program, binary.symbols[entry])
+
+    def _resources(self, slot: _Slot, kernel: Any) -> Resources:
+        info = self._cl.kernel_work_group_info
+        return Resources(
+            shared_bytes=kernel.get_work_group_info(info.LOCAL_MEM_SIZE, slot.device),
+            stack_bytes=kernel.get_work_group_info(info.PRIVATE_MEM_SIZE, slot.device),
+        )
+
+
+class _Slot:
+    """A device with its context, queue and pool."""
+
+    def __init__(self, cl: Any, device: Any) -> None:
+        from pyopencl.tools import ImmediateAllocator, MemoryPool
+
+        self.device = device
+        self.context = cl.Context([device])
+        self.queue = cl.CommandQueue(self.context, properties=cl.command_queue_properties.PROFILING_ENABLE)
+        self.pool = MemoryPool(ImmediateAllocator(self.queue))
+        self.identity = " ".join((device.platform.version, device.name, device.driver_version))
+        self.lock = threading.Lock()
+        self.allocated = 0
+        self.peak = 0
+
+    def count(self, size_bytes: int) -> None:
+        with self.lock:
+            self.allocated += size_bytes
+            self.peak = max(self.peak, self.allocated)
+
+
+class _Held:
+    """Pooled memory of a Buffer, counted while it lives."""
+
+    __slots__ = ("memory", "size_bytes", "slot")
+
+    def __init__(self, slot: _Slot, memory: Any, size_bytes: int) -> None:
+        self.slot, self.memory, self.size_bytes = slot, memory, size_bytes
+        slot.count(size_bytes)
+
+    def __del__(self) -> None:
+        self.slot.count(-self.size_bytes)
+
+
+def _memory(buffer: Pointer, where: str) -> Any:
+    if not isinstance(buffer, Buffer):
+        raise LaunchError(f"{where}: wanted a buffer, got {type(buffer).__name__}")
+    if not isinstance(buffer.owner, _Held):
+        raise LaunchError(f"{where}: {buffer!r} was not allocated by the OpenCL provider")
+    return buffer.owner.memory
+
+
+def _kind(cl: Any, device: Any) -> str:
+    kinds = {"gpu": cl.device_type.GPU, "cpu": cl.device_type.CPU, "accelerator": cl.device_type.ACCELERATOR}
+    return next((name for name, bit in kinds.items() if device.type & bit), "custom")
+
+
+_LOST = re.compile(r"DEVICE_NOT_AVAILABLE|OUT_OF_HOST_MEMORY|INVALID_COMMAND_QUEUE", re.IGNORECASE)
+
+
+def _as_error(error: Exception, what: str) -> Exception:
+    kind = DeviceLost if _LOST.search(str(error)) else LaunchError
+    return kind(f"{what}: {error}")

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+
+from accelerant.runtime import registry
+
+REQUIRED_IN_CI = ("cpu",)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--backend", help="run the conformance suite on this backend only; fail if it is absent")
+
+
+def pytest_generate_tests(metafunc):
+    if "provider" in metafunc.fixturenames:
+        wanted = metafunc.config.getoption("--backend", None)
+        names = [wanted] if wanted else list(registry.PROVIDERS)
+        marks = {"cuda": [pytest.mark.gpu]}
+        metafunc.parametrize("provider", [pytest.param(name, marks=marks.get(name, [])) for name in names], indirect=True)
+
+
+@pytest.fixture()
+def provider(request):
+    """Each backend that is present; an absent one skips with its reason."""
+    reason = registry.reason_absent(request.param)
+    if reason:
+        if request.config.getoption("--backend", None) or request.param in REQUIRED_IN_CI:
+            pytest.fail(f"{request.param} is absent: {reason}")
+        pytest.skip(f"{request.param}: {reason}")
+    return registry.create(request.param)

@@ -1,0 +1,223 @@
+"""What every backend must do; see runtime/provider.py for the contract."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from accelerant.algebra.field.op import source as field_add_source
+from accelerant.algebra.field.reference import MODULI, field_add_reference
+from accelerant.config import override, settings
+from accelerant.errors import CompileError, LaunchError, OutOfMemory, ShapeError
+from accelerant.runtime.kernel import KernelSource
+
+P = MODULI["goldilocks"]
+EDGES = [0, 1, 2**32 - 1, 2**32, 2**63, P - 2, P - 1]
+
+
+def run_field_add(provider, x, y, *, n=None, block=128):
+    n = len(x) if n is None else n
+    kernel = provider.compile(field_add_source())
+    a, b = provider.copy_to_device(x), provider.copy_to_device(y)
+    out = provider.copy_to_device(np.full(len(x), 0xDEAD, np.uint64))
+    provider.launch(kernel, (max(1, -(-len(x) // block)),), (block,), (a, b, out, n))
+    provider.synchronize()
+    return provider.copy_to_host(out, np.uint64, (len(x),))
+
+
+def test_devices_are_described(provider):
+    devices = provider.devices()
+    assert [device.index for device in devices] == list(range(len(devices)))
+    for device in devices:
+        assert device.backend == provider.name
+        assert device.available
+        assert device.name
+        assert device.architecture
+        assert device.memory_bytes > 0
+        json.dumps(device.to_dict())
+
+
+@pytest.mark.parametrize("array", [np.arange(7, dtype=np.uint8), np.linspace(0, 1, 12).reshape(3, 4), np.zeros((0, 5), np.float32)])
+def test_copies_keep_every_bit(provider, array):
+    buffer = provider.copy_to_device(array)
+    assert buffer.size_bytes >= array.nbytes
+    np.testing.assert_array_equal(provider.copy_to_host(buffer, array.dtype, array.shape), array)
+
+
+def test_copies_of_views_and_into_a_given_buffer(provider):
+    array = np.arange(24, dtype=np.int32).reshape(4, 6)[::2, ::3]
+    buffer = provider.allocate(64)
+    assert provider.copy_to_device(array, out=buffer) is buffer
+    np.testing.assert_array_equal(provider.copy_to_host(buffer, np.int32, (2, 2)), array)
+
+
+def test_host_copies_are_the_callers_own(provider):
+    source = np.arange(4, dtype=np.int64)
+    buffer = provider.copy_to_device(source)
+    source[:] = -1
+    first = provider.copy_to_host(buffer, np.int64, (4,))
+    first[:] = -2
+    np.testing.assert_array_equal(provider.copy_to_host(buffer, np.int64, (4,)), np.arange(4))
+
+
+def test_buffers_do_not_overlap(provider):
+    arrays = [np.full(size, size % 251, np.uint8) for size in (1, 300, 4096, 300)]
+    buffers = [provider.copy_to_device(array) for array in arrays]
+    for array, buffer in zip(arrays, buffers, strict=True):
+        np.testing.assert_array_equal(provider.copy_to_host(buffer, np.uint8, array.shape), array)
+    if provider.name in ("cuda", "cpu"):  # whose memory has addresses
+        assert all(buffer.data_ptr() % 256 == 0 for buffer in buffers)
+
+
+def test_empty_buffer(provider):
+    assert provider.copy_to_host(provider.allocate(0), np.uint8, (0,)).size == 0
+
+
+def test_memory_is_counted_and_given_back(provider):
+    gc.collect()
+    before = provider.memory().allocated_bytes
+    buffer = provider.allocate(8 << 20)
+    held = provider.memory()
+    assert held.allocated_bytes >= before + (8 << 20)
+    assert held.peak_bytes >= held.allocated_bytes
+    assert 0 < held.free_bytes <= held.total_bytes
+    del buffer
+    gc.collect()
+    assert provider.memory().allocated_bytes == before
+
+
+def test_too_much_memory_is_refused_with_the_figures(provider):
+    with pytest.raises(OutOfMemory, match=r"bytes asked on .* free"):
+        provider.allocate(1 << 60)
+
+
+def test_sizes_that_do_not_fit_are_refused(provider):
+    with pytest.raises(ShapeError, match="-1"):
+        provider.allocate(-1)
+    buffer = provider.allocate(8)
+    with pytest.raises(ShapeError, match="buffer"):
+        provider.copy_to_host(buffer, np.uint64, (2,))
+    with pytest.raises(ShapeError, match="buffer of 8 bytes"):
+        provider.copy_to_device(np.zeros(2), out=buffer)
+
+
+@pytest.mark.parametrize("n", [1, 7, 128, 1000, 100_003])
+def test_field_add_is_exact(provider, n):
+    rng = np.random.default_rng(n)
+    x = rng.integers(0, P, n, dtype=np.uint64)
+    y = rng.integers(0, P, n, dtype=np.uint64)
+    pairs = [(a, b) for a in EDGES for b in EDGES][:n]
+    x[: len(pairs)], y[: len(pairs)] = [a for a, _ in pairs], [b for _, b in pairs]
+    expected = field_add_reference(x.tolist(), y.tolist(), field="goldilocks")
+    assert run_field_add(provider, x, y).tolist() == expected
+
+
+def test_a_kernel_keeps_to_its_length(provider):
+    ones = np.ones(1000, np.uint64)
+    out = run_field_add(provider, ones, ones, n=10)
+    assert out[:10].tolist() == [2] * 10
+    assert (out[10:] == 0xDEAD).all()
+
+
+def test_launches_from_threads(provider):
+    x = np.arange(50_000, dtype=np.uint64)
+    results: dict[int, np.ndarray] = {}
+
+    def work(i: int) -> None:
+        results[i] = run_field_add(provider, x, x + np.uint64(i))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(4):
+        np.testing.assert_array_equal(results[i], 2 * x + np.uint64(i))
+
+
+def test_bad_launches_are_refused_and_nothing_runs(provider):
+    kernel = provider.compile(field_add_source())
+    x = provider.copy_to_device(np.zeros(4, np.uint64))
+    good = (x, x, x, 4)
+    with pytest.raises(LaunchError, match="takes 4 arguments, got 3"):
+        provider.launch(kernel, (1,), (32,), good[:3])
+    with pytest.raises(LaunchError, match="grid"):
+        provider.launch(kernel, (0,), (32,), good)
+    with pytest.raises(LaunchError, match="block"):
+        provider.launch(kernel, (1,), (1, 1, 1, 1), good)
+    with pytest.raises(LaunchError, match="argument 1: wanted a buffer, got int"):
+        provider.launch(kernel, (1,), (32,), (x, 5, x, 4))
+    with pytest.raises(LaunchError, match=r"argument 3: .*9223372036854775808"):
+        provider.launch(kernel, (1,), (32,), (x, x, x, 2**63))
+    with pytest.raises(LaunchError, match="argument 3: wanted i64"):
+        provider.launch(kernel, (1,), (32,), (x, x, x, "4"))
+    assert provider.copy_to_host(x, np.uint64, (4,)).tolist() == [0, 0, 0, 0]
+
+
+def test_kernels_of_another_backend_are_refused(provider):
+    kernel = provider.compile(field_add_source())
+    kernel.backend = "elsewhere"
+    with pytest.raises(LaunchError, match="compiled for elsewhere"):
+        provider.launch(kernel, (1,), (32,), ())
+
+
+def test_compile_errors_carry_the_log_and_leave_no_entry(provider, tmp_path):
+    broken = KernelSource("broken", dict.fromkeys(provider.dialects, "this is no program"), {"broken": ()})
+    with override(cache_dir=tmp_path):
+        with pytest.raises(CompileError, match="broken") as caught:
+            provider.compile(broken)
+        assert caught.value.log
+        assert not list(tmp_path.rglob("report.json"))
+
+
+def test_unknown_dialects_and_entries_are_refused(provider):
+    with pytest.raises(CompileError, match="has no dialect of"):
+        provider.compile(KernelSource("alien", {"wgsl-of-mars": ""}, {"alien": ()}))
+    with pytest.raises(LaunchError, match="has the entries field_add; got 'field_sub'"):
+        provider.compile(field_add_source(), entry="field_sub")
+
+
+def test_second_compile_comes_from_the_disk_cache(provider, tmp_path):
+    with override(cache_dir=tmp_path):
+        first = provider.compile(field_add_source())
+        second = provider.compile(field_add_source())
+        assert (first.from_cache, second.from_cache) == (False, True)
+        (report,) = Path(settings().cache_dir).rglob("report.json")
+        noted = json.loads(report.read_text())
+        assert noted["name"] == "field_add"
+        assert noted["target"] == first.target
+        assert noted["compiler"]
+        assert "registers" in noted["resources"]["field_add"]
+
+
+@pytest.mark.parametrize("damage", ["torn code", "torn report", "no code"])
+def test_a_damaged_cache_entry_is_compiled_again(provider, tmp_path, damage):
+    x = np.array(EDGES, np.uint64)
+    with override(cache_dir=tmp_path):
+        provider.compile(field_add_source())
+        (code,) = tmp_path.rglob("code")
+        if damage == "torn code":
+            code.write_bytes(code.read_bytes()[:-7])
+        elif damage == "torn report":
+            report = code.with_name("report.json")
+            report.write_text(report.read_text()[:40])
+        else:
+            code.unlink()
+        assert not provider.compile(field_add_source()).from_cache
+        assert run_field_add(provider, x, x).tolist() == field_add_reference(x.tolist(), x.tolist(), field="goldilocks")
+
+
+def test_events_time_what_lies_between(provider):
+    start = provider.record_event()
+    x = np.zeros(1 << 20, np.uint64)
+    run_field_add(provider, x, x)
+    stop = provider.record_event()
+    provider.synchronize()
+    assert start.done()
+    assert stop.done()
+    assert 0 < start.elapsed_ms(stop) < 60_000

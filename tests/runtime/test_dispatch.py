@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import json
+import re
+import threading
+import warnings
+
+import pytest
+import torch
+
+import accelerant
+from accelerant.config import override
+from accelerant.errors import CompileError, FallbackWarning, OutOfMemory, UnsupportedCase
+from accelerant.runtime import dispatch
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain
+from accelerant.runtime.ledger import Ledger
+
+CPU = torch.device("cpu")
+CASE = Case(CPU, torch.float32, (4, 8))
+
+
+@pytest.fixture()
+def book(monkeypatch):
+    """A ledger of its own."""
+    own = Ledger()
+    monkeypatch.setattr(dispatch, "_ledger", own)
+    return own
+
+
+def operation(*implementations, name="probe"):
+    return Operation(name, implementations, cost=lambda case: Cost(bytes=100, flops=7))
+
+
+def failing(error):
+    def run(*_):
+        raise error
+
+    return run
+
+
+def ran(book):
+    return {(row["op"], row["implementation"]): row["calls"] for row in book.to_dict()["ops"]}
+
+
+def test_the_first_that_does_not_refuse_runs(book):
+    op = operation(
+        Implementation("fast", lambda x: "fast", refuses=lambda case: "rows of 8 are too short", own=True),
+        Implementation("plain", lambda x: "plain"),
+        Implementation("slow", lambda x: "slow"),
+    )
+    assert [op(CASE, 1) for _ in range(3)] == ["plain"] * 3
+    (row,) = book.to_dict()["ops"]
+    assert (row["implementation"], row["calls"], row["bytes"], row["flops"], row["own"]) == ("plain", 3, 300, 21, False)
+    assert row["refused"] == [{"implementation": "fast", "reason": "rows of 8 are too short"}]
+
+
+def test_no_implementation_is_an_error_with_every_reason(book):
+    op = operation(Implementation("a", print, lambda case: "too odd"), Implementation("b", print, lambda case: "too even"))
+    with pytest.raises(UnsupportedCase, match=r"4x8 float32 on cpu \(a: too odd; b: too even\)"):
+        op(CASE)
+
+
+def test_a_failure_falls_back_from_the_inputs_warns_once_and_stays(book):
+    calls = []
+
+    def breaks(x):
+        calls.append("breaks")
+        raise CompileError("no such instruction", "log")
+
+    op = operation(Implementation("fast", breaks, own=True), Implementation("plain", lambda x: x + 1))
+    with pytest.warns(FallbackWarning, match=r"fast failed, plain ran instead. CompileError: no such instruction"):
+        assert op(CASE, 1) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert op(CASE, 5) == 6
+    assert calls == ["breaks"]
+    (entry,) = book.to_dict()["fallbacks"]
+    assert (entry["wanted"], entry["ran"], entry["count"]) == ("fast", "plain", 1)
+    assert ran(book) == {("probe", "fast"): 1, ("probe", "plain"): 2}
+
+
+def test_memory_that_runs_out_is_tried_again_at_the_next_call(book):
+    outcomes = iter([OutOfMemory("8 bytes"), None])
+
+    def sometimes():
+        error = next(outcomes)
+        if error:
+            raise error
+        return "fast"
+
+    op = operation(Implementation("fast", sometimes), Implementation("small", lambda: "small"))
+    with pytest.warns(FallbackWarning):
+        assert op(CASE) == "small"
+    assert op(CASE) == "fast"
+
+
+def test_policies(book):
+    def fresh():
+        return operation(Implementation("fast", failing(OutOfMemory("8 bytes"))), Implementation("plain", lambda: "plain"))
+
+    op = fresh()
+    with override(fallback="warn"):
+        for _ in range(2):
+            with pytest.warns(FallbackWarning):
+                op(CASE)
+    with override(fallback="forbid"), pytest.raises(OutOfMemory, match="8 bytes"):
+        op(CASE)
+    with override(fallback="allow"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert op(CASE) == "plain"  # announced above already
+    (entry,) = book.to_dict()["fallbacks"]
+    assert entry["count"] == 3
+
+
+def test_the_last_failure_and_unknown_errors_pass_through(book):
+    with pytest.raises(CompileError):
+        operation(Implementation("only", failing(CompileError("no"))))(CASE)
+    with pytest.raises(ZeroDivisionError):
+        operation(Implementation("a", failing(ZeroDivisionError())), Implementation("b", lambda: 1))(CASE)
+    failures = {row["implementation"]: row["failures"] for row in book.to_dict()["ops"]}
+    assert failures["only"] == 1
+
+
+def test_calls_from_threads_are_all_counted(book):
+    op = operation(Implementation("plain", lambda: None))
+
+    def work():
+        for _ in range(500):
+            op(CASE)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ran(book) == {("probe", "plain"): 2000}
+
+
+def test_times_are_sampled(book):
+    op = operation(Implementation("plain", lambda: torch.ones(1000).sum()))
+    for _ in range(130):
+        op(CASE)
+    (row,) = book.to_dict()["ops"]
+    assert row["timed"] == 5  # calls 2, 3, 4, 64, 128
+    assert 0 < row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"] < 1000
+
+
+def test_cases_without_end_share_a_record(book):
+    op = operation(Implementation("plain", lambda: None))
+    for rows in range(600):
+        op(Case(CPU, torch.float32, (rows,)))
+    rows = book.to_dict()["ops"]
+    assert len(rows) <= 514
+    assert sum(row["calls"] for row in rows) == 600
+    assert any(row["case"] == "other" and row["calls"] > 50 for row in rows)
+
+
+def test_ledger_views(book):
+    op = operation(Implementation('qu"ote', lambda: None), name="views")
+    op(CASE)
+    assert json.loads(book.to_json())["ops"][0]["op"] == "views"
+    text = book.to_prometheus()
+    assert r'implementation="qu\"ote"' in text
+    for line in text.splitlines():
+        assert re.fullmatch(r'# (HELP|TYPE) .+|[a-z_]+\{[a-z_]+="(?:[^"\\\n]|\\.)*"(?:,[a-z_]+="(?:[^"\\\n]|\\.)*")*\} \S+', line), line
+    assert "views" in str(book)
+    book.reset()
+    assert book.to_dict() == {"ops": [], "fallbacks": []}
+
+
+def test_explain_names_what_ran_and_what_refused(book, capsys):
+    op = operation(
+        Implementation("fast", lambda: 1, refuses=lambda case: "not here", own=True),
+        Implementation("plain", lambda: 2),
+        Implementation("slow", lambda: 3),
+        name="explained",
+    )
+    explanation = explain(lambda: op(CASE))
+    printed = capsys.readouterr().out
+    assert explanation.result == 2
+    assert "explained  4x8 float32  on cpu" in printed
+    assert "refused  fast: not here" in printed
+    assert "chosen   plain (library)" in printed
+    assert "not tried  slow" in printed
+    op(CASE)
+    assert len(explanation.decisions) == 1  # nothing is seen after the call
+
+
+def test_explain_of_a_real_op():
+    explanation = dispatch.explain_quietly(accelerant.ops.gelu, torch.randn(3, 5))
+    (decision,) = explanation.decisions
+    assert decision.op == "gelu_fwd"
+    assert decision.device == "cpu"

@@ -1,0 +1,82 @@
+"""What holds for the package as a whole."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+import accelerant
+from accelerant import errors
+
+SLOW_OR_DRIVER = ("triton", "llvmlite", "cuda.core", "typer", "rich", "tokenizers")
+
+
+def modules():
+    found = [accelerant]
+    for info in pkgutil.walk_packages(accelerant.__path__, "accelerant."):
+        if not info.name.endswith(("triton_kernels", "__main__")):
+            found.append(importlib.import_module(info.name))
+    return found
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
+def test_all_is_complete_and_true(module):
+    """Every public function or class that a module defines stands in its __all__, and the other way round."""
+    if not hasattr(module, "__all__"):
+        pytest.skip("a module without public names of its own")
+    for name in module.__all__:
+        assert hasattr(module, name), f"{module.__name__}.__all__ names {name}, which is not there"
+    if module.__name__.startswith(("accelerant.errors", "accelerant.config", "accelerant.ops", "accelerant.nn")):
+        defined = {
+            name
+            for name, value in vars(module).items()
+            if not name.startswith("_")
+            and (inspect.isfunction(value) or inspect.isclass(value))
+            and value.__module__ == module.__name__
+        }
+        hidden = defined - set(module.__all__) - {"load"}
+        assert not hidden, f"{module.__name__} defines {sorted(hidden)} outside of __all__"
+
+
+def test_public_names_are_there():
+    for name in accelerant.__all__:
+        assert getattr(accelerant, name) is not None
+    assert set(accelerant.__all__) <= set(dir(accelerant))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = accelerant.nonsense
+
+
+def test_errors_form_the_tree_that_the_docstring_draws():
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        assert name in errors.__doc__
+        assert issubclass(kind, errors.AccelerantError) or issubclass(kind, Warning)
+
+
+def test_import_starts_no_driver_and_loads_nothing_slow():
+    code = (
+        "import sys, accelerant, torch; "
+        "assert not torch.cuda.is_initialized(); "
+        f"print([name for name in {SLOW_OR_DRIVER!r} if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_import_takes_less_than_one_and_a_half_times_import_torch():
+    def seconds(package):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", f"import {package}"], check=True)
+        return time.perf_counter() - began
+
+    seconds("accelerant")  # fills the page cache
+    pairs = [(seconds("accelerant"), seconds("torch")) for _ in range(5)]
+    ratio = statistics.median(ours / torchs for ours, torchs in pairs)
+    assert ratio < 1.5, f"import accelerant takes {ratio:.2f} times import torch"
