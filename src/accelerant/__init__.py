@@ -18,25 +18,39 @@ from accelerant._version import __version__
 
 if TYPE_CHECKING:
     from accelerant import algebra, nn, ops
+    from accelerant.accelerator import Accelerator, AcceleratorConfig
     from accelerant.runtime.dispatch import explain
     from accelerant.runtime.ledger import ledger
     from accelerant.runtime.registry import devices
 
-__all__ = ["__version__", "algebra", "devices", "errors", "explain", "ledger", "nn", "ops"]
+__all__ = [
+    "Accelerator",
+    "AcceleratorConfig",
+    "__version__",
+    "algebra",
+    "devices",
+    "errors",
+    "explain",
+    "ledger",
+    "nn",
+    "ops",
+]
 
 _SUBPACKAGES = ("algebra", "nn", "ops")
-_FUNCTIONS = {
+_NAMES = {
+    "Accelerator": "accelerant.accelerator",
+    "AcceleratorConfig": "accelerant.accelerator",
     "devices": "accelerant.runtime.registry",
     "explain": "accelerant.runtime.dispatch",
     "ledger": "accelerant.runtime.ledger",
 }
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401  modules and functions alike
+def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return importlib.import_module(f"accelerant.{name}")
-    if name in _FUNCTIONS:
-        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
+    if name in _NAMES:
+        return getattr(importlib.import_module(_NAMES[name]), name)
     raise AttributeError(f"module 'accelerant' has no attribute {name!r}")
 
 

@@ -13,11 +13,13 @@ The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration f
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -119,20 +121,25 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
     return Settings(**values)
 
 
-_current: Settings | None = None
+_loaded: Settings | None = None
+_overridden: ContextVar[Settings | None] = ContextVar("accelerant_settings", default=None)
 
 
 def settings() -> Settings:
-    """The settings in force."""
-    global _current
-    if _current is None:
-        _current = load()
-    return _current
+    """The settings in force, here and now."""
+    global _loaded
+    inner = _overridden.get()
+    if inner is not None:
+        return inner
+    if _loaded is None:
+        _loaded = load()
+        logging.getLogger("accelerant").setLevel(_loaded.log.upper())
+    return _loaded
 
 
 @contextmanager
 def override(**changes: Any) -> Iterator[Settings]:
-    """Change settings for a block of code.
+    """Change settings for a block of code, in this thread or asyncio task only.
 
     >>> with override(fallback="forbid"):
     ...     train()
@@ -140,13 +147,12 @@ def override(**changes: Any) -> Iterator[Settings]:
     Raises:
         ConfigError: a name or value has no meaning.
     """
-    global _current
     unknown = sorted(set(changes) - {field.name for field in fields(Settings)})
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}")
-    before = settings()
-    _current = replace(before, **changes)
+    changed = replace(settings(), **changes)
+    token = _overridden.set(changed)
     try:
-        yield _current
+        yield changed
     finally:
-        _current = before
+        _overridden.reset(token)

@@ -13,6 +13,7 @@
     ├── FormatError             a file or message is not what it claims     (also ValueError)
     ├── ConfigError             a setting or argument has no meaning        (also ValueError)
     ├── ProtocolError           a multi-party protocol was not followed
+    ├── TimeLimitExceeded       a call or a wait passed its time limit      (also TimeoutError)
     └── BudgetExceeded          the privacy budget would be overspent
 
 and one warning, FallbackWarning, where something else than the first choice ran.
@@ -35,6 +36,7 @@ __all__ = [
     "OutOfMemory",
     "ProtocolError",
     "ShapeError",
+    "TimeLimitExceeded",
     "UnsupportedCase",
     "UnsupportedDtype",
 ]
@@ -118,6 +120,10 @@ class ConfigError(AccelerantError, ValueError):
 
 class ProtocolError(AccelerantError):
     """A multi-party protocol was not followed by a peer."""
+
+
+class TimeLimitExceeded(AccelerantError, TimeoutError):
+    """A call or a wait passed its time limit; the message names the limit and how far it came."""
 
 
 class BudgetExceeded(AccelerantError):

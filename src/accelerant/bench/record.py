@@ -79,6 +79,7 @@ class Row:
         bytes, flops: least work of the case; 0 where it has no meaning.
         ceiling: which ceiling bounds the case: "copy", "matmul", or empty.
         percent_of_ceiling: of the measured ceiling of this device in this run.
+        target: the p50 to reach on this device, where the case names one.
         speedup: of accelerant over the fastest peer that ran, on accelerant's rows.
         note: why a peer did not run.
     """
@@ -96,6 +97,7 @@ class Row:
     flops: int = 0
     ceiling: str = ""
     percent_of_ceiling: float | None = None
+    target: float | None = None
     speedup: float | None = None
     note: str = ""
 
@@ -162,27 +164,18 @@ class Record:
 
     def table(self) -> str:
         """For people: losses first."""
-        head = ("op", "case", "runner", "ran", "p50", "p20-p80", "% of ceiling", "speedup")
+        head = ("op", "case", "runner", "ran", "p50", "to reach", "p20-p80", "% of ceiling", "speedup")
         lines = [head]
         for row in self.ordered():
             if row.p50 is None:
-                lines.append((row.op, row.case, row.runner, "did not run", "-", row.note, "", ""))
+                lines.append((row.op, row.case, row.runner, "did not run", "-", "", row.note, "", ""))
                 continue
             percent = "" if row.percent_of_ceiling is None else f"{row.percent_of_ceiling:.0f}% of {row.ceiling}"
             speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
+            target = f"{row.target:.4g}" if row.target and row.runner == "accelerant" else ""
             spread = f"{row.p20:.4g}-{row.p80:.4g}"
-            lines.append(
-                (
-                    row.op,
-                    row.case,
-                    row.runner,
-                    row.implementation,
-                    f"{row.p50:.4g} {row.unit}",
-                    spread,
-                    percent,
-                    speedup,
-                )
-            )
+            median = f"{row.p50:.4g} {row.unit}"
+            lines.append((row.op, row.case, row.runner, row.implementation, median, target, spread, percent, speedup))
         widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
         body = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines

@@ -39,7 +39,7 @@ def devices(
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("backend", "device", "architecture", "memory", ""):
         table.add_column(title, justify="right" if title == "memory" else "left")
-    chosen = registry.choose("auto")
+    chosen = registry.choose()
     for device in found:
         table.add_row(*_cells(device, "automatic choice" if device == chosen else ""))
     Console().print(table)

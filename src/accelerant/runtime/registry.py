@@ -105,18 +105,19 @@ def devices() -> list[ComputeDevice]:
     return found
 
 
-def choose(backend: str | None = None, index: int = 0) -> ComputeDevice:
+def choose(backend: str = "auto", index: int = 0) -> ComputeDevice:
     """The device to use.
 
     Args:
-        backend: "auto", or a backend that must be there; the setting's by default.
+        backend: a backend that must be there; "auto" means the setting's (ACCELERANT_BACKEND), and where
+            that is "auto" too, the first of AUTOMATIC that is there.
         index: number of the device on its backend.
 
     Raises:
         ConfigError: no backend has that name, or no device that index.
         BackendUnavailable: the backend is not there; says why.
     """
-    wanted = settings().backend if backend is None else backend
+    wanted = settings().backend if backend == "auto" else backend
     if wanted == "auto":
         wanted = next(name for name in AUTOMATIC if not reason_absent(name))
     found = create(wanted).devices()
@@ -127,7 +128,7 @@ def choose(backend: str | None = None, index: int = 0) -> ComputeDevice:
     return found[index]
 
 
-_BY_TORCH_TYPE = {"cuda": "cuda", "cpu": "cpu"}
+_BY_TORCH_TYPE = {"cuda": "cuda", "opencl": "opencl", "cpu": "cpu"}
 
 
 def provider_of(device: torch.device) -> ComputeProvider:

@@ -125,7 +125,7 @@ class Specialisation:
             constexprs={(at if isinstance(at, int) else names.index(at),): value for at, value in self.constants},
             attrs={(position,): [["tt.divisibility", 16]] for position in self.multiples_of_16},
         )
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
         try:
             compiled = triton.compile(source, target=gpu, options=options)
         except Exception as error:

@@ -16,8 +16,9 @@ from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedD
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.kernel import Kernel, KernelSource
+from accelerant.runtime.provider import ComputeDevice, ComputeProvider, Pointer
 
-__all__ = ["add", "source"]
+__all__ = ["add", "add_on", "source"]
 
 _BLOCK = 256
 _SIGN = -(2**63)
@@ -42,14 +43,9 @@ def _kernel(backend: str, device: int) -> Kernel:
     return registry.create(backend).compile(source(), device=device)
 
 
-def _run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    provider = registry.provider_of(x.device)
-    z = torch.empty_like(x)
-    n = x.numel()
+def _run(provider: ComputeProvider, device: int, x: Pointer, y: Pointer, z: Pointer, n: int) -> None:
     if n:
-        kernel = _kernel(provider.name, x.device.index or 0)
-        provider.launch(kernel, (-(-n // _BLOCK),), (_BLOCK,), (x, y, z, n))
-    return z
+        provider.launch(_kernel(provider.name, device), (-(-n // _BLOCK),), (_BLOCK,), (x, y, z, n))
 
 
 def _cost(case: Case) -> Cost:
@@ -83,6 +79,34 @@ def add(x: Any, y: Any, *, field: str = "goldilocks") -> Any:
         UnsupportedDtype: not uint64.
         FormatError: an element is not below p; names the first one's index.
     """
+    first, second = _checked(x, y, field)
+    z = torch.empty_like(first)
+    case = Case(first.device, first.dtype, tuple(first.shape), (field,))
+    _field_add(case, registry.provider_of(first.device), first.device.index or 0, first, second, z, first.numel())
+    return z if isinstance(x, torch.Tensor) else z.numpy()
+
+
+def add_on(device: ComputeDevice, x: U64, y: U64, *, field: str = "goldilocks") -> U64:
+    """As add, for NumPy arrays, on any backend that has the kernel; copies there and back.
+
+    Args:
+        device: where.
+        x, y, field: as for add.
+
+    Raises:
+        As add.
+    """
+    first, second = (tensor.numpy() for tensor in _checked(x, y, field))
+    provider = registry.create(device.backend)
+    a, b = (provider.copy_to_device(array, device.index) for array in (first, second))
+    z = provider.allocate(first.nbytes, device.index)
+    case = Case(torch.device(device.backend, device.index), torch.uint64, first.shape, (field,))
+    _field_add(case, provider, device.index, a, b, z, first.size)
+    return provider.copy_to_host(z, np.uint64, first.shape)
+
+
+def _checked(x: object, y: object, field: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as contiguous tensors, or the error that add documents."""
     if field not in MODULI:
         raise ConfigError(f"unknown field {field!r}; known are {', '.join(MODULI)}")
     first, second = _tensor(x, "x"), _tensor(y, "y")
@@ -92,8 +116,7 @@ def add(x: Any, y: Any, *, field: str = "goldilocks") -> Any:
         raise ShapeError(f"x and y must be on one device, got {first.device} and {second.device}")
     for name, tensor in (("x", first), ("y", second)):
         _check_canonical(name, tensor, MODULI[field])
-    z = _field_add(Case(first.device, first.dtype, tuple(first.shape), (field,)), first, second)
-    return z if isinstance(x, torch.Tensor) else z.numpy()
+    return first, second
 
 
 def _tensor(x: object, name: str) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,8 @@ from accelerant import ops
 from accelerant.bench.ceilings import measure_ceilings
 from accelerant.bench.record import Environment, Record, Row
 from accelerant.bench.timer import time_ms
-from accelerant.errors import ConfigError
+from accelerant.errors import AccelerantError, ConfigError
+from accelerant.ops._cases import Benchmark
 from accelerant.runtime.dispatch import explain_quietly
 from accelerant.runtime.provider import ComputeDevice
 
@@ -23,65 +25,39 @@ __all__ = ["OPS", "run"]
 
 Fn = Callable[..., Tensor]
 
+_TARGETS_OF = "H200"
+"""The device for which the cases name times to reach."""
+
+_CPU_SHRINK = 32
+"""A CPU gets the cases with so many times fewer rows."""
+
+_ALLOWED_ERROR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""||ours - reference|| / ||reference||, the reference in float64; float32 products may be TF32's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """An op to measure.
+    """An op to measure; its cases stand in its folder.
 
     Attributes:
         ours, theirs: the same function by us and by torch.
-        gpu_shapes, cpu_shapes: cases; dims as the op's `make` reads them.
-        make: shape, dtype, device -> the function's arguments; those that are floating take gradients.
-        flops: shape -> operations of the forward pass; 0 where bandwidth bounds it.
+        flops: of the forward pass, from its inputs and output; None where bandwidth bounds it.
     """
 
     ours: Fn
     theirs: Fn
-    gpu_shapes: tuple[tuple[int, ...], ...]
-    cpu_shapes: tuple[tuple[int, ...], ...]
-    make: Callable[[tuple[int, ...], torch.dtype, torch.device], tuple[Tensor, ...]]
-    flops: Callable[[tuple[int, ...]], int] = lambda _: 0
+    flops: Callable[[Sequence[Tensor], Tensor], int] | None = None
 
 
-def _rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    return (torch.randn(shape, device=device).to(dtype),)
+def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias)
 
 
-def _norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    weight = torch.randn(shape[-1], device=device).to(dtype)
-    return (*_rows(shape, dtype, device), weight, torch.randn_like(weight))
-
-
-def _factors(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    *batch, m, k, n = shape
-    a = torch.randn(*batch, m, k, device=device).to(dtype)
-    return a, torch.randn(*batch, k, n, device=device).to(dtype)
-
-
-def _product_flops(shape: tuple[int, ...]) -> int:
-    return 2 * functools.reduce(int.__mul__, shape, 1)
-
-
-_LARGE = ((16384, 4096), (65536, 768))
-_SMALL = ((512, 768),)
 OPS: dict[str, Subject] = {
-    "gelu": Subject(
-        functools.partial(ops.gelu, approximate="tanh"),
-        functools.partial(F.gelu, approximate="tanh"),
-        _LARGE[:1],
-        _SMALL,
-        _rows,
-    ),
-    "layer_norm": Subject(ops.layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b), _LARGE, _SMALL, _norm),
-    "softmax": Subject(ops.softmax, functools.partial(F.softmax, dim=-1), _LARGE[:1], _SMALL, _rows),
-    "matmul": Subject(
-        ops.matmul,
-        torch.matmul,
-        ((8192, 1024, 4096), (16384, 768, 3072), (64, 512, 128, 512)),
-        ((256, 256, 256),),
-        _factors,
-        _product_flops,
-    ),
+    "gelu": Subject(ops.gelu, F.gelu),
+    "layer_norm": Subject(ops.layer_norm, _torch_layer_norm),
+    "softmax": Subject(ops.softmax, F.softmax),
+    "matmul": Subject(ops.matmul, torch.matmul, lambda inputs, y: 2 * y.numel() * inputs[0].shape[-1]),
 }
 
 
@@ -99,7 +75,7 @@ def run(
     Args:
         device: where.
         names: ops of OPS; all by default.
-        dtype: bfloat16 on a GPU, float32 on a CPU by default.
+        dtype: the cases' own on a GPU, float32 on a CPU by default.
         budget_s: seconds for each figure.
         compiled: whether torch.compile is among the peers.
         progress: told what is measured next.
@@ -111,45 +87,80 @@ def run(
     if unknown:
         raise ConfigError(f"no op {unknown[0]!r} in this suite; it has {', '.join(OPS)}")
     where = torch.device(device.torch_device)
-    gpu = where.type == "cuda"
-    dtype = dtype or (torch.bfloat16 if gpu else torch.float32)
     record = Record(Environment.of(device))
     progress("ceilings")
     record.ceilings = measure_ceilings(where)
     for name in names or OPS:
-        subject = OPS[name]
-        for shape in subject.gpu_shapes if gpu else subject.cpu_shapes:
-            torch.manual_seed(0)
-            inputs = subject.make(shape, dtype, where)
-            for row in _case(name, subject, shape, inputs, budget_s, compiled, progress):
+        for benchmark in importlib.import_module(f"accelerant.ops.{name}.cases").BENCHMARKS:
+            case = _Case.of(name, benchmark, device, where, dtype)
+            case.check()
+            for row in _measure(case, budget_s, compiled, progress):
                 record.rows.append(_against_ceiling(row, record.ceilings))
     record.rows = _with_speedups(record.rows)
     return record
 
 
-def _case(
-    name: str,
-    subject: Subject,
-    shape: tuple[int, ...],
-    inputs: tuple[Tensor, ...],
-    budget_s: float,
-    compiled: bool,
-    progress: Callable[[str], None],
-) -> Iterator[Row]:
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A benchmark with its tensors."""
+
+    name: str
+    label: str
+    inputs: tuple[Tensor, ...]
+    options: dict[str, Any]
+    targets: dict[str, float | None]
+
+    @classmethod
+    def of(
+        cls, name: str, benchmark: Benchmark, device: ComputeDevice, where: torch.device, dtype: torch.dtype | None
+    ) -> _Case:
+        sample, gpu = benchmark.sample, where.type == "cuda"
+        dtype = dtype or (benchmark.dtype if gpu else torch.float32)
+        drawn = sample.tensors(dtype, where) if gpu else [_fewer_rows(x) for x in sample.tensors(dtype, where)]
+        inputs = tuple(x for x in drawn if x is not None)
+        shapes = "@".join("x".join(map(str, x.shape)) for x in inputs if x.ndim > 1)
+        options = "".join(f" {value}" for value in sample.options.values() if isinstance(value, str))
+        known = _TARGETS_OF in device.name and dtype == benchmark.dtype
+        targets = {"forward": benchmark.forward_ms, "backward": benchmark.backward_ms} if known else {}
+        label = f"{shapes} {str(dtype).removeprefix('torch.')}{options}"
+        return cls(name, label, inputs, dict(sample.options), targets)
+
+    def check(self) -> None:
+        """Compare with the float64 reference: no time of a wrong result is worth anything.
+
+        Raises:
+            AccelerantError: names the op and its error.
+        """
+        module = importlib.import_module(f"accelerant.ops.{self.name}.reference")
+        with torch.no_grad():
+            ours = OPS[self.name].ours(*self.inputs, **self.options).double()
+            exact = getattr(module, f"{self.name}_reference")(*(x.double() for x in self.inputs), **self.options)
+            error = float((ours - exact).norm() / exact.norm())
+        if not error <= _ALLOWED_ERROR[self.inputs[0].dtype]:
+            raise AccelerantError(f"{self.name} {self.label}: relative error {error:.3g} against the float64 reference")
+
+
+def _fewer_rows(x: Tensor | None) -> Tensor | None:
+    return x[: math.ceil(x.shape[0] / _CPU_SHRINK)].contiguous() if x is not None and x.shape[0] > 4096 else x
+
+
+def _measure(case: _Case, budget_s: float, compiled: bool, progress: Callable[[str], None]) -> Iterator[Row]:
+    subject = OPS[case.name]
     runners: dict[str, Fn] = {"accelerant": subject.ours, "torch": subject.theirs}
     if compiled:
         torch._dynamo.reset()
         runners["torch.compile"] = torch.compile(subject.theirs, dynamic=False)
-    dtype = str(inputs[0].dtype).removeprefix("torch.")
-    for direction, least_bytes, flops in _work(subject, shape, inputs):
-        case = f"{'x'.join(map(str, shape))} {dtype} {direction}"
-        base = Row("neural", name, case, "", "", bytes=least_bytes, flops=flops, ceiling="matmul" if flops else "copy")
+    for direction, least_bytes, flops in _work(case):
+        base = Row(
+            "neural", case.name, f"{case.label} {direction}", "", "", bytes=least_bytes, flops=flops,
+            ceiling="matmul" if flops else "copy", target=case.targets.get(direction),
+        )  # fmt: skip
         for runner, fn in runners.items():
-            progress(f"{name} {case}: {runner}")
-            call, check = _call(fn, inputs, direction)
+            progress(f"{base.op} {base.case}: {runner}")
             try:
-                chosen = _implementation(check) if runner == "accelerant" else runner
-                timing = time_ms(call, inputs[0].device, budget_s=budget_s)
+                call = _call(fn, case, direction)
+                chosen = _implementation(call) if runner == "accelerant" else runner
+                timing = time_ms(call, case.inputs[0].device, budget_s=budget_s)
             except Exception as error:
                 if runner == "accelerant":
                     raise
@@ -160,33 +171,34 @@ def _case(
             )
 
 
-def _work(subject: Subject, shape: tuple[int, ...], inputs: tuple[Tensor, ...]) -> Iterator[tuple[str, int, int]]:
+def _work(case: _Case) -> Iterator[tuple[str, int, int]]:
     """Directions with their least bytes and operations."""
+    subject = OPS[case.name]
     with torch.no_grad():
-        out = subject.theirs(*inputs)
-    given = sum(tensor.nbytes for tensor in inputs)
-    flops = subject.flops(shape)
+        out = subject.theirs(*case.inputs, **case.options)
+    given = sum(tensor.nbytes for tensor in case.inputs)
+    flops = subject.flops(case.inputs, out) if subject.flops else 0
     yield "forward", given + out.nbytes, flops
     yield "backward", 2 * given + out.nbytes, 2 * flops
 
 
-def _call(fn: Fn, inputs: tuple[Tensor, ...], direction: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The call to time, and one to look at."""
+def _call(fn: Fn, case: _Case, direction: str) -> Callable[[], Any]:
+    """The call to time."""
     if direction == "forward":
 
         def forward() -> Tensor:
             with torch.no_grad():
-                return fn(*inputs)
+                return fn(*case.inputs, **case.options)
 
-        return forward, forward
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    out = fn(*leaves)
+        return forward
+    leaves = [tensor.detach().requires_grad_() for tensor in case.inputs]
+    out = fn(*leaves, **case.options)
     dy = torch.randn_like(out)
 
     def backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, leaves, dy, retain_graph=True)
 
-    return backward, backward
+    return backward
 
 
 def _implementation(call: Callable[[], Any]) -> str:

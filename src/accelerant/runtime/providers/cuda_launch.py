@@ -87,9 +87,7 @@ class LoadedKernel:
         self._extra = (0,) * extra
         self._storage = threading.local()
 
-    def start(
-        self, grid: Sequence[int], block: Sequence[int], args: Sequence[Pointer | int | float], stream: int
-    ) -> None:
+    def start(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], stream: int) -> None:
         """Launch on a raw stream of the current device.
 
         Raises:

@@ -1,0 +1,262 @@
+"""`accelerant compile FILE.cu`: what a kernel takes on each architecture, with no GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from accelerant.errors import CompileError, ConfigError
+
+if TYPE_CHECKING:
+    from accelerant.runtime.inspect import EntryPoint, Inspection, Message
+
+__all__ = ["compile_file", "register"]
+
+TEMPLATES = ("matmul", "relu", "attention")
+"""Kernels to start from, in the folder templates."""
+
+_PLAIN_WIDTH = 160
+"""Columns of a table that goes to a file or another program."""
+
+_EPILOG = (
+    "Examples:  accelerant compile --template matmul --out mine.cu   |   accelerant compile mine.cu   |   "
+    "accelerant compile mine.cu --arch sm_90a --block 128 --json   |   accelerant compile mine.cu --arch sm_80 --ptx"
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("compile", epilog=_EPILOG)(compile_file)
+
+
+def compile_file(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE.cu", help="CUDA C++, or C in the portable dialect.")
+    ] = None,
+    arch: Annotated[
+        list[str] | None, typer.Option(help="sm_90, sm_90a, ...; may be repeated. all: every one that our ops serve.")
+    ] = None,
+    block: Annotated[int | None, typer.Option(help="Threads a block, for occupancy.")] = None,
+    shared: Annotated[int, typer.Option(help="Bytes of dynamic shared memory a block, for occupancy.")] = 0,
+    include: Annotated[
+        list[Path] | None, typer.Option("--include", "-I", help="A folder with headers; may be repeated.")
+    ] = None,
+    ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX instead of the report.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    template: Annotated[str | None, typer.Option(help=f"Give a kernel to start from: {', '.join(TEMPLATES)}.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the template there; stdout by default.")
+    ] = None,
+) -> None:
+    """Compile a CUDA file and show its entry points: registers, spills, shared memory, occupancy.
+
+    Occupancy is for the threads of __launch_bounds__, of --block, or 256. Exit status 1 where it does not compile.
+    """
+    if template is not None:
+        _give_template(template, file, out)
+        return
+    if file is None:
+        raise ConfigError("name a file to compile, or --template matmul, relu or attention")
+    if out is not None:
+        raise ConfigError("--out goes with --template")
+    if block is not None and not 1 <= block <= 1024:
+        raise ConfigError(f"--block must be 1 to 1024 threads, got {block}")
+    if shared < 0:
+        raise ConfigError(f"--shared must be at least 0 bytes, got {shared}")
+    text = _read(file)
+    for folder in include or ():
+        if not folder.is_dir():
+            raise ConfigError(f"--include {folder}: no such folder")
+    _Report(file, text, _targets(arch or ["all"]), [*(include or ()), file.resolve().parent], block, shared).run(
+        ptx=ptx, json_output=json_output
+    )
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"no file {file}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is not text in UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+
+
+def _targets(wanted: list[str]) -> list[str]:
+    """The architectures meant, each checked against what the compiler knows."""
+    from accelerant.runtime.inspect import known_targets
+    from accelerant.runtime.kernel import CUDA_TARGETS
+
+    known = known_targets()
+    found: list[str] = []
+    for name in wanted:
+        if name == "all":
+            found += [target for target in CUDA_TARGETS if target in known]
+        elif re.sub(r"(?<=\d)[af]$", "", name) in known:
+            found.append(name)
+        else:
+            raise ConfigError(
+                f"--arch: unknown architecture {name!r}; known are all, {', '.join(known)}, "
+                "and from sm_90 on those with the suffix a"
+            )
+    return list(dict.fromkeys(found))
+
+
+def _give_template(name: str, file: Path | None, out: Path | None) -> None:
+    if file is not None:
+        raise ConfigError(f"--template takes no file to compile, got {file}")
+    if name not in TEMPLATES:
+        raise ConfigError(f"--template: unknown template {name!r}; known are {', '.join(TEMPLATES)}")
+    text = (Path(__file__).parents[1] / "templates" / f"{name}.cu").read_text(encoding="utf-8")
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        with out.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError:
+        raise ConfigError(f"--out {out}: the file exists already") from None
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}") from None
+    print(f"wrote {out}; next:  accelerant compile {out}", file=sys.stderr)
+
+
+class _Report:
+    """Compiles for each architecture and tells what came of it."""
+
+    def __init__(
+        self, file: Path, text: str, targets: list[str], include: list[Path], block: int | None, shared: int
+    ) -> None:
+        self.file = file
+        self.text = text
+        self.targets = targets
+        self.include = include
+        self.block = block
+        self.shared = shared
+        self.done: list[Inspection] = []
+        self.failed: dict[str, tuple[str, list[Message]]] = {}
+
+    def run(self, *, ptx: bool, json_output: bool) -> None:
+        """Compile and print.
+
+        Raises:
+            typer.Exit: with status 1 where it did not compile for some architecture.
+        """
+        for target in self.targets:
+            self._compile(target)
+        if json_output:
+            print(json.dumps(self._to_dict(ptx), indent=1))
+        else:
+            self._print_messages()
+            if ptx:
+                for each in self.done:
+                    print(each.ptx.strip())
+            elif self.done:
+                self._print_table()
+        if self.failed:
+            raise typer.Exit(1)
+
+    def _compile(self, target: str) -> None:
+        from accelerant.runtime.inspect import Message, inspect_cuda, read_messages
+
+        name = str(self.file)
+        try:
+            found = inspect_cuda(
+                self.text,
+                target,
+                name=name,
+                include=self.include,
+                block=self.block,
+                dynamic_shared_bytes=self.shared,
+            )
+        except CompileError as error:
+            said = [message for message in read_messages(error.log, name) if message.severity == "error"]
+            self.failed[target] = error.log, said or [Message("error", name, None, error.log)]
+        else:
+            self.done.append(found)
+
+    def _print_messages(self) -> None:
+        """Each message once, with the architectures that it is of where it is not of all."""
+        where: dict[Message, list[str]] = {}
+        for each in self.done:
+            for message in each.warnings:
+                where.setdefault(message, []).append(each.target)
+        for target, (_, messages) in self.failed.items():
+            for message in messages:
+                where.setdefault(message, []).append(target)
+        for message, targets in where.items():
+            some = "" if len(targets) == len(self.targets) else f"for {', '.join(targets)}: "
+            print(f"{some}{message}", file=sys.stderr)
+        for each in self.done[:1]:
+            if not each.entries:
+                print(
+                    f"{self.file}: no entry point: nothing is marked __global__, or no template is instantiated",
+                    file=sys.stderr,
+                )
+
+    def _print_table(self) -> None:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        table.add_column("arch")
+        table.add_column("entry point", overflow="fold")
+        for title in ("registers", "spills", "stack", "shared", "block", "blocks/SM", "occupancy"):
+            table.add_column(title, justify="right")
+        table.add_column("limited by")
+        for each in self.done:
+            for entry in each.entries:
+                table.add_row(each.target, Text(entry.name), *self._cells(entry))
+        Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(table)
+
+    def _cells(self, entry: EntryPoint) -> tuple[str, ...]:
+        taken, fits = entry.resources, entry.occupancy
+        spills = "-" if taken.spill_bytes is None else f"[red]{taken.spill_bytes}[/]" if taken.spill_bytes else "0"
+        shared = "-" if taken.shared_bytes is None else str(taken.shared_bytes + self.shared)
+        cells = (_shown(taken.registers), spills, _shown(taken.stack_bytes), shared)
+        if fits is None:
+            return *cells, "-", "-", "-", "its limits are not known"
+        return *cells, str(fits.threads), str(fits.blocks), f"{fits.percent:.0f} %", fits.limited_by
+
+    def _to_dict(self, ptx: bool) -> dict[str, Any]:
+        from accelerant.runtime.inspect import compiler_version
+
+        rows: list[dict[str, Any]] = [
+            {
+                "target": each.target,
+                "compiled": True,
+                "compile_ms": each.compile_ms,
+                "entries": [entry.to_dict() for entry in each.entries],
+                "messages": [_message(message) for message in each.warnings],
+                **({"ptx": each.ptx} if ptx else {}),
+            }
+            for each in self.done
+        ]
+        rows += [
+            {"target": target, "compiled": False, "messages": [_message(message) for message in messages], "log": log}
+            for target, (log, messages) in self.failed.items()
+        ]
+        order = {target: place for place, target in enumerate(self.targets)}
+        rows.sort(key=lambda row: order[row["target"]])
+        return {"file": str(self.file), "compiler": compiler_version(), "targets": rows}
+
+
+def _shown(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _message(message: Message) -> dict[str, Any]:
+    return {
+        "severity": message.severity,
+        "file": message.file,
+        "line": message.line,
+        "text": message.text,
+        "excerpt": message.excerpt,
+    }

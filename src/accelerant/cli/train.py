@@ -1,0 +1,144 @@
+"""`accelerant train`: a GPT from text, in one command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from accelerant.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from accelerant.nn.train.presets import RunConfig
+
+__all__ = ["register", "train"]
+
+_EPILOG = (
+    "Examples:  accelerant train   |   accelerant train --preset small --data ~/books --out runs/books   |   "
+    "accelerant train --resume runs/books"
+)
+
+_More = Annotated[list[Path] | None, typer.Argument(metavar="[PATH]...", help="More paths, after --data PATH.")]
+_Preset = Annotated[str | None, typer.Option(help="tiny, small or gpt2.  [default: tiny]", show_default=False)]
+_Data = Annotated[
+    list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to learn from.  [default: stdlib]")
+]
+_Steps = Annotated[int | None, typer.Option(help="Optimiser steps.  [default: the preset's]")]
+_Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
+_Out = Annotated[Path | None, typer.Option(help="Folder for the results.  [default: runs/PRESET]")]
+_Resume = Annotated[Path | None, typer.Option(metavar="DIR", help="Continue the interrupted run in this folder.")]
+_Seed = Annotated[int | None, typer.Option(help="Of weights, batches and sample.  [default: 0]")]
+_MicroBatch = Annotated[int | None, typer.Option(help="Windows on the device at once.  [default: the preset's]")]
+_Fast = Annotated[bool, typer.Option("--fast", help="On a GPU, allow kernels whose results vary in the last bits.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no progress.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("train", epilog=_EPILOG)(train)
+
+
+def train(
+    more: _More = None,
+    preset: _Preset = None,
+    data: _Data = None,
+    steps: _Steps = None,
+    device: _Device = "auto",
+    out: _Out = None,
+    resume: _Resume = None,
+    seed: _Seed = None,
+    micro_batch: _MicroBatch = None,
+    fast: _Fast = False,
+    json_output: _Json = False,
+) -> None:
+    """Train a GPT on text and write model, metrics, sample and report to a folder.
+
+    Ctrl-C writes a checkpoint, prints the command that continues the run, and exits with status 130.
+    """
+    chosen = {"--preset": preset, "--data": data, "--steps": steps, "--out": out, "--seed": seed}
+    chosen |= {"--micro-batch": micro_batch, "--fast": fast or None}
+    if more and not data:
+        raise ConfigError(f"unexpected argument {str(more[0])!r}: name paths after --data")
+    if resume is not None:
+        given = [name for name, value in chosen.items() if value is not None]
+        if given:
+            raise ConfigError(f"--resume continues a run as it was: leave out {given[0]}")
+        _run(resume, None, device, json_output)
+        return
+    from accelerant.nn.train.presets import RunConfig
+    from accelerant.nn.train.presets import preset as recipe_of
+
+    recipe = recipe_of("tiny" if preset is None else preset)
+    if steps is not None:
+        recipe = dataclasses.replace(recipe, steps=steps)
+    if micro_batch is not None:
+        recipe = dataclasses.replace(recipe, micro_batch=micro_batch)
+    sources = _sources([*(data or ["stdlib"]), *(str(path) for path in more or ())])
+    run = RunConfig(recipe, data=sources, seed=seed or 0, deterministic=not fast)
+    _run(Path("runs") / recipe.name if out is None else out, run, device, json_output)
+
+
+def _sources(names: list[str]) -> tuple[str, ...]:
+    """Paths made absolute, so that --resume finds them from any folder."""
+    if "stdlib" in names:
+        if len(names) > 1:
+            raise ConfigError("--data takes stdlib or paths, not both")
+        return ("stdlib",)
+    return tuple(os.path.abspath(os.path.expanduser(name)) for name in names)
+
+
+def _run(out: Path, run: RunConfig | None, backend: str, as_json: bool) -> None:
+    """Start a run, or continue the one in `out` where run is None; then print how it ended."""
+    if run is None or run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    # Read when torch is loaded: threads that spin while they wait hold the cores that others need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    import accelerant
+    from accelerant.cli.train_view import make_view
+    from accelerant.nn.train.job import resume_training, run_training
+
+    device = _choose(backend)
+    view = make_view(quiet=as_json)
+
+    def ledger() -> dict[str, Any]:
+        return accelerant.ledger().to_dict()
+
+    try:
+        if run is None:
+            outcome = resume_training(out, device, progress=view, ledger=ledger)
+        else:
+            outcome = run_training(run, out, device, progress=view, ledger=ledger)
+    finally:
+        view.close()
+    if as_json:
+        print(json.dumps(outcome.summary))
+    else:
+        view.outcome(outcome)
+    if outcome.signal is not None:
+        raise typer.Exit(128 + outcome.signal)
+
+
+def _choose(backend: str) -> torch.device:
+    """The torch device of a backend's name.
+
+    Raises:
+        ConfigError: the name is unknown, or the backend cannot train.
+        BackendUnavailable: it is not on this machine.
+    """
+    import torch
+
+    from accelerant.runtime import registry
+
+    if backend not in ("auto", "cuda", "cpu"):
+        raise ConfigError(f"--device must be auto, cuda or cpu, got {backend!r}")
+    device = torch.device(registry.choose(backend).torch_device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,176 @@
+"""What `accelerant train` shows: a progress bar on a terminal, lines elsewhere, and the summary.
+
+Progress goes to the error stream, the summary to the output.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from accelerant.nn.train.job import Outcome
+    from accelerant.nn.train.metrics import StepRecord
+
+__all__ = ["BarView", "LineView", "View", "make_view"]
+
+_LINE_EVERY_S = 5.0
+
+
+class View:
+    """Shows nothing while the run goes on, and a summary at its end."""
+
+    def phase(self, text: str) -> None:
+        """Something that takes a while begins."""
+
+    def note(self, text: str) -> None:
+        """Something the user should know."""
+        print(f"accelerant: {text}", file=sys.stderr)
+
+    def begin(self, *, done: int, total: int, device: str) -> None:
+        """Training starts."""
+
+    def records(self, records: Sequence[StepRecord]) -> None:
+        """Steps were done."""
+
+    def end(self) -> None:
+        """Training is over."""
+
+    def close(self) -> None:
+        """The run is over, well or not."""
+
+    def outcome(self, outcome: Outcome) -> None:
+        """Print how the run ended."""
+        summary = outcome.summary
+        if summary["status"] == "interrupted":
+            print(f"Stopped after step {summary['steps_done']} of {summary['steps']}; a checkpoint is written.")
+            print(f"Continue with:  {summary['resume']}")
+            return
+        if outcome.already_finished:
+            print("This run is already finished: there is nothing left to do.")
+        print(_summary_text(summary))
+
+
+def _summary_text(summary: dict[str, Any]) -> str:
+    per_byte = f"{summary['validation_nats_per_byte']:.3f} nats a byte"
+    if summary["validation_loss"] != summary["validation_nats_per_byte"]:
+        per_byte += f" ({summary['validation_loss']:.3f} a token)"
+    baselines = f"unigram {summary['unigram_nats_per_byte']:.3f}, bigram {summary['bigram_nats_per_byte']:.3f}"
+    lines = [
+        f"validation loss  {per_byte}   ({baselines})",
+        f"throughput       {summary['tokens_per_s']:,.0f} tokens/s on {summary['device']}",
+        f"trained          {summary['steps']:,} steps, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s",
+        f"report           {summary['report']}",
+    ]
+    return "\n".join(lines)
+
+
+class LineView(View):
+    """A line every few seconds, for logs."""
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._device = ""
+        self._last = self._began = 0.0
+        self._done = 0
+
+    def phase(self, text: str) -> None:
+        """A line."""
+        print(f"{text} ...", file=sys.stderr, flush=True)
+
+    def begin(self, *, done: int, total: int, device: str) -> None:
+        """A line."""
+        self._total, self._device, self._done = total, device, done
+        self._last = self._began = time.monotonic()
+        print(f"training on {device}: step {done} of {total}", file=sys.stderr, flush=True)
+
+    def records(self, records: Sequence[StepRecord]) -> None:
+        """A line, if the last is some seconds old."""
+        now = time.monotonic()
+        if records and (now - self._last >= _LINE_EVERY_S or records[-1].step == self._total):
+            self._last = now
+            record = records[-1]
+            left = _clock((now - self._began) / (record.step - self._done) * (self._total - record.step))
+            text = f"step {record.step}/{self._total}  {_numbers(record)}  {self._device}  {left} left"
+            print(text, file=sys.stderr, flush=True)
+
+
+class BarView(View):
+    """A live progress bar."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._status: Any = None
+
+    def phase(self, text: str) -> None:
+        """A spinner until the next phase."""
+        self._stop_status()
+        self._status = self._console.status(text)
+        self._status.start()
+
+    def note(self, text: str) -> None:
+        """A line above the bar."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def begin(self, *, done: int, total: int, device: str) -> None:
+        """The bar appears."""
+        self._stop_status()
+        self._progress = Progress(
+            TextColumn("[bold]training[/bold]"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TextColumn("[dim]{task.fields[device]}[/dim]"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("", total=total, completed=done, numbers="", device=device)
+        self._progress.start()
+
+    def records(self, records: Sequence[StepRecord]) -> None:
+        """The bar moves."""
+        if self._progress is not None and records:
+            self._progress.update(self._task, completed=records[-1].step, numbers=_numbers(records[-1]))
+
+    def end(self) -> None:
+        """The bar stays as it is."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self._stop_status()
+        self.end()
+
+    def _stop_status(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def make_view(*, quiet: bool) -> View:
+    """The view for this process's error stream."""
+    if quiet:
+        return View()
+    console = Console(stderr=True)
+    return BarView(console) if console.is_terminal else LineView()
+
+
+def _numbers(record: StepRecord) -> str:
+    memory = record.peak_memory_bytes / 2**30
+    return f"loss {record.loss:.3f}  {record.tokens_per_s:,.0f} tokens/s  {memory:.1f} GiB"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,8 @@
+"""Layers, models and training on Accelerant's ops."""
+
+from accelerant.nn.layers import MLP, LayerNorm, Linear, MultiHeadAttention, TransformerBlock
+from accelerant.nn.models import GPT, GPTConfig
+
+from accelerant.nn import train  # isort: skip  it imports the names above
+
+__all__ = ["GPT", "MLP", "GPTConfig", "LayerNorm", "Linear", "MultiHeadAttention", "TransformerBlock", "train"]

@@ -1,0 +1,115 @@
+"""Files that are whole or absent, and checkpoints that know when they are torn.
+
+A checkpoint is one safetensors file: tensors by name, and in its header a JSON document and the SHA-256 of
+that document and of every tensor. Nothing in it is ever executed on reading.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import FormatError
+
+__all__ = ["load_checkpoint", "require_same_shapes", "save_checkpoint", "write_atomic"]
+
+_FORMAT = "accelerant-checkpoint-1"
+
+
+def write_atomic(path: Path, content: bytes | Callable[[Path], None]) -> None:
+    """Write a file under a temporary name beside it, then rename: a reader sees the old file or the new one.
+
+    Args:
+        path: the file; its folder exists.
+        content: what to write, or a function that writes the file it is given.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full; path is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(b"" if callable(content) else content)
+        if callable(content):
+            mode = temporary.stat().st_mode  # as the user's umask has it; safetensors makes files private
+            content(temporary)
+            temporary.chmod(mode)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
+    """Write tensors and a JSON document as one file, atomically.
+
+    Args:
+        path: where to; its folder exists.
+        tensors: on any device; each is copied to the host.
+        document: JSON values.
+
+    Raises:
+        OSError: the file cannot be written; an older one under that name stays whole.
+    """
+    from safetensors.torch import save_file
+
+    # Copies: safetensors refuses tensors that share memory, as the views of a padded matrix do.
+    host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(document, sort_keys=True)
+    metadata = {"format": _FORMAT, "document": text, "sha256": _digest(host, text)}
+    write_atomic(path, lambda temporary: save_file(host, temporary, metadata=metadata))
+
+
+def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `save_checkpoint` wrote: tensors on the host, and the document.
+
+    Raises:
+        FormatError: the file is missing, torn, altered, or something else.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise FormatError(f"no checkpoint {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
+    except (SafetensorError, OSError) as error:
+        raise FormatError(f"checkpoint {path} is torn or not a checkpoint: {error}") from None
+    if metadata.get("format") != _FORMAT:
+        raise FormatError(f"{path} is not a checkpoint of this program: format {metadata.get('format')!r}")
+    text = metadata.get("document", "")
+    if metadata.get("sha256") != _digest(tensors, text):
+        raise FormatError(f"checkpoint {path} is damaged: its content does not match its checksum")
+    document: dict[str, Any] = json.loads(text)
+    return tensors, document
+
+
+def require_same_shapes(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Check that a checkpoint's tensors fit before any is copied.
+
+    Raises:
+        FormatError: a name is missing or unknown, or a shape differs.
+    """
+    for name in sorted(wanted.keys() | found.keys()):
+        if name not in found or name not in wanted:
+            raise FormatError(f"checkpoint {path} is of another model: {name} is only in one of the two")
+        if found[name].shape != wanted[name].shape:
+            here, there = tuple(wanted[name].shape), tuple(found[name].shape)
+            raise FormatError(f"checkpoint {path} is of another shape: {name} is {there}, the model wants {here}")
+
+
+def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

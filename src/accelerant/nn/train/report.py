@@ -1,0 +1,232 @@
+"""A run's report: one HTML file with curves, the ledger's table, the settings and the sample.
+
+It loads nothing from anywhere, so it can be mailed, archived and read offline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from accelerant.nn.train.charts import Line, Reference, line_chart, smoothed
+from accelerant.nn.train.metrics import StepRecord
+
+__all__ = ["build_report"]
+
+_ROWS_SHOWN = 16  # of the ledger; a sample adds many cases of few calls each
+
+_STYLE = """
+:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --text: #1b2330; --soft: #647084; --edge: #e1e6ed;
+  --one: #3b6fe0; --one-soft: #b9cdf8; --two: #d9631e; --three: #0f9d76; }
+@media (prefers-color-scheme: dark) { :root { --page: #10141b; --card: #181e28; --text: #e6eaf1; --soft: #94a1b5;
+  --edge: #2a3342; --one: #7aa5ff; --one-soft: #33496f; --two: #ff9a57; --three: #3fd2a4; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
+main { max-width: 1160px; margin: 0 auto; padding: 32px 24px 48px; }
+h1 { font-size: 25px; margin: 0; letter-spacing: -.01em; } h2 { font-size: 16px; margin: 0 0 12px; }
+.lead { color: var(--soft); margin: 4px 0 24px; }
+.row { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); }
+.facts { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); margin-bottom: 16px; }
+.card { background: var(--card); border: 1px solid var(--edge); border-radius: 10px; padding: 18px 20px;
+  margin-bottom: 16px; min-width: 0; }
+.fact { margin: 0; padding: 14px 18px; } .fact dt { color: var(--soft); font-size: 13px; }
+.fact dd { margin: 0; font-size: 23px; font-weight: 600; font-variant-numeric: tabular-nums; }
+.fact small { display: block; color: var(--soft); font-size: 12.5px; font-weight: 400; }
+svg { width: 100%; height: auto; display: block; } svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
+svg .level { font-size: 11px; } .grid { stroke: var(--edge); } .axis { stroke: var(--soft); }
+.reference { stroke: var(--soft); stroke-dasharray: 4 4; opacity: .7; }
+.line { fill: none; stroke-width: 2; stroke-linejoin: round; }
+.line.each { stroke: var(--one-soft); stroke-width: 1; } .line.mean { stroke: var(--one); }
+.line.held { stroke: var(--two); } .line.speed { stroke: var(--three); }
+.dot { stroke: var(--card); stroke-width: 1.5; } .dot.each, .dot.mean { fill: var(--one); }
+.dot.held { fill: var(--two); } .dot.speed { fill: var(--three); }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 8px 0 0; padding: 0;
+  color: var(--soft); font-size: 13px; }
+.legend i { display: inline-block; width: 18px; height: 3px; border-radius: 2px; margin: 0 7px 3px 0; }
+i.each { background: var(--one-soft); } i.mean { background: var(--one); } i.held { background: var(--two); }
+i.speed { background: var(--three); }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
+th { text-align: left; color: var(--soft); font-weight: 500; white-space: nowrap; }
+th, td { padding: 6px 14px 6px 0; border-bottom: 1px solid var(--edge); vertical-align: top; }
+.wrap { overflow-wrap: anywhere; }
+tr:last-child td { border-bottom: 0; } .number, .word { white-space: nowrap; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+td.case { font-family: ui-monospace, monospace; font-size: 12px; color: var(--soft); }
+pre { margin: 0; font: 12.5px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+summary { color: var(--soft); cursor: pointer; padding: 8px 0 0; font-size: 13.5px; }
+.soft, .empty, footer { color: var(--soft); } footer { font-size: 13px; }
+"""
+
+
+def build_report(
+    *,
+    summary: Mapping[str, Any],
+    config: Mapping[str, Any],
+    records: Sequence[StepRecord],
+    ledger: Mapping[str, Any],
+    sample: str,
+) -> str:
+    """The whole page.
+
+    Args:
+        summary: of the run, as summary.json has it.
+        config: as config.json has it.
+        records: a record a step.
+        ledger: as `Ledger.to_dict()` gives it: "ops" and "fallbacks".
+        sample: text that the model wrote.
+
+    Returns:
+        HTML; every text from outside is escaped.
+    """
+    preset = escape(str(summary["preset"]))
+    millions = summary["parameters"] / 1e6
+    lead = (
+        f"{millions:.1f} million parameters, trained on {escape(str(config['corpus']['source']))}, "
+        f"on {escape(str(summary['device']))}"
+    )
+    body = [
+        f"<h1>Training report: {preset}</h1>",
+        f'<p class="lead">{lead}</p>',
+        _facts(summary),
+        f'<div class="row">{_loss_card(summary, config, records)}{_speed_card(records)}</div>',
+        _ledger_card(ledger),
+        _card("What the model writes", f"<pre>{escape(sample)}</pre>"),
+        f'<div class="row">{_table_card("Settings", _settings(config))}{_table_card("Data", _data(config))}</div>',
+        f"<footer>{_footer(config)}</footer>",
+    ]
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}<title>Training report: {preset}</title>'
+        f"<style>{_STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
+    )
+
+
+def _card(title: str, content: str) -> str:
+    return f'<section class="card"><h2>{title}</h2>{content}</section>'
+
+
+def _facts(summary: Mapping[str, Any]) -> str:
+    facts = [
+        ("Held-out loss", f"{summary['validation_nats_per_byte']:.3f}", "nats a byte"),
+        ("Bigram model", f"{summary['bigram_nats_per_byte']:.3f}", f"unigram {summary['unigram_nats_per_byte']:.3f}"),
+        ("Throughput", f"{summary['tokens_per_s']:,.0f}", "tokens a second, median"),
+        ("Learned from", f"{summary['tokens'] / 1e6:,.2f} M", f"tokens in {summary['steps']:,} steps"),
+        ("Peak memory", _bytes(summary["peak_memory_bytes"]), f"{summary['seconds']:,.0f} s in all"),
+    ]
+    items = [
+        f'<dl class="card fact"><dt>{name}</dt><dd>{value}<small>{unit}</small></dd></dl>'
+        for name, value, unit in facts
+    ]
+    return f'<div class="facts">{"".join(items)}</div>'
+
+
+def _loss_card(summary: Mapping[str, Any], config: Mapping[str, Any], records: Sequence[StepRecord]) -> str:
+    losses = [(float(record.step), record.loss) for record in records]
+    held = [(float(r.step), r.validation_loss) for r in records if r.validation_loss is not None]
+    held.append((float(summary["steps"]), summary["validation_loss"]))
+    lines = [
+        Line("training, each step", losses, "each"),
+        Line("training, mean", smoothed(losses, max(1, len(losses) // 40)), "mean"),
+        Line("held out", held, "held", dots=True),
+    ]
+    references = []
+    if config["run"]["recipe"]["tokenizer"] == "bytes":  # the n-gram models count bytes
+        references = [
+            Reference("unigram", summary["unigram_nats_per_byte"]),
+            Reference("bigram", summary["bigram_nats_per_byte"]),
+        ]
+    return _card("Loss", line_chart(lines, x_label="step", y_label="nats a token", references=references))
+
+
+def _speed_card(records: Sequence[StepRecord]) -> str:
+    speeds = [(float(record.step), record.tokens_per_s) for record in records]
+    lines = [Line("tokens a second", speeds, "speed")]
+    return _card("Throughput", line_chart(lines, x_label="step", y_label="tokens a second", zero=True))
+
+
+def _ledger_card(ledger: Mapping[str, Any]) -> str:
+    rows = sorted(ledger.get("ops", ()), key=_weight, reverse=True)
+    if not rows:
+        return _card("What ran where", '<p class="empty">The ledger recorded no calls.</p>')
+    names = ("op", "implementation", "device", "case", "calls", "ms, median", "bytes", "flops", "not chosen")
+    numbers = ("calls", "ms, median", "bytes", "flops")
+    head = "".join(f'<th class="number">{name}</th>' if name in numbers else f"<th>{name}</th>" for name in names)
+    shown, rest = rows[:_ROWS_SHOWN], rows[_ROWS_SHOWN:]
+    tables = _ledger_table(head, shown)
+    if rest:
+        tables += f"<details><summary>{len(rest)} more cases</summary>{_ledger_table(head, rest)}</details>"
+    fallbacks = ledger.get("fallbacks", ())
+    text = "No fallbacks." if not fallbacks else f"Fallbacks: {'; '.join(_pairs(entry) for entry in fallbacks)}"
+    return _card("What ran where", f'{tables}<p class="soft">{text}</p>')
+
+
+def _weight(row: Mapping[str, Any]) -> tuple[float, int]:
+    """Orders the ledger's rows: estimated time in all, then calls."""
+    calls = row.get("calls", 0)
+    return (row.get("ms_p50") or 0.0) * calls, calls
+
+
+def _ledger_table(head: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(_ledger_row(row) for row in rows)}</table></div>'
+
+
+def _ledger_row(row: Mapping[str, Any]) -> str:
+    ms = row.get("ms_p50")
+    refused = "; ".join(f"{entry.get('implementation')}: {entry.get('reason')}" for entry in row.get("refused", ()))
+    cells = [
+        f'<td class="word">{escape(str(row.get("op")))}</td>',
+        f'<td class="word">{escape(str(row.get("implementation")))}</td>',
+        f'<td class="word">{escape(str(row.get("device") or row.get("backend")))}</td>',
+        f'<td class="case">{escape(str(row.get("case")))}</td>',
+        f'<td class="number">{row.get("calls", 0):,}</td>',
+        f'<td class="number">{"" if ms is None else f"{ms:.3f}"}</td>',
+        f'<td class="number">{_bytes(row.get("bytes") or 0)}</td>',
+        f'<td class="number">{_scaled(row.get("flops") or 0)}</td>',
+        f'<td class="soft">{escape(refused)}</td>',
+    ]
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _pairs(entry: object) -> str:
+    if isinstance(entry, Mapping):
+        return escape(", ".join(f"{name} {value}" for name, value in entry.items()))
+    return escape(str(entry))
+
+
+def _table_card(title: str, rows: Iterable[tuple[str, object]]) -> str:
+    body = "".join(
+        f'<tr><th>{escape(name)}</th><td class="wrap">{escape(str(value))}</td></tr>' for name, value in rows
+    )
+    return _card(title, f"<table>{body}</table>")
+
+
+def _settings(config: Mapping[str, Any]) -> list[tuple[str, object]]:
+    run = config["run"]
+    rows = [(name.replace("_", " "), value) for name, value in run["recipe"].items()]
+    return [*rows, ("seed", run["seed"]), ("deterministic", "yes" if run["deterministic"] else "no")]
+
+
+def _data(config: Mapping[str, Any]) -> list[tuple[str, object]]:
+    corpus = config["corpus"]
+    rows = [(name.replace("_", " "), value) for name, value in corpus.items()]
+    return [(name, f"{value:,}" if isinstance(value, int) else value) for name, value in rows]
+
+
+def _footer(config: Mapping[str, Any]) -> str:
+    return escape(", ".join(f"{name} {version}" for name, version in config["versions"].items()))
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"
+
+
+def _scaled(value: float) -> str:
+    for limit, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f} {letter}"
+    return f"{value:.0f}"

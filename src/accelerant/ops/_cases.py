@@ -1,0 +1,86 @@
+"""The vocabulary of every op's cases.py: what its test and its benchmark read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from accelerant.runtime.kernel import KernelSource
+from accelerant.runtime.triton import TritonKernel
+
+__all__ = ["Benchmark", "Compilation", "Sample", "Tolerance", "draw"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Bounds on |result - reference| <= absolute + relative |reference|, the reference in float64."""
+
+    relative: float
+    absolute: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One call of an op, its tensors by shape.
+
+    Attributes:
+        name: for the test's identifier.
+        shapes: of the tensor arguments in order; None for an absent one.
+        options: keyword arguments.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...] | None, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def tensors(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[torch.Tensor | None]:
+        """Reproducible normal numbers."""
+        return [None if shape is None else draw(shape, dtype, device, seed) for seed, shape in enumerate(self.shapes)]
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """One specialisation of a kernel, to compile for each target.
+
+    Attributes:
+        kernel: what to compile.
+        types: argument -> Triton type; absent tensors left out.
+        constants: constexpr arguments by name, absent tensors among them as None.
+        num_warps, num_stages: as launched.
+    """
+
+    kernel: TritonKernel
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int = 3
+
+    @property
+    def name(self) -> str:
+        """The kernel with what sets this specialisation apart."""
+        kinds = sorted({kind for kind in self.types.values() if kind.startswith("*")})
+        return " ".join([self.kernel.name, *kinds, *(f"{key}={value}" for key, value in self.constants.items())])
+
+    def source(self) -> KernelSource:
+        """What a provider compiles."""
+        return self.kernel.source(self.types, self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One row of the benchmark: a sample, its dtype, and the times to reach on one H200 in milliseconds."""
+
+    sample: Sample
+    dtype: torch.dtype
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> torch.Tensor:
+    """Normal numbers that are the same in every run on a device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.randn(shape, generator=generator, device=device, dtype=wide).to(dtype)

@@ -1,0 +1,74 @@
+"""gelu, elementwise.
+
+    none  y = x P(x)                 dx = dy (P(x) + x p(x)), P and p the standard normal's distribution and density
+    tanh  y = x s, s = sigmoid(2u)   dx = dy (s + 2 x s (1 - s) u'), u = sqrt(2/pi) (x + 0.044715 x^3)
+
+The second is the usual 0.5 x (1 + tanh u), since 0.5 (1 + tanh u) = sigmoid(2u): one exponential and one division.
+
+Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
+Layout: any dense memory, taken as n elements in storage order; computed in float32.
+Grid:   one program for each BLOCK elements; a thread holds BLOCK / (32 num_warps) of them.
+Bound:  memory: 2 accesses an element forward, 3 backward; about 15 operations forward and 25 backward (tanh).
+"""
+
+import triton
+import triton.language as tl
+
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
+TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
+CUBIC = tl.constexpr(0.044715)
+THREE_CUBIC = tl.constexpr(0.134145)
+LARGEST_SQUARE = tl.constexpr(1e4)  # sigmoid(2u) is 0 or 1 long before |x| = 100; keeps x^2 finite
+
+
+@triton.jit
+def _gelu(x, TANH: tl.constexpr):
+    if TANH:
+        square = tl.minimum(x * x, LARGEST_SQUARE)
+        return x / (1.0 + tl.exp(x * (square * CUBIC + 1.0) * -TWO_SQRT_2_OVER_PI))
+    else:
+        return 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
+
+
+@triton.jit
+def _gelu_slope(x, TANH: tl.constexpr):
+    square = tl.minimum(x * x, LARGEST_SQUARE)
+    if TANH:
+        s = 1.0 / (1.0 + tl.exp(x * (square * CUBIC + 1.0) * -TWO_SQRT_2_OVER_PI))
+        return s + x * s * (1.0 - s) * (square * THREE_CUBIC + 1.0) * TWO_SQRT_2_OVER_PI
+    else:
+        return 0.5 * (1.0 + tl.erf(x * SQRT_HALF)) + x * tl.exp(-0.5 * square) * INVERSE_SQRT_2_PI
+
+
+@triton.jit
+def gelu_fwd(x_ptr, y_ptr, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    at = tl.arange(0, BLOCK)
+    x_ptr += start
+    y_ptr += start
+    if start + BLOCK <= n:  # without a mask, so that accesses are 16 bytes wide whatever n is
+        x = tl.load(x_ptr + at).to(tl.float32)
+        tl.store(y_ptr + at, _gelu(x, TANH).to(y_ptr.dtype.element_ty))
+    else:
+        inside = at < n - start
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y_ptr + at, _gelu(x, TANH).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gelu_bwd(dy_ptr, x_ptr, dx_ptr, n, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    at = tl.arange(0, BLOCK)
+    dy_ptr += start
+    x_ptr += start
+    dx_ptr += start
+    if start + BLOCK <= n:
+        x = tl.load(x_ptr + at).to(tl.float32)
+        dy = tl.load(dy_ptr + at).to(tl.float32)
+        tl.store(dx_ptr + at, (dy * _gelu_slope(x, TANH)).to(dx_ptr.dtype.element_ty))
+    else:
+        inside = at < n - start
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, (dy * _gelu_slope(x, TANH)).to(dx_ptr.dtype.element_ty), mask=inside)

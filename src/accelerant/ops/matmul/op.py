@@ -1,0 +1,179 @@
+"""matmul: validation, registration with torch, autograd; the product itself is the vendor's library, through torch.
+
+A general matrix product of our own would not beat cuBLASLt; what this op adds is the ledger: products of the forward
+and of the backward pass are counted with their bytes and operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops._library import below_autograd, define, is_plain, name_of
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+
+__all__ = ["matmul", "matmul_op"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _cost(case: Case) -> Cost:
+    batch_a, batch_b, batch, M, N, K = _sizes(case)
+    elements = batch_a * M * K + batch_b * K * N + batch * M * N
+    return Cost(elements * case.dtype.itemsize, 2 * batch * M * N * K)
+
+
+def _sizes(case: Case) -> tuple[int, int, int, int, int, int]:
+    *batch, M, N, K = case.shape
+    count = batch[0] if batch else 1
+    batch_a, batch_b = case.options[0] if case.options else (count, count)
+    return batch_a, batch_b, count, M, N, K
+
+
+matmul_op = Operation("matmul", (Implementation("torch", torch.matmul),), cost=_cost)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply matrices, or batches of them.
+
+    y[..., m, n] = sum over k of a[..., m, k] b[..., k, n]
+
+    Args:
+        a: (..., M, K) or (K,); float16, bfloat16, float32 or float64.
+        b: (..., K, N) or (K,), dtype and device of a; leading dimensions broadcast with those of a.
+
+    Returns:
+        (..., M, N), without the dimension that a vector lacks; dtype of a. float16 and bfloat16 accumulate in float32.
+        Under torch.autocast a and b are first cast to the autocast dtype, and the result has that dtype.
+        Differentiable any number of times.
+
+    Raises:
+        ShapeError: the inner sizes differ, leading dimensions do not broadcast, a scalar, or different devices.
+        UnsupportedDtype: a dtype not listed above, or dtypes differ.
+
+    Under torch.compile this is torch's own matmul, so that the compiler can fuse what follows into it.
+    """
+    device = a.device.type
+    if torch.is_autocast_enabled(device):
+        low = torch.get_autocast_dtype(device)
+        a, b = _autocast(a, low), _autocast(b, low)
+    _check(a, b)
+    if torch.compiler.is_compiling():
+        return torch.matmul(a, b)
+    if a.dim() == 1:
+        return matmul(a.unsqueeze(0), b).squeeze(-2 if b.dim() > 1 else -1)
+    if b.dim() == 1:
+        return matmul(a, b.unsqueeze(1)).squeeze(-1)
+    if b.dim() == 2 and a.dim() > 2:  # one product over all rows, forward and backward
+        return matmul(a.reshape(-1, a.shape[-1]), b).view(*a.shape[:-1], b.shape[-1])
+    if not is_plain(a) or not is_plain(b):
+        y: Tensor = _op(a, b)
+    elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        y = _apply(a, b)
+    else:
+        y = _product(a, b)
+    return y
+
+
+def _autocast(x: Tensor, low: torch.dtype) -> Tensor:
+    """As torch's autocast: floating dtypes but float64."""
+    return x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+def _check(a: Tensor, b: Tensor) -> None:
+    if a.dtype not in _DTYPES:
+        raise UnsupportedDtype(f"matmul takes {', '.join(map(name_of, _DTYPES))}; a is {name_of(a.dtype)}")
+    if b.dtype != a.dtype:
+        raise UnsupportedDtype(f"a and b must have one dtype, got {name_of(a.dtype)} and {name_of(b.dtype)}")
+    if a.device != b.device:
+        raise ShapeError(f"a and b must be on one device, got {a.device} and {b.device}")
+    if not a.dim() or not b.dim():
+        raise ShapeError(
+            f"matmul takes vectors, matrices and batches of them, got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    if a.shape[-1] != b.shape[-2 if b.dim() > 1 else 0]:
+        raise ShapeError(f"a must have as many columns as b has rows, got {tuple(a.shape)} and {tuple(b.shape)}")
+    if a.dim() > 2 and b.dim() > 2 and a.shape[:-2] != b.shape[:-2]:
+        try:
+            torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        except RuntimeError:
+            raise ShapeError(f"leading dimensions of {tuple(a.shape)} and {tuple(b.shape)} do not broadcast") from None
+
+
+class Matmul(torch.autograd.Function):
+    """Autograd of matmul on matrices and batches; named for the profiler."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        """Keeps a and b."""
+        ctx.save_for_backward(a, b)
+        if is_plain(a) and is_plain(b):
+            return _product(a, b)
+        with below_autograd():
+            y: Tensor = _op(a, b)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Da = dy b^T and db = a^T dy, each summed over the dimensions that it was broadcast along."""
+        a, b = ctx.saved_tensors
+        da = db = None
+        if ctx.needs_input_grad[0]:
+            da = _in_layout_of(a, dy, b.mT)
+        if ctx.needs_input_grad[1]:
+            db = _in_layout_of(b, a.mT, dy)
+        return da, db
+
+
+def _in_layout_of(x: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """The product p q, summed to the shape of x; transposed in memory if x is, for transposed weights."""
+    if x.dim() == 2 and p.dim() == 2 and q.dim() == 2 and x.stride(0) == 1 and x.stride(1) == x.shape[0]:
+        return _again(q.mT, p.mT).mT
+    return _again(p, q).sum_to_size(x.shape)
+
+
+def _again(a: Tensor, b: Tensor) -> Tensor:
+    """A product inside a backward pass, where autograd may listen again."""
+    if not is_plain(a) or not is_plain(b):
+        y: Tensor = _op(a, b)
+    elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        y = _apply(a, b)
+    else:
+        y = _product(a, b)
+    return y
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    shape: tuple[int, ...] = (a.shape[-2], b.shape[-1], a.shape[-1])
+    options: tuple[Any, ...] = ()
+    if a.dim() > 2 or b.dim() > 2:
+        batch_a, batch_b = a.shape[:-2], b.shape[:-2]
+        if batch_a == batch_b:
+            shape = (batch_a.numel(), *shape)
+        else:
+            shape = (torch.broadcast_shapes(batch_a, batch_b).numel(), *shape)
+            options = ((batch_a.numel(), batch_b.numel()),)
+    y: Tensor = matmul_op(Case(a.device, a.dtype, shape, options), a, b)
+    return y
+
+
+def _autograd(a: Tensor, b: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        y: Tensor = _apply(a, b)
+        return y
+    with below_autograd():
+        y = _op(a, b)
+    return y
+
+
+_apply: Callable[..., Any] = Matmul.apply
+_op = define(
+    "matmul(Tensor a, Tensor b) -> Tensor",
+    kernel=_product,
+    fake=torch.matmul,
+    autograd=_autograd,
+)

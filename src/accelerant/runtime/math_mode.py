@@ -1,0 +1,114 @@
+"""How torch computes in float32: TF32 in matrix products and convolutions, and the search for convolution algorithms.
+
+    configure_math(tf32=True, cudnn_benchmark=True)    # from now on
+    with configure_math(tf32=False):                   # for a block of code
+        check_against_reference()
+
+TF32 keeps 10 of float32's 23 bits of mantissa in the inputs of a product and sums in float32. Both settings are
+torch's, for the whole process; they are taken everywhere and matter on CUDA.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from accelerant.errors import ConfigError
+
+__all__ = ["MathMode", "configure_math", "math_mode"]
+
+
+class _State(NamedTuple):
+    """torch's settings in its own words."""
+
+    matmul: str
+    convolution: str
+    recurrent: str
+    benchmark: bool
+
+
+def _read() -> _State:
+    return _State(
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # torch builds it at import
+        torch.backends.cudnn.rnn.fp32_precision,  # type: ignore[attr-defined]  # as above
+        torch.backends.cudnn.benchmark,
+    )
+
+
+def _set_tf32(tf32: bool) -> None:
+    # The older of torch's two ways: it keeps both in step, while the newer one makes reads of the older raise.
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+
+
+def _write(state: _State) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = state.matmul == "tf32"
+    torch.backends.cudnn.allow_tf32 = state.convolution == "tf32"
+    now = _read()
+    if now.matmul != state.matmul:
+        torch.backends.cuda.matmul.fp32_precision = state.matmul
+    if now.convolution != state.convolution:
+        torch.backends.cudnn.conv.fp32_precision = state.convolution  # type: ignore[attr-defined]  # as above
+    if now.recurrent != state.recurrent:
+        torch.backends.cudnn.rnn.fp32_precision = state.recurrent  # type: ignore[attr-defined]  # as above
+    torch.backends.cudnn.benchmark = state.benchmark
+
+
+class MathMode:
+    """What `configure_math` set; leaving it as a context manager restores what was before.
+
+    Attributes:
+        tf32: whether float32 matrix products and convolutions may use TF32, as it is set now.
+        cudnn_benchmark: whether cuDNN tries its algorithms on the first call of each shape and keeps the fastest.
+    """
+
+    def __init__(self, before: _State, tf32: bool, cudnn_benchmark: bool) -> None:
+        self._before = before
+        self.tf32 = tf32
+        self.cudnn_benchmark = cudnn_benchmark
+
+    def __enter__(self) -> MathMode:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _write(self._before)
+
+    def __repr__(self) -> str:
+        return f"MathMode(tf32={self.tf32}, cudnn_benchmark={self.cudnn_benchmark})"
+
+
+def math_mode() -> MathMode:
+    """The settings in force; as a context manager, it restores them at the end of a block that changes them."""
+    state = _read()
+    return MathMode(state, state.matmul == "tf32" and state.convolution == "tf32", state.benchmark)
+
+
+def configure_math(tf32: bool | None = None, cudnn_benchmark: bool | None = None) -> MathMode:
+    """Set them, at once; None leaves a setting as it is.
+
+    Args:
+        tf32: allow TF32 in float32 matrix products, convolutions and recurrent layers.
+        cudnn_benchmark: let cuDNN time its algorithms on the first call of each shape and keep the fastest. It pays
+            where shapes repeat, and makes results differ in the last bits from run to run.
+
+    Returns:
+        what is in force now; use it in a `with` to have the former settings back afterwards.
+
+    Raises:
+        ConfigError: a value that is neither a truth value nor None.
+    """
+    for name, value in (("tf32", tf32), ("cudnn_benchmark", cudnn_benchmark)):
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True, False or None, got {value!r}")
+    before = _read()
+    if tf32 is not None:
+        _set_tf32(tf32)
+    if cudnn_benchmark is not None:
+        torch.backends.cudnn.benchmark = cudnn_benchmark
+    now = math_mode()
+    return MathMode(before, now.tf32, now.cudnn_benchmark)

@@ -1,0 +1,335 @@
+"""How a device is: load, memory, power, temperature, clocks and processes; and what a stretch of work cost in energy.
+
+>>> sample(choose()).power_w                                 # now
+>>> with measure(choose()) as measured:                      # over a region
+...     train()
+>>> measured.energy_j, measured.temperature_peak_c, measured.ops[0].energy_per_call_j
+
+Every figure may be None; `.reasons` then says why. Nothing here starts a driver that choosing the device did not start.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from accelerant.errors import BackendUnavailable, ConfigError
+from accelerant.runtime.host import CpuReader
+from accelerant.runtime.ledger import OpRecord, ledger
+from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.readers import (
+    FIGURES,
+    ProcessMemory,
+    Reader,
+    TableReader,
+    amdsmi_reader,
+    apple_reader,
+    cuda_reader,
+)
+
+__all__ = ["Measurement", "OpEnergy", "ProcessMemory", "Sample", "measure", "sample"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A device at one moment. Each figure is None where it is absent; `reasons` says why.
+
+    Attributes:
+        device: "cuda:0", "cpu:0".
+        name: as its driver gives it.
+        time_s: seconds since 1970.
+        utilisation_percent: part of the last moment (NVML: up to a second; CPU: since the sample before, at least a
+            tenth of a second) in which anything ran on the device.
+        core_percents: the same for each core; CPU only.
+        memory_used_bytes: by every process (on Apple silicon, by this one).
+        memory_total_bytes: what there is.
+        power_w: watts drawn.
+        temperature_c: degrees Celsius.
+        clock_mhz: of multiprocessors or cores.
+        memory_clock_mhz: of the memory.
+        processes: those on the device, the largest first; on a CPU the ten largest.
+        reasons: name of an absent figure -> why.
+    """
+
+    device: str
+    name: str
+    time_s: float
+    utilisation_percent: float | None = None
+    core_percents: tuple[float, ...] | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    processes: tuple[ProcessMemory, ...] | None = None
+    reasons: dict[str, str] = field(default_factory=dict, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, for JSON."""
+        return asdict(self)
+
+
+_readers: dict[tuple[str, int], Reader] = {}
+_readers_lock = threading.Lock()
+
+
+def _new_reader(device: ComputeDevice) -> Reader:
+    """The reader of a device's kind; one that knows only the total of memory where there is none."""
+    if not device.available:
+        raise BackendUnavailable(device.backend, device.reason)
+    match device.backend:
+        case "cuda":
+            return cuda_reader(device)
+        case "rocm":
+            return amdsmi_reader(device)
+        case "apple":
+            return apple_reader()
+        case "cpu":
+            return CpuReader(device.memory_bytes)
+        case _:
+            figures = {"memory_total_bytes": lambda: device.memory_bytes} if device.memory_bytes else {}
+            return TableReader(figures, f"{device.backend} has no query for it")
+
+
+def _label(device: ComputeDevice) -> str:
+    return f"{device.backend}:{device.index}"
+
+
+def sample(device: ComputeDevice) -> Sample:
+    """The device's figures now.
+
+    Args:
+        device: from registry.devices() or registry.choose().
+
+    Raises:
+        BackendUnavailable: the device stands for an absent backend.
+    """
+    key = (device.backend, device.index)
+    with _readers_lock:
+        reader = _readers.get(key)
+        if reader is None:
+            reader = _readers[key] = _new_reader(device)
+    found, reasons = reader.read(FIGURES)
+    return Sample(_label(device), device.name, time.time(), **found, reasons=reasons)
+
+
+# --- a region --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpEnergy:
+    """An op's share of a region's energy; `measure` says how it is reckoned and what it is worth.
+
+    Attributes:
+        op, implementation, case: as in the ledger.
+        calls: in the region.
+        time_ms: of those calls, reckoned from the ledger's median; None where no call was ever timed.
+        energy_j: its share; None where it has none.
+        energy_per_call_j: the same a call.
+    """
+
+    op: str
+    implementation: str
+    case: str
+    calls: int
+    time_ms: float | None
+    energy_j: float | None
+    energy_per_call_j: float | None
+
+
+@dataclass(slots=True)
+class Measurement:
+    """What `measure` found; complete when its block has ended.
+
+    Attributes:
+        device: "cuda:0".
+        seconds: wall time of the region.
+        energy_j: joules that the whole device took.
+        energy_source: "counter" (the device's own), "power" (integrated over the readings) or "".
+        power_mean_w: energy over time.
+        power_peak_w: the most that was read.
+        temperature_start_c, temperature_end_c, temperature_peak_c: degrees Celsius.
+        readings: how often the device was read.
+        shared_by: "time" or "calls": what the energy was shared over the ops by; "" where there was nothing to share.
+        busy: the ops' time over the wall time; None where no op has a time. Above 1 with several streams.
+        ops: the ops of the region, the dearest first.
+        reasons: absent figure -> why.
+    """
+
+    device: str
+    seconds: float = 0.0
+    energy_j: float | None = None
+    energy_source: str = ""
+    power_mean_w: float | None = None
+    power_peak_w: float | None = None
+    temperature_start_c: float | None = None
+    temperature_end_c: float | None = None
+    temperature_peak_c: float | None = None
+    readings: int = 0
+    shared_by: str = ""
+    busy: float | None = None
+    ops: tuple[OpEnergy, ...] = ()
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, for JSON."""
+        return asdict(self)
+
+
+_WANTED = ("energy_j", "power_w", "temperature_c")
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    seconds: float
+    figures: dict[str, float]
+
+
+class _Sampler:
+    """Reads a device at once, then again and again in a thread, until stopped."""
+
+    def __init__(self, reader: Reader, interval_s: float) -> None:
+        self._reader = reader
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="accelerant-monitor", daemon=True)
+        self.readings: list[_Reading] = []
+        self.reasons: dict[str, str] = {}
+
+    def start(self) -> None:
+        self._read()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take the last reading, at the end of the region."""
+        self._stop.set()
+        self._thread.join()
+        self._read()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            self._read()
+
+    def _read(self) -> None:
+        figures, reasons = self._reader.read(_WANTED)
+        self.readings.append(_Reading(time.perf_counter(), figures))
+        self.reasons.update(reasons)
+
+    def series(self, name: str) -> list[tuple[float, float]]:
+        return [(each.seconds, each.figures[name]) for each in self.readings if name in each.figures]
+
+
+@contextmanager
+def measure(device: ComputeDevice, interval_s: float = 0.05) -> Iterator[Measurement]:
+    """Record energy and temperature over a block of code, and share the energy over the ops that the ledger counted.
+
+    The device is synchronised at both ends. Energy is the difference of the device's own counter (NVML: since Volta;
+    CPU: powercap, where it may be read), which counts everything on the device, other processes too. NVML's counter
+    moves some ten times a second, so a region should last a second or more; where it did not move, and where there is
+    none, power is integrated over the readings by the trapezoidal rule.
+
+    An op's share is energy * (its calls * its median time) / (the same summed over the region's ops); an op that was
+    never timed has none. Where no op was timed, calls stand for time. What that is worth: it takes power for the same
+    in every op, although a matrix product draws more than a copy, and it spreads idle time and work outside Accelerant
+    over the ops, so a share is too high by about 1 / busy. To compare two kernels, measure each in a region of its own.
+
+    Args:
+        device: from registry.devices() or registry.choose().
+        interval_s: seconds between readings, above 0 to 60.
+
+    Raises:
+        ConfigError: the interval is out of range.
+        BackendUnavailable: the device stands for an absent backend.
+        DeviceLost: a kernel of the region broke the device.
+    """
+    if not (math.isfinite(interval_s) and 0.0 < interval_s <= 60.0):
+        raise ConfigError(f"interval_s must be above 0 to 60 seconds, got {interval_s}")
+    from accelerant.runtime import registry
+
+    sampler = _Sampler(_new_reader(device), interval_s)
+    provider = registry.create(device.backend)
+    measurement = Measurement(_label(device))
+    provider.synchronize(device.index)
+    before = {id(record): record.calls for record in ledger().records()}
+    sampler.start()
+    began = time.perf_counter()
+    try:
+        yield measurement
+        provider.synchronize(device.index)
+    finally:
+        measurement.seconds = time.perf_counter() - began
+        sampler.stop()
+        _energy(measurement, sampler)
+        _temperature(measurement, sampler)
+        _share(measurement, device, before)
+
+
+def _energy(measurement: Measurement, sampler: _Sampler) -> None:
+    counts, powers = sampler.series("energy_j"), sampler.series("power_w")
+    measurement.readings = len(sampler.readings)
+    measurement.power_peak_w = max((watts for _, watts in powers), default=None)
+    if len(counts) > 1 and counts[-1][1] > counts[0][1]:
+        measurement.energy_j, measurement.energy_source = counts[-1][1] - counts[0][1], "counter"
+    elif len(powers) > 1:
+        measurement.energy_j, measurement.energy_source = _integral(powers), "power"
+    else:
+        measurement.reasons["energy_j"] = sampler.reasons.get("energy_j", "the counter did not move")
+        measurement.reasons["power_mean_w"] = measurement.reasons["energy_j"]
+    if measurement.power_peak_w is None:
+        measurement.reasons["power_peak_w"] = sampler.reasons.get("power_w", "")
+    if measurement.energy_j is not None:
+        first, last = sampler.readings[0], sampler.readings[-1]
+        measurement.power_mean_w = measurement.energy_j / (last.seconds - first.seconds)
+
+
+def _integral(series: Sequence[tuple[float, float]]) -> float:
+    """Trapezoidal rule."""
+    return sum((t1 - t0) * (w0 + w1) / 2 for (t0, w0), (t1, w1) in itertools.pairwise(series))
+
+
+def _temperature(measurement: Measurement, sampler: _Sampler) -> None:
+    series = [celsius for _, celsius in sampler.series("temperature_c")]
+    if series:
+        measurement.temperature_start_c, measurement.temperature_end_c = series[0], series[-1]
+        measurement.temperature_peak_c = max(series)
+    else:
+        measurement.reasons["temperature_c"] = sampler.reasons.get("temperature_c", "")
+
+
+def _share(measurement: Measurement, device: ComputeDevice, before: dict[int, int]) -> None:
+    """Share the energy over the device's ops; see measure."""
+    counted: list[tuple[OpRecord, int, float | None]] = []
+    for record in ledger().records():
+        calls = record.calls - before.get(id(record), 0)
+        calls = record.calls if calls < 0 else calls  # the ledger was reset inside the region
+        if calls and _is_on(record, device):
+            median = record.to_dict()["ms_p50"]
+            counted.append((record, calls, None if median is None else calls * median))
+    times = [time_ms for _, _, time_ms in counted if time_ms is not None]
+    weights = [time_ms for _, _, time_ms in counted] if times else [float(calls) for _, calls, _ in counted]
+    total = sum(weight for weight in weights if weight is not None)
+    if counted:
+        measurement.shared_by = "time" if times else "calls"
+    if times and measurement.seconds > 0:
+        measurement.busy = sum(times) / 1e3 / measurement.seconds
+    ops = []
+    for (record, calls, time_ms), weight in zip(counted, weights, strict=True):
+        energy = None
+        if measurement.energy_j is not None and weight is not None and total > 0:
+            energy = measurement.energy_j * weight / total
+        per_call = None if energy is None else energy / calls
+        ops.append(OpEnergy(record.op, record.implementation, record.case, calls, time_ms, energy, per_call))
+    measurement.ops = tuple(sorted(ops, key=lambda op: -(op.energy_j or op.time_ms or 0.0)))
+
+
+def _is_on(record: OpRecord, device: ComputeDevice) -> bool:
+    """Whether an op ran on the device; the ledger has torch's name of it, whose index may be missing."""
+    _, _, index = record.device.partition(":")
+    return record.backend == device.backend and int(index or 0) == device.index

@@ -1,0 +1,404 @@
+"""Peak memory of a step: predicted from shapes without touching the device, and measured beside it.
+
+    print(predict_peak(model, idx, targets, call=GPT.loss, optimizer=torch.optim.AdamW))
+    print(compare_peak(model, idx, targets, call=GPT.loss))
+
+The prediction runs the step on fake tensors, which have shapes and no memory, and counts the storages alive after each
+op, forward and backward. It knows any op with a fake implementation, ours included. What a kernel allocates inside one
+op it can only guess: that is the figure `workspace`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils import _pytree as pytree
+
+from accelerant.errors import ConfigError, UnsupportedCase
+from accelerant.runtime.live_set import CUDA_GRANULARITY, LiveSet, storage_bytes
+from accelerant.runtime.memory import peak_recorded, size_text
+from accelerant.runtime.rehearsal import Step, bound, device_of, run_step, stand_ins, undisturbed
+
+__all__ = [
+    "OptimizerLike",
+    "PeakComparison",
+    "PeakPrediction",
+    "compare_peak",
+    "measure_step",
+    "predict_peak",
+    "predict_step",
+]
+
+OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""An optimizer, or what makes one from a list of parameters: torch.optim.AdamW, lambda ps: SGD(ps, lr=0.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeakPrediction:
+    """What is alive when the most is, in bytes; the parts add up to the total.
+
+    Attributes:
+        parameters: parameters and buffers.
+        inputs: the example inputs.
+        gradients: those gradients that are there at the peak.
+        optimizer_state: from the second step on.
+        activations: everything else: intermediate results, results, temporaries of the optimizer.
+        workspace: a guess of what kernels allocate inside one op (0 on the CPU).
+        total: the sum.
+        phase: where the peak is: "forward", "backward" or "optimizer".
+    """
+
+    parameters: int
+    inputs: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    workspace: int
+    total: int
+    phase: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        names = ("parameters", "inputs", "gradients", "optimizer_state", "activations", "workspace")
+        parts = ", ".join(f"{name.replace('_', ' ')} {size_text(getattr(self, name))}" for name in names)
+        return f"{size_text(self.total)} at the peak ({self.phase}): {parts}"
+
+
+@dataclass(frozen=True, slots=True)
+class PeakComparison:
+    """A prediction beside the truth.
+
+    Attributes:
+        predicted: from shapes.
+        measured_bytes: CUDA: what the allocator counted; CPU: what the same count of live storages gives on a real run.
+        device: where it ran.
+    """
+
+    predicted: PeakPrediction
+    measured_bytes: int
+    device: str
+
+    @property
+    def error(self) -> float:
+        """The prediction's deviation from what was measured: 0.03 is 3% too high."""
+        return self.predicted.total / self.measured_bytes - 1.0 if self.measured_bytes else math.inf
+
+    def __str__(self) -> str:
+        return (
+            f"{self.device}: predicted {size_text(self.predicted.total)}, measured {size_text(self.measured_bytes)} "
+            f"({self.error:+.1%})\n  {self.predicted}"
+        )
+
+
+def predict_peak(
+    target: nn.Module | Callable[..., Any],
+    *inputs: Any,
+    call: Callable[..., Any] | None = None,
+    backward: bool = True,
+    optimizer: OptimizerLike | None = None,
+) -> PeakPrediction:
+    """Peak memory of a step, from shapes; nothing runs on the device and nothing is changed.
+
+    Args:
+        target: a module, or a function of tensors.
+        inputs: what it is called with: tensors, or lists, tuples and dicts of them. Only their shapes, dtypes and
+            devices are read.
+        call: how the module is used: call(module, *inputs); module(*inputs) by default. With backward, let it return
+            the loss: a larger result is given a gradient of its own size.
+        backward: a training step; if not, an inference under no_grad.
+        optimizer: steps after the backward pass, its state there from before.
+
+    Raises:
+        ConfigError: arguments that do not go together.
+        UnsupportedCase: control flow or shapes depend on values, or an op has no fake implementation; names it.
+    """
+    step = Step(target, call, backward)
+    return predict_step(step, lambda fake: _faked(fake, inputs), device_of(step, inputs), optimizer)
+
+
+def compare_peak(
+    target: nn.Module | Callable[..., Any],
+    *inputs: Any,
+    call: Callable[..., Any] | None = None,
+    backward: bool = True,
+    optimizer: OptimizerLike | None = None,
+) -> PeakComparison:
+    """Predict the peak, then run two steps for real and measure the second's.
+
+    Arguments and errors are predict_peak's. The model is left as it was: gradients, buffers, modes and random state are
+    put back; with an optimizer, the parameters' values are copied to the host and back.
+    """
+    step = Step(target, call, backward)
+    device = device_of(step, inputs)
+    predicted = predict_peak(target, *inputs, call=call, backward=backward, optimizer=optimizer)
+    measured = measure_step(step, inputs, device, optimizer)
+    return PeakComparison(predicted, measured, str(device))
+
+
+# --- prediction ------------------------------------------------------------------------------------------------------
+
+
+def predict_step(
+    step: Step,
+    make_inputs: Callable[[FakeTensorMode], tuple[Any, ...]],
+    device: torch.device,
+    optimizer: OptimizerLike | None = None,
+) -> PeakPrediction:
+    """As predict_peak; the inputs are made inside the fake mode, so that they may have any size."""
+    if optimizer is not None and not step.backward:
+        raise ConfigError("an optimizer needs gradients; got backward=False")
+    rounding = _granularity(device)
+    workspace = _Workspace(device)
+    live = LiveSet(device.type, granularity=rounding, watch=workspace.see)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    after_forward: list[int] = []
+    host_random = torch.get_rng_state()
+    try:
+        # One thread: the modes are this thread's own, and autograd would use another one for a CUDA device.
+        with torch.autograd.set_multithreading_enabled(False), fake:
+            state = {name: fake.from_tensor(tensor) for name, tensor in step.tensors().items()}
+            made = make_inputs(fake)
+            parameters, inputs = live.hold(state), live.hold(made)
+            forward = bound(step, state, made)
+            with live:
+                result, gradients = run_step(forward, step.backward, lambda: after_forward.append(live.peak_bytes))
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UnsupportedCase(f"the step depends on values, not on shapes alone ({error}): no prediction") from error
+    except UnsupportedOperatorException as error:
+        raise UnsupportedCase(f"{error} has no fake implementation: no prediction") from error
+    finally:
+        torch.set_rng_state(host_random)
+    peak, here = live.peak_bytes, live.alive_at_peak(gradients)
+    phase = "backward" if peak > after_forward[0] else "forward"
+    state_bytes = 0
+    if optimizer is not None:
+        state_bytes, temporaries = _optimizer_bytes(optimizer, step, rounding)
+        if live.live_bytes + temporaries > peak:
+            peak, phase = live.live_bytes + temporaries, "optimizer"
+            here = storage_bytes(gradients, device.type, rounding)
+    del result
+    return PeakPrediction(
+        parameters=parameters,
+        inputs=inputs,
+        gradients=here,
+        optimizer_state=state_bytes,
+        activations=peak - parameters - inputs - here,
+        workspace=workspace.size_bytes,
+        total=peak + state_bytes + workspace.size_bytes,
+        phase=phase,
+    )
+
+
+def _granularity(device: torch.device) -> int:
+    return CUDA_GRANULARITY if device.type == "cuda" else 1
+
+
+def _faked(fake: FakeTensorMode, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def of(leaf: Any) -> Any:
+        return fake.from_tensor(leaf.detach().requires_grad_(leaf.requires_grad)) if isinstance(leaf, Tensor) else leaf
+
+    made: tuple[Any, ...] = pytree.tree_map(of, inputs)
+    return made
+
+
+class _Workspace:
+    """Guesses what CUDA kernels allocate inside one op: cuBLAS's workspace, kept from the first product on, and the
+    largest of the temporaries of convolutions and attention.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._products = 0
+        self._largest = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """The guess for the ops seen."""
+        return self._products + self._largest
+
+    def see(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Look at an op."""
+        if not self._cuda:
+            return
+        op = name.partition("::")[2].partition(".")[0]
+        if op in ("mm", "addmm", "bmm", "baddbmm", "linear", "_addmm_activation"):
+            wide = torch.cuda.is_available() and torch.cuda.get_device_capability(self._device)[0] >= 9
+            self._products = (32 << 20) if wide else (8 << 20) + (128 << 10)  # torch's defaults
+        elif "convolution" in op:
+            # cuDNN may turn the layout of an operand around, or build a matrix as large as the two together.
+            self._largest = max(self._largest, storage_bytes([list(args[:3]), result], "cuda"))
+        elif op.endswith("attention_backward"):
+            query = args[1]
+            self._largest = max(self._largest, query.numel() * 4)  # the gradient of the queries, summed in float32
+
+
+# --- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def _optimizer_bytes(optimizer: OptimizerLike, step: Step, granularity: int) -> tuple[int, int]:
+    """What an optimizer keeps, and what its step allocates beyond that: run on the meta device."""
+    if not isinstance(step.target, nn.Module):
+        raise ConfigError("an optimizer steps the parameters of a module; the target is a function")
+    own = [parameter for parameter in step.target.parameters() if parameter.requires_grad]
+    twin, fused = _on_meta(optimizer, own)
+    live = LiveSet("meta", granularity=granularity)
+    live.hold([[parameter, parameter.grad] for group in twin.param_groups for parameter in group["params"]])
+    before = live.live_bytes
+    try:
+        with live:
+            twin.step()
+            kept = live.live_bytes
+            live.reset_peak()
+            twin.step()
+    except (RuntimeError, TypeError) as error:  # needs values, or a closure
+        raise UnsupportedCase(f"{type(twin).__name__} does not step without values: {error}") from error
+    return kept - before, 0 if fused else live.peak_bytes - kept
+
+
+def _on_meta(optimizer: OptimizerLike, own: list[nn.Parameter]) -> tuple[torch.optim.Optimizer, bool]:
+    """The optimizer on parameters without memory, its state empty; and whether its step is one kernel."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        twin = twin_of(optimizer, {id(parameter): _meta(parameter) for parameter in given})
+        cuda = any(parameter.device.type == "cuda" for parameter in given)
+    else:
+        twin = _made(optimizer, [_meta(parameter) for parameter in own])
+        cuda = any(parameter.device.type == "cuda" for parameter in own)
+    fused = any(group.get("fused") for group in twin.param_groups)
+    for group in twin.param_groups:
+        if group.get("capturable"):
+            group["capturable"] = False
+        if group.get("fused"):
+            group["fused"], group["foreach"] = False, False
+        elif cuda and group.get("foreach", False) is None:
+            group["foreach"] = True  # torch's default on CUDA
+    return twin, fused
+
+
+def _made(optimizer: Callable[[list[nn.Parameter]], Any], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    made = optimizer(parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer: wanted one, or what makes one from parameters; that made {type(made).__name__}")
+    return made
+
+
+def twin_of(optimizer: torch.optim.Optimizer, parameters: dict[int, nn.Parameter]) -> torch.optim.Optimizer:
+    """A copy of an optimizer without its state, on other parameters, given by the id of those that they stand for."""
+    memo: dict[int, Any] = dict(parameters)
+    for state in optimizer.state.values():
+        memo.update({id(value): value for value in state.values() if isinstance(value, Tensor)})  # not worth a copy
+    twin = copy.deepcopy(optimizer, memo)
+    twin.state.clear()
+    return twin
+
+
+def _meta(parameter: nn.Parameter) -> nn.Parameter:
+    made = nn.Parameter(torch.empty_like(parameter, device="meta"))
+    made.grad = torch.empty_like(made)
+    return made
+
+
+# --- the real run ----------------------------------------------------------------------------------------------------
+
+
+def measure_step(
+    step: Step,
+    inputs: tuple[Any, ...],
+    device: torch.device,
+    optimizer: OptimizerLike | None = None,
+    *,
+    limit_bytes: int | None = None,
+    placeholder: tuple[int, int] = (0, 0),
+) -> int:
+    """The peak of a real run, its parameters and inputs included; leaves nothing behind.
+
+    Args:
+        step, inputs, device: what runs where.
+        optimizer: steps too; the parameters get their values back from the host.
+        limit_bytes: on the CPU, stop where more than this is alive.
+        placeholder: bytes to hold all the time, and after backward, in place of an optimizer.
+
+    Raises:
+        OutOfMemory, torch.OutOfMemoryError: it does not fit.
+    """
+    with undisturbed(step, device):
+        state = stand_ins(step)
+        rehearsal = _Rehearsal(step, state, inputs, optimizer, placeholder)
+        try:
+            if device.type == "cuda":
+                held = storage_bytes([state, inputs], "cuda", CUDA_GRANULARITY)
+                with peak_recorded(device) as record:
+                    rehearsal.run(device)
+                return held + record.growth_bytes
+            live = LiveSet(device.type, limit_bytes=limit_bytes)
+            live.hold([state, inputs])
+            with live:
+                rehearsal.run(device)
+            return live.peak_bytes
+        finally:
+            rehearsal.restore()
+
+
+class _Rehearsal:
+    """Two steps on stand-ins, the second with whatever the first created."""
+
+    def __init__(
+        self,
+        step: Step,
+        state: dict[str, Tensor],
+        inputs: tuple[Any, ...],
+        optimizer: OptimizerLike | None,
+        placeholder: tuple[int, int],
+    ) -> None:
+        self._step = step
+        self._trained = [tensor for name, tensor in state.items() if isinstance(tensor, nn.Parameter)]
+        self._forward = bound(step, state, inputs)
+        self._placeholder = placeholder
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._values: list[Tensor] = []
+        if optimizer is not None:
+            self._values = [parameter.detach().to("cpu", copy=True) for parameter in self._trained]
+            self._optimizer = self._bind(optimizer)
+
+    def run(self, device: torch.device) -> None:
+        """Both steps; one is enough where no optimizer has a state to create."""
+        always = torch.empty(self._placeholder[0], dtype=torch.uint8, device=device)
+        for _ in range(1 if self._optimizer is None else 2):
+            result, gradients = run_step(self._forward, self._step.backward)
+            torch.empty(self._placeholder[1], dtype=torch.uint8, device=device)
+            if self._optimizer is not None:
+                for parameter in self._trained:
+                    parameter.grad = gradients.get(id(parameter))
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+            del result, gradients
+        del always
+
+    def restore(self) -> None:
+        """The parameters' values."""
+        for parameter, value in zip(self._trained, self._values, strict=False):
+            parameter.data.copy_(value)
+
+    def _bind(self, optimizer: OptimizerLike) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in self._trained if parameter.requires_grad]
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return _made(optimizer, trained)
+        assert isinstance(self._step.target, nn.Module)  # for the type checker: predicted before
+        originals = self._step.target.parameters()
+        return twin_of(optimizer, {id(original): own for original, own in zip(originals, self._trained, strict=True)})

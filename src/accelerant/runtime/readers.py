@@ -1,0 +1,354 @@
+"""What each kind of device tells about itself; monitor.py asks, these answer.
+
+A reader knows some of the figures named in FIGURES. Each is read on its own: what a driver does not tell becomes a
+reason beside the figures that it does tell. No reader needs more than its driver: NVIDIA's is read through
+nvidia-ml-py (extra `monitor`), and without that package through the nvidia-smi that comes with the driver, whose query
+format is documented but starts a process (tens of milliseconds) and has no energy counter.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from accelerant.runtime.provider import ComputeDevice
+
+__all__ = [
+    "FIGURES",
+    "Absent",
+    "ProcessMemory",
+    "Reader",
+    "TableReader",
+    "amdsmi_reader",
+    "apple_reader",
+    "cuda_reader",
+]
+
+FIGURES = (
+    "utilisation_percent",
+    "core_percents",
+    "memory_used_bytes",
+    "memory_total_bytes",
+    "power_w",
+    "temperature_c",
+    "clock_mhz",
+    "memory_clock_mhz",
+    "processes",
+)
+"""What a sample has; besides these a reader may know "energy_j", joules since some fixed time."""
+
+EXTRA = "needs nvidia-ml-py: pip install 'accelerant[monitor]'"
+_SMI_TIMEOUT_S = 20
+
+
+class Absent(Exception):  # noqa: N818 - not an error: it carries a reason to the table of reasons, and nowhere else
+    """A figure that the device does not tell, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """A process on a device.
+
+    Attributes:
+        pid: as the driver gives it; a container may have another number for the same process.
+        name: of its program; None where it may not be seen.
+        memory_bytes: on the device (resident, on a CPU); None where the driver does not tell.
+    """
+
+    pid: int
+    name: str | None
+    memory_bytes: int | None
+
+
+class Reader(Protocol):
+    """Reads figures of one device."""
+
+    def read(self, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+        """The figures that are there, and for each other one of the names the reason why not."""
+        ...
+
+
+class TableReader:
+    """A reader made of one function a figure.
+
+    Args:
+        figures: name -> function that returns the figure or raises Absent.
+        otherwise: the reason for every other figure.
+        errors: what the driver's own calls raise; becomes the reason.
+    """
+
+    def __init__(
+        self,
+        figures: Mapping[str, Callable[[], Any]],
+        otherwise: str,
+        errors: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self._figures = figures
+        self._otherwise = otherwise
+        self._errors: tuple[type[Exception], ...] = (Absent, OSError, ValueError, *errors)
+
+    def read(self, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+        """See Reader."""
+        found: dict[str, Any] = {}
+        reasons: dict[str, str] = {}
+        for name in names:
+            if name not in self._figures:
+                reasons[name] = self._otherwise
+                continue
+            try:
+                found[name] = self._figures[name]()
+            except self._errors as error:
+                reasons[name] = str(error) or type(error).__name__
+        return found, reasons
+
+
+# --- NVIDIA ----------------------------------------------------------------------------------------------------------
+
+
+def cuda_reader(device: ComputeDevice) -> Reader:
+    """NVML where nvidia-ml-py is installed and starts, else nvidia-smi, else what torch tells."""
+    uuid = str(torch.cuda.get_device_properties(device.index).uuid)  # no CUDA_VISIBLE_DEVICES renumbers it
+    reason = nvml_missing()
+    if not reason:
+        nvml: Any = importlib.import_module("pynvml")
+        handle = _nvml_handle(nvml, uuid)
+        if handle is not None:
+            return _nvml_reader(nvml, handle)
+        reason = f"NVML does not know the device {uuid}"
+    program = shutil.which("nvidia-smi")
+    if program is not None:
+        return SmiReader(program, f"GPU-{uuid}", reason)
+
+    def memory(which: int) -> int:
+        return torch.cuda.mem_get_info(device.index)[which]
+
+    figures = {
+        "memory_total_bytes": lambda: memory(1),
+        "memory_used_bytes": lambda: memory(1) - memory(0),
+    }
+    return TableReader(figures, f"{reason} (and there is no nvidia-smi)", (RuntimeError,))
+
+
+@functools.cache
+def nvml_missing() -> str:
+    """Why NVML cannot be read through nvidia-ml-py here; empty if it can."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return EXTRA
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return f"NVML does not start: {error}"
+    return ""
+
+
+def _nvml_reader(nvml: Any, handle: Any) -> Reader:
+    def memory() -> Any:  # version 2 does not count what the driver keeps for itself as used
+        return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+
+    def processes() -> tuple[ProcessMemory, ...]:
+        by_pid: dict[int, ProcessMemory] = {}
+        for list_of_kind in (nvml.nvmlDeviceGetGraphicsRunningProcesses, nvml.nvmlDeviceGetComputeRunningProcesses):
+            for each in list_of_kind(handle):
+                by_pid[each.pid] = ProcessMemory(each.pid, _nvml_name(nvml, each.pid), each.usedGpuMemory)
+        return tuple(sorted(by_pid.values(), key=lambda each: -(each.memory_bytes or 0)))
+
+    figures = {
+        "utilisation_percent": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+        "memory_used_bytes": lambda: int(memory().used),
+        "memory_total_bytes": lambda: int(memory().total),
+        "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        "clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+        "memory_clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
+        "processes": processes,
+        "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3,
+    }
+    return TableReader(figures, "NVML has no such figure", (nvml.NVMLError,))
+
+
+def _nvml_handle(nvml: Any, uuid: str) -> Any:
+    for kind in ("GPU", "MIG"):  # torch gives the number without the word that NVML wants before it
+        try:
+            return nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{uuid}")
+        except nvml.NVMLError:
+            continue
+    return None
+
+
+def _nvml_name(nvml: Any, pid: int) -> str | None:
+    try:
+        name = nvml.nvmlSystemGetProcessName(pid)
+    except (nvml.NVMLError, UnicodeDecodeError):
+        return None
+    return str(name) or None
+
+
+_SMI_FIELDS = {
+    "utilisation_percent": ("utilization.gpu", 1),
+    "memory_used_bytes": ("memory.used", 2**20),
+    "memory_total_bytes": ("memory.total", 2**20),
+    "power_w": ("power.draw", 1),
+    "temperature_c": ("temperature.gpu", 1),
+    "clock_mhz": ("clocks.sm", 1),
+    "memory_clock_mhz": ("clocks.mem", 1),
+}
+"""Figure -> nvidia-smi's name and what its unit is in ours."""
+
+
+class SmiReader:
+    """NVIDIA's figures from the nvidia-smi program.
+
+    Args:
+        program: its path.
+        identity: "GPU-..." of the device.
+        without: why NVML itself is not read.
+    """
+
+    def __init__(self, program: str, identity: str, without: str) -> None:
+        self._program = program
+        self._identity = identity
+        self._without = without
+
+    def read(self, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+        """See Reader; one or two processes a call."""
+        known = [name for name in names if name in _SMI_FIELDS]
+        reasons = {name: self._without for name in names if name not in _SMI_FIELDS and name != "processes"}
+        found: dict[str, Any] = {}
+        try:
+            if known:
+                rows = self._query("gpu", [_SMI_FIELDS[name][0] for name in known])
+                for name, cell in zip(known, rows[0] if rows else (), strict=False):
+                    number = _number(cell)
+                    if number is None:
+                        reasons[name] = f"nvidia-smi says {cell}"
+                    else:
+                        found[name] = number * _SMI_FIELDS[name][1]
+                        if name.endswith("_bytes"):
+                            found[name] = int(found[name])
+            if "processes" in names:
+                rows = self._query("compute-apps", ["pid", "process_name", "used_memory"])
+                found["processes"] = tuple(_smi_process(row) for row in rows)
+        except Absent as error:
+            reasons.update({name: str(error) for name in names if name not in found})
+        reasons.update({name: "nvidia-smi did not answer" for name in known if name not in found | reasons})
+        return found, reasons
+
+    def _query(self, what: str, fields: Sequence[str]) -> list[list[str]]:
+        """The table that nvidia-smi prints, by rows."""
+        command = [
+            self._program,
+            f"--id={self._identity}",
+            f"--query-{what}={','.join(fields)}",
+            "--format=csv,noheader,nounits",
+        ]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise Absent(f"nvidia-smi: {error}") from None
+        if done.returncode:
+            said = (done.stdout.strip() or done.stderr.strip() or f"status {done.returncode}").splitlines()[0]
+            raise Absent(f"nvidia-smi: {said}")
+        return [[cell.strip() for cell in row] for row in csv.reader(done.stdout.splitlines()) if row]
+
+
+def _smi_process(row: list[str]) -> ProcessMemory:
+    pid, name, used = (*row, "", "")[:3]
+    number = _number(used)
+    return ProcessMemory(
+        int(pid), None if name.startswith("[") else name, None if number is None else int(number * 2**20)
+    )
+
+
+def _number(text: object) -> float | None:
+    """A number, or None for "[N/A]" and its kin."""
+    try:
+        return float(str(text))
+    except ValueError:
+        return None
+
+
+# --- AMD -------------------------------------------------------------------------------------------------------------
+
+
+def amdsmi_reader(device: ComputeDevice) -> Reader:
+    """AMD's figures from amdsmi, the package that ROCm brings; torch finds its handle."""
+    try:
+        smi: Any = importlib.import_module("amdsmi")
+        finder: Any = torch.cuda
+        handle = finder._get_amdsmi_handler(device.index)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        reason = f"amdsmi cannot be read: {error}"
+        figures: dict[str, Callable[[], Any]] = {"memory_total_bytes": lambda: torch.cuda.mem_get_info(device.index)[1]}
+        return TableReader(figures, reason, (RuntimeError,))
+
+    def clock(kind: str) -> float:
+        info = smi.amdsmi_get_clock_info(handle, getattr(smi.AmdSmiClkType, kind))
+        return _told(info.get("clk", info.get("cur_clk")))
+
+    def memory(which: int) -> int:
+        return torch.cuda.mem_get_info(device.index)[which]
+
+    def power() -> float:
+        info = smi.amdsmi_get_power_info(handle)
+        current = _number(info.get("current_socket_power"))
+        return current if current is not None else _told(info.get("average_socket_power"))
+
+    def temperature() -> float:
+        junction = smi.AmdSmiTemperatureType.JUNCTION
+        return _told(smi.amdsmi_get_temp_metric(handle, junction, smi.AmdSmiTemperatureMetric.CURRENT))
+
+    def energy() -> float:
+        info = smi.amdsmi_get_energy_count(handle)  # the count was called "power" before ROCm 6.2.1
+        return _told(info.get("energy_accumulator", info.get("power"))) * _told(info["counter_resolution"]) / 1e6
+
+    def processes() -> tuple[ProcessMemory, ...]:
+        return tuple(
+            ProcessMemory(int(each["pid"]), each.get("name"), int(each["memory_usage"]["vram_mem"]))
+            for each in smi.amdsmi_get_gpu_process_list(handle)
+        )
+
+    return TableReader(
+        {
+            "utilisation_percent": lambda: _told(smi.amdsmi_get_gpu_activity(handle)["gfx_activity"]),
+            "memory_used_bytes": lambda: memory(1) - memory(0),
+            "memory_total_bytes": lambda: memory(1),
+            "power_w": power,
+            "temperature_c": temperature,
+            "clock_mhz": lambda: clock("GFX"),
+            "memory_clock_mhz": lambda: clock("MEM"),
+            "processes": processes,
+            "energy_j": energy,
+        },
+        "amdsmi has no such figure",
+        (smi.AmdSmiException, KeyError, TypeError, RuntimeError),
+    )
+
+
+def _told(value: object) -> float:
+    """A number, unless amdsmi says "N/A"."""
+    number = _number(value)
+    if number is None:
+        raise Absent(f"amdsmi says {value}")
+    return number
+
+
+# --- Apple -----------------------------------------------------------------------------------------------------------
+
+
+def apple_reader() -> Reader:
+    """What torch.mps tells: this process's memory, and how much the system recommends to use at most."""
+    figures: dict[str, Callable[[], Any]] = {
+        "memory_used_bytes": torch.mps.driver_allocated_memory,
+        "memory_total_bytes": torch.mps.recommended_max_memory,
+    }
+    return TableReader(figures, "macOS tells this to powermetrics only, which needs root", (RuntimeError,))

@@ -1,0 +1,169 @@
+"""The devices of this machine: naming one, choosing one by its free memory, and which can read one another's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accelerant.errors import ConfigError, OutOfMemory
+from accelerant.runtime import nvml, registry
+from accelerant.runtime.provider import ComputeDevice
+
+__all__ = [
+    "DeviceLike",
+    "DeviceState",
+    "Topology",
+    "find_device",
+    "free_memory",
+    "peer_access",
+    "select_by_free_memory",
+    "topology",
+]
+
+DeviceLike = str | torch.device | ComputeDevice
+"""How a device may be named: "cuda", "cuda:1", "opencl:0", torch.device("cuda"), or as the registry gave it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """A device and its memory now.
+
+    Attributes:
+        device: what it is.
+        total_bytes: its memory.
+        free_bytes: what any process could still take.
+    """
+
+    device: ComputeDevice
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The devices of a backend.
+
+    Attributes:
+        backend: its name.
+        devices: by index.
+        peers: peers[i][j] tells whether device i reads device j's memory directly; the diagonal is True.
+    """
+
+    backend: str
+    devices: tuple[DeviceState, ...]
+    peers: tuple[tuple[bool, ...], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "backend": self.backend,
+            "devices": [
+                {**state.device.to_dict(), "total_bytes": state.total_bytes, "free_bytes": state.free_bytes}
+                for state in self.devices
+            ],
+            "peers": [list(row) for row in self.peers],
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.backend}:{state.device.index}  {state.device.name}  "
+            f"{state.free_bytes / 2**30:.1f} of {state.total_bytes / 2**30:.1f} GiB free"
+            for state in self.devices
+        ]
+        if len(self.devices) > 1:
+            width = len(str(len(self.devices) - 1))
+            lines.append("peer access: row reads column")
+            lines.append(" " * (width + 2) + " ".join(f"{j:>{width}}" for j in range(len(self.devices))))
+            for i, row in enumerate(self.peers):
+                lines.append(f"{i:>{width}}  " + " ".join(f"{'x' if cell else '-':>{width}}" for cell in row))
+        return "\n".join(lines)
+
+
+def find_device(device: DeviceLike = "auto") -> ComputeDevice:
+    """The device that is meant.
+
+    Args:
+        device: see DeviceLike. "auto" is the first device of the setting's backend, "cuda" torch's current CUDA device.
+
+    Raises:
+        ConfigError: no such backend or index.
+        BackendUnavailable: the backend is not there; says why.
+    """
+    if isinstance(device, ComputeDevice):
+        return registry.choose(device.backend, device.index)
+    if not isinstance(device, (str, torch.device)):
+        raise ConfigError(f"device: wanted a name like 'cuda:0' or a torch.device, got {device!r}")
+    name, colon, number = str(device).partition(":")
+    if colon and not number.isdecimal():
+        raise ConfigError(f"device: wanted a backend's name and perhaps an index, like 'cuda:0'; got {str(device)!r}")
+    name = {"mps": "apple"}.get(name, name)
+    if colon:
+        return registry.choose(name, int(number))
+    chosen = registry.choose(name)
+    if chosen.backend == "cuda" and torch.cuda.current_device() != chosen.index:
+        return registry.choose("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def free_memory(device: ComputeDevice) -> tuple[int, int]:
+    """Total and free bytes of a device.
+
+    On CUDA asked of NVML where it is there: asking CUDA itself makes a context, about 0.5 GB, on each device asked.
+    """
+    if device.backend == "cuda":
+        answer = nvml.memory(device.index)
+        if not isinstance(answer, str):
+            return answer
+    info = registry.create(device.backend).memory(device.index)
+    return info.total_bytes, info.free_bytes
+
+
+def peer_access(backend: str = "cuda") -> tuple[tuple[bool, ...], ...]:
+    """Which devices of a backend read one another's memory directly: the matrix of Topology.peers.
+
+    Raises:
+        ConfigError, BackendUnavailable: no such backend.
+    """
+    count = len(registry.create(backend).devices())
+
+    def reads(i: int, j: int) -> bool:
+        return i == j or (backend == "cuda" and bool(torch.cuda.can_device_access_peer(i, j)))
+
+    return tuple(tuple(reads(i, j) for j in range(count)) for i in range(count))
+
+
+def topology(backend: str = "auto") -> Topology:
+    """The devices of a backend with their memory and peers; by default of the one that the setting chooses.
+
+    Raises:
+        ConfigError, BackendUnavailable: no such backend.
+    """
+    name = registry.choose(backend).backend
+    found = registry.create(name).devices()
+    return Topology(name, tuple(DeviceState(each, *free_memory(each)) for each in found), peer_access(name))
+
+
+def select_by_free_memory(backend: str = "auto", *, least_bytes: int = 0) -> ComputeDevice:
+    """The device of a backend with the most free memory; of several equals the first.
+
+    Args:
+        backend: its name; "auto" is the setting's.
+        least_bytes: what must be free on it.
+
+    Raises:
+        ConfigError, BackendUnavailable: no such backend, or a negative size.
+        OutOfMemory: no device has that much; names the freest.
+    """
+    if least_bytes < 0:
+        raise ConfigError(f"least_bytes must be 0 or more, got {least_bytes}")
+    name = registry.choose(backend).backend
+    states = [DeviceState(each, *free_memory(each)) for each in registry.create(name).devices()]
+    best = max(states, key=lambda state: state.free_bytes)
+    if best.free_bytes < least_bytes:
+        raise OutOfMemory(
+            f"{least_bytes:,} bytes wanted on a device of {name}; the freest, {name}:{best.device.index}, "
+            f"has {best.free_bytes:,} of {best.total_bytes:,}"
+        )
+    return best.device

@@ -1,0 +1,204 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from accelerant.cli import main
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"the {n}th line of some text, for learning\n" for n in range(200)))
+    return path
+
+
+@pytest.fixture
+def accelerant(capsys, tmp_path, monkeypatch):
+    """Runs a command line in this process, in a folder of its own; returns status, output and errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "accelerant", *(str(argument) for argument in arguments)]
+
+
+def environment():
+    path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+
+
+def losses(out):
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_prints_its_summary_and_where_the_report_is(accelerant, text):
+    status, output, errors = accelerant("train", "--data", text, "--steps", 3, "--device", "cpu", "--out", "out")
+    assert status == 0
+    assert re.search(r"validation loss +\d\.\d{3} nats a byte +\(unigram \d\.\d{3}, bigram \d\.\d{3}\)", output)
+    assert re.search(r"throughput +[\d,]+ tokens/s on cpu \(1 thread\)", output)
+    assert "report           out/report.html" in output
+    assert "step 3/3" in errors
+    report = Path("out/report.html").read_text()
+    assert "layer_norm" in report  # the ledger's rows
+
+    status, output, _ = accelerant("train", "--resume", "out")
+    assert status == 0
+    assert "already finished" in output
+
+
+def test_json_is_one_object_and_nothing_else(accelerant, text):
+    status, output, errors = accelerant("train", "--data", text, "--steps", 2, "--device", "cpu", "--json")
+    assert status == 0
+    summary = json.loads(output)
+    assert summary["status"] == "done"
+    assert summary["steps"] == 2
+    assert summary["out"] == "runs/tiny"
+    assert json.loads(Path("runs/tiny/summary.json").read_text()) == summary
+    assert errors == ""
+
+
+def test_several_paths_and_the_seed(accelerant, text, tmp_path):
+    more = tmp_path / "more.txt"
+    more.write_text("words " * 500)
+    status, _, _ = accelerant("train", "--data", text, more, "--steps", 1, "--seed", 9, "--device", "cpu", "--json")
+    assert status == 0
+    config = json.loads(Path("runs/tiny/config.json").read_text())
+    assert config["run"]["data"] == [str(text), str(more)]
+    assert config["run"]["seed"] == 9
+    assert config["corpus"]["train_bytes"] + config["corpus"]["held_out_bytes"] == len(
+        text.read_bytes() + b"\n" + more.read_bytes()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "huge"], "unknown preset 'huge'; known are tiny, small, gpt2"),
+        (["--data", "absent.txt"], "no file or folder '.*absent.txt'"),
+        (["--data", "empty.txt"], "no text in .*empty.txt"),
+        (["--data", "short.txt"], r"not enough data: the training part has \d+ tokens, one window needs 65"),
+        (["--data", "stdlib", "text.txt"], "stdlib or paths, not both"),
+        (["text.txt"], "unexpected argument 'text.txt': name paths after --data"),
+        (["--steps", "-3"], "steps must be above 0, got -3"),
+        (["--seed", "-1"], "seed must be 0 to"),
+        (["--micro-batch", "5"], "micro_batch must divide the batch of 16, got 5"),
+        (["--device", "abacus"], "--device must be auto, cuda or cpu, got 'abacus'"),
+        (["--data", "text.txt", "--out", "text.txt/run"], "cannot write to text.txt/run: text.txt is not a folder"),
+        (["--data", "text.txt", "--out", "text.txt"], "cannot write to text.txt: text.txt is not a folder"),
+        (["--resume", "absent"], "absent holds no run: there is no config.json"),
+        (["--resume", "absent", "--steps", "5"], "--resume continues a run as it was: leave out --steps"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(accelerant, text, arguments, message):
+    Path("empty.txt").touch()
+    Path("short.txt").write_text("some words")
+    before = sorted(path.name for path in Path().iterdir())
+    device = () if "--device" in arguments else ("--device", "cpu")
+    status, output, errors = accelerant("train", *arguments, *device, "--json")
+    assert status == 2
+    assert output == ""
+    assert re.fullmatch(f"accelerant: .*{message}.*\n", errors)
+    assert sorted(path.name for path in Path().iterdir()) == before
+
+
+def test_an_absent_device_is_refused(accelerant, text):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has the device")
+    status, output, errors = accelerant("train", "--data", text, "--device", "cuda", "--json")
+    assert status == 2
+    assert re.fullmatch(r"accelerant: backend 'cuda' is not available: .+\n", errors)
+    assert output == ""
+    assert not Path("runs").exists()
+
+
+def test_an_unwritable_folder_is_refused(accelerant, text, tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    out = locked / "run" if os.geteuid() else Path("/proc/run")  # root may write anywhere but there
+    status, output, errors = accelerant("train", "--data", text, "--device", "cpu", "--out", out, "--json")
+    assert status == 2
+    assert re.fullmatch(f"accelerant: cannot write to {out}: .+\n", errors)
+    assert output == ""
+
+
+def test_unknown_options_are_wrong_usage(accelerant):
+    status, _, errors = accelerant("train", "--colour", "red")
+    assert status == 2
+    assert "--colour" in errors
+
+
+def test_a_torn_checkpoint_is_refused(accelerant, text):
+    accelerant("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", "--out", "out")
+    Path("out/summary.json").unlink()
+    path = Path("out/checkpoint.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    status, output, errors = accelerant("train", "--resume", "out", "--device", "cpu", "--json")
+    assert status == 2
+    assert re.fullmatch("accelerant: checkpoint out/checkpoint.safetensors is torn.*\n", errors)
+    assert output == ""
+
+
+def test_help_has_an_example_and_does_not_load_torch():
+    script = (
+        "import sys\nfrom accelerant.cli import main\n"
+        "try:\n    main(['train', '--help'])\nfinally:\n    assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--preset" in done.stdout
+    assert "accelerant train --preset small" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_writes_a_checkpoint_and_the_rest_is_the_same(tmp_path, text, number):
+    out = tmp_path / "out"
+    arguments = ("train", "--data", text, "--steps", 80, "--device", "cpu", "--out", out)
+    process = subprocess.Popen(
+        command(*arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (out / "metrics.jsonl").is_file() or len(losses(out)) < 3:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, errors
+    assert f"Continue with:  accelerant train --resume {out}" in output
+    done = int(re.search(r"Stopped after step (\d+) of 80", output)[1])
+    assert 3 <= done < 80
+    assert len(losses(out)) == done
+    assert not (out / "summary.json").exists()
+    if number != signal.SIGINT:
+        return
+
+    resumed = subprocess.run(
+        command("train", "--resume", out, "--device", "cpu", "--json"),
+        env=environment(),
+        capture_output=True,
+        timeout=120,
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout)["status"] == "done"
+    straight = tmp_path / "straight"
+    again = subprocess.run(command(*arguments[:-1], straight, "--json"), env=environment(), timeout=120, check=False)
+    assert again.returncode == 0
+    assert losses(out) == losses(straight)

@@ -1,0 +1,39 @@
+"""What every test stands on: the Triton interpreter where there is no GPU, a cache of its own, the gpu marker."""
+
+import os
+import shutil
+import tempfile
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+
+# Each process (each worker of xdist) has its own cache, so that no test sees another run's kernels or tokenisers.
+_CACHE = tempfile.mkdtemp(prefix="accelerant-test-")
+os.environ["ACCELERANT_CACHE_DIR"] = _CACHE
+
+if not HAS_GPU and "TRITON_INTERPRET" not in os.environ:
+    # Triton decides between compiler and interpreter when a function is decorated, its own library's included: so the
+    # variable must stand while triton is first imported. Afterwards only the tests of ops set it again (their
+    # conftest), since a training run through the interpreter would take hours.
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import triton.language  # noqa: F401
+    except ImportError:  # no wheel for this system: the tests that need it skip
+        pass
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+
+
+def pytest_collection_modifyitems(items):
+    if HAS_GPU:
+        return
+    skip = pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False here")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+def pytest_unconfigure():
+    shutil.rmtree(_CACHE, ignore_errors=True)

@@ -1,0 +1,77 @@
+import pytest
+import torch
+
+from accelerant.nn.train.presets import Recipe, RunConfig
+
+RECIPE = Recipe(
+    name="micro",
+    tokenizer="bytes",
+    vocab_size=256,
+    context=16,
+    layers=1,
+    heads=2,
+    width=16,
+    batch_size=4,
+    micro_batch=2,
+    steps=12,
+    learning_rate=1e-2,
+    validations=2,
+    validation_tokens=256,
+    sample_tokens=8,
+)
+
+
+@pytest.fixture
+def recipe():
+    return RECIPE
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"the {n}th line of some text, for learning\n" for n in range(100)))
+    return path
+
+
+@pytest.fixture
+def run(text):
+    return RunConfig(RECIPE, data=(str(text),), seed=3)
+
+
+@pytest.fixture
+def cpu():
+    return torch.device("cpu")
+
+
+class Watcher:
+    """Records what it is told, and may act on a step."""
+
+    def __init__(self, at_step=None, action=None):
+        self.told = []
+        self.notes = []
+        self.steps = []
+        self._at_step = at_step
+        self._action = action
+
+    def phase(self, text):
+        self.told.append(text)
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def begin(self, *, done, total, device):
+        self.told.append((done, total, device))
+
+    def records(self, records):
+        self.steps += [record.step for record in records]
+        if self._at_step in self.steps and self._action:
+            action, self._action = self._action, None
+            action()
+
+    def end(self):
+        self.told.append("end")
+
+
+@pytest.fixture
+def watcher():
+    return Watcher

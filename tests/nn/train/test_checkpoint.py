@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+from accelerant.errors import FormatError
+from accelerant.nn.train.checkpoint import load_checkpoint, require_same_shapes, save_checkpoint, write_atomic
+
+TENSORS = {
+    "a": torch.arange(6.0).reshape(2, 3),
+    "b": torch.tensor(7.5),
+    "c": torch.ones(3, dtype=torch.bfloat16),
+    "empty": torch.zeros(0, 4),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "checkpoint.safetensors"
+    save_checkpoint(path, TENSORS, {"step": 3, "name": "é"})
+    return path
+
+
+def test_it_comes_back_exactly(path):
+    tensors, document = load_checkpoint(path)
+    assert document == {"step": 3, "name": "é"}
+    assert tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor)
+
+
+def test_views_of_one_memory_are_saved_apart(path):
+    whole = torch.arange(8.0)
+    save_checkpoint(path, {"low": whole[:4], "high": whole[4:], "turned": whole.view(2, 4).t()}, {})
+    tensors, _ = load_checkpoint(path)
+    assert tensors["high"].tolist() == [4, 5, 6, 7]
+    assert tensors["turned"].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_every_cut_is_noticed(path):
+    content = path.read_bytes()
+    for length in (0, 1, 7, 8, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(FormatError, match=r"torn or not a checkpoint"):
+            load_checkpoint(path)
+
+
+def test_a_flipped_bit_is_noticed(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FormatError, match="does not match its checksum"):
+        load_checkpoint(path)
+
+
+def test_a_changed_document_is_noticed(path):
+    content = path.read_bytes()
+    assert content.count(b'step\\": 3') == 1
+    path.write_bytes(content.replace(b'step\\": 3', b'step\\": 4'))
+    with pytest.raises(FormatError, match="does not match its checksum"):
+        load_checkpoint(path)
+
+
+def test_another_programs_file_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match="not a checkpoint of this program"):
+        load_checkpoint(tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match="no checkpoint"):
+        load_checkpoint(tmp_path / "absent.safetensors")
+
+
+def test_shapes_are_compared_before_anything_is_copied(path):
+    good = {"a": torch.zeros(2, 3)}
+    require_same_shapes(path, good, {"a": torch.ones(2, 3)})
+    with pytest.raises(FormatError, match=r"another shape: a is \(2, 3\), the model wants \(2, 4\)"):
+        require_same_shapes(path, good, {"a": torch.zeros(2, 4)})
+    with pytest.raises(FormatError, match="another model: b"):
+        require_same_shapes(path, good, {**good, "b": torch.zeros(1)})
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(path):
+    before = path.read_bytes()
+
+    def fails(temporary):
+        temporary.write_bytes(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomic(path, fails)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_files_have_the_users_mode(path):
+    plain = path.with_name("plain")
+    plain.write_bytes(b"")
+    assert path.stat().st_mode == plain.stat().st_mode

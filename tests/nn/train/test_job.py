@@ -1,0 +1,330 @@
+import dataclasses
+import json
+import os
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from accelerant.config import override
+from accelerant.errors import ConfigError, FormatError
+from accelerant.nn import GPT, GPTConfig
+from accelerant.nn.train import (
+    DivergenceError,
+    RunConfig,
+    load_checkpoint,
+    resume_training,
+    run_training,
+    save_checkpoint,
+)
+from accelerant.nn.train.metrics import read_metrics
+from accelerant.nn.train.presets import PRESETS, preset
+
+NO_CALLS = {"ops": [], "fallbacks": []}
+
+
+@pytest.fixture
+def train(run, tmp_path, cpu, watcher):
+    """Runs with changes to the recipe or the run; returns the outcome and the folder."""
+
+    def start(name, *, watch=None, config=None, **recipe):
+        config = config or dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, **recipe))
+        out = tmp_path / name
+        return run_training(config, out, cpu, progress=watch or watcher(), ledger=lambda: NO_CALLS), out
+
+    return start
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def losses(out):
+    return [(record.step, record.loss, record.validation_loss) for record in read_metrics(out / "metrics.jsonl")]
+
+
+def files(out):
+    return sorted(path.name for path in out.iterdir())
+
+
+def test_a_run_leaves_all_its_files_and_nothing_else(train, recipe):
+    outcome, out = train("run")
+    assert files(out) == [
+        "checkpoint.safetensors",
+        "config.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "report.html",
+        "sample.txt",
+        "summary.json",
+    ]
+    assert json.loads((out / "summary.json").read_text()) == outcome.summary
+    assert outcome.summary["status"] == "done"
+    assert [step for step, _, _ in losses(out)] == list(range(1, 13))
+    assert [step for step, _, validation in losses(out) if validation] == [4, 8]
+    config = json.loads((out / "config.json").read_text())
+    model = GPT(GPTConfig(**config["model"]))
+    model.load_state_dict(load_file(out / "model.safetensors"))
+    assert config["parameters"] == model.parameter_count()
+
+
+def test_training_learns(train):
+    outcome, out = train("run", steps=120)
+    assert losses(out)[0][1] == pytest.approx(5.5, abs=0.2)
+    assert outcome.summary["validation_loss"] < outcome.summary["unigram_nats_per_byte"]
+
+
+def test_the_validation_loss_is_that_of_the_saved_model(train, run, text):
+    outcome, out = train("run", validation_tokens=10**6)
+    held_out = text.read_bytes()[int(text.stat().st_size * 0.9) :]
+    config = json.loads((out / "config.json").read_text())
+    model = GPT(GPTConfig(**config["model"]))
+    model.load_state_dict(load_file(out / "model.safetensors"))
+    count = (len(held_out) - 1) // 16
+    rows = torch.tensor([list(held_out[16 * n : 16 * n + 17]) for n in range(count)])
+    expected = model.loss(rows[:, :-1], rows[:, 1:]).item()
+    assert outcome.summary["validation_loss"] == pytest.approx(expected, abs=1e-4)
+    assert outcome.summary["validation_tokens"] == count * 16
+
+
+def test_the_seed_decides_the_losses(train, run):
+    _, first = train("first")
+    _, second = train("second")
+    _, other = train("other", config=dataclasses.replace(run, seed=4))
+    assert losses(first) == losses(second)
+    assert losses(first)[0] != losses(other)[0]
+    assert (first / "sample.txt").read_bytes() == (second / "sample.txt").read_bytes()
+
+
+def test_micro_batches_do_not_change_the_gradient(train):
+    _, whole = train("whole", micro_batch=4)
+    _, parts = train("parts", micro_batch=1)
+    assert [loss for _, loss, _ in losses(parts)] == pytest.approx([loss for _, loss, _ in losses(whole)], rel=1e-4)
+
+
+@pytest.mark.parametrize("at", [1, 7, 11, 12])
+def test_an_interrupted_run_continues_exactly(train, watcher, cpu, at):
+    _, straight = train("straight")
+    interrupted, out = train("run", watch=watcher(at, stop))
+    assert interrupted.signal == signal.SIGINT
+    assert interrupted.summary["steps_done"] == min(at + 1, 12)  # the step in progress is done
+    assert interrupted.summary["resume"] == f"accelerant train --resume {out}"
+    assert not (out / "summary.json").exists()
+    resumed = resume_training(out, cpu, progress=watcher(), ledger=lambda: NO_CALLS)
+    assert resumed.summary["status"] == "done"
+    assert losses(out) == losses(straight)
+    a, b = (load_file(folder / "model.safetensors") for folder in (out, straight))
+    assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+def test_lines_past_the_checkpoint_are_dropped(train, watcher, cpu):
+    _, straight = train("straight")
+    _, out = train("run", watch=watcher(5, stop))
+    with (out / "metrics.jsonl").open("a") as file:  # as a crash some steps after the checkpoint leaves it
+        file.writelines((straight / "metrics.jsonl").read_text().splitlines(keepends=True)[6:9])
+        file.write('{"step": 10, "lo')
+    resume_training(out, cpu, progress=watcher(), ledger=lambda: NO_CALLS)
+    assert losses(out) == losses(straight)
+
+
+def test_periodic_checkpoints_are_written_while_training(train, watcher, tmp_path):
+    seen = []
+    watch = watcher()
+    path = tmp_path / "run" / "checkpoint.safetensors"
+    watch.records = lambda records: seen.append(load_checkpoint(path)[1]["step"] if path.exists() else 0)
+    train("run", watch=watch, checkpoint_every_s=0.0, validations=0)
+    assert seen == list(range(12))  # at each step's records, the checkpoint of the step before
+
+
+def test_a_finished_run_says_so_and_is_not_touched(train, watcher, cpu):
+    outcome, out = train("run")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    again = resume_training(out, cpu, progress=watcher(), ledger=lambda: NO_CALLS)
+    assert again.already_finished
+    assert again.summary == outcome.summary
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_divergence_stops_and_keeps_the_last_good_checkpoint(train, run, tmp_path):
+    with pytest.raises(DivergenceError, match=r"diverged at step \d+: loss .*; the last good checkpoint, of step \d+"):
+        train("run", learning_rate=1e30, clip=1e30, checkpoint_every_s=0.0)
+    _, document = load_checkpoint(tmp_path / "run" / "checkpoint.safetensors")
+    assert document["step"] == len(losses(tmp_path / "run"))
+
+
+def test_an_unfinished_run_is_kept_when_a_new_one_takes_its_folder(train, watcher, cpu):
+    _, out = train("run", watch=watcher(5, stop))
+    watch = watcher()
+    train("run", watch=watch)
+    kept = out / "unfinished-1"
+    assert watch.notes == [f"kept the unfinished run that was here: accelerant train --resume {kept}"]
+    resume_training(kept, cpu, progress=watcher(), ledger=lambda: NO_CALLS)
+    assert losses(kept) == losses(out)
+
+
+def test_a_finished_run_is_replaced(train):
+    train("run", steps=12)
+    _, out = train("run", steps=5)
+    assert len(losses(out)) == 5
+    assert "unfinished-1" not in files(out)
+
+
+def test_files_of_another_program_are_not_overwritten(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model.safetensors").write_text("precious")
+    with pytest.raises(ConfigError, match=r"holds model.safetensors of something else"):
+        train("run")
+    assert files(tmp_path / "run") == ["model.safetensors"]
+    assert (tmp_path / "run" / "model.safetensors").read_text() == "precious"
+
+
+def test_other_files_in_the_folder_stay(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    _, out = train("run")
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_bad_data_leaves_no_folder(train, run, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("only some words")
+    with pytest.raises(ConfigError, match="not enough data"):
+        train("run", config=dataclasses.replace(run, data=(str(short),)))
+    with pytest.raises(ConfigError, match="no file or folder"):
+        train("run", config=dataclasses.replace(run, data=(str(tmp_path / "absent"),)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_below_a_file_is_refused(train, text):
+    with pytest.raises(ConfigError, match=r"cannot write to .*: .*text.txt is not a folder"):
+        train("text.txt/run")
+
+
+def test_resume_refuses_what_is_no_run(tmp_path, watcher, cpu):
+    def resume():
+        resume_training(tmp_path, cpu, progress=watcher(), ledger=lambda: NO_CALLS)
+
+    with pytest.raises(FormatError, match=r"holds no run: there is no config.json"):
+        resume()
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(FormatError, match="not a run's of this program"):
+        resume()
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(FormatError, match="cannot read"):
+        resume()
+
+
+@pytest.fixture
+def interrupted(train, watcher):
+    return train("run", watch=watcher(5, stop))[1]
+
+
+@pytest.fixture
+def resume(interrupted, watcher, cpu):
+    return lambda: resume_training(interrupted, cpu, progress=watcher(), ledger=lambda: NO_CALLS)
+
+
+def test_resume_refuses_a_torn_checkpoint_and_leaves_the_metrics(interrupted, resume):
+    metrics = (interrupted / "metrics.jsonl").read_bytes()
+    path = interrupted / "checkpoint.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(FormatError, match="torn"):
+        resume()
+    path.unlink()
+    with pytest.raises(FormatError, match="no checkpoint"):
+        resume()
+    assert (interrupted / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_resume_refuses_a_checkpoint_of_another_shape(interrupted, resume):
+    path = interrupted / "checkpoint.safetensors"
+    tensors, document = load_checkpoint(path)
+    save_checkpoint(path, {**tensors, "model.wpe.weight": torch.zeros(16, 24)}, document)
+    with pytest.raises(FormatError, match=r"another shape: model.wpe.weight is \(16, 24\), the model wants \(16, 16\)"):
+        resume()
+    del tensors["optimizer.norm.weight.exp_avg"]
+    save_checkpoint(path, tensors, document)
+    with pytest.raises(FormatError, match=r"another model: optimizer.norm.weight.exp_avg"):
+        resume()
+
+
+def test_resume_refuses_other_data(interrupted, resume, text):
+    text.write_text(text.read_text().replace("some text", "more text"))
+    with pytest.raises(FormatError, match=r"the data of .* changed since its checkpoint"):
+        resume()
+
+
+def test_resume_refuses_settings_that_are_none(interrupted, resume):
+    config = json.loads((interrupted / "config.json").read_text())
+    config["run"]["recipe"]["steps"] = -5
+    (interrupted / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match="not the settings of a run: steps must be above 0, got -5"):
+        resume()
+
+
+def test_a_bpe_run_resumes_with_its_own_tokenizer(train, watcher, cpu, tmp_path):
+    bpe = {"tokenizer": "bpe", "vocab_size": 280}
+    with override(cache_dir=tmp_path / "cache"):
+        _, straight = train("straight", **bpe)
+        _, out = train("run", watch=watcher(5, stop), **bpe)
+    with override(cache_dir=tmp_path / "other"):
+        outcome = resume_training(out, cpu, progress=watcher(), ledger=lambda: NO_CALLS)
+    assert losses(out) == losses(straight)
+    assert (out / "tokenizer.json").is_file()
+    assert outcome.summary["validation_nats_per_byte"] < outcome.summary["validation_loss"]
+
+
+def test_torchs_global_settings_are_put_back(train):
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    train("run")
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
+def test_presets_are_as_documented():
+    assert set(PRESETS) == {"tiny", "small", "gpt2"}
+    gpt2 = preset("gpt2")
+    assert (gpt2.layers, gpt2.heads, gpt2.width, gpt2.vocab_size) == (12, 12, 768, 50257)
+    assert gpt2.tokens_per_step == 32 * 1024
+    for recipe in PRESETS.values():
+        run = RunConfig(recipe)
+        assert RunConfig.from_dict(json.loads(json.dumps(run.to_dict()))) == run
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": -1}, "steps must be above 0, got -1"),
+        ({"steps": 0}, "steps must be above 0, got 0"),
+        ({"cpu_threads": -1}, "cpu_threads must be 0 or more, got -1"),
+        ({"learning_rate": -0.1}, "learning_rate must be above 0"),
+        ({"micro_batch": 3}, "micro_batch must divide the batch of 4, got 3"),
+        ({"tokenizer": "words"}, "tokenizer must be bytes or bpe, got 'words'"),
+    ],
+)
+def test_recipes_refuse(recipe, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(recipe, **changes)
+
+
+def test_runs_refuse_seeds_out_of_range(recipe):
+    for seed in (-1, 2**63):
+        with pytest.raises(ConfigError, match="seed must be 0 to"):
+            RunConfig(recipe, seed=seed)
+
+
+def test_an_interruption_after_the_last_step_can_be_resumed_too(train, watcher, cpu):
+    def interrupt(text):
+        if text == "writing a sample":
+            raise KeyboardInterrupt
+
+    watch = watcher()
+    watch.phase = interrupt
+    outcome, out = train("run", watch=watch)
+    assert outcome.signal == signal.SIGINT
+    assert outcome.summary["steps_done"] == 12
+    resumed = resume_training(out, cpu, progress=watcher(), ledger=lambda: NO_CALLS)
+    assert resumed.summary["status"] == "done"
+    assert len(losses(out)) == 12

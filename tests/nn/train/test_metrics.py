@@ -1,0 +1,66 @@
+import json
+import time
+
+import pytest
+import torch
+
+from accelerant.errors import FormatError
+from accelerant.nn.train.metrics import MetricsFile, StepRecord, StepTimer, peak_memory_bytes, read_metrics
+
+
+def record(step, **changes):
+    values = {"loss": 2.5, "tokens_per_s": 100.0, "ms": 10.0, "peak_memory_bytes": 7}
+    return StepRecord(**{"step": step, **values, "learning_rate": 0.1, "grad_norm": 1.0, **changes})
+
+
+def test_a_line_a_step_with_the_documented_names(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics.append([record(1), record(2, validation_loss=3.0)])
+    metrics.append([record(3)])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert {"step", "loss", "tokens_per_s", "ms", "peak_memory_bytes"} <= lines[0].keys()
+    assert "validation_loss" not in lines[0]
+    assert lines[1]["validation_loss"] == 3.0
+    assert read_metrics(path) == metrics.records
+
+
+def test_a_new_run_starts_an_empty_file_and_a_resumed_one_keeps_its_steps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    MetricsFile(path).append([record(step) for step in range(1, 6)])
+    resumed = MetricsFile(path, keep_steps=3)
+    resumed.append([record(4)])
+    assert [r.step for r in read_metrics(path)] == [1, 2, 3, 4]
+    MetricsFile(path)
+    assert path.read_text() == ""
+
+
+def test_a_cut_last_line_is_left_out_but_no_other(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    MetricsFile(path).append([record(1), record(2)])
+    path.write_text(path.read_text()[:-20])
+    assert [r.step for r in read_metrics(path)] == [1]
+    path.write_text("{\n" + path.read_text())
+    with pytest.raises(FormatError, match="line 1: not a step's record"):
+        read_metrics(path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(FormatError, match="cannot read"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_laps_measure_the_time_since_the_last_mark():
+    timer = StepTimer(torch.device("cpu"))
+    time.sleep(0.05)
+    timer.mark()
+    time.sleep(0.02)
+    assert 20 <= timer.lap().ms() < 50
+    assert timer.lap().ms() < 20
+
+
+def test_memory_counts_what_is_held():
+    before = peak_memory_bytes(torch.device("cpu"))
+    held = torch.ones(1 << 26)  # 256 MiB
+    assert peak_memory_bytes(torch.device("cpu")) - before > held.nbytes // 4

@@ -1,0 +1,76 @@
+import json
+
+import numpy as np
+import pytest
+
+from accelerant.config import override
+from accelerant.errors import FormatError
+from accelerant.nn.train.corpus import Corpus, Document
+from accelerant.nn.train.tokenizer import BPETokenizer, ByteTokenizer, load_bpe, train_bpe
+
+TEXTS = ["def f(x):\n    return x + 1\n", "naïve café — 日本語\n", "def g(y):\n    return y\n"]
+DOCUMENTS = tuple(Document(str(i), text.encode()) for i, text in enumerate(TEXTS))
+CORPUS = Corpus("test", DOCUMENTS, DOCUMENTS[:1], "0" * 64)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path):
+    with override(cache_dir=tmp_path / "cache"):
+        yield tmp_path / "cache"
+
+
+def test_bytes_come_back():
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.encode(DOCUMENTS)
+    assert tokenizer.decode(tokens.tolist()) == "\n".join(TEXTS)
+    assert tokenizer.byte_lengths[tokens].sum() == len("\n".join(TEXTS).encode())
+
+
+def test_bpe_comes_back_and_knows_its_bytes():
+    tokenizer = train_bpe(CORPUS, 300)
+    tokens = tokenizer.encode(DOCUMENTS)
+    assert tokenizer.decode(tokens.tolist()) == "".join(text + "<|endoftext|>" for text in TEXTS)
+    assert tokenizer.byte_lengths[tokens].sum() == sum(len(text.encode()) for text in TEXTS)
+    assert tokenizer.vocab_size <= 300
+    assert len(tokens) < sum(len(text.encode()) for text in TEXTS)
+
+
+def test_bpe_is_trained_once(cache, monkeypatch):
+    first = train_bpe(CORPUS, 280).to_json()
+    assert len(list(cache.rglob("*.json"))) == 1
+    monkeypatch.setattr("accelerant.nn.train.tokenizer._trained", lambda *_: pytest.fail("trained again"))
+    assert train_bpe(CORPUS, 280).to_json() == first
+
+
+def test_a_torn_cache_is_trained_again(cache):
+    first = train_bpe(CORPUS, 280).to_json()
+    (path,) = cache.rglob("*.json")
+    path.write_text(path.read_text()[:100])
+    assert train_bpe(CORPUS, 280).to_json() == first
+    assert load_bpe(path).to_json() == first
+
+
+def test_the_vocabulary_size_is_part_of_the_key(cache):
+    assert train_bpe(CORPUS, 270).vocab_size == 270
+    assert train_bpe(CORPUS, 280).vocab_size == 280
+    assert len(list(cache.rglob("*.json"))) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{}", json.dumps({"version": "1.0"})])
+def test_something_else_is_refused(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(FormatError, match="not a tokenizer"):
+        load_bpe(path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(FormatError, match="cannot read the tokenizer"):
+        load_bpe(tmp_path / "tokenizer.json")
+
+
+def test_wide_vocabularies_take_wide_tokens():
+    tokenizer = BPETokenizer(train_bpe(CORPUS, 280).to_json())
+    assert tokenizer.encode(DOCUMENTS).dtype == np.uint16
+    tokenizer.vocab_size = 1 << 17
+    assert tokenizer.encode(DOCUMENTS).dtype == np.uint32

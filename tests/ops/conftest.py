@@ -1,0 +1,44 @@
+"""The tests of ops run their Triton kernels: compiled on a GPU, interpreted on CPU tensors where there is none."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from accelerant.runtime.dispatch import operations
+from accelerant.runtime.ledger import ledger
+
+
+def pytest_collection_modifyitems(items):
+    # The interpreter is NumPy, which speaks of what a GPU does in silence: -inf - -inf in masked rows, exp of a large
+    # argument in a sigmoid.
+    for item in items:
+        item.add_marker(
+            pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encount:RuntimeWarning")
+        )
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    """Interpret for the length of a test, with choices made afresh, an empty ledger and a fixed seed."""
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    _forget()
+    ledger().reset()
+    torch.manual_seed(0)
+    yield
+    _forget()
+
+
+def _forget():
+    for operation in operations().values():
+        operation.forget()
+
+
+@pytest.fixture
+def interpreted():
+    """For a test that must see the kernels run on CPU tensors."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here: its tests run the kernels compiled")
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton has no wheel for this system")

@@ -1,0 +1,239 @@
+"""Every op folder, walked: what it must hold, and what each op must pass.
+
+A new op is tested here from its cases.py alone; its own test module adds what only that op has.
+"""
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from op_checks import DTYPES, FOLDER, OPS, check_sample, each_sample, parts, small_samples
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import accelerant.ops
+from accelerant.runtime.dispatch import operations
+from accelerant.runtime.kernel import CUDA_TARGETS
+from accelerant.runtime.ledger import ledger
+
+# Hopper's own process: it compiles every specialisation. The others compile one of each kernel.
+TARGET_GROUPS = (("sm_90",), tuple(target for target in CUDA_TARGETS if target != "sm_90"), ("gfx942",))
+
+
+def public_kernels(op):
+    """The Triton functions of an op that are launched: those without an underscore."""
+    path = FOLDER / op / "triton_kernels.py"
+    if not path.is_file():
+        return set()
+    tree = ast.parse(path.read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+
+
+def test_every_folder_is_public():
+    assert sorted(accelerant.ops.__all__) == OPS
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_folder_is_complete(op):
+    for name in ("__init__.py", "op.py", "reference.py", "cases.py"):
+        assert (FOLDER / op / name).is_file(), f"{op} has no {name}"
+    assert (Path(__file__).parent / f"test_{op}.py").is_file(), f"{op} has no test module"
+    it = parts(op)
+    assert it.cases.SAMPLES
+    assert it.cases.LARGE
+    assert it.cases.BENCHMARKS
+    assert set(it.cases.TOLERANCES) == set(DTYPES)
+    shapes = [torch.Size(sample.shapes[0]) for sample in it.cases.SAMPLES]
+    assert any(shape.numel() == 0 for shape in shapes), f"{op} has no empty sample"
+    assert any(shape.numel() == 1 for shape in shapes), f"{op} has no sample of one element"
+    for word in ("Args:", "Returns:", "Raises:"):
+        assert word in it.call.__doc__, f"the docstring of {op} lacks {word}"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_kernel_has_a_compilation(op):
+    listed = {compilation.kernel.name for compilation in parts(op).cases.KERNELS}
+    assert listed == public_kernels(op)
+    assert all(name.startswith(f"{op}_") for name in listed)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if public_kernels(op)])
+def test_kernel_module_says_what_it_does(op):
+    header = ast.get_docstring(ast.parse((FOLDER / op / "triton_kernels.py").read_text()))
+    for word in ("Source:", "Layout:", "Grid:", "Bound:"):
+        assert word in header, f"the header of {op}'s kernels lacks {word}"
+
+
+# --- right results ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize(("op", "sample"), each_sample())
+def test_matches_the_reference(op, sample, dtype):
+    check_sample(op, sample, dtype)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if public_kernels(op)])
+def test_own_kernels_run_forward_and_backward(op, interpreted):
+    it = parts(op)
+    sample = next(sample for sample in it.cases.SAMPLES if torch.Size(sample.shapes[0]).numel() > 1)
+    check_sample(op, sample, torch.float32)
+    ran = {row["op"]: row["implementation"] for row in ledger().to_dict()["ops"]}
+    assert ran == {f"{op}_fwd": "triton", f"{op}_bwd": "triton"}
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if public_kernels(op)])
+def test_implementations_agree(op, interpreted):
+    """What dispatch may fall back to gives the same as what it prefers."""
+    it = parts(op)
+    sample = it.cases.SAMPLES[2]
+    (forward,) = (each for name, each in operations().items() if name == f"{op}_fwd")
+    with Calls() as calls, torch.no_grad():
+        it.call(*sample.tensors(torch.float32), **sample.options)
+    _, args = calls.seen[0]
+    results = [forward.run(each.name, *args) for each in forward.implementations]
+    assert len(results) > 1
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-5, atol=1e-5)
+
+
+# --- torch's own checks ----------------------------------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Sees the calls of our ops, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "accelerant":
+            self.seen.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def differentiable(sample, dtype):
+    return [None if tensor is None else tensor.requires_grad_() for tensor in sample.tensors(dtype)]
+
+
+def fresh(arg):
+    return arg.detach().clone().requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg
+
+
+@pytest.mark.parametrize(("op", "sample"), small_samples(limit=40))
+def test_gradcheck(op, sample):
+    it = parts(op)
+    tensors = differentiable(sample, torch.float64)
+    call = lambda *args: it.call(*args, **sample.options)  # noqa: E731
+    assert torch.autograd.gradcheck(call, tensors)
+    assert torch.autograd.gradgradcheck(call, tensors)
+
+
+@pytest.mark.parametrize(("op", "sample"), small_samples(limit=100))
+def test_opcheck(op, sample):
+    it = parts(op)
+    with Calls() as calls:
+        it.call(*differentiable(sample, torch.float32), **sample.options).sum().backward()
+    names = {func.name().removeprefix("accelerant::") for func, _ in calls.seen}
+    assert names <= {op, f"{op}_backward"}
+    assert op in names
+    for func, args in calls.seen:
+        result = torch.library.opcheck(func, tuple(fresh(arg) for arg in args))
+        assert set(result.values()) == {"SUCCESS"}, (func, result)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_second_derivative_in_low_precision(op):
+    """create_graph=True takes another backward pass; the ledger says so, and the numbers are the reference's."""
+    it = parts(op)
+    sample = next(
+        each for each in it.cases.SAMPLES if len(each.shapes[0]) > 1 and torch.Size(each.shapes[0]).numel() > 1
+    )
+    found = []
+    for call, dtype in ((it.call, torch.float32), (it.reference, torch.float64)):
+        tensors = [None if each is None else each.to(dtype).requires_grad_() for each in sample.tensors(torch.float32)]
+        y = call(*tensors, **sample.options)
+        (dx,) = torch.autograd.grad(y.square().sum(), tensors[0], create_graph=True)
+        found.append(torch.autograd.grad(dx.square().sum(), tensors[0])[0].double())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    first = [row for row in ledger().to_dict()["ops"] if row["op"] == f"{op}_bwd"]
+    assert all(row["refused"] or row["implementation"] == "triton" for row in first)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_compiles_to_one_graph(op, dynamic):
+    it = parts(op)
+    sample = next(
+        each for each in it.cases.SAMPLES if len(each.shapes[0]) > 1 and torch.Size(each.shapes[0]).numel() > 1
+    )
+    eager, traced = differentiable(sample, torch.float32), differentiable(sample, torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(it.call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    y, z = it.call(*eager, **sample.options), compiled(*traced, **sample.options)
+    torch.testing.assert_close(y, z, rtol=1e-5, atol=1e-6)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    z.backward(dy)
+    for one, other in zip(eager, traced, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_graph_without_gradient(op):
+    it = parts(op)
+    sample = it.cases.SAMPLES[1]
+    with torch.no_grad():
+        assert it.call(*differentiable(sample, torch.float32), **sample.options).grad_fn is None
+    assert not it.call(*sample.tensors(torch.float32), **sample.options).requires_grad
+    with torch.inference_mode():
+        assert it.call(*sample.tensors(torch.float32), **sample.options).is_inference()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fake_tensors_pass_through(op):
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    it = parts(op)
+    sample = it.cases.SAMPLES[1]
+    real = it.call(*sample.tensors(torch.float32), **sample.options)
+    with FakeTensorMode() as mode:
+        fakes = [None if tensor is None else mode.from_tensor(tensor) for tensor in sample.tensors(torch.float32)]
+        fake = it.call(*fakes, **sample.options)
+    assert isinstance(fake, FakeTensor)
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+# --- compiling, without a GPU ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this system")
+@pytest.mark.parametrize("targets", TARGET_GROUPS, ids=lambda targets: "+".join(targets))
+@pytest.mark.parametrize("op", [op for op in OPS if public_kernels(op)])
+def test_kernels_compile(op, targets):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    source = str(FOLDER.parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (source, environment.get("PYTHONPATH"))))
+    script = Path(__file__).parent / "compile_kernels.py"
+    done = subprocess.run(
+        [sys.executable, str(script), op, *targets], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    failed = [f"{row['kernel']} for {row['target']}: {row['error']}" for row in rows if row["error"]]
+    assert not failed, "\n".join(failed)
+    assert {(row["kernel"].split()[0], row["target"]) for row in rows} == {
+        (name, target) for name in public_kernels(op) for target in targets
+    }
+    assert all(row["code_bytes"] > 0 for row in rows)
+    spilled = [row for row in rows if row["stack_bytes"]]
+    assert not spilled, f"registers spill: {spilled}"
+    narrow = [row for row in rows if row["wide_loads"] == 0]
+    assert not narrow, f"no 16-byte loads: {narrow}"

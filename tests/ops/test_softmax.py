@@ -1,0 +1,113 @@
+import math
+
+import pytest
+import torch
+
+from accelerant import ops
+from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops._rows import RowPlan
+from accelerant.ops.softmax import launch
+
+SHAPES = pytest.mark.parametrize(
+    ("shape", "dim"), [((5, 33), -1), ((5, 768), 1), ((2, 20000), -1), ((4, 70, 3), 1), ((9, 5), 0)], ids=str
+)
+
+
+@SHAPES
+def test_sums_to_1(shape, dim, interpreted):
+    y = ops.softmax(torch.randn(shape) * 5, dim)
+    torch.testing.assert_close(y.sum(dim), torch.ones_like(y.sum(dim)), rtol=0, atol=1e-5)
+    assert (y >= 0).all()
+
+
+@SHAPES
+def test_shift_changes_nothing(shape, dim, interpreted):
+    x = torch.randint(-8, 9, shape).float()  # exact after the shift
+    assert torch.equal(ops.softmax(x, dim), ops.softmax(x + 1000, dim))
+
+
+@SHAPES
+def test_large_values_do_not_overflow(shape, dim, interpreted):
+    x = torch.randn(shape) * 1e30
+    y = ops.softmax(x, dim)
+    assert torch.equal(y.argmax(dim), x.argmax(dim))
+    torch.testing.assert_close(y.amax(dim), torch.ones_like(y.amax(dim)))
+
+
+@SHAPES
+def test_gradient_sums_to_0(shape, dim, interpreted):
+    x = torch.randn(shape, requires_grad=True)
+    ops.softmax(x, dim).backward(torch.randn(shape))
+    torch.testing.assert_close(x.grad.sum(dim), torch.zeros_like(x.grad.sum(dim)), rtol=0, atol=1e-5)
+
+
+@SHAPES
+def test_masked_elements_get_0(shape, dim, interpreted):
+    x = torch.randn(shape)
+    x.select(dim, 0).fill_(-math.inf)
+    y = ops.softmax(x, dim)
+    assert (y.select(dim, 0) == 0).all()
+    torch.testing.assert_close(y, torch.softmax(x, dim))
+
+
+@SHAPES
+def test_not_a_number_as_torch(shape, dim, interpreted):
+    for value in (-math.inf, math.nan, math.inf):
+        x = torch.randn(shape)
+        if value == -math.inf:
+            x.transpose(0, dim)[:, :1].fill_(value)  # whole rows of it
+        else:
+            x.view(-1)[0] = value
+        expected = torch.softmax(x, dim)
+        assert expected.isnan().any()
+        torch.testing.assert_close(ops.softmax(x, dim), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("plan", [RowPlan(1, 64, 1), RowPlan(4, 64, 2, 1), RowPlan(8, 128, 4, 2, 2)], ids=str)
+def test_any_plan_gives_the_same(plan, interpreted):
+    x, dy = torch.randn(37, 50), torch.randn(37, 50)
+    y = launch.launch_forward(x, 1, plan)
+    torch.testing.assert_close(y, torch.softmax(x, 1))
+    torch.testing.assert_close(
+        launch.launch_backward(dy, y, 1, plan), torch._softmax_backward_data(dy, y, 1, torch.float32)
+    )
+
+
+LAYOUTS = {
+    "row of a wider matrix": lambda: torch.randn(6, 50)[:, 7:40],
+    "transposed": lambda: torch.randn(33, 6).t(),
+    "permuted batch": lambda: torch.randn(4, 3, 33).transpose(0, 1),
+    "every second": lambda: torch.randn(6, 66)[:, ::2],
+    "expanded": lambda: torch.randn(1, 33).expand(6, 33),
+}
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout(layout, dim, interpreted):
+    x = LAYOUTS[layout]()
+    y = ops.softmax(x, dim)
+    assert y.is_contiguous()
+    torch.testing.assert_close(y, torch.softmax(x, dim))
+    leaf, same = x.detach().requires_grad_(), x.detach().requires_grad_()
+    dy = LAYOUTS[layout]()
+    ops.softmax(leaf, dim).backward(dy)
+    torch.softmax(same, dim).backward(dy)
+    torch.testing.assert_close(leaf.grad, same.grad)
+
+
+def test_keeps_its_dtype_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops.softmax(torch.randn(3, 4)).dtype == torch.float32
+        assert ops.softmax(torch.randn(3, 4).bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_refuses_a_dimension_that_is_not_there(dim):
+    with pytest.raises(ShapeError, match=rf"dim must be in \[-2, 1\] for x of shape \(3, 4\), got {dim}"):
+        ops.softmax(torch.ones(3, 4), dim)
+
+
+def test_refuses_integers():
+    with pytest.raises(UnsupportedDtype, match=r"softmax takes .*; x is int64"):
+        ops.softmax(torch.ones(3, 4, dtype=torch.int64))

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import accelerant
+from accelerant import Accelerator, AcceleratorConfig
+from accelerant.accelerator import _METHODS
+from accelerant.algebra.field.reference import MODULI
+from accelerant.config import override
+from accelerant.errors import (
+    AccelerantError,
+    BackendUnavailable,
+    ConfigError,
+    FallbackWarning,
+    FormatError,
+    LaunchError,
+    OutOfMemory,
+    ShapeError,
+    TimeLimitExceeded,
+    UnsupportedCase,
+    UnsupportedDtype,
+)
+from accelerant.runtime import registry
+
+P = MODULI["goldilocks"]
+
+
+@pytest.fixture()
+def acc():
+    with Accelerator("cpu") as accelerator:
+        yield accelerator
+
+
+def absent_backend():
+    return next(name for name in registry.BACKENDS if registry.reason_absent(name))
+
+
+def test_the_example_of_the_documentation(acc):
+    assert acc.field_add([1, 2, 3, 4], [5, 6, 7, 8]).tolist() == [6, 8, 10, 12]
+
+
+def test_operations_agree_with_torch_and_numpy(acc):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 6)).astype(np.float32)
+    w, b = rng.standard_normal((2, 6)).astype(np.float32)
+    t = torch.from_numpy(x)
+    expected = {
+        "gelu": (acc.gelu(x), torch.nn.functional.gelu(t)),
+        "softmax": (acc.softmax(x, dim=0), t.softmax(0)),
+        "layer_norm": (acc.layer_norm(x, w, b), torch.layer_norm(t, (6,), torch.from_numpy(w), torch.from_numpy(b))),
+        "matmul": (acc.matmul(x, x.T.copy()), t @ t.T),
+    }
+    for name, (ours, theirs) in expected.items():
+        assert isinstance(ours, np.ndarray), name
+        np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_answers_are_of_the_kind_that_was_given(acc):
+    assert isinstance(acc.gelu([0.0, 1.0]), np.ndarray)
+    assert acc.gelu([0.0, 1.0]).dtype == np.float32
+    assert isinstance(acc.gelu(np.zeros((2, 3))), np.ndarray)
+    assert isinstance(acc.gelu(torch.zeros(2)), torch.Tensor)
+    frozen = np.zeros(3, np.float32)
+    frozen.flags.writeable = False
+    assert acc.gelu(frozen).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_jax_arrays_come_back_as_jax_arrays(acc):
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    x = jax.numpy.asarray([[-1.0, 0.5], [2.0, 3.0]])
+    y = acc.softmax(x)
+    assert isinstance(y, jax.Array)
+    np.testing.assert_allclose(np.asarray(y), np.asarray(jax.nn.softmax(x)), rtol=1e-6)
+
+
+@pytest.mark.gpu
+def test_cupy_arrays_come_back_as_cupy_arrays_in_stream_order():
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    with Accelerator("cuda", fallback=False) as acc, cupy.cuda.Stream(non_blocking=True):
+        x = cupy.random.standard_normal((2048, 2048), dtype=cupy.float32)
+        for _ in range(20):
+            x = x * cupy.float32(1.0001)  # still running when the call begins
+        y = acc.gelu(x)
+        assert isinstance(y, cupy.ndarray)
+        expected = torch.nn.functional.gelu(torch.as_tensor(cupy.asnumpy(x)))
+        np.testing.assert_allclose(cupy.asnumpy(y), expected.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_jax_gpu_arrays_and_host_arrays_on_a_gpu():
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    with Accelerator("cuda", fallback=False) as acc:
+        x = jax.numpy.linspace(-3, 3, 1000).reshape(10, 100)
+        y = acc.gelu(x)
+        assert isinstance(y, jax.Array)
+        np.testing.assert_allclose(np.asarray(y), np.asarray(jax.nn.gelu(x, approximate=False)), rtol=1e-4, atol=1e-5)
+        host = acc.field_add(np.array([P - 1], np.uint64), np.array([2], np.uint64))
+        assert host.tolist() == [1]
+        on_host = torch.linspace(-1, 1, 9)
+        assert acc.gelu(on_host).device.type == "cpu"
+        assert acc.gelu(on_host.cuda()).device.type == "cuda"
+
+
+def test_strings_and_strangers_are_refused(acc):
+    for stranger in ("abc", object(), {1: 2}, None):
+        with pytest.raises(UnsupportedDtype, match="wanted an array of NumPy, torch, CuPy or JAX"):
+            acc.gelu(stranger)
+    with pytest.raises(UnsupportedDtype):
+        acc.gelu([["ragged"], [1.0, 2.0]])
+    with pytest.raises(UnsupportedDtype):
+        acc.field_add([-1], [0])
+    with pytest.raises(FormatError, match=rf"x\[1\] .* is {P}"):
+        acc.field_add([0, P], [0, 0])
+    with pytest.raises(ShapeError):
+        acc.field_add([1, 2], [1])
+
+
+def test_use_after_close_is_an_error():
+    acc = Accelerator("cpu")
+    acc.close()
+    acc.close()
+    for use in (lambda: acc.gelu([1.0]), acc.memory, acc.synchronize, acc.benchmark, acc.__enter__):
+        with pytest.raises(AccelerantError, match="was closed"):
+            use()
+    assert "closed" in repr(acc)
+
+
+def test_metrics_count_calls_errors_bytes_and_times(acc):
+    assert acc.metrics() == {}
+    for _ in range(5):
+        acc.gelu(np.zeros((8, 8), np.float32))
+    with pytest.raises(UnsupportedDtype):
+        acc.gelu(None)
+    figures = acc.metrics()["gelu"]
+    assert (figures["calls"], figures["errors"], figures["fallbacks"]) == (6, 1, 0)
+    assert figures["bytes"] == 5 * 2 * 256
+    assert figures["flops"] > 0
+    assert 0 < figures["p50_ms"] <= figures["p95_ms"] <= figures["p99_ms"]
+
+
+def test_calls_from_threads_are_counted(acc):
+    def work():
+        for _ in range(50):
+            acc.field_add([1], [2])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert acc.metrics()["field_add"]["calls"] == 200
+
+
+def test_benchmark_covers_every_operation_and_counts_nothing(acc):
+    results = acc.benchmark(iterations=2, size=8)
+    assert set(results) == set(_METHODS)
+    for figures in results.values():
+        assert 0 < figures["p50_ms"] <= figures["p99_ms"]
+        assert figures["gb_per_s"] > 0
+        assert figures["gflop_per_s"] > 0
+    assert acc.metrics() == {}
+    for bad in (0, -1, 1.5, True):
+        with pytest.raises(ConfigError, match="iterations must be a whole number"):
+            acc.benchmark(iterations=bad)
+
+
+def test_batches_give_the_same_answer():
+    x = np.random.default_rng(1).standard_normal((10, 7)).astype(np.float32)
+    w = np.ones(7, np.float32)
+    with Accelerator("cpu") as whole, Accelerator("cpu", config=AcceleratorConfig(batch_size=3)) as batched:
+        np.testing.assert_array_equal(whole.gelu(x), batched.gelu(x))
+        np.testing.assert_array_equal(whole.layer_norm(x, w, w), batched.layer_norm(x, w, w))
+        np.testing.assert_array_equal(whole.softmax(x, 0), batched.softmax(x, 0))
+        ones = np.arange(10, dtype=np.uint64)
+        assert batched.field_add(ones, ones).tolist() == (2 * ones).tolist()
+
+
+def test_square_weights_are_not_cut_with_the_rows():
+    x = np.random.default_rng(1).standard_normal((4, 4)).astype(np.float32)
+    w = np.array([1, 2, 3, 4], np.float32)
+    with Accelerator("cpu") as whole, Accelerator("cpu", config=AcceleratorConfig(batch_size=3)) as batched:
+        np.testing.assert_array_equal(whole.layer_norm(x, w, w), batched.layer_norm(x, w, w))
+
+
+def test_a_call_past_its_time_or_memory_limit_says_so():
+    x = np.zeros((100, 1000), np.float32)
+    slow = AcceleratorConfig(batch_size=1, timeout_s=1e-9)
+    with Accelerator("cpu", config=slow) as acc, pytest.raises(TimeLimitExceeded, match="gelu: .* of 100 rows"):
+        acc.gelu(x)
+    small = AcceleratorConfig(memory_limit_bytes=799_999)
+    with Accelerator("cpu", config=small) as acc:
+        with pytest.raises(OutOfMemory, match="gelu: inputs and result take 800,000 bytes; the limit is 799,999"):
+            acc.gelu(x)
+        acc.gelu(x[:50])
+
+
+@pytest.mark.parametrize("name", ["batch_size", "timeout_s", "memory_limit_bytes"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), True])
+def test_limits_without_meaning_are_refused(name, value):
+    with pytest.raises(ConfigError, match=f"{name} must be above 0"):
+        AcceleratorConfig(**{name: value})
+
+
+def test_an_absent_backend_raises_or_falls_back_with_a_warning():
+    name = absent_backend()
+    with pytest.raises(BackendUnavailable, match=name):
+        Accelerator(name, fallback=False)
+    with pytest.warns(FallbackWarning, match=f"{name} is not used"):
+        acc = Accelerator(name, config=AcceleratorConfig(fallback="warn"))
+    assert acc.backend == registry.choose("auto").backend
+    assert any(entry["wanted"] == name for entry in accelerant.ledger().to_dict()["fallbacks"])
+
+
+def test_backend_by_environment_and_bad_names():
+    with override(backend="cpu"):
+        assert Accelerator().backend == "cpu"
+    with pytest.raises(ConfigError, match="unknown backend 'abacus'; known are cuda"):
+        Accelerator("abacus")
+    with pytest.raises(ConfigError, match="there is no number 3"):
+        Accelerator("cpu", device=3)
+
+
+def test_opencl_adds_field_elements_and_falls_back_for_the_rest():
+    if registry.reason_absent("opencl"):
+        pytest.skip(f"opencl: {registry.reason_absent('opencl')}")
+    x = np.array([1, P - 1], np.uint64)
+    with Accelerator("opencl", fallback=False) as acc:
+        assert acc.field_add(x, x).tolist() == [2, P - 2]
+        with pytest.raises(UnsupportedCase, match="opencl has no gelu"):
+            acc.gelu([1.0])
+        assert acc.metrics()["field_add"]["p50_ms"] > 0
+    with Accelerator("opencl", config=AcceleratorConfig(fallback="warn")) as acc:
+        with pytest.warns(FallbackWarning, match="gelu: opencl:0 is not used, cpu is"):
+            np.testing.assert_allclose(acc.gelu([1.0]), [0.841345], rtol=1e-5)
+        assert acc.metrics()["gelu"]["fallbacks"] == 1
+
+
+def test_a_device_that_fails_gives_way_to_the_cpu_or_raises(monkeypatch):
+    def failing(*_, **__):
+        raise LaunchError("refused")
+
+    acc = Accelerator("cpu")
+    monkeypatch.setattr(acc, "device", registry.choose("cpu"))
+    monkeypatch.setitem(_METHODS, "gelu", _METHODS["gelu"].__class__(failing, True, _METHODS["gelu"].example, lambda a, y: 0))
+    with pytest.raises(LaunchError, match="refused"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        acc.gelu([1.0])
+    assert acc.metrics()["gelu"]["errors"] == 1
