@@ -202,3 +202,14 @@ def test_a_signal_writes_a_checkpoint_and_the_rest_is_the_same(tmp_path, text, n
     again = subprocess.run(command(*arguments[:-1], straight, "--json"), env=environment(), timeout=120, check=False)
     assert again.returncode == 0
     assert losses(out) == losses(straight)
+
+
+def test_a_resumed_run_stays_on_its_device(accelerant, text):
+    accelerant("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", "--out", "out")
+    config = json.loads(Path("out/config.json").read_text())
+    assert config["backend"] == "cpu"
+    Path("out/config.json").write_text(json.dumps({**config, "backend": "abacus"}))
+    status, _, errors = accelerant("train", "--resume", "out")
+    assert status == 2
+    assert "got 'abacus'" in errors
+    assert accelerant("train", "--resume", "out", "--device", "cpu", "--json")[0] == 0

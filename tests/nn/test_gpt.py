@@ -194,3 +194,9 @@ def test_config_refuses_zero(field):
 def test_config_refuses_heads_that_do_not_divide():
     with pytest.raises(ConfigError, match="multiple of heads"):
         GPTConfig(width=10, heads=3)
+
+
+def test_generate_past_the_context_reads_its_end(model):
+    long = tokens(1, 20)
+    expected = model(long[:, -8:])[0, -1].argmax()
+    assert model.generate(long, 1, temperature=0)[0, -1] == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +14,7 @@ from accelerant.errors import CompileError, ConfigError
 if TYPE_CHECKING:
     from accelerant.runtime.inspect import EntryPoint, Inspection, Message
 
-__all__ = ["compile_file", "register"]
+__all__ = ["compile_file", "known_targets_of", "register"]
 
 TEMPLATES = ("matmul", "relu", "attention")
 """Kernels to start from, in the folder templates."""
@@ -72,9 +71,9 @@ def compile_file(
     for folder in include or ():
         if not folder.is_dir():
             raise ConfigError(f"--include {folder}: no such folder")
-    _Report(file, text, _targets(arch or ["all"]), [*(include or ()), file.resolve().parent], block, shared).run(
-        ptx=ptx, json_output=json_output
-    )
+    _Report(
+        file, text, known_targets_of(arch or ["all"]), [*(include or ()), file.resolve().parent], block, shared
+    ).run(ptx=ptx, json_output=json_output)
 
 
 def _read(file: Path) -> str:
@@ -88,8 +87,12 @@ def _read(file: Path) -> str:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from None
 
 
-def _targets(wanted: list[str]) -> list[str]:
-    """The architectures meant, each checked against what the compiler knows."""
+def known_targets_of(wanted: list[str]) -> list[str]:
+    """The architectures meant, each checked against what the compiler knows.
+
+    Raises:
+        ConfigError: it knows no such architecture.
+    """
     from accelerant.runtime.inspect import known_targets
     from accelerant.runtime.kernel import CUDA_TARGETS
 
@@ -98,14 +101,21 @@ def _targets(wanted: list[str]) -> list[str]:
     for name in wanted:
         if name == "all":
             found += [target for target in CUDA_TARGETS if target in known]
-        elif re.sub(r"(?<=\d)[af]$", "", name) in known:
+        elif _is_known(name, known):
             found.append(name)
         else:
             raise ConfigError(
                 f"--arch: unknown architecture {name!r}; known are all, {', '.join(known)}, "
-                "and from sm_90 on those with the suffix a"
+                "and with the suffix a from sm_90 on, f from sm_100 on"
             )
     return list(dict.fromkeys(found))
+
+
+def _is_known(name: str, known: tuple[str, ...]) -> bool:
+    """Whether it is one of those known, or its variant with special instructions (a: sm_90 on, f: sm_100 on)."""
+    plain, suffix = (name[:-1], name[-1]) if name[-1:] in ("a", "f") else (name, "")
+    least = {"": 0, "a": 90, "f": 100}[suffix]
+    return plain in known and int(plain.removeprefix("sm_")) >= least
 
 
 def _give_template(name: str, file: Path | None, out: Path | None) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from accelerant.config import settings
 from accelerant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ _Data = Annotated[
     list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to learn from.  [default: stdlib]")
 ]
 _Steps = Annotated[int | None, typer.Option(help="Optimiser steps.  [default: the preset's]")]
-_Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
+_Device = Annotated[
+    str | None, typer.Option(help="auto, cuda or cpu.  [default: auto; with --resume, the run's]", show_default=False)
+]
 _Out = Annotated[Path | None, typer.Option(help="Folder for the results.  [default: runs/PRESET]")]
 _Resume = Annotated[Path | None, typer.Option(metavar="DIR", help="Continue the interrupted run in this folder.")]
 _Seed = Annotated[int | None, typer.Option(help="Of weights, batches and sample.  [default: 0]")]
@@ -49,7 +52,7 @@ def train(
     preset: _Preset = None,
     data: _Data = None,
     steps: _Steps = None,
-    device: _Device = "auto",
+    device: _Device = None,
     out: _Out = None,
     resume: _Resume = None,
     seed: _Seed = None,
@@ -93,7 +96,7 @@ def _sources(names: list[str]) -> tuple[str, ...]:
     return tuple(os.path.abspath(os.path.expanduser(name)) for name in names)
 
 
-def _run(out: Path, run: RunConfig | None, backend: str, as_json: bool) -> None:
+def _run(out: Path, run: RunConfig | None, backend: str | None, as_json: bool) -> None:
     """Start a run, or continue the one in `out` where run is None; then print how it ended."""
     if run is None or run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
@@ -102,9 +105,12 @@ def _run(out: Path, run: RunConfig | None, backend: str, as_json: bool) -> None:
 
     import accelerant
     from accelerant.cli.train_view import make_view
+    from accelerant.nn.train.folder import RunFolder
     from accelerant.nn.train.job import resume_training, run_training
 
-    device = _choose(backend)
+    if run is None and backend is None:  # the same device goes on with the same losses
+        backend = RunFolder(out).read_config().get("backend")
+    device = _choose(settings().backend if backend is None else backend)
     view = make_view(quiet=as_json)
 
     def ledger() -> dict[str, Any]:

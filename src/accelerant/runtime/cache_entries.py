@@ -15,7 +15,7 @@ from typing import Any
 
 from accelerant.errors import CompileError
 from accelerant.runtime.cache import KernelCache
-from accelerant.runtime.kernel import Binary, Kernel, KernelSource
+from accelerant.runtime.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.providers.cuda import CudaProvider
 
 __all__ = ["AheadOfTime", "Entry", "entries", "remove", "remove_leftovers"]
@@ -125,20 +125,15 @@ class AheadOfTime(CudaProvider):
     def __init__(self, target: str) -> None:
         self.target = target
 
-    def _target(self, source: KernelSource, device: int) -> str:
-        """As the provider chooses on a device of the architecture.
+    def serves(self, source: KernelSource) -> bool:
+        """Whether a source is meant for the architecture."""
+        return not source.targets or bool({self.target, f"{self.target}a"} & set(source.targets))
 
-        Raises:
-            CompileError: the source is not for it.
-        """
-        if self.target.endswith("a"):
-            if self.target in source.targets:
-                return self.target
-        elif not source.targets or self.target in source.targets:
-            return self.target
-        elif f"{self.target}a" in source.targets:
-            return f"{self.target}a"
-        raise CompileError(f"kernel {source.name!r} is for {', '.join(source.targets)}; asked for {self.target}")
+    def _target(self, source: KernelSource, device: int) -> str:
+        """As the provider chooses on a device of the architecture."""
+        if not self.serves(source):
+            raise CompileError(f"kernel {source.name!r} is for {', '.join(source.targets)}; asked for {self.target}")
+        return self.target if not source.targets or self.target in source.targets else f"{self.target}a"
 
     def _load(
         self, source: KernelSource, entry: str, binary: Binary, target: str, device: int, from_cache: bool, began: float
@@ -150,7 +145,7 @@ class AheadOfTime(CudaProvider):
             device=-1,
             target=target,
             arguments=source.entries[entry],
-            resources=binary.resources[entry],
+            resources=binary.resources.get(entry, Resources()),
             compile_ms=(time.perf_counter() - began) * 1e3,
             from_cache=from_cache,
             metadata=binary.metadata,

@@ -120,10 +120,10 @@ def _names(modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) ->
         for name, constant in module.named_buffers():
             names.setdefault(id(constant), f"{root}.{name}")
     for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
+        for stepped, state in optimizer.state.items():
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, Tensor):
-                    of = names.get(id(parameter), "a parameter")
+                    of = names.get(id(stepped), "a parameter")
                     names.setdefault(id(value), f"{type(optimizer).__name__} {key} of {of}")
     return names
 

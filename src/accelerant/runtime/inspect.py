@@ -204,8 +204,8 @@ def _compile(text: str, target: str, name: str, include: Sequence[Path]) -> tupl
             .decode(errors="replace")
             .replace("\0", "")
         )
-        if code == nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION:
-            raise ConfigError(f"{compiler_version()} does not compile for {target!r}: {log.strip()}")
+        if code == nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION or "--nv_arch" in log:
+            raise ConfigError(f"{compiler_version()} does not compile for {target!r}")
         if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(f"{name} does not compile for {target}", log.strip() or code.name)
         cubin = _fetched(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)

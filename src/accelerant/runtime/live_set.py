@@ -1,7 +1,8 @@
 """The bytes that live tensors hold, counted op by op: the same on real tensors and on fake ones.
 
 While a LiveSet is active, each storage that an op returns is counted from then on until it dies. What a kernel
-allocates and frees inside one op is not seen. Aliases (views, in-place results) count once.
+allocates and frees inside one op is not seen. Aliases (views, in-place results) count once. What was there before counts
+only if `hold` was told of it.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class LiveSet(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not self._was_there(leaf, args):
                 self._count(leaf)
         if self._watch is not None:
             self._watch(func.name(), args, result)
@@ -88,6 +89,13 @@ class LiveSet(TorchDispatchMode):
                 f"the limit is {self._limit:,}"
             )
         return result
+
+    def _was_there(self, tensor: Tensor, args: Sequence[Any]) -> bool:
+        """Whether it is an alias of an argument that is not counted."""
+        key = _key(tensor)
+        return key not in self._seen and any(
+            isinstance(leaf, Tensor) and _key(leaf) == key for leaf in pytree.tree_leaves(args)
+        )
 
     def _count(self, tensor: Tensor) -> None:
         if tensor.device.type != self._device_type:

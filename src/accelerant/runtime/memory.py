@@ -104,7 +104,7 @@ class MemoryStatistics:
             pool += f" ({self.fragmentation:.0%} in fragments)"
         lines = [
             f"{self.device}  {size_text(self.free_bytes)} of {size_text(self.total_bytes)} free",
-            f"  this process  {size_text(self.allocated_bytes)} allocated, at most {size_text(self.peak_bytes)}, {pool}",
+            f"  held  {size_text(self.allocated_bytes)} by this process, {size_text(self.peak_bytes)} at most, {pool}",
             f"  refused  {self.out_of_memory}, after {self.retries} retries",
         ]
         if self.limit_bytes is not None:

@@ -217,8 +217,9 @@ def _faked(fake: FakeTensorMode, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _Workspace:
-    """Guesses what CUDA kernels allocate inside one op: cuBLAS's workspace, kept from the first product on, and the
-    largest of the temporaries of convolutions and attention.
+    """Guesses what CUDA kernels allocate inside one op.
+
+    That is cuBLAS's workspace, kept from the first product on, and the largest temporary of convolutions and attention.
     """
 
     def __init__(self, device: torch.device) -> None:

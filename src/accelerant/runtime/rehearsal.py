@@ -1,8 +1,8 @@
 """A training or inference step run only to see what it takes: on fake tensors, or for real with nothing left behind.
 
-A real rehearsal never touches the model's own tensors: it runs on stand-ins, parameters that share the values but have
-gradients of their own, and copies of the buffers. What else a step changes (random state, train or eval mode, attributes
-of the modules, cached memory) is put back by `undisturbed`.
+A real rehearsal never touches the model's own tensors: it runs on stand-ins, parameters that share the values but
+have gradients of their own, and copies of the buffers. What else a step changes (random state, train or eval mode,
+attributes of the modules, cached memory) is put back by `undisturbed`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,13 +71,14 @@ class _Call(nn.Module):
         return self.call(self.module, *inputs)
 
 
-def bound(step: Step, state: dict[str, Tensor], inputs: tuple[Any, ...]) -> Callable[[], Any]:
+def bound(step: Step, state: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Callable[[], Any]:
     """The step's forward pass on other tensors in place of the module's own."""
-    if not isinstance(step.target, nn.Module):
-        return lambda: step.target(*inputs)
+    target = step.target
+    if not isinstance(target, nn.Module):
+        return lambda: target(*inputs)
     if step.call is None:
-        return lambda: torch.func.functional_call(step.target, state, inputs)  # type: ignore[arg-type]  # a module
-    wrapped = _Call(step.target, step.call)
+        return lambda: torch.func.functional_call(target, dict(state), inputs)
+    wrapped = _Call(target, step.call)
     renamed = {f"module.{name}": tensor for name, tensor in state.items()}
     return lambda: torch.func.functional_call(wrapped, renamed, inputs)
 

@@ -22,7 +22,7 @@ from accelerant.nn.layers import LayerNorm, TransformerBlock, compute_dtype
 
 __all__ = ["GPT", "GPTConfig"]
 
-_PAD_MULTIPLE = 64  # rows of the vocabulary matrix: tensor cores want whole tiles
+_PAD_MULTIPLE = 64  # rows of the vocabulary matrix, and tokens while sampling: tensor cores want whole tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,14 @@ class GPT(nn.Module):
         return ops.matmul(rows, self.wte.weight.to(rows.dtype).t())
 
     def _last_logits(self, idx: Tensor) -> Tensor:
-        return self._padded_logits(self.hidden(idx)[:, -1])[:, : self.config.vocab_size].float()
+        """(B, vocab_size) logits of the token after the last.
+
+        Tokens are added on the right, where attention does not look: kernels then see few lengths, not each one.
+        """
+        time = idx.shape[1]
+        length = min(-(-time // _PAD_MULTIPLE) * _PAD_MULTIPLE, self.config.context)
+        hidden = self.hidden(F.pad(idx, (0, length - time)))
+        return self._padded_logits(hidden[:, time - 1])[:, : self.config.vocab_size].float()
 
 
 def _require_tokens(tokens: Tensor, name: str) -> None:

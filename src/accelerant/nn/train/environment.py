@@ -34,8 +34,9 @@ def usable_cores() -> int:
 def numerics(*, deterministic: bool, cpu_threads: int = 0) -> Iterator[None]:
     """Set torch for a run and restore it after: threads, TF32, deterministic algorithms.
 
-    Determinism on a GPU also needs CUBLAS_WORKSPACE_CONFIG in the environment before CUDA starts; cuDNN's
-    attention is left out then, since its backward pass is not deterministic.
+    Determinism on a GPU also needs CUBLAS_WORKSPACE_CONFIG in the environment before CUDA starts. The
+    attentions of cuDNN and of "memory efficient" kernels are left out then, since their backward passes are not
+    deterministic; flash attention's is, and the plain one serves what flash does not.
 
     Args:
         deterministic: same input and device, same bits.

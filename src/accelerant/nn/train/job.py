@@ -226,6 +226,7 @@ class _Session:
                 "held_out_tokens": len(self._material.held_out),
             },
             "device": self._device_name(),
+            "backend": self._device.type,
             "versions": {
                 "accelerant": __version__,
                 "torch": torch.__version__,

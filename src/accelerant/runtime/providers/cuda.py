@@ -181,7 +181,7 @@ class CudaProvider(ComputeProvider):
         stream: object | None = None,
     ) -> None:
         check_launch(kernel, self.name, grid, block, args)
-        self._start(kernel, grid, block, args, stream)
+        self._start(kernel, tuple(grid), tuple(block), args, stream)
 
     def launch_compiled(self, kernel: Kernel, grid: tuple[int, ...], args: Sequence[Pointer | int | float]) -> None:
         """Launch a kernel whose block size and shared memory were fixed when it was compiled (Triton's).
@@ -246,7 +246,7 @@ class CudaProvider(ComputeProvider):
             self._loaded.append(code)
         handle = LoadedKernel(
             entry,
-            int(core.handle),
+            core,
             kinds,
             extra=max(0, int(binary.metadata.get("parameters", len(kinds))) - len(kinds)),
             shared_bytes=shared,
@@ -268,8 +268,8 @@ class CudaProvider(ComputeProvider):
     def _start(
         self,
         kernel: Kernel,
-        grid: Sequence[int],
-        block: Sequence[int],
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
         args: Sequence[Pointer | int | float],
         stream: object | None,
     ) -> None:

@@ -1,0 +1,472 @@
+"""Whether everything that Accelerant stands on is here and works, as a list of checks.
+
+The last checks are the proof that matters: on each device the field_add kernel is compiled and launched through its
+provider, its result compared with integer arithmetic, and its time taken between the device's own events; on an NVIDIA
+device utilisation and memory are read from NVML meanwhile, by somebody else than torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+import accelerant
+from accelerant.algebra.field import op as field_op
+from accelerant.algebra.field.reference import MODULI, field_add_reference
+from accelerant.config import settings
+from accelerant.runtime import registry
+from accelerant.runtime.cache_entries import AheadOfTime, entries
+from accelerant.runtime.kernel import Kernel
+from accelerant.runtime.monitor import Sample, sample
+from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider
+from accelerant.runtime.readers import nvml_missing
+
+__all__ = ["Check", "Status", "checks"]
+
+Status = Literal["ok", "warning", "failed"]
+
+_TIMEOUT_S = 60
+_CHECKED = 1 << 16
+_BUSY_S = 2.5
+_GPU_ELEMENTS = 1 << 25
+_CPU_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        status: "ok", "warning" (works, but not as well as it could) or "failed".
+        found: what is there.
+        advice: what to do; empty where there is nothing to do.
+    """
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        """The fields by name, for JSON."""
+        return asdict(self)
+
+
+def checks(progress: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
+    """Look at everything, one check after the other; a check that breaks becomes a failed one.
+
+    Args:
+        progress: told what is looked at now.
+    """
+    parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
+        ("installation", _installation),
+        ("torch", _torch),
+        ("backends", _backends),
+        ("compilers", _compilers),
+        ("disk cache", _cache),
+        ("extras", _extras),
+    ]
+    for name, part in parts:
+        progress(name)
+        yield from _guarded(name, part)
+    for device in _present():
+        label = f"{device.backend}:{device.index}"
+        progress(f"compute on {label}")
+        yield from _guarded(f"compute {label}", lambda device=device: _proof(device))
+
+
+def _guarded(name: str, part: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    try:
+        yield from part()
+    except Exception as error:  # noqa: BLE001 - a doctor reports what breaks, whatever it is
+        first = str(error).splitlines()[0] if str(error) else ""
+        yield Check(name, "failed", f"{type(error).__name__}: {first}", "report this with the output of --json")
+
+
+def _present() -> list[ComputeDevice]:
+    try:
+        return [device for device in registry.devices() if device.available]
+    except Exception:  # noqa: BLE001 - the check of the backends has said so already
+        return []
+
+
+# --- what is installed -----------------------------------------------------------------------------------------------
+
+
+def _installation() -> Iterator[Check]:
+    folder = Path(accelerant.__file__).parent
+    yield Check("accelerant", "ok", f"{accelerant.__version__} in {folder}")
+    version = platform.python_version()
+    good = sys.version_info >= (3, 11)
+    advice = "" if good else "install Python 3.11 or newer"
+    yield Check("python", "ok" if good else "failed", f"{version} at {sys.executable}, {platform.platform()}", advice)
+    found = settings()
+    yield Check("settings", "ok", f"backend {found.backend}, fallback {found.fallback}, log {found.log}")
+
+
+def _torch() -> Iterator[Check]:
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    built = built or (f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU only")
+    status: Status = "ok"
+    advice = ""
+    if built == "the CPU only" and _nvidia_is_there():
+        status, advice = "warning", "there is an NVIDIA driver: install a CUDA build of torch to use it"
+    yield Check("torch", status, f"{torch.__version__}, built for {built}", advice)
+    driver = _driver()
+    if driver is not None:
+        yield driver
+
+
+def _nvidia_is_there() -> bool:
+    return bool(list(Path("/dev").glob("nvidia[0-9]*"))) or Path("/proc/driver/nvidia/version").exists()
+
+
+def _driver() -> Check | None:
+    """NVIDIA's driver; None where there is neither driver nor device."""
+    if not registry.reason_absent("cuda"):
+        devices = registry.create("cuda").devices()
+        found = f"CUDA {devices[0].properties.get('driver', '?')}"
+        path = Path("/proc/driver/nvidia/version")
+        version = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", path.read_text()) if path.is_file() else None
+        if version is not None:
+            found += f", version {version[1]}"
+        return Check("NVIDIA driver", "ok", f"{found}, {len(devices)} device{'s' * (len(devices) != 1)}")
+    if _nvidia_is_there():
+        reason = registry.reason_absent("cuda")
+        return Check("NVIDIA driver", "failed", reason, "run nvidia-smi; restart or reinstall the driver")
+    return None
+
+
+_HINTS: dict[str, Callable[[], bool]] = {
+    "cuda": _nvidia_is_there,
+    "rocm": lambda: Path("/dev/kfd").exists(),
+    "apple": lambda: sys.platform == "darwin" and platform.machine() == "arm64",
+}
+"""Backend -> whether its hardware seems to be there, whatever the software says."""
+
+
+def _backends() -> Iterator[Check]:
+    wanted = settings().backend
+    for name in registry.BACKENDS:
+        reason = registry.reason_absent(name)
+        if not reason:
+            devices = registry.create(name).devices()
+            names = ", ".join(dict.fromkeys(device.name for device in devices))
+            yield Check(f"backend {name}", "ok", f"{len(devices)} x {names}")
+        elif wanted == name:
+            yield Check(
+                f"backend {name}",
+                "failed",
+                f"absent: {reason}",
+                "it is the backend that the settings ask for: change ACCELERANT_BACKEND",
+            )
+        elif name in _HINTS and _HINTS[name]():
+            yield Check(f"backend {name}", "warning", f"absent: {reason}", "its hardware seems to be here")
+        else:
+            yield Check(f"backend {name}", "ok", f"absent: {reason}")
+    if wanted not in ("auto", *registry.BACKENDS):
+        yield Check("settings", "failed", f"no backend {wanted!r}", f"set it to auto, {', '.join(registry.BACKENDS)}")
+
+
+# --- compilers -------------------------------------------------------------------------------------------------------
+
+
+def _compilers() -> Iterator[Check]:
+    yield _nvrtc()
+    yield _triton()
+    import llvmlite
+    from llvmlite import binding
+
+    yield Check(
+        "compiler LLVM",
+        "ok",
+        f"llvmlite {llvmlite.__version__}, LLVM {binding.llvm_version_info[0]}, for {binding.get_host_cpu_name()}",
+    )
+    yield _c_compiler()
+
+
+def _nvrtc() -> Check:
+    """Compile field_add for sm_90, past every cache."""
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        needed: Status = "failed" if _nvidia_is_there() else "ok"
+        return Check("compiler NVRTC", needed, "not installed", "pip install cuda-core cuda-bindings nvidia-cuda-nvrtc")
+    from accelerant.runtime.inspect import compiler_version
+    from accelerant.runtime.providers.cuda import compile_cuda
+
+    began = time.perf_counter()
+    binary = compile_cuda(field_op.source(), "sm_90")
+    took = (time.perf_counter() - began) * 1e3
+    registers = binary.resources["field_add"].registers
+    return Check(
+        "compiler NVRTC", "ok", f"{compiler_version()}: field_add for sm_90 in {took:.0f} ms, {registers} registers"
+    )
+
+
+def _triton() -> Check:
+    """Compile one shipped Triton kernel for sm_90."""
+    if importlib.util.find_spec("triton") is None:
+        status: Status = "ok" if sys.platform != "linux" else "warning"
+        return Check(
+            "compiler Triton", status, "not installed", "pip install triton (Linux only); without it torch's ops run"
+        )
+    version = importlib.metadata.version("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return Check("compiler Triton", "warning", f"{version}, set to interpret", "unset TRITON_INTERPRET to compile")
+    from accelerant.bench.shipped import shipped_kernels
+
+    kernel = next(each for each in shipped_kernels() if "triton" in each.source.dialects)
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        binary = _builder(kernel.source).build("sm_90")
+        took = (time.perf_counter() - began) * 1e3
+        del folder
+    return Check(
+        "compiler Triton", "ok", f"{version}: {kernel.name} for sm_90 in {took:.0f} ms, {len(binary.code)} bytes"
+    )
+
+
+def _builder(source: Any) -> Any:
+    return source.dialects["triton"]
+
+
+_PROBE = "#include <Python.h>\nint probe(void) { return PY_MAJOR_VERSION; }\n"
+
+
+def _c_compiler() -> Check:
+    """What torch.compile and Triton's launchers need: a C compiler that finds Python.h, and a C++ compiler."""
+    advice = "needed by torch.compile only: install gcc, g++ and Python's headers (Debian: build-essential python3-dev)"
+    c = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    cxx = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if c is None or cxx is None:
+        return Check("compiler C", "warning", f"no {'C' if c is None else 'C++'} compiler", advice)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.c"
+        source.write_text(_PROBE)
+        command = [
+            *c.split(),
+            "-shared",
+            "-fPIC",
+            f"-I{sysconfig.get_path('include')}",
+            str(source),
+            "-o",
+            f"{source}.so",
+        ]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return Check("compiler C", "warning", f"{c}: {error}", advice)
+    if done.returncode:
+        said = (done.stderr.strip() or f"status {done.returncode}").splitlines()[0]
+        return Check("compiler C", "warning", f"{c} does not build a module: {said}", advice)
+    return Check("compiler C", "ok", f"{c} builds Python modules; C++: {cxx}")
+
+
+# --- cache and extras ------------------------------------------------------------------------------------------------
+
+
+def _cache() -> Iterator[Check]:
+    root = settings().cache_dir / "kernels"
+    advice = "kernels are compiled anew in each process: set ACCELERANT_CACHE_DIR to a folder that you may write"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root) as file:
+            file.write(b"probe")
+    except OSError as error:
+        yield Check("disk cache", "warning", f"{root} cannot be written: {error.strerror or error}", advice)
+        return
+    found = entries(root)
+    damaged = [entry for entry in found if entry.damage]
+    size = sum(entry.size_bytes for entry in found)
+    free = shutil.disk_usage(root).free
+    text = f"{root}: {len(found)} entries, {size / 2**20:.1f} MiB, {free / 2**30:.0f} GiB free"
+    if damaged:
+        yield Check("disk cache", "warning", f"{text}, {len(damaged)} damaged", "accelerant cache clear --yes")
+    elif free < 2**28:
+        yield Check("disk cache", "warning", text, "the disk is nearly full")
+    else:
+        yield Check("disk cache", "ok", text)
+
+
+def _extras() -> Iterator[Check]:
+    for extra, requirements in sorted(_declared_extras().items()):
+        missing = [name for name in requirements if not _is_installed(name)]
+        there = [f"{name} {importlib.metadata.version(name)}" for name in requirements if name not in missing]
+        advice = f"pip install 'accelerant[{extra}]'" if missing else ""
+        found = ", ".join(there + [f"{name} not installed" for name in missing])
+        needed = extra == "monitor" and missing and not registry.reason_absent("cuda")
+        yield Check(f"extra {extra}", "warning" if needed else "ok", found, advice)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _declared_extras() -> dict[str, list[str]]:
+    """Extra -> names of its packages: from a source tree's pyproject.toml, else from the installed package."""
+    project = Path(accelerant.__file__).parents[2] / "pyproject.toml"
+    if project.is_file():
+        declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"].get("optional-dependencies", {})
+        lines = [(extra, line) for extra, needs in declared.items() for line in needs]
+    else:
+        lines = []
+        for line in importlib.metadata.requires("accelerant") or ():
+            marker = re.search(r"""extra\s*==\s*['"]([\w-]+)['"]""", line)
+            if marker is not None:
+                lines.append((marker[1], line))
+    found: dict[str, list[str]] = {}
+    for extra, line in lines:
+        name = re.match(r"[\w.-]+", line)
+        if extra != "dev" and name is not None and name[0] != "accelerant":
+            found.setdefault(extra, []).append(name[0])
+    return found
+
+
+# --- the proof -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Launch:
+    """field_add on a device, ready to be launched again and again."""
+
+    provider: ComputeProvider
+    device: ComputeDevice
+    kernel: Kernel
+    buffers: tuple[Buffer, Buffer, Buffer]
+    n: int
+
+    def start(self) -> None:
+        self.provider.launch(self.kernel, (-(-self.n // 256),), (256,), (*self.buffers, self.n))
+
+
+def _proof(device: ComputeDevice) -> Iterator[Check]:
+    """Compile, launch, compare, time; on NVIDIA look at it from outside meanwhile."""
+    label = f"compute {device.backend}:{device.index}"
+    provider = registry.create(device.backend)
+    before = sample(device) if device.backend == "cuda" else None
+    launch, x, y = _prepare(provider, device)
+    launch.start()
+    provider.synchronize(device.index)
+    wrong = _first_wrong(launch, x, y)
+    if wrong:
+        yield Check(label, "failed", wrong, "do not trust this device: check memory and driver, then run this again")
+        return
+    times = _event_times_ms(launch)
+    best = min(times, default=0.0)
+    if best <= 0.0:
+        yield Check(label, "failed", f"the result is right, but the device's events say {best} ms", "update the driver")
+        return
+    rate = 24 * launch.n / best / 1e6
+    yield Check(
+        label, "ok", f"field_add of {launch.n:,} elements: {best:.3f} ms by events ({rate:,.0f} GB/s), result exact"
+    )
+    if before is not None:
+        yield _observed(launch, before)
+
+
+def _prepare(provider: ComputeProvider, device: ComputeDevice) -> tuple[_Launch, Any, Any]:
+    """Operands, edge values first; the output holds a value that no sum has."""
+    n = _CPU_ELEMENTS if device.backend == "cpu" else _GPU_ELEMENTS if device.backend == "cuda" else _CPU_ELEMENTS
+    modulus = MODULI["goldilocks"]
+    rng = np.random.default_rng(7)
+    x = rng.integers(0, modulus, n, dtype=np.uint64)
+    y = rng.integers(0, modulus, n, dtype=np.uint64)
+    edges = [0, 1, 2**32 - 1, 2**63, modulus - 2, modulus - 1]
+    pairs = [(a, b) for a in edges for b in edges]
+    x[: len(pairs)], y[: len(pairs)] = [a for a, _ in pairs], [b for _, b in pairs]
+    kernel = provider.compile(field_op.source(), device=device.index)
+    z = provider.copy_to_device(np.full(n, 2**64 - 1, np.uint64), device.index)
+    buffers = (provider.copy_to_device(x, device.index), provider.copy_to_device(y, device.index), z)
+    return _Launch(provider, device, kernel, buffers, n), x, y
+
+
+def _first_wrong(launch: _Launch, x: Any, y: Any) -> str:
+    """Compare every element with 64-bit arithmetic on the host, and a part with Python's integers; "" if all agree."""
+    modulus = np.uint64(MODULI["goldilocks"])
+    got = launch.provider.copy_to_host(launch.buffers[2], np.uint64, (launch.n,))
+    room = modulus - y  # x + y reaches the modulus where x >= room
+    expected = np.where(x >= room, x - room, x + y)
+    part = slice(0, _CHECKED)
+    exact = np.array(field_add_reference(x[part].tolist(), y[part].tolist(), field="goldilocks"), np.uint64)
+    if not np.array_equal(expected[part], exact):
+        return "the host's own integer arithmetic is wrong"
+    differs = np.flatnonzero(got != expected)
+    if not differs.size:
+        return ""
+    at = int(differs[0])
+    return f"{differs.size:,} of {launch.n:,} sums are wrong, the first: {x[at]} + {y[at]} gave {got[at]}"
+
+
+def _event_times_ms(launch: _Launch, repeats: int = 10) -> list[float]:
+    provider, index = launch.provider, launch.device.index
+    marks = []
+    for _ in range(repeats):
+        start = provider.record_event(index)
+        launch.start()
+        marks.append((start, provider.record_event(index)))
+    provider.synchronize(index)
+    return [start.elapsed_ms(stop) for start, stop in marks if start is not None and stop is not None]
+
+
+def _observed(launch: _Launch, before: Sample) -> Check:
+    """Keep the device busy and read NVML until it has noticed."""
+    label = f"seen by NVML {before.device}"
+    if nvml_missing():
+        return Check(
+            label, "warning", nvml_missing(), "pip install 'accelerant[monitor]' to see the device from outside"
+        )
+    held = sum(buffer.size_bytes for buffer in launch.buffers)
+    seen, peak = before, 0.0
+    until = time.perf_counter() + _BUSY_S
+    while time.perf_counter() < until:
+        for _ in range(50):
+            launch.start()
+        launch.provider.synchronize(launch.device.index)
+        seen = sample(launch.device)
+        peak = max(peak, seen.utilisation_percent or 0.0)
+        if peak >= 90.0:
+            break
+    memory = _memory_seen(before, seen, held)
+    if seen.utilisation_percent is None:
+        return Check(label, "warning", f"{memory}; utilisation: {seen.reasons['utilisation_percent']}")
+    found = f"{peak:.0f} % busy, {memory}"
+    if seen.power_w is not None and seen.temperature_c is not None:
+        found += f", {seen.power_w:.0f} W, {seen.temperature_c:.0f} C"
+    if peak == 0.0:
+        advice = "NVML looks at another device than torch, or counts nothing (MIG, virtual GPU)"
+        return Check(label, "failed", f"0 % busy during {_BUSY_S} s of launches; {memory}", advice)
+    if memory.startswith("no"):
+        return Check(label, "failed", found, "NVML looks at another device than torch")
+    return Check(label, "ok", found)
+
+
+def _memory_seen(before: Sample, seen: Sample, held: int) -> str:
+    """This process's memory as NVML lists it, or the device's rise where the process has another number there."""
+    mine = [each for each in seen.processes or () if each.pid == os.getpid() and each.memory_bytes]
+    if mine:
+        return f"{(mine[0].memory_bytes or 0) / 2**20:,.0f} MiB held by this process"
+    rise = (seen.memory_used_bytes or 0) - (before.memory_used_bytes or 0)
+    if rise >= held:
+        return f"{rise / 2**20:,.0f} MiB more in use (NVML does not list this process: it runs in a container)"
+    return f"no rise of the device's memory in use ({rise / 2**20:,.0f} MiB, {held / 2**20:,.0f} are held)"

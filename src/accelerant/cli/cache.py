@@ -1,0 +1,213 @@
+"""`accelerant cache`: the compiled kernels on disk."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from accelerant.errors import AccelerantError, ConfigError
+
+if TYPE_CHECKING:
+    from accelerant.bench.shipped import Shipped
+    from accelerant.runtime.cache_entries import Entry
+    from accelerant.runtime.provider import ComputeProvider
+
+__all__ = ["clear", "list_entries", "register", "warm"]
+
+_Names = Annotated[
+    list[str] | None, typer.Argument(metavar="[NAME]...", help="Kernels by name; * stands for any text.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Named = TypeVar("_Named", "Entry", "Shipped")
+_PLAIN_WIDTH = 160
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group."""
+    group = typer.Typer(help="Compiled kernels on disk: show, remove, compile ahead.", no_args_is_help=True)
+    group.command("list", epilog="Examples:  accelerant cache list   |   accelerant cache list 'softmax*' --json")(
+        list_entries
+    )
+    group.command("clear", epilog="Examples:  accelerant cache clear --yes   |   accelerant cache clear 'gelu*'")(clear)
+    group.command(
+        "warm",
+        epilog="Examples:  accelerant cache warm   |   accelerant cache warm --arch sm_90 --arch sm_80   |   "
+        "accelerant cache warm field_add --device cpu",
+    )(warm)
+    app.add_typer(group, name="cache")
+
+
+def list_entries(names: _Names = None, json_output: _Json = False) -> None:
+    """List the compiled kernels on disk."""
+    from accelerant.config import settings
+    from accelerant.runtime.cache_entries import entries
+
+    found = _selected(entries(), names)
+    if json_output:
+        print(json.dumps([entry.to_dict() for entry in found], indent=1))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("kernel", "target", "compiler", "size", "age", "registers", "key"):
+        table.add_column(title, justify="right" if title in ("size", "age", "registers") else "left")
+    for entry in found:
+        name = f"[red]damaged:[/] {entry.damage}" if entry.damage else entry.name
+        registers = "-" if entry.registers is None else str(entry.registers)
+        cells = (name, entry.target, entry.compiler, _size(entry.size_bytes), _age(entry.age_s), registers)
+        table.add_row(*cells, entry.key[:12])
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    if found:
+        console.print(table)
+    total = sum(entry.size_bytes for entry in found)
+    count = f"{len(found)} {'entry' if len(found) == 1 else 'entries'}"
+    print(f"{count}, {_size(total)}, in {settings().cache_dir / 'kernels'}")
+
+
+def clear(
+    names: _Names = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    json_output: _Json = False,
+) -> None:
+    """Remove compiled kernels; they are compiled again when they are next used."""
+    from accelerant.runtime.cache_entries import entries, remove, remove_leftovers
+
+    found = _selected(entries(), names)
+    if found and not yes:
+        if json_output or not sys.stdin.isatty():
+            raise ConfigError(f"clearing {len(found)} of the cache's entries needs --yes where nobody can be asked")
+        typer.confirm(f"Remove {len(found)} of the cache's entries?", abort=True)
+    freed = remove(found)
+    leftovers = 0 if names else remove_leftovers()
+    if json_output:
+        print(json.dumps({"removed": len(found), "freed_bytes": freed, "leftovers": leftovers}))
+    else:
+        print(f"removed {len(found)} {'entry' if len(found) == 1 else 'entries'}, {_size(freed)}")
+
+
+def warm(
+    names: _Names = None,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Compile for this NVIDIA architecture, with or without a GPU; may be repeated. all: every one."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Compile for the device of this backend; auto by default.")] = "auto",
+    json_output: _Json = False,
+) -> None:
+    """Compile the shipped kernels ahead, so that first calls load machine code instead of compiling.
+
+    A call whose sizes are no multiples of 16 may still compile its own variant.
+    """
+    from accelerant.bench.shipped import shipped_kernels
+
+    if arch and device != "auto":
+        raise ConfigError(f"--arch and --device {device} exclude each other")
+    kernels = _selected(shipped_kernels(), names)
+    providers = _providers(arch, device)
+    jobs = [
+        (kernel, label, provider) for label, provider in providers for kernel in kernels if _serves(provider, kernel)
+    ]
+    results: list[dict[str, Any]] = []
+    progress = _progress(json_output)
+    for number, (kernel, label, provider) in enumerate(jobs, 1):
+        progress(f"[{number}/{len(jobs)}] {label} {kernel.name} {kernel.detail}")
+        results.append(_compile(kernel, label, provider))
+    progress("")
+    failed = [row for row in results if row["error"]]
+    if json_output:
+        print(json.dumps(results, indent=1))
+    else:
+        _print_warmed(results, [label for label, _ in providers])
+    if failed:
+        raise typer.Exit(1)
+
+
+def _providers(arch: list[str] | None, device: str) -> list[tuple[str, ComputeProvider]]:
+    """What to compile for: a label and what compiles for it."""
+    from accelerant.cli.compile import known_targets_of
+    from accelerant.runtime import registry
+    from accelerant.runtime.cache_entries import AheadOfTime
+
+    if arch:
+        return [(target, AheadOfTime(target)) for target in known_targets_of(arch)]
+    chosen = registry.choose(device)
+    if chosen.backend == "cuda":
+        return [(chosen.architecture, AheadOfTime(chosen.architecture))]
+    return [(chosen.backend, registry.create(chosen.backend))]
+
+
+def _serves(provider: ComputeProvider, kernel: Shipped) -> bool:
+    """Whether the kernel is for what the provider compiles for."""
+    from accelerant.runtime.cache_entries import AheadOfTime
+
+    if not any(dialect in kernel.source.dialects for dialect in provider.dialects):
+        return False
+    return not isinstance(provider, AheadOfTime) or provider.serves(kernel.source)
+
+
+def _compile(kernel: Shipped, label: str, provider: ComputeProvider) -> dict[str, Any]:
+    row: dict[str, Any] = {"kernel": kernel.name, "detail": kernel.detail, "target": label, "error": ""}
+    try:
+        done = provider.compile(kernel.source, entry=next(iter(kernel.source.entries)))
+    except AccelerantError as error:
+        return {**row, "error": str(error)}
+    return {**row, "target": done.target, "from_cache": done.from_cache, "compile_ms": done.compile_ms}
+
+
+def _print_warmed(results: list[dict[str, Any]], labels: list[str]) -> None:
+    for row in results:
+        if row["error"]:
+            print(f"failed: {row['kernel']} {row['detail']} for {row['target']}: {row['error']}", file=sys.stderr)
+    fresh = [row for row in results if not row["error"] and not row["from_cache"]]
+    known = sum(1 for row in results if not row["error"] and row["from_cache"])
+    seconds = sum(row["compile_ms"] for row in fresh) / 1e3
+    print(f"{', '.join(labels)}: {len(fresh)} compiled in {seconds:.1f} s, {known} were there already")
+
+
+def _progress(quiet: bool) -> Callable[[str], None]:
+    """Shows one line on a terminal's stderr, whole lines elsewhere; nothing with JSON."""
+    live = sys.stderr.isatty()
+
+    def show(what: str) -> None:
+        if live:
+            print(f"\r\x1b[K{what[:110]}", end="", file=sys.stderr, flush=True)
+        elif what:
+            print(what, file=sys.stderr)
+
+    return (lambda _: None) if quiet else show
+
+
+def _selected(found: list[_Named], names: list[str] | None) -> list[_Named]:
+    """Those that a pattern names.
+
+    Raises:
+        ConfigError: a pattern names none.
+    """
+    if not names:
+        return found
+    for pattern in names:
+        if not any(fnmatchcase(each.name, pattern) for each in found):
+            known = sorted({each.name for each in found if each.name})
+            raise ConfigError(f"no kernel {pattern!r} here; there are {', '.join(known) or 'none'}")
+    return [each for each in found if any(fnmatchcase(each.name, pattern) for pattern in names)]
+
+
+def _size(size_bytes: int) -> str:
+    if size_bytes < 2**20:
+        return f"{size_bytes / 2**10:.1f} KiB"
+    return f"{size_bytes / 2**20:.1f} MiB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

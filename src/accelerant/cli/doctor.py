@@ -1,0 +1,65 @@
+"""`accelerant doctor`: whether everything is here and works, and what to do where it does not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from accelerant.bench.doctor import Check
+
+__all__ = ["doctor", "register"]
+
+_COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("doctor", epilog="Examples:  accelerant doctor   |   accelerant doctor --json > report.json")(doctor)
+
+
+def doctor(
+    json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Check the installation, compilers, cache and devices, and prove that each device computes.
+
+    Each line is ok, warning or failed. Exit status 1 where something failed.
+    """
+    from accelerant.bench.doctor import checks
+
+    live = sys.stderr.isatty() and not json_output
+
+    def progress(what: str) -> None:
+        if live:
+            print(f"\r\x1b[K{what} ...", end="", file=sys.stderr, flush=True)
+
+    found: list[Check] = []
+    for check in checks(progress):
+        found.append(check)
+        if not json_output:
+            if live:
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            _show(check)
+    counts = {status: sum(check.status == status for check in found) for status in _COLOURS}
+    if json_output:
+        print(json.dumps({"counts": counts, "checks": [check.to_dict() for check in found]}, indent=1))
+    else:
+        print(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['failed']} failed")
+    if counts["failed"]:
+        raise typer.Exit(1)
+
+
+def _show(check: Check) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    line = Text(f"{check.status:<8}", style=_COLOURS[check.status])
+    line.append(f"{check.name:<20} ", style="bold")
+    line.append(check.found, style="default")
+    console = Console(soft_wrap=True)
+    console.print(line)
+    if check.advice:
+        console.print(Text(f"{'':29}to do: {check.advice}", style="" if check.status == "ok" else "bold"))

@@ -1,0 +1,372 @@
+"""Streams, events, and futures of device work.
+
+    copies = Stream("cuda:0")
+    with copies:                               # torch's work in the block goes to this stream
+        y = work(x)
+    mark = copies.record()
+    Stream.current("cuda:0").wait(mark)        # the device waits, not the host
+
+    answer = submit(model, x, stream=copies)   # a Future: answer.done(), answer.result(timeout_s), await answer
+
+On CUDA these are torch's streams and events. The CPU has none, so there the same calls do the same at once: work in a
+`with` block runs in the caller's thread, and what is submitted runs in order on one thread that the stream owns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Generator
+from concurrent.futures import Future as Task
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from accelerant.errors import ConfigError, TimeLimitExceeded, UnsupportedCase
+from accelerant.runtime import provider
+from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.topology import DeviceLike, find_device
+
+__all__ = ["Event", "Future", "Stream", "submit"]
+
+T = TypeVar("T")
+
+_POLL_LEAST_S = 50e-6
+_POLL_MOST_S = 10e-3
+_POLL_PART = 0.05
+"""Waiting by polling asks again after this part of the time already waited, so it is late by 5% at most."""
+
+
+class Event(provider.Event):
+    """A mark on a stream; made by Stream.record()."""
+
+    @abstractmethod
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Wait on the host until the device has passed it.
+
+        Raises:
+            TimeLimitExceeded: it has not in that time.
+            DeviceLost: the device broke before.
+        """
+
+
+class _CudaEvent(Event):
+    __slots__ = ("event",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        try:
+            return bool(self.event.query())
+        except RuntimeError as error:
+            raise _cuda_error(error) from error
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        if timeout_s is not None:
+            _poll(self.done, timeout_s, "the device's work")
+            return
+        try:
+            self.event.synchronize()
+        except RuntimeError as error:
+            raise _cuda_error(error) from error
+
+    def elapsed_ms(self, later: provider.Event) -> float:
+        if not isinstance(later, _CudaEvent):
+            raise TypeError(f"an event of CUDA cannot be compared with {type(later).__name__}")
+        return float(self.event.elapsed_time(later.event))
+
+
+class _HostEvent(Event):
+    """The time at which the stream's thread came to it; at once where it has nothing to do."""
+
+    __slots__ = ("task",)
+
+    def __init__(self, task: Task[float] | None) -> None:
+        if task is None:
+            task = Task()
+            task.set_result(time.perf_counter())
+        self.task = task
+
+    def done(self) -> bool:
+        return self.task.done()
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        try:
+            self.task.result(timeout_s)
+        except TimeoutError:
+            raise TimeLimitExceeded(f"the stream's work was not done within {timeout_s} s") from None
+
+    def elapsed_ms(self, later: provider.Event) -> float:
+        if not isinstance(later, _HostEvent):
+            raise TypeError(f"an event of the CPU cannot be compared with {type(later).__name__}")
+        return (later.task.result() - self.task.result()) * 1e3
+
+
+class Stream:
+    """An order of work on a device; work on several streams may overlap. See the module's docstring.
+
+    Args:
+        device: a CUDA device or the CPU.
+        priority: on CUDA, -1 goes before 0.
+
+    Raises:
+        ConfigError, BackendUnavailable: no such device.
+        UnsupportedCase: a backend whose provider has one queue and no streams.
+    """
+
+    def __init__(self, device: DeviceLike = "auto", *, priority: int = 0) -> None:
+        self.device = _with_streams(find_device(device))
+        self._cuda: torch.cuda.Stream | None = None
+        if self.device.backend == "cuda":
+            self._cuda = torch.cuda.Stream(torch.device(self.device.torch_device), priority=priority)
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Task[Any] | None = None
+        self._entered: list[Any] = []
+
+    @classmethod
+    def current(cls, device: DeviceLike = "auto") -> Stream:
+        """The stream that torch uses now on the device; on the CPU, one that all callers share."""
+        found = _with_streams(find_device(device))
+        if found.backend == "cpu":
+            return _shared_host_stream(found)
+        stream = cls.__new__(cls)
+        stream.device = found
+        stream._cuda = torch.cuda.current_stream(found.index)
+        stream._lock, stream._thread, stream._last, stream._entered = threading.Lock(), None, None, []
+        return stream
+
+    @property
+    def cuda_stream(self) -> int:
+        """The driver's handle, as a provider's launch takes it; 0 on the CPU."""
+        return 0 if self._cuda is None else int(self._cuda.cuda_stream)
+
+    @property
+    def torch_stream(self) -> torch.cuda.Stream | None:
+        """Torch's own object; None on the CPU."""
+        return self._cuda
+
+    def record(self) -> Event:
+        """Mark the end of what the stream was given so far."""
+        if self._cuda is not None:
+            return _CudaEvent(self._cuda)
+        return _HostEvent(None if self._idle() else self.run(time.perf_counter))
+
+    def wait(self, event: Event) -> None:
+        """Let what comes later on this stream wait for the event; the host does not wait."""
+        if self._cuda is not None and isinstance(event, _CudaEvent):
+            self._cuda.wait_event(event.event)
+        elif self._cuda is not None:
+            event.synchronize()  # no device can wait for the host
+        elif not event.done():
+            self.run(event.synchronize)
+
+    def wait_stream(self, other: Stream) -> None:
+        """Let what comes later on this stream wait for what the other one was given so far."""
+        self.wait(other.record())
+
+    def done(self) -> bool:
+        """Whether everything that the stream was given is done; does not wait."""
+        return self._idle() if self._cuda is None else bool(self._cuda.query())
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Wait on the host until everything that the stream was given is done.
+
+        Raises:
+            TimeLimitExceeded, DeviceLost: as an event's.
+        """
+        self.record().synchronize(timeout_s)
+
+    def run(self, fn: Callable[..., T], *args: Any) -> Task[T]:
+        """On a stream of the CPU: run fn on its thread, after what it was given before.
+
+        Raises:
+            UnsupportedCase: a stream of another device.
+        """
+        if self._cuda is not None:
+            raise UnsupportedCase(f"{self!r} has no thread; use submit()")
+        with self._lock:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="accelerant-stream")
+            task = self._thread.submit(fn, *args)
+            self._last = task
+        return task
+
+    def __enter__(self) -> Stream:
+        if self._cuda is not None:
+            context = torch.cuda.stream(self._cuda)
+            context.__enter__()
+            self._entered.append(context)
+        else:
+            self.synchronize()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._cuda is not None:
+            self._entered.pop().__exit__(kind, error, trace)
+
+    def __repr__(self) -> str:
+        return f"Stream({self.device.backend}:{self.device.index})"
+
+    def _idle(self) -> bool:
+        return self._last is None or self._last.done()
+
+
+_shared: list[Stream] = []
+_shared_lock = threading.Lock()
+
+
+def _shared_host_stream(device: ComputeDevice) -> Stream:
+    with _shared_lock:
+        if not _shared:
+            _shared.append(Stream(device))
+        return _shared[0]
+
+
+def _with_streams(device: ComputeDevice) -> ComputeDevice:
+    if device.backend not in ("cuda", "cpu"):
+        raise UnsupportedCase(f"streams are for cuda and cpu; {device.backend} works through its provider's one queue")
+    return device
+
+
+# --- futures ---------------------------------------------------------------------------------------------------------
+
+
+class Future(Generic[T]):
+    """The result of work on a stream; made by submit(). Await it, or ask for its result."""
+
+    def __init__(self, stream: Stream, task: Task[T], event: Event | None) -> None:
+        self._stream = stream
+        self._task = task
+        self._event = event
+
+    def done(self) -> bool:
+        """Whether the result, or the error, is there; does not wait."""
+        return self._task.done() and (self._event is None or self._event.done())
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """Wait for the result. Its tensors may be used on torch's current stream.
+
+        Raises:
+            TimeLimitExceeded: it is not there in that time; the work goes on, and it may be asked for again.
+            Exception: what the function raised.
+        """
+        _check_timeout(timeout_s)
+        try:
+            value = self._task.result(timeout_s)
+        except TimeoutError:
+            if self._task.done():  # the function's own
+                raise
+            raise TimeLimitExceeded(f"the result on {self._stream!r} was not there within {timeout_s} s") from None
+        if self._event is not None:
+            self._event.synchronize(timeout_s)
+            _used_on(value, torch.cuda.current_stream(self._stream.device.index))
+        return value
+
+    def value_on(self, stream: Stream) -> T:
+        """The result for use on another stream, which waits for it; on CUDA the host does not."""
+        value = self._task.result()
+        if self._event is not None:
+            stream.wait(self._event)
+            if stream.torch_stream is not None:
+                _used_on(value, stream.torch_stream)
+        return value
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> T:
+        """Without holding up the loop; cancelling the wait leaves the work alone."""
+        if self._event is None:
+            return await asyncio.shield(asyncio.wrap_future(self._task))
+        began = time.perf_counter()
+        while not self.done():
+            await asyncio.sleep(_pause(time.perf_counter() - began))
+        return self.result()
+
+    def __repr__(self) -> str:
+        return f"Future({'done' if self.done() else 'pending'} on {self._stream!r})"
+
+
+def submit(fn: Callable[..., T], *args: Any, stream: Stream | None = None) -> Future[T]:
+    """Run fn(*args) on a stream.
+
+    CUDA: fn is called at once, in the caller's thread, and what it launches goes to the stream, after what torch's
+    current stream was given so far; so fn must not wait for the device. CPU: fn runs on the stream's thread, under the
+    caller's grad mode.
+
+    Args:
+        fn: what to run; its exception is raised by the future.
+        args: its arguments.
+        stream: where; by default the current one of the first tensor's device, or of the device in use.
+
+    Raises:
+        ConfigError: fn cannot be called.
+    """
+    if not callable(fn):
+        raise ConfigError(f"submit: wanted a function, got {type(fn).__name__}")
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    if stream is None:
+        stream = Stream.current(tensors[0].device if tensors else "auto")
+    if stream.torch_stream is None:
+        return Future(stream, stream.run(_with_grad_mode, torch.is_grad_enabled(), fn, args), None)
+    task: Task[T] = Task()
+    with torch.cuda.device(stream.device.index):
+        stream.torch_stream.wait_stream(torch.cuda.current_stream())
+        with stream:
+            try:
+                task.set_result(fn(*args))
+            except Exception as error:  # noqa: BLE001  # raised where the result is asked for
+                task.set_exception(error)
+        _used_on(tensors, stream.torch_stream)
+        return Future(stream, task, stream.record())
+
+
+def _with_grad_mode(enabled: bool, fn: Callable[..., T], args: tuple[Any, ...]) -> T:
+    with torch.set_grad_enabled(enabled):
+        return fn(*args)
+
+
+def _used_on(tree: Any, stream: torch.cuda.Stream) -> None:
+    """Tell the allocator, so that the memory is not given to others before the stream is done with it."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.is_cuda:
+            leaf.record_stream(stream)
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def _pause(waited_s: float) -> float:
+    return min(_POLL_MOST_S, max(_POLL_LEAST_S, _POLL_PART * waited_s))
+
+
+def _poll(done: Callable[[], bool], timeout_s: float, what: str) -> None:
+    _check_timeout(timeout_s)
+    began = time.perf_counter()
+    while not done():
+        waited = time.perf_counter() - began
+        if waited > timeout_s:
+            raise TimeLimitExceeded(f"{what} was not done within {timeout_s} s")
+        time.sleep(_pause(waited))
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not timeout_s >= 0:
+        raise ConfigError(f"timeout_s must be 0 or more, or None for no limit; got {timeout_s}")
+
+
+def _cuda_error(error: RuntimeError) -> Exception:
+    from accelerant.runtime.providers.cuda_launch import cuda_error
+
+    return cuda_error(str(error), "waiting for the device")
