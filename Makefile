@@ -21,7 +21,7 @@ lint: $(VENV)/.installed-dev     ## formatting, types, layers
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.installed-dev     ## the tests
-	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 gpu-test:        ## the GPU tests, from the source tree with the Python at hand: make gpu-test PYTHON=python3
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)

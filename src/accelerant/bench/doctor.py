@@ -7,6 +7,7 @@ device utilisation and memory are read from NVML meanwhile, by somebody else tha
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -32,8 +33,8 @@ from accelerant.algebra.field import op as field_op
 from accelerant.algebra.field.reference import MODULI, field_add_reference
 from accelerant.config import settings
 from accelerant.runtime import registry
-from accelerant.runtime.cache_entries import AheadOfTime, entries
-from accelerant.runtime.kernel import Kernel
+from accelerant.runtime.cache_entries import entries
+from accelerant.runtime.kernel import Builder, Kernel
 from accelerant.runtime.monitor import Sample, sample
 from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider
 from accelerant.runtime.readers import nvml_missing
@@ -45,8 +46,8 @@ Status = Literal["ok", "warning", "failed"]
 _TIMEOUT_S = 60
 _CHECKED = 1 << 16
 _BUSY_S = 2.5
-_GPU_ELEMENTS = 1 << 25
-_CPU_ELEMENTS = 1 << 20
+_MANY, _FEW = 1 << 25, 1 << 20
+_NEEDED_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def checks(progress: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
     for device in _present():
         label = f"{device.backend}:{device.index}"
         progress(f"compute on {label}")
-        yield from _guarded(f"compute {label}", lambda device=device: _proof(device))
+        yield from _guarded(f"compute {label}", functools.partial(_proof, device))
 
 
 def _guarded(name: str, part: Callable[[], Iterator[Check]]) -> Iterator[Check]:
@@ -233,18 +234,25 @@ def _triton() -> Check:
     from accelerant.bench.shipped import shipped_kernels
 
     kernel = next(each for each in shipped_kernels() if "triton" in each.source.dialects)
-    with tempfile.TemporaryDirectory() as folder:
-        began = time.perf_counter()
-        binary = _builder(kernel.source).build("sm_90")
-        took = (time.perf_counter() - began) * 1e3
-        del folder
+    program = kernel.source.dialects["triton"]
+    if not isinstance(program, Builder):
+        return Check("compiler Triton", "failed", f"{kernel.name} has no builder", "reinstall accelerant")
+    before = os.environ.get("TRITON_ALWAYS_COMPILE")
+    os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # past Triton's own cache
+    began = time.perf_counter()
+    try:
+        binary = program.build("sm_90")
+    finally:
+        if before is None:
+            del os.environ["TRITON_ALWAYS_COMPILE"]
+        else:
+            os.environ["TRITON_ALWAYS_COMPILE"] = before
+    took = (time.perf_counter() - began) * 1e3
+    if isinstance(binary, str):
+        return Check("compiler Triton", "failed", f"{kernel.name} became text, not code", "reinstall triton")
     return Check(
         "compiler Triton", "ok", f"{version}: {kernel.name} for sm_90 in {took:.0f} ms, {len(binary.code)} bytes"
     )
-
-
-def _builder(source: Any) -> Any:
-    return source.dialects["triton"]
 
 
 _PROBE = "#include <Python.h>\nint probe(void) { return PY_MAJOR_VERSION; }\n"
@@ -382,12 +390,13 @@ def _proof(device: ComputeDevice) -> Iterator[Check]:
         label, "ok", f"field_add of {launch.n:,} elements: {best:.3f} ms by events ({rate:,.0f} GB/s), result exact"
     )
     if before is not None:
-        yield _observed(launch, before)
+        yield _observed(launch, before, best)
 
 
 def _prepare(provider: ComputeProvider, device: ComputeDevice) -> tuple[_Launch, Any, Any]:
     """Operands, edge values first; the output holds a value that no sum has."""
-    n = _CPU_ELEMENTS if device.backend == "cpu" else _GPU_ELEMENTS if device.backend == "cuda" else _CPU_ELEMENTS
+    roomy = device.backend == "cuda" and provider.memory(device.index).free_bytes > _NEEDED_BYTES
+    n = _MANY if roomy else _FEW
     modulus = MODULI["goldilocks"]
     rng = np.random.default_rng(7)
     x = rng.integers(0, modulus, n, dtype=np.uint64)
@@ -429,7 +438,7 @@ def _event_times_ms(launch: _Launch, repeats: int = 10) -> list[float]:
     return [start.elapsed_ms(stop) for start, stop in marks if start is not None and stop is not None]
 
 
-def _observed(launch: _Launch, before: Sample) -> Check:
+def _observed(launch: _Launch, before: Sample, one_ms: float) -> Check:
     """Keep the device busy and read NVML until it has noticed."""
     label = f"seen by NVML {before.device}"
     if nvml_missing():
@@ -440,12 +449,12 @@ def _observed(launch: _Launch, before: Sample) -> Check:
     seen, peak = before, 0.0
     until = time.perf_counter() + _BUSY_S
     while time.perf_counter() < until:
-        for _ in range(50):
+        for _ in range(max(1, int(200 / one_ms))):  # 0.2 s of work, so that reading takes little of the time
             launch.start()
         launch.provider.synchronize(launch.device.index)
         seen = sample(launch.device)
         peak = max(peak, seen.utilisation_percent or 0.0)
-        if peak >= 90.0:
+        if peak >= 50.0:
             break
     memory = _memory_seen(before, seen, held)
     if seen.utilisation_percent is None:

@@ -91,7 +91,7 @@ def _view(samples: list[Sample], footer: str = "") -> RenderableType:
             parts.append(Text(f"\n{each.device} cores: " + " ".join(f"{busy:.0f}%" for busy in each.core_percents)))
         if each.processes:
             parts += [Text(f"\n{each.device} processes", style="bold"), _processes(each)]
-    reasons = [f"{each.device} {name.split('_')[0]}: {reason}" for each in samples for name, reason in _told(each)]
+    reasons = [line for each in samples for line in _reasons(each)]
     if reasons:
         parts.append(Text("\n" + "\n".join(reasons), style="dim"))
     if footer:
@@ -99,9 +99,25 @@ def _view(samples: list[Sample], footer: str = "") -> RenderableType:
     return Group(*parts)
 
 
-def _told(each: Sample) -> list[tuple[str, str]]:
-    """Reasons worth a line: that a GPU has no cores of its own is none, nor a CPU without a memory clock."""
-    return [(name, why) for name, why in each.reasons.items() if name not in ("core_percents", "memory_clock_mhz")]
+_NAMES = {
+    "utilisation_percent": "busy",
+    "memory_used_bytes": "memory used",
+    "memory_total_bytes": "memory",
+    "power_w": "power",
+    "temperature_c": "temperature",
+    "clock_mhz": "clock",
+    "processes": "processes",
+}
+"""Absent figures worth a line: that a GPU has no cores, or a CPU no memory clock, is none."""
+
+
+def _reasons(each: Sample) -> list[str]:
+    """One line a reason, with the figures that it is the reason for."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in each.reasons.items():
+        if name in _NAMES:
+            by_reason.setdefault(why, []).append(_NAMES[name])
+    return [f"{each.device}: no {', '.join(names)}: {why}" for why, names in by_reason.items()]
 
 
 def _cells(each: Sample) -> tuple[str, ...]:
@@ -132,8 +148,9 @@ def _processes(each: Sample) -> RenderableType:
     from rich.text import Text
 
     table = Table(box=None, show_header=False, pad_edge=False)
-    for justify in ("right", "right", "left"):
-        table.add_column(justify=justify)  # type: ignore[arg-type]  # a Literal that the loop widens to str
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column()
     for process in (each.processes or ())[:_SHOWN_PROCESSES]:
         memory = "-" if process.memory_bytes is None else f"{process.memory_bytes / 2**20:,.0f} MiB"
         table.add_row(str(process.pid), memory, Text(process.name or "?"))

@@ -26,18 +26,16 @@ _EPILOG = (
 )
 
 _More = Annotated[list[Path] | None, typer.Argument(metavar="[PATH]...", help="More paths, after --data PATH.")]
-_Preset = Annotated[str | None, typer.Option(help="tiny, small or gpt2.  [default: tiny]", show_default=False)]
-_Data = Annotated[
-    list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to learn from.  [default: stdlib]")
-]
-_Steps = Annotated[int | None, typer.Option(help="Optimiser steps.  [default: the preset's]")]
+_Preset = Annotated[str | None, typer.Option(help="tiny, small or gpt2. Default: tiny.", show_default=False)]
+_Data = Annotated[list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to learn from. Default: stdlib.")]
+_Steps = Annotated[int | None, typer.Option(help="Optimiser steps. Default: the preset's.")]
 _Device = Annotated[
-    str | None, typer.Option(help="auto, cuda or cpu.  [default: auto; with --resume, the run's]", show_default=False)
+    str | None, typer.Option(help="auto, cuda or cpu. Default: auto; with --resume, the run's.", show_default=False)
 ]
-_Out = Annotated[Path | None, typer.Option(help="Folder for the results.  [default: runs/PRESET]")]
+_Out = Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/PRESET.")]
 _Resume = Annotated[Path | None, typer.Option(metavar="DIR", help="Continue the interrupted run in this folder.")]
-_Seed = Annotated[int | None, typer.Option(help="Of weights, batches and sample.  [default: 0]")]
-_MicroBatch = Annotated[int | None, typer.Option(help="Windows on the device at once.  [default: the preset's]")]
+_Seed = Annotated[int | None, typer.Option(help="Of weights, batches and sample. Default: 0.")]
+_MicroBatch = Annotated[int | None, typer.Option(help="Windows on the device at once. Default: the preset's.")]
 _Fast = Annotated[bool, typer.Option("--fast", help="On a GPU, allow kernels whose results vary in the last bits.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no progress.")]
 

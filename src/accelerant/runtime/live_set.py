@@ -1,8 +1,8 @@
 """The bytes that live tensors hold, counted op by op: the same on real tensors and on fake ones.
 
 While a LiveSet is active, each storage that an op returns is counted from then on until it dies. What a kernel
-allocates and frees inside one op is not seen. Aliases (views, in-place results) count once. What was there before counts
-only if `hold` was told of it.
+allocates and frees inside one op is not seen. Aliases (views, in-place results) count once. What was there before
+counts only if `hold` was told of it.
 """
 
 from __future__ import annotations

@@ -15,12 +15,14 @@ On CUDA these are torch's streams and events. The CPU has none, so there the sam
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Generator
 from concurrent.futures import Future as Task
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_tasks
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -127,10 +129,14 @@ class Stream:
         self._cuda: torch.cuda.Stream | None = None
         if self.device.backend == "cuda":
             self._cuda = torch.cuda.Stream(torch.device(self.device.torch_device), priority=priority)
+        self._prepare()
+
+    def _prepare(self) -> None:
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
+        self._thread_pid = 0
         self._last: Task[Any] | None = None
-        self._entered: list[Any] = []
+        self._entered = threading.local()
 
     @classmethod
     def current(cls, device: DeviceLike = "auto") -> Stream:
@@ -141,7 +147,7 @@ class Stream:
         stream = cls.__new__(cls)
         stream.device = found
         stream._cuda = torch.cuda.current_stream(found.index)
-        stream._lock, stream._thread, stream._last, stream._entered = threading.Lock(), None, None, []
+        stream._prepare()
         return stream
 
     @property
@@ -194,8 +200,9 @@ class Stream:
         if self._cuda is not None:
             raise UnsupportedCase(f"{self!r} has no thread; use submit()")
         with self._lock:
-            if self._thread is None:
+            if self._thread is None or self._thread_pid != os.getpid():  # threads do not survive a fork
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="accelerant-stream")
+                self._thread_pid = os.getpid()
             task = self._thread.submit(fn, *args)
             self._last = task
         return task
@@ -204,7 +211,7 @@ class Stream:
         if self._cuda is not None:
             context = torch.cuda.stream(self._cuda)
             context.__enter__()
-            self._entered.append(context)
+            self._entered.__dict__.setdefault("contexts", []).append(context)
         else:
             self.synchronize()
         return self
@@ -213,7 +220,7 @@ class Stream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._cuda is not None:
-            self._entered.pop().__exit__(kind, error, trace)
+            self._entered.contexts.pop().__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
         return f"Stream({self.device.backend}:{self.device.index})"
@@ -262,12 +269,10 @@ class Future(Generic[T]):
             Exception: what the function raised.
         """
         _check_timeout(timeout_s)
-        try:
-            value = self._task.result(timeout_s)
-        except TimeoutError:
-            if self._task.done():  # the function's own
-                raise
-            raise TimeLimitExceeded(f"the result on {self._stream!r} was not there within {timeout_s} s") from None
+        wait_for_tasks([self._task], timeout_s)
+        if not self._task.done():
+            raise TimeLimitExceeded(f"the result on {self._stream!r} was not there within {timeout_s} s")
+        value = self._task.result()
         if self._event is not None:
             self._event.synchronize(timeout_s)
             _used_on(value, torch.cuda.current_stream(self._stream.device.index))
