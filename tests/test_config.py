@@ -8,7 +8,7 @@ from accelerant.config import Settings, load, override, settings
 from accelerant.errors import ConfigError
 
 
-@pytest.fixture()
+@pytest.fixture
 def file(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text('fallback = "warn"\nmemory_fraction = 0.5\n')

@@ -15,6 +15,17 @@ import pytest
 import accelerant
 from accelerant import errors
 
+PUBLIC_MODULES = ("accelerant.errors", "accelerant.config", "accelerant.accelerator", "accelerant.runtime.provider")
+NOT_FOR_USERS = {
+    "load",
+    "check_launch",
+    "check_scalar",
+    "check_size",
+    "host_bytes",
+    "host_size",
+    "out_of_memory",
+    "pick_entry",
+}
 SLOW_OR_DRIVER = ("triton", "llvmlite", "cuda.core", "typer", "rich", "tokenizers")
 
 
@@ -33,7 +44,7 @@ def test_all_is_complete_and_true(module):
         pytest.skip("a module without public names of its own")
     for name in module.__all__:
         assert hasattr(module, name), f"{module.__name__}.__all__ names {name}, which is not there"
-    if module.__name__.startswith(("accelerant.errors", "accelerant.config", "accelerant.ops", "accelerant.nn")):
+    if module.__name__ in PUBLIC_MODULES:
         defined = {
             name
             for name, value in vars(module).items()
@@ -41,7 +52,7 @@ def test_all_is_complete_and_true(module):
             and (inspect.isfunction(value) or inspect.isclass(value))
             and value.__module__ == module.__name__
         }
-        hidden = defined - set(module.__all__) - {"load"}
+        hidden = defined - set(module.__all__) - NOT_FOR_USERS
         assert not hidden, f"{module.__name__} defines {sorted(hidden)} outside of __all__"
 
 

@@ -16,10 +16,12 @@ def pytest_generate_tests(metafunc):
         wanted = metafunc.config.getoption("--backend", None)
         names = [wanted] if wanted else list(registry.PROVIDERS)
         marks = {"cuda": [pytest.mark.gpu]}
-        metafunc.parametrize("provider", [pytest.param(name, marks=marks.get(name, [])) for name in names], indirect=True)
+        metafunc.parametrize(
+            "provider", [pytest.param(name, marks=marks.get(name, [])) for name in names], indirect=True
+        )
 
 
-@pytest.fixture()
+@pytest.fixture
 def provider(request):
     """Each backend that is present; an absent one skips with its reason."""
     reason = registry.reason_absent(request.param)

@@ -42,7 +42,9 @@ def test_devices_are_described(provider):
         json.dumps(device.to_dict())
 
 
-@pytest.mark.parametrize("array", [np.arange(7, dtype=np.uint8), np.linspace(0, 1, 12).reshape(3, 4), np.zeros((0, 5), np.float32)])
+@pytest.mark.parametrize(
+    "array", [np.arange(7, dtype=np.uint8), np.linspace(0, 1, 12).reshape(3, 4), np.zeros((0, 5), np.float32)]
+)
 def test_copies_keep_every_bit(provider, array):
     buffer = provider.copy_to_device(array)
     assert buffer.size_bytes >= array.nbytes

@@ -11,7 +11,7 @@ from accelerant.algebra.field.op import source
 from accelerant.runtime import registry
 
 
-@pytest.fixture()
+@pytest.fixture
 def cpu():
     return registry.create("cpu")
 

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 CASE = Case(CPU, torch.float32, (4, 8))
 
 
-@pytest.fixture()
+@pytest.fixture
 def book(monkeypatch):
     """A ledger of its own."""
     own = Ledger()
@@ -55,7 +55,9 @@ def test_the_first_that_does_not_refuse_runs(book):
 
 
 def test_no_implementation_is_an_error_with_every_reason(book):
-    op = operation(Implementation("a", print, lambda case: "too odd"), Implementation("b", print, lambda case: "too even"))
+    op = operation(
+        Implementation("a", print, lambda case: "too odd"), Implementation("b", print, lambda case: "too even")
+    )
     with pytest.raises(UnsupportedCase, match=r"4x8 float32 on cpu \(a: too odd; b: too even\)"):
         op(CASE)
 
@@ -96,7 +98,9 @@ def test_memory_that_runs_out_is_tried_again_at_the_next_call(book):
 
 def test_policies(book):
     def fresh():
-        return operation(Implementation("fast", failing(OutOfMemory("8 bytes"))), Implementation("plain", lambda: "plain"))
+        return operation(
+            Implementation("fast", failing(OutOfMemory("8 bytes"))), Implementation("plain", lambda: "plain")
+        )
 
     op = fresh()
     with override(fallback="warn"):
@@ -162,7 +166,9 @@ def test_ledger_views(book):
     text = book.to_prometheus()
     assert r'implementation="qu\"ote"' in text
     for line in text.splitlines():
-        assert re.fullmatch(r'# (HELP|TYPE) .+|[a-z_]+\{[a-z_]+="(?:[^"\\\n]|\\.)*"(?:,[a-z_]+="(?:[^"\\\n]|\\.)*")*\} \S+', line), line
+        assert re.fullmatch(
+            r'# (HELP|TYPE) .+|[a-z_]+\{[a-z_]+="(?:[^"\\\n]|\\.)*"(?:,[a-z_]+="(?:[^"\\\n]|\\.)*")*\} \S+', line
+        ), line
     assert "views" in str(book)
     book.reset()
     assert book.to_dict() == {"ops": [], "fallbacks": []}

@@ -7,7 +7,7 @@
 `stream_chunks` applies a function of rows, chunk by chunk, on three streams: chunk i + 1 travels to the device while
 chunk i is computed and chunk i - 1 travels back. Host memory that is not pinned goes through pinned buffers: in by the
 caller's thread, out by another one. Time is bound by the slower of the link's directions, the function, and the host's
-copies; on an arrays' first use also by the system's handing out of pages.
+copies; on an array's first use also by the system's handing out of pages.
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ def copy_async(array: HostArray, device: DeviceLike = "auto", stream: Stream | N
     stream = Stream.current(device) if stream is None else stream
     task: Task[Tensor] = Task()
     if stream.torch_stream is None:
-        return Future(stream, stream.run(source.clone), None)
+        with stream:
+            task.set_result(source.clone())
+        return Future(stream, task, None)
     with stream:
         target = torch.empty(source.shape, dtype=source.dtype, device=stream.device.torch_device)
         if source.is_pinned():
@@ -408,8 +410,8 @@ class _Pipeline:
     def _checked(self, values: Any, rows: int) -> tuple[Tensor, ...]:
         """What fn returned; the first time, the result's arrays are made after it."""
         single = isinstance(values, Tensor)
-        values = (values,) if single else tuple(values)
-        for i, value in enumerate(values):
+        checked: tuple[Tensor, ...] = (values,) if single else tuple(values)
+        for i, value in enumerate(checked):
             if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != rows:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ShapeError(f"fn was given {rows} rows and must return as many; result {i} is {got}")
@@ -417,14 +419,14 @@ class _Pipeline:
                 raise UnsupportedDtype(f"result {i} is bfloat16, which NumPy has not; return float32 or give tensors")
         if not self.record.chunks:
             self.single = single
-            self._make_results(values)
-        for i, (value, result) in enumerate(zip(values, self.results, strict=True)):
+            self._make_results(checked)
+        for i, (value, result) in enumerate(zip(checked, self.results, strict=True)):
             if value.shape[1:] != result.shape[1:] or value.dtype != result.dtype:
                 raise ShapeError(
                     f"fn's result {i} was {tuple(result.shape[1:])} {result.dtype} a row and now is "
                     f"{tuple(value.shape[1:])} {value.dtype}"
                 )
-        return values
+        return checked
 
     def _make_results(self, values: tuple[Tensor, ...]) -> None:
         wanted = [((self.rows, *value.shape[1:]), value.dtype) for value in values]

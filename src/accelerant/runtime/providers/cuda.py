@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import numpy.typing as npt
 import torch
 
+from accelerant.config import settings
 from accelerant.errors import CompileError, LaunchError
 from accelerant.runtime.cache import KernelCache, kernel_key
 from accelerant.runtime.kernel import Binary, Builder, Kernel, KernelSource, Resources
@@ -108,6 +109,10 @@ class CudaProvider(ComputeProvider):
 
     def __init__(self) -> None:
         torch.cuda.init()
+        fraction = settings().memory_fraction
+        if fraction < 1.0:
+            for index in range(torch.cuda.device_count()):
+                torch.cuda.set_per_process_memory_fraction(fraction, index)
         self._lock = threading.Lock()
         self._loaded: list[Any] = []
 

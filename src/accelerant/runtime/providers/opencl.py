@@ -245,7 +245,9 @@ class OpenclProvider(ComputeProvider):
         )
 
     def record_event(self, device: int = 0) -> Event:
-        return _ClEvent(self._cl.enqueue_marker(self._slots[device].queue))
+        mark = self._cl.enqueue_marker(self._slots[device].queue)
+        self._slots[device].queue.flush()  # or it would wait in the queue until somebody else does
+        return _ClEvent(mark)
 
     # --- parts ---------------------------------------------------------------------------------------------------
 

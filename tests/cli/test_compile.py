@@ -1,0 +1,495 @@
+"""accelerant compile: real NVRTC compiles, no device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import accelerant
+from accelerant.cli.app import main
+from accelerant.cli.compile import TEMPLATES
+from accelerant.errors import ConfigError
+from accelerant.runtime import registry
+from accelerant.runtime.inspect import inspect_cuda, known_targets, read_messages
+from accelerant.runtime.kernel import CUDA_TARGETS, KernelSource
+from accelerant.runtime.occupancy import LIMITS, occupancy
+
+pytest.importorskip("cuda.bindings", reason="cuda-bindings is for Linux and Windows")
+
+FOLDER = Path(accelerant.__file__).parent / "templates"
+KERNEL = """\
+template <typename T> __global__ void scale(T *x, T by) { x[threadIdx.x] *= by; }
+template __global__ void scale<float>(float *, float);
+
+extern "C" __global__ void __launch_bounds__(128, 2) reverse(float *x) {
+    __shared__ float tile[100];
+    int unused;
+    tile[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    x[threadIdx.x] = tile[99 - threadIdx.x];
+}
+"""
+
+
+@pytest.fixture
+def accelerant_cli(capsys, tmp_path, monkeypatch):
+    """Runs a command line in this process, in a folder of its own; returns status, output and errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def report(accelerant_cli, *arguments):
+    status, output, errors = accelerant_cli("compile", *arguments, "--json")
+    assert errors == ""
+    return status, json.loads(output)
+
+
+def test_entry_points_are_found_and_described(accelerant_cli):
+    Path("mine.cu").write_text(KERNEL)
+    status, found = report(accelerant_cli, "mine.cu", "--arch", "sm_90")
+    assert status == 0
+    assert found["file"] == "mine.cu"
+    (target,) = found["targets"]
+    entries = {entry["name"]: entry for entry in target["entries"]}
+    assert entries.keys() == {"void scale<float>(float*, float)", "reverse"}
+    reverse, scale = entries["reverse"], entries["void scale<float>(float*, float)"]
+    assert scale["symbol"].startswith("_Z5scale")
+    assert (reverse["max_threads"], scale["max_threads"]) == (128, None)
+    assert (reverse["shared_bytes"], scale["shared_bytes"]) == (400, 0)
+    assert (reverse["barriers"], scale["barriers"]) == (1, 0)
+    assert 0 < reverse["registers"] <= 64
+    assert reverse["spill_bytes"] == reverse["stack_bytes"] == 0
+    assert reverse["occupancy"]["threads"] == 128
+    assert scale["occupancy"]["threads"] == 256
+    (warning,) = target["messages"]
+    assert (warning["severity"], warning["line"]) == ("warning", 6)
+    assert '"unused"' in warning["text"]
+
+
+def test_the_table_has_a_row_for_each_architecture_and_entry(accelerant_cli):
+    Path("mine.cu").write_text(KERNEL)
+    status, output, errors = accelerant_cli("compile", "mine.cu", "--arch", "sm_80", "--arch", "sm_90a")
+    assert status == 0
+    assert [line.split()[0] for line in output.splitlines()] == ["arch", "sm_80", "sm_80", "sm_90a", "sm_90a"]
+    assert errors.count("mine.cu:6: warning") == 1  # once, not for each architecture
+
+
+def test_block_and_shared_memory_change_the_occupancy(accelerant_cli):
+    Path("mine.cu").write_text(KERNEL)
+    _, plain = report(accelerant_cli, "mine.cu", "--arch", "sm_80")
+    _, asked = report(accelerant_cli, "mine.cu", "--arch", "sm_80", "--block", 64, "--shared", 40000)
+    fits = [found["targets"][0]["entries"][0]["occupancy"] for found in (plain, asked)]
+    assert fits[0]["percent"] == 100.0
+    assert (fits[1]["threads"], fits[1]["blocks"], fits[1]["limited_by"]) == (64, 4, "shared memory")
+
+
+def test_ptx_is_printed_alone(accelerant_cli):
+    Path("mine.cu").write_text(KERNEL)
+    status, output, _ = accelerant_cli("compile", "mine.cu", "--arch", "sm_90", "--ptx")
+    assert status == 0
+    assert output.startswith("//")
+    assert ".entry reverse" in output
+    assert ".target sm_90" in output
+
+
+def test_all_are_the_architectures_that_our_ops_serve(accelerant_cli):
+    Path("mine.cu").write_text('extern "C" __global__ void k() {}')
+    _, found = report(accelerant_cli, "mine.cu", "--arch", "all")
+    assert [target["target"] for target in found["targets"]] == list(CUDA_TARGETS)
+
+
+def test_headers_of_cuda_and_of_the_file_are_found(accelerant_cli):
+    Path("folder").mkdir()
+    Path("folder/mine.h").write_text("#define FACTOR 3\n")
+    Path("other").mkdir()
+    Path("other/other.h").write_text("#define OFFSET 1\n")
+    Path("folder/mine.cu").write_text(
+        '#include <cuda_fp16.h>\n#include "mine.h"\n#include "other.h"\n'
+        "__global__ void k(__half *x) { x[0] = __float2half(__half2float(x[0]) * FACTOR + OFFSET); }"
+    )
+    status, found = report(accelerant_cli, "folder/mine.cu", "--arch", "sm_90", "-I", "other")
+    assert status == 0, found
+    assert found["targets"][0]["entries"][0]["name"] == "k(__half*)"
+
+
+def test_portable_kernels_compile_too(accelerant_cli):
+    Path("mine.c").write_text("\nACL_KERNEL void twice(ACL_GLOBAL u64 *x) { x[acl_global_id()] *= 2; }")
+    status, found = report(accelerant_cli, "mine.c", "--arch", "sm_90")
+    assert status == 0
+    assert found["targets"][0]["entries"][0]["name"] == "twice"
+    Path("mine.c").write_text("\nACL_KERNEL void twice() { oops; }")
+    status, _, errors = accelerant_cli("compile", "mine.c", "--arch", "sm_90")
+    assert status == 1
+    assert errors.startswith('mine.c:2: error: identifier "oops" is undefined\n')
+
+
+def test_an_error_names_file_and_line_and_shows_it(accelerant_cli):
+    Path("bad.cu").write_text("__global__ void k(float *x) {\n    x[0] = undeclared;\n}\n")
+    status, output, errors = accelerant_cli("compile", "bad.cu")
+    assert (status, output) == (1, "")
+    lines = errors.splitlines()
+    assert lines[0] == 'bad.cu:2: error: identifier "undeclared" is undefined'
+    assert lines[1].strip() == "x[0] = undeclared;"
+    assert lines[2].index("^") == lines[1].index("undeclared")
+    assert len(lines) == 3  # once, for all architectures
+    status, found = report(accelerant_cli, "bad.cu", "--arch", "sm_90")
+    assert status == 1
+    assert (found["targets"][0]["compiled"], found["targets"][0]["messages"][0]["line"]) == (False, 2)
+
+
+def test_an_error_of_one_architecture_leaves_the_others(accelerant_cli):
+    Path("hopper.cu").write_text('__global__ void k() { asm volatile("wgmma.fence.sync.aligned;"); }')
+    status, output, errors = accelerant_cli("compile", "hopper.cu", "--arch", "sm_80", "--arch", "sm_90a")
+    assert status == 1
+    assert errors.startswith("for sm_80: hopper.cu: error: Instruction 'wgmma.fence' not supported")
+    assert [line.split()[0] for line in output.splitlines()] == ["arch", "sm_90a"]
+
+
+def test_a_file_without_entry_points_says_so(accelerant_cli):
+    Path("empty.cu").write_text("// nothing\n")
+    status, _, errors = accelerant_cli("compile", "empty.cu", "--arch", "sm_90")
+    assert status == 0
+    assert "empty.cu: no entry point" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a file to compile"),
+        (["absent.cu"], "no file absent.cu"),
+        (["."], "cannot read .: Is a directory"),
+        (["binary.cu"], "binary.cu is not text in UTF-8"),
+        (["mine.cu", "--arch", "sm_1"], "unknown architecture 'sm_1'; known are all, sm_"),
+        (["mine.cu", "--arch", "sm_75a"], "unknown architecture 'sm_75a'"),
+        (["mine.cu", "--arch", "90"], "unknown architecture '90'"),
+        (["mine.cu", "--block", "0"], "--block must be 1 to 1024 threads, got 0"),
+        (["mine.cu", "--shared", "-1"], "--shared must be at least 0 bytes, got -1"),
+        (["mine.cu", "--include", "nowhere"], "--include nowhere: no such folder"),
+        (["mine.cu", "--out", "x.cu"], "--out goes with --template"),
+        (["--template", "fft"], "unknown template 'fft'; known are matmul, relu, attention"),
+        (["mine.cu", "--template", "relu"], "--template takes no file to compile, got mine.cu"),
+        (["--template", "relu", "--out", "mine.cu"], "--out mine.cu: the file exists already"),
+        (["--template", "relu", "--out", "nowhere/mine.cu"], "--out nowhere/mine.cu: No such file"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(accelerant_cli, arguments, message):
+    Path("mine.cu").write_text(KERNEL)
+    Path("binary.cu").write_bytes(b"\xff\xfe\x00")
+    status, output, errors = accelerant_cli("compile", *arguments)
+    assert (status, output) == (2, "")
+    assert errors.startswith("accelerant: ")
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+def test_an_architecture_that_the_compiler_refuses_is_a_config_error():
+    with pytest.raises(ConfigError, match="sm_61"):
+        inspect_cuda("", "sm_61", name="x.cu")
+    assert "sm_90" in known_targets()
+
+
+def test_messages_keep_their_words_and_drop_the_notes():
+    log = (
+        'a b.cu(3): error: no instance of overloaded function "g" matches the argument list\n'
+        "            argument types are: (double *)\n"
+        "  g(x);\n"
+        "  ^\n"
+        'a b.cu(2): note #3326-D: function "g(int *)" does not match\n'
+        "  void g(int*){}\n"
+        "       ^\n"
+        "\n"
+        "ptxas info    : 0 bytes gmem\n"
+        "\0ptxas error   : Entry function 'k' uses too much shared data\n"
+        "ptxas application ptx input, line 22; error   : Instruction 'wgmma.fence' not supported\n"
+        "ptxas fatal   : Ptx assembly aborted due to errors\n"
+    )
+    found = read_messages(log, "a b.cu")
+    assert [(each.line, each.text) for each in found] == [
+        (3, 'no instance of overloaded function "g" matches the argument list argument types are: (double *)'),
+        (None, "Entry function 'k' uses too much shared data"),
+        (None, "Instruction 'wgmma.fence' not supported"),
+    ]
+    assert found[0].excerpt == "  g(x);\n  ^"
+
+
+# --- occupancy -------------------------------------------------------------------------------------------------------
+
+# Blocks on a multiprocessor for (capability, threads, registers, shared bytes, barriers): random cases answered by
+# cudaOccMaxActiveBlocksPerMultiprocessor of NVIDIA's cuda_occupancy.h (CUDA 13.1), compiled for the host, with the
+# limits of each capability as the programming guide has them and shared memory opted in.
+VECTORS = [
+    (75, 960, 31, 29318, 6, 1),
+    (75, 220, 152, 337, 10, 1),
+    (75, 640, 41, 27813, 1, 1),
+    (75, 704, 188, 2082, 0, 0),
+    (75, 32, 24, 32374, 0, 2),
+    (75, 64, 57, 30849, 14, 2),
+    (75, 194, 61, 15345, 8, 4),
+    (75, 992, 91, 0, 8, 0),
+    (75, 32, 16, 0, 1, 16),
+    (75, 225, 41, 32452, 0, 2),
+    (75, 704, 43, 0, 0, 1),
+    (80, 242, 187, 101960, 0, 1),
+    (80, 784, 188, 0, 4, 0),
+    (80, 992, 24, 0, 0, 2),
+    (80, 64, 27, 8214, 15, 17),
+    (80, 1024, 127, 9130, 0, 0),
+    (80, 480, 116, 8906, 0, 1),
+    (80, 160, 23, 0, 0, 12),
+    (80, 884, 120, 0, 10, 0),
+    (80, 726, 217, 135946, 1, 0),
+    (80, 832, 24, 0, 7, 2),
+    (80, 203, 30, 2216, 1, 9),
+    (86, 500, 31, 5575, 16, 3),
+    (86, 469, 111, 2158, 0, 1),
+    (86, 640, 245, 87758, 1, 0),
+    (86, 288, 24, 13740, 0, 5),
+    (86, 569, 166, 448, 8, 0),
+    (86, 310, 185, 43375, 0, 0),
+    (86, 288, 32, 0, 0, 5),
+    (86, 957, 205, 3612, 1, 0),
+    (86, 668, 127, 6194, 9, 0),
+    (86, 640, 39, 0, 8, 2),
+    (86, 576, 78, 9152, 5, 1),
+    (87, 544, 103, 3934, 9, 0),
+    (87, 1024, 37, 111465, 1, 1),
+    (87, 498, 147, 127459, 3, 0),
+    (87, 480, 52, 72692, 13, 2),
+    (87, 64, 34, 68624, 1, 2),
+    (87, 896, 35, 115346, 1, 1),
+    (87, 2, 46, 0, 1, 16),
+    (87, 704, 45, 1549, 11, 1),
+    (87, 833, 195, 99561, 0, 0),
+    (87, 609, 40, 16416, 0, 2),
+    (87, 544, 246, 0, 13, 0),
+    (89, 448, 237, 2245, 1, 0),
+    (89, 209, 204, 0, 9, 1),
+    (89, 80, 144, 18559, 1, 4),
+    (89, 89, 61, 27234, 1, 3),
+    (89, 736, 54, 1789, 2, 1),
+    (89, 165, 104, 3992, 0, 2),
+    (89, 800, 37, 28017, 1, 1),
+    (89, 992, 19, 5772, 6, 1),
+    (89, 320, 52, 0, 0, 3),
+    (89, 640, 33, 59429, 0, 1),
+    (89, 427, 63, 17519, 12, 2),
+    (90, 775, 180, 41382, 1, 0),
+    (90, 968, 140, 13621, 2, 0),
+    (90, 416, 224, 81229, 6, 0),
+    (90, 1003, 99, 32726, 12, 0),
+    (90, 480, 76, 0, 1, 1),
+    (90, 448, 42, 0, 1, 2),
+    (90, 183, 28, 6871, 9, 7),
+    (90, 227, 78, 176148, 14, 1),
+    (90, 640, 32, 3127, 4, 3),
+    (90, 736, 4, 0, 16, 2),
+    (100, 320, 138, 84112, 1, 1),
+    (100, 32, 47, 0, 0, 32),
+    (100, 583, 214, 139065, 11, 0),
+    (100, 846, 92, 1475, 0, 0),
+    (100, 96, 60, 146442, 1, 1),
+    (100, 340, 216, 119472, 0, 0),
+    (100, 618, 41, 166230, 0, 1),
+    (100, 576, 104, 11550, 0, 0),
+    (100, 716, 25, 0, 2, 2),
+    (100, 332, 97, 0, 6, 1),
+    (100, 192, 19, 44323, 0, 5),
+    (103, 929, 84, 7252, 1, 0),
+    (103, 672, 220, 2378, 15, 0),
+    (103, 704, 55, 114075, 14, 1),
+    (103, 122, 32, 187752, 6, 1),
+    (103, 720, 223, 0, 12, 0),
+    (103, 1011, 25, 0, 1, 2),
+    (103, 421, 45, 0, 1, 2),
+    (103, 768, 41, 0, 1, 1),
+    (103, 64, 27, 151305, 3, 1),
+    (103, 288, 128, 20902, 1, 1),
+    (103, 289, 226, 180653, 1, 0),
+    (110, 82, 180, 107993, 1, 2),
+    (110, 941, 26, 0, 0, 1),
+    (110, 512, 3, 0, 15, 1),
+    (110, 192, 30, 2546, 14, 1),
+    (110, 384, 41, 5456, 0, 3),
+    (110, 928, 54, 32085, 0, 1),
+    (110, 678, 244, 4851, 1, 0),
+    (110, 640, 143, 126488, 2, 0),
+    (110, 608, 208, 0, 0, 0),
+    (110, 555, 210, 0, 2, 0),
+    (110, 608, 49, 115936, 9, 1),
+    (120, 452, 86, 3337, 0, 1),
+    (120, 797, 27, 6183, 0, 1),
+    (120, 672, 17, 88807, 1, 1),
+    (120, 92, 227, 4240, 0, 2),
+    (120, 800, 36, 21347, 7, 1),
+    (120, 1003, 153, 0, 13, 0),
+    (120, 594, 139, 5448, 4, 0),
+    (120, 150, 174, 86259, 0, 1),
+    (120, 360, 37, 0, 13, 1),
+    (120, 96, 32, 0, 0, 16),
+    (120, 864, 47, 3364, 9, 1),
+    (121, 995, 31, 100942, 1, 1),
+    (121, 934, 68, 92248, 0, 0),
+    (121, 177, 10, 76713, 15, 1),
+    (121, 459, 36, 5963, 3, 3),
+    (121, 192, 156, 62827, 10, 1),
+    (121, 191, 53, 0, 0, 6),
+    (121, 589, 191, 37534, 2, 0),
+    (121, 300, 24, 4693, 2, 4),
+    (121, 800, 39, 99656, 0, 1),
+    (121, 864, 99, 0, 4, 0),
+]
+
+
+def test_occupancy_agrees_with_nvidias_calculator():
+    for capability, threads, registers, shared, barriers, blocks in VECTORS:
+        fits = occupancy(f"sm_{capability}", threads, registers=registers, shared_bytes=shared, barriers=barriers)
+        assert fits.blocks == blocks, (capability, threads, registers, shared, barriers, fits)
+        assert fits.warps == blocks * -(-threads // 32)
+
+
+def test_occupancy_says_what_binds_and_what_it_does_not_know():
+    assert occupancy("sm_90a", 1024, registers=32).limited_by == "warps and registers"
+    assert occupancy("sm_90", 32, registers=16).limited_by == "blocks"
+    assert occupancy("sm_90", 128, registers=255).limited_by == "registers"
+    assert occupancy("sm_90", 128, registers=16, shared_bytes=232448).blocks == 1
+    assert occupancy("sm_90", 128, registers=16, shared_bytes=232449).blocks == 0
+    assert occupancy("sm_90", 1025, registers=16).blocks == 0
+    assert occupancy("sm_61", 128, registers=16) is None
+    assert occupancy("gfx942", 128, registers=16) is None
+    assert {f"sm_{number}" for number in LIMITS} >= set(CUDA_TARGETS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_occupancy_agrees_with_the_driver(name):
+    from cuda.bindings import driver
+
+    provider = registry.create("cuda")
+    kernel = provider.compile(KernelSource(name, {"cuda": template(name)}, {name: KINDS[name]}))
+    (entry,) = inspect_cuda(template(name), kernel.target, name=name).entries
+    for threads in (32, 96, 128, 256):
+        _, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function_of(kernel), threads, 0)
+        fits = occupancy(
+            kernel.target,
+            threads,
+            registers=entry.resources.registers,
+            shared_bytes=entry.resources.shared_bytes,
+            barriers=entry.barriers,
+        )
+        assert fits.blocks == blocks, (threads, fits)
+
+
+def function_of(kernel):
+    from cuda.bindings import driver
+
+    _, function = driver.cuKernelGetFunction(kernel.handle._handle)
+    return function
+
+
+# --- templates -------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "relu": ("*f32", "*f32", "i64"),
+    "matmul": ("*f32", "*f32", "*f32", "i32", "i32", "i32"),
+    "attention": ("*f32", "*f32", "*f32", "*f32", "i32", "i32", "f32", "i32"),
+}
+
+
+def template(name):
+    return (FOLDER / f"{name}.cu").read_text()
+
+
+def test_every_template_is_offered():
+    assert {path.stem for path in FOLDER.glob("*.cu")} == set(TEMPLATES) == KINDS.keys()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_compile_for_every_target_without_spills(name):
+    for target in CUDA_TARGETS:
+        found = inspect_cuda(template(name), target, name=f"{name}.cu")
+        (entry,) = found.entries
+        assert entry.name == name
+        assert entry.resources.spill_bytes == entry.resources.stack_bytes == 0, (target, entry)
+        assert entry.occupancy.blocks > 0
+        assert found.warnings == ()
+
+
+def test_a_template_is_written_and_compiles(accelerant_cli):
+    status, output, _ = accelerant_cli("compile", "--template", "relu")
+    assert (status, output) == (0, template("relu"))
+    status, output, errors = accelerant_cli("compile", "--template", "relu", "--out", "mine.cu")
+    assert (status, output) == (0, "")
+    assert "accelerant compile mine.cu" in errors
+    assert Path("mine.cu").read_text() == template("relu")
+
+
+@pytest.fixture
+def launch():
+    """Launches a template on torch tensors."""
+    provider = registry.create("cuda")
+
+    def run(name, grid, block, *args):
+        provider.launch(
+            provider.compile(KernelSource(name, {"cuda": template(name)}, {name: KINDS[name]})), grid, block, args
+        )
+        provider.synchronize()
+
+    return run
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 3, 4, 1000, 1 << 20, (1 << 20) + 3])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_relu_template(launch, n, offset):
+    x = torch.randn(n + offset, device="cuda")
+    x[-1] = float("nan")
+    x = x[offset:]
+    y = torch.empty(n + offset, device="cuda")[offset:]
+    launch("relu", (min(-(-n // 1024), 4096),), (256,), x, y, n)
+    torch.testing.assert_close(y, torch.relu(x), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(1, 1, 1), (64, 64, 16), (65, 63, 17), (200, 333, 77), (512, 512, 512), (5, 7, 0)]
+)
+def test_matmul_template(launch, M, N, K):
+    a, b = torch.randn(M, K, device="cuda"), torch.randn(K, N, device="cuda")
+    c = torch.full((M, N), float("nan"), device="cuda")
+    launch("matmul", (-(-N // 64), -(-M // 64)), (256,), a, b, c, M, N, K)
+    expected = a.double() @ b.double()
+    # Sums of K products of magnitude about 1 in float32: rounding grows with the square root of K.
+    torch.testing.assert_close(c.double(), expected, rtol=0, atol=1e-6 * max(1, K))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "queries", "keys"), [(1, 1, 1), (2, 64, 32), (3, 65, 33), (2, 200, 200), (1, 130, 77)]
+)
+def test_attention_template(launch, heads, queries, keys, causal):
+    q = torch.randn(heads, queries, 64, device="cuda")
+    k, v = torch.randn(2, heads, keys, 64, device="cuda")
+    q[0, 0] *= 30  # one query whose scores span a large range
+    o = torch.full_like(q, float("nan"))
+    launch("attention", (-(-queries // 64), heads), (256,), q, k, v, o, queries, keys, 0.125, int(causal))
+    expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
+    # Scores reach some hundreds here, whose float32 rounding of 1e-5 stands in the exponent.
+    torch.testing.assert_close(o.double(), expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.gpu
+def test_attention_template_without_keys_gives_zeros(launch):
+    q = torch.randn(1, 5, 64, device="cuda")
+    o = torch.full_like(q, float("nan"))
+    launch("attention", (1, 1), (256,), q, q, q, o, 5, 0, 0.125, 0)
+    assert (o == 0).all()

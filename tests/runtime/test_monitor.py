@@ -1,0 +1,363 @@
+"""Readers on simulated /proc and /sys trees, the real machine, and, marked gpu, NVML."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import threading
+import time
+
+import pytest
+import torch
+
+import accelerant as acl
+from accelerant.errors import BackendUnavailable, ConfigError
+from accelerant.runtime import monitor, registry
+from accelerant.runtime.host import CpuReader
+from accelerant.runtime.ledger import ledger
+from accelerant.runtime.monitor import measure, sample
+from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.readers import FIGURES, Absent, ProcessMemory, SmiReader, TableReader
+
+STAT = "cpu  {0} 0 0 {1} 0 0 0 0 0 0\ncpu0 {0} 0 0 {1} 0 0 0 0 0 0\ncpu1 0 0 0 {1} 0 0 0 0 0 0\nintr 5\n"
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A two-core machine with a sensor and two packages, one of which has parts of its own."""
+    write(tmp_path / "proc/stat", STAT.format(100, 900))
+    write(tmp_path / "proc/meminfo", "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 600 kB\nHugePages_Total: 0\n")
+    write(tmp_path / "proc/cpuinfo", "processor : 0\ncpu MHz : 2000.000\nprocessor : 1\ncpu MHz : 3000.000\n")
+    for pid, name, pages in ((7, "small one", 1), (8, "large", 50), (9, "kernel thread", 0)):
+        write(tmp_path / f"proc/{pid}/comm", f"{name}\n")
+        write(tmp_path / f"proc/{pid}/statm", f"999 {pages} 0 0 0 0 0\n")
+    sys = tmp_path / "sys/class"
+    for zone, name, count in (
+        ("intel-rapl:0", "package-0", 5e6),
+        ("intel-rapl:1", "package-1", 9e6),
+        ("intel-rapl:0:0", "core", 1e6),
+    ):
+        write(sys / f"powercap/{zone}/name", f"{name}\n")
+        write(sys / f"powercap/{zone}/energy_uj", f"{count:.0f}\n")
+        write(sys / f"powercap/{zone}/max_energy_range_uj", "10000000\n")
+    write(sys / "hwmon/hwmon0/name", "nvme\n")
+    write(sys / "hwmon/hwmon0/temp1_input", "90000\n")
+    write(sys / "hwmon/hwmon1/name", "coretemp\n")
+    write(sys / "hwmon/hwmon1/temp1_input", "41000\n")
+    write(sys / "hwmon/hwmon1/temp2_input", "43500\n")
+    return tmp_path
+
+
+def test_a_machine_that_tells_everything(machine):
+    reader = CpuReader(root=machine)
+    found, reasons = reader.read(FIGURES)
+    assert reasons.keys() == {"memory_clock_mhz"}
+    assert found["memory_used_bytes"] == 400 * 1024
+    assert found["memory_total_bytes"] == 1000 * 1024
+    assert found["temperature_c"] == 43.5  # the disk's sensor is hotter and is none of the CPU's
+    assert found["clock_mhz"] == 2500.0
+    assert [each.pid for each in found["processes"]] == [8, 7]
+    assert found["processes"][1] == ProcessMemory(7, "small one", os.sysconf("SC_PAGE_SIZE"))
+
+
+def test_load_is_what_passed_between_two_readings(machine):
+    reader = CpuReader(root=machine)
+    assert reader.read(["utilisation_percent"])[0] == {"utilisation_percent": 0.0}  # nothing passed
+    write(machine / "proc/stat", STAT.format(130, 910))
+    found, _ = reader.read(["utilisation_percent", "core_percents"])
+    assert found["utilisation_percent"] == 75.0
+    assert found["core_percents"] == (75.0, 0.0)
+
+
+def test_energy_is_the_sum_of_the_packages_and_survives_a_counter_that_begins_again(machine):
+    reader = CpuReader(root=machine)
+    assert reader.read(["energy_j"])[0] == {"energy_j": 0.0}
+    write(machine / "sys/class/powercap/intel-rapl:0/energy_uj", "7500000")
+    write(machine / "sys/class/powercap/intel-rapl:1/energy_uj", "1000000")  # from 9 to 10, then on to 1
+    write(machine / "sys/class/powercap/intel-rapl:0:0/energy_uj", "4000000")  # inside package 0
+    assert reader.read(["energy_j"])[0]["energy_j"] == pytest.approx(2.5 + 2.0)
+
+
+def test_power_is_energy_over_time(machine):
+    reader = CpuReader(root=machine)
+    _, reasons = reader.read(["power_w"])
+    assert "second reading" in reasons["power_w"]
+    time.sleep(0.05)
+    began = time.monotonic()
+    write(machine / "sys/class/powercap/intel-rapl:0/energy_uj", "6000000")
+    watts = reader.read(["power_w"])[0]["power_w"]
+    assert 0.5 / (time.monotonic() - began + 0.1) < watts < 1.0 / 0.05
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read every file")
+def test_an_energy_counter_that_may_not_be_read(machine):
+    (machine / "sys/class/powercap/intel-rapl:0/energy_uj").chmod(0)
+    _, reasons = CpuReader(root=machine).read(["energy_j"])
+    assert "only root may read" in reasons["energy_j"]
+
+
+def test_an_empty_machine_has_reasons_and_no_figures(tmp_path):
+    found, reasons = CpuReader(root=tmp_path).read(FIGURES)
+    assert found == {}
+    assert reasons.keys() == set(FIGURES)
+    assert all(reasons.values())
+    assert CpuReader(4096, root=tmp_path).read(["memory_total_bytes"])[0] == {"memory_total_bytes": 4096}
+
+
+# --- NVIDIA without NVML ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def smi(tmp_path):
+    """Makes a program that answers as nvidia-smi does, given its two tables."""
+
+    def make(gpu, processes="", status=0):
+        program = tmp_path / "nvidia-smi"
+        program.write_text(
+            f"#!/bin/sh\ncase \"$*\" in *query-gpu*) printf '{gpu}' ;; *) printf '{processes}' ;; esac\nexit {status}\n"
+        )
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        return SmiReader(str(program), "GPU-1234", "needs nvidia-ml-py")
+
+    return make
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the program is a shell script")
+def test_nvidia_smi_is_read_by_its_documented_table(smi):
+    reader = smi(
+        "97, 1024, 81559, 350.25, 61, 1980, [N/A]\\n", "812, /usr/bin/python3, 900\\n813, [Not Found], [N/A]\\n"
+    )
+    found, reasons = reader.read((*FIGURES, "energy_j"))
+    assert found["utilisation_percent"] == 97.0
+    assert found["memory_used_bytes"] == 2**30
+    assert found["memory_total_bytes"] == 81559 * 2**20
+    assert found["power_w"] == 350.25
+    assert found["clock_mhz"] == 1980.0
+    assert found["processes"] == (ProcessMemory(812, "/usr/bin/python3", 900 * 2**20), ProcessMemory(813, None, None))
+    assert reasons == {
+        "core_percents": "needs nvidia-ml-py",
+        "energy_j": "needs nvidia-ml-py",
+        "memory_clock_mhz": "nvidia-smi says [N/A]",
+    }
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the program is a shell script")
+def test_nvidia_smi_that_fails_is_a_reason(smi):
+    found, reasons = smi("No devices were found\\n", status=6).read(["power_w", "processes"])
+    assert found == {}
+    assert reasons == dict.fromkeys(("power_w", "processes"), "nvidia-smi: No devices were found")
+    assert SmiReader("/nowhere/nvidia-smi", "GPU-1", "").read(["power_w"])[1]["power_w"].startswith("nvidia-smi: ")
+    assert smi("").read(["power_w"])[1] == {"power_w": "nvidia-smi did not answer"}
+
+
+# --- the devices that are here ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cpu():
+    return registry.choose("cpu")
+
+
+def test_a_sample_has_every_figure_or_its_reason(cpu):
+    for device in (device for device in registry.devices() if device.available):
+        now = sample(device)
+        assert now.device == f"{device.backend}:{device.index}"
+        for name in FIGURES:
+            assert (getattr(now, name) is None) == (name in now.reasons), name
+        assert json.loads(json.dumps(now.to_dict()))["reasons"] == now.reasons
+    assert sample(cpu).memory_total_bytes == cpu.memory_bytes
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="the load is read from /proc")
+def test_the_cpu_is_busy_while_it_works(cpu):
+    stop = threading.Event()
+    x = torch.randn(400, 400)
+
+    def work():
+        while not stop.is_set():
+            x @ x
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        sample(cpu)
+        time.sleep(0.2)
+        busy = sample(cpu).utilisation_percent
+    finally:
+        stop.set()
+        thread.join()
+    assert busy > 10.0
+
+
+def test_an_absent_backend_has_no_sample():
+    absent = ComputeDevice("webgpu", -1, "", available=False, reason="no adapter")
+    with pytest.raises(BackendUnavailable, match="no adapter"):
+        sample(absent)
+
+
+# --- a region --------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """A device whose counter goes up by `watts` joules a second, in steps of `step_j`."""
+
+    def __init__(self, watts, *, counter=True, step_j=1e-6):
+        began = time.perf_counter()
+
+        def energy():
+            if not counter:
+                raise Absent("no counter here")
+            return math.floor((time.perf_counter() - began) * watts / step_j) * step_j
+
+        self.read = TableReader({"energy_j": energy, "power_w": lambda: watts, "temperature_c": lambda: 50.0}, "").read
+
+
+@pytest.fixture
+def measured(monkeypatch, cpu):
+    """Measures a function on the CPU device, its figures those of the reader above."""
+
+    def run(fn, reader):
+        monkeypatch.setattr(monitor, "_new_reader", lambda device: reader)
+        with measure(cpu, interval_s=0.01) as found:
+            fn()
+        return found
+
+    return run
+
+
+def test_energy_from_the_counter(measured):
+    found = measured(lambda: time.sleep(0.1), Reader(200.0))
+    assert found.energy_source == "counter"
+    assert found.seconds >= 0.1
+    assert found.power_mean_w == pytest.approx(200.0, rel=0.05)
+    assert found.energy_j == pytest.approx(200.0 * found.seconds, rel=0.2)
+    assert found.readings >= 4
+    assert found.temperature_start_c == found.temperature_end_c == found.temperature_peak_c == 50.0
+    assert found.reasons == {}
+
+
+@pytest.mark.parametrize("reader", [Reader(200.0, counter=False), Reader(200.0, step_j=1e9)])
+def test_energy_from_power_where_no_counter_is_or_moves(measured, reader):
+    found = measured(lambda: time.sleep(0.1), reader)
+    assert found.energy_source == "power"
+    assert found.energy_j == pytest.approx(200.0 * found.seconds, rel=0.2)
+    assert found.power_peak_w == 200.0
+
+
+def test_a_device_that_tells_nothing_gives_reasons(measured):
+    found = measured(lambda: None, TableReader({}, "it tells nothing"))
+    assert found.energy_j is found.power_mean_w is found.temperature_peak_c is None
+    assert set(found.reasons.values()) == {"it tells nothing"}
+    json.dumps(found.to_dict())
+
+
+def test_energy_is_shared_over_the_ops_by_time(measured):
+    small, large = torch.randn(8, 8), torch.randn(1024, 1024)
+    acl.ops.gelu(small)  # before the region: not counted
+
+    def work():
+        for _ in range(8):
+            acl.ops.gelu(small)
+            acl.ops.gelu(large)
+
+    found = measured(work, Reader(100.0))
+    assert found.shared_by == "time"
+    first, second = found.ops[:2]
+    assert (first.op, first.calls, second.calls) == ("gelu_fwd", 8, 8)
+    assert first.case.startswith("1024x1024")
+    assert first.energy_per_call_j > second.energy_per_call_j > 0
+    assert sum(op.energy_j for op in found.ops) == pytest.approx(found.energy_j)
+    assert first.energy_j / second.energy_j == pytest.approx(first.time_ms / second.time_ms)
+    assert 0 < found.busy < 2
+
+
+def test_energy_is_shared_by_calls_where_no_call_was_timed(measured):
+    ledger().reset()
+    found = measured(lambda: acl.ops.gelu(torch.randn(5, 5)), Reader(100.0))  # a first call is not timed
+    assert found.shared_by == "calls"
+    assert found.busy is None
+    assert [(op.calls, op.time_ms) for op in found.ops] == [(1, None)]
+    assert found.ops[0].energy_j == found.energy_j
+
+
+def test_an_error_in_the_region_passes_and_the_measurement_is_there(cpu):
+    with pytest.raises(ZeroDivisionError), measure(cpu) as found:
+        raise ZeroDivisionError
+    assert found.seconds > 0
+    assert found.readings >= 2
+    assert not [thread for thread in threading.enumerate() if thread.name == "accelerant-monitor"]
+
+
+@pytest.mark.parametrize("interval", [0, -1, 61, math.nan, math.inf])
+def test_a_senseless_interval_is_refused(cpu, interval):
+    with (
+        pytest.raises(ConfigError, match=f"interval_s must be above 0 to 60 seconds, got {interval}"),
+        measure(cpu, interval),
+    ):
+        pass
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu():
+    pytest.importorskip("pynvml")
+    return registry.choose("cuda")
+
+
+def matmuls(seconds):
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        for _ in range(50):
+            x @ x
+        torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_nvml_sees_the_device_at_work(gpu):
+    matmuls(1.5)
+    now = sample(gpu)
+    assert now.utilisation_percent > 50
+    assert now.memory_used_bytes > 128 * 2**20
+    assert now.memory_total_bytes == pytest.approx(gpu.memory_bytes, rel=0.05)
+    assert now.power_w > 20
+    assert 10 < now.temperature_c < 110
+    assert now.clock_mhz > 100
+    assert now.memory_clock_mhz > 100
+
+
+@pytest.mark.gpu
+def test_the_gpu_spends_more_at_work_than_asleep(gpu):
+    torch.cuda.synchronize()
+    with measure(gpu) as idle:
+        time.sleep(1.5)
+    with measure(gpu) as busy:
+        matmuls(1.5)
+    assert busy.energy_source == "counter"
+    assert busy.power_mean_w > 1.5 * idle.power_mean_w
+    assert busy.temperature_peak_c >= busy.temperature_start_c
+    assert busy.energy_j == pytest.approx(busy.power_mean_w * busy.seconds, rel=0.3)
+
+
+@pytest.mark.gpu
+def test_joules_of_an_op_on_the_gpu(gpu):
+    x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16)
+    with measure(gpu) as found:
+        until = time.perf_counter() + 1.5
+        while time.perf_counter() < until:
+            for _ in range(200):
+                acl.ops.gelu(x)
+            torch.cuda.synchronize()
+    op = next(op for op in found.ops if op.op == "gelu_fwd")
+    assert op.energy_per_call_j > 0
+    assert op.energy_j <= found.energy_j
+    assert found.busy > 0.5
