@@ -20,7 +20,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -58,7 +58,7 @@ class Settings:
 
     backend: str = "auto"
     fallback: FallbackPolicy = "allow"
-    cache_dir: Path = _user_folder("cache")
+    cache_dir: Path = field(default_factory=lambda: _user_folder("cache"))
     memory_fraction: float = 1.0
     log: LogLevel = "warning"
 
@@ -94,7 +94,7 @@ def _from_file(path: Path, *, must_exist: bool) -> dict[str, Any]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
-    known = {field.name for field in fields(Settings)}
+    known = {one.name for one in fields(Settings)}
     unknown = sorted(set(table) - known)
     if unknown:
         raise ConfigError(f"{path}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
@@ -114,10 +114,10 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
     named = environ.get("ACCELERANT_CONFIG")
     default = _user_folder("config") / "config.toml"
     values = _from_file(Path(named) if named else default, must_exist=bool(named))
-    for field in fields(Settings):
-        variable = f"ACCELERANT_{field.name.upper()}"
+    for one in fields(Settings):
+        variable = f"ACCELERANT_{one.name.upper()}"
         if environ.get(variable):
-            values[field.name] = _converted(field.name, environ[variable], variable)
+            values[one.name] = _converted(one.name, environ[variable], variable)
     return Settings(**values)
 
 
@@ -147,7 +147,7 @@ def override(**changes: Any) -> Iterator[Settings]:
     Raises:
         ConfigError: a name or value has no meaning.
     """
-    unknown = sorted(set(changes) - {field.name for field in fields(Settings)})
+    unknown = sorted(set(changes) - {one.name for one in fields(Settings)})
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}")
     changed = replace(settings(), **changes)

@@ -46,7 +46,9 @@ def devices(
 
 
 def _cells(device: ComputeDevice, remark: str) -> tuple[str, ...]:
+    from rich.markup import escape
+
     if not device.available:
-        return device.backend, "-", "", "", f"absent: {device.reason}"
+        return device.backend, "-", "", "", escape(f"absent: {device.reason}")
     memory = f"{device.memory_bytes / 2**30:.0f} GiB"
     return f"{device.backend}:{device.index}", device.name, device.architecture, memory, remark

@@ -167,10 +167,9 @@ def predict_step(
     live = LiveSet(device.type, granularity=rounding, watch=workspace.see)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     after_forward: list[int] = []
-    host_random = torch.get_rng_state()
     try:
         # One thread: the modes are this thread's own, and autograd would use another one for a CUDA device.
-        with torch.autograd.set_multithreading_enabled(False), fake:
+        with undisturbed(step, torch.device("meta")), torch.autograd.set_multithreading_enabled(False), fake:
             state = {name: fake.from_tensor(tensor) for name, tensor in step.tensors().items()}
             made = make_inputs(fake)
             parameters, inputs = live.hold(state), live.hold(made)
@@ -181,8 +180,6 @@ def predict_step(
         raise UnsupportedCase(f"the step depends on values, not on shapes alone ({error}): no prediction") from error
     except UnsupportedOperatorException as error:
         raise UnsupportedCase(f"{error} has no fake implementation: no prediction") from error
-    finally:
-        torch.set_rng_state(host_random)
     peak, here = live.peak_bytes, live.alive_at_peak(gradients)
     phase = "backward" if peak > after_forward[0] else "forward"
     state_bytes = 0

@@ -185,6 +185,10 @@ def undisturbed(step: Step, device: torch.device) -> Iterator[None]:
     """Put back, at the end, what a step on stand-ins may still change: see the module's docstring.
 
     Attributes of modules that are lists, dicts or sets get back their content, one level deep.
+
+    Args:
+        step: what runs.
+        device: where; "meta" where nothing runs on a device.
     """
     modules = list(step.target.modules()) if isinstance(step.target, nn.Module) else []
     attributes = [(module, dict(vars(module)), _contents(module)) for module in modules]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,19 @@ def _calls(where: torch.device) -> list[Row]:
     return rows
 
 
+@contextmanager
+def _triton_cache(folder: str) -> Iterator[None]:
+    """Triton keeps a cache of its own, which would make a cold compile warm."""
+    before = os.environ.get("TRITON_CACHE_DIR")
+    os.environ["TRITON_CACHE_DIR"] = folder
+    try:
+        yield
+    finally:
+        os.environ.pop("TRITON_CACHE_DIR")
+        if before is not None:
+            os.environ["TRITON_CACHE_DIR"] = before
+
+
 def _compiles(device: ComputeDevice) -> list[Row]:
     """Compile times with an empty and with a filled disk cache, of the C kernel and of a Triton kernel."""
     provider = registry.create(device.backend)
@@ -109,7 +124,7 @@ def _compiles(device: ComputeDevice) -> list[Row]:
         for case in ("cold", "warm"):
             samples = []
             for _ in range(3):
-                with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)):
+                with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)), _triton_cache(folder):
                     if case == "warm":
                         provider.compile(source, device=device.index)
                     began = time.perf_counter()

@@ -48,7 +48,7 @@ LARGE = (
     _sample(1000, 8191),
     _sample(257, 50257),
     _sample(3, 1_000_003),
-    _sample(1_000_003, 3),
+    _sample(1_000_003, 7),
 )
 BENCHMARKS = (
     Benchmark(_sample(16384, 4096), torch.bfloat16, 0.068, 0.112),

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from accelerant.bench import doctor, proof
+from accelerant.cli.app import main
+from accelerant.config import override
+from accelerant.runtime import registry
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    return ended.value.code or 0, *capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def found():
+    return {check.name: check for check in doctor.checks()}
+
+
+def test_everything_is_looked_at(found):
+    assert found.keys() >= {"accelerant", "python", "settings", "torch", "disk cache", "compiler LLVM", "compiler C"}
+    assert found.keys() >= {f"backend {name}" for name in registry.BACKENDS}
+    assert {check.status for check in found.values()} <= {"ok", "warning", "failed"}
+    assert all(check.advice for check in found.values() if check.status != "ok")
+
+
+def test_an_absent_backend_says_why(found):
+    for name in registry.BACKENDS:
+        reason = registry.reason_absent(name)
+        if reason:
+            assert reason in found[f"backend {name}"].found
+
+
+def test_each_device_proves_that_it_computes(found):
+    for device in registry.devices():
+        if device.available:
+            line = found[f"compute {device.backend}:{device.index}"]
+            assert line.status == "ok", line
+            assert "ms by events" in line.found
+            assert "result exact" in line.found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="these packages are for Linux")
+def test_the_compilers_really_compile():
+    """In a process of its own: the tests may have made Triton an interpreter here."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "accelerant", "doctor", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert "field_add for sm_90 in" in checks["compiler NVRTC"]["found"]
+    assert "for sm_90 in" in checks["compiler Triton"]["found"]
+    failed = [check for check in checks.values() if check["status"] == "failed"]
+    assert (done.returncode, failed) == (0, [])
+
+
+def test_for_people_and_programs(capsys):
+    status, output, errors = run(capsys, "--json")
+    report = json.loads(output)
+    assert errors == ""
+    assert report["counts"] == {
+        **dict.fromkeys(("ok", "warning", "failed"), 0),
+        **Counter(check["status"] for check in report["checks"]),
+    }
+    assert status == (1 if report["counts"]["failed"] else 0)
+
+
+def test_the_lines_and_their_advice(capsys, monkeypatch):
+    monkeypatch.setattr(
+        doctor,
+        "checks",
+        lambda progress: iter(
+            [doctor.Check("engine", "ok", "it [runs]"), doctor.Check("wheels", "failed", "three", "find one")]
+        ),
+    )
+    status, output, _ = run(capsys)
+    assert status == 1
+    assert output.splitlines() == [
+        "ok      engine               it [runs]",
+        "failed  wheels               three",
+        f"{'':29}to do: find one",
+        "1 ok, 0 warnings, 1 failed",
+    ]
+
+
+def test_a_wrong_result_is_found():
+    provider, device = registry.create("cpu"), registry.choose("cpu")
+    launch, x, y = proof._prepare(provider, device)
+    assert "are wrong" in proof._first_wrong(launch, x, y)  # nothing ran yet
+    launch.start()
+    assert proof._first_wrong(launch, x, y) == ""
+    spoiled = provider.copy_to_host(launch.buffers[2], np.uint64, (launch.n,))
+    spoiled[12345] ^= np.uint64(1)
+    provider.copy_to_device(spoiled, out=launch.buffers[2])
+    wrong = proof._first_wrong(launch, x, y)
+    assert wrong.startswith(
+        f"1 of {launch.n:,} sums are wrong, the first: {x[12345]} + {y[12345]} gave {spoiled[12345]}"
+    )
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path):
+    (tmp_path / "file").touch()
+    with override(cache_dir=tmp_path / "file"):
+        (check,) = doctor._cache()
+    assert check.status == "warning"
+    assert "cannot be written" in check.found
+    assert "ACCELERANT_CACHE_DIR" in check.advice
+
+
+def test_a_damaged_cache_is_a_warning(tmp_path):
+    (tmp_path / "kernels" / "abc").mkdir(parents=True)
+    with override(cache_dir=tmp_path):
+        (check,) = doctor._cache()
+    assert check.status == "warning"
+    assert "1 damaged" in check.found
+
+
+def test_a_backend_that_was_asked_for_and_is_absent_fails():
+    with override(backend="webgpu"):
+        found = {check.name: check for check in doctor._backends()}
+    assert found["backend webgpu"].status == "failed"
+    with override(backend="abacus"):
+        found = {check.name: check for check in doctor._backends()}
+    assert found["settings"].status == "failed"
+    assert "abacus" in found["settings"].found
+
+
+def test_a_check_that_breaks_is_a_failed_check():
+    def broken():
+        yield doctor.Check("first", "ok", "fine")
+        raise RuntimeError("it broke\nbadly")
+
+    first, second = doctor._guarded("part", broken)
+    assert first.status == "ok"
+    assert (second.name, second.status, second.found) == ("part", "failed", "RuntimeError: it broke")
+
+
+def test_no_c_compiler_is_a_warning(monkeypatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert next(doctor._c_compiler()).status == "warning"
+
+
+@pytest.mark.gpu
+def test_the_gpu_is_seen_at_work():
+    pytest.importorskip("pynvml")
+    computed, seen = proof.prove(registry.choose("cuda"))
+    assert computed.status == "ok", computed
+    assert seen.status == "ok", seen
+    assert "% busy" in seen.found
+    assert "MiB" in seen.found

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from accelerant.cli import top
+from accelerant.cli.app import main
+from accelerant.runtime import registry
+from accelerant.runtime.monitor import ProcessMemory, Sample
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["top", *arguments])
+    return ended.value.code or 0, *capsys.readouterr()
+
+
+def shown(*samples):
+    from rich.console import Console
+
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(top._view(list(samples)))
+    return captured.get()
+
+
+def test_json_is_one_sample_of_every_device(capsys):
+    status, output, _ = run(capsys, "--json")
+    assert status == 0
+    report = json.loads(output)
+    labels = [f"{device.backend}:{device.index}" for device in registry.devices() if device.available]
+    assert [device["device"] for device in report["devices"]] == labels
+    assert abs(report["time_s"] - time.time()) < 60
+    for device in report["devices"]:
+        assert all(device[name] is None for name in device["reasons"])
+
+
+def test_without_a_terminal_one_table_is_printed(capsys):
+    status, output, _ = run(capsys)
+    assert status == 0
+    assert re.search(r"^device +name +busy +memory +power +temperature +clock +memory clock", output, re.MULTILINE)
+    assert re.search(r"^cpu:0 ", output, re.MULTILINE)
+
+
+def test_every_figure_is_shown():
+    text = shown(
+        Sample(
+            "cuda:0",
+            "Some GPU",
+            0.0,
+            utilisation_percent=50.0,
+            memory_used_bytes=3 * 2**30,
+            memory_total_bytes=8 * 2**30,
+            power_w=321.4,
+            temperature_c=61.0,
+            clock_mhz=1980.0,
+            memory_clock_mhz=2619.0,
+            processes=(ProcessMemory(77, "[odd] name", 5 * 2**20), ProcessMemory(78, None, None)),
+        )
+    )
+    assert "█████·····  50 %  3.0 / 8.0 GiB  321 W        61 °C  1980 MHz      2619 MHz" in text
+    assert re.search(r"77 +5 MiB +\[odd\] name", text)
+    assert re.search(r"78 +- +\?", text)
+
+
+def test_absent_figures_have_one_line_a_reason():
+    reasons = {"power_w": "no sensor", "temperature_c": "no sensor", "core_percents": "a GPU has none"}
+    text = shown(Sample("cuda:0", "Some GPU", 0.0, utilisation_percent=0.0, reasons=reasons))
+    assert "cuda:0: no power, temperature: no sensor\n" in text
+    assert "a GPU has none" not in text
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf", "4000"])
+def test_a_senseless_interval_is_refused(capsys, interval):
+    status, output, errors = run(capsys, "--interval", interval)
+    assert (status, output) == (2, "")
+    assert errors == f"accelerant: --interval must be 0.1 to 3600 seconds, got {float(interval)}\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a pseudo terminal is POSIX's")
+def test_on_a_terminal_it_is_live_until_ctrl_c():
+    import pty
+
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "accelerant", "top", "--interval", "0.2"],
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+    )
+    os.close(theirs)
+    seen, deadline = b"", time.monotonic() + 60
+    try:
+        while seen.count(b"Ctrl-C ends") < 3 and time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.2)[0]:
+                seen += os.read(ours, 1 << 16)
+        process.send_signal(signal.SIGINT)
+        while process.poll() is None and time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.2)[0]:
+                try:
+                    os.read(ours, 1 << 16)
+                except OSError:  # Linux's way of saying that the other end is closed
+                    break
+        assert process.wait(timeout=20) == 0, process.stderr.read()
+    finally:
+        process.kill()
+        process.stderr.close()
+        os.close(ours)
+    assert seen.count(b"Ctrl-C ends") >= 3
+    assert b"cpu:0" in seen
+
+
+@pytest.mark.gpu
+def test_the_gpu_is_among_the_devices(capsys):
+    pytest.importorskip("pynvml")
+    _, output, _ = run(capsys, "--json")
+    gpu = next(device for device in json.loads(output)["devices"] if device["device"] == "cuda:0")
+    assert gpu["power_w"] > 0
+    assert gpu["temperature_c"] > 0
+    assert gpu["memory_total_bytes"] > 0
