@@ -67,7 +67,7 @@ def test_more_rows_than_a_pass(interpreted):
 @pytest.mark.parametrize("plan", [RowPlan(1, 64, 1), RowPlan(4, 64, 2, 1), RowPlan(8, 128, 4, 2, 2)], ids=str)
 def test_any_plan_gives_the_same(plan, interpreted):
     x, dy, weight = torch.randn(37, 50), torch.randn(37, 50), torch.randn(50)
-    y, mean, rstd = launch.launch_forward(x, weight, weight, 1e-5, plan)
+    y, mean, rstd = launch.launch_forward(x, weight, weight, 1e-5, plan=plan)
     torch.testing.assert_close(y, torch.layer_norm(x, (50,), weight, weight))
     dx, dweight, dbias = launch.launch_backward(dy, x, weight, mean, rstd, torch.float32, torch.float32, plan)
     expected = torch.ops.aten.native_layer_norm_backward(

@@ -21,6 +21,7 @@ from accelerant.config import override
 from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedCase
 from accelerant.runtime import memory, registry
 from accelerant.runtime.batch_size import optimal_batch_size
+from accelerant.runtime.chunks import stream_chunks
 from accelerant.runtime.holders import largest_holders
 from accelerant.runtime.live_set import LiveSet, storage_bytes
 from accelerant.runtime.memory import (
@@ -37,7 +38,7 @@ from accelerant.runtime.memory import (
 )
 from accelerant.runtime.peak import compare_peak, predict_peak
 from accelerant.runtime.stream import Stream, submit
-from accelerant.runtime.transfer import copy_async, stream_chunks
+from accelerant.runtime.transfer import copy_async
 
 MIB = 1 << 20
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -144,7 +145,7 @@ def test_negative_and_impossible_sizes():
         allocate(1 << 60, "cpu")
     for call in (statistics, trim, largest_holders, available_bytes, apply_limit):
         with pytest.raises(ConfigError, match="abacus"):
-            call(**{"device": "abacus"})
+            call(device="abacus")
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -298,15 +299,15 @@ def test_a_thousand_calls_leave_nothing(device):
             describe_out_of_memory("call", 1, device)
 
     def held():
-        tensors = live_tensors()
-        return tensors, threading.active_count(), statistics(device).allocated_bytes
+        return live_tensors(), statistics(device).allocated_bytes
 
-    for i in range(2):
+    for _ in range(2):
         call(0)
-    before = held()
+    before, threads = held(), threading.active_count()
     for i in range(1000):
         call(i)
     assert held() == before
+    assert threading.active_count() <= threads
 
 
 # --- peaks -----------------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from accelerant.errors import BackendUnavailable, ConfigError, OutOfMemory
-from accelerant.runtime import nvml, registry, topology
+from accelerant.runtime import registry, topology
 from accelerant.runtime.provider import ComputeDevice, MemoryInfo
+from accelerant.runtime.readers import TableReader
 
 
 class Two:
@@ -24,12 +25,12 @@ class Two:
         return MemoryInfo(8 << 30, self.free[device], 0, 0, 0)
 
 
-@pytest.fixture()
+@pytest.fixture
 def two(monkeypatch):
     provider = Two()
     monkeypatch.setattr(registry, "create", lambda name: provider)
     monkeypatch.setattr(registry, "reason_absent", lambda name: "")
-    monkeypatch.setattr(nvml, "memory", lambda index: "not here")
+    monkeypatch.setattr(topology, "cuda_reader", lambda device: TableReader({}, "not here"))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) == (0, 1))
     return provider
 
@@ -90,12 +91,16 @@ def test_the_cpu_is_its_own_and_only_peer():
     assert topology.select_by_free_memory("cpu").backend == "cpu"
 
 
-def test_nvml_answers_or_says_why_not():
-    if torch.cuda.is_available():
-        pytest.skip("a machine with NVML")
-    assert isinstance(nvml.memory(0), str)
-    assert isinstance(nvml.other_processes(0), str)
-    assert nvml.memory(0)
+def test_the_drivers_tools_are_asked_before_cuda(two, monkeypatch):
+    """Asking CUDA would make a context on every device."""
+
+    def reader(device):
+        return TableReader({"memory_total_bytes": lambda: 100, "memory_used_bytes": lambda: 30 + device.index}, "")
+
+    monkeypatch.setattr(topology, "cuda_reader", reader)
+    monkeypatch.setattr(two, "memory", None)
+    assert topology.select_by_free_memory("cuda").index == 0
+    assert [state.free_bytes for state in topology.topology("cuda").devices] == [70, 69]
 
 
 @pytest.mark.gpu

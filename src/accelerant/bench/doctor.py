@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-import accelerant
+from accelerant._version import __version__
 from accelerant.algebra.field import op as field_op
 from accelerant.bench.proof import Check, Status, prove
 from accelerant.config import settings
@@ -35,6 +35,7 @@ from accelerant.runtime.provider import ComputeDevice
 __all__ = ["Check", "Status", "checks"]
 
 _TIMEOUT_S = 60
+_PACKAGE = Path(__file__).parents[1]
 
 
 def checks(progress: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
@@ -82,8 +83,7 @@ def _present() -> list[ComputeDevice]:
 
 
 def _installation() -> Iterator[Check]:
-    folder = Path(accelerant.__file__).parent
-    yield Check("accelerant", "ok", f"{accelerant.__version__} in {folder}")
+    yield Check("accelerant", "ok", f"{__version__} in {_PACKAGE}")
     version = platform.python_version()
     good = sys.version_info >= (3, 11)
     advice = "" if good else "install Python 3.11 or newer"
@@ -304,7 +304,7 @@ def _is_installed(name: str) -> bool:
 
 def _declared_extras() -> dict[str, list[str]]:
     """Extra -> names of its packages: from a source tree's pyproject.toml, else from the installed package."""
-    project = Path(accelerant.__file__).parents[2] / "pyproject.toml"
+    project = _PACKAGE.parents[1] / "pyproject.toml"
     if project.is_file():
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"].get("optional-dependencies", {})
         lines = [(extra, line) for extra, needs in declared.items() for line in needs]

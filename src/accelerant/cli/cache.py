@@ -56,7 +56,8 @@ def list_entries(names: _Names = None, json_output: _Json = False) -> None:
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("kernel", "target", "compiler", "size", "age", "registers", "key"):
-        table.add_column(title, justify="right" if title in ("size", "age", "registers") else "left")
+        right = title in ("size", "age", "registers")
+        table.add_column(title, justify="right" if right else "left", no_wrap=True, max_width=40)
     for entry in found:
         name = f"[red]damaged:[/] {entry.damage}" if entry.damage else entry.name
         registers = "-" if entry.registers is None else str(entry.registers)
@@ -125,7 +126,7 @@ def warm(
     if json_output:
         print(json.dumps(results, indent=1))
     else:
-        _print_warmed(results, [label for label, _ in providers])
+        _print_warmed(results, [label for label, _ in providers], len(kernels) * len(providers) - len(jobs))
     if failed:
         raise typer.Exit(1)
 
@@ -162,14 +163,15 @@ def _compile(kernel: Shipped, label: str, provider: ComputeProvider) -> dict[str
     return {**row, "target": done.target, "from_cache": done.from_cache, "compile_ms": done.compile_ms}
 
 
-def _print_warmed(results: list[dict[str, Any]], labels: list[str]) -> None:
+def _print_warmed(results: list[dict[str, Any]], labels: list[str], skipped: int) -> None:
     for row in results:
         if row["error"]:
             print(f"failed: {row['kernel']} {row['detail']} for {row['target']}: {row['error']}", file=sys.stderr)
     fresh = [row for row in results if not row["error"] and not row["from_cache"]]
     known = sum(1 for row in results if not row["error"] and row["from_cache"])
     seconds = sum(row["compile_ms"] for row in fresh) / 1e3
-    print(f"{', '.join(labels)}: {len(fresh)} compiled in {seconds:.1f} s, {known} were there already")
+    rest = f", {skipped} are for other devices" if skipped else ""
+    print(f"{', '.join(labels)}: {len(fresh)} compiled in {seconds:.1f} s, {known} were there already{rest}")
 
 
 def _progress(quiet: bool) -> Callable[[str], None]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerant.errors import CompileError, ConfigError, MissingDependency
+from accelerant.errors import CompileError, ConfigError
 from accelerant.runtime.kernel import Resources
 from accelerant.runtime.occupancy import Occupancy, occupancy
 from accelerant.runtime.portable import portable_header
@@ -116,7 +116,7 @@ def known_targets() -> tuple[str, ...]:
     """The architectures that this NVRTC compiles for, without the suffixes a and f.
 
     Raises:
-        MissingDependency: there is no NVRTC.
+        CompileError: there is no NVRTC.
     """
     nvrtc = _nvrtc()
     _, numbers = nvrtc.nvrtcGetSupportedArchs()
@@ -151,9 +151,8 @@ def inspect_cuda(
         dynamic_shared_bytes: added to the static shared memory for occupancy.
 
     Raises:
-        CompileError: with the log, which `read_messages` takes apart.
+        CompileError: with the log, which `read_messages` takes apart; or there is no NVRTC.
         ConfigError: the compiler does not know the architecture.
-        MissingDependency: there is no NVRTC.
     """
     if re.search(r"\bACL_KERNEL\b", text):
         text = f'{portable_header()}\n#line 1 "{name}"\n{text}'
@@ -183,7 +182,7 @@ def inspect_cuda(
 
 def _nvrtc() -> Any:
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-        raise MissingDependency("cuda-bindings and nvidia-cuda-nvrtc", "cuda", "compiling CUDA C++")
+        raise CompileError("CUDA C++ needs NVRTC (Linux, Windows): pip install cuda-bindings nvidia-cuda-nvrtc")
     from cuda.bindings import nvrtc
 
     return nvrtc

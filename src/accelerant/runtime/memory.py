@@ -13,6 +13,7 @@ Torch's CUDA allocator keeps limits itself. On the other backends, where nobody 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -25,10 +26,11 @@ import torch
 
 from accelerant.config import settings
 from accelerant.errors import ConfigError, OutOfMemory
-from accelerant.runtime import nvml, registry
+from accelerant.runtime import registry
 from accelerant.runtime.holders import Holder, largest_holders
 from accelerant.runtime.live_set import LiveSet
 from accelerant.runtime.provider import Buffer, ComputeDevice
+from accelerant.runtime.readers import cuda_reader
 from accelerant.runtime.topology import DeviceLike, find_device
 
 __all__ = [
@@ -424,12 +426,13 @@ def _others(device: ComputeDevice, figures: MemoryStatistics) -> list[str]:
         return []
     together = max(0, figures.total_bytes - figures.free_bytes - figures.reserved_bytes)
     lines = [f"{size_text(together)} by other processes and CUDA's own contexts"]
-    found = nvml.other_processes(device.index)
-    if not isinstance(found, str):
-        lines += [
-            f"{'an unknown size' if row.size_bytes is None else size_text(row.size_bytes)} by process {row.pid}"
-            for row in found[:3]
-        ]
+    figures_there, _ = cuda_reader(device).read(("processes",))
+    others = [each for each in figures_there.get("processes", ()) if each.pid != os.getpid()]
+    lines += [
+        f"{'an unknown size' if each.memory_bytes is None else size_text(each.memory_bytes)} by process {each.pid}"
+        f"{f' ({each.name})' if each.name else ''}"
+        for each in others[:3]
+    ]
     return lines
 
 

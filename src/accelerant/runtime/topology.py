@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from accelerant.errors import ConfigError, OutOfMemory
-from accelerant.runtime import nvml, registry
+from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.readers import cuda_reader
 
 __all__ = [
     "DeviceLike",
@@ -110,12 +111,14 @@ def find_device(device: DeviceLike = "auto") -> ComputeDevice:
 def free_memory(device: ComputeDevice) -> tuple[int, int]:
     """Total and free bytes of a device.
 
-    On CUDA asked of NVML where it is there: asking CUDA itself makes a context, about 0.5 GB, on each device asked.
+    On CUDA the driver's tools are asked where they are there: CUDA itself would make a context, about 0.5 GB, on each
+    device asked.
     """
     if device.backend == "cuda":
-        answer = nvml.memory(device.index)
-        if not isinstance(answer, str):
-            return answer
+        names = ("memory_total_bytes", "memory_used_bytes")
+        figures, _ = cuda_reader(device).read(names)
+        if all(name in figures for name in names):
+            return figures[names[0]], figures[names[0]] - figures[names[1]]
     info = registry.create(device.backend).memory(device.index)
     return info.total_bytes, info.free_bytes
 

@@ -28,6 +28,7 @@ from accelerant.runtime.kernel import CUDA_TARGETS, Binary, Kernel, KernelSource
 
 if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda import CudaProvider
+    from accelerant.runtime.providers.cuda_launch import PreparedLaunch
 
 __all__ = ["TritonKernel", "interpreting", "refuses_triton"]
 
@@ -42,7 +43,7 @@ _POINTERS = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
-_I32_MIN, _I32_MAX = -(2**31), 2**31 - 1
+_PREPARED_LIMIT = 4096
 _Argument = torch.Tensor | int | float | None
 _AMD = re.compile(r"gfx\w+")
 
@@ -176,6 +177,7 @@ class TritonKernel:
         self.name = name
         self.targets = targets
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
+        self._prepared: dict[tuple[object, ...], PreparedLaunch] = {}
 
     def launch(
         self,
@@ -199,23 +201,47 @@ class TritonKernel:
             CompileError: with Triton's words.
             LaunchError: the device refused.
         """
-        if interpreting():
+        first = args[0]
+        if not isinstance(first, torch.Tensor) or not first.is_cuda:
             function = getattr(importlib.import_module(self.module), self.name)
-            function[grid](*args, **constants)
+            function[grid](*args, **constants)  # the interpreter's: refuses_triton keeps the others away
             return
-        key: list[object] = [num_warps, num_stages, *constants.values()]
-        for arg in args:  # in line: this is most of a launch's host time
-            if arg.__class__ is int:
-                key.append(arg % 16 == 0 if _I32_MIN <= arg <= _I32_MAX else "i64")
-            elif isinstance(arg, torch.Tensor):
-                key += (arg.dtype, arg.data_ptr() % 16 == 0, arg.device)
+        key: list[object] = [grid, num_warps, num_stages, first.get_device(), *constants.values()]
+        pointers = []
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                pointer = arg.data_ptr()
+                pointers.append(pointer)
+                key += (arg.dtype, pointer & 15)
             else:
-                key.append(arg.__class__)
-        variant = tuple(key)
+                key.append(arg)
+        prepared = self._prepared.get(tuple(key))
+        if prepared is None:
+            prepared = self._prepare(tuple(key), grid, args, constants, num_warps, num_stages)
+        prepared.start(pointers)
+
+    def _prepare(
+        self,
+        key: tuple[object, ...],
+        grid: tuple[int, ...],
+        args: Sequence[_Argument],
+        constants: Mapping[str, Any],
+        num_warps: int,
+        num_stages: int,
+    ) -> PreparedLaunch:
+        """A launch with everything but the pointers in place; kept by what it depends on."""
+        device = next(arg for arg in args if isinstance(arg, torch.Tensor)).get_device()
+        described = tuple(_describe(arg) for arg in args)
+        variant = (device, num_warps, num_stages, *constants.values(), *described)
         kernel = self._kernels.get(variant)
         if kernel is None:
             kernel = self._kernels[variant] = self._compile(args, constants, num_warps, num_stages)
-        _cuda().launch_compiled(kernel, grid, [arg for arg in args if arg is not None])
+        if len(self._prepared) >= _PREPARED_LIMIT:
+            self._prepared.clear()
+        given = [arg for arg in args if arg is not None]
+        prepared: PreparedLaunch = kernel.handle.prepare(grid, given, device)
+        self._prepared[key] = prepared
+        return prepared
 
     def source(
         self,
@@ -240,7 +266,10 @@ class TritonKernel:
         aligned = tuple(
             i for i, kind in enumerate(kinds) if multiples_of_16 and (kind[0] == "*" or kind in ("i32", "i64"))
         )
-        return self._source(kinds, tuple(constants.items()), aligned, num_warps, num_stages)
+        present = [(name, value) for name, value in constants.items() if value is not None]
+        absent = sorted((names.index(name), None) for name, value in constants.items() if value is None)
+        # In the order of _compile, so that a kernel that was compiled ahead is found again at run time.
+        return self._source(kinds, (*present, *absent), aligned, num_warps, num_stages)
 
     def _source(
         self,
@@ -261,12 +290,10 @@ class TritonKernel:
         aligned: list[int] = []
         fixed: list[tuple[str | int, Any]] = list(constants.items())
         for position, arg in enumerate(args):
-            if arg is None:
-                kinds.append("constexpr")
-                fixed.append((position, None))
-                continue
             kind, multiple = _describe(arg)
             kinds.append(kind)
+            if arg is None:
+                fixed.append((position, None))
             if multiple:
                 aligned.append(position)
         kinds += ["constexpr"] * len(constants)
@@ -278,12 +305,14 @@ class TritonKernel:
 _LAUNCH_TYPES = {"fp32": "f32", "fp64": "f64"}
 
 
-def _describe(arg: torch.Tensor | int | float) -> tuple[str, bool]:
+def _describe(arg: _Argument) -> tuple[str, bool]:
     """Triton's type of an argument, and whether it is a multiple of 16."""
+    if arg is None:
+        return "constexpr", False
     if isinstance(arg, torch.Tensor):
         return _POINTERS[arg.dtype], arg.data_ptr() % 16 == 0
     if isinstance(arg, int):
-        return ("i32", arg % 16 == 0) if _I32_MIN <= arg <= _I32_MAX else ("i64", False)
+        return ("i32", arg % 16 == 0) if -(2**31) <= arg < 2**31 else ("i64", False)
     return "fp32", False
 
 

@@ -76,16 +76,21 @@ def backward_constants(plan: RowPlan, N: int) -> dict[str, int | bool]:
 
 
 def launch_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, plan: RowPlan | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise: y, contiguous, and each row's mean and 1 / standard deviation in float32."""
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    statistics: bool = True,
+    plan: RowPlan | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Normalise: y, contiguous, and if asked each row's mean and 1 / standard deviation in float32."""
     N = x.shape[-1]
     M = x.numel() // N if N else x.shape[:-1].numel()
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    mean = torch.empty(M, dtype=torch.float32, device=x.device)
-    rstd = torch.empty(M, dtype=torch.float32, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    mean = torch.empty(M, dtype=torch.float32, device=x.device) if statistics else None
+    rstd = torch.empty_like(mean) if mean is not None else None
     if not M or not N:
-        return y, mean.zero_(), rstd.zero_()
+        return y, None if mean is None else mean.zero_(), None if rstd is None else rstd.zero_()
     rows, stride = as_rows(x, N)
     weight, bias = _dense(weight), _dense(bias)
     if plan is None and N > WIDE_FORWARD:
@@ -113,7 +118,7 @@ def launch_backward(
     """Find dx, contiguous, and the gradients of weight and bias where a dtype is given for them."""
     N = x.shape[-1]
     M = x.numel() // N if N else 0
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dweight = None if dweight_dtype is None else torch.empty(N, dtype=dweight_dtype, device=x.device)
     dbias = None if dbias_dtype is None else torch.empty(N, dtype=dbias_dtype, device=x.device)
     if not M:

@@ -43,7 +43,9 @@ def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-def _torch_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _torch_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, statistics: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype = _torch_dtype(x, weight, bias)
     y, mean, rstd = torch.native_layer_norm(x.to(dtype), x.shape[-1:], _to(weight, dtype), _to(bias, dtype), eps)
     return y.to(x.dtype), mean.reshape(-1), rstd.reshape(-1)
@@ -123,9 +125,9 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     if not plain or not (weight is None or is_plain(weight)) or not (bias is None or is_plain(bias)):
         y: Tensor = _op(x, weight, bias, eps)[0]
     elif torch.is_grad_enabled() and _wants_grad(x, weight, bias):
-        y = _apply(x, weight, bias, eps)[0]
+        y = _apply_eager(x, weight, bias, eps)
     else:
-        y = _forward(x, weight, bias, eps)[0]
+        y = _forward(x, weight, bias, eps, statistics=False)[0]
     return y
 
 
@@ -164,11 +166,8 @@ class LayerNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Keeps x, weight and the statistics."""
-        if is_plain(x):
-            y, mean, rstd = _forward(x, weight, bias, eps)
-        else:
-            with below_autograd():
-                y, mean, rstd = _op(x, weight, bias, eps)
+        with below_autograd():
+            y, mean, rstd = _op(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, rstd)
@@ -178,17 +177,36 @@ class LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of x, weight and bias; themselves differentiable where the caller asked for that."""
-        if dy is None:
-            return None, None, None, None
-        x, weight, mean, rstd = ctx.saved_tensors
-        dweight_dtype = weight.dtype if ctx.needs_input_grad[1] else None
-        dbias_dtype = ctx.bias_dtype if ctx.needs_input_grad[2] else None
-        if torch.is_grad_enabled():
-            return (*_differentiable_backward(dy, x, weight, mean, rstd, dweight_dtype, dbias_dtype), None)
-        if is_plain(dy):
-            return (*_backward(dy, x, weight, mean, rstd, dweight_dtype, dbias_dtype), None)
-        dx, dweight, dbias = _op_backward(dy, x, weight, mean, rstd, dweight_dtype, dbias_dtype)
-        return dx, None if dweight_dtype is None else dweight, None if dbias_dtype is None else dbias, None
+        return (None, None, None, None) if dy is None else _gradients(ctx, dy)
+
+
+class LayerNormEager(torch.autograd.Function):
+    """The same for plain tensors, which nothing traces: one result, and so less host time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        """Keeps x, weight and the statistics."""
+        y, mean, rstd = _forward(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """As LayerNorm's."""
+        return _gradients(ctx, dy)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, mean, rstd = ctx.saved_tensors
+    dweight_dtype = weight.dtype if ctx.needs_input_grad[1] else None
+    dbias_dtype = ctx.bias_dtype if ctx.needs_input_grad[2] else None
+    if torch.is_grad_enabled():
+        return (*_differentiable_backward(dy, x, weight, mean, rstd, dweight_dtype, dbias_dtype), None)
+    if is_plain(dy):
+        return (*_backward(dy, x, weight, mean, rstd, dweight_dtype, dbias_dtype), None)
+    dx, dweight, dbias = _op_backward(dy, x, weight, mean, rstd, dweight_dtype, dbias_dtype)
+    return dx, None if dweight_dtype is None else dweight, None if dbias_dtype is None else dbias, None
 
 
 _NAMES: dict[tuple[torch.dtype | None, torch.dtype | None], tuple[str, ...]] = {}
@@ -204,9 +222,12 @@ def _options(weight: Tensor | None, bias_dtype: torch.dtype | None) -> tuple[str
     return names
 
 
-def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, statistics: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Y with the mean and 1 / standard deviation of each row, which may be absent where they are not asked for."""
     case = Case(x.device, x.dtype, x.shape, _options(weight, None if bias is None else bias.dtype))
-    result: tuple[Tensor, Tensor, Tensor] = layer_norm_fwd(case, x, weight, bias, eps)
+    result: tuple[Tensor, Tensor, Tensor] = layer_norm_fwd(case, x, weight, bias, eps, statistics)
     return result
 
 
@@ -306,6 +327,7 @@ def _fake_backward(
 
 
 _apply: Callable[..., Any] = LayerNorm.apply
+_apply_eager: Callable[..., Any] = LayerNormEager.apply
 _op = define(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
     kernel=_forward,

@@ -45,8 +45,9 @@ def layer_norm_fwd(
         if bias_ptr is not None:
             y += bias
         tl.store(y_ptr + rows[:, None] * N + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
-        tl.store(mean_ptr + rows, mean, mask=in_rows)
-        tl.store(rstd_ptr + rows, rstd, mask=in_rows)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + rows, mean, mask=in_rows)
+            tl.store(rstd_ptr + rows, rstd, mask=in_rows)
 
 
 @triton.jit
@@ -142,8 +143,9 @@ def layer_norm_fwd_wide(
         if bias_ptr is not None:
             y += tl.load(bias_ptr + at, mask=at < N, other=0.0).to(tl.float32)
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
-    tl.store(mean_ptr + row, mean)
-    tl.store(rstd_ptr + row, rstd)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean)
+        tl.store(rstd_ptr + row, rstd)
 
 
 @triton.jit

@@ -188,14 +188,6 @@ class CudaProvider(ComputeProvider):
         check_launch(kernel, self.name, grid, block, args)
         self._start(kernel, tuple(grid), tuple(block), args, stream)
 
-    def launch_compiled(self, kernel: Kernel, grid: tuple[int, ...], args: Sequence[Pointer | int | float]) -> None:
-        """Launch a kernel whose block size and shared memory were fixed when it was compiled (Triton's).
-
-        Raises:
-            LaunchError, DeviceLost: as launch.
-        """
-        self._start(kernel, grid, (kernel.handle.threads,), args, None)
-
     def synchronize(self, device: int = 0) -> None:
         try:
             torch.cuda.synchronize(device)

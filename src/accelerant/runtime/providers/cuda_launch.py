@@ -18,7 +18,7 @@ import torch
 from accelerant.errors import AccelerantError, CompileError, DeviceLost, LaunchError
 from accelerant.runtime.provider import check_scalar
 
-__all__ = ["LoadedKernel", "cuda_error"]
+__all__ = ["LoadedKernel", "PreparedLaunch", "cuda_error"]
 
 _CTYPES: dict[str, Any] = {
     "i32": ctypes.c_int32,
@@ -86,14 +86,29 @@ class LoadedKernel:
             LaunchError: an argument does not fit or the driver refused; nothing ran.
             DeviceLost: an earlier kernel broke the device.
         """
+        config = self._configs.get((grid, block)) or self._configure(grid, block)
+        self._enqueue(config, self._converted(args), stream)
+
+    def prepare(self, grid: tuple[int, ...], args: Sequence[Any], device: int) -> PreparedLaunch:
+        """A launch of `threads` threads a block that lacks only the pointers.
+
+        Raises:
+            LaunchError: an argument or the grid does not fit.
+        """
+        values = self._converted(args)
+        places = [i for i, convert in enumerate(self._converters) if convert is None]
+        return PreparedLaunch(self, self._configure(grid, (self.threads,)), values, places, device)
+
+    def _converted(self, args: Sequence[Any]) -> list[Any]:
         try:
-            values = [
+            return [
                 arg.data_ptr() if convert is None else convert(arg)
                 for convert, arg in zip(self._converters, args, strict=True)
             ]
         except (AttributeError, ValueError) as error:
             raise self._misfit(args) from error
-        config = self._configs.get((grid, block)) or self._configure(grid, block)
+
+    def _enqueue(self, config: Any, values: Sequence[Any], stream: int) -> None:
         wrapped = _streams.get(stream)
         if wrapped is None:
             wrapped = _streams[stream] = self._wrap_stream(stream)
@@ -103,7 +118,7 @@ class LoadedKernel:
         try:
             self._launch(wrapped, config, self.core, *values, *self._extra)
         except Exception as error:
-            raise cuda_error(str(error), f"kernel {self.name!r}, grid {grid}, block {block}") from error
+            raise cuda_error(str(error), f"kernel {self.name!r}, {config}") from error
 
     def _configure(self, grid: tuple[int, ...], block: tuple[int, ...]) -> Any:
         if len(self._configs) >= _CONFIGS_LIMIT:
@@ -122,6 +137,34 @@ class LoadedKernel:
                 where = f"kernel {self.name!r}, argument {position}"
                 return LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}")
         return LaunchError(f"kernel {self.name!r} takes {len(self.kinds)} arguments, got {len(args)}")
+
+
+class PreparedLaunch:
+    """A launch with everything but the pointers in place; see LoadedKernel.prepare."""
+
+    __slots__ = ("_config", "_device", "_kernel", "_places", "_values")
+
+    def __init__(self, kernel: LoadedKernel, config: Any, values: list[Any], places: list[int], device: int) -> None:
+        self._kernel = kernel
+        self._config = config
+        self._values = values
+        self._places = places
+        self._device = device
+
+    def start(self, pointers: Sequence[int]) -> None:
+        """Launch on the current stream of the kernel's device.
+
+        Raises:
+            LaunchError, DeviceLost: as LoadedKernel.start.
+        """
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                self.start(pointers)
+            return
+        values = self._values.copy()
+        for place, pointer in zip(self._places, pointers, strict=True):
+            values[place] = pointer
+        self._kernel._enqueue(self._config, values, torch._C._cuda_getCurrentRawStream(self._device))
 
 
 def _converter(name: str, position: int, kind: str) -> Callable[[Any], Any] | None:
