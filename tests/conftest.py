@@ -1,11 +1,15 @@
 """What every test stands on: the Triton interpreter where there is no GPU, a cache of its own, the gpu marker."""
 
+import importlib
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+
+import accelerant.ops
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -15,11 +19,12 @@ os.environ["ACCELERANT_CACHE_DIR"] = _CACHE
 
 if not HAS_GPU and "TRITON_INTERPRET" not in os.environ:
     # Triton decides between compiler and interpreter when a function is decorated, its own library's included: so the
-    # variable must stand while triton is first imported. Afterwards only the tests of ops set it again (their
-    # conftest), since a training run through the interpreter would take hours.
+    # variable must stand while triton and our kernels are first imported. Afterwards only the tests of ops set it
+    # again (their conftest), since a training run through the interpreter would take hours.
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        import triton.language  # noqa: F401
+        for path in Path(accelerant.ops.__path__[0]).glob("*/triton_kernels.py"):
+            importlib.import_module(f"accelerant.ops.{path.parent.name}.triton_kernels")
     except ImportError:  # no wheel for this system: the tests that need it skip
         pass
     finally:

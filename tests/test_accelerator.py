@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import threading
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 import accelerant
 from accelerant import Accelerator, AcceleratorConfig
-from accelerant.accelerator import _METHODS
+from accelerant.accelerator.methods import METHODS
 from accelerant.algebra.field.reference import MODULI
 from accelerant.config import override
 from accelerant.errors import (
@@ -158,7 +160,7 @@ def test_calls_from_threads_are_counted(acc):
 
 def test_benchmark_covers_every_operation_and_counts_nothing(acc):
     results = acc.benchmark(iterations=2, size=8)
-    assert set(results) == set(_METHODS)
+    assert set(results) == set(METHODS)
     for figures in results.values():
         assert 0 < figures["p50_ms"] <= figures["p99_ms"]
         assert figures["gb_per_s"] > 0
@@ -247,11 +249,78 @@ def test_a_device_that_fails_gives_way_to_the_cpu_or_raises(monkeypatch):
 
     acc = Accelerator("cpu")
     monkeypatch.setattr(acc, "device", registry.choose("cpu"))
-    monkeypatch.setitem(
-        _METHODS, "gelu", _METHODS["gelu"].__class__(failing, True, _METHODS["gelu"].example, lambda a, y: 0)
-    )
+    monkeypatch.setitem(METHODS, "gelu", replace(METHODS["gelu"], run=failing))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(LaunchError, match="refused"):
             acc.gelu([1.0])
     assert acc.metrics()["gelu"]["errors"] == 1
+
+
+# --- many calls ------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_gives_what_single_calls_give_in_fewer_launches(acc):
+    rng = np.random.default_rng(2)
+    shapes = [(3, 4), (1, 4), (5,), (0, 4), (2, 2, 4)]
+    xs = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    w = np.ones(4, np.float32)
+    with acc.batch() as batch:
+        gelus = [batch.gelu(x) for x in xs]
+        tanhs = [batch.gelu(x, "tanh") for x in xs]
+        softmaxes = [batch.softmax(x) for x in xs if x.shape[-1] == 4]
+        columns = batch.softmax(xs[0], 0)
+        norms = [batch.layer_norm(x, w, w) for x in xs if x.shape[-1] == 4]
+        products = [batch.matmul(xs[0].T.copy(), xs[0]) for _ in range(3)]
+        sums = [batch.field_add(list(range(n)), [P - 1] * n) for n in (1, 4)]
+    assert batch.launches == 7
+    for x, gelu, tanh in zip(xs, gelus, tanhs, strict=True):
+        assert gelu.result().shape == x.shape
+        np.testing.assert_allclose(gelu.result(), acc.gelu(x), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(tanh.result(), acc.gelu(x, "tanh"), rtol=1e-6, atol=1e-7)
+    fours = [x for x in xs if x.shape[-1] == 4]
+    for x, softmax, norm in zip(fours, softmaxes, norms, strict=True):
+        np.testing.assert_allclose(softmax.result(), acc.softmax(x), rtol=1e-6)
+        np.testing.assert_allclose(norm.result(), acc.layer_norm(x, w, w), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(columns.result(), acc.softmax(xs[0], 0), rtol=1e-6)
+    np.testing.assert_allclose(products[2].result(), xs[0].T @ xs[0], rtol=1e-5)
+    assert [answer.result().tolist() for answer in sums] == [[P - 1], [P - 1, 0, 1, 2]]
+
+
+def test_a_call_that_does_not_fit_fails_alone(acc):
+    with acc.batch() as batch:
+        good = batch.field_add([1], [2])
+        large = batch.field_add([P], [0])
+        stranger = batch.gelu("abc")
+        with pytest.raises(AccelerantError, match="has not ended yet"):
+            good.result()
+    assert good.done()
+    assert good.result().tolist() == [3]
+    with pytest.raises(FormatError, match="not below the modulus"):
+        large.result()
+    with pytest.raises(UnsupportedDtype, match=r"builtins\.str"):
+        stranger.result()
+
+
+def test_a_batch_that_is_left_by_an_error_does_nothing(acc):
+    batch = acc.batch()
+    answer = batch.gelu([1.0])
+    batch.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+    assert not answer.done()
+    assert acc.metrics() == {}
+
+
+def test_futures_are_awaited_and_asked(acc):
+    x = np.linspace(-1, 1, 5, dtype=np.float32)
+
+    async def work():
+        return await asyncio.gather(*(acc.submit(acc.gelu, x * i) for i in range(4)))
+
+    answers = asyncio.run(work())
+    for i, answer in enumerate(answers):
+        np.testing.assert_allclose(answer, acc.gelu(x * i), rtol=1e-6)
+    future = acc.submit(acc.gelu, x, approximate="tanh")
+    np.testing.assert_allclose(future.result(10), acc.gelu(x, "tanh"), rtol=1e-6)
+    assert future.done()
+    with pytest.raises(UnsupportedDtype):
+        acc.submit(acc.gelu, "abc").result(10)

@@ -18,7 +18,9 @@ from accelerant import errors
 PUBLIC_MODULES = ("accelerant.errors", "accelerant.config", "accelerant.accelerator", "accelerant.runtime.provider")
 NOT_FOR_USERS = {
     "load",
+    "check_device",
     "check_launch",
+    "check_owner",
     "check_scalar",
     "check_size",
     "host_bytes",

@@ -2,16 +2,18 @@
 
 record.save(path)              JSON, written whole or not at all
 print(record.table())          for people
-compare(old, new)              rows that became slower
+compare(old, new)              what became slower: compare.py
+build_report(record)           a page with plots: report.py
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,12 @@ from accelerant._version import __version__
 from accelerant.errors import FormatError
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["Environment", "Record", "Row", "compare"]
+__all__ = ["DEVICE", "Environment", "Record", "Row"]
 
+DEVICE = "device"
+"""The runner of rows that say what the device itself can do."""
+
+_OURS = "accelerant"
 _PACKAGES = ("torch", "triton", "cuda-core", "numpy", "llvmlite")
 
 
@@ -74,14 +80,17 @@ class Row:
         suite, op, case: what; the case holds sizes, dtype and direction.
         runner: "accelerant" or the peer's name.
         implementation: what really ran: "triton (own)", "torch"; for a peer its name.
-        unit: of the three quantiles, "ms" or "us".
+        unit: of the three quantiles: "ms", "us", or "x" for a ratio.
         p20, p50, p80: quantiles.
         bytes, flops: least work of the case; 0 where it has no meaning.
-        ceiling: which ceiling bounds the case: "copy", "matmul", or empty.
+        ceiling: which ceiling bounds the case: "copy", "matmul", "host to device", "device to host", or empty.
         percent_of_ceiling: of the measured ceiling of this device in this run.
         target: the p50 to reach on this device, where the case names one.
         speedup: of accelerant over the fastest peer that ran, on accelerant's rows.
-        note: why a peer did not run.
+        note: why a runner did not run, or what to know about the figure.
+        better: "lower" or "higher".
+        cpu_ms: the same case on this machine's CPU, on rows of ours for another device.
+        cpu_note: how that was measured, or why it was not.
     """
 
     suite: str
@@ -100,6 +109,25 @@ class Row:
     target: float | None = None
     speedup: float | None = None
     note: str = ""
+    better: str = "lower"
+    cpu_ms: float | None = None
+    cpu_note: str = ""
+
+    @property
+    def rate_gb_s(self) -> float | None:
+        """Least bytes over the median."""
+        per_ms = {"ms": 1e6, "us": 1e3}.get(self.unit)
+        return self.bytes / self.p50 / per_ms if per_ms and self.bytes and self.p50 else None
+
+    @property
+    def over_cpu(self) -> float | None:
+        """How many times the CPU's speed this is."""
+        return self.cpu_ms / self.p50 if self.cpu_ms and self.p50 and self.unit == "ms" else None
+
+    @property
+    def compared(self) -> bool:
+        """Whether a baseline holds for it: ours and the device's own rates, not the peers' times."""
+        return self.runner in (_OURS, DEVICE)
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -109,11 +137,41 @@ class Row:
 
 @dataclass(slots=True)
 class Record:
-    """The result of a run."""
+    """The result of a run.
+
+    Attributes:
+        environment: where it ran.
+        ceilings: limits measured in the run; each name ends in its unit.
+        rows: what was measured.
+        notes: what a reader must know: a suite that failed, a run cut short.
+    """
 
     environment: Environment
     ceilings: dict[str, float] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def conclude(self) -> None:
+        """Write percentages of the ceilings, and the speed-up over the fastest peer that ran, into the rows."""
+        best: dict[tuple[str, str, str], float] = {}
+        for row in self.rows:
+            if not row.compared and row.p50 is not None:
+                best[row.key[:3]] = min(best.get(row.key[:3], row.p50), row.p50)
+
+        def concluded(row: Row) -> Row:
+            if row.p50 is None:
+                return row
+            peer = best.get(row.key[:3])
+            speedup = peer / row.p50 if row.runner == _OURS and row.p50 and peer else None
+            return replace(row, speedup=speedup, percent_of_ceiling=self._percent(row))
+
+        self.rows = [concluded(row) for row in self.rows]
+
+    def _percent(self, row: Row) -> float | None:
+        if row.ceiling == "matmul" and f"{row.ceiling} TFLOP/s" in self.ceilings and row.p50:
+            return 100 * row.flops / row.p50 / 1e9 / self.ceilings[f"{row.ceiling} TFLOP/s"]
+        ceiling = self.ceilings.get(f"{row.ceiling} GB/s")
+        return 100 * row.rate_gb_s / ceiling if ceiling and row.rate_gb_s else None
 
     def ordered(self) -> list[Row]:
         """Cases that were lost first, by how much; then the rest; a case's rows together."""
@@ -138,6 +196,7 @@ class Record:
             "environment": asdict(self.environment),
             "ceilings": self.ceilings,
             "rows": [asdict(row) for row in self.ordered()],
+            "notes": self.notes,
         }
 
     def save(self, path: Path) -> None:
@@ -158,24 +217,38 @@ class Record:
             table = json.loads(path.read_text(encoding="utf-8"))
             known = {one.name for one in fields(Row)}
             rows = [Row(**{name: value for name, value in row.items() if name in known}) for row in table["rows"]]
-            return cls(Environment(**table["environment"]), table["ceilings"], rows)
+            environment = Environment(**table["environment"])
+            for row in rows:
+                _check(row)
+            return cls(environment, dict(table["ceilings"]), rows, list(table.get("notes", ())))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{path} is not a benchmark record: {error}") from None
 
     def table(self) -> str:
         """For people: losses first."""
-        head = ("op", "case", "runner", "ran", "p50", "to reach", "p20-p80", "% of ceiling", "speedup")
+        shown = self.ordered()
+        rates = any(row.rate_gb_s for row in shown)
+        cpu = any(row.cpu_ms or row.cpu_note for row in shown)
+        head = ["op", "case", "runner", "ran", "p50", "to reach", "p20-p80", "% of ceiling", "speedup"]
+        head += ["GB/s"] * rates + ["CPU", "over CPU"] * cpu
         lines = [head]
-        for row in self.ordered():
+        for row in shown:
             if row.p50 is None:
-                lines.append((row.op, row.case, row.runner, "did not run", "-", "", row.note, "", ""))
+                lines.append([row.op, row.case, row.runner, "did not run", "-", "", row.note])
                 continue
             percent = "" if row.percent_of_ceiling is None else f"{row.percent_of_ceiling:.0f}% of {row.ceiling}"
             speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
-            target = f"{row.target:.4g}" if row.target and row.runner == "accelerant" else ""
+            target = f"{row.target:.4g}" if row.target and row.runner == _OURS else ""
             spread = f"{row.p20:.4g}-{row.p80:.4g}"
             median = f"{row.p50:.4g} {row.unit}"
-            lines.append((row.op, row.case, row.runner, row.implementation, median, target, spread, percent, speedup))
+            line = [row.op, row.case, row.runner, row.implementation, median, target, spread, percent, speedup]
+            if rates:
+                line.append("" if row.rate_gb_s is None else f"{row.rate_gb_s:.4g}")
+            if cpu:
+                scaled = f"{row.cpu_ms:.4g} ms ({row.cpu_note})" if row.cpu_ms else row.cpu_note
+                line += [scaled, "" if row.over_cpu is None else f"{row.over_cpu:.0f}x"]
+            lines.append(line)
+        lines = [line + [""] * (len(head) - len(line)) for line in lines]
         widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
         body = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
@@ -184,32 +257,18 @@ class Record:
             f"{name} {version}" for name, version in self.environment.packages.items()
         )
         ceilings = ", ".join(f"{name} {value:.4g}" for name, value in self.ceilings.items())
-        return "\n".join([where, f"ceilings measured in this run: {ceilings}" if ceilings else "", *body])
+        top = [where, f"ceilings measured in this run: {ceilings}" if ceilings else ""]
+        return "\n".join([*top, *body, *(f"note: {note}" for note in self.notes)])
 
 
-def compare(old: Record, new: Record, *, tolerance: float = 0.05) -> list[str]:
-    """A line for each of accelerant's rows that became slower by more than the tolerance, or is missing.
-
-    Args:
-        old: the baseline.
-        new: this run; must be of the same device.
-        tolerance: fraction of the baseline's median that counts as noise.
-
-    Raises:
-        FormatError: the records are of different devices.
-    """
-    if old.environment.device != new.environment.device:
-        raise FormatError(f"the baseline is of {old.environment.device}, this run of {new.environment.device}")
-    now = {row.key: row for row in new.rows}
-    lines = []
-    for row in old.rows:
-        if row.runner != "accelerant" or row.p50 is None:
+def _check(row: Row) -> None:
+    """Refuse what no run writes: texts for figures, times that are not above zero."""
+    for name in ("suite", "op", "case", "runner", "unit"):
+        if not isinstance(getattr(row, name), str):
+            raise ValueError(f"a row's {name} is {getattr(row, name)!r}")
+    for name in ("p20", "p50", "p80"):
+        value = getattr(row, name)
+        if value is None and (name == "p50" or row.p50 is None):
             continue
-        other = now.get(row.key)
-        if other is None or other.p50 is None:
-            lines.append(f"{row.op} {row.case}: was {row.p50:.4g} {row.unit}, did not run now")
-        elif other.p50 > row.p50 * (1 + tolerance):
-            lines.append(
-                f"{row.op} {row.case}: {row.p50:.4g} -> {other.p50:.4g} {row.unit} ({other.p50 / row.p50:.2f}x)"
-            )
-    return lines
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"{row.op} {row.case}: {name} is {value!r}")

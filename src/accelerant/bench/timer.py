@@ -2,19 +2,20 @@
 
 On a GPU a call stands between two events, after a write of many times what the L2 holds: the write empties the cache
 and keeps the device busy (about 0.2 ms on an H200) while the host queues the call, so that host time does not stand in
-the figure; `host_time_us` measures that. On the CPU the clock is read around the call.
+the figure; `host_time_us` measures that. On the CPU the clock is read around the call. `wall_ms` is what somebody waits
+for: from an idle device to an idle device, the host's part included.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Timing", "host_time_us", "time_ms"]
+__all__ = ["Timing", "host_time_us", "synchronize", "time_ms", "wall_ms"]
 
 _FLUSH_BYTES = 2**30
 _MIN_REPEATS = 10
@@ -30,6 +31,12 @@ class Timing:
     p80_ms: float
     repeats: int
 
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        """Of two samples or more."""
+        cuts = statistics.quantiles(samples, n=10, method="inclusive")
+        return cls(cuts[1], statistics.median(samples), cuts[7], len(samples))
+
 
 def time_ms(fn: Callable[[], object], device: torch.device, *, budget_s: float = 0.3) -> Timing:
     """Device time of a call.
@@ -39,10 +46,38 @@ def time_ms(fn: Callable[[], object], device: torch.device, *, budget_s: float =
         device: where it works.
         budget_s: seconds to spend on the timed calls; at least 10 are made.
     """
-    samples = _device_samples(fn, budget_s) if device.type == "cuda" else _host_samples(fn, budget_s)
-    ordered = sorted(samples)
-    cuts = statistics.quantiles(ordered, n=10, method="inclusive")
-    return Timing(cuts[1], statistics.median(ordered), cuts[7], len(ordered))
+    return Timing.of(_device_samples(fn, budget_s) if device.type == "cuda" else _host_samples(fn, budget_s))
+
+
+def wall_ms(
+    fn: Callable[[], object], device: torch.device, *, budget_s: float = 0.3, least: int = _MIN_REPEATS
+) -> Timing:
+    """Time on the host's clock of a call and all that it starts on the device.
+
+    Args:
+        fn: the call; its result is dropped.
+        device: waited for before and after each call.
+        budget_s: seconds to spend on the timed calls.
+        least: calls to make at least, two or more.
+    """
+
+    def timed() -> float:
+        synchronize(device)
+        began = time.perf_counter()
+        fn()
+        synchronize(device)
+        return time.perf_counter() - began
+
+    timed()
+    once_s = timed()
+    repeats = max(least, min(_MAX_REPEATS, int(budget_s / max(once_s, 1e-7))))
+    return Timing.of([timed() * 1e3 for _ in range(repeats)])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a device that torch has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def host_time_us(fn: Callable[[], object], *, calls: int = 200, rounds: int = 15) -> Timing:
@@ -59,8 +94,8 @@ def host_time_us(fn: Callable[[], object], *, calls: int = 200, rounds: int = 15
         for _ in range(calls):
             fn()
         samples.append((time.perf_counter() - began) / calls * 1e6)
-    cuts = statistics.quantiles(samples[2:], n=10, method="inclusive")
-    return Timing(cuts[1], statistics.median(samples[2:]), cuts[7], rounds * calls)
+    timing = Timing.of(samples[2:])
+    return Timing(timing.p20_ms, timing.p50_ms, timing.p80_ms, rounds * calls)
 
 
 def _repeats(once_s: float, budget_s: float) -> int:

@@ -11,8 +11,10 @@ choice may depend on) and the arguments. The first call of a case chooses a plan
     y, mean, rstd = layer_norm_fwd(Case(x.device, x.dtype, (M, N)), x, weight, bias, eps)
 
 An implementation that fails before it wrote anything (compile, refused launch, allocation) is followed by the next
-one from the same inputs, as the fallback policy allows: ops are functional, so nothing can be half-written. What ran,
-what refused and what fell back goes into the ledger.
+one from the same inputs, as the fallback policy allows: ops are functional, so nothing can be half-written. Where
+nothing is left, an out-of-memory error names the op, the bytes and the largest holders; an error after which the
+process has lost its device is raised as DeviceLost and never worked around. What ran, what refused and what fell back
+goes into the ledger.
 """
 
 from __future__ import annotations
@@ -141,6 +143,12 @@ class Operation:
         except RECOVERABLE as error:
             _ledger.failed(plan.record)
             return self._fall_back(case, plan, error, args)
+        except RuntimeError as error:
+            _ledger.failed(plan.record)
+            lost = plan.provider.lost(error)
+            if lost is None:
+                raise
+            raise lost from error
         if start is not None:
             _ledger.end(plan.record, start, plan.provider, plan.device)
         if _observers:
@@ -211,7 +219,7 @@ class Operation:
         tried = {plan.implementation.name: reason}
         rest = [each for each, why in self.refusals(case) if why is None and each.name not in tried]
         if settings().fallback == "forbid" or not rest:
-            raise error
+            raise self._in_words(error, case)
         following = rest[0]
         _announce(
             FallbackRecord(self.name, f"{case} on {case.device}", plan.implementation.name, following.name, reason)
@@ -223,6 +231,16 @@ class Operation:
         self._broken.setdefault(case, {}).update(tried)
         self._plans.pop(case, None)
         return self(case, *args)
+
+    def _in_words(self, error: Exception, case: Case) -> Exception:
+        """What an operator needs to know of an error that nothing was left to do about."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            return error
+        from accelerant.runtime.memory import describe_out_of_memory
+
+        described = OutOfMemory(describe_out_of_memory(self.name, error, case.device))
+        described.__cause__ = error
+        return described
 
 
 _ledger = ledger()

@@ -5,9 +5,13 @@ A backend author writes one class in `runtime/providers/`, names it in `registry
 
 * A provider is made once a process, by the registry, after `probe()` said that the driver is sound. Its
   constructor may start the driver; importing its module must not.
-* Devices are numbered from 0, as the driver numbers them.
+* Devices are numbered from 0, as the driver numbers them. Whatever takes a device's number refuses one that is not
+  there with a ConfigError that names the range (`check_device`).
 * Memory: `allocate` gives a Buffer of at least the asked size (0 is allowed), aligned to 256 bytes where memory has
-  addresses, with undefined content; it lives until nobody refers to it. Use the pool that the rest of the process uses.
+  addresses, with undefined content; it lives until `Buffer.free` or until nobody refers to it. Use the pool that the
+  rest of the process uses. A backend whose allocator keeps no limits asks `runtime.memory.check_allocation` first.
+* A buffer that was freed, or that another provider made, is refused with a LaunchError before anything reaches the device.
+* Optional: `trim(device)` gives what the pool holds for later back to the device.
 * Copies are ordered with launches on the same stream. `copy_to_host` returns when the bytes are there.
 * `compile` goes through the disk cache, raises CompileError with the compiler's log, and never leaves a broken
   entry. Two calls with the same source give kernels that compute the same.
@@ -28,7 +32,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.errors import LaunchError, OutOfMemory, ShapeError
+from accelerant.errors import ConfigError, DeviceLost, LaunchError, OutOfMemory, ShapeError
 from accelerant.runtime.kernel import Kernel, KernelSource
 
 __all__ = ["Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "Event", "MemoryInfo", "Pointer"]
@@ -97,7 +101,7 @@ class MemoryInfo:
 
 
 class Buffer:
-    """A range of device memory; freed when nobody refers to it.
+    """A range of device memory; freed by `free`, or when nobody refers to it.
 
     Args:
         pointer: address on the device, or the driver's handle where its memory has no addresses.
@@ -109,14 +113,24 @@ class Buffer:
     __slots__ = ("_pointer", "device", "owner", "size_bytes")
 
     def __init__(self, pointer: int, size_bytes: int, device: int, owner: object) -> None:
-        self._pointer = pointer
+        self._pointer: int | None = pointer
         self.size_bytes = size_bytes
         self.device = device
         self.owner = owner
 
     def data_ptr(self) -> int:
-        """The address on the device, or the driver's handle."""
+        """The address on the device, or the driver's handle.
+
+        Raises:
+            LaunchError: it was freed.
+        """
+        if self._pointer is None:
+            raise LaunchError(f"{self!r} was freed; it cannot be used any more")
         return self._pointer
+
+    def free(self) -> None:
+        """Give the memory back now; freeing twice does nothing. Launches that are under way still finish."""
+        self._pointer = self.owner = None
 
     def __repr__(self) -> str:
         return f"Buffer({self.size_bytes} bytes on device {self.device})"
@@ -160,6 +174,7 @@ class ComputeProvider(ABC):
 
         Raises:
             ShapeError: a negative size.
+            ConfigError: no device has that number.
             OutOfMemory: with what was asked and what is free.
         """
 
@@ -174,6 +189,7 @@ class ComputeProvider(ABC):
 
         Raises:
             ShapeError: `out` is smaller than the array.
+            LaunchError: `out` was freed, or another provider made it.
         """
 
     @abstractmethod
@@ -182,6 +198,7 @@ class ComputeProvider(ABC):
 
         Raises:
             ShapeError: the buffer is smaller than that.
+            LaunchError: it was freed, or another provider made it.
         """
 
     @abstractmethod
@@ -236,6 +253,10 @@ class ComputeProvider(ABC):
     def record_event(self, device: int = 0) -> Event | None:
         """Mark the current stream; None where no mark may be made now (a graph is being captured)."""
 
+    def lost(self, error: Exception) -> DeviceLost | None:
+        """The error as DeviceLost, if it is one after which this process can no longer use the device."""
+        return None
+
 
 def pick_entry(source: KernelSource, entry: str | None) -> str:
     """The entry point meant; for providers.
@@ -288,17 +309,44 @@ def check_scalar(name: str, position: int, kind: str, arg: object) -> int | floa
 def host_bytes(array: npt.ArrayLike, out: Buffer | None) -> npt.NDArray[np.uint8]:
     """The array as a flat array of bytes, checked against the buffer it shall go to; for providers."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    if out is not None and out.size_bytes < flat.nbytes:
-        raise ShapeError(f"a buffer of {out.size_bytes} bytes cannot take an array of {flat.nbytes}")
+    if out is not None:
+        out.data_ptr()  # a freed one raises
+        if out.size_bytes < flat.nbytes:
+            raise ShapeError(f"a buffer of {out.size_bytes} bytes cannot take an array of {flat.nbytes}")
     return flat
 
 
 def host_size(buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> int:
     """Bytes of an array of that kind, checked against the buffer it shall come from; for providers."""
+    buffer.data_ptr()  # a freed one raises
+    if min(shape, default=0) < 0:
+        raise ShapeError(f"a buffer cannot be read as {tuple(shape)}: sizes must be 0 or more")
     size = int(np.dtype(dtype).itemsize * np.prod(shape, dtype=object))
     if size > buffer.size_bytes:
         raise ShapeError(f"{tuple(shape)} of {np.dtype(dtype)} is {size} bytes; the buffer has {buffer.size_bytes}")
     return size
+
+
+def check_device(backend: str, index: int, count: int) -> None:
+    """Refuse the number of a device that is not there; for providers.
+
+    Raises:
+        ConfigError: names the range.
+    """
+    if not 0 <= index < count:
+        there = {0: "no device", 1: "one device, number 0"}.get(count, f"devices 0 to {count - 1}")
+        raise ConfigError(f"backend {backend!r} has {there}; got device {index}")
+
+
+def check_owner(buffer: Buffer, owner: type, backend: str, where: str) -> None:
+    """Refuse a buffer that was freed or that another provider made; for providers.
+
+    Raises:
+        LaunchError: says which.
+    """
+    buffer.data_ptr()  # a freed one raises
+    if not isinstance(buffer.owner, owner):
+        raise LaunchError(f"{where}: {buffer!r} was not allocated by the {backend} backend")
 
 
 def check_size(size_bytes: int) -> None:

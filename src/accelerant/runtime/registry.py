@@ -90,7 +90,17 @@ def create(name: str) -> ComputeProvider:
             raise BackendUnavailable(name, reason)
         if name not in _created:
             _created[name] = _class(name)()
+            _apply_memory_fraction(name)
         return _created[name]
+
+
+def _apply_memory_fraction(name: str) -> None:
+    """Keep the new provider's devices to the part of their memory that the settings give this process."""
+    if settings().memory_fraction < 1.0:
+        from accelerant.runtime.memory import apply_limit
+
+        for device in _created[name].devices():
+            apply_limit(device=device)
 
 
 def devices() -> list[ComputeDevice]:

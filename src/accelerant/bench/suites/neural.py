@@ -14,6 +14,7 @@ from torch import Tensor
 
 from accelerant import ops
 from accelerant.bench.ceilings import measure_ceilings
+from accelerant.bench.cpu_column import cpu_column
 from accelerant.bench.record import Environment, Record, Row
 from accelerant.bench.timer import time_ms
 from accelerant.errors import AccelerantError, ConfigError
@@ -21,15 +22,15 @@ from accelerant.ops._cases import Benchmark
 from accelerant.runtime.dispatch import explain_quietly
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["OPS", "run"]
+__all__ = ["OPS", "measure", "run"]
 
 Fn = Callable[..., Tensor]
 
 _TARGETS_OF = "H200"
 """The device for which the cases name times to reach."""
 
-_CPU_SHRINK = 32
-"""A CPU gets the cases with so many times fewer rows."""
+_CPU_SHRINK, _CPU_MANY = 32, 4096
+"""A CPU gets the cases of more than so many rows with so many times fewer."""
 
 _ALLOWED_ERROR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """||ours - reference|| / ||reference||, the reference in float64; float32 products may be TF32's."""
@@ -70,34 +71,56 @@ def run(
     compiled: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Record:
-    """Measure.
+    """A record of its own; see measure."""
+    record = Record(Environment.of(device))
+    measure(record, device, names=names, dtype=dtype, budget_s=budget_s, compiled=compiled, progress=progress)
+    record.conclude()
+    return record
+
+
+def measure(
+    record: Record,
+    device: ComputeDevice,
+    *,
+    names: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+    budget_s: float = 0.3,
+    compiled: bool = True,
+    cpu: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Measure into a record.
 
     Args:
+        record: gets ceilings and rows, each as it is measured.
         device: where.
         names: ops of OPS; all by default.
         dtype: the cases' own on a GPU, float32 on a CPU by default.
         budget_s: seconds for each figure.
         compiled: whether torch.compile is among the peers.
+        cpu: with a CPU column (float32), where the device is another.
         progress: told what is measured next.
 
     Raises:
         ConfigError: an op that the suite does not have.
+        AccelerantError: a result is wrong.
     """
     unknown = [name for name in names if name not in OPS]
     if unknown:
         raise ConfigError(f"no op {unknown[0]!r} in this suite; it has {', '.join(OPS)}")
     where = torch.device(device.torch_device)
-    record = Record(Environment.of(device))
-    progress("ceilings")
-    record.ceilings = measure_ceilings(where)
+    if "matmul TFLOP/s" not in record.ceilings:
+        progress("ceilings")
+        record.ceilings |= measure_ceilings(where, budget_s=budget_s)
     for name in names or OPS:
         for benchmark in importlib.import_module(f"accelerant.ops.{name}.cases").BENCHMARKS:
             case = _Case.of(name, benchmark, device, where, dtype)
             case.check()
             for row in _measure(case, budget_s, compiled, progress):
-                record.rows.append(_against_ceiling(row, record.ceilings))
-    record.rows = _with_speedups(record.rows)
-    return record
+                if cpu and where.type != "cpu" and row.runner == "accelerant":
+                    progress(f"{row.op} {row.case}: on the CPU")
+                    row = _with_cpu(row, name, benchmark, budget_s)
+                record.rows.append(row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +139,9 @@ class _Case:
     ) -> _Case:
         sample, gpu = benchmark.sample, where.type == "cuda"
         dtype = dtype or (benchmark.dtype if gpu else torch.float32)
-        drawn = sample.tensors(dtype, where) if gpu else [_fewer_rows(x) for x in sample.tensors(dtype, where)]
-        inputs = tuple(x for x in drawn if x is not None)
+        drawn = [x for x in sample.tensors(dtype, where) if x is not None]
+        rows = len(drawn[0])
+        inputs = _first_rows(drawn, rows if gpu or rows <= _CPU_MANY else math.ceil(rows / _CPU_SHRINK))
         shapes = "@".join("x".join(map(str, x.shape)) for x in inputs if x.ndim > 1)
         options = "".join(f" {value}" for value in sample.options.values() if isinstance(value, str))
         known = _TARGETS_OF in device.name and dtype == benchmark.dtype
@@ -140,8 +164,22 @@ class _Case:
             raise AccelerantError(f"{self.name} {self.label}: relative error {error:.3g} against the float64 reference")
 
 
-def _fewer_rows(x: Tensor | None) -> Tensor | None:
-    return x[: math.ceil(x.shape[0] / _CPU_SHRINK)].contiguous() if x is not None and x.shape[0] > 4096 else x
+def _first_rows(inputs: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
+    """The first input, which every op works on row by row, cut to so many rows; the others whole."""
+    return (inputs[0][:rows].contiguous(), *inputs[1:])
+
+
+def _with_cpu(row: Row, name: str, benchmark: Benchmark, budget_s: float) -> Row:
+    """The row with the same case measured on the CPU."""
+    tensors = [x for x in benchmark.sample.tensors(torch.float32) if x is not None]
+    direction = row.case.split()[-1]
+
+    def make(rows: int) -> Callable[[], Any]:
+        inputs = _first_rows(tensors, rows)
+        return _call(OPS[name].ours, _Case(name, "", inputs, dict(benchmark.sample.options), {}), direction)
+
+    taken, note = cpu_column(make, len(tensors[0]), budget_s=budget_s)
+    return replace(row, cpu_ms=taken, cpu_note=f"float32, {note}")
 
 
 def _measure(case: _Case, budget_s: float, compiled: bool, progress: Callable[[str], None]) -> Iterator[Row]:
@@ -207,23 +245,3 @@ def _implementation(call: Callable[[], Any]) -> str:
     names = dict.fromkeys(f"{each.implementation} ({'own' if each.own else 'library'})" for each in decisions)
     return " + ".join(names)
 
-
-def _against_ceiling(row: Row, ceilings: dict[str, float]) -> Row:
-    if row.p50 is None:
-        return row
-    if row.ceiling == "matmul":
-        return replace(row, percent_of_ceiling=100 * row.flops / row.p50 / 1e9 / ceilings["matmul TFLOP/s"])
-    return replace(row, percent_of_ceiling=100 * row.bytes / row.p50 / 1e6 / ceilings["copy GB/s"])
-
-
-def _with_speedups(rows: list[Row]) -> list[Row]:
-    best: dict[tuple[str, str], float] = {}
-    for row in rows:
-        if row.runner != "accelerant" and row.p50 is not None:
-            best[row.op, row.case] = min(best.get((row.op, row.case), row.p50), row.p50)
-
-    def speedup(row: Row) -> float | None:
-        peer = best.get((row.op, row.case))
-        return peer / row.p50 if row.runner == "accelerant" and row.p50 and peer else None
-
-    return [replace(row, speedup=speedup(row)) for row in rows]

@@ -34,7 +34,9 @@ from accelerant.runtime.provider import (
     Event,
     MemoryInfo,
     Pointer,
+    check_device,
     check_launch,
+    check_owner,
     check_scalar,
     check_size,
     host_bytes,
@@ -110,7 +112,11 @@ class CpuProvider(ComputeProvider):
         ]
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
+        from accelerant.runtime.memory import check_allocation
+
+        check_device(self.name, device, 1)
         check_size(size_bytes)
+        check_allocation(size_bytes, self.name)
         try:
             storage = np.empty(size_bytes + _ALIGNMENT, np.uint8)
         except (MemoryError, ValueError):
@@ -121,17 +127,20 @@ class CpuProvider(ComputeProvider):
 
     def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
         flat = host_bytes(array, out)
-        buffer = self.allocate(flat.nbytes) if out is None else out
+        buffer = self.allocate(flat.nbytes, device) if out is None else out
+        check_owner(buffer, _Held, self.name, "out")
         ctypes.memmove(buffer.data_ptr(), flat.ctypes.data, flat.nbytes)
         return buffer
 
     def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
         size = host_size(buffer, dtype, shape)
+        check_owner(buffer, _Held, self.name, "buffer")
         array = np.empty(tuple(shape), dtype)
         ctypes.memmove(array.ctypes.data, buffer.data_ptr(), size)
         return array
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
+        check_device(self.name, device, 1)
         entry = pick_entry(source, entry)
         _, program = source.pick(self.dialects)
         began = time.perf_counter()
@@ -188,18 +197,22 @@ class CpuProvider(ComputeProvider):
 
     def synchronize(self, device: int = 0) -> None:
         """Nothing to wait for: launches return when they are done."""
+        check_device(self.name, device, 1)
 
     def memory(self, device: int = 0) -> MemoryInfo:
+        check_device(self.name, device, 1)
         info = _meminfo()
+        total = info.get("MemTotal", 0)
         return MemoryInfo(
-            total_bytes=info.get("MemTotal", 0),
-            free_bytes=info.get("MemAvailable", 0),
+            total_bytes=total,
+            free_bytes=info.get("MemAvailable", max(0, total - self._allocated)),
             allocated_bytes=self._allocated,
             reserved_bytes=self._allocated,
             peak_bytes=self._peak,
         )
 
     def record_event(self, device: int = 0) -> Event:
+        check_device(self.name, device, 1)
         return _HostEvent()
 
     # --- parts ---------------------------------------------------------------------------------------------------
@@ -289,8 +302,13 @@ class _Held:
 
 def _value(kernel: Kernel, position: int, kind: str, arg: Pointer | int | float) -> Any:
     if kind.startswith("*"):
-        if not hasattr(arg, "data_ptr"):
-            raise LaunchError(f"kernel {kernel.name!r}, argument {position}: wanted a buffer, got {type(arg).__name__}")
+        where = f"kernel {kernel.name!r}, argument {position}"
+        if isinstance(arg, Buffer):
+            check_owner(arg, _Held, "cpu", where)
+        elif not hasattr(arg, "data_ptr"):
+            raise LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}")
+        elif getattr(arg, "is_cpu", True) is False:
+            raise LaunchError(f"{where}: the tensor is on {arg.device}, not on the cpu")
         return arg.data_ptr()
     return check_scalar(kernel.name, position, kind, arg)
 

@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 import numpy.typing as npt
 import torch
 
-from accelerant.config import settings
-from accelerant.errors import CompileError, LaunchError
+from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime.cache import KernelCache, kernel_key
 from accelerant.runtime.kernel import Binary, Builder, Kernel, KernelSource, Resources
 from accelerant.runtime.portable import portable_header
@@ -33,7 +32,9 @@ from accelerant.runtime.provider import (
     Event,
     MemoryInfo,
     Pointer,
+    check_device,
     check_launch,
+    check_owner,
     check_size,
     host_bytes,
     host_size,
@@ -109,16 +110,13 @@ class CudaProvider(ComputeProvider):
 
     def __init__(self) -> None:
         torch.cuda.init()
-        fraction = settings().memory_fraction
-        if fraction < 1.0:
-            for index in range(torch.cuda.device_count()):
-                torch.cuda.set_per_process_memory_fraction(fraction, index)
+        self._count = torch.cuda.device_count()
         self._lock = threading.Lock()
         self._loaded: list[Any] = []
 
     def devices(self) -> list[ComputeDevice]:
         found = []
-        for index in range(torch.cuda.device_count()):
+        for index in range(self._count):
             info = torch.cuda.get_device_properties(index)
             found.append(
                 ComputeDevice(
@@ -138,6 +136,7 @@ class CudaProvider(ComputeProvider):
         return found
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
+        check_device(self.name, device, self._count)
         check_size(size_bytes)
         try:
             storage = torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cuda", device))
@@ -148,14 +147,15 @@ class CudaProvider(ComputeProvider):
     def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
         flat = host_bytes(array, out)
         buffer = self.allocate(flat.nbytes, device) if out is None else out
+        storage = _storage(buffer, "out")
         if flat.nbytes:
             source = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
-            _storage(buffer)[: flat.nbytes].copy_(source)
+            storage[: flat.nbytes].copy_(source)
         return buffer
 
     def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
         size = host_size(buffer, dtype, shape)
-        array: npt.NDArray[Any] = _storage(buffer)[:size].cpu().numpy().view(dtype).reshape(tuple(shape))
+        array: npt.NDArray[Any] = _storage(buffer, "buffer")[:size].cpu().numpy().view(dtype).reshape(tuple(shape))
         return array
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
@@ -186,15 +186,18 @@ class CudaProvider(ComputeProvider):
         stream: object | None = None,
     ) -> None:
         check_launch(kernel, self.name, grid, block, args)
+        _check_places(kernel, args)
         self._start(kernel, tuple(grid), tuple(block), args, stream)
 
     def synchronize(self, device: int = 0) -> None:
+        check_device(self.name, device, self._count)
         try:
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             raise cuda_error(str(error), f"cuda:{device}") from error
 
     def memory(self, device: int = 0) -> MemoryInfo:
+        check_device(self.name, device, self._count)
         free, total = torch.cuda.mem_get_info(device)
         return MemoryInfo(
             total_bytes=total,
@@ -204,7 +207,12 @@ class CudaProvider(ComputeProvider):
             peak_bytes=torch.cuda.max_memory_allocated(device),
         )
 
+    def lost(self, error: Exception) -> DeviceLost | None:
+        found = cuda_error(str(error), "the device")
+        return found if isinstance(found, DeviceLost) else None
+
     def record_event(self, device: int = 0) -> Event | None:
+        check_device(self.name, device, self._count)
         if torch.cuda.is_current_stream_capturing():
             return None
         return _CudaEvent(torch.cuda.current_stream(device))
@@ -213,6 +221,7 @@ class CudaProvider(ComputeProvider):
 
     def _target(self, source: KernelSource, device: int) -> str:
         """The device's architecture, with the suffix of its special instructions where the source asks for it."""
+        check_device(self.name, device, self._count)
         major, minor = torch.cuda.get_device_capability(device)
         plain = f"sm_{major}{minor}"
         if source.targets and plain not in source.targets:
@@ -362,6 +371,19 @@ def _runs_on(target: str, major: int, minor: int) -> bool:
 # --- small parts -----------------------------------------------------------------------------------------------------
 
 
+def _check_places(kernel: Kernel, args: Sequence[object]) -> None:
+    """Refuse memory that is not this backend's: the kernel's access would cost the process its device."""
+    for position, (kind, arg) in enumerate(zip(kernel.arguments, args, strict=True)):
+        if not kind.startswith("*"):
+            continue
+        if isinstance(arg, Buffer):
+            check_owner(arg, torch.Tensor, "cuda", f"kernel {kernel.name!r}, argument {position}")
+        elif isinstance(arg, torch.Tensor) and not arg.is_cuda:
+            raise LaunchError(
+                f"kernel {kernel.name!r}, argument {position}: the tensor is on {arg.device}, not on cuda"
+            )
+
+
 def _raw_stream(stream: object) -> int:
     raw = getattr(stream, "cuda_stream", stream)
     if not isinstance(raw, int):
@@ -369,10 +391,10 @@ def _raw_stream(stream: object) -> int:
     return raw
 
 
-def _storage(buffer: Buffer) -> torch.Tensor:
-    if not isinstance(buffer.owner, torch.Tensor):
-        raise LaunchError(f"{buffer!r} was not allocated by the CUDA provider")
-    return buffer.owner
+def _storage(buffer: Buffer, where: str) -> torch.Tensor:
+    check_owner(buffer, torch.Tensor, "cuda", where)
+    storage: torch.Tensor = buffer.owner  # type: ignore[assignment]  # checked in the line above
+    return storage
 
 
 def _allow_shared(core: Any, shared_bytes: int, device: int) -> None:

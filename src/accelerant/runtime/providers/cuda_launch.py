@@ -31,8 +31,10 @@ _CTYPES: dict[str, Any] = {
 _CONFIGS_LIMIT = 1024
 
 _STICKY = re.compile(
-    r"ILLEGAL_ADDRESS|LAUNCH_FAILED|ILLEGAL_INSTRUCTION|MISALIGNED_ADDRESS|INVALID_ADDRESS_SPACE|INVALID_PC|"
-    r"HARDWARE_STACK_ERROR|ASSERT|LAUNCH_TIMEOUT|ECC_UNCORRECTABLE|illegal memory access|unspecified launch failure"
+    r"illegal.(memory.access|address|instruction)|launch.(failed|failure|timeout)|unspecified launch|"
+    r"misaligned.address|invalid.(address.space|program.counter|pc)|hardware.stack|device-side assert|error_assert|"
+    r"uncorrectable",
+    re.IGNORECASE,
 )
 """Errors after which no call of this process can use the device."""
 

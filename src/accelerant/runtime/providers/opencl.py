@@ -33,7 +33,9 @@ from accelerant.runtime.provider import (
     Event,
     MemoryInfo,
     Pointer,
+    check_device,
     check_launch,
+    check_owner,
     check_scalar,
     check_size,
     host_bytes,
@@ -141,8 +143,11 @@ class OpenclProvider(ComputeProvider):
         return found
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
+        from accelerant.runtime.memory import check_allocation
+
+        slot = self._slot(device)
         check_size(size_bytes)
-        slot = self._slots[device]
+        check_allocation(size_bytes, self.name, device)
         try:
             if size_bytes > slot.device.max_mem_alloc_size:
                 raise self._cl.MemoryError
@@ -154,18 +159,21 @@ class OpenclProvider(ComputeProvider):
     def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
         flat = host_bytes(array, out)
         buffer = self.allocate(flat.nbytes, device) if out is None else out
+        memory = _memory(buffer, "out")
         if flat.nbytes:
-            self._cl.enqueue_copy(self._slots[buffer.device].queue, _memory(buffer, "out"), flat, is_blocking=True)
+            self._cl.enqueue_copy(self._slots[buffer.device].queue, memory, flat, is_blocking=True)
         return buffer
 
     def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
         host_size(buffer, dtype, shape)
+        memory = _memory(buffer, "buffer")
         array = np.empty(tuple(shape), dtype)
         if array.nbytes:
-            self._cl.enqueue_copy(self._slots[buffer.device].queue, array, _memory(buffer, "buffer"), is_blocking=True)
+            self._cl.enqueue_copy(self._slots[buffer.device].queue, array, memory, is_blocking=True)
         return array
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
+        slot = self._slot(device)
         entry = pick_entry(source, entry)
         began = time.perf_counter()
         dialect, program = source.pick(self.dialects)
@@ -173,7 +181,6 @@ class OpenclProvider(ComputeProvider):
             raise CompileError(
                 f"kernel {source.name!r}: OpenCL compiles text, not what a {type(program).__name__} builds"
             )
-        slot = self._slots[device]
         text = f"{portable_header()}\n#line 1\n{program}" if dialect == "portable" else program
         key = kernel_key(program=text, options=source.options, target=slot.identity)
         report = {"name": source.name, "target": slot.device.name.strip(), "compiler": slot.identity}
@@ -229,13 +236,14 @@ class OpenclProvider(ComputeProvider):
             raise _as_error(error, f"kernel {kernel.name!r}, grid {tuple(grid)}, block {tuple(block)}") from error
 
     def synchronize(self, device: int = 0) -> None:
+        queue = self._slot(device).queue
         try:
-            self._slots[device].queue.finish()
+            queue.finish()
         except self._cl.Error as error:
             raise _as_error(error, f"opencl:{device}") from error
 
     def memory(self, device: int = 0) -> MemoryInfo:
-        slot = self._slots[device]
+        slot = self._slot(device)
         return MemoryInfo(
             total_bytes=slot.device.global_mem_size,
             free_bytes=max(0, slot.device.global_mem_size - slot.pool.managed_bytes),
@@ -245,11 +253,20 @@ class OpenclProvider(ComputeProvider):
         )
 
     def record_event(self, device: int = 0) -> Event:
-        mark = self._cl.enqueue_marker(self._slots[device].queue)
-        self._slots[device].queue.flush()  # or it would wait in the queue until somebody else does
+        queue = self._slot(device).queue
+        mark = self._cl.enqueue_marker(queue)
+        queue.flush()  # or it would wait in the queue until somebody else does
         return _ClEvent(mark)
 
+    def trim(self, device: int = 0) -> None:
+        """Give the blocks that the pool holds for later back to the driver."""
+        self._slot(device).pool.free_held()
+
     # --- parts ---------------------------------------------------------------------------------------------------
+
+    def _slot(self, device: int) -> _Slot:
+        check_device(self.name, device, len(self._slots))
+        return self._slots[device]
 
     def _build(self, slot: _Slot, source: KernelSource, text: str) -> Binary:
         program = self._cl.Program(slot.context, text)
@@ -316,8 +333,7 @@ class _Held:
 def _memory(buffer: Pointer, where: str) -> Any:
     if not isinstance(buffer, Buffer):
         raise LaunchError(f"{where}: wanted a buffer, got {type(buffer).__name__}")
-    if not isinstance(buffer.owner, _Held):
-        raise LaunchError(f"{where}: {buffer!r} was not allocated by the OpenCL provider")
+    check_owner(buffer, _Held, "opencl", where)
     return buffer.owner.memory
 
 

@@ -1,0 +1,17 @@
+"""Accelerator: one device behind one object, for arrays of any library.
+
+>>> with Accelerator() as acc:                       # the best device there is
+...     acc.field_add([1, 2, 3, 4], [5, 6, 7, 8])    # array([ 6,  8, 10, 12], dtype=uint64)
+...     y = acc.gelu(x)                              # NumPy, torch, CuPy or JAX in; the same kind out
+...     acc.metrics()["gelu"]["p95_ms"]
+
+    facade.py    Accelerator and its configuration
+    methods.py   the operations: what runs, how calls merge, what they cost
+    batch.py     many small calls in one launch
+    figures.py   calls, times and bytes by operation
+"""
+
+from accelerant.accelerator.batch import Batch, PendingCall
+from accelerant.accelerator.facade import Accelerator, AcceleratorConfig
+
+__all__ = ["Accelerator", "AcceleratorConfig", "Batch", "PendingCall"]

@@ -1,0 +1,147 @@
+"""What became slower since a baseline, judged by the spread that both runs measured.
+
+A row regressed where its median is more than 5% worse and its whole p20-p80 interval lies on the worse side of the
+baseline's. A median that is worse while the intervals overlap is noise of that run: it is named, but fails nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from accelerant.bench.record import Record, Row
+from accelerant.errors import FormatError
+
+__all__ = ["Change", "Comparison", "check_comparable", "compare"]
+
+_LEAST = 0.05
+"""Clocks and layouts move a median by this much from run to run, however steady each run is."""
+
+Verdict = Literal["slower", "missing", "unclear", "same", "faster"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One row then and now.
+
+    Attributes:
+        before, now: now is None where this run does not have the row.
+        worse: what the median costs now over before; above 1 is worse, also for figures where more is better.
+        noise: the part of the baseline's median that the two spreads explain.
+        verdict: "slower" and "missing" are regressions; "unclear" is worse within the noise.
+    """
+
+    before: Row
+    now: Row | None
+    worse: float
+    noise: float
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A run beside its baseline.
+
+    Attributes:
+        changes: of each row of the baseline that this run was asked for.
+        not_asked: rows of the baseline that this run was not asked for.
+        added: rows that the baseline does not have.
+    """
+
+    changes: tuple[Change, ...]
+    not_asked: int = 0
+    added: int = 0
+
+    @property
+    def regressions(self) -> list[Change]:
+        """What fails the comparison."""
+        return [change for change in self.changes if change.verdict in ("slower", "missing")]
+
+    def table(self) -> str:
+        """For people: regressions first, the worst first, then what is unclear or faster; then the counts."""
+        order = ("slower", "missing", "unclear", "faster")
+        shown = sorted(
+            (change for change in self.changes if change.verdict != "same"),
+            key=lambda change: (order.index(change.verdict), -change.worse),
+        )
+        lines = [("verdict", "suite", "op", "case", "before", "now", "change", "noise")] if shown else []
+        for change in shown:
+            row, now = change.before, change.now
+            ran = now is not None and now.p50 is not None
+            lines.append(
+                (
+                    change.verdict,
+                    row.suite,
+                    row.op,
+                    row.case,
+                    f"{row.p50:.4g} {row.unit}",
+                    f"{now.p50:.4g} {now.unit}" if now is not None and ran else (now.note if now else "") or "not run",
+                    f"{change.worse:.2f}x" if ran else "",
+                    f"{100 * change.noise:.0f}%" if ran else "",
+                )
+            )
+        widths = [max(len(line[i]) for line in lines) for i in range(8)] if lines else []
+        body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        counts = {name: sum(change.verdict == name for change in self.changes) for name in (*order, "same")}
+        summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no row in common"
+        if self.added:
+            summary += f", {self.added} not in the baseline"
+        if self.not_asked:
+            summary += f", {self.not_asked} of the baseline not asked for"
+        return "\n".join([*(line.rstrip() for line in body), summary])
+
+
+def check_comparable(old: Record, device: str) -> None:
+    """Look before anything is measured.
+
+    Raises:
+        FormatError: the baseline is of another device, or has no row to compare with.
+    """
+    if old.environment.device != device:
+        raise FormatError(f"the baseline is of {old.environment.device}, this run of {device}")
+    if not any(row.compared and row.p50 is not None for row in old.rows):
+        raise FormatError("the baseline has no measured row of ours: nothing to compare with")
+
+
+def compare(old: Record, new: Record, *, asked: Callable[[Row], bool] = lambda _: True) -> Comparison:
+    """Put each row of a baseline beside this run's; peers' times are not compared.
+
+    Args:
+        old: the baseline.
+        new: this run; must be of the same device.
+        asked: whether this run was to measure a row of the baseline.
+
+    Raises:
+        FormatError: see check_comparable.
+    """
+    check_comparable(old, new.environment.device)
+    now = {row.key: row for row in new.rows if row.compared}
+    before = {row.key: row for row in old.rows if row.compared and row.p50 is not None}
+    wanted = [row for row in before.values() if asked(row)]
+    return Comparison(
+        tuple(_change(row, now.get(row.key)) for row in wanted),
+        not_asked=len(before) - len(wanted),
+        added=sum(row.p50 is not None and key not in before for key, row in now.items()),
+    )
+
+
+def _change(before: Row, now: Row | None) -> Change:
+    if now is None or now.p50 is None or now.unit != before.unit:
+        return Change(before, now, 1.0, 0.0, "missing")
+    _, middle, high = _costs(before)
+    low_now, middle_now, high_now = _costs(now)
+    worse = middle_now / middle
+    if worse >= 1:
+        noise = ((high - middle) + (middle_now - low_now)) / middle
+        verdict: Verdict = "same" if worse <= 1 + _LEAST else "slower" if worse > 1 + noise else "unclear"
+        return Change(before, now, worse, noise, verdict)
+    noise = ((middle - _costs(before)[0]) + (high_now - middle_now)) / middle
+    return Change(before, now, worse, noise, "faster" if 1 - worse > max(_LEAST, noise) else "same")
+
+
+def _costs(row: Row) -> tuple[float, float, float]:
+    """The quantiles in rising order, of something of which less is better."""
+    middle = row.p50 or 1.0
+    low, high = row.p20 or middle, row.p80 or middle
+    return (1 / high, 1 / middle, 1 / low) if row.better == "higher" else (low, middle, high)

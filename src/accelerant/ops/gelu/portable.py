@@ -1,0 +1,89 @@
+"""gelu from portable C, on any backend that compiles it: validation, the kernel's source, its launch by a provider."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from accelerant.errors import ConfigError, UnsupportedDtype
+from accelerant.runtime import registry
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.kernel import Kernel, KernelSource
+from accelerant.runtime.provider import ComputeDevice, ComputeProvider, Pointer
+
+__all__ = ["gelu_on", "source"]
+
+_BLOCK = 256
+F32 = npt.NDArray[np.float32]
+
+
+@functools.cache
+def source() -> KernelSource:
+    """Both forms, float32."""
+    arguments = ("*f32", "*f32", "i64")
+    return KernelSource(
+        name="gelu",
+        dialects={"portable": (Path(__file__).parent / "kernel.c").read_text(encoding="utf-8")},
+        entries={"gelu_none": arguments, "gelu_tanh": arguments},
+    )
+
+
+@functools.cache
+def _kernel(backend: str, device: int, approximate: str) -> Kernel:
+    return registry.create(backend).compile(source(), entry=f"gelu_{approximate}", device=device)
+
+
+def _run(provider: ComputeProvider, device: int, x: Pointer, y: Pointer, n: int, approximate: str) -> None:
+    if n:
+        kernel = _kernel(provider.name, device, approximate)
+        provider.launch(kernel, (-(-n // _BLOCK),), (_BLOCK,), (x, y, n))
+
+
+def _refuses(case: Case) -> str | None:
+    provider = registry.provider_of(case.device)
+    return None if "portable" in provider.dialects else f"the {provider.name} backend compiles no portable C"
+
+
+def _cost(case: Case) -> Cost:
+    n = int(np.prod(case.shape, dtype=object))
+    return Cost(bytes=8 * n, flops=10 * n)
+
+
+_gelu = Operation("gelu", (Implementation("portable", _run, refuses=_refuses, own=True),), cost=_cost)
+
+
+def gelu_on(device: ComputeDevice, x: F32, approximate: Literal["none", "tanh"] = "none") -> F32:
+    """Apply gelu to a NumPy array on any backend that compiles portable C; copies there and back.
+
+    none  y = x P(x), P the distribution function of N(0, 1)
+    tanh  y = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
+
+    Args:
+        device: where.
+        x: any shape, float32.
+        approximate: "none" or "tanh", as above.
+
+    Returns:
+        shape of x, float32, C order; within 2e-6 relative and 1e-6 absolute of the formula.
+
+    Raises:
+        UnsupportedDtype: not float32.
+        ConfigError: approximate is neither.
+        UnsupportedCase: the backend has no portable C.
+    """
+    array = np.asarray(x)
+    if array.dtype != np.float32:
+        raise UnsupportedDtype(f"x must be float32, got {array.dtype}")
+    if approximate not in ("none", "tanh"):
+        raise ConfigError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+    provider = registry.create(device.backend)
+    source_buffer = provider.copy_to_device(array, device.index)
+    result = provider.allocate(array.nbytes, device.index)
+    case = Case(torch.device(device.backend, device.index), torch.float32, array.shape, (approximate,))
+    _gelu(case, provider, device.index, source_buffer, result, array.size, approximate)
+    return provider.copy_to_host(result, np.float32, array.shape)
