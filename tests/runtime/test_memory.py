@@ -278,6 +278,15 @@ def live_tensors():
     return sum(1 for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
 
 
+def allocated(device):
+    """Bytes held, without the workspaces that cuBLAS keeps for each thread and stream from its first product on."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+    return statistics(device).allocated_bytes
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_thousand_calls_leave_nothing(device):
     x = torch.randn(64, 64)
@@ -299,7 +308,7 @@ def test_a_thousand_calls_leave_nothing(device):
             describe_out_of_memory("call", 1, device)
 
     def held():
-        return live_tensors(), statistics(device).allocated_bytes
+        return live_tensors(), allocated(device)
 
     for _ in range(2):
         call(0)
@@ -499,12 +508,12 @@ def test_the_search_leaves_nothing_behind(device, backward):
     model = Messy().to(device)
     model.body[0].weight.grad = torch.full_like(model.body[0].weight, 3.0)
     optimizer = torch.optim.AdamW if backward else None
-    budget = 2 * MIB if device == "cpu" else 64 * MIB
+    budget = 2 * MIB if device == "cpu" else 256 * MIB
     model.body[9].bias.requires_grad_(False)
     hooked = []
     model.body[3].weight.register_post_accumulate_grad_hook(hooked.append)
     sample = torch.randn(2, 3, 8, 8)
-    held = statistics(device).allocated_bytes
+    held = allocated(device)
     random_there = torch.cuda.get_rng_state().tolist() if device == "cuda" else None
     before = fingerprint(model)
     found = optimal_batch_size(model, sample, budget=budget, backward=backward, optimizer=optimizer)
@@ -512,7 +521,7 @@ def test_the_search_leaves_nothing_behind(device, backward):
     assert found.runs
     assert fingerprint(model) == before
     assert hooked == []
-    assert statistics(device).allocated_bytes == held
+    assert allocated(device) == held
     if device == "cuda":
         assert torch.cuda.get_rng_state().tolist() == random_there
 

@@ -204,12 +204,11 @@ async def _await(future):
 def test_futures_that_wait_on_an_event_are_polled_without_blocking():
     """The CUDA path of await, with an event of the host in the place of the device's."""
 
-    class Late(Event):
-        def __init__(self):
-            self.at = time.perf_counter() + 0.03
+    gate = threading.Event()
 
+    class Late(Event):
         def done(self):
-            return time.perf_counter() > self.at
+            return gate.is_set()
 
         def elapsed_ms(self, later):
             raise NotImplementedError
@@ -224,6 +223,7 @@ def test_futures_that_wait_on_an_event_are_polled_without_blocking():
             task.set_result(i)
             futures.append(Future(Stream("cpu"), task, Late()))
         assert not futures[0].done()
+        asyncio.get_running_loop().call_later(0.03, gate.set)
         return await asyncio.gather(*futures)
 
     patched = pytest.MonkeyPatch()

@@ -20,9 +20,6 @@ from accelerant.runtime.providers.cuda import CudaProvider
 
 __all__ = ["AheadOfTime", "Entry", "entries", "remove", "remove_leftovers"]
 
-_LEFTOVER_S = 3600.0
-"""A temporary folder this old belongs to nobody: compiling takes seconds."""
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -106,11 +103,7 @@ def remove(doomed: Iterable[Entry], root: Path | None = None) -> int:
 
 def remove_leftovers(root: Path | None = None) -> int:
     """Remove the temporary folders of processes that died while writing; how many there were."""
-    folder = KernelCache(root).root
-    old = [each for each in folder.glob(".new-*") if time.time() - each.stat().st_mtime > _LEFTOVER_S]
-    for each in old:
-        shutil.rmtree(each, ignore_errors=True)
-    return len(old)
+    return KernelCache(root).remove_leftovers()
 
 
 class AheadOfTime(CudaProvider):

@@ -163,7 +163,7 @@ def predict_step(
     if optimizer is not None and not step.backward:
         raise ConfigError("an optimizer needs gradients; got backward=False")
     rounding = _granularity(device)
-    workspace = _Workspace(device)
+    workspace = _Workspace(device, threads=2 if step.backward else 1)
     live = LiveSet(device.type, granularity=rounding, watch=workspace.see)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     after_forward: list[int] = []
@@ -216,10 +216,12 @@ def _faked(fake: FakeTensorMode, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 class _Workspace:
     """Guesses what CUDA kernels allocate inside one op.
 
-    That is cuBLAS's workspace, kept from the first product on, and the largest temporary of convolutions and attention.
+    That is cuBLAS's workspace, kept from the first product on by each thread that multiplies (autograd's is another
+    than the caller's), and the largest temporary of convolutions and attention.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self._threads = threads
         self._cuda = device.type == "cuda"
         self._device = device
         self._products = 0
@@ -228,14 +230,14 @@ class _Workspace:
     @property
     def size_bytes(self) -> int:
         """The guess for the ops seen."""
-        return self._products + self._largest
+        return self._threads * self._products + self._largest
 
     def see(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Look at an op."""
         if not self._cuda:
             return
         op = name.partition("::")[2].partition(".")[0]
-        if op in ("mm", "addmm", "bmm", "baddbmm", "linear", "_addmm_activation"):
+        if op in ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_addmm_activation"):
             wide = torch.cuda.is_available() and torch.cuda.get_device_capability(self._device)[0] >= 9
             self._products = (32 << 20) if wide else (8 << 20) + (128 << 10)  # torch's defaults
         elif "convolution" in op:

@@ -10,7 +10,7 @@ A backend author writes one class in `runtime/providers/`, names it in `registry
 * Memory: `allocate` gives a Buffer of at least the asked size (0 is allowed), aligned to 256 bytes where memory has
   addresses, with undefined content; it lives until `Buffer.free` or until nobody refers to it. Use the pool that the
   rest of the process uses. A backend whose allocator keeps no limits asks `runtime.memory.check_allocation` first.
-* A buffer that was freed, or that another provider made, is refused with a LaunchError before anything reaches the device.
+* A buffer that was freed, or that another provider made, is refused with a LaunchError; nothing reaches the device.
 * Optional: `trim(device)` gives what the pool holds for later back to the device.
 * Copies are ordered with launches on the same stream. `copy_to_host` returns when the bytes are there.
 * `compile` goes through the disk cache, raises CompileError with the compiler's log, and never leaves a broken
@@ -27,7 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -338,15 +338,19 @@ def check_device(backend: str, index: int, count: int) -> None:
         raise ConfigError(f"backend {backend!r} has {there}; got device {index}")
 
 
-def check_owner(buffer: Buffer, owner: type, backend: str, where: str) -> None:
-    """Refuse a buffer that was freed or that another provider made; for providers.
+_Owner = TypeVar("_Owner")
+
+
+def check_owner(buffer: Buffer, owner: type[_Owner], backend: str, where: str) -> _Owner:
+    """What holds a buffer's memory, which tells a provider's own buffers from others; for providers.
 
     Raises:
-        LaunchError: says which.
+        LaunchError: it was freed, or another provider made it.
     """
     buffer.data_ptr()  # a freed one raises
     if not isinstance(buffer.owner, owner):
         raise LaunchError(f"{where}: {buffer!r} was not allocated by the {backend} backend")
+    return buffer.owner
 
 
 def check_size(size_bytes: int) -> None:

@@ -108,7 +108,10 @@ def _calls(
     a, b = (torch.from_numpy(each).to(where) for each in (x, y))
     signed, other = a.view(torch.int64), b.view(torch.int64)
     base = Row("algebra", "field_add", f"goldilocks {n:,} elements", "", "", bytes=24 * n, ceiling="copy")
-    yield replace(base, runner="accelerant", implementation="kernel (own), operands checked"), lambda: field_op.add(a, b)
+    yield (
+        replace(base, runner="accelerant", implementation="kernel (own), operands checked"),
+        lambda: field_op.add(a, b),
+    )
     yield replace(base, runner="torch", implementation="int64 ops"), lambda: _torch_add(signed, other)
     if compiled:
         fused = torch.compile(_torch_add, dynamic=False)

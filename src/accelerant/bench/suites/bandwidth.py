@@ -23,6 +23,12 @@ from accelerant.runtime.transfer import copy_async
 __all__ = ["default_sizes", "measure", "parse_sizes", "run", "size_name"]
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_PERIOD = 251
+"""Of the bytes that are sent; a prime, so that a piece in a wrong place shows."""
+
+_COPIES = 6
+"""Buffers of one size that are there at once, at most."""
+
 _INTO, _BACK, _COPY = "host to device", "device to host", "device copy"
 
 
@@ -93,10 +99,10 @@ def measure(
         ConfigError: a size that does not fit the memory of host or device.
     """
     where = torch.device(device.torch_device)
-    sizes = tuple(sizes) or tuple(size for size in default_sizes(device) if 4 * size <= _room(device))
-    if 4 * max(sizes, default=0) > _room(device):
+    sizes = tuple(sizes) or tuple(size for size in default_sizes(device) if _COPIES * size <= _room(device))
+    if _COPIES * max(sizes, default=0) > _room(device):
         raise ConfigError(
-            f"--sizes: {size_name(max(sizes))} needs four times that of memory; {_room(device):,} bytes are free"
+            f"--sizes: {size_name(max(sizes))} needs {_COPIES} buffers of it; {_room(device):,} bytes are free"
         )
     progress("bandwidth: ceilings")
     if "copy GB/s" not in record.ceilings:
@@ -121,8 +127,7 @@ class _Copies:
     def __init__(self, device: ComputeDevice, where: torch.device, size: int, budget_s: float) -> None:
         self.device, self.where, self.size, self.budget_s = device, where, size, budget_s
         self.gpu = where.type == "cuda"
-        values = torch.arange(size, dtype=torch.int64) if size < 2**16 else torch.arange(2**16).repeat(size // 2**16 + 1)
-        self.pageable = values[:size].to(torch.uint8)
+        self.pageable = torch.arange(_PERIOD, dtype=torch.uint8).repeat(size // _PERIOD + 1)[:size]
         self.there = self.pageable.to(where)
         self.other = torch.zeros_like(self.there)
 

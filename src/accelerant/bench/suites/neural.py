@@ -244,4 +244,3 @@ def _implementation(call: Callable[[], Any]) -> str:
     decisions = explain_quietly(call).decisions
     names = dict.fromkeys(f"{each.implementation} ({'own' if each.own else 'library'})" for each in decisions)
     return " + ".join(names)
-

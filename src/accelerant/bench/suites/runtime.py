@@ -1,4 +1,4 @@
-"""What the runtime itself costs: launches, eager op calls, cold and warm compiles."""
+"""What the runtime itself costs and gains: launches, eager op calls, compiles, streaming in chunks, batches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +18,76 @@ import torch.nn.functional as F
 from accelerant import ops
 from accelerant.algebra.field import op as field_op
 from accelerant.bench.record import Environment, Record, Row
+from accelerant.bench.suites import batches, streaming
 from accelerant.bench.timer import host_time_us
 from accelerant.config import override
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["run"]
+__all__ = ["measure", "run"]
 
 
-def run(device: ComputeDevice, *, progress: Callable[[str], None] = lambda _: None) -> Record:
-    """Measure.
+_LAUNCH_US, _CALL_US, _WARM_MS = 8.0, 25.0, 5.0
+"""Host times to reach on an H200: of a launch through the provider, of an op called eagerly, of a compile from disk."""
+
+_TARGETS_OF = "H200"
+
+
+def run(
+    device: ComputeDevice,
+    *,
+    accelerator: Callable[[], Any] | None = None,
+    budget_s: float = 0.3,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Record:
+    """A record of its own; see measure."""
+    record = Record(Environment.of(device))
+    measure(record, device, accelerator=accelerator, budget_s=budget_s, progress=progress)
+    record.conclude()
+    return record
+
+
+def measure(
+    record: Record,
+    device: ComputeDevice,
+    *,
+    accelerator: Callable[[], Any] | None = None,
+    budget_s: float = 0.3,
+    progress: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Measure into a record.
 
     Args:
+        record: gets ceilings and rows.
         device: where.
+        accelerator: makes an Accelerator on the device, whose batch() is then measured (the layers let no benchmark
+            import it).
+        budget_s: seconds for each figure of streaming and batches.
         progress: told what is measured next.
     """
-    record = Record(Environment.of(device))
     where = torch.device(device.torch_device)
-    progress("launch")
-    record.rows += _launches(device, where)
-    progress("eager op calls")
-    record.rows += _calls(where)
-    progress("compile")
-    record.rows += _compiles(device)
-    return record
+    parts: list[tuple[str, Callable[[], list[Row]]]] = [
+        ("launch", lambda: _launches(device, where)),
+        ("eager op calls", lambda: _calls(where)),
+        ("compile", lambda: _compiles(device)),
+        ("streaming", lambda: streaming.rows(record, device, where, budget_s)),
+    ]
+    if accelerator is not None:
+        parts.append(("batches", lambda: batches.rows(accelerator, where, budget_s)))
+    known = _TARGETS_OF in device.name
+    for name, part in parts:
+        progress(f"runtime: {name}")
+        record.rows += [replace(row, target=_target(row) if known else None) for row in part()]
+
+
+def _target(row: Row) -> float | None:
+    if row.runner != "accelerant":
+        return None
+    if row.op == "launch":
+        return _LAUNCH_US
+    if row.op == "compile":
+        return _WARM_MS if "warm" in row.case else None
+    return _CALL_US if row.case.startswith("eager call") else None
 
 
 def _host_row(op: str, case: str, runner: str, implementation: str, fn: Callable[[], Any]) -> Row:

@@ -305,11 +305,13 @@ def _value(kernel: Kernel, position: int, kind: str, arg: Pointer | int | float)
         where = f"kernel {kernel.name!r}, argument {position}"
         if isinstance(arg, Buffer):
             check_owner(arg, _Held, "cpu", where)
-        elif not hasattr(arg, "data_ptr"):
+            return arg.data_ptr()
+        pointer = getattr(arg, "data_ptr", None)
+        if pointer is None:
             raise LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}")
-        elif getattr(arg, "is_cpu", True) is False:
-            raise LaunchError(f"{where}: the tensor is on {arg.device}, not on the cpu")
-        return arg.data_ptr()
+        if getattr(arg, "is_cpu", True) is False:
+            raise LaunchError(f"{where}: the tensor is on {getattr(arg, 'device', 'a device')}, not on the cpu")
+        return pointer()
     return check_scalar(kernel.name, position, kind, arg)
 
 

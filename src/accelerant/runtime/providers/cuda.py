@@ -392,9 +392,7 @@ def _raw_stream(stream: object) -> int:
 
 
 def _storage(buffer: Buffer, where: str) -> torch.Tensor:
-    check_owner(buffer, torch.Tensor, "cuda", where)
-    storage: torch.Tensor = buffer.owner  # type: ignore[assignment]  # checked in the line above
-    return storage
+    return check_owner(buffer, torch.Tensor, "cuda", where)
 
 
 def _allow_shared(core: Any, shared_bytes: int, device: int) -> None:

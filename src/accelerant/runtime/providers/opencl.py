@@ -333,8 +333,7 @@ class _Held:
 def _memory(buffer: Pointer, where: str) -> Any:
     if not isinstance(buffer, Buffer):
         raise LaunchError(f"{where}: wanted a buffer, got {type(buffer).__name__}")
-    check_owner(buffer, _Held, "opencl", where)
-    return buffer.owner.memory
+    return check_owner(buffer, _Held, "opencl", where).memory
 
 
 def _kind(cl: Any, device: Any) -> str:

@@ -1,0 +1,143 @@
+"""One C text for CUDA, OpenCL and HIP: each portable kernel compiles unchanged on all, and runs right where it can."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from accelerant.algebra.field.op import source as field_add_source
+from accelerant.errors import ConfigError, UnsupportedCase, UnsupportedDtype
+from accelerant.ops.gelu.portable import gelu_on
+from accelerant.ops.gelu.portable import source as gelu_source
+from accelerant.ops.gelu.reference import gelu_reference
+from accelerant.runtime import registry
+from accelerant.runtime.kernel import CUDA_TARGETS
+from accelerant.runtime.ledger import ledger
+from accelerant.runtime.portable import portable_header
+
+SOURCES = {"field_add": field_add_source, "gelu": gelu_source}
+REGISTERS = {"field_add": 16, "gelu_none": 24, "gelu_tanh": 24}
+"""The most a thread may take: far below what would cost occupancy (32), near what the compilers use today (7 to 16)."""
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_text_asks_for_no_compiler(name):
+    """Whatever differs between the three stands in the header."""
+    text = SOURCES[name]().dialects["portable"]
+    assert "ACL_KERNEL" in text
+    assert not re.search(r"#\s*if|#\s*el|defined|__\w+|get_global_id|threadIdx", text)
+
+
+@pytest.mark.parametrize("target", CUDA_TARGETS)
+@pytest.mark.parametrize("name", SOURCES)
+def test_nvrtc_compiles_it_for_each_target(name, target):
+    pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
+    from accelerant.runtime.providers.cuda import compile_cuda
+
+    source = SOURCES[name]()
+    assert target in source.targets
+    assert source.pick(("cuda", "portable", "triton"))[0] == "portable"
+    binary = compile_cuda(source, target)
+    assert binary.code[:4] == b"\x7fELF"
+    for entry in source.entries:
+        resources = binary.resources[entry]
+        assert 0 < resources.registers <= REGISTERS[entry]
+        assert resources.spill_bytes == resources.stack_bytes == resources.shared_bytes == 0
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_clang_compiles_it_for_amd(name, tmp_path):
+    """gfx90a (MI200), without any part of ROCm; the assembler's notes say what a thread takes."""
+    clang = shutil.which("clang-19")
+    if clang is None:
+        absent = "clang-19 is not installed; scripts/ci-setup installs it from Debian"
+        pytest.fail(absent) if os.environ.get("CI") == "true" else pytest.skip(absent)
+    source = SOURCES[name]()
+    text, assembly, code = tmp_path / f"{name}.hip", tmp_path / f"{name}.s", tmp_path / f"{name}.o"
+    text.write_text(f"{portable_header()}\n{source.dialects['portable']}")
+    for_device = ["-x", "hip", "--cuda-device-only", "--no-gpu-bundle-output", "--offload-arch=gfx90a"]
+    alone = ["-nogpuinc", "-nogpulib", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
+    run(clang, *for_device, *alone, "-O3", "-S", text, "-o", assembly)
+    run(clang, "-x", "assembler", "--target=amdgcn-amd-amdhsa", "-mcpu=gfx90a", "-c", assembly, "-o", code)
+    assert code.read_bytes()[:4] == b"\x7fELF"
+    notes = assembly.read_text().partition("amdhsa.kernels:")[2]
+    kernels = {kernel["name"]: kernel for kernel in map(facts, notes.split("  - .agpr_count:")[1:])}
+    assert set(kernels) == set(source.entries)
+    for entry, kernel in kernels.items():
+        assert 0 < int(kernel["vgpr_count"]) <= REGISTERS[entry]
+        assert int(kernel["vgpr_spill_count"]) == int(kernel["sgpr_spill_count"]) == 0
+        assert int(kernel["private_segment_fixed_size"]) == 0
+
+
+def run(*command):
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def facts(notes):
+    """The kernel's own lines of its notes, not those of its arguments."""
+    return dict(re.findall(r"^    \.(\w+): +(\S+)$", notes, re.MULTILINE))
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(provider):
+    if "portable" not in provider.dialects:
+        pytest.skip(f"{provider.name} compiles no portable C")
+    return provider.devices()[0]
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("shape", [(1,), (255,), (257,), (3, 5, 7), (100_003,)], ids=str)
+def test_gelu_is_the_references(device, shape, approximate):
+    x = (3 * np.random.default_rng(7).standard_normal(shape)).astype(np.float32)
+    y = gelu_on(device, x, approximate)
+    assert (y.shape, y.dtype) == (shape, np.float32)
+    expected = gelu_reference(torch.from_numpy(x).double(), approximate)
+    torch.testing.assert_close(torch.from_numpy(y).double(), expected, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_at_its_edges(device, approximate):
+    """Where the error function's two polynomials meet, where it becomes 1, and where floats end."""
+    root = np.sqrt(np.float32(2))
+    seams = [sign * at * root * (1 + shift) for sign in (1, -1) for at in (1, 4) for shift in (-1e-7, 0, 1e-7)]
+    ends = [0.0, -0.0, 1e-45, -1e-45, 1e-30, 12.0, -12.0, 88.0, -88.0, 1e30, -1e30, 3.4e38, np.inf, -np.inf, np.nan]
+    x = np.array([*seams, *ends, *np.linspace(-6, 6, 20_001)], np.float32)
+    y = gelu_on(device, x, approximate)
+    expected = gelu_reference(torch.from_numpy(x).double(), approximate)
+    torch.testing.assert_close(torch.from_numpy(y).double(), expected, rtol=2e-6, atol=1e-6, equal_nan=True)
+
+
+def test_gelu_of_nothing_and_of_a_view(device):
+    assert gelu_on(device, np.empty((0, 3), np.float32)).shape == (0, 3)
+    x = np.arange(24, dtype=np.float32).reshape(4, 6) - 12
+    np.testing.assert_array_equal(gelu_on(device, x[::2, ::-3]), gelu_on(device, x[::2, ::-3].copy()))
+
+
+def test_gelu_enters_the_ledger(device):
+    ledger().reset()
+    gelu_on(device, np.ones((2, 8), np.float32), "tanh")
+    (row,) = ledger().to_dict()["ops"]
+    assert (row["op"], row["implementation"], row["backend"]) == ("gelu", "portable", device.backend)
+    assert (row["case"], row["own"], row["calls"], row["bytes"]) == ("2x8 float32 tanh", True, 1, 128)
+
+
+def test_gelu_refuses_what_it_does_not_take(device):
+    with pytest.raises(UnsupportedDtype, match="float64"):
+        gelu_on(device, np.ones(3))
+    with pytest.raises(ConfigError, match="'sigmoid'"):
+        gelu_on(device, np.ones(3, np.float32), "sigmoid")
+
+
+def test_a_backend_without_portable_c_says_so():
+    with pytest.raises(UnsupportedCase, match="the cpu backend compiles no portable C"):
+        gelu_on(registry.choose("cpu"), np.ones(3, np.float32))
