@@ -69,7 +69,9 @@ def _offences(node, asked, at_import):
 
 
 def _catches_absence(handler):
-    names = {each.id for each in ast.walk(handler.type) if isinstance(each, ast.Name)} if handler.type else {"Exception"}
+    names = (
+        {each.id for each in ast.walk(handler.type) if isinstance(each, ast.Name)} if handler.type else {"Exception"}
+    )
     return bool(names & {"ImportError", "ModuleNotFoundError", "AttributeError", "Exception"})
 
 

@@ -224,31 +224,19 @@ class Record:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{path} is not a benchmark record: {error}") from None
 
+    def cells(self) -> list[list[str]]:
+        """The table's texts, the head first; losses first. Columns that no row fills are left out."""
+        shown = self.ordered()
+        head = ["op", "case", "runner", "ran", "p50", "to reach", "p20-p80", "% of ceiling", "speedup"]
+        head += ["GB/s", "CPU", "over CPU", "note"]
+        lines = [head, *(_cells(row) for row in shown)]
+        filled = [i for i in range(len(head)) if i < 9 or any(line[i] for line in lines[1:])]
+        return [[line[i] for i in filled] for line in lines]
+
     def table(self) -> str:
         """For people: losses first."""
-        shown = self.ordered()
-        rates = any(row.rate_gb_s for row in shown)
-        cpu = any(row.cpu_ms or row.cpu_note for row in shown)
-        head = ["op", "case", "runner", "ran", "p50", "to reach", "p20-p80", "% of ceiling", "speedup"]
-        head += ["GB/s"] * rates + ["CPU", "over CPU"] * cpu
-        lines = [head]
-        for row in shown:
-            if row.p50 is None:
-                lines.append([row.op, row.case, row.runner, "did not run", "-", "", row.note])
-                continue
-            percent = "" if row.percent_of_ceiling is None else f"{row.percent_of_ceiling:.0f}% of {row.ceiling}"
-            speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
-            target = f"{row.target:.4g}" if row.target and row.runner == _OURS else ""
-            spread = f"{row.p20:.4g}-{row.p80:.4g}"
-            median = f"{row.p50:.4g} {row.unit}"
-            line = [row.op, row.case, row.runner, row.implementation, median, target, spread, percent, speedup]
-            if rates:
-                line.append("" if row.rate_gb_s is None else f"{row.rate_gb_s:.4g}")
-            if cpu:
-                scaled = f"{row.cpu_ms:.4g} ms ({row.cpu_note})" if row.cpu_ms else row.cpu_note
-                line += [scaled, "" if row.over_cpu is None else f"{row.over_cpu:.0f}x"]
-            lines.append(line)
-        lines = [line + [""] * (len(head) - len(line)) for line in lines]
+        lines = self.cells()
+        head = lines[0]
         widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
         body = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
@@ -259,6 +247,27 @@ class Record:
         ceilings = ", ".join(f"{name} {value:.4g}" for name, value in self.ceilings.items())
         top = [where, f"ceilings measured in this run: {ceilings}" if ceilings else ""]
         return "\n".join([*top, *body, *(f"note: {note}" for note in self.notes)])
+
+
+def _cells(row: Row) -> list[str]:
+    if row.p50 is None:
+        return [row.op, row.case, row.runner, "did not run", "-", *[""] * 7, row.note]
+    cpu = f"{row.cpu_ms:.4g} ms ({row.cpu_note})" if row.cpu_ms else row.cpu_note
+    return [
+        row.op,
+        row.case,
+        row.runner,
+        row.implementation,
+        f"{row.p50:.4g} {row.unit}",
+        f"{row.target:.4g}" if row.target and row.runner == _OURS else "",
+        f"{row.p20:.4g}-{row.p80:.4g}",
+        "" if row.percent_of_ceiling is None else f"{row.percent_of_ceiling:.0f}% of {row.ceiling}",
+        "" if row.speedup is None else f"{row.speedup:.2f}x",
+        "" if row.rate_gb_s is None else f"{row.rate_gb_s:.4g}",
+        cpu,
+        "" if row.over_cpu is None else f"{row.over_cpu:.0f}x",
+        row.note,
+    ]
 
 
 def _check(row: Row) -> None:
