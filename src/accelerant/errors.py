@@ -12,6 +12,7 @@
     ├── UnsupportedCase         valid input that no implementation serves
     ├── FormatError             a file or message is not what it claims     (also ValueError)
     ├── ConfigError             a setting or argument has no meaning        (also ValueError)
+    ├── DivergenceError         a loss or gradient is no longer finite
     ├── ProtocolError           a multi-party protocol was not followed
     ├── TimeLimitExceeded       a call or a wait passed its time limit      (also TimeoutError)
     └── BudgetExceeded          the privacy budget would be overspent
@@ -29,6 +30,7 @@ __all__ = [
     "CompileError",
     "ConfigError",
     "DeviceLost",
+    "DivergenceError",
     "FallbackWarning",
     "FormatError",
     "LaunchError",
@@ -108,6 +110,10 @@ class UnsupportedDtype(AccelerantError, TypeError):
 
 class UnsupportedCase(AccelerantError):
     """Valid input that no implementation serves on this device."""
+
+
+class DivergenceError(AccelerantError):
+    """Training went to a loss or gradient that is not finite; names the step and the last good checkpoint."""
 
 
 class FormatError(AccelerantError, ValueError):

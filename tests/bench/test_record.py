@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from accelerant.bench import Environment, Record, Row, compare, host_time_us, time_ms
+from accelerant.bench import Environment, Record, Row, host_time_us, time_ms, wall_ms
 from accelerant.errors import FormatError
 from accelerant.runtime import registry
 
@@ -47,21 +47,40 @@ def test_the_table_shows_peers_that_did_not_run():
     assert "2.00x" in table
 
 
-def test_compare_names_what_became_slower_or_is_gone():
-    before = record(ROW, replace(ROW, op="softmax"), replace(ROW, op="torch_only", runner="torch"))
-    assert compare(before, record(replace(ROW, p50=1.04), replace(ROW, op="softmax", p50=0.5))) == []
-    lines = compare(before, record(replace(ROW, p50=1.5)))
-    assert lines == [
-        "gelu 4x4 float32 forward: 1 -> 1.5 ms (1.50x)",
-        "softmax 4x4 float32 forward: was 1 ms, did not run now",
-    ]
+def test_percentages_and_speedups_are_of_the_same_run_and_the_fastest_peer():
+    case = replace(ROW, speedup=None, bytes=5_000_000, ceiling="copy")
+    slow, fast = (replace(case, runner=name, p50=p50) for name, p50 in (("torch", 4.0), ("torch.compile", 3.0)))
+    absent = replace(case, runner="liger", p50=None, note="not installed")
+    found = record(case, slow, fast, absent, replace(case, runner="device", p50=0.5))
+    found.conclude()
+    assert [row.speedup for row in found.rows] == [3.0, None, None, None, None]
+    assert [row.percent_of_ceiling for row in found.rows] == pytest.approx([50.0, 12.5, 100 / 6, None, 100.0])
+    product = record(replace(case, ceiling="matmul", flops=2 * 10**9))
+    product.ceilings["matmul TFLOP/s"] = 4.0
+    product.conclude()
+    assert product.rows[0].percent_of_ceiling == pytest.approx(50.0)
 
 
-def test_records_of_different_devices_are_not_compared():
-    other = record(ROW)
-    other.environment = replace(other.environment, device="abacus")
-    with pytest.raises(FormatError, match="abacus"):
-        compare(record(ROW), other)
+def test_figures_over_the_cpu_and_their_absence_are_shown():
+    table = record(
+        replace(ROW, cpu_ms=40.0, cpu_note="scaled from 1/32 of the rows"),
+        replace(ROW, op="matmul", cpu_note="skipped: 3.0 s for 1/1024 of the rows"),
+    ).table()
+    assert "40 ms (scaled from 1/32 of the rows)" in table
+    assert " 40x" in table
+    assert "skipped: 3.0 s" in table
+    assert "over CPU" not in record(ROW).table()
+
+
+@pytest.mark.parametrize(("name", "value"), [("p50", "fast"), ("p50", float("nan")), ("p20", None), ("op", 3)])
+def test_a_record_with_figures_that_no_run_writes_is_refused(tmp_path, name, value):
+    path = tmp_path / "x.json"
+    record(ROW).save(path)
+    table = json.loads(path.read_text())
+    table["rows"][0][name] = value
+    path.write_text(json.dumps(table))
+    with pytest.raises(FormatError, match=name):
+        Record.load(path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"environment": {}, "ceilings": {}, "rows": []}'])
@@ -78,4 +97,7 @@ def test_timers_order_quick_and_slow():
     slow = time_ms(lambda: large @ large, torch.device("cpu"), budget_s=0.02)
     assert quick.p20_ms <= quick.p50_ms <= quick.p80_ms
     assert quick.p50_ms < slow.p50_ms
+    waited = wall_ms(lambda: large @ large, torch.device("cpu"), budget_s=0.0, least=2)
+    assert waited.repeats == 2
+    assert waited.p50_ms > quick.p50_ms
     assert 0 < host_time_us(lambda: None, calls=100, rounds=3).p50_ms < 100

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ import torch
 from accelerant.algebra.field.op import source as field_add_source
 from accelerant.config import override
 from accelerant.errors import ConfigError, LaunchError, OutOfMemory, ShapeError
+from accelerant.runtime.cache import KernelCache
+from accelerant.runtime.kernel import Binary
 from accelerant.runtime.memory import limit, trim
 from accelerant.runtime.provider import Buffer
 
@@ -94,7 +97,7 @@ def test_memory_that_is_not_the_backends_is_refused(provider):
         with pytest.raises(LaunchError, match=f"was not allocated by the {provider.name} backend"):
             use()
     elsewhere = torch.empty(4, dtype=torch.uint64, device="meta")
-    with pytest.raises(LaunchError, match="argument 0: (the tensor is on meta|wanted a buffer, got Tensor)"):
+    with pytest.raises(LaunchError, match=r"argument 0: (the tensor is on meta|wanted a buffer, got Tensor)"):
         provider.launch(kernel, (1,), (32,), (elsewhere, good, good, 4))
     assert doubled(provider, kernel) == [0, 2, 4, 6, 8]
 
@@ -137,7 +140,7 @@ def test_a_cache_that_cannot_be_written_is_bypassed_with_one_warning(provider, t
         def refuse(**_):
             raise PermissionError(30, "Read-only file system")
 
-        monkeypatch.setattr("accelerant.runtime.cache.tempfile.mkdtemp", refuse)
+        monkeypatch.setattr("accelerant.runtime.cache.tempfile", SimpleNamespace(mkdtemp=refuse))
     with override(cache_dir=tmp_path), caplog.at_level(logging.WARNING):
         for _ in range(2):
             kernel = provider.compile(field_add_source())
@@ -147,7 +150,9 @@ def test_a_cache_that_cannot_be_written_is_bypassed_with_one_warning(provider, t
     assert str(tmp_path / "kernels") in message
 
 
-@pytest.mark.parametrize("damage", ["torn code", "no code", "code is a folder", "empty report", "entry is a file"])
+@pytest.mark.parametrize(
+    "damage", ["torn code", "no code", "code is a folder", "torn report", "empty report", "entry is a file"]
+)
 def test_a_damaged_entry_is_replaced_with_one_warning_at_most(provider, tmp_path, caplog, damage):
     with override(cache_dir=tmp_path), caplog.at_level(logging.WARNING):
         provider.compile(field_add_source())
@@ -160,6 +165,8 @@ def test_a_damaged_entry_is_replaced_with_one_warning_at_most(provider, tmp_path
         elif damage == "code is a folder":
             code.unlink()
             code.mkdir()
+        elif damage == "torn report":
+            (entry / "report.json").write_text((entry / "report.json").read_text()[:40])
         elif damage == "empty report":
             (entry / "report.json").write_text("{}")
         else:
@@ -224,6 +231,20 @@ def test_two_processes_compile_the_same_kernel_at_once(provider, tmp_path):
     assert sorted(path.name for path in entry.iterdir()) == ["code", "report.json"]
     with override(cache_dir=tmp_path / "cache"):
         assert provider.compile(field_add_source()).from_cache
+
+
+def test_an_entry_that_another_process_put_first_stays(tmp_path):
+    """Others may be reading it: it is not taken away and put again."""
+    cache, binary = KernelCache(tmp_path), Binary(b"code", {}, {})
+
+    def build():
+        other, _ = cache.get_or_build("key", lambda: binary)
+        return other
+
+    placed = []
+    cache.get_or_build("key", lambda: (build(), placed.append((tmp_path / "key").stat().st_ino))[0])
+    assert [(tmp_path / "key").stat().st_ino] == placed
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
 
 def test_what_a_dead_process_left_is_removed_when_it_is_old(provider, tmp_path):

@@ -197,23 +197,6 @@ def test_second_compile_comes_from_the_disk_cache(provider, tmp_path):
         assert "registers" in noted["resources"]["field_add"]
 
 
-@pytest.mark.parametrize("damage", ["torn code", "torn report", "no code"])
-def test_a_damaged_cache_entry_is_compiled_again(provider, tmp_path, damage):
-    x = np.array(EDGES, np.uint64)
-    with override(cache_dir=tmp_path):
-        provider.compile(field_add_source())
-        (code,) = tmp_path.rglob("code")
-        if damage == "torn code":
-            code.write_bytes(code.read_bytes()[:-7])
-        elif damage == "torn report":
-            report = code.with_name("report.json")
-            report.write_text(report.read_text()[:40])
-        else:
-            code.unlink()
-        assert not provider.compile(field_add_source()).from_cache
-        assert run_field_add(provider, x, x).tolist() == field_add_reference(x.tolist(), x.tolist(), field="goldilocks")
-
-
 def test_events_time_what_lies_between(provider):
     start = provider.record_event()
     x = np.zeros(1 << 20, np.uint64)

@@ -6,9 +6,14 @@ import os
 
 import numpy as np
 import pytest
+import torch
 
 from accelerant.algebra.field.op import source
-from accelerant.runtime import registry
+from accelerant.config import override
+from accelerant.errors import LaunchError, OutOfMemory
+from accelerant.runtime import memory, registry
+
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -54,3 +59,23 @@ def test_launches_work_after_a_fork(cpu):
         os._exit(0 if good else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert (cpu.copy_to_host(x, np.uint64, (1 << 17,)) == 2).all()
+
+
+def test_the_memory_fraction_of_the_settings_holds_from_the_start(monkeypatch):
+    monkeypatch.setattr(registry, "_created", {})
+    monkeypatch.setattr(memory, "_ceilings", {})
+    total = registry.choose("cpu").memory_bytes
+    part = 16 * MIB / total
+    monkeypatch.setattr(registry, "_created", {})
+    with override(memory_fraction=part):
+        cpu = registry.create("cpu")
+    cpu.allocate(8 * MIB).free()
+    with pytest.raises(OutOfMemory, match=f"{32 * MIB:,} bytes asked on cpu:0; 0 are held and the limit is 16,7"):
+        cpu.allocate(32 * MIB)
+
+
+def test_tensors_of_another_device_are_refused(cpu):
+    kernel = cpu.compile(source())
+    x = cpu.allocate(8)
+    with pytest.raises(LaunchError, match="argument 1: the tensor is on meta, not on the cpu"):
+        cpu.launch(kernel, (1,), (1,), (x, torch.empty(1, device="meta"), x, 1))

@@ -9,7 +9,7 @@ from html import escape
 __all__ = ["STYLE", "Bar", "bars"]
 
 STYLE = """
-.bars { display: grid; gap: 3px 12px; grid-template-columns: minmax(90px, max-content) 1fr; margin: 0 0 16px;
+.bars { display: grid; gap: 3px 12px; grid-template-columns: minmax(0, 270px) 1fr; margin: 0 0 16px;
   font-size: 13px; align-items: center; }
 .bars b { grid-column: 1 / -1; font-weight: 600; margin-top: 4px; overflow-wrap: anywhere; }
 .bars b small { font-weight: 400; color: var(--soft); margin-left: 8px; }
@@ -20,7 +20,7 @@ STYLE = """
 .bar.ours { background: var(--one); } .bar.lost { background: var(--two); }
 .spread { position: absolute; top: 50%; height: 0; border-top: 1.5px solid var(--text); opacity: .55; }
 .limit { position: absolute; top: -3px; bottom: -3px; border-left: 1.5px dashed var(--soft); }
-.value { flex: 0 0 auto; width: 11em; font-variant-numeric: tabular-nums; white-space: nowrap; overflow: hidden;
+.value { flex: 0 0 auto; width: 12.5em; font-variant-numeric: tabular-nums; white-space: nowrap; overflow: hidden;
   text-overflow: ellipsis; }
 .keys { display: flex; flex-wrap: wrap; gap: 4px 18px; color: var(--soft); font-size: 13px; margin: 0 0 12px; }
 .keys i { display: inline-block; width: 14px; height: 10px; border-radius: 2px; margin-right: 7px; }

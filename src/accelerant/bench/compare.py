@@ -1,7 +1,8 @@
 """What became slower since a baseline, judged by the spread that both runs measured.
 
-A row regressed where its median is more than 5% worse and its whole p20-p80 interval lies on the worse side of the
-baseline's. A median that is worse while the intervals overlap is noise of that run: it is named, but fails nothing.
+A row regressed where its median is worse by more than 5%, and by more than twice the noise: what the baseline spreads
+from its median on the worse side, and this run on the better side (p20 to p80, which is 0.84 standard deviations of a
+normal distribution to either side). Worse by less than that is "unclear": named, but it fails nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ __all__ = ["Change", "Comparison", "check_comparable", "compare"]
 _LEAST = 0.05
 """Clocks and layouts move a median by this much from run to run, however steady each run is."""
 
+_TIMES_NOISE = 2.0
+
 Verdict = Literal["slower", "missing", "unclear", "same", "faster"]
 
 
@@ -28,7 +31,7 @@ class Change:
     Attributes:
         before, now: now is None where this run does not have the row.
         worse: what the median costs now over before; above 1 is worse, also for figures where more is better.
-        noise: the part of the baseline's median that the two spreads explain.
+        noise: the two spreads as a part of the baseline's median.
         verdict: "slower" and "missing" are regressions; "unclear" is worse within the noise.
     """
 
@@ -134,14 +137,18 @@ def _change(before: Row, now: Row | None) -> Change:
     worse = middle_now / middle
     if worse >= 1:
         noise = ((high - middle) + (middle_now - low_now)) / middle
-        verdict: Verdict = "same" if worse <= 1 + _LEAST else "slower" if worse > 1 + noise else "unclear"
+        verdict: Verdict = (
+            "same" if worse <= 1 + _LEAST else "slower" if worse > 1 + _TIMES_NOISE * noise else "unclear"
+        )
         return Change(before, now, worse, noise, verdict)
     noise = ((middle - _costs(before)[0]) + (high_now - middle_now)) / middle
-    return Change(before, now, worse, noise, "faster" if 1 - worse > max(_LEAST, noise) else "same")
+    return Change(before, now, worse, noise, "faster" if 1 - worse > max(_LEAST, _TIMES_NOISE * noise) else "same")
 
 
 def _costs(row: Row) -> tuple[float, float, float]:
     """The quantiles in rising order, of something of which less is better."""
     middle = row.p50 or 1.0
     low, high = row.p20 or middle, row.p80 or middle
+    if not low <= middle <= high:  # no run writes such a row: its spread cannot be believed
+        low = high = middle
     return (1 / high, 1 / middle, 1 / low) if row.better == "higher" else (low, middle, high)

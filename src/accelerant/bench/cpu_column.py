@@ -24,7 +24,7 @@ def cpu_column(
 ) -> tuple[float | None, str]:
     """Time a case whose work grows with its rows.
 
-    The smallest share of the rows is tried first; the largest share of which a call should stay below 0.2 s is measured.
+    The smallest share of the rows is tried first; the largest of which a call should stay below 0.2 s is measured.
 
     Args:
         make: the call on that many rows.

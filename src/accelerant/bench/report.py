@@ -29,7 +29,8 @@ _STYLE = """
 body { margin: 0; background: var(--page); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1160px; margin: 0 auto; padding: 32px 24px 48px; }
 h1 { font-size: 25px; margin: 0; letter-spacing: -.01em; } h2 { font-size: 16px; margin: 0 0 12px; }
-.lead, .soft, footer { color: var(--soft); } .lead { margin: 4px 0 24px; } .soft { font-size: 13.5px; margin: 0 0 12px; }
+.lead, .soft, footer { color: var(--soft); } .lead { margin: 4px 0 24px; }
+.soft { font-size: 13.5px; margin: 0 0 12px; }
 .row { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); }
 .facts { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); margin-bottom: 16px; }
 .card { background: var(--card); border: 1px solid var(--edge); border-radius: 10px; padding: 18px 20px;
@@ -53,9 +54,9 @@ svg { width: 100%; height: auto; display: block; } svg text { font: 12px system-
 .legend i { display: inline-block; width: 18px; height: 3px; border-radius: 2px; margin: 0 7px 3px 0; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 13px; }
 th { text-align: left; color: var(--soft); font-weight: 500; white-space: nowrap; }
-th, td { padding: 5px 14px 5px 0; border-bottom: 1px solid var(--edge); vertical-align: top; }
+th, td { padding: 5px 10px 5px 0; border-bottom: 1px solid var(--edge); vertical-align: top; }
 tr:last-child td { border-bottom: 0; } .number { text-align: right; font-variant-numeric: tabular-nums; }
-td.number, td.word { white-space: nowrap; } td.wide { min-width: 210px; overflow-wrap: anywhere; }
+td.number, td.word { white-space: nowrap; } td.wide { min-width: 150px; overflow-wrap: anywhere; }
 .bad { color: var(--two); font-weight: 600; } .good { color: var(--three); font-weight: 600; }
 pre { margin: 0; font: 12.5px/1.5 ui-monospace, monospace; overflow-x: auto; }
 footer { font-size: 13px; }
@@ -98,7 +99,8 @@ def build_report(record: Record, comparison: Comparison | None = None) -> str:
         _losses(cases),
         *(_suite(suite, cases) for suite in dict.fromkeys(key[0] for key in cases)),
         _links(record),
-        f'<div class="row">{_ceiling_card(record)}{_cpu_card(record)}</div>',
+        _ceiling_card(record),
+        _cpu_card(record),
         _targets(record),
         _card("All rows", _table(record)),
         _environment(record),
@@ -184,7 +186,7 @@ def _case(rows: Sequence[Row]) -> str:
     """The runners of a case, each case on a scale of its own."""
     ran = [row for row in rows if row.p50 is not None]
     speedup = next((row.speedup for row in ran if row.speedup is not None), None)
-    aside = "" if speedup is None else f"{speedup:.2f}x the fastest peer's speed"
+    aside = "" if speedup is None else f"{speedup:.3g}x the fastest peer's speed"
     shown = [
         Bar(
             row.runner if row.implementation in ("", row.runner) else f"{row.runner}: {row.implementation}",
@@ -204,10 +206,15 @@ def _ceiling_card(record: Record) -> str:
     if not rows:
         return ""
     shown = [
-        Bar(f"{row.op} {row.case}", min(row.percent_of_ceiling or 0.0, 150.0), f"{row.percent_of_ceiling:.0f}% of {row.ceiling}", "ours")
+        Bar(
+            f"{row.op} {row.case}",
+            min(row.percent_of_ceiling or 0.0, 150.0),
+            f"{row.percent_of_ceiling:.0f}% of {row.ceiling}",
+            "ours",
+        )
         for row in sorted(rows, key=lambda row: row.percent_of_ceiling or 0.0)
         if row.runner == "accelerant"
-    ]  # fmt: skip
+    ]
     text = '<p class="soft">Ours; the dashed line is the ceiling, bars end at 150%.</p>'
     return _card("Share of the measured ceiling", text + bars("", shown, limit=100.0)) if shown else ""
 

@@ -309,16 +309,13 @@ def check_scalar(name: str, position: int, kind: str, arg: object) -> int | floa
 def host_bytes(array: npt.ArrayLike, out: Buffer | None) -> npt.NDArray[np.uint8]:
     """The array as a flat array of bytes, checked against the buffer it shall go to; for providers."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    if out is not None:
-        out.data_ptr()  # a freed one raises
-        if out.size_bytes < flat.nbytes:
-            raise ShapeError(f"a buffer of {out.size_bytes} bytes cannot take an array of {flat.nbytes}")
+    if out is not None and out.size_bytes < flat.nbytes:
+        raise ShapeError(f"a buffer of {out.size_bytes} bytes cannot take an array of {flat.nbytes}")
     return flat
 
 
 def host_size(buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> int:
     """Bytes of an array of that kind, checked against the buffer it shall come from; for providers."""
-    buffer.data_ptr()  # a freed one raises
     if min(shape, default=0) < 0:
         raise ShapeError(f"a buffer cannot be read as {tuple(shape)}: sizes must be 0 or more")
     size = int(np.dtype(dtype).itemsize * np.prod(shape, dtype=object))

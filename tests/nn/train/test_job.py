@@ -8,10 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from accelerant.config import override
-from accelerant.errors import ConfigError, FormatError
+from accelerant.errors import ConfigError, DivergenceError, FormatError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.train import (
-    DivergenceError,
     RunConfig,
     load_checkpoint,
     resume_training,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -85,7 +86,7 @@ def measure(
                 continue
             row = replace(row, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms)
             if cpu and where.type != "cpu" and row.runner == "accelerant" and row.op == "field_add":
-                taken, note = cpu_column(lambda some: _on_cpu(x[:some], y[:some]), n, budget_s=budget_s)
+                taken, note = cpu_column(functools.partial(_on_cpu, x, y), n, budget_s=budget_s)
                 row = replace(row, cpu_ms=taken, cpu_note=note)
             record.rows.append(row)
 
@@ -129,8 +130,8 @@ def _calls(
     yield replace(base, op="field_add kernel", runner="accelerant", implementation="kernel (own)"), launch
 
 
-def _on_cpu(x: Any, y: Any) -> Callable[[], Any]:
-    return lambda: field_op.add(x, y)
+def _on_cpu(x: Any, y: Any, n: int) -> Callable[[], Any]:
+    return lambda: field_op.add(x[:n], y[:n])
 
 
 def _torch_add(x: Tensor, y: Tensor) -> Tensor:

@@ -139,10 +139,10 @@ class _Copies:
             pinned = kind == "pinned"
             base = replace(base, case=f"{size_name(self.size)} {kind}")
             self.other.zero_()
-            rows.append(self._row(base, pinned, lambda host=host: self.other.copy_(host, non_blocking=True)))
+            rows.append(self._row(base, pinned, self._sending(host)))
             self._check(self.other, base)
             ours = replace(base, runner="accelerant", implementation="copy_async")
-            rows.append(self._row(ours, pinned, lambda host=host: copy_async(host, self.device)))
+            rows.append(self._row(ours, pinned, self._ours(host)))
             self._check(copy_async(host, self.device).result(), ours)
         return rows
 
@@ -174,6 +174,12 @@ class _Copies:
     def _hosts(self) -> list[tuple[str, Tensor]]:
         kinds = [("pageable", self.pageable)]
         return [("pinned", self.pageable.pin_memory()), *kinds] if self.gpu else kinds
+
+    def _sending(self, host: Tensor) -> Callable[[], Any]:
+        return lambda: self.other.copy_(host, non_blocking=True)
+
+    def _ours(self, host: Tensor) -> Callable[[], Any]:
+        return lambda: copy_async(host, self.device)
 
     def _copying(self, target: Tensor) -> Callable[[], Any]:
         return lambda: target.copy_(self.there, non_blocking=target.is_pinned())

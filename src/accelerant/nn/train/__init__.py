@@ -6,13 +6,11 @@
 from accelerant.nn.train.checkpoint import load_checkpoint, save_checkpoint
 from accelerant.nn.train.corpus import Corpus, Document, load_corpus
 from accelerant.nn.train.job import Outcome, Progress, resume_training, run_training
-from accelerant.nn.train.loop import DivergenceError
 from accelerant.nn.train.presets import PRESETS, Recipe, RunConfig, preset
 
 __all__ = [
     "PRESETS",
     "Corpus",
-    "DivergenceError",
     "Document",
     "Outcome",
     "Progress",

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from accelerant._version import __version__
-from accelerant.errors import AccelerantError, FormatError, OutOfMemory
+from accelerant.errors import AccelerantError, DivergenceError, FormatError, OutOfMemory
 from accelerant.nn.models.gpt import GPT, GPTConfig
 from accelerant.nn.train.batches import Tokens, require_windows
 from accelerant.nn.train.checkpoint import load_checkpoint, require_same_shapes, save_checkpoint, write_atomic
 from accelerant.nn.train.corpus import Corpus, load_corpus, ngram_baselines
 from accelerant.nn.train.environment import StopRequest, numerics
 from accelerant.nn.train.folder import RunFolder
-from accelerant.nn.train.loop import DivergenceError, Loop, LoopEvents, autocast
+from accelerant.nn.train.loop import Loop, LoopEvents, autocast
 from accelerant.nn.train.metrics import MetricsFile, StepRecord, peak_memory_bytes
 from accelerant.nn.train.optim import (
     expected_optimizer_tensors,

@@ -13,21 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from accelerant.errors import AccelerantError
+from accelerant.errors import DivergenceError
 from accelerant.nn.models.gpt import GPT
 from accelerant.nn.train.batches import Prefetcher, Tokens, even_windows
 from accelerant.nn.train.metrics import MetricsFile, PendingStep, StepRecord, StepTimer, peak_memory_bytes
 from accelerant.nn.train.optim import learning_rate, set_learning_rate
 from accelerant.nn.train.presets import RunConfig
 
-__all__ = ["DivergenceError", "Loop", "LoopEvents", "Validation", "autocast", "evaluate"]
+__all__ = ["Loop", "LoopEvents", "Validation", "autocast", "evaluate"]
 
 _FLUSH_STEPS = 50
 _FLUSH_S = 1.0
-
-
-class DivergenceError(AccelerantError):
-    """A loss or gradient is not finite any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -322,15 +322,30 @@ def _llvm_version() -> str:
     return f"llvmlite {llvmlite.__version__} LLVM {'.'.join(map(str, llvm.llvm_version_info))}"
 
 
+class _MemoryStatus(ctypes.Structure):
+    """MEMORYSTATUSEX of Windows."""
+
+    _fields_ = (
+        ("length", ctypes.c_uint32),
+        ("load_percent", ctypes.c_uint32),
+        ("total", ctypes.c_uint64),
+        ("available", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64 * 5),
+    )
+
+
 def _meminfo() -> dict[str, int]:
-    """Linux's memory figures in bytes; elsewhere what POSIX tells."""
+    """Linux's memory figures in bytes; elsewhere the total, and on Windows what is available."""
     path = Path("/proc/meminfo")
     if path.is_file():
         rows = (line.split() for line in path.read_text().splitlines())
         return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return {"MemTotal": total}
+    if hasattr(os, "sysconf"):
+        return {"MemTotal": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
+    windows = getattr(ctypes, "windll", None)
+    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
+    if windows is not None and windows.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
+        return {"MemTotal": status.total, "MemAvailable": status.available}
     return {}
 
 

@@ -373,11 +373,10 @@ def _runs_on(target: str, major: int, minor: int) -> bool:
 
 def _check_places(kernel: Kernel, args: Sequence[object]) -> None:
     """Refuse memory that is not this backend's: the kernel's access would cost the process its device."""
-    for position, (kind, arg) in enumerate(zip(kernel.arguments, args, strict=True)):
-        if not kind.startswith("*"):
-            continue
+    for position, arg in enumerate(args):
         if isinstance(arg, Buffer):
-            check_owner(arg, torch.Tensor, "cuda", f"kernel {kernel.name!r}, argument {position}")
+            if not isinstance(arg.owner, torch.Tensor):
+                check_owner(arg, torch.Tensor, "cuda", f"kernel {kernel.name!r}, argument {position}")
         elif isinstance(arg, torch.Tensor) and not arg.is_cuda:
             raise LaunchError(
                 f"kernel {kernel.name!r}, argument {position}: the tensor is on {arg.device}, not on cuda"

@@ -1,0 +1,277 @@
+"""Each suite runs for real on the CPU, with hardly any time for each figure."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from accelerant.algebra.field.reference import MODULI
+from accelerant.bench import Environment, Record, Row
+from accelerant.bench.collect import collect
+from accelerant.bench.cpu_column import cpu_column
+from accelerant.bench.suites import algebra, bandwidth, batches, neural, streaming
+from accelerant.errors import AccelerantError, ConfigError
+from accelerant.ops._cases import Benchmark, Sample
+from accelerant.runtime import registry
+from accelerant.runtime.chunks import ChunkedRun
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors: threads that wait for one another cost more than they give where other tests run beside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def cpu():
+    return registry.choose("cpu")
+
+
+# --- bandwidth -------------------------------------------------------------------------------------------------------
+
+
+def test_bandwidth_has_every_direction_and_size(cpu):
+    record = bandwidth.run(cpu, sizes=(1000, 2**20), budget_s=0.0)
+    assert {(row.op, row.case, row.runner) for row in record.rows} == {
+        entry
+        for size in ("1000 B", "1 MiB")
+        for entry in (
+            ("host to device", f"{size} pageable", "device"),
+            ("host to device", f"{size} pageable", "accelerant"),
+            ("device to host", f"{size} pageable", "device"),
+            ("device to host", f"{size} pageable", "accelerant"),
+            ("device copy", size, "device"),
+        )
+    }
+    assert all(row.p20 <= row.p50 <= row.p80 and row.percent_of_ceiling > 0 for row in record.rows)
+    copy = next(row for row in record.rows if row.op == "device copy" and row.case == "1 MiB")
+    assert copy.bytes == 2**21
+    assert copy.rate_gb_s == pytest.approx(2**21 / copy.p50 / 1e6)
+    assert copy.percent_of_ceiling == pytest.approx(100 * copy.rate_gb_s / record.ceilings["copy GB/s"])
+    assert any("no pinned memory" in note for note in record.notes)
+
+
+def test_bandwidth_counts_no_copy_that_brings_other_bytes(cpu, monkeypatch):
+    def wrong(array, device):
+        return SimpleNamespace(result=lambda: torch.roll(array, 1))
+
+    monkeypatch.setattr(bandwidth, "copy_async", wrong)
+    with pytest.raises(AccelerantError, match="by copy_async: other bytes came than were sent"):
+        bandwidth.run(cpu, sizes=(4096,), budget_s=0.0)
+
+
+def test_sizes_are_read_and_named():
+    assert bandwidth.parse_sizes("1MiB, 64 kib,3,1GiB,1MiB") == (3, 2**16, 2**20, 2**30)
+    assert [bandwidth.size_name(size) for size in (3, 2**16, 3 * 2**20, 2**30)] == ["3 B", "64 KiB", "3 MiB", "1 GiB"]
+
+
+@pytest.mark.parametrize("text", ["", "1MB", "0", "-1MiB", "1.5GiB", "1MiB,,2MiB", "MiB"])
+def test_what_is_no_size_is_named(text):
+    with pytest.raises(ConfigError, match="wanted sizes like 64KiB"):
+        bandwidth.parse_sizes(text)
+
+
+def test_a_size_beyond_the_memory_is_refused_before_anything_is_allocated(cpu):
+    with pytest.raises(ConfigError, match="1048576 GiB needs 6 buffers"):
+        bandwidth.run(cpu, sizes=(2**50,), budget_s=0.0)
+
+
+# --- algebra ---------------------------------------------------------------------------------------------------------
+
+
+def test_algebra_stands_beside_numpy_and_torch(cpu, monkeypatch):
+    monkeypatch.setattr(algebra, "_CPU_SIZES", (4096,))
+    record = algebra.run(cpu, budget_s=0.0, compiled=False)
+    assert [(row.op, row.runner) for row in record.rows] == [
+        ("field_add", "accelerant"),
+        ("field_add", "torch"),
+        ("field_add", "numpy"),
+        ("field_add kernel", "accelerant"),
+    ]
+    assert record.rows[0].speedup > 0
+    assert all(row.percent_of_ceiling > 0 for row in record.rows)
+
+
+def test_the_peers_of_the_field_are_exact():
+    p = MODULI["goldilocks"]
+    x, y = algebra._operands(5000)
+    exact = [(a + b) % p for a, b in zip(x.tolist(), y.tolist(), strict=True)]
+    assert {0, 1, p - 1} <= set(x.tolist())
+    assert algebra._numpy_add(x, y).tolist() == exact
+    signed = algebra._torch_add(*(torch.from_numpy(each).view(torch.int64) for each in (x, y)))
+    assert signed.view(torch.uint64).tolist() == exact
+
+
+def test_a_wrong_sum_is_an_error_and_a_wrong_peer_a_row_without_time(cpu, monkeypatch):
+    monkeypatch.setattr(algebra, "_CPU_SIZES", (4096,))
+    monkeypatch.setattr(algebra, "_numpy_add", lambda x, y: x + y)
+    row = next(row for row in algebra.run(cpu, budget_s=0.0, compiled=False).rows if row.runner == "numpy")
+    assert row.p50 is None
+    assert "field_add by numpy" in row.note
+    monkeypatch.setattr(algebra.field_op, "add", lambda x, y: x)
+    with pytest.raises(AccelerantError, match="field_add by accelerant"):
+        algebra.run(cpu, budget_s=0.0, compiled=False)
+
+
+# --- runtime ---------------------------------------------------------------------------------------------------------
+
+
+def test_streaming_is_measured_beside_the_same_chunks_in_sequence(cpu):
+    record = Record(Environment.of(cpu))
+    rows = streaming.rows(record, cpu, CPU, 0.0)
+    assert {"host to device GB/s", "device to host GB/s"} <= set(record.ceilings)
+    assert [(row.op, row.runner, row.unit, row.better) for row in rows] == [
+        ("stream", "accelerant", "ms", "lower"),
+        ("stream", "in sequence", "ms", "lower"),
+        ("stream overlap", "accelerant", "x", "higher"),
+    ]
+    assert 0 < rows[2].p50 <= 3
+    assert rows[0].bytes == 2**22
+    assert "compute" in rows[0].note
+
+
+def test_a_stream_that_computes_something_else_is_an_error(cpu, monkeypatch):
+    def wrong(fn, array, *, out, **options):
+        out.fill_(1.0)
+        return ChunkedRun()
+
+    monkeypatch.setattr(streaming, "stream_chunks", wrong)
+    with pytest.raises(AccelerantError, match="stream_chunks: relative error"):
+        streaming.rows(Record(Environment.of(cpu)), cpu, CPU, 0.0)
+
+
+class SmallAccelerator:
+    """A batch that does its work at once in one call, each single call late by a tenth of a millisecond."""
+
+    scale = 1.0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def gelu(self, x):
+        time.sleep(1e-4)
+        return F.gelu(x)
+
+    @contextlib.contextmanager
+    def batch(self):
+        calls = []
+
+        class Batch:
+            def gelu(self, x):
+                calls.append(SimpleNamespace(x=x))
+                calls[-1].result = lambda call=calls[-1]: call.y
+                return calls[-1]
+
+        yield Batch()
+        for call, y in zip(calls, F.gelu(torch.stack([call.x for call in calls])).unbind(), strict=True):
+            call.y = self.scale * y
+
+
+def test_the_gain_of_a_batch_is_single_calls_over_merged_ones(monkeypatch):
+    monkeypatch.setattr(batches, "_CALLS", 32)
+    rows = {(row.op, row.runner): row for row in batches.rows(SmallAccelerator, CPU, 0.0)}
+    merged, single, gain = rows["batch", "accelerant"], rows["batch", "one by one"], rows["batch gain", "accelerant"]
+    assert single.p50 > 3.2  # 32 calls of at least 0.1 ms
+    assert gain.p50 == pytest.approx(single.p50 / merged.p50)
+    assert gain.p20 <= gain.p50 <= gain.p80
+    assert gain.p50 > 1
+    assert (gain.unit, gain.better) == ("x", "higher")
+
+
+def test_a_batch_that_differs_or_is_missing_is_said():
+    class Wrong(SmallAccelerator):
+        scale = 2.0
+
+    with pytest.raises(AccelerantError, match=r"batch\(\) gave something else than single calls"):
+        batches.rows(Wrong, CPU, 0.0)
+    row = batches.rows(lambda: contextlib.nullcontext(object()), CPU, 0.0)[0]
+    assert row.p50 is None
+    assert "no batch()" in row.note
+
+
+# --- the CPU column --------------------------------------------------------------------------------------------------
+
+
+def test_the_cpu_column_measures_all_rows_where_they_are_quick():
+    sizes = []
+    x = torch.randn(4096, 8)
+
+    def make(rows):
+        sizes.append(rows)
+        return lambda: x[:rows] + 1
+
+    taken, note = cpu_column(make, 4096, budget_s=0.0)
+    assert sizes == [4, 4096]
+    assert taken > 0
+    assert note == "1 thread"
+
+
+def test_the_cpu_column_scales_from_fewer_rows_and_skips_what_takes_too_long():
+    taken, note = cpu_column(lambda rows: lambda: time.sleep(rows * 1e-3), 8192, budget_s=0.0)
+    assert note.startswith("scaled from 1/256 of the rows")
+    assert 8192 <= taken < 3 * 8192
+    taken, note = cpu_column(lambda rows: lambda: time.sleep(rows * 0.025), 8192, budget_s=0.0)
+    assert taken is None
+    assert note.startswith("skipped: 2.")
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_neural_cases_have_their_cpu_figure_in_float32(direction):
+    benchmark = Benchmark(Sample("x", ((64, 32), (32,), (32,))), torch.bfloat16)
+    row = Row("neural", "layer_norm", f"64x32 bfloat16 {direction}", "accelerant", "triton (own)", p50=0.001)
+    found = neural._with_cpu(row, "layer_norm", benchmark, 0.0)
+    assert found.cpu_note == "float32, 1 thread"
+    assert found.over_cpu == pytest.approx(found.cpu_ms / 0.001)
+
+
+# --- several suites --------------------------------------------------------------------------------------------------
+
+
+def measured(name):
+    return Row(name, "op", "case", "accelerant", "own", p20=1.0, p50=1.0, p80=1.0)
+
+
+def test_a_suite_that_fails_costs_the_others_nothing(cpu):
+    def breaks(record):
+        record.rows.append(measured("first"))
+        raise ValueError("no such thing\nand more")
+
+    found = collect(cpu, [("first", breaks), ("second", lambda record: record.rows.append(measured("second")))])
+    assert [(row.suite, row.p50, row.note) for row in found.record.rows] == [
+        ("first", 1.0, ""),
+        ("first", None, "ValueError: no such thing"),
+        ("second", 1.0, ""),
+    ]
+    assert list(found.failures) == ["first"]
+    assert not found.interrupted
+    assert "the first suite failed" in found.record.table()
+
+
+def test_an_interrupt_keeps_what_was_measured_and_names_what_was_not(cpu):
+    def interrupted(record):
+        record.rows.append(measured("second"))
+        raise KeyboardInterrupt
+
+    parts = [("first", lambda record: record.rows.append(measured("first"))), ("second", interrupted)]
+    found = collect(cpu, [*parts, ("third", lambda record: record.rows.append(measured("third")))])
+    assert [row.suite for row in found.record.rows] == ["first", "second"]
+    assert found.interrupted
+    assert found.record.notes == ["interrupted: these suites are not complete: second, third"]
+
+
+def test_operands_are_the_same_in_every_run():
+    assert np.array_equal(algebra._operands(100)[0], algebra._operands(100)[0])

@@ -1,0 +1,169 @@
+"""`accelerant bench`: what is left behind, and the exit statuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from accelerant.bench import Record
+from accelerant.bench.suites import algebra, bandwidth, neural, runtime
+from accelerant.cli.app import main
+
+QUICK = ["--device", "cpu", "--budget-s", "0"]
+
+
+def status(*arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", *arguments])
+    return exit_.value.code or 0
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Suites of few and small cases."""
+    monkeypatch.setattr(algebra, "_CPU_SIZES", (4096,))
+    monkeypatch.setattr(bandwidth, "default_sizes", lambda device: (4096, 65536))
+    monkeypatch.setattr(runtime, "_compiles", lambda device: [])
+
+
+def edited(path, change):
+    table = json.loads(path.read_text())
+    change(table)
+    path.write_text(json.dumps(table))
+
+
+def test_all_runs_every_suite_and_leaves_record_page_and_progress(tmp_path, small, capsys):
+    out, page = tmp_path / "now.json", tmp_path / "report.html"
+    code = status("all", *QUICK, "--op", "gelu", "--no-compiled", "--out", str(out), "--report", str(page))
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    rows = Record.load(out).rows
+    assert {row.suite for row in rows} == {"neural", "algebra", "runtime", "bandwidth"}
+    assert {"gelu", "field_add", "launch", "stream overlap", "batch gain", "device copy"} <= {row.op for row in rows}
+    assert all(row.p50 for row in rows)
+    assert page.read_text().startswith("<!doctype html>")
+    assert [line.split()[1] for line in said.err.splitlines()] == ["neural", "algebra", "runtime", "bandwidth"]
+
+
+@pytest.mark.parametrize("suite", ["algebra", "all"])
+def test_compare_exits_0_beside_itself_and_1_on_a_regression_past_the_noise(suite, tmp_path, small, capsys):
+    arguments = [suite, *QUICK]
+    arguments += ["--suite", "bandwidth"] if suite == "all" else ["--no-compiled"] if suite == "algebra" else []
+    path = tmp_path / "before.json"
+    assert status(*arguments, "--out", str(path)) == 0
+
+    def scaled(factor):
+        def change(table):
+            for row in table["rows"]:
+                row.update({name: row[name] * factor for name in ("p20", "p50", "p80")})
+
+        return change
+
+    edited(path, scaled(1000.0))
+    assert status(*arguments, "--compare", str(path)) == 0
+    assert "faster" in capsys.readouterr().err
+    edited(path, scaled(1e-6))
+    assert status(*arguments, "--compare", str(path)) == 1
+    assert f"slower than {path}" in capsys.readouterr().err
+
+
+def test_a_missing_row_is_a_regression_and_one_not_asked_for_is_not(tmp_path, small, capsys):
+    path = tmp_path / "before.json"
+    arguments = ["bandwidth", *QUICK, "--sizes", "4KiB"]
+    assert status(*arguments, "--out", str(path)) == 0
+
+    def change(table):
+        gone = table["rows"][0] | {"op": "warp", "case": "4 KiB", "runner": "device"}
+        other = gone | {"case": "8 GiB pinned"}
+        for row in table["rows"]:
+            row.update(p20=1e6, p50=1e6, p80=1e6)
+        table["rows"] += [gone, other]
+
+    edited(path, change)
+    assert status(*arguments, "--compare", str(path)) == 1
+    said = capsys.readouterr().err
+    assert "missing  bandwidth  warp" in said
+    assert "1 of the baseline not asked for" in said
+
+
+@pytest.mark.parametrize("suite", ["neural", "algebra", "runtime", "bandwidth", "all"])
+@pytest.mark.parametrize("damage", ["text", "device", "figure", "absent"])
+def test_a_bad_baseline_ends_with_2_before_anything_is_measured(suite, damage, tmp_path, monkeypatch, capsys):
+    def never(*args, **kwargs):
+        raise AssertionError("something was measured")
+
+    for module in (neural, algebra, runtime, bandwidth):
+        monkeypatch.setattr(module, "measure", never)
+    path = tmp_path / "before.json"
+    table = {
+        "environment": dict.fromkeys(
+            ("device", "backend", "architecture", "driver", "system", "python", "accelerant", "time"), "abacus"
+        ) | {"packages": {}},
+        "ceilings": {},
+        "rows": [
+            {"suite": "neural", "op": "gelu", "case": "x", "runner": "accelerant", "implementation": "own",
+             "p20": 1.0, "p50": 1.0 if damage != "figure" else "1", "p80": 1.0}
+        ],
+    }  # fmt: skip
+    if damage != "absent":
+        path.write_text('{"rows": [' if damage == "text" else json.dumps(table))
+    assert status(suite, "--device", "cpu", "--compare", str(path)) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert ("the baseline is of abacus, this run of" in said) == (damage == "device")
+
+
+def test_a_suite_that_fails_leaves_the_others_and_exits_1(tmp_path, small, monkeypatch, capsys):
+    def breaks(record, device, **options):
+        raise RuntimeError("the abacus broke")
+
+    monkeypatch.setattr(algebra, "measure", breaks)
+    out, page = tmp_path / "now.json", tmp_path / "report.html"
+    suites = ["--suite", "algebra", "--suite", "bandwidth"]
+    assert status("all", *QUICK, *suites, "--out", str(out), "--report", str(page)) == 1
+    assert "the algebra suite failed: RuntimeError: the abacus broke" in capsys.readouterr().err
+    record = Record.load(out)
+    assert any(row.suite == "bandwidth" and row.p50 for row in record.rows)
+    assert next(row for row in record.rows if row.suite == "algebra").note == "RuntimeError: the abacus broke"
+    assert "the abacus broke" in page.read_text()
+
+
+def test_an_interrupt_keeps_what_was_measured_and_exits_130(tmp_path, small, monkeypatch, capsys):
+    def interrupted(record, device, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bandwidth, "measure", interrupted)
+    out = tmp_path / "now.json"
+    suites = ["--suite", "algebra", "--suite", "bandwidth", "--no-compiled"]
+    assert status("all", *QUICK, *suites, "--out", str(out)) == 130
+    said = capsys.readouterr()
+    assert "interrupted; what was measured is kept" in said.err
+    record = Record.load(out)
+    assert {row.suite for row in record.rows} == {"algebra"}
+    assert record.notes == ["interrupted: these suites are not complete: bandwidth"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["all", "--suite", "abacus"], "no suite 'abacus'; there are neural, algebra"),
+        (["all", "--op", "abacus"], "no op 'abacus'"),
+        (["bandwidth", "--sizes", "1MB"], "got '1MB'"),
+        (["bandwidth", "--sizes", "1048576GiB", "--device", "cpu"], "needs 6 buffers"),
+        (["bandwidth", "--device", "cpu:x"], "cpu:x"),
+        (["algebra", "--device", "cpu", "--out", "."], "--out: . is a folder"),
+        (["algebra", "--device", "cpu", "--report", "."], "--report: . is a folder"),
+    ],
+)
+def test_wrong_usage_is_one_clear_line_and_exit_2(arguments, message, capsys):
+    assert status(*arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["all", "neural", "algebra", "runtime", "bandwidth"])
+def test_help_has_an_example(command, capsys):
+    assert status(command, "--help") == 0
+    assert "Example" in capsys.readouterr().out
