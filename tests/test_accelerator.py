@@ -227,20 +227,21 @@ def test_backend_by_environment_and_bad_names():
         Accelerator("cpu", device=3)
 
 
-def test_opencl_adds_field_elements_and_falls_back_for_the_rest():
+def test_opencl_has_some_operations_and_falls_back_for_the_rest():
     if registry.reason_absent("opencl"):
         pytest.skip(f"opencl: {registry.reason_absent('opencl')}")
     x = np.array([1, P - 1], np.uint64)
     with Accelerator("opencl", fallback=False) as acc:
         assert acc.field_add(x, x).tolist() == [2, P - 2]
-        with pytest.raises(UnsupportedCase, match="opencl has no gelu"):
-            acc.gelu([1.0])
+        with pytest.raises(UnsupportedCase, match="opencl has no softmax"):
+            acc.softmax([1.0])
+        np.testing.assert_allclose(acc.gelu([1.0, -2.0]), [0.841345, -0.0455], rtol=1e-3)
         acc.synchronize()
         assert acc.metrics()["field_add"]["p50_ms"] > 0
     with Accelerator("opencl", config=AcceleratorConfig(fallback="warn")) as acc:
-        with pytest.warns(FallbackWarning, match="gelu: opencl:0 is not used, cpu is"):
-            np.testing.assert_allclose(acc.gelu([1.0]), [0.841345], rtol=1e-5)
-        assert acc.metrics()["gelu"]["fallbacks"] == 1
+        with pytest.warns(FallbackWarning, match="softmax: opencl:0 is not used, cpu is"):
+            np.testing.assert_allclose(acc.softmax([1.0, 1.0]), [0.5, 0.5], rtol=1e-5)
+        assert acc.metrics()["softmax"]["fallbacks"] == 1
 
 
 def test_a_device_that_fails_gives_way_to_the_cpu_or_raises(monkeypatch):

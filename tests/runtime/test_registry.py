@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -70,7 +71,7 @@ def test_a_broken_driver_is_a_reason_and_takes_nothing_down(monkeypatch, script,
 def test_backend_setting_from_the_environment():
     code = "from accelerant.runtime import registry; print(registry.choose().backend)"
     ran = subprocess.run(
-        [sys.executable, "-c", code], env={"ACCELERANT_BACKEND": "webgpu", "PATH": ""}, capture_output=True, text=True
+        [sys.executable, "-c", code], env=os.environ | {"ACCELERANT_BACKEND": "webgpu"}, capture_output=True, text=True
     )
     assert ran.returncode == 1
     assert "BackendUnavailable: backend 'webgpu' is not available" in ran.stderr

@@ -32,6 +32,7 @@ from accelerant.errors import (
     TimeLimitExceeded,
     UnsupportedCase,
 )
+from accelerant.ops.gelu.portable import gelu_on
 from accelerant.runtime import registry
 from accelerant.runtime.arrays import Foreign, to_torch
 from accelerant.runtime.dispatch import RECOVERABLE
@@ -335,5 +336,5 @@ def _cut_along_rows(name: str, tensors: Tensors, options: dict[str, Any]) -> tup
     return None
 
 
-_WITHOUT_TENSORS: dict[str, Callable[..., Any]] = {"field_add": field_op.add_on}
+_WITHOUT_TENSORS: dict[str, Callable[..., Any]] = {"field_add": field_op.add_on, "gelu": gelu_on}
 """What backends without tensors can do, on NumPy arrays."""

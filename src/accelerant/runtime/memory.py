@@ -306,10 +306,12 @@ class PeakRecord:
 def peak_recorded(device: DeviceLike) -> Iterator[PeakRecord]:
     """Measure the peak of the CUDA allocator inside a block.
 
-    It starts the allocator's peak anew; `statistics` still knows the former one.
+    It starts the allocator's peak anew; `statistics` still knows the former one. cuBLAS's workspaces are given back
+    first, so that the block's own count, whatever ran before it.
     """
     index = find_device(device).index
     torch.cuda.synchronize(index)
+    torch._C._cuda_clearCublasWorkspaces()
     _former_peaks[index] = max(_former_peaks.get(index, 0), torch.cuda.max_memory_allocated(index))
     torch.cuda.reset_peak_memory_stats(index)
     record = PeakRecord(torch.cuda.memory_allocated(index))
