@@ -7,6 +7,7 @@ import torch
 from op_checks import DTYPES, OPS, check_sample, close, each_sample, parts
 from test_contract import differentiable, public_kernels
 
+import accelerant.ops
 from accelerant import ops
 from accelerant.runtime.ledger import ledger
 
@@ -143,3 +144,18 @@ def test_autocast_matmul_is_counted_forward_and_backward(dtype):
     y.sum().backward()
     assert a.grad.dtype == b.grad.dtype == torch.float32
     assert sum(row["calls"] for row in ledger().to_dict()["ops"] if row["op"] == "matmul") == 3
+
+
+def test_only_the_bias_wants_a_gradient(monkeypatch):
+    """A launch whose first argument is absent goes through the provider too, never through Triton's own launcher."""
+    import triton
+
+    def refuse(*_, **__):
+        raise AssertionError("Triton's own launcher ran")
+
+    monkeypatch.setattr(triton.runtime.JITFunction, "run", refuse)
+    x = torch.randn(64, 96, device="cuda", dtype=torch.bfloat16)
+    bias = torch.zeros(96, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = accelerant.ops.layer_norm(x, None, bias)
+    y.backward(torch.ones_like(y))
+    assert torch.equal(bias.grad, torch.full_like(bias, 64))

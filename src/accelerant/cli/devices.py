@@ -30,25 +30,44 @@ def devices(
     from accelerant.runtime import registry
 
     found = registry.devices()
+    peers = _peers(found)
     if json_output:
-        print(json.dumps([device.to_dict() for device in found], indent=1))
+        rows = [device.to_dict() | {"peers": peers.get((device.backend, device.index), [])} for device in found]
+        print(json.dumps(rows, indent=1))
         return
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("backend", "device", "architecture", "memory", ""):
-        table.add_column(title, justify="right" if title == "memory" else "left")
+    for title in ("backend", "device", "architecture", "free / total", ""):
+        table.add_column(title, justify="right" if title == "free / total" else "left")
     chosen = registry.choose()
     for device in found:
-        table.add_row(*_cells(device, "automatic choice" if device == chosen else ""))
+        remarks = ["automatic choice"] if device == chosen else []
+        near = peers.get((device.backend, device.index))
+        remarks += [f"reads the memory of {', '.join(map(str, near))}"] if near else []
+        table.add_row(*_cells(device, "; ".join(remarks)))
     Console().print(table)
+
+
+def _peers(found: list[ComputeDevice]) -> dict[tuple[str, int], list[int]]:
+    """For each device of a backend that has several: those whose memory it reads directly."""
+    from accelerant.runtime.topology import peer_access
+
+    peers: dict[tuple[str, int], list[int]] = {}
+    for backend in {device.backend for device in found if device.index > 0}:
+        for i, row in enumerate(peer_access(backend)):
+            peers[backend, i] = [j for j, reads in enumerate(row) if reads and j != i]
+    return peers
 
 
 def _cells(device: ComputeDevice, remark: str) -> tuple[str, ...]:
     from rich.markup import escape
 
+    from accelerant.runtime.topology import free_memory
+
     if not device.available:
         return device.backend, "-", "", "", escape(f"absent: {device.reason}")
-    memory = f"{device.memory_bytes / 2**30:.0f} GiB"
+    total, free = free_memory(device)
+    memory = f"{free / 2**30:.0f} / {total / 2**30:.0f} GiB"
     return f"{device.backend}:{device.index}", device.name, device.architecture, memory, remark

@@ -202,6 +202,8 @@ class TritonKernel:
             LaunchError: the device refused.
         """
         first = args[0]
+        if first is None:
+            first = next(arg for arg in args if isinstance(arg, torch.Tensor))
         if not isinstance(first, torch.Tensor) or not first.is_cuda:
             function = getattr(importlib.import_module(self.module), self.name)
             function[grid](*args, **constants)  # the interpreter's: refuses_triton keeps the others away
