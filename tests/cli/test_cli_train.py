@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from accelerant.cli import main
+from accelerant.cli.train_view import LineView
+from accelerant.config import override
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -101,6 +103,10 @@ def test_several_paths_and_the_seed(accelerant, text, tmp_path):
         (["--device", "abacus"], "--device must be auto, cuda or cpu, got 'abacus'"),
         (["--data", "text.txt", "--out", "text.txt/run"], "cannot write to text.txt/run: text.txt is not a folder"),
         (["--data", "text.txt", "--out", "text.txt"], "cannot write to text.txt: text.txt is not a folder"),
+        (["--data", ""], "--data must not be empty: name a path"),
+        (["--data", "text.txt", ""], "--data must not be empty: name a path"),
+        (["--out", ""], "--out must not be empty: name a folder"),
+        (["--resume", ""], "--resume must not be empty: name a folder"),
         (["--resume", "absent"], "absent holds no run: there is no config.json"),
         (["--resume", "absent", "--steps", "5"], "--resume continues a run as it was: leave out --steps"),
     ],
@@ -211,5 +217,78 @@ def test_a_resumed_run_stays_on_its_device(accelerant, text):
     Path("out/config.json").write_text(json.dumps({**config, "backend": "abacus"}))
     status, _, errors = accelerant("train", "--resume", "out")
     assert status == 2
-    assert "got 'abacus'" in errors
+    assert "the backend in out/config.json must be auto, cuda or cpu, got 'abacus'" in errors
     assert accelerant("train", "--resume", "out", "--device", "cpu", "--json")[0] == 0
+
+
+@pytest.mark.parametrize("device", [(), ("--device", "auto")])
+def test_the_backend_of_the_settings_is_used_and_named(accelerant, text, monkeypatch, device):
+    arguments = ("train", "--data", text, "--steps", 1, "--json", *device)
+    with override(backend="opencl"):
+        status, _, errors = accelerant(*arguments)
+        assert status == 2
+        assert "the setting backend must be auto, cuda or cpu, got 'opencl': training needs cuda or cpu" in errors
+        monkeypatch.setenv("ACCELERANT_BACKEND", "opencl")
+        status, _, errors = accelerant(*arguments)
+        assert status == 2
+        assert "ACCELERANT_BACKEND must be auto, cuda or cpu, got 'opencl': training needs cuda or cpu" in errors
+        assert not Path("runs").exists()
+    with override(backend="cpu"):
+        assert accelerant(*arguments)[0] == 0
+    assert json.loads(Path("runs/tiny/config.json").read_text())["backend"] == "cpu"
+
+
+def test_a_number_written_as_text_is_one_line_and_status_2(accelerant, text):
+    accelerant("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", "--out", "out")
+    Path("out/summary.json").unlink()
+    config = json.loads(Path("out/config.json").read_text())
+    config["run"]["recipe"]["steps"] = "60"
+    Path("out/config.json").write_text(json.dumps(config))
+    status, _, errors = accelerant("train", "--resume", "out", "--json")
+    assert status == 2
+    assert errors == "accelerant: not the settings of a run: steps must be a whole number, got '60'\n"
+
+
+def test_a_second_process_is_refused_and_a_killed_one_does_not_block(tmp_path, text):
+    out = tmp_path / "out"
+    arguments = ("train", "--data", text, "--steps", 100_000, "--device", "cpu", "--out", out, "--json")
+    process = subprocess.Popen(command(*arguments), env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (out / "metrics.jsonl").is_file() or len(losses(out)) < 1:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        second = subprocess.run(command(*arguments), env=environment(), capture_output=True, text=True, timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert second.returncode == 2
+    assert f"{out} is in use by process {process.pid}" in second.stderr
+    resumed = subprocess.run(
+        command("train", "--resume", out), env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert resumed.returncode == 2
+    again = f"start again with: accelerant train --preset tiny --data {text} --device cpu --steps 100000 --out {out}"
+    assert again in resumed.stderr
+    after = subprocess.run(
+        command(*arguments[:3], "--steps", 1, "--device", "cpu", "--out", out), env=environment(), timeout=60
+    )
+    assert after.returncode == 0
+
+
+def test_a_phase_shows_how_far_it_is_and_the_time_left(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr("accelerant.cli.train_view.time.monotonic", lambda: now[0])
+    view = LineView()
+    view.phase("encoding the text")
+    now[0] += 2
+    view.advance(0.1)  # too soon after the last line
+    now[0] += 4
+    view.advance(0.25)
+    assert capsys.readouterr().err == "encoding the text ...\nencoding the text  25%  0:18 left\n"
+    view.begin(done=0, total=5, device="cpu")
+    view.advance(0.0, "step 1")
+    now[0] += 6
+    view.advance(0.5, "step 1")
+    assert capsys.readouterr().err.splitlines()[-1] == "step 1  50%  0:06 left"

@@ -25,15 +25,15 @@ _EPILOG = (
     "accelerant train --resume runs/books"
 )
 
-_More = Annotated[list[Path] | None, typer.Argument(metavar="[PATH]...", help="More paths, after --data PATH.")]
+_More = Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="More paths, after --data PATH.")]
 _Preset = Annotated[str | None, typer.Option(help="tiny, small or gpt2. Default: tiny.", show_default=False)]
 _Data = Annotated[list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to learn from. Default: stdlib.")]
 _Steps = Annotated[int | None, typer.Option(help="Optimiser steps. Default: the preset's.")]
 _Device = Annotated[
     str | None, typer.Option(help="auto, cuda or cpu. Default: auto; with --resume, the run's.", show_default=False)
 ]
-_Out = Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/PRESET.")]
-_Resume = Annotated[Path | None, typer.Option(metavar="DIR", help="Continue the interrupted run in this folder.")]
+_Out = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: runs/PRESET.")]
+_Resume = Annotated[str | None, typer.Option(metavar="DIR", help="Continue the interrupted run in this folder.")]
 _Seed = Annotated[int | None, typer.Option(help="Of weights, batches and sample. Default: 0.")]
 _MicroBatch = Annotated[int | None, typer.Option(help="Windows on the device at once. Default: the preset's.")]
 _Fast = Annotated[bool, typer.Option("--fast", help="On a GPU, allow kernels whose results vary in the last bits.")]
@@ -65,12 +65,15 @@ def train(
     chosen = {"--preset": preset, "--data": data, "--steps": steps, "--out": out, "--seed": seed}
     chosen |= {"--micro-batch": micro_batch, "--fast": fast or None}
     if more and not data:
-        raise ConfigError(f"unexpected argument {str(more[0])!r}: name paths after --data")
+        raise ConfigError(f"unexpected argument {more[0]!r}: name paths after --data")
+    for name, value in (("--data", [*(data or ()), *(more or ())]), ("--out", [out]), ("--resume", [resume])):
+        if "" in value:  # an unset variable of a shell; a path made of it would be the current folder
+            raise ConfigError(f"{name} must not be empty: name a {'path' if name == '--data' else 'folder'}")
     if resume is not None:
         given = [name for name, value in chosen.items() if value is not None]
         if given:
             raise ConfigError(f"--resume continues a run as it was: leave out {given[0]}")
-        _run(resume, None, device, json_output)
+        _run(Path(resume), None, device, json_output)
         return
     from accelerant.nn.train.presets import RunConfig
     from accelerant.nn.train.presets import preset as recipe_of
@@ -80,9 +83,9 @@ def train(
         recipe = dataclasses.replace(recipe, steps=steps)
     if micro_batch is not None:
         recipe = dataclasses.replace(recipe, micro_batch=micro_batch)
-    sources = _sources([*(data or ["stdlib"]), *(str(path) for path in more or ())])
+    sources = _sources([*(data or ["stdlib"]), *(more or ())])
     run = RunConfig(recipe, data=sources, seed=seed or 0, deterministic=not fast)
-    _run(Path("runs") / recipe.name if out is None else out, run, device, json_output)
+    _run(Path("runs") / recipe.name if out is None else Path(out), run, device, json_output)
 
 
 def _sources(names: list[str]) -> tuple[str, ...]:
@@ -91,7 +94,7 @@ def _sources(names: list[str]) -> tuple[str, ...]:
         if len(names) > 1:
             raise ConfigError("--data takes stdlib or paths, not both")
         return ("stdlib",)
-    return tuple(os.path.abspath(os.path.expanduser(name)) for name in names)
+    return tuple(dict.fromkeys(os.path.abspath(os.path.expanduser(name)) for name in names))
 
 
 def _run(out: Path, run: RunConfig | None, backend: str | None, as_json: bool) -> None:
@@ -100,15 +103,18 @@ def _run(out: Path, run: RunConfig | None, backend: str | None, as_json: bool) -
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     # Read when torch is loaded: threads that spin while they wait hold the cores that others need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # the library takes one core in doubtful cases otherwise
 
     import accelerant
     from accelerant.cli.train_view import make_view
     from accelerant.nn.train.folder import RunFolder
     from accelerant.nn.train.job import resume_training, run_training
 
+    origin = "--device"
     if run is None and backend is None:  # the same device goes on with the same losses
-        backend = RunFolder(out).read_config().get("backend")
-    device = _choose(settings().backend if backend is None else backend)
+        folder = RunFolder(out)
+        backend, origin = folder.read_config().get("backend"), f"the backend in {folder.config}"
+    device = _choose(backend, origin)
     view = make_view(quiet=as_json)
 
     def ledger() -> dict[str, Any]:
@@ -129,8 +135,12 @@ def _run(out: Path, run: RunConfig | None, backend: str | None, as_json: bool) -
         raise typer.Exit(128 + outcome.signal)
 
 
-def _choose(backend: str) -> torch.device:
+def _choose(backend: object, origin: str) -> torch.device:
     """The torch device of a backend's name.
+
+    Args:
+        backend: a name; None and "auto" leave it to the settings.
+        origin: where the name stands, for messages.
 
     Raises:
         ConfigError: the name is unknown, or the backend cannot train.
@@ -140,8 +150,13 @@ def _choose(backend: str) -> torch.device:
 
     from accelerant.runtime import registry
 
-    if backend not in ("auto", "cuda", "cpu"):
-        raise ConfigError(f"--device must be auto, cuda or cpu, got {backend!r}")
+    if backend is None or backend == "auto":
+        backend = settings().backend
+        given = os.environ.get("ACCELERANT_BACKEND") == backend
+        origin = "ACCELERANT_BACKEND" if given else "the setting backend"
+    if not isinstance(backend, str) or backend not in ("auto", "cuda", "cpu"):
+        advice = "" if origin == "--device" else ": training needs cuda or cpu, give --device to choose"
+        raise ConfigError(f"{origin} must be auto, cuda or cpu, got {backend!r}{advice}")
     device = torch.device(registry.choose(backend).torch_device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -32,6 +32,9 @@ class View:
         """Something the user should know."""
         print(f"accelerant: {text}", file=sys.stderr)
 
+    def advance(self, share: float, text: str = "") -> None:
+        """So much of the phase is done, 0 to 1; while training, of what `text` names."""
+
     def begin(self, *, done: int, total: int, device: str) -> None:
         """Training starts."""
 
@@ -70,30 +73,67 @@ def _summary_text(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+class _Phase:
+    """Something that takes a while, since when."""
+
+    def __init__(self, text: str, inner: str = "", share: float = 0.0) -> None:
+        self._text = text
+        self._inner = inner
+        self._first = share
+        self._began = time.monotonic()
+
+    @property
+    def slow(self) -> bool:
+        """Whether it is worth a word."""
+        return time.monotonic() - self._began > 1.0
+
+    def within(self, inner: str, share: float) -> _Phase:
+        """The phase in which `inner` goes on: this one, or a new one where that is another thing."""
+        return self if inner == self._inner else _Phase(inner or self._text, inner, share)
+
+    def line(self, share: float) -> str:
+        """What is done, how much of it, and the time left."""
+        text = f"{self._text}  {share:.0%}"
+        if not self._first < share < 1:
+            return text
+        left = (time.monotonic() - self._began) * (1 - share) / (share - self._first)
+        return f"{text}  {_clock(left)} left"
+
+
 class LineView(View):
     """A line every few seconds, for logs."""
 
     def __init__(self) -> None:
         self._total = 0
         self._device = ""
-        self._last = self._began = 0.0
+        self._last = self._began = self._stepped = 0.0
         self._done = 0
+        self._phase = _Phase("")
 
     def phase(self, text: str) -> None:
         """A line."""
+        self._phase, self._last = _Phase(text), time.monotonic()
         print(f"{text} ...", file=sys.stderr, flush=True)
+
+    def advance(self, share: float, text: str = "") -> None:
+        """A line, if the last is some seconds old."""
+        self._phase = self._phase.within(text, share)
+        now = time.monotonic()
+        if now - self._last >= _LINE_EVERY_S:
+            self._last = now
+            print(self._phase.line(share), file=sys.stderr, flush=True)
 
     def begin(self, *, done: int, total: int, device: str) -> None:
         """A line."""
         self._total, self._device, self._done = total, device, done
-        self._last = self._began = time.monotonic()
+        self._last = self._began = self._stepped = time.monotonic()
         print(f"training on {device}: step {done} of {total}", file=sys.stderr, flush=True)
 
     def records(self, records: Sequence[StepRecord]) -> None:
         """A line, if the last is some seconds old."""
         now = time.monotonic()
-        if records and (now - self._last >= _LINE_EVERY_S or records[-1].step == self._total):
-            self._last = now
+        if records and (now - self._stepped >= _LINE_EVERY_S or records[-1].step == self._total):
+            self._last = self._stepped = now
             record = records[-1]
             left = _clock((now - self._began) / (record.step - self._done) * (self._total - record.step))
             text = f"step {record.step}/{self._total}  {_numbers(record)}  {self._device}  {left} left"
@@ -108,12 +148,22 @@ class BarView(View):
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._status: Any = None
+        self._phase = _Phase("")
 
     def phase(self, text: str) -> None:
         """A spinner until the next phase."""
         self._stop_status()
+        self._phase = _Phase(text)
         self._status = self._console.status(text)
         self._status.start()
+
+    def advance(self, share: float, text: str = "") -> None:
+        """The part and the time left, beside the spinner or the bar."""
+        self._phase = self._phase.within(text, share)
+        if self._status is not None:
+            self._status.update(self._phase.line(share))
+        elif self._progress is not None and self._phase.slow:
+            self._progress.update(self._task, numbers=self._phase.line(share))
 
     def note(self, text: str) -> None:
         """A line above the bar."""

@@ -50,6 +50,7 @@ class Watcher:
         self.told = []
         self.notes = []
         self.steps = []
+        self.shares = []
         self._at_step = at_step
         self._action = action
 
@@ -58,6 +59,9 @@ class Watcher:
 
     def note(self, text):
         self.notes.append(text)
+
+    def advance(self, share, text=""):
+        self.shares.append((share, text))
 
     def begin(self, *, done, total, device):
         self.told.append((done, total, device))

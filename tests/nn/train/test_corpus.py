@@ -87,3 +87,25 @@ def test_baselines_are_the_counted_probabilities():
     p = 3 / 260  # (2 + 1) / (4 + 256), of a and of b
     assert unigram == pytest.approx(-math.log(p))
     assert bigram == pytest.approx(-math.log((2 + p) / 3))  # ab twice, a twice before something
+
+
+def test_a_file_named_twice_is_read_once(tmp_path, folder):
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"line {n}\n" for n in range(300)))
+    (tmp_path / "link.txt").symlink_to(path)
+    once = load_corpus([str(path)])
+    twice = load_corpus([str(path), str(tmp_path / "texts" / ".." / "a.txt"), str(tmp_path / "link.txt")])
+    assert (twice.train, twice.held_out, twice.sha256) == (once.train, once.held_out, once.sha256)
+    both = load_corpus([str(folder), str(folder / "part0" / "00.txt")])
+    assert both.sha256 == load_corpus([str(folder)]).sha256
+
+
+def test_a_binary_file_left_out_of_its_folder_is_read_where_it_is_named(folder):
+    (folder / "image.bin").write_bytes(b"\x89\0" * 10)
+    corpus = load_corpus([str(folder), str(folder / "image.bin")])
+    assert len(corpus.train) + len(corpus.held_out) == 61
+
+
+def test_an_empty_path_is_refused():
+    with pytest.raises(ConfigError, match="empty path"):
+        load_corpus([""])

@@ -17,6 +17,8 @@ from accelerant.nn.train import (
     run_training,
     save_checkpoint,
 )
+from accelerant.nn.train.lock import RunLock
+from accelerant.nn.train.loop import _windows_at_once
 from accelerant.nn.train.metrics import read_metrics
 from accelerant.nn.train.presets import PRESETS, preset
 
@@ -301,6 +303,13 @@ def test_presets_are_as_documented():
         ({"learning_rate": -0.1}, "learning_rate must be above 0"),
         ({"micro_batch": 3}, "micro_batch must divide the batch of 4, got 3"),
         ({"tokenizer": "words"}, "tokenizer must be bytes or bpe, got 'words'"),
+        ({"tokenizer": 7}, "tokenizer must be text, got 7"),
+        ({"steps": "60"}, "steps must be a whole number, got '60'"),
+        ({"steps": 6.0}, "steps must be a whole number, got 6.0"),
+        ({"steps": True}, "steps must be a whole number, got True"),
+        ({"learning_rate": "1e-3"}, "learning_rate must be a finite number, got '1e-3'"),
+        ({"clip": float("nan")}, "clip must be a finite number, got nan"),
+        ({"beta2": 1.0}, "beta2 must be below 1, got 1.0"),
     ],
 )
 def test_recipes_refuse(recipe, changes, message):
@@ -327,3 +336,82 @@ def test_an_interruption_after_the_last_step_can_be_resumed_too(train, watcher, 
     resumed = resume_training(out, cpu, progress=watcher(), ledger=lambda: NO_CALLS)
     assert resumed.summary["status"] == "done"
     assert len(losses(out)) == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": "1"}, "seed must be a whole number, got '1'"),
+        ({"deterministic": "yes"}, "deterministic must be true or false, got 'yes'"),
+        ({"data": "stdlib"}, "data must be a row of texts, got 'stdlib'"),
+        ({"data": [1]}, r"data must be a row of texts, got \(1,\)"),
+        ({"data": [""]}, "data names an empty path"),
+        ({"recipe": {**dataclasses.asdict(preset("tiny")), "steps": "60"}}, "steps must be a whole number, got '60'"),
+        ({"recipe": []}, "not the settings of a run"),
+    ],
+)
+def test_settings_of_another_type_are_refused(run, changes, message):
+    with pytest.raises(FormatError, match=message):
+        RunConfig.from_dict({**run.to_dict(), **changes})
+
+
+def test_a_run_without_a_checkpoint_says_how_to_start_again(train, interrupted, resume, run, text):
+    (interrupted / "checkpoint.safetensors").unlink()
+    with pytest.raises(FormatError, match=r"none was written yet: start it again$"):
+        resume()  # its recipe is no preset
+    config = json.loads((interrupted / "config.json").read_text())
+    recipe = dataclasses.replace(preset("tiny"), steps=7)
+    config["run"] = dataclasses.replace(run, recipe=recipe).to_dict()
+    (interrupted / "config.json").write_text(json.dumps(config))
+    command = f"accelerant train --preset tiny --data {text} --device cpu --steps 7 --seed 3 --out {interrupted}"
+    with pytest.raises(FormatError, match=f"none was written yet: start again with: {command}$"):
+        resume()
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(train, watcher, tmp_path, cpu):
+    tried = []
+
+    def second():
+        before = files(tmp_path / "run")
+        with pytest.raises(ConfigError, match=rf"run is in use by process {os.getpid()}: wait"):
+            train("run")
+        with pytest.raises(ConfigError, match=rf"run is in use by process {os.getpid()}: wait"):
+            resume_training(tmp_path / "run", cpu, progress=watcher(), ledger=lambda: NO_CALLS)
+        assert files(tmp_path / "run") == before
+        tried.append(True)
+
+    _, out = train("run", watch=watcher(5, second))
+    assert tried
+    assert len(losses(out)) == 12
+    assert RunLock.NAME not in files(out)
+
+
+def test_short_runs_of_large_presets_spend_little_beside_their_steps():
+    for name in ("small", "gpt2"):
+        whole = preset(name)
+        assert whole.validation_sizes == (whole.validation_tokens // 4, whole.validation_tokens)
+        assert whole.sample_size == whole.sample_tokens
+        short = dataclasses.replace(whole, steps=5)
+        way, last = short.validation_sizes
+        learnt = 5 * short.tokens_per_step
+        assert 0 < short.validations * way + last <= learnt / 4
+        assert 0 < short.sample_size * short.context <= learnt / 4
+    for steps in (1, 1200):
+        tiny = dataclasses.replace(preset("tiny"), steps=steps)
+        assert (tiny.validation_sizes, tiny.sample_size) == ((1 << 14, 1 << 16), 400)
+
+
+def test_the_cpu_takes_few_tokens_at_once():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    at_once = {name: _windows_at_once(recipe.micro_batch, recipe.context, cpu) for name, recipe in PRESETS.items()}
+    assert at_once == {"tiny": 16, "small": 16, "gpt2": 4}
+    assert _windows_at_once(64, 256, cuda) == 64
+    assert _windows_at_once(3, 2048, cpu) == 1
+
+
+def test_long_phases_tell_how_far_they_are(train, watcher):
+    watch = watcher()
+    train("run", watch=watch)
+    assert (1.0, "held-out loss") in watch.shares
+    assert watch.shares[-1] == (1.0, "")  # of the sample
+    assert (0.5, "step 1") in watch.shares

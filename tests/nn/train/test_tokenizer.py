@@ -5,6 +5,7 @@ import pytest
 
 from accelerant.config import override
 from accelerant.errors import FormatError
+from accelerant.nn.train import tokenizer as module
 from accelerant.nn.train.corpus import Corpus, Document
 from accelerant.nn.train.tokenizer import BPETokenizer, ByteTokenizer, load_bpe, train_bpe
 
@@ -74,3 +75,35 @@ def test_wide_vocabularies_take_wide_tokens():
     assert tokenizer.encode(DOCUMENTS).dtype == np.uint16
     tokenizer.vocab_size = 1 << 17
     assert tokenizer.encode(DOCUMENTS).dtype == np.uint32
+
+
+def test_the_end_marker_in_a_text_is_text():
+    text = "a<|endoftext|>b\n<|endoftext|>"
+    tokenizer = train_bpe(CORPUS, 300)
+    tokens = tokenizer.encode([Document("marked", text.encode())])
+    end = tokenizer.encode([Document("nothing", b"")])
+    assert len(end) == 1
+    assert (tokens == end[0]).sum() == 1
+    assert tokens[-1] == end[0]
+    assert tokenizer.byte_lengths[tokens].sum() == len(text.encode())
+    assert tokenizer.decode(tokens[:-1].tolist()) == text
+    assert tokenizer.byte_lengths[tokenizer.encode_text(text)].sum() == len(text.encode())
+
+
+def test_a_long_text_in_pieces_gives_the_tokens_of_the_whole(cache, monkeypatch):
+    text = "def f(x):\n\n    return 'it''s'  \n \n\t x\r\n\u00a0\n日本\nend.\n\n\n" * 40
+    document = Document("long", text.encode())
+    corpus = Corpus("test", (document,), (document,), "1" * 64)
+    whole = train_bpe(corpus, 300)
+    expected = whole.encode([document, *DOCUMENTS])
+    monkeypatch.setattr(module, "_PIECE", 7)
+    monkeypatch.setattr(module, "_BATCH", 50)
+    shares = []
+    assert whole.encode([document, *DOCUMENTS], shares.append).tolist() == expected.tolist()
+    assert len(shares) > 10
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    with override(cache_dir=cache / "other"):
+        phases = []
+        assert train_bpe(corpus, 300, phase=phases.append).to_json() == whole.to_json()
+    assert phases == ["training the tokenizer (kept for the next run)", "choosing up to 300 tokens"]

@@ -66,7 +66,8 @@ def load_corpus(data: Sequence[str]) -> Corpus:
 
     Args:
         data: ("stdlib",) for the source of the running Python's standard library, or paths. A folder stands
-            for the text files in it, hidden ones left out.
+            for the text files in it, hidden ones left out. A file that is named twice is read once: its end could
+            not be held out otherwise.
 
     Raises:
         ConfigError: a path is not there or cannot be read, or there is no text.
@@ -76,8 +77,11 @@ def load_corpus(data: Sequence[str]) -> Corpus:
         documents = [_read(path, path.relative_to(root).as_posix()) for path in _files(root) if path.suffix == ".py"]
         source = f"the standard library of Python {sysconfig.get_python_version()}"
     else:
-        documents = [document for name in data for document in _documents(Path(name))]
-        source = ", ".join(data)
+        if not all(data):
+            raise ConfigError("--data names an empty path: give stdlib, files or folders")
+        seen: set[str] = set()
+        documents = [document for name in data for document in _documents(Path(name), seen)]
+        source = ", ".join(dict.fromkeys(data))
     documents = [document for document in documents if document.data]
     if not documents:
         raise ConfigError(f"no text in {source}: give --data a file or folder with text")
@@ -102,14 +106,22 @@ def _read(path: Path, name: str) -> Document:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _documents(path: Path) -> Iterator[Document]:
+def _documents(path: Path, seen: set[str]) -> Iterator[Document]:
+    """A file, or those of a folder, without those in `seen`; adds them to it."""
     if path.is_dir():
         for file in _files(path):
+            real = os.path.realpath(file)
+            if real in seen:
+                continue
             document = _read(file, file.relative_to(path).as_posix())
             if b"\0" not in document.data[:8192]:  # a NUL byte: not text
+                seen.add(real)
                 yield document
     elif path.exists():
-        yield _read(path, path.name)
+        real = os.path.realpath(path)
+        if real not in seen:
+            seen.add(real)
+            yield _read(path, path.name)
     else:
         raise ConfigError(f"no file or folder {str(path)!r}: give --data stdlib or a path that is there")
 

@@ -7,27 +7,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 import torch
 
-__all__ = ["StopRequest", "numerics", "usable_cores"]
+from accelerant.runtime.cores import usable_cores
 
-
-def usable_cores() -> int:
-    """Cores this process may keep busy: its affinity, and the quota of its control group where there is one.
-
-    torch sees the machine's cores; in a container with a quota, a thread for each would only wait.
-    """
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass  # no quota ("max"), or not Linux
-    return cores
+__all__ = ["StopRequest", "numerics"]
 
 
 @contextmanager

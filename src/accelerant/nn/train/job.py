@@ -25,6 +25,7 @@ from accelerant.nn.train.checkpoint import load_checkpoint, require_same_shapes,
 from accelerant.nn.train.corpus import Corpus, load_corpus, ngram_baselines
 from accelerant.nn.train.environment import StopRequest, numerics
 from accelerant.nn.train.folder import RunFolder
+from accelerant.nn.train.lock import RunLock
 from accelerant.nn.train.loop import Loop, LoopEvents, autocast
 from accelerant.nn.train.metrics import MetricsFile, StepRecord, peak_memory_bytes
 from accelerant.nn.train.optim import (
@@ -48,6 +49,9 @@ class Progress(Protocol):
 
     def note(self, text: str) -> None:
         """Something the user should know."""
+
+    def advance(self, share: float, text: str = "") -> None:
+        """So much of the phase is done, 0 to 1; while training, of what `text` names."""
 
     def begin(self, *, done: int, total: int, device: str) -> None:
         """Training starts, with `done` of `total` steps behind it."""
@@ -105,23 +109,26 @@ def run_training(
         The summary; after SIGINT or SIGTERM, with a checkpoint written.
 
     Raises:
-        ConfigError: the data or the folder cannot be used.
+        ConfigError: the data or the folder cannot be used, or another run uses the folder.
         OutOfMemory: a micro-batch does not fit the device.
         DivergenceError: a loss or gradient is not finite any more.
     """
     folder = RunFolder(out)
     folder.require_usable()
-    material = _prepare(run, progress, tokenizer_from=None)
-    note = folder.start()
-    if note:
-        progress.note(note)
-    with numerics(deterministic=run.deterministic, cpu_threads=run.recipe.cpu_threads):
-        session = _Session(run, folder, material, device, progress, ledger)
-        folder.write_config(session.description())
-        tokenizer_json = material.tokenizer.to_json()
-        if tokenizer_json is not None:
-            write_atomic(folder.tokenizer, tokenizer_json.encode())
-        return session.run(0)
+    with RunLock(out) as lock:
+        material = _prepare(run, progress, tokenizer_from=None)
+        lock.take()
+        folder.require_usable()  # others may have written while the text was read
+        note = folder.start()
+        if note:
+            progress.note(note)
+        with numerics(deterministic=run.deterministic, cpu_threads=run.recipe.cpu_threads):
+            session = _Session(run, folder, material, device, progress, ledger)
+            folder.write_config(session.description())
+            tokenizer_json = material.tokenizer.to_json()
+            if tokenizer_json is not None:
+                write_atomic(folder.tokenizer, tokenizer_json.encode())
+            return session.run(0)
 
 
 def resume_training(
@@ -140,19 +147,33 @@ def resume_training(
 
     Raises:
         FormatError: there is no run or checkpoint, or it is torn, of another shape, or of other data.
-        ConfigError: the data cannot be read any more.
+        ConfigError: the data cannot be read any more, or another process has the run.
         OutOfMemory: a micro-batch does not fit the device.
         DivergenceError: a loss or gradient is not finite any more.
     """
     folder = RunFolder(out)
+    folder.read_config()
+    if folder.finished:  # perhaps in a folder that cannot be written: no lock
+        return Outcome(folder.read_summary(), already_finished=True)
+    with RunLock(out):
+        return _resume(folder, device, progress, ledger)
+
+
+def _resume(
+    folder: RunFolder, device: torch.device, progress: Progress, ledger: Callable[[], Mapping[str, Any]]
+) -> Outcome:
     config = folder.read_config()
     if folder.finished:
         return Outcome(folder.read_summary(), already_finished=True)
     run = RunConfig.from_dict(config.get("run", {}))
+    if not folder.checkpoint.is_file():
+        command = run.command(str(folder.path), device.type)
+        advice = f": start again with: {command}" if command else ": start it again"
+        raise FormatError(f"no checkpoint {folder.checkpoint}: none was written yet{advice}")
     tensors, document = load_checkpoint(folder.checkpoint)
     material = _prepare(run, progress, tokenizer_from=folder.tokenizer)
     if material.corpus.sha256 != document.get("corpus_sha256"):
-        raise FormatError(f"the data of {out} changed since its checkpoint: restore it, or start a new run")
+        raise FormatError(f"the data of {folder.path} changed since its checkpoint: restore it, or start a new run")
     with numerics(deterministic=run.deterministic, cpu_threads=run.recipe.cpu_threads):
         session = _Session(run, folder, material, device, progress, ledger)
         session.restore(tensors)
@@ -168,10 +189,10 @@ def _prepare(run: RunConfig, progress: Progress, *, tokenizer_from: Path | None)
     elif tokenizer_from is not None:
         tokenizer = load_bpe(tokenizer_from)
     else:
-        progress.phase("training the tokenizer (kept for the next run)")
-        tokenizer = train_bpe(corpus, run.recipe.vocab_size)
+        tokenizer = train_bpe(corpus, run.recipe.vocab_size, phase=progress.phase, watch=progress.advance)
     progress.phase("encoding the text")
-    train, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
+    held_out = tokenizer.encode(corpus.held_out)
+    train = tokenizer.encode(corpus.train, progress.advance)
     require_windows(train, run.recipe.context, "training")
     require_windows(held_out, run.recipe.context, "held-out")
     return _Material(corpus, tokenizer, train, held_out)
@@ -258,7 +279,7 @@ class _Session:
         began = time.monotonic()
         metrics = MetricsFile(self._folder.metrics, keep_steps=start)
         with StopRequest() as stop:
-            events = LoopEvents(self._progress.records, self._save, lambda: bool(stop))
+            events = LoopEvents(self._progress.records, self._save, lambda: bool(stop), self._progress.advance)
             loop = Loop(
                 self._model,
                 self._optimizer,
@@ -320,7 +341,7 @@ class _Session:
 
     def _finish(self, loop: Loop, metrics: MetricsFile, began: float) -> dict[str, Any]:
         self._progress.phase("measuring the held-out loss")
-        validation = loop.validate(self._run.recipe.validation_tokens)
+        validation = loop.validate(self._run.recipe.validation_sizes[1])
         unigram, bigram = ngram_baselines(self._material.corpus.train, self._material.corpus.held_out)
         self._progress.phase("writing a sample")
         sample = self._sample()
@@ -364,10 +385,13 @@ class _Session:
 
     def _sample(self) -> str:
         prompt = torch.tensor([self._material.tokenizer.encode_text("\n\n")], device=self._device)
+        generator = torch.Generator(device=self._device).manual_seed(self._run.seed)
+        tokens, size = prompt, self._run.recipe.sample_size
         with autocast(self._device):
-            tokens = self._model.generate(
-                prompt, self._run.recipe.sample_tokens, temperature=0.7, top_k=100, seed=self._run.seed
-            )
+            for start in range(0, size, 16):
+                count = min(16, size - start)
+                tokens = self._model.generate(tokens, count, temperature=0.7, top_k=100, generator=generator)
+                self._progress.advance((start + count) / size)
         return self._material.tokenizer.decode(tokens[0, prompt.shape[1] :].tolist())
 
     def _device_name(self) -> str:

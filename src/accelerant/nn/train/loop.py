@@ -24,6 +24,7 @@ __all__ = ["Loop", "LoopEvents", "Validation", "autocast", "evaluate"]
 
 _FLUSH_STEPS = 50
 _FLUSH_S = 1.0
+_CPU_TOKENS = 4096  # at once: logits of more leave the caches and take gigabytes (small: 64 windows, 4.5 GB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,13 @@ class LoopEvents:
         records: called with the steps whose numbers have arrived.
         save: called with the number of steps done, when a checkpoint is due.
         stopping: asked after each step; True ends the loop.
+        advance: called on the CPU, where it takes long, with the part done of what the text names.
     """
 
     records: Callable[[Sequence[StepRecord]], None]
     save: Callable[[int], None]
     stopping: Callable[[], bool]
+    advance: Callable[[float, str], None] = lambda _share, _text: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,13 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
 
 @torch.no_grad()
 def evaluate(
-    model: GPT, windows: NDArray[np.int64], byte_lengths: NDArray[np.int64], *, micro_batch: int, device: torch.device
+    model: GPT,
+    windows: NDArray[np.int64],
+    byte_lengths: NDArray[np.int64],
+    *,
+    micro_batch: int,
+    device: torch.device,
+    watch: Callable[[float], None] = lambda _share: None,
 ) -> Validation:
     """The model's loss on some windows.
 
@@ -69,6 +78,7 @@ def evaluate(
         byte_lengths: (vocab_size,), bytes of each token.
         micro_batch: windows at once.
         device: where to.
+        watch: is told which part is done.
     """
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -76,10 +86,19 @@ def evaluate(
         rows = torch.from_numpy(windows[start : start + micro_batch]).to(device)
         with autocast(device):
             total += model.loss(rows[:, :-1], rows[:, 1:]).double() * rows[:, 1:].numel()
+        watch(min(1.0, (start + micro_batch) / len(windows)))
     model.train()
     targets = windows[:, 1:]
     nats = float(total)
     return Validation(nats / targets.size, nats / max(1, int(byte_lengths[targets].sum())), targets.size)
+
+
+def _windows_at_once(micro_batch: int, context: int, device: torch.device) -> int:
+    """The micro-batch to compute with: on the CPU its largest divisor whose tokens stay near the caches."""
+    if device.type != "cpu":
+        return micro_batch
+    most = max(1, _CPU_TOKENS // context)
+    return next(count for count in range(min(micro_batch, most), 0, -1) if micro_batch % count == 0)
 
 
 class Loop:
@@ -117,6 +136,7 @@ class Loop:
         self._device = device
         self._metrics = metrics
         self._events = events
+        self._micro_batch = _windows_at_once(run.recipe.micro_batch, run.recipe.context, device)
         self._pending: list[PendingStep] = []
         self._flushed_at = self._saved_at = time.monotonic()
 
@@ -149,7 +169,7 @@ class Loop:
                 done += 1
                 stopping = self._events.stopping()
                 if done in validate_at:
-                    self._flush(self.validate(recipe.validation_tokens // 4).nats_per_token)
+                    self._flush(self.validate(recipe.validation_sizes[0]).nats_per_token)
                     timer.mark()
                 if stopping or done == recipe.steps or time.monotonic() - self._saved_at > recipe.checkpoint_every_s:
                     self._flush()
@@ -166,7 +186,14 @@ class Loop:
         """The held-out loss over about that many tokens, at least one window."""
         recipe = self._run.recipe
         windows = even_windows(self._held_out, count=max(1, tokens // recipe.context), context=recipe.context)
-        return evaluate(self._model, windows, self._byte_lengths, micro_batch=recipe.micro_batch, device=self._device)
+        return evaluate(
+            self._model,
+            windows,
+            self._byte_lengths,
+            micro_batch=self._micro_batch,
+            device=self._device,
+            watch=lambda share: self._events.advance(share, "held-out loss"),
+        )
 
     def _step(self, step: int, rows: Tensor, timer: StepTimer) -> None:
         recipe = self._run.recipe
@@ -174,13 +201,15 @@ class Loop:
         set_learning_rate(self._optimizer, rate)
         self._optimizer.zero_grad(set_to_none=True)
         rows = rows.to(self._device, non_blocking=True)
-        parts = recipe.batch_size // recipe.micro_batch
+        parts = recipe.batch_size // self._micro_batch
         total = torch.zeros((), device=self._device)
-        for part in rows.split(recipe.micro_batch):
+        for number, part in enumerate(rows.split(self._micro_batch), 1):
             with autocast(self._device):
                 loss = self._model.loss(part[:, :-1], part[:, 1:]) / parts
             loss.backward()
             total += loss.detach()
+            if self._device.type == "cpu" and number < parts:
+                self._events.advance(number / parts, f"step {step + 1}")
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), recipe.clip)
         self._optimizer.step()
         self._pending.append(PendingStep(step + 1, total, norm.detach(), rate, timer.lap()))

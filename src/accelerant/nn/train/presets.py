@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import shlex
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,6 +39,8 @@ class Recipe:
         validations: how often the held-out loss is taken on the way (once more at the end).
         validation_tokens: tokens read for the last one; a quarter of them on the way.
         sample_tokens: length of the text written at the end.
+        side_share: in a run of few steps, validations together read at most that part of the tokens that the steps
+            learn from, and so does the sample; 0 for no such bound.
         checkpoint_every_s: seconds between checkpoints.
         cpu_threads: on the CPU, the most threads to compute with; 0 for one a core.
     """
@@ -61,15 +65,20 @@ class Recipe:
     validations: int = 4
     validation_tokens: int = 1 << 18
     sample_tokens: int = 400
+    side_share: float = 0.0
     checkpoint_every_s: float = 300.0
     cpu_threads: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            _require_type(field.name, value, str(field.type))
             least = "0 or more" if field.name in _MAY_BE_ZERO else "above 0"
             if isinstance(value, int | float) and (value < 0 or (value == 0 and least == "above 0")):
                 raise ConfigError(f"{field.name} must be {least}, got {value}")
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise ConfigError(f"{name} must be below 1, got {getattr(self, name)}")
         if self.tokenizer not in ("bytes", "bpe"):
             raise ConfigError(f"tokenizer must be bytes or bpe, got {self.tokenizer!r}")
         if self.batch_size % self.micro_batch:
@@ -80,6 +89,37 @@ class Recipe:
         """Tokens that one optimiser step learns from."""
         return self.batch_size * self.context
 
+    @property
+    def validation_sizes(self) -> tuple[int, int]:
+        """Tokens to read for a validation on the way, and for the last one."""
+        last = self.validation_tokens
+        if self.side_share:
+            all_of_them = self.side_share * self.steps * self.tokens_per_step
+            last = min(last, int(all_of_them / (1 + self.validations / 4)))
+        return last // 4, last
+
+    @property
+    def sample_size(self) -> int:
+        """Tokens to write for the sample; each reads up to a whole context."""
+        if not self.side_share:
+            return self.sample_tokens
+        return min(self.sample_tokens, max(1, int(self.side_share * self.steps * self.batch_size)))
+
+
+def _require_type(name: str, value: object, wanted: str) -> None:
+    """Check a value that may come from a file; wanted is an annotation."""
+    if wanted == "int":
+        ok, words = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    elif wanted == "float":
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        words = "a finite number"
+    elif wanted == "bool":
+        ok, words = isinstance(value, bool), "true or false"
+    else:
+        ok, words = isinstance(value, str), "text"
+    if not ok:
+        raise ConfigError(f"{name} must be {words}, got {value!r}")
+
 
 _MAY_BE_ZERO = (
     "warmup",
@@ -88,6 +128,7 @@ _MAY_BE_ZERO = (
     "beta1",
     "beta2",
     "validations",
+    "side_share",
     "checkpoint_every_s",
     "cpu_threads",
 )
@@ -106,6 +147,7 @@ PRESETS: dict[str, Recipe] = {
         steps=1200,
         learning_rate=4e-3,
         validation_tokens=1 << 16,
+        checkpoint_every_s=30.0,  # the run takes minutes, and its checkpoint a few milliseconds
         # A second thread gives 1.4x on an idle machine, but one that must wait for its core a few ms at each of
         # some hundred joins makes a step 20 times longer on a busy one. And one thread gives the same bits on
         # machines with few cores and with many.
@@ -123,6 +165,7 @@ PRESETS: dict[str, Recipe] = {
         micro_batch=64,
         steps=2000,
         learning_rate=1e-3,
+        side_share=0.25,
     ),
     "gpt2": Recipe(
         name="gpt2",
@@ -138,6 +181,7 @@ PRESETS: dict[str, Recipe] = {
         learning_rate=6e-4,
         validation_tokens=1 << 19,
         sample_tokens=300,
+        side_share=0.25,
     ),
 }
 
@@ -170,10 +214,38 @@ class RunConfig:
     deterministic: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.recipe, Recipe):
+            raise ConfigError(f"recipe must be a Recipe, got {self.recipe!r}")
+        _require_type("seed", self.seed, "int")
+        _require_type("deterministic", self.deterministic, "bool")
+        if not isinstance(self.data, tuple) or not all(isinstance(name, str) for name in self.data):
+            raise ConfigError(f"data must be a row of texts, got {self.data!r}")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be 0 to 2**63 - 1, got {self.seed}")
         if not self.data:
             raise ConfigError("data must name stdlib or at least one path")
+        if "" in self.data:
+            raise ConfigError("data names an empty path: give stdlib, files or folders")
+
+    def command(self, out: str, backend: str) -> str:
+        """The command line that starts this run from the beginning; empty where none does.
+
+        Args:
+            out: the run's folder.
+            backend: where it runs.
+        """
+        known = PRESETS.get(self.recipe.name)
+        if known is None:
+            return ""
+        words = ["accelerant", "train", "--preset", known.name, "--data", *self.data, "--device", backend]
+        for name in ("steps", "micro_batch"):
+            if getattr(self.recipe, name) != getattr(known, name):
+                words += [f"--{name.replace('_', '-')}", str(getattr(self.recipe, name))]
+        if self.seed:
+            words += ["--seed", str(self.seed)]
+        if not self.deterministic:
+            words.append("--fast")
+        return shlex.join([*words, "--out", out])
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values; `from_dict` is its inverse."""
@@ -184,10 +256,13 @@ class RunConfig:
         """Read what `to_dict` wrote.
 
         Raises:
-            FormatError: a field is missing, unknown or out of range.
+            FormatError: a field is missing, unknown, of another type or out of range.
         """
         try:
-            rest = {**values, "recipe": Recipe(**values["recipe"]), "data": tuple(values["data"])}
+            data = values["data"]
+            if not isinstance(data, list):
+                raise ConfigError(f"data must be a row of texts, got {data!r}")
+            rest = {**values, "recipe": Recipe(**values["recipe"]), "data": tuple(data)}
             return cls(**rest)
         except (KeyError, TypeError, ConfigError) as error:
             raise FormatError(f"not the settings of a run: {error}") from None

@@ -7,7 +7,8 @@ version, so that the second run on a corpus starts at once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,17 @@ __all__ = ["BPETokenizer", "ByteTokenizer", "Tokenizer", "load_bpe", "train_bpe"
 
 END_OF_TEXT = "<|endoftext|>"
 
+Watch = Callable[[float], None]
+"""Is told which part of a work is done, 0 to 1."""
+
+_PIECE = 1 << 18  # characters: a long document's pieces keep all cores busy
+_BATCH = 1 << 22  # characters at once: bounds the memory of the library's own objects
+_BREAK = re.compile(r"(?<=[!-~])\n")  # the pre-tokenizer ends a word there, whatever stands around it
+
+
+def _unwatched(_: float) -> None:
+    """Nobody looks."""
+
 
 class Tokenizer(Protocol):
     """What training needs of a tokenizer."""
@@ -35,7 +47,7 @@ class Tokenizer(Protocol):
     def byte_lengths(self) -> NDArray[np.int64]:
         """(vocab_size,), bytes of text that each token stands for; 0 for the end of a document."""
 
-    def encode(self, documents: Sequence[Document]) -> NDArray[np.uint16 | np.uint32]:
+    def encode(self, documents: Sequence[Document], watch: Watch = ...) -> NDArray[np.uint16 | np.uint32]:
         """All documents as one row of tokens, ends marked."""
 
     def encode_text(self, text: str) -> list[int]:
@@ -54,7 +66,7 @@ class ByteTokenizer:
     vocab_size = 256
     byte_lengths: NDArray[np.int64] = np.ones(256, np.int64)
 
-    def encode(self, documents: Sequence[Document]) -> NDArray[np.uint16 | np.uint32]:
+    def encode(self, documents: Sequence[Document], watch: Watch = _unwatched) -> NDArray[np.uint16 | np.uint32]:
         """All documents as one row of tokens."""
         text = b"\n".join(document.data for document in documents)
         return np.frombuffer(text, np.uint8).astype(np.uint16)
@@ -82,6 +94,7 @@ class BPETokenizer:
             self._inner: Any = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # noqa: BLE001  the library raises bare Exception
             raise FormatError(f"not a tokenizer: {error}") from None
+        self._inner.encode_special_tokens = True  # "<|endoftext|>" in a text is text; only `encode` ends documents
         self._end = self._inner.token_to_id(END_OF_TEXT)
         if self._end is None:
             raise FormatError(f"tokenizer has no {END_OF_TEXT} token")
@@ -91,13 +104,16 @@ class BPETokenizer:
             # Byte-level BPE writes each byte as one character of its own alphabet.
             self.byte_lengths[index] = 0 if token == END_OF_TEXT else len(token)
 
-    def encode(self, documents: Sequence[Document]) -> NDArray[np.uint16 | np.uint32]:
-        """All documents as one row of tokens."""
+    def encode(self, documents: Sequence[Document], watch: Watch = _unwatched) -> NDArray[np.uint16 | np.uint32]:
+        """All documents as one row of tokens; the library uses all cores."""
         dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+        end = np.array([self._end], dtype)
         rows = []
-        for start in range(0, len(documents), 256):  # bounds the memory of the library's own objects
-            texts = [document.data.decode("utf-8", "replace") for document in documents[start : start + 256]]
-            rows += [np.array([*row.ids, self._end], dtype) for row in self._inner.encode_batch(texts)]
+        for batch, share in _batches(documents):
+            texts = [text for text, _ in batch]
+            for row, (_, last) in zip(self._inner.encode_batch_fast(texts), batch, strict=True):
+                rows += [np.array(row.ids, dtype), end] if last else [np.array(row.ids, dtype)]
+            watch(share)
         return np.concatenate(rows) if rows else np.zeros(0, dtype)
 
     def encode_text(self, text: str) -> list[int]:
@@ -125,12 +141,45 @@ def load_bpe(path: Path) -> BPETokenizer:
         raise FormatError(f"cannot read the tokenizer {path}: {error}") from None
 
 
-def train_bpe(corpus: Corpus, vocab_size: int) -> BPETokenizer:
+def _pieces(text: str) -> Iterator[str]:
+    """A text in parts that, encoded one by one, give the tokens of the whole."""
+    start = 0
+    while len(text) - start > _PIECE:
+        found = _BREAK.search(text, start + _PIECE)
+        if found is None:
+            break
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
+
+
+def _batches(documents: Sequence[Document]) -> Iterator[tuple[list[tuple[str, bool]], float]]:
+    """Pieces of documents, each with whether it is its document's last, and the part of the bytes done with them."""
+    total, done, size = max(1, sum(len(document.data) for document in documents)), 0, 0
+    batch: list[tuple[str, bool]] = []
+    for document in documents:
+        pieces = list(_pieces(document.data.decode("utf-8", "replace")))
+        for number, piece in enumerate(pieces, 1):
+            batch.append((piece, number == len(pieces)))
+            size += len(piece)
+            if size >= _BATCH:
+                yield batch, min(1.0, (done + len(document.data) * number / len(pieces)) / total)
+                batch, size = [], 0
+        done += len(document.data)
+    if batch:
+        yield batch, 1.0
+
+
+def train_bpe(
+    corpus: Corpus, vocab_size: int, *, phase: Callable[[str], None] | None = None, watch: Watch = _unwatched
+) -> BPETokenizer:
     """The BPE of a corpus's training part, from the cache where it was trained before.
 
     Args:
         corpus: its held-out part is not looked at.
         vocab_size: an upper bound; little text gives fewer tokens.
+        phase: is told what is done, where the tokenizer is not in the cache.
+        watch: is told which part of the text is read.
     """
     import tokenizers
 
@@ -141,7 +190,15 @@ def train_bpe(corpus: Corpus, vocab_size: int) -> BPETokenizer:
             return load_bpe(path)
         except FormatError:
             path.unlink(missing_ok=True)  # torn by another program: train again
-    tokenizer = BPETokenizer(_trained(corpus.train, vocab_size))
+    if phase is not None:
+        phase("training the tokenizer (kept for the next run)")
+
+    def advanced(share: float) -> None:
+        watch(share)
+        if share == 1.0 and phase is not None:
+            phase(f"choosing up to {vocab_size:,} tokens")
+
+    tokenizer = BPETokenizer(_trained(corpus.train, vocab_size, advanced))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, (tokenizer.to_json() or "").encode())
@@ -150,7 +207,7 @@ def train_bpe(corpus: Corpus, vocab_size: int) -> BPETokenizer:
     return tokenizer
 
 
-def _trained(documents: Sequence[Document], vocab_size: int) -> str:
+def _trained(documents: Sequence[Document], vocab_size: int, watch: Watch) -> str:
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -163,5 +220,11 @@ def _trained(documents: Sequence[Document], vocab_size: int) -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((document.data.decode("utf-8", "replace") for document in documents), trainer)
+
+    def texts() -> Iterator[str]:
+        for batch, share in _batches(documents):
+            yield from (text for text, _ in batch)
+            watch(share)
+
+    tokenizer.train_from_iterator(texts(), trainer)
     return str(tokenizer.to_str())
