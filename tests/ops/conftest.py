@@ -42,3 +42,9 @@ def interpreted():
         pytest.skip("a GPU is here: its tests run the kernels compiled")
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton has no wheel for this system")
+
+
+@pytest.fixture
+def uninterpreted(monkeypatch):
+    """For a test that must see what runs on CPU tensors without Triton."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from op_checks import DTYPES, FOLDER, OPS, check_sample, each_sample, parts, small_samples
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelerant.ops
@@ -72,10 +73,26 @@ def test_kernel_module_says_what_it_does(op):
 # --- right results ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize(("op", "sample"), each_sample())
-def test_matches_the_reference(op, sample, dtype):
-    check_sample(op, sample, dtype)
+def each_implementation():
+    """(op, sample, dtype, implementation), float64 and ops without kernels by torch alone."""
+    for param in each_sample():
+        op, sample = param.values
+        for dtype in DTYPES:
+            own = ["triton"] if dtype != torch.float64 and public_kernels(op) else []
+            for implementation in [*own, "torch"]:
+                name = f"{param.id}-{str(dtype).removeprefix('torch.')}-{implementation}"
+                yield pytest.param(op, sample, dtype, implementation, id=name)
+
+
+@pytest.mark.parametrize(("op", "sample", "dtype", "implementation"), list(each_implementation()))
+def test_matches_the_reference(op, sample, dtype, implementation, request):
+    """Each that dispatch may choose: our kernels, and what a CPU without Triton's interpreter runs."""
+    request.getfixturevalue("interpreted" if implementation == "triton" else "uninterpreted")
+    cases = parts(op).cases
+    own = implementation == "triton"
+    tolerances = cases.TOLERANCES if own else getattr(cases, "TORCH_TOLERANCES", cases.TOLERANCES)
+    check_sample(op, sample, dtype, tolerances=tolerances)
+    assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {implementation}
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if public_kernels(op)])
@@ -118,6 +135,13 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def middling(op):
+    """A sample of a few elements in more than one dimension."""
+    return next(
+        each for each in parts(op).cases.SAMPLES if len(each.shapes[0]) > 1 and torch.Size(each.shapes[0]).numel() > 1
+    )
+
+
 def differentiable(sample, dtype):
     return [None if tensor is None else tensor.requires_grad_() for tensor in sample.tensors(dtype)]
 
@@ -152,9 +176,7 @@ def test_opcheck(op, sample):
 def test_second_derivative_in_low_precision(op):
     """create_graph=True takes another backward pass; the ledger says so, and the numbers are the reference's."""
     it = parts(op)
-    sample = next(
-        each for each in it.cases.SAMPLES if len(each.shapes[0]) > 1 and torch.Size(each.shapes[0]).numel() > 1
-    )
+    sample = middling(op)
     found = []
     for call, dtype in ((it.call, torch.float32), (it.reference, torch.float64)):
         tensors = [None if each is None else each.to(dtype).requires_grad_() for each in sample.tensors(torch.float32)]
@@ -170,9 +192,7 @@ def test_second_derivative_in_low_precision(op):
 @pytest.mark.parametrize("op", OPS)
 def test_compiles_to_one_graph(op, dynamic):
     it = parts(op)
-    sample = next(
-        each for each in it.cases.SAMPLES if len(each.shapes[0]) > 1 and torch.Size(each.shapes[0]).numel() > 1
-    )
+    sample = middling(op)
     eager, traced = differentiable(sample, torch.float32), differentiable(sample, torch.float32)
     torch._dynamo.reset()
     compiled = torch.compile(it.call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -209,6 +229,162 @@ def test_fake_tensors_pass_through(op):
         fake = it.call(*fakes, **sample.options)
     assert isinstance(fake, FakeTensor)
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_meta_tensors_pass_through(op):
+    it = parts(op)
+    sample = middling(op)
+    y = it.call(*sample.tensors(torch.float32), **sample.options)
+    metas = [None if each is None else each.to("meta").requires_grad_() for each in sample.tensors(torch.float32)]
+    meta = it.call(*metas, **sample.options)
+    assert (meta.device.type, meta.shape, meta.stride(), meta.dtype) == ("meta", y.shape, y.stride(), y.dtype)
+    meta.sum().backward()
+    assert all(each is None or each.grad.shape == each.shape for each in metas)
+
+
+# --- forward mode, and the transforms of torch.func ------------------------------------------------------------------
+
+
+def transformed_parts(op, way):
+    """A sample's tensors, the op by its public function or past it as torch knows it, and the reference."""
+    it = parts(op)
+    sample = middling(op)
+    tensors = sample.tensors(torch.float32)
+    if way == "public":
+        return tensors, it.call, it.reference
+    with Calls() as calls:
+        it.call(*tensors)
+    registered, args = calls.seen[0]
+
+    def call(*tensors):
+        result = registered(*tensors, *args[len(tensors) :])
+        return result[0] if isinstance(result, tuple) else result
+
+    return tensors, call, it.reference
+
+
+TRANSFORMED = [pytest.param(op, way, id=f"{op}-{way}") for op in OPS for way in ("public", "registered")]
+
+
+def same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def loss_of(call):
+    return lambda *tensors: call(*tensors).square().sum()
+
+
+@pytest.mark.parametrize(("op", "way"), TRANSFORMED)
+def test_func_grad(op, way):
+    tensors, call, reference = transformed_parts(op, way)
+    places = tuple(range(len(tensors)))
+    same(torch.func.grad(loss_of(call), places)(*tensors), torch.func.grad(loss_of(reference), places)(*tensors))
+    twice = [
+        torch.func.grad(lambda *args, f=f: torch.func.grad(loss_of(f))(*args).square().sum())(*tensors)
+        for f in (call, reference)
+    ]
+    torch.testing.assert_close(*twice, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("op", "way"), TRANSFORMED)
+def test_func_jvp(op, way):
+    tensors, call, reference = transformed_parts(op, way)
+    tangents = tuple(torch.randn_like(each) for each in tensors)
+    y, dy = torch.func.jvp(call, tuple(tensors), tangents)
+    expected, expected_dy = torch.func.jvp(reference, tuple(tensors), tangents)
+    same(y, expected)
+    same(dy, expected_dy)
+
+
+@pytest.mark.parametrize(("op", "way"), TRANSFORMED)
+def test_func_jacobians(op, way):
+    tensors, call, reference = transformed_parts(op, way)
+    places = tuple(range(len(tensors)))
+    expected = torch.func.jacrev(reference, places)(*tensors)
+    same(torch.func.jacrev(call, places)(*tensors), expected)
+    same(torch.func.jacfwd(call, places)(*tensors), expected)
+
+
+@pytest.mark.parametrize(("op", "way"), TRANSFORMED)
+def test_per_sample_gradients(op, way):
+    """vmap(grad): a batch of the first tensor against the same others, as parameters are."""
+    tensors, call, reference = transformed_parts(op, way)
+    batch = torch.randn(3, *tensors[0].shape)
+    in_dims = (0, *(None for _ in tensors[1:]))
+    places = tuple(range(len(tensors)))
+    same(torch.func.vmap(call, in_dims)(batch, *tensors[1:]), torch.func.vmap(reference, in_dims)(batch, *tensors[1:]))
+    actual, expected = (
+        torch.func.vmap(torch.func.grad(loss_of(f), places), in_dims)(batch, *tensors[1:]) for f in (call, reference)
+    )
+    same(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("op", "way", "place"),
+    [
+        pytest.param(*param.values, place, id=f"{param.id}-{place}")
+        for param in TRANSFORMED
+        for place in range(len(middling(param.values[0]).shapes))
+    ],
+)
+def test_forward_mode_keeps_the_tangent(op, way, place):
+    """A tangent on any argument, and one that comes to a backward pass."""
+    tensors, call, reference = transformed_parts(op, way)
+    tangent = torch.randn_like(tensors[place])
+    found = []
+    for f in (call, reference):
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(each, tangent) if at == place else each for at, each in enumerate(tensors)]
+            found.append(forward_ad.unpack_dual(f(*duals)).tangent)
+    same(*found)
+    leaves = [fresh(each.requires_grad_()) for each in tensors]
+    dy = torch.randn_like(reference(*tensors))
+    ddy = torch.randn_like(dy)
+    found.clear()
+    for f in (call, reference):
+        y = f(*leaves)
+        with forward_ad.dual_level():
+            (gradient,) = torch.autograd.grad(y, leaves[place], forward_ad.make_dual(dy, ddy))
+            found.append(forward_ad.unpack_dual(gradient).tangent)
+    same(*found)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_run_beside_tangents(op, interpreted):
+    """Inside a level of forward mode, what carries no tangent runs as ever, with its gradient."""
+    it = parts(op)
+    sample = middling(op)
+    tensors = differentiable(sample, torch.float32)
+    with forward_ad.dual_level():
+        it.call(*tensors, **sample.options).sum().backward()
+    preferred = {"torch"} if op == "matmul" else {"triton"}
+    assert {row["implementation"] for row in ledger().to_dict()["ops"]} == preferred
+    assert all(each is None or each.grad is not None for each in tensors)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_transform_of_something_else(op):
+    """A tensor from outside the transform that wants a gradient of its own."""
+    it = parts(op)
+    sample = middling(op)
+    tensors, others = differentiable(sample, torch.float32), differentiable(sample, torch.float32)
+    s = torch.tensor(2.0)
+    slope = torch.func.grad(lambda s: (s * it.call(*tensors, **sample.options)).sum())(s)
+    same(slope, it.reference(*others, **sample.options).sum())
+    slope.backward()
+    it.reference(*others, **sample.options).sum().backward()
+    for one, other in zip(tensors, others, strict=True):
+        same(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_batched_backward(op):
+    tensors, call, reference = transformed_parts(op, "public")
+    leaves = [fresh(each.requires_grad_()) for each in tensors]
+    dy = torch.randn(4, *reference(*tensors).shape)
+    actual, expected = (torch.autograd.grad(f(*leaves), leaves, dy, is_grads_batched=True) for f in (call, reference))
+    same(actual, expected)
 
 
 # --- compiling, without a GPU ----------------------------------------------------------------------------------------

@@ -166,3 +166,19 @@ def test_refuses_mixtures_that_lose_precision(x, weight):
 def test_refuses_two_devices():
     with pytest.raises(ShapeError, match="weight must be on cpu, where x is; it is on meta"):
         ops.layer_norm(torch.ones(3, 5), torch.ones(5, device="meta"))
+
+
+def test_per_sample_gradients_of_a_wider_weight():
+    x = torch.randn(3, 4, 8, dtype=torch.bfloat16)
+    weight, bias = torch.randn(8), torch.randn(8)
+
+    def loss(weight, bias, x):
+        return ops.layer_norm(x, weight, bias).float().square().sum()
+
+    batched = torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, None, 0))(weight, bias, x)
+    for at in range(3):
+        leaves = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+        one = torch.autograd.grad(loss(*leaves, x[at]), leaves)
+        for whole, part in zip(batched, one, strict=True):
+            assert whole.dtype == torch.float32
+            torch.testing.assert_close(whole[at], part, rtol=2e-2, atol=2e-1)

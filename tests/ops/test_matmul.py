@@ -56,6 +56,12 @@ def test_autocast_casts_as_torch_does():
     assert a.grad.dtype == b.grad.dtype == torch.float32
 
 
+def test_meta_tensors_beside_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ops.matmul(torch.ones(2, 3, 4, device="meta"), torch.ones(4, 5, device="meta"))
+    assert (y.device.type, y.shape, y.dtype) == ("meta", (2, 3, 5), torch.float32)
+
+
 @pytest.mark.parametrize("batch", [(2, 1), (1, 3), ()], ids=str)
 def test_broadcast_gradients_are_summed(batch):
     a = torch.randn(*batch, 4, 5, dtype=torch.float64, requires_grad=True)

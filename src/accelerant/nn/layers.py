@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError
+from accelerant.ops._library import autocast_dtype
 
 __all__ = ["MLP", "LayerNorm", "Linear", "MultiHeadAttention", "TransformerBlock"]
 
@@ -24,10 +25,8 @@ def _require_width(x: Tensor, width: int, layer: str) -> None:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype to compute in for x: the autocast dtype of its device where autocast is on, else x's own."""
-    kind = x.device.type
-    if x.is_floating_point() and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return x.dtype
+    low = autocast_dtype(x.device.type) if x.is_floating_point() else None
+    return x.dtype if low is None else low
 
 
 class Linear(nn.Module):

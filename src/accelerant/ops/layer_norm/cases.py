@@ -16,7 +16,7 @@ from accelerant.ops.layer_norm.launch import (
 )
 from accelerant.ops.layer_norm.launch import KERNELS as _KERNELS
 
-__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
+__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES", "TORCH_TOLERANCES"]
 
 
 def _sample(*shape: int, weight: bool = True, bias: bool = True) -> Sample:
@@ -63,6 +63,9 @@ TOLERANCES = {
     torch.float16: Tolerance(1e-3, 1e-3),
     torch.bfloat16: Tolerance(8e-3, 8e-3),
 }
+# torch subtracts mean * rstd from x * rstd on a CPU. Where a row is constant, as one of one element is, rstd is
+# 1 / sqrt(eps) = 316, and what the two round to does not cancel.
+TORCH_TOLERANCES = {**TOLERANCES, torch.float32: Tolerance(2e-6, 1e-5)}
 
 _VECTORS = {"weight_ptr": "*fp32", "bias_ptr": "*fp32"}
 _STATISTICS = {"mean_ptr": "*fp32", "rstd_ptr": "*fp32"}

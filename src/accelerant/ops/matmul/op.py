@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._library import below_autograd, define, is_plain, name_of
+from accelerant.ops._library import autocast_dtype, below_autograd, define, is_ordinary, is_plain, name_of
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = ["matmul", "matmul_op"]
@@ -56,10 +56,11 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         UnsupportedDtype: a dtype not listed above, or dtypes differ.
 
     Under torch.compile this is torch's own matmul, so that the compiler can fuse what follows into it.
+    Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is torch's own
+    matmul, which the ledger does not count.
     """
-    device = a.device.type
-    if torch.is_autocast_enabled(device):
-        low = torch.get_autocast_dtype(device)
+    low = autocast_dtype(a.device.type)
+    if low is not None:
         a, b = _autocast(a, low), _autocast(b, low)
     _check(a, b)
     if torch.compiler.is_compiling():
@@ -69,8 +70,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     if b.dim() == 1:
         return matmul(a, b.unsqueeze(1)).squeeze(-1)
     if b.dim() == 2 and a.dim() > 2:  # one product over all rows, forward and backward
-        return matmul(a.reshape(-1, a.shape[-1]), b).view(*a.shape[:-1], b.shape[-1])
-    if not is_plain(a) or not is_plain(b):
+        return matmul(a.flatten(0, -2), b).view(*a.shape[:-1], b.shape[-1])
+    if not is_plain(a) or not is_ordinary(b):
         y: Tensor = _op(a, b)
     elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         y = _apply(a, b)
@@ -111,7 +112,7 @@ class Matmul(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         """Keeps a and b."""
         ctx.save_for_backward(a, b)
-        if is_plain(a) and is_plain(b):
+        if is_plain(a) and is_ordinary(b):
             return _product(a, b)
         with below_autograd():
             y: Tensor = _op(a, b)
@@ -138,7 +139,7 @@ def _in_layout_of(x: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 def _again(a: Tensor, b: Tensor) -> Tensor:
     """A product inside a backward pass, where autograd may listen again."""
-    if not is_plain(a) or not is_plain(b):
+    if not is_plain(a) or not is_ordinary(b):
         y: Tensor = _op(a, b)
     elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         y = _apply(a, b)
@@ -161,19 +162,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return y
 
 
-def _autograd(a: Tensor, b: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        y: Tensor = _apply(a, b)
-        return y
-    with below_autograd():
-        y = _op(a, b)
-    return y
-
-
 _apply: Callable[..., Any] = Matmul.apply
 _op = define(
     "matmul(Tensor a, Tensor b) -> Tensor",
     kernel=_product,
     fake=torch.matmul,
-    autograd=_autograd,
+    differentiable=_apply,
+    composite=torch.matmul,
 )

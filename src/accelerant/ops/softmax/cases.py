@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
-from accelerant.ops.softmax.launch import INNER_COLUMNS, WIDE, backward_plan, constants, forward_plan, inner_plan
+from accelerant.ops.softmax.launch import INNER_COLUMNS, WIDE, constants, inner_plan, row_plan
 from accelerant.ops.softmax.launch import KERNELS as _KERNELS
 
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
@@ -58,19 +58,19 @@ _SIZES = {"M": "i32", "N": "i32"}
 
 
 def _compilations(kind: str, N: int) -> tuple[Compilation, ...]:
-    forward, backward = forward_plan(N), backward_plan(N)
+    plan = row_plan(N)
     return (
         Compilation(
             _KERNELS["fwd"],
             {"x_ptr": kind, "y_ptr": kind, **_SIZES, "x_stride": "i32"},
-            constants(forward, N),
-            forward.num_warps,
+            constants(plan, N),
+            plan.num_warps,
         ),
         Compilation(
             _KERNELS["bwd"],
             {"dy_ptr": kind, "y_ptr": kind, "dx_ptr": kind, **_SIZES, "dy_stride": "i32"},
-            constants(backward, N),
-            backward.num_warps,
+            constants(plan, N),
+            plan.num_warps,
         ),
     )
 

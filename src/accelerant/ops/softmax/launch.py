@@ -10,7 +10,7 @@ from torch import Tensor
 from accelerant.ops._rows import RowPlan, as_rows, ceil_div, next_power_of_2
 from accelerant.runtime.triton import TritonKernel
 
-__all__ = ["KERNELS", "WIDE_FROM", "backward_plan", "constants", "forward_plan", "launch_backward", "launch_forward"]
+__all__ = ["KERNELS", "WIDE_FROM", "constants", "launch_backward", "launch_forward", "row_plan"]
 
 _NAMES = ("fwd", "bwd", "fwd_wide", "bwd_wide", "fwd_inner", "bwd_inner")
 KERNELS = {name: TritonKernel("accelerant.ops.softmax.triton_kernels", f"softmax_{name}") for name in _NAMES}
@@ -23,18 +23,12 @@ INNER_COLUMNS = 64  # 128 bytes of bfloat16, a whole line
 
 
 @functools.cache
-def forward_plan(N: int) -> RowPlan:
-    """What a program of softmax_fwd takes: about 4096 elements, 16 or 32 a thread."""
+def row_plan(N: int) -> RowPlan:
+    """What a program of softmax_fwd and of softmax_bwd takes: about 4096 elements, 16 or 32 a thread."""
     block_n = max(16, next_power_of_2(N))
     if block_n <= 2048:
         return RowPlan(rows=4096 // block_n, block_n=block_n, num_warps=4)
     return RowPlan(rows=1, block_n=block_n, num_warps=8 if block_n <= 8192 else 16)
-
-
-@functools.cache
-def backward_plan(N: int) -> RowPlan:
-    """What a program of softmax_bwd takes."""
-    return forward_plan(N)
 
 
 def constants(plan: RowPlan, N: int) -> dict[str, int | bool]:
@@ -67,7 +61,7 @@ def launch_forward(x: Tensor, dim: int, plan: RowPlan | None = None) -> Tensor:
         fixed = {"BLOCK_N": WIDE.block_n}
         KERNELS["fwd_wide"].launch((M,), (rows, y, N, stride), fixed, num_warps=WIDE.num_warps)
         return y
-    plan = plan or forward_plan(N)
+    plan = plan or row_plan(N)
     grid = (plan.grid(M, x.device),)
     KERNELS["fwd"].launch(grid, (rows, y, M, N, stride), constants(plan, N), num_warps=plan.num_warps)
     return y
@@ -93,7 +87,7 @@ def launch_backward(dy: Tensor, y: Tensor, dim: int, plan: RowPlan | None = None
         fixed = {"BLOCK_N": WIDE.block_n}
         KERNELS["bwd_wide"].launch((M,), (rows, y, dx, N, stride), fixed, num_warps=WIDE.num_warps)
         return dx
-    plan = plan or backward_plan(N)
+    plan = plan or row_plan(N)
     grid = (plan.grid(M, y.device),)
     KERNELS["bwd"].launch(grid, (rows, y, dx, M, N, stride), constants(plan, N), num_warps=plan.num_warps)
     return dx

@@ -66,6 +66,9 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
         ShapeError: x has no such dimension.
         UnsupportedDtype: dtype not listed above.
 
+    Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is torch's own
+    softmax, which the ledger does not count.
+
     Source: Bridle 1990, "Training stochastic model recognition algorithms as networks", section 3.
     """
     if x.dtype not in _DTYPES:
@@ -134,33 +137,18 @@ def _differentiable_backward(dy: Tensor, y: Tensor, dim: int) -> Tensor:
     return dx
 
 
-def _autograd(x: Tensor, dim: int) -> Tensor:
-    if x.requires_grad and torch.is_grad_enabled():
-        y: Tensor = _apply(x, dim)
-        return y
-    with below_autograd():
-        y = _op(x, dim)
-    return y
-
-
-def _autograd_backward(dy: Tensor, y: Tensor, dim: int) -> Tensor:
-    if torch.is_grad_enabled() and (dy.requires_grad or y.requires_grad):
-        return _differentiable_backward(dy, y, dim)
-    with below_autograd():
-        dx: Tensor = _op_backward(dy, y, dim)
-    return dx
-
-
 _apply: Callable[..., Any] = Softmax.apply
 _op = define(
     "softmax(Tensor x, int dim) -> Tensor",
     kernel=_forward,
     fake=lambda x, dim: x.new_empty(x.shape),
-    autograd=_autograd,
+    differentiable=_apply,
+    composite=_torch_forward,
 )
 _op_backward = define(
     "softmax_backward(Tensor dy, Tensor y, int dim) -> Tensor",
     kernel=_backward,
     fake=lambda dy, y, dim: y.new_empty(y.shape),
-    autograd=_autograd_backward,
+    differentiable=_differentiable_backward,
+    composite=_torch_backward,
 )
