@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import asyncio
+import logging
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -42,6 +47,7 @@ def test_every_variable_is_read():
         ({"ACCELERANT_MEMORY_FRACTION": "0"}, "memory_fraction"),
         ({"ACCELERANT_MEMORY_FRACTION": "nan"}, "memory_fraction"),
         ({"ACCELERANT_LOG": "loud"}, "log"),
+        ({"ACCELERANT_CACHE_DIR": "~nobody-of-that-name/x"}, "cache_dir cannot be '~nobody-of-that-name/x'"),
         ({"ACCELERANT_CONFIG": "/nowhere/config.toml"}, "/nowhere/config.toml"),
     ],
 )
@@ -64,3 +70,153 @@ def test_override_is_undone_and_refuses_unknown_names():
     with pytest.raises(ConfigError, match="log"), override(log="loud"):
         pass
     assert settings() is before
+
+
+def test_the_home_folder_is_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert load({"ACCELERANT_CACHE_DIR": "~/kernels"}).cache_dir == tmp_path / "kernels"
+    with override(cache_dir="~/kernels"):
+        assert settings().cache_dir == tmp_path / "kernels"
+
+
+def test_override_reads_text_as_the_environment_is_read():
+    logger = logging.getLogger("accelerant")
+    before = settings(), logger.level
+    with override(cache_dir="/x", memory_fraction="0.5", log="debug") as changed:
+        assert settings() is changed
+        assert (changed.cache_dir, changed.memory_fraction) == (Path("/x"), 0.5)
+        assert logger.level == logging.DEBUG
+        with override(log="error"):
+            assert logger.level == logging.ERROR
+        assert logger.level == logging.DEBUG
+    assert (settings(), logger.level) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cache_dir": None},
+        {"cache_dir": ""},
+        {"cache_dir": 5},
+        {"memory_fraction": "much"},
+        {"memory_fraction": None},
+        {"memory_fraction": True},
+        {"memory_fraction": 1.5},
+        {"fallback": None},
+        {"backend": ""},
+    ],
+    ids=str,
+)
+def test_override_refuses_values_without_meaning(change):
+    (name,) = change
+    before = settings()
+    with pytest.raises(ConfigError, match=name), override(**change):
+        pass
+    assert settings() is before
+
+
+# Below the 60th nested backward pass, autograd's CPU work moves to a thread that torch starts, as on a GPU it always
+# does. The process ends by os._exit: torch does not wait for that thread.
+BACKWARD = """
+import os, threading, torch
+from accelerant.config import override, settings
+
+seen = []
+
+class Nested(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, depth):
+        ctx.depth = depth
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.depth:
+            with torch.enable_grad():
+                Nested.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).backward()
+        elif threading.get_ident() != started:
+            seen.append(settings().fallback)
+            with override(fallback="warn"):
+                seen.append(settings().fallback)
+            seen.append(settings().fallback)
+        return gradient, None
+
+def backward():
+    Nested.apply(torch.ones(1, requires_grad=True), 70).backward()
+
+started = threading.get_ident()
+backward()
+with override(fallback="forbid"):
+    backward()
+backward()
+print(*seen, flush=True)
+os._exit(0)
+"""
+
+
+def test_override_holds_in_the_threads_of_autograd():
+    ran = subprocess.run([sys.executable, "-c", BACKWARD], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.split() == ["allow", "warn", "allow", "forbid", "warn", "forbid", "allow", "warn", "allow"], ran
+
+
+@pytest.mark.gpu
+def test_override_holds_in_a_backward_pass_on_the_gpu():
+    import torch
+
+    seen = []
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append((settings().fallback, threading.get_ident())))
+    with override(fallback="forbid"):
+        y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert [policy for policy, _ in seen] == ["forbid", "allow"]
+    assert all(thread != threading.get_ident() for _, thread in seen)
+
+
+def test_override_does_not_reach_other_threads():
+    """As Accelerators do it: each call under its own policy, at the same time from several threads."""
+    seen = {}
+    together = threading.Barrier(3, timeout=20)
+
+    def work(policy):
+        if policy is None:
+            together.wait()
+            seen[policy] = settings().fallback
+            together.wait()
+            return
+        with override(fallback=policy):
+            together.wait()
+            seen[policy] = settings().fallback
+            together.wait()
+
+    threads = [threading.Thread(target=work, args=(policy,)) for policy in (None, "warn", "forbid")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {None: settings().fallback, "warn": "warn", "forbid": "forbid"}
+
+
+def test_override_does_not_reach_other_tasks():
+    seen = []
+
+    async def changes(policy, entered, others):
+        with override(fallback=policy):
+            entered.set()
+            await others.wait()
+            seen.append(settings().fallback)
+
+    async def main():
+        one, two = asyncio.Event(), asyncio.Event()
+        tasks = [asyncio.create_task(changes("warn", one, two)), asyncio.create_task(changes("forbid", two, one))]
+        await one.wait()
+        await two.wait()
+        seen.append(settings().fallback)
+        await asyncio.gather(*tasks)
+
+    before = settings().fallback
+    asyncio.run(main())
+    assert sorted(seen) == sorted([before, "warn", "forbid"])
+    assert settings().fallback == before

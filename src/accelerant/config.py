@@ -8,7 +8,8 @@ The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration f
     memory_fraction = 1.0     # ACCELERANT_MEMORY_FRACTION   of each device, for this process
     log = "warning"           # ACCELERANT_LOG         debug, info, warning, error
 
-`settings()` is read once a process; `override(...)` changes it for a block of code.
+`settings()` is read once a process; `override(...)` changes it for a block of code. What is overridden holds in the
+thread or asyncio task that did it, and in the threads in which autograd runs a backward pass that was started there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -74,14 +76,17 @@ def _require(ok: bool, name: str, value: object, allowed: tuple[str, ...]) -> No
         raise ConfigError(f"setting {name}: wanted {' | '.join(allowed)}, got {value!r}")
 
 
-_PARSERS = {"cache_dir": Path, "memory_fraction": float}
-
-
 def _converted(name: str, value: object, origin: str) -> Any:
+    """The value as its setting's type, from text or from that type."""
     try:
-        parser = _PARSERS.get(name)
-        return parser(str(value)) if parser else str(value)
-    except ValueError:
+        if name == "memory_fraction":
+            return float(str(value))
+        if name == "cache_dir":
+            if not value or not isinstance(value, (str, Path)):
+                raise ValueError
+            return Path(value).expanduser()
+        return str(value)
+    except (ValueError, RuntimeError):  # RuntimeError: "~" of a user without a home
         raise ConfigError(f"{origin}: {name} cannot be {value!r}") from None
 
 
@@ -123,12 +128,14 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
 
 _loaded: Settings | None = None
 _overridden: ContextVar[Settings | None] = ContextVar("accelerant_settings", default=None)
+_AUTOGRAD_KEY = "accelerant_settings"
+"""Under it, torch hands what is overridden here to autograd's threads: a ContextVar does not reach them."""
 
 
 def settings() -> Settings:
     """The settings in force, here and now."""
     global _loaded
-    inner = _overridden.get()
+    inner = _overridden.get() or _of_the_caller_of_backward()
     if inner is not None:
         return inner
     if _loaded is None:
@@ -137,12 +144,40 @@ def settings() -> Settings:
     return _loaded
 
 
+def _of_the_caller_of_backward() -> Settings | None:
+    """In a thread of autograd, what is overridden where the backward pass was started."""
+    received = _received()
+    return None if received is None else received[1]
+
+
+def _received() -> tuple[int, Settings | None] | None:
+    """What torch brought from another thread: its number and what is overridden there."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "_C") or not torch._C._is_key_in_tls(_AUTOGRAD_KEY):
+        return None
+    left: tuple[int, Settings | None] = torch._C._get_obj_in_tls(_AUTOGRAD_KEY)
+    # In the thread that left it, the ContextVar is right: another task of it may have left this.
+    return None if left[0] == threading.get_ident() else left
+
+
+def _hand_to_autograd(value: tuple[int, Settings | None]) -> None:
+    """Leave it where torch copies it from when this thread starts a backward pass."""
+    import torch
+
+    torch._C._stash_obj_in_tls(_AUTOGRAD_KEY, value)
+
+
 @contextmanager
 def override(**changes: Any) -> Iterator[Settings]:
-    """Change settings for a block of code, in this thread or asyncio task only.
+    """Change settings for a block of code, in this thread or asyncio task and the backward passes that it starts.
+
+    Other threads, also those that the block starts, keep theirs. Only the logger's level is the whole process's.
 
     >>> with override(fallback="forbid"):
     ...     train()
+
+    Args:
+        changes: settings by name; text is read as from the environment.
 
     Raises:
         ConfigError: a name or value has no meaning.
@@ -150,9 +185,19 @@ def override(**changes: Any) -> Iterator[Settings]:
     unknown = sorted(set(changes) - {one.name for one in fields(Settings)})
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}")
-    changed = replace(settings(), **changes)
+    read = {name: _converted(name, value, "override") for name, value in changes.items()}
+    changed = replace(settings(), **read)
+    logger = logging.getLogger("accelerant")
+    level = logger.level
+    received = _received()
     token = _overridden.set(changed)
     try:
+        _hand_to_autograd((threading.get_ident(), changed))
+        if "log" in read:
+            logger.setLevel(changed.log.upper())
         yield changed
     finally:
         _overridden.reset(token)
+        _hand_to_autograd(received or (threading.get_ident(), _overridden.get()))
+        if "log" in read:
+            logger.setLevel(level)

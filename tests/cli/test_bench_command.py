@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -161,6 +162,43 @@ def test_wrong_usage_is_one_clear_line_and_exit_2(arguments, message, capsys):
     said = capsys.readouterr().err
     assert message in said
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--out", "--report"])
+@pytest.mark.parametrize("suite", ["neural", "algebra", "runtime", "bandwidth", "all"])
+def test_a_path_that_cannot_be_written_ends_with_2_before_anything_is_measured(
+    suite, option, tmp_path, monkeypatch, capsys
+):
+    def never(*args, **kwargs):
+        raise AssertionError("something was measured")
+
+    for module in (neural, algebra, runtime, bandwidth):
+        monkeypatch.setattr(module, "measure", never)
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "now.json"
+    assert status(suite, "--device", "cpu", option, str(path)) == 2
+    said = capsys.readouterr()
+    assert f"{option}: {path} cannot be written" in said.err
+    assert not said.out
+
+
+def test_what_was_measured_is_printed_where_it_cannot_be_written_afterwards(tmp_path, small, monkeypatch, capsys):
+    folder, page = tmp_path / "folder", tmp_path / "report.html"
+    measure = bandwidth.measure
+
+    def disturbed(record, device, **options):
+        measure(record, device, **options)
+        shutil.rmtree(folder)
+        folder.write_text("in the way")
+
+    monkeypatch.setattr(bandwidth, "measure", disturbed)
+    path = folder / "now.json"
+    assert status("bandwidth", *QUICK, "--out", str(path), "--report", str(page)) == 1
+    said = capsys.readouterr()
+    assert "device copy" in said.out
+    assert f"--out: {path} cannot be written" in said.err
+    assert page.read_text().startswith("<!doctype html>")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"folder", "report.html"}
 
 
 @pytest.mark.parametrize("command", ["all", "neural", "algebra", "runtime", "bandwidth"])

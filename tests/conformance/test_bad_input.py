@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +18,9 @@ import torch
 
 from accelerant.algebra.field.op import source as field_add_source
 from accelerant.config import override
-from accelerant.errors import ConfigError, LaunchError, OutOfMemory, ShapeError
+from accelerant.errors import CompileError, ConfigError, LaunchError, OutOfMemory, ShapeError
 from accelerant.runtime.cache import KernelCache
-from accelerant.runtime.kernel import Binary
+from accelerant.runtime.kernel import Binary, KernelSource
 from accelerant.runtime.memory import limit, trim
 from accelerant.runtime.provider import Buffer
 
@@ -257,3 +260,92 @@ def test_what_a_dead_process_left_is_removed_when_it_is_old(provider, tmp_path):
     with override(cache_dir=tmp_path):
         provider.compile(field_add_source())
     assert [path.name for path in kernels.glob(".new-*")] == [".new-alive"]
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+_TWO_PORTABLE = """
+ACL_KERNEL void one(ACL_GLOBAL u64 *x, i64 n) { if (acl_global_id() < n) x[acl_global_id()] = 1; }
+ACL_KERNEL void two(ACL_GLOBAL u64 *x, i64 n) { if (acl_global_id() < n) x[acl_global_id()] = 2; }
+"""
+_ONE_LLVM = "define void @{}(i64 %begin, i64 %end, ptr %x, i64 %n) {{\n  store i64 {}, ptr %x\n  ret void\n}}\n"
+
+
+def of_two(*entries):
+    """A program of two kernels, declared with some of its entries."""
+    texts = {"portable": _TWO_PORTABLE, "llvm": _ONE_LLVM.format("one", 1) + _ONE_LLVM.format("two", 2)}
+    return KernelSource("two", texts, dict.fromkeys(entries, ("*u64", "i64")))
+
+
+def test_a_program_that_is_declared_with_another_entry_is_another_kernel(provider, tmp_path):
+    with override(cache_dir=tmp_path):
+        for entry, value in (("one", 1), ("two", 2)):
+            kernel = provider.compile(of_two(entry))
+            assert not kernel.from_cache
+            x = provider.copy_to_device(np.zeros(1, np.uint64))
+            provider.launch(kernel, (1,), (1,), (x, 1))
+            assert provider.copy_to_host(x, np.uint64, (1,)).tolist() == [value]
+        assert not provider.compile(of_two("one", "two"), entry="one").from_cache
+        assert provider.compile(of_two("one", "two"), entry="two").from_cache
+
+
+_OPTION = {"cuda": "-O1", "opencl": "-DUNUSED=1", "cpu": "-unused"}
+
+
+@pytest.mark.parametrize("part", ["program", "options", "entries"])
+def test_a_kernel_that_differs_in_one_part_has_an_entry_of_its_own(provider, tmp_path, part):
+    plain = of_two("one")
+    other = {
+        "program": replace(plain, dialects={name: text + "\n\n" for name, text in plain.dialects.items()}),
+        "options": replace(plain, options=(_OPTION[provider.name],)),
+        "entries": of_two("one", "two"),
+    }[part]
+    with override(cache_dir=tmp_path):
+        for count, source in enumerate((plain, other), 1):
+            assert not provider.compile(source, entry="one").from_cache
+            assert len(list(tmp_path.rglob("code"))) == count
+        assert provider.compile(plain).from_cache
+        assert provider.compile(other, entry="one").from_cache
+
+
+def test_another_compiler_finds_no_entry_of_this_one(provider, tmp_path, monkeypatch):
+    with override(cache_dir=tmp_path):
+        provider.compile(of_two("one"))
+        if provider.name == "opencl":
+            monkeypatch.setattr(provider._slots[0], "identity", "another driver")
+        else:
+            of = {"cpu": "cpu._llvm_version", "cuda": "cuda_compile._nvrtc_version"}[provider.name]
+            monkeypatch.setattr(f"accelerant.runtime.providers.{of}", lambda: "another version")
+        assert not provider.compile(of_two("one")).from_cache
+
+
+@pytest.mark.parametrize("kind", ["i8", "f16", "", "u32*"])
+def test_an_argument_type_that_is_unknown_is_refused(provider, kind):
+    source = KernelSource("two", of_two("one").dialects, {"one": ("*u64", kind)})
+    with pytest.raises(CompileError, match=f"'one', argument 1: unknown argument type '{re.escape(kind)}'"):
+        provider.compile(source)
+
+
+def test_buffers_that_die_inside_a_compile_or_an_allocation_do_not_block_it(provider, tmp_path):
+    """As they do when the garbage collector runs there: here one dies at each call of a function in between."""
+    held = [provider.allocate(8) for _ in range(500)]
+    done = []
+
+    def drop_one(frame, event, arg):
+        if held and any(part in frame.f_code.co_filename for part in ("providers", "llvmlite", "pyopencl")):
+            held.pop()
+
+    def work():
+        with override(cache_dir=tmp_path):
+            sys.setprofile(drop_one)
+            try:
+                done.append(provider.allocate(8))
+                done.append(provider.compile(field_add_source()))
+            finally:
+                sys.setprofile(None)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert len(done) == 2
+    assert len(held) < 500

@@ -38,7 +38,7 @@ def test_the_text_asks_for_no_compiler(name):
 @pytest.mark.parametrize("name", SOURCES)
 def test_nvrtc_compiles_it_for_each_target(name, target):
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.providers.cuda import compile_cuda
+    from accelerant.runtime.providers.cuda_compile import compile_cuda
 
     source = SOURCES[name]()
     assert target in source.targets

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -10,8 +13,10 @@ import torch
 
 from accelerant.algebra.field.op import source
 from accelerant.config import override
-from accelerant.errors import LaunchError, OutOfMemory
-from accelerant.runtime import memory, registry
+from accelerant.errors import CompileError, LaunchError, OutOfMemory
+from accelerant.runtime import cores, memory, registry
+from accelerant.runtime.kernel import KernelSource
+from accelerant.runtime.providers import cpu as module
 
 MIB = 1 << 20
 
@@ -79,3 +84,66 @@ def test_tensors_of_another_device_are_refused(cpu):
     x = cpu.allocate(8)
     with pytest.raises(LaunchError, match="argument 1: the tensor is on meta, not on the cpu"):
         cpu.launch(kernel, (1,), (1,), (x, torch.empty(1, device="meta"), x, 1))
+
+
+@pytest.mark.parametrize("lock", ["_lock", "_counting"])
+def test_a_buffer_may_die_in_a_thread_that_holds_a_lock(cpu, lock):
+    """The garbage collector runs where it likes, also inside a compile."""
+    held = [cpu.allocate(64)]
+
+    def work():
+        with getattr(cpu, lock):
+            held.clear()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_the_code_lives_as_long_as_its_kernel(cpu):
+    kernel = cpu.compile(source())
+    engine = weakref.ref(kernel.handle.engine)
+    gc.collect()
+    x = cpu.copy_to_device(np.ones(4, np.uint64))
+    cpu.launch(kernel, (1,), (4,), (x, x, x, 4))
+    assert cpu.copy_to_host(x, np.uint64, (4,)).tolist() == [2] * 4
+    del kernel
+    gc.collect()
+    assert engine() is None
+
+
+def test_an_entry_that_is_not_in_the_code_is_a_compile_error(cpu):
+    text = "define void @there(i64 %begin, i64 %end) {\n ret void\n}"
+    with pytest.raises(CompileError, match="no entry 'elsewhere'"):
+        cpu.compile(KernelSource("k", {"llvm": text}, {"elsewhere": ()}))
+
+
+@pytest.mark.parametrize(("text", "expected"), [("max 100000", 8), ("350000 100000", 3), ("5000 100000", 1), ("", 8)])
+def test_the_threads_keep_to_the_quota_of_the_control_group(monkeypatch, tmp_path, text, expected):
+    (tmp_path / "cpu.max").write_text(text)
+    monkeypatch.setattr(cores, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert cores.usable_cores() == expected
+    assert module.CpuProvider().cores == expected
+
+
+def test_the_key_holds_what_the_code_depends_on(cpu, monkeypatch):
+    cpu._machine()
+    text = "define void @k(i64 %begin, i64 %end) {\n ret void\n}"
+
+    def key(text=text, options=(), entries=("k",)):
+        made = KernelSource("k", {"llvm": text}, dict.fromkeys(entries, ()), options=options)
+        return cpu._key(made, text)
+
+    keys = [key(), key(text + "\n"), key(options=("-x",)), key(entries=("l",)), key(entries=("k", "l"))]
+    for name, value in (("_cpu", "abacus"), ("_features", "+beads"), ("_target", None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, name, value if value else type("Target", (), {"triple": "abacus-none"}))
+            keys.append(key())
+    for name, changed in (("_LEVEL", 1), ("_PASSES", ()), ("_llvm_version", lambda: "LLVM 99")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, changed)
+            keys.append(key())
+    assert len(set(keys)) == len(keys)
+    assert key() == keys[0]

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 
-from accelerant.errors import CompileError
-from accelerant.runtime.kernel import KernelSource
-from accelerant.runtime.providers.cuda import CudaProvider, compile_cuda
+import pytest
+import torch
+
+from accelerant.errors import CompileError, DeviceLost, LaunchError, OutOfMemory
+from accelerant.runtime import triton
+from accelerant.runtime.kernel import Binary, KernelSource
+from accelerant.runtime.providers import cuda_compile
+from accelerant.runtime.providers.cuda import CudaProvider
+from accelerant.runtime.providers.cuda_compile import compile_cuda, cuda_key
+from accelerant.runtime.providers.cuda_launch import cuda_error
 
 pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
 
@@ -40,3 +49,158 @@ def test_the_preferred_dialect_is_cuda():
     both = KernelSource("k", {"portable": "not even C", "cuda": 'extern "C" __global__ void k() {}'}, {"k": ()})
     assert both.pick(CudaProvider.dialects)[0] == "cuda"
     assert compile_cuda(both, "sm_80").code
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+PLAIN = KernelSource("k", {"cuda": "text"}, {"k": ("*f32",)})
+SPECIAL = triton.Specialisation("some.module", "k", ("*fp32", "i32", "constexpr"), (("BLOCK", 64),), (0,), 4, 3)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(PLAIN, dialects={"cuda": "text "}),
+        replace(PLAIN, dialects={"portable": "text"}),
+        replace(PLAIN, options=("-O1",)),
+        replace(PLAIN, entries={"l": ("*f32",)}),
+        replace(PLAIN, entries={"k": ("*f32",), "l": ()}),
+    ],
+    ids=["program", "header", "options", "entries", "more entries"],
+)
+def test_the_key_changes_with_the_source(other):
+    assert cuda_key(other, "sm_90") != cuda_key(PLAIN, "sm_90")
+
+
+@pytest.mark.parametrize("dialects", [{"cuda": "text"}, {"portable": "text"}, {"triton": SPECIAL}], ids=list)
+def test_the_key_changes_with_target_compiler_and_fixed_options(dialects, monkeypatch):
+    source = replace(PLAIN, dialects=dialects)
+    of_triton = "triton" in dialects
+    if of_triton:
+        monkeypatch.setattr(cuda_compile, "_triton_version", lambda: "triton 3")
+    keys = [cuda_key(source, "sm_90"), cuda_key(source, "sm_90a"), cuda_key(source, "sm_80")]
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_compile, "_triton_version" if of_triton else "_nvrtc_version", lambda: "another")
+        keys.append(cuda_key(source, "sm_90"))
+    with monkeypatch.context() as patch:
+        if of_triton:
+            patch.setattr(triton, "_FIXED", {"enable_fp_fusion": False})
+        else:
+            patch.setattr(cuda_compile, "_FIXED", {"std": "c++20"})
+        keys.append(cuda_key(source, "sm_90"))
+    assert len(set(keys)) == len(keys)
+    assert cuda_key(source, "sm_90") == keys[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"module": "another.module"},
+        {"name": "l"},
+        {"kinds": ("*bf16", "i32", "constexpr")},
+        {"constants": (("BLOCK", 128),)},
+        {"multiples_of_16": ()},
+        {"num_warps": 8},
+        {"num_stages": 2},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_the_key_of_a_specialisation_changes_with_each_part(change):
+    assert replace(SPECIAL, **change).key != SPECIAL.key
+
+
+def test_the_key_of_a_specialisation_changes_with_triton_and_its_sources(monkeypatch):
+    before = SPECIAL.key
+    for name in ("_version", "_sources_hash"):
+        with monkeypatch.context() as patch:
+            patch.setattr(triton, name, lambda: "another")
+            assert SPECIAL.key != before
+    assert SPECIAL.key == before
+
+
+# --- what fails ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("CUDA_ERROR_OUT_OF_MEMORY: The API call failed", OutOfMemory),
+        ("CUDA out of memory. Tried to allocate 2.00 MiB", OutOfMemory),
+        ("CUDA_ERROR_ILLEGAL_ADDRESS: While executing a kernel", DeviceLost),
+        ("CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image", CompileError),
+    ],
+)
+def test_code_that_does_not_load_is_only_the_codes_fault_where_it_is(monkeypatch, text, kind):
+    import cuda.core
+
+    def from_cubin(*_, **__):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(cuda.core, "ObjectCode", SimpleNamespace(from_cubin=from_cubin))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    provider = CudaProvider.__new__(CudaProvider)
+    with pytest.raises(kind, match=text[:20]):
+        provider._load(PLAIN, "k", Binary(b"", {"k": "k"}, {}), "sm_90", 0, False, 0.0)
+
+
+def test_a_launch_that_finds_no_memory_is_not_a_refused_launch():
+    assert type(cuda_error("CUDA_ERROR_OUT_OF_MEMORY: ...", "x")) is OutOfMemory
+    assert type(cuda_error("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: ...", "x")) is LaunchError
+
+
+def test_a_triton_kernel_that_does_not_compile_is_not_compiled_again_for_other_shapes(monkeypatch):
+    kernel = triton.TritonKernel("some.module", "k")
+    compiled = []
+
+    def breaks(args, constants, num_warps, num_stages):
+        compiled.append(constants)
+        raise CompileError("no such instruction", "the log")
+
+    monkeypatch.setattr(kernel, "_compile", breaks)
+    raised = []
+    for rows in (32, 64, 96):
+        with pytest.raises(CompileError, match="no such instruction") as caught:
+            kernel._prepare((rows,), (rows,), (torch.ones(16), rows), {"BLOCK": 64}, 4, 3)
+        raised.append(caught.value)
+    assert len(compiled) == 1
+    assert len(set(map(id, raised))) == 3  # or the traceback of one would grow
+    assert {error.log for error in raised} == {"the log"}
+    with pytest.raises(CompileError):
+        kernel._prepare((32,), (32,), (torch.ones(16), 32), {"BLOCK": 128}, 4, 3)
+    assert len(compiled) == 2
+
+
+def test_a_lack_of_memory_while_loading_is_tried_again(monkeypatch):
+    kernel = triton.TritonKernel("some.module", "k")
+    prepared = SimpleNamespace(handle=SimpleNamespace(prepare=lambda *_: "ready"))
+    outcomes = iter([OutOfMemory("8 bytes"), prepared])
+
+    def compiles(*_):
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(kernel, "_compile", compiles)
+    with pytest.raises(OutOfMemory):
+        kernel._prepare((1,), (1,), (torch.ones(16),), {}, 4, 3)
+    assert kernel._prepare((1,), (1,), (torch.ones(16),), {}, 4, 3) == "ready"
+
+
+@pytest.mark.gpu
+def test_the_loaded_code_lives_as_long_as_its_kernel():
+    import gc
+
+    from accelerant.runtime import registry
+
+    provider = registry.create("cuda")
+    text = 'extern "C" __global__ void one(float *x) { x[threadIdx.x] = 1.0f; }'
+    kernel = provider.compile(KernelSource("one", {"cuda": text}, {"one": ("*f32",)}))
+    assert kernel.handle.code is not None
+    gc.collect()
+    x = torch.zeros(4, device="cuda")
+    provider.launch(kernel, (1,), (4,), (x,))
+    del kernel  # while it may still run
+    gc.collect()
+    assert x.tolist() == [1.0] * 4

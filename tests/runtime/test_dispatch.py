@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import gc
 import json
 import re
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
 
 import accelerant
 from accelerant.config import override
-from accelerant.errors import CompileError, FallbackWarning, OutOfMemory, UnsupportedCase
+from accelerant.errors import CompileError, FallbackWarning, LaunchError, OutOfMemory, UnsupportedCase
 from accelerant.runtime import dispatch
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain
 from accelerant.runtime.ledger import Ledger
@@ -77,7 +79,7 @@ def test_a_failure_falls_back_from_the_inputs_warns_once_and_stays(book):
         assert op(CASE, 5) == 6
     assert calls == ["breaks"]
     (entry,) = book.to_dict()["fallbacks"]
-    assert (entry["wanted"], entry["ran"], entry["count"]) == ("fast", "plain", 1)
+    assert (entry["wanted"], entry["ran"], entry["count"]) == ("fast", "plain", 2)
     assert ran(book) == {("probe", "fast"): 1, ("probe", "plain"): 2}
 
 
@@ -114,6 +116,116 @@ def test_policies(book):
         assert op(CASE) == "plain"  # announced above already
     (entry,) = book.to_dict()["fallbacks"]
     assert entry["count"] == 3
+
+
+@pytest.mark.parametrize("error", [CompileError("no such instruction", "log"), LaunchError("too many threads")])
+def test_policies_hold_for_what_is_broken_already(book, error):
+    calls = []
+
+    def breaks():
+        calls.append("breaks")
+        raise error
+
+    op = operation(Implementation("fast", breaks), Implementation("plain", lambda: "plain"))
+
+    def count():
+        (entry,) = book.to_dict()["fallbacks"]
+        return entry["count"]
+
+    with override(fallback="warn"):
+        for i in range(5):
+            with pytest.warns(FallbackWarning, match="fast failed, plain ran instead") as caught:
+                assert op(CASE) == "plain"
+            assert len(caught) == 1
+            assert caught[0].filename == __file__
+            assert count() == i + 1
+    with override(fallback="forbid"):
+        raised = []
+        for _ in range(2):
+            with pytest.raises(type(error), match=str(error).splitlines()[0]) as caught:
+                op(CASE)
+            raised.append(caught.value)
+        assert getattr(raised[0], "log", "") == getattr(error, "log", "")
+        assert raised[0] is not raised[1]  # or its traceback would grow with each call
+    with override(fallback="allow"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert op(CASE) == "plain"
+    assert count() == 6
+    assert calls == ["breaks"]
+    assert ran(book)["probe", "plain"] == 6
+
+
+def test_every_implementation_that_is_left_is_tried_in_turn(book):
+    """Whatever fails first; explain shows what ran; only what did not lack memory is left out afterwards."""
+    calls = []
+
+    def failing_as(name, error):
+        def run(x):
+            calls.append(name)
+            raise error
+
+        return run
+
+    op = operation(
+        Implementation("fast", failing_as("fast", OutOfMemory("8 bytes"))),
+        Implementation("mid", failing_as("mid", CompileError("no"))),
+        Implementation("odd", print, refuses=lambda case: "too even"),
+        Implementation("small", lambda x: x + 1),
+    )
+    with pytest.warns(FallbackWarning) as caught:
+        explanation = dispatch.explain_quietly(op, CASE, 1)
+    assert explanation.result == 2
+    (decision,) = explanation.decisions
+    assert decision.implementation == "small"
+    assert [name for name, _ in decision.refused] == ["fast", "mid"]
+    assert len(caught) == 2
+    assert {(row["wanted"], row["ran"]) for row in book.to_dict()["fallbacks"]} == {("fast", "small"), ("mid", "small")}
+    assert op(CASE, 5) == 6
+    assert calls == ["fast", "mid", "fast"]
+
+
+def test_where_everything_fails_the_last_error_is_raised_and_nothing_fell_back(book):
+    op = operation(
+        Implementation("fast", failing(OutOfMemory("8 bytes"))), Implementation("slow", failing(LaunchError("refused")))
+    )
+    with pytest.raises(LaunchError, match="refused"):
+        op(CASE)
+    assert not book.to_dict()["fallbacks"]
+
+
+def test_a_fallback_does_not_hold_the_memory_of_what_failed(book):
+    class Block:
+        pass
+
+    held = []
+
+    def greedy():
+        block = Block()
+        held.append(weakref.ref(block))
+        raise OutOfMemory("8 bytes")
+
+    op = operation(Implementation("fast", greedy), Implementation("small", lambda: held[-1]()))
+    with pytest.warns(FallbackWarning):
+        assert op(CASE) is None
+
+
+def test_what_is_broken_is_kept_for_few_cases_and_holds_no_tensor(book, monkeypatch):
+    monkeypatch.setattr(dispatch, "_PLANS_LIMIT", 8)
+
+    def breaks(x):
+        raise CompileError("no")
+
+    op = operation(Implementation("fast", breaks), Implementation("plain", lambda x: None))
+    x = torch.ones(3)
+    gone = weakref.ref(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for rows in range(30):
+            op(Case(CPU, torch.float32, (rows,)), x)
+    assert 0 < len(op._broken) <= 8
+    del x
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_last_failure_and_unknown_errors_pass_through(book):

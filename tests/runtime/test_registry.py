@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -75,3 +76,25 @@ def test_backend_setting_from_the_environment():
     )
     assert ran.returncode == 1
     assert "BackendUnavailable: backend 'webgpu' is not available" in ran.stderr
+
+
+def test_a_provider_that_does_not_start_is_a_reason_and_takes_nothing_down(monkeypatch):
+    """As with a driver that is too old for torch's CUDA, which only torch.cuda.init() finds."""
+
+    def refuses(self):
+        raise RuntimeError("The NVIDIA driver on your system is too old\nmore")
+
+    monkeypatch.setattr(cuda.CudaProvider, "probe", classmethod(lambda cls: ""))
+    monkeypatch.setattr(cuda.CudaProvider, "__init__", refuses)
+    for first in (registry.devices, registry.choose, lambda: registry.choose("cuda")):
+        monkeypatch.setattr(registry, "_reasons", {"opencl": "not asked here"})
+        monkeypatch.setattr(registry, "_created", {})
+        with contextlib.suppress(BackendUnavailable):
+            first()
+        absent = next(device for device in registry.devices() if device.backend == "cuda")
+        assert not absent.available
+        assert absent.reason == "it does not start: RuntimeError: The NVIDIA driver on your system is too old"
+        assert registry.choose("auto").backend == "cpu"
+        assert "cuda" not in registry.available()
+        with pytest.raises(BackendUnavailable, match="driver on your system is too old"):
+            registry.choose("cuda")

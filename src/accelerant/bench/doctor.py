@@ -174,7 +174,7 @@ def _nvrtc() -> Iterator[Check]:
         yield Check("compiler NVRTC", needed, "not installed", "pip install cuda-core cuda-bindings nvidia-cuda-nvrtc")
         return
     from accelerant.runtime.inspect import compiler_version
-    from accelerant.runtime.providers.cuda import compile_cuda
+    from accelerant.runtime.providers.cuda_compile import compile_cuda
 
     began = time.perf_counter()
     binary = compile_cuda(field_op.source(), "sm_90")

@@ -8,6 +8,7 @@ build_report(record)           a page with plots: report.py
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -200,11 +201,20 @@ class Record:
         }
 
     def save(self, path: Path) -> None:
-        """Write as JSON under a temporary name, then rename."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Write as JSON under a temporary name, then rename.
+
+        Raises:
+            OSError: names `path`; nothing is left of what was half-written.
+        """
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
     @classmethod
     def load(cls, path: Path) -> Record:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -187,8 +188,8 @@ class _Session:
         if not self.device.torch_device:
             raise ConfigError(f"--device: bench measures devices that torch has tensors on; {device} is not one")
         for name, path in (("--out", out), ("--report", report)):
-            if path is not None and path.is_dir():
-                raise ConfigError(f"{name}: {path} is a folder; name a file")
+            if path is not None:
+                _check_writable(name, path)
         self.out, self.report, self.json_output = out, report, json_output
         self.baseline_path = baseline
         self.baseline = None if baseline is None else Record.load(baseline)
@@ -237,13 +238,15 @@ class _Session:
         comparison: Comparison | None = None
         if self.baseline is not None and not found.interrupted:
             comparison = compare(self.baseline, found.record, asked=asked)
-        self._leave(found.record, comparison)
+        self._print(found.record, comparison)
         for name, error in found.failures.items():
             first = (str(error).splitlines() or [""])[0]
             text = first if isinstance(error, AccelerantError) else f"{type(error).__name__}: {first}"
             print(f"accelerant: the {name} suite failed: {text}", file=sys.stderr)
         if found.interrupted:
             print("accelerant: interrupted; what was measured is kept, nothing was compared", file=sys.stderr)
+        self._save(found.record, comparison)
+        if found.interrupted:
             raise typer.Exit(130)
         if found.failures or (comparison is not None and comparison.regressions):
             raise typer.Exit(1)
@@ -258,14 +261,38 @@ class _Session:
 
         return name, announced
 
-    def _leave(self, record: Record, comparison: Comparison | None) -> None:
-        if self.out is not None:
-            record.save(self.out)
-        if self.report is not None:
-            from accelerant.bench.report import write_report
-
-            write_report(self.report, record, comparison)
-        print(json.dumps(record.to_dict(), indent=1) if self.json_output else record.table())
+    def _print(self, record: Record, comparison: Comparison | None) -> None:
+        print(json.dumps(record.to_dict(), indent=1) if self.json_output else record.table(), flush=True)
         if comparison is not None:
             slower = f"slower than {self.baseline_path}:" if comparison.regressions else f"beside {self.baseline_path}:"
             print(f"{slower}\n{comparison.table()}", file=sys.stderr)
+
+    def _save(self, record: Record, comparison: Comparison | None) -> None:
+        """Write the record and the page, after everything was printed: a full disk takes neither the other nor that."""
+        from accelerant.bench.report import write_report
+
+        refused: list[str] = []
+        calls: list[tuple[str, Path | None, Callable[[Path], None]]] = [
+            ("--out", self.out, record.save),
+            ("--report", self.report, lambda path: write_report(path, record, comparison)),
+        ]
+        for name, path, write in calls:
+            if path is not None:
+                try:
+                    write(path)
+                except OSError as error:
+                    refused.append(f"{name}: {path} cannot be written: {error.strerror or error}")
+        if refused:
+            raise OSError("; ".join(refused))
+
+
+def _check_writable(name: str, path: Path) -> None:
+    """Refuse, before anything is measured, a path that could not be written afterwards."""
+    if path.is_dir():
+        raise ConfigError(f"{name}: {path} is a folder; name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{name}: {path} cannot be written: {error.strerror or error}") from None

@@ -11,16 +11,19 @@ choice may depend on) and the arguments. The first call of a case chooses a plan
     y, mean, rstd = layer_norm_fwd(Case(x.device, x.dtype, (M, N)), x, weight, bias, eps)
 
 An implementation that fails before it wrote anything (compile, refused launch, allocation) is followed by the next
-one from the same inputs, as the fallback policy allows: ops are functional, so nothing can be half-written. Where
-nothing is left, an out-of-memory error names the op, the bytes and the largest holders; an error after which the
-process has lost its device is raised as DeviceLost and never worked around. What ran, what refused and what fell back
-goes into the ledger.
+ones from the same inputs, as the fallback policy allows: ops are functional, so nothing can be half-written. One that
+did not compile or launch stays out for that case; each later call is counted, warned of or refused as the policy says.
+One that lacked memory is tried again at the next call. Where nothing is left, an out-of-memory error names the op, the
+bytes and the largest holders; an error after which the process has lost its device is raised as DeviceLost and never
+worked around. What ran, what refused and what fell back goes into the ledger.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +53,7 @@ RECOVERABLE = (CompileError, LaunchError, OutOfMemory, UnsupportedCase, torch.Ou
 
 _TRANSIENT = (OutOfMemory, torch.OutOfMemoryError)
 _PLANS_LIMIT = 4096
+"""The most cases whose plans, and whose broken implementations, an Operation keeps."""
 
 
 class Case(NamedTuple):
@@ -98,13 +102,14 @@ class Implementation:
 
 @dataclass(slots=True)
 class _Plan:
-    """A case's choice."""
+    """A case's choice; `fallback_from` are the preferred implementations that failed, with their errors."""
 
     implementation: Implementation
     record: OpRecord
     provider: ComputeProvider
     device: int
     refused: tuple[tuple[str, str], ...]
+    fallback_from: tuple[tuple[str, Exception], ...] = ()
 
 
 _operations: dict[str, Operation] = {}
@@ -129,7 +134,7 @@ class Operation:
         self.implementations = tuple(implementations)
         self._cost = cost
         self._plans: dict[Case, _Plan] = {}
-        self._broken: dict[Case, dict[str, str]] = {}
+        self._broken: dict[Case, dict[str, Exception]] = {}
         _operations[name] = self
 
     def __call__(self, case: Case, *args: Any) -> Any:
@@ -137,6 +142,8 @@ class Operation:
         plan = self._plans.get(case)
         if plan is None:
             plan = self._choose(case)
+        if plan.fallback_from:
+            self._keep_policy(case, plan)
         start = _ledger.begin(plan.record, plan.provider, plan.device)
         try:
             result = plan.implementation.run(*args)
@@ -176,7 +183,7 @@ class Operation:
         """Each implementation with its reason against the case, None where it serves it."""
         broken = self._broken.get(case, {})
         return [
-            (each, broken.get(each.name) or (each.refuses(case) if each.refuses is not None else None))
+            (each, _reason(broken[each.name]) if each.name in broken else each.refuses(case) if each.refuses else None)
             for each in self.implementations
         ]
 
@@ -190,6 +197,8 @@ class Operation:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
             raise UnsupportedCase(f"{self.name} has no implementation for {case} on {case.device} ({reasons})")
         plan = self._plan(case, implementation, tuple(refused))
+        broken = self._broken.get(case, {})
+        plan.fallback_from = tuple((name, broken[name]) for name, _ in refused if name in broken)
         if len(self._plans) >= _PLANS_LIMIT:
             self._plans.clear()
         self._plans[case] = plan
@@ -213,24 +222,58 @@ class Operation:
         )
         return _Plan(implementation, _ledger.record(record), provider, case.device.index or 0, refused)
 
+    def _keep_policy(self, case: Case, plan: _Plan) -> None:
+        """Before a call whose preferred implementation is broken: raise why, or count and warn."""
+        if settings().fallback == "forbid":
+            raise self._in_words(copy.copy(plan.fallback_from[0][1]), case)  # a copy: tracebacks would pile up
+        for name, error in plan.fallback_from:
+            _announce(self._fallback(case, name, plan.implementation.name, error))
+
     def _fall_back(self, case: Case, plan: _Plan, error: Exception, args: tuple[Any, ...]) -> Any:
-        """Run the next implementation from the same inputs, or raise what the first one raised."""
-        reason = f"{type(error).__name__}: {' | '.join(str(error).splitlines()[:2])}"
-        tried = {plan.implementation.name: reason}
-        rest = [each for each, why in self.refusals(case) if why is None and each.name not in tried]
-        if settings().fallback == "forbid" or not rest:
+        """Run the remaining implementations in turn from the same inputs, or raise what the last one raised."""
+        if settings().fallback == "forbid":
             raise self._in_words(error, case)
-        following = rest[0]
-        _announce(
-            FallbackRecord(self.name, f"{case} on {case.device}", plan.implementation.name, following.name, reason)
-        )
-        if isinstance(error, _TRANSIENT):  # this call only: memory may be there again at the next
-            once = self._plan(case, following, (*plan.refused, (plan.implementation.name, reason)))
-            _ledger.begin(once.record, once.provider, once.device)
-            return following.run(*args)
-        self._broken.setdefault(case, {}).update(tried)
-        self._plans.pop(case, None)
-        return self(case, *args)
+        failed = {plan.implementation.name: error}
+        for following, reason in self.refusals(case):
+            if reason is not None or following.name in failed:
+                continue
+            traceback.clear_frames(error.__traceback__)  # its frames hold memory that may be what is lacking
+            refused = [*plan.refused, *((name, _reason(each)) for name, each in failed.items())]
+            now = self._plan(case, following, tuple(refused))
+            start = _ledger.begin(now.record, now.provider, now.device)
+            try:
+                result = following.run(*args)
+            except RECOVERABLE as another:
+                _ledger.failed(now.record)
+                failed[following.name] = error = another
+                continue
+            except RuntimeError as another:
+                _ledger.failed(now.record)
+                lost = now.provider.lost(another)
+                if lost is None:
+                    raise
+                raise lost from another
+            if start is not None:
+                _ledger.end(now.record, start, now.provider, now.device)
+            self._remember(case, failed)
+            for name, each in failed.items():
+                _announce(self._fallback(case, name, following.name, each))
+            if _observers:
+                _notify(self.name, case, now)
+            return result
+        raise self._in_words(error, case)
+
+    def _remember(self, case: Case, failed: dict[str, Exception]) -> None:
+        """Leave out, from the next call of the case on, what failed for another reason than a lack of memory."""
+        lasting = {name: copy.copy(error) for name, error in failed.items() if not isinstance(error, _TRANSIENT)}
+        if lasting:
+            if len(self._broken) >= _PLANS_LIMIT:
+                self._broken.clear()
+            self._broken[case] = self._broken.get(case, {}) | lasting
+            self._plans.pop(case, None)
+
+    def _fallback(self, case: Case, wanted: str, ran: str, error: Exception) -> FallbackRecord:
+        return FallbackRecord(self.name, f"{case} on {case.device}", wanted, ran, _reason(error))
 
     def _in_words(self, error: Exception, case: Case) -> Exception:
         """What an operator needs to know of an error that nothing was left to do about."""
@@ -244,6 +287,10 @@ class Operation:
 
 
 _ledger = ledger()
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' | '.join(str(error).splitlines()[:2])}"
 
 
 def _announce(entry: FallbackRecord) -> None:

@@ -13,13 +13,15 @@ A backend author writes one class in `runtime/providers/`, names it in `registry
 * A buffer that was freed, or that another provider made, is refused with a LaunchError; nothing reaches the device.
 * Optional: `trim(device)` gives what the pool holds for later back to the device.
 * Copies are ordered with launches on the same stream. `copy_to_host` returns when the bytes are there.
-* `compile` goes through the disk cache, raises CompileError with the compiler's log, and never leaves a broken
-  entry. Two calls with the same source give kernels that compute the same.
+* `compile` goes through the disk cache, under a key of everything that the code depends on (fixed options too),
+  raises CompileError with the compiler's log, and never leaves a broken entry. Two calls with the same source give
+  kernels that compute the same.
 * `launch` checks what it is given before anything reaches the device, does not wait, and raises LaunchError where
   nothing ran, DeviceLost where the device can no longer be used.
 * Grid and block are in blocks and threads, one to three numbers each. A device without blocks (the CPU) runs the
   flattened range grid x block over its cores; kernels compare their index with the length that they are given.
-* Whatever may be called from several threads must hold its own lock.
+* Whatever may be called from several threads must hold its own lock. What a `__del__` takes must be a lock that is
+  held for nothing else, and reentrant: the garbage collector runs in any thread, also in one that holds it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.errors import ConfigError, DeviceLost, LaunchError, OutOfMemory, ShapeError
+from accelerant.errors import CompileError, ConfigError, DeviceLost, LaunchError, OutOfMemory, ShapeError
 from accelerant.runtime.kernel import Kernel, KernelSource
 
 __all__ = ["Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "Event", "MemoryInfo", "Pointer"]
@@ -259,15 +261,19 @@ class ComputeProvider(ABC):
 
 
 def pick_entry(source: KernelSource, entry: str | None) -> str:
-    """The entry point meant; for providers.
+    """The entry point meant, its argument types checked; for providers.
 
     Raises:
         LaunchError: no such entry, or several to choose from.
+        CompileError: an argument type that KernelSource does not know.
     """
     if entry is None and len(source.entries) == 1:
-        return next(iter(source.entries))
+        entry = next(iter(source.entries))
     if entry is None or entry not in source.entries:
         raise LaunchError(f"kernel source {source.name!r} has the entries {', '.join(source.entries)}; got {entry!r}")
+    for position, kind in enumerate(source.entries[entry]):
+        if not kind.startswith("*") and kind not in _SCALARS:
+            raise CompileError(f"kernel {entry!r}, argument {position}: unknown argument type {kind!r}")
     return entry
 
 
@@ -288,6 +294,7 @@ def check_launch(
         raise LaunchError(f"kernel {kernel.name!r} takes {len(kernel.arguments)} arguments, got {len(args)}")
 
 
+_SCALARS = ("i32", "u32", "i64", "u64", "f32", "f64")
 _INTEGER_RANGES = {"i32": (-(2**31), 2**31), "u32": (0, 2**32), "i64": (-(2**63), 2**63), "u64": (0, 2**64)}
 
 

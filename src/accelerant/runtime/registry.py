@@ -89,9 +89,34 @@ def create(name: str) -> ComputeProvider:
         if reason:
             raise BackendUnavailable(name, reason)
         if name not in _created:
-            _created[name] = _class(name)()
-            _apply_memory_fraction(name)
+            _created[name] = _constructed(name)
+            try:
+                _apply_memory_fraction(name)
+            except BaseException:
+                del _created[name]  # or the next call would give it without its limit
+                raise
         return _created[name]
+
+
+def _constructed(name: str) -> ComputeProvider:
+    """A new provider. One that does not start, though its driver answered the probe, is absent from now on.
+
+    Raises:
+        BackendUnavailable: it does not start; says why.
+    """
+    try:
+        return _class(name)()
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        _reasons[name] = f"it does not start: {type(error).__name__}: {first}"
+        raise BackendUnavailable(name, _reasons[name]) from error
+
+
+def _created_or_reason(name: str) -> ComputeProvider | str:
+    try:
+        return create(name)
+    except BackendUnavailable as error:
+        return error.reason
 
 
 def _apply_memory_fraction(name: str) -> None:
@@ -107,11 +132,11 @@ def devices() -> list[ComputeDevice]:
     """Every device, the preferred backend's first; an absent backend is one entry that carries `.reason`."""
     found: list[ComputeDevice] = []
     for name in BACKENDS:
-        reason = reason_absent(name)
-        if reason:
-            found.append(ComputeDevice(backend=name, index=-1, name="", available=False, reason=reason))
+        provider = _created_or_reason(name)
+        if isinstance(provider, str):
+            found.append(ComputeDevice(backend=name, index=-1, name="", available=False, reason=provider))
         else:
-            found += create(name).devices()
+            found += provider.devices()
     return found
 
 
@@ -120,7 +145,7 @@ def choose(backend: str = "auto", index: int = 0) -> ComputeDevice:
 
     Args:
         backend: a backend that must be there; "auto" means the setting's (ACCELERANT_BACKEND), and where
-            that is "auto" too, the first of AUTOMATIC that is there.
+            that is "auto" too, the first of AUTOMATIC that is there and starts.
         index: number of the device on its backend.
 
     Raises:
@@ -129,7 +154,7 @@ def choose(backend: str = "auto", index: int = 0) -> ComputeDevice:
     """
     wanted = settings().backend if backend == "auto" else backend
     if wanted == "auto":
-        wanted = next(name for name in AUTOMATIC if not reason_absent(name))
+        wanted = next((name for name in AUTOMATIC if not isinstance(_created_or_reason(name), str)), "cpu")
     found = create(wanted).devices()
     if not 0 <= index < len(found):
         raise ConfigError(

@@ -10,6 +10,7 @@ loads), and the compile-time constants.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import importlib
@@ -43,6 +44,9 @@ _POINTERS = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
+_FIXED = {"enable_fp_fusion": True}
+"""Triton's options that are the same for each kernel; part of the cache's key."""
+
 _PREPARED_LIMIT = 4096
 _Argument = torch.Tensor | int | float | None
 _AMD = re.compile(r"gfx\w+")
@@ -102,7 +106,7 @@ class Specialisation:
     @property
     def key(self) -> str:
         """Everything that the code depends on besides the target."""
-        return f"{self!r} triton {_version()} {_sources_hash()}"
+        return f"{self!r} {_FIXED} triton {_version()} {_sources_hash()}"
 
     def build(self, target: str) -> Binary:
         """Compile with Triton for an architecture: "sm_90", "gfx942".
@@ -126,7 +130,7 @@ class Specialisation:
             constexprs={(at if isinstance(at, int) else names.index(at),): value for at, value in self.constants},
             attrs={(position,): [["tt.divisibility", 16]] for position in self.multiples_of_16},
         )
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, **_FIXED}
         try:
             compiled = triton.compile(source, target=gpu, options=options)
         except Exception as error:
@@ -140,13 +144,13 @@ def _binary(name: str, compiled: Any, backend: str) -> Binary:
     if getattr(metadata, "global_scratch_size", 0):
         raise CompileError(f"Triton kernel {name!r} asks for {metadata.global_scratch_size} bytes of global scratch")
     if backend == "cuda":
-        code, assembly = compiled.asm["cubin"], compiled.asm["ptx"]
-        entry = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)", assembly, re.DOTALL)
+        code = compiled.asm["cubin"]
+        entry = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
         if entry is None:
             raise CompileError(f"Triton kernel {name!r}: no entry point in its PTX")
         parameters = entry.group(2).count(".param")
     else:
-        code, assembly, parameters = compiled.asm["hsaco"], compiled.asm["amdgcn"], 0
+        code, parameters = compiled.asm["hsaco"], 0
     return Binary(
         code=code,
         symbols={name: metadata.name},
@@ -155,7 +159,6 @@ def _binary(name: str, compiled: Any, backend: str) -> Binary:
             "parameters": parameters,
             "threads": metadata.num_warps * (32 if backend == "cuda" else 64),
             "shared_bytes": metadata.shared,
-            "tensor_cores": bool(re.search(r"wgmma|mma\.sync|tcgen05|v_mfma|v_wmma", assembly)),
         },
     )
 
@@ -176,7 +179,7 @@ class TritonKernel:
         self.module = module
         self.name = name
         self.targets = targets
-        self._kernels: dict[tuple[Any, ...], Kernel] = {}
+        self._kernels: dict[tuple[Any, ...], Kernel | CompileError] = {}
         self._prepared: dict[tuple[object, ...], PreparedLaunch] = {}
 
     def launch(
@@ -237,7 +240,13 @@ class TritonKernel:
         variant = (device, num_warps, num_stages, *constants.values(), *described)
         kernel = self._kernels.get(variant)
         if kernel is None:
-            kernel = self._kernels[variant] = self._compile(args, constants, num_warps, num_stages)
+            try:
+                kernel = self._compile(args, constants, num_warps, num_stages)
+            except CompileError as error:
+                kernel = copy.copy(error)  # without the traceback, whose frames hold the tensors
+            self._kernels[variant] = kernel
+        if isinstance(kernel, CompileError):  # the code is the same for each shape: no use in trying again
+            raise copy.copy(kernel)
         if len(self._prepared) >= _PREPARED_LIMIT:
             self._prepared.clear()
         given = [arg for arg in args if arg is not None]

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from accelerant.errors import CompileError, LaunchError
 from accelerant.runtime.cache import KernelCache, kernel_key
+from accelerant.runtime.cores import usable_cores
 from accelerant.runtime.kernel import Binary, Builder, Kernel, KernelSource, Resources
 from accelerant.runtime.provider import (
     Buffer,
@@ -56,6 +57,10 @@ _SCALARS: dict[str, Any] = {
     "f32": ctypes.c_float,
     "f64": ctypes.c_double,
 }
+_LEVEL = 3
+_PASSES = ("loop_vectorization", "slp_vectorization", "loop_unrolling")
+"""LLVM's options, the same for each kernel; part of the cache's key."""
+
 _MIN_CHUNK = 16384
 """Indices below which another thread costs more than it gives (a task switch is about 10 us)."""
 
@@ -89,12 +94,12 @@ class CpuProvider(ComputeProvider):
         return ""
 
     def __init__(self) -> None:
-        self.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        self.cores = usable_cores()
         self._lock = threading.Lock()
+        self._counting = threading.RLock()  # _Held.__del__ takes it, in any thread, also one that holds _lock
         self._pool: ThreadPoolExecutor | None = None
         self._pool_pid = 0
         self._target: Any = None
-        self._engines: list[Any] = []
         self._allocated = 0
         self._peak = 0
 
@@ -144,20 +149,19 @@ class CpuProvider(ComputeProvider):
         entry = pick_entry(source, entry)
         _, program = source.pick(self.dialects)
         began = time.perf_counter()
-        target = self._machine()
-        key = kernel_key(
-            program=program if isinstance(program, str) else program.key,
-            options=source.options,
-            target=[target.triple, self._cpu, self._features],
+        self._machine()
+        binary, from_cache = KernelCache().get_or_build(
+            self._key(source, program),
+            lambda: self._build(source, program),
+            name=source.name,
+            target=self._cpu,
             compiler=_llvm_version(),
         )
-        binary, from_cache = KernelCache().get_or_build(
-            key, lambda: self._build(source, program), name=source.name, target=self._cpu, compiler=_llvm_version()
-        )
-        address = self._load(binary, entry)
+        address, engine = self._load(binary, entry)
         kinds = source.entries[entry]
         types = [ctypes.c_void_p if kind.startswith("*") else _SCALARS[kind] for kind in kinds]
         function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, *types)(address)
+        function.engine = engine  # type: ignore[attr-defined]  # the code is in its memory
         return Kernel(
             name=entry,
             backend=self.name,
@@ -218,7 +222,7 @@ class CpuProvider(ComputeProvider):
     # --- parts ---------------------------------------------------------------------------------------------------
 
     def _count(self, size_bytes: int) -> None:
-        with self._lock:
+        with self._counting:
             self._allocated += size_bytes
             self._peak = max(self._peak, self._allocated)
 
@@ -239,9 +243,19 @@ class CpuProvider(ComputeProvider):
                 self._cpu = llvm.get_host_cpu_name()
                 self._features = llvm.get_host_cpu_features().flatten()
                 self._target = llvm.Target.from_default_triple().create_target_machine(
-                    cpu=self._cpu, features=self._features, opt=3, reloc="pic", codemodel="default"
+                    cpu=self._cpu, features=self._features, opt=_LEVEL, reloc="pic", codemodel="default"
                 )
             return self._target
+
+    def _key(self, source: KernelSource, program: str | Builder) -> str:
+        return kernel_key(
+            program=program if isinstance(program, str) else program.key,
+            entries=sorted(source.entries),
+            options=source.options,
+            fixed=[_LEVEL, *_PASSES],
+            target=[self._target.triple, self._cpu, self._features],
+            compiler=_llvm_version(),
+        )
 
     def _build(self, source: KernelSource, program: str | Builder) -> Binary:
         import llvmlite.binding as llvm
@@ -255,8 +269,9 @@ class CpuProvider(ComputeProvider):
                 module.triple = self._target.triple
                 module.data_layout = str(self._target.target_data)
                 module.verify()
-                options = llvm.create_pipeline_tuning_options(speed_level=3)
-                options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = True
+                options = llvm.create_pipeline_tuning_options(speed_level=_LEVEL)
+                for name in _PASSES:
+                    setattr(options, name, True)
                 llvm.create_pass_builder(self._target, options).getModulePassManager().run(
                     module, llvm.create_pass_builder(self._target, options)
                 )
@@ -266,7 +281,8 @@ class CpuProvider(ComputeProvider):
         entries = {entry: entry for entry in source.entries}
         return Binary(code=code, symbols=entries, resources={entry: Resources() for entry in entries})
 
-    def _load(self, binary: Binary, entry: str) -> int:
+    def _load(self, binary: Binary, entry: str) -> tuple[int, Any]:
+        """The entry's address, and what must live as long as it is called."""
         import llvmlite.binding as llvm
 
         with self._lock:
@@ -275,15 +291,16 @@ class CpuProvider(ComputeProvider):
             engine.add_object_file(llvm.ObjectFileRef.from_data(binary.code))
             engine.finalize_object()
             address: int = engine.get_function_address(binary.symbols[entry])
-            self._engines.append(engine)
         if not address:
             raise CompileError(f"compiled code has no entry {entry!r}")
-        return address
+        return address, engine
 
     def _engine_target(self) -> Any:
         import llvmlite.binding as llvm
 
-        return llvm.Target.from_default_triple().create_target_machine(cpu=self._cpu, features=self._features, opt=3)
+        return llvm.Target.from_default_triple().create_target_machine(
+            cpu=self._cpu, features=self._features, opt=_LEVEL
+        )
 
 
 class _Held:

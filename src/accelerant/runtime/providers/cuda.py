@@ -1,19 +1,16 @@
 """NVIDIA: torch's allocator and streams; CUDA C++ through NVRTC, Triton; both loaded through cuda.core.
 
 Kernels are compiled to cubins for the device at hand and kept in the disk cache, so a second start loads machine
-code without a compiler. Launches go to torch's current stream, in order with torch's own work (cuda_launch.py).
+code without a compiler (cuda_compile.py). Launches go to torch's current stream, in order with torch's own work
+(cuda_launch.py).
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
-import io
-import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -23,9 +20,8 @@ import numpy.typing as npt
 import torch
 
 from accelerant.errors import CompileError, DeviceLost, LaunchError
-from accelerant.runtime.cache import KernelCache, kernel_key
-from accelerant.runtime.kernel import Binary, Builder, Kernel, KernelSource, Resources
-from accelerant.runtime.portable import portable_header
+from accelerant.runtime.cache import KernelCache
+from accelerant.runtime.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.provider import (
     Buffer,
     ComputeDevice,
@@ -42,9 +38,10 @@ from accelerant.runtime.provider import (
     out_of_memory,
     pick_entry,
 )
-from accelerant.runtime.providers.cuda_launch import LoadedKernel, cuda_error
+from accelerant.runtime.providers.cuda_compile import DIALECTS, compile_cuda, compiler_version, cuda_key
+from accelerant.runtime.providers.cuda_launch import LoadedKernel, cuda_error, load_error
 
-__all__ = ["CudaProvider", "compile_cuda"]
+__all__ = ["CudaProvider"]
 
 _PROBE = """
 import ctypes, sys
@@ -85,7 +82,7 @@ class CudaProvider(ComputeProvider):
     """See the module's docstring."""
 
     name: ClassVar[str] = "cuda"
-    dialects: ClassVar[tuple[str, ...]] = ("cuda", "portable", "triton")
+    dialects: ClassVar[tuple[str, ...]] = DIALECTS
 
     @classmethod
     def probe(cls) -> str:
@@ -112,8 +109,6 @@ class CudaProvider(ComputeProvider):
     def __init__(self) -> None:
         torch.cuda.init()
         self._count = torch.cuda.device_count()
-        self._lock = threading.Lock()
-        self._loaded: list[Any] = []
 
     def devices(self) -> list[ComputeDevice]:
         found = []
@@ -164,19 +159,13 @@ class CudaProvider(ComputeProvider):
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
         entry = pick_entry(source, entry)
         began = time.perf_counter()
-        dialect, program = source.pick(self.dialects)
         target = self._target(source, device)
-        compiler = _compiler_version(dialect)
-        key = kernel_key(
-            program=program if isinstance(program, str) else program.key,
-            header=portable_header() if dialect == "portable" else "",
-            entries=sorted(source.entries),
-            options=source.options,
-            target=target,
-            compiler=compiler,
-        )
         binary, from_cache = KernelCache().get_or_build(
-            key, lambda: compile_cuda(source, target), name=source.name, target=target, compiler=compiler
+            cuda_key(source, target),
+            lambda: compile_cuda(source, target),
+            name=source.name,
+            target=target,
+            compiler=compiler_version(source),
         )
         return self._load(source, entry, binary, target, device, from_cache, began)
 
@@ -250,13 +239,12 @@ class CudaProvider(ComputeProvider):
                     _allow_shared(core, shared, device)
                 resources = _complete(binary.resources.get(entry, Resources()), core, shared, device)
         except Exception as error:
-            raise CompileError(f"kernel {source.name!r} for {target} does not load", str(error)) from error
-        with self._lock:
-            self._loaded.append(code)
+            raise load_error(str(error), f"kernel {source.name!r} for {target}") from error
         handle = LoadedKernel(
             entry,
             core,
             kinds,
+            code=code,
             extra=max(0, int(binary.metadata.get("parameters", len(kinds))) - len(kinds)),
             shared_bytes=shared,
             threads=int(binary.metadata.get("threads", 0)),
@@ -290,88 +278,13 @@ class CudaProvider(ComputeProvider):
         kernel.handle.start(grid, block, args, raw)
 
 
-# --- compiling, without a device -------------------------------------------------------------------------------------
-
-
-def compile_cuda(source: KernelSource, target: str) -> Binary:
-    """Compile for an architecture; needs neither a driver nor a device.
-
-    Args:
-        source: in a dialect that CudaProvider knows.
-        target: "sm_90", "sm_90a", ...
-
-    Raises:
-        CompileError: with the compiler's log.
-    """
-    dialect, program = source.pick(CudaProvider.dialects)
-    if isinstance(program, Builder):
-        built = program.build(target)
-        if isinstance(built, Binary):
-            return built
-        program = built
-    if dialect == "portable":
-        program = f"{portable_header()}\n#line 1\n{program}"
-    return _nvrtc(source, program, target)
-
-
-def _nvrtc(source: KernelSource, program: str, target: str) -> Binary:
-    from cuda.core import Program, ProgramOptions
-
-    log = io.StringIO()
-    # Without its own cache, NVRTC always runs ptxas, whose log has the registers and spills that we keep.
-    options = ProgramOptions(
-        name=source.name, arch=target, std="c++17", no_cache=True, ptxas_options=["-v", *source.options]
-    )
-    try:
-        code = Program(program, "c++", options).compile("cubin", logs=log).code
-    except Exception as error:
-        raise CompileError(f"kernel {source.name!r} does not compile for {target}", str(error)) from error
-    text = log.getvalue()
-    return Binary(
-        code=code,
-        symbols={entry: entry for entry in source.entries},
-        resources={entry: _resources(text, entry) for entry in source.entries},
-        log=text,
-    )
-
-
-def _resources(log: str, entry: str) -> Resources:
-    """Read what ptxas -v prints of an entry."""
-    part = re.search(
-        rf"Compiling entry function '{re.escape(entry)}'.*?(?=Compiling entry function|\Z)", log, re.DOTALL
-    )
-    if part is None:
-        return Resources()
-
-    def number(pattern: str) -> int | None:
-        match = re.search(pattern, part.group(0))
-        return int(match.group(1)) if match else None
-
-    return Resources(
-        registers=number(r"Used (\d+) registers"),
-        spill_bytes=number(r"(\d+) bytes spill stores"),
-        stack_bytes=number(r"(\d+) bytes stack frame"),
-        shared_bytes=number(r"(\d+) bytes smem") or 0,
-    )
-
-
-@functools.cache
-def _compiler_version(dialect: str) -> str:
-    if dialect == "triton":
-        return f"triton {importlib.metadata.version('triton')}"
-    from cuda.bindings import nvrtc
-
-    _, major, minor = nvrtc.nvrtcVersion()
-    return f"nvrtc {major}.{minor}"
+# --- small parts -----------------------------------------------------------------------------------------------------
 
 
 def _runs_on(target: str, major: int, minor: int) -> bool:
     """Whether machine code for the target's family may be compiled for this device: any newer one."""
     digits = target.removeprefix("sm_")
     return digits.isdigit() and int(digits) <= 10 * major + minor
-
-
-# --- small parts -----------------------------------------------------------------------------------------------------
 
 
 def _check_places(kernel: Kernel, args: Sequence[object]) -> None:

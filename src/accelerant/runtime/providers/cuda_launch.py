@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from accelerant.errors import AccelerantError, CompileError, DeviceLost, LaunchError
+from accelerant.errors import AccelerantError, CompileError, DeviceLost, LaunchError, OutOfMemory
 from accelerant.runtime.provider import check_scalar
 
-__all__ = ["LoadedKernel", "PreparedLaunch", "cuda_error"]
+__all__ = ["LoadedKernel", "PreparedLaunch", "cuda_error", "load_error"]
 
 _CTYPES: dict[str, Any] = {
     "i32": ctypes.c_int32,
@@ -38,13 +38,24 @@ _STICKY = re.compile(
 )
 """Errors after which no call of this process can use the device."""
 
+_OUT_OF_MEMORY = re.compile(r"out.of.memory", re.IGNORECASE)
+
 
 def cuda_error(text: str, what: str) -> AccelerantError:
-    """The error to raise for what the driver or torch said."""
+    """The error to raise for what the driver or torch said.
+
+    Out of memory is an error of its own: with lazy loading, the first launch also loads the code.
+    """
     first = text.splitlines()[0] if text else "unknown error"
     if _STICKY.search(text):
         return DeviceLost(f"{what}: {first}. This process can no longer use the device; start a new one")
-    return LaunchError(f"{what}: {first}")
+    return (OutOfMemory if _OUT_OF_MEMORY.search(text) else LaunchError)(f"{what}: {first}")
+
+
+def load_error(text: str, what: str) -> AccelerantError:
+    """The error to raise where code does not load: the code's fault only if it is not the device's."""
+    found = cuda_error(text, what)
+    return found if isinstance(found, (DeviceLost, OutOfMemory)) else CompileError(f"{what} does not load", text)
 
 
 _thread = threading.local()
@@ -61,18 +72,21 @@ class LoadedKernel:
         name: for errors.
         core: cuda.core's Kernel.
         kinds: argument types, as KernelSource.entries gives them.
+        code: what it was loaded from, cuda.core's ObjectCode; kept as long as this is.
         extra: pointers that the compiler's code takes besides, all null.
         shared_bytes: dynamic shared memory of a block.
         threads: threads a block where the compiler fixed them, else 0.
     """
 
     def __init__(
-        self, name: str, core: Any, kinds: Sequence[str], *, extra: int = 0, shared_bytes: int = 0, threads: int = 0
-    ) -> None:
+        self, name: str, core: Any, kinds: Sequence[str], *, code: object = None, extra: int = 0, shared_bytes: int = 0,
+        threads: int = 0,
+    ) -> None:  # fmt: skip
         from cuda.core import LaunchConfig, Stream, launch
 
         self.name = name
         self.core = core
+        self.code = code
         self.kinds = tuple(kinds)
         self.threads = threads
         self._shared_bytes = shared_bytes
@@ -85,7 +99,7 @@ class LoadedKernel:
         """Launch on a raw stream of the current device.
 
         Raises:
-            LaunchError: an argument does not fit or the driver refused; nothing ran.
+            LaunchError, OutOfMemory: an argument does not fit or the driver refused; nothing ran.
             DeviceLost: an earlier kernel broke the device.
         """
         config = self._configs.get((grid, block)) or self._configure(grid, block)

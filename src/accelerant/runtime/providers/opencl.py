@@ -57,6 +57,7 @@ if not devices:
     sys.exit("no OpenCL driver shows a device")
 """
 _PROBE_TIMEOUT_S = 60
+_OPTIONS = ("-cl-std=CL1.2",)
 _SCALARS: dict[str, Any] = {
     "i32": np.int32,
     "u32": np.uint32,
@@ -182,7 +183,9 @@ class OpenclProvider(ComputeProvider):
                 f"kernel {source.name!r}: OpenCL compiles text, not what a {type(program).__name__} builds"
             )
         text = f"{portable_header()}\n#line 1\n{program}" if dialect == "portable" else program
-        key = kernel_key(program=text, options=source.options, target=slot.identity)
+        key = kernel_key(
+            program=text, entries=sorted(source.entries), options=[*_OPTIONS, *source.options], target=slot.identity
+        )
         report = {"name": source.name, "target": slot.device.name.strip(), "compiler": slot.identity}
         cache = KernelCache()
         binary, from_cache = cache.get_or_build(key, lambda: self._build(slot, source, text), **report)
@@ -271,7 +274,7 @@ class OpenclProvider(ComputeProvider):
     def _build(self, slot: _Slot, source: KernelSource, text: str) -> Binary:
         program = self._cl.Program(slot.context, text)
         try:
-            built = program.build(options=["-cl-std=CL1.2", *source.options], devices=[slot.device])
+            built = program.build(options=[*_OPTIONS, *source.options], devices=[slot.device])
         except self._cl.Error as error:
             raise CompileError(
                 f"kernel {source.name!r} does not compile for {slot.device.name.strip()}", str(error)
@@ -307,12 +310,12 @@ class _Slot:
         self.queue = cl.CommandQueue(self.context, properties=cl.command_queue_properties.PROFILING_ENABLE)
         self.pool = MemoryPool(ImmediateAllocator(self.queue))
         self.identity = " ".join((device.platform.version, device.name, device.driver_version))
-        self.lock = threading.Lock()
+        self.counting = threading.RLock()  # _Held.__del__ takes it, in any thread, also one that is counting
         self.allocated = 0
         self.peak = 0
 
     def count(self, size_bytes: int) -> None:
-        with self.lock:
+        with self.counting:
             self.allocated += size_bytes
             self.peak = max(self.peak, self.allocated)
 
