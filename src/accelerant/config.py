@@ -128,50 +128,32 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
 
 _loaded: Settings | None = None
 _overridden: ContextVar[Settings | None] = ContextVar("accelerant_settings", default=None)
-_AUTOGRAD_KEY = "accelerant_settings"
-"""Under it, torch hands what is overridden here to autograd's threads: a ContextVar does not reach them."""
+_published: list[Settings] = []
+"""What is overridden for threads that Python did not start, the last one in force: see override."""
 
 
 def settings() -> Settings:
     """The settings in force, here and now."""
     global _loaded
-    inner = _overridden.get() or _of_the_caller_of_backward()
+    inner = _overridden.get()
     if inner is not None:
         return inner
+    latest = _published[-1:]
+    if latest and isinstance(threading.current_thread(), threading._DummyThread):
+        return latest[0]
     if _loaded is None:
         _loaded = load()
         logging.getLogger("accelerant").setLevel(_loaded.log.upper())
     return _loaded
 
 
-def _of_the_caller_of_backward() -> Settings | None:
-    """In a thread of autograd, what is overridden where the backward pass was started."""
-    received = _received()
-    return None if received is None else received[1]
-
-
-def _received() -> tuple[int, Settings | None] | None:
-    """What torch brought from another thread: its number and what is overridden there."""
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "_C") or not torch._C._is_key_in_tls(_AUTOGRAD_KEY):
-        return None
-    left: tuple[int, Settings | None] = torch._C._get_obj_in_tls(_AUTOGRAD_KEY)
-    # In the thread that left it, the ContextVar is right: another task of it may have left this.
-    return None if left[0] == threading.get_ident() else left
-
-
-def _hand_to_autograd(value: tuple[int, Settings | None]) -> None:
-    """Leave it where torch copies it from when this thread starts a backward pass."""
-    import torch
-
-    torch._C._stash_obj_in_tls(_AUTOGRAD_KEY, value)
-
-
 @contextmanager
 def override(**changes: Any) -> Iterator[Settings]:
-    """Change settings for a block of code, in this thread or asyncio task and the backward passes that it starts.
+    """Change settings for a block of code, in this thread or asyncio task and in its backward passes.
 
-    Other threads, also those that the block starts, keep theirs. Only the logger's level is the whole process's.
+    Other threads of Python, also those that the block starts, keep theirs. Autograd's threads, which torch starts and a
+    ContextVar does not reach, follow the override that was entered last, whichever thread entered it. The logger's
+    level is the whole process's.
 
     >>> with override(fallback="forbid"):
     ...     train()
@@ -189,15 +171,14 @@ def override(**changes: Any) -> Iterator[Settings]:
     changed = replace(settings(), **read)
     logger = logging.getLogger("accelerant")
     level = logger.level
-    received = _received()
     token = _overridden.set(changed)
     try:
-        _hand_to_autograd((threading.get_ident(), changed))
+        _published.append(changed)
         if "log" in read:
             logger.setLevel(changed.log.upper())
         yield changed
     finally:
         _overridden.reset(token)
-        _hand_to_autograd(received or (threading.get_ident(), _overridden.get()))
+        _published.remove(changed)
         if "log" in read:
             logger.setLevel(level)
