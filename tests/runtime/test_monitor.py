@@ -359,5 +359,5 @@ def test_joules_of_an_op_on_the_gpu(gpu):
             torch.cuda.synchronize()
     op = next(op for op in found.ops if op.op == "gelu_fwd")
     assert op.energy_per_call_j > 0
-    assert op.energy_j <= found.energy_j
+    assert op.energy_j <= found.energy_j * (1 + 1e-9)
     assert found.busy > 0.5

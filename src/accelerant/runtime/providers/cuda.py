@@ -152,8 +152,9 @@ class CudaProvider(ComputeProvider):
     def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
         size = host_size(buffer, dtype, shape)
         array = np.empty(tuple(shape), dtype)  # NumPy asks for huge pages: ten times quicker to touch first
+        storage = _storage(buffer, "buffer")
         if size:
-            torch.from_numpy(array.reshape(-1).view(np.uint8)).copy_(_storage(buffer, "buffer")[:size])
+            torch.from_numpy(array.reshape(-1).view(np.uint8)).copy_(storage[:size])
         return array
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
