@@ -19,8 +19,10 @@ from accelerant._version import __version__
 if TYPE_CHECKING:
     from accelerant import algebra, nn, ops
     from accelerant.accelerator import Accelerator, AcceleratorConfig
+    from accelerant.runtime.batch_size import optimal_batch_size
     from accelerant.runtime.dispatch import explain
     from accelerant.runtime.ledger import ledger
+    from accelerant.runtime.peak import predict_peak
     from accelerant.runtime.registry import devices
 
 __all__ = [
@@ -34,6 +36,8 @@ __all__ = [
     "ledger",
     "nn",
     "ops",
+    "optimal_batch_size",
+    "predict_peak",
 ]
 
 _SUBPACKAGES = ("algebra", "nn", "ops")
@@ -43,6 +47,8 @@ _NAMES = {
     "devices": "accelerant.runtime.registry",
     "explain": "accelerant.runtime.dispatch",
     "ledger": "accelerant.runtime.ledger",
+    "optimal_batch_size": "accelerant.runtime.batch_size",
+    "predict_peak": "accelerant.runtime.peak",
 }
 
 
