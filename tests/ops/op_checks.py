@@ -11,32 +11,81 @@ import accelerant.ops
 from accelerant.ops._cases import draw
 
 FOLDER = Path(accelerant.ops.__file__).parent
-OPS = sorted(path.name for path in FOLDER.iterdir() if (path / "__init__.py").is_file())
+FOLDERS = sorted(path.name for path in FOLDER.iterdir() if (path / "__init__.py").is_file())
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def cases_of(folder):
+    """A folder's cases.py.
+
+    It has SAMPLES and the rest for the op of the folder's name, or FAMILY, which has them for each op of a family.
+    KIND: "differentiable" (the default); "plain", no gradients; "mutating", no functions of a public name either.
+    RUNS: what the ledger may show beside our kernel, for an op that leaves a part of its work to a library.
+    """
+    return importlib.import_module(f"accelerant.ops.{folder}.cases")
+
+
+def kind_of(folder):
+    """See cases_of."""
+    return getattr(cases_of(folder), "KIND", "differentiable")
+
+
+def _ops():
+    """Op -> folder."""
+    found = {}
+    for folder in FOLDERS:
+        if kind_of(folder) != "mutating":
+            found |= dict.fromkeys(getattr(cases_of(folder), "FAMILY", (folder,)), folder)
+    return dict(sorted(found.items()))
+
+
+FOLDER_OF = _ops()
+OPS = list(FOLDER_OF)
+DIFFERENTIABLE = [op for op in OPS if kind_of(FOLDER_OF[op]) == "differentiable"]
 
 
 def parts(op):
     """An op's function, reference and cases."""
+    folder = FOLDER_OF[op]
+    cases = cases_of(folder)
     return SimpleNamespace(
         name=op,
+        folder=folder,
         call=getattr(accelerant.ops, op),
-        reference=getattr(importlib.import_module(f"accelerant.ops.{op}.reference"), f"{op}_reference"),
-        cases=importlib.import_module(f"accelerant.ops.{op}.cases"),
+        reference=getattr(importlib.import_module(f"accelerant.ops.{folder}.reference"), f"{op}_reference"),
+        cases=cases.FAMILY[op] if hasattr(cases, "FAMILY") else cases,
+        runs=set(getattr(cases, "RUNS", ())),
     )
 
 
-def each_sample(*, of="SAMPLES"):
+def each_sample(*, of="SAMPLES", ops=OPS):
     """(op, sample) with a readable identifier, for parametrize."""
-    return [pytest.param(op, sample, id=f"{op}-{sample.name}") for op in OPS for sample in getattr(parts(op).cases, of)]
+    return [pytest.param(op, sample, id=f"{op}-{sample.name}") for op in ops for sample in getattr(parts(op).cases, of)]
 
 
 def small_samples(limit):
     """Samples that finite differences can afford."""
-    return [param for param in each_sample() if max(map(_numel, param.values[1].shapes)) <= limit]
+    return [param for param in each_sample(ops=DIFFERENTIABLE) if max(map(_numel, param.values[1].shapes)) <= limit]
 
 
 def _numel(shape):
     return 0 if shape is None else torch.Size(shape).numel()
+
+
+def results(y):
+    """The results of an op as a tuple."""
+    return y if isinstance(y, tuple) else (y,)
+
+
+def wants_gradient(tensor):
+    """Whether an argument can have a gradient."""
+    return tensor is not None and tensor.is_floating_point()
+
+
+def differentiable(sample, dtype, device="cpu"):
+    """A sample's tensors, asking for a gradient where they can have one."""
+    tensors = sample.tensors(dtype, device)
+    return [tensor.requires_grad_() if wants_gradient(tensor) else tensor for tensor in tensors]
 
 
 def close(actual, expected, tolerance):
@@ -51,24 +100,59 @@ def close(actual, expected, tolerance):
     )
 
 
+def bound(op, sample, dtype, device="cpu"):
+    """A call as a function of the tensors that can have a gradient, for us and for the reference.
+
+    An op of several results gives them as one, flattened and joined.
+    """
+    it = parts(op)
+    whole = sample.tensors(dtype, device)
+    places = [at for at, tensor in enumerate(whole) if wants_gradient(tensor)]
+
+    def function(of):
+        def call(*tensors):
+            args = list(whole)
+            for at, tensor in zip(places, tensors, strict=True):
+                args[at] = tensor
+            args = [arg.to(tensors[0].device) if isinstance(arg, torch.Tensor) else arg for arg in args]
+            ys = results(of(*args, **sample.options))
+            return ys[0] if len(ys) == 1 else torch.cat([y.flatten() for y in ys])
+
+        return call
+
+    return SimpleNamespace(
+        tensors=[whole[at] for at in places], call=function(it.call), reference=function(it.reference)
+    )
+
+
 def check_sample(op, sample, dtype, device="cpu", tolerances=None):
-    """Forward and backward against the reference in float64."""
+    """Forward and, for a differentiable op, backward against the reference in float64."""
     it = parts(op)
     tolerance = (tolerances or it.cases.TOLERANCES)[dtype]
+    learns = op in DIFFERENTIABLE
     tensors = sample.tensors(dtype, device)
-    for tensor in tensors:
-        if tensor is not None:
+    exact = [each.double() if wants_gradient(each) else each for each in tensors]
+    for tensor in [*tensors, *exact]:
+        if learns and wants_gradient(tensor):
             tensor.requires_grad_()
-    exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in tensors]
-    y = it.call(*tensors, **sample.options)
-    expected = it.reference(*exact, **sample.options)
-    assert y.dtype == dtype
-    assert y.device == tensors[0].device
-    close(y.detach(), expected.detach(), tolerance)
-    dy = draw(y.shape, dtype, device, seed=99)  # drawn apart from x, or the sums below grow with the rows
-    y.backward(dy)
-    expected.backward(dy.double())
+    ys = results(it.call(*tensors, **sample.options))
+    expected = results(it.reference(*exact, **sample.options))
+    floating = next(tensor for tensor in tensors if wants_gradient(tensor))
+    assert ys[0].dtype == dtype or not learns
+    assert len(ys) == len(expected)
+    for y, reference in zip(ys, expected, strict=True):
+        assert y.device == floating.device
+        close(y.detach(), reference.detach(), tolerance)
+    if not learns:
+        return
+    # Drawn apart from x, or the sums below grow with the rows.
+    pairs = [
+        (y, ref, draw(y.shape, y.dtype, device, 99 + i)) for i, (y, ref) in enumerate(zip(ys, expected, strict=True))
+    ]
+    pairs = [pair for pair in pairs if pair[0].requires_grad]
+    torch.autograd.backward([y for y, _, _ in pairs], [dy for _, _, dy in pairs])
+    torch.autograd.backward([ref for _, ref, _ in pairs], [dy.double() for _, _, dy in pairs])
     for tensor, reference in zip(tensors, exact, strict=True):
-        if tensor is not None:
+        if wants_gradient(tensor):
             assert tensor.grad.dtype == dtype
             close(tensor.grad, reference.grad, tolerance)

@@ -11,7 +11,7 @@ import torch
 from accelerant.runtime.kernel import KernelSource
 from accelerant.runtime.triton import TritonKernel
 
-__all__ = ["Benchmark", "Compilation", "Sample", "Tolerance", "draw"]
+__all__ = ["Benchmark", "Compilation", "Indices", "OpCases", "Sample", "Tolerance", "draw"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +23,36 @@ class Tolerance:
 
 
 @dataclass(frozen=True, slots=True)
+class Indices:
+    """A tensor argument of int64 numbers in [low, high): classes, places in a table."""
+
+    shape: tuple[int, ...]
+    high: int
+    low: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One call of an op, its tensors by shape.
 
     Attributes:
         name: for the test's identifier.
-        shapes: of the tensor arguments in order; None for an absent one.
+        arguments: the tensor arguments in order: a shape for one of normal numbers, Indices, None for an absent one.
         options: keyword arguments.
     """
 
     name: str
-    shapes: tuple[tuple[int, ...] | None, ...]
+    arguments: tuple[tuple[int, ...] | Indices | None, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
+        """The shape of each argument."""
+        return tuple(each.shape if isinstance(each, Indices) else each for each in self.arguments)
+
     def tensors(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[torch.Tensor | None]:
-        """Reproducible normal numbers."""
-        return [None if shape is None else draw(shape, dtype, device, seed) for seed, shape in enumerate(self.shapes)]
+        """Reproducible numbers: normal ones of a dtype, and indices."""
+        return [_drawn(argument, dtype, device, seed) for seed, argument in enumerate(self.arguments)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +91,36 @@ class Benchmark:
     dtype: torch.dtype
     forward_ms: float | None = None
     backward_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpCases:
+    """What one op of a family is tested and measured on; a folder of one op has these names in its cases.py instead.
+
+    Attributes:
+        SAMPLES: small calls, edges among them.
+        LARGE: calls that a GPU is tested on.
+        BENCHMARKS: rows of the benchmark.
+        TOLERANCES: by dtype, of our kernels.
+        TORCH_TOLERANCES: by dtype, of torch's functions; None: the same.
+    """
+
+    SAMPLES: tuple[Sample, ...]
+    LARGE: tuple[Sample, ...]
+    BENCHMARKS: tuple[Benchmark, ...]
+    TOLERANCES: Mapping[torch.dtype, Tolerance]
+    TORCH_TOLERANCES: Mapping[torch.dtype, Tolerance] | None = None
+
+
+def _drawn(
+    argument: tuple[int, ...] | Indices | None, dtype: torch.dtype, device: torch.device | str, seed: int
+) -> torch.Tensor | None:
+    if argument is None:
+        return None
+    if isinstance(argument, Indices):
+        generator = torch.Generator(device).manual_seed(seed)
+        return torch.randint(argument.low, argument.high, argument.shape, generator=generator, device=device)
+    return draw(argument, dtype, device, seed)
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> torch.Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._library import below_autograd, define, is_plain, name_of
+from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._library import name_of
 from accelerant.ops.softmax.launch import launch_backward, launch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.triton import refuses_triton
@@ -23,8 +23,6 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def _refuses(case: Case) -> str | None:
     if case.dtype == torch.float64:
         return "computes in float32, not float64"
-    if "create_graph" in case.options:
-        return "its backward pass has no gradient of its own (create_graph=True)"
     return refuses_triton(case.device)
 
 
@@ -79,39 +77,8 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     dim %= dims
     if x.dim() == 0:
         return softmax(x.reshape(1), 0).reshape(())
-    if torch.compiler.is_compiling() or not is_plain(x):
-        y: Tensor = _op(x, dim)
-    elif x.requires_grad and torch.is_grad_enabled():
-        y = _apply(x, dim)
-    else:
-        y = _forward(x, dim)
+    y: Tensor = _softmax(x, dim)
     return y
-
-
-class Softmax(torch.autograd.Function):
-    """Autograd of softmax; named for the profiler."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
-        """Keeps y."""
-        if is_plain(x):
-            y = _forward(x, dim)
-        else:
-            with below_autograd():
-                y = _op(x, dim)
-        ctx.save_for_backward(y)
-        ctx.dim = dim
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        """dx; itself differentiable where the caller asked for that."""
-        (y,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _differentiable_backward(dy, y, ctx.dim), None
-        if is_plain(dy):
-            return _backward(dy, y, ctx.dim), None
-        return _op_backward(dy, y, ctx.dim), None
 
 
 def _options(x: Tensor, dim: int) -> tuple[str, ...]:
@@ -124,31 +91,17 @@ def _forward(x: Tensor, dim: int) -> Tensor:
     return y
 
 
-def _backward(dy: Tensor, y: Tensor, dim: int) -> Tensor:
-    dx: Tensor = softmax_bwd(Case(y.device, y.dtype, y.shape, _options(y, dim)), dy, y, dim)
-    return dx
+def _backward(dy: Tensor, y: Tensor, dim: int, needs: Sequence[bool]) -> tuple[Tensor]:
+    return (softmax_bwd(Case(y.device, y.dtype, y.shape, _options(y, dim)), dy, y, dim),)
 
 
-def _differentiable_backward(dy: Tensor, y: Tensor, dim: int) -> Tensor:
-    if not is_plain(dy):  # being traced: shapes may be symbols, and nothing runs
-        return _torch_backward(dy, y, dim)
-    case = Case(y.device, y.dtype, y.shape, (*_options(y, dim), "create_graph"))
-    dx: Tensor = softmax_bwd(case, dy, y, dim)
-    return dx
-
-
-_apply: Callable[..., Any] = Softmax.apply
-_op = define(
-    "softmax(Tensor x, int dim) -> Tensor",
-    kernel=_forward,
-    fake=lambda x, dim: x.new_empty(x.shape),
-    differentiable=_apply,
+_softmax = DifferentiableOp(
+    "softmax(Tensor x, int dim) -> (Tensor y)",
+    forward=_forward,
+    backward=_backward,
+    saves=("y",),
+    gradients={"x": "y"},
     composite=_torch_forward,
-)
-_op_backward = define(
-    "softmax_backward(Tensor dy, Tensor y, int dim) -> Tensor",
-    kernel=_backward,
-    fake=lambda dy, y, dim: y.new_empty(y.shape),
-    differentiable=_differentiable_backward,
-    composite=_torch_backward,
+    composite_backward=lambda dy, y, dim, needs: (_torch_backward(dy, y, dim),),
+    fake=lambda x, dim: x.new_empty(x.shape),
 )
