@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from accelerant import config
 from accelerant.config import Settings, load, override, settings
 from accelerant.errors import ConfigError
 
@@ -35,8 +36,31 @@ def test_every_variable_is_read():
         "ACCELERANT_CACHE_DIR": "/somewhere",
         "ACCELERANT_MEMORY_FRACTION": "0.25",
         "ACCELERANT_LOG": "debug",
+        "ACCELERANT_RACE": "first_use",
+        "ACCELERANT_TUNE": "first_use",
+        "ACCELERANT_DETERMINISTIC": "1",
+        "ACCELERANT_IMPLEMENTATION": "gelu_fwd=torch, attention_fwd = triton,",
     }
-    assert load(environ) == Settings("cpu", "forbid", Path("/somewhere"), 0.25, "debug")
+    forced = (("attention_fwd", "triton"), ("gelu_fwd", "torch"))
+    assert load(environ) == Settings(
+        "cpu", "forbid", Path("/somewhere"), 0.25, "debug", "first_use", "first_use", True, forced
+    )
+
+
+def test_a_file_may_force_implementations(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text('deterministic = true\n[implementation]\ngelu_fwd = "torch"\n')
+    found = load({"ACCELERANT_CONFIG": str(path)})
+    assert (found.deterministic, found.implementation) == (True, (("gelu_fwd", "torch"),))
+
+
+def test_dispatch_is_told_while_what_it_depends_on_is_overridden():
+    assert not config.choice_overrides
+    with override(fallback="warn"):
+        assert not config.choice_overrides
+        with override(race="first_use"), override(deterministic="off"):
+            assert len(config.choice_overrides) == 2
+    assert not config.choice_overrides
 
 
 @pytest.mark.parametrize(
@@ -105,6 +129,15 @@ def test_override_reads_text_as_the_environment_is_read():
         {"memory_fraction": 1.5},
         {"fallback": None},
         {"backend": ""},
+        {"race": "always"},
+        {"tune": True},
+        {"deterministic": "perhaps"},
+        {"deterministic": None},
+        {"implementation": "gelu_fwd"},
+        {"implementation": {"gelu_fwd": ""}},
+        {"implementation": {"gelu_fwd": 3}},
+        {"implementation": 3},
+        {"implementation": [1, 2]},
     ],
     ids=str,
 )

@@ -7,6 +7,12 @@ The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration f
     cache_dir = "/path"       # ACCELERANT_CACHE_DIR   compiled kernels, choices, tokenisers
     memory_fraction = 1.0     # ACCELERANT_MEMORY_FRACTION   of each device, for this process
     log = "warning"           # ACCELERANT_LOG         debug, info, warning, error
+    race = "off"              # ACCELERANT_RACE        off, first_use: time implementations, choose the fastest
+    tune = "off"              # ACCELERANT_TUNE        off, first_use: the same for launch parameters
+    deterministic = false     # ACCELERANT_DETERMINISTIC   refuse implementations whose bits vary
+
+    [implementation]          # ACCELERANT_IMPLEMENTATION="gelu_fwd=torch, ..."   force an op's implementation
+    gelu_fwd = "torch"
 
 `settings()` is read once a process; `override(...)` changes it for a block of code. What is overridden holds in the
 thread or asyncio task that did it, and in the threads in which autograd runs a backward pass that was started there.
@@ -28,9 +34,10 @@ from typing import Any, Literal, get_args
 
 from accelerant.errors import ConfigError
 
-__all__ = ["FallbackPolicy", "Settings", "override", "settings"]
+__all__ = ["FallbackPolicy", "Settings", "When", "override", "settings"]
 
 FallbackPolicy = Literal["allow", "warn", "forbid"]
+When = Literal["off", "first_use"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -56,6 +63,10 @@ class Settings:
         cache_dir: where compiled kernels, raced choices and tokenisers are kept.
         memory_fraction: the part of a device's memory this process may allocate, above 0 to 1.
         log: level of the "accelerant" logger.
+        race: whether implementations that serve the same case are timed against each other when it is first met.
+        tune: whether launch parameters are.
+        deterministic: refuse implementations that may give other bits for the same inputs; start no race.
+        implementation: pairs of an op and the implementation that must run, no other; sorted.
     """
 
     backend: str = "auto"
@@ -63,12 +74,18 @@ class Settings:
     cache_dir: Path = field(default_factory=lambda: _user_folder("cache"))
     memory_fraction: float = 1.0
     log: LogLevel = "warning"
+    race: When = "off"
+    tune: When = "off"
+    deterministic: bool = False
+    implementation: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.fallback in get_args(FallbackPolicy), "fallback", self.fallback, get_args(FallbackPolicy))
         _require(self.log in get_args(LogLevel), "log", self.log, get_args(LogLevel))
         _require(0.0 < self.memory_fraction <= 1.0, "memory_fraction", self.memory_fraction, ("a number in (0, 1]",))
         _require(bool(self.backend), "backend", self.backend, ("auto, or a backend's name",))
+        _require(self.race in get_args(When), "race", self.race, get_args(When))
+        _require(self.tune in get_args(When), "tune", self.tune, get_args(When))
 
 
 def _require(ok: bool, name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -85,9 +102,28 @@ def _converted(name: str, value: object, origin: str) -> Any:
             if not value or not isinstance(value, (str, Path)):
                 raise ValueError
             return Path(value).expanduser()
+        if name == "deterministic":
+            return _SWITCH[str(value).lower()]
+        if name == "implementation":
+            return _pairs(value)
         return str(value)
-    except (ValueError, RuntimeError):  # RuntimeError: "~" of a user without a home
+    except (ValueError, KeyError, TypeError, RuntimeError):  # RuntimeError: "~" of a user without a home
         raise ConfigError(f"{origin}: {name} cannot be {value!r}") from None
+
+
+_SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+def _pairs(value: object) -> tuple[tuple[str, str], ...]:
+    """Names and values of a mapping, of pairs, or of text "a=b, c=d"; sorted, the last of a name counts."""
+    if isinstance(value, str):
+        value = [part.split("=") for part in value.split(",") if part.strip()]
+    if not isinstance(value, (Mapping, list, tuple)):
+        raise ValueError
+    pairs = value.items() if isinstance(value, Mapping) else value
+    if not all(len(pair) == 2 and all(isinstance(each, str) and each.strip() for each in pair) for pair in pairs):
+        raise ValueError
+    return tuple(sorted({name.strip(): text.strip() for name, text in pairs}.items()))
 
 
 def _from_file(path: Path, *, must_exist: bool) -> dict[str, Any]:
@@ -131,6 +167,12 @@ _overridden: ContextVar[Settings | None] = ContextVar("accelerant_settings", def
 _published: list[Settings] = []
 """What is overridden for threads that Python did not start, the last one in force: see override."""
 
+choice_overrides: list[Settings] = []
+"""The overrides in force, in any thread, of a setting that a choice depends on: while it is empty, the hot path of
+dispatch need not ask for the settings."""
+
+CHOICE_SETTINGS = frozenset({"race", "tune", "deterministic", "implementation", "cache_dir"})
+
 
 def settings() -> Settings:
     """The settings in force, here and now."""
@@ -171,14 +213,19 @@ def override(**changes: Any) -> Iterator[Settings]:
     changed = replace(settings(), **read)
     logger = logging.getLogger("accelerant")
     level = logger.level
+    chooses = not CHOICE_SETTINGS.isdisjoint(read)
     token = _overridden.set(changed)
     try:
         _published.append(changed)
+        if chooses:
+            choice_overrides.append(changed)
         if "log" in read:
             logger.setLevel(changed.log.upper())
         yield changed
     finally:
         _overridden.reset(token)
         _published.remove(changed)
+        if chooses:
+            choice_overrides.remove(changed)
         if "log" in read:
             logger.setLevel(level)

@@ -283,7 +283,7 @@ def test_ledger_views(book):
         ), line
     assert "views" in str(book)
     book.reset()
-    assert book.to_dict() == {"ops": [], "fallbacks": []}
+    assert book.to_dict() == {"ops": [], "fallbacks": [], "graphs": []}
 
 
 def test_explain_names_what_ran_and_what_refused(book, capsys):

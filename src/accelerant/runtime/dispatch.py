@@ -10,6 +10,8 @@ choice may depend on) and the arguments. The first call of a case chooses a plan
     ...
     y, mean, rstd = layer_norm_fwd(Case(x.device, x.dtype, (M, N)), x, weight, bias, eps)
 
+Which of those that serve a case runs is choose.py's: the forced one, the fastest of a race, or the first.
+
 An implementation that fails before it wrote anything (compile, refused launch, allocation) is followed by the next
 ones from the same inputs, as the fallback policy allows: ops are functional, so nothing can be half-written. One that
 did not compile or launch stays out for that case; each later call is counted, warned of or refused as the policy says.
@@ -21,20 +23,23 @@ worked around. What ran, what refused and what fell back goes into the ledger.
 from __future__ import annotations
 
 import copy
-import threading
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from accelerant.config import settings
-from accelerant.errors import CompileError, FallbackWarning, LaunchError, OutOfMemory, UnsupportedCase
+from accelerant.config import choice_overrides, override, settings
+from accelerant.errors import CompileError, ConfigError, FallbackWarning, LaunchError, OutOfMemory, UnsupportedCase
+from accelerant.runtime.case import Case, Cost, Implementation, group_of, saved_by
+from accelerant.runtime.choose import Choice, choose, powers_of_two, reason_of
+from accelerant.runtime.decisions import Decision, Explanation, explain, explain_quietly, observers
 from accelerant.runtime.ledger import FallbackRecord, OpRecord, ledger
 from accelerant.runtime.provider import ComputeProvider
+from accelerant.runtime.rules import Plans, rules, torch_wants_determinism
 
 __all__ = [
     "Case",
@@ -45,7 +50,9 @@ __all__ = [
     "Operation",
     "explain",
     "explain_quietly",
+    "force",
     "operations",
+    "saved_by",
 ]
 
 RECOVERABLE = (CompileError, LaunchError, OutOfMemory, UnsupportedCase, torch.OutOfMemoryError)
@@ -56,59 +63,18 @@ _PLANS_LIMIT = 4096
 """The most cases whose plans, and whose broken implementations, an Operation keeps."""
 
 
-class Case(NamedTuple):
-    """What a choice may depend on; hashable and cheap.
-
-    Attributes:
-        device: where the inputs are.
-        dtype: of the main input.
-        shape: the sizes that matter to the op, for example (M, N).
-        options: what else matters, for example ("tanh",) or strides.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    options: tuple[Any, ...] = ()
-
-    def __str__(self) -> str:
-        parts = ["x".join(map(str, self.shape)) or "scalar", str(self.dtype).removeprefix("torch.")]
-        return " ".join(parts + [str(option) for option in self.options])
-
-
-class Cost(NamedTuple):
-    """The least work of a call: bytes with each input read once and each output written once; operations."""
-
-    bytes: int
-    flops: int
-
-
-@dataclass(frozen=True, slots=True)
-class Implementation:
-    """One way to run an op.
-
-    Attributes:
-        name: "triton", "torch", "cublaslt", ...
-        run: takes what the Operation is called with after the Case.
-        refuses: the reason why it cannot serve a case, or None; None altogether if it serves all.
-        own: Accelerant's own kernel, not a library's.
-    """
-
-    name: str
-    run: Callable[..., Any]
-    refuses: Callable[[Case], str | None] | None = None
-    own: bool = False
-
-
 @dataclass(slots=True)
 class _Plan:
-    """A case's choice; `fallback_from` are the preferred implementations that failed, with their errors."""
+    """A case's choice; `run` is the implementation's, `fallback_from` holds the preferred that failed, with errors."""
 
+    run: Callable[..., Any]
     implementation: Implementation
     record: OpRecord
     provider: ComputeProvider
     device: int
     refused: tuple[tuple[str, str], ...]
+    raced: tuple[tuple[str, float], ...] = ()
+    forced: bool = False
     fallback_from: tuple[tuple[str, Exception], ...] = ()
 
 
@@ -127,26 +93,41 @@ class Operation:
         name: of the op in the ledger.
         implementations: the preferred first.
         cost: least bytes and operations of a case.
+        bucket: what of a case, besides device and dtype, one race stands for; by default the options, and each size
+            rounded up to a power of two.
+        pairs_with: the forward op whose saved tensors this one reads, where some implementations save their own form.
     """
 
-    def __init__(self, name: str, implementations: Sequence[Implementation], *, cost: Callable[[Case], Cost]) -> None:
+    def __init__(
+        self,
+        name: str,
+        implementations: Sequence[Implementation],
+        *,
+        cost: Callable[[Case], Cost],
+        bucket: Callable[[Case], tuple[Hashable, ...]] | None = None,
+        pairs_with: str | None = None,
+    ) -> None:
         self.name = name
         self.implementations = tuple(implementations)
+        self.pairs_with = pairs_with
         self._cost = cost
-        self._plans: dict[Case, _Plan] = {}
+        self._bucket = bucket or powers_of_two
+        self._plans: Plans[_Plan] = Plans()
+        self._usual = self._plans.usual
         self._broken: dict[Case, dict[str, Exception]] = {}
         _operations[name] = self
 
     def __call__(self, case: Case, *args: Any) -> Any:
         """Run the case's implementation; count it, and time it now and then."""
-        plan = self._plans.get(case)
+        plans = self._plans.now() if choice_overrides or torch_wants_determinism() else self._usual
+        plan = plans.get(case)
         if plan is None:
-            plan = self._choose(case)
+            plan = self._choose(case, plans, args)
         if plan.fallback_from:
             self._keep_policy(case, plan)
         start = _ledger.begin(plan.record, plan.provider, plan.device)
         try:
-            result = plan.implementation.run(*args)
+            result = plan.run(*args)
         except RECOVERABLE as error:
             _ledger.failed(plan.record)
             return self._fall_back(case, plan, error, args)
@@ -158,13 +139,13 @@ class Operation:
             raise lost from error
         if start is not None:
             _ledger.end(plan.record, start, plan.provider, plan.device)
-        if _observers:
-            _notify(self.name, case, plan)
+        if observers:
+            _notify(self, case, plan)
         return result
 
     def forget(self) -> None:
         """Choose anew from the next call on; for tests and after a change of settings."""
-        self._plans.clear()
+        self._plans.forget()
         self._broken.clear()
 
     def run(self, implementation: str, *args: Any) -> Any:
@@ -179,36 +160,59 @@ class Operation:
         known = ", ".join(candidate.name for candidate in self.implementations)
         raise UnsupportedCase(f"{self.name} has the implementations {known}; got {implementation!r}")
 
+    def candidates(self, case: Case) -> list[Implementation]:
+        """The implementations that serve a case, the preferred first."""
+        return [each for each, reason in self.refusals(case) if reason is None]
+
     def refusals(self, case: Case) -> list[tuple[Implementation, str | None]]:
         """Each implementation with its reason against the case, None where it serves it."""
         broken = self._broken.get(case, {})
-        return [
-            (each, _reason(broken[each.name]) if each.name in broken else each.refuses(case) if each.refuses else None)
-            for each in self.implementations
-        ]
+        deterministic = rules().deterministic
+        return [(each, self._refusal(each, case, broken, deterministic)) for each in self.implementations]
 
-    def _choose(self, case: Case) -> _Plan:
-        refused: list[tuple[str, str]] = []
-        for implementation, reason in self.refusals(case):
-            if reason is None:
-                break
-            refused.append((implementation.name, reason))
-        else:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
-            raise UnsupportedCase(f"{self.name} has no implementation for {case} on {case.device} ({reasons})")
-        plan = self._plan(case, implementation, tuple(refused))
+    def _refusal(
+        self, each: Implementation, case: Case, broken: dict[str, Exception], deterministic: bool
+    ) -> str | None:
+        if each.name in broken:
+            return reason_of(broken[each.name])
+        if deterministic and not each.deterministic:
+            return "not deterministic"
+        if self.pairs_with:
+            group = group_of(case)
+            if each.group != group:
+                form = f"the form of {group}" if group else "its own form"
+                return f"{self.pairs_with} saved its tensors in {form}, which this one does not read"
+        return each.refuses(case) if each.refuses else None
+
+    def _choose(self, case: Case, plans: dict[Case, _Plan], args: tuple[Any, ...]) -> _Plan:
+        """The plan of a case that has none under the rules in force; raced if they ask for that."""
+        choice = choose(self.name, case, self.refusals(case), self._bucket, args, _is_transient)
+        if choice.measured:
+            self._plans.forget()  # other cases of the bucket, and those under other rules, are chosen anew
+        self._remember(case, choice.failed)
         broken = self._broken.get(case, {})
-        plan.fallback_from = tuple((name, broken[name]) for name, _ in refused if name in broken)
-        if len(self._plans) >= _PLANS_LIMIT:
-            self._plans.clear()
-        self._plans[case] = plan
+        order = [each.name for each in self.implementations]
+        before = order[: order.index(choice.implementation.name)]
+        refusals = [(each.name, why) for each, why in self.refusals(case)]
+        alone = sum(why is None for _, why in refusals) == 1  # then what comes after it has a reason, too
+        against = {name: why for name, why in refusals if why and (alone or name in before or name in broken)}
+        plan = self._plan(case, choice, tuple((dict(choice.refused) | against).items()))
+        if not choice.forced:
+            plan.fallback_from = tuple((name, broken[name]) for name in before if name in broken)
+        if choice.lasting:
+            if len(plans) >= _PLANS_LIMIT:
+                plans.clear()
+            plans[case] = plan
         return plan
 
-    def _plan(self, case: Case, implementation: Implementation, refused: tuple[tuple[str, str], ...]) -> _Plan:
+    def _plan(self, case: Case, choice: Choice, refused: tuple[tuple[str, str], ...]) -> _Plan:
         from accelerant.runtime import registry
 
         provider = registry.provider_of(case.device)
         cost = self._cost(case)
+        implementation = choice.implementation
+        group = implementation.group
+        paired = f"; its {'forward was' if self.pairs_with else 'backward will be'} {group}'s" if group else ""
         record = OpRecord(
             op=self.name,
             implementation=implementation.name,
@@ -219,8 +223,18 @@ class Operation:
             refused=refused,
             bytes_per_call=cost.bytes,
             flops_per_call=cost.flops,
+            reason=choice.reason + paired,
         )
-        return _Plan(implementation, _ledger.record(record), provider, case.device.index or 0, refused)
+        return _Plan(
+            run=implementation.run,
+            implementation=implementation,
+            record=_ledger.record(record),
+            provider=provider,
+            device=case.device.index or 0,
+            refused=refused,
+            raced=choice.raced,
+            forced=choice.forced,
+        )
 
     def _keep_policy(self, case: Case, plan: _Plan) -> None:
         """Before a call whose preferred implementation is broken: raise why, or count and warn."""
@@ -231,15 +245,15 @@ class Operation:
 
     def _fall_back(self, case: Case, plan: _Plan, error: Exception, args: tuple[Any, ...]) -> Any:
         """Run the remaining implementations in turn from the same inputs, or raise what the last one raised."""
-        if settings().fallback == "forbid":
+        if plan.forced or settings().fallback == "forbid":
             raise self._in_words(error, case)
         failed = {plan.implementation.name: error}
         for following, reason in self.refusals(case):
             if reason is not None or following.name in failed:
                 continue
             traceback.clear_frames(error.__traceback__)  # its frames hold memory that may be what is lacking
-            refused = [*plan.refused, *((name, _reason(each)) for name, each in failed.items())]
-            now = self._plan(case, following, tuple(refused))
+            refused = [*plan.refused, *((name, reason_of(each)) for name, each in failed.items())]
+            now = self._plan(case, Choice(following, f"{', '.join(failed)} failed"), tuple(refused))
             start = _ledger.begin(now.record, now.provider, now.device)
             try:
                 result = following.run(*args)
@@ -258,22 +272,22 @@ class Operation:
             self._remember(case, failed)
             for name, each in failed.items():
                 _announce(self._fallback(case, name, following.name, each))
-            if _observers:
-                _notify(self.name, case, now)
+            if observers:
+                _notify(self, case, now)
             return result
         raise self._in_words(error, case)
 
-    def _remember(self, case: Case, failed: dict[str, Exception]) -> None:
+    def _remember(self, case: Case, failed: Mapping[str, Exception]) -> None:
         """Leave out, from the next call of the case on, what failed for another reason than a lack of memory."""
-        lasting = {name: copy.copy(error) for name, error in failed.items() if not isinstance(error, _TRANSIENT)}
+        lasting = {name: copy.copy(error) for name, error in failed.items() if not _is_transient(error)}
         if lasting:
             if len(self._broken) >= _PLANS_LIMIT:
                 self._broken.clear()
             self._broken[case] = self._broken.get(case, {}) | lasting
-            self._plans.pop(case, None)
+            self._plans.forget(case)
 
     def _fallback(self, case: Case, wanted: str, ran: str, error: Exception) -> FallbackRecord:
-        return FallbackRecord(self.name, f"{case} on {case.device}", wanted, ran, _reason(error))
+        return FallbackRecord(self.name, f"{case} on {case.device}", wanted, ran, reason_of(error))
 
     def _in_words(self, error: Exception, case: Case) -> Exception:
         """What an operator needs to know of an error that nothing was left to do about."""
@@ -289,8 +303,8 @@ class Operation:
 _ledger = ledger()
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' | '.join(str(error).splitlines()[:2])}"
+def _is_transient(error: Exception) -> bool:
+    return isinstance(error, _TRANSIENT)
 
 
 def _announce(entry: FallbackRecord) -> None:
@@ -303,109 +317,45 @@ def _announce(entry: FallbackRecord) -> None:
         )
 
 
-# --- explain -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One dispatch inside an explained call.
-
-    Attributes:
-        op, case, device: what ran on what.
-        implementation: what was chosen.
-        own: Accelerant's own kernel.
-        refused: what was preferred but refused, with the reason.
-        not_tried: implementations after the chosen one.
-    """
-
-    op: str
-    case: str
-    device: str
-    implementation: str
-    own: bool
-    refused: tuple[tuple[str, str], ...]
-    not_tried: tuple[str, ...]
-
-    def __str__(self) -> str:
-        lines = [f"{self.op}  {self.case}  on {self.device}"]
-        lines += [f"  refused  {name}: {reason}" for name, reason in self.refused]
-        lines.append(f"  chosen   {self.implementation}{' (own kernel)' if self.own else ' (library)'}")
-        lines += [f"  not tried  {name}" for name in self.not_tried]
-        return "\n".join(lines)
-
-
-@dataclass(slots=True)
-class Explanation:
-    """What `explain` saw.
-
-    Attributes:
-        result: what the function returned.
-        decisions: every dispatch in it, in order.
-        total_ms: wall time of the call, the device synchronised; includes compiling on a first call.
-    """
-
-    result: Any
-    decisions: list[Decision] = field(default_factory=list)
-    total_ms: float = 0.0
-
-    def __str__(self) -> str:
-        body = [str(decision) for decision in self.decisions] or ["no op of Accelerant ran"]
-        return "\n".join([*body, f"{self.total_ms:.3f} ms in all"])
-
-    def __repr__(self) -> str:
-        return f"Explanation({len(self.decisions)} decisions, {self.total_ms:.3f} ms)"
-
-
-_observers: list[Callable[[Decision], None]] = []
-_observers_lock = threading.Lock()
-
-
-def _notify(op: str, case: Case, plan: _Plan) -> None:
-    names = [each.name for each in _operations[op].implementations]
-    tried = {name for name, _ in plan.refused} | {plan.implementation.name}
+def _notify(operation: Operation, case: Case, plan: _Plan) -> None:
+    tried = {name for name, _ in (*plan.refused, *plan.raced)} | {plan.implementation.name}
     decision = Decision(
-        op=op,
+        op=operation.name,
         case=str(case),
         device=str(case.device),
         implementation=plan.implementation.name,
         own=plan.implementation.own,
         refused=plan.refused,
-        not_tried=tuple(name for name in names if name not in tried),
+        not_tried=tuple(each.name for each in operation.implementations if each.name not in tried),
+        reason=plan.record.reason,
+        raced=plan.raced,
     )
-    for observer in list(_observers):
+    for observer in list(observers):
         observer(decision)
 
 
-def explain_quietly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """As explain, without printing."""
-    seen: list[Decision] = []
-    with _observers_lock:
-        _observers.append(seen.append)
-    began = time.perf_counter()
-    try:
-        result = fn(*args, **kwargs)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return Explanation(result, seen, (time.perf_counter() - began) * 1e3)
-    finally:
-        with _observers_lock:
-            _observers.remove(seen.append)
+# --- forcing ---------------------------------------------------------------------------------------------------------
 
 
-def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Call fn and print, for each op in it, which implementation ran and which were refused, with the reason.
+@contextmanager
+def force(**implementations: str) -> Iterator[None]:
+    """Let an implementation run, and no other, for a block of code: where it refuses or fails, that is an error.
 
-    Backward passes that run inside fn count too. Other threads' calls in the meantime are seen as well.
+    >>> with force(gelu_fwd="torch"):
+    ...     y = accelerant.ops.gelu(x)
 
-    Returns:
-        the same as an object; `.result` is what fn returned.
+    Args:
+        implementations: op=implementation, by their names in the ledger.
 
-    >>> accelerant.explain(accelerant.ops.gelu, x)
-    gelu_fwd  8192x4096 bfloat16 none  on cuda:0
-      chosen   triton (own kernel)
-      not tried  torch
-    0.071 ms in all
+    Raises:
+        ConfigError: no op, or no implementation of it, has that name.
     """
-    explanation = explain_quietly(fn, *args, **kwargs)
-    print(explanation)
-    return explanation
+    for op, name in implementations.items():
+        operation = _operations.get(op)
+        if operation is None:
+            raise ConfigError(f"there is no op {op!r}; there are {', '.join(sorted(_operations)) or 'none yet'}")
+        if name not in {each.name for each in operation.implementations}:
+            known = ", ".join(each.name for each in operation.implementations)
+            raise ConfigError(f"{op} has the implementations {known}; got {name!r}")
+    with override(implementation={**dict(settings().implementation), **implementations}):
+        yield

@@ -2,6 +2,9 @@
 
 Counting is always on and costs a lock and an addition. Time is sampled: one call in `SAMPLE_EVERY` is put between two
 device events, which are read later, when somebody looks or when enough of them wait; nothing waits for the device.
+
+A CUDA graph runs its ops without Python, so nothing counts them: it has a manifest of the calls that were captured, and
+each replay counts as those. graphs.py makes them.
 """
 
 from __future__ import annotations
@@ -10,13 +13,16 @@ import itertools
 import json
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from accelerant.runtime.provider import ComputeProvider, Event
 
-__all__ = ["FallbackRecord", "Ledger", "OpRecord", "ledger"]
+__all__ = ["FallbackRecord", "Ledger", "Manifest", "OpKey", "OpRecord", "ledger"]
+
+OpKey = tuple[str, str, str, str]
+"""Op, implementation, device, case: what a record stands for."""
 
 SAMPLE_EVERY = 64
 """One call in so many is timed, and each of the second to fourth, so that short runs have figures too."""
@@ -57,6 +63,7 @@ class OpRecord:
         flops_per_call: floating-point or integer operations of the algorithm.
         calls: how many began.
         failures: how many raised.
+        reason: why this implementation, when it was last chosen.
     """
 
     op: str
@@ -70,6 +77,7 @@ class OpRecord:
     flops_per_call: int = 0
     calls: int = 0
     failures: int = 0
+    reason: str = ""
     samples_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES_KEPT))
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,8 +100,32 @@ class OpRecord:
             "flops": self.flops_per_call * self.calls,
             "bytes_per_call": self.bytes_per_call,
             "flops_per_call": self.flops_per_call,
+            "reason": self.reason,
             "refused": [{"implementation": name, "reason": reason} for name, reason in self.refused],
         }
+
+
+@dataclass(slots=True)
+class Manifest:
+    """What a captured graph runs at each replay.
+
+    Attributes:
+        name: of the graph.
+        calls: how often each op is in it.
+        replays: how often it ran; whoever replays it adds to this.
+        settled: as many replays are in the records' counts.
+    """
+
+    name: str
+    calls: Mapping[OpKey, int]
+    replays: int = 0
+    settled: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        names = ("op", "implementation", "device", "case")
+        ops = [{**dict(zip(names, key, strict=True)), "calls": count} for key, count in self.calls.items()]
+        return {"graph": self.name, "replays": self.replays, "ops": ops}
 
 
 def _quantile(ordered: list[float], q: float) -> float | None:
@@ -111,8 +143,9 @@ class Ledger:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._records: dict[tuple[str, str, str, str], OpRecord] = {}
+        self._records: dict[OpKey, OpRecord] = {}
         self._fallbacks: dict[FallbackRecord, int] = {}
+        self._manifests: list[Manifest] = []
         self._pending: deque[tuple[OpRecord, Event, Event]] = deque()
 
     def record(self, new: OpRecord) -> OpRecord:
@@ -125,6 +158,7 @@ class Ledger:
             key = (new.op, new.implementation, new.device, new.case)
             known = self._records.get(key)
             if known is not None:
+                known.refused, known.reason = new.refused, new.reason
                 return known
             if sum(1 for other in self._records if other[0] == new.op) >= _CASES_LIMIT:
                 new.case, new.bytes_per_call, new.flops_per_call = "other", 0, 0
@@ -135,9 +169,8 @@ class Ledger:
     def begin(self, record: OpRecord, provider: ComputeProvider, device: int) -> Event | None:
         """Count a call; where it shall be timed, the event that stands before it."""
         with self._lock:
-            record.calls += 1
-            calls = record.calls
-        if calls % SAMPLE_EVERY and not 2 <= calls <= 4:
+            calls = record.calls = record.calls + 1
+        if calls % SAMPLE_EVERY and (calls > 4 or calls == 1):
             return None
         return provider.record_event(device)
 
@@ -164,6 +197,33 @@ class Ledger:
             self._fallbacks[entry] = count + 1
             return count == 0
 
+    def captured(self, name: str, calls: Mapping[OpKey, int]) -> Manifest:
+        """Take back calls that were counted while a graph was captured, since they did not run; its manifest."""
+        manifest = Manifest(name, dict(calls))
+        with self._lock:
+            self._add(manifest.calls, -1)
+            self._manifests.append(manifest)
+        return manifest
+
+    def release(self, manifest: Manifest) -> None:
+        """Forget a graph that is replayed no more; what it did stays counted."""
+        with self._lock:
+            self._settle()
+            self._manifests = [each for each in self._manifests if each is not manifest]
+
+    def _settle(self) -> None:
+        """Count what graphs did since the last time; under the lock."""
+        for manifest in self._manifests:
+            times = manifest.replays - manifest.settled
+            manifest.settled += times
+            self._add(manifest.calls, times)
+
+    def _add(self, calls: Mapping[OpKey, int], times: int) -> None:
+        for key, count in calls.items():
+            record = self._records.get(key) or self._records.get((*key[:3], "other"))
+            if record is not None:
+                record.calls += count * times
+
     def collect(self) -> None:
         """Read the events that the device has passed."""
         with self._lock:
@@ -181,6 +241,7 @@ class Ledger:
         """Every record, in order of first use."""
         self.collect()
         with self._lock:
+            self._settle()
             return [record for record in self._records.values() if record.calls]
 
     def reset(self) -> None:
@@ -191,6 +252,8 @@ class Ledger:
             for record in self._records.values():
                 record.calls = record.failures = 0
                 record.samples_ms.clear()
+            for manifest in self._manifests:
+                manifest.replays = manifest.settled = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -207,7 +270,8 @@ class Ledger:
                 }
                 for entry, count in self._fallbacks.items()
             ]
-        return {"ops": ops, "fallbacks": fallbacks}
+            graphs = [manifest.to_dict() for manifest in self._manifests]
+        return {"ops": ops, "fallbacks": fallbacks, "graphs": graphs}
 
     def to_json(self, indent: int | None = None) -> str:
         """Everything, as JSON text."""
@@ -233,6 +297,7 @@ class Ledger:
         family("accelerant_op_flops_total", "counter", "Operations done.", ops, lambda row: row["flops"])
         family("accelerant_op_seconds", "gauge", "Median of the timed calls.", ops, _median_seconds)
         family("accelerant_fallbacks_total", "counter", "Fallbacks taken.", fallbacks, lambda row: row["count"])
+        family("accelerant_graph_replays_total", "counter", "Graphs run.", table["graphs"], lambda row: row["replays"])
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:
@@ -248,7 +313,7 @@ def _median_seconds(row: dict[str, Any]) -> float | None:
     return None if row["ms_p50"] is None else row["ms_p50"] / 1e3
 
 
-_LABELS = ("op", "implementation", "backend", "device", "case", "wanted", "ran", "reason")
+_LABELS = ("op", "implementation", "backend", "device", "case", "wanted", "ran", "reason", "graph")
 
 
 def _labels(row: dict[str, Any]) -> str:

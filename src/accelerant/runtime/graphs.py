@@ -1,0 +1,107 @@
+"""CUDA graphs whose ops the ledger knows: captured once, counted at each replay.
+
+graph = Graph("step")
+y = graph.capture(model, x)      # y is written anew by each replay
+x.copy_(following)
+graph.replay()
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from accelerant.errors import LaunchError
+from accelerant.runtime.decisions import Decision, observers
+from accelerant.runtime.ledger import Ledger, OpKey, ledger
+
+__all__ = ["Graph", "counting"]
+
+
+@contextmanager
+def counting(is_captured: Callable[[], bool] = torch.cuda.is_current_stream_capturing) -> Iterator[Counter[OpKey]]:
+    """Count by op the calls of the block that are captured and not run.
+
+    Args:
+        is_captured: asked at each call in the thread that makes it; so what autograd's threads capture counts too, and
+            what other threads run meanwhile does not.
+    """
+    calls: Counter[OpKey] = Counter()
+
+    def observe(decision: Decision) -> None:
+        if is_captured():
+            calls[decision.op, decision.implementation, decision.device, decision.case] += 1
+
+    observers.append(observe)
+    try:
+        yield calls
+    finally:
+        observers.remove(observe)
+
+
+class Graph:
+    """A CUDA graph with a name in the ledger.
+
+    Args:
+        name: in the ledger's `graphs`.
+        book: the ledger; the process's by default.
+    """
+
+    def __init__(self, name: str, *, book: Ledger | None = None) -> None:
+        self.name = name
+        self._ledger = ledger() if book is None else book
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def capture(self, fn: Callable[..., Any], *args: Any, warm_up: int = 3, **kwargs: Any) -> Any:
+        """Record what fn does on the device; once for each Graph.
+
+        Before that fn is called warm_up times on a stream of its own, so that compiling, races and lazy set-ups are
+        over: none of them may happen in a capture.
+
+        Args:
+            fn: with arguments in memory that stays; it may not wait for the device nor read from it.
+            args, kwargs: of fn.
+            warm_up: calls before; 0 if fn is known to be ready.
+
+        Returns:
+            what fn returned, in memory that each replay writes anew.
+
+        Raises:
+            LaunchError: captured already.
+        """
+        if self._graph is not None:
+            raise LaunchError(f"graph {self.name!r} is captured already; make another Graph")
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(warm_up):
+                fn(*args, **kwargs)
+        current.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with counting() as calls:
+            try:
+                with torch.cuda.graph(graph):
+                    result = fn(*args, **kwargs)
+            except BaseException:
+                self._ledger.release(self._ledger.captured(self.name, calls))
+                raise
+        manifest = self._ledger.captured(self.name, calls)
+        weakref.finalize(self, self._ledger.release, manifest)
+        self._graph, self._manifest = graph, manifest
+        return result
+
+    def replay(self) -> None:
+        """Run it on the current stream.
+
+        Raises:
+            LaunchError: nothing was captured.
+        """
+        if self._graph is None:
+            raise LaunchError(f"graph {self.name!r} has nothing to replay: capture comes first")
+        self._graph.replay()
+        self._manifest.replays += 1

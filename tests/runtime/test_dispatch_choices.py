@@ -1,0 +1,351 @@
+"""Which implementation an Operation chooses: races, tables, forced and deterministic choices, pairs."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import threading
+import time
+import warnings
+import weakref
+
+import pytest
+import torch
+
+from accelerant.config import override
+from accelerant.errors import CompileError, ConfigError, FallbackWarning, OutOfMemory, UnsupportedCase
+from accelerant.runtime import choices, dispatch
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.ledger import Ledger
+
+CPU = torch.device("cpu")
+CASE = Case(CPU, torch.float32, (4, 8))
+
+
+@pytest.fixture
+def book(monkeypatch):
+    """A ledger of its own."""
+    own = Ledger()
+    monkeypatch.setattr(dispatch, "_ledger", own)
+    return own
+
+
+def operation(*implementations, name="probe"):
+    return Operation(name, implementations, cost=lambda case: Cost(bytes=100, flops=7))
+
+
+def failing(error):
+    def run(*_):
+        raise error
+
+    return run
+
+
+def ran(book):
+    return {(row["op"], row["implementation"]): row["calls"] for row in book.to_dict()["ops"]}
+
+
+@pytest.fixture
+def racing(book, tmp_path):
+    with override(race="first_use", cache_dir=tmp_path):
+        yield tmp_path
+
+
+class Runs:
+    """Counts calls, and takes its time."""
+
+    def __init__(self, name, seconds=0.0):
+        self.name, self.seconds, self.calls = name, seconds, 0
+
+    def __call__(self, *_):
+        self.calls += 1
+        time.sleep(self.seconds)
+        return self.name
+
+
+def contest(own=4e-3, other=1e-4, **more):
+    own, other = Runs("own", own), Runs("torch", other)
+    first, second = Implementation("own", own, own=True, **more), Implementation("torch", other)
+    return operation(first, second), own, other
+
+
+def decided(op, case=CASE, *args):
+    (decision,) = dispatch.explain_quietly(op, case, *args).decisions
+    return decision
+
+
+def test_without_the_setting_the_order_of_preference_holds(book, tmp_path):
+    op, own, other = contest()
+    with override(cache_dir=tmp_path):
+        decision = decided(op)
+    assert (decision.implementation, decision.reason, decision.raced) == ("own", "order of preference", ())
+    assert (own.calls, other.calls) == (1, 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_fastest_is_chosen_once_a_bucket_and_the_reason_is_printed(racing, book):
+    op, own, _ = contest()
+    decision = decided(op)
+    assert decision.implementation == "torch"
+    assert dict(decision.raced).keys() == {"own", "torch"}
+    assert re.fullmatch(
+        r"raced \d+\.\d{4} ms against own \d+\.\d{4} ms \(\d{4}-\d\d-\d\d, this device\)", decision.reason
+    ), decision.reason
+    assert f"  chosen   torch (library): {decision.reason}" in str(decision)
+    assert "not tried" not in str(decision)
+    raced = own.calls
+    assert op(CASE) == op(Case(CPU, torch.float32, (3, 7))) == "torch"
+    assert own.calls == raced
+    (row, other_row) = book.to_dict()["ops"]
+    assert row["reason"] == decision.reason
+    assert other_row["reason"].endswith(f" ms at 4x8 float32 ({time.strftime('%Y-%m-%d')}, this device)")
+    op(Case(CPU, torch.float32, (3, 9)))
+    op(Case(CPU, torch.float64, (4, 8)))
+    op(Case(CPU, torch.float32, (4, 8), ("tanh",)))
+    assert own.calls > raced
+    assert sum(row["calls"] for row in book.to_dict()["ops"]) == 6  # a race's calls are no calls
+
+
+def test_a_result_holds_for_other_settings_and_processes(racing, book):
+    op, *_ = contest()
+    with override(race="off"):
+        assert op(CASE) == "own"
+        op(CASE)
+    assert op(CASE) == "torch"
+    with override(race="off"):
+        assert op(CASE) == "torch"
+    choices._stores.clear()
+    later, own, other = contest()
+    with override(race="off"):
+        assert later(CASE) == "torch"
+    assert (own.calls, other.calls) == (0, 1)
+
+
+def test_a_shipped_table_serves_until_there_is_a_local_result(racing, book, monkeypatch):
+    key = choices.key_of("probe", torch.float32, (4, 8))
+    body = {"format": 1, "device": "Card", "serves": [choices.model_of(CPU)]}
+    body["entries"] = {key: {"ms": {"own": 2.0, "torch": 1.0, "gone": 0.1}, "case": "4x8 float32"}}
+    (racing / "tables").mkdir()
+    (racing / "tables" / "card.json").write_text(json.dumps(body))
+    monkeypatch.setitem(choices._stores, racing / "choices", choices.Choices(racing / "choices", racing / "tables"))
+    op, own, _ = contest(own=1e-4, other=4e-3)
+    with override(race="off"):
+        decision = decided(op)
+        assert decision.implementation == "torch"
+        assert decision.reason == "shipped table for Card, raced 1.0000 ms against own 2.0000 ms"
+        assert own.calls == 0
+    assert decided(op).implementation == "own"
+    with override(race="off"):
+        assert decided(op).implementation == "own"
+
+
+def test_who_wins_may_refuse_a_case_of_the_bucket(racing, book):
+    fast = Implementation("fast", Runs("fast"), refuses=lambda case: None if case.shape[0] == 4 else "4 rows only")
+    op = operation(fast, Implementation("slow", Runs("slow", 4e-3)), Implementation("mid", Runs("mid", 4e-4)))
+    assert op(CASE) == "fast"
+    decision = decided(op, Case(CPU, torch.float32, (3, 8)))
+    assert decision.implementation == "mid"
+    assert decision.refused == (("fast", "4 rows only"),)
+
+
+def test_an_op_may_say_what_a_race_stands_for(racing, book):
+    own, other = Runs("own"), Runs("torch", 4e-3)
+    op = Operation(
+        "bucketed",
+        (Implementation("own", own), Implementation("torch", other)),
+        cost=lambda case: Cost(1, 1),
+        bucket=lambda case: (*choices.rounded(case.shape[:1]), case.shape[1]),
+    )
+    op(Case(CPU, torch.float32, (4, 80), ("a",)))
+    raced = other.calls
+    op(Case(CPU, torch.float32, (3, 80), ("b",)))
+    assert other.calls == raced
+    op(Case(CPU, torch.float32, (3, 81)))
+    assert other.calls > raced
+
+
+def test_who_fails_in_a_race_is_out_and_a_preferred_one_counts_as_a_fallback(racing, book):
+    op = operation(
+        Implementation("fast", failing(CompileError("no such instruction", "log"))),
+        Implementation("plain", Runs("plain")),
+        Implementation("odd", failing(ZeroDivisionError("by zero"))),
+    )
+    with pytest.warns(FallbackWarning, match="fast failed, plain ran instead. CompileError: no such instruction"):
+        decision = decided(op)
+    assert decision.refused == (
+        ("fast", "CompileError: no such instruction | log"),
+        ("odd", "ZeroDivisionError: by zero"),
+    )
+    assert ran(book) == {("probe", "plain"): 1}
+    op.forget()
+    choices._stores.clear()  # another process knows from the file
+    with override(race="off"):
+        decision = decided(op)
+    assert decision.implementation == "plain"
+    assert re.match(r"failed in the race of \d{4}-\d\d-\d\d: CompileError", dict(decision.refused)["fast"])
+
+
+def test_where_all_fail_in_a_race_the_call_says_so(racing, book):
+    op = operation(
+        Implementation("a", failing(ZeroDivisionError("by zero"))), Implementation("b", failing(KeyError("b")))
+    )
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            op(CASE)
+
+
+def test_a_race_with_too_little_memory_is_not_kept(racing, book):
+    outcomes = [OutOfMemory("8 bytes")]
+
+    def sometimes():
+        if outcomes:
+            raise outcomes.pop()
+
+    op = operation(Implementation("fast", sometimes), Implementation("plain", Runs("plain", 4e-3)))
+    assert op(CASE) == "plain"
+    assert not (racing / "choices").exists()
+    assert op(CASE) is None
+    assert decided(op).implementation == "fast"
+
+
+def test_what_mutates_is_never_raced(racing, book):
+    op, own, other = contest(mutates=True)
+    assert decided(op).reason == "order of preference"
+    assert (own.calls, other.calls) == (1, 0)
+
+
+def test_what_cannot_be_raced_now_is_raced_later(racing, book):
+    op, *_ = contest()
+    assert op(CASE, torch.ones(2, device="meta")) == "own"
+    assert op(CASE, torch.ones(2)) == "torch"
+
+
+def test_a_race_leaves_no_tensor(racing, book):
+    op = operation(Implementation("a", lambda x: x + 1), Implementation("b", lambda x: x * 2))
+    x = torch.ones(3)
+    gone = weakref.ref(x)
+    op(CASE, x)
+    del x
+    gc.collect()
+    assert gone() is None
+
+
+def test_forcing(book):
+    op, *_ = contest()
+    assert op(CASE) == "own"
+    with dispatch.force(probe="torch"):
+        decision = decided(op)
+        assert (decision.implementation, decision.reason) == ("torch", "forced")
+        assert decision.not_tried == ("own",)
+        with dispatch.force(probe="own"):
+            assert op(CASE) == "own"
+        with dispatch.force(gelu_fwd="torch"):
+            assert op(CASE) == "torch"
+    assert op(CASE) == "own"
+    with override(implementation="probe = torch"):
+        assert op(CASE) == "torch"
+
+
+def test_a_forced_choice_that_cannot_be_is_an_error_with_the_reason(book):
+    op = operation(
+        Implementation("fast", print, refuses=lambda case: "rows of 8 are too short"),
+        Implementation("broken", failing(CompileError("no"))),
+        Implementation("plain", lambda: "plain"),
+    )
+    with pytest.raises(ConfigError, match=r"there is no op 'prob'; there are .*probe"), dispatch.force(prob="fast"):
+        pass
+    known = "probe has the implementations fast, broken, plain; got 'triton'"
+    with pytest.raises(ConfigError, match=known), dispatch.force(probe="triton"):
+        pass
+    with override(implementation={"probe": "triton"}), pytest.raises(ConfigError, match="got 'triton'"):
+        op(CASE)
+    refusal = "forced to 'fast', which refuses 4x8 float32 on cpu: rows of 8 are too short"
+    with dispatch.force(probe="fast"), pytest.raises(UnsupportedCase, match=refusal):
+        op(CASE)
+    with dispatch.force(probe="broken"), pytest.raises(CompileError):
+        op(CASE)
+    assert not book.to_dict()["fallbacks"]
+    with pytest.warns(FallbackWarning):
+        assert op(CASE) == "plain"
+    with dispatch.force(probe="plain"), warnings.catch_warnings(), override(fallback="forbid"):
+        warnings.simplefilter("error")
+        assert op(CASE) == "plain"
+    with dispatch.force(probe="broken"), pytest.raises(UnsupportedCase, match=r"which refuses .*CompileError: no"):
+        op(CASE)
+
+
+def test_forcing_comes_before_a_race(racing, book):
+    op, own, other = contest()
+    with dispatch.force(probe="own"):
+        assert op(CASE) == "own"
+    assert (own.calls, other.calls) == (1, 0)
+
+
+def test_where_determinism_is_asked_for_atomics_are_refused(book):
+    op, *_ = contest(deterministic=False)
+    assert op(CASE) == "own"
+    with override(deterministic=True):
+        decision = decided(op)
+        assert decision.implementation == "torch"
+        assert decision.refused == (("own", "not deterministic"),)
+        assert [each.name for each in op.candidates(CASE)] == ["torch"]
+        with dispatch.force(probe="own"), pytest.raises(UnsupportedCase, match="not deterministic"):
+            op(CASE)
+    assert op(CASE) == "own"
+    assert [each.name for each in op.candidates(CASE)] == ["own", "torch"]
+
+
+def test_torch_may_ask_for_determinism(book):
+    op, *_ = contest(deterministic=False)
+    assert op(CASE) == "own"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert op(CASE) == "torch"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert op(CASE) == "own"
+
+
+def test_determinism_starts_no_race(racing, book):
+    op, _, other = contest()
+    with override(deterministic=True):
+        assert op(CASE) == "own"
+    assert other.calls == 0
+
+
+def test_what_one_thread_forces_is_not_forced_on_another(book):
+    op, *_ = contest(own=0.0, other=0.0)
+    seen = []
+    with dispatch.force(probe="torch"):
+        thread = threading.Thread(target=lambda: seen.append(op(CASE)))
+        thread.start()
+        thread.join()
+        assert op(CASE) == "torch"
+    assert seen == ["own"]
+
+
+def test_a_backward_pass_follows_the_forward_pass_that_saved_for_it(book):
+    forward = operation(Implementation("cudnn", lambda: 1, group="cudnn"), name="pair_fwd")
+    backward = Operation(
+        "pair_bwd",
+        (
+            Implementation("triton", lambda: "triton"),
+            Implementation("cudnn", lambda: "cudnn", group="cudnn"),
+        ),
+        cost=lambda case: Cost(1, 1),
+        pairs_with="pair_fwd",
+    )
+    assert decided(forward).reason == "the only one that serves this case; its backward will be cudnn's"
+    case = CASE._replace(options=(dispatch.saved_by("cudnn"),))
+    decision = decided(backward, case)
+    assert decision.implementation == "cudnn"
+    assert decision.case == "4x8 float32 saved by cudnn"
+    assert decision.reason == "the only one that serves this case; its forward was cudnn's"
+    refusal = "pair_fwd saved its tensors in the form of cudnn, which this one does not read"
+    assert decision.refused == (("triton", refusal),)
+    own = decided(backward, CASE._replace(options=(dispatch.saved_by(""),)))
+    assert (own.implementation, own.case) == ("triton", "4x8 float32")
+    refusal = r"'cudnn', which refuses .* pair_fwd saved its tensors in its own form"
+    with dispatch.force(pair_bwd="cudnn"), pytest.raises(UnsupportedCase, match=refusal):
+        backward(CASE)

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from accelerant.errors import LaunchError
+from accelerant.runtime import dispatch
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.graphs import Graph, counting
+from accelerant.runtime.ledger import Ledger
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def book(monkeypatch):
+    own = Ledger()
+    monkeypatch.setattr(dispatch, "_ledger", own)
+    return own
+
+
+@pytest.fixture
+def op():
+    run = Implementation("torch", lambda *args: None)
+    return Operation("graph_probe", (run,), cost=lambda case: Cost(bytes=100, flops=7))
+
+
+def case(rows):
+    return Case(CPU, torch.float32, (rows,))
+
+
+def calls(book):
+    return {row["case"]: row["calls"] for row in book.to_dict()["ops"]}
+
+
+def captured(book, op, *rows):
+    with counting(lambda: True) as counts:
+        for each in rows:
+            op(case(each))
+    return book.captured("step", counts)
+
+
+def test_a_captured_call_counts_when_it_is_replayed(book, op):
+    op(case(4))
+    manifest = captured(book, op, 4, 4, 8)
+    assert calls(book) == {"4 float32": 1}
+    manifest.replays += 10
+    assert calls(book) == {"4 float32": 21, "8 float32": 10}
+    assert calls(book) == {"4 float32": 21, "8 float32": 10}
+    manifest.replays += 1
+    (row, _) = book.to_dict()["ops"]
+    assert (row["calls"], row["bytes"], row["flops"]) == (23, 2300, 161)
+
+
+def test_the_manifest_is_in_every_view(book, op):
+    manifest = captured(book, op, 4, 4)
+    manifest.replays += 3
+    (graph,) = book.to_dict()["graphs"]
+    one = {"op": "graph_probe", "implementation": "torch", "device": "cpu", "case": "4 float32", "calls": 2}
+    assert graph == {"graph": "step", "replays": 3, "ops": [one]}
+    assert 'accelerant_graph_replays_total{graph="step"} 3' in book.to_prometheus()
+
+
+def test_a_graph_that_goes_leaves_its_counts(book, op):
+    manifest = captured(book, op, 4)
+    manifest.replays += 3
+    book.release(manifest)
+    assert calls(book) == {"4 float32": 3}
+    assert not book.to_dict()["graphs"]
+    manifest.replays += 3
+    assert calls(book) == {"4 float32": 3}
+
+
+def test_reset_forgets_replays(book, op):
+    manifest = captured(book, op, 4)
+    manifest.replays += 3
+    book.reset()
+    assert calls(book) == {}
+    manifest.replays += 2
+    assert calls(book) == {"4 float32": 2}
+
+
+def test_only_what_is_captured_counts_for_the_graph(book, op):
+    """What another thread runs meanwhile is a call; what it captures, as autograd's threads do, is not."""
+    here = threading.local()
+    here.captures = True
+
+    def elsewhere(captures):
+        here.captures = captures
+        op(case(8))
+
+    with counting(lambda: here.captures) as counts:
+        op(case(4))
+        for captures in (True, False):
+            thread = threading.Thread(target=elsewhere, args=(captures,))
+            thread.start()
+            thread.join()
+    manifest = book.captured("step", counts)
+    assert sorted(manifest.calls.values()) == [1, 1]
+    assert calls(book) == {"8 float32": 1}
+    op(case(4))
+    assert calls(book) == {"4 float32": 1, "8 float32": 1}
+
+
+def test_cases_beyond_the_limit_count_too(book, op):
+    for rows in range(1, 520):
+        op(case(rows))
+    before = calls(book)["other"]
+    manifest = captured(book, op, 1000, 1001)
+    assert calls(book)["other"] == before
+    manifest.replays += 5
+    assert calls(book)["other"] == before + 10
+
+
+def test_an_unused_graph_has_nothing_to_replay():
+    with pytest.raises(LaunchError, match="'step' has nothing to replay"):
+        Graph("step").replay()
+
+
+@pytest.mark.gpu
+def test_a_graph_of_real_ops_forward_and_backward(book):
+    import accelerant.ops
+
+    x = torch.randn(64, 256, device="cuda", requires_grad=True)
+
+    def step():
+        (gradient,) = torch.autograd.grad(accelerant.ops.gelu(x).sum(), x)
+        return gradient
+
+    expected = step()
+    book.reset()
+    graph = Graph("step", book=book)
+    gradient = graph.capture(step)
+    with pytest.raises(LaunchError, match="captured already"):
+        graph.capture(step)
+    before = {row["op"]: row["calls"] for row in book.to_dict()["ops"]}
+    gradient.zero_()
+    for _ in range(5):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(gradient, expected)
+    after = {row["op"]: row["calls"] for row in book.to_dict()["ops"]}
+    assert before == {"gelu_fwd": 3, "gelu_bwd": 3}
+    assert after == {"gelu_fwd": 8, "gelu_bwd": 8}
+    assert book.to_dict()["graphs"][0]["replays"] == 5
+    del graph
+    gc.collect()
+    assert not book.to_dict()["graphs"]
+    assert {row["op"]: row["calls"] for row in book.to_dict()["ops"]} == after
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_counts_nothing(book):
+    import accelerant.ops
+
+    x = torch.randn(64, 256, device="cuda")
+    accelerant.ops.gelu(x)
+    book.reset()
+
+    def step():
+        accelerant.ops.gelu(x)
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        Graph("step", book=book).capture(step, warm_up=0)
+    assert book.to_dict() == {"ops": [], "fallbacks": [], "graphs": []}
