@@ -36,7 +36,7 @@ def edited(path, change):
 
 def test_all_runs_every_suite_and_leaves_record_page_and_progress(tmp_path, small, capsys):
     out, page = tmp_path / "now.json", tmp_path / "report.html"
-    code = status("all", *QUICK, "--op", "gelu", "--no-compiled", "--out", str(out), "--report", str(page))
+    code = status("all", *QUICK, "--op", "gelu", "--against", "torch", "--out", str(out), "--report", str(page))
     said = capsys.readouterr()
     assert code == 0, said.err
     rows = Record.load(out).rows
@@ -136,7 +136,7 @@ def test_an_interrupt_keeps_what_was_measured_and_exits_130(tmp_path, small, mon
 
     monkeypatch.setattr(bandwidth, "measure", interrupted)
     out = tmp_path / "now.json"
-    suites = ["--suite", "algebra", "--suite", "bandwidth", "--no-compiled"]
+    suites = ["--suite", "algebra", "--suite", "bandwidth", "--against", "torch"]
     assert status("all", *QUICK, *suites, "--out", str(out)) == 130
     said = capsys.readouterr()
     assert "interrupted; what was measured is kept" in said.err

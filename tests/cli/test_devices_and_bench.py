@@ -30,7 +30,18 @@ def test_help_has_an_example(command):
 def test_bench_measures_ours_beside_torch_and_writes_the_record(tmp_path):
     path = tmp_path / "now.json"
     result = run(
-        "bench", "neural", "--op", "gelu", "--budget-s", "0", "--no-compiled", "--device", "cpu", "--out", str(path)
+        "bench",
+        "neural",
+        "--op",
+        "gelu",
+        "--budget-s",
+        "0",
+        "--against",
+        "torch",
+        "--device",
+        "cpu",
+        "--out",
+        str(path),
     )
     assert result.exit_code == 0, result.output
     rows = Record.load(path).rows
@@ -44,7 +55,7 @@ def test_bench_measures_ours_beside_torch_and_writes_the_record(tmp_path):
 
 def test_bench_compare_exits_1_on_a_regression(tmp_path, capsys):
     path = tmp_path / "before.json"
-    arguments = ["bench", "neural", "--op", "softmax", "--budget-s", "0", "--no-compiled", "--device", "cpu"]
+    arguments = ["bench", "neural", "--op", "softmax", "--budget-s", "0", "--against", "torch", "--device", "cpu"]
     run(*arguments, "--out", str(path))
     baseline = json.loads(path.read_text())
     for row in baseline["rows"]:
@@ -71,7 +82,8 @@ def test_bench_compare_exits_1_on_a_regression(tmp_path, capsys):
                 "gelu",
                 "--device",
                 "cpu",
-                "--no-compiled",
+                "--against",
+                "torch",
                 "--budget-s",
                 "0",
                 "--compare",

@@ -9,11 +9,15 @@ build_report(record)           a page with plots: report.py
 from __future__ import annotations
 
 import contextlib
+import csv
 import importlib.metadata
+import io
 import json
 import math
 import os
 import platform
+import subprocess
+import sys
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,13 +29,18 @@ from accelerant._version import __version__
 from accelerant.errors import FormatError
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["DEVICE", "Environment", "Record", "Row"]
+__all__ = ["DEVICE", "OWN", "Environment", "Record", "Row"]
 
 DEVICE = "device"
 """The runner of rows that say what the device itself can do."""
 
+OWN = "accelerant, own kernel"
+"""The runner of rows in which our own kernel was forced, where dispatch had chosen a library."""
+
 _OURS = "accelerant"
-_PACKAGES = ("torch", "triton", "cuda-core", "numpy", "llvmlite")
+_PACKAGES = (
+    "torch", "triton", "cuda-core", "numpy", "llvmlite", "liger-kernel", "quack-kernels", "flash-attn-4",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,8 @@ class Environment:
     accelerant: str
     packages: dict[str, str]
     time: str
+    commit: str = ""
+    command: str = ""
 
     @classmethod
     def of(cls, device: ComputeDevice) -> Environment:
@@ -70,7 +81,21 @@ class Environment:
             accelerant=__version__,
             packages=versions,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
+            commit=_commit(),
+            command=" ".join(["accelerant", *sys.argv[1:]]),
         )
+
+
+def _commit() -> str:
+    """Of the source tree that this runs from, with a "+" where it was changed since; empty for an installed package."""
+    here = Path(__file__).resolve()
+    git = ["git", "-C", str(here.parent)]
+    try:
+        found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("ACCELERANT_COMMIT", "")
+    return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +117,9 @@ class Row:
         better: "lower" or "higher".
         cpu_ms: the same case on this machine's CPU, on rows of ours for another device.
         cpu_note: how that was measured, or why it was not.
+        target_x: the speed to reach, as a multiple of the fastest peer's.
+        peak_bytes: device memory that a call takes above what its arguments do, at its highest.
+        samples: the calls' single times, in the row's unit.
     """
 
     suite: str
@@ -113,6 +141,24 @@ class Row:
     better: str = "lower"
     cpu_ms: float | None = None
     cpu_note: str = ""
+    target_x: float | None = None
+    peak_bytes: int | None = None
+    samples: tuple[float, ...] = ()
+
+    @property
+    def tflop_s(self) -> float | None:
+        """Operations over the median."""
+        per_ms = {"ms": 1e9, "us": 1e6}.get(self.unit)
+        return self.flops / self.p50 / per_ms if per_ms and self.flops and self.p50 else None
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether what was to reach is; None where nothing was."""
+        if self.p50 is None or not (self.target or self.target_x):
+            return False if self.target or self.target_x else None
+        return (not self.target or self.p50 <= self.target) and (
+            not self.target_x or (self.speedup or 0.0) >= self.target_x
+        )
 
     @property
     def rate_gb_s(self) -> float | None:
@@ -128,7 +174,7 @@ class Row:
     @property
     def compared(self) -> bool:
         """Whether a baseline holds for it: ours and the device's own rates, not the peers' times."""
-        return self.runner in (_OURS, DEVICE)
+        return self.runner in (_OURS, OWN, DEVICE)
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -163,7 +209,7 @@ class Record:
             if row.p50 is None:
                 return row
             peer = best.get(row.key[:3])
-            speedup = peer / row.p50 if row.runner == _OURS and row.p50 and peer else None
+            speedup = peer / row.p50 if row.runner in (_OURS, OWN) and row.p50 and peer else None
             return replace(row, speedup=speedup, percent_of_ceiling=self._percent(row))
 
         self.rows = [concluded(row) for row in self.rows]
@@ -178,7 +224,7 @@ class Record:
         """Cases that were lost first, by how much; then the rest; a case's rows together."""
         worst: dict[tuple[str, str, str], float] = {}
         for row in self.rows:
-            if row.speedup is not None:
+            if row.speedup is not None and row.runner == _OURS:
                 worst[row.key[:3]] = row.speedup
         order = {key: i for i, key in enumerate(dict.fromkeys(row.key[:3] for row in self.rows))}
         lost = {key for key, speedup in worst.items() if speedup < 1.0}
@@ -190,6 +236,20 @@ class Record:
                 order[row.key[:3]],
             ),
         )
+
+    def save_csv(self, path: Path) -> None:
+        """Write the rows, without their samples, as comma-separated values; whole or not at all."""
+        names = [one.name for one in fields(Row) if one.name != "samples"]
+        derived = ("rate_gb_s", "tflop_s")
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow([*names, *derived])
+        for row in self.ordered():
+            writer.writerow([getattr(row, name) for name in (*names, *derived)])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(text.getvalue(), encoding="utf-8")
+        temporary.replace(path)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -227,6 +287,7 @@ class Record:
             table = json.loads(path.read_text(encoding="utf-8"))
             known = {one.name for one in fields(Row)}
             rows = [Row(**{name: value for name, value in row.items() if name in known}) for row in table["rows"]]
+            rows = [replace(row, samples=tuple(row.samples)) for row in rows]
             environment = Environment(**table["environment"])
             for row in rows:
                 _check(row)
@@ -238,7 +299,7 @@ class Record:
         """The table's texts, the head first; losses first. Columns that no row fills are left out."""
         shown = self.ordered()
         head = ["op", "case", "runner", "ran", "p50", "to reach", "p20-p80", "% of ceiling", "speedup"]
-        head += ["GB/s", "CPU", "over CPU", "note"]
+        head += ["GB/s", "TFLOP/s", "peak MiB", "CPU", "over CPU", "note"]
         lines = [head, *(_cells(row) for row in shown)]
         filled = [i for i in range(len(head)) if i < 9 or any(line[i] for line in lines[1:])]
         return [[line[i] for i in filled] for line in lines]
@@ -261,7 +322,7 @@ class Record:
 
 def _cells(row: Row) -> list[str]:
     if row.p50 is None:
-        return [row.op, row.case, row.runner, "did not run", "-", *[""] * 7, row.note]
+        return [row.op, row.case, row.runner, "did not run", "-", *[""] * 9, row.note]
     cpu = f"{row.cpu_ms:.4g} ms ({row.cpu_note})" if row.cpu_ms else row.cpu_note
     return [
         row.op,
@@ -269,15 +330,25 @@ def _cells(row: Row) -> list[str]:
         row.runner,
         row.implementation,
         f"{row.p50:.4g} {row.unit}",
-        f"{row.target:.4g}" if row.target and row.runner == _OURS else "",
+        _aim(row),
         f"{row.p20:.4g}-{row.p80:.4g}",
         "" if row.percent_of_ceiling is None else f"{row.percent_of_ceiling:.0f}% of {row.ceiling}",
         "" if row.speedup is None else f"{row.speedup:.2f}x",
         "" if row.rate_gb_s is None else f"{row.rate_gb_s:.4g}",
+        "" if row.tflop_s is None else f"{row.tflop_s:.4g}",
+        "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.4g}",
         cpu,
         "" if row.over_cpu is None else f"{row.over_cpu:.0f}x",
         row.note,
     ]
+
+
+def _aim(row: Row) -> str:
+    """What one of our rows was to reach."""
+    if row.runner != _OURS:
+        return ""
+    parts = [f"{row.target:.4g}" if row.target else "", f"{row.target_x:.2f}x the best" if row.target_x else ""]
+    return " ".join(filter(None, parts))
 
 
 def _check(row: Row) -> None:

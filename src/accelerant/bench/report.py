@@ -15,7 +15,8 @@ from pathlib import Path
 from accelerant.bench import bars as bars_module
 from accelerant.bench.bars import Bar, bars
 from accelerant.bench.compare import Comparison
-from accelerant.bench.record import DEVICE, Record, Row
+from accelerant.bench.record import DEVICE, OWN, Record, Row
+from accelerant.bench.roofline import roofline
 from accelerant.nn.train.charts import Line, line_chart
 
 __all__ = ["build_report", "write_report"]
@@ -52,6 +53,7 @@ svg { width: 100%; height: auto; display: block; } svg text { font: 12px system-
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 8px 0 0; padding: 0;
   color: var(--soft); font-size: 13px; }
 .legend i { display: inline-block; width: 18px; height: 3px; border-radius: 2px; margin: 0 7px 3px 0; }
+.peer-dot { fill: none; stroke: var(--peer); stroke-width: 1.5; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 13px; }
 th { text-align: left; color: var(--soft); font-weight: 500; white-space: nowrap; }
 th, td { padding: 5px 10px 5px 0; border-bottom: 1px solid var(--edge); vertical-align: top; }
@@ -62,7 +64,7 @@ pre { margin: 0; font: 12.5px/1.5 ui-monospace, monospace; overflow-x: auto; }
 footer { font-size: 13px; }
 """
 
-_NUMBERS = ("p50", "to reach", "p20-p80", "% of ceiling", "speedup", "GB/s", "CPU", "over CPU")
+_NUMBERS = ("p50", "to reach", "p20-p80", "% of ceiling", "speedup", "GB/s", "TFLOP/s", "peak MiB", "CPU", "over CPU")
 
 Cases = dict[tuple[str, str, str], list[Row]]
 
@@ -99,6 +101,8 @@ def build_report(record: Record, comparison: Comparison | None = None) -> str:
         _losses(cases),
         *(_suite(suite, cases) for suite in dict.fromkeys(key[0] for key in cases)),
         _links(record),
+        _roofline_card(record),
+        _sweep_card(record),
         _ceiling_card(record),
         _cpu_card(record),
         _targets(record),
@@ -127,7 +131,7 @@ def _facts(record: Record, cases: Cases) -> str:
         mean = math.exp(sum(math.log(row.speedup or 1) for row in contested) / len(contested))
         facts.append(("Against peers", f"{won} of {len(contested)}", "cases at least as fast as the fastest peer"))
         facts.append(("Speed-up", f"{mean:.2f}x", "over the fastest peer, geometric mean"))
-    aimed = [row for row in record.rows if row.target and row.runner == "accelerant"]
+    aimed = [row for row in record.rows if (row.target or row.target_x) and row.runner == "accelerant"]
     if aimed:
         facts.append(("Targets", f"{sum(_met(row, cases) for row in aimed)} of {len(aimed)}", "reached"))
     for name, value in record.ceilings.items():
@@ -192,7 +196,7 @@ def _case(rows: Sequence[Row]) -> str:
             row.runner if row.implementation in ("", row.runner) else f"{row.runner}: {row.implementation}",
             row.p50 or 0.0,
             f"{row.p50:.4g} {row.unit}",
-            "peer" if row.runner != "accelerant" else "lost" if (row.speedup or 1) < 1 else "ours",
+            "peer" if row.runner not in ("accelerant", OWN) else "lost" if (row.speedup or 1) < 1 else "ours",
             row.p20 or 0.0,
             row.p80 or 0.0,
         )
@@ -217,6 +221,32 @@ def _ceiling_card(record: Record) -> str:
     ]
     text = '<p class="soft">Ours; the dashed line is the ceiling, bars end at 150%.</p>'
     return _card("Share of the measured ceiling", text + bars("", shown, limit=100.0)) if shown else ""
+
+
+def _roofline_card(record: Record) -> str:
+    drawn = roofline(record)
+    text = '<p class="soft">Filled: ours; hollow: the peers. The pointer over a dot says which case it is.</p>'
+    return _card("Roofline", text + drawn) if drawn else ""
+
+
+def _sweep_card(record: Record) -> str:
+    """Rates by size, for ops that were measured at five sizes or more."""
+    lines: dict[str, dict[float, float]] = {}
+    for row in record.rows:
+        size = re.match(r"(\d+)x(\d+)\b", row.case)
+        if row.suite == "neural" and row.runner == "accelerant" and row.rate_gb_s and size and not row.flops:
+            elements = math.log2(int(size[1]) * int(size[2]))
+            name = f"{row.op} {row.case[size.end() :].strip().split('@')[-1]}"
+            lines.setdefault(name, {})[elements] = row.rate_gb_s
+    drawn = [
+        Line(name, sorted(points.items()), f"s{i % 6}", dots=True)
+        for i, (name, points) in enumerate((name, points) for name, points in lines.items() if len(points) >= 5)
+    ]
+    charts = [
+        line_chart(drawn[i : i + 6], x_label="log2 of the elements", y_label="GB/s", zero=True)
+        for i in range(0, len(drawn), 6)
+    ]
+    return _card("Rate by size", "".join(charts)) if charts else ""
 
 
 def _cpu_card(record: Record) -> str:
@@ -256,27 +286,29 @@ def _links(record: Record) -> str:
 def _met(row: Row, cases: Cases) -> bool:
     """Reached, with every named peer there to be beaten."""
     peers = cases[row.key[:3]]
-    return row.p50 is not None and row.p50 <= (row.target or 0) and all(peer.p50 is not None for peer in peers)
+    return bool(row.reached) and all(peer.p50 is not None or peer.runner == OWN for peer in peers)
 
 
 def _targets(record: Record) -> str:
     cases: Cases = {}
     for row in record.rows:
         cases.setdefault(row.key[:3], []).append(row)
-    aimed = [row for row in record.rows if row.target and row.runner == "accelerant"]
+    aimed = [row for row in record.rows if (row.target or row.target_x) and row.runner == "accelerant"]
     if not aimed:
         return ""
     lines = []
     for row in sorted(aimed, key=lambda row: _met(row, cases)):
         met = _met(row, cases)
         reached = "did not run" if row.p50 is None else f"{row.p50:.4g} {row.unit}"
-        if not met and row.p50 is not None and row.p50 <= (row.target or 0):
+        if row.target_x and row.speedup:
+            reached += f", {row.speedup:.2f}x"
+        if not met and row.reached:
             reached += ", a peer did not run"
         lines.append(
             (
                 row.op,
                 row.case,
-                f"{row.target:.4g} {row.unit}",
+                f"{row.target:.4g} {row.unit}" if row.target else f"{row.target_x:.2f}x the fastest peer",
                 reached,
                 ("good", "reached") if met else ("bad", "unmet"),
             )
@@ -315,6 +347,7 @@ def _environment(record: Record) -> str:
         ("driver", env.driver or "none"),
         ("system", env.system),
         ("python", env.python),
+        *((name, value) for name, value in (("commit", env.commit), ("command", env.command)) if value),
         *env.packages.items(),
         *((f"ceiling: {name}", f"{value:.5g}") for name, value in record.ceilings.items()),
     )

@@ -33,9 +33,19 @@ _Compare = Annotated[
 _Json = Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of a table.")]
 _Budget = Annotated[float, typer.Option(min=0.0, help="Seconds of calls behind each figure.")]
 _Compiled = Annotated[bool, typer.Option(help="With torch.compile among the peers.")]
+_Against = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="Peers: torch, compile, liger, quack, cudnn, flash, flash_attn_4, cublaslt, or none. What is not "
+        "installed leaves a row that says so.",
+    ),
+]
+_Csv = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the rows there as CSV too.")]
 _Ops = Annotated[list[str] | None, typer.Option(help="Only this op of the neural suite; may be repeated.")]
 _NEURAL_EPILOG = (
-    "Examples:  accelerant bench neural   |   accelerant bench neural --op gelu --op softmax --json   |   "
+    "Examples:  accelerant bench neural   |   "
+    "accelerant bench neural --op attention --against torch,cudnn,flash,flash_attn_4   |   "
     "accelerant bench neural --out now.json --compare before.json"
 )
 _ALL_EPILOG = (
@@ -58,33 +68,43 @@ def register(app: typer.Typer) -> None:
 def neural(
     op: _Ops = None,
     device: _Device = "auto",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16, or several with commas; by default each case's.")
+    ] = None,
+    against: _Against = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Each op from 2^10 to 2^28 elements, odd ones too.")] = False,
     budget_s: _Budget = 0.3,
-    compiled: _Compiled = True,
     out: _Out = None,
+    csv: _Csv = None,
     report: _Report = None,
     compare: _Compare = None,
     json_output: _Json = False,
 ) -> None:
-    """Measure the neural ops, forward and backward, beside torch and torch.compile. Losses come first."""
+    """Measure the neural ops, forward and backward, beside torch and other libraries. Losses come first."""
     import torch
 
     from accelerant.bench.suites import neural as suite
 
-    dtypes = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in dtypes:
-        raise ConfigError(f"--dtype: wanted float32, bfloat16 or float16, got {dtype!r}")
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    wanted = [] if dtype is None else dtype.split(",")
+    for each in wanted:
+        if each not in known:
+            raise ConfigError(f"--dtype: wanted float32, bfloat16 or float16, got {each!r}")
     _check_ops(op)
-    session = _Session(device, out, report, compare, json_output)
+    named = _peers(against)
+    session = _Session(device, out, report, compare, json_output, csv=csv)
 
     def measure(record: Record) -> None:
-        suite.measure(
-            record, session.device, names=op or (), dtype=dtypes[dtype], budget_s=budget_s, compiled=compiled,
-            progress=session.show,
-        )  # fmt: skip
+        chosen: list[str | None] = [*wanted] or [None]
+        for each in chosen:
+            suite.measure(
+                record, session.device, names=op or (), dtype=None if each is None else known[each], budget_s=budget_s,
+                against=named, sweep=suite.sweep_sizes() if sweep else (), progress=session.show,
+            )  # fmt: skip
 
     def asked(row: Row) -> bool:
-        return row.suite == "neural" and (not op or row.op in op) and (dtype is None or f" {dtype}" in row.case)
+        of_dtype = not wanted or any(f" {each}" in row.case for each in wanted)
+        return row.suite == "neural" and (not op or row.op in op) and of_dtype
 
     session.run([("neural", measure)], asked)
 
@@ -147,11 +167,12 @@ def everything(
     suite: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(_SUITES)}; may be repeated.")] = None,
     op: _Ops = None,
     budget_s: _Budget = 0.3,
-    compiled: _Compiled = True,
+    against: _Against = None,
     cpu: Annotated[bool, typer.Option(help="With a CPU column, where the device is another.")] = True,
     out: _Out = None,
     report: _Report = None,
     compare: _Compare = None,
+    csv: _Csv = None,
     json_output: _Json = False,
 ) -> None:
     """Run every suite. One that fails, or Ctrl-C, leaves what was measured."""
@@ -160,9 +181,24 @@ def everything(
         raise ConfigError(f"--suite: no suite {unknown[0]!r}; there are {', '.join(_SUITES)}")
     _check_ops(op)
     chosen = [name for name in _SUITES if not suite or name in suite]
-    session = _Session(device, out, report, compare, json_output, lines=True)
-    parts = [session.part(name, budget_s, compiled, cpu, op or ()) for name in chosen]
+    session = _Session(device, out, report, compare, json_output, lines=True, csv=csv)
+    named = _peers(against)
+    parts = [session.part(name, budget_s, "compile" in named, cpu, op or (), named) for name in chosen]
     session.run(parts, lambda row: row.suite in chosen and (row.suite != "neural" or not op or row.op in op))
+
+
+def _peers(against: str | None) -> tuple[str, ...]:
+    """The peers that `--against` names."""
+    from accelerant.bench.suites.neural import AGAINST, check_against
+
+    if against is None:
+        return AGAINST
+    named = tuple(part.strip() for part in against.split(",") if part.strip() and part.strip() != "none")
+    try:
+        check_against(named)
+    except ConfigError as error:
+        raise ConfigError(f"--against: {error}") from None
+    return named
 
 
 def _check_ops(names: Sequence[str] | None) -> None:
@@ -178,7 +214,7 @@ class _Session:
 
     def __init__(
         self, device: str, out: Path | None, report: Path | None, baseline: Path | None, json_output: bool, *,
-        lines: bool = False,
+        lines: bool = False, csv: Path | None = None,
     ) -> None:  # fmt: skip
         from accelerant.bench.compare import check_comparable
         from accelerant.bench.record import Record
@@ -187,10 +223,10 @@ class _Session:
         self.device: ComputeDevice = registry.choose(device)
         if not self.device.torch_device:
             raise ConfigError(f"--device: bench measures devices that torch has tensors on; {device} is not one")
-        for name, path in (("--out", out), ("--report", report)):
+        for name, path in (("--out", out), ("--report", report), ("--csv", csv)):
             if path is not None:
                 _check_writable(name, path)
-        self.out, self.report, self.json_output = out, report, json_output
+        self.out, self.report, self.csv, self.json_output = out, report, csv, json_output
         self.baseline_path = baseline
         self.baseline = None if baseline is None else Record.load(baseline)
         if self.baseline is not None:
@@ -207,7 +243,13 @@ class _Session:
             print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
 
     def part(
-        self, name: str, budget_s: float, compiled: bool = True, cpu: bool = False, names: Sequence[str] = ()
+        self,
+        name: str,
+        budget_s: float,
+        compiled: bool = True,
+        cpu: bool = False,
+        names: Sequence[str] = (),
+        against: Sequence[str] = (),
     ) -> Part:
         """A suite by its name."""
         from accelerant import Accelerator
@@ -217,7 +259,7 @@ class _Session:
         accelerator = functools.partial(Accelerator, self.device.backend, self.device.index)
         calls: dict[str, Callable[[Record], None]] = {
             "neural": lambda record: neural.measure(
-                record, self.device, names=names, compiled=compiled, cpu=cpu, **common
+                record, self.device, names=names, against=against, cpu=cpu, **common
             ),
             "algebra": lambda record: algebra.measure(record, self.device, compiled=compiled, cpu=cpu, **common),
             "runtime": lambda record: runtime.measure(record, self.device, accelerator=accelerator, **common),
@@ -274,6 +316,7 @@ class _Session:
         refused: list[str] = []
         calls: list[tuple[str, Path | None, Callable[[Path], None]]] = [
             ("--out", self.out, record.save),
+            ("--csv", self.csv, record.save_csv),
             ("--report", self.report, lambda path: write_report(path, record, comparison)),
         ]
         for name, path, write in calls:

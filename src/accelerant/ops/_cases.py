@@ -11,7 +11,7 @@ import torch
 from accelerant.runtime.kernel import KernelSource
 from accelerant.runtime.triton import TritonKernel
 
-__all__ = ["Benchmark", "Compilation", "Indices", "OpCases", "Sample", "Tolerance", "draw"]
+__all__ = ["Benchmark", "Compilation", "Indices", "OpCases", "Sample", "Stated", "Tolerance", "draw"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +32,36 @@ class Indices:
 
 
 @dataclass(frozen=True, slots=True)
+class Stated:
+    """A tensor argument of these int32 numbers: where sequences begin, how long they are."""
+
+    numbers: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor, one dimension."""
+        return (len(self.numbers),)
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One call of an op, its tensors by shape.
 
     Attributes:
         name: for the test's identifier.
-        arguments: the tensor arguments in order: a shape for one of normal numbers, Indices, None for an absent one.
+        arguments: the tensor arguments in order: a shape for one of normal numbers, Indices, Stated, None for an
+            absent one.
         options: keyword arguments.
     """
 
     name: str
-    arguments: tuple[tuple[int, ...] | Indices | None, ...]
+    arguments: tuple[tuple[int, ...] | Indices | Stated | None, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
         """The shape of each argument."""
-        return tuple(each.shape if isinstance(each, Indices) else each for each in self.arguments)
+        return tuple(each.shape if isinstance(each, (Indices, Stated)) else each for each in self.arguments)
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[torch.Tensor | None]:
         """Reproducible numbers: normal ones of a dtype, and indices."""
@@ -85,12 +98,22 @@ class Compilation:
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One row of the benchmark: a sample, its dtype, and the times to reach on one H200 in milliseconds."""
+    """One row of the benchmark: a sample, its dtype, and what to reach on one H200.
+
+    Attributes:
+        sample, dtype: the call.
+        forward_ms, backward_ms: times to reach, in milliseconds.
+        both_ms: the same for forward and backward together; where it is set the two are not measured apart.
+        forward_x, backward_x: speed to reach, as a multiple of the fastest peer's.
+    """
 
     sample: Sample
     dtype: torch.dtype
     forward_ms: float | None = None
     backward_ms: float | None = None
+    both_ms: float | None = None
+    forward_x: float | None = None
+    backward_x: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +136,12 @@ class OpCases:
 
 
 def _drawn(
-    argument: tuple[int, ...] | Indices | None, dtype: torch.dtype, device: torch.device | str, seed: int
+    argument: tuple[int, ...] | Indices | Stated | None, dtype: torch.dtype, device: torch.device | str, seed: int
 ) -> torch.Tensor | None:
     if argument is None:
         return None
+    if isinstance(argument, Stated):
+        return torch.tensor(argument.numbers, dtype=torch.int32, device=device)
     if isinstance(argument, Indices):
         generator = torch.Generator(device).manual_seed(seed)
         return torch.randint(argument.low, argument.high, argument.shape, generator=generator, device=device)

@@ -1,0 +1,141 @@
+"""The neural ops as the benchmark sees them: ours, torch's, the operations they take, and other libraries' versions.
+
+Each function takes an op's arguments as its cases.py gives them: tensors positional, options by keyword.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accelerant import ops
+from accelerant.bench import peers
+
+__all__ = ["OPS", "Subject"]
+
+Fn = Callable[..., Any]
+Flops = Callable[[Sequence[Tensor], Tensor], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """An op to measure; its cases stand in its folder.
+
+    Attributes:
+        theirs: the same function by torch.
+        peers: runner -> what makes its function; it raises UnsupportedCase where the library is absent.
+        flops: of the forward pass, from its inputs and its first result; None where bandwidth bounds it.
+        backward_flops: of the backward pass, as a multiple of the forward pass's.
+        random: whether a result is another at each call, so that it is not compared.
+    """
+
+    theirs: Fn
+    peers: Mapping[str, Callable[[], Fn]] = field(default_factory=dict)
+    flops: Flops | None = None
+    backward_flops: float = 2.0
+    random: bool = False
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, **options)
+
+
+def _add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return F.layer_norm(total, weight.shape, weight, bias, **options), total
+
+
+def _rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return F.rms_norm(total, weight.shape, weight, eps), total
+
+
+def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
+    return F.gelu(F.linear(x, weight, bias), approximate=approximate)
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    if interleaved:
+        one, two = x[..., ::2], x[..., 1::2]
+        return torch.stack((one * cos - two * sin, two * cos + one * sin), -1).flatten(-2).to(x.dtype)
+    one, two = x.chunk(2, -1)
+    return torch.cat((one * cos - two * sin, two * cos + one * sin), -1).to(x.dtype)
+
+
+def _linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), targets, **options)
+
+
+def attention_by_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """The back end that torch chooses."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _matmul_flops(inputs: Sequence[Tensor], y: Tensor) -> int:
+    return 2 * y.numel() * inputs[0].shape[-1]
+
+
+def _linear_loss_flops(inputs: Sequence[Tensor], _: Tensor) -> int:
+    hidden, weight = inputs[:2]
+    return 2 * hidden.numel() * weight.shape[0]
+
+
+def _conv_flops(inputs: Sequence[Tensor], y: Tensor) -> int:
+    return 2 * y.numel() * inputs[1][0].numel()
+
+
+def attention_flops(q: Tensor, k: Tensor, *, causal: bool) -> int:
+    """Two products over the pairs that are not masked, half of them where it is causal, as is the custom."""
+    return 4 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3] // (2 if causal else 1)
+
+
+_ALL: dict[str, Subject] = {
+    "add": Subject(torch.add),
+    "mul": Subject(torch.mul),
+    "relu": Subject(F.relu),
+    "sigmoid": Subject(torch.sigmoid),
+    "tanh": Subject(torch.tanh),
+    "silu": Subject(F.silu),
+    "gelu": Subject(F.gelu),
+    "softmax": Subject(F.softmax, {"liger": peers.liger_softmax, "quack": peers.quack_softmax}),
+    "log_softmax": Subject(F.log_softmax),
+    "layer_norm": Subject(_layer_norm, {"liger": peers.liger_layer_norm, "quack": peers.quack_layer_norm}),
+    "add_layer_norm": Subject(_add_layer_norm),
+    "rms_norm": Subject(_rms_norm, {"liger": peers.liger_rms_norm, "quack": peers.quack_rms_norm}),
+    "add_rms_norm": Subject(_add_rms_norm),
+    "linear_gelu": Subject(_linear_gelu, {"cublaslt": peers.cublaslt_linear_gelu}, _matmul_flops),
+    "swiglu": Subject(_swiglu, {"liger": peers.liger_swiglu}),
+    "rope": Subject(_rope),
+    "embedding": Subject(F.embedding),
+    "dropout": Subject(lambda x, p=0.5, seed=None: F.dropout(x, p), random=True),
+    "cross_entropy": Subject(F.cross_entropy, {"liger": peers.liger_cross_entropy, "quack": peers.quack_cross_entropy}),
+    "linear_cross_entropy": Subject(
+        _linear_cross_entropy, {"liger": peers.liger_linear_cross_entropy}, _linear_loss_flops
+    ),
+    "matmul": Subject(torch.matmul, flops=_matmul_flops),
+    "attention": Subject(
+        attention_by_torch,
+        {"cudnn": peers.cudnn_attention, "flash": peers.flash_attention, "flash_attn_4": peers.flash_attention_4},
+        lambda inputs, _: attention_flops(inputs[0], inputs[1], causal=False),
+        backward_flops=2.5,
+    ),
+    "conv2d": Subject(F.conv2d, flops=_conv_flops),
+    "max_pool2d": Subject(F.max_pool2d),
+    "avg_pool2d": Subject(F.avg_pool2d),
+}
+
+OPS: dict[str, Subject] = {name: _ALL[name] for name in ops.__all__ if name in _ALL}
+"""The subjects of the ops that there are."""
