@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
@@ -63,14 +65,19 @@ def test_not_a_number_as_torch(shape, dim, interpreted):
         torch.testing.assert_close(ops.softmax(x, dim), expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("plan", [RowPlan(1, 64, 1), RowPlan(4, 64, 2, 1), RowPlan(8, 128, 4, 2, 2)], ids=str)
+@pytest.mark.parametrize("plan", [RowPlan(1, 64, 1), RowPlan(4, 64, 2), RowPlan(8, 128, 4)], ids=str)
 def test_any_plan_gives_the_same(plan, interpreted):
     x, dy = torch.randn(37, 50), torch.randn(37, 50)
-    y = launch.launch_forward(x, 1, plan)
+    y, z = (launch.launch_forward(log, x, 1, plan) for log in (False, True))
     torch.testing.assert_close(y, torch.softmax(x, 1))
-    torch.testing.assert_close(
-        launch.launch_backward(dy, y, 1, plan), torch._softmax_backward_data(dy, y, 1, torch.float32)
-    )
+    torch.testing.assert_close(z, torch.log_softmax(x, 1))
+    for log, result, gradient in (
+        (False, y, torch._softmax_backward_data),
+        (True, z, torch._log_softmax_backward_data),
+    ):
+        torch.testing.assert_close(
+            launch.launch_backward(log, dy, result, 1, plan), gradient(dy, result, 1, torch.float32)
+        )
 
 
 LAYOUTS = {
@@ -111,3 +118,79 @@ def test_refuses_a_dimension_that_is_not_there(dim):
 def test_refuses_integers():
     with pytest.raises(UnsupportedDtype, match=r"softmax takes .*; x is int64"):
         ops.softmax(torch.ones(3, 4, dtype=torch.int64))
+
+
+# --- log_softmax -----------------------------------------------------------------------------------------------------
+
+
+@SHAPES
+def test_log_is_softmaxs(shape, dim, interpreted):
+    x = torch.randn(shape) * 5
+    y = ops.log_softmax(x, dim)
+    torch.testing.assert_close(y.exp(), ops.softmax(x, dim), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(y.logsumexp(dim), torch.zeros_like(y.logsumexp(dim)), rtol=0, atol=1e-5)
+
+
+@SHAPES
+def test_log_keeps_what_softmax_loses(shape, dim, interpreted):
+    """exp(-400) is 0 in float32; its logarithm is not."""
+    x = torch.zeros(shape)
+    x.select(dim, 0).fill_(-400.0)
+    y = ops.log_softmax(x, dim)
+    torch.testing.assert_close(y.select(dim, 0), torch.full_like(y.select(dim, 0), -400 - math.log(shape[dim] - 1)))
+
+
+@SHAPES
+def test_log_gradient_sums_to_0(shape, dim, interpreted):
+    x = torch.randn(shape, requires_grad=True)
+    ops.log_softmax(x, dim).backward(torch.randn(shape))
+    torch.testing.assert_close(x.grad.sum(dim), torch.zeros_like(x.grad.sum(dim)), rtol=0, atol=2e-4)
+
+
+@SHAPES
+def test_log_not_a_number_as_torch(shape, dim, interpreted):
+    for value in (-math.inf, math.nan, math.inf):
+        x = torch.randn(shape)
+        if value == -math.inf:
+            x.transpose(0, dim)[:, :1].fill_(value)  # whole rows of it
+        else:
+            x.view(-1)[0] = value
+        expected = torch.log_softmax(x, dim)
+        assert expected.isnan().any()
+        torch.testing.assert_close(ops.log_softmax(x, dim), expected, equal_nan=True)
+
+
+@SHAPES
+def test_log_masked_elements_as_torch(shape, dim, interpreted):
+    x = torch.randn(shape)
+    x.select(dim, 1).fill_(-math.inf)
+    leaf, same = x.clone().requires_grad_(), x.clone().requires_grad_()
+    dy = torch.randn(shape)
+    y, expected = ops.log_softmax(leaf, dim), torch.log_softmax(same, dim)
+    assert (y.select(dim, 1) == -math.inf).all()
+    torch.testing.assert_close(y, expected)
+    y.backward(dy)
+    expected.backward(dy)
+    torch.testing.assert_close(leaf.grad, same.grad, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(shape=st.lists(st.integers(1, 40), min_size=1, max_size=3), data=st.data())
+def test_any_shape_and_dimension(shape, data):
+    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
+    for name in ("softmax", "log_softmax"):
+        x = torch.randn(shape, requires_grad=True)
+        same = x.detach().clone().requires_grad_()
+        dy = torch.randn(shape)
+        y, expected = getattr(ops, name)(x, dim), getattr(torch, name)(same, dim)
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+        y.backward(dy)
+        expected.backward(dy)
+        torch.testing.assert_close(x.grad, same.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_log_refuses_in_its_own_name():
+    with pytest.raises(UnsupportedDtype, match=r"^log_softmax takes .*; x is int64"):
+        ops.log_softmax(torch.ones(3, 4, dtype=torch.int64))
+    with pytest.raises(ShapeError, match=r"dim must be in \[-1, 0\] for x of shape \(\), got 1"):
+        ops.log_softmax(torch.tensor(1.0), 1)

@@ -61,9 +61,9 @@ def liger_swiglu() -> Fn:
 
 
 def liger_cross_entropy() -> Fn:
-    """Liger's cross entropy, which writes the gradient over the logits: it is given a copy of its own."""
+    """Liger's cross entropy, which writes the gradient over the logits."""
     loss = _module("liger_kernel.transformers.functional", "liger-kernel").liger_cross_entropy
-    return lambda logits, targets, **options: loss(logits, targets, **options)
+    return lambda logits, targets, inplace_backward=False, **options: loss(logits, targets, **options)
 
 
 def liger_linear_cross_entropy() -> Fn:
@@ -110,7 +110,9 @@ def quack_rms_norm() -> Fn:
 def quack_cross_entropy() -> Fn:
     """QuACK's cross entropy, averaged over the rows."""
     loss = _module("quack.cross_entropy", "quack-kernels").cross_entropy
-    return lambda logits, targets: loss(logits, targets, reduction="mean")
+    return lambda logits, targets, inplace_backward=False: loss(
+        logits, targets, reduction="mean", inplace_backward=inplace_backward
+    )
 
 
 def cublaslt_linear_gelu() -> Fn:

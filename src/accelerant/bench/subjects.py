@@ -75,6 +75,10 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> 
     return torch.cat((one * cos - two * sin, two * cos + one * sin), -1).to(x.dtype)
 
 
+def _cross_entropy(logits: Tensor, targets: Tensor, *, inplace_backward: bool = False, **options: Any) -> Tensor:
+    return F.cross_entropy(logits, targets, **options)
+
+
 def _linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight), targets, **options)
 

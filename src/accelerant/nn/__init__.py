@@ -3,6 +3,6 @@
 from accelerant.nn.layers import MLP, LayerNorm, Linear, MultiHeadAttention, TransformerBlock
 from accelerant.nn.models import GPT, GPTConfig
 
-from accelerant.nn import train  # isort: skip  it imports the names above
+from accelerant.nn import optim, train  # isort: skip  it imports the names above
 
-__all__ = ["GPT", "MLP", "GPTConfig", "LayerNorm", "Linear", "MultiHeadAttention", "TransformerBlock", "train"]
+__all__ = ["GPT", "MLP", "GPTConfig", "LayerNorm", "Linear", "MultiHeadAttention", "TransformerBlock", "optim", "train"]

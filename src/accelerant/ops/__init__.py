@@ -5,9 +5,53 @@ Importing this starts no driver and no compiler: a kernel is compiled, or read f
 
 from __future__ import annotations
 
+from accelerant.ops.attention import attention, attention_varlen
+from accelerant.ops.attention_decode import attention_decode
+from accelerant.ops.conv2d import conv2d
+from accelerant.ops.cross_entropy import cross_entropy
+from accelerant.ops.dropout import dropout
+from accelerant.ops.elementwise import add, mul, relu, sigmoid, silu, tanh
+from accelerant.ops.embedding import embedding
 from accelerant.ops.gelu import gelu
-from accelerant.ops.layer_norm import layer_norm
+from accelerant.ops.linear_cross_entropy import linear_cross_entropy
+from accelerant.ops.linear_gelu import linear_gelu
+from accelerant.ops.linear_int8 import linear_int8
 from accelerant.ops.matmul import matmul
-from accelerant.ops.softmax import softmax
+from accelerant.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from accelerant.ops.pool2d import avg_pool2d, max_pool2d
+from accelerant.ops.quantize_int8 import quantize_int8
+from accelerant.ops.rope import rope
+from accelerant.ops.softmax import log_softmax, softmax
+from accelerant.ops.swiglu import swiglu
 
-__all__ = ["gelu", "layer_norm", "matmul", "softmax"]
+__all__ = [
+    "add",
+    "add_layer_norm",
+    "add_rms_norm",
+    "attention",
+    "attention_decode",
+    "attention_varlen",
+    "avg_pool2d",
+    "conv2d",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "gelu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "linear_gelu",
+    "linear_int8",
+    "log_softmax",
+    "matmul",
+    "max_pool2d",
+    "mul",
+    "quantize_int8",
+    "relu",
+    "rms_norm",
+    "rope",
+    "sigmoid",
+    "silu",
+    "softmax",
+    "swiglu",
+    "tanh",
+]

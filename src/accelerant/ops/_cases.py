@@ -24,11 +24,12 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Indices:
-    """A tensor argument of int64 numbers in [low, high): classes, places in a table."""
+    """A tensor argument of integers in [low, high): classes, places in a table, quantised numbers."""
 
     shape: tuple[int, ...]
     high: int
     low: int = 0
+    dtype: torch.dtype = torch.int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,9 @@ def _drawn(
         return torch.tensor(argument.numbers, dtype=torch.int32, device=device)
     if isinstance(argument, Indices):
         generator = torch.Generator(device).manual_seed(seed)
-        return torch.randint(argument.low, argument.high, argument.shape, generator=generator, device=device)
+        return torch.randint(
+            argument.low, argument.high, argument.shape, generator=generator, device=device, dtype=argument.dtype
+        )
     return draw(argument, dtype, device, seed)
 
 

@@ -46,7 +46,10 @@ class DifferentiableOp:
             arguments that are no tensors; needs) -> a gradient for each entry of `gradients`, None where it is not
             needed. `needs` is a tuple of bools, one for each.
         saves: names of arguments and results that the backward pass takes, tensors all of them.
-        gradients: differentiable argument -> the saved tensor that has its shape and dtype.
+        only_for: saved argument -> the differentiable ones whose gradients alone need it; absent where none is asked.
+        gradients: differentiable argument -> the saved tensor that has its shape and dtype, or the result that has
+            (its gradient is at hand): then nothing need be saved for the shape alone.
+        shares: differentiable argument -> the entry of `gradients` whose gradient is its own too, as in a sum.
         composite: the arguments -> the public results, from torch's own differentiable functions.
         fake: the arguments -> all results, empty, with the right shape, dtype and strides.
         infer: the arguments -> the public results, where no gradient is asked; None: forward serves.
@@ -68,6 +71,8 @@ class DifferentiableOp:
         gradients: Mapping[str, str],
         composite: Callable[..., Any],
         fake: Callable[..., Any],
+        shares: Mapping[str, str] | None = None,
+        only_for: Mapping[str, Sequence[str]] | None = None,
         infer: Callable[..., Any] | None = None,
         public: int = 1,
         differentiable: int = 1,
@@ -83,31 +88,38 @@ class DifferentiableOp:
         self._tensors = tuple(i for i, (kind, _) in enumerate(arguments) if kind.startswith("Tensor"))
         self._options = tuple(i for i, (kind, _) in enumerate(arguments) if not kind.startswith("Tensor"))
         self._places = tuple(names.index(name) for name in gradients)
-        self._likes = tuple(len(outputs[:differentiable]) + list(saves).index(like) for like in gradients.values())
+        self._only_for = tuple(
+            (list(saves).index(name), tuple(map(names.index, users))) for name, users in (only_for or {}).items()
+        )
+        self._shared = tuple((names.index(name), list(gradients).index(of)) for name, of in (shares or {}).items())
+        inputs = [*(f"d_{name}" for name in outputs[:differentiable]), *saves]
+        self._likes = tuple(inputs.index(like if like in saves else f"d_{like}") for like in gradients.values())
         self._saved_arguments = tuple(names.index(name) for name in saves if name in names)
         self._saved = tuple((name in names, (names if name in names else outputs).index(name)) for name in saves)
         self._outputs, self._public, self._differentiable = len(outputs), public, differentiable
         self._width = len(arguments)
         self._forward, self._infer, self._backward = forward, infer or self._public_forward, backward
         self._composite = composite
-        self._composite_backward = composite_backward or self._recomputed
+        self.composite_backward = composite_backward or self._recomputed
         self._rank = (len(outputs[:differentiable]), len(saves))
         self._empty = torch.empty_like if keeps_layout else _contiguous
         self._decomposes = decomposes
         self._second = Operation(
             f"{self.name}_bwd_create_graph",
-            (Implementation("torch", self._composite_backward),),
+            (Implementation("torch", self.composite_backward),),
             cost=lambda _: Cost(0, 0),
         )
         self._names = names
         eager, traced = self._functions()
-        self._apply: Callable[..., Any] = eager.apply
+        # Past Function.apply, which looks for transforms and dead wrappers in Python: plain tensors have neither.
+        self._apply: Callable[..., Any] = super(torch.autograd.Function, eager).apply  # type: ignore[misc]
         self._op = define(
             schema, kernel=forward, fake=fake, differentiable=traced.apply, composite=self._padded(composite)
         )
         mark = "" if differentiable == 1 else "?"
         kinds = {name: kind for kind, name in arguments} | dict.fromkeys(outputs, "Tensor")
         parts = [f"Tensor{mark} d_{name}" for name in outputs[:differentiable]]
+        kinds |= dict.fromkeys(only_for or (), "Tensor?")
         parts += [f"{kinds[name]} {name}" for name in saves]
         parts += [f"{arguments[i][0]} {names[i]}" for i in self._options]
         returns = ", ".join(["Tensor"] * len(gradients))
@@ -116,8 +128,8 @@ class DifferentiableOp:
             + (f"({returns})" if len(gradients) > 1 else returns),
             kernel=self._all_tensors(backward),
             fake=self._fake_backward,
-            differentiable=self._all_tensors(self._composite_backward),
-            composite=self._all_tensors(self._composite_backward),
+            differentiable=self._all_tensors(self.composite_backward),
+            composite=self._all_tensors(self.composite_backward),
         )
 
     def __call__(self, *args: Any) -> Any:
@@ -161,7 +173,11 @@ class DifferentiableOp:
 
     def _keep(self, ctx: Any, args: tuple[Any, ...], results: Any, shown: int) -> Any:
         outputs = results if isinstance(results, tuple) else (results,)
-        ctx.save_for_backward(*[(args if argument else outputs)[at] for argument, at in self._saved])
+        saved = [(args if argument else outputs)[at] for argument, at in self._saved]
+        for at, users in self._only_for:
+            if not any(ctx.needs_input_grad[place] for place in users):
+                saved[at] = None
+        ctx.save_for_backward(*saved)
         ctx.options = [args[i] for i in self._options]
         if shown > self._differentiable:
             ctx.mark_non_differentiable(*outputs[self._differentiable : shown])
@@ -176,6 +192,8 @@ class DifferentiableOp:
             return tuple(gradients)
         needed = ctx.needs_input_grad
         needs = tuple([needed[place] for place in self._places])
+        for place, entry in self._shared:
+            needs = (*needs[:entry], needs[entry] or needed[place], *needs[entry + 1 :])
         saved = ctx.saved_tensors
         args = (*dys, *saved, *ctx.options, needs)
         found: Sequence[Tensor | None]
@@ -189,6 +207,8 @@ class DifferentiableOp:
         for place, need, gradient in zip(self._places, needs, found, strict=True):
             if need:
                 gradients[place] = gradient
+        for place, entry in self._shared:
+            gradients[place] = gradients[self._places[entry]]
         return tuple(gradients)
 
     def _recomputed(self, *args: Any) -> list[Tensor | None]:
@@ -252,15 +272,21 @@ class DifferentiableOp:
         return args[:count], args[count : count + saved], args[count + saved : -1], args[-1]
 
     def _all_tensors(self, backward: Callable[..., Sequence[Tensor | None]]) -> Callable[..., Any]:
-        """The same backward pass as an op may give it: results are tensors, so what is not needed is an empty one."""
+        """The same backward pass as an op may give it.
+
+        Its results are tensors, so what is not needed is an empty one; and memory of their own, no argument's.
+        """
 
         def run(*args: Any) -> Any:
             found = backward(*args)
             needs = args[-1]
-            whole = [
-                args[like].new_empty(0) if gradient is None or not need else gradient
-                for gradient, like, need in zip(found, self._present(args), needs, strict=True)
-            ]
+            whole: list[Tensor] = []
+            for gradient, like, need in zip(found, self._present(args), needs, strict=True):
+                if gradient is None or not need:
+                    whole.append(args[like].new_empty(0))
+                else:
+                    own = all(gradient is not other for other in (*args, *whole))
+                    whole.append(gradient if own else gradient.clone())
             return tuple(whole) if len(whole) > 1 else whole[0]
 
         return run

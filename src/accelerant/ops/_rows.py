@@ -1,4 +1,4 @@
-"""What the row-wise ops (layer_norm, softmax) share: a tensor seen as rows, and what a program takes of them."""
+"""What the row-wise ops (norm, softmax) share: a tensor seen as rows, and what a program takes of them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class RowPlan:
         num_warps: warps a program.
         programs: programs a multiprocessor, each looping over rows; 0 for as many programs as there are groups of rows.
         stages: loads of this many loop steps in flight.
+        chunks: pieces of block_n columns side by side, where a kernel takes a row so.
     """
 
     rows: int
@@ -30,6 +31,7 @@ class RowPlan:
     num_warps: int
     programs: int = 0
     stages: int = 1
+    chunks: int = 1
 
     def grid(self, M: int, device: torch.device) -> int:
         """How many programs to start for M rows, M at least 1."""

@@ -90,7 +90,8 @@ class KernelSource:
         name: for people, caches and errors.
         dialects: dialect name -> program text or Builder.
         entries: entry point -> the types of its arguments: "*" for a pointer into device memory
-            (any element type: "*u64", "*bf16"), "i32" "u32" "i64" "u64" "f32" "f64" for scalars.
+            (any element type: "*u64", "*bf16"), "i32" "u32" "i64" "u64" "f32" "f64" for scalars, "struct" for one
+            passed by value as bytes (CUDA only, through LoadedKernel.pack).
         targets: the architectures it is meant for; CI compiles it for each. Empty: whatever the provider finds.
         options: extra options of the compiler.
     """

@@ -272,7 +272,7 @@ def pick_entry(source: KernelSource, entry: str | None) -> str:
     if entry is None or entry not in source.entries:
         raise LaunchError(f"kernel source {source.name!r} has the entries {', '.join(source.entries)}; got {entry!r}")
     for position, kind in enumerate(source.entries[entry]):
-        if not kind.startswith("*") and kind not in _SCALARS:
+        if not kind.startswith("*") and kind not in (*_SCALARS, "struct"):
             raise CompileError(f"kernel {entry!r}, argument {position}: unknown argument type {kind!r}")
     return entry
 

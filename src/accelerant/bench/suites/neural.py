@@ -30,7 +30,7 @@ from accelerant.runtime.decisions import explain_quietly
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["AGAINST", "OPS", "check_against", "measure", "run", "sweep_sizes"]
+__all__ = ["AGAINST", "OPS", "calls", "check_against", "measure", "run", "sweep_sizes"]
 
 AGAINST = ("torch", "compile", "cudnn", "flash", "cublaslt")
 """The peers of a run that names none: what a torch with CUDA has."""
@@ -171,6 +171,21 @@ def _resized(benchmark: Benchmark, size: int) -> Benchmark | None:
             return None
     name = "x".join(map(str, shape))
     return Benchmark(Sample(name, tuple(arguments), benchmark.sample.options), benchmark.dtype)
+
+
+def calls(
+    name: str, device: ComputeDevice, dtype: torch.dtype, shrinks: Sequence[int]
+) -> Iterator[tuple[str, tuple[Tensor | None, ...], dict[str, Any]]]:
+    """An op's cases in a dtype, each whole and with so many times fewer rows: label, tensors, options."""
+    where = torch.device(device.torch_device)
+    for benchmark in _benchmarks(name):
+        for shrink in shrinks:
+            inputs = tuple(benchmark.sample.tensors(dtype, where))
+            first = inputs[0]
+            rows = 1 if first is None else max(1, len(first) // shrink)
+            fewer = _first_rows(inputs, min(rows, _CPU_MANY) if where.type == "cpu" else rows)
+            shape = "" if fewer[0] is None else "x".join(map(str, fewer[0].shape))
+            yield f"{shape} {str(dtype).removeprefix('torch.')}", fewer, dict(benchmark.sample.options)
 
 
 # --- a case ----------------------------------------------------------------------------------------------------------

@@ -1,14 +1,14 @@
-"""What softmax is tested and measured on."""
+"""What softmax and log_softmax are tested and measured on."""
 
 from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Tolerance
 from accelerant.ops.softmax.launch import INNER_COLUMNS, WIDE, constants, inner_plan, row_plan
 from accelerant.ops.softmax.launch import KERNELS as _KERNELS
 
-__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
+__all__ = ["FAMILY", "KERNELS"]
 
 
 def _sample(*shape: int, dim: int = -1) -> Sample:
@@ -43,7 +43,7 @@ LARGE = (
     _sample(129, 1025, 130, dim=1),
     _sample(1, 70001, 3, dim=1),
 )
-BENCHMARKS = (Benchmark(_sample(16384, 4096), torch.bfloat16, 0.067, 0.097),)
+_MEASURED = _sample(16384, 4096)
 
 # One rounding of y, at most 1 (the interpreter cuts bfloat16 instead of rounding it). The gradient starts from the
 # rounded y, which the absolute part covers; exp in float32 is good to a few units for arguments up to about 10.
@@ -53,34 +53,47 @@ TOLERANCES = {
     torch.float16: Tolerance(2e-3, 1e-3),
     torch.bfloat16: Tolerance(1.6e-2, 8e-3),
 }
+# exp(y) of a rounded y is off by |y| times the rounding, times the sum of dy; |y| exp(y) is at most 0.37.
+LOG_TOLERANCES = {
+    torch.float64: Tolerance(1e-12, 1e-12),
+    torch.float32: Tolerance(4e-6, 4e-6),
+    torch.float16: Tolerance(2e-3, 2e-3),
+    torch.bfloat16: Tolerance(1.6e-2, 1.6e-2),
+}
+
+FAMILY = {
+    "softmax": OpCases(SAMPLES, LARGE, (Benchmark(_MEASURED, torch.bfloat16, 0.067, 0.097),), TOLERANCES),
+    "log_softmax": OpCases(SAMPLES, LARGE, (Benchmark(_MEASURED, torch.bfloat16),), LOG_TOLERANCES),
+}
 
 _SIZES = {"M": "i32", "N": "i32"}
 
 
-def _compilations(kind: str, N: int) -> tuple[Compilation, ...]:
+def _compilations(kind: str, N: int, log: bool = False) -> tuple[Compilation, ...]:
     plan = row_plan(N)
     return (
         Compilation(
             _KERNELS["fwd"],
             {"x_ptr": kind, "y_ptr": kind, **_SIZES, "x_stride": "i32"},
-            constants(plan, N),
+            constants(plan, N, log),
             plan.num_warps,
         ),
         Compilation(
             _KERNELS["bwd"],
             {"dy_ptr": kind, "y_ptr": kind, "dx_ptr": kind, **_SIZES, "dy_stride": "i32"},
-            constants(plan, N),
+            constants(plan, N, log),
             plan.num_warps,
         ),
     )
 
 
-_WIDE = {"BLOCK_N": WIDE.block_n}
-_INNER = {"BLOCK_N": inner_plan(64).block_n, "BLOCK_I": INNER_COLUMNS}
+_WIDE = {"LOG": False, "BLOCK_N": WIDE.block_n}
+_INNER = {"LOG": False, "BLOCK_N": inner_plan(64).block_n, "BLOCK_I": INNER_COLUMNS}
 _FORWARD = {"x_ptr": "*bf16", "y_ptr": "*bf16", "N": "i32"}
 _BACKWARD = {"dy_ptr": "*bf16", "y_ptr": "*bf16", "dx_ptr": "*bf16", "N": "i32"}
 KERNELS = (
     *_compilations("*bf16", 4096),
+    *_compilations("*bf16", 4096, log=True),
     *_compilations("*bf16", 768),
     *_compilations("*fp32", 16000),
     *_compilations("*fp16", 1000),

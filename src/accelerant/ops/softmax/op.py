@@ -1,9 +1,10 @@
-"""softmax: validation, registration with torch, autograd, implementations."""
+"""softmax and log_softmax: validation, registration with torch, autograd, implementations."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from accelerant.ops.softmax.launch import launch_backward, launch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.triton import refuses_triton
 
-__all__ = ["softmax", "softmax_bwd", "softmax_fwd"]
+__all__ = ["log_softmax", "softmax"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -26,24 +27,9 @@ def _refuses(case: Case) -> str | None:
     return refuses_triton(case.device)
 
 
-def _torch_forward(x: Tensor, dim: int) -> Tensor:
-    return torch.softmax(x.contiguous(), dim)
-
-
-def _torch_backward(dy: Tensor, y: Tensor, dim: int) -> Tensor:
-    return torch._softmax_backward_data(dy, y, dim, y.dtype)
-
-
-softmax_fwd = Operation(
-    "softmax_fwd",
-    (Implementation("triton", launch_forward, refuses=_refuses, own=True), Implementation("torch", _torch_forward)),
-    cost=lambda case: Cost(2 * math.prod(case.shape) * case.dtype.itemsize, 5 * math.prod(case.shape)),
-)
-softmax_bwd = Operation(
-    "softmax_bwd",
-    (Implementation("triton", launch_backward, refuses=_refuses, own=True), Implementation("torch", _torch_backward)),
-    cost=lambda case: Cost(3 * math.prod(case.shape) * case.dtype.itemsize, 4 * math.prod(case.shape)),
-)
+def _cost(accesses: int, flops: int, case: Case) -> Cost:
+    n = math.prod(case.shape)
+    return Cost(accesses * n * case.dtype.itemsize, flops * n)
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -69,39 +55,98 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 
     Source: Bridle 1990, "Training stochastic model recognition algorithms as networks", section 3.
     """
+    place = _check("softmax", x, dim)
+    if x.dim() == 0:
+        return softmax(x.reshape(1), 0).reshape(())
+    y: Tensor = _softmax(x, place)
+    return y
+
+
+def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """The logarithm of softmax, exact where softmax would underflow.
+
+    y = x - max(x) - log(sum(exp(x - max(x)))), maximum and sum over `dim`
+
+    Args:
+        x: any shape, float16, bfloat16, float32 or float64; fastest along a contiguous last dimension.
+        dim: the dimension to sum over; negative counts from the end.
+
+    Returns:
+        shape and dtype of x, contiguous; computed in float32 (float64 for float64) and rounded once, under autocast
+        too. An element of -inf stays -inf, a row of -inf alone gives NaN. The backward pass starts from y as it was
+        rounded. Differentiable twice.
+
+    Raises:
+        ShapeError: x has no such dimension.
+        UnsupportedDtype: dtype not listed above.
+
+    Transforms of torch.func run torch's own functions, as in softmax.
+
+    Source: Bridle 1990, "Training stochastic model recognition algorithms as networks", section 3.
+    """
+    place = _check("log_softmax", x, dim)
+    if x.dim() == 0:
+        return log_softmax(x.reshape(1), 0).reshape(())
+    y: Tensor = _log_softmax(x, place)
+    return y
+
+
+def _check(op: str, x: Tensor, dim: int) -> int:
+    """The dimension counted from 0."""
     if x.dtype not in _DTYPES:
-        raise UnsupportedDtype(f"softmax takes {', '.join(map(name_of, _DTYPES))}; x is {name_of(x.dtype)}")
+        raise UnsupportedDtype(f"{op} takes {', '.join(map(name_of, _DTYPES))}; x is {name_of(x.dtype)}")
     dims = x.dim() or 1  # a scalar counts as one element along dimension 0, as in torch
     if not -dims <= dim < dims:
         raise ShapeError(f"dim must be in [{-dims}, {dims - 1}] for x of shape {tuple(x.shape)}, got {dim}")
-    dim %= dims
-    if x.dim() == 0:
-        return softmax(x.reshape(1), 0).reshape(())
-    y: Tensor = _softmax(x, dim)
-    return y
+    return dim % dims
 
 
-def _options(x: Tensor, dim: int) -> tuple[str, ...]:
-    """What matters to a choice beside x; nothing for the last dimension."""
-    return () if dim == x.dim() - 1 else (f"dim {dim}",)
+def _case(x: Tensor, dim: int) -> Case:
+    """With what matters to a choice beside x; nothing for the last dimension."""
+    return Case(x.device, x.dtype, x.shape, () if dim == x.dim() - 1 else (f"dim {dim}",))
 
 
-def _forward(x: Tensor, dim: int) -> Tensor:
-    y: Tensor = softmax_fwd(Case(x.device, x.dtype, x.shape, _options(x, dim)), x, dim)
-    return y
+def _op(
+    name: str, log: bool, torch_forward: Callable[..., Tensor], torch_gradient: Callable[..., Tensor]
+) -> DifferentiableOp:
+    """One of the two, from our kernels and from torch's functions."""
+
+    def composite(x: Tensor, dim: int) -> Tensor:
+        return torch_forward(x.contiguous(), dim)
+
+    def torch_backward(dy: Tensor, y: Tensor, dim: int) -> Tensor:
+        return torch_gradient(dy, y, dim, y.dtype)
+
+    fwd, bwd = (
+        Operation(
+            f"{name}_{suffix}",
+            (Implementation("triton", partial(ours, log), refuses=_refuses, own=True), Implementation("torch", theirs)),
+            cost=partial(_cost, *work),
+        )
+        for suffix, ours, theirs, work in (
+            ("fwd", launch_forward, composite, (2, 5)),
+            ("bwd", launch_backward, torch_backward, (3, 4)),
+        )
+    )
+
+    def forward(x: Tensor, dim: int) -> Tensor:
+        y: Tensor = fwd(_case(x, dim), x, dim)
+        return y
+
+    def backward(dy: Tensor, y: Tensor, dim: int, needs: Sequence[bool]) -> tuple[Tensor]:
+        return (bwd(_case(y, dim), dy, y, dim),)
+
+    return DifferentiableOp(
+        f"{name}(Tensor x, int dim) -> (Tensor y)",
+        forward=forward,
+        backward=backward,
+        saves=("y",),
+        gradients={"x": "y"},
+        composite=composite,
+        composite_backward=lambda dy, y, dim, needs: (torch_backward(dy, y, dim),),
+        fake=lambda x, dim: x.new_empty(x.shape),
+    )
 
 
-def _backward(dy: Tensor, y: Tensor, dim: int, needs: Sequence[bool]) -> tuple[Tensor]:
-    return (softmax_bwd(Case(y.device, y.dtype, y.shape, _options(y, dim)), dy, y, dim),)
-
-
-_softmax = DifferentiableOp(
-    "softmax(Tensor x, int dim) -> (Tensor y)",
-    forward=_forward,
-    backward=_backward,
-    saves=("y",),
-    gradients={"x": "y"},
-    composite=_torch_forward,
-    composite_backward=lambda dy, y, dim, needs: (_torch_backward(dy, y, dim),),
-    fake=lambda x, dim: x.new_empty(x.shape),
-)
+_softmax = _op("softmax", False, torch.softmax, torch._softmax_backward_data)
+_log_softmax = _op("log_softmax", True, torch.log_softmax, torch._log_softmax_backward_data)

@@ -1,16 +1,17 @@
-"""softmax over one dimension of N elements.
+"""softmax over one dimension of N elements; with LOG its logarithm, log_softmax.
 
-    y = exp(x - max x) / sum exp(x - max x)        dx = y (dy - sum(y dy))
+    y = exp(x - max x) / sum exp(x - max x)                 dx = y (dy - sum(y dy))
+    y = x - max x - log sum exp(x - max x)    with LOG      dx = dy - exp(y) sum(dy)
 
 Source: Bridle 1990, "Training stochastic model recognition algorithms as networks", section 3; the looped kernels
         take maximum and sum in one pass, as Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3.
 Layout: fwd, bwd, _wide: rows of N contiguous elements, inputs with a distance between rows. _inner: dense memory
         (outer, N, inner) with inner > 1. Computed in float32.
-Grid:   fwd and bwd: ROWS rows a program, kept in registers, or a loop over such groups if there are fewer programs;
-        _wide: one program a row, which reads it twice, the second time from L2; _inner: one program for BLOCK_I
-        neighbouring columns of one outer index, reading them twice.
+Grid:   fwd and bwd: ROWS rows a program, kept in registers; _wide: one program a row, which reads it twice, the second
+        time from L2; _inner: one program for BLOCK_I neighbouring columns of one outer index, reading them twice.
 Bound:  memory: 2 accesses an element forward, 3 backward (beyond the registers 3 and 5, where L2 does not help);
-        about 5 operations forward, 4 backward.
+        about 5 operations forward, 4 backward. log2(e) is not folded into one multiply-add with the maximum: its
+        product with a large maximum is rounded, and x = max x would no longer give exp 0.
 """
 
 import triton
@@ -19,38 +20,56 @@ import triton.language as tl
 
 @triton.jit
 def softmax_fwd(
-    x_ptr, y_ptr, M, N, x_stride,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x_ptr, y_ptr, M, N, x_stride, LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr
+):
     columns = tl.arange(0, BLOCK_N)[None, :]
-    in_row = (columns < N) | EXACT
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    step = tl.num_programs(0).to(tl.int64) * ROWS
-    for start in tl.range(first, M, step, num_stages=STAGES):
-        rows = start + tl.arange(0, ROWS)
-        inside = (rows < M)[:, None] & in_row
-        x = tl.load(x_ptr + rows[:, None] * x_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-        e = tl.exp(x - tl.max(x, 1)[:, None])
-        y = e * (1.0 / tl.sum(e, 1))[:, None]
-        tl.store(y_ptr + rows[:, None] * N + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = ((rows < M) | (ROWS == 1))[:, None] & ((columns < N) | EXACT)
+    x = tl.load(x_ptr + rows[:, None] * x_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
+    x -= tl.max(x, 1)[:, None]
+    e = tl.exp(x)
+    y = _normalised(x, e, tl.sum(e, 1)[:, None], LOG)
+    tl.store(y_ptr + rows[:, None] * N + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def softmax_bwd(
     dy_ptr, y_ptr, dx_ptr, M, N, dy_stride,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
+    LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK_N)[None, :]
-    in_row = (columns < N) | EXACT
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    step = tl.num_programs(0).to(tl.int64) * ROWS
-    for start in tl.range(first, M, step, num_stages=STAGES):
-        rows = start + tl.arange(0, ROWS)
-        inside = (rows < M)[:, None] & in_row
-        y = tl.load(y_ptr + rows[:, None] * N + columns, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        dx = y * (dy - tl.sum(y * dy, 1)[:, None])
-        tl.store(dx_ptr + rows[:, None] * N + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = ((rows < M) | (ROWS == 1))[:, None] & ((columns < N) | EXACT)
+    y = tl.load(y_ptr + rows[:, None] * N + columns, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + rows[:, None] * dy_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    dx = _gradient(dy, y, tl.sum(_term(dy, y, LOG), 1)[:, None], LOG)
+    tl.store(dx_ptr + rows[:, None] * N + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _normalised(x, e, total, LOG: tl.constexpr):
+    """The result from x less its maximum, the exponential of that, and their sum."""
+    if LOG:
+        return x - tl.log(total)
+    else:
+        return e * (1.0 / total)
+
+
+@triton.jit
+def _term(dy, y, LOG: tl.constexpr):
+    """What the backward pass sums."""
+    if LOG:
+        return dy
+    else:
+        return y * dy
+
+
+@triton.jit
+def _gradient(dy, y, total, LOG: tl.constexpr):
+    if LOG:
+        return dy - tl.exp(y) * total
+    else:
+        return y * (dy - total)
 
 
 @triton.jit
@@ -60,7 +79,7 @@ def _shift(largest):
 
 
 @triton.jit
-def softmax_fwd_wide(x_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
+def softmax_fwd_wide(x_ptr, y_ptr, N, x_stride, LOG: tl.constexpr, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * N
@@ -73,15 +92,16 @@ def softmax_fwd_wide(x_ptr, y_ptr, N, x_stride, BLOCK_N: tl.constexpr):
         total = total * tl.exp(largest - _shift(larger)) + tl.exp(x - _shift(larger))
         largest = larger
     peak = tl.max(largest, 0)
-    scale = 1.0 / tl.sum(total * tl.exp(largest - peak), 0)
+    total = tl.sum(total * tl.exp(largest - peak), 0)
     for start in range(0, N, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + at, mask=at < N, other=float("-inf")).to(tl.float32)
-        tl.store(y_ptr + at, (tl.exp(x - peak) * scale).to(y_ptr.dtype.element_ty), mask=at < N)
+        y = _normalised(x - peak, tl.exp(x - peak), total, LOG)
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
 
 
 @triton.jit
-def softmax_bwd_wide(dy_ptr, y_ptr, dx_ptr, N, dy_stride, BLOCK_N: tl.constexpr):
+def softmax_bwd_wide(dy_ptr, y_ptr, dx_ptr, N, dy_stride, LOG: tl.constexpr, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     dy_ptr += row * dy_stride
     y_ptr += row * N
@@ -90,17 +110,17 @@ def softmax_bwd_wide(dy_ptr, y_ptr, dx_ptr, N, dy_stride, BLOCK_N: tl.constexpr)
     for start in range(0, N, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         y = tl.load(y_ptr + at, mask=at < N, other=0.0).to(tl.float32)
-        total += y * tl.load(dy_ptr + at, mask=at < N, other=0.0).to(tl.float32)
-    dot = tl.sum(total, 0)
+        total += _term(tl.load(dy_ptr + at, mask=at < N, other=0.0).to(tl.float32), y, LOG)
+    whole = tl.sum(total, 0)
     for start in range(0, N, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         y = tl.load(y_ptr + at, mask=at < N, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + at, mask=at < N, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + at, (y * (dy - dot)).to(dx_ptr.dtype.element_ty), mask=at < N)
+        tl.store(dx_ptr + at, _gradient(dy, y, whole, LOG).to(dx_ptr.dtype.element_ty), mask=at < N)
 
 
 @triton.jit
-def softmax_fwd_inner(x_ptr, y_ptr, N, inner, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr):
+def softmax_fwd_inner(x_ptr, y_ptr, N, inner, LOG: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr):
     strips = tl.cdiv(inner, BLOCK_I)
     outer = (tl.program_id(0) // strips).to(tl.int64)
     columns = (tl.program_id(0) % strips) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -118,18 +138,18 @@ def softmax_fwd_inner(x_ptr, y_ptr, N, inner, BLOCK_N: tl.constexpr, BLOCK_I: tl
         total = total * tl.exp(largest - _shift(larger)) + tl.exp(x - _shift(larger))
         largest = larger
     peak = tl.max(largest, 0)
-    scale = 1.0 / tl.sum(total * tl.exp(largest - peak[None, :]), 0)
+    whole = tl.sum(total * tl.exp(largest - peak[None, :]), 0)[None, :]
     for start in range(0, N, BLOCK_N):
         rows = start + tl.arange(0, BLOCK_N)
         inside = (rows < N)[:, None] & in_columns
         at = rows[:, None].to(tl.int64) * inner + columns[None, :]
         x = tl.load(x_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
-        y = tl.exp(x - peak[None, :]) * scale[None, :]
+        y = _normalised(x - peak[None, :], tl.exp(x - peak[None, :]), whole, LOG)
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def softmax_bwd_inner(dy_ptr, y_ptr, dx_ptr, N, inner, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr):
+def softmax_bwd_inner(dy_ptr, y_ptr, dx_ptr, N, inner, LOG: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_I: tl.constexpr):
     strips = tl.cdiv(inner, BLOCK_I)
     outer = (tl.program_id(0) // strips).to(tl.int64)
     columns = (tl.program_id(0) % strips) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -143,12 +163,12 @@ def softmax_bwd_inner(dy_ptr, y_ptr, dx_ptr, N, inner, BLOCK_N: tl.constexpr, BL
         inside = (rows < N)[:, None] & in_columns
         at = rows[:, None].to(tl.int64) * inner + columns[None, :]
         y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        total += y * tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    dot = tl.sum(total, 0)[None, :]
+        total += _term(tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32), y, LOG)
+    whole = tl.sum(total, 0)[None, :]
     for start in range(0, N, BLOCK_N):
         rows = start + tl.arange(0, BLOCK_N)
         inside = (rows < N)[:, None] & in_columns
         at = rows[:, None].to(tl.int64) * inner + columns[None, :]
         y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + at, (y * (dy - dot)).to(dx_ptr.dtype.element_ty), mask=inside)
+        tl.store(dx_ptr + at, _gradient(dy, y, whole, LOG).to(dx_ptr.dtype.element_ty), mask=inside)

@@ -18,7 +18,7 @@ import torch
 from accelerant.errors import AccelerantError, CompileError, DeviceLost, LaunchError, OutOfMemory
 from accelerant.runtime.provider import check_scalar
 
-__all__ = ["LoadedKernel", "PreparedLaunch", "cuda_error", "load_error"]
+__all__ = ["LoadedKernel", "PackedLaunch", "PreparedLaunch", "cuda_error", "load_error"]
 
 _CTYPES: dict[str, Any] = {
     "i32": ctypes.c_int32,
@@ -115,6 +115,14 @@ class LoadedKernel:
         places = [i for i, convert in enumerate(self._converters) if convert is None]
         return PreparedLaunch(self, self._configure(grid, (self.threads,)), values, places, device)
 
+    def pack(self, grid: tuple[int, int, int], args: Sequence[Any], device: int) -> PackedLaunch:
+        """A launch of `threads` threads a block with everything in place, structs (as bytes) among the arguments.
+
+        Raises:
+            LaunchError: an argument does not fit.
+        """
+        return PackedLaunch(self, grid, [_in_memory(a) for a in self._converted(args)], self._shared_bytes, device)
+
     def _converted(self, args: Sequence[Any]) -> list[Any]:
         try:
             return [
@@ -128,9 +136,7 @@ class LoadedKernel:
         wrapped = _streams.get(stream)
         if wrapped is None:
             wrapped = _streams[stream] = self._wrap_stream(stream)
-        if not hasattr(_thread, "ready"):
-            torch.cuda.set_device(torch.cuda.current_device())
-            _thread.ready = True
+        _make_ready()
         try:
             self._launch(wrapped, config, self.core, *values, *self._extra)
         except Exception as error:
@@ -183,10 +189,63 @@ class PreparedLaunch:
         self._kernel._enqueue(self._config, values, torch._C._cuda_getCurrentRawStream(self._device))
 
 
+class PackedLaunch:
+    """A launch through the driver with every argument in place; see LoadedKernel.pack.
+
+    For kernels that take structs by value, tensor maps among them, which cuda.core's launch does not pass. Nothing in
+    it changes after it is made, so threads may share it.
+    """
+
+    __slots__ = ("_device", "_kernel", "_launch", "_shape", "_where")
+
+    def __init__(
+        self, kernel: LoadedKernel, grid: tuple[int, int, int], values: list[Any], shared_bytes: int, device: int
+    ) -> None:
+        from cuda.bindings import driver
+
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        self._where = (ctypes.addressof(pointers), pointers, values)
+        self._shape = (driver.CUfunction(int(kernel.core.handle)), *grid, kernel.threads, 1, 1, shared_bytes)
+        self._kernel = kernel
+        self._launch = driver.cuLaunchKernel
+        self._device = device
+
+    def start(self) -> None:
+        """Launch on the current stream of the kernel's device.
+
+        Raises:
+            LaunchError, DeviceLost: as LoadedKernel.start.
+        """
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                self.start()
+            return
+        _make_ready()
+        (code,) = self._launch(*self._shape, torch._C._cuda_getCurrentRawStream(self._device), self._where[0], 0)
+        if code:
+            raise cuda_error(f"{code.name}".replace("_", " ").lower(), f"kernel {self._kernel.name!r}")
+
+
+def _make_ready() -> None:
+    """See to it that the calling thread has a CUDA context."""
+    if not hasattr(_thread, "ready"):
+        torch.cuda.set_device(torch.cuda.current_device())
+        _thread.ready = True
+
+
+def _in_memory(value: Any) -> Any:
+    """A converted argument as an object of ctypes."""
+    if isinstance(value, int):
+        return ctypes.c_void_p(value)
+    return value
+
+
 def _converter(name: str, position: int, kind: str) -> Callable[[Any], Any] | None:
     """What makes of a number what cuda.core takes; None for a pointer."""
     if kind.startswith("*"):
         return None
+    if kind == "struct":
+        return lambda arg: ctypes.create_string_buffer(arg, len(arg))
     ctype = _CTYPES.get(kind)
     if ctype is None:
         raise CompileError(f"kernel {name!r}, argument {position}: unknown argument type {kind!r}")

@@ -1,0 +1,92 @@
+"""Every op raced and tuned on its benchmark's cases and on smaller ones: what `accelerant tune` runs.
+
+What is found holds for the shape buckets that were met, on this model of device (docs/choices.md). The shipped tables
+are made so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from accelerant import ops
+from accelerant.bench.subjects import OPS
+from accelerant.bench.suites import neural
+from accelerant.errors import ConfigError
+from accelerant.runtime.decisions import Decision
+from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.tuning import tune
+
+__all__ = ["SHRINKS", "Tuned", "tune_ops"]
+
+SHRINKS = (1, 8, 64)
+"""Each case is met with all its rows (or batches) and with so many times fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What one call came to.
+
+    Attributes:
+        op, case: what was called.
+        decisions: of the forward and the backward pass.
+        error: why it could not be called; "" if it could.
+    """
+
+    op: str
+    case: str
+    decisions: tuple[Decision, ...]
+    error: str = ""
+
+
+def tune_ops(
+    device: ComputeDevice,
+    *,
+    names: Sequence[str] = (),
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
+    progress: Callable[[str], None] = lambda _: None,
+) -> Iterator[Tuned]:
+    """Race and tune, call after call; each is kept on disk before the next begins.
+
+    Args:
+        device: where.
+        names: ops of the neural suite; all by default.
+        dtypes: each case is met in these.
+        progress: told what is measured next.
+
+    Raises:
+        ConfigError: an op that the suite does not have.
+    """
+    unknown = [name for name in names if name not in OPS]
+    if unknown:
+        raise ConfigError(f"no op {unknown[0]!r} to tune; there are {', '.join(OPS)}")
+    where = torch.device(device.torch_device)
+    for name in names or OPS:
+        for dtype in dtypes:
+            for label, inputs, options in neural.calls(name, device, dtype, SHRINKS):
+                progress(f"{name} {label}")
+                yield _tuned(name, label, inputs, options)
+                if where.type == "cuda":
+                    torch.cuda.empty_cache()
+
+
+def _tuned(name: str, label: str, inputs: Sequence[torch.Tensor | None], options: dict[str, object]) -> Tuned:
+    function = getattr(ops, name)
+    args = [
+        each.detach().requires_grad_() if each is not None and each.is_floating_point() else each for each in inputs
+    ]
+
+    def both() -> None:
+        with torch.no_grad():
+            function(*inputs, **options)
+        results = function(*args, **options)
+        outs = [y for y in (results if isinstance(results, tuple) else (results,)) if y.requires_grad]
+        if outs:
+            torch.autograd.backward(outs, [torch.ones_like(y) for y in outs])
+
+    try:
+        return Tuned(name, label, tuple(tune(both).decisions))
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        return Tuned(name, label, (), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")

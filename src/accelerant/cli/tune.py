@@ -1,0 +1,98 @@
+"""`accelerant tune`: find out, once, which implementation and which launch parameters are the fastest here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from accelerant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accelerant.bench.tuning import Tuned
+
+__all__ = ["register", "tune"]
+
+_EPILOG = (
+    "Examples:  accelerant tune   |   accelerant tune --op softmax --op gelu --dtype bfloat16   |   "
+    "accelerant tune --list   |   accelerant tune --table nvidia-h200.json --serves 'NVIDIA H100'"
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("tune", epilog=_EPILOG)(tune)
+
+
+def tune(
+    op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
+    dtype: Annotated[str, typer.Option(metavar="LIST", help="float32, bfloat16, float16.")] = "bfloat16,float32",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    listed: Annotated[bool, typer.Option("--list", help="Measure nothing; show what is known.")] = False,
+    table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what is known there, as tables are shipped.")
+    ] = None,
+    serves: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL", help="Another model that the table is good for.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Race the implementations of the ops and tune their launches on this device; the results are kept on disk."""
+    import torch
+
+    from accelerant.bench.tuning import tune_ops
+    from accelerant.runtime import registry
+    from accelerant.runtime.choices import choices
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    wanted = [part.strip() for part in dtype.split(",") if part.strip()]
+    for each in wanted:
+        if each not in known:
+            raise ConfigError(f"--dtype: wanted float32, bfloat16 or float16, got {each!r}")
+    chosen = registry.choose(device)
+    if not chosen.torch_device:
+        raise ConfigError(f"--device: tune measures devices that torch has tensors on; {device} is not one")
+    where = torch.device(chosen.torch_device)
+    live = sys.stderr.isatty()
+
+    def show(what: str) -> None:
+        if live:
+            print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
+
+    found: list[Tuned] = []
+    if not listed:
+        dtypes = [known[each] for each in wanted]
+        for result in tune_ops(chosen, names=op or (), dtypes=dtypes, progress=show):
+            found.append(result)
+            if not json_output:
+                show("")
+                _print(result)
+        show("")
+    entries = choices().entries(where)
+    if json_output:
+        print(json.dumps({key: entry.to_dict() for key, entry in sorted(entries.items())}, indent=1))
+    elif listed:
+        for key, entry in sorted(entries.items()):
+            times = ", ".join(f"{name} {ms:.4g} ms" for name, ms in sorted(entry.ms.items(), key=lambda pair: pair[1]))
+            print(f"{key}: {times} ({entry.table or 'this device'}, {entry.date})")
+        for line in choices().ignored(where):
+            print(f"not used: {line}", file=sys.stderr)
+    if table is not None:
+        body = choices().table(where, serves=serves or ())
+        temporary = table.with_name(f".{table.name}.new")
+        temporary.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(table)
+        print(f"{table}: {len(body['entries'])} entries", file=sys.stderr)
+    if any(result.error for result in found):
+        raise typer.Exit(1)
+
+
+def _print(each: Tuned) -> None:
+    if each.error:
+        print(f"{each.op} {each.case}: {each.error}", file=sys.stderr)
+    for decision in dict.fromkeys((one.op, one.case, one.implementation, one.reason) for one in each.decisions):
+        name, case, implementation, reason = decision
+        print(f"{name} {case} -> {implementation}: {reason}", flush=True)

@@ -1,0 +1,105 @@
+"""What the elementwise ops (elementwise, gelu, swiglu, dropout) share: layouts, and what a program takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import UnsupportedDtype
+from accelerant.ops._library import name_of
+from accelerant.runtime.dispatch import Case, Cost
+from accelerant.runtime.triton import TritonKernel, refuses_triton
+
+__all__ = [
+    "DTYPES",
+    "STREAM",
+    "Elementwise",
+    "accesses",
+    "check_dtype",
+    "dense_pair",
+    "launch_map",
+    "launch_map_backward",
+    "refuses_float64",
+]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """Elements and warps a program."""
+
+    block: int
+    num_warps: int
+
+    def grid(self, n: int) -> tuple[int]:
+        """How many programs n elements take."""
+        return (-(-n // self.block),)
+
+
+# 8 elements a thread, one 16-byte load of bfloat16 for each tensor: the fastest measured on an H200, by 5% over 16.
+STREAM = Elementwise(block=1024, num_warps=4)
+
+
+def check_dtype(op: str, x: Tensor, name: str = "x") -> None:
+    """Raise UnsupportedDtype unless x is of a floating dtype that the elementwise ops take."""
+    if x.dtype not in DTYPES:
+        raise UnsupportedDtype(f"{op} takes {', '.join(map(name_of, DTYPES))}; {name} is {name_of(x.dtype)}")
+
+
+def refuses_float64(case: Case) -> str | None:
+    """Why a kernel that computes in float32 does not serve a case."""
+    if case.dtype == torch.float64:
+        return "computes in float32, not float64"
+    return refuses_triton(case.device)
+
+
+def accesses(count: int, flops: int) -> Callable[[Case], Cost]:
+    """The cost of an op that reads and writes `count` elements and does `flops` operations for each of its result."""
+
+    def cost(case: Case) -> Cost:
+        n = math.prod(case.shape)
+        return Cost(count * n * case.dtype.itemsize, flops * n)
+
+    return cost
+
+
+def dense_pair(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The input, copied if its memory has holes or overlaps, and an empty tensor of the same layout."""
+    y = torch.empty_like(x)
+    if y.stride() != x.stride():  # empty_like keeps the strides of dense memory, permuted or not, and only those
+        x = torch.empty_like(y).copy_(x)
+    return x, y
+
+
+def launch_map(
+    kernel: TritonKernel, x: Tensor, constants: Mapping[str, object] | None = None, plan: Elementwise = STREAM
+) -> Tensor:
+    """Run kernel(x_ptr, y_ptr, n, ..., BLOCK) over all elements: y, in the layout of x."""
+    x, y = dense_pair(x)
+    n = x.numel()
+    if n:
+        kernel.launch(plan.grid(n), (x, y, n), {**(constants or {}), "BLOCK": plan.block}, num_warps=plan.num_warps)
+    return y
+
+
+def launch_map_backward(
+    kernel: TritonKernel,
+    dy: Tensor,
+    saved: Tensor,
+    constants: Mapping[str, object] | None = None,
+    plan: Elementwise = STREAM,
+) -> Tensor:
+    """Run kernel(dy_ptr, saved_ptr, dx_ptr, n, ..., BLOCK) over all elements: dx, in the layout of what was saved."""
+    saved, dx = dense_pair(saved)
+    n = saved.numel()
+    if n:
+        if dy.stride() != saved.stride():
+            dy = torch.empty_like(saved).copy_(dy)
+        fixed = {**(constants or {}), "BLOCK": plan.block}
+        kernel.launch(plan.grid(n), (dy, saved, dx, n), fixed, num_warps=plan.num_warps)
+    return dx

@@ -1,0 +1,153 @@
+"""What attention and attention_varlen are tested and measured on."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Stated, Tolerance
+from accelerant.ops.attention.launch import KERNELS as _KERNELS
+from accelerant.ops.attention.launch import constants, plan_for
+
+__all__ = ["FAMILY", "KERNELS"]
+
+
+def _sample(B: int, Hq: int, S: int, D: int, *, Hkv: int = 0, Skv: int = -1, **options: Any) -> Sample:
+    Hkv, Skv = Hkv or Hq, S if Skv < 0 else Skv
+    words = [f"{B}x{Hq}x{S}x{D}"]
+    if (Hkv, Skv) != (Hq, S):
+        words.append(f"on-{Hkv}x{Skv}")
+    words += [name if value is True else f"{name}{value}" for name, value in options.items()]
+    keys = (B, Hkv, Skv, D)
+    return Sample("-".join(words), ((B, Hq, S, D), keys, keys), options)
+
+
+_ATTENTION = OpCases(
+    SAMPLES=(
+        _sample(1, 1, 1, 1),
+        _sample(1, 2, 3, 4, Hkv=1, Skv=5, causal=True),
+        _sample(1, 2, 37, 16, causal=True),
+        _sample(2, 2, 5, 2, causal=True, window=1),
+        _sample(1, 1, 40, 33),
+        _sample(1, 4, 17, 32, Hkv=2, Skv=50, causal=True),
+        _sample(1, 1, 41, 8, Skv=19, causal=True),
+        _sample(1, 2, 45, 24, causal=True, window=7),
+        _sample(1, 1, 20, 16, Skv=70, window=3),
+        _sample(1, 1, 1, 64, Skv=33),
+        _sample(0, 2, 4, 8),
+        _sample(2, 1, 0, 8, Skv=4),
+        _sample(1, 2, 3, 8, Skv=0),
+        _sample(1, 1, 13, 8, scale=0.5),
+    ),
+    LARGE=(
+        _sample(2, 4, 1001, 64, causal=True),
+        _sample(1, 8, 777, 128, Hkv=2, Skv=1234, causal=True),
+        _sample(1, 2, 500, 80, Skv=300, causal=True),
+        _sample(1, 4, 1500, 64, causal=True, window=200),
+        _sample(1, 2, 513, 256),
+        _sample(1, 3, 129, 40, Hkv=1, Skv=2049),
+        _sample(1, 1, 300, 192, causal=True),
+    ),
+    BENCHMARKS=(
+        # Of the fastest peer's speed, the tensor cores' limit being far: 330/323, 393/402, 536/509, 569/573 TFLOP/s.
+        Benchmark(_sample(32, 12, 1024, 64, causal=True), torch.bfloat16, forward_x=1.15, backward_x=1.15),
+        Benchmark(_sample(16, 12, 2048, 64, causal=True), torch.bfloat16, forward_x=1.1, backward_x=1.0),
+        Benchmark(_sample(1, 16, 16384, 64), torch.bfloat16, forward_x=1.0, backward_x=1.0),
+        Benchmark(_sample(2, 16, 8192, 128, causal=True), torch.bfloat16, forward_x=1.0, backward_x=1.0),
+        Benchmark(_sample(8, 12, 2048, 64), torch.float32),
+    ),
+    # o is a mean of values of size 1 and rounded once, but its weights were rounded to its dtype before; gradients add
+    # two more products. float32: sums of up to 2000 products of size 1.
+    TOLERANCES={
+        torch.float64: Tolerance(1e-11, 1e-12),
+        torch.float32: Tolerance(2e-5, 5e-6),
+        torch.float16: Tolerance(4e-3, 3e-3),
+        torch.bfloat16: Tolerance(2.5e-2, 2e-2),
+    },
+)
+
+
+def _packed(H: int, D: int, lengths: tuple[tuple[int, int], ...], *, Hkv: int = 0, **options: Any) -> Sample:
+    """Sequences of (queries, keys)."""
+    cu = [tuple(itertools.accumulate((pair[i] for pair in lengths), initial=0)) for i in (0, 1)]
+    words = ["+".join(f"{a}on{b}" for a, b in lengths) or "none", f"{H}x{D}"]
+    words += [f"{name}{'' if value is True else value}" for name, value in options.items()]
+    keys = (cu[1][-1], Hkv or H, D)
+    longest = {f"max_seqlen_{x}": max((pair[i] for pair in lengths), default=0) for i, x in enumerate("qk")}
+    arguments = ((cu[0][-1], H, D), keys, keys, Stated(cu[0]), Stated(cu[1]))
+    return Sample("-".join(words), arguments, {**longest, **options})
+
+
+_VARLEN = OpCases(
+    SAMPLES=(
+        _packed(1, 1, ((1, 1),)),
+        _packed(2, 2, ((3, 2), (1, 3)), Hkv=1, causal=True),
+        _packed(2, 8, ((37, 37), (5, 5), (20, 20)), causal=True),
+        _packed(1, 16, ((20, 7), (0, 5), (33, 40), (4, 0))),
+        _packed(2, 24, ((20, 7), (9, 50)), Hkv=1, causal=True, window=6),
+        _packed(2, 8, ((0, 3),)),
+        _packed(1, 8, ()),
+    ),
+    LARGE=(
+        _packed(8, 64, ((1000, 1000), (3, 3), (517, 517), (64, 64)), causal=True),
+        _packed(4, 128, ((100, 700), (300, 200), (1, 999)), Hkv=2, causal=True, window=128),
+        _packed(2, 80, ((257, 129), (0, 5), (31, 600))),
+    ),
+    BENCHMARKS=(Benchmark(_packed(12, 64, ((1024, 1024),) * 32, causal=True), torch.bfloat16),),
+    TOLERANCES=_ATTENTION.TOLERANCES,
+)
+
+FAMILY = {"attention": _ATTENTION, "attention_varlen": _VARLEN}
+
+# --- compilations ----------------------------------------------------------------------------------------------------
+
+_TENSORS = {
+    "fwd": ("q", "k", "v", "o"),
+    "bwd_q": ("q", "k", "v", "o", "do", "dq"),
+    "bwd_kv": ("q", "k", "v", "do", "dk", "dv"),
+}
+_SIZES = ("S", "keys", "heads", "group", "blocks", "D", "window", "lse_batch", "lse_head")
+
+
+def compilation(
+    kernel: str,
+    kind: str,
+    width: int,
+    capability: tuple[int, int],
+    *,
+    causal: bool = True,
+    window: int = -1,
+    packed: bool = False,
+) -> Compilation:
+    """A kernel as a device of a compute capability launches it."""
+    dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
+    plan = plan_for(kernel, width, dtype, capability)
+    names = _TENSORS[kernel]
+    types = {f"{name}_ptr": kind for name in names} | {"lse_ptr": "*fp32", "scale": "fp32"}
+    types |= dict.fromkeys((*_SIZES, *(f"{n}_{part}" for n in names for part in ("batch", "head", "row"))), "i32")
+    if kernel != "fwd":
+        types["delta_ptr"] = "*fp32"
+    cu: dict[str, Any] = {}
+    if packed:
+        types |= {"cu_q_ptr": "*i32", "cu_k_ptr": "*i32"}
+    else:
+        cu = {"cu_q_ptr": None, "cu_k_ptr": None}
+    upcast = dtype == torch.bfloat16 and capability < (8, 0)
+    fixed = {**constants(plan, width, causal, window, upcast=upcast), **cu}
+    return Compilation(_KERNELS[kernel], types, fixed, plan.num_warps, plan.num_stages)
+
+
+# The first of each kernel is compiled for every target, so it is one that the smallest takes.
+KERNELS = tuple(
+    each
+    for kernel in _TENSORS
+    for each in (
+        compilation(kernel, "*fp16", 64, (7, 5)),
+        compilation(kernel, "*bf16", 64, (9, 0)),
+        compilation(kernel, "*bf16", 128, (9, 0), causal=False, window=64, packed=True),
+        compilation(kernel, "*bf16", 256, (9, 0)),
+        compilation(kernel, "*fp32", 64, (9, 0)),
+    )
+)

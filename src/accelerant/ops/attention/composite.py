@@ -1,0 +1,162 @@
+"""Attention by torch's own functions, on any device: what is left where no kernel or library serves.
+
+On the CPU these are torch's fused functions, forward and backward; elsewhere the scores stand in memory whole.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from accelerant.ops.attention.launch import like, with_rows
+
+__all__ = ["attend", "dense_backward", "graded", "laid", "torch_backward", "torch_forward"]
+
+aten = torch.ops.aten
+
+
+def laid(y: Tensor, as_: Tensor) -> Tensor:
+    """The same y in the strides that a fake result says it has."""
+    if y.stride() == as_.stride():
+        return y
+    target = like(as_)
+    return y if y.stride() == target.stride() else target.copy_(y)
+
+
+def graded(gradients: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Gradients in the strides that torch.empty_like gives."""
+    found = []
+    for gradient, x in zip(gradients, inputs, strict=True):
+        if gradient.stride() != x.stride():
+            target = torch.empty_like(x)
+            gradient = gradient if gradient.stride() == target.stride() else target.copy_(gradient)
+        found.append(gradient)
+    return tuple(found)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention with the scores whole, from functions that torch differentiates as often as one likes.
+
+    Args:
+        q, k, v: (B, Hq, S, D), (B, Hkv, Skv, D) twice.
+        causal, scale, window: as the op's.
+        seen: (S, Skv) bool, in place of causal and window.
+
+    Returns:
+        o in q's dtype, and lse, float32 (float64 for float64).
+    """
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    Hkv, S, Skv = k.shape[1], q.shape[2], k.shape[2]
+    grouped = q.to(wide).unflatten(1, (Hkv, q.shape[1] // Hkv))
+    scores = (grouped @ k.to(wide).unsqueeze(2).transpose(-1, -2)) * scale
+    seen = _mask(S, Skv, causal, window, q.device) if seen is None else seen
+    blind = None
+    if seen is not None:
+        blind = ~seen.any(-1, keepdim=True)
+        # Rows that see nothing see all instead, and are cleared below: no infinity meets another one.
+        scores = scores.masked_fill(~(seen | blind), -math.inf)
+    weights = torch.softmax(scores, -1)
+    lse = torch.logsumexp(scores, -1)
+    o = (weights @ v.to(wide).unsqueeze(2)).to(q.dtype)
+    if blind is not None:
+        o, lse = o.masked_fill(blind, 0), lse.masked_fill(blind.squeeze(-1), -math.inf)
+    return o.flatten(1, 2), lse.flatten(1, 2)
+
+
+def _mask(S: int, Skv: int, causal: bool, window: int, device: torch.device) -> Tensor | None:
+    """Which query sees which key, (S, Skv); None: each sees all."""
+    if not causal and window < 0:
+        return None
+    place = torch.arange(S, device=device)[:, None] + (Skv - S)
+    key = torch.arange(Skv, device=device)[None, :]
+    seen = key <= place if causal else key >= place - window
+    return seen & (key >= place - window) if causal and window >= 0 else seen
+
+
+def _additive(q: Tensor, k: Tensor, causal: bool, window: int) -> tuple[bool, Tensor | None]:
+    """What torch's function for the CPU takes: its own causal flag, or a mask to add."""
+    S, Skv = q.shape[2], k.shape[2]
+    if window < 0 and (not causal or Skv == S):
+        return causal, None
+    seen = _mask(S, Skv, causal, window, q.device)
+    assert seen is not None  # by the condition above
+    return False, q.new_zeros(S, Skv).masked_fill_(~seen, -math.inf)
+
+
+def _grouped(q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """(B * Hkv, group, S, D): heads that share keys become a batch of their own, the keys repeated by stride 0."""
+    B, Hkv = others[0].shape[:2]
+    group = q.shape[1] // Hkv
+    keys = [x.reshape(B * Hkv, 1, *x.shape[2:]).expand(-1, group, -1, -1) for x in others]
+    return (q.reshape(B * Hkv, group, *q.shape[2:]), *keys)
+
+
+def torch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    """Attend: o in q's layout, lse (B, Hq, S) contiguous."""
+    B, Hq, S, _ = q.shape
+    Hkv, Skv = k.shape[1], k.shape[2]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if not q.numel() or not k.numel():
+        return like(q).zero_(), q.new_full((B, Hq, S), -math.inf, dtype=wide)
+    if q.device.type != "cpu":
+        o, lse = attend(q, k, v, causal, scale, window)
+        return laid(o, q), lse.contiguous()
+    flag, mask = _additive(q, k, causal, window)
+    args: tuple[Tensor, ...] = (with_rows(q), with_rows(k), with_rows(v))
+    if Hq != Hkv:
+        args = _grouped(*args)
+    o, lse = aten._scaled_dot_product_flash_attention_for_cpu(*args, 0.0, flag, attn_mask=mask, scale=scale)
+    if Hq != Hkv:
+        o, lse = o.reshape(q.shape), lse.reshape(B, Hq, S)
+    lse = lse.contiguous()
+    if causal and Skv < S:
+        lse[:, :, : S - Skv] = -math.inf
+    return laid(o, q), lse
+
+
+def torch_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int
+) -> tuple[Tensor, ...]:
+    """Find dq, dk and dv, in the layouts of q, k and v."""
+    Hq, Hkv = q.shape[1], k.shape[1]
+    if not q.numel() or not k.numel():
+        return tuple(torch.empty_like(x).zero_() for x in (q, k, v))
+    if q.device.type != "cpu":
+        return graded(dense_backward(do, q, k, v, o, lse, causal, scale, window), (q, k, v))
+    flag, mask = _additive(q, k, causal, window)
+    if causal and q.shape[2] > k.shape[2]:
+        lse = lse.masked_fill(lse == -math.inf, 0)
+    do, *rows = (with_rows(x) for x in (do, q, k, v))
+    args = tuple(rows)
+    if Hq != Hkv:
+        args = _grouped(*args)
+        do, o, lse = do.reshape(args[0].shape), o.reshape(args[0].shape), lse.reshape(args[0].shape[:3])
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, *args, o, lse, 0.0, flag, attn_mask=mask, scale=scale
+    )
+    if Hq != Hkv:
+        dk, dv = dk.sum(1), dv.sum(1)
+        dq, dk, dv = dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+    return graded((dq, dk, dv), (q, k, v))
+
+
+def dense_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int
+) -> tuple[Tensor, ...]:
+    """The formulas of triton_kernels.py, the scores whole."""
+    wide = lse.dtype
+    split = (k.shape[1], q.shape[1] // k.shape[1])
+    dos, qs, os = (x.to(wide).unflatten(1, split) for x in (do, q, o))
+    ks, vs = (x.to(wide).unsqueeze(2) for x in (k, v))
+    p = (qs @ ks.transpose(-1, -2) * scale - lse.unflatten(1, split).unsqueeze(-1)).exp()
+    seen = _mask(q.shape[2], k.shape[2], causal, window, q.device)
+    if seen is not None:
+        p = p.masked_fill(~seen, 0)
+    ds = p * (dos @ vs.transpose(-1, -2) - (dos * os).sum(-1, keepdim=True)) * scale
+    dq = (ds @ ks).flatten(1, 2).to(q.dtype)
+    dk = (ds.transpose(-1, -2) @ qs).sum(2).to(k.dtype)
+    return dq, dk, (p.transpose(-1, -2) @ dos).sum(2).to(v.dtype)

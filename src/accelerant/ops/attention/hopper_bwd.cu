@@ -1,0 +1,541 @@
+// Attention's backward for Hopper, float32 sums, 16-bit operands:
+//     P = exp(scale Q K^T - lse), dS = P o (dO V^T - delta), dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
+// Source: Dao 2023, arXiv:2307.08691, algorithm 2; the pipeline's idea: Shah et al. 2024, arXiv:2407.08608.
+//
+// Constants (hopper_bwd.py): D, 64 or 128, the padded width of a head; CAUSAL; WHOLE; GIVE and TAKE, registers; PART:
+//     0  attention_bwd       the products
+//     1  attention_bwd_rows  before it: delta = sum of dO o O of each row, beside lse; zeros for dq's sums
+//     2  attention_bwd_dq    after it: dq's float32 sums to 16-bit rows
+//
+// attention_bwd: a block of three warpgroups, one for the copy engine, two that compute, 64 keys each. A block sweeps
+// over the query tiles of a key tile, with dK and dV in registers; S^T and dP^T (keys by queries) leave P^T and dS^T in
+// registers just as the next products want their left operands. dS also goes through shared memory, [key][query]: dQ is
+// the product that sums over the keys of both warpgroups. The products of the next tile's S and dP are started before
+// this tile's dQ is read, so the tensor cores have work while the exponentials are computed.
+//
+// dQ is summed over key tiles in float32, in the order in which registers hold it ("fragments", 16 KiB a warpgroup):
+//     WHOLE 0  fragments are staged in shared memory, and the copy engine adds them to sums in global memory. A store
+//              by the computing threads would stall their next fence.proxy.async, which waits for it (0.07 of 0.36 ms).
+//     WHOLE 1  a block takes all key tiles of a head, so a thread owns its sums: the order of additions is fixed, no
+//              zeros before and no kernel after. Needs as many heads as there are multiprocessors, or several times that.
+//              A thread's fragments wait in shared memory until the next fence has passed.
+//
+// Bound by the tensor cores: 10 D flop an element of the scores beside one exponential; shared memory's bandwidth is
+// next (224 KiB of reads a 128 by 128 tile, 1.1 of the products' time at D = 64).
+
+#if PART == 0
+constexpr int TILE_K = 128, TILE_Q = D == 64 ? 128 : 64, PANELS = D / 64;
+constexpr int KV_STAGES = D == 64 ? 2 : 1;
+constexpr int KV_BYTES = TILE_K * D * 2, Q_BYTES = TILE_Q * D * 2, DS_BYTES = TILE_K * TILE_Q * 2;
+constexpr int KV_PANEL = TILE_K * 128, Q_PANEL = TILE_Q * 128;      // 64 columns of a tile
+constexpr int OFF_K = 0, OFF_V = KV_STAGES * KV_BYTES, OFF_Q = 2 * KV_STAGES * KV_BYTES, OFF_DO = OFF_Q + 2 * Q_BYTES;
+constexpr int OFF_DS = OFF_DO + 2 * Q_BYTES, OFF_STAGE = OFF_DS + 2 * DS_BYTES;
+constexpr int OFF_STATS = OFF_STAGE + TILE_Q * D * 4;
+constexpr int OFF_BARS = OFF_STATS + 2 * TILE_Q * 8, OFF_INFO = OFF_BARS + 192;
+static_assert(OFF_INFO + 128 == SHARED_BYTES, "as hopper_bwd.py counts");
+#endif
+
+struct Strides { long long batch, head, row; };      // of elements
+
+struct Job {
+    TensorMap q, k, v, dout;
+    const char* stats;         // (heads, query tiles, TILE_Q / 2) of 4 floats: -lse log2(e) of 2 rows, -delta of 2 rows
+    float* sums;               // dq in fragments
+    char *dq, *dk, *dv;
+    Strides sq, sk, sv;        // of dq, dk, dv
+    int batch, heads, kv_heads, queries, keys, width, nq, nk, chunks;
+    float scale;
+};
+
+struct RowsJob {
+    const char *dout, *out;
+    const float* lse;
+    float *stats, *sums;
+    Strides sdo, so;
+    int heads, queries, width, blocks, rows;       // blocks of 128 rows, `rows` of them in whole query tiles, of a head
+};
+
+__device__ __forceinline__ void bulk_add(void* dst, u32 src, u32 size_bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(size_bytes) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 p, const float* v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(p), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+__device__ __forceinline__ void load_shared(u32 p, float* v) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(p) : "memory");
+}
+// threadIdx.x, read where it is used: addresses made from it take no registers before.
+__device__ __forceinline__ u32 thread_now() {
+    u32 v;
+    asm volatile("mov.u32 %0, %tid.x;" : "=r"(v));
+    return v;
+}
+__device__ __forceinline__ void add_global(float4* p, const float* v) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+__device__ __forceinline__ void store_global(float4* p, const float* v) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+__device__ __forceinline__ float4 load_global(const float4* p) {
+    float4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ void unpack(u32 word, float& low, float& high) {
+#if IS_BF16
+    low = __int_as_float(word << 16);
+    high = __int_as_float(word & 0xffff0000u);
+#else
+    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}" : "=f"(low), "=f"(high) : "r"(word));
+#endif
+}
+
+// Half of a 64 x 64 accumulator (32 columns) to 16-bit rows. A quad of threads trades words, a 4 x 4 transpose, so that
+// each stores 16 bytes. `row` and `column` are this thread's first.
+__device__ __forceinline__ void store_half(const float* acc, float factor, char* base, long long row_elements, int row, int rows, int column, int columns) {
+    int t = threadIdx.x & 3;
+    bool odd = t & 1, high = t & 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {          // rows g, g + 8
+        u32 w[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) w[n] = pack(acc[4 * n + 2 * half] * factor, acc[4 * n + 2 * half + 1] * factor);
+        u32 x0 = __shfl_xor_sync(~0u, odd ? w[0] : w[1], 1), x1 = __shfl_xor_sync(~0u, odd ? w[2] : w[3], 1);
+        if (odd) { w[0] = x0; w[2] = x1; } else { w[1] = x0; w[3] = x1; }
+        u32 y0 = __shfl_xor_sync(~0u, high ? w[0] : w[2], 2), y1 = __shfl_xor_sync(~0u, high ? w[1] : w[3], 2);
+        if (high) { w[0] = y0; w[1] = y1; } else { w[2] = y0; w[3] = y1; }
+        int r = row + 8 * half, c = column + 8 * t;
+        if (r < rows && c < columns) *(uint4*)(base + (r * row_elements + c) * 2) = make_uint4(w[0], w[1], w[2], w[3]);
+    }
+}
+
+#if PART == 0
+
+// The order of a block's work: its items (a key/value head and some of its key tiles), their key tiles (a sweep each),
+// the query heads of the group, their query tiles. Causal items pair a long sweep with a short one: all take the same.
+struct Walk {
+    int item, k, j, g, i, kv, chunk;
+    __device__ __forceinline__ void enter(const Job& job) {
+        kv = item / job.chunks;
+        chunk = item % job.chunks;
+        k = 0;
+        sweep(job);
+    }
+    __device__ __forceinline__ void sweep(const Job& job) {
+        j = WHOLE ? k : k == 0 ? chunk : job.nk - 1 - chunk;
+        g = 0;
+        i = first();
+    }
+    __device__ __forceinline__ int first() const { return CAUSAL ? j * (TILE_K / TILE_Q) : 0; }
+    __device__ __forceinline__ int sweeps(const Job& job) const {
+        return WHOLE ? job.nk : CAUSAL && chunk != job.nk - 1 - chunk ? 2 : 1;
+    }
+    __device__ __forceinline__ bool valid(const Job& job) const { return item < job.batch * job.kv_heads * job.chunks; }
+    // To the next query tile. True where a sweep ends.
+    __device__ __forceinline__ bool advance(const Job& job) {
+        if (++i < job.nq) return false;
+        if (++g < job.heads / job.kv_heads) {
+            i = first();
+            return false;
+        }
+        if (++k < sweeps(job)) {
+            sweep(job);
+        } else {
+            item += gridDim.x;
+            enter(job);
+        }
+        return true;
+    }
+    __device__ __forceinline__ int head(const Job& job) const { return kv * (job.heads / job.kv_heads) + g; }
+};
+
+// D = A B^T over a head's width, 16 columns at a time; their tiles are panels of 64 columns.
+__device__ __forceinline__ void scores(float* d, u64 a, u64 b) {
+    wgmma_fence();
+    MMA_S_FIRST(d, a, b);
+#pragma unroll
+    for (int k = 1; k < D / 16; ++k)
+        MMA_S(d, a + (k / 4) * (KV_PANEL / 16) + 2 * (k % 4), b + (k / 4) * (Q_PANEL / 16) + 2 * (k % 4), 1);
+    wgmma_commit();
+}
+
+#if WHOLE
+// What this thread staged of dq of tile nt: to its sums in global memory, or with them to dq after the last key tile.
+__device__ __forceinline__ void own_sums(const Job& job, const char* memory, u32 base, int nt, int wg) {
+    const volatile int* tile = (const volatile int*)(memory + OFF_INFO + 16 * (nt & 7));
+    int tid = thread_now() & 127, place = tile[0], j = tile[1], i = tile[3] >> 2, group_heads = job.heads / job.kv_heads;
+    u32 stage = base + OFF_STAGE + wg * 16384 + tid / 32 * 4096 + (tid & 31) * 16;
+    float4* mine = (float4*)job.sums + (((long long)blockIdx.x * group_heads * job.nq + place) * 2 + wg) * 1024 + tid;
+    int final = CAUSAL ? min(job.nk, (i * TILE_Q + TILE_Q - 1) / TILE_K + 1) - 1 : job.nk - 1;
+    if (j < final) {
+        float v[32];
+#pragma unroll
+        for (int x = 0; x < 8; ++x) load_shared(stage + 512 * x, v + 4 * x);
+        if (j == 0) {
+#pragma unroll
+            for (int x = 0; x < 8; ++x) store_global(mine + 128 * x, v + 4 * x);
+        } else {
+#pragma unroll
+            for (int x = 0; x < 8; ++x) add_global(mine + 128 * x, v + 4 * x);
+        }
+        return;
+    }
+    int kv = tile[2], b = kv / job.kv_heads, h = kv % job.kv_heads * group_heads + place / job.nq;
+    char* out = job.dq + (b * job.sq.batch + h * job.sq.head) * 2;
+    int row = i * TILE_Q + (D == 64 ? 64 * wg : 0) + tid / 32 * 16 + (tid & 31) / 4;
+#pragma unroll
+    for (int set = 0; set < 2; ++set) {
+        float sum[16];
+#pragma unroll
+        for (int x = 0; x < 16; ++x) sum[x] = 0.f;
+        if (j > 0) {
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                float4 v = load_global(mine + 128 * (4 * set + x));
+                sum[4 * x] = v.x, sum[4 * x + 1] = v.y, sum[4 * x + 2] = v.z, sum[4 * x + 3] = v.w;
+            }
+        }
+        float v[16];
+#pragma unroll
+        for (int x = 0; x < 4; ++x) load_shared(stage + 512 * (4 * set + x), v + 4 * x);
+#pragma unroll
+        for (int x = 0; x < 16; ++x) sum[x] += v[x];
+        store_half(sum, job.scale, out, job.sq.row, row, job.queries, (D == 64 ? 0 : 64 * wg) + 32 * set, job.width);
+    }
+}
+#else
+__device__ __forceinline__ void own_sums(const Job&, const char*, u32, int, int) {}
+#endif
+
+extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_constant__ Job job) {
+    extern __shared__ __align__(1024) char memory[];
+    u32 base = shared_address(memory), bars = base + OFF_BARS, info = base + OFF_INFO;
+    u32 kv_full = bars, kv_empty = bars + 16, q_full = bars + 32, do_full = bars + 48, q_empty = bars + 64;
+    u32 dq_full = bars + 80, dq_empty = bars + 96, ds_full = bars + 112, ds_empty = bars + 128;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < 2; ++s) {
+            barrier_init(kv_full + 8 * s, 1);
+            barrier_init(kv_empty + 8 * s, 8);
+            barrier_init(q_full + 8 * s, 1);
+            barrier_init(do_full + 8 * s, 1);
+            barrier_init(q_empty + 8 * s, 8);
+            barrier_init(dq_full + 8 * s, 4);
+            barrier_init(dq_empty + 8 * s, 1);
+            barrier_init(ds_full + 8 * s, 8);
+            barrier_init(ds_empty + 8 * s, 8);
+        }
+        barriers_ready();
+    }
+    __syncthreads();
+    int group = __shfl_sync(~0u, threadIdx.x / 128, 0);             // known to be the same in a warp: uniform registers
+    if (group == 0) {
+        registers_give<GIVE>();
+        int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
+        if (warp == 0 && lane == 0) {                               // loads
+            prefetch_map(&job.q);
+            prefetch_map(&job.k);
+            prefetch_map(&job.v);
+            prefetch_map(&job.dout);
+            Walk at;
+            at.item = blockIdx.x;
+            at.enter(job);
+            int nt = 0, nkv = 0;
+            bool fresh = true;
+            while (at.valid(job)) {
+                if (fresh) {
+                    int s = nkv % KV_STAGES, b = at.kv / job.kv_heads, h = at.kv % job.kv_heads;
+                    barrier_wait(kv_empty + 8 * s, ((nkv / KV_STAGES) & 1) ^ 1);
+                    barrier_expect(kv_full + 8 * s, 2 * KV_BYTES);
+#pragma unroll 1
+                    for (int p = 0; p < PANELS; ++p) {
+                        load_tile(base + OFF_K + s * KV_BYTES + p * KV_PANEL, &job.k, kv_full + 8 * s, 64 * p, at.j * TILE_K, h, b);
+                        load_tile(base + OFF_V + s * KV_BYTES + p * KV_PANEL, &job.v, kv_full + 8 * s, 64 * p, at.j * TILE_K, h, b);
+                    }
+                    ++nkv;
+                }
+                int s = nt & 1, bh = at.head(job), b = bh / job.heads, h = bh % job.heads, i = at.i;
+                int place = at.g * job.nq + i, j = at.j, kv = at.kv;
+                fresh = at.advance(job);
+                barrier_wait(q_empty + 8 * s, ((nt >> 1) & 1) ^ 1);
+                // What the computing threads must know of the tile: they have no registers to walk themselves.
+                asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(info + 16 * (nt & 7)), "r"(place), "r"(j), "r"(kv),
+                             "r"((fresh ? 1 : 0) | (at.valid(job) ? 2 : 0) | i << 2) : "memory");
+                barrier_expect(q_full + 8 * s, Q_BYTES + TILE_Q * 8);
+#pragma unroll 1
+                for (int p = 0; p < PANELS; ++p)
+                    load_tile(base + OFF_Q + s * Q_BYTES + p * Q_PANEL, &job.q, q_full + 8 * s, 64 * p, i * TILE_Q, h, b);
+                load_bytes(base + OFF_STATS + s * TILE_Q * 8, job.stats + ((long long)bh * job.nq + i) * TILE_Q * 8, TILE_Q * 8, q_full + 8 * s);
+                barrier_expect(do_full + 8 * s, Q_BYTES);
+#pragma unroll 1
+                for (int p = 0; p < PANELS; ++p)
+                    load_tile(base + OFF_DO + s * Q_BYTES + p * Q_PANEL, &job.dout, do_full + 8 * s, 64 * p, i * TILE_Q, h, b);
+                ++nt;
+            }
+        } else if (!WHOLE && warp == 1 && lane == 0) {              // dq's additions
+            for (int nt = 0, more = 1; more; ++nt) {
+                barrier_wait(dq_full, nt & 1);
+                const volatile int* tile = (const volatile int*)(memory + OFF_INFO + 16 * (nt & 7));
+                more = tile[3] & 2;
+                float* sums = job.sums + ((long long)tile[2] * (job.heads / job.kv_heads) * job.nq + tile[0]) * TILE_Q * D;
+                bulk_add(sums, base + OFF_STAGE, 16384);
+                barrier_wait(dq_full + 8, nt & 1);
+                bulk_add(sums + 4096, base + OFF_STAGE + 16384, 16384);
+                store_commit();
+                store_wait_read<0>();
+                barrier_arrive(dq_empty);
+                barrier_arrive(dq_empty + 8);
+            }
+            asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        }
+    } else {
+        registers_take<TAKE>();
+        int wg = group - 1, tid = threadIdx.x & 127, lane = threadIdx.x & 31;
+        int t = lane & 3, row = wg * 64 + tid / 32 * 16 + (lane >> 2);         // of the key tile, and row + 8
+        float c = job.scale * 1.4426950408889634f;
+        float sc[TILE_Q / 2], dp[TILE_Q / 2], dkacc[D / 2], dvacc[D / 2];
+#pragma unroll
+        for (int x = 0; x < D / 2; ++x) dkacc[x] = dvacc[x] = 0.f;
+        int started = 0;                           // 0: the sweep's first tile overwrites dk and dv
+        int nt = 0, nkv = 0;
+        bool ended = false;                        // whether the last tile was the last of its sweep
+        if (LAG && wg == 1) __nanosleep(LAG);      // out of step from the start: one computes exponentials, the other multiplies
+        barrier_wait(kv_full, 0);
+        barrier_wait(q_full, 0);
+        scores(sc, descriptor(base + OFF_K + wg * 8192), descriptor(base + OFF_Q));
+        barrier_wait(do_full, 0);
+        scores(dp, descriptor(base + OFF_V + wg * 8192), descriptor(base + OFF_DO));
+        wgmma_wait<1>();
+        while (true) {
+            float dqacc[32], p[TILE_Q / 2];
+            int s = nt & 1, ks = nkv % KV_STAGES;
+            const volatile int* now = (const volatile int*)(memory + OFF_INFO + 16 * (nt & 7));
+            const float4* st = (const float4*)(memory + OFF_STATS + s * TILE_Q * 8) + t;
+            int j = now[1], i = now[3] >> 2;
+#pragma unroll
+            for (int n = 0; n < TILE_Q / 8; ++n) {
+                float2 l = *(const float2*)(st + 4 * n);
+                p[4 * n] = exp2_fast(fmaf(sc[4 * n], c, l.x));
+                p[4 * n + 1] = exp2_fast(fmaf(sc[4 * n + 1], c, l.y));
+                p[4 * n + 2] = exp2_fast(fmaf(sc[4 * n + 2], c, l.x));
+                p[4 * n + 3] = exp2_fast(fmaf(sc[4 * n + 3], c, l.y));
+            }
+            if (CAUSAL && i * TILE_Q < (j + 1) * TILE_K) {
+                int key = row + j * TILE_K - i * TILE_Q - 2 * t;               // relative to this thread's first query
+#pragma unroll
+                for (int n = 0; n < TILE_Q / 8; ++n) {
+                    if (key > 8 * n) p[4 * n] = 0.f;
+                    if (key > 8 * n + 1) p[4 * n + 1] = 0.f;
+                    if (key + 8 > 8 * n) p[4 * n + 2] = 0.f;
+                    if (key + 8 > 8 * n + 1) p[4 * n + 3] = 0.f;
+                }
+            }
+            if (j * TILE_K + TILE_K > job.keys) {
+                bool out0 = j * TILE_K + row >= job.keys, out1 = j * TILE_K + row + 8 >= job.keys;
+#pragma unroll
+                for (int n = 0; n < TILE_Q / 8; ++n) {
+                    if (out0) p[4 * n] = p[4 * n + 1] = 0.f;
+                    if (out1) p[4 * n + 2] = p[4 * n + 3] = 0.f;
+                }
+            }
+            u32 pr[TILE_Q / 4], ds[TILE_Q / 4];
+            if (DELAY) barrier_wait(ds_empty + 8 * s, ((nt >> 1) & 1) ^ 1);
+            wgmma_wait<0>();                                                    // dp
+#pragma unroll
+            for (int n = 0; n < TILE_Q / 8; ++n) {
+                float2 l = *(const float2*)((const char*)(st + 4 * n) + 8);
+                pr[2 * n] = pack(p[4 * n], p[4 * n + 1]);
+                pr[2 * n + 1] = pack(p[4 * n + 2], p[4 * n + 3]);
+                ds[2 * n] = pack(p[4 * n] * (dp[4 * n] + l.x), p[4 * n + 1] * (dp[4 * n + 1] + l.y));
+                ds[2 * n + 1] = pack(p[4 * n + 2] * (dp[4 * n + 2] + l.x), p[4 * n + 3] * (dp[4 * n + 3] + l.y));
+            }
+            u32 buffer = (nt & 1) * DS_BYTES;      // two: the other warpgroup may still multiply the last one
+            // stmatrix: lane l gives row l % 8 of matrix l / 8: (keys, keys + 8) x (queries, queries + 8)
+            u32 me = thread_now() - 128, srow = me / 32 * 16 + (me & 15), schunk = (me >> 4) & 1, sxor = me & 7;
+            u32 swrite = base + OFF_DS + srow * 128;
+#pragma unroll
+            for (int k = 0; k < TILE_Q / 16; ++k) {
+                u32 chunk = (2 * k + schunk) & 7;
+                store_matrices(swrite + buffer + (k / 4) * 16384 + ((chunk ^ sxor) << 4), ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+            }
+            proxy_fence();                         // for dS, and for the fragments of dq that the last tile staged
+            __syncwarp();
+            if (lane == 0) {
+                if (DELAY) barrier_arrive(ds_full + 8 * s);
+                if (!WHOLE && nt > DELAY) barrier_arrive(dq_full + 8 * wg);
+            }
+            __syncwarp();
+            if (WHOLE && nt > DELAY) own_sums(job, memory, base, nt - 1 - DELAY, wg);
+            u64 do_b = descriptor(base + OFF_DO + s * Q_BYTES, Q_PANEL), q_b = descriptor(base + OFF_Q + s * Q_BYTES, Q_PANEL);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < TILE_Q / 16; ++k) MMA_D(dvacc, pr + 4 * k, do_b + 128 * k, k ? 1 : started);
+#pragma unroll
+            for (int k = 0; k < TILE_Q / 16; ++k) MMA_D(dkacc, ds + 4 * k, q_b + 128 * k, k ? 1 : started);
+            wgmma_commit();
+            // dq: at D = 64 each warpgroup takes 64 of 128 queries, at D = 128 64 of 128 columns. DELAY: dq of the last
+            // tile, whose dS both warpgroups have written long ago, so that they need not be at the same place. (For the
+            // first tile that is nothing, but a branch around it would make ptxas serialise the wgmmas.)
+            if (!DELAY) named_barrier(1, 256);
+            else if (nt > 0) barrier_wait(ds_full + 8 * (s ^ 1), ((nt - 1) >> 1) & 1);
+            int kd = DELAY && ended ? ks ^ 1 : ks;
+            u64 ds_a = descriptor(base + OFF_DS + (DELAY ? (nt & 1 ^ 1) * DS_BYTES : buffer) + (D == 64 ? wg * 16384 : 0));
+            u64 k_b = descriptor(base + OFF_K + kd * KV_BYTES + (D == 64 ? 0 : wg * KV_PANEL));
+            wgmma_fence();
+            MMA_Q_FIRST(dqacc, ds_a, k_b);
+#pragma unroll
+            for (int k = 1; k < TILE_K / 16; ++k) MMA_Q(dqacc, ds_a + 128 * k, k_b + 128 * k, 1);
+            wgmma_commit();
+            wgmma_wait<1>();                                                    // dv, dk
+            if (lane == 0) barrier_arrive(q_empty + 8 * s);
+            __syncwarp();
+            int flags = now[3];
+            bool ends = flags & 1, more = flags & 2;
+            started = !ends;
+            int s2 = (nt + 1) & 1, nkv2 = nkv + (ends ? 1 : 0), ks2 = nkv2 % KV_STAGES;
+            if (DELAY ? ended : KV_STAGES == 1 && ends) {           // keys that only dq still needs
+                wgmma_wait<0>();
+                if (lane == 0) barrier_arrive(kv_empty + 8 * kd);
+                __syncwarp();
+            }
+            ended = ends;
+            if (more) {
+                if (ends) barrier_wait(kv_full + 8 * ks2, (nkv2 / KV_STAGES) & 1);
+                barrier_wait(q_full + 8 * s2, ((nt + 1) >> 1) & 1);
+            }
+            // After the last tile this multiplies stale tiles: a branch around it would make ptxas serialise the wgmmas.
+            scores(sc, descriptor(base + OFF_K + ks2 * KV_BYTES + wg * 8192), descriptor(base + OFF_Q + s2 * Q_BYTES));
+            wgmma_wait<1>();                                                    // dq
+            if (DELAY) {
+                if (lane == 0 && nt > 0) barrier_arrive(ds_empty + 8 * (s ^ 1));
+                __syncwarp();
+            }
+            if (!WHOLE && nt >= DELAY) barrier_wait(dq_empty + 8 * wg, ((nt - DELAY) & 1) ^ 1);
+            u32 again = thread_now() - 128, stage = base + OFF_STAGE + again / 32 * 4096 + (again & 31) * 16;
+#pragma unroll
+            for (int x = 0; x < 8; ++x) store_shared(stage + 512 * x, dqacc + 4 * x);
+            if (more) barrier_wait(do_full + 8 * s2, ((nt + 1) >> 1) & 1);
+            scores(dp, descriptor(base + OFF_V + ks2 * KV_BYTES + wg * 8192), descriptor(base + OFF_DO + s2 * Q_BYTES));
+            wgmma_wait<1>();                       // sc; in this basic block, or ptxas serialises the wgmmas (C7514)
+            if (ends) {
+                int at = now[1], kv = now[2], b = kv / job.kv_heads, h = kv % job.kv_heads;
+                if (!DELAY && KV_STAGES > 1 && lane == 0) barrier_arrive(kv_empty + 8 * ks);
+                __syncwarp();
+                char* pk = job.dk + (b * job.sk.batch + h * job.sk.head) * 2;
+                char* pv = job.dv + (b * job.sv.batch + h * job.sv.head) * 2;
+#pragma unroll
+                for (int x = 0; x < D / 32; ++x) {
+                    store_half(dkacc + 16 * x, job.scale, pk, job.sk.row, at * TILE_K + row, job.keys, 32 * x, job.width);
+                    store_half(dvacc + 16 * x, 1.f, pv, job.sv.row, at * TILE_K + row, job.keys, 32 * x, job.width);
+                }
+                ++nkv;
+            }
+            ++nt;
+            if (!more) break;
+        }
+        wgmma_wait<0>();
+        if (DELAY) {                               // dq of the last tile; nt counts all
+            int last = nt - 1, s = last & 1;
+            proxy_fence();
+            __syncwarp();
+            if (!WHOLE && lane == 0 && last > 0) barrier_arrive(dq_full + 8 * wg);
+            if (WHOLE && last > 0) own_sums(job, memory, base, last - 1, wg);
+            barrier_wait(ds_full + 8 * s, (last >> 1) & 1);
+            float dqacc[32];
+            u64 ds_a = descriptor(base + OFF_DS + s * DS_BYTES + (D == 64 ? wg * 16384 : 0));
+            u64 k_b = descriptor(base + OFF_K + (nkv - 1) % KV_STAGES * KV_BYTES + (D == 64 ? 0 : wg * KV_PANEL));
+            wgmma_fence();
+            MMA_Q_FIRST(dqacc, ds_a, k_b);
+#pragma unroll
+            for (int k = 1; k < TILE_K / 16; ++k) MMA_Q(dqacc, ds_a + 128 * k, k_b + 128 * k, 1);
+            wgmma_commit();
+            wgmma_wait<0>();
+            if (!WHOLE) barrier_wait(dq_empty + 8 * wg, (last & 1) ^ 1);
+            u32 again = thread_now() - 128, stage = base + OFF_STAGE + again / 32 * 4096 + (again & 31) * 16;
+#pragma unroll
+            for (int x = 0; x < 8; ++x) store_shared(stage + 512 * x, dqacc + 4 * x);
+        }
+        if (WHOLE) {
+            own_sums(job, memory, base, nt - 1, wg);
+        } else {
+            proxy_fence();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(dq_full + 8 * wg);
+        }
+    }
+}
+
+#elif PART == 1
+
+// Rows outside the tensor get -inf and 0: their probabilities are 0. Grid: blocks of 128 rows, heads. Bound by memory.
+extern "C" __global__ void __launch_bounds__(256) attention_bwd_rows(const __grid_constant__ RowsJob job) {
+    constexpr int LANES = D / 8, ROWS = 256 / LANES, LOADS = 128 / ROWS;
+    int bh = blockIdx.x / job.blocks, tile = blockIdx.x % job.blocks, b = bh / job.heads, h = bh % job.heads;
+    int part = threadIdx.x % LANES, r0 = tile * 128 + threadIdx.x / LANES;
+    const char* pdo = job.dout + (b * job.sdo.batch + h * job.sdo.head + part * 8) * 2;
+    const char* po = job.out + (b * job.so.batch + h * job.so.head + part * 8) * 2;
+    uint4 x[LOADS], y[LOADS];
+    float l[LOADS];
+#pragma unroll
+    for (int u = 0; u < LOADS; ++u) {
+        int r = r0 + u * ROWS;
+        x[u] = y[u] = make_uint4(0, 0, 0, 0);
+        l[u] = __int_as_float(0xff800000);
+        if (r < job.queries) {
+            if (part * 8 < job.width) {
+                x[u] = *(const uint4*)(pdo + r * job.sdo.row * 2);
+                y[u] = *(const uint4*)(po + r * job.so.row * 2);
+            }
+            if (part == 0) l[u] = job.lse[(long long)bh * job.queries + r];
+        }
+    }
+    if (!WHOLE) {
+        const float zero[4] = {0.f, 0.f, 0.f, 0.f};
+        float4* sums = (float4*)(job.sums + ((long long)bh * job.rows + tile * 128) * D);
+        int count = min(128, job.rows - tile * 128) * D / 4;
+        for (int u = threadIdx.x; u < count; u += 256) store_global(sums + u, zero);
+    }
+#pragma unroll
+    for (int u = 0; u < LOADS; ++u) {
+        int r = r0 + u * ROWS;
+        float sum = 0.f;
+        const u32* a = (const u32*)&x[u];
+        const u32* c = (const u32*)&y[u];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            float a0, a1, c0, c1;
+            unpack(a[w], a0, a1);
+            unpack(c[w], c0, c1);
+            sum = fmaf(a0, c0, fmaf(a1, c1, sum));
+        }
+#pragma unroll
+        for (int m = 1; m < LANES; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
+        if (part == 0 && r < job.rows) {
+            float* p = job.stats + ((long long)bh * job.rows + (r & ~1)) * 2 + (r & 1);
+            p[0] = l[u] == __int_as_float(0xff800000) ? l[u] : l[u] * -1.4426950408889634f;   // a row that saw no key: P = 0
+            p[2] = -sum;
+        }
+    }
+}
+
+#else
+
+// Grid: query tiles of all heads, the last first: it is in the L2 cache. Bound by memory.
+extern "C" __global__ void __launch_bounds__(256) attention_bwd_dq(const __grid_constant__ Job job) {
+    constexpr int TILE_Q = D == 64 ? 128 : 64;
+    int tile = gridDim.x - 1 - blockIdx.x, bh = tile / job.nq, i = tile % job.nq, b = bh / job.heads, h = bh % job.heads;
+    int wg = threadIdx.x / 128, tid = threadIdx.x & 127;
+    const float4* sums = (const float4*)job.sums + ((long long)tile * 2 + wg) * 1024 + tid / 32 * 256 + (tid & 31);
+    float sum[32];
+#pragma unroll
+    for (int x = 0; x < 8; ++x) {
+        float4 v = load_global(sums + 32 * x);
+        sum[4 * x] = v.x, sum[4 * x + 1] = v.y, sum[4 * x + 2] = v.z, sum[4 * x + 3] = v.w;
+    }
+    char* out = job.dq + (b * job.sq.batch + h * job.sq.head) * 2;
+    int row = i * TILE_Q + (D == 64 ? 64 * wg : 0) + tid / 32 * 16 + (tid & 31) / 4;
+#pragma unroll
+    for (int set = 0; set < 2; ++set)
+        store_half(sum + 16 * set, job.scale, out, job.sq.row, row, job.queries, (D == 64 ? 0 : 64 * wg) + 32 * set, job.width);
+}
+
+#endif

@@ -1,0 +1,245 @@
+"""Launches of the backward kernels for Hopper (hopper_bwd.cu): variants, arguments, work space."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import struct
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accelerant.ops._rows import ceil_div
+from accelerant.ops.attention.hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, tensor_map
+from accelerant.ops.attention.launch import like
+from accelerant.runtime.dispatch import Case
+from accelerant.runtime.kernel import Kernel
+
+__all__ = ["KINDS", "PARTS", "Plan", "launch_backward", "plan_for", "program", "refuses"]
+
+KINDS = ("struct",)
+"""Of each kernel's arguments: one struct by value."""
+
+PARTS = ("attention_bwd", "attention_bwd_rows", "attention_bwd_dq")
+"""Entry points by the kernel's macro PART."""
+
+_TILE_K = 128
+_WHOLE_KEYS = 1024
+"""Up to this many keys whole heads a block pay, where there are heads for all multiprocessors: the sums of the heads
+at work stay in the L2 cache, and neither zeros nor a conversion pass over memory."""
+
+_PREPARED_LIMIT = 4096
+
+DELAY = True
+LAG = 0
+
+
+class Plan(NamedTuple):
+    """A variant of the kernels.
+
+    Attributes:
+        width: of a head in shared memory, 64 or 128; narrower heads are padded with zeros by the copy engine.
+        whole: whether a block takes whole heads, which fixes the order of dq's additions.
+    """
+
+    width: int
+    whole: bool
+
+    @property
+    def tile_q(self) -> int:
+        """Queries a tile."""
+        return 128 if self.width == 64 else 64
+
+    @property
+    def give(self) -> int:
+        """Registers a thread of the warpgroup that copies."""
+        return 40 if self._lean else 24
+
+    @property
+    def take(self) -> int:
+        """Registers a thread of the warpgroups that compute; the kernel is launched with 168 for all."""
+        return 232 if self._lean else 240
+
+    @property
+    def _lean(self) -> bool:
+        """Whether 232 registers suffice to compute; then the copying thread, which else spills some words, has 40."""
+        return self.width == 64 and not self.whole
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of attention_bwd: keys and values, queries and dO, dS, dq's fragments, row statistics, barriers."""
+        keys = 2 * (2 if self.width == 64 else 1) * _TILE_K * self.width * 2
+        queries = 4 * self.tile_q * self.width * 2
+        fragments = self.tile_q * self.width * 4
+        return keys + queries + 2 * _TILE_K * self.tile_q * 2 + fragments + 16 * self.tile_q + 192 + 128
+
+
+def plan_for(case_shape: tuple[int, ...], multiprocessors: int, deterministic: bool) -> Plan:
+    """The variant for a shape (B, Hq, Hkv, S, Skv, D)."""
+    B, _, Hkv, _, Skv, D = case_shape
+    heads = B * Hkv
+    filled = heads / (ceil_div(heads, multiprocessors) * multiprocessors)
+    return Plan(64 if D <= 64 else 128, deterministic or (D <= 64 and Skv <= _WHOLE_KEYS and filled > 0.9))
+
+
+def refuses(case: Case) -> str | None:
+    """Why the kernels cannot serve a case of shape (B, Hq, Hkv, S, Skv, D); None if they can."""
+    _, Hq, Hkv, S, Skv, D = case.shape
+    if D % 8 or D > 128:
+        return f"takes heads of a multiple of 8 up to 128 wide, not {D}"
+    if not math.prod(case.shape) or Hq % Hkv:
+        return "takes no empty tensor"
+    if "causal" in case.options and Skv != S:
+        return f"is causal for as many queries as keys, not {S} and {Skv}"
+    if max(case.shape[0] * Hq * ceil_div(max(S, Skv), 64), Hq // Hkv * S, Skv) >= 2**29:
+        return "counts tiles in 32 bits"
+    return None
+
+
+def _first(mma: Mma) -> str:
+    """The wrapper mma_..._first(d, a, b): D = A B. Nothing of d is read, so its registers are free until then."""
+    text = mma.text().replace(f"{mma.name}(", f"{mma.name}_first(").replace(", int accumulate)", ")")
+    text = text.replace(', "r"(accumulate)', "").replace('"+f"', '"=f"')
+    return re.sub(r"setp\.ne\.b32 p, %\d+, 0;", "setp.ne.b32 p, 0, 0;", text)
+
+
+@functools.cache
+def program(plan: Plan, dtype: torch.dtype, causal: bool, part: str = PARTS[0]) -> HopperProgram:
+    """The text of a kernel for a variant."""
+    scores = Mma(plan.tile_q)
+    gradients = Mma(plan.width, a_in_registers=True, b_across=True)
+    queries = Mma(64, a_across=True, b_across=True)
+    main = part == PARTS[0]
+    constants: dict[str, Any] = {
+        "PART": PARTS.index(part),
+        "D": plan.width,
+        "CAUSAL": int(causal),
+        "WHOLE": int(plan.whole),
+        "DELAY": int(plan.width == 64 and DELAY),
+        "LAG": LAG,
+        "IS_BF16": int(dtype == torch.bfloat16),
+        "GIVE": plan.give,
+        "TAKE": plan.take,
+        "SHARED_BYTES": plan.shared_bytes,
+        "MMA_S": scores.name,
+        "MMA_S_FIRST": f"{scores.name}_first",
+        "MMA_D": gradients.name,
+        "MMA_Q": queries.name,
+        "MMA_Q_FIRST": f"{queries.name}_first",
+    }
+    text = hopper_program("hopper_bwd.cu", ELEMENTS[dtype], (scores, gradients, queries) if main else (), constants)
+    if main:
+        at = text.index('#line 1 "hopper_bwd.cu"')
+        text = f"{text[:at]}{_first(scores)}{_first(queries)}{text[at:]}"
+    return HopperProgram(part, text, 384 if main else 256, plan.shared_bytes if main else 0)
+
+
+@functools.cache
+def _kernel(plan: Plan, dtype: torch.dtype, causal: bool, part: str, device: int) -> Kernel:
+    return load(program(plan, dtype, causal, part), KINDS, device)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of attention, on the current stream.
+
+    Args:
+        do, q, o: (B, Hq, S, D).
+        k, v: (B, Hkv, Skv, D), Hkv a divisor of Hq.
+        lse: (B, Hq, S) float32, as the forward returns it.
+        causal: whether query i sees the keys up to i only; then S = Skv.
+        scale: of the scores.
+        deterministic: the same bits each time: a block for each key/value head, slow where there are few.
+
+    Returns:
+        dq, dk, dv, in the shapes, dtype and layouts of q, k and v.
+
+    Raises:
+        CompileError, LaunchError: see LoadedKernel.
+    """
+    dq, dk, dv = like(q), like(k), like(v)
+    do, q, k, v, o = (_readable(x) for x in (do, q, k, v, o))
+    lse = lse.contiguous()
+    B, Hq, S, D = q.shape
+    Hkv, Skv = k.shape[1:3]
+    device = q.get_device()
+    multiprocessors = _multiprocessors(device)
+    plan = plan_for((B, Hq, Hkv, S, Skv, D), multiprocessors, deterministic)
+    tiles = ceil_div(S, plan.tile_q)
+    heads = min(multiprocessors, B * Hkv) * (Hq // Hkv) if plan.whole else B * Hq
+    stats = 2 * B * Hq * tiles * plan.tile_q
+    space = torch.empty(stats + heads * tiles * plan.tile_q * plan.width, dtype=torch.float32, device=q.device)
+    key = (
+        do.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), dq.data_ptr(),
+        dk.data_ptr(), dv.data_ptr(), space.data_ptr(), plan, q.dtype, causal, scale, q.shape, k.shape, do.stride(),
+        q.stride(), k.stride(), v.stride(), o.stride(), dq.stride(), dk.stride(), dv.stride(), device,
+    )  # fmt: skip
+    packed = _packed.get(key)
+    if packed is None:
+        if len(_packed) >= _PREPARED_LIMIT:
+            _packed.clear()
+        packed = _packed[key] = _pack(plan, (do, q, k, v, o, lse), (dq, dk, dv), space, stats, causal, scale)
+    for launch in packed:
+        launch.start()
+    return dq, dk, dv
+
+
+_packed: dict[tuple[object, ...], tuple[Any, ...]] = {}
+"""Launches by all that they depend on: an allocator hands out the same few addresses again and again."""
+
+
+def _readable(x: Tensor) -> Tensor:
+    """The tensor where the copy engine can read it, else a copy."""
+    if x.data_ptr() % 16 == 0 and _strides_fit(x.shape, x.stride()):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(_PREPARED_LIMIT)
+def _strides_fit(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    used = [stride for stride, size in zip(strides[:3], shape[:3], strict=True) if size > 1]
+    return strides[3] == 1 and all(stride and stride % 8 == 0 for stride in used)
+
+
+def _pack(
+    plan: Plan, given: tuple[Tensor, ...], found: tuple[Tensor, Tensor, Tensor], space: Tensor, stats: int,
+    causal: bool, scale: float,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The launches with everything in place: struct RowsJob's and struct Job's bytes, as hopper_bwd.cu has them."""
+    do, q, k, v, o, lse = given
+    B, Hq, S, D = q.shape
+    Hkv, Skv = k.shape[1:3]
+    device = q.get_device()
+    tiles, key_tiles = ceil_div(S, plan.tile_q), ceil_div(Skv, _TILE_K)
+    chunks = 1 if plan.whole else ceil_div(key_tiles, 2) if causal else key_tiles
+    sums = space.data_ptr() + 4 * stats
+    blocks = ceil_div(S, 128)
+    pointers = (do.data_ptr(), o.data_ptr(), lse.data_ptr(), space.data_ptr(), sums)
+    row_strides = (*do.stride()[:3], *o.stride()[:3])
+    rows = struct.pack("=5Q6q5i4x", *pointers, *row_strides, Hq, S, D, blocks, tiles * plan.tile_q)
+    maps = b"".join(tensor_map(x, n) for x, n in ((q, plan.tile_q), (k, _TILE_K), (v, _TILE_K), (do, plan.tile_q)))
+    outputs = [space.data_ptr(), sums, *(x.data_ptr() for x in found)]
+    strides = [stride for x in found for stride in x.stride()[:3]]
+    sizes = (B, Hq, Hkv, S, Skv, D, tiles, key_tiles, chunks)
+    job = maps + struct.pack("=5Q9q9if", *outputs, *strides, *sizes, scale)
+    job += bytes(-len(job) % 64)
+
+    def packed(part: str, grid: int, argument: bytes) -> Any:
+        return _kernel(plan, q.dtype, causal, part, device).handle.pack((grid, 1, 1), (argument,), device)
+
+    launches = [
+        packed(PARTS[1], B * Hq * blocks, rows),
+        packed(PARTS[0], min(_multiprocessors(device), B * Hkv * chunks), job),
+    ]
+    if not plan.whole:
+        launches.append(packed(PARTS[2], B * Hq * tiles, job))
+    return tuple(launches)

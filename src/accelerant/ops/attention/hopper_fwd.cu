@@ -1,0 +1,433 @@
+// Attention forward on Hopper: O = softmax(scale Q K^T) V and lse = log sum exp(scale Q K^T), row by row; scale > 0.
+//
+// A block has a producer, which fetches tiles through the copy engine, and WGS warpgroups, each with 64 query rows of a
+// tile of TILE_M = 64 WGS. Keys come in blocks of BLOCK_N, the last first, through STAGES buffers of K and of V. Each
+// warpgroup goes its own pace: it issues the next S = Q K^T before it turns the last one into P, and O += P V behind
+// it, so that the tensor cores work while it finds exponentials (Shah et al. 2024, arXiv:2407.08608, section 3.2);
+// across the end of a tile too, where it stores O while its next scores are found.
+//
+// A row's exponentials refer to the largest score of its first block, and no maximum is looked for after that: any
+// reference gives the same softmax as long as nothing overflows, and the sums, which are needed anyway, tell if
+// something does (LIMIT). Then, seldom, the warp finds the block's scores once more and raises the reference. That
+// leaves four instructions a score (scale, exponential, sum, half a conversion) and makes the row maxima's shuffles,
+// their wait and the rescaling of O rare.
+//
+// A block draws its tiles from a counter, the longest first, so that all end together. The grid has no idle block.
+//
+// Bound, a score: 4 HEAD_DIM flop at 4096 a clock and multiprocessor, one exponential at 16. HEAD_DIM 64 needs as much
+// of both; causal at 1024 keys each is busy 55% of the time, at 1.66 GHz (H200, Nsight Compute). Finding a part of the
+// exponentials by polynomials on the FMA units cost 10% there: issue slots are as short as the special functions.
+
+constexpr int TILE_M = 64 * WGS;
+constexpr int CHUNKS = HEAD_DIM / 64;                    // boxes of 64 columns
+constexpr int Q_BYTES = TILE_M * HEAD_DIM * 2, KV_BYTES = BLOCK_N * HEAD_DIM * 2;
+constexpr int OFF_Q = 0, OFF_K = OFF_Q + 2 * Q_BYTES, OFF_V = OFF_K + STAGES * KV_BYTES;
+constexpr int OFF_BARRIERS = OFF_V + STAGES * KV_BYTES;
+constexpr int S_REGS = BLOCK_N / 2, P_REGS = BLOCK_N / 4, O_REGS = HEAD_DIM / 2;
+constexpr int NO_TILE = -1;
+constexpr float LIMIT = IS_BF16 ? 0x1p64f : 0x1p12f;     // of a thread's sums of a block: P and O stay finite
+constexpr float LOWEST = -1e30f;                         // a reference where all scores are -infinity
+#define INFINITE __int_as_float(0x7f800000)
+static_assert(!CAUSAL || BLOCK_N == 64, "the diagonal must go through corners");
+
+#define PASTE2(a, b, c) a##b##c
+#define PASTE(a, b, c) PASTE2(a, b, c)
+#define MMA_QK PASTE(mma_ss_n, BLOCK_N, _nn)
+#define MMA_PV PASTE(mma_rs_n, HEAD_DIM, _nt)
+
+struct Shape {
+    int batch, heads, share, queries, keys;              // share: query heads to a key head
+    int tiles, group, items;                             // query tiles a head, heads that run together, tiles in all
+};
+
+struct Place { int batch, head, row; };
+
+// The item-th tile: heads in groups whose keys stay in the L2 cache, the longest tiles of a group first.
+__device__ __forceinline__ Place locate(const Shape& s, int item) {
+    int in_group = s.group * s.tiles, g = item / in_group, rest = item - g * in_group;
+    int members = min(s.group, s.batch * s.heads - g * s.group);
+    int step = rest / members, bh = g * s.group + rest - step * members;
+    int tile = CAUSAL ? s.tiles - 1 - step : step;
+    Place p;
+    p.batch = bh / s.heads;
+    p.head = bh - p.batch * s.heads;
+    p.row = tile * TILE_M;
+    return p;
+}
+
+// Blocks of keys that a tile sees.
+__device__ __forceinline__ int blocks_of(const Shape& s, int row) {
+    return ((CAUSAL ? min(row + TILE_M, s.keys) : s.keys) + BLOCK_N - 1) / BLOCK_N;
+}
+
+struct Position {                                        // in a ring of buffers
+    u32 stage = 0, parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) { stage = 0; parity ^= 1; }
+    }
+};
+
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// What a thread keeps of its two rows.
+struct Rows {
+    float top[2];                                        // log2 of what the exponentials are divided by
+    float sum[2];                                        // this thread's part
+    float shrink[2];                                     // what O must be multiplied by
+    bool shrinks;
+};
+
+__device__ __forceinline__ void row_maxima(const float (&s)[S_REGS], float& a, float& b) {
+    a = fmaxf(s[0], s[1]);
+    b = fmaxf(s[2], s[3]);
+#pragma unroll
+    for (int x = 4; x < S_REGS; x += 4) {
+        a = fmaxf(a, fmaxf(s[x], s[x + 1]));
+        b = fmaxf(b, fmaxf(s[x + 2], s[x + 3]));
+    }
+}
+
+// Replace the scores by their exponentials; the sums of this thread's two rows.
+__device__ __forceinline__ float2 exponentials(float (&s)[S_REGS], const float (&top)[2], float scale) {
+    float part[4];
+#pragma unroll
+    for (int x = 0; x < S_REGS; ++x) {
+        float y = fmaf(s[x], scale, -top[(x >> 1) & 1]);
+        s[x] = exp2_fast(y);
+        part[x & 3] = x < 4 ? s[x] : part[x & 3] + s[x];
+    }
+    return make_float2(part[0] + part[1], part[2] + part[3]);
+}
+
+// The tile's first block: S becomes P, and the rows' references and sums begin.
+__device__ __forceinline__ void softmax_first(float (&s)[S_REGS], Rows& rows, float scale) {
+    float a, b;
+    row_maxima(s, a, b);
+    rows.top[0] = fmaxf(quad_max(a) * scale, LOWEST);
+    rows.top[1] = fmaxf(quad_max(b) * scale, LOWEST);
+    float2 sums = exponentials(s, rows.top, scale);
+    rows.sum[0] = sums.x;
+    rows.sum[1] = sums.y;
+}
+
+// The same for the block of 64 keys that the diagonal crosses from corner to corner: of a warp's 16 rows, the keys of
+// the warps before are all seen, its own up to the diagonal, those after not at all.
+__device__ __forceinline__ void softmax_diagonal(float (&s)[S_REGS], Rows& rows, float scale, int warp) {
+    int g = lane_id() >> 2, t = lane_id() & 3;
+    float a = -INFINITE, b = -INFINITE;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        float* f = s + 8 * w;
+        if (w == warp) {
+#pragma unroll
+            for (int x = 0; x < 8; ++x)
+                if (8 * (x >> 2) + 2 * t + (x & 1) > g + 8 * ((x >> 1) & 1)) f[x] = -INFINITE;
+        }
+        if (w <= warp) {
+            a = fmaxf(a, fmaxf(fmaxf(f[0], f[1]), fmaxf(f[4], f[5])));
+            b = fmaxf(b, fmaxf(fmaxf(f[2], f[3]), fmaxf(f[6], f[7])));
+        }
+    }
+    rows.top[0] = fmaxf(quad_max(a) * scale, LOWEST);
+    rows.top[1] = fmaxf(quad_max(b) * scale, LOWEST);
+    rows.sum[0] = rows.sum[1] = 0.f;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        float* f = s + 8 * w;
+        if (w <= warp) {
+#pragma unroll
+            for (int x = 0; x < 8; ++x) {
+                f[x] = exp2_fast(fmaf(f[x], scale, -rows.top[(x >> 1) & 1]));
+                rows.sum[(x >> 1) & 1] += f[x];
+            }
+        } else {
+#pragma unroll
+            for (int x = 0; x < 8; ++x) f[x] = 0.f;
+        }
+    }
+}
+
+// For a later block, of which s holds the scores: make the largest so far the rows' references.
+__device__ __forceinline__ void raise(float (&s)[S_REGS], Rows& rows, float scale) {
+    float a, b;
+    row_maxima(s, a, b);
+    a = fmaxf(quad_max(a) * scale, rows.top[0]);
+    b = fmaxf(quad_max(b) * scale, rows.top[1]);
+    rows.shrink[0] = exp2_fast(rows.top[0] - a);
+    rows.shrink[1] = exp2_fast(rows.top[1] - b);
+    rows.top[0] = a;
+    rows.top[1] = b;
+    rows.sum[0] *= rows.shrink[0];
+    rows.sum[1] *= rows.shrink[1];
+}
+
+extern "C" __global__ void __launch_bounds__(128 * (WGS + 1), 1)
+attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+              const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_o, float* __restrict__ lse,
+              u32* __restrict__ tickets, const __grid_constant__ Shape shape, float scale) {
+    extern __shared__ __align__(1024) char memory[];
+    u32 base = shared_address(memory);
+    u32 q_full = base + OFF_BARRIERS, q_empty = q_full + 16, k_full = q_empty + 16, k_empty = k_full + 8 * STAGES;
+    u32 v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES, places = v_empty + 8 * STAGES;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < 2; ++s) {
+            barrier_init(q_full + 8 * s, 1);
+            barrier_init(q_empty + 8 * s, 4 * WGS);
+        }
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(k_full + 8 * s, 1);
+            barrier_init(k_empty + 8 * s, 4 * WGS);
+            barrier_init(v_full + 8 * s, 1);
+            barrier_init(v_empty + 8 * s, 4 * WGS);
+        }
+        barriers_ready();
+    }
+    __syncthreads();
+    if (warpgroup_id() == WGS) {
+        registers_give<GIVE>();
+        if (threadIdx.x == 128 * WGS) {
+            Position at;
+            prefetch_map(&map_q);
+            prefetch_map(&map_k);
+            prefetch_map(&map_v);
+            prefetch_map(&map_o);
+            for (int n = 0, item = blockIdx.x;; ++n) {
+                u32 full = q_full + 8 * (n & 1), q = base + OFF_Q + (n & 1) * Q_BYTES;
+                barrier_wait(q_empty + 8 * (n & 1), ((n >> 1) & 1) ^ 1);
+                if (item >= shape.items) {
+                    store_words(places + 16 * (n & 1), 0, 0, NO_TILE, 0);
+                    barrier_arrive(full);
+                    break;
+                }
+                Place p = locate(shape, item);
+                int kv_head = p.head / shape.share;
+                store_words(places + 16 * (n & 1), p.batch, p.head, p.row, 0);
+                barrier_expect(full, Q_BYTES);
+                for (int c = 0; c < CHUNKS; ++c)
+                    load_tile(q + c * TILE_M * 128, &map_q, full, 64 * c, p.row, p.head, p.batch);
+#pragma unroll 1
+                for (int j = blocks_of(shape, p.row) - 1; j >= 0; --j, at.next()) {
+                    u32 k = base + OFF_K + at.stage * KV_BYTES, v = base + OFF_V + at.stage * KV_BYTES;
+                    u32 got_k = k_full + 8 * at.stage, got_v = v_full + 8 * at.stage;
+                    barrier_wait(k_empty + 8 * at.stage, at.parity ^ 1);
+                    barrier_expect(got_k, KV_BYTES);
+                    for (int c = 0; c < CHUNKS; ++c)
+                        load_tile(k + c * BLOCK_N * 128, &map_k, got_k, 64 * c, j * BLOCK_N, kv_head, p.batch);
+                    barrier_wait(v_empty + 8 * at.stage, at.parity ^ 1);
+                    barrier_expect(got_v, KV_BYTES);
+                    for (int c = 0; c < CHUNKS; ++c)
+                        load_tile(v + c * BLOCK_N * 128, &map_v, got_v, 64 * c, j * BLOCK_N, kv_head, p.batch);
+                }
+                // Drawn late, so that no block sits on tiles that an idle one could take. shape.items tickets are drawn
+                // a launch, each block's last being too high; then the count is 0 again.
+                item = gridDim.x + atomicInc(tickets, shape.items - 1);
+            }
+        }
+    } else {
+        registers_take<TAKE>();
+        int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, (threadIdx.x & 127) >> 5, 0);
+        // Accumulator element x of a thread: of its warp's 16 rows, row g + 8 ((x >> 1) & 1), and column
+        // 8 (x >> 2) + 2 t + (x & 1), where g = lane / 4, t = lane % 4.
+        float s[S_REGS], o[O_REGS];
+        u32 p[P_REGS];
+        Rows rows;
+        Position at;
+        Place old;
+        int old_row = 0;
+        u32 old_rows = 0;                                // where the tile's Q was, and where its O goes
+#pragma unroll
+        for (int x = 0; x < S_REGS; ++x) s[x] = 0.f;
+#pragma unroll
+        for (int x = 0; x < O_REGS; ++x) o[x] = 0.f;
+
+        auto multiply_qk = [&](int qs, int sub) {
+            u64 k = descriptor(base + OFF_K + at.stage * KV_BYTES);
+            u64 a = descriptor(base + OFF_Q + qs * Q_BYTES + sub * 8192);
+            wgmma_fence();
+#pragma unroll
+            for (int d = 0; d < HEAD_DIM / 16; ++d) {
+                u64 b = k + (d / 4) * (BLOCK_N * 8) + 2 * (d % 4);
+                MMA_QK(s, a + (d / 4) * (TILE_M * 8) + 2 * (d % 4), b, d != 0);
+            }
+            wgmma_commit();
+        };
+        // The scores of this warp's 16 rows once more, by the warp alone.
+        auto scores_again = [&](int qs, int sub) {
+            int lane = lane_id();                        // found again here: nothing is kept in registers for this path
+            u32 k = base + OFF_K + at.stage * KV_BYTES + ((lane >> 4) * 8 + (lane & 7)) * 128;
+            u32 from = base + OFF_Q + qs * Q_BYTES + (64 * sub + 16 * warp + (lane & 15)) * 128;
+#pragma unroll
+            for (int x = 0; x < S_REGS; ++x) s[x] = 0.f;
+#pragma unroll
+            for (int d = 0; d < HEAD_DIM / 16; ++d) {
+                u32 a[4], b[4];
+                u32 part = (d / 4) * (TILE_M * 128) + (((2 * (d & 3) + (lane >> 4)) ^ (lane & 7)) * 16);
+                load_matrices(from + part, a[0], a[1], a[2], a[3]);
+                u32 chunk = (d / 4) * (BLOCK_N * 128) + (((2 * (d & 3) + ((lane >> 3) & 1)) ^ (lane & 7)) * 16);
+#pragma unroll
+                for (int x = 0; x < BLOCK_N / 8; x += 2) {
+                    load_matrices(k + chunk + x * 1024, b[0], b[1], b[2], b[3]);
+                    warp_mma(s + 4 * x, a, b);
+                    warp_mma(s + 4 * x + 4, a, b + 2);
+                }
+            }
+        };
+        auto multiply_pv = [&](u32 stage, int accumulate) {
+            u64 v = descriptor(base + OFF_V + stage * KV_BYTES, BLOCK_N * 128);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < BLOCK_N / 16; ++k) MMA_PV(o, p + 4 * k, v + 128 * k, k ? 1 : accumulate);
+            wgmma_commit();
+        };
+        auto release = [&](u32 barrier) {
+            if (lane == 0) barrier_arrive(barrier);
+        };
+        // The tile before this one: O, by the copy engine from where its Q was, and lse.
+        auto store = [&]() {
+            int lane = lane_id(), g = lane >> 2, t = lane & 3;
+            float a = quad_sum(rows.sum[0]), b = quad_sum(rows.sum[1]);
+            float ra = reciprocal(a), rb = reciprocal(b);
+            int first = old_row + 16 * warp;
+            if (t == 0) {
+                float* to = lse + (long long)(old.batch * shape.heads + old.head) * shape.queries;
+                if (first + g < shape.queries) to[first + g] = (rows.top[0] + log2_fast(a)) * 0.69314718056f;
+                if (first + g + 8 < shape.queries) to[first + g + 8] = (rows.top[1] + log2_fast(b)) * 0.69314718056f;
+            }
+            __syncwarp();
+#pragma unroll
+            for (int x = 0; x < HEAD_DIM / 16; ++x) {
+                u32 chunk = (2 * (x & 3) + (lane >> 4)) ^ (lane & 7);
+                const float* f = o + 8 * x;
+                store_matrices(old_rows + (x / 4) * (TILE_M * 128) + (lane & 15) * 128 + chunk * 16,
+                               pack(f[0] * ra, f[1] * ra), pack(f[2] * rb, f[3] * rb),
+                               pack(f[4] * ra, f[5] * ra), pack(f[6] * rb, f[7] * rb));
+            }
+            proxy_fence();
+            __syncwarp();
+            if (lane == 0) {
+                for (int c = 0; c < CHUNKS; ++c)
+                    store_tile(&map_o, old_rows + c * (TILE_M * 128), 64 * c, first, old.head, old.batch);
+                store_commit();
+            }
+        };
+
+        int n = 0, row, qs, sub, mine;
+        Place place;
+        // Learn which tile is next; false if none is.
+        auto look = [&]() {
+            qs = n & 1;
+            barrier_wait(q_full + 8 * qs, (n >> 1) & 1);
+            int unused;
+            load_words(places + 16 * qs, place.batch, place.head, place.row, unused);
+            place.batch = __shfl_sync(~0u, place.batch, 0);
+            place.head = __shfl_sync(~0u, place.head, 0);
+            place.row = __shfl_sync(~0u, place.row, 0);
+            return place.row != NO_TILE;
+        };
+        // Pass over the keys that only other warpgroups' rows see.
+        auto enter = [&]() {
+            sub = (warpgroup_id() + n / 2) % WGS;        // the rows with more keys to see go around
+            if (n & 1) sub = WGS - 1 - sub;
+            row = place.row + 64 * sub;
+            int blocks = blocks_of(shape, place.row);
+            mine = CAUSAL ? min((row + 63) / BLOCK_N + 1, blocks) : blocks;
+            for (int j = blocks; j > mine; --j, at.next()) {
+                barrier_wait(k_full + 8 * at.stage, at.parity);
+                release(k_empty + 8 * at.stage);
+                barrier_wait(v_full + 8 * at.stage, at.parity);
+                release(v_empty + 8 * at.stage);
+            }
+            barrier_wait(k_full + 8 * at.stage, at.parity);
+        };
+        auto to_p = [&]() {
+#pragma unroll
+            for (int x = 0; x < P_REGS; ++x) p[x] = pack(s[2 * x], s[2 * x + 1]);
+        };
+        auto begin = [&]() {                             // the tile's first block, which may hold keys out of sight
+            if (CAUSAL) {
+                softmax_diagonal(s, rows, scale, warp);
+            } else {
+                int limit = shape.keys - 1 - (mine - 1) * BLOCK_N - 2 * (lane & 3);
+                if (limit < BLOCK_N - 1) {
+#pragma unroll
+                    for (int x = 0; x < S_REGS; ++x)
+                        if (8 * (x >> 2) + (x & 1) > limit) s[x] = -INFINITE;
+                }
+                softmax_first(s, rows, scale);
+            }
+            to_p();
+        };
+        look();
+        enter();
+        multiply_qk(qs, sub);
+        wgmma_wait<0>();
+        release(k_empty + 8 * at.stage);
+        begin();
+        while (true) {
+            int accumulate = 0;
+            for (int j = mine - 1; j > 0; --j) {
+                Position now = at;
+                at.next();
+                barrier_wait(k_full + 8 * at.stage, at.parity);
+                multiply_qk(qs, sub);
+                barrier_wait(v_full + 8 * now.stage, now.parity);
+                multiply_pv(now.stage, accumulate);
+                accumulate = 1;
+                wgmma_wait<1>();
+                float2 sums = exponentials(s, rows.top, scale);
+                // Also true of NaN, which then reaches the row's result by the same way.
+                rows.shrinks = __any_sync(~0u, !(sums.x <= LIMIT && sums.y <= LIMIT));
+                if (rows.shrinks) {
+                    wgmma_wait<0>();                     // P is no longer needed: registers for what follows
+                    scores_again(qs, sub);
+                    raise(s, rows, scale);
+                    sums = exponentials(s, rows.top, scale);
+                }
+                rows.sum[0] += sums.x;
+                rows.sum[1] += sums.y;
+                release(k_empty + 8 * at.stage);
+                wgmma_wait<0>();
+                release(v_empty + 8 * now.stage);
+                if (rows.shrinks) {
+#pragma unroll
+                    for (int x = 0; x < O_REGS; ++x) o[x] *= rows.shrink[(x >> 1) & 1];
+                }
+                to_p();
+            }
+            old = place;
+            old_row = row;
+            old_rows = base + OFF_Q + qs * Q_BYTES + (64 * sub + 16 * warp) * 128;
+            ++n;
+            bool more = look();
+            barrier_wait(v_full + 8 * at.stage, at.parity);
+            if (!more) {
+                multiply_pv(at.stage, accumulate);
+                break;
+            }
+            Position now = at;
+            multiply_pv(at.stage, accumulate);
+            at.next();
+            enter();
+            multiply_qk(qs, sub);
+            wgmma_wait<1>();
+            release(v_empty + 8 * now.stage);
+            store();
+            wgmma_wait<0>();
+            release(k_empty + 8 * at.stage);
+            begin();
+            store_wait_read<0>();
+            release(q_empty + 8 * (qs ^ 1));
+            __syncwarp();                                // or the compiler takes the loop for divergent
+        }
+        wgmma_wait<0>();
+        store();                                         // the grid has no block without a tile
+        if (lane == 0) store_wait_read<0>();
+    }
+}

@@ -1,0 +1,312 @@
+"""attention: validation, registration with torch, autograd, implementations."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops.attention.backends import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    FLASH_4,
+    TORCH,
+    capability_of,
+    is_half,
+    window_of,
+)
+from accelerant.ops.attention.composite import attend
+from accelerant.ops.attention.launch import MAX_WIDTH, launch_backward, launch_forward, like
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.rules import rules
+from accelerant.runtime.triton import refuses_triton
+
+__all__ = ["attention", "attention_bwd", "attention_fwd"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+# --- implementations -------------------------------------------------------------------------------------------------
+
+
+def refuses_triton_kernels(case: Case) -> str | None:
+    """Why our Triton kernels cannot serve a case whose last size is the width of a head."""
+    if case.dtype == torch.float64:
+        return "computes in float32, not float64"
+    if case.shape[-1] > MAX_WIDTH:
+        return f"takes heads up to {MAX_WIDTH} wide, not {case.shape[-1]}"
+    return refuses_triton(case.device)
+
+
+def refuses_triton_backward(case: Case) -> str | None:
+    """The same for the backward pass."""
+    capability, D = capability_of(case.device), case.shape[-1]
+    if (0, 0) < capability < (8, 0) and case.dtype != torch.float16 and D > 128:
+        return f"needs more than the 64 KiB of shared memory of sm_75 for heads {D} wide in float32"
+    return refuses_triton_kernels(case)
+
+
+@functools.cache
+def _hopper(part: str) -> Any:
+    """The module with our kernels for Hopper, or the reason why there is none."""
+    name = f"accelerant.ops.attention.hopper_{part}"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return "has no kernel yet"
+
+
+def _refuses_hopper(part: str) -> Callable[[Case], str | None]:
+    """What the kernels of a part ("fwd", "bwd") refuse, and what none of them is asked for."""
+
+    def refuses(case: Case) -> str | None:
+        if capability_of(case.device) != (9, 0):
+            return "is for sm_90"
+        if not is_half(case.dtype):
+            return f"takes bfloat16 and float16, not {name_of(case.dtype)}"
+        if window_of(case):
+            return "has no window"
+        module = _hopper(part)
+        reason: str | None = module if isinstance(module, str) else module.refuses(case)
+        return reason
+
+    return refuses
+
+
+def _hopper_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = _hopper("fwd").launch_forward(q, k, v, causal, scale)
+    return found
+
+
+def _hopper_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor] = _hopper("bwd").launch_backward(
+        do, q, k, v, o, lse, causal, scale, rules().deterministic
+    )
+    return found
+
+
+def _pairs(S: int, Skv: int, options: tuple[str, ...]) -> int:
+    """How many pairs of a query and a key see each other, within the rounding of a window that is cut at an end."""
+    causal = "causal" in options
+    window = next((int(option.removeprefix("window ")) for option in options if option.startswith("window")), None)
+    seen = S * Skv
+    if causal:
+        later = min(S, Skv)
+        seen = later * (later + 1) // 2 + later * (Skv - later)
+    if window is not None:
+        seen = min(seen, S * (window + 1 if causal else Skv))
+    return seen
+
+
+def _cost(case: Case, *, products: int, tensors: int) -> Cost:
+    """The work of `products` products of matrices, and of each of q and k read or written `tensors` times."""
+    B, Hq, Hkv, S, Skv, D = case.shape
+    numbers = B * D * (Hq * S + Hkv * Skv)
+    flops = 2 * products * _pairs(S, Skv, case.options) * D * B * Hq
+    return Cost(tensors * numbers * case.dtype.itemsize + 4 * B * Hq * S, flops)
+
+
+attention_fwd = Operation(
+    "attention_fwd",
+    (
+        Implementation("hopper", _hopper_forward, refuses=_refuses_hopper("fwd"), own=True),
+        CUDNN[0],
+        FLASH_4[0],
+        FLASH[0],
+        Implementation("triton", launch_forward, refuses=refuses_triton_kernels, own=True),
+        EFFICIENT[0],
+        TORCH[0],
+    ),
+    cost=lambda case: _cost(case, products=2, tensors=2),
+)
+attention_bwd = Operation(
+    "attention_bwd",
+    (
+        Implementation("hopper", _hopper_backward, refuses=_refuses_hopper("bwd"), own=True),
+        FLASH_4[1],
+        CUDNN[1],
+        FLASH[1],
+        Implementation("triton", launch_backward, refuses=refuses_triton_backward, own=True),
+        EFFICIENT[1],
+        TORCH[1],
+    ),
+    cost=lambda case: _cost(case, products=5, tensors=4),
+)
+
+
+# --- the public function ---------------------------------------------------------------------------------------------
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """For each query, the mean of the values, weighted by how well their keys match it.
+
+    s[i, j] = scale q[i] . k[j]        o[i] = sum_j exp(s[i, j]) v[j] / sum_j exp(s[i, j]),  j over what i sees
+
+    Queries stand beside the last keys: query i at place i + Skv - S. (With causal=True, torch's own function puts them
+    beside the first ones; the two are the same for S = Skv.)
+
+    Args:
+        q: (B, Hq, S, D), float16, bfloat16, float32 or float64; any layout, fastest where D is contiguous.
+        k, v: (B, Hkv, Skv, D), dtype of q. Hkv divides Hq: Hq / Hkv neighbouring heads of q share one of k and v.
+        causal: a query sees no key after its place.
+        scale: of the products; None for 1 / sqrt(D).
+        window: a query sees no key more than this many before its place; None for all.
+        return_lse: also return the logarithm of the sum.
+
+    Returns:
+        o, (B, Hq, S, D), dtype of q, in q's layout; computed in float32 from products in q's dtype. A query that sees
+        no key gives zeros. With return_lse (o, lse): lse[i] = log sum_j exp(s[i, j]), natural, (B, Hq, S), float32
+        (float64 for float64), -inf where nothing is seen; it carries no gradient. Memory is linear in S and Skv.
+        Differentiable twice (the second time by torch's functions, with the scores whole). Under autocast q, k and v
+        are cast to its dtype, as torch does.
+
+    Raises:
+        ShapeError: shapes that do not go together, Hkv that does not divide Hq, tensors on several devices.
+        UnsupportedDtype: a dtype not listed above, or several.
+        ConfigError: a negative window.
+
+    Kernels of ours take D up to 256; wider heads are served by torch. Under forward-mode differentiation and the
+    transforms of torch.func (grad, jvp, vmap, ...) this is torch's functions, which the ledger does not count.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762, equation 1; Ainslie et al. 2023, arXiv:2305.13245 for shared keys;
+    Beltagy et al. 2020, arXiv:2004.05150, section 3.1 for the window.
+    """
+    if q.dim() != 4 or k.dim() != 4:
+        raise ShapeError(f"attention takes q (B, Hq, S, D) and k (B, Hkv, Skv, D), got {_shapes(q, k)}")
+    q, k, v = checked(q, k, v, "attention")
+    B, Hq, S, D = q.shape
+    kB, Hkv, Skv, kD = k.shape
+    if kB != B or kD != D or D < 1:
+        raise ShapeError(f"q and k must have the same B and D, and D be at least 1, got {_shapes(q, k)}")
+    check_heads(Hq, Hkv)
+    # The last query alone sees all keys, and so does a window that reaches the first: more can serve without a mask.
+    causal = causal and S != 1
+    scale = D**-0.5 if scale is None else float(scale)
+    o, lse = _attention(q, k, v, causal, scale, checked_window(window, Skv))
+    return (o, lse) if return_lse else o
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+
+
+def checked(q: Tensor, k: Tensor, v: Tensor, op: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors in the dtype to compute in; what all kinds of attention ask of them is checked."""
+    if v.shape != k.shape:
+        raise ShapeError(f"v must be {tuple(k.shape)}, the shape of k, got {tuple(v.shape)}")
+    if q.device != k.device or q.device != v.device:
+        raise ShapeError(f"q, k and v must be on one device; they are on {q.device}, {k.device} and {v.device}")
+    dtype = q.dtype
+    if k.dtype is not dtype or v.dtype is not dtype or dtype not in _DTYPES:
+        _check_dtypes(q, k, v, op)
+    low = autocast_dtype(q.device.type)
+    if low is not None and dtype != torch.float64:
+        return q.to(low), k.to(low), v.to(low)
+    return q, k, v
+
+
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, op: str) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in _DTYPES:
+            raise UnsupportedDtype(f"{op} takes {', '.join(map(name_of, _DTYPES))}; {name} is {name_of(x.dtype)}")
+    if autocast_dtype(q.device.type) is None or torch.float64 in (q.dtype, k.dtype, v.dtype):
+        names = ", ".join(name_of(x.dtype) for x in (q, k, v))
+        raise UnsupportedDtype(f"q, k and v must have one dtype, got {names}")
+
+
+def check_heads(Hq: int, Hkv: int) -> None:
+    """Raise unless Hkv divides Hq."""
+    if Hkv < 1 or Hq < 1 or Hq % Hkv:
+        raise ShapeError(f"the heads of k must divide those of q, got {Hkv} and {Hq}")
+
+
+def checked_window(window: int | None, keys: int) -> int:
+    """The window as the registered ops take it: -1 for none, and for one that none of so many keys is out of."""
+    if window is None:
+        return -1
+    if window < 0:
+        raise ConfigError(f"window must be at least 0, got {window}")
+    return -1 if window >= keys - 1 else window
+
+
+_OPTIONS: dict[tuple[bool, int], tuple[str, ...]] = {}
+
+
+def options_of(causal: bool, window: int) -> tuple[str, ...]:
+    """What matters to a choice beside the sizes: ("causal", "window 128"). Made once for each combination."""
+    found = _OPTIONS.get((causal, window))
+    if found is None:
+        found = (*(("causal",) if causal else ()), *((f"window {window}",) if window >= 0 else ()))
+        _OPTIONS[causal, window] = found
+    return found
+
+
+def _case(q: Tensor, k: Tensor, causal: bool, window: int) -> Case:
+    B, Hq, S, D = q.shape
+    return Case(q.device, q.dtype, (B, Hq, k.shape[1], S, k.shape[2], D), options_of(causal, window))
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = attention_fwd(_case(q, k, causal, window), q, k, v, causal, scale, window)
+    return result
+
+
+def _backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    window: int,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    case = _case(q, k, causal, window)
+    result: tuple[Tensor, ...] = attention_bwd(case, do, q, k, v, o, lse, causal, scale, window)
+    return result
+
+
+def _composite(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    o, lse = attend(q, k, v, causal, scale, window)
+    return o, lse.detach()
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return like(q), q.new_empty(q.shape[:3], dtype=wide)
+
+
+_attention = DifferentiableOp(
+    "attention(Tensor q, Tensor k, Tensor v, bool causal, float scale, int window) -> (Tensor o, Tensor lse)",
+    forward=_forward,
+    backward=_backward,
+    saves=("q", "k", "v", "o", "lse"),
+    gradients={"q": "q", "k": "k", "v": "v"},
+    composite=_composite,
+    fake=_fake,
+    public=2,
+    keeps_layout=True,
+)

@@ -1,0 +1,73 @@
+"""The mathematics of attention, in whatever dtype comes; the oracle of its tests in float64."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["attention_reference", "attention_varlen_reference"]
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax(scale q k^T) v over the keys that each query sees, the scores whole."""
+    group = q.shape[1] // max(k.shape[1], 1)
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    S, Skv, D = q.shape[2], k.shape[2], q.shape[3]
+    place = torch.arange(S, device=q.device)[:, None] + (Skv - S)
+    key = torch.arange(Skv, device=q.device)[None, :]
+    seen = torch.ones(S, Skv, dtype=torch.bool, device=q.device)
+    if causal:
+        seen &= key <= place
+    if window is not None:
+        seen &= key >= place - window
+    scores = (q @ k.transpose(-1, -2)) * (D**-0.5 if scale is None else scale)
+    empty = ~seen.any(-1, keepdim=True)
+    if Skv:
+        largest = scores.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True).masked_fill(empty, 0)
+    else:
+        largest = scores.new_zeros(*scores.shape[:-1], 1)
+    weights = (scores - largest).masked_fill(~seen, -math.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    o = (weights @ v) / total.masked_fill(empty, 1)
+    if not return_lse:
+        return o
+    lse = (total.masked_fill(empty, 1).log() + largest).masked_fill(empty, -math.inf)
+    return o, lse.squeeze(-1).detach()
+
+
+def attention_varlen_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attention_reference of each sequence; the longest lengths have no say in it."""
+    found = []
+    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for begin_q, end_q, begin_k, end_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:], strict=False):
+        parts = (x.transpose(0, 1)[None] for x in (q[begin_q:end_q], k[begin_k:end_k], v[begin_k:end_k]))
+        found.append(attention_reference(*parts, causal=causal, scale=scale, window=window, return_lse=True))
+    none = q[:0] + 0 * (k.sum() + v.sum())  # so that there are gradients even where there is no sequence
+    o = torch.cat([none, *(o[0].transpose(0, 1) for o, _ in found)])
+    if not return_lse:
+        return o
+    return o, torch.cat([q.new_empty(q.shape[1], 0), *(lse[0] for _, lse in found)], 1)

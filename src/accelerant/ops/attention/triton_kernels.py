@@ -1,0 +1,410 @@
+"""Attention without the matrix of scores in memory.
+
+    s[i, j] = scale q[i] . k[j] where query i sees key j, else -inf
+    lse[i] = log sum_j exp s[i, j]        o[i] = sum_j exp(s[i, j] - lse[i]) v[j]
+
+    p = exp(s - lse)    delta[i] = do[i] . o[i]    ds = p (do v^T - delta)
+    dv = p^T do         dq = scale ds k            dk = scale ds^T q
+
+Query i stands at place i + Skv - S of the keys: the last query beside the last key. CAUSAL: it sees no key after its
+place. WINDOW: it sees no key more than `window` before its place. A query that sees no key gives o = 0, lse = -inf.
+
+Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2; the running sum is that of Milakov and Gimelshein 2018,
+        arXiv:1805.02867. The backward pass is in two kernels that recompute s, so that nothing is added up by atomics
+        and each run gives the same bits: 7 products of matrices in place of 5.
+Layout: q, o, do, dq by strides (batch, head, row), k, v, dk, dv likewise, last dimension contiguous; lse and delta by
+        strides (batch, head). With cu_q and cu_k the sequences are packed: sequence b is rows cu[b] to cu[b + 1] and
+        the strides of the batch are 0. `group` neighbouring query heads share one head of keys.
+Grid:   one program for BLOCK_M queries of a head (fwd, bwd_q: the longest rows first under CAUSAL), or for BLOCK_N keys
+        of a head of keys, with all its query heads (bwd_kv). bwd_q also finds delta, so it runs before bwd_kv.
+Bound:  tensor cores, beside exp2 at small D: 4 D operations a visible pair forward, 10 D (14 D done) backward; float32
+        by the floating-point units.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _dot(a, b, sums, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """The sums + a b; UPCAST: no tensor core takes the type (or the interpreter gets it wrong), so float32."""
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
+    else:
+        return tl.dot(a, b, sums, input_precision=PRECISION)
+
+
+@triton.jit
+def _load(pointers, in_rows, in_width, CHECK: tl.constexpr, EXACT: tl.constexpr):
+    """A tile; zeros outside of the rows, which are looked at under CHECK, and of the width unless EXACT."""
+    if CHECK and EXACT:
+        return tl.load(pointers, mask=in_rows, other=0.0)
+    elif CHECK:
+        return tl.load(pointers, mask=in_rows & in_width, other=0.0)
+    elif EXACT:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=in_width, other=0.0)
+
+
+@triton.jit
+def _sequence(cu_ptr, b, length):
+    """First row and length of sequence b."""
+    if cu_ptr is None:
+        first = 0
+    else:
+        first = tl.load(cu_ptr + b).to(tl.int32)
+        length = tl.load(cu_ptr + b + 1).to(tl.int32) - first
+    return first, length
+
+
+@triton.jit
+def _visible(rows, columns, offset, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Which pairs see each other; rows and columns shaped to broadcast."""
+    seen = columns < keys
+    if CAUSAL:
+        seen = seen & (columns <= rows + offset)
+    if WINDOW:
+        seen = seen & (columns >= rows + offset - window)
+    return seen
+
+
+@triton.jit
+def _key_ranges(
+    first, S, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """For queries first to first + BLOCK_M: low, a, b, high; some keys are seen in [low, high), all in [a, b)."""
+    offset = keys - S
+    low = 0
+    high = keys
+    a = 0
+    b = keys
+    if CAUSAL:
+        high = tl.maximum(tl.minimum(keys, tl.minimum(first + BLOCK_M, S) + offset), 0)
+        b = tl.maximum(tl.minimum(keys, first + offset + 1), 0)
+    b = b // BLOCK_N * BLOCK_N
+    if WINDOW:
+        low = tl.maximum(first + offset - window, 0) // BLOCK_N * BLOCK_N
+        a = tl.cdiv(tl.maximum(first + BLOCK_M - 1 + offset - window, 0), BLOCK_N) * BLOCK_N
+        b = tl.maximum(b, low)
+        a = tl.minimum(a, b)
+    return low, a, b, high
+
+
+@triton.jit
+def _accumulate(
+    sums, total, peak, q, k_ptr, v_ptr, rows, low, high, offset, keys, window, k_row, v_row, scale_2, D,
+    CHECK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The running sums over the keys [low, high), exponents to base 2; CHECK: not every pair is seen."""
+    width = tl.arange(0, BLOCK_D)
+    lanes = tl.arange(0, BLOCK_N)
+    k_ptr += tl.cast(low, tl.int64) * k_row
+    k_at = lanes[None, :] * k_row + width[:, None]
+    v_ptr += tl.cast(low, tl.int64) * v_row
+    v_at = lanes[:, None] * v_row + width[None, :]
+    for start in range(low, high, BLOCK_N):
+        columns = start + lanes
+        k = _load(k_ptr + k_at, columns[None, :] < keys, width[:, None] < D, CHECK, EXACT)
+        s = _dot(q, k, tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION, UPCAST) * scale_2
+        if CHECK:
+            s = tl.where(
+                _visible(rows[:, None], columns[None, :], offset, keys, window, CAUSAL, WINDOW), s, float("-inf")
+            )
+        larger = tl.maximum(peak, tl.max(s, 1))
+        shift = larger
+        if CHECK:  # a row that saw nothing yet: -inf - -inf would be NaN
+            shift = tl.where(larger == float("-inf"), 0.0, larger)
+        p = tl.exp2(s - shift[:, None])
+        shrink = tl.exp2(peak - shift)
+        total = total * shrink + tl.sum(p, 1)
+        sums = sums * shrink[:, None]
+        v = _load(v_ptr + v_at, columns[:, None] < keys, width[None, :] < D, CHECK, EXACT)
+        if not UPCAST:
+            p = p.to(v.dtype)
+        sums = _dot(p, v, sums, PRECISION, UPCAST)
+        peak = larger
+        k_ptr += BLOCK_N * k_row
+        v_ptr += BLOCK_N * v_row
+    return sums, total, peak
+
+
+@triton.jit
+def attention_fwd(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, S, keys, heads, group, blocks, D, scale, window,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    lse_batch, lse_head,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    block = program % blocks
+    h = (program // blocks % heads).to(tl.int64)
+    b = (program // blocks // heads).to(tl.int64)
+    if CAUSAL:
+        block = blocks - 1 - block
+    first_q, S = _sequence(cu_q_ptr, b, S)
+    first_k, keys = _sequence(cu_k_ptr, b, keys)
+    first = block * BLOCK_M
+    if first >= S:
+        return
+    rows = first + tl.arange(0, BLOCK_M)
+    width = tl.arange(0, BLOCK_D)
+    in_rows = rows[:, None] < S
+    in_width = width[None, :] < D
+    at = tl.cast(first_q + first, tl.int64)
+    lanes = tl.arange(0, BLOCK_M)[:, None]
+    q_ptr += b * q_batch + h * q_head + at * q_row
+    k_ptr += b * k_batch + h // group * k_head + tl.cast(first_k, tl.int64) * k_row
+    v_ptr += b * v_batch + h // group * v_head + tl.cast(first_k, tl.int64) * v_row
+    q = _load(q_ptr + lanes * q_row + width[None, :], in_rows, in_width, True, EXACT)
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    offset = keys - S
+    scale_2 = scale * _LOG2E
+    low, a, z, high = _key_ranges(first, S, keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    if WINDOW:
+        sums, total, peak = _accumulate(
+            sums, total, peak, q, k_ptr, v_ptr, rows, low, a, offset, keys, window, k_row, v_row, scale_2, D,
+            True, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
+        )  # fmt: skip
+    sums, total, peak = _accumulate(
+        sums, total, peak, q, k_ptr, v_ptr, rows, a, z, offset, keys, window, k_row, v_row, scale_2, D,
+        False, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
+    )  # fmt: skip
+    sums, total, peak = _accumulate(
+        sums, total, peak, q, k_ptr, v_ptr, rows, z, high, offset, keys, window, k_row, v_row, scale_2, D,
+        True, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
+    )  # fmt: skip
+    nothing = total == 0.0
+    o = sums * (1.0 / tl.where(nothing, 1.0, total))[:, None]
+    lse = tl.where(nothing, float("-inf"), peak * _LN2 + tl.log(tl.where(nothing, 1.0, total)))
+    o_ptr += b * o_batch + h * o_head + at * o_row
+    tl.store(o_ptr + lanes * o_row + width[None, :], o.to(o_ptr.dtype.element_ty), mask=in_rows & in_width)
+    tl.store(lse_ptr + b * lse_batch + h * lse_head + first_q + rows, lse, mask=rows < S)
+
+
+@triton.jit
+def _exponent(lse_at, rows, S):
+    """The logarithm to base 2, for exp2(s - it): +inf, which makes 0, for rows that saw no key or are none."""
+    lse = tl.load(lse_at, mask=rows < S, other=float("-inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
+
+
+@triton.jit
+def _accumulate_dq(
+    dq, q, do, lse_2, delta, k_ptr, v_ptr, rows, low, high, offset, keys, window, k_row, v_row, scale_2, D,
+    CHECK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """What dq / scale gets from the keys [low, high)."""
+    width = tl.arange(0, BLOCK_D)
+    lanes = tl.arange(0, BLOCK_N)
+    k_ptr += tl.cast(low, tl.int64) * k_row
+    k_at = lanes[None, :] * k_row + width[:, None]
+    v_ptr += tl.cast(low, tl.int64) * v_row
+    v_at = lanes[None, :] * v_row + width[:, None]
+    for start in range(low, high, BLOCK_N):
+        columns = start + lanes
+        k = _load(k_ptr + k_at, columns[None, :] < keys, width[:, None] < D, CHECK, EXACT)
+        v = _load(v_ptr + v_at, columns[None, :] < keys, width[:, None] < D, CHECK, EXACT)
+        nought = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
+        p = tl.exp2(_dot(q, k, nought, PRECISION, UPCAST) * scale_2 - lse_2[:, None])
+        if CHECK:
+            p = tl.where(_visible(rows[:, None], columns[None, :], offset, keys, window, CAUSAL, WINDOW), p, 0.0)
+        ds = p * (_dot(do, v, nought, PRECISION, UPCAST) - delta[:, None])
+        if not UPCAST:
+            ds = ds.to(k.dtype)
+        dq = _dot(ds, tl.trans(k), dq, PRECISION, UPCAST)
+        k_ptr += BLOCK_N * k_row
+        v_ptr += BLOCK_N * v_row
+    return dq
+
+
+@triton.jit
+def attention_bwd_q(
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr,
+    S, keys, heads, group, blocks, D, scale, window,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    do_batch, do_head, do_row, dq_batch, dq_head, dq_row, lse_batch, lse_head,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    block = program % blocks
+    h = (program // blocks % heads).to(tl.int64)
+    b = (program // blocks // heads).to(tl.int64)
+    if CAUSAL:
+        block = blocks - 1 - block
+    first_q, S = _sequence(cu_q_ptr, b, S)
+    first_k, keys = _sequence(cu_k_ptr, b, keys)
+    first = block * BLOCK_M
+    if first >= S:
+        return
+    rows = first + tl.arange(0, BLOCK_M)
+    width = tl.arange(0, BLOCK_D)
+    in_rows = rows[:, None] < S
+    in_width = width[None, :] < D
+    at = tl.cast(first_q + first, tl.int64)
+    lanes = tl.arange(0, BLOCK_M)[:, None]
+    q_ptr += b * q_batch + h * q_head + at * q_row
+    o_ptr += b * o_batch + h * o_head + at * o_row
+    do_ptr += b * do_batch + h * do_head + at * do_row
+    dq_ptr += b * dq_batch + h * dq_head + at * dq_row
+    k_ptr += b * k_batch + h // group * k_head + tl.cast(first_k, tl.int64) * k_row
+    v_ptr += b * v_batch + h // group * v_head + tl.cast(first_k, tl.int64) * v_row
+    of_row = b * lse_batch + h * lse_head + first_q + rows
+    do = _load(do_ptr + lanes * do_row + width[None, :], in_rows, in_width, True, EXACT)
+    o = _load(o_ptr + lanes * o_row + width[None, :], in_rows, in_width, True, EXACT)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(delta_ptr + of_row, delta, mask=rows < S)
+    q = _load(q_ptr + lanes * q_row + width[None, :], in_rows, in_width, True, EXACT)
+    lse_2 = _exponent(lse_ptr + of_row, rows, S)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    offset = keys - S
+    scale_2 = scale * _LOG2E
+    low, a, z, high = _key_ranges(first, S, keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    if WINDOW:
+        dq = _accumulate_dq(
+            dq, q, do, lse_2, delta, k_ptr, v_ptr, rows, low, a, offset, keys, window, k_row, v_row, scale_2, D,
+            True, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
+        )  # fmt: skip
+    dq = _accumulate_dq(
+        dq, q, do, lse_2, delta, k_ptr, v_ptr, rows, a, z, offset, keys, window, k_row, v_row, scale_2, D,
+        False, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
+    )  # fmt: skip
+    dq = _accumulate_dq(
+        dq, q, do, lse_2, delta, k_ptr, v_ptr, rows, z, high, offset, keys, window, k_row, v_row, scale_2, D,
+        True, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
+    )  # fmt: skip
+    tl.store(
+        dq_ptr + lanes * dq_row + width[None, :],
+        (dq * scale).to(dq_ptr.dtype.element_ty),
+        mask=in_rows & in_width,
+    )
+
+
+@triton.jit
+def _row_ranges(
+    first, S, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """For keys first to first + BLOCK_N: low, a, b, high; some are seen by queries in [low, high), all in [a, b)."""
+    offset = keys - S
+    low = 0
+    high = S
+    a = 0
+    b = S
+    if WINDOW:
+        high = tl.maximum(tl.minimum(S, first + BLOCK_N + window - offset), 0)
+        b = tl.maximum(tl.minimum(S, first + window - offset + 1), 0)
+    b = b // BLOCK_M * BLOCK_M
+    if CAUSAL:
+        low = tl.minimum(tl.maximum(first - offset, 0) // BLOCK_M * BLOCK_M, S)
+        a = tl.cdiv(tl.maximum(first + BLOCK_N - 1 - offset, 0), BLOCK_M) * BLOCK_M
+        b = tl.maximum(b, low)
+        a = tl.minimum(a, b)
+    return low, a, b, high
+
+
+@triton.jit
+def _accumulate_dkv(
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, columns, low, high, S, offset, keys, window, q_row, do_row,
+    scale_2, D,
+    CHECK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """What dk / scale and dv get from the queries [low, high); scores lie transposed, keys down and queries across."""
+    width = tl.arange(0, BLOCK_D)
+    lanes = tl.arange(0, BLOCK_M)
+    q_ptr += tl.cast(low, tl.int64) * q_row
+    q_at = lanes[None, :] * q_row + width[:, None]
+    do_ptr += tl.cast(low, tl.int64) * do_row
+    do_at = lanes[:, None] * do_row + width[None, :]
+    for start in range(low, high, BLOCK_M):
+        rows = start + lanes
+        q = _load(q_ptr + q_at, rows[None, :] < S, width[:, None] < D, CHECK, EXACT)
+        lse_2 = _exponent(lse_ptr + rows, rows, S)
+        nought = tl.zeros([k.shape[0], BLOCK_M], tl.float32)
+        p = tl.exp2(_dot(k, q, nought, PRECISION, UPCAST) * scale_2 - lse_2[None, :])
+        if CHECK:
+            p = tl.where(_visible(rows[None, :], columns[:, None], offset, keys, window, CAUSAL, WINDOW), p, 0.0)
+        do = _load(do_ptr + do_at, rows[:, None] < S, width[None, :] < D, CHECK, EXACT)
+        delta = tl.load(delta_ptr + rows, mask=rows < S, other=0.0)
+        weights = p
+        if not UPCAST:
+            weights = p.to(do.dtype)
+        dv = _dot(weights, do, dv, PRECISION, UPCAST)
+        ds = p * (_dot(v, tl.trans(do), nought, PRECISION, UPCAST) - delta[None, :])
+        if not UPCAST:
+            ds = ds.to(q.dtype)
+        dk = _dot(ds, tl.trans(q), dk, PRECISION, UPCAST)
+        q_ptr += BLOCK_M * q_row
+        do_ptr += BLOCK_M * do_row
+    return dk, dv
+
+
+@triton.jit
+def attention_bwd_kv(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
+    S, keys, heads, group, blocks, D, scale, window,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, do_batch, do_head, do_row,
+    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, lse_batch, lse_head,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    block = program % blocks
+    h = (program // blocks % heads).to(tl.int64)  # of the keys
+    b = (program // blocks // heads).to(tl.int64)
+    first_q, S = _sequence(cu_q_ptr, b, S)
+    first_k, keys = _sequence(cu_k_ptr, b, keys)
+    first = block * BLOCK_N
+    if first >= keys:
+        return
+    columns = first + tl.arange(0, BLOCK_N)
+    width = tl.arange(0, BLOCK_D)
+    in_keys = columns[:, None] < keys
+    in_width = width[None, :] < D
+    at = tl.cast(first_k + first, tl.int64)
+    lanes = tl.arange(0, BLOCK_N)[:, None]
+    k_ptr += b * k_batch + h * k_head + at * k_row
+    v_ptr += b * v_batch + h * v_head + at * v_row
+    dk_ptr += b * dk_batch + h * dk_head + at * dk_row
+    dv_ptr += b * dv_batch + h * dv_head + at * dv_row
+    k = _load(k_ptr + lanes * k_row + width[None, :], in_keys, in_width, True, EXACT)
+    v = _load(v_ptr + lanes * v_row + width[None, :], in_keys, in_width, True, EXACT)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    offset = keys - S
+    scale_2 = scale * _LOG2E
+    low, a, z, high = _row_ranges(first, S, keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    for g in range(group):
+        of_head = h * group + g
+        q_of = q_ptr + b * q_batch + of_head * q_head + tl.cast(first_q, tl.int64) * q_row
+        do_of = do_ptr + b * do_batch + of_head * do_head + tl.cast(first_q, tl.int64) * do_row
+        lse_of = lse_ptr + b * lse_batch + of_head * lse_head + first_q
+        delta_of = delta_ptr + b * lse_batch + of_head * lse_head + first_q
+        if CAUSAL:
+            dk, dv = _accumulate_dkv(
+                dk, dv, k, v, q_of, do_of, lse_of, delta_of, columns, low, a, S, offset, keys, window,
+                q_row, do_row, scale_2, D,
+                True, CAUSAL, WINDOW, BLOCK_M, BLOCK_D, EXACT, PRECISION, UPCAST,
+            )  # fmt: skip
+        dk, dv = _accumulate_dkv(
+            dk, dv, k, v, q_of, do_of, lse_of, delta_of, columns, a, z, S, offset, keys, window,
+            q_row, do_row, scale_2, D,
+            False, CAUSAL, WINDOW, BLOCK_M, BLOCK_D, EXACT, PRECISION, UPCAST,
+        )  # fmt: skip
+        dk, dv = _accumulate_dkv(
+            dk, dv, k, v, q_of, do_of, lse_of, delta_of, columns, z, high, S, offset, keys, window,
+            q_row, do_row, scale_2, D,
+            True, CAUSAL, WINDOW, BLOCK_M, BLOCK_D, EXACT, PRECISION, UPCAST,
+        )  # fmt: skip
+    inside = in_keys & in_width
+    tl.store(dk_ptr + lanes * dk_row + width[None, :], (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)
+    tl.store(dv_ptr + lanes * dv_row + width[None, :], dv.to(dv_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,313 @@
+"""attention_varlen: attention within each of several sequences that lie behind one another in memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._library import name_of
+from accelerant.ops.attention.backends import (
+    TORCH,
+    VARLEN_FLASH,
+)
+from accelerant.ops.attention.composite import attend
+from accelerant.ops.attention.launch import launch_varlen_backward, launch_varlen_forward, like
+from accelerant.ops.attention.op import (
+    check_heads,
+    checked,
+    checked_window,
+    options_of,
+    refuses_triton_backward,
+    refuses_triton_kernels,
+)
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+
+__all__ = ["attention_varlen", "attention_varlen_bwd", "attention_varlen_fwd"]
+
+
+# --- implementations -------------------------------------------------------------------------------------------------
+
+
+def _parts(*pairs: tuple[Tensor, list[int]]) -> list[list[Tensor]]:
+    """Each tensor (total, H, D) cut at its bounds, the pieces as (1, H, length, D)."""
+    return [[x[begin:end].transpose(0, 1)[None] for begin, end in itertools.pairwise(bounds)] for x, bounds in pairs]
+
+
+def _torch_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Sequence by sequence; waits for the device to learn the bounds."""
+    bounds_q, bounds_k = cu_q.tolist(), cu_k.tolist()
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    o, lse = like(q), q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=wide)
+    pieces = _parts((q, bounds_q), (k, bounds_k), (v, bounds_k), (o, bounds_q))
+    for at, (q_, k_, v_, o_) in enumerate(zip(*pieces, strict=True)):
+        found, of_rows = TORCH[0].run(q_, k_, v_, causal, scale, window)
+        o_.copy_(found)
+        lse[:, bounds_q[at] : bounds_q[at + 1]] = of_rows[0]
+    return o, lse
+
+
+def _torch_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, ...]:
+    bounds_q, bounds_k = cu_q.tolist(), cu_k.tolist()
+    gradients = tuple(torch.empty_like(x) for x in (q, k, v))
+    inputs = ((do, bounds_q), (q, bounds_q), (k, bounds_k), (v, bounds_k), (o, bounds_q))
+    targets = zip(gradients, (bounds_q, bounds_k, bounds_k), strict=True)
+    for at, (*tensors, dq, dk, dv) in enumerate(zip(*_parts(*inputs, *targets), strict=True)):
+        of_rows = lse[None, :, bounds_q[at] : bounds_q[at + 1]].contiguous()
+        found = TORCH[1].run(*tensors, of_rows, causal, scale, window)
+        for target, gradient in zip((dq, dk, dv), found, strict=True):
+            target.copy_(gradient)
+    return gradients
+
+
+def _cost(case: Case, *, products: int, tensors: int) -> Cost:
+    """The work depends on the lengths, which only the device knows: as if each query met the longest keys."""
+    _, Hq, Hkv, total, total_k, _, max_k, D = case.shape
+    pairs = total * min(max_k, total_k) // (2 if "causal" in case.options else 1)
+    numbers = D * (Hq * total + Hkv * total_k)
+    return Cost(tensors * numbers * case.dtype.itemsize + 4 * Hq * total, 2 * products * pairs * D * Hq)
+
+
+attention_varlen_fwd = Operation(
+    "attention_varlen_fwd",
+    (
+        Implementation("triton", launch_varlen_forward, refuses=refuses_triton_kernels, own=True),
+        VARLEN_FLASH[0],
+        Implementation("torch", _torch_forward),
+    ),
+    cost=lambda case: _cost(case, products=2, tensors=2),
+)
+attention_varlen_bwd = Operation(
+    "attention_varlen_bwd",
+    (
+        Implementation("triton", launch_varlen_backward, refuses=refuses_triton_backward, own=True),
+        VARLEN_FLASH[1],
+        Implementation("torch", _torch_backward),
+    ),
+    cost=lambda case: _cost(case, products=5, tensors=4),
+)
+
+
+# --- the public function ---------------------------------------------------------------------------------------------
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each of several sequences, packed behind one another without padding.
+
+    Sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] and the keys cu_seqlens_k[b] to
+    cu_seqlens_k[b + 1]; on each of them this is `attention`, with the same meaning of causal, scale and window.
+
+    Args:
+        q: (total_q, Hq, D), float16, bfloat16, float32 or float64.
+        k, v: (total_k, Hkv, D), dtype of q; Hkv divides Hq.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on the device of q: where each begins, from 0 to total_q and
+            total_k, never falling. The values stay on the device and are not checked.
+        max_seqlen_q, max_seqlen_k: the longest lengths, or more; of the first one rows beyond it are not computed.
+        causal, scale, window, return_lse: as in attention.
+
+    Returns:
+        o, (total_q, Hq, D), dtype of q, in q's layout; with return_lse also the logarithms, (Hq, total_q), float32
+        (float64 for float64), without a gradient. Differentiable twice. Under autocast q, k and v are cast.
+
+    Raises:
+        ShapeError: shapes that do not go together, tensors on several devices.
+        UnsupportedDtype: a dtype not listed above, or several.
+        ConfigError: a negative window or length.
+
+    Under forward-mode differentiation and the transforms of torch.func this is torch's functions with the scores of all
+    sequences whole, which the ledger does not count.
+
+    Source: as attention; Dao 2023, arXiv:2307.08691 for the packed form.
+    """
+    if q.dim() != 3 or k.dim() != 3:
+        shapes = f"{tuple(q.shape)} and {tuple(k.shape)}"
+        raise ShapeError(f"attention_varlen takes q (total_q, Hq, D) and k (total_k, Hkv, D), got {shapes}")
+    q, k, v = checked(q, k, v, "attention_varlen")
+    if q.shape[2] != k.shape[2] or q.shape[2] < 1:
+        raise ShapeError(f"q and k must have the same D of at least 1, got {q.shape[2]} and {k.shape[2]}")
+    check_heads(q.shape[1], k.shape[1])
+    _check_bounds(q, cu_seqlens_q, cu_seqlens_k)
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if length < 0:
+            raise ConfigError(f"{name} must be at least 0, got {length}")
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    o, lse = _attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        causal,
+        scale,
+        checked_window(window, max_seqlen_k),
+    )
+    return (o, lse) if return_lse else o
+
+
+def _check_bounds(q: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
+    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if cu.dtype != torch.int32:
+            raise UnsupportedDtype(f"{name} must be int32, got {name_of(cu.dtype)}")
+        if cu.device != q.device:
+            raise ShapeError(f"{name} must be on {q.device}, where q is; it is on {cu.device}")
+        if cu.dim() != 1 or cu.shape[0] < 1 or not cu.is_contiguous():
+            raise ShapeError(f"{name} must be (sequences + 1,) and contiguous, got {tuple(cu.shape)}")
+    if cu_q.shape != cu_k.shape:
+        raise ShapeError(f"cu_seqlens_k must be {tuple(cu_q.shape)} as cu_seqlens_q is, got {tuple(cu_k.shape)}")
+
+
+def _case(q: Tensor, k: Tensor, cu_q: Tensor, max_q: int, max_k: int, causal: bool, window: int) -> Case:
+    total, Hq, D = q.shape
+    sizes = (cu_q.shape[0] - 1, Hq, k.shape[1], total, k.shape[0], max_q, max_k, D)
+    return Case(q.device, q.dtype, sizes, options_of(causal, window))
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    case = _case(q, k, cu_q, max_q, max_k, causal, window)
+    result: tuple[Tensor, Tensor] = attention_varlen_fwd(case, q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window)
+    return result
+
+
+def _backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
+    window: int,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    case = _case(q, k, cu_q, max_q, max_k, causal, window)
+    result: tuple[Tensor, ...] = attention_varlen_bwd(
+        case, do, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, causal, scale, window
+    )
+    return result
+
+
+def _composite(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    seen = _seen(q.shape[0], k.shape[0], cu_q, cu_k, causal, window)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    o, lse = attend(q, k, v, False, scale, -1, seen)
+    return o.squeeze(0).transpose(0, 1), lse.squeeze(0).detach()
+
+
+def _seen(total_q: int, total_k: int, cu_q: Tensor, cu_k: Tensor, causal: bool, window: int) -> Tensor:
+    """Which query sees which key, of all the sequences, (total_q, total_k)."""
+    query, key = (torch.arange(total, device=cu_q.device, dtype=torch.int32) for total in (total_q, total_k))
+    last = cu_q.shape[0] - 2
+    of_query = (torch.searchsorted(cu_q, query, right=True) - 1).clamp(0, max(last, 0))
+    of_key = (torch.searchsorted(cu_k, key, right=True) - 1).clamp(0, max(last, 0))
+    seen = of_query[:, None] == of_key[None, :]
+    if last < 0:
+        return torch.zeros_like(seen)
+    # The last query of a sequence stands beside its last key.
+    place = (query - cu_q[of_query + 1] + cu_k[of_query + 1])[:, None]
+    if causal:
+        seen = seen & (key <= place)
+    if window >= 0:
+        seen = seen & (key >= place - window)
+    return seen
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
+
+
+_attention_varlen = DifferentiableOp(
+    "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int max_q, int max_k, bool causal, "
+    "float scale, int window) -> (Tensor o, Tensor lse)",
+    forward=_forward,
+    backward=_backward,
+    saves=("q", "k", "v", "o", "lse", "cu_q", "cu_k"),
+    gradients={"q": "q", "k": "k", "v": "v"},
+    composite=_composite,
+    fake=_fake,
+    public=2,
+    keeps_layout=True,
+)

@@ -1,0 +1,7 @@
+"""Attention of new queries to a cache of keys and values."""
+
+from __future__ import annotations
+
+from accelerant.ops.attention_decode.op import attention_decode
+
+__all__ = ["attention_decode"]

@@ -1,0 +1,85 @@
+"""What attention_decode is tested and measured on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accelerant.ops._cases import Benchmark, Compilation, Sample, Stated, Tolerance
+from accelerant.ops.attention_decode.launch import KERNELS as _KERNELS
+from accelerant.ops.attention_decode.launch import MAX_SPLITS, NUM_WARPS, constants, stages_for
+
+__all__ = ["BENCHMARKS", "KERNELS", "KIND", "LARGE", "SAMPLES", "TOLERANCES"]
+
+KIND = "plain"
+
+
+def _sample(Hq: int, Hkv: int, Sq: int, T: int, D: int, lengths: tuple[int, ...]) -> Sample:
+    B = len(lengths)
+    words = "+".join(map(str, lengths[:4])) or "none"
+    caches = (B, Hkv, T, D)
+    return Sample(f"{Hq}on{Hkv}x{Sq}x{D}-{words}of{T}", ((B, Hq, Sq, D), caches, caches, Stated(lengths)), {})
+
+
+SAMPLES = (
+    _sample(1, 1, 1, 1, 1, (1,)),
+    _sample(2, 1, 1, 9, 8, (9, 4)),
+    _sample(4, 2, 3, 70, 16, (70, 2, 33)),
+    _sample(6, 2, 1, 200, 24, (187,)),
+    _sample(2, 2, 1, 33, 64, (0, 33)),
+    _sample(40, 1, 2, 40, 8, (40,)),
+    _sample(2, 2, 1, 0, 8, (0,)),
+    _sample(2, 2, 1, 8, 8, ()),
+)
+LARGE = (
+    _sample(32, 8, 1, 4097, 128, (4097, 1, 1000)),
+    _sample(8, 8, 4, 3000, 64, (2999, 5)),
+    _sample(71, 1, 1, 5000, 80, (4999,)),
+    _sample(4, 4, 2, 700, 256, (700,)),
+)
+# Caches of 512 MiB at 85% of the copy rate: as weights are read by linear_int8.
+BENCHMARKS = (Benchmark(_sample(32, 8, 1, 16384, 128, (16384,) * 8), torch.bfloat16, 0.147),)
+
+TOLERANCES = {
+    torch.float64: Tolerance(1e-11, 1e-12),
+    torch.float32: Tolerance(2e-5, 5e-6),
+    torch.float16: Tolerance(4e-3, 3e-3),
+    torch.bfloat16: Tolerance(2e-2, 1e-2),
+}
+
+_SIZES = ("T", "Sq", "heads", "group", "row_blocks", "splits", "D")
+_STRIDES = tuple(f"{name}_{part}" for name in "qkv" for part in ("batch", "head", "row"))
+
+
+def compilation(
+    kind: str, width: int, capability: tuple[int, int], rows: int = 4, *, split: bool = True
+) -> Compilation:
+    """The kernel fwd as a device of a compute capability launches it."""
+    dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
+    types = {"q_ptr": kind, "k_ptr": kind, "v_ptr": kind, "lengths_ptr": "*i32", "scale": "fp32"}
+    types |= {"o_ptr": "*fp32" if split else kind} | dict.fromkeys((*_SIZES, *_STRIDES), "i32")
+    fixed: dict[str, Any] = dict(constants(rows, width, dtype, capability))
+    if split:
+        types["lse_ptr"] = "*fp32"
+    else:
+        fixed["lse_ptr"] = None
+    return Compilation(_KERNELS["fwd"], types, fixed, NUM_WARPS, stages_for(capability))
+
+
+KERNELS = (
+    compilation("*fp16", 64, (7, 5)),
+    compilation("*bf16", 128, (9, 0)),
+    compilation("*bf16", 64, (9, 0), split=False),
+    compilation("*bf16", 256, (9, 0), rows=40),
+    compilation("*fp32", 128, (9, 0)),
+    *(
+        Compilation(
+            _KERNELS["combine"],
+            {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "o_ptr": "*bf16", "rows": "i32", "splits": "i32", "D": "i32"},
+            {"BLOCK_S": splits, "BLOCK_D": width},
+            NUM_WARPS,
+        )
+        for splits, width in ((16, 128), (MAX_SPLITS, 256))
+    ),
+)

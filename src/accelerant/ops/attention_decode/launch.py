@@ -1,0 +1,87 @@
+"""Launches of attention_decode's kernels: how the keys are cut."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from accelerant.ops._rows import ceil_div, multiprocessors, next_power_of_2
+from accelerant.ops.attention.launch import capability_of, with_rows
+from accelerant.runtime.triton import TritonKernel
+
+__all__ = ["KERNELS", "MAX_WIDTH", "constants", "launch_forward", "splits_for"]
+
+KERNELS = {
+    name: TritonKernel("accelerant.ops.attention_decode.triton_kernels", f"attention_decode_{name}")
+    for name in ("fwd", "combine")
+}
+
+MAX_WIDTH = 256
+"""The widest head that the kernels take."""
+
+MAX_SPLITS = 64
+PROGRAMS = 2  # a multiprocessor
+NUM_WARPS = 4
+
+
+@functools.cache
+def constants(rows: int, width: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> dict[str, int | bool]:
+    """The compile-time arguments of fwd, for `rows` rows that share a head of keys; capability None: interpreted."""
+    block_d = max(16, next_power_of_2(width))
+    upcast = dtype == torch.bfloat16 and (capability is None or capability < (8, 0))
+    slow = dtype == torch.float32 or upcast or (capability is not None and capability < (8, 0))
+    return {
+        "BLOCK_M": min(16 if slow else 64, max(16, next_power_of_2(rows))),
+        "BLOCK_N": 16 if capability is None or (slow and block_d > 64) else 32 if slow or block_d > 128 else 64,
+        "BLOCK_D": block_d,
+        "UPCAST": upcast,
+    }
+
+
+@functools.cache
+def stages_for(capability: tuple[int, int] | None) -> int:
+    """Depth of the pipeline of loads: as much as 227, 99 and 64 KiB of shared memory hold."""
+    return 4 if capability == (9, 0) else 2 if capability is not None and capability >= (8, 0) else 1
+
+
+def splits_for(programs: int, T: int, block_n: int, device: torch.device) -> int:
+    """In how many parts to cut T keys where there are `programs` programs to each."""
+    wanted = ceil_div(PROGRAMS * multiprocessors(device), programs)
+    return max(1, min(wanted, ceil_div(T, 2 * block_n), MAX_SPLITS))
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, splits: int | None = None) -> Tensor:
+    """Attend: o contiguous; splits None for as many as the device is best kept busy by."""
+    B, Hq, Sq, D = q.shape
+    Hkv, T = k.shape[1], k.shape[2]
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not o.numel():
+        return o
+    if not T:
+        return o.zero_()
+    q, k, v = with_rows(q), with_rows(k), with_rows(v)
+    group = Hq // Hkv
+    capability = capability_of(q.device)
+    fixed = constants(group * Sq, D, q.dtype, capability)
+    row_blocks = ceil_div(group * Sq, int(fixed["BLOCK_M"]))
+    programs = B * Hkv * row_blocks
+    splits = splits or splits_for(programs, T, int(fixed["BLOCK_N"]), q.device)
+    parts, lse = o, None
+    if splits > 1:
+        parts = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
+        lse = torch.empty((splits, B, Hq, Sq), dtype=torch.float32, device=q.device)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    KERNELS["fwd"].launch(
+        (programs * splits,),
+        (q, k, v, lengths, parts, lse, T, Sq, Hkv, group, row_blocks, splits, D, scale, *strides),
+        fixed,
+        num_warps=NUM_WARPS,
+        num_stages=stages_for(capability),
+    )
+    if lse is not None:
+        rows = B * Hq * Sq
+        joined = {"BLOCK_S": next_power_of_2(splits), "BLOCK_D": fixed["BLOCK_D"]}
+        KERNELS["combine"].launch((rows,), (parts, lse, o, rows, splits, D), joined, num_warps=NUM_WARPS)
+    return o

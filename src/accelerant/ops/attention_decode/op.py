@@ -1,0 +1,121 @@
+"""attention_decode: validation, registration with torch, implementations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops._library import below_autograd, define, is_plain, name_of
+from accelerant.ops.attention.backends import TORCH
+from accelerant.ops.attention.composite import attend
+from accelerant.ops.attention.op import check_heads, checked, refuses_triton_kernels
+from accelerant.ops.attention_decode.launch import launch_forward
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+
+__all__ = ["attention_decode", "attention_decode_fwd"]
+
+
+def _torch_forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """Sequence by sequence, each with the keys that it has; waits for the device to learn how many those are."""
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    with torch.no_grad():
+        for b, length in enumerate(lengths.tolist()):
+            here = slice(b, b + 1)
+            keys, values = (x[here, :, : max(length, 0)] for x in (k, v))
+            o[here] = TORCH[0].run(q[here], keys, values, q.shape[2] > 1, scale, -1)[0]
+    return o
+
+
+def _cost(case: Case) -> Cost:
+    """As if the caches were full."""
+    B, Hq, Hkv, Sq, T, D = case.shape
+    return Cost((2 * B * Hkv * T * D + 2 * B * Hq * Sq * D) * case.dtype.itemsize, 4 * B * Hq * Sq * T * D)
+
+
+attention_decode_fwd = Operation(
+    "attention_decode_fwd",
+    (
+        Implementation("triton", launch_forward, refuses=refuses_triton_kernels, own=True),
+        Implementation("torch", _torch_forward),
+    ),
+    cost=_cost,
+)
+
+
+def attention_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, scale: float | None = None
+) -> Tensor:
+    """Attention of the newest few queries of each sequence to the keys and values kept so far.
+
+    The caches already hold the keys and values of these queries: query i of Sq sees the keys before
+    length - Sq + i + 1, so that each sees itself and all before it.
+
+    Args:
+        q: (B, Hq, Sq, D), float16, bfloat16, float32 or float64; Sq is 1, or a few (as in speculative decoding).
+        k_cache, v_cache: (B, Hkv, T, D), dtype of q; Hkv divides Hq. Any layout, fastest where D is contiguous. What
+            lies behind a sequence's length is not read.
+        lengths: (B,) int32 or int64 on the device of q: how many keys each sequence has, 0 to T. The values stay on
+            the device and are not checked; more than T counts as T.
+        scale: of the products; None for 1 / sqrt(D).
+
+    Returns:
+        (B, Hq, Sq, D), dtype of q, contiguous, without a gradient. A query that sees no key gives zeros. Under autocast
+        q and the caches are cast.
+
+    Raises:
+        ShapeError: shapes that do not go together, tensors on several devices.
+        UnsupportedDtype: a dtype not listed above, or several.
+
+    Source: Dao, Haziza, Massa and Sizov 2023, "Flash-Decoding for long-context inference".
+    """
+    if q.dim() != 4 or k_cache.dim() != 4:
+        shapes = f"{tuple(q.shape)} and {tuple(k_cache.shape)}"
+        raise ShapeError(f"attention_decode takes q (B, Hq, Sq, D) and caches (B, Hkv, T, D), got {shapes}")
+    q, k_cache, v_cache = checked(q, k_cache, v_cache, "attention_decode")
+    B, Hq, _, D = q.shape
+    if k_cache.shape[0] != B or k_cache.shape[3] != D or D < 1:
+        shapes = f"{tuple(q.shape)} and {tuple(k_cache.shape)}"
+        raise ShapeError(f"q and k_cache must have the same B and D, got {shapes}")
+    check_heads(Hq, k_cache.shape[1])
+    if lengths.dim() != 1 or lengths.shape[0] != B or not lengths.is_contiguous():
+        raise ShapeError(f"lengths must be ({B},) and contiguous, got {tuple(lengths.shape)}")
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise UnsupportedDtype(f"lengths must be int32 or int64, got {name_of(lengths.dtype)}")
+    if lengths.device != q.device:
+        raise ShapeError(f"lengths must be on {q.device}, where q is; it is on {lengths.device}")
+    run = _forward if not torch.compiler.is_compiling() and is_plain(q) else _op
+    o: Tensor = run(q, k_cache, v_cache, lengths, D**-0.5 if scale is None else float(scale))
+    return o
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    B, Hq, Sq, D = q.shape
+    case = Case(q.device, q.dtype, (B, Hq, k.shape[1], Sq, k.shape[2], D))
+    o: Tensor = attention_decode_fwd(case, q, k, v, lengths, scale)
+    return o
+
+
+def _without_gradient(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    with below_autograd():
+        o: Tensor = _op(q, k, v, lengths, scale)
+    return o
+
+
+def _composite(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    Sq, T = q.shape[2], k.shape[2]
+    key, query = torch.arange(T, device=q.device), torch.arange(Sq, device=q.device)
+    length = lengths[:, None, None, None, None]
+    seen = key <= length - Sq + query[:, None]
+    kept = (key < lengths[:, None])[:, None, :, None]
+    o = attend(q, k.where(kept, 0), v.where(kept, 0), False, scale, -1, seen & (key < length))[0]
+    return o.detach()
+
+
+_op = define(
+    "attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, float scale) -> Tensor",
+    kernel=_forward,
+    fake=lambda q, k, v, lengths, scale: q.new_empty(q.shape),
+    differentiable=_without_gradient,
+    composite=_composite,
+)

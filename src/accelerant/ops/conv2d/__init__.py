@@ -1,0 +1,7 @@
+"""Convolution of images, by torch's libraries, with the ledger."""
+
+from __future__ import annotations
+
+from accelerant.ops.conv2d.op import conv2d
+
+__all__ = ["conv2d"]

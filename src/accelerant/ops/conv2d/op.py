@@ -1,0 +1,253 @@
+"""conv2d: validation, registration with torch, autograd; the convolution itself is the vendor's library, through torch.
+
+A general convolution of our own would not beat cuDNN; what this op adds is the ledger: convolutions of the forward and
+of the backward pass are counted with their bytes and operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._elementwise import check_dtype
+from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops._windows import Pair, as_images, output_sizes, pair
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+
+__all__ = ["conv2d", "conv2d_bwd", "conv2d_fwd"]
+
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _backward_of(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    needs: Sequence[bool],
+) -> _Gradients:
+    found: _Gradients = torch.ops.aten.convolution_backward(
+        dy,
+        x,
+        weight,
+        None if bias is None else [weight.shape[0]],
+        stride,
+        padding,
+        dilation,
+        False,
+        [0, 0],
+        groups,
+        list(needs),
+    )
+    return found
+
+
+def _deterministic_backward_of(*args: Any) -> _Gradients:
+    """The same, of cuDNN's algorithms only by such as add up in a fixed order."""
+    before = torch._C._get_cudnn_deterministic()
+    torch._C._set_cudnn_deterministic(True)
+    try:
+        return _backward_of(*args)
+    finally:
+        torch._C._set_cudnn_deterministic(before)
+
+
+def _sizes(case: Case) -> tuple[int, int, int, int]:
+    """Elements of x, weight and y, and products."""
+    weight, y = case.options[0], case.options[1]
+    count = math.prod(y)
+    return math.prod(case.shape), math.prod(weight), count, count * math.prod(weight[1:])
+
+
+def _cost(case: Case) -> Cost:
+    x, weight, y, products = _sizes(case)
+    return Cost((x + weight + y) * case.dtype.itemsize, 2 * products)
+
+
+def _backward_cost(case: Case) -> Cost:
+    x, weight, y, products = _sizes(case)
+    dx, dweight, _ = case.options[-1]
+    elements = y + dx * (x + weight) + dweight * (x + weight)
+    return Cost(elements * case.dtype.itemsize, 2 * products * (dx + dweight))
+
+
+conv2d_fwd = Operation("conv2d_fwd", (Implementation("torch", torch.conv2d),), cost=_cost)
+conv2d_bwd = Operation(
+    "conv2d_bwd",
+    (
+        Implementation("torch", _backward_of, deterministic=False),
+        Implementation("torch-deterministic", _deterministic_backward_of),
+    ),
+    cost=_backward_cost,
+)
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Pair = 1,
+    padding: Pair | Literal["valid", "same"] = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Convolve images with kernels (as a correlation: the kernel is not turned).
+
+    y[b, o, h, w] = bias[o] + sum over c, i, j of weight[o, c, i, j] x[b, c', s h + d i - p, s w + d j - p]
+    with c' the c-th channel of the group of o, x zero outside.
+
+    Args:
+        x: (B, C, H, W) or (C, H, W); float16, bfloat16, float32 or float64.
+        weight: (O, C / groups, K, L), dtype and device of x.
+        bias: (O,), dtype and device of x; or None.
+        stride: s, one number or one for each dimension, at least 1.
+        padding: p, zeros at each side, at least 0; "valid": none; "same": as many as keep H and W (stride 1 only).
+        dilation: d, at least 1.
+        groups: divides C and O.
+
+    Returns:
+        (B, O, H', W') or (O, H', W'), H' = (H + 2 p - d (K - 1) - 1) // s + 1; dtype of x; channels last if torch gives
+        it so. Under torch.autocast all tensors are first cast to the autocast dtype. Differentiable twice.
+
+    Raises:
+        ShapeError: x or weight of other dimensions, channels that do not fit, a kernel larger than the padded image,
+            different devices.
+        UnsupportedDtype: a dtype not listed above, or dtypes that differ.
+        ConfigError: stride, padding, dilation or groups out of range.
+
+    Under torch.compile, forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is
+    torch's own conv2d; the ledger does not count those. With the setting `deterministic` the backward pass takes only
+    algorithms that add up in a fixed order.
+    """
+    low = autocast_dtype(x.device.type)
+    if low is not None:
+        x, weight = _cast(x, low), _cast(weight, low)
+        bias = None if bias is None else _cast(bias, low)
+    steps, spread = pair("stride", stride, 1), pair("dilation", dilation, 1)
+    images = _check(x, weight, bias, groups)
+    edges = [0, 0]
+    if isinstance(padding, str):
+        if padding not in ("valid", "same"):
+            raise ConfigError(f"padding must be numbers, 'valid' or 'same', got {padding!r}")
+        if padding == "same":
+            if steps != [1, 1]:
+                raise ConfigError(f"padding 'same' takes stride 1, got {stride!r}")
+            images, edges = _same(images, weight, spread)
+    else:
+        edges = pair("padding", padding, 0)
+    output_sizes(images, list(weight.shape[2:]), steps, edges, spread)
+    y: Tensor = _conv2d(images, weight, bias, steps, edges, spread, groups)
+    return y if x.dim() == 4 else y.squeeze(0)
+
+
+def _cast(x: Tensor, low: torch.dtype) -> Tensor:
+    """As torch's autocast: floating dtypes but float64."""
+    return x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    """Images with a batch dimension, if all fits."""
+    check_dtype("conv2d", x)
+    images = as_images("conv2d", x)
+    if weight.dim() != 4 or 0 in weight.shape:
+        raise ShapeError(f"weight must be (O, C / groups, K, L), none of them 0, got {tuple(weight.shape)}")
+    if groups < 1:
+        raise ConfigError(f"groups must be at least 1, got {groups}")
+    channels, out = images.shape[1], weight.shape[0]
+    if channels % groups or out % groups:
+        raise ShapeError(f"groups must divide the channels, {channels} of x and {out} of y, got {groups}")
+    if weight.shape[1] * groups != channels:
+        raise ShapeError(
+            f"x has {channels} channels, weight {tuple(weight.shape)} in {groups} groups takes "
+            f"{weight.shape[1] * groups}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ShapeError(f"bias must be ({out},), got {tuple(bias.shape)}")
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is None:
+            continue
+        if other.dtype != x.dtype:
+            raise UnsupportedDtype(
+                f"x and {name} must have one dtype, got {name_of(x.dtype)} and {name_of(other.dtype)}"
+            )
+        if other.device != x.device:
+            raise ShapeError(f"x and {name} must be on one device, got {x.device} and {other.device}")
+    return images
+
+
+def _same(x: Tensor, weight: Tensor, dilation: list[int]) -> tuple[Tensor, list[int]]:
+    """The padding that keeps height and width; x gets one more row or column where that is odd."""
+    totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    odd = [total % 2 for total in totals]
+    return F.pad(x, (0, odd[1], 0, odd[0])) if any(odd) else x, [total // 2 for total in totals]
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    case = _case(x, weight, stride, padding, dilation, groups)
+    y: Tensor = conv2d_fwd(case, x, weight, bias, stride, padding, dilation, groups)
+    return y
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    needs: Sequence[bool],
+) -> _Gradients:
+    case = _case(x, weight, stride, padding, dilation, groups, tuple(needs))
+    found: _Gradients = conv2d_bwd(case, dy, x, weight, bias, stride, padding, dilation, groups, needs)
+    return found
+
+
+def _case(
+    x: Tensor,
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    *needs: tuple[bool, ...],
+) -> Case:
+    height, width = output_sizes(x, list(weight.shape[2:]), stride, padding, dilation)
+    y = (x.shape[0], weight.shape[0], height, width)
+    options = (tuple(weight.shape), y, tuple(stride), tuple(padding), tuple(dilation), groups, *needs)
+    return Case(x.device, x.dtype, x.shape, options)
+
+
+_conv2d = DifferentiableOp(
+    "conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups)"
+    " -> (Tensor y)",
+    forward=_forward,
+    backward=_backward,
+    composite_backward=_backward_of,
+    saves=("x", "weight", "bias"),
+    gradients={"x": "x", "weight": "weight", "bias": "bias"},
+    composite=torch.conv2d,
+    fake=torch.conv2d,
+    keeps_layout=True,
+    decomposes=True,
+)

@@ -1,0 +1,7 @@
+"""Cross entropy of logits against classes."""
+
+from __future__ import annotations
+
+from accelerant.ops.cross_entropy.op import cross_entropy
+
+__all__ = ["cross_entropy"]

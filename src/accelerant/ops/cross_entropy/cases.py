@@ -1,0 +1,122 @@
+"""What cross_entropy is tested and measured on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, Tolerance
+from accelerant.ops.cross_entropy.launch import COUNTS, HELD_PLANS, WIDE_PLANS, backward_plan, row_plan
+from accelerant.ops.cross_entropy.launch import KERNELS as _KERNELS
+
+__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
+
+
+def _sample(*shape: int, **options: Any) -> Sample:
+    V = shape[-1]
+    name = "-".join(["x".join(map(str, shape)), *(f"{key}={value}" for key, value in options.items())])
+    return Sample(name, (shape, Indices(shape[:-1], V)), options)
+
+
+SAMPLES = (
+    _sample(3, 5),
+    _sample(1, 1),
+    _sample(7, 13, label_smoothing=0.1),
+    _sample(0, 5, reduction="sum"),
+    _sample(0, 5, reduction="none"),
+    _sample(2, 3, 4, reduction="none"),
+    _sample(9, 4, ignore_index=1),
+    _sample(9, 4, ignore_index=1, label_smoothing=0.2, reduction="sum"),
+    _sample(2, 3, 40, ignore_index=7, reduction="none", label_smoothing=0.3),
+    _sample(67, 16),
+    _sample(5, 1000, label_smoothing=0.1),
+    _sample(4, 8192),
+    _sample(3, 9000, label_smoothing=0.1),
+    _sample(3, 20003, reduction="sum"),
+    _sample(3, 20480, reduction="none"),
+    _sample(6),
+)
+LARGE = (
+    _sample(1024, 50257),
+    _sample(257, 50304, label_smoothing=0.1),
+    _sample(64, 262144, reduction="sum"),
+    _sample(33, 128256, reduction="none"),
+    _sample(1 << 20, 10),
+    _sample(65537, 1000, reduction="none", label_smoothing=0.1),
+    _sample(3, 1_000_003),
+)
+BENCHMARKS = (
+    Benchmark(_sample(16384, 50304), torch.bfloat16),  # forward and backward together: 0.95 ms
+    Benchmark(_sample(16384, 50304, inplace_backward=True), torch.bfloat16),
+    Benchmark(_sample(16384, 50257), torch.bfloat16),
+    Benchmark(_sample(8192, 128256), torch.bfloat16),
+)
+
+# The loss of a mean or sum is rounded once; a gradient of n rows is at most 1/n (mean), and relative to the largest.
+TOLERANCES = {
+    torch.float64: Tolerance(1e-11, 1e-12),
+    torch.float32: Tolerance(4e-6, 2e-6),
+    torch.float16: Tolerance(2e-3, 1e-3),
+    torch.bfloat16: Tolerance(1.6e-2, 8e-3),
+}
+
+_SIZES = {
+    "M": "i32", "N": "i32", "x_stride": "i32", "dx_stride": "i32", "dy_stride": "i32",
+    "ignore_index": "i32", "smoothing": "fp32",
+}  # fmt: skip
+
+
+def _forward(name: str, kind: str, num_warps: int, *, gradient: bool = True, **constants: Any) -> Compilation:
+    types = {"x_ptr": kind, "target_ptr": "*i64", "loss_ptr": "*fp32", "stat_ptr": "*fp32", "counts_ptr": "*i32"}
+    absent = {"dy_ptr": None} if gradient else {"dx_ptr": None, "dy_ptr": None}
+    fixed = {"SMOOTH": False, "COUNTS": COUNTS, **constants, **absent}
+    return Compilation(_KERNELS[name], types | _SIZES | ({"dx_ptr": kind} if gradient else {}), fixed, num_warps)
+
+
+def _narrow(kind: str, N: int) -> Compilation:
+    plan = row_plan(N)
+    return _forward("fwd", kind, plan.num_warps, ROWS=plan.rows, BLOCK_N=plan.block_n)
+
+
+_BACKWARD = backward_plan(50304)
+KERNELS = (
+    Compilation(
+        _KERNELS["count"],
+        {"target_ptr": "*i64", "counts_ptr": "*i32", "M": "i32", "ignore_index": "i32"},
+        {"BLOCK": 1024},
+        4,
+    ),
+    Compilation(
+        _KERNELS["reduce"],
+        {"loss_ptr": "*fp32", "counts_ptr": "*i32", "y_ptr": "*bf16", "n": "i32"},
+        {"COUNTS": COUNTS, "BLOCK": 4096},
+        8,
+    ),
+    Compilation(
+        _KERNELS["scale"],
+        {"dx_ptr": "*bf16", "dy_ptr": "*bf16", "n": "i32"},
+        {"COUNTS": COUNTS, "BLOCK": 4096, "counts_ptr": None},
+        8,
+    ),
+    _narrow("*bf16", 1000),
+    _narrow("*bf16", 8192),
+    _narrow("*fp32", 8192),
+    *(
+        _forward("fwd_wide", kind, plan.num_warps, gradient=gradient, VEC=vec, SAME=gradient, BLOCK=plan.block, HELD=0)
+        for plan in WIDE_PLANS
+        for kind, vec, gradient in (("*bf16", 1, True), ("*bf16", 8, True), ("*bf16", 1, False), ("*fp32", 4, True))
+    ),
+    *(
+        _forward("fwd_wide", "*bf16", plan.num_warps, VEC=vec, SAME=True, BLOCK=plan.block, HELD=plan.held)
+        for plan in HELD_PLANS
+        for vec in (1, 8)
+    ),
+    Compilation(
+        _KERNELS["bwd"],
+        {"x_ptr": "*bf16", "target_ptr": "*i64", "stat_ptr": "*fp32", "dx_ptr": "*bf16", "counts_ptr": "*i32",
+         "dy_ptr": "*bf16", **_SIZES},
+        {"SMOOTH": False, "COUNTS": COUNTS, "ROWS": _BACKWARD.rows, "BLOCK_N": _BACKWARD.block_n},
+        _BACKWARD.num_warps,
+    ),
+)  # fmt: skip

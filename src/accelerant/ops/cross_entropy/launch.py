@@ -1,0 +1,229 @@
+"""Launches of cross_entropy's kernels: what a program takes of the rows, and in which order they run."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from accelerant.ops._rows import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2
+from accelerant.runtime.triton import TritonKernel
+
+__all__ = [
+    "COUNTS",
+    "HELD_PLANS",
+    "KERNELS",
+    "WIDE_PLANS",
+    "WidePlan",
+    "count",
+    "launch_backward",
+    "launch_forward",
+    "launch_rows",
+    "row_plan",
+    "scale_",
+    "wide_plan",
+]
+
+_NAMES = ("count", "reduce", "scale", "fwd", "fwd_wide", "bwd")
+KERNELS = {
+    name: TritonKernel("accelerant.ops.cross_entropy.triton_kernels", f"cross_entropy_{name}") for name in _NAMES
+}
+
+COUNTS = 64
+"""How many programs count the classes; each row's program adds up their results."""
+
+WIDE_FROM = 8192
+"""Above this many columns a row is taken in blocks."""
+
+_BLOCK = 4096  # elements of the one-dimensional kernels
+
+
+@dataclass(frozen=True, slots=True)
+class WidePlan:
+    """How a long row is taken.
+
+    Attributes:
+        block: columns at a time.
+        num_warps: warps a program.
+        held: how many blocks of bfloat16 stay in registers between their two uses; others are read again, from L2.
+    """
+
+    block: int
+    num_warps: int
+    held: int = 0
+
+
+WIDE_PLANS = (WidePlan(4096, 8), WidePlan(4096, 16), WidePlan(8192, 32))
+HELD_PLANS = (WidePlan(8192, 32, held=3), WidePlan(8192, 32, held=2), WidePlan(4096, 16, held=6))
+
+
+@functools.cache
+def row_plan(N: int) -> RowPlan:
+    """What a program of cross_entropy_fwd takes: about 4096 elements."""
+    block_n = max(16, next_power_of_2(N))
+    if block_n <= 2048:
+        return RowPlan(rows=4096 // block_n, block_n=block_n, num_warps=4)
+    return RowPlan(rows=1, block_n=block_n, num_warps=8)
+
+
+@functools.cache
+def wide_plan(N: int, dtype: torch.dtype, gradient: bool) -> WidePlan:
+    """How a row of more than WIDE_FROM columns is taken."""
+    held = HELD_PLANS[0]
+    if gradient and dtype == torch.bfloat16 and (held.held + 1) * held.block <= N:
+        return held
+    return WIDE_PLANS[1]
+
+
+@functools.cache
+def backward_plan(N: int) -> RowPlan:
+    """What a program of cross_entropy_bwd takes: 2048 elements."""
+    block_n = min(2048, max(16, next_power_of_2(N)))
+    return RowPlan(rows=2048 // block_n, block_n=block_n, num_warps=4)
+
+
+def count(targets: Tensor, ignore_index: int) -> Tensor:
+    """(COUNTS,) int32, together how many classes there are to count; targets (M,)."""
+    counts = torch.empty(COUNTS, dtype=torch.int32, device=targets.device)
+    M = targets.shape[0]
+    KERNELS["count"].launch((COUNTS,), (targets, counts, M, ignore_index), {"BLOCK": 1024}, num_warps=4)
+    return counts
+
+
+def reduce(losses: Tensor, counts: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The sum of losses, over the sum of counts if there are any; a scalar."""
+    y = torch.empty((), dtype=dtype, device=losses.device)
+    n = losses.shape[0]
+    fixed = {"COUNTS": COUNTS, "BLOCK": _BLOCK}
+    if n > 16 * _BLOCK:
+        parts = torch.empty(256, dtype=torch.float32, device=losses.device)
+        KERNELS["reduce"].launch((256,), (losses, None, parts, n), fixed, num_warps=8)
+        losses, n = parts, 256
+    KERNELS["reduce"].launch((1,), (losses, counts, y, n), fixed, num_warps=8)
+    return y
+
+
+def scale_(dx: Tensor, dy: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Multiply dx, contiguous, by the scalar dy over the sum of counts; costs nothing where that is 1."""
+    n = dx.numel()
+    if n:
+        grid = (min(ceil_div(n, _BLOCK), 8 * multiprocessors(dx.device)),)
+        fixed = {"COUNTS": COUNTS, "BLOCK": _BLOCK}
+        KERNELS["scale"].launch(grid, (dx, dy, counts, n), fixed, num_warps=8)
+    return dx
+
+
+def launch_rows(
+    rows: Tensor,
+    stride: int,
+    targets: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    *,
+    losses: Tensor | None = None,
+    statistics: Tensor | None = None,
+    dx: Tensor | None = None,
+    dx_stride: int = 0,
+    counts: Tensor | None = None,
+    dy: Tensor | None = None,
+    plan: WidePlan | None = None,
+) -> None:
+    """Each row's loss, statistics and gradient, what of them there is memory for.
+
+    Args:
+        rows: (M, N) logits, N contiguous, M at least 1.
+        stride: between rows; so is dx_stride.
+        targets: (M,), contiguous.
+        losses: (M,), written.
+        statistics: (2, M) float32, written: the maximum, and one over the sum of exp(x - maximum).
+        dx: (M, N), written; may be the memory of rows.
+        counts: from `count`; the gradient is divided by their sum.
+        dy: the gradient is multiplied by it; a scalar or (M,).
+        plan: for N above WIDE_FROM.
+    """
+    M, N = rows.shape
+    dy_stride = 1 if dy is not None and dy.dim() else 0
+    args = (
+        rows, targets, losses, statistics, dx, counts, dy,
+        M, N, stride, dx_stride, dy_stride, ignore_index, smoothing,
+    )  # fmt: skip
+    fixed: dict[str, int | bool] = {"SMOOTH": smoothing != 0.0, "COUNTS": COUNTS}
+    if plan is None and N <= WIDE_FROM:
+        narrow = row_plan(N)
+        fixed |= {"ROWS": narrow.rows, "BLOCK_N": narrow.block_n}
+        KERNELS["fwd"].launch((ceil_div(M, narrow.rows),), args, fixed, num_warps=narrow.num_warps)
+        return
+    plan = plan or wide_plan(N, rows.dtype, dx is not None)
+    wide = 16 // rows.element_size()
+    vec = 1 if stride % wide == 0 else wide
+    room = N // plan.block - (vec > 1)  # whole blocks, after the one that begins before the row
+    held = max(0, min(plan.held, room)) if rows.dtype == torch.bfloat16 and dx is not None else 0
+    fixed |= {"VEC": vec, "SAME": dx is not None and dx_stride == stride, "BLOCK": plan.block, "HELD": held}
+    KERNELS["fwd_wide"].launch((M,), args, fixed, num_warps=plan.num_warps)
+
+
+def launch_forward(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str,
+    wide: bool,
+    inplace: bool = False,
+    ahead: bool = False,
+    plan: WidePlan | None = None,
+) -> tuple[Tensor, ...]:
+    """loss, statistics, counts, and with `ahead` the gradient of the loss, over the logits if `inplace`."""
+    M, N = logits.shape
+    device, dtype = logits.device, torch.float32 if wide else logits.dtype
+    rows, stride = as_rows(logits, N)
+    targets = targets.contiguous()
+    mean = reduction == "mean"
+    counts = count(targets, ignore_index) if mean else torch.empty(0, dtype=torch.int32, device=device)
+    statistics = torch.empty(2, M, dtype=torch.float32, device=device)
+    losses = torch.empty(M, dtype=dtype if reduction == "none" else torch.float32, device=device)
+    dx, dx_stride = None, 0
+    if ahead:
+        over = inplace and stride == N and rows.data_ptr() == logits.data_ptr()
+        dx = rows if over else torch.empty(M, N, dtype=logits.dtype, device=device)
+        dx_stride = stride if over else N
+    used = counts if mean else None
+    if M:
+        launch_rows(
+            rows, stride, targets, ignore_index, smoothing,
+            losses=losses, statistics=statistics, dx=dx, dx_stride=dx_stride, counts=used, plan=plan,
+        )  # fmt: skip
+    loss = losses if reduction == "none" else reduce(losses, used, dtype)
+    return (loss, statistics, counts) if dx is None else (loss, statistics, counts, dx)
+
+
+def launch_backward(
+    dy: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    statistics: Tensor,
+    counts: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str,
+    ahead: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the logits, contiguous; `ahead`, where there is one, is it but for the factor dy."""
+    if ahead is not None:
+        return scale_(ahead, dy)
+    M, N = logits.shape
+    dx = torch.empty(M, N, dtype=logits.dtype, device=logits.device)
+    if not M:
+        return dx
+    rows, stride = as_rows(logits, N)
+    plan = backward_plan(N)
+    args = (
+        rows, targets.contiguous(), statistics, dx, counts if reduction == "mean" else None, dy.contiguous(),
+        M, N, stride, N, int(dy.dim() > 0), ignore_index, smoothing,
+    )  # fmt: skip
+    fixed = {"SMOOTH": smoothing != 0.0, "COUNTS": COUNTS, "ROWS": plan.rows, "BLOCK_N": plan.block_n}
+    grid = (ceil_div(M, plan.rows) * ceil_div(N, plan.block_n),)
+    KERNELS["bwd"].launch(grid, args, fixed, num_warps=plan.num_warps)
+    return dx

@@ -1,0 +1,346 @@
+"""cross_entropy: validation, registration with torch, autograd, implementations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops._ahead import AheadOp
+from accelerant.ops._library import autocast_dtype, is_plain, name_of
+from accelerant.ops.cross_entropy.launch import COUNTS, launch_backward, launch_forward
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.triton import refuses_triton
+
+__all__ = [
+    "check_loss",
+    "check_targets",
+    "cross_entropy",
+    "cross_entropy_bwd",
+    "cross_entropy_fwd",
+    "torch_composite",
+    "torch_rows",
+]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+REDUCTIONS = ("mean", "sum", "none")
+
+
+# --- implementations -------------------------------------------------------------------------------------------------
+
+
+def _refuses(case: Case) -> str | None:
+    if case.dtype == torch.float64:
+        return "computes in float32, not float64"
+    return refuses_triton(case.device)
+
+
+def torch_composite(
+    logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str, wide: bool, *_: object
+) -> Tensor:
+    """The loss from torch's own functions; low precision computes in float32."""
+    low = logits.dtype in (torch.float16, torch.bfloat16)
+    dtype = torch.float32 if wide else logits.dtype
+    if logits.numel() == 0:
+        empty = logits.sum() if reduction != "none" else logits.sum(1)
+        return (empty / 0 if reduction == "mean" else empty).to(dtype)
+    return functional.cross_entropy(
+        logits.float() if low else logits,
+        targets.long(),
+        ignore_index=ignore_index,
+        label_smoothing=smoothing,
+        reduction=reduction,
+    ).to(dtype)
+
+
+def _coefficients(
+    dy: Tensor | None, targets: Tensor, counts: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
+    """(M, 1): what the gradient of each row's loss is multiplied by; 0 where a row does not count."""
+    c = (targets != ignore_index).to(dtype)
+    if counts is not None:
+        c = c / counts.sum().clamp_min(1)
+    return (c if dy is None else c * dy.to(dtype))[:, None]
+
+
+def _from_probabilities(p: Tensor, targets: Tensor, c: Tensor, smoothing: float) -> Tensor:
+    """The gradient, over the probabilities."""
+    p.mul_(c)
+    if smoothing:
+        p.sub_(c * (smoothing / p.shape[1]))
+    return p.scatter_add_(1, targets.long().clamp(0)[:, None], c * (smoothing - 1.0))
+
+
+def torch_rows(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    gradient: bool,
+    counts: Tensor | None = None,
+    dy: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Each row's loss, and its gradient over the sum of counts and times dy; in float32 or float64."""
+    low = logits.dtype in (torch.float16, torch.bfloat16)
+    log_p = torch.log_softmax(logits, 1, dtype=torch.float32 if low else None)
+    counted = targets != ignore_index
+    chosen = log_p.gather(1, targets.long().where(counted, 0)[:, None])[:, 0]
+    expected = (1.0 - smoothing) * chosen + smoothing * log_p.mean(1) if smoothing else chosen
+    losses = torch.where(counted, -expected, 0.0)
+    if not gradient:
+        return losses, None
+    c = _coefficients(dy, targets, counts, ignore_index, log_p.dtype)
+    return losses, _from_probabilities(log_p.exp_(), targets, c, smoothing)
+
+
+def _torch_forward(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str,
+    wide: bool,
+    inplace: bool = False,
+    ahead: bool = False,
+) -> tuple[Tensor, ...]:
+    mean = reduction == "mean"
+    counts = torch.zeros(COUNTS if mean else 0, dtype=torch.int32, device=logits.device)
+    if mean:
+        counts[0] = (targets != ignore_index).sum()
+    losses, dx = torch_rows(logits, targets, ignore_index, smoothing, ahead, counts if mean else None)
+    statistics = torch.zeros(2, logits.shape[0], dtype=torch.float32, device=logits.device)
+    if refuses_triton(logits.device) is None:  # only our backward kernel reads them
+        statistics[0] = logits.amax(1)
+        statistics[1] = 1.0 / torch.exp(logits.float() - statistics[0][:, None]).sum(1)
+    loss = losses if reduction == "none" else losses.sum() / counts[0] if mean else losses.sum()
+    loss = loss.to(torch.float32 if wide else logits.dtype)
+    if dx is None:
+        return loss, statistics, counts
+    dx = logits.copy_(dx) if inplace else dx.to(logits.dtype)
+    return loss, statistics, counts, dx
+
+
+def _torch_backward(
+    dy: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    statistics: Tensor,
+    counts: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str,
+    ahead: Tensor | None = None,
+) -> Tensor:
+    if ahead is not None:
+        if dy.device.type == "cpu" and dy.item() == 1.0:
+            return ahead
+        return ahead.mul_(dy)
+    low = logits.dtype in (torch.float16, torch.bfloat16)
+    p = torch.softmax(logits.contiguous(), 1, dtype=torch.float32 if low else None)
+    c = _coefficients(dy, targets, counts if reduction == "mean" else None, ignore_index, p.dtype)
+    return _from_probabilities(p, targets, c, smoothing).to(logits.dtype)
+
+
+def _cost(case: Case) -> Cost:
+    n = math.prod(case.shape)
+    accesses = 2 if "gradient" in case.options or "backward" in case.options else 1
+    return Cost(accesses * n * case.dtype.itemsize + 16 * case.shape[0], 6 * accesses * n)
+
+
+_FORWARD = (
+    Implementation("triton", launch_forward, refuses=_refuses, own=True),
+    Implementation("torch", _torch_forward),
+)
+cross_entropy_fwd = Operation("cross_entropy_fwd", _FORWARD, cost=_cost)
+cross_entropy_fwd_inplace = Operation(
+    "cross_entropy_fwd_inplace",
+    tuple(Implementation(each.name, each.run, each.refuses, each.own, mutates=True) for each in _FORWARD),
+    cost=_cost,
+)
+cross_entropy_bwd = Operation(
+    "cross_entropy_bwd",
+    (
+        Implementation("triton", launch_backward, refuses=_refuses, own=True, mutates=True),
+        Implementation("torch", _torch_backward, mutates=True),
+    ),
+    cost=_cost,
+)
+
+
+# --- the public function ---------------------------------------------------------------------------------------------
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    inplace_backward: bool = False,
+) -> Tensor:
+    """Negative logarithm of the probability that softmax of the logits gives each row's class.
+
+    loss = (1 - s) (L - x_t) + s (L - mean x), with L = log sum exp x, t the class and s the label smoothing
+
+    Args:
+        logits: (..., V), float16, bfloat16, float32 or float64, V at least 1.
+        targets: (...), int64 or int32, classes in [0, V) or ignore_index.
+        ignore_index: rows of this class have loss and gradient 0 and do not count in the mean.
+        label_smoothing: s, in [0, 1].
+        reduction: "mean" over the rows that count, "sum", or "none".
+        inplace_backward: for eager calls with a gradient and reduction "mean" or "sum": the gradient is written over
+            the logits, which are lost with the call. That saves memory of their size. Nothing else may need the logits
+            (autograd raises if it does), and one backward pass is possible. Of no effect where that cannot be: float16,
+            float64, traced calls, logits that are not contiguous.
+
+    Returns:
+        a scalar, (...) for "none"; the dtype of the logits, or float32 under torch.autocast, where torch too widens
+        the loss. Computed in float32 (float64 for float64). The mean of no rows is NaN. Differentiable twice.
+
+    Raises:
+        ShapeError: the logits are a scalar or have no class, targets are not (...), or they are on several devices.
+        UnsupportedDtype: a dtype not listed above.
+        ConfigError: label_smoothing or reduction has no meaning; on the CPU, a target is no class.
+        UnsupportedCase: a second backward pass after inplace_backward.
+
+    On other devices a target that is no class makes the loss NaN (torch stops the process's CUDA context there).
+    With a gradient to come, bfloat16 and float32 logits of a "mean" or "sum" are read once: the gradient is made beside
+    the loss, and costs memory of the size of the logits from then on.
+    Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is torch's own
+    cross_entropy, which the ledger does not count.
+
+    Source: Szegedy et al. 2016, arXiv:1512.00567, section 7.
+    """
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ShapeError(f"logits must be (..., V), V at least 1, got {tuple(logits.shape)}")
+    if logits.dtype not in _DTYPES:
+        raise UnsupportedDtype(
+            f"cross_entropy takes {', '.join(map(name_of, _DTYPES))}; logits is {name_of(logits.dtype)}"
+        )
+    check_loss(targets, logits.shape[:-1], label_smoothing, reduction)
+    if targets.device != logits.device:
+        raise ShapeError(f"targets must be on {logits.device}, where logits is; they are on {targets.device}")
+    check_targets(targets, logits.shape[-1], ignore_index)
+    wide = logits.dtype.itemsize == 2 and autocast_dtype(logits.device.type) is not None
+    shape = targets.shape
+    if logits.dim() != 2:
+        logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    loss: Tensor = _cross_entropy(
+        logits, targets, ignore_index, float(label_smoothing), reduction, wide, inplace_backward
+    )
+    return loss.reshape(shape) if reduction == "none" and len(shape) != 1 else loss
+
+
+def check_loss(targets: Tensor, shape: Sequence[int], label_smoothing: float, reduction: str) -> None:
+    """What both losses ask of their arguments; see cross_entropy."""
+    if targets.shape != shape:
+        raise ShapeError(f"targets must be {tuple(shape)}, got {tuple(targets.shape)}")
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise UnsupportedDtype(f"targets must be int64 or int32, got {name_of(targets.dtype)}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ConfigError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    if reduction not in REDUCTIONS:
+        raise ConfigError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+
+
+def check_targets(targets: Tensor, V: int, ignore_index: int) -> None:
+    """Raise for a class that there is not, where looking costs nothing: on the CPU, outside of tracing."""
+    if targets.device.type != "cpu" or torch.compiler.is_compiling() or not is_plain(targets):
+        return
+    wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= V))]
+    if wrong.numel():
+        raise ConfigError(f"targets must be in [0, {V}) or ignore_index ({ignore_index}), got {int(wrong[0])}")
+
+
+def _case(logits: Tensor, *options: str) -> Case:
+    return Case(logits.device, logits.dtype, logits.shape, options)
+
+
+def _forward(
+    logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str, wide: bool, inplace: bool
+) -> Any:
+    return cross_entropy_fwd(_case(logits), logits, targets, ignore_index, smoothing, reduction, wide, False)
+
+
+def _ahead(
+    needs: Sequence[bool],
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str,
+    wide: bool,
+    inplace: bool,
+) -> tuple[tuple[Tensor | None, ...], Any, bool] | None:
+    """Make loss and gradient at once, except in some dtypes.
+
+    In float16 a gradient over the count would vanish before the upstream gradient, a loss scale, lifts it; float64 is
+    for checks, whose repeated backward passes shall give the same bits.
+    """
+    if reduction == "none" or logits.dtype in (torch.float16, torch.float64):
+        return None
+    args = (logits, targets, ignore_index, smoothing, reduction, wide, inplace, True)
+    run = cross_entropy_fwd_inplace if inplace else cross_entropy_fwd
+    *results, dx = run(_case(logits, "gradient"), *args)
+    over = dx.data_ptr() == logits.data_ptr()
+    if over:
+        torch.autograd.graph.increment_version(logits)
+        return tuple(results), (dx.detach(), targets, *results[1:]), True
+    return tuple(results), (dx, targets, *results[1:]), False
+
+
+def _finish(
+    dy: Tensor, ahead: tuple[Tensor, ...], ignore_index: int, smoothing: float, reduction: str, *_: object
+) -> tuple[Tensor]:
+    dx, targets, statistics, counts = ahead
+    return (
+        cross_entropy_bwd(
+            _case(dx, "scale"), dy, dx, targets, statistics, counts, ignore_index, smoothing, reduction, dx
+        ),
+    )
+
+
+def _backward(
+    dy: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    statistics: Tensor,
+    counts: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str,
+    *_: object,
+) -> tuple[Tensor]:
+    args = (dy, logits, targets, statistics, counts, ignore_index, smoothing, reduction)
+    return (cross_entropy_bwd(_case(logits, "backward"), *args),)
+
+
+def _fake(
+    logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str, wide: bool, inplace: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    M = logits.shape[0]
+    return (
+        logits.new_empty((M,) if reduction == "none" else (), dtype=torch.float32 if wide else logits.dtype),
+        logits.new_empty(2, M, dtype=torch.float32),
+        logits.new_empty(COUNTS if reduction == "mean" else 0, dtype=torch.int32),
+    )
+
+
+_cross_entropy = AheadOp(
+    "cross_entropy(Tensor logits, Tensor targets, int ignore_index, float smoothing, str reduction, bool wide, "
+    "bool inplace) -> (Tensor loss, Tensor statistics, Tensor counts)",
+    ahead=_ahead,
+    finish=_finish,
+    forward=_forward,
+    backward=_backward,
+    saves=("logits", "targets", "statistics", "counts"),
+    gradients={"logits": "logits"},
+    composite=torch_composite,
+    fake=_fake,
+)

@@ -1,0 +1,7 @@
+"""Dropout whose mask is a function of a seed and of the element's place."""
+
+from __future__ import annotations
+
+from accelerant.ops.dropout.op import dropout
+
+__all__ = ["dropout"]

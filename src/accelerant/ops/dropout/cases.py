@@ -1,0 +1,46 @@
+"""What dropout is tested and measured on."""
+
+from __future__ import annotations
+
+import torch
+
+from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
+from accelerant.ops.dropout.launch import GROUP, NUM_WARPS, kernel
+
+__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
+
+
+def _sample(*shape: int, p: float = 0.5, seed: int = 1234) -> Sample:
+    return Sample(f"{'x'.join(map(str, shape)) or 'scalar'}-{p}-{seed}", (shape,), {"p": p, "seed": seed})
+
+
+SAMPLES = (
+    _sample(1, seed=0),
+    _sample(7),
+    _sample(3, 5, p=0.1),
+    _sample(),
+    _sample(0),
+    _sample(4, 0, 2),
+    _sample(2, 3, 129, seed=2**64 - 1),
+    _sample(33, 257, p=0.9, seed=2**40 + 3),
+    _sample(4, 1024),
+)
+LARGE = (_sample(4097, 4095, p=0.1), _sample(16384, 3072, seed=2**63))
+BENCHMARKS = (Benchmark(_sample(16384, 4096, p=0.1), torch.bfloat16),)
+
+# The mask is exact. One rounding of the result (the interpreter cuts bfloat16 instead), one of the scale in float32.
+TOLERANCES = {
+    torch.float64: Tolerance(1e-15, 0.0),
+    torch.float32: Tolerance(2.4e-7, 0.0),
+    torch.float16: Tolerance(1e-3, 6e-8),
+    torch.bfloat16: Tolerance(8e-3, 0.0),
+}
+KERNELS = tuple(
+    Compilation(
+        kernel,
+        {"x_ptr": kind, "seed_ptr": "*i64", "y_ptr": kind, "n": "i32", "threshold": "i32", "scale": "fp32"},
+        {"GROUP": GROUP},
+        NUM_WARPS,
+    )
+    for kind in ("*bf16", "*fp32", "*fp16")
+)

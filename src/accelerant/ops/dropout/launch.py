@@ -1,0 +1,65 @@
+"""dropout's kernel launched, and the same function in torch's integers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelerant.ops._rows import ceil_div
+from accelerant.runtime.triton import TritonKernel
+
+__all__ = ["GROUP", "NUM_WARPS", "kernel", "launch", "threshold", "torch_dropout"]
+
+kernel = TritonKernel("accelerant.ops.dropout.triton_kernels", "dropout_fwd")
+
+GROUP = 512
+"""Part of the mask's definition: elements are taken in groups of four runs of so many. Changing it changes results."""
+
+NUM_WARPS = 2  # 8 elements of each run a thread, one 16-byte load of bfloat16
+_LOW = 0xFFFFFFFF
+
+
+def threshold(p: float) -> int:
+    """The least 31-bit word that lets an element stay."""
+    return min(round(p * 2**31), 2**31 - 1)
+
+
+def launch(x: Tensor, seed: Tensor, p: float, num_warps: int = NUM_WARPS) -> Tensor:
+    """Apply the mask of a seed, forward to x or backward to dy; the result is contiguous."""
+    y = x.new_empty(x.shape)
+    n = x.numel()
+    if n:
+        args = (x.contiguous(), seed, y, n, threshold(p), 1.0 / (1.0 - p))
+        kernel.launch((ceil_div(n, 4 * GROUP),), args, {"GROUP": GROUP}, num_warps=num_warps)
+    return y
+
+
+def torch_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    """As launch, from torch's functions, on any device; differentiable in x."""
+    keep = _keep(x.shape, seed, p).to(x.dtype)
+    return x.contiguous() * keep * (1.0 / (1.0 - p))
+
+
+def _keep(shape: torch.Size, seed: Tensor, p: float) -> Tensor:
+    """The mask, of bool."""
+    n = shape.numel()
+    groups = (n + 4 * GROUP - 1) // (4 * GROUP)
+    counter = torch.arange(groups * GROUP, dtype=torch.int64, device=seed.device)
+    words = _philox(counter & _LOW, counter >> 32, seed & _LOW, (seed >> 32) & _LOW)
+    ordered = torch.stack([word.view(groups, GROUP) for word in words], 1)
+    return ((ordered.flatten()[:n] >> 1) >= threshold(p)).view(shape)
+
+
+def _philox(c0: Tensor, c1: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox 4x32-10 in int64: products wrap at 2^64, which leaves the bits of both halves right."""
+    c2 = c3 = torch.zeros_like(c0)
+    for _ in range(10):
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            ((second >> 32) & _LOW) ^ c1 ^ k0,
+            second & _LOW,
+            ((first >> 32) & _LOW) ^ c3 ^ k1,
+            first & _LOW,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+    return c0, c1, c2, c3

@@ -1,0 +1,155 @@
+"""dropout: validation, registration with torch, autograd, implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._elementwise import accesses, check_dtype, refuses_float64
+from accelerant.ops._library import is_plain, name_of
+from accelerant.ops.dropout.launch import launch, torch_dropout
+from accelerant.runtime.dispatch import Case, Implementation, Operation
+
+__all__ = ["dropout", "dropout_bwd", "dropout_fwd"]
+
+_IMPLEMENTATIONS = (
+    Implementation("triton", launch, refuses=refuses_float64, own=True),
+    Implementation("torch", torch_dropout),
+)
+dropout_fwd = Operation("dropout_fwd", _IMPLEMENTATIONS, cost=accesses(2, 15))
+dropout_bwd = Operation("dropout_bwd", _IMPLEMENTATIONS, cost=accesses(2, 15))
+
+# Torch's own, which keeps its mask: where no kernel of ours runs and any seed will do.
+_native_fwd = Operation(
+    "dropout_native_fwd",
+    (Implementation("torch", lambda x, p: torch.native_dropout(x, p, True)),),
+    cost=accesses(2, 1),
+)
+_native_bwd = Operation(
+    "dropout_native_bwd",
+    (Implementation("torch", torch.ops.aten.native_dropout_backward),),
+    cost=accesses(2, 1),
+)
+
+
+def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Tensor | None = None) -> Tensor:
+    """Set each element to zero with probability p, and scale the others so that the mean stays.
+
+    y = x / (1 - p) where the element stays, 0 x elsewhere
+
+    Args:
+        x: any shape; float16, bfloat16, float32 or float64; fastest if contiguous. Autocast does not change its dtype.
+        p: probability of zero, in [0, 1]; taken to the nearest multiple of 2^-31.
+        training: False gives x itself.
+        seed: what the mask depends on, besides the place of an element in x (in row-major order): the same seed gives
+            the same mask on every device and in every dtype and layout. An integer in [0, 2^64), or a tensor of one
+            int64 on the device of x, which is read when the kernel runs. None: a new one from torch's generator for
+            that device, so that torch.manual_seed makes a run reproducible.
+
+    Returns:
+        shape and dtype of x, contiguous; x itself for p = 0 or without training, 0 x for p = 1.
+        Differentiable any number of times. NaN stays NaN, infinity that is dropped becomes NaN, as in PyTorch.
+
+    Raises:
+        ConfigError: p or the seed out of range.
+        ShapeError: the seed's tensor has more than one element, or is on another device.
+        UnsupportedDtype: dtype not listed above, or the seed's is not int64.
+
+    No mask is stored: the backward pass makes it again from the seed. In a captured CUDA graph seed=None draws anew at
+    each replay; an integer gives each replay the same mask; a tensor's value is what it is at the replay.
+    Without a seed, where no kernel of ours runs (a CPU, float64), and under torch.compile, forward-mode differentiation
+    and the transforms of torch.func, this is torch's own dropout with torch's own mask. With a seed it is the same
+    function everywhere, made of integer operations on those, which on a CPU is slower than torch's own.
+
+    Source: Srivastava et al. 2014, "Dropout: a simple way to prevent neural networks from overfitting", section 10;
+    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox 4x32-10).
+    """
+    check_dtype("dropout", x)
+    if not 0 <= p <= 1:
+        raise ConfigError(f"p must be in [0, 1], got {p}")
+    if seed is not None:
+        seed = _checked(seed, x)
+    if not training or p == 0:
+        return x
+    if p == 1:
+        return x * 0.0
+    y: Tensor
+    if seed is None:
+        if torch.compiler.is_compiling() or not is_plain(x):
+            return F.dropout(x, p)
+        if refuses_float64(Case(x.device, x.dtype, x.shape)) is not None:
+            y = _native(x, p)
+            return y
+        seed = torch.empty((), dtype=torch.int64, device=x.device).random_()
+    elif not isinstance(seed, Tensor):
+        seed = torch.full((), seed, dtype=torch.int64, device=x.device)
+    y = _dropout(x, seed, p)
+    return y
+
+
+def _checked(seed: int | Tensor, x: Tensor) -> int | Tensor:
+    """The seed as a scalar tensor, or as the integer in the range of int64 that has its bits."""
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64:
+            raise UnsupportedDtype(f"the seed must be int64, got {name_of(seed.dtype)}")
+        if seed.numel() != 1:
+            raise ShapeError(f"the seed must be one number, got shape {tuple(seed.shape)}")
+        if seed.device != x.device:
+            raise ShapeError(f"x and the seed must be on one device, got {x.device} and {seed.device}")
+        return seed.reshape(())
+    if not 0 <= seed < 2**64:
+        raise ConfigError(f"seed must be in [0, 2^64), got {seed}")
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def _forward(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    y: Tensor = dropout_fwd(Case(x.device, x.dtype, x.shape), x, seed, p)
+    return y
+
+
+def _backward(dy: Tensor, seed: Tensor, p: float, needs: Sequence[bool]) -> tuple[Tensor]:
+    return (dropout_bwd(Case(dy.device, dy.dtype, dy.shape), dy, seed, p),)
+
+
+_dropout = DifferentiableOp(
+    "dropout(Tensor x, Tensor seed, float p) -> (Tensor y)",
+    forward=_forward,
+    backward=_backward,
+    composite_backward=lambda dy, seed, p, needs: (torch_dropout(dy, seed, p),),
+    saves=("seed",),
+    gradients={"x": "y"},
+    composite=torch_dropout,
+    fake=lambda x, seed, p: x.new_empty(x.shape),
+    decomposes=True,
+)
+
+
+def _native_forward(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = _native_fwd(Case(x.device, x.dtype, x.shape), x.contiguous(), p)
+    return found
+
+
+def _native_backward(dy: Tensor, mask: Tensor, p: float, needs: Sequence[bool]) -> tuple[Tensor]:
+    return (_native_bwd(Case(dy.device, dy.dtype, dy.shape), dy.contiguous(), mask, 1.0 / (1.0 - p)),)
+
+
+def _native_again(dy: Tensor, mask: Tensor, p: float, needs: Sequence[bool]) -> tuple[Tensor]:
+    return (dy * mask.to(dy.dtype) * (1.0 / (1.0 - p)),)
+
+
+_native = DifferentiableOp(
+    "dropout_native(Tensor x, float p) -> (Tensor y, Tensor mask)",
+    forward=_native_forward,
+    backward=_native_backward,
+    composite_backward=_native_again,
+    saves=("mask",),
+    gradients={"x": "y"},
+    composite=F.dropout,
+    fake=lambda x, p: (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)),
+    decomposes=True,
+)

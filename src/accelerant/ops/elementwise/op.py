@@ -1,0 +1,175 @@
+"""relu, sigmoid, tanh, silu: validation, registration with torch, autograd, implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._elementwise import accesses, check_dtype, launch_map, launch_map_backward, refuses_float64
+from accelerant.ops.elementwise.launch import KERNELS
+from accelerant.runtime.dispatch import Case, Implementation, Operation
+
+__all__ = ["relu", "sigmoid", "silu", "tanh"]
+
+_aten = torch.ops.aten
+
+
+def _unary(
+    name: str,
+    forward: Callable[[Tensor], Tensor],
+    backward: Callable[[Tensor, Tensor], Tensor],
+    *,
+    saves: str,
+    flops: tuple[int, int],
+    again: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> DifferentiableOp:
+    """An op of one tensor from torch's functions for it, its kernels by their names.
+
+    `backward` takes dy and what is saved, x or y; `again` is the same in functions that torch can differentiate, if
+    `backward` is not; `flops` are operations an element, forward and backward.
+    """
+    again = again or backward
+    own, own_backward = KERNELS[f"{name}_fwd"], KERNELS[f"{name}_bwd"]
+    fwd = Operation(
+        f"{name}_fwd",
+        (
+            Implementation("triton", lambda x: launch_map(own, x), refuses=refuses_float64, own=True),
+            Implementation("torch", forward),
+        ),
+        cost=accesses(2, flops[0]),
+    )
+    bwd = Operation(
+        f"{name}_bwd",
+        (
+            Implementation(
+                "triton",
+                lambda dy, saved: launch_map_backward(own_backward, dy, saved),
+                refuses=refuses_float64,
+                own=True,
+            ),
+            Implementation("torch", backward),
+        ),
+        cost=accesses(3, flops[1]),
+    )
+
+    def run_backward(dy: Tensor, saved: Tensor, needs: Sequence[bool]) -> tuple[Tensor]:
+        return (bwd(Case(saved.device, saved.dtype, saved.shape), dy, saved),)
+
+    return DifferentiableOp(
+        f"{name}(Tensor x) -> (Tensor y)",
+        forward=lambda x: fwd(Case(x.device, x.dtype, x.shape), x),
+        backward=run_backward,
+        saves=(saves,),
+        gradients={"x": saves},
+        composite=forward,
+        composite_backward=lambda dy, saved, needs: (again(dy, saved),),
+        fake=torch.empty_like,
+        keeps_layout=True,
+        decomposes=True,
+    )
+
+
+def _silu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """The gradient of silu in functions that torch can differentiate, in either mode, in float32 for less."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    s = torch.sigmoid(wide)
+    return (dy * (s * (1.0 + wide * (1.0 - s)))).to(x.dtype)
+
+
+_relu = _unary("relu", torch.relu, lambda dy, y: _aten.threshold_backward(dy, y, 0), saves="y", flops=(1, 1))
+_sigmoid = _unary("sigmoid", torch.sigmoid, _aten.sigmoid_backward, saves="y", flops=(3, 3))
+_tanh = _unary("tanh", torch.tanh, _aten.tanh_backward, saves="y", flops=(15, 3))
+_silu = _unary("silu", torch.nn.functional.silu, _aten.silu_backward, saves="x", flops=(3, 8), again=_silu_backward)
+
+
+def relu(x: Tensor) -> Tensor:
+    """Set what is negative to zero.
+
+    y = max(x, 0)
+
+    Args:
+        x: any shape and layout; float16, bfloat16, float32 or float64. Under autocast its own dtype is kept.
+
+    Returns:
+        shape, dtype and layout of x; NaN stays NaN. The gradient at 0 is 0. Differentiable twice.
+
+    Raises:
+        UnsupportedDtype: dtype not listed above.
+
+    Under torch.compile this is torch's own relu, so that the compiler fuses it with what stands around it. Under
+    forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is torch's own relu,
+    which the ledger does not count. The same holds for the other functions of this module.
+    """
+    check_dtype("relu", x)
+    y: Tensor = _relu(x)
+    return y
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Apply the logistic function.
+
+    y = 1 / (1 + exp(-x))
+
+    Args:
+        x: any shape and layout; float16, bfloat16, float32 or float64. Under autocast its own dtype is kept.
+
+    Returns:
+        shape, dtype and layout of x. Computed in float32 (float64 for float64). Differentiable twice.
+
+    Raises:
+        UnsupportedDtype: dtype not listed above.
+
+    Under torch.compile, forward-mode differentiation and torch.func as `relu`.
+    """
+    check_dtype("sigmoid", x)
+    y: Tensor = _sigmoid(x)
+    return y
+
+
+def tanh(x: Tensor) -> Tensor:
+    """Apply the hyperbolic tangent.
+
+    y = (exp(2x) - 1) / (exp(2x) + 1)
+
+    Args:
+        x: any shape and layout; float16, bfloat16, float32 or float64. Under autocast its own dtype is kept.
+
+    Returns:
+        shape, dtype and layout of x. Computed in float32 (float64 for float64), small results as exact as large ones.
+        Differentiable twice.
+
+    Raises:
+        UnsupportedDtype: dtype not listed above.
+
+    Under torch.compile, forward-mode differentiation and torch.func as `relu`.
+    """
+    check_dtype("tanh", x)
+    y: Tensor = _tanh(x)
+    return y
+
+
+def silu(x: Tensor) -> Tensor:
+    """Multiply each element of x by the logistic function of it.
+
+    y = x / (1 + exp(-x))
+
+    Args:
+        x: any shape and layout; float16, bfloat16, float32 or float64. Under autocast its own dtype is kept.
+
+    Returns:
+        shape, dtype and layout of x. Computed in float32 (float64 for float64); NaN for -inf, as in PyTorch.
+        Differentiable twice.
+
+    Raises:
+        UnsupportedDtype: dtype not listed above.
+
+    Under torch.compile, forward-mode differentiation and torch.func as `relu`.
+
+    Source: Elfwing, Uchibe and Doya 2017, arXiv:1702.03118, equation 5.
+    """
+    check_dtype("silu", x)
+    y: Tensor = _silu(x)
+    return y

@@ -1,0 +1,93 @@
+"""What embedding is tested and measured on."""
+
+from __future__ import annotations
+
+import torch
+
+from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, Tolerance
+from accelerant.ops.embedding.launch import CHUNK, constants, embedding_plan
+from accelerant.ops.embedding.launch import KERNELS as _KERNELS
+
+__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
+
+
+def _sample(
+    shape: tuple[int, ...], V: int, D: int, *, used: int | None = None, padding_idx: int | None = None
+) -> Sample:
+    """Numbers below `used`, V unless given: few of them make long runs."""
+    name = f"{'x'.join(map(str, shape)) or 'scalar'}-of-{V}x{D}"
+    name += (f"-used{used}" if used else "") + ("" if padding_idx is None else f"-padding{padding_idx}")
+    return Sample(name, (Indices(shape, used or V), (V, D)), {"padding_idx": padding_idx})
+
+
+SAMPLES = (
+    _sample((), 1, 1),
+    _sample((1,), 5, 3),
+    _sample((7,), 4, 3),
+    _sample((2, 3), 5, 4),
+    _sample((2, 5), 4, 3, used=3, padding_idx=3),  # not hit: finite differences know of no row apart
+    _sample((3, 4), 6, 2, used=5, padding_idx=-1),
+    _sample((4, 33), 50, 64),
+    _sample((3, 67), 9, 300, padding_idx=2),
+    _sample((201,), 40, 5, used=3),
+    _sample((130,), 6, 40, used=1),
+    _sample((0,), 5, 3),
+    _sample((3, 0), 5, 3),
+    _sample((4,), 5, 0),
+)
+LARGE = (
+    _sample((8, 4099), 50257, 768),
+    _sample((4099,), 7, 4096),
+    _sample((65537,), 1001, 129, used=2, padding_idx=0),
+    _sample((3,), 1_000_003, 65),
+)
+BENCHMARKS = (
+    Benchmark(_sample((32, 1024), 50257, 768), torch.bfloat16),
+    Benchmark(_sample((8, 4096), 128256, 4096), torch.bfloat16),
+)
+
+# Nothing is rounded forward; a gradient is a sum of some normal numbers, rounded once (cut, by the interpreter).
+TOLERANCES = {
+    torch.float64: Tolerance(1e-12, 1e-12),
+    torch.float32: Tolerance(2e-6, 4e-6),
+    torch.float16: Tolerance(1e-3, 1e-3),
+    torch.bfloat16: Tolerance(8e-3, 8e-3),
+}
+
+_SIZES = dict.fromkeys(("T", "V", "D"), "i32")
+
+
+def _gathers(kind: str, index: str, D: int) -> tuple[Compilation, ...]:
+    plan = embedding_plan(D)
+    fixed = constants(plan, D)
+    forward = {"indices_ptr": index, "weight_ptr": kind, "y_ptr": kind, **_SIZES, "stride": "i32"}
+    backward = {"dy_ptr": kind, "indices_ptr": index, "sums_ptr": "*fp32", **_SIZES, "PADDING": "i32"}
+    return (
+        Compilation(_KERNELS["fwd"], forward, fixed, plan.num_warps),
+        Compilation(_KERNELS["bwd_atomic"], backward, fixed, plan.num_warps),
+    )
+
+
+_SORTED = {"CHUNK": CHUNK, "BLOCK_D": 256}
+KERNELS = (
+    *_gathers("*bf16", "*i64", 768),
+    *_gathers("*fp32", "*i32", 1000),
+    Compilation(
+        _KERNELS["bwd"],
+        {
+            **dict.fromkeys(("dy_ptr", "dweight_ptr"), "*bf16"),
+            **dict.fromkeys(("sorted_ptr", "order_ptr"), "*i64"),
+            **_SIZES,
+            "parts_ptr": "*fp32",
+            "PADDING": "i32",
+        },
+        _SORTED,
+        1,
+    ),
+    Compilation(
+        _KERNELS["bwd_join"],
+        {"sorted_ptr": "*i64", "dweight_ptr": "*bf16", "parts_ptr": "*fp32", **_SIZES, "PADDING": "i32"},
+        _SORTED,
+        1,
+    ),
+)

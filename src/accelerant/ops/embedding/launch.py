@@ -1,0 +1,113 @@
+"""Launches of embedding's kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from accelerant.ops._rows import ceil_div, next_power_of_2
+from accelerant.runtime.triton import TritonKernel
+
+__all__ = [
+    "CHUNKS",
+    "KERNELS",
+    "EmbeddingPlan",
+    "constants",
+    "embedding_plan",
+    "launch_backward_atomic",
+    "launch_backward_sorted",
+    "launch_forward",
+]
+
+_NAMES = ("fwd", "bwd", "bwd_atomic", "bwd_join")
+KERNELS = {name: TritonKernel("accelerant.ops.embedding.triton_kernels", f"embedding_{name}") for name in _NAMES}
+
+CHUNK = 32
+"""Tokens that a program of the sorted backward pass adds up."""
+
+CHUNKS = (16, 32, 64, 128)
+"""What is worth timing for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingPlan:
+    """What one program takes: `rows` tokens of `block_d` columns, powers of two."""
+
+    rows: int
+    block_d: int
+    num_warps: int
+
+
+@functools.cache
+def embedding_plan(D: int) -> EmbeddingPlan:
+    """1024 elements, 8 a thread; as few idle lanes as pieces of 256 columns leave."""
+    block_d = min(256, max(8, next_power_of_2(D)))
+    return EmbeddingPlan(1024 // block_d, block_d, 4)
+
+
+def constants(plan: EmbeddingPlan, D: int) -> dict[str, int | bool]:
+    """The compile-time arguments of embedding_fwd and embedding_bwd_atomic."""
+    return {"ROWS": plan.rows, "BLOCK_D": plan.block_d, "EXACT": D % plan.block_d == 0}
+
+
+def launch_forward(indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
+    """Gather rows: (*indices.shape, D), contiguous."""
+    V, D = weight.shape
+    y = torch.empty((*indices.shape, D), dtype=weight.dtype, device=weight.device)
+    if y.numel():
+        T = indices.numel()
+        rows = weight if weight.stride(1) == 1 else weight.contiguous()
+        plan = embedding_plan(D)
+        KERNELS["fwd"].launch(
+            (ceil_div(T, plan.rows), ceil_div(D, plan.block_d)),
+            (indices.contiguous(), rows, y, T, V, D, rows.stride(0)),
+            constants(plan, D),
+            num_warps=plan.num_warps,
+        )
+    return y
+
+
+def launch_backward_atomic(
+    dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int, needs: Sequence[bool]
+) -> tuple[Tensor]:
+    """Sum the gradients of each row by atomic additions in float32: in any order, so the last bits may differ."""
+    V, D = weight.shape
+    sums = torch.zeros((V, D), dtype=torch.float32, device=weight.device)
+    if dy.numel():
+        T = indices.numel()
+        plan = embedding_plan(D)
+        KERNELS["bwd_atomic"].launch(
+            (ceil_div(T, plan.rows), ceil_div(D, plan.block_d)),
+            (dy.contiguous(), indices.contiguous(), sums, T, V, D, padding_idx),
+            constants(plan, D),
+            num_warps=plan.num_warps,
+        )
+    return (sums.to(weight.dtype),)
+
+
+def launch_backward_sorted(
+    dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int, needs: Sequence[bool], chunk: int = CHUNK
+) -> tuple[Tensor]:
+    """Sum the gradients of each row in the order of the tokens, after torch's sort of their numbers."""
+    V, D = weight.shape
+    dweight = torch.zeros((V, D), dtype=weight.dtype, device=weight.device)
+    if not dy.numel():
+        return (dweight,)
+    T = indices.numel()
+    numbers, order = torch.sort(indices.reshape(-1), stable=True)
+    chunks = ceil_div(T, chunk)
+    parts = torch.empty((chunks, 2, D), dtype=torch.float32, device=weight.device)
+    block_d = min(256, max(32, next_power_of_2(D)))
+    fixed = {"CHUNK": chunk, "BLOCK_D": block_d}
+    blocks, warps = ceil_div(D, block_d), 1  # 16 bytes a thread
+    dy = dy.contiguous()
+    args = (dy, numbers, order, dweight, parts, T, V, D, padding_idx)
+    KERNELS["bwd"].launch((chunks, blocks), args, fixed, num_warps=warps)
+    if chunks > 1:
+        join = (numbers, dweight, parts, T, V, D, padding_idx)
+        KERNELS["bwd_join"].launch((chunks - 1, blocks), join, fixed, num_warps=warps)
+    return (dweight,)

@@ -1,0 +1,16 @@
+"""The mathematics of embedding, in whatever dtype comes; the oracle of its tests in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["embedding_reference"]
+
+
+def embedding_reference(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
+    """weight[indices]; the row padding_idx stands apart from the gradient."""
+    if padding_idx is not None:
+        number = torch.arange(weight.shape[0], device=weight.device)[:, None]
+        weight = torch.where(number == padding_idx % weight.shape[0], weight.detach(), weight)
+    return weight[indices.long()]

@@ -1,0 +1,109 @@
+"""embedding: rows of a table (V, D) by the T numbers in indices, and the sums of gradients that come back to each row.
+
+    y[t] = weight[indices[t]]        dweight[v] = sum of dy[t] over the t with indices[t] = v, but 0 for v = PADDING
+
+Source: Bengio, Ducharme, Vincent and Jauvin 2003, "A neural probabilistic language model", section 2 (the table C).
+Layout: weight with a distance between rows, everything else dense. Sums in float32. A number outside [0, V) reads
+        nothing and gives a row of NaN; its gradient goes nowhere.
+Grid:   fwd: ROWS tokens by BLOCK_D columns a program. bwd_atomic: the same, adding to a float32 (V, D).
+        bwd (sorted) takes the tokens in the order of their numbers, CHUNK a program and BLOCK_D columns, and writes the
+        sum of each run of equal numbers that lies within its chunk. What a chunk shares with the one before goes to
+        parts[chunk, 0], what begins in it and goes on in the next to parts[chunk, 1]; bwd_join adds these, in order.
+        The same bits each time, and a number that all tokens share costs no more than a chunk a program.
+Bound:  memory: T D read and V D written, beside the sort of T numbers; no operations forward, T D additions backward.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def embedding_fwd(
+    indices_ptr, weight_ptr, y_ptr, T, V, D, stride, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, EXACT: tl.constexpr
+):
+    tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    in_rows = tokens < T
+    number = tl.load(indices_ptr + tokens, mask=in_rows, other=-1).to(tl.int64)
+    known = (number >= 0) & (number < V)
+    in_row = (columns < D) | EXACT
+    row = tl.load(weight_ptr + number[:, None] * stride + columns, mask=known[:, None] & in_row, other=float("nan"))
+    tl.store(y_ptr + tokens[:, None] * D + columns, row, mask=in_rows[:, None] & in_row)
+
+
+@triton.jit
+def embedding_bwd_atomic(
+    dy_ptr, indices_ptr, sums_ptr, T, V, D, PADDING,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    number = tl.load(indices_ptr + tokens, mask=tokens < T, other=-1).to(tl.int64)
+    counts = (number >= 0) & (number < V) & (number != PADDING)
+    inside = counts[:, None] & ((columns < D) | EXACT)
+    dy = tl.load(dy_ptr + tokens[:, None] * D + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.atomic_add(sums_ptr + number[:, None] * D + columns, dy, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def embedding_bwd(
+    dy_ptr, sorted_ptr, order_ptr, dweight_ptr, parts_ptr, T, V, D, PADDING,
+    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < D
+    first = chunk * CHUNK
+    last = tl.minimum(first + CHUNK, T)
+    parts_ptr += chunk * 2 * D + columns
+    current = tl.load(sorted_ptr + first).to(tl.int64)
+    before = tl.load(sorted_ptr + tl.maximum(first - 1, 0)).to(tl.int64)
+    begun = (first == 0) | (before != current)  # whether the present run began in this chunk
+    total = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for at in range(first, last):
+        number = tl.load(sorted_ptr + at).to(tl.int64)
+        token = tl.load(order_ptr + at)
+        dy = tl.load(dy_ptr + token * D + columns, mask=inside, other=0.0).to(tl.float32)
+        if number != current:
+            counts = (current >= 0) & (current < V) & (current != PADDING)
+            row = total.to(dweight_ptr.dtype.element_ty)
+            tl.store(dweight_ptr + current * D + columns, row, mask=columns < tl.where(counts & begun, D, 0))
+            tl.store(parts_ptr, total, mask=columns < tl.where(begun, 0, D))
+            total = dy
+            current = number
+            begun = begun | (number == number)
+        else:
+            total += dy
+    ends = (last == T) | (tl.load(sorted_ptr + tl.minimum(last, T - 1)).to(tl.int64) != current)
+    counts = (current >= 0) & (current < V) & (current != PADDING)
+    row = total.to(dweight_ptr.dtype.element_ty)
+    tl.store(dweight_ptr + current * D + columns, row, mask=columns < tl.where(counts & begun & ends, D, 0))
+    tl.store(parts_ptr, total, mask=columns < tl.where(begun, 0, D))
+    tl.store(parts_ptr + D, total, mask=columns < tl.where(begun, tl.where(ends, 0, D), 0))
+
+
+@triton.jit
+def embedding_bwd_join(
+    sorted_ptr, dweight_ptr, parts_ptr, T, V, D, PADDING, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < D
+    first = chunk * CHUNK
+    # There is a chunk after this one: as many programs as chunks but the last.
+    number = tl.load(sorted_ptr + first + CHUNK - 1).to(tl.int64)
+    goes_on = tl.load(sorted_ptr + first + CHUNK).to(tl.int64) == number
+    begun = tl.load(sorted_ptr + tl.maximum(first - 1, 0)).to(tl.int64) != number
+    counts = (number >= 0) & (number < V) & (number != PADDING)
+    if goes_on & (begun | (first == 0)) & counts:
+        total = tl.load(parts_ptr + (chunk * 2 + 1) * D + columns, mask=inside, other=0.0)
+        following = chunk + 1
+        while following >= 0:
+            total += tl.load(parts_ptr + following * 2 * D + columns, mask=inside, other=0.0)
+            following += 1
+            if following * CHUNK >= T:
+                following = -1 + following * 0
+            else:
+                if tl.load(sorted_ptr + following * CHUNK).to(tl.int64) != number:
+                    following = -1 + following * 0
+        tl.store(dweight_ptr + number * D + columns, total.to(dweight_ptr.dtype.element_ty), mask=inside)

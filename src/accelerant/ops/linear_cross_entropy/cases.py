@@ -1,0 +1,55 @@
+"""What linear_cross_entropy is tested and measured on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, Tolerance
+
+__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "RUNS", "SAMPLES", "TOLERANCES"]
+
+RUNS = ("torch", "triton")  # the products; the kernels of cross_entropy
+
+
+def _sample(*shape: int, **options: Any) -> Sample:
+    """Of (..., K, V)."""
+    *rows, K, V = shape
+    name = "-".join(["x".join(map(str, shape)), *(f"{key}={value}" for key, value in options.items())])
+    return Sample(name, ((*rows, K), (V, K), Indices(tuple(rows), V)), options)
+
+
+SAMPLES = (
+    _sample(3, 4, 5),
+    _sample(1, 1, 1),
+    _sample(7, 3, 11, label_smoothing=0.1),
+    _sample(0, 4, 5, reduction="sum"),
+    _sample(2, 3, 4, 5, reduction="none"),
+    _sample(6, 2, 4, ignore_index=1),
+    _sample(5, 4, 7, ignore_index=1, label_smoothing=0.2, reduction="sum"),
+    _sample(2, 3, 8, 40, reduction="none", label_smoothing=0.3),
+    _sample(33, 16, 1000),
+    _sample(3, 8, 9001),
+)
+LARGE = (
+    _sample(2048, 768, 50257),
+    _sample(300, 64, 50304, label_smoothing=0.1),
+    _sample(100, 128, 128256, reduction="none"),
+    _sample(20000, 64, 50257, reduction="sum"),
+)
+BENCHMARKS = (
+    Benchmark(_sample(32768, 768, 50304), torch.bfloat16),
+    Benchmark(_sample(32768, 768, 50257), torch.bfloat16),
+    Benchmark(_sample(8192, 4096, 128256), torch.bfloat16),
+)
+
+# Logits are rounded to the dtype: of a logit of 8, half a unit is 0.016 in bfloat16, and so much does its probability
+# change, relative to itself.
+TOLERANCES = {
+    torch.float64: Tolerance(1e-11, 1e-11),
+    torch.float32: Tolerance(1e-5, 5e-6),
+    torch.float16: Tolerance(5e-3, 4e-3),
+    torch.bfloat16: Tolerance(4e-2, 3e-2),
+}
+KERNELS: tuple[Compilation, ...] = ()  # those of cross_entropy, and the library's

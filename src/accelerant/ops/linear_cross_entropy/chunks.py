@@ -1,0 +1,168 @@
+"""The passes of linear_cross_entropy: a chunk of rows at a time from logits to gradients, in one buffer.
+
+    logits = hidden W^T     dlogits over the logits     dhidden = dlogits W     dW += dlogits^T hidden, in float32
+
+Source: the chunking is that of Hsu et al. 2024, arXiv:2410.10989, section 3.2; the products are the vendor's library's.
+Bound:  the products, 6 M V K operations with gradients and 2 M V K without; beside them dW is read and written once a
+        chunk, which is why chunks are large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from accelerant.ops._rows import ceil_div
+from accelerant.ops.cross_entropy import launch
+from accelerant.ops.cross_entropy.op import torch_rows
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+
+__all__ = ["chunk_rows", "run_torch", "run_triton"]
+
+CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
+"""The most logits at a time, by type of device."""
+
+_ALIGNED = 64  # elements: rows of the buffer begin on 128-byte boundaries
+_TILE = 256  # rows, of the largest tiles of products
+
+_Gradients = tuple[Tensor | None, Tensor | None]
+_Rows = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], None]
+
+
+def chunk_rows(M: int, V: int, itemsize: int, limit: int) -> int:
+    """How many rows to take at a time: chunks of about one size, whole tiles if there are several."""
+    chunks = max(1, ceil_div(M * V * itemsize, limit))
+    rows = max(1, ceil_div(M, chunks))
+    if chunks == 1 or limit < V * itemsize * _TILE:
+        return rows
+    return min(M, ceil_div(rows, _TILE) * _TILE)
+
+
+# --- products, each in the ledger ------------------------------------------------------------------------------------
+
+
+def _accumulate(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
+    """Add a b to out, of a wider dtype maybe; the first time out has no meaning yet."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out) if first else out.addmm_(a, b)
+    elif a.is_cuda:
+        if first:
+            torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+        else:
+            torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+    else:
+        wide = a.to(out.dtype), b.to(out.dtype)
+        torch.mm(*wide, out=out) if first else out.addmm_(*wide)
+
+
+_matmul = Operation(
+    "linear_cross_entropy_matmul",
+    (Implementation("torch", _accumulate, mutates=True),),
+    cost=lambda case: Cost(
+        sum(a * b for a, b in zip(case.shape, (*case.shape[1:], case.shape[0]), strict=True)) * case.dtype.itemsize,
+        2 * math.prod(case.shape),
+    ),
+)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, first: bool = True) -> None:
+    _matmul(Case(a.device, a.dtype, (a.shape[0], b.shape[1], a.shape[1])), a, b, out, first)
+
+
+# --- chunks ----------------------------------------------------------------------------------------------------------
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Each chunk's rows and their logits, all in one buffer whose rows are aligned whatever V is."""
+    (M, _), V = hidden.shape, weight.shape[0]
+    R = chunk_rows(M, V, hidden.element_size(), CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"]))
+    buffer = torch.empty(R, ceil_div(V, _ALIGNED) * _ALIGNED, dtype=hidden.dtype, device=hidden.device)
+    for start in range(0, M, R):
+        rows = slice(start, min(start + R, M))
+        logits = buffer[: rows.stop - start, :V]
+        _product(hidden[rows], weight.t(), logits)
+        yield rows, logits
+
+
+def _run(hidden: Tensor, weight: Tensor, needs: Sequence[bool], each: Callable[[slice, Tensor], None]) -> _Gradients:
+    """Let `each` turn every chunk's logits into their gradient, and make the gradients of hidden and weight of that.
+
+    Returns:
+        dhidden in the dtype of hidden, dweight in float32 (float64 for float64); None where not needed.
+    """
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dhidden = torch.empty_like(hidden) if needs[0] else None
+    dweight = torch.empty(weight.shape, dtype=wide, device=weight.device) if needs[1] else None
+    for rows, logits in _chunks(hidden, weight):
+        each(rows, logits)
+        if dhidden is not None:
+            _product(logits, weight, dhidden[rows])
+        if dweight is not None:
+            _product(logits.t(), hidden[rows], dweight, first=rows.start == 0)
+    if dweight is not None and not hidden.shape[0]:
+        dweight.zero_()
+    return dhidden, dweight
+
+
+def run_triton(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    needs: Sequence[bool],
+    *,
+    losses: Tensor | None = None,
+    counts: Tensor | None = None,
+    dy: Tensor | None = None,
+) -> _Gradients:
+    """Losses, and the gradients of hidden and weight that are needed.
+
+    Args:
+        hidden, weight: (M, K), (V, K), of one dtype; contiguous.
+        targets: (M,), contiguous.
+        needs: whether the gradients of hidden and of weight are.
+        losses: (M,), written.
+        counts: from cross_entropy's `count`: gradients are divided by their sum.
+        dy: gradients are multiplied by it; a scalar or (M,).
+    """
+    gradient = any(needs)
+
+    def each(rows: slice, logits: Tensor) -> None:
+        stride = logits.stride(0)
+        launch.launch_rows(
+            logits, stride, targets[rows], ignore_index, smoothing,
+            losses=None if losses is None else losses[rows], dx=logits if gradient else None,
+            dx_stride=stride, counts=counts if gradient else None, dy=dy[rows] if dy is not None and dy.dim() else dy,
+        )  # fmt: skip
+
+    return _run(hidden, weight, needs, each)
+
+
+def run_torch(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    needs: Sequence[bool],
+    *,
+    losses: Tensor | None = None,
+    counts: Tensor | None = None,
+    dy: Tensor | None = None,
+) -> _Gradients:
+    """As run_triton, from torch's functions."""
+    gradient = any(needs)
+
+    def each(rows: slice, logits: Tensor) -> None:
+        c = dy[rows] if dy is not None and dy.dim() else dy
+        found, dx = torch_rows(logits, targets[rows], ignore_index, smoothing, gradient, counts, c)
+        if losses is not None:
+            losses[rows] = found
+        if dx is not None:
+            logits.copy_(dx)
+
+    return _run(hidden, weight, needs, each)

@@ -1,0 +1,7 @@
+"""A linear layer and gelu in one."""
+
+from __future__ import annotations
+
+from accelerant.ops.linear_gelu.op import linear_gelu
+
+__all__ = ["linear_gelu"]

@@ -1,0 +1,95 @@
+"""What linear_gelu is tested and measured on."""
+
+from __future__ import annotations
+
+import torch
+
+from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
+from accelerant.ops.linear_gelu.launch import BACKWARD, HOPPER_PLANS, SMALL_PLAN, TilePlan
+from accelerant.ops.linear_gelu.launch import KERNELS as _KERNELS
+
+__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "RUNS", "SAMPLES", "TOLERANCES"]
+
+RUNS = ("torch",)  # the products of the backward pass
+
+
+def _sample(*shape: int, approximate: str = "none", bias: bool = True) -> Sample:
+    """Of (..., K, N)."""
+    *rows, K, N = shape
+    name = "x".join(map(str, shape)) + ("" if bias else "-no bias") + ("-tanh" if approximate == "tanh" else "")
+    return Sample(name, ((*rows, K), (N, K), (N,) if bias else None), {"approximate": approximate})
+
+
+SAMPLES = (
+    _sample(3, 4, 5),
+    _sample(1, 1, 1),
+    _sample(7, 3, 6, approximate="tanh"),
+    _sample(0, 4, 5),
+    _sample(3, 0, 4),
+    _sample(4, 3, 0),
+    _sample(5, 6, bias=False),
+    _sample(2, 3, 4, 5, bias=False, approximate="tanh"),
+    _sample(33, 20, 18),
+    _sample(40, 64, 48, approximate="tanh"),
+    _sample(150, 16, 130),
+    _sample(300, 8, 20, bias=False),
+)
+LARGE = (
+    _sample(1000, 768, 3072, approximate="tanh"),
+    _sample(4099, 512, 1001),
+    _sample(257, 1111, 999, approximate="tanh"),
+    _sample(1, 4096, 4096),
+    _sample(100_003, 64, 72, bias=False),
+)
+BENCHMARKS = (
+    Benchmark(_sample(8192, 1024, 4096, approximate="tanh"), torch.bfloat16, 0.104),
+    Benchmark(_sample(16384, 768, 3072, approximate="tanh"), torch.bfloat16, 0.122),
+    Benchmark(_sample(16384, 768, 3072), torch.bfloat16),
+)
+
+# Relative to the largest element: float32 sums of products of normal numbers, the pre-activation and the result
+# rounded once each, and what the products of the backward pass add to that.
+TOLERANCES = {
+    torch.float64: Tolerance(1e-11, 1e-12),
+    torch.float32: Tolerance(1e-5, 1e-5),
+    torch.float16: Tolerance(4e-3, 4e-3),
+    torch.bfloat16: Tolerance(3e-2, 3e-2),
+}
+
+
+def _forward(plan: TilePlan, kind: str = "*bf16", *, tanh: bool = True, keep: bool = False) -> Compilation:
+    types = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "y_ptr"), kind) | dict.fromkeys("MNK", "i32")
+    constants = plan.constants(plan.block_k, tanh=tanh, upcast=False)
+    if keep:
+        types["z_ptr"] = kind
+    return Compilation(
+        _KERNELS["fwd_persistent" if plan.persistent else "fwd"],
+        types,
+        constants if keep else {**constants, "z_ptr": None},
+        plan.num_warps,
+        plan.stages,
+    )
+
+
+KERNELS = (
+    _forward(SMALL_PLAN),
+    _forward(TilePlan(128, 128, 32, 8, 3, persistent=True)),
+    *(_forward(plan, keep=keep) for plan in HOPPER_PLANS for keep in (False, True)),
+    _forward(HOPPER_PLANS[0], "*fp16", tanh=False, keep=True),
+    *(
+        Compilation(
+            _KERNELS["bwd"],
+            {**dict.fromkeys(("dy_ptr", "z_ptr", "dz_ptr"), "*bf16"), "partial_ptr": "*fp32",
+             **dict.fromkeys(("M", "N", "dy_stride", "span"), "i32")},
+            {"TANH": tanh, "BLOCK_M": BACKWARD[0], "BLOCK_N": BACKWARD[1]},
+            4,
+        )
+        for tanh in (True, False)
+    ),
+    Compilation(
+        _KERNELS["bias"],
+        {"partial_ptr": "*fp32", "dbias_ptr": "*bf16", "P": "i32", "N": "i32"},
+        {"BLOCK_P": 32, "BLOCK_N": 64},
+        4,
+    ),
+)  # fmt: skip

@@ -1,0 +1,267 @@
+"""linear_gelu: validation, registration with torch, autograd, implementations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops.linear_gelu.launch import launch_dz, launch_forward
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.triton import refuses_triton
+
+__all__ = ["linear_gelu", "linear_gelu_bwd", "linear_gelu_fwd"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_APPROXIMATIONS = ("none", "tanh")
+
+
+# --- implementations -------------------------------------------------------------------------------------------------
+
+
+def _refuses(case: Case) -> str | None:
+    if case.dtype == torch.float64:
+        return "computes in float32, not float64"
+    if case.device.type == "cuda":
+        if case.dtype == torch.float32:
+            return "float32 products are left to the library"
+        if case.shape[-1] % 8:
+            return f"rows of {case.shape[-1]} elements do not begin on 16-byte boundaries"
+    return refuses_triton(case.device)
+
+
+def _refuses_backward(case: Case) -> str | None:
+    if case.dtype == torch.float64:
+        return "computes in float32, not float64"
+    return refuses_triton(case.device)
+
+
+def _refuses_epilogue(case: Case) -> str | None:
+    if case.device.type != "cuda" or torch.version.hip is not None:
+        return "cuBLASLt is NVIDIA's"
+    if case.dtype not in (torch.float16, torch.bfloat16):
+        return f"its gelu epilogue does not take {name_of(case.dtype)}"
+    if "none" in case.options:
+        return "its gelu is the approximation by tanh"
+    if "bias" not in case.options:
+        return "torch reaches its epilogue only with a bias"
+    if "keep" in case.options:
+        return "torch does not reach its epilogue that keeps the pre-activation"
+    if not math.prod(case.shape):
+        return "no elements"
+    return None
+
+
+def _epilogue_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool = True
+) -> tuple[Tensor, Tensor]:
+    y: Tensor = torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
+    return y, y.new_empty(0)
+
+
+def _torch_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool = True
+) -> tuple[Tensor, Tensor]:
+    z = functional.linear(x, weight, bias)
+    return functional.gelu(z, approximate=approximate), z if keep else z.new_empty(0)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    y: Tensor = _matmul(Case(a.device, a.dtype, (a.shape[0], b.shape[1], a.shape[1])), a, b)
+    return y
+
+
+def _products(
+    dz: Tensor, x: Tensor, weight: Tensor, dbias: Tensor | None, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    return [_product(dz, weight) if needs[0] else None, _product(dz.t(), x) if needs[1] else None, dbias]
+
+
+def _triton_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor,
+    approximate: str,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    dz, dbias = launch_dz(dy, z, approximate, bias.dtype if bias is not None and needs[2] else None)
+    return _products(dz, x, weight, dbias, needs)
+
+
+def _torch_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor,
+    approximate: str,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    dz = torch.ops.aten.gelu_backward(dy, z, approximate=approximate)
+    return _products(dz, x, weight, dz.sum(0) if bias is not None and needs[2] else None, needs)
+
+
+def _matmul_cost(case: Case) -> Cost:
+    M, N, K = case.shape
+    return Cost((M * K + K * N + M * N) * case.dtype.itemsize, 2 * M * N * K)
+
+
+def _forward_cost(case: Case) -> Cost:
+    M, N, K = case.shape
+    results = 2 if "keep" in case.options else 1
+    return Cost((M * K + K * N + results * M * N) * case.dtype.itemsize, 2 * M * N * K + 15 * M * N)
+
+
+def _backward_cost(case: Case) -> Cost:
+    M, N, K = case.shape
+    products = sum(option in ("x", "weight") for option in case.options)
+    inner = products * (M * K + K * N + M * N)
+    return Cost((3 * M * N + inner) * case.dtype.itemsize, products * 2 * M * N * K + 25 * M * N)
+
+
+_matmul = Operation("linear_gelu_matmul", (Implementation("torch", torch.mm),), cost=_matmul_cost)
+linear_gelu_fwd = Operation(
+    "linear_gelu_fwd",
+    (
+        Implementation("triton", launch_forward, refuses=_refuses, own=True),
+        Implementation("cublaslt", _epilogue_forward, refuses=_refuses_epilogue),
+        Implementation("torch", _torch_forward),
+    ),
+    cost=_forward_cost,
+)
+linear_gelu_bwd = Operation(
+    "linear_gelu_bwd",
+    (
+        Implementation("triton", _triton_backward, refuses=_refuses_backward, own=True),
+        Implementation("torch", _torch_backward),
+    ),
+    cost=_backward_cost,
+)
+
+
+# --- the public function ---------------------------------------------------------------------------------------------
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
+    """A linear layer, then gelu.
+
+    y = gelu(x W^T + b)
+
+    Args:
+        x: (..., K), float16, bfloat16, float32 or float64.
+        weight: (N, K), as torch's linear has it; dtype of x.
+        bias: (N,), dtype of x; None for none.
+        approximate: "none", x times the standard normal's distribution function; "tanh", its approximation.
+
+    Returns:
+        (..., N), dtype of x, contiguous. Products accumulate in float32; our kernel applies gelu to the sum before that
+        is rounded. Without a gradient to come no intermediate is written; with one, the pre-activation is kept, in the
+        dtype of x. Under torch.autocast all are first cast to the autocast dtype. Differentiable twice.
+
+    Raises:
+        ShapeError: weight is not (N, K), bias not (N,), x is a scalar, or they are on several devices.
+        UnsupportedDtype: a dtype not listed above, or dtypes differ.
+        ConfigError: approximate is neither "none" nor "tanh".
+
+    Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is torch's own
+    linear and gelu, which the ledger does not count.
+
+    Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
+    """
+    low = autocast_dtype(x.device.type)
+    if low is not None:
+        x, weight = _autocast(x, low), _autocast(weight, low)
+        bias = None if bias is None else _autocast(bias, low)
+    _check(x, weight, bias, approximate)
+    if x.dim() == 2:
+        y: Tensor = _linear_gelu(x, weight, bias, approximate)
+        return y
+    rows: Tensor = _linear_gelu(x.reshape(-1, x.shape[-1]), weight, bias, approximate)
+    return rows.view(*x.shape[:-1], weight.shape[0])
+
+
+def _autocast(x: Tensor, low: torch.dtype) -> Tensor:
+    """As torch's autocast: floating dtypes but float64."""
+    return x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> None:
+    if x.dtype not in _DTYPES:
+        raise UnsupportedDtype(f"linear_gelu takes {', '.join(map(name_of, _DTYPES))}; x is {name_of(x.dtype)}")
+    if x.dim() == 0:
+        raise ShapeError("x must be (..., K), got a scalar")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ShapeError(f"weight must be (N, {x.shape[-1]}), got {tuple(weight.shape)}")
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+        raise ShapeError(f"bias must be ({weight.shape[0]},), got {tuple(bias.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dtype != x.dtype:
+            raise UnsupportedDtype(f"{name} must be {name_of(x.dtype)}, as x is; got {name_of(tensor.dtype)}")
+        if tensor.device != x.device:
+            raise ShapeError(f"{name} must be on {x.device}, where x is; it is on {tensor.device}")
+    if approximate not in _APPROXIMATIONS:
+        raise ConfigError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+
+
+def _case(x: Tensor, weight: Tensor, *options: str) -> Case:
+    return Case(x.device, x.dtype, (x.shape[0], *weight.shape), options)
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool) -> tuple[Tensor, Tensor]:
+    case = _case(x, weight, approximate, "" if bias is None else "bias", "keep" if keep else "")
+    found: tuple[Tensor, Tensor] = linear_gelu_fwd(case, x, weight, bias, approximate, keep)
+    return found
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+    return _run(x, weight, bias, approximate, True)
+
+
+def _infer(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    return _run(x, weight, bias, approximate, False)[0]
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor,
+    approximate: str,
+    needs: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    wanted = [name for name, need in zip(("x", "weight", "bias"), needs, strict=True) if need]
+    args = (dy, x, weight, bias, z, approximate, needs)
+    found: Sequence[Tensor | None] = linear_gelu_bwd(_case(x, weight, approximate, *wanted), *args)
+    return found
+
+
+def _composite(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    return functional.gelu(functional.linear(x, weight, bias), approximate=approximate)
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], weight.shape[0])
+    return x.new_empty(shape), x.new_empty(shape)
+
+
+_linear_gelu = DifferentiableOp(
+    "linear_gelu(Tensor x, Tensor weight, Tensor? bias, str approximate) -> (Tensor y, Tensor z)",
+    forward=_forward,
+    infer=_infer,
+    backward=_backward,
+    saves=("x", "weight", "bias", "z"),
+    gradients={"x": "x", "weight": "weight", "bias": "bias"},
+    composite=_composite,
+    fake=_fake,
+)

@@ -1,0 +1,179 @@
+"""linear_int8: products with a weight of 8-bit integers, and with x rounded to such integers too.
+
+    y = (x W^T) scale + b        dynamic: y = (q W^T) x_scale scale + b, the sums in int32, exact        dx = (dy scale) W
+
+Source: weights in 8 bits with a scale for each output as in Dettmers et al. 2022, arXiv:2208.07339, section 2; sums in
+        int32 and the scales after them as in Jacob et al. 2018, arXiv:1712.05877, section 2.2.
+Layout: x (M, K), q (M, K) int8, weight (N, K) int8, dy and y (M, N), rows contiguous and without gaps; scale and bias
+        (N,), x_scale (M,). An integer is exact in each dtype that it is converted to before a product. Sums in float32.
+        Where tensor cores do not take integers (Turing, by Triton), dynamic multiplies in float16, each step exactly.
+Grid:   row: ROWS times BLOCK_N outputs of one row of x a program, over all of K; 16 weights a thread and load, and
+        ROWS times UNROLL loads on their way before the first is used. fwd and dynamic: one program a tile of y; fwd has the weight as the product's first
+        operand, since tensor cores take that from registers, where it was converted. bwd: one program a tile of dx.
+Bound:  row, and fwd of few rows: memory, K N bytes of weight. Else 2 M N K operations of the tensor cores.
+"""
+
+import triton
+import triton.language as tl
+
+from accelerant.ops.linear_gelu.triton_kernels import _blocks, _tile
+
+
+@triton.jit
+def _widened(w):
+    """Integers in float32 by their bits: a conversion instruction, at an eighth of the rate, would bound the kernel."""
+    return (w.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0  # 1.5 * 2^23
+
+
+@triton.jit
+def _finish_strip(acc, scale_ptr, bias_ptr, y_ptr, first, N, BLOCK_N: tl.constexpr):
+    outputs = first + tl.arange(0, BLOCK_N)
+    here = outputs < N
+    y = tl.sum(acc, 1)
+    if scale_ptr is not None:
+        y *= tl.load(scale_ptr + outputs, mask=here, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + outputs, mask=here, other=0.0).to(tl.float32)
+    tl.store(y_ptr + outputs, y.to(y_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def linear_int8_row(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, N, K,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    STEP: tl.constexpr = BLOCK_K * UNROLL
+    row = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * (ROWS * BLOCK_N)
+    outputs = tl.arange(0, BLOCK_N)
+    lanes = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, :], (BLOCK_N, BLOCK_K))
+    x_at = x_ptr + row * K + lanes  # as wide as the weights, so that each thread has what it needs of x
+    weight_at = ()
+    for r in tl.static_range(ROWS):
+        n = first + r * BLOCK_N + outputs
+        n = tl.where(n < N, n, 0)  # beyond the last row, the first
+        weight_at = weight_at + (weight_ptr + n.to(tl.int64)[:, None] * K + lanes,)  # noqa: RUF005 - no starred tuples
+    acc0 = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    acc1, acc2, acc3 = acc0, acc0, acc0
+    full = K // STEP * STEP
+    for k in tl.range(0, full, STEP, num_stages=STAGES):
+        parts, xs = (), ()
+        for i in tl.static_range(UNROLL):
+            xs = xs + (tl.load(x_at + k + i * BLOCK_K),)  # noqa: RUF005
+            for r in tl.static_range(ROWS):
+                parts = parts + (tl.load(weight_at[r] + k + i * BLOCK_K),)  # noqa: RUF005
+        for i in tl.static_range(UNROLL):
+            x = xs[i].to(tl.float32)
+            acc0 += _widened(parts[i * ROWS]) * x
+            if ROWS > 1:
+                acc1 += _widened(parts[i * ROWS + 1]) * x
+            if ROWS > 2:
+                acc2 += _widened(parts[i * ROWS + 2]) * x
+                acc3 += _widened(parts[i * ROWS + 3]) * x
+    for k in range(full, K, BLOCK_K):
+        inside = lanes < K - k
+        x = tl.load(x_at + k, mask=inside, other=0.0).to(tl.float32)
+        acc0 += _widened(tl.load(weight_at[0] + k, mask=inside, other=0)) * x
+        if ROWS > 1:
+            acc1 += _widened(tl.load(weight_at[1] + k, mask=inside, other=0)) * x
+        if ROWS > 2:
+            acc2 += _widened(tl.load(weight_at[2] + k, mask=inside, other=0)) * x
+            acc3 += _widened(tl.load(weight_at[3] + k, mask=inside, other=0)) * x
+    y_ptr += row * N
+    _finish_strip(acc0, scale_ptr, bias_ptr, y_ptr, first, N, BLOCK_N)
+    if ROWS > 1:
+        _finish_strip(acc1, scale_ptr, bias_ptr, y_ptr, first + BLOCK_N, N, BLOCK_N)
+    if ROWS > 2:
+        _finish_strip(acc2, scale_ptr, bias_ptr, y_ptr, first + 2 * BLOCK_N, N, BLOCK_N)
+        _finish_strip(acc3, scale_ptr, bias_ptr, y_ptr, first + 3 * BLOCK_N, N, BLOCK_N)
+
+
+@triton.jit
+def _store(y, scale_ptr, bias_ptr, y_ptr, row, column, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The epilogue of a tile of sums (BLOCK_M, BLOCK_N)."""
+    lanes = tl.arange(0, BLOCK_N)
+    in_row = column + lanes < N
+    rows = tl.arange(0, BLOCK_M)
+    if scale_ptr is not None:
+        y *= tl.load(scale_ptr + column + lanes, mask=in_row, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + column + lanes, mask=in_row, other=0.0).to(tl.float32)[None, :]
+    at = y_ptr + row.to(tl.int64) * N + column + rows[:, None] * N + lanes[None, :]
+    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=(row + rows < M)[:, None] & in_row[None, :])
+
+
+@triton.jit
+def linear_int8_fwd(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K,
+    EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row, column = _tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    x_at = _blocks(x_ptr, row, M, K, BLOCK_M, BLOCK_K)
+    weight_at = _blocks(weight_ptr, column, N, K, BLOCK_N, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_at + k)
+            w = tl.load(weight_at + k)
+        else:
+            inside = (tl.arange(0, BLOCK_K) < K - k)[None, :]
+            x = tl.load(x_at + k, mask=inside, other=0.0)
+            w = tl.load(weight_at + k, mask=inside, other=0)
+        if UPCAST:  # the interpreter's bfloat16 products are wrong
+            x = x.to(tl.float32)
+        acc = tl.dot(w.to(x.dtype), tl.trans(x), acc, input_precision="ieee")
+    _store(tl.trans(acc), scale_ptr, bias_ptr, y_ptr, row, column, M, N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def linear_int8_dynamic(
+    q_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, y_ptr, M, N, K,
+    EVEN_K: tl.constexpr, INTEGERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row, column = _tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    q_at = _blocks(q_ptr, row, M, K, BLOCK_M, BLOCK_K)
+    weight_at = _blocks(weight_ptr, column, N, K, BLOCK_N, BLOCK_K)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.int32)
+    for k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            q = tl.load(q_at + k)
+            w = tl.load(weight_at + k)
+        else:
+            inside = (tl.arange(0, BLOCK_K) < K - k)[None, :]
+            q = tl.load(q_at + k, mask=inside, other=0)
+            w = tl.load(weight_at + k, mask=inside, other=0)
+        if INTEGERS:
+            acc = tl.dot(q, tl.trans(w), acc, out_dtype=tl.int32)
+        else:  # exact as well: each product and the sum of BLOCK_K of them are below 2^24
+            acc += tl.dot(q.to(tl.float16), tl.trans(w).to(tl.float16)).to(tl.int32)
+    rows = row + tl.arange(0, BLOCK_M)
+    x_scale = tl.load(x_scale_ptr + rows, mask=rows < M, other=0.0)[:, None]
+    _store(acc.to(tl.float32) * x_scale, scale_ptr, bias_ptr, y_ptr, row, column, M, N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def linear_int8_bwd(
+    dy_ptr, weight_ptr, scale_ptr, dx_ptr, M, N, K,
+    UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row, column = _tile(tl.program_id(0), M, K, BLOCK_M, BLOCK_K, GROUP)
+    dy_at = _blocks(dy_ptr, row, M, N, BLOCK_M, BLOCK_N)
+    outputs = tl.arange(0, BLOCK_N)
+    columns = column + tl.arange(0, BLOCK_K)
+    in_row = (columns < K)[None, :]
+    weight_at = weight_ptr + outputs[:, None] * K + columns[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_K], dtype=tl.float32)
+    for n in range(0, N, BLOCK_N):
+        inside = outputs < N - n
+        dy = tl.load(dy_at + n, mask=inside[None, :], other=0.0)
+        scale = tl.load(scale_ptr + n + outputs, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(weight_at, mask=inside[:, None] & in_row, other=0)
+        scaled = (dy.to(tl.float32) * scale[None, :]).to(tl.float32 if UPCAST else dy.dtype)
+        acc = tl.dot(scaled, w.to(scaled.dtype), acc, input_precision="ieee")
+        weight_at += tl.cast(BLOCK_N, tl.int64) * K
+    rows = row + tl.arange(0, BLOCK_M)
+    at = dx_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
+    tl.store(at, acc.to(dx_ptr.dtype.element_ty), mask=(rows < M)[:, None] & in_row)

@@ -1,0 +1,1 @@
+"""Updates of many tensors in one launch: AdamW, SGD, and the norm of all gradients."""

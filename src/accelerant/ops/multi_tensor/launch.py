@@ -1,0 +1,213 @@
+"""Launches of the multi-tensor kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import AccelerantError, CompileError, LaunchError
+from accelerant.ops.multi_tensor.tables import Table, Tensors, Workspace
+from accelerant.runtime.triton import TritonKernel
+
+__all__ = [
+    "KERNELS",
+    "KINDS",
+    "PLANS",
+    "SMALL",
+    "AdamWGroup",
+    "ChunkPlan",
+    "SGDGroup",
+    "Update",
+    "launch_adamw",
+    "launch_clip",
+    "launch_norm",
+    "launch_sgd",
+]
+
+_NAMES = ("norm", "total", "scale", "adamw_prepare", "adamw", "sgd_prepare", "sgd")
+KERNELS = {name: TritonKernel("accelerant.ops.multi_tensor.triton_kernels", f"multi_tensor_{name}") for name in _NAMES}
+KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """What one program takes: chunk elements, block at a time (powers of two, at least 16), by num_warps warps."""
+
+    chunk: int
+    block: int
+    num_warps: int
+
+
+PLANS = {
+    "norm": ChunkPlan(16384, 4096, 8),
+    "scale": ChunkPlan(4096, 4096, 8),
+    "adamw": ChunkPlan(1024, 1024, 4),
+    "sgd": ChunkPlan(1024, 1024, 4),
+}
+"""By kernel; where tests and measurements put others."""
+
+SMALL = {"BLOCK_T": 256, "BLOCK_P": 8192}
+_SMALL_WARPS = 16
+
+
+class AdamWGroup(NamedTuple):
+    """AdamW's values of a parameter group; lr is a number, or a float32 scalar on the device."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool
+
+    def row(self) -> tuple[float, ...]:
+        """As the kernels read it."""
+        lr, address = _rate(self.lr)
+        return lr, self.beta1, self.beta2, self.eps, self.weight_decay, -1.0 if self.maximize else 1.0, 0.0, address
+
+
+class SGDGroup(NamedTuple):
+    """SGD's values of a parameter group; lr is a number, or a float32 scalar on the device."""
+
+    lr: float | Tensor
+    momentum: float
+    dampening: float
+    nesterov: bool
+    weight_decay: float
+    maximize: bool
+
+    def row(self) -> tuple[float, ...]:
+        """As the kernels read it."""
+        lr, address = _rate(self.lr)
+        sign = -1.0 if self.maximize else 1.0
+        return lr, self.momentum, self.dampening, float(self.nesterov), self.weight_decay, sign, 0.0, address
+
+
+def _rate(lr: float | Tensor) -> tuple[float, int]:
+    return (0.0, lr.data_ptr()) if isinstance(lr, Tensor) else (lr, 0)
+
+
+@dataclass(slots=True)
+class Update:
+    """The arguments of adamw_step and of sgd_step.
+
+    Attributes:
+        tensors: what is updated, and by what.
+        groups: values of the parameter groups.
+        workspace: of the device.
+        table: of the tensors; None where no kernel of ours runs.
+        max_norm: clip the gradients to this norm on the way, which leaves the gradients as they are and the norm in
+            workspace.norm.
+        grad_scale: the gradients are this times what they should be.
+        found_inf: not 0 where the step is to change nothing.
+    """
+
+    tensors: Tensors
+    groups: Sequence[AdamWGroup | SGDGroup]
+    workspace: Workspace
+    table: Table | None = None
+    max_norm: float | None = None
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+
+def launch_adamw(update: Update) -> None:
+    """Coefficients, then everything; with max_norm the norm before."""
+    _launch_update("adamw", update)
+
+
+def launch_sgd(update: Update) -> None:
+    """Coefficients, then everything; with max_norm the norm before."""
+    _launch_update("sgd", update)
+
+
+def launch_norm(table: Table, out: Tensor, max_norm: float = 1.0) -> None:
+    """Write the norm of the gradients and the clipping coefficient into out, two float32."""
+    partials = _launch_partials(table)
+    fixed = {"BLOCK_P": SMALL["BLOCK_P"]}
+    args = (partials, partials.numel(), out, max_norm)
+    KERNELS["total"].launch((1,), args, fixed, num_warps=_SMALL_WARPS)
+
+
+def launch_clip(table: Table, scale: Tensor) -> None:
+    """Multiply the gradients in place; a scale of 1 costs a launch and no traffic."""
+    fixed = [{"GRAD": KINDS[part.share.grad]} for part in table.parts]
+    _launch_parts("scale", table, fixed, scale)
+
+
+def _launch_update(name: str, update: Update) -> None:
+    table = update.table
+    if table is None:
+        raise AccelerantError(f"{name}: a launch without a table")
+    values = update.workspace.values.refresh(tuple([group.row() for group in update.groups]))
+    partials = None if update.max_norm is None else _launch_partials(table)
+    KERNELS[f"{name}_prepare"].launch(
+        (1,),
+        (
+            table.rows(),
+            values,
+            table.coefficients(),
+            len(table.numels),
+            partials,
+            0 if partials is None else partials.numel(),
+            None if partials is None else update.workspace.norm,
+            update.max_norm or 0.0,
+            update.grad_scale,
+            update.found_inf,
+        ),
+        {**SMALL, "CLIP": partials is not None},
+        num_warps=_SMALL_WARPS,
+    )
+    fixed: list[dict[str, object]] = [
+        {
+            "PARAM": KINDS[share.param or torch.float32],
+            "GRAD": KINDS[share.grad],
+            "STATE": KINDS[share.state or torch.float32],
+            **({"BUFFER": share.state is not None} if name == "sgd" else {}),
+            "MASTER": share.master,
+        }
+        for share in table.shares
+    ]
+    _launch_parts(name, table, fixed, table.coefficients())
+
+
+def _launch_parts(name: str, table: Table, fixed: Sequence[Mapping[str, object]], last: Tensor) -> None:
+    """A kernel that changes tensors, once a part.
+
+    Raises:
+        CompileError, LaunchError: before anything was changed, so that another implementation may start from the same.
+        AccelerantError: after something was changed.
+    """
+    plan = PLANS[name]
+    maps = [table.chunks(place, plan.chunk) for place in range(len(table.parts))]  # memory first, then launches
+    for place, (part, chunks) in enumerate(zip(table.parts, maps, strict=True)):
+        constants = {**fixed[place], **_sizes(plan, part.share.layout)}
+        try:
+            args = (chunks, table.rows(), last)
+            KERNELS[name].launch((chunks.numel(),), args, constants, num_warps=plan.num_warps)
+        except (CompileError, LaunchError) as error:
+            if not place:
+                raise
+            raise AccelerantError(f"{name}: {place} of {len(maps)} launches ran, then: {error}") from error
+
+
+def _launch_partials(table: Table) -> Tensor:
+    """The sums of squares, one a chunk."""
+    plan = PLANS["norm"]
+    maps = [table.chunks(place, plan.chunk) for place in range(len(table.parts))]
+    partials = table.partials(sum(chunks.numel() for chunks in maps), SMALL["BLOCK_P"])
+    first = 0
+    for part, chunks in zip(table.parts, maps, strict=True):
+        fixed = {"GRAD": KINDS[part.share.grad], **_sizes(plan, part.share.layout)}
+        args = (chunks, table.rows(), partials, first)
+        KERNELS["norm"].launch((chunks.numel(),), args, fixed, num_warps=plan.num_warps)
+        first += chunks.numel()
+    return partials
+
+
+def _sizes(plan: ChunkPlan, layout: str) -> dict[str, int | bool]:
+    return {"CHUNK": plan.chunk, "BLOCK": plan.block, "ALIGNED": layout == "aligned"}

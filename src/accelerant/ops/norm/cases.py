@@ -1,0 +1,181 @@
+"""What the norms are tested and measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Tolerance
+from accelerant.ops.norm.launch import (
+    COLUMNS,
+    WIDE,
+    backward_constants,
+    backward_plan,
+    forward_constants,
+    forward_plan,
+    reduce_plan,
+)
+from accelerant.ops.norm.launch import KERNELS as _KERNELS
+
+__all__ = ["FAMILY", "KERNELS"]
+
+# One rounding of a result of magnitude about 1 (the interpreter cuts bfloat16 instead of rounding it), and float32 sums
+# over as many terms as the cases have, relative to the largest element of the result.
+TOLERANCES = {
+    torch.float64: Tolerance(1e-12, 1e-12),
+    torch.float32: Tolerance(2e-6, 4e-6),
+    torch.float16: Tolerance(1e-3, 1e-3),
+    torch.bfloat16: Tolerance(8e-3, 8e-3),
+}
+# torch subtracts mean * rstd from x * rstd on a CPU. Where a row is constant, as one of one element is, rstd is
+# 1 / sqrt(eps) = 316, and what the two round to does not cancel (rms_norm's backward pass takes the same way).
+TORCH_TOLERANCES = {**TOLERANCES, torch.float32: Tolerance(2e-6, 1e-5)}
+# With a residual: y and the gradients start from the rounded s.
+ADD_TOLERANCES = {
+    **TOLERANCES,
+    torch.float16: Tolerance(2e-3, 2e-3),
+    torch.bfloat16: Tolerance(1.6e-2, 1.6e-2),
+}
+# The sum of two is larger than x, and so is what does not cancel in its row of one element.
+ADD_TORCH_TOLERANCES = {**ADD_TOLERANCES, torch.float32: Tolerance(2e-6, 4e-5)}
+
+
+def _samples(
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    bias: bool,
+    residual: bool,
+    some: Sequence[tuple[bool, bool]] = ((True, True),),
+) -> tuple[Sample, ...]:
+    """Calls on shapes, the vectors present or absent."""
+    found = []
+    for shape in shapes:
+        for with_weight, with_bias in some:
+            vectors = [shape[-1:] if with_weight else None]
+            if bias:
+                vectors.append(shape[-1:] if with_bias else None)
+            name = "x".join(map(str, shape))
+            absent = [word for word, vector in zip(("weight", "bias"), vectors, strict=False) if vector is None]
+            name += "".join(f"-no-{word}" for word in absent)
+            found.append(Sample(name, (shape, *((shape,) if residual else ()), *vectors)))
+    return tuple(found)
+
+
+def _family(bias: bool, residual: bool, times: Sequence[tuple[float | None, float | None]]) -> OpCases:
+    few = ((True, False), (False, True), (False, False)) if bias else ((False, False),)
+
+    def samples(*shapes: tuple[int, ...], some: Sequence[tuple[bool, bool]] = ((True, True),)) -> tuple[Sample, ...]:
+        return _samples(shapes, bias=bias, residual=residual, some=some)
+
+    wide = samples((4099, 4096), (65536, 768), (1000, 8191), (257, 50257), (3, 1_000_003), (1_000_003, 7))
+    small: tuple[Sample, ...] = (
+        *samples((1, 1), (7,), (3, 5), (2, 3, 129), (67, 16), (9, 768)),
+        *samples((4, 96), some=few),
+        *samples((5, 4096)),
+        *samples((17, 8200)),  # forward in registers, backward not
+        *samples((0, 8), (2, 0, 8), (3, 0)),
+    )
+    return OpCases(
+        SAMPLES=small,
+        LARGE=wide,
+        BENCHMARKS=tuple(
+            Benchmark(sample, torch.bfloat16, *goal)
+            for sample, goal in zip(samples((16384, 4096), (65536, 768)), times, strict=True)
+        ),
+        TOLERANCES=ADD_TOLERANCES if residual else TOLERANCES,
+        TORCH_TOLERANCES=ADD_TORCH_TOLERANCES if residual else TORCH_TOLERANCES,
+    )
+
+
+FAMILY = {
+    "layer_norm": _family(True, False, ((0.068, 0.112), (0.050, 0.085))),
+    "rms_norm": _family(False, False, ((None, None), (None, 0.085))),
+    "add_layer_norm": _family(True, True, ((None, None), (None, None))),
+    "add_rms_norm": _family(False, True, ((None, None), (None, None))),
+}
+
+_SIZES = {"M": "i32", "N": "i32"}
+
+
+def _forward(kind: str, N: int, *, centre: bool, residual: bool = False, vectors: bool = True) -> Compilation:
+    plan = forward_plan(N)
+    types = {"x_ptr": kind, "y_ptr": kind, "statistics_ptr": "*fp32", **_SIZES}
+    types |= {"x_stride": "i32", "residual_stride": "i32", "eps": "fp32"}
+    absent = []
+    if residual:
+        types |= {"residual_ptr": kind, "s_ptr": kind}
+    else:
+        absent += ["residual_ptr", "s_ptr"]
+    if vectors:
+        types |= {"weight_ptr": "*fp32"}
+    if vectors and centre:
+        types |= {"bias_ptr": "*fp32"}
+    absent += [name for name in ("weight_ptr", "bias_ptr") if name not in types]
+    constants = {**dict.fromkeys(absent), **forward_constants(plan, N, centre)}
+    return Compilation(_KERNELS["fwd"], types, constants, plan.num_warps)
+
+
+def _backward(kind: str, N: int, *, centre: bool, residual: bool = False) -> Compilation:
+    plan = backward_plan(N, residual)
+    types = {"dy_ptr": kind, "x_ptr": kind, "weight_ptr": "*fp32", "statistics_ptr": "*fp32", "dx_ptr": kind}
+    types |= {"parts_ptr": "*fp32", **_SIZES, "dy_stride": "i32", "ds_stride": "i32", "x_stride": "i32"}
+    if residual:
+        types |= {"ds_ptr": kind}
+    absent = {} if residual else {"ds_ptr": None}
+    constants = {**absent, **backward_constants(plan, N, centre, True, centre)}
+    return Compilation(_KERNELS["bwd"], types, constants, plan.num_warps)
+
+
+_WIDE = {"CENTRE": True, "BLOCK_N": WIDE.block_n}
+KERNELS = (
+    *(_forward("*bf16", N, centre=centre) for N in (768, 4096) for centre in (True, False)),
+    *(_forward("*bf16", N, centre=centre, residual=True) for N, centre in ((768, True), (4096, False))),
+    _forward("*fp32", 8192, centre=True),
+    _forward("*fp16", 16000, centre=True, vectors=False),
+    *(_backward("*bf16", N, centre=centre) for N in (768, 4096) for centre in (True, False)),
+    *(_backward("*bf16", N, centre=centre, residual=True) for N, centre in ((768, True), (4096, False))),
+    _backward("*fp32", 4096, centre=True, residual=True),
+    _backward("*fp32", 8192, centre=True),
+    Compilation(
+        _KERNELS["bwd_reduce"],
+        {"parts_ptr": "*fp32", "dweight_ptr": "*fp32", "dbias_ptr": "*fp32", "P": "i32", "N": "i32"},
+        {"BLOCK_P": reduce_plan(4096).rows, "BLOCK_N": reduce_plan(4096).block_n},
+        reduce_plan(4096).num_warps,
+    ),
+    Compilation(
+        _KERNELS["fwd_wide"],
+        {
+            **dict.fromkeys(("x_ptr", "residual_ptr", "y_ptr", "s_ptr"), "*bf16"),
+            **dict.fromkeys(("weight_ptr", "bias_ptr", "statistics_ptr"), "*fp32"),
+            **_SIZES,
+            "x_stride": "i32",
+            "residual_stride": "i32",
+            "eps": "fp32",
+        },
+        _WIDE,
+        WIDE.num_warps,
+    ),
+    Compilation(
+        _KERNELS["bwd_wide"],
+        {
+            **dict.fromkeys(("dy_ptr", "ds_ptr", "x_ptr", "dx_ptr"), "*bf16"),
+            **dict.fromkeys(("weight_ptr", "statistics_ptr"), "*fp32"),
+            "N": "i32",
+            **dict.fromkeys(("dy_stride", "ds_stride", "x_stride"), "i32"),
+        },
+        _WIDE,
+        WIDE.num_warps,
+    ),
+    Compilation(
+        _KERNELS["bwd_columns"],
+        {
+            **dict.fromkeys(("dy_ptr", "x_ptr"), "*bf16"),
+            **dict.fromkeys(("statistics_ptr", "parts_ptr"), "*fp32"),
+            **_SIZES,
+            **dict.fromkeys(("dy_stride", "x_stride"), "i32"),
+        },
+        {"CENTRE": True, "DWEIGHT": True, "DBIAS": True, "ROWS": COLUMNS.rows, "BLOCK_N": COLUMNS.block_n},
+        COLUMNS.num_warps,
+    ),
+)

@@ -1,0 +1,7 @@
+"""Pooling of images, by torch's libraries, with the ledger."""
+
+from __future__ import annotations
+
+from accelerant.ops.pool2d.op import avg_pool2d, max_pool2d
+
+__all__ = ["avg_pool2d", "max_pool2d"]

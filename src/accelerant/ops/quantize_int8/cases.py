@@ -1,0 +1,71 @@
+"""What quantize_int8 is tested and measured on."""
+
+from __future__ import annotations
+
+import torch
+
+from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
+from accelerant.ops.quantize_int8.launch import KERNELS as _KERNELS
+from accelerant.ops.quantize_int8.launch import WIDE, constants, row_plan
+
+__all__ = ["BENCHMARKS", "KERNELS", "KIND", "LARGE", "SAMPLES", "TOLERANCES"]
+
+KIND = "plain"
+
+
+def _sample(*shape: int, dim: int = -1) -> Sample:
+    name = "x".join(map(str, shape)) or "scalar"
+    return Sample(name if dim == -1 else f"{name}-dim{dim}", (shape,), {"dim": dim})
+
+
+SAMPLES = (
+    _sample(),
+    _sample(1),
+    _sample(3, 5),
+    _sample(7),
+    _sample(2, 3, 129),
+    _sample(67, 16),
+    _sample(5, 1000),
+    _sample(3, 4096),
+    _sample(2, 16400),
+    _sample(0, 8),
+    _sample(3, 0),
+    _sample(3, 5, dim=0),
+    _sample(3, 70, 5, dim=1),
+    _sample(0, 3, 2, dim=1),
+    _sample(2, 0, 3, dim=1),
+)
+LARGE = (
+    _sample(4099, 4096),
+    _sample(65536, 768),
+    _sample(257, 50257),
+    _sample(3, 1_000_003),
+    _sample(129, 1025, 130, dim=1),
+)
+BENCHMARKS = (
+    Benchmark(_sample(16384, 4096), torch.bfloat16),
+    Benchmark(_sample(8192, 8192), torch.bfloat16),
+)
+
+# Integers, and a scale that is one division in float32: the same bits.
+TOLERANCES = dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16), Tolerance(0.0, 0.0))
+
+
+def _compilation(kind: str, N: int) -> Compilation:
+    plan = row_plan(N)
+    types = {"x_ptr": kind, "q_ptr": "*i8", "scale_ptr": "*fp32", **dict.fromkeys(("M", "N", "x_stride"), "i32")}
+    return Compilation(_KERNELS["fwd"], types, constants(plan, N), plan.num_warps)
+
+
+KERNELS = (
+    _compilation("*bf16", 4096),
+    _compilation("*bf16", 768),
+    _compilation("*fp16", 1000),
+    _compilation("*fp32", 16000),
+    Compilation(
+        _KERNELS["wide"],
+        {"x_ptr": "*bf16", "q_ptr": "*i8", "scale_ptr": "*fp32", "N": "i32", "x_stride": "i32"},
+        {"BLOCK_N": WIDE.block_n},
+        WIDE.num_warps,
+    ),
+)

@@ -1,0 +1,67 @@
+"""Launches of quantize_int8's kernels: what a program takes of the rows."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from accelerant.ops._rows import RowPlan, as_rows, ceil_div, next_power_of_2
+from accelerant.runtime.triton import TritonKernel
+
+__all__ = ["KERNELS", "PLANS", "WIDE", "WIDE_FROM", "constants", "launch", "row_plan"]
+
+KERNELS = {
+    name: TritonKernel("accelerant.ops.quantize_int8.triton_kernels", f"quantize_int8_{name}") for name in ("fwd", "wide")
+}
+
+WIDE_FROM = 16384
+"""Above this many columns a row does not stay in registers."""
+
+WIDE = RowPlan(rows=1, block_n=4096, num_warps=8)
+
+PLANS = {
+    4096: (
+        *(RowPlan(1, 4096, warps) for warps in (4, 8, 16)),
+        *(RowPlan(2, 4096, warps) for warps in (8, 16)),
+    )
+}
+"""Columns -> what is worth timing for quantize_int8_fwd."""
+
+
+@functools.cache
+def row_plan(N: int) -> RowPlan:
+    """What a program of quantize_int8_fwd takes: about 4096 elements, 16 or 32 a thread."""
+    block_n = max(16, next_power_of_2(N))
+    if block_n <= 2048:
+        return RowPlan(rows=min(64, 4096 // block_n), block_n=block_n, num_warps=4)
+    return RowPlan(rows=1, block_n=block_n, num_warps=8 if block_n <= 8192 else 16)
+
+
+def constants(plan: RowPlan, N: int) -> dict[str, int | bool]:
+    """The compile-time arguments of quantize_int8_fwd."""
+    return {"EXACT": plan.block_n == N, "ROWS": plan.rows, "BLOCK_N": plan.block_n}
+
+
+def launch(x: Tensor, dim: int, plan: RowPlan | None = None) -> tuple[Tensor, Tensor]:
+    """Find q, contiguous, and scale; dim counts from 0, x has at least one dimension."""
+    last = dim == x.dim() - 1
+    rows = x if last else x.movedim(dim, -1)
+    N = rows.shape[-1]
+    q = torch.empty(rows.shape, dtype=torch.int8, device=x.device)
+    scale = torch.empty(rows.shape[:-1], dtype=torch.float32, device=x.device)
+    M = scale.numel()
+    if not M or not N:
+        scale.fill_(1.0)
+        return (q if last else q.movedim(-1, dim).contiguous()), scale
+    lines, stride = as_rows(rows, N)
+    if plan is None and N > WIDE_FROM:
+        KERNELS["wide"].launch(
+            (M,), (lines, q, scale, N, stride), {"BLOCK_N": WIDE.block_n}, num_warps=WIDE.num_warps
+        )
+    else:
+        plan = plan or row_plan(N)
+        args = (lines, q, scale, M, N, stride)
+        KERNELS["fwd"].launch((ceil_div(M, plan.rows),), args, constants(plan, N), num_warps=plan.num_warps)
+    return (q if last else q.movedim(-1, dim).contiguous()), scale

@@ -1,0 +1,116 @@
+"""quantize_int8: validation, registration with torch, implementations."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops._library import below_autograd, define, is_plain, name_of
+from accelerant.ops.quantize_int8.launch import launch
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.triton import refuses_triton
+
+__all__ = ["quantize_int8", "quantize_rows"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def quantize_int8(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """Round x to 8-bit integers, symmetric about 0, with a scale for each row along a dimension.
+
+    scale = max(|x|) / 127    q = round(x / scale), halves to even, in [-127, 127]    x is about q scale
+
+    Args:
+        x: any shape, float16, bfloat16, float32 or float64; fastest along a contiguous last dimension.
+        dim: the dimension whose elements share a scale; negative counts from the end.
+
+    Returns:
+        q, int8, shape of x, contiguous; and scale, float32, the shape of x without `dim`. All is computed in float32,
+        float64 rounded to it first. The scale of a row of zeros (or none, or all below 127 * 2^-150) is 1, so that it
+        may always be divided by. A row with an infinity or a NaN has that as its scale and zeros for q, so that
+        q scale is NaN there and nowhere else. No gradient goes through.
+
+    Raises:
+        ShapeError: x has no such dimension.
+        UnsupportedDtype: dtype not listed above.
+
+    Source: Jacob et al. 2018, arXiv:1712.05877, section 2.
+    """
+    if x.dtype not in _DTYPES:
+        raise UnsupportedDtype(f"quantize_int8 takes {', '.join(map(name_of, _DTYPES))}; x is {name_of(x.dtype)}")
+    dims = x.dim() or 1  # a scalar counts as one element along dimension 0
+    if not -dims <= dim < dims:
+        raise ShapeError(f"dim must be in [{-dims}, {dims - 1}] for x of shape {tuple(x.shape)}, got {dim}")
+    if x.dim() == 0:
+        q, scale = quantize_int8(x.reshape(1), dim=0)
+        return q.reshape(()), scale
+    found = quantize_rows(x, dim % dims) if not torch.compiler.is_compiling() and is_plain(x) else _op(x, dim % dims)
+    q, scale = found
+    return q, scale
+
+
+def by_torch(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The same from torch's functions; dim counts from 0."""
+    with torch.no_grad():
+        if not x.shape[dim]:
+            return (
+                x.new_empty(x.shape, dtype=torch.int8),
+                x.new_ones(_without(x, dim), dtype=torch.float32),
+            )
+        wide = x.detach().float().contiguous()
+        low, high = torch.aminmax(wide, dim=dim, keepdim=True)
+        scale = torch.maximum(high, -low) / 127
+        scale = torch.where(scale == 0, 1.0, scale)
+        steps = (wide / scale).round_().clamp_(-127, 127).nan_to_num_(nan=0.0)
+        return steps.to(torch.int8), scale.squeeze(dim)
+
+
+def _without(x: Tensor, dim: int) -> list[int]:
+    return [size for at, size in enumerate(x.shape) if at != dim]
+
+
+def _refuses(case: Case) -> str | None:
+    if case.dtype == torch.float64:
+        return "takes at most float32"
+    return refuses_triton(case.device)
+
+
+def _cost(case: Case) -> Cost:
+    n = math.prod(case.shape)
+    return Cost((case.dtype.itemsize + 1) * n, 4 * n)
+
+
+_fwd = Operation(
+    "quantize_int8_fwd",
+    (Implementation("triton", launch, refuses=_refuses, own=True), Implementation("torch", by_torch)),
+    cost=_cost,
+)
+
+
+def quantize_rows(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """quantize_int8 of a plain tensor with at least one dimension, unchecked; dim counts from 0."""
+    case = Case(x.device, x.dtype, x.shape, () if dim == x.dim() - 1 else (f"dim {dim}",))
+    found: tuple[Tensor, Tensor] = _fwd(case, x, dim)
+    return found
+
+
+def _past_autograd(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    with below_autograd():
+        found: tuple[Tensor, Tensor] = _op(x, dim)
+        return found
+
+
+def _fake(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(_without(x, dim), dtype=torch.float32)
+
+
+_op = define(
+    "quantize_int8(Tensor x, int dim) -> (Tensor q, Tensor scale)",
+    kernel=quantize_rows,
+    fake=_fake,
+    differentiable=_past_autograd,
+    composite=by_torch,
+)

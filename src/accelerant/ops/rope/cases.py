@@ -1,0 +1,75 @@
+"""What rope is tested and measured on."""
+
+from __future__ import annotations
+
+import torch
+
+from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
+from accelerant.ops.rope.launch import KERNELS as _KERNELS
+from accelerant.ops.rope.launch import constants, rope_plan
+
+__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "SMALLEST", "TOLERANCES"]
+
+
+def _sample(B: int, H: int, S: int, D: int, *, own: bool = False, interleaved: bool = False) -> Sample:
+    table = (B, S, D // 2) if own else (S, D // 2)
+    name = f"{B}x{H}x{S}x{D}{'-own-positions' if own else ''}{'-interleaved' if interleaved else ''}"
+    return Sample(name, ((B, H, S, D), table, table), {"interleaved": interleaved})
+
+
+SMALLEST = 2
+"""Elements of the smallest input that is not empty: a pair."""
+
+SAMPLES = (
+    _sample(2, 3, 5, 4),
+    _sample(1, 2, 3, 6, interleaved=True),
+    _sample(2, 2, 2, 4, own=True),
+    _sample(1, 1, 1, 2),
+    _sample(2, 1, 7, 10, own=True, interleaved=True),
+    _sample(1, 12, 9, 64),
+    _sample(2, 40, 3, 128, interleaved=True),
+    _sample(1, 2, 33, 96),
+    _sample(1, 1, 3, 1030),
+    _sample(0, 2, 3, 4),
+    _sample(2, 2, 0, 4),
+)
+LARGE = (
+    _sample(3, 33, 1027, 96),
+    _sample(2, 5, 4097, 128, interleaved=True),
+    _sample(4, 1, 8191, 64, own=True),
+    _sample(1, 3, 257, 2050),
+)
+BENCHMARKS = (
+    Benchmark(_sample(4, 32, 4096, 128), torch.bfloat16),
+    Benchmark(_sample(4, 8, 4096, 128), torch.bfloat16),
+    Benchmark(_sample(4, 32, 4096, 128, interleaved=True), torch.bfloat16),
+)
+
+# The sum of two products of normal numbers, rounded once (the interpreter cuts bfloat16 instead of rounding it).
+TOLERANCES = {
+    torch.float64: Tolerance(1e-12, 1e-12),
+    torch.float32: Tolerance(2e-6, 2e-6),
+    torch.float16: Tolerance(1e-3, 1e-3),
+    torch.bfloat16: Tolerance(8e-3, 8e-3),
+}
+
+_INTEGERS = ("tokens", "S", "H", "HALF", "x_b", "x_h", "x_s", "y_b", "y_h", "y_s", "table_b")
+
+
+def _compilation(
+    kind: str, table: str, H: int, D: int, *, interleaved: bool = False, inverse: bool = False
+) -> Compilation:
+    plan = rope_plan(H, D // 2)
+    types = {"x_ptr": kind, "y_ptr": kind, "cos_ptr": table, "sin_ptr": table, **dict.fromkeys(_INTEGERS, "i32")}
+    fixed = constants(plan, D // 2, interleaved=interleaved, inverse=inverse)
+    return Compilation(_KERNELS["fwd"], types, fixed, plan.num_warps)
+
+
+KERNELS = (
+    _compilation("*bf16", "*fp32", 32, 128),
+    _compilation("*bf16", "*fp32", 32, 128, inverse=True),
+    _compilation("*bf16", "*bf16", 32, 128, interleaved=True),
+    _compilation("*bf16", "*fp32", 1, 64),
+    _compilation("*fp32", "*fp32", 8, 128),
+    _compilation("*fp16", "*fp16", 12, 96, interleaved=True, inverse=True),
+)

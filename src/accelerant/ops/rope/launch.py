@@ -1,0 +1,82 @@
+"""The launch of rope's kernel, forward and turned back."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from accelerant.ops._rows import ceil_div, next_power_of_2
+from accelerant.runtime.triton import TritonKernel
+
+__all__ = ["KERNELS", "RopePlan", "constants", "launch", "rope_plan"]
+
+KERNELS = {"fwd": TritonKernel("accelerant.ops.rope.triton_kernels", "rope_fwd")}
+
+_PAIRS = 1024  # a program's: 8 a thread of 4 warps, 16 bytes of each half
+
+
+@dataclass(frozen=True, slots=True)
+class RopePlan:
+    """What one program takes.
+
+    Attributes:
+        tokens, heads: of each, powers of two.
+        block: pairs of a head, a power of two that is at least D / 2.
+        num_warps: warps a program.
+    """
+
+    tokens: int
+    heads: int
+    block: int
+    num_warps: int
+
+
+@functools.cache
+def rope_plan(H: int, half: int, pairs: int = _PAIRS) -> RopePlan:
+    """All heads of a token if they are few, more tokens if they are very few."""
+    block = next_power_of_2(half)
+    heads = min(next_power_of_2(H), max(1, pairs // block))
+    tokens = max(1, pairs // 4 // (heads * block))
+    return RopePlan(tokens, heads, block, max(1, min(8, tokens * heads * block // 256)))
+
+
+def constants(plan: RopePlan, half: int, *, interleaved: bool, inverse: bool) -> dict[str, int | bool]:
+    """The compile-time arguments of rope_fwd."""
+    return {
+        "INVERSE": inverse,
+        "INTERLEAVED": interleaved,
+        "TOKENS": plan.tokens,
+        "HEADS": plan.heads,
+        "BLOCK": plan.block,
+        "EXACT": plan.block == half,
+    }
+
+
+def launch(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False, plan: RopePlan | None = None
+) -> Tensor:
+    """Turn x by the angles of the tables, or back: a tensor with the strides of x as torch.empty_like has them."""
+    y = torch.empty_like(x)
+    if not x.numel():
+        return y
+    B, H, S, D = x.shape
+    source = x if x.stride(3) == 1 else x.contiguous()
+    out = y if y.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = D // 2
+    plan = plan or rope_plan(H, half)
+    tokens = B * S
+    x_b, x_h, x_s, _ = source.stride()
+    y_b, y_h, y_s, _ = out.stride()
+    KERNELS["fwd"].launch(
+        (ceil_div(tokens, plan.tokens), ceil_div(H, plan.heads)),
+        (
+            source, cos.contiguous(), sin.contiguous(), out,
+            tokens, S, H, half, x_b, x_h, x_s, y_b, y_h, y_s, S * half if cos.dim() == 3 else 0,
+        ),
+        constants(plan, half, interleaved=interleaved, inverse=inverse),
+        num_warps=plan.num_warps,
+    )  # fmt: skip
+    return y if out is y else y.copy_(out)

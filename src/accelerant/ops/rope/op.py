@@ -1,0 +1,212 @@
+"""rope: validation, registration with torch, autograd, implementations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._library import name_of
+from accelerant.ops.rope.launch import launch
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.triton import refuses_triton
+
+__all__ = ["rope"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Turn each pair of a head's features by the angle of its position.
+
+    (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin)
+
+    Args:
+        x: queries or keys (B, H, S, D), D even, float16, bfloat16, float32 or float64; fastest with a contiguous last
+            dimension, whatever the others' strides: (B, S, H, D) transposed is not copied.
+        cos: (S, D / 2), or (B, S, D / 2) for positions of their own in each sequence; dtype of x or float32. From
+            accelerant.ops.rope.tables.rope_tables.
+        sin: as cos.
+        interleaved: the pairs are neighbours (0, 1), (2, 3), ... as in the paper; otherwise a head's first half and
+            its second, (0, D / 2), (1, D / 2 + 1), ... as in GPT-NeoX and Hugging Face's Llama.
+
+    Returns:
+        shape, dtype and strides of x (as torch.empty_like gives them). Computed in float32 (float64 for float64) and
+        rounded once. The backward pass turns by the opposite angle and keeps nothing but the tables; x is kept only if
+        a table asks for its gradient. Differentiable twice.
+
+    Raises:
+        ShapeError: x is not (B, H, S, D) with an even D, the tables are not as above, or on another device.
+        UnsupportedDtype: a dtype not listed above.
+
+    Under forward-mode differentiation and the transforms of torch.func this is made of torch's own functions, which
+    the ledger does not count.
+
+    Source: Su et al. 2021, arXiv:2104.09864, equation 34.
+    """
+    _check(x, cos, sin)
+    y: Tensor = _rope(x, cos, sin, interleaved)
+    return y
+
+
+def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if x.dtype not in _DTYPES:
+        raise UnsupportedDtype(f"rope takes {', '.join(map(name_of, _DTYPES))}; x is {name_of(x.dtype)}")
+    if x.dim() != 4 or x.shape[3] % 2 or not x.shape[3]:
+        raise ShapeError(f"x must be (B, H, S, D) with an even D of at least 2, got {tuple(x.shape)}")
+    B, _, S, D = x.shape
+    flat = (S, D // 2)
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.shape != flat and table.shape != (B, *flat):
+            raise ShapeError(f"{name} must be {flat} or {(B, *flat)} for x {tuple(x.shape)}, got {tuple(table.shape)}")
+        if table.dtype != x.dtype and (table.dtype != torch.float32 or x.dtype == torch.float64):
+            wanted = name_of(x.dtype) + ("" if x.dtype in (torch.float32, torch.float64) else " or float32")
+            raise UnsupportedDtype(f"{name} must be {wanted} for x of {name_of(x.dtype)}, got {name_of(table.dtype)}")
+        if table.device != x.device:
+            raise ShapeError(f"{name} must be on {x.device}, where x is; it is on {table.device}")
+    if cos.shape != sin.shape:
+        raise ShapeError(f"cos and sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}")
+
+
+# --- implementations -------------------------------------------------------------------------------------------------
+
+
+def _refuses(case: Case) -> str | None:
+    if case.dtype == torch.float64:
+        return "computes in float32, not float64"
+    return refuses_triton(case.device)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Views of the first and the second of each pair."""
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+def _broadcast(table: Tensor, dtype: torch.dtype) -> Tensor:
+    """A table beside halves of (B, H, S, D / 2)."""
+    table = table.to(dtype)
+    return table.unsqueeze(1) if table.dim() == 3 else table
+
+
+def _torch_forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False) -> Tensor:
+    """Four passes over memory without a temporary, of float32 at least."""
+    wide = _wide(x.dtype)
+    y = torch.empty_like(x)
+    out = y if x.dtype == wide else torch.empty_like(x, dtype=wide)
+    (x1, x2), (y1, y2) = _halves(x.to(wide), interleaved), _halves(out, interleaved)
+    cos, sin, sign = _broadcast(cos, wide), _broadcast(sin, wide), -1 if inverse else 1
+    torch.mul(x1, cos, out=y1)
+    y1.addcmul_(x2, sin, value=-sign)
+    torch.mul(x2, cos, out=y2)
+    y2.addcmul_(x1, sin, value=sign)
+    return y if out is y else y.copy_(out)
+
+
+def _composite(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    wide = _wide(x.dtype)
+    x1, x2 = _halves(x.to(wide), interleaved)
+    cos, sin = _broadcast(cos, wide), _broadcast(sin, wide)
+    turned = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
+    y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return y.to(x.dtype)
+
+
+def _tables(
+    dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of the tables, from torch's functions: hardly ever asked for."""
+    if x is None or not (needs[1] or needs[2]):
+        return None, None
+    wide = _wide(x.dtype)
+    (x1, x2), (dy1, dy2) = _halves(x.to(wide), interleaved), _halves(dy.to(wide), interleaved)
+    over = (1,) if cos.dim() == 3 else (0, 1)
+    return (
+        (dy1 * x1 + dy2 * x2).sum(over).to(cos.dtype) if needs[1] else None,
+        (dy2 * x1 - dy1 * x2).sum(over).to(sin.dtype) if needs[2] else None,
+    )
+
+
+def _like(gradient: Tensor | None, table: Tensor) -> Tensor | None:
+    """With the strides that the registration promises."""
+    return gradient if gradient is None or table.is_contiguous() else torch.empty_like(table).copy_(gradient)
+
+
+def _own_backward(
+    dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, needs: Sequence[bool]
+) -> _Gradients:
+    dcos, dsin = _tables(dy, x, cos, sin, interleaved, needs)
+    return launch(dy, cos, sin, interleaved, True) if needs[0] else None, _like(dcos, cos), _like(dsin, sin)
+
+
+def _torch_backward(
+    dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, needs: Sequence[bool]
+) -> _Gradients:
+    dcos, dsin = _tables(dy, x, cos, sin, interleaved, needs)
+    dx = _torch_forward(dy, cos, sin, interleaved, True) if needs[0] else None
+    return dx, _like(dcos, cos), _like(dsin, sin)
+
+
+def _composite_backward(
+    dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, needs: Sequence[bool]
+) -> _Gradients:
+    return _composite(dy, cos, -sin, interleaved), *_tables(dy, x, cos, sin, interleaved, needs)
+
+
+def _cost(case: Case) -> Cost:
+    B, _, S, D = case.shape
+    n = math.prod(case.shape)
+    itemsize, batches = case.options[1].itemsize, B if case.options[2] == 3 else 1
+    return Cost(2 * n * case.dtype.itemsize + batches * S * D * itemsize, 3 * n)
+
+
+_fwd, _bwd = (
+    Operation(
+        f"rope_{suffix}",
+        (Implementation("triton", ours, refuses=_refuses, own=True), Implementation("torch", theirs)),
+        cost=_cost,
+    )
+    for suffix, ours, theirs in (("fwd", launch, _torch_forward), ("bwd", _own_backward, _torch_backward))
+)
+
+
+def _case(x: Tensor, cos: Tensor, interleaved: bool) -> Case:
+    pairs = "interleaved" if interleaved else "halves"
+    return Case(x.device, x.dtype, x.shape, (pairs, cos.dtype, cos.dim()))
+
+
+def _forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    y: Tensor = _fwd(_case(x, cos, interleaved), x, cos, sin, interleaved)
+    return y
+
+
+def _backward(
+    dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, needs: Sequence[bool]
+) -> _Gradients:
+    result: _Gradients = _bwd(_case(dy, cos, interleaved), dy, x, cos, sin, interleaved, needs)
+    return result
+
+
+_rope = DifferentiableOp(
+    "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> (Tensor y)",
+    forward=_forward,
+    backward=_backward,
+    saves=("x", "cos", "sin"),
+    only_for={"x": ("cos", "sin")},
+    gradients={"x": "y", "cos": "cos", "sin": "sin"},
+    composite=_composite,
+    composite_backward=_composite_backward,
+    fake=lambda x, cos, sin, interleaved: torch.empty_like(x),
+    keeps_layout=True,
+)

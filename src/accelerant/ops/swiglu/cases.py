@@ -1,0 +1,77 @@
+"""What swiglu is tested and measured on."""
+
+from __future__ import annotations
+
+import torch
+
+from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
+from accelerant.ops._elementwise import STREAM
+from accelerant.ops.swiglu.launch import KERNELS as _KERNELS
+from accelerant.ops.swiglu.launch import row_plan
+
+__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
+
+
+def _two(*shape: int) -> Sample:
+    return Sample("x".join(map(str, shape)) or "scalar", (shape, shape))
+
+
+def _one(*shape: int) -> Sample:
+    return Sample("x".join(map(str, shape)) + "-packed", (shape,))
+
+
+SAMPLES = (
+    _two(1),
+    _two(3, 5),
+    _one(3, 10),
+    _two(),
+    _two(0),
+    _two(4, 0, 2),
+    _two(2, 3, 129),
+    _two(33, 257),
+    _one(2),
+    _one(0, 4),
+    _one(3, 0),
+    _one(2, 3, 258),
+    _one(5, 2080),
+)
+LARGE = (_two(4097, 4095), _one(4099, 8190), _one(1000, 22016))
+BENCHMARKS = (
+    Benchmark(_two(16384, 4096), torch.bfloat16),
+    Benchmark(_one(16384, 8192), torch.bfloat16),
+    Benchmark(_two(8192, 14336), torch.bfloat16),
+)
+
+# One rounding of each result, in units of the largest, about 10 (the interpreter cuts bfloat16 instead of rounding it).
+TOLERANCES = {
+    torch.float64: Tolerance(1e-13, 1e-13),
+    torch.float32: Tolerance(2e-6, 1e-6),
+    torch.float16: Tolerance(1e-3, 1e-6),
+    torch.bfloat16: Tolerance(8e-3, 1e-6),
+}
+# torch rounds in between.
+TORCH_TOLERANCES = {
+    **TOLERANCES,
+    torch.float16: Tolerance(4e-3, 1e-3),
+    torch.bfloat16: Tolerance(3e-2, 8e-3),
+}
+
+
+def _compilations(kind: str, N: int) -> tuple[Compilation, ...]:
+    plan = row_plan(N)
+    sizes = {"N": "i32", "gate_stride": "i32", "up_stride": "i32"}
+    forward = {**dict.fromkeys(("gate_ptr", "up_ptr", "y_ptr"), kind), **sizes}
+    backward = dict.fromkeys(("dy_ptr", "gate_ptr", "up_ptr", "dgate_ptr", "dup_ptr"), kind)
+    return (
+        Compilation(_KERNELS["fwd"], forward, {"BLOCK": plan.block}, plan.num_warps),
+        Compilation(
+            _KERNELS["bwd"], {**backward, **sizes, "gradient_stride": "i32"}, {"BLOCK": plan.block}, plan.num_warps
+        ),
+    )
+
+
+KERNELS = (
+    *_compilations("*bf16", STREAM.block),
+    *_compilations("*fp32", STREAM.block),
+    *_compilations("*fp16", 512),
+)

@@ -1,0 +1,157 @@
+"""swiglu: validation, registration with torch, autograd, implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._elementwise import accesses, check_dtype, refuses_float64
+from accelerant.ops._library import name_of
+from accelerant.ops.swiglu.launch import launch_backward, launch_forward, packed_backward, packed_forward
+from accelerant.runtime.dispatch import Case, Implementation, Operation
+
+__all__ = ["swiglu", "swiglu_bwd", "swiglu_fwd"]
+
+_PACKED = ("packed",)
+
+
+def _own_forward(gate: Tensor, up: Tensor | None) -> Tensor:
+    return packed_forward(gate) if up is None else launch_forward(gate, up)
+
+
+def _own_backward(dy: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return (packed_backward(dy, gate), None) if up is None else launch_backward(dy, gate, up)
+
+
+def _torch_forward(gate: Tensor, up: Tensor | None) -> Tensor:
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    return F.silu(gate.contiguous()).mul_(up)
+
+
+def _torch_backward(dy: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    packed = up is None
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    dgate, dup = torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)
+    return (torch.cat((dgate, dup), -1), None) if packed else (dgate.contiguous(), dup.contiguous())
+
+
+swiglu_fwd = Operation(
+    "swiglu_fwd",
+    (
+        Implementation("triton", _own_forward, refuses=refuses_float64, own=True),
+        Implementation("torch", _torch_forward),
+    ),
+    cost=accesses(3, 5),
+)
+swiglu_bwd = Operation(
+    "swiglu_bwd",
+    (
+        Implementation("triton", _own_backward, refuses=refuses_float64, own=True),
+        Implementation("torch", _torch_backward),
+    ),
+    cost=accesses(5, 12),
+)
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Multiply up by gate times the logistic function of gate.
+
+    y = gate / (1 + exp(-gate)) * up
+
+    Args:
+        gate: any shape, float16, bfloat16, float32 or float64; fastest if contiguous. Without `up` (..., 2N): its first
+            N columns are the gate, the others `up`. Under autocast its own dtype is kept.
+        up: shape, dtype and device of gate; or None.
+
+    Returns:
+        shape of gate, or (..., N); dtype of gate, contiguous. Computed in float32 (float64 for float64), with one
+        rounding at the end. Differentiable twice.
+
+    Raises:
+        ShapeError: up has another shape or device than gate; without up, an odd last dimension, or a scalar.
+        UnsupportedDtype: dtype not listed above, or dtypes that differ.
+
+    Keeps its arguments for the backward pass, and nothing else. Under torch.compile this is torch's own silu and
+    product, so that the compiler fuses it with what stands around it. Under forward-mode differentiation and the
+    transforms of torch.func (grad, jvp, vmap, ...) too; the ledger does not count those.
+
+    Source: Shazeer 2020, arXiv:2002.05202, equation 5.
+    """
+    check_dtype("swiglu", gate, "gate")
+    if up is None:
+        if not gate.dim() or gate.shape[-1] % 2:
+            raise ShapeError(f"without up, the last dimension of gate must be even, got shape {tuple(gate.shape)}")
+    else:
+        if up.shape != gate.shape:
+            raise ShapeError(f"up must have the shape of gate, {tuple(gate.shape)}, got {tuple(up.shape)}")
+        if up.dtype != gate.dtype:
+            raise UnsupportedDtype(
+                f"gate and up must have one dtype, got {name_of(gate.dtype)} and {name_of(up.dtype)}"
+            )
+        if up.device != gate.device:
+            raise ShapeError(f"gate and up must be on one device, got {gate.device} and {up.device}")
+    y: Tensor = _swiglu(gate, up)
+    return y
+
+
+def _case(x: Tensor, up: Tensor | None) -> Case:
+    """Of the result's shape."""
+    if up is None:
+        return Case(x.device, x.dtype, (*x.shape[:-1], x.shape[-1] // 2), _PACKED)
+    return Case(x.device, x.dtype, x.shape)
+
+
+def _forward(gate: Tensor, up: Tensor | None) -> Tensor:
+    y: Tensor = swiglu_fwd(_case(gate, up), gate, up)
+    return y
+
+
+def _backward(
+    dy: Tensor, gate: Tensor, up: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    found: tuple[Tensor | None, Tensor | None] = swiglu_bwd(_case(gate, up), dy, gate, up)
+    return found
+
+
+def _fake(gate: Tensor, up: Tensor | None) -> Tensor:
+    return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
+
+
+def _composite(gate: Tensor, up: Tensor | None) -> Tensor:
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    return (F.silu(gate) * up).contiguous()
+
+
+def _composite_backward(
+    dy: Tensor, gate: Tensor, up: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients in functions that torch can differentiate in either mode; it has none of silu_backward."""
+    packed = up is None
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    wide = gate if gate.dtype == torch.float64 else gate.float()
+    s = torch.sigmoid(wide)
+    dgate = (dy * up * (s * (1.0 + wide * (1.0 - s)))).to(gate.dtype)
+    dup = (dy * (wide * s)).to(gate.dtype)
+    return (torch.cat((dgate, dup), -1), None) if packed else (dgate, dup)
+
+
+_swiglu = DifferentiableOp(
+    "swiglu(Tensor gate, Tensor? up) -> (Tensor y)",
+    forward=_forward,
+    backward=_backward,
+    composite_backward=_composite_backward,
+    saves=("gate", "up"),
+    gradients={"gate": "gate", "up": "up"},
+    composite=_composite,
+    fake=_fake,
+    decomposes=True,
+)

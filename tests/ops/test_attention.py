@@ -1,0 +1,528 @@
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerant import ops
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops.attention import backends, composite, launch
+from accelerant.ops.attention.reference import attention_reference
+from accelerant.runtime.dispatch import Case, operations
+from accelerant.runtime.ledger import ledger
+
+
+def tensors(B=1, Hq=2, S=33, D=16, Hkv=None, Skv=None, dtype=torch.float32):
+    keys = (B, Hkv or Hq, S if Skv is None else Skv, D)
+    return [torch.randn(shape).to(dtype) for shape in ((B, Hq, S, D), keys, keys)]
+
+
+def exact(function, q, k, v, do=None, **options):
+    """The reference in float64: o, and the gradients if do is given."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    o = function(*leaves, **options)
+    return o.detach() if do is None else torch.autograd.grad(o, leaves, do.double())
+
+
+# --- as torch's, and as good -----------------------------------------------------------------------------------------
+
+INPUTS = {
+    "random": lambda x: x,
+    "large": lambda x: x * 30,
+    "tiny": lambda x: x * 1e-4,
+    "constant": lambda x: torch.ones_like(x),
+    "one key stands out": lambda x: torch.cat([x[:, :, :1] * 20, x[:, :, 1:]], 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kind", INPUTS)
+def test_error_is_at_most_twice_that_of_torch(kind, causal, dtype, interpreted):
+    if dtype == torch.bfloat16 and kind not in ("random", "tiny"):
+        pytest.skip("the interpreter cuts to bfloat16 instead of rounding: an o just below v[j] becomes another number")
+    q, k, v = (INPUTS[kind](x).to(dtype) for x in tensors(S=45, D=32))
+    do = torch.randn(q.shape).to(dtype)
+    reference = exact(attention_reference, q, k, v, causal=causal)
+    slopes = exact(attention_reference, q, k, v, do, causal=causal)
+    errors = []
+    for function in (
+        lambda *args: ops.attention(*args, causal=causal),
+        lambda *args: F.scaled_dot_product_attention(*args, is_causal=causal),
+    ):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = function(*leaves)
+        gradients = torch.autograd.grad(o, leaves, do)
+        errors.append(
+            [(o - reference).abs().max(), *((g - s).abs().max() for g, s in zip(gradients, slopes, strict=True))]
+        )
+    # One unit in the last place of the largest number beside it; the interpreter cuts to bfloat16 rather than round.
+    steps = 2 if dtype == torch.bfloat16 else 1
+    for ours, theirs, exactly in zip(*errors, (reference, *slopes), strict=True):
+        assert ours <= 2 * theirs + steps * torch.finfo(dtype).eps * exactly.abs().max().clamp(min=1e-3)
+    assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"triton"}
+
+
+@pytest.mark.parametrize("S", [1, 2, 31, 32, 33])
+def test_causal_is_that_of_torch_for_as_many_keys_as_queries(S, interpreted):
+    q, k, v = tensors(S=S)
+    torch.testing.assert_close(
+        ops.attention(q, k, v, causal=True), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    )
+
+
+@pytest.mark.parametrize("way", ["triton", "torch"])
+def test_queries_stand_beside_the_last_keys(way, request):
+    """The last rows of the whole are what the last queries alone find."""
+    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+    q, k, v = tensors(S=50)
+    for options in ({"causal": True}, {"causal": True, "window": 5}, {"window": 7}):
+        whole = ops.attention(q, k, v, **options)
+        torch.testing.assert_close(ops.attention(q[:, :, 30:], k, v, **options), whole[:, :, 30:])
+
+
+@pytest.mark.parametrize("way", ["triton", "torch"])
+def test_rows_that_see_nothing_give_zeros(way, request):
+    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+    q, k, v = (x.requires_grad_() for x in tensors(S=40, Skv=17))
+    o, lse = ops.attention(q, k, v, causal=True, return_lse=True)
+    assert (o[:, :, : 40 - 17] == 0).all()
+    assert (lse[:, :, : 40 - 17] == -math.inf).all()
+    assert lse[:, :, 40 - 17 :].isfinite().all()
+    o.sum().backward()
+    assert (q.grad[:, :, : 40 - 17] == 0).all()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+@pytest.mark.parametrize("way", ["triton", "torch"])
+@pytest.mark.parametrize("Skv", [0, 9])
+def test_log_sum_exp(Skv, way, request):
+    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+    q, k, v = tensors(S=20, Skv=Skv)
+    o, lse = ops.attention(q.requires_grad_(), k, v, scale=0.7, return_lse=True)
+    torch.testing.assert_close(lse, (0.7 * q @ k.transpose(-1, -2)).logsumexp(-1).detach())
+    assert lse.dtype == torch.float32
+    assert o.requires_grad
+    assert not lse.requires_grad
+
+
+@pytest.mark.parametrize("way", ["triton", "torch"])
+@pytest.mark.parametrize("Hkv", [1, 2, 6])
+def test_shared_keys_are_keys_repeated(Hkv, way, request):
+    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+    q, k, v = (x.requires_grad_() for x in tensors(B=2, Hq=6, Hkv=Hkv, S=19, Skv=21))
+    repeated = [x.repeat_interleave(6 // Hkv, 1) for x in (k, v)]
+    do = torch.randn(q.shape)
+    found, expected = (ops.attention(q, *others, causal=True) for others in ((k, v), repeated))
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(*(torch.autograd.grad(o, (q, k, v), do) for o in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_not_a_number_stays_in_its_rows(interpreted):
+    q, k, v = tensors(S=40)
+    q[0, 0, 3, 0] = math.nan
+    o = ops.attention(q, k, v)
+    assert o[0, 0, 3].isnan().all()
+    assert o.isnan().sum() == o.shape[-1]
+    k[0, 1, 20, 0] = math.nan
+    o = ops.attention(q, k, v, causal=True)
+    assert not o[0, 1, :20].isnan().any()
+    assert o[0, 1, 20:].isnan().all()
+
+
+# --- tiles, layouts, shapes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [(False, -1), (True, -1), (True, 11), (False, 20)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [launch.Plan(16, 16, 4, 1), launch.Plan(64, 16, 4, 1), launch.Plan(16, 64, 4, 1)], ids=str
+)
+def test_any_plan_gives_the_same(plan, options, interpreted):
+    causal, window = options
+    q, k, v = tensors(S=70, Skv=90)
+    do = torch.randn(q.shape)
+    named = {"causal": causal, "window": None if window < 0 else window, "scale": 0.3}
+    o, lse = launch.launch_forward(q, k, v, causal, 0.3, window, plan)
+    torch.testing.assert_close(o.double(), exact(attention_reference, q, k, v, **named), rtol=1e-5, atol=1e-5)
+    found = launch.launch_backward(do, q, k, v, o, lse, causal, 0.3, window, (plan, plan))
+    for one, other in zip(found, exact(attention_reference, q, k, v, do, **named), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+LAYOUTS = {
+    "(B, S, H, D) transposed": lambda B, H, S, D: torch.randn(B, S, H, D).transpose(1, 2),
+    "a third of a packed projection": lambda B, H, S, D: torch.randn(B, S, 3, H, D).select(2, 1).transpose(1, 2),
+    "(B, H, D, S) transposed": lambda B, H, S, D: torch.randn(B, H, D, S).transpose(2, 3),
+    "(S, B, H, D) permuted": lambda B, H, S, D: torch.randn(S, B, H, D).permute(1, 2, 0, 3),
+    "every second column": lambda B, H, S, D: torch.randn(B, H, S, 2 * D)[..., ::2],
+    "expanded heads": lambda B, H, S, D: torch.randn(B, 1, S, D).expand(B, H, S, D),
+}
+
+
+@pytest.mark.parametrize("way", ["triton", "torch"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout(layout, way, request):
+    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+    q, k, v, do = (LAYOUTS[layout](2, 3, 21, 8) for _ in range(4))
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = ops.attention(*leaves, causal=True)
+    torch.testing.assert_close(o.double(), exact(attention_reference, q, k, v, causal=True), rtol=1e-5, atol=1e-5)
+    if layout.startswith(("(B, S", "a third")):
+        assert o.transpose(1, 2).is_contiguous()
+    gradients = torch.autograd.grad(o, leaves, do)
+    for one, other in zip(gradients, exact(attention_reference, q, k, v, do, causal=True), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    B=st.integers(1, 2),
+    Hkv=st.integers(1, 2),
+    group=st.integers(1, 3),
+    S=st.integers(1, 40),
+    Skv=st.integers(0, 50),
+    D=st.integers(1, 20),
+    causal=st.booleans(),
+    window=st.none() | st.integers(0, 45),
+)
+def test_any_shape(B, Hkv, group, S, Skv, D, causal, window):
+    q, k, v = tensors(B, Hkv * group, S, D, Hkv, Skv)
+    do = torch.randn(q.shape)
+    named = {"causal": causal, "window": window}
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o = ops.attention(*leaves, **named)
+    torch.testing.assert_close(o.double(), exact(attention_reference, q, k, v, **named), rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(o, leaves, do)
+    for one, other in zip(gradients, exact(attention_reference, q, k, v, do, **named), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+# --- choice ----------------------------------------------------------------------------------------------------------
+
+
+def test_autocast_casts_as_torch_does(interpreted):
+    q, k, v = tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops.attention(q, k, v).dtype == F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
+        assert ops.attention(q, k.bfloat16(), v).dtype == torch.bfloat16
+        assert ops.attention(q.double(), k.double(), v.double()).dtype == torch.float64
+
+
+def test_wide_heads_are_left_to_torch(interpreted):
+    q, k, v = tensors(S=5, D=300)
+    torch.testing.assert_close(ops.attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    row = ledger().to_dict()["ops"][0]
+    assert row["implementation"] == "torch"
+    assert "takes heads up to 256 wide, not 300" in str(row["refused"])
+
+
+@pytest.mark.parametrize(
+    ("options", "S", "said"),
+    [
+        ({"causal": True}, 1, ""),
+        ({"causal": True}, 2, " causal"),
+        ({"window": 8}, 3, ""),
+        ({"window": 7, "causal": True}, 3, " causal window 7"),
+    ],
+)
+def test_a_mask_that_hides_nothing_is_none(options, S, said, interpreted):
+    q, k, v = tensors(S=S, Skv=9)
+    o = ops.attention(q, k, v, **options)
+    torch.testing.assert_close(o.double(), exact(attention_reference, q, k, v, **options), rtol=1e-5, atol=1e-5)
+    assert ledger().to_dict()["ops"][0]["case"] == f"1x2x2x{S}x9x16 float32{said}"
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def case(*sizes, dtype=torch.bfloat16, options=()):
+    return Case(CUDA, dtype, sizes, options)
+
+
+HOPPER_REFUSALS = [
+    ("cudnn", case(1, 2, 2, 64, 64, 64), None),
+    ("cudnn", case(1, 4, 2, 64, 64, 64, options=("causal",)), None),
+    ("cudnn", case(1, 2, 2, 64, 64, 64, dtype=torch.float32), "takes bfloat16 and float16, not float32"),
+    ("cudnn", case(1, 2, 2, 64, 64, 136), "up to 128 wide, not 136"),
+    ("cudnn", case(1, 2, 2, 64, 64, 20), "multiple of 8 up to 128 wide, not 20"),
+    ("cudnn", case(1, 2, 2, 64, 80, 64, options=("causal",)), "top left corner"),
+    ("cudnn", case(1, 2, 2, 64, 64, 64, options=("causal", "window 9")), "no window"),
+    ("flash", case(1, 2, 2, 64, 80, 64, options=("causal", "window 9")), None),
+    ("flash", case(1, 2, 2, 80, 64, 64, options=("causal",)), "queries that see no key"),
+    ("flash", case(1, 2, 2, 0, 64, 64), "empty"),
+    ("efficient", case(1, 2, 2, 64, 64, 64, dtype=torch.float32), None),
+    ("efficient", case(1, 4, 2, 64, 64, 64), "as many heads"),
+    ("efficient", case(1, 2, 2, 64, 80, 64, options=("causal",)), "top left corner"),
+    ("flash_attn_4", case(1, 2, 2, 64, 64, 72), "64, 96 or 128 wide, not 72"),
+    ("hopper", case(1, 2, 2, 64, 64, 64, options=("window 3",)), "no window"),
+    ("hopper", case(1, 2, 2, 64, 64, 64, dtype=torch.float32), "not float32"),
+]
+
+
+@pytest.mark.parametrize(("name", "case", "reason"), HOPPER_REFUSALS)
+def test_libraries_say_what_they_refuse(name, case, reason, monkeypatch):
+    monkeypatch.setattr(backends, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(importlib.import_module("accelerant.ops.attention.op"), "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    for operation in ("attention_fwd", "attention_bwd"):
+        (one,) = (each for each in operations()[operation].implementations if each.name == name)
+        found = one.refuses(case)
+        assert found is None if reason is None else reason in found
+
+
+def test_sm_75_has_no_room_for_the_widest_heads_in_float32(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("accelerant.ops.attention.op"), "capability_of", lambda _: (7, 5))
+    (triton,) = (each for each in operations()["attention_bwd"].implementations if each.name == "triton")
+    assert "64 KiB" in triton.refuses(case(1, 1, 1, 9, 9, 256, dtype=torch.float32))
+    assert "64 KiB" not in (triton.refuses(case(1, 1, 1, 9, 9, 256, dtype=torch.float16)) or "")
+
+
+def test_only_ours_and_the_formulas_have_a_deterministic_backward_pass():
+    fixed = {each.name: each.deterministic for each in operations()["attention_bwd"].implementations}
+    assert {name for name, same in fixed.items() if same} == {"hopper", "triton", "torch"}
+
+
+def test_formulas_of_the_dense_backward_pass():
+    """What a device without any of the libraries runs."""
+    for options in ((False, -1), (True, -1), (True, 3)):
+        q, k, v = (x.double() for x in tensors(Hq=4, Hkv=2, S=9, Skv=7))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        o, lse = composite.attend(*leaves, options[0], 0.4, options[1])
+        do = torch.randn_like(o)
+        expected = torch.autograd.grad(o, leaves, do)
+        found = composite.dense_backward(
+            do, q, k, v, o, lse.masked_fill(lse == -math.inf, 0), options[0], 0.4, options[1]
+        )
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+# --- rejections ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        (((2, 3, 4), (2, 3, 4), (2, 3, 4)), r"takes q \(B, Hq, S, D\) .*\(2, 3, 4\)"),
+        (((1, 2, 3, 8), (2, 2, 3, 8), (2, 2, 3, 8)), r"same B and D.* got \(1, 2, 3, 8\) and \(2, 2, 3, 8\)"),
+        (((1, 2, 3, 8), (1, 2, 3, 9), (1, 2, 3, 9)), r"same B and D.* got \(1, 2, 3, 8\) and \(1, 2, 3, 9\)"),
+        (((1, 2, 3, 8), (1, 2, 3, 8), (1, 2, 4, 8)), r"v must be \(1, 2, 3, 8\), .* got \(1, 2, 4, 8\)"),
+        (((1, 3, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8)), "must divide those of q, got 2 and 3"),
+        (((1, 3, 3, 8), (1, 0, 3, 8), (1, 0, 3, 8)), "must divide those of q, got 0 and 3"),
+    ],
+)
+def test_refuses_shapes(shapes, words):
+    with pytest.raises(ShapeError, match=words):
+        ops.attention(*map(torch.zeros, shapes))
+
+
+def test_refuses_dtypes():
+    x = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(UnsupportedDtype, match=r"attention takes .*; k is int64"):
+        ops.attention(x, x.long(), x)
+    with pytest.raises(UnsupportedDtype, match="one dtype, got float32, float16, float32"):
+        ops.attention(x, x.half(), x)
+
+
+def test_refuses_devices_and_windows():
+    x = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(ShapeError, match="one device; they are on cpu, cpu and meta"):
+        ops.attention(x, x, x.to("meta"))
+    with pytest.raises(ConfigError, match="window must be at least 0, got -2"):
+        ops.attention(x, x, x, window=-2)
+
+
+# --- packed sequences ------------------------------------------------------------------------------------------------
+
+
+def packed(lengths, Hq=4, Hkv=2, D=8):
+    """q, k, v, their bounds and the longest lengths of sequences of (queries, keys)."""
+    bounds = [torch.tensor([0, *(pair[i] for pair in lengths)]).cumsum(0, dtype=torch.int32) for i in (0, 1)]
+    q, k, v = (torch.randn(int(bounds[i][-1]), heads, D) for i, heads in ((0, Hq), (1, Hkv), (1, Hkv)))
+    return q, k, v, *bounds, *(max(pair[i] for pair in lengths) for i in (0, 1))
+
+
+PACKED = ((20, 20), (1, 33), (0, 4), (37, 9), (3, 0), (16, 16))
+
+
+@pytest.mark.parametrize("way", ["triton", "torch"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 4}, {"window": 6}], ids=str)
+def test_packed_sequences_are_each_attended_alone(options, way, request):
+    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+    q, k, v, *rest = packed(PACKED)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o, lse = ops.attention_varlen(*leaves, *rest, **options, return_lse=True)
+    do = torch.randn(o.shape)
+    gradients = torch.autograd.grad(o, leaves, do)
+    at_q = at_k = 0
+    for queries, keys in PACKED:
+        rows, columns = slice(at_q, at_q + queries), slice(at_k, at_k + keys)
+        at_q, at_k = at_q + queries, at_k + keys
+        parts = [x[where].detach().transpose(0, 1)[None] for x, where in ((q, rows), (k, columns), (v, columns))]
+        expected, of_rows = attention_reference(*(x.double() for x in parts), **options, return_lse=True)
+        torch.testing.assert_close(o[rows].transpose(0, 1)[None].double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[None, :, rows].double(), of_rows, rtol=1e-5, atol=1e-5)
+        slopes = exact(attention_reference, *parts, do[rows].transpose(0, 1)[None], **options)
+        for gradient, where, slope in zip(gradients, (rows, columns, columns), slopes, strict=True):
+            torch.testing.assert_close(gradient[where].transpose(0, 1)[None].double(), slope, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_heads_of_a_projection(interpreted):
+    """q, k and v as views of one (total, 3, H, D) tensor."""
+    whole = torch.randn(30, 3, 2, 8, requires_grad=True)
+    cu = torch.tensor([0, 11, 30], dtype=torch.int32)
+    o = ops.attention_varlen(*whole.unbind(1), cu, cu, 19, 19, causal=True)
+    expected = torch.cat(
+        [
+            F.scaled_dot_product_attention(*part.permute(1, 2, 0, 3), is_causal=True).transpose(0, 1)
+            for part in whole.split([11, 19])
+        ]
+    )
+    torch.testing.assert_close(o, expected)
+    do = torch.randn(o.shape)
+    for one, other in zip(*(torch.autograd.grad(y, whole, do, retain_graph=True) for y in (o, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({0: torch.zeros(1, 2, 3, 8)}, ShapeError, r"takes q \(total_q, Hq, D\)"),
+        ({0: torch.zeros(5, 4, 16)}, ShapeError, "same D of at least 1, got 16 and 8"),
+        ({0: torch.zeros(5, 3, 8)}, ShapeError, "must divide those of q, got 2 and 3"),
+        ({2: torch.zeros(5, 1, 8)}, ShapeError, r"v must be \(5, 2, 8\)"),
+        ({3: torch.tensor([0, 2, 5])}, UnsupportedDtype, "cu_seqlens_q must be int32, got int64"),
+        ({3: torch.zeros(2, 2, dtype=torch.int32)}, ShapeError, r"cu_seqlens_q must be \(sequences \+ 1,\)"),
+        ({4: torch.zeros(4, dtype=torch.int32)}, ShapeError, r"cu_seqlens_k must be \(3,\) .* got \(4,\)"),
+        ({4: torch.zeros(3, dtype=torch.int32, device="meta")}, ShapeError, "on cpu, where q is; it is on meta"),
+        ({5: -1}, ConfigError, "max_seqlen_q must be at least 0, got -1"),
+    ],
+)
+def test_refuses_packed(change, error, words):
+    args = [change.get(at, x) for at, x in enumerate(packed(((2, 2), (3, 3))))]
+    with pytest.raises(error, match=words):
+        ops.attention_varlen(*args)
+
+
+# --- what the kernels need -------------------------------------------------------------------------------------------
+
+LIMITS = {"sm_75": 64 << 10, "sm_86": 99 << 10, "sm_100": 99 << 10, "sm_90": 227 << 10}
+
+SIZES = """
+import sys
+from accelerant.ops.attention.cases import compilation
+for kernel in ("fwd", "bwd_q", "bwd_kv"):
+    for target, kind, width in (part.split(":") for part in sys.argv[1:]):
+        capability = divmod(int(target.removeprefix("sm_")), 10)
+        binary = compilation(kernel, kind, int(width), capability).source().dialects["triton"].build(target)
+        print(target, kernel, width, binary.resources["attention_" + kernel].shared_bytes)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this system")
+def test_tiles_fit_shared_memory():
+    """The widest heads of each kind of device; in a process of its own, since Triton compiles or interprets."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(ops.__file__).parents[2])
+    parts = [
+        "sm_75:*fp32:128",
+        "sm_75:*fp16:256",
+        "sm_86:*bf16:64",
+        "sm_86:*bf16:256",
+        "sm_100:*bf16:128",
+        "sm_90:*bf16:128",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", SIZES, *parts], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert len(rows) == 3 * len(parts)
+    too_big = [row for row in rows if int(row[3]) > LIMITS[row[0]]]
+    assert not too_big
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+ON_GPU = [
+    ({"B": 2, "S": 300, "D": 64}, {"causal": True}),
+    ({"B": 2, "Hq": 8, "Hkv": 2, "S": 256, "D": 128}, {"causal": True}),
+    ({"S": 200, "Skv": 333, "D": 64}, {}),
+    ({"S": 200, "Skv": 333, "D": 96}, {"causal": True, "window": 50}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("sizes", "options"), ON_GPU, ids=str)
+def test_any_forward_pass_goes_with_any_backward_pass(sizes, options, dtype):
+    """Their lse is one and the same; and each is as good as the scores whole in the same dtype, or better."""
+    q, k, v = (x.to("cuda") for x in tensors(**sizes, dtype=dtype))
+    do = torch.randn(q.shape, device="cuda").to(dtype)
+    D, causal, window = q.shape[3], options.get("causal", False), options.get("window", -1)
+    args = (causal, D**-0.5, window)
+    expected, of_rows = attention_reference(*(x.double() for x in (q, k, v)), **options, return_lse=True)
+    slopes = exact(attention_reference, q, k, v, do, **options)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    theirs = attention_reference(*leaves, **options)
+    errors = [(theirs - expected).abs().max()]
+    errors += [(g - s).abs().max() for g, s in zip(torch.autograd.grad(theirs, leaves, do), slopes, strict=True)]
+    bounds = [
+        2 * error + torch.finfo(dtype).eps * exactly.abs().max()
+        for error, exactly in zip(errors, (expected, *slopes), strict=True)
+    ]
+    B, Hq, S, _ = q.shape
+    words = (("causal",) if causal else ()) + ((f"window {window}",) if window >= 0 else ())
+    where = Case(q.device, dtype, (B, Hq, k.shape[1], S, k.shape[2], D), words)
+    ran = set()
+    for forward in operations()["attention_fwd"].candidates(where):
+        o, lse = forward.run(q, k, v, *args)
+        assert (o - expected).abs().max() <= bounds[0], forward.name
+        torch.testing.assert_close(lse.double(), of_rows, rtol=1e-4, atol=1e-3, msg=forward.name)
+        for backward in operations()["attention_bwd"].candidates(where):
+            gradients = backward.run(do, q, k, v, o, lse, *args)
+            for gradient, slope, bound in zip(gradients, slopes, bounds[1:], strict=True):
+                assert (gradient - slope).abs().max() <= bound, (forward.name, backward.name)
+            ran.add((forward.name, backward.name))
+    assert ("triton", "triton") in ran
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 4}], ids=str)
+def test_packed_implementations_agree(options):
+    q, k, v, cu_q, cu_k, *longest = (x.to("cuda") if isinstance(x, torch.Tensor) else x for x in packed(PACKED, D=64))
+    q, k, v = q.half(), k.half(), v.half()
+    do = torch.randn_like(q)
+    args = (cu_q, cu_k, *longest, options.get("causal", False), 0.125, options.get("window", -1))
+    forward, backward = (operations()[f"attention_varlen_{part}"] for part in ("fwd", "bwd"))
+    expected, lse = forward.run("torch", q, k, v, *args)
+    slopes = backward.run("torch", do, q, k, v, expected, lse, *args)
+    for name in ("triton", "flash"):
+        o, of_rows = forward.run(name, q, k, v, *args)
+        torch.testing.assert_close(o, expected, rtol=1e-2, atol=5e-3, msg=name)
+        torch.testing.assert_close(of_rows, lse, rtol=1e-3, atol=1e-3, msg=name)
+        for gradient, slope in zip(backward.run(name, do, q, k, v, o, of_rows, *args), slopes, strict=True):
+            torch.testing.assert_close(gradient, slope, rtol=1e-2, atol=1e-2, msg=name)
+
+
+@pytest.mark.gpu
+def test_memory_is_linear_in_the_sequence():
+    q, k, v = (torch.randn(8, 12, 2048, 64, device="cuda") for _ in range(3))
+    ops.attention(q, k, v)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    o = ops.attention(q, k, v)
+    torch.cuda.synchronize()
+    assert o.shape == q.shape
+    assert torch.cuda.max_memory_allocated() - before <= 52 << 20

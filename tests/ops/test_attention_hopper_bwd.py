@@ -1,0 +1,241 @@
+"""Attention's backward kernels for Hopper: their code without a GPU, their results on one."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from accelerant.ops.attention import hopper_bwd
+from accelerant.ops.attention.hopper_bwd import KINDS, PARTS, Plan, launch_backward, plan_for, program, refuses
+from accelerant.runtime.dispatch import Case
+from accelerant.runtime.providers.cuda_compile import compile_cuda
+
+pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
+
+HALF = (torch.bfloat16, torch.float16)
+IDS = {"ids": lambda value: str(value).removeprefix("torch.")}
+PLANS = [Plan(width, whole) for width in (64, 128) for whole in (False, True)]
+SPILLS = {64: 0, 128: 20}
+"""Bytes by width. At 128 the thread that starts the copies keeps a few words in memory, outside of any inner loop."""
+
+
+def disassembled(code):
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        return subprocess.run([str(tool), "-sass", file.name], capture_output=True, text=True, check=True).stdout
+
+
+# --- code ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", HALF, **IDS)
+@pytest.mark.parametrize("plan", PLANS, **IDS)
+def test_code_stays_in_its_budget(plan, dtype, causal):
+    binary = compile_cuda(program(plan, dtype, causal).source(KINDS), "sm_90a")
+    resources = binary.resources["attention_bwd"]
+    assert resources.spill_bytes <= SPILLS[plan.width]
+    assert resources.registers * 384 <= 65536
+    assert 128 * (2 * plan.take + plan.give) <= resources.registers * 384
+    assert binary.metadata == {"threads": 384, "shared_bytes": plan.shared_bytes}
+    assert plan.shared_bytes <= 227 * 1024
+    # C7510 to C7515: the compiler waits for each wgmma; C7508: it ignores setmaxnreg.
+    assert not re.search(r"C75\d\d", binary.log)
+
+
+@pytest.mark.parametrize("part", PARTS[1:])
+@pytest.mark.parametrize("plan", PLANS, **IDS)
+def test_small_kernels_do_not_spill(plan, part):
+    resources = compile_cuda(program(plan, torch.float16, True, part).source(KINDS), "sm_90a").resources[part]
+    assert resources.spill_bytes == resources.stack_bytes == 0
+    assert resources.registers <= 128
+
+
+@pytest.mark.parametrize("plan", PLANS, **IDS)
+def test_products_are_wgmma_and_copies_go_through_the_copy_engine(plan):
+    text = disassembled(compile_cuda(program(plan, torch.bfloat16, True).source(KINDS), "sm_90a").code)
+    found = re.findall(r"HGMMA\.64x(\d+)x16\.F32\.BF16", text)
+    steps = plan.width // 16
+    tiles = plan.tile_q // 16
+    assert len(found) == 2 * 2 * steps + 2 * tiles + 8  # S and dP twice (before and in the loop), dV, dK; dQ
+    assert "UTMALDG.4D" in text
+    assert ("UBLKRED" in text) is not plan.whole
+    assert ("REDG.E.ADD.F32x4" in text) is plan.whole
+    assert text.count("USETMAXREG") == 2
+    assert text.count("R2UR") < 100  # descriptors are found by the uniform units
+
+
+def test_variants():
+    assert plan_for((32, 12, 12, 2048, 2048, 64), 132, False) == Plan(64, False)
+    assert plan_for((2, 8, 8, 8192, 8192, 72), 132, False) == Plan(128, False)
+    assert plan_for((2, 8, 8, 8192, 8192, 64), 132, True) == Plan(64, True)
+    assert plan_for((64, 12, 12, 512, 512, 64), 132, False) == Plan(64, True)  # 768 heads fill 6 rounds of 132
+    assert plan_for((1, 12, 12, 512, 512, 64), 132, False) == Plan(64, False)  # 12 do not fill one
+
+
+def case(shape, dtype=torch.bfloat16, causal=True):
+    return Case(torch.device("cuda", 0), dtype, shape, ("causal",) if causal else ())
+
+
+@pytest.mark.parametrize(
+    ("shape", "causal", "why"),
+    [
+        ((2, 4, 4, 128, 128, 256), True, "up to 128 wide, not 256"),
+        ((2, 4, 4, 128, 128, 60), True, "multiple of 8 up to 128 wide, not 60"),
+        ((2, 4, 4, 100, 128, 64), True, "not 100 and 128"),
+        ((0, 4, 4, 128, 128, 64), True, "empty"),
+        ((2, 4, 4, 100, 0, 64), False, "empty"),
+        ((1, 1, 1, 2**29, 2**29, 64), True, "32 bits"),
+    ],
+)
+def test_refuses(shape, causal, why):
+    assert why in refuses(case(shape, causal=causal))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 4, 100, 128, 64), (1, 1, 1, 1, 1, 8), (2, 8, 2, 4096, 4096, 128)])
+def test_takes(shape):
+    assert refuses(case(shape, causal=shape[3] == shape[4])) is None
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+SHAPES = [  # B, Hq, Hkv, S, Skv, D
+    (1, 1, 1, 1, 1, 64),
+    (1, 2, 2, 64, 64, 64),
+    (2, 3, 3, 65, 65, 64),
+    (2, 12, 12, 1024, 1024, 64),
+    (1, 4, 2, 777, 777, 64),
+    (2, 8, 1, 300, 300, 128),
+    (1, 2, 2, 2100, 2100, 128),
+    (3, 2, 2, 130, 130, 32),
+    (1, 5, 5, 513, 513, 96),
+    (1, 2, 2, 9, 9, 8),
+]
+ACROSS = [(1, 4, 2, 100, 333, 64), (2, 2, 2, 5, 1000, 64), (2, 2, 1, 1000, 1, 64), (1, 3, 3, 1200, 70, 128)]
+EACH = [(shape, causal) for shape in SHAPES for causal in (False, True)] + [(shape, False) for shape in ACROSS]
+
+
+def inputs(shape, dtype=torch.bfloat16):
+    """Random do, q, k, v; heads inside rows, as a projection gives them."""
+    B, Hq, Hkv, S, Skv, D = shape
+    sizes = ((Hq, S), (Hq, S), (Hkv, Skv), (Hkv, Skv))
+    return [torch.randn(B, s, h, D, dtype=dtype, device="cuda").transpose(1, 2) for h, s in sizes]
+
+
+def expected(do, q, k, v, causal, scale):
+    """o, lse, dq, dk, dv in float64, by the formulas at the head of hopper_bwd.cu."""
+    do, q, k, v = (x.double() for x in (do, q, k, v))
+    share = q.shape[1] // k.shape[1]
+    wide_k, wide_v = (x.repeat_interleave(share, 1) for x in (k, v))
+    scores = q @ wide_k.mT * scale
+    if causal:
+        scores.masked_fill_(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
+    lse = scores.logsumexp(-1)
+    p = (scores - lse[..., None]).exp()
+    o = p @ wide_v
+    ds = p * (do @ wide_v.mT - (do * o).sum(-1, keepdim=True)) * scale
+    dk, dv = (x.unflatten(1, (-1, share)).sum(2) for x in (ds.mT @ q, p.mT @ do))
+    return o, lse, ds @ wide_k, dk, dv
+
+
+def check(do, q, k, v, causal, scale=None, deterministic=False):
+    """Ours is as near as twice torch's distance. Returns the arguments and what was found."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    o, lse, *wanted = expected(do, q, k, v, causal, scale)
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    share = q.shape[1] // k.shape[1]
+    wide_k, wide_v = (x.repeat_interleave(share, 1) for x in leaves[1:])
+    out = F.scaled_dot_product_attention(leaves[0], wide_k, wide_v, is_causal=causal, scale=scale)
+    theirs = torch.autograd.grad(out, leaves, do)
+    args = (do, q, k, v, o.to(q.dtype), lse.float(), causal, scale, deterministic)
+    found = launch_backward(*args)
+    for x, ours, their, want in zip((q, k, v), found, theirs, wanted, strict=True):
+        assert ours.dtype == x.dtype
+        assert ours.shape == x.shape
+        assert ours.stride() == torch.empty_like(x).stride()
+        bar = 2 * (their.double() - want).norm() + 1e-3 * want.norm() + 1e-4 * want.numel() ** 0.5
+        assert (ours.double() - want).norm() <= bar
+    return args, found
+
+
+@pytest.fixture(params=[False, True], ids=["added", "whole"])
+def each_plan(request, monkeypatch):
+    """Every test with both ways of summing dq."""
+    monkeypatch.setattr(
+        hopper_bwd, "plan_for", lambda shape, count, deterministic: Plan(64 if shape[-1] <= 64 else 128, request.param)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("each_plan")
+@pytest.mark.parametrize("dtype", HALF, **IDS)
+@pytest.mark.parametrize(("shape", "causal"), EACH, **IDS)
+def test_matches_the_reference(shape, causal, dtype):
+    check(*inputs(shape, dtype), causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("each_plan")
+def test_more_heads_than_multiprocessors():
+    check(*inputs((5, 60, 30, 270, 270, 64)), True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0.0, -0.3, 3.0])
+def test_scales(scale):
+    check(*inputs((1, 2, 2, 200, 200, 64)), True, scale)
+
+
+@pytest.mark.gpu
+def test_layouts():
+    qkv = torch.randn(2, 300, 4, 4, 64, dtype=torch.bfloat16, device="cuda")
+    check(*(qkv[:, :, i].transpose(1, 2) for i in range(4)), True)
+    check(*(qkv[:, :, i].transpose(1, 2).contiguous() for i in range(4)), True)
+    odd = torch.randn(2, 4, 300, 65, dtype=torch.bfloat16, device="cuda")[..., 1:]
+    check(odd, odd, odd, odd, True)
+    one = torch.ones((), dtype=torch.bfloat16, device="cuda").expand(2, 4, 300, 64)
+    check(one, *(qkv[:, :, i].transpose(1, 2) for i in range(3)), True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 12, 12, 1024, 1024, 64), (1, 4, 2, 777, 777, 128)], **IDS)
+def test_repeats_agree(shape):
+    args, first = check(*inputs(shape), True)
+    for _ in range(50):
+        for x, y in zip(first, launch_backward(*args), strict=True):
+            assert (x.double() - y.double()).norm() <= 1e-4 * x.double().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 12, 12, 1024, 1024, 64), (1, 4, 2, 777, 777, 128)], **IDS)
+def test_deterministic_repeats_have_the_same_bits(shape):
+    args, first = check(*inputs(shape), True, deterministic=True)
+    for _ in range(50):
+        assert all(torch.equal(x, y) for x, y in zip(first, launch_backward(*args), strict=True))
+
+
+@pytest.mark.gpu
+def test_on_streams_and_in_a_graph():
+    args, first = check(*inputs((4, 12, 12, 512, 512, 64)), True, deterministic=True)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(launch_backward(*args))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found.append(launch_backward(*args))
+    graph.replay()
+    torch.cuda.synchronize()
+    for each in found:
+        assert all(torch.equal(x, y) for x, y in zip(first, each, strict=True))

@@ -1,0 +1,209 @@
+"""Attention's forward kernel for Hopper: its code without a GPU, its results on one."""
+
+import re
+import subprocess
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from accelerant.ops.attention.hopper_fwd import KINDS, PLANS, launch_forward, plan_for, program, refuses
+from accelerant.ops.attention.reference import attention_reference
+from accelerant.runtime.dispatch import Case
+from accelerant.runtime.providers.cuda_compile import compile_cuda
+
+pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
+
+HALF = (torch.bfloat16, torch.float16)
+IDS = {"ids": lambda value: str(value).removeprefix("torch.")}
+
+
+def disassembled(code):
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        return subprocess.run([str(tool), "-sass", file.name], capture_output=True, text=True, check=True).stdout
+
+
+# --- code ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", HALF, **IDS)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_code_stays_in_its_budget(plan, dtype, causal):
+    binary = compile_cuda(program(plan, dtype, causal).source(KINDS), "sm_90a")
+    resources = binary.resources["attention_fwd"]
+    assert resources.spill_bytes == 0
+    assert resources.stack_bytes == 0
+    threads = 128 * (plan.warpgroups + 1)
+    assert resources.registers * threads <= 65536
+    assert 128 * (plan.warpgroups * plan.take + plan.give) <= resources.registers * threads
+    assert binary.metadata == {"threads": threads, "shared_bytes": plan.shared_bytes}
+    assert plan.shared_bytes <= 227 * 1024
+    # C7510 to C7514: the compiler waits for each wgmma; C7508: it ignores setmaxnreg.
+    assert not re.search(r"C75\d\d", binary.log)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_products_are_wgmma_and_copies_go_through_the_copy_engine(plan):
+    text = disassembled(compile_cuda(program(plan, torch.bfloat16, True).source(KINDS), "sm_90a").code)
+    found = set(re.findall(r"HGMMA\.(64x\d+x16)\.F32\.BF16", text))
+    assert found == {f"64x{plan.block_n}x16", f"64x{plan.width}x16"}
+    assert "UTMALDG.4D" in text
+    assert "UTMASTG.4D" in text
+    assert text.count("USETMAXREG") == 2
+    # Descriptors are found by the uniform units: the loops' states are the same for a warp, and the compiler knows.
+    assert text.count("R2UR") < 100
+
+
+def case(shape, dtype=torch.bfloat16, causal=True):
+    return Case(torch.device("cuda", 0), dtype, shape, ("causal",) if causal else ())
+
+
+@pytest.mark.parametrize(
+    ("shape", "causal", "why"),
+    [
+        ((2, 4, 4, 128, 128, 256), True, "up to 128 wide, not 256"),
+        ((2, 4, 4, 128, 128, 60), True, "multiple of 8 up to 128 wide, not 60"),
+        ((2, 4, 4, 100, 128, 64), True, "not 100 and 128"),
+        ((0, 4, 4, 128, 128, 64), True, "empty"),
+        ((2, 4, 4, 100, 0, 64), False, "empty"),
+    ],
+)
+def test_refuses(shape, causal, why):
+    assert why in refuses(case(shape, causal=causal))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 4, 100, 128, 64), (1, 1, 1, 1, 1, 8), (2, 8, 2, 4096, 4096, 128)])
+def test_takes(shape):
+    assert refuses(case(shape, causal=shape[3] == shape[4])) is None
+
+
+def test_variants_by_length():
+    assert plan_for(1024, 64) is plan_for(65536, 40) is PLANS["64"]
+    assert plan_for(1024, 128) is PLANS["128"]
+    assert plan_for(8192, 72) is PLANS["128 long"]
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+SHAPES = [  # B, Hq, Hkv, S, Skv, D
+    (1, 1, 1, 1, 1, 64),
+    (1, 2, 2, 64, 64, 64),
+    (2, 3, 3, 65, 65, 64),
+    (2, 12, 12, 1024, 1024, 64),
+    (1, 4, 2, 777, 777, 64),
+    (2, 8, 1, 300, 300, 128),
+    (1, 2, 2, 4100, 4100, 128),
+    (3, 2, 2, 130, 130, 32),
+    (1, 5, 5, 513, 513, 96),
+    (1, 2, 2, 9, 9, 8),
+]
+ACROSS = [(1, 4, 2, 100, 333, 64), (2, 2, 2, 5, 1000, 64), (2, 2, 1, 1000, 1, 64), (1, 3, 3, 4200, 70, 128)]
+EACH = [(shape, causal) for shape in SHAPES for causal in (False, True)] + [(shape, False) for shape in ACROSS]
+
+
+def inputs(shape, dtype=torch.bfloat16, device="cuda"):
+    """Random tensors; heads inside rows, as a projection gives them."""
+    B, Hq, Hkv, S, Skv, D = shape
+    sizes = ((Hq, S), (Hkv, Skv), (Hkv, Skv))
+    return [torch.randn(B, s, h, D, dtype=dtype, device=device).transpose(1, 2) for h, s in sizes]
+
+
+def check(q, k, v, causal, scale=None):
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    expected, lse = attention_reference(q.double(), k.double(), v.double(), causal=causal, scale=scale, return_lse=True)
+    share = q.shape[1] // k.shape[1]
+    k_, v_ = (x.repeat_interleave(share, 1) for x in (k, v))
+    with nullcontext() if scale > 0 else sdpa_kernel(SDPBackend.MATH):  # torch's fused kernels give NaN there
+        theirs = F.scaled_dot_product_attention(q, k_, v_, is_causal=causal, scale=scale)
+    found, found_lse = launch_forward(q, k, v, causal, scale)
+    assert found.dtype == q.dtype
+    assert found.stride() == torch.empty_like(q).stride()
+    size = expected.norm()
+    bar = 2 * (theirs.double() - expected).norm() + 1e-4 * size
+    assert (found.double() - expected).norm() <= bar
+    assert (found_lse.double() - lse).abs().max() <= 1e-5 * (1 + lse.abs().max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF, **IDS)
+@pytest.mark.parametrize(("shape", "causal"), EACH, **IDS)
+def test_matches_the_reference(shape, causal, dtype):
+    check(*inputs(shape, dtype), causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF, **IDS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_that_grow_along_the_keys_or_against_them(causal, dtype):
+    q, k, v = inputs((2, 4, 2, 512, 512, 64), dtype)
+    for part in (slice(0, 256), slice(256, 512)):  # found where a row's reference must be raised, by more than 2^64 too
+        for factor in (4, 100):
+            grown = k.clone()
+            grown[:, :, part] *= factor
+            check(q, grown, v, causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0.0, -0.3, 3.0])
+def test_scales(scale):
+    check(*inputs((1, 2, 2, 200, 200, 64)), True, scale)
+
+
+@pytest.mark.gpu
+def test_layouts():
+    qkv = torch.randn(2, 300, 3, 4, 64, dtype=torch.bfloat16, device="cuda")
+    check(*(qkv[:, :, i].transpose(1, 2) for i in range(3)), True)
+    check(*(qkv[:, :, i].transpose(1, 2).contiguous() for i in range(3)), True)
+    odd = torch.randn(2, 4, 300, 65, dtype=torch.bfloat16, device="cuda")[..., 1:]
+    check(odd, odd, odd, True)
+    wide = torch.randn(2, 1, 300, 64, dtype=torch.bfloat16, device="cuda").expand(2, 4, 300, 64)
+    check(qkv[:, :, 0].transpose(1, 2), wide, wide, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_infinity_reach_what_torch_lets_them_reach(where, bad):
+    tensors = dict(zip("qkv", inputs((1, 2, 2, 200, 200, 64)), strict=True))
+    tensors[where][0, 1, 90, 3] = bad
+    q, k, v = tensors.values()
+    expected = attention_reference(q.double(), k.double(), v.double(), causal=True)
+    found, _ = launch_forward(q, k, v, True, 0.125)
+    assert torch.equal(found[0, 1, 90:].isfinite(), expected[0, 1, 90:].isfinite())
+    rest = found.isfinite()
+    if where == "v":  # a weight of 0 times it: in torch and here NaN for rows before it too, in that column
+        rest[0, 1, :, 3] = True
+    rest[0, 1, 90:] = True
+    assert rest.all()
+
+
+@pytest.mark.gpu
+def test_the_same_bits_each_time_on_streams_and_in_a_graph():
+    q, k, v = inputs((4, 12, 12, 1024, 1024, 64))
+    expected = launch_forward(q, k, v, True, 0.125)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    found = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(launch_forward(q, k, v, True, 0.125))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [launch_forward(q, k, v, True, 0.125) for _ in range(2)]
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    for o, lse in (*found, *captured):
+        assert torch.equal(o, expected[0])
+        assert torch.equal(lse, expected[1])

@@ -1,0 +1,177 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from accelerant import ops
+from accelerant.config import override
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.runtime.ledger import ledger
+
+
+def counted(op):
+    return [row for row in ledger().to_dict()["ops"] if row["op"] == op]
+
+
+def against_torch(*tensors, **options):
+    mine, theirs = ([each.detach().requires_grad_() for each in tensors] for _ in range(2))
+    y, expected = ops.conv2d(*mine, **options), F.conv2d(*theirs, **options)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert y.stride() == expected.stride()
+    dy = torch.randn_like(expected)
+    y.backward(dy)
+    expected.backward(dy)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+pairs = st.one_of(st.integers(1, 3), st.tuples(st.integers(1, 3), st.integers(1, 3)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    batch=st.integers(0, 3),
+    sizes=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    groups=st.integers(1, 2),
+    bias=st.booleans(),
+    stride=pairs,
+    dilation=pairs,
+    padding=st.one_of(pairs, st.just(0), st.just("same"), st.just("valid")),
+)
+def test_any_settings(batch, sizes, kernel, groups, bias, stride, dilation, padding):
+    if padding == "same":
+        stride = 1
+    tensors = [torch.randn(batch, 2 * groups, *sizes), torch.randn(3 * groups, 2, *kernel)]
+    if bias:
+        tensors.append(torch.randn(3 * groups))
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    try:
+        y = ops.conv2d(*tensors, **options)
+    except ShapeError:
+        with pytest.raises(RuntimeError):
+            F.conv2d(*tensors, **options)
+        assume(False)
+    torch.testing.assert_close(y, F.conv2d(*tensors, **options), rtol=1e-5, atol=1e-5)
+    if batch:
+        against_torch(*tensors, **options)
+
+
+LAYOUTS = {
+    "channels last": lambda: torch.randn(2, 3, 6, 5).to(memory_format=torch.channels_last),
+    "every second": lambda: torch.randn(2, 3, 6, 10)[..., ::2],
+    "expanded": lambda: torch.randn(1, 3, 6, 5).expand(2, 3, 6, 5),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout(layout):
+    against_torch(LAYOUTS[layout](), torch.randn(4, 3, 3, 3), torch.randn(4), padding=1)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_not_a_number_as_torch(value):
+    x = torch.randn(1, 2, 5, 5)
+    x[0, 1, 2, 2] = value
+    against_torch(x, torch.randn(3, 2, 3, 3), padding=1)
+
+
+def test_cost_in_the_ledger():
+    x, weight = torch.randn(2, 4, 8, 8, requires_grad=True), torch.randn(6, 2, 3, 3, requires_grad=True)
+    bias = torch.randn(6, requires_grad=True)
+    ops.conv2d(x, weight, bias, padding=1, groups=2).sum().backward()
+    products, tensors = 2 * 6 * 8 * 8 * 2 * 9, (x.numel(), weight.numel(), 2 * 6 * 8 * 8)
+    ((forward,), (backward,)) = counted("conv2d_fwd"), counted("conv2d_bwd")
+    assert (forward["flops"], forward["bytes"], forward["own"]) == (2 * products, 4 * sum(tensors), False)
+    assert (backward["flops"], backward["own"]) == (4 * products, False)
+
+
+def test_no_convolution_for_an_unwanted_gradient():
+    weight = torch.randn(2, 1, 3, 3, requires_grad=True)
+    ops.conv2d(torch.randn(1, 1, 5, 5), weight).sum().backward()
+    (row,) = counted("conv2d_bwd")
+    assert row["flops"] == 2 * 2 * 9 * 9
+
+
+def test_deterministic():
+    with override(deterministic=True):
+        against_torch(torch.randn(2, 3, 6, 5), torch.randn(4, 3, 3, 3), torch.randn(4), padding=1)
+    assert {row["implementation"] for row in counted("conv2d_bwd")} == {"torch-deterministic"}
+    assert not torch.backends.cudnn.deterministic
+
+
+def test_autocast_casts_as_torch_does():
+    x, weight = torch.randn(1, 2, 4, 4, requires_grad=True), torch.randn(3, 2, 2, 2, requires_grad=True)
+    bias = torch.randn(3, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = ops.conv2d(x, weight, bias), F.conv2d(x, weight, bias)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert x.grad.dtype == weight.grad.dtype == bias.grad.dtype == torch.float32
+
+
+def test_is_torchs_own_under_compile():
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(ops.conv2d, fullgraph=True, backend=keep)(torch.randn(1, 2, 4, 4), torch.randn(3, 2, 2, 2))
+    assert [node.target for node in graphs[0].graph.nodes if node.op == "call_function"] == [torch.conv2d]
+
+
+X, W = torch.ones(1, 4, 5, 5), torch.ones(2, 4, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "words"),
+    [
+        ((torch.ones(5, 5), W), {}, r"x of shape \(B, C, H, W\) or \(C, H, W\), got \(5, 5\)"),
+        ((X, torch.ones(4, 3, 3)), {}, r"weight must be \(O, C / groups, K, L\).*got \(4, 3, 3\)"),
+        ((X, torch.ones(2, 4, 0, 3)), {}, r"weight must be .*got \(2, 4, 0, 3\)"),
+        ((X, torch.ones(2, 3, 3, 3)), {}, r"x has 4 channels, weight \(2, 3, 3, 3\) in 1 groups takes 3"),
+        ((X, W), {"groups": 3}, "groups must divide the channels, 4 of x and 2 of y, got 3"),
+        ((X, W, torch.ones(3)), {}, r"bias must be \(2,\), got \(3,\)"),
+        ((X, torch.ones(2, 4, 6, 3)), {}, r"a kernel of 6 with dilation 1 does not fit into height 5 with padding 0"),
+        ((X, W), {"dilation": (1, 4)}, "a kernel of 3 with dilation 4 does not fit into width 5"),
+        ((X, W.to("meta")), {}, "x and weight must be on one device, got cpu and meta"),
+    ],
+    ids=lambda value: "",
+)
+def test_refuses_shapes(args, options, words):
+    with pytest.raises(ShapeError, match=words):
+        ops.conv2d(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stride": 0}, "stride must be at least 1, got 0"),
+        ({"stride": (1, 2, 3)}, r"stride must be one or two integers, got \(1, 2, 3\)"),
+        ({"stride": 1.5}, "stride must be one or two integers, got 1.5"),
+        ({"padding": -1}, "padding must be at least 0, got -1"),
+        ({"padding": "full"}, "padding must be numbers, 'valid' or 'same', got 'full'"),
+        ({"padding": "same", "stride": 2}, "padding 'same' takes stride 1, got 2"),
+        ({"dilation": 0}, "dilation must be at least 1, got 0"),
+        ({"groups": 0}, "groups must be at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_refuses_settings(options, words):
+    with pytest.raises(ConfigError, match=words):
+        ops.conv2d(X, W, **options)
+
+
+def test_refuses_dtypes():
+    with pytest.raises(UnsupportedDtype, match=r"conv2d takes .*; x is int64"):
+        ops.conv2d(X.long(), W.long())
+    with pytest.raises(UnsupportedDtype, match="x and weight must have one dtype, got float32 and float16"):
+        ops.conv2d(X, W.half())
+    with pytest.raises(UnsupportedDtype, match="x and bias must have one dtype, got float32 and float64"):
+        ops.conv2d(X, W, torch.ones(2).double())

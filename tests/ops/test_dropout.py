@@ -1,0 +1,206 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerant import ops
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops.dropout.launch import GROUP, torch_dropout
+from accelerant.ops.dropout.reference import keep_reference, philox_reference
+from accelerant.runtime.ledger import ledger
+
+# kat_vectors of Random123 1.09 (D. E. Shaw Research), philox4x32 with 10 rounds: counter, key, result.
+KNOWN = [
+    ([0, 0, 0, 0], (0, 0), [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([2**32 - 1] * 4, (2**32 - 1,) * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        (0xA4093822, 0x299F31D0),
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_reference_gives_the_known_answers(counter, key, expected):
+    assert [
+        int(word[0]) for word in philox_reference([np.array([word], np.uint64) for word in counter], key)
+    ] == expected
+
+
+def kept(y):
+    return (y != 0).flatten().numpy()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
+def test_mask_is_the_references(seed, interpreted):
+    for n in (1, 511, 4 * GROUP - 1, 4 * GROUP, 4 * GROUP + 1, 9000):
+        expected = keep_reference(n, 0.3, seed)
+        assert (kept(ops.dropout(torch.ones(n), 0.3, seed=seed)) == expected).all()
+        signed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
+        assert (kept(torch_dropout(torch.ones(n), signed, 0.3)) == expected).all()
+        assert (kept(ops.dropout(torch.ones(n), 0.3, seed=signed)) == expected).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 40), max_size=3),
+    p=st.floats(0, 1, exclude_min=True, exclude_max=True),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_mask_for_any_shape(shape, p, seed):
+    x = torch.ones(shape)
+    assert (kept(ops.dropout(x, p, seed=seed)) == keep_reference(x.numel(), p, seed)).all()
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.99])
+def test_share_and_mean(p):
+    n = 1 << 16
+    y = ops.dropout(torch.ones(n), p, seed=7)
+    spread = math.sqrt(p * (1 - p) / n)
+    assert abs((y == 0).double().mean().item() - p) < 5 * spread
+    assert abs(y.double().mean().item() - 1) < 5 * spread / (1 - p)
+
+
+def test_seeds_and_places_are_independent():
+    masks = [keep_reference(1 << 14, 0.5, seed).astype(float) * 2 - 1 for seed in (0, 1, 2**32)]
+    for at, one in enumerate(masks):
+        for other in [*masks[at + 1 :], np.roll(one, 1), np.roll(one, GROUP), np.roll(one, 4 * GROUP)]:
+            assert abs((one * other).mean()) < 5 / math.sqrt(len(one))
+
+
+def test_backward_has_the_mask_of_forward(interpreted):
+    x = torch.randn(3, 1000, requires_grad=True)
+    y = ops.dropout(x, 0.4)
+    y.backward(torch.ones_like(y))
+    assert torch.equal(x.grad != 0, y != 0)
+    assert x.grad.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
+    assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"triton"}
+
+
+def test_keeps_a_seed_and_no_mask(interpreted):
+    (kept_,) = ops.dropout(torch.randn(1000, requires_grad=True)).grad_fn.saved_tensors
+    assert (kept_.shape, kept_.dtype) == ((), torch.int64)
+
+
+@pytest.mark.parametrize("way", ["interpreted", "uninterpreted"])
+def test_torchs_generator_makes_it_reproducible(way, request):
+    request.getfixturevalue(way)
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append([ops.dropout(torch.ones(100)) for _ in range(2)])
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(found[0][0], found[0][1])
+    assert not torch.equal(found[0][0], found[2][0])
+
+
+def test_without_kernel_and_seed_it_is_torchs(uninterpreted):
+    x = torch.randn(50, requires_grad=True)
+    torch.manual_seed(3)
+    y = ops.dropout(x, 0.3)
+    torch.manual_seed(3)
+    expected = torch.nn.functional.dropout(x.detach(), 0.3)
+    assert torch.equal(y, expected)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    torch.testing.assert_close(dx, (y != 0) / 0.7)
+    x.grad = None
+    ops.dropout(x, 0.3).sum().backward()
+    assert {row["op"] for row in ledger().to_dict()["ops"]} >= {"dropout_native_fwd", "dropout_native_bwd"}
+
+
+def test_seeded_is_the_same_without_the_kernel(uninterpreted):
+    assert (kept(ops.dropout(torch.ones(5000), 0.3, seed=9)) == keep_reference(5000, 0.3, 9)).all()
+
+
+def test_layout_changes_nothing(interpreted):
+    x = torch.randn(30, 40)
+    expected = ops.dropout(x, seed=5)
+    for same in (x.t().contiguous().t(), torch.stack([x, x], -1)[..., 0]):
+        y = ops.dropout(same, seed=5)
+        assert torch.equal(y, expected)
+        assert y.is_contiguous()
+    low = ops.dropout(x.bfloat16(), seed=5)
+    assert torch.equal(low != 0, expected != 0)
+
+
+def test_ends_of_p(interpreted):
+    x = torch.randn(9)
+    assert ops.dropout(x, 0.0) is x
+    assert ops.dropout(x, training=False) is x
+    assert not ops.dropout(x, 1.0).any()
+    assert not ops.dropout(x, 1 - 1e-16 if 1 - 1e-16 < 1 else math.nextafter(1, 0), seed=1).isnan().any()
+    leaf = x.clone().requires_grad_()
+    ops.dropout(leaf, 1.0).sum().backward()
+    assert not leaf.grad.any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_not_a_number_as_torch(value, interpreted):
+    y = ops.dropout(torch.full((200,), value), seed=1)
+    stays = torch.from_numpy(keep_reference(200, 0.5, 1))
+    assert y[~stays].isnan().all()
+    assert (y[stays].isnan() if math.isnan(value) else y[stays] == value).all()
+
+
+def test_large_values_that_are_dropped_do_not_overflow(interpreted):
+    x = torch.full((200,), 60000.0, dtype=torch.float16)
+    stays = torch.from_numpy(keep_reference(200, 0.5, 1))
+    for y in (ops.dropout(x, seed=1), torch_dropout(x, torch.tensor(1), 0.5)):
+        assert (y[~stays] == 0).all()
+        assert (y[stays] == math.inf).all()
+
+
+def test_keeps_its_dtype_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops.dropout(torch.randn(4)).dtype == torch.float32
+
+
+def test_is_torchs_own_under_compile():
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: ops.dropout(x, 0.1), fullgraph=True, backend=keep)(torch.randn(3))
+    assert [node.target for node in graphs[0].graph.nodes if node.op == "call_function"] == [
+        torch.nn.functional.dropout
+    ]
+
+
+def test_vmap_draws_as_torch_does():
+    x = torch.ones(4, 100)
+    y = torch.func.vmap(ops.dropout, randomness="different")(x)
+    assert not torch.equal(y[0], y[1])
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.1, math.nan])
+def test_refuses_another_p(p):
+    with pytest.raises(ConfigError, match=rf"p must be in \[0, 1\], got {p}"):
+        ops.dropout(torch.ones(3), p)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_refuses_another_seed(seed):
+    with pytest.raises(ConfigError, match=rf"seed must be in \[0, 2\^64\), got {seed}"):
+        ops.dropout(torch.ones(3), seed=seed)
+
+
+def test_refuses_another_seed_tensor():
+    with pytest.raises(UnsupportedDtype, match="the seed must be int64, got int32"):
+        ops.dropout(torch.ones(3), seed=torch.tensor(1, dtype=torch.int32))
+    with pytest.raises(ShapeError, match=r"the seed must be one number, got shape \(2,\)"):
+        ops.dropout(torch.ones(3), seed=torch.tensor([1, 2]))
+    with pytest.raises(ShapeError, match="x and the seed must be on one device, got cpu and meta"):
+        ops.dropout(torch.ones(3), seed=torch.tensor(1, device="meta"))
+
+
+def test_refuses_integers():
+    with pytest.raises(UnsupportedDtype, match=r"dropout takes .*; x is int64"):
+        ops.dropout(torch.ones(3, dtype=torch.int64))

@@ -1,0 +1,301 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerant import ops
+from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops.elementwise import launch
+from accelerant.ops.elementwise.launch import SumPlan
+from accelerant.runtime.ledger import ledger
+
+UNARY = {"relu": torch.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "silu": torch.nn.functional.silu}
+PAIR = {"add": torch.add, "mul": torch.mul}
+EACH = pytest.mark.parametrize("op", UNARY)
+BOTH = pytest.mark.parametrize("op", PAIR)
+
+
+def ran(op):
+    return [row for row in ledger().to_dict()["ops"] if row["op"] == op]
+
+
+# --- of one tensor ---------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_ends_as_torch(op, interpreted):
+    x = torch.tensor([0.0, -0.0, 1e-30, 30.0, -30.0, 200.0, -200.0, 3e38, -3e38, math.inf, -math.inf, math.nan])
+    leaf, same = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, expected = getattr(ops, op)(leaf), UNARY[op](same)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
+    y.backward(torch.ones_like(y))
+    expected.backward(torch.ones_like(y))
+    torch.testing.assert_close(leaf.grad, same.grad, rtol=1e-5, atol=1e-12, equal_nan=True)
+    assert {row["implementation"] for row in (*ran(f"{op}_fwd"), *ran(f"{op}_bwd"))} == {"triton"}
+
+
+def test_gradient_of_relu_at_0(interpreted):
+    x = torch.tensor([-1.0, -0.0, 0.0, 1.0], requires_grad=True)
+    ops.relu(x).sum().backward()
+    assert x.grad.tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_relu_lets_no_gradient_through_where_it_is_0(interpreted):
+    x = torch.tensor([-1.0, 1.0], requires_grad=True)
+    ops.relu(x).backward(torch.tensor([math.nan, math.inf]))
+    assert x.grad.tolist() == [0.0, math.inf]
+
+
+def test_tanh_is_as_exact_for_small_numbers_as_for_large(interpreted):
+    x = torch.cat([torch.logspace(-30, 1, 2000), torch.linspace(0.55, 0.65, 1000)])
+    x = torch.cat([x, -x])
+    exact = torch.tanh(x.double())
+    assert ((ops.tanh(x) - exact).abs() / exact.abs()).max() < 4e-7
+
+
+@EACH
+@pytest.mark.parametrize("n", [1023, 1024, 1025, 3 * 1024 + 1])
+def test_around_a_block(op, n, interpreted):
+    x = torch.randn(n, requires_grad=True)
+    same = x.detach().clone().requires_grad_()
+    y, expected = getattr(ops, op)(x), UNARY[op](same)
+    torch.testing.assert_close(y, expected, rtol=2e-6, atol=1e-6)
+    dy = torch.randn(n)
+    y.backward(dy)
+    expected.backward(dy)
+    torch.testing.assert_close(x.grad, same.grad, rtol=2e-6, atol=2e-6)
+
+
+LAYOUTS = {
+    "transposed": lambda: torch.randn(5, 7).t(),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "every second": lambda: torch.randn(6, 8)[:, ::2],
+    "expanded": lambda: torch.randn(1, 4).expand(3, 4),
+    "part of a row": lambda: torch.randn(6, 8)[1:5, 3:6],
+}
+
+
+@EACH
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout(op, layout, interpreted):
+    x = LAYOUTS[layout]().requires_grad_()
+    same = x.detach().requires_grad_()
+    y, expected = getattr(ops, op)(x), UNARY[op](same)
+    torch.testing.assert_close(y, expected, rtol=2e-6, atol=1e-6)
+    assert y.stride() == expected.stride()
+    dy = torch.randn(x.shape[::-1]).permute(*range(x.dim() - 1, -1, -1))  # a layout of its own
+    torch.testing.assert_close(
+        torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, same, dy), rtol=2e-6, atol=2e-6
+    )
+
+
+@EACH
+def test_keeps_its_dtype_under_autocast(op):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert getattr(ops, op)(torch.randn(4)).dtype == torch.float32
+        assert getattr(ops, op)(torch.randn(4).bfloat16()).dtype == torch.bfloat16
+
+
+@EACH
+def test_is_torchs_own_under_compile(op):
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(getattr(ops, op), fullgraph=True, backend=keep)(torch.randn(3))
+    assert [node.target for node in graphs[0].graph.nodes if node.op == "call_function"] == [UNARY[op]]
+
+
+@EACH
+def test_refuses_integers(op):
+    with pytest.raises(UnsupportedDtype, match=f"{op} takes bfloat16, float16, float32, float64; x is int32"):
+        getattr(ops, op)(torch.ones(3, dtype=torch.int32))
+
+
+# --- of two tensors --------------------------------------------------------------------------------------------------
+
+
+def steps(y):
+    """The strides that matter."""
+    return [stride for size, stride in zip(y.shape, y.stride(), strict=True) if size > 1 and y.numel()]
+
+
+def against_torch(op, a, b, tolerance=2e-6):
+    """Values, layout and gradients are torch's."""
+    mine, theirs = ([each.detach().requires_grad_() for each in (a, b)] for _ in range(2))
+    y, expected = getattr(ops, op)(*mine), PAIR[op](*theirs)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+    assert steps(y) == steps(expected)
+    dy = torch.randn_like(expected)
+    y.backward(dy)
+    expected.backward(dy)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+BROADCASTS = [
+    ((3, 1), (3, 5)),
+    ((3, 1), (1, 5)),
+    ((2, 3, 4), (3, 1)),
+    ((2, 3, 4), ()),
+    ((), (3,)),
+    ((5,), (1, 5)),
+    ((3, 5), (1,)),
+    ((2, 1, 4), (3, 4)),
+    ((0, 1), (1, 3)),
+]
+
+
+@BOTH
+@pytest.mark.parametrize(("a", "b"), BROADCASTS, ids=str)
+def test_other_broadcasts_are_torchs(op, a, b, interpreted):
+    against_torch(op, torch.randn(a), torch.randn(b))
+
+
+@BOTH
+def test_the_ledger_says_why(op, interpreted):
+    f = getattr(ops, op)
+    f(torch.randn(3, 1), torch.randn(1, 5))
+    f(torch.randn(3, 5), 2)
+    f(torch.randn(3, 5), torch.randn(5, 3).t())
+    rows = ran(f"{op}_fwd")
+    assert [row["implementation"] for row in rows] == ["torch"] * 3
+    reasons = str([row["refused"] for row in rows])
+    for words in ("has a kernel for a row of the other tensor", "takes two tensors", "dense tensors of one layout"):
+        assert words in reasons
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [((6, 5), (5,)), ((5,), (6, 5)), ((2, 3, 4), (3, 4)), ((2, 3, 4), (1, 3, 4)), ((2, 3, 1), (3, 1)), ((1, 5), (5,))],
+    ids=str,
+)
+def test_rows_are_ours(op, a, b, interpreted):
+    against_torch(op, torch.randn(a), torch.randn(b))
+    assert {row["implementation"] for row in (*ran(f"{op}_fwd"), *ran(f"{op}_bwd"))} == {"triton"}
+
+
+@settings(max_examples=25, deadline=None)
+@given(shape=st.lists(st.integers(0, 6), max_size=3), data=st.data())
+def test_any_shapes_that_broadcast(shape, data):
+    other = [data.draw(st.sampled_from([1, size])) for size in shape][data.draw(st.integers(0, len(shape))) :]
+    pair = [torch.randn(shape), torch.randn(other)]
+    if data.draw(st.booleans()):
+        pair.reverse()
+    for op in PAIR:
+        against_torch(op, *pair)
+
+
+@BOTH
+@pytest.mark.parametrize(("M", "N"), [(256, 3), (257, 3), (1000, 40), (700, 513), (2, 1025)])
+def test_sums_over_many_rows(op, M, N, interpreted):
+    against_torch(op, torch.randn(M, N), torch.randn(N), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("plan", [SumPlan(2, 16, 1), SumPlan(8, 64, 4, 1, 1), SumPlan(1, 32, 2, 100)], ids=str)
+def test_any_plan_gives_the_same_sums(plan, interpreted):
+    dy, a, b = torch.randn(600, 50), torch.randn(600, 50), torch.randn(50)
+    torch.testing.assert_close(launch.add_row_backward(dy, b, plan), dy.sum(0), rtol=1e-4, atol=1e-4)
+    da, db = launch.mul_row_backward(dy, a, b, (True, True), plan)
+    torch.testing.assert_close(da, dy * b)
+    torch.testing.assert_close(db, (dy * a).sum(0), rtol=1e-4, atol=1e-4)
+
+
+@BOTH
+def test_only_one_gradient(op, interpreted):
+    for shape in ((3, 5), (5,)):
+        a, b = torch.randn(3, 5), torch.randn(shape)
+        for wanted, other in ((a, b), (b, a)):
+            y = getattr(ops, op)(wanted.requires_grad_(), other)
+            (slope,) = torch.autograd.grad(y, wanted, torch.ones_like(y))
+            expected = torch.ones(3, 5) if op == "add" else other.expand(3, 5)
+            torch.testing.assert_close(slope, expected.sum_to_size(wanted.shape))
+            wanted.requires_grad_(False)
+
+
+@BOTH
+def test_numbers(op):
+    x = torch.randn(3, 4, requires_grad=True)
+    for number in (2, -0.5, True, math.inf, math.nan):
+        y = getattr(ops, op)(x, number)
+        torch.testing.assert_close(y, PAIR[op](x, number), rtol=0, atol=0, equal_nan=True)
+    (slope,) = torch.autograd.grad(getattr(ops, op)(x, 3).sum(), x)
+    assert slope.unique().tolist() == [1.0 if op == "add" else 3.0]
+    exact = x.detach().double().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: getattr(ops, op)(x, 0.1), exact)
+    low = getattr(ops, op)(x.detach().bfloat16(), 0.1)
+    assert torch.equal(low, PAIR[op](x.detach().bfloat16(), 0.1))
+
+
+def test_add_keeps_nothing_for_its_gradient():
+    a, b = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
+    assert not ops.add(a, b).grad_fn.saved_tensors
+    assert not ops.mul(a, 2.0).grad_fn.saved_tensors
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5,), (3, 1)], ids=str)
+def test_mul_keeps_only_what_a_gradient_needs(shape, interpreted):
+    a, b = torch.randn(3, 5, requires_grad=True), torch.randn(shape)
+    for y in (ops.mul(a, b), ops.mul(b, a)):
+        if shape == (3, 5) or y.grad_fn.saved_tensors[0].numel() == b.numel():
+            assert [each.data_ptr() for each in y.grad_fn.saved_tensors] == [b.data_ptr()]
+        (slope,) = torch.autograd.grad(y, a, torch.ones_like(y), create_graph=True)
+        torch.testing.assert_close(slope, b.expand(3, 5))
+
+
+def test_constant_of_another_layout(interpreted):
+    a, b = torch.randn(3, 5), torch.randn(5, 3).t()
+    for one, other in ((a, b), (b, a)):
+        leaf = one.detach().requires_grad_()
+        for y, expected in ((ops.mul(leaf, other), leaf * other), (ops.mul(other, leaf), other * leaf)):
+            assert y.stride() == expected.stride()
+            (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+            assert torch.equal(slope, other)
+
+
+@BOTH
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pair_in_any_layout(op, layout, interpreted):
+    a, b = LAYOUTS[layout](), LAYOUTS[layout]()
+    against_torch(op, a, b)
+    against_torch(op, a, torch.randn(a.shape))
+    against_torch(op, a, torch.randn(a.shape[-1]))
+
+
+@BOTH
+def test_pair_not_a_number_as_torch(op, interpreted):
+    odd = torch.tensor([0.0, -0.0, 1.0, math.inf, -math.inf, math.nan, 3e38])
+    against_torch(op, odd.repeat_interleave(7), odd.repeat(7))
+
+
+@BOTH
+def test_refuses_two_dtypes(op):
+    with pytest.raises(UnsupportedDtype, match="a and b must have one dtype, got float32 and bfloat16"):
+        getattr(ops, op)(torch.ones(3), torch.ones(3, dtype=torch.bfloat16))
+    with pytest.raises(UnsupportedDtype, match=f"{op} takes bfloat16, float16, float32, float64; a is int64"):
+        getattr(ops, op)(torch.ones(3, dtype=torch.int64), 1)
+
+
+@BOTH
+@pytest.mark.parametrize("b", [1j, "1", None, [1.0]], ids=str)
+def test_refuses_what_is_no_number(op, b):
+    with pytest.raises(UnsupportedDtype, match=f"b must be a tensor or a real number, got {type(b).__name__}"):
+        getattr(ops, op)(torch.ones(3), b)
+
+
+@BOTH
+def test_refuses_shapes_that_do_not_broadcast(op):
+    with pytest.raises(ShapeError, match=r"shapes \(3, 4\) and \(3,\) do not broadcast"):
+        getattr(ops, op)(torch.ones(3, 4), torch.ones(3))
+
+
+@BOTH
+def test_refuses_two_devices(op):
+    with pytest.raises(ShapeError, match="a and b must be on one device, got cpu and meta"):
+        getattr(ops, op)(torch.ones(3), torch.ones(3, device="meta"))

@@ -1,0 +1,192 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerant import ops
+from accelerant.config import override
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops.embedding import launch
+from accelerant.ops.embedding.reference import embedding_reference
+from accelerant.runtime.dispatch import operations
+from accelerant.runtime.ledger import ledger
+
+BACKWARDS = pytest.mark.parametrize("backward", [launch.launch_backward_sorted, launch.launch_backward_atomic])
+NEEDS = (True,)
+
+
+def summed(dy, indices, V, padding_idx=-1):
+    """The gradient, in float64, by a loop."""
+    found = torch.zeros(V, dy.shape[-1], dtype=torch.float64)
+    for number, row in zip(indices.flatten().tolist(), dy.double().reshape(-1, dy.shape[-1]), strict=True):
+        if 0 <= number < V and number != padding_idx:
+            found[number] += row
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("index", [torch.int64, torch.int32])
+def test_copies_exactly(dtype, index, interpreted):
+    weight = torch.randn(50, 300).to(dtype)
+    weight[3, 2], weight[3, 5] = math.nan, -math.inf
+    indices = torch.randint(50, (4, 7), dtype=index)
+    indices[0, 0] = 3
+    y = ops.embedding(indices, weight)
+    assert y.is_contiguous()
+    torch.testing.assert_close(y, weight[indices.long()], rtol=0, atol=0, equal_nan=True)
+
+
+@BACKWARDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("padding_idx", [-1, 2])
+@pytest.mark.parametrize(
+    ("T", "V", "used"), [(1, 3, 3), (32, 5, 5), (33, 5, 1), (64, 40, 40), (200, 9, 3), (300, 7, 1)]
+)
+def test_gradient_is_the_sum(backward, dtype, padding_idx, T, V, used, interpreted):
+    """Runs within a chunk, ending at one, over two and over many."""
+    dy, indices = torch.randn(T, 40).to(dtype), torch.randint(used, (T,))
+    weight = torch.empty(V, 40, dtype=dtype)
+    (found,) = backward(dy, indices, weight, padding_idx, NEEDS)
+    assert found.dtype == dtype
+    expected = summed(dy, indices, V, padding_idx)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 16, 64])
+@pytest.mark.parametrize("used", [1, 2, 9])
+def test_any_chunk_gives_the_same(chunk, used, interpreted):
+    dy, indices = torch.randn(70, 5), torch.randint(used, (70,))
+    (found,) = launch.launch_backward_sorted(dy, indices, torch.empty(9, 5), -1, NEEDS, chunk=chunk)
+    torch.testing.assert_close(found, summed(dy, indices, 9).float(), rtol=1e-5, atol=1e-5)
+
+
+@BACKWARDS
+def test_low_precision_adds_in_float32(backward, interpreted):
+    """1 + 300 times 2^-9 would stay 1 if each sum were rounded to bfloat16."""
+    dy = torch.full((301, 8), 2.0**-9, dtype=torch.bfloat16)
+    dy[0] = 1
+    (found,) = backward(dy, torch.zeros(301, dtype=torch.int64), torch.empty(2, 8, dtype=torch.bfloat16), -1, NEEDS)
+    assert (found[0] == torch.tensor(1 + 300 * 2.0**-9).bfloat16()).all()
+    assert (found[1] == 0).all()
+
+
+def test_low_precision_adds_in_float32_without_kernels(uninterpreted):
+    weight = torch.zeros(2, 8, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.full((301, 8), 2.0**-9, dtype=torch.bfloat16)
+    dy[0] = 1
+    ops.embedding(torch.zeros(301, dtype=torch.int64), weight).backward(dy)
+    assert (weight.grad[0] == torch.tensor(1 + 300 * 2.0**-9).bfloat16()).all()
+
+
+@pytest.mark.parametrize("padding_idx", [0, 3, -1, -5])
+def test_padding_gets_no_gradient(padding_idx, interpreted):
+    weight = torch.randn(5, 4, requires_grad=True)
+    indices = torch.arange(5).repeat(3)
+    y = ops.embedding(indices, weight, padding_idx=padding_idx)
+    assert torch.equal(y, weight[indices])
+    y.sum().backward()
+    expected = torch.full((5, 4), 3.0)
+    expected[padding_idx] = 0
+    assert torch.equal(weight.grad, expected)
+
+
+@BACKWARDS
+def test_numbers_that_are_no_rows(backward, interpreted):
+    """As on a GPU, where nothing checks them first: NaN forward, and no part in the gradient."""
+    indices = torch.tensor([2, -1, 4, 5, 2**40, -(2**40), 0])
+    weight = torch.randn(5, 8)
+    y = launch.launch_forward(indices, weight, -1)
+    inside = torch.tensor([0, 2, 6])
+    assert torch.equal(y[inside], weight[indices[inside]])
+    assert y[[1, 3, 4, 5]].isnan().all()
+    dy = torch.randn(7, 8)
+    (found,) = backward(dy, indices, weight, -1, NEEDS)
+    torch.testing.assert_close(found, summed(dy, indices, 5).float())
+
+
+LAYOUTS = {
+    "row of a wider matrix": lambda: torch.randn(6, 50)[:, 7:40],
+    "transposed": lambda: torch.randn(33, 6).t(),
+    "every second": lambda: torch.randn(6, 66)[:, ::2],
+    "expanded": lambda: torch.randn(1, 33).expand(6, 33),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout(layout, interpreted):
+    weight = LAYOUTS[layout]().detach().requires_grad_()
+    indices = torch.randint(6, (4, 5)).t()
+    y = ops.embedding(indices, weight)
+    assert torch.equal(y, weight[indices])
+    dy = torch.randn(4, 5, 33).transpose(0, 1)
+    y.backward(dy)
+    torch.testing.assert_close(weight.grad, summed(dy, indices, 6).float(), rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(T=st.integers(0, 150), V=st.integers(1, 40), D=st.integers(1, 40), data=st.data())
+def test_any_shape(T, V, D, data):
+    used = data.draw(st.integers(1, V))
+    padding_idx = data.draw(st.none() | st.integers(-V, V - 1))
+    indices, weight = torch.randint(used, (T,)), torch.randn(V, D, requires_grad=True)
+    exact = weight.detach().double().requires_grad_()
+    y, expected = (
+        f(indices, w, padding_idx=padding_idx) for f, w in ((ops.embedding, weight), (embedding_reference, exact))
+    )
+    assert torch.equal(y.double(), expected)
+    dy = torch.randn(T, D)
+    y.backward(dy)
+    expected.backward(dy.double())
+    torch.testing.assert_close(weight.grad, exact.grad.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_atomic_sums_are_refused_where_bits_must_repeat(interpreted):
+    weight = torch.randn(5, 4, requires_grad=True)
+    atomic = next(each for each in operations()["embedding_bwd"].implementations if each.name == "triton-atomic")
+    assert not atomic.deterministic
+    with override(deterministic=True):
+        ops.embedding(torch.arange(5), weight).sum().backward()
+    ran = {row["op"]: row["implementation"] for row in ledger().to_dict()["ops"]}
+    assert ran["embedding_bwd"] == "triton"
+
+
+# --- rejections ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [5, -1])
+def test_refuses_a_number_that_is_no_row(number):
+    with pytest.raises(ConfigError, match=rf"indices must be in \[0, 5\), got {number}"):
+        ops.embedding(torch.tensor([0, number, 4]), torch.ones(5, 3))
+
+
+def test_refuses_any_number_for_an_empty_table():
+    with pytest.raises(ConfigError, match=r"indices must be in \[0, 0\), got 0"):
+        ops.embedding(torch.tensor([0]), torch.ones(0, 3))
+
+
+@pytest.mark.parametrize("padding_idx", [5, -6])
+def test_refuses_a_padding_that_is_no_row(padding_idx):
+    with pytest.raises(ConfigError, match=rf"padding_idx must be in \[-5, 5\), got {padding_idx}"):
+        ops.embedding(torch.tensor([0]), torch.ones(5, 3), padding_idx=padding_idx)
+
+
+def test_refuses_indices_that_are_no_integers():
+    with pytest.raises(UnsupportedDtype, match="indices must be int64 or int32, got float32"):
+        ops.embedding(torch.ones(3), torch.ones(5, 3))
+
+
+def test_refuses_a_table_of_integers():
+    with pytest.raises(UnsupportedDtype, match=r"embedding takes .*; weight is int64"):
+        ops.embedding(torch.tensor([0]), torch.ones(5, 3, dtype=torch.int64))
+
+
+def test_refuses_a_table_of_one_dimension():
+    with pytest.raises(ShapeError, match=r"weight must be \(V, D\), got \(5,\)"):
+        ops.embedding(torch.tensor([0]), torch.ones(5))
+
+
+def test_refuses_two_devices():
+    with pytest.raises(ShapeError, match="indices must be on cpu, where weight is; they are on meta"):
+        ops.embedding(torch.zeros(3, dtype=torch.int64, device="meta"), torch.ones(5, 3))

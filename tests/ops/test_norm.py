@@ -1,0 +1,358 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerant import ops
+from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops._rows import RowPlan
+from accelerant.ops.norm import launch
+from accelerant.ops.norm.reference import add_layer_norm_reference, add_rms_norm_reference, layer_norm_reference
+
+WIDTHS = pytest.mark.parametrize("width", [2, 33, 768, 5000, 20000])
+
+
+@WIDTHS
+def test_rows_have_mean_0_and_variance_1(width, interpreted):
+    y = ops.layer_norm(torch.randn(6, width) * 3 + 7)
+    torch.testing.assert_close(y.mean(-1), torch.zeros(6), rtol=0, atol=1e-5)
+    torch.testing.assert_close(y.square().mean(-1), torch.ones(6), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("width", [33, 768, 5000, 20000])
+def test_large_mean_does_not_cancel(width, interpreted):
+    """Off by the rounding of the mean, 3e-5 of the deviation; the mean of squares would be off by more than 0.1."""
+    x = torch.randn(3, width) + 1000
+    torch.testing.assert_close(ops.layer_norm(x), layer_norm_reference(x.double()).float(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("width", [8192, 16384, 16385, 20000])
+def test_wide_rows(width, interpreted):
+    """On both sides of what a program keeps in registers."""
+    x, weight, bias = torch.randn(2, width), torch.randn(width), torch.randn(width)
+    expected = layer_norm_reference(x.double(), weight.double(), bias.double()).float()
+    torch.testing.assert_close(ops.layer_norm(x, weight, bias), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_shift_and_scale_of_x_change_nothing():
+    x = torch.randn(4, 100)
+    torch.testing.assert_close(ops.layer_norm(x, eps=0.0), ops.layer_norm(4 * x + 3, eps=0.0), rtol=1e-4, atol=1e-5)
+
+
+def test_constant_row_gives_the_bias(interpreted):
+    bias = torch.randn(64)
+    y = ops.layer_norm(torch.full((2, 64), 5.0), torch.ones(64), bias)
+    assert torch.equal(y, bias.expand(2, 64))
+
+
+def test_gradient_has_no_part_along_ones(interpreted):
+    x = torch.randn(5, 768, requires_grad=True)
+    ops.layer_norm(x, torch.randn(768)).backward(torch.randn(5, 768))
+    torch.testing.assert_close(x.grad.sum(-1), torch.zeros(5), rtol=0, atol=1e-4)
+
+
+def test_more_rows_than_a_pass(interpreted):
+    """A persistent program takes several groups of rows, the last not full."""
+    rows, width = 101, 1030
+    plan = launch.backward_plan(width)
+    assert rows > 2 * plan.rows * plan.grid(rows, torch.device("cpu"))
+    assert rows % plan.rows
+    x, weight = torch.randn(rows, width, requires_grad=True), torch.randn(width, requires_grad=True)
+    dy = torch.randn(rows, width)
+    ops.layer_norm(x, weight).backward(dy)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    layer_norm_reference(*exact).backward(dy.double())
+    torch.testing.assert_close(x.grad, exact[0].grad.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weight.grad, exact[1].grad.float(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("plan", [RowPlan(1, 64, 1), RowPlan(4, 64, 2, 1), RowPlan(8, 128, 4, 2, 2)], ids=str)
+def test_any_plan_gives_the_same(plan, interpreted):
+    x, dy, weight = torch.randn(37, 50), torch.randn(37, 50), torch.randn(50)
+    y, statistics = launch.launch_forward(True, x, weight, weight, 1e-5, plan=plan)
+    mean, rstd = statistics.t()
+    torch.testing.assert_close(y, torch.layer_norm(x, (50,), weight, weight))
+    needs = (True, True, True)
+    dx, dweight, dbias = launch.launch_backward(True, dy, x, weight, weight, statistics, 1e-5, needs, plan=plan)
+    expected = torch.ops.aten.native_layer_norm_backward(
+        dy, x, (50,), mean.contiguous()[:, None], rstd.contiguous()[:, None], weight, weight, [True, True, True]
+    )
+    for actual, wanted in zip((dx, dweight, dbias), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [96, 9000])
+def test_float32_weights_beside_low_precision(dtype, width, interpreted):
+    x = torch.randn(5, width).to(dtype).requires_grad_()
+    weight, bias = torch.randn(width, requires_grad=True), torch.randn(width, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ops.layer_norm(x, weight, bias)
+    dy = torch.randn(5, width).to(dtype)
+    y.backward(dy)
+    assert (y.dtype, x.grad.dtype, weight.grad.dtype, bias.grad.dtype) == (dtype, dtype, torch.float32, torch.float32)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
+    layer_norm_reference(*exact).backward(dy.double())
+    torch.testing.assert_close(weight.grad, exact[1].grad.float(), rtol=1e-5, atol=1e-5)  # sums stay in float32
+    torch.testing.assert_close(bias.grad, exact[2].grad.float(), rtol=1e-5, atol=1e-5)
+
+
+LAYOUTS = {
+    "row of a wider matrix": lambda: torch.randn(6, 50)[:, 7:40],
+    "transposed": lambda: torch.randn(33, 6).t(),
+    "permuted batch": lambda: torch.randn(4, 3, 33).transpose(0, 1),
+    "every second": lambda: torch.randn(6, 66)[:, ::2],
+    "expanded": lambda: torch.randn(1, 33).expand(6, 33),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout(layout, interpreted):
+    x = LAYOUTS[layout]()
+    weight = torch.randn(66)[::2]
+    y = ops.layer_norm(x, weight)
+    assert y.is_contiguous()
+    torch.testing.assert_close(y, layer_norm_reference(x.double(), weight.double()).float(), rtol=1e-5, atol=1e-5)
+    leaf, exact = x.detach().requires_grad_(), x.detach().double().requires_grad_()
+    dy = LAYOUTS[layout]()
+    ops.layer_norm(leaf, weight).backward(dy)
+    layer_norm_reference(exact, weight.double()).backward(dy.double())
+    torch.testing.assert_close(leaf.grad, exact.grad.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_only_the_wanted_gradients(frozen, interpreted):
+    tensors = [torch.randn(3, 40), torch.randn(40), torch.randn(40)]
+    for index, tensor in enumerate(tensors):
+        tensor.requires_grad_(index != frozen)
+    ops.layer_norm(*tensors).sum().backward()
+    assert [tensor.grad is not None for tensor in tensors] == [index != frozen for index in range(3)]
+
+
+def test_eps_is_added_to_the_variance(interpreted):
+    x = torch.tensor([[1.0, -1.0]])
+    torch.testing.assert_close(ops.layer_norm(x, eps=3.0), torch.tensor([[0.5, -0.5]]))
+
+
+def test_no_rows_give_zero_gradients():
+    weight, bias = torch.ones(8, requires_grad=True), torch.zeros(8, requires_grad=True)
+    ops.layer_norm(torch.empty(0, 8), weight, bias).sum().backward()
+    assert torch.equal(weight.grad, torch.zeros(8))
+    assert torch.equal(bias.grad, torch.zeros(8))
+
+
+def test_refuses_a_weight_of_another_width():
+    with pytest.raises(ShapeError, match=r"weight must be \(5,\), got \(4,\)"):
+        ops.layer_norm(torch.ones(3, 5), torch.ones(4))
+
+
+def test_refuses_a_bias_of_two_dimensions():
+    with pytest.raises(ShapeError, match=r"bias must be \(5,\), got \(1, 5\)"):
+        ops.layer_norm(torch.ones(3, 5), torch.ones(5), torch.ones(1, 5))
+
+
+def test_refuses_a_scalar():
+    with pytest.raises(ShapeError, match=r"layer_norm takes \(\.\.\., N\), got a scalar"):
+        ops.layer_norm(torch.tensor(1.0))
+
+
+def test_refuses_integers():
+    with pytest.raises(UnsupportedDtype, match="x is int64"):
+        ops.layer_norm(torch.ones(3, 5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("x", "weight"), [("float32", "bfloat16"), ("float64", "float32"), ("bfloat16", "float16")])
+def test_refuses_mixtures_that_lose_precision(x, weight):
+    with pytest.raises(UnsupportedDtype, match=f"weight must be .*{x}.* got {weight}"):
+        ops.layer_norm(torch.ones(3, 5, dtype=getattr(torch, x)), torch.ones(5, dtype=getattr(torch, weight)))
+
+
+def test_refuses_two_devices():
+    with pytest.raises(ShapeError, match="weight must be on cpu, where x is; it is on meta"):
+        ops.layer_norm(torch.ones(3, 5), torch.ones(5, device="meta"))
+
+
+def test_per_sample_gradients_of_a_wider_weight():
+    x = torch.randn(3, 4, 8, dtype=torch.bfloat16)
+    weight, bias = torch.randn(8), torch.randn(8)
+
+    def loss(weight, bias, x):
+        return ops.layer_norm(x, weight, bias).float().square().sum()
+
+    batched = torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, None, 0))(weight, bias, x)
+    for at in range(3):
+        leaves = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+        one = torch.autograd.grad(loss(*leaves, x[at]), leaves)
+        for whole, part in zip(batched, one, strict=True):
+            assert whole.dtype == torch.float32
+            torch.testing.assert_close(whole[at], part, rtol=2e-2, atol=2e-1)
+
+
+# --- rms_norm, and the residual add ----------------------------------------------------------------------------------
+
+
+@WIDTHS
+def test_rows_have_mean_square_1(width, interpreted):
+    y = ops.rms_norm(torch.randn(6, width) * 3 + 7)
+    torch.testing.assert_close(y.square().mean(-1), torch.ones(6), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [33, 768, 1280, 20000])
+def test_rms_norm_is_torchs(width, interpreted):
+    x, weight = torch.randn(5, width), torch.randn(width)
+    torch.testing.assert_close(ops.rms_norm(x, weight, eps=1e-3), torch.rms_norm(x, (width,), weight, 1e-3))
+
+
+def test_rms_norm_does_not_centre(interpreted):
+    torch.testing.assert_close(ops.rms_norm(torch.full((2, 9), -4.0)), -torch.ones(2, 9))
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("width", [40, 768, 20000])
+def test_not_a_number_stays_in_its_row(op, value, width, interpreted):
+    x, weight = torch.randn(3, width), torch.randn(width)
+    x[1, 3] = value
+    functional = torch.layer_norm if op.endswith("layer_norm") else torch.rms_norm
+    expected = functional(x, (width,), weight)
+    found = getattr(ops, op)(x, *([torch.zeros_like(x)] if op.startswith("add") else []), weight)
+    y = found[0] if op.startswith("add") else found
+    torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-4, atol=1e-5)
+    assert y[1].isnan().any()
+    assert y[::2].isfinite().all()
+
+
+ADDS = pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+
+
+@ADDS
+@pytest.mark.parametrize("width", [40, 768, 9000, 20000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_normalises_the_rounded_sum(op, width, dtype, interpreted):
+    """The same bits as the add followed by the norm: the fusion changes memory traffic alone."""
+    x, residual, weight = torch.randn(4, width).to(dtype), torch.randn(4, width).to(dtype), torch.randn(width)
+    y, s = getattr(ops, f"add_{op}")(x, residual, weight)
+    torch.testing.assert_close(s, x + residual)  # the interpreter cuts bfloat16
+    assert torch.equal(y, getattr(ops, op)(s, weight))
+
+
+@ADDS
+@pytest.mark.parametrize("width", [40, 9000])
+@pytest.mark.parametrize("used", ["y", "s", "both"])
+def test_results_may_go_unused(op, width, used, interpreted):
+    tensors = [torch.randn(3, width), torch.randn(3, width), torch.randn(width)]
+    exact = [tensor.double().requires_grad_() for tensor in tensors]
+    for tensor in tensors:
+        tensor.requires_grad_()
+    dy, ds = torch.randn(3, width), torch.randn(3, width)
+    reference = add_layer_norm_reference if op == "layer_norm" else add_rms_norm_reference
+    for leaves, function in ((tensors, getattr(ops, f"add_{op}")), (exact, reference)):
+        y, s = function(*leaves)
+        wanted = {"y": [(y, dy)], "s": [(s, ds)], "both": [(y, dy), (s, ds)]}[used]
+        torch.autograd.backward([each for each, _ in wanted], [each.to(y.dtype) for _, each in wanted])
+    for tensor, other in zip(tensors, exact, strict=True):
+        expected = torch.zeros_like(tensor) if other.grad is None else other.grad.float()
+        torch.testing.assert_close(tensor.grad, expected, rtol=1e-5, atol=1e-5)
+
+
+@ADDS
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_only_the_wanted_gradients_of_a_sum(op, frozen, interpreted):
+    tensors = [torch.randn(3, 40), torch.randn(3, 40), torch.randn(40)]
+    for index, tensor in enumerate(tensors):
+        tensor.requires_grad_(index != frozen)
+    y, s = getattr(ops, f"add_{op}")(*tensors)
+    (y.square().sum() + s.sum()).backward()
+    assert [tensor.grad is not None for tensor in tensors] == [index != frozen for index in range(3)]
+
+
+def test_gradients_of_a_sum_are_apart(interpreted):
+    """Two leaves that get the same gradient do not share its memory."""
+    x, residual = (torch.randn(3, 40, requires_grad=True) for _ in range(2))
+    ops.add_rms_norm(x, residual)[0].square().sum().backward()
+    assert torch.equal(x.grad, residual.grad)
+    assert x.grad.data_ptr() != residual.grad.data_ptr()
+
+
+@ADDS
+def test_any_layout_of_a_sum(op, interpreted):
+    x, residual = torch.randn(33, 6).t(), torch.randn(6, 50)[:, 7:40]
+    y, s = getattr(ops, f"add_{op}")(x, residual)
+    assert y.is_contiguous()
+    assert s.is_contiguous()
+    torch.testing.assert_close(s, x + residual)
+    torch.testing.assert_close(y, getattr(ops, op)(x + residual))
+
+
+@ADDS
+def test_a_chain_of_blocks(op, interpreted):
+    """The residual stream of a transformer, its gradients through y and s together."""
+    add_norm, norm = getattr(ops, f"add_{op}"), getattr(ops, op)
+    x, weight = torch.randn(4, 24, requires_grad=True), torch.randn(3, 24, requires_grad=True)
+
+    def fused():
+        s, y = torch.zeros_like(x), x
+        for each in weight:
+            y, s = add_norm(y, s, each)
+        return y, s
+
+    def apart():
+        s, y = torch.zeros_like(x), x
+        for each in weight:
+            s = s + y
+            y = norm(s, each)
+        return y, s
+
+    dy, ds = torch.randn(4, 24), torch.randn(4, 24)
+    found = [torch.autograd.grad(f(), (x, weight), (dy, ds)) for f in (fused, apart)]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(0, 9), width=st.integers(1, 300), op=st.sampled_from(["layer_norm", "rms_norm"]))
+def test_any_shape(rows, width, op):
+    tensors = [torch.randn(rows, width), torch.randn(rows, width), torch.randn(width)]
+    exact = [tensor.double().requires_grad_() for tensor in tensors]
+    for tensor in tensors:
+        tensor.requires_grad_()
+    reference = add_layer_norm_reference if op == "layer_norm" else add_rms_norm_reference
+    results = getattr(ops, f"add_{op}")(*tensors), reference(*exact)
+    dy, ds = torch.randn(rows, width), torch.randn(rows, width)
+    for (y, s), leaves in zip(results, (tensors, exact), strict=True):
+        torch.autograd.backward((y, s), (dy.to(y.dtype), ds.to(y.dtype)), inputs=leaves)
+    # A row of one element, or of a few alike, has a small deviation: rstd up to 316 goes into what rounds.
+    for tensor, other in zip(tensors, exact, strict=True):
+        torch.testing.assert_close(tensor.grad, other.grad.float(), rtol=1e-3, atol=1e-2)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_refuses_a_residual_of_another_shape():
+    with pytest.raises(ShapeError, match=r"residual must be \(3, 5\) as x is, got \(5,\)"):
+        ops.add_layer_norm(torch.ones(3, 5), torch.ones(5))
+
+
+def test_refuses_a_residual_of_another_dtype():
+    with pytest.raises(UnsupportedDtype, match="residual must be bfloat16 as x is, got float32"):
+        ops.add_rms_norm(torch.ones(3, 5).bfloat16(), torch.ones(3, 5))
+
+
+def test_refuses_a_residual_elsewhere():
+    with pytest.raises(ShapeError, match="residual must be on cpu, where x is; it is on meta"):
+        ops.add_rms_norm(torch.ones(3, 5), torch.ones(3, 5, device="meta"))
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "add_layer_norm", "add_rms_norm"])
+def test_each_refuses_in_its_own_name(op):
+    call = getattr(ops, op)
+    x = torch.ones(3, 5)
+    more = [x] if op.startswith("add") else []
+    with pytest.raises(UnsupportedDtype, match=f"^{op} takes .*; x is int32"):
+        call(x.int(), *(each.int() for each in more))
+    with pytest.raises(ShapeError, match=rf"^{op} takes \(\.\.\., N\), got a scalar"):
+        call(torch.tensor(1.0), *(torch.tensor(1.0) for _ in more))
+    with pytest.raises(ShapeError, match=r"weight must be \(5,\), got \(6,\)"):
+        call(x, *more, torch.ones(6))

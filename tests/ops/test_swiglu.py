@@ -1,0 +1,133 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerant import ops
+from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops._elementwise import Elementwise
+from accelerant.ops.swiglu import launch
+from accelerant.runtime.ledger import ledger
+
+
+def torchs(gate, up=None):
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    return torch.nn.functional.silu(gate) * up
+
+
+def against_torch(*tensors):
+    mine, theirs = ([each.detach().requires_grad_() for each in tensors] for _ in range(2))
+    y, expected = ops.swiglu(*mine), torchs(*theirs)
+    torch.testing.assert_close(y, expected, rtol=4e-6, atol=1e-6, equal_nan=True)
+    assert y.is_contiguous()
+    dy = torch.randn(expected.shape[::-1]).permute(*range(expected.dim() - 1, -1, -1))  # a layout of its own
+    y.backward(dy)
+    expected.backward(dy)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=4e-6, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("n", [127, 128, 1023, 1024, 1025, 3000])
+def test_around_a_block(n, interpreted):
+    against_torch(torch.randn(n), torch.randn(n))
+    against_torch(torch.randn(3, 2 * n))
+
+
+def test_halves_are_the_two_tensors(interpreted):
+    gate, up = torch.randn(4, 33), torch.randn(4, 33)
+    assert torch.equal(ops.swiglu(torch.cat((gate, up), -1)), ops.swiglu(gate, up))
+
+
+def test_not_a_number_as_torch(interpreted):
+    odd = torch.tensor([0.0, 1.0, 200.0, -200.0, math.inf, -math.inf, math.nan, 3e38, -3e38])
+    gate, up = odd.repeat_interleave(9), odd.repeat(9)
+    torch.testing.assert_close(ops.swiglu(gate, up), torchs(gate, up), rtol=1e-5, atol=1e-30, equal_nan=True)
+
+
+LAYOUTS = {
+    "transposed": lambda: torch.randn(6, 4).t(),
+    "every second": lambda: torch.randn(6, 8)[:, ::2],
+    "expanded": lambda: torch.randn(1, 4).expand(3, 4),
+    "part of a row": lambda: torch.randn(6, 8)[1:5, 3:7],
+    "rows apart": lambda: torch.randn(2, 5, 3, 6)[:, 1],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout(layout, interpreted):
+    against_torch(LAYOUTS[layout](), LAYOUTS[layout]())
+    against_torch(LAYOUTS[layout]())
+    assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"triton"}
+
+
+def test_halves_of_one_matrix_given_apart(interpreted):
+    x = torch.randn(5, 14, requires_grad=True)
+    y = ops.swiglu(*x.chunk(2, -1))
+    assert torch.equal(y, ops.swiglu(x))
+    (one,) = torch.autograd.grad(y.sum(), x)
+    (other,) = torch.autograd.grad(ops.swiglu(x).sum(), x)
+    assert torch.equal(one, other)
+
+
+@settings(max_examples=20, deadline=None)
+@given(shape=st.lists(st.integers(0, 6), min_size=1, max_size=3))
+def test_any_shape(shape):
+    against_torch(torch.randn(shape), torch.randn(shape))
+    against_torch(torch.randn(*shape[:-1], 2 * shape[-1]))
+
+
+@pytest.mark.parametrize("plan", [Elementwise(16, 1), Elementwise(2048, 8)], ids=str)
+def test_any_plan_gives_the_same(plan, interpreted):
+    gate, up, dy = torch.randn(3, 50), torch.randn(3, 50), torch.randn(3, 50)
+    x = torch.cat((gate, up), -1)
+    assert torch.equal(launch.launch_forward(gate, up, plan), launch.launch_forward(gate, up))
+    assert torch.equal(launch.packed_forward(x, plan), launch.launch_forward(gate, up))
+    expected = torch.cat(launch.launch_backward(dy, gate, up), -1)
+    assert torch.equal(torch.cat(launch.launch_backward(dy, gate, up, plan), -1), expected)
+    assert torch.equal(launch.packed_backward(dy, x, plan), expected)
+
+
+def test_only_one_gradient(interpreted):
+    gate, up = torch.randn(3, 5), torch.randn(3, 5, requires_grad=True)
+    ops.swiglu(gate, up).sum().backward()
+    torch.testing.assert_close(up.grad, torch.nn.functional.silu(gate))
+    assert gate.grad is None
+
+
+def test_keeps_its_arguments_alone():
+    gate, up = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5, requires_grad=True)
+    kept = ops.swiglu(gate, up).grad_fn.saved_tensors
+    assert [each.data_ptr() for each in kept] == [gate.data_ptr(), up.data_ptr()]
+
+
+def test_keeps_its_dtype_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops.swiglu(torch.randn(4), torch.randn(4)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(3, 5), ()], ids=str)
+def test_refuses_an_odd_last_dimension(shape):
+    with pytest.raises(ShapeError, match="the last dimension of gate must be even, got shape"):
+        ops.swiglu(torch.ones(shape))
+
+
+def test_refuses_two_shapes():
+    with pytest.raises(ShapeError, match=r"up must have the shape of gate, \(3, 4\), got \(4,\)"):
+        ops.swiglu(torch.ones(3, 4), torch.ones(4))
+
+
+def test_refuses_two_dtypes():
+    with pytest.raises(UnsupportedDtype, match="gate and up must have one dtype, got float32 and float16"):
+        ops.swiglu(torch.ones(3), torch.ones(3, dtype=torch.float16))
+
+
+def test_refuses_two_devices():
+    with pytest.raises(ShapeError, match="gate and up must be on one device, got cpu and meta"):
+        ops.swiglu(torch.ones(3), torch.ones(3, device="meta"))
+
+
+def test_refuses_integers():
+    with pytest.raises(UnsupportedDtype, match=r"swiglu takes .*; gate is int64"):
+        ops.swiglu(torch.ones(3, dtype=torch.int64), torch.ones(3))
