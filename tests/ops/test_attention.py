@@ -466,7 +466,7 @@ ON_GPU = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("sizes", "options"), ON_GPU, ids=str)
 def test_any_forward_pass_goes_with_any_backward_pass(sizes, options, dtype):
-    """Their lse is one and the same; and each is as good as the scores whole in the same dtype, or better."""
+    """Their lse is one and the same; and the error of each is at most twice that of torch's own in the same dtype."""
     q, k, v = (x.to("cuda") for x in tensors(**sizes, dtype=dtype))
     do = torch.randn(q.shape, device="cuda").to(dtype)
     D, causal, window = q.shape[3], options.get("causal", False), options.get("window", -1)
@@ -474,7 +474,10 @@ def test_any_forward_pass_goes_with_any_backward_pass(sizes, options, dtype):
     expected, of_rows = attention_reference(*(x.double() for x in (q, k, v)), **options, return_lse=True)
     slopes = exact(attention_reference, q, k, v, do, **options)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    theirs = attention_reference(*leaves, **options)
+    if window < 0:
+        theirs = F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+    else:
+        theirs = attention_reference(*leaves, **options)
     errors = [(theirs - expected).abs().max()]
     errors += [(g - s).abs().max() for g, s in zip(torch.autograd.grad(theirs, leaves, do), slopes, strict=True)]
     bounds = [

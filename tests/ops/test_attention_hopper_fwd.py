@@ -1,20 +1,24 @@
 """Attention's forward kernel for Hopper: its code without a GPU, its results on one."""
 
+import ctypes
 import re
 import subprocess
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from accelerant.errors import LaunchError
 from accelerant.ops.attention.hopper_fwd import KINDS, PLANS, launch_forward, plan_for, program, refuses
 from accelerant.ops.attention.reference import attention_reference
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_compile import compile_cuda
+from accelerant.runtime.providers.cuda_launch import LoadedKernel
 
 pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
 
@@ -90,6 +94,21 @@ def test_variants_by_length():
     assert plan_for(1024, 64) is plan_for(65536, 40) is PLANS["64"]
     assert plan_for(1024, 128) is PLANS["128"]
     assert plan_for(8192, 72) is PLANS["128 long"]
+
+
+def test_a_packed_launch_has_structs_and_numbers_in_place():
+    pytest.importorskip("cuda.bindings")
+    kernel = LoadedKernel("k", SimpleNamespace(handle=7), ("struct", "*f32", "i32", "f32"), shared_bytes=99, threads=64)
+    x = torch.zeros(3)
+    packed = kernel.pack((1, 2, 3), (b"\1\2\3", x, -5, 0.5), 0)
+    _, pointers, _ = packed._where
+    assert ctypes.string_at(pointers[0], 3) == b"\1\2\3"
+    assert ctypes.c_uint64.from_address(pointers[1]).value == x.data_ptr()
+    assert ctypes.c_int32.from_address(pointers[2]).value == -5
+    assert ctypes.c_float.from_address(pointers[3]).value == 0.5
+    assert packed._shape[1:] == (1, 2, 3, 64, 1, 1, 99)
+    with pytest.raises(LaunchError, match=r"wanted i32, got 1\.5"):
+        kernel.pack((1, 1, 1), (b"", x, 1.5, 0.5), 0)
 
 
 # --- results ---------------------------------------------------------------------------------------------------------

@@ -114,7 +114,9 @@ def test_any_layout(layout, dim, interpreted):
 
 
 @settings(max_examples=30, deadline=None)
-@given(M=st.integers(1, 9), N=st.integers(1, 300), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+@given(
+    M=st.integers(1, 9), N=st.integers(1, 300), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+)
 def test_any_shape(M, N, dtype):
     x = torch.randn(M, N).to(dtype)
     torch.testing.assert_close(ops.quantize_int8(x), exact(x), rtol=0, atol=0)

@@ -88,8 +88,29 @@ def attention_by_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False,
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def _quantize_int8(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(dim, keepdim=True).float() / 127
+    return torch.round(x / scale).to(torch.int8), scale.squeeze(dim)
+
+
+def _linear_int8(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, dynamic: bool = False
+) -> Tensor:
+    """With a dequantised weight; dynamic, by torch's product of integers."""
+    if not dynamic:
+        return F.linear(x, (weight * scale[:, None]).to(x.dtype), bias)
+    q, x_scale = _quantize_int8(x)
+    y = torch._int_mm(q, weight.t()) * x_scale[:, None] * scale
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
 def _matmul_flops(inputs: Sequence[Tensor], y: Tensor) -> int:
     return 2 * y.numel() * inputs[0].shape[-1]
+
+
+def _linear_int8_flops(inputs: Sequence[Tensor], y: Tensor) -> int:
+    """None for few rows: the weight's bytes bound those."""
+    return _matmul_flops(inputs, y) if len(inputs[0]) > 16 else 0
 
 
 def _linear_loss_flops(inputs: Sequence[Tensor], _: Tensor) -> int:
@@ -130,6 +151,8 @@ _ALL: dict[str, Subject] = {
         _linear_cross_entropy, {"liger": peers.liger_linear_cross_entropy}, _linear_loss_flops
     ),
     "matmul": Subject(torch.matmul, flops=_matmul_flops),
+    "quantize_int8": Subject(_quantize_int8),
+    "linear_int8": Subject(_linear_int8, flops=_linear_int8_flops),
     "attention": Subject(
         attention_by_torch,
         {"cudnn": peers.cudnn_attention, "flash": peers.flash_attention, "flash_attn_4": peers.flash_attention_4},

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["RowPlan", "as_rows", "ceil_div", "multiprocessors", "next_power_of_2"]
+__all__ = ["RowPlan", "as_rows", "ceil_div", "multiprocessors", "next_power_of_2", "whole_rows"]
 
 _INTERPRETED_MULTIPROCESSORS = 2  # so that the interpreter, too, runs persistent loops more than once
 
@@ -37,6 +37,14 @@ class RowPlan:
         """How many programs to start for M rows, M at least 1."""
         groups = ceil_div(M, self.rows)
         return min(groups, self.programs * multiprocessors(device)) if self.programs else groups
+
+
+@functools.cache
+def whole_rows(block_n: int) -> tuple[RowPlan, ...]:
+    """What is worth timing for a kernel that takes whole rows: 1024 to 8192 elements, 8 to 32 a thread."""
+    tiles = [(max(1, elements // block_n), each) for elements in (1024, 2048, 4096, 8192) for each in (8, 16, 32)]
+    plans = [RowPlan(rows, block_n, min(16, max(1, rows * block_n // (32 * each)))) for rows, each in tiles]
+    return tuple(dict.fromkeys(plans))
 
 
 def as_rows(x: Tensor, N: int) -> tuple[Tensor, int]:

@@ -325,6 +325,9 @@ def _efficient_backward(
 ) -> tuple[Tensor, ...]:
     beyond = -q.shape[2] % _EFFICIENT_ROWS
     lse = torch.nn.functional.pad(lse, (0, beyond), value=math.inf)
+    # Its kernel asks nobody how far apart the rows of o lie: it takes Hq * D, and reads beyond the end if they do not
+    # (o_strideM in mem_eff_attention/kernel_backward.h).
+    o = o.transpose(1, 2).contiguous().transpose(1, 2)
     seed = _seed(q.device)
     gradients = aten._scaled_dot_product_efficient_attention_backward(
         _strided(do), _strided(q), _strided(k), _strided(v), None, o, lse, seed, seed, 0.0,

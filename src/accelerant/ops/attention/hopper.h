@@ -20,11 +20,12 @@ __device__ __forceinline__ int lane_id() {
 }
 // Through a shuffle, which tells the compiler that a warp agrees on it: loops and descriptors that depend on it are
 // then the uniform units' work.
-__device__ __forceinline__ int warpgroup_id() {
+__device__ __forceinline__ int warp_id() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return __shfl_sync(~0u, thread / 128, 0);
+    return __shfl_sync(~0u, thread / 32, 0);
 }
+__device__ __forceinline__ int warpgroup_id() { return warp_id() / 4; }
 
 // --- mbarriers: a phase ends when all arrivals and all announced bytes are in; parity is that of the phase waited for
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from accelerant.errors import LaunchError
 from accelerant.runtime.kernel import Binary, Kernel, KernelSource
 
-__all__ = ["ELEMENTS", "HopperProgram", "Mma", "hopper_program", "load", "tensor_map"]
+__all__ = ["ELEMENTS", "HopperProgram", "Mma", "hopper_program", "load", "primitives", "tensor_map"]
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 """What hopper.h's macro ELEMENT is for a dtype."""
@@ -77,6 +77,11 @@ def _operands(first: int, count: int) -> str:
 @functools.cache
 def _file(name: str) -> str:
     return (_FOLDER / name).read_text()
+
+
+def primitives() -> str:
+    """Hopper's instructions as functions; what includes them defines ELEMENT first."""
+    return _file("hopper.h")
 
 
 def hopper_program(file: str, element: str, mmas: Sequence[Mma], constants: Mapping[str, int]) -> str:

@@ -14,14 +14,16 @@
 // this tile's dQ is read, so the tensor cores have work while the exponentials are computed.
 //
 // dQ is summed over key tiles in float32, in the order in which registers hold it ("fragments", 16 KiB a warpgroup):
-//     WHOLE 0  fragments are staged in shared memory, and the copy engine adds them to sums in global memory. A store
-//              by the computing threads would stall their next fence.proxy.async, which waits for it (0.07 of 0.36 ms).
+//     WHOLE 0  fragments are staged in shared memory, and the copy engine adds them to sums in global memory (0.007 of
+//              0.33 ms; stores or reductions by the computing threads, even into the L2 cache, cost 0.07).
 //     WHOLE 1  a block takes all key tiles of a head, so a thread owns its sums: the order of additions is fixed, no
 //              zeros before and no kernel after. Needs as many heads as there are multiprocessors, or several times that.
-//              A thread's fragments wait in shared memory until the next fence has passed.
 //
-// Bound by the tensor cores: 10 D flop an element of the scores beside one exponential; shared memory's bandwidth is
-// next (224 KiB of reads a 128 by 128 tile, 1.1 of the products' time at D = 64).
+// Bound by latency: a 128 by 128 tile takes about 5200 clocks, of which the products' floor is 2560 (D = 64, H200), shared
+// memory's 2800 and instruction issue's 2000. The two warpgroups compute exponentials at the same time and multiply at the
+// same time. Doing dQ one tile later, so that they need not meet in each tile, gave nothing: they stay in step.
+// Also slower: dQ's left operand through registers (spills), converting dQ in the background (its stores are in the way
+// of the others' shared memory accesses, and the block that ends last converts most).
 
 #if PART == 0
 constexpr int TILE_K = 128, TILE_Q = D == 64 ? 128 : 64, PANELS = D / 64;
@@ -30,8 +32,8 @@ constexpr int KV_BYTES = TILE_K * D * 2, Q_BYTES = TILE_Q * D * 2, DS_BYTES = TI
 constexpr int KV_PANEL = TILE_K * 128, Q_PANEL = TILE_Q * 128;      // 64 columns of a tile
 constexpr int OFF_K = 0, OFF_V = KV_STAGES * KV_BYTES, OFF_Q = 2 * KV_STAGES * KV_BYTES, OFF_DO = OFF_Q + 2 * Q_BYTES;
 constexpr int OFF_DS = OFF_DO + 2 * Q_BYTES, OFF_STAGE = OFF_DS + 2 * DS_BYTES;
-constexpr int OFF_STATS = OFF_STAGE + TILE_Q * D * 4;
-constexpr int OFF_BARS = OFF_STATS + 2 * TILE_Q * 8, OFF_INFO = OFF_BARS + 192;
+constexpr int OFF_STATS = OFF_STAGE + (WHOLE ? 0 : TILE_Q * D * 4);
+constexpr int OFF_BARS = OFF_STATS + 2 * TILE_Q * 8, OFF_INFO = OFF_BARS + 128;
 static_assert(OFF_INFO + 128 == SHARED_BYTES, "as hopper_bwd.py counts");
 #endif
 
@@ -60,9 +62,6 @@ __device__ __forceinline__ void bulk_add(void* dst, u32 src, u32 size_bytes) {
 }
 __device__ __forceinline__ void store_shared(u32 p, const float* v) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(p), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
-}
-__device__ __forceinline__ void load_shared(u32 p, float* v) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(p) : "memory");
 }
 // threadIdx.x, read where it is used: addresses made from it take no registers before.
 __device__ __forceinline__ u32 thread_now() {
@@ -159,24 +158,18 @@ __device__ __forceinline__ void scores(float* d, u64 a, u64 b) {
     wgmma_commit();
 }
 
-#if WHOLE
-// What this thread staged of dq of tile nt: to its sums in global memory, or with them to dq after the last key tile.
-__device__ __forceinline__ void own_sums(const Job& job, const char* memory, u32 base, int nt, int wg) {
-    const volatile int* tile = (const volatile int*)(memory + OFF_INFO + 16 * (nt & 7));
+// WHOLE: this thread's fragments of a tile's dq to its sums, or with them to dq if the key tile is the last.
+__device__ __forceinline__ void add_own(const Job& job, const volatile int* tile, int wg, const float* fragments) {
     int tid = thread_now() & 127, place = tile[0], j = tile[1], i = tile[3] >> 2, group_heads = job.heads / job.kv_heads;
-    u32 stage = base + OFF_STAGE + wg * 16384 + tid / 32 * 4096 + (tid & 31) * 16;
     float4* mine = (float4*)job.sums + (((long long)blockIdx.x * group_heads * job.nq + place) * 2 + wg) * 1024 + tid;
-    int final = CAUSAL ? min(job.nk, (i * TILE_Q + TILE_Q - 1) / TILE_K + 1) - 1 : job.nk - 1;
-    if (j < final) {
-        float v[32];
-#pragma unroll
-        for (int x = 0; x < 8; ++x) load_shared(stage + 512 * x, v + 4 * x);
+    int last = CAUSAL ? min(job.nk, (i * TILE_Q + TILE_Q - 1) / TILE_K + 1) - 1 : job.nk - 1;
+    if (j < last) {
         if (j == 0) {
 #pragma unroll
-            for (int x = 0; x < 8; ++x) store_global(mine + 128 * x, v + 4 * x);
+            for (int x = 0; x < 8; ++x) store_global(mine + 128 * x, fragments + 4 * x);
         } else {
 #pragma unroll
-            for (int x = 0; x < 8; ++x) add_global(mine + 128 * x, v + 4 * x);
+            for (int x = 0; x < 8; ++x) add_global(mine + 128 * x, fragments + 4 * x);
         }
         return;
     }
@@ -195,23 +188,17 @@ __device__ __forceinline__ void own_sums(const Job& job, const char* memory, u32
                 sum[4 * x] = v.x, sum[4 * x + 1] = v.y, sum[4 * x + 2] = v.z, sum[4 * x + 3] = v.w;
             }
         }
-        float v[16];
 #pragma unroll
-        for (int x = 0; x < 4; ++x) load_shared(stage + 512 * (4 * set + x), v + 4 * x);
-#pragma unroll
-        for (int x = 0; x < 16; ++x) sum[x] += v[x];
+        for (int x = 0; x < 16; ++x) sum[x] += fragments[16 * set + x];
         store_half(sum, job.scale, out, job.sq.row, row, job.queries, (D == 64 ? 0 : 64 * wg) + 32 * set, job.width);
     }
 }
-#else
-__device__ __forceinline__ void own_sums(const Job&, const char*, u32, int, int) {}
-#endif
 
 extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_constant__ Job job) {
     extern __shared__ __align__(1024) char memory[];
     u32 base = shared_address(memory), bars = base + OFF_BARS, info = base + OFF_INFO;
     u32 kv_full = bars, kv_empty = bars + 16, q_full = bars + 32, do_full = bars + 48, q_empty = bars + 64;
-    u32 dq_full = bars + 80, dq_empty = bars + 96, ds_full = bars + 112, ds_empty = bars + 128;
+    u32 dq_full = bars + 80, dq_empty = bars + 96;
     if (threadIdx.x == 0) {
         for (int s = 0; s < 2; ++s) {
             barrier_init(kv_full + 8 * s, 1);
@@ -221,8 +208,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             barrier_init(q_empty + 8 * s, 8);
             barrier_init(dq_full + 8 * s, 4);
             barrier_init(dq_empty + 8 * s, 1);
-            barrier_init(ds_full + 8 * s, 8);
-            barrier_init(ds_empty + 8 * s, 8);
         }
         barriers_ready();
     }
@@ -297,8 +282,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
         for (int x = 0; x < D / 2; ++x) dkacc[x] = dvacc[x] = 0.f;
         int started = 0;                           // 0: the sweep's first tile overwrites dk and dv
         int nt = 0, nkv = 0;
-        bool ended = false;                        // whether the last tile was the last of its sweep
-        if (LAG && wg == 1) __nanosleep(LAG);      // out of step from the start: one computes exponentials, the other multiplies
         barrier_wait(kv_full, 0);
         barrier_wait(q_full, 0);
         scores(sc, descriptor(base + OFF_K + wg * 8192), descriptor(base + OFF_Q));
@@ -338,7 +321,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
                 }
             }
             u32 pr[TILE_Q / 4], ds[TILE_Q / 4];
-            if (DELAY) barrier_wait(ds_empty + 8 * s, ((nt >> 1) & 1) ^ 1);
             wgmma_wait<0>();                                                    // dp
 #pragma unroll
             for (int n = 0; n < TILE_Q / 8; ++n) {
@@ -358,13 +340,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
                 store_matrices(swrite + buffer + (k / 4) * 16384 + ((chunk ^ sxor) << 4), ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
             }
             proxy_fence();                         // for dS, and for the fragments of dq that the last tile staged
-            __syncwarp();
-            if (lane == 0) {
-                if (DELAY) barrier_arrive(ds_full + 8 * s);
-                if (!WHOLE && nt > DELAY) barrier_arrive(dq_full + 8 * wg);
+            if (!WHOLE) {
+                __syncwarp();
+                if (lane == 0 && nt > 0) barrier_arrive(dq_full + 8 * wg);
+                __syncwarp();
             }
-            __syncwarp();
-            if (WHOLE && nt > DELAY) own_sums(job, memory, base, nt - 1 - DELAY, wg);
             u64 do_b = descriptor(base + OFF_DO + s * Q_BYTES, Q_PANEL), q_b = descriptor(base + OFF_Q + s * Q_BYTES, Q_PANEL);
             wgmma_fence();
 #pragma unroll
@@ -372,14 +352,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
 #pragma unroll
             for (int k = 0; k < TILE_Q / 16; ++k) MMA_D(dkacc, ds + 4 * k, q_b + 128 * k, k ? 1 : started);
             wgmma_commit();
-            // dq: at D = 64 each warpgroup takes 64 of 128 queries, at D = 128 64 of 128 columns. DELAY: dq of the last
-            // tile, whose dS both warpgroups have written long ago, so that they need not be at the same place. (For the
-            // first tile that is nothing, but a branch around it would make ptxas serialise the wgmmas.)
-            if (!DELAY) named_barrier(1, 256);
-            else if (nt > 0) barrier_wait(ds_full + 8 * (s ^ 1), ((nt - 1) >> 1) & 1);
-            int kd = DELAY && ended ? ks ^ 1 : ks;
-            u64 ds_a = descriptor(base + OFF_DS + (DELAY ? (nt & 1 ^ 1) * DS_BYTES : buffer) + (D == 64 ? wg * 16384 : 0));
-            u64 k_b = descriptor(base + OFF_K + kd * KV_BYTES + (D == 64 ? 0 : wg * KV_PANEL));
+            named_barrier(1, 256);
+            // dq: at D = 64 each warpgroup takes 64 of 128 queries, at D = 128 64 of 128 columns
+            u64 ds_a = descriptor(base + OFF_DS + buffer + (D == 64 ? wg * 16384 : 0));
+            u64 k_b = descriptor(base + OFF_K + ks * KV_BYTES + (D == 64 ? 0 : wg * KV_PANEL));
             wgmma_fence();
             MMA_Q_FIRST(dqacc, ds_a, k_b);
 #pragma unroll
@@ -392,12 +368,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             bool ends = flags & 1, more = flags & 2;
             started = !ends;
             int s2 = (nt + 1) & 1, nkv2 = nkv + (ends ? 1 : 0), ks2 = nkv2 % KV_STAGES;
-            if (DELAY ? ended : KV_STAGES == 1 && ends) {           // keys that only dq still needs
+            if (KV_STAGES == 1 && ends) {
                 wgmma_wait<0>();
-                if (lane == 0) barrier_arrive(kv_empty + 8 * kd);
+                if (lane == 0) barrier_arrive(kv_empty);
                 __syncwarp();
             }
-            ended = ends;
             if (more) {
                 if (ends) barrier_wait(kv_full + 8 * ks2, (nkv2 / KV_STAGES) & 1);
                 barrier_wait(q_full + 8 * s2, ((nt + 1) >> 1) & 1);
@@ -405,20 +380,20 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             // After the last tile this multiplies stale tiles: a branch around it would make ptxas serialise the wgmmas.
             scores(sc, descriptor(base + OFF_K + ks2 * KV_BYTES + wg * 8192), descriptor(base + OFF_Q + s2 * Q_BYTES));
             wgmma_wait<1>();                                                    // dq
-            if (DELAY) {
-                if (lane == 0 && nt > 0) barrier_arrive(ds_empty + 8 * (s ^ 1));
-                __syncwarp();
-            }
-            if (!WHOLE && nt >= DELAY) barrier_wait(dq_empty + 8 * wg, ((nt - DELAY) & 1) ^ 1);
-            u32 again = thread_now() - 128, stage = base + OFF_STAGE + again / 32 * 4096 + (again & 31) * 16;
+            if (WHOLE) {
+                add_own(job, now, wg, dqacc);
+            } else {
+                u32 again = thread_now() - 128, stage = base + OFF_STAGE + again / 32 * 4096 + (again & 31) * 16;
+                barrier_wait(dq_empty + 8 * wg, (nt & 1) ^ 1);
 #pragma unroll
-            for (int x = 0; x < 8; ++x) store_shared(stage + 512 * x, dqacc + 4 * x);
+                for (int x = 0; x < 8; ++x) store_shared(stage + 512 * x, dqacc + 4 * x);
+            }
             if (more) barrier_wait(do_full + 8 * s2, ((nt + 1) >> 1) & 1);
             scores(dp, descriptor(base + OFF_V + ks2 * KV_BYTES + wg * 8192), descriptor(base + OFF_DO + s2 * Q_BYTES));
             wgmma_wait<1>();                       // sc; in this basic block, or ptxas serialises the wgmmas (C7514)
             if (ends) {
                 int at = now[1], kv = now[2], b = kv / job.kv_heads, h = kv % job.kv_heads;
-                if (!DELAY && KV_STAGES > 1 && lane == 0) barrier_arrive(kv_empty + 8 * ks);
+                if (KV_STAGES > 1 && lane == 0) barrier_arrive(kv_empty + 8 * ks);
                 __syncwarp();
                 char* pk = job.dk + (b * job.sk.batch + h * job.sk.head) * 2;
                 char* pv = job.dv + (b * job.sv.batch + h * job.sv.head) * 2;
@@ -433,30 +408,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             if (!more) break;
         }
         wgmma_wait<0>();
-        if (DELAY) {                               // dq of the last tile; nt counts all
-            int last = nt - 1, s = last & 1;
-            proxy_fence();
-            __syncwarp();
-            if (!WHOLE && lane == 0 && last > 0) barrier_arrive(dq_full + 8 * wg);
-            if (WHOLE && last > 0) own_sums(job, memory, base, last - 1, wg);
-            barrier_wait(ds_full + 8 * s, (last >> 1) & 1);
-            float dqacc[32];
-            u64 ds_a = descriptor(base + OFF_DS + s * DS_BYTES + (D == 64 ? wg * 16384 : 0));
-            u64 k_b = descriptor(base + OFF_K + (nkv - 1) % KV_STAGES * KV_BYTES + (D == 64 ? 0 : wg * KV_PANEL));
-            wgmma_fence();
-            MMA_Q_FIRST(dqacc, ds_a, k_b);
-#pragma unroll
-            for (int k = 1; k < TILE_K / 16; ++k) MMA_Q(dqacc, ds_a + 128 * k, k_b + 128 * k, 1);
-            wgmma_commit();
-            wgmma_wait<0>();
-            if (!WHOLE) barrier_wait(dq_empty + 8 * wg, (last & 1) ^ 1);
-            u32 again = thread_now() - 128, stage = base + OFF_STAGE + again / 32 * 4096 + (again & 31) * 16;
-#pragma unroll
-            for (int x = 0; x < 8; ++x) store_shared(stage + 512 * x, dqacc + 4 * x);
-        }
-        if (WHOLE) {
-            own_sums(job, memory, base, nt - 1, wg);
-        } else {
+        if (!WHOLE) {
             proxy_fence();
             __syncwarp();
             if (lane == 0) barrier_arrive(dq_full + 8 * wg);

@@ -15,8 +15,8 @@
 // A block draws its tiles from a counter, the longest first, so that all end together. The grid has no idle block.
 //
 // Bound, a score: 4 HEAD_DIM flop at 4096 a clock and multiprocessor, one exponential at 16. HEAD_DIM 64 needs as much
-// of both; causal at 1024 keys each is busy 55% of the time, at 1.66 GHz (H200, Nsight Compute). Finding a part of the
-// exponentials by polynomials on the FMA units cost 10% there: issue slots are as short as the special functions.
+// of both; causal at 1024 keys each is busy about 55% of the time, at 1.66 GHz (H200, Nsight Compute). Finding a part
+// of the exponentials by polynomials on the FMA units cost 10% there: issue slots are as short as special functions.
 
 constexpr int TILE_M = 64 * WGS;
 constexpr int CHUNKS = HEAD_DIM / 64;                    // boxes of 64 columns
@@ -80,8 +80,6 @@ __device__ __forceinline__ float quad_sum(float x) {
 struct Rows {
     float top[2];                                        // log2 of what the exponentials are divided by
     float sum[2];                                        // this thread's part
-    float shrink[2];                                     // what O must be multiplied by
-    bool shrinks;
 };
 
 __device__ __forceinline__ void row_maxima(const float (&s)[S_REGS], float& a, float& b) {
@@ -94,16 +92,14 @@ __device__ __forceinline__ void row_maxima(const float (&s)[S_REGS], float& a, f
     }
 }
 
-// Replace the scores by their exponentials; the sums of this thread's two rows.
-__device__ __forceinline__ float2 exponentials(float (&s)[S_REGS], const float (&top)[2], float scale) {
-    float part[4];
+// Replace a part of the scores by their exponentials, and add them up, four sums to a thread: two a row.
+template <int FROM, int TO>
+__device__ __forceinline__ void exponentials(float (&s)[S_REGS], float (&part)[4], const float (&top)[2], float scale) {
 #pragma unroll
-    for (int x = 0; x < S_REGS; ++x) {
-        float y = fmaf(s[x], scale, -top[(x >> 1) & 1]);
-        s[x] = exp2_fast(y);
+    for (int x = FROM; x < TO; ++x) {
+        s[x] = exp2_fast(fmaf(s[x], scale, -top[(x >> 1) & 1]));
         part[x & 3] = x < 4 ? s[x] : part[x & 3] + s[x];
     }
-    return make_float2(part[0] + part[1], part[2] + part[3]);
 }
 
 // The tile's first block: S becomes P, and the rows' references and sums begin.
@@ -112,15 +108,16 @@ __device__ __forceinline__ void softmax_first(float (&s)[S_REGS], Rows& rows, fl
     row_maxima(s, a, b);
     rows.top[0] = fmaxf(quad_max(a) * scale, LOWEST);
     rows.top[1] = fmaxf(quad_max(b) * scale, LOWEST);
-    float2 sums = exponentials(s, rows.top, scale);
-    rows.sum[0] = sums.x;
-    rows.sum[1] = sums.y;
+    float part[4];
+    exponentials<0, S_REGS>(s, part, rows.top, scale);
+    rows.sum[0] = part[0] + part[1];
+    rows.sum[1] = part[2] + part[3];
 }
 
 // The same for the block of 64 keys that the diagonal crosses from corner to corner: of a warp's 16 rows, the keys of
 // the warps before are all seen, its own up to the diagonal, those after not at all.
-__device__ __forceinline__ void softmax_diagonal(float (&s)[S_REGS], Rows& rows, float scale, int warp) {
-    int g = lane_id() >> 2, t = lane_id() & 3;
+__device__ __forceinline__ void softmax_diagonal(float (&s)[S_REGS], Rows& rows, float scale) {
+    int warp = warp_id() % 4, g = lane_id() >> 2, t = lane_id() & 3;
     float a = -INFINITE, b = -INFINITE;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
@@ -154,18 +151,19 @@ __device__ __forceinline__ void softmax_diagonal(float (&s)[S_REGS], Rows& rows,
     }
 }
 
-// For a later block, of which s holds the scores: make the largest so far the rows' references.
-__device__ __forceinline__ void raise(float (&s)[S_REGS], Rows& rows, float scale) {
+// For a later block, of which s holds the scores: make the largest so far the rows' references, and O refer to them.
+__device__ __forceinline__ void raise(const float (&s)[S_REGS], float (&o)[O_REGS], Rows& rows, float scale) {
     float a, b;
     row_maxima(s, a, b);
     a = fmaxf(quad_max(a) * scale, rows.top[0]);
     b = fmaxf(quad_max(b) * scale, rows.top[1]);
-    rows.shrink[0] = exp2_fast(rows.top[0] - a);
-    rows.shrink[1] = exp2_fast(rows.top[1] - b);
+    float shrink[2] = {exp2_fast(rows.top[0] - a), exp2_fast(rows.top[1] - b)};
     rows.top[0] = a;
     rows.top[1] = b;
-    rows.sum[0] *= rows.shrink[0];
-    rows.sum[1] *= rows.shrink[1];
+    rows.sum[0] *= shrink[0];
+    rows.sum[1] *= shrink[1];
+#pragma unroll
+    for (int x = 0; x < O_REGS; ++x) o[x] *= shrink[(x >> 1) & 1];
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (WGS + 1), 1)
@@ -247,9 +245,13 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
 #pragma unroll
         for (int x = 0; x < O_REGS; ++x) o[x] = 0.f;
 
+        // The compiler must not see into these, or it adds to their halves apart: twice the instructions.
+        u64 q_first = descriptor(base + OFF_Q), k_first = descriptor(base + OFF_K);
+        u64 v_first = descriptor(base + OFF_V, BLOCK_N * 128);
+        asm volatile("" : "+l"(q_first), "+l"(k_first), "+l"(v_first));
         auto multiply_qk = [&](int qs, int sub) {
-            u64 k = descriptor(base + OFF_K + at.stage * KV_BYTES);
-            u64 a = descriptor(base + OFF_Q + qs * Q_BYTES + sub * 8192);
+            u64 k = k_first + at.stage * (KV_BYTES >> 4);
+            u64 a = q_first + (qs * (Q_BYTES >> 4) + sub * (8192 >> 4));
             wgmma_fence();
 #pragma unroll
             for (int d = 0; d < HEAD_DIM / 16; ++d) {
@@ -280,7 +282,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
             }
         };
         auto multiply_pv = [&](u32 stage, int accumulate) {
-            u64 v = descriptor(base + OFF_V + stage * KV_BYTES, BLOCK_N * 128);
+            u64 v = v_first + stage * (KV_BYTES >> 4);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < BLOCK_N / 16; ++k) MMA_PV(o, p + 4 * k, v + 128 * k, k ? 1 : accumulate);
@@ -352,7 +354,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         };
         auto begin = [&]() {                             // the tile's first block, which may hold keys out of sight
             if (CAUSAL) {
-                softmax_diagonal(s, rows, scale, warp);
+                softmax_diagonal(s, rows, scale);
             } else {
                 int limit = shape.keys - 1 - (mine - 1) * BLOCK_N - 2 * (lane & 3);
                 if (limit < BLOCK_N - 1) {
@@ -381,25 +383,22 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
                 multiply_pv(now.stage, accumulate);
                 accumulate = 1;
                 wgmma_wait<1>();
-                float2 sums = exponentials(s, rows.top, scale);
-                // Also true of NaN, which then reaches the row's result by the same way.
-                rows.shrinks = __any_sync(~0u, !(sums.x <= LIMIT && sums.y <= LIMIT));
-                if (rows.shrinks) {
-                    wgmma_wait<0>();                     // P is no longer needed: registers for what follows
-                    scores_again(qs, sub);
-                    raise(s, rows, scale);
-                    sums = exponentials(s, rows.top, scale);
-                }
-                rows.sum[0] += sums.x;
-                rows.sum[1] += sums.y;
-                release(k_empty + 8 * at.stage);
-                wgmma_wait<0>();
+                float part[4];
+                exponentials<0, S_REGS / 2>(s, part, rows.top, scale);
+                wgmma_wait<0>();                         // mostly done by now; P fills while the others are found
                 release(v_empty + 8 * now.stage);
-                if (rows.shrinks) {
-#pragma unroll
-                    for (int x = 0; x < O_REGS; ++x) o[x] *= rows.shrink[(x >> 1) & 1];
-                }
+                exponentials<S_REGS / 2, S_REGS>(s, part, rows.top, scale);
                 to_p();
+                // Also true of NaN, which then reaches the row's result by the same way.
+                if (__any_sync(~0u, !(part[0] + part[1] <= LIMIT && part[2] + part[3] <= LIMIT))) {
+                    scores_again(qs, sub);
+                    raise(s, o, rows, scale);
+                    exponentials<0, S_REGS>(s, part, rows.top, scale);
+                    to_p();
+                }
+                rows.sum[0] += part[0] + part[1];
+                rows.sum[1] += part[2] + part[3];
+                release(k_empty + 8 * at.stage);
             }
             old = place;
             old_row = row;

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from accelerant.ops._rows import next_power_of_2
 from accelerant.runtime.triton import TritonKernel
+from accelerant.runtime.tuning import Tuned
 
 __all__ = [
     "CANDIDATES",
     "KERNELS",
     "MAX_WIDTH",
+    "TUNED",
     "Plan",
     "Problem",
     "capability_of",
@@ -26,6 +28,7 @@ __all__ = [
     "launch_varlen_forward",
     "like",
     "plan_for",
+    "plans_for",
     "with_rows",
 ]
 
@@ -100,14 +103,62 @@ def plan_for(kernel: str, width: int, dtype: torch.dtype, capability: tuple[int,
         dtype: of the tensors.
         capability: of the device; None for the interpreter.
     """
+    return _usual(kernel, width, _family(dtype, capability))
+
+
+_TABLES = (_INTERPRETED, _WIDE_TYPE, _AMPERE, _HOPPER)
+_SHARED_KIB = (64, 64, 96, 227)
+
+
+@functools.cache
+def _family(dtype: torch.dtype, capability: tuple[int, int] | None) -> int:
+    """Which of the tables."""
     if capability is None:
-        table = _INTERPRETED
-    elif dtype == torch.float32 or capability < (8, 0):
-        table = _WIDE_TYPE
-    else:
-        table = _HOPPER if capability == (9, 0) else _AMPERE
+        return 0
+    if dtype == torch.float32 or capability < (8, 0):
+        return 1
+    return 3 if capability == (9, 0) else 2
+
+
+def _usual(kernel: str, width: int, family: int) -> Plan:
+    table = _TABLES[family]
     widest = next(limit for limit in table if width <= limit)
     return table[widest][_NAMES.index(kernel)]
+
+
+@functools.cache
+def plans_for(kernel: str, width: int, family: int) -> tuple[Plan, ...]:
+    """What is worth timing and fits in shared memory, by an estimate: the tiles that stay, and those of each stage."""
+    if family == 0:
+        return Plan(16, 16, 4, 1), Plan(32, 32, 4, 1)
+    if family == 1:
+        plans = [Plan(m, n, warps, 1) for m, n, warps in ((64, 32, 8), (32, 32, 8), (32, 32, 4), (16, 32, 4))]
+    else:
+        plans = [plan for plan in CANDIDATES[kernel] if plan.num_stages in (2, 3)]
+    row_bytes = max(16, next_power_of_2(width)) * (4 if family == 1 else 2)
+
+    def shared_bytes(plan: Plan) -> int:
+        stay, pass_by = (plan.block_n, plan.block_m) if kernel == "bwd_kv" else (plan.block_m, plan.block_n)
+        return row_bytes * (stay * (1 if kernel == "fwd" else 2) + 2 * pass_by * plan.num_stages)
+
+    return tuple(plan for plan in plans if shared_bytes(plan) <= _SHARED_KIB[family] * 1024)
+
+
+def _tuned(kernel: str) -> Tuned[Plan]:
+    def bucket(family: int, programs: int, queries: int, keys: int, width: int, *masks: int) -> tuple[int, ...]:
+        return (programs, queries, keys, max(16, next_power_of_2(width)), *masks)
+
+    return Tuned(
+        f"attention_{kernel}",
+        default=lambda family, programs, queries, keys, width, *masks: _usual(kernel, width, family),
+        candidates=lambda family, programs, queries, keys, width, *masks: plans_for(kernel, width, family),
+        bucket=bucket,
+    )
+
+
+TUNED = {kernel: _tuned(kernel) for kernel in _NAMES}
+"""The plans of the kernels, by family of devices, heads of all sequences, queries and keys (these three as powers of
+two), width, whether causal, whether windowed, whether packed."""
 
 
 def constants(
@@ -142,28 +193,19 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
-class _Setup(NamedTuple):
-    """What a launch needs that does not depend on lengths: found once, for the time of a call counts."""
-
-    plan: Plan
-    constants: dict[str, int | bool | str]
-
-
 @functools.cache
-def _setup(
-    kernel: str,
+def _constants(
+    plan: Plan,
     width: int,
     dtype: torch.dtype,
     capability: tuple[int, int] | None,
     causal: bool,
     windowed: bool,
     tf32: bool,
-    plan: Plan | None,
-) -> _Setup:
-    plan = plan or plan_for(kernel, width, dtype, capability)
+) -> dict[str, int | bool | str]:
+    """Found once, for the time of a call counts."""
     precision, window = "tf32" if tf32 else "ieee", 0 if windowed else -1
-    upcast = _upcasts(dtype, capability)
-    return _Setup(plan, constants(plan, width, causal, window, precision=precision, upcast=upcast))
+    return constants(plan, width, causal, window, precision=precision, upcast=_upcasts(dtype, capability))
 
 
 class Problem(NamedTuple):
@@ -199,11 +241,20 @@ class Problem(NamedTuple):
     ) -> None:
         """Start a kernel: one program for a tile of each head; of keys if it is bwd_kv."""
         cu, queries, keys, batch, width, dtype, device, causal, scale, window = self
-        tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        plan, fixed = _setup(kernel, width, dtype, capability_of(device), causal, window >= 0, tf32, plan)
-        blocks = -(-keys // plan.block_n) if kernel == "bwd_kv" else -(-queries // plan.block_m)
-        if not blocks or not batch:
+        if not batch or not (keys if kernel == "bwd_kv" else queries):
             return
+        capability = capability_of(device)
+        if plan is None:
+            lengths = next_power_of_2(heads * batch), next_power_of_2(max(1, queries)), next_power_of_2(max(1, keys))
+            plan = TUNED[kernel](
+                device,
+                dtype,
+                (_family(dtype, capability), *lengths, width, int(causal), int(window >= 0), int(cu[0] is not None)),
+                lambda plan: self.launch(kernel, tensors, strides, heads, group, plan),
+            )
+        tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        fixed = _constants(plan, width, dtype, capability, causal, window >= 0, tf32)
+        blocks = -(-keys // plan.block_n) if kernel == "bwd_kv" else -(-queries // plan.block_m)
         KERNELS[kernel].launch(
             (blocks * heads * batch,),
             (*tensors, *cu, queries, keys, heads, group, blocks, width, scale, window, *strides),

@@ -38,6 +38,19 @@ def _dot(a, b, sums, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def _dot_apart(a, b, sums, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """The sums + a b for long sums: of float32, each tile in a chain of its own, since an error grows with its length.
+
+    By fma, as the compiler would make sums + dot one chain again.
+    """
+    if PRECISION == "ieee" and a.dtype == tl.float32 and not UPCAST:
+        part = tl.dot(a, b, input_precision="ieee")
+        return tl.fma(part, tl.full(part.shape, 1.0, tl.float32), sums)
+    else:
+        return _dot(a, b, sums, PRECISION, UPCAST)
+
+
+@triton.jit
 def _load(pointers, in_rows, in_width, CHECK: tl.constexpr, EXACT: tl.constexpr):
     """A tile; zeros outside of the rows, which are looked at under CHECK, and of the width unless EXACT."""
     if CHECK and EXACT:
@@ -126,7 +139,7 @@ def _accumulate(
         v = _load(v_ptr + v_at, columns[:, None] < keys, width[None, :] < D, CHECK, EXACT)
         if not UPCAST:
             p = p.to(v.dtype)
-        sums = _dot(p, v, sums, PRECISION, UPCAST)
+        sums = _dot_apart(p, v, sums, PRECISION, UPCAST)
         peak = larger
         k_ptr += BLOCK_N * k_row
         v_ptr += BLOCK_N * v_row
@@ -220,7 +233,7 @@ def _accumulate_dq(
         ds = p * (_dot(do, v, nought, PRECISION, UPCAST) - delta[:, None])
         if not UPCAST:
             ds = ds.to(k.dtype)
-        dq = _dot(ds, tl.trans(k), dq, PRECISION, UPCAST)
+        dq = _dot_apart(ds, tl.trans(k), dq, PRECISION, UPCAST)
         k_ptr += BLOCK_N * k_row
         v_ptr += BLOCK_N * v_row
     return dq
@@ -338,11 +351,11 @@ def _accumulate_dkv(
         weights = p
         if not UPCAST:
             weights = p.to(do.dtype)
-        dv = _dot(weights, do, dv, PRECISION, UPCAST)
+        dv = _dot_apart(weights, do, dv, PRECISION, UPCAST)
         ds = p * (_dot(v, tl.trans(do), nought, PRECISION, UPCAST) - delta[None, :])
         if not UPCAST:
             ds = ds.to(q.dtype)
-        dk = _dot(ds, tl.trans(q), dk, PRECISION, UPCAST)
+        dk = _dot_apart(ds, tl.trans(q), dk, PRECISION, UPCAST)
         q_ptr += BLOCK_M * q_row
         do_ptr += BLOCK_M * do_row
     return dk, dv

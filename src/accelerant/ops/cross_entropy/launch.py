@@ -8,13 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accelerant.ops._rows import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2
+from accelerant.ops._rows import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2, whole_rows
+from accelerant.runtime.choices import rounded
 from accelerant.runtime.triton import TritonKernel
+from accelerant.runtime.tuning import Tuned
 
 __all__ = [
     "COUNTS",
     "HELD_PLANS",
     "KERNELS",
+    "TUNED_BACKWARD",
+    "TUNED_ROWS",
+    "TUNED_WIDE",
     "WIDE_PLANS",
     "WidePlan",
     "count",
@@ -24,6 +29,7 @@ __all__ = [
     "row_plan",
     "scale_",
     "wide_plan",
+    "wide_plans",
 ]
 
 _NAMES = ("count", "reduce", "scale", "fwd", "fwd_wide", "bwd")
@@ -54,6 +60,10 @@ class WidePlan:
     num_warps: int
     held: int = 0
 
+    def room(self, N: int) -> bool:
+        """Whether a row is long enough for what is held, and a block that begins before it."""
+        return (self.held + 1) * self.block <= N
+
 
 WIDE_PLANS = (WidePlan(4096, 8), WidePlan(4096, 16), WidePlan(8192, 32))
 HELD_PLANS = (WidePlan(8192, 32, held=3), WidePlan(8192, 32, held=2), WidePlan(4096, 16, held=6))
@@ -69,12 +79,15 @@ def row_plan(N: int) -> RowPlan:
 
 
 @functools.cache
-def wide_plan(N: int, dtype: torch.dtype, gradient: bool) -> WidePlan:
-    """How a row of more than WIDE_FROM columns is taken."""
-    held = HELD_PLANS[0]
-    if gradient and dtype == torch.bfloat16 and (held.held + 1) * held.block <= N:
-        return held
-    return WIDE_PLANS[1]
+def wide_plan(N: int, holds: bool) -> WidePlan:
+    """How a row of more than WIDE_FROM columns is taken; it may be held for a gradient in bfloat16."""
+    return HELD_PLANS[0] if holds and HELD_PLANS[0].room(N) else WIDE_PLANS[1]
+
+
+@functools.cache
+def wide_plans(N: int, holds: bool) -> tuple[WidePlan, ...]:
+    """What is worth timing for cross_entropy_fwd_wide."""
+    return (*WIDE_PLANS, *(plan for plan in HELD_PLANS if holds and plan.room(N)))
 
 
 @functools.cache
@@ -82,6 +95,36 @@ def backward_plan(N: int) -> RowPlan:
     """What a program of cross_entropy_bwd takes: 2048 elements."""
     block_n = min(2048, max(16, next_power_of_2(N)))
     return RowPlan(rows=2048 // block_n, block_n=block_n, num_warps=4)
+
+
+@functools.cache
+def backward_plans(N: int) -> tuple[RowPlan, ...]:
+    """What is worth timing for cross_entropy_bwd."""
+    tiles = ((1024, 1024, 4), (2048, 2048, 4), (2048, 2048, 8), (2048, 1024, 4), (4096, 4096, 8))
+    cut = [(elements, min(columns, max(16, next_power_of_2(N))), warps) for elements, columns, warps in tiles]
+    return tuple(dict.fromkeys(RowPlan(elements // block_n, block_n, warps) for elements, block_n, warps in cut))
+
+
+TUNED_ROWS: Tuned[RowPlan] = Tuned(
+    "cross_entropy_fwd",
+    default=lambda M, N, gradient: row_plan(N),
+    candidates=lambda M, N, gradient: whole_rows(max(16, next_power_of_2(N))),
+)
+"""The plans of cross_entropy_fwd, with a gradient or without."""
+
+TUNED_WIDE: Tuned[WidePlan] = Tuned(
+    "cross_entropy_fwd_wide",
+    default=lambda M, N, gradient, holds: wide_plan(N, bool(holds)),
+    candidates=lambda M, N, gradient, holds: wide_plans(N, bool(holds)),
+    # Above the widest that is held, as much fits in a row of any length; below, it may not in one of the same bucket.
+    bucket=lambda M, N, gradient, holds: (*rounded((M, N)), gradient, holds, len(wide_plans(N, bool(holds)))),
+)
+"""The plans of cross_entropy_fwd_wide, with a gradient or without, in bfloat16 or another dtype."""
+
+TUNED_BACKWARD: Tuned[RowPlan] = Tuned(
+    "cross_entropy_bwd", default=lambda M, N: backward_plan(N), candidates=lambda M, N: backward_plans(N)
+)
+"""The plans of cross_entropy_bwd."""
 
 
 def count(targets: Tensor, ignore_index: int) -> Tensor:
@@ -128,7 +171,7 @@ def launch_rows(
     dx_stride: int = 0,
     counts: Tensor | None = None,
     dy: Tensor | None = None,
-    plan: WidePlan | None = None,
+    plan: WidePlan | RowPlan | None = None,
 ) -> None:
     """Each row's loss, statistics and gradient, what of them there is memory for.
 
@@ -141,21 +184,34 @@ def launch_rows(
         dx: (M, N), written; may be the memory of rows.
         counts: from `count`; the gradient is divided by their sum.
         dy: the gradient is multiplied by it; a scalar or (M,).
-        plan: for N above WIDE_FROM.
+        plan: a WidePlan, for any N, or a RowPlan of at least N columns; None for the usual one.
     """
     M, N = rows.shape
+    if plan is None:
+
+        def run(plan: WidePlan | RowPlan) -> None:
+            launch_rows(
+                rows, stride, targets, ignore_index, smoothing, losses=losses, statistics=statistics, dx=dx,
+                dx_stride=dx_stride, counts=counts, dy=dy, plan=plan,
+            )  # fmt: skip
+
+        gradient = int(dx is not None)
+        repeatable = run if dx is None or dx.data_ptr() != rows.data_ptr() else None
+        if N <= WIDE_FROM:
+            plan = TUNED_ROWS(rows.device, rows.dtype, (M, N, gradient), repeatable)
+        else:
+            holds = int(dx is not None and rows.dtype == torch.bfloat16)
+            plan = TUNED_WIDE(rows.device, rows.dtype, (M, N, gradient, holds), repeatable)
     dy_stride = 1 if dy is not None and dy.dim() else 0
     args = (
         rows, targets, losses, statistics, dx, counts, dy,
         M, N, stride, dx_stride, dy_stride, ignore_index, smoothing,
     )  # fmt: skip
     fixed: dict[str, int | bool] = {"SMOOTH": smoothing != 0.0, "COUNTS": COUNTS}
-    if plan is None and N <= WIDE_FROM:
-        narrow = row_plan(N)
-        fixed |= {"ROWS": narrow.rows, "BLOCK_N": narrow.block_n}
-        KERNELS["fwd"].launch((ceil_div(M, narrow.rows),), args, fixed, num_warps=narrow.num_warps)
+    if isinstance(plan, RowPlan):
+        fixed |= {"ROWS": plan.rows, "BLOCK_N": plan.block_n}
+        KERNELS["fwd"].launch((ceil_div(M, plan.rows),), args, fixed, num_warps=plan.num_warps)
         return
-    plan = plan or wide_plan(N, rows.dtype, dx is not None)
     wide = 16 // rows.element_size()
     vec = 1 if stride % wide == 0 else wide
     room = N // plan.block - (vec > 1)  # whole blocks, after the one that begins before the row
@@ -174,8 +230,12 @@ def launch_forward(
     inplace: bool = False,
     ahead: bool = False,
     plan: WidePlan | None = None,
+    on_chip: bool = False,
 ) -> tuple[Tensor, ...]:
-    """loss, statistics, counts, and with `ahead` the gradient of the loss, over the logits if `inplace`."""
+    """Loss, statistics, counts, and with `ahead` the gradient of the loss, over the logits if `inplace`.
+
+    With `on_chip` (row.refuses says where) the rows stay in shared memory between loss and gradient.
+    """
     M, N = logits.shape
     device, dtype = logits.device, torch.float32 if wide else logits.dtype
     rows, stride = as_rows(logits, N)
@@ -190,7 +250,13 @@ def launch_forward(
         dx = rows if over else torch.empty(M, N, dtype=logits.dtype, device=device)
         dx_stride = stride if over else N
     used = counts if mean else None
-    if M:
+    if on_chip and dx is not None and M:
+        from accelerant.ops.cross_entropy import row
+
+        if dx is not rows:
+            dx, dx_stride = row.alike(rows, stride)
+        row.launch_row(rows, stride, targets, ignore_index, smoothing, losses, statistics, dx, dx_stride, used)
+    elif M:
         launch_rows(
             rows, stride, targets, ignore_index, smoothing,
             losses=losses, statistics=statistics, dx=dx, dx_stride=dx_stride, counts=used, plan=plan,
@@ -209,6 +275,7 @@ def launch_backward(
     smoothing: float,
     reduction: str,
     ahead: Tensor | None = None,
+    plan: RowPlan | None = None,
 ) -> Tensor:
     """The gradient of the logits, contiguous; `ahead`, where there is one, is it but for the factor dy."""
     if ahead is not None:
@@ -218,7 +285,15 @@ def launch_backward(
     if not M:
         return dx
     rows, stride = as_rows(logits, N)
-    plan = backward_plan(N)
+    if plan is None:
+        plan = TUNED_BACKWARD(
+            logits.device,
+            logits.dtype,
+            (M, N),
+            lambda plan: launch_backward(
+                dy, logits, targets, statistics, counts, ignore_index, smoothing, reduction, None, plan
+            ),
+        )
     args = (
         rows, targets.contiguous(), statistics, dx, counts if reduction == "mean" else None, dy.contiguous(),
         M, N, stride, N, int(dy.dim() > 0), ignore_index, smoothing,

@@ -13,7 +13,9 @@ from torch.nn import functional
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._ahead import AheadOp
 from accelerant.ops._library import autocast_dtype, is_plain, name_of
+from accelerant.ops.cross_entropy import row
 from accelerant.ops.cross_entropy.launch import COUNTS, launch_backward, launch_forward
+from accelerant.ops.cross_entropy.row import launch_forward_row
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.triton import refuses_triton
 
@@ -153,6 +155,7 @@ def _cost(case: Case) -> Cost:
 
 
 _FORWARD = (
+    Implementation("hopper", launch_forward_row, refuses=row.refuses, own=True),
     Implementation("triton", launch_forward, refuses=_refuses, own=True),
     Implementation("torch", _torch_forward),
 )

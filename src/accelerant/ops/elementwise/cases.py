@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Tolerance
-from accelerant.ops._elementwise import STREAM
 from accelerant.ops.elementwise.launch import KERNELS as _KERNELS
-from accelerant.ops.elementwise.launch import ROW_WARPS, row_tile, sum_plan
+from accelerant.ops.elementwise.launch import ROW_WARPS, STREAM_KERNELS, row_tile, sum_plan
 
 __all__ = ["FAMILY", "KERNELS"]
 
@@ -71,9 +70,6 @@ _PAIR = OpCases(
 )
 FAMILY = {"add": _PAIR, "mul": _PAIR, **dict.fromkeys(("relu", "sigmoid", "silu", "tanh"), _UNARY)}
 
-_BLOCK = {"BLOCK": STREAM.block}
-
-
 _POINTERS = {
     "fwd": ("x_ptr", "y_ptr"),
     "bwd": ("dy_ptr", "y_ptr", "dx_ptr"),
@@ -101,7 +97,8 @@ def _compilations(kind: str, N: int) -> tuple[Compilation, ...]:
             types |= {"db_ptr": "*fp32", "M": "i32", "N": "i32", "part_rows": "i32"}
             found.append(Compilation(kernel, types, summing.constants(), summing.num_warps))
         else:
-            found.append(Compilation(kernel, {**types, "n": "i32"}, _BLOCK, STREAM.num_warps))
+            usual = STREAM_KERNELS[name].usual
+            found.append(Compilation(kernel, {**types, "n": "i32"}, {"BLOCK": usual.block}, usual.num_warps))
     return tuple(found)
 
 

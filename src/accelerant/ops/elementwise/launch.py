@@ -9,12 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accelerant.ops._elementwise import STREAM, Elementwise
+from accelerant.ops._elementwise import SHORT, STREAM, Elementwise, StreamKernel
 from accelerant.ops._rows import ceil_div, multiprocessors, next_power_of_2
 from accelerant.runtime.triton import TritonKernel
+from accelerant.runtime.tuning import Tuned
 
 __all__ = [
     "KERNELS",
+    "STREAM_KERNELS",
+    "TUNED",
     "SumPlan",
     "add_row_backward",
     "is_row",
@@ -23,14 +26,18 @@ __all__ = [
     "mul_row_backward",
     "row_tile",
     "sum_plan",
+    "sum_plans",
 ]
 
-_NAMES = (
-    *(f"{op}_{way}" for op in ("relu", "sigmoid", "tanh", "silu", "mul") for way in ("fwd", "bwd")),
-    "add_fwd",
-    *(f"{op}_row_{way}" for op in ("add", "mul") for way in ("fwd", "bwd")),
-)
-KERNELS = {name: TritonKernel("accelerant.ops.elementwise.triton_kernels", name) for name in _NAMES}
+_MODULE = "accelerant.ops.elementwise.triton_kernels"
+_OPS = ("relu", "sigmoid", "tanh", "silu", "mul")
+STREAM_KERNELS = {
+    **{f"{op}_fwd": StreamKernel(_MODULE, f"{op}_fwd", STREAM) for op in _OPS},
+    **{f"{op}_bwd": StreamKernel(_MODULE, f"{op}_bwd", SHORT) for op in _OPS},
+    "add_fwd": StreamKernel(_MODULE, "add_fwd", SHORT),
+}
+_ROW_NAMES = [f"{op}_row_{way}" for op in ("add", "mul") for way in ("fwd", "bwd")]
+KERNELS: dict[str, TritonKernel] = {**STREAM_KERNELS, **{name: TritonKernel(_MODULE, name) for name in _ROW_NAMES}}
 
 TILE = 1024  # elements a program of the _row_fwd kernels
 ROW_WARPS = 4
@@ -81,6 +88,31 @@ def sum_plan(N: int) -> SumPlan:
     return SumPlan(rows=2048 // block_n, block_n=block_n, num_warps=4)
 
 
+_SUMS = (  # elements, columns, warps, programs, stages
+    (2048, 512, 4, 4, 3),
+    (2048, 512, 4, 8, 3),
+    (4096, 512, 4, 4, 2),
+    (4096, 512, 8, 4, 3),
+    (2048, 256, 4, 4, 3),
+    (2048, 256, 4, 8, 3),
+    (2048, 1024, 4, 4, 3),
+)
+
+
+@functools.cache
+def sum_plans(N: int) -> tuple[SumPlan, ...]:
+    """What is worth timing for the _row_bwd kernels."""
+    cut = [(elements, min(columns, next_power_of_2(N)), *rest) for elements, columns, *rest in _SUMS]
+    return tuple(dict.fromkeys(SumPlan(elements // block_n, block_n, *rest) for elements, block_n, *rest in cut))
+
+
+TUNED: dict[str, Tuned[SumPlan]] = {
+    name: Tuned(name, default=lambda M, N: sum_plan(N), candidates=lambda M, N: sum_plans(N))
+    for name in ("add_row_bwd", "mul_row_bwd")
+}
+"""The plans of the _row_bwd kernels."""
+
+
 def is_row(a: Tensor, b: Tensor) -> bool:
     """Whether b is one row against rows of a: its shape, without leading ones, is the end of that of a."""
     shape = b.shape
@@ -89,14 +121,17 @@ def is_row(a: Tensor, b: Tensor) -> bool:
     return 0 < len(shape) <= b.dim() <= a.dim() and a.shape[-len(shape) :] == shape
 
 
-def launch_binary(op: str, a: Tensor, b: Tensor, plan: Elementwise = STREAM) -> Tensor:
+def launch_binary(op: str, a: Tensor, b: Tensor, plan: Elementwise | None = None) -> Tensor:
     """Apply "add" or "mul": to two dense tensors of one layout, or to contiguous rows a and a contiguous row b."""
     y = torch.empty_like(a)
     n = a.numel()
     if not n:
         return y
     if a.shape == b.shape:
-        KERNELS[f"{op}_fwd"].launch(plan.grid(n), (a, b, y, n), {"BLOCK": plan.block}, num_warps=plan.num_warps)
+        kernel = STREAM_KERNELS[f"{op}_fwd"]
+        if plan is None:
+            plan = kernel.plan(a.device, a.dtype, (n,), lambda plan: launch_binary(op, a, b, plan))
+        kernel.launch(plan.grid(n), (a, b, y, n), {"BLOCK": plan.block}, num_warps=plan.num_warps)
         return y
     N = b.numel()
     rows, block_n = row_tile(N)
@@ -106,7 +141,9 @@ def launch_binary(op: str, a: Tensor, b: Tensor, plan: Elementwise = STREAM) -> 
     return y
 
 
-def mul_backward(dy: Tensor, a: Tensor, b: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+def mul_backward(
+    dy: Tensor, a: Tensor, b: Tensor, needs: Sequence[bool], plan: Elementwise | None = None
+) -> tuple[Tensor | None, Tensor | None]:
     """Find da and db, in the layout of a and b."""
     if dy.stride() != a.stride():
         dy = torch.empty_like(a).copy_(dy)
@@ -116,15 +153,21 @@ def mul_backward(dy: Tensor, a: Tensor, b: Tensor, needs: Sequence[bool]) -> tup
     da, db = torch.empty_like(a), torch.empty_like(b)
     n = a.numel()
     if n:
-        KERNELS["mul_bwd"].launch(
-            STREAM.grid(n), (dy, a, b, da, db, n), {"BLOCK": STREAM.block}, num_warps=STREAM.num_warps
-        )
+        kernel = STREAM_KERNELS["mul_bwd"]
+        if plan is None:
+            plan = kernel.plan(a.device, a.dtype, (n,), lambda plan: mul_backward(dy, a, b, needs, plan))
+        kernel.launch(plan.grid(n), (dy, a, b, da, db, n), {"BLOCK": plan.block}, num_warps=plan.num_warps)
     return da, db
 
 
 def add_row_backward(dy: Tensor, b: Tensor, plan: SumPlan | None = None) -> Tensor:
     """Find db: dy summed over the rows."""
-    return _sum_rows(dy.contiguous(), torch.empty_like(b), plan or sum_plan(b.numel()))
+    dy, db = dy.contiguous(), torch.empty_like(b)
+    if plan is None and dy.numel():
+        N = b.numel()
+        sizes = (dy.numel() // N, N)
+        plan = TUNED["add_row_bwd"](dy.device, dy.dtype, sizes, lambda plan: add_row_backward(dy, b, plan))
+    return _sum_rows(dy, db, plan) if plan is not None else db.zero_()
 
 
 def mul_row_backward(
@@ -140,7 +183,8 @@ def mul_row_backward(
         return da, db.zero_()
     N = b.numel()
     M = a.numel() // N
-    plan = plan or sum_plan(N)
+    if plan is None:
+        plan = TUNED["mul_row_bwd"](a.device, a.dtype, (M, N), lambda plan: mul_row_backward(dy, a, b, needs, plan))
     parts, part_rows = plan.parts(M, N, a.device)
     out = db if parts == 1 else torch.empty((parts, N), dtype=torch.float32, device=a.device)
     grid = (parts * ceil_div(N, plan.block_n),)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._elementwise import accesses, check_dtype, launch_map, launch_map_backward, refuses_float64
-from accelerant.ops.elementwise.launch import KERNELS
+from accelerant.ops.elementwise.launch import STREAM_KERNELS
 from accelerant.runtime.dispatch import Case, Implementation, Operation
 
 __all__ = ["relu", "sigmoid", "silu", "tanh"]
@@ -32,7 +32,7 @@ def _unary(
     `backward` is not; `flops` are operations an element, forward and backward.
     """
     again = again or backward
-    own, own_backward = KERNELS[f"{name}_fwd"], KERNELS[f"{name}_bwd"]
+    own, own_backward = STREAM_KERNELS[f"{name}_fwd"], STREAM_KERNELS[f"{name}_bwd"]
     fwd = Operation(
         f"{name}_fwd",
         (

@@ -11,13 +11,17 @@ from torch import Tensor
 
 from accelerant.ops._rows import ceil_div, next_power_of_2
 from accelerant.runtime.triton import TritonKernel
+from accelerant.runtime.tuning import Tuned
 
 __all__ = [
     "CHUNKS",
     "KERNELS",
+    "TUNED",
+    "TUNED_CHUNK",
     "EmbeddingPlan",
     "constants",
     "embedding_plan",
+    "embedding_plans",
     "launch_backward_atomic",
     "launch_backward_sorted",
     "launch_forward",
@@ -49,19 +53,41 @@ def embedding_plan(D: int) -> EmbeddingPlan:
     return EmbeddingPlan(1024 // block_d, block_d, 4)
 
 
+@functools.cache
+def embedding_plans(D: int) -> tuple[EmbeddingPlan, ...]:
+    """What is worth timing."""
+    widest = max(8, next_power_of_2(D))
+    tiles = ((512, 256, 2), (1024, 256, 4), (1024, 256, 2), (2048, 256, 4), (2048, 256, 8), (1024, 512, 4))
+    cut = [(elements, min(block_d, widest), warps) for elements, block_d, warps in tiles]
+    return tuple(dict.fromkeys(EmbeddingPlan(elements // block_d, block_d, warps) for elements, block_d, warps in cut))
+
+
+TUNED: dict[str, Tuned[EmbeddingPlan]] = {
+    way: Tuned(f"embedding_{way}", default=lambda T, D: embedding_plan(D), candidates=lambda T, D: embedding_plans(D))
+    for way in ("fwd", "bwd_atomic")
+}
+"""The plans of embedding_fwd and embedding_bwd_atomic."""
+
+TUNED_CHUNK: Tuned[int] = Tuned("embedding_bwd", default=lambda T, D: CHUNK, candidates=lambda T, D: CHUNKS)
+"""How many tokens a program of the sorted backward pass adds up."""
+
+
 def constants(plan: EmbeddingPlan, D: int) -> dict[str, int | bool]:
     """The compile-time arguments of embedding_fwd and embedding_bwd_atomic."""
     return {"ROWS": plan.rows, "BLOCK_D": plan.block_d, "EXACT": D % plan.block_d == 0}
 
 
-def launch_forward(indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
+def launch_forward(indices: Tensor, weight: Tensor, padding_idx: int, plan: EmbeddingPlan | None = None) -> Tensor:
     """Gather rows: (*indices.shape, D), contiguous."""
     V, D = weight.shape
     y = torch.empty((*indices.shape, D), dtype=weight.dtype, device=weight.device)
     if y.numel():
         T = indices.numel()
+        if plan is None:
+            plan = TUNED["fwd"](
+                weight.device, weight.dtype, (T, D), lambda plan: launch_forward(indices, weight, padding_idx, plan)
+            )
         rows = weight if weight.stride(1) == 1 else weight.contiguous()
-        plan = embedding_plan(D)
         KERNELS["fwd"].launch(
             (ceil_div(T, plan.rows), ceil_div(D, plan.block_d)),
             (indices.contiguous(), rows, y, T, V, D, rows.stride(0)),
@@ -72,14 +98,25 @@ def launch_forward(indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
 
 
 def launch_backward_atomic(
-    dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int, needs: Sequence[bool]
+    dy: Tensor,
+    indices: Tensor,
+    weight: Tensor,
+    padding_idx: int,
+    needs: Sequence[bool],
+    plan: EmbeddingPlan | None = None,
 ) -> tuple[Tensor]:
     """Sum the gradients of each row by atomic additions in float32: in any order, so the last bits may differ."""
     V, D = weight.shape
     sums = torch.zeros((V, D), dtype=torch.float32, device=weight.device)
     if dy.numel():
         T = indices.numel()
-        plan = embedding_plan(D)
+        if plan is None:
+            plan = TUNED["bwd_atomic"](
+                weight.device,
+                weight.dtype,
+                (T, D),
+                lambda plan: launch_backward_atomic(dy, indices, weight, padding_idx, needs, plan),
+            )
         KERNELS["bwd_atomic"].launch(
             (ceil_div(T, plan.rows), ceil_div(D, plan.block_d)),
             (dy.contiguous(), indices.contiguous(), sums, T, V, D, padding_idx),
@@ -90,7 +127,7 @@ def launch_backward_atomic(
 
 
 def launch_backward_sorted(
-    dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int, needs: Sequence[bool], chunk: int = CHUNK
+    dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int, needs: Sequence[bool], chunk: int | None = None
 ) -> tuple[Tensor]:
     """Sum the gradients of each row in the order of the tokens, after torch's sort of their numbers."""
     V, D = weight.shape
@@ -98,6 +135,13 @@ def launch_backward_sorted(
     if not dy.numel():
         return (dweight,)
     T = indices.numel()
+    if chunk is None:
+        chunk = TUNED_CHUNK(
+            weight.device,
+            weight.dtype,
+            (T, D),
+            lambda chunk: launch_backward_sorted(dy, indices, weight, padding_idx, needs, chunk),
+        )
     numbers, order = torch.sort(indices.reshape(-1), stable=True)
     chunks = ceil_div(T, chunk)
     parts = torch.empty((chunks, 2, D), dtype=torch.float32, device=weight.device)

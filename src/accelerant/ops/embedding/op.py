@@ -90,6 +90,8 @@ def _torch_forward(indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
 def _torch_backward(
     dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int, needs: Sequence[bool]
 ) -> tuple[Tensor]:
+    if not dy.numel():  # for rows of no columns torch's CUDA kernel writes to memory that is not there
+        return (torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device),)
     if dy.device.type == "cpu" and dy.dtype in (torch.float16, torch.bfloat16):
         dy = dy.float()  # on a CPU torch adds in the dtype that comes
     dense = torch.ops.aten.embedding_dense_backward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
-from accelerant.ops.gelu.launch import BACKWARD, FORWARD, backward_kernel, forward_kernel
+from accelerant.ops.gelu.launch import backward_kernel, forward_kernel
 
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
 
@@ -38,14 +38,14 @@ def _compilations(kind: str, tanh: bool) -> tuple[Compilation, ...]:
         Compilation(
             forward_kernel,
             {"x_ptr": kind, "y_ptr": kind, "n": "i32"},
-            {"TANH": tanh, "BLOCK": FORWARD.block},
-            FORWARD.num_warps,
+            {"TANH": tanh, "BLOCK": forward_kernel.usual.block},
+            forward_kernel.usual.num_warps,
         ),
         Compilation(
             backward_kernel,
             {"dy_ptr": kind, "x_ptr": kind, "dx_ptr": kind, "n": "i32"},
-            {"TANH": tanh, "BLOCK": BACKWARD.block},
-            BACKWARD.num_warps,
+            {"TANH": tanh, "BLOCK": backward_kernel.usual.block},
+            backward_kernel.usual.num_warps,
         ),
     )
 

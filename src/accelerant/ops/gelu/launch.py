@@ -1,27 +1,24 @@
-"""Launches of gelu's kernels: what a program takes."""
+"""Launches of gelu's kernels."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from accelerant.ops._elementwise import STREAM, Elementwise, launch_map, launch_map_backward
-from accelerant.runtime.triton import TritonKernel
+from accelerant.ops._elementwise import SHORT, Elementwise, StreamKernel, launch_map, launch_map_backward
 
-__all__ = ["BACKWARD", "FORWARD", "backward_kernel", "forward_kernel", "launch_backward", "launch_forward"]
+__all__ = ["backward_kernel", "forward_kernel", "launch_backward", "launch_forward"]
 
 _MODULE = "accelerant.ops.gelu.triton_kernels"
-forward_kernel = TritonKernel(_MODULE, "gelu_fwd")
-backward_kernel = TritonKernel(_MODULE, "gelu_bwd")
-
-FORWARD = STREAM
-BACKWARD = STREAM
+# On an H200 two warps take 1% less time than four, forward: 16 elements a thread.
+forward_kernel = StreamKernel(_MODULE, "gelu_fwd", Elementwise(block=1024, num_warps=2))
+backward_kernel = StreamKernel(_MODULE, "gelu_bwd", SHORT)
 
 
-def launch_forward(x: Tensor, approximate: str, plan: Elementwise = FORWARD) -> Tensor:
+def launch_forward(x: Tensor, approximate: str, plan: Elementwise | None = None) -> Tensor:
     """Apply gelu, the result in the layout of x."""
     return launch_map(forward_kernel, x, {"TANH": approximate == "tanh"}, plan)
 
 
-def launch_backward(dy: Tensor, x: Tensor, approximate: str, plan: Elementwise = BACKWARD) -> Tensor:
+def launch_backward(dy: Tensor, x: Tensor, approximate: str, plan: Elementwise | None = None) -> Tensor:
     """Apply its gradient, the result in the layout of x."""
     return launch_map_backward(backward_kernel, dy, x, {"TANH": approximate == "tanh"}, plan)

@@ -9,9 +9,22 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._rows import as_rows, ceil_div, multiprocessors
+from accelerant.runtime.choices import rounded
 from accelerant.runtime.triton import TritonKernel, interpreting
+from accelerant.runtime.tuning import Tuned
 
-__all__ = ["BACKWARD", "HOPPER_PLANS", "KERNELS", "SMALL_PLAN", "TilePlan", "launch_dz", "launch_forward", "tile_plan"]
+__all__ = [
+    "BACKWARD",
+    "HOPPER_PLANS",
+    "KERNELS",
+    "PLANS",
+    "SMALL_PLAN",
+    "TUNED",
+    "TilePlan",
+    "launch_dz",
+    "launch_forward",
+    "tile_plan",
+]
 
 _NAMES = ("fwd", "fwd_persistent", "bwd", "bias")
 KERNELS = {name: TritonKernel("accelerant.ops.linear_gelu.triton_kernels", f"linear_gelu_{name}") for name in _NAMES}
@@ -77,16 +90,51 @@ def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
+_INTERPRETED, _FLOAT32, _SMALL, _HOPPER = range(4)  # kinds of plan
+
+PLANS = {
+    _INTERPRETED: (TilePlan(16, 16, 16, 4, 2), TilePlan(16, 16, 16, 4, 2, persistent=True), TilePlan(32, 16, 16, 4, 2)),
+    _FLOAT32: (TilePlan(64, 64, 32, 4, 2), TilePlan(128, 64, 32, 4, 2), TilePlan(64, 128, 32, 4, 2)),
+    _SMALL: (
+        SMALL_PLAN,
+        TilePlan(128, 128, 32, 4, 3),
+        TilePlan(128, 128, 32, 8, 2),
+        TilePlan(64, 128, 32, 4, 3),
+        TilePlan(128, 64, 32, 4, 3),
+        TilePlan(64, 64, 32, 4, 4),
+    ),
+    _HOPPER: (*HOPPER_PLANS, SMALL_PLAN),
+}
+"""By kind, what is worth timing; all but Hopper's need at most 64 KiB of shared memory."""
+
+
 @functools.cache
-def tile_plan(M: int, N: int, dtype: torch.dtype, device: torch.device) -> TilePlan:
-    """How to cut a product of these sizes on a device."""
-    if device.type != "cuda":  # the interpreter: several tiles of a small sample
-        return TilePlan(16, 16, 16, 4, 2, persistent=bool((M + N) % 2))
-    if dtype == torch.float32:
-        return TilePlan(64, 64, 32, 4, 2)
-    if not _hopper(device) or M <= 64 or N <= 64:
+def _kind(dtype: torch.dtype, device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED
+    return _FLOAT32 if dtype == torch.float32 else _HOPPER if _hopper(device) else _SMALL
+
+
+def _usual(M: int, N: int, K: int, kind: int) -> TilePlan:
+    if kind == _INTERPRETED:  # several tiles of a small sample
+        return PLANS[kind][(M + N) % 2]
+    if kind == _HOPPER and (M <= 64 or N <= 64):
         return SMALL_PLAN
-    return HOPPER_PLANS[0] if N > 128 else HOPPER_PLANS[5]
+    return HOPPER_PLANS[5] if kind == _HOPPER and N <= 128 else PLANS[kind][0]
+
+
+TUNED: Tuned[TilePlan] = Tuned(
+    "linear_gelu_fwd",
+    default=_usual,
+    candidates=lambda M, N, K, kind: PLANS[kind],
+    bucket=lambda M, N, K, kind: rounded((M, N, K)),  # the kind follows from device and dtype, which the key has
+)
+"""The plans of the forward kernels, by M, N, K and kind."""
+
+
+def tile_plan(M: int, N: int, dtype: torch.dtype, device: torch.device) -> TilePlan:
+    """How to cut a product of these sizes on a device where nothing was measured."""
+    return _usual(M, N, 0, _kind(dtype, device))
 
 
 def launch_forward(
@@ -104,7 +152,13 @@ def launch_forward(
     z = torch.empty_like(y) if keep else y.new_empty(0)
     if not M or not N:
         return y, z
-    plan = plan or tile_plan(M, N, x.dtype, x.device)
+    if plan is None:
+        plan = TUNED(
+            x.device,
+            x.dtype,
+            (M, N, K, _kind(x.dtype, x.device)),
+            lambda plan: launch_forward(x, weight, bias, approximate, keep, plan),
+        )
     tiles = ceil_div(M, plan.block_m) * ceil_div(N, plan.block_n)
     programs = min(tiles, multiprocessors(x.device)) if plan.persistent else tiles
     upcast = x.dtype == torch.bfloat16 and x.device.type != "cuda" and interpreting()

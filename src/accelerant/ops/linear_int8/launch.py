@@ -210,7 +210,7 @@ def launch_forward(
     wide: bool = False,
     plan: StripPlan | TilePlan | None = None,
 ) -> Tensor:
-    """y (M, N) of x (M, K): without scale and bias the bare product, in float32 if it is to be wide."""
+    """Find y (M, N) of x (M, K); without scale and bias the bare product, in float32 if it is to be wide."""
     (M, K), N = x.shape, weight.shape[0]
     y = torch.empty(M, N, dtype=torch.float32 if wide else x.dtype, device=x.device)
     if not M or not N:
@@ -243,7 +243,7 @@ def launch_dynamic(
     dtype: torch.dtype,
     plan: TilePlan | None = None,
 ) -> Tensor:
-    """y (M, N) in a dtype, of q (M, K) int8 and its scales (M,) float32, both contiguous."""
+    """Multiply q (M, K) int8 with scales (M,) float32, both contiguous: y (M, N) in a dtype."""
     (M, K), N = q.shape, weight.shape[0]
     y = torch.empty(M, N, dtype=dtype, device=q.device)
     if not M or not N:
@@ -260,7 +260,7 @@ def launch_dynamic(
 
 
 def launch_dx(dy: Tensor, weight: Tensor, scale: Tensor, plan: TilePlan | None = None) -> Tensor:
-    """dx (M, K) of dy (M, N)."""
+    """Find dx (M, K) of dy (M, N)."""
     (M, N), K = dy.shape, weight.shape[1]
     dx = torch.empty(M, K, dtype=dy.dtype, device=dy.device)
     if not M or not K:

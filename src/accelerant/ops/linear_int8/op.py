@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,19 +129,18 @@ def _triton_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
     return launch_dynamic(q, x_scale, weight, scale, bias, x.dtype)
 
 
-def _dequantized(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in a dtype, rounded once."""
-    whole = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    return torch.mul(weight, scale[:, None], out=whole)
-
-
 def _torch_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
     with torch.no_grad():
-        if not dynamic:
-            return functional.linear(x, _dequantized(weight, scale, x.dtype), None if bias is None else bias.to(x.dtype))
-        q, x_scale = quantize_rows(x, 1)
+        if not dynamic and (x.dtype == torch.float16 or x.device.type != "cpu"):
+            whole = torch.empty(weight.shape, dtype=x.dtype, device=weight.device)
+            torch.mul(weight, scale[:, None], out=whole)  # rounded once
+            return functional.linear(x, whole, None if bias is None else bias.to(x.dtype))
         wide = torch.promote_types(x.dtype, torch.float32)
-        y = _integer_product(q, weight).to(wide) * x_scale[:, None] * scale
+        if dynamic:
+            q, x_scale = quantize_rows(x, 1)
+            y = _integer_product(q, weight).to(wide) * x_scale[:, None] * scale
+        else:  # a CPU converts faster than it multiplies; float16 could overflow before the scale
+            y = functional.linear(x, weight.to(x.dtype)).to(wide) * scale
         return (y if bias is None else y + bias).to(x.dtype)
 
 

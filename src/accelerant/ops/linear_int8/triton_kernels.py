@@ -1,15 +1,16 @@
 """linear_int8: products with a weight of 8-bit integers, and with x rounded to such integers too.
 
-    y = (x W^T) scale + b        dynamic: y = (q W^T) x_scale scale + b, the sums in int32, exact        dx = (dy scale) W
+    y = (x W^T) scale + b    dynamic: y = (q W^T) x_scale scale + b, the sums exact, in int32    dx = (dy scale) W
 
 Source: weights in 8 bits with a scale for each output as in Dettmers et al. 2022, arXiv:2208.07339, section 2; sums in
         int32 and the scales after them as in Jacob et al. 2018, arXiv:1712.05877, section 2.2.
 Layout: x (M, K), q (M, K) int8, weight (N, K) int8, dy and y (M, N), rows contiguous and without gaps; scale and bias
         (N,), x_scale (M,). An integer is exact in each dtype that it is converted to before a product. Sums in float32.
-        Where tensor cores do not take integers (Turing, by Triton), dynamic multiplies in float16, each step exactly.
+        Where Triton has no tensor cores for integers (Turing), dynamic multiplies in float16, each step exactly.
 Grid:   row: ROWS times BLOCK_N outputs of one row of x a program, over all of K; 16 weights a thread and load, and
-        ROWS times UNROLL loads on their way before the first is used. fwd and dynamic: one program a tile of y; fwd has the weight as the product's first
-        operand, since tensor cores take that from registers, where it was converted. bwd: one program a tile of dx.
+        ROWS times UNROLL loads on their way before the first is used. fwd and dynamic: one program a tile of y; fwd has
+        the weight as the product's first operand, since tensor cores take that from registers, where it was converted.
+        bwd: one program a tile of dx.
 Bound:  row, and fwd of few rows: memory, K N bytes of weight. Else 2 M N K operations of the tensor cores.
 """
 

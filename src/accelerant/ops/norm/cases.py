@@ -99,7 +99,7 @@ _SIZES = {"M": "i32", "N": "i32"}
 
 
 def _forward(kind: str, N: int, *, centre: bool, residual: bool = False, vectors: bool = True) -> Compilation:
-    plan = forward_plan(N)
+    plan = forward_plan(N, centre, residual)
     types = {"x_ptr": kind, "y_ptr": kind, "statistics_ptr": "*fp32", **_SIZES}
     types |= {"x_stride": "i32", "residual_stride": "i32", "eps": "fp32"}
     absent = []
@@ -117,7 +117,7 @@ def _forward(kind: str, N: int, *, centre: bool, residual: bool = False, vectors
 
 
 def _backward(kind: str, N: int, *, centre: bool, residual: bool = False) -> Compilation:
-    plan = backward_plan(N, residual)
+    plan = backward_plan(N, residual, centre)
     types = {"dy_ptr": kind, "x_ptr": kind, "weight_ptr": "*fp32", "statistics_ptr": "*fp32", "dx_ptr": kind}
     types |= {"parts_ptr": "*fp32", **_SIZES, "dy_stride": "i32", "ds_stride": "i32", "x_stride": "i32"}
     if residual:

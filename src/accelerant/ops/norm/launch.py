@@ -8,19 +8,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from accelerant.ops._rows import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2
+from accelerant.ops._rows import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2, whole_rows
+from accelerant.runtime.choices import rounded
 from accelerant.runtime.triton import TritonKernel
+from accelerant.runtime.tuning import Tuned
 
 __all__ = [
-    "BACKWARD_PLANS",
-    "FORWARD_PLANS",
     "KERNELS",
+    "TUNED",
     "WIDE_BACKWARD",
     "WIDE_FORWARD",
     "backward_constants",
     "backward_plan",
+    "backward_plans",
     "forward_constants",
     "forward_plan",
+    "forward_plans",
     "launch_backward",
     "launch_forward",
     "reduce_plan",
@@ -39,71 +42,100 @@ WIDE = RowPlan(rows=1, block_n=4096, num_warps=8)
 COLUMNS = RowPlan(rows=16, block_n=128, num_warps=4, programs=4)
 Constants = dict[str, int | bool]
 
-FORWARD_PLANS = {
-    768: (
-        RowPlan(2, 1024, 2),
-        RowPlan(4, 1024, 4),
-        RowPlan(1, 1024, 1),
-        RowPlan(1, 1024, 2),
-        *(RowPlan(rows, 256, rows, chunks=3) for rows in (1, 2, 4, 8)),
-        *(RowPlan(rows, 256, rows // 2, chunks=3) for rows in (2, 4, 8)),
-    ),
-    4096: (
-        *(RowPlan(1, 4096, warps) for warps in (4, 8, 16)),
-        RowPlan(2, 4096, 8),
-        RowPlan(2, 4096, 16),
-        RowPlan(4, 256, 4, chunks=16),
-        RowPlan(2, 512, 4, chunks=8),
-        RowPlan(1, 1024, 4, chunks=4),
-        RowPlan(1, 2048, 8, chunks=2),
-        RowPlan(2, 1024, 8, chunks=4),
-    ),
-}
-"""Columns -> what is worth timing for norm_fwd."""
-
-BACKWARD_PLANS = {
-    768: (
-        *(RowPlan(4, 1024, 4, programs, 3) for programs in (2, 3)),
-        RowPlan(2, 1024, 4, 4, 3),
-        RowPlan(2, 1024, 4, 3, 4),
-        RowPlan(1, 1024, 4, 4, 4),
-        RowPlan(2, 1024, 2, 6, 3),
-        RowPlan(4, 1024, 8, 2, 3),
-        RowPlan(8, 1024, 8, 1, 3),
-    ),
-    4096: (
-        *(RowPlan(1, 4096, 8, programs, 3) for programs in (2, 3)),
-        *(RowPlan(1, 4096, 8, 2, stages) for stages in (2, 4)),
-        *(RowPlan(1, 4096, 16, programs, 3) for programs in (1, 2)),
-        RowPlan(1, 4096, 4, 2, 3),
-    ),
-}
-"""Columns -> what is worth timing for norm_bwd."""
-
-# The plans below are the fastest of 14 to 20 measured on an H200 at 16384x4096 and 65536x768 in bfloat16.
+# The rules are the fastest of 8 to 20 plans measured on an H200 at 16384x4096 and 65536x768 in bfloat16.
 
 
 @functools.cache
-def forward_plan(N: int) -> RowPlan:
-    """What a program of norm_fwd takes: at least 2048 elements, 16 or 32 a thread."""
+def forward_plan(N: int, centre: bool = True, adds: bool = False) -> RowPlan:
+    """What a program of norm_fwd takes: at least 2048 elements, 16 to 48 a thread; centre for layer_norm."""
     block_n = max(16, next_power_of_2(N))
-    if N in (768, 1280, 1536, 1792):  # pieces of one warp's width: no idle lanes
+    if N == 768 and not adds:
+        return RowPlan(rows=8, block_n=256, num_warps=4, chunks=3)
+    if N in (1280, 1536, 1792):  # pieces of one warp's width: no idle lanes
         return RowPlan(rows=4, block_n=256, num_warps=4, chunks=N // 256)
+    if block_n <= 1024 and adds and centre:
+        return RowPlan(rows=4096 // block_n, block_n=block_n, num_warps=4)
     if block_n <= 1024:
         return RowPlan(rows=2048 // block_n, block_n=block_n, num_warps=2)
+    if N == 4096 and adds:
+        return RowPlan(rows=1, block_n=2048, num_warps=8, chunks=2)
+    if N in (3072, 4096) and not centre and not adds:
+        return RowPlan(rows=1, block_n=1024, num_warps=4, chunks=N // 1024)
+    if block_n == 4096 and not adds:
+        return RowPlan(rows=2, block_n=block_n, num_warps=8)
     return RowPlan(rows=1, block_n=block_n, num_warps=min(16, block_n // 512))
 
 
 @functools.cache
-def backward_plan(N: int, adds: bool = False) -> RowPlan:
+def forward_plans(N: int) -> tuple[RowPlan, ...]:
+    """What is worth timing for norm_fwd."""
+    plans = list(whole_rows(max(16, next_power_of_2(N))))
+    if N in (768, 1280, 1536, 1792):
+        plans += [RowPlan(r, 256, warps, chunks=N // 256) for r, warps in ((2, 1), (4, 2), (4, 4), (8, 4))]
+    if N % 1024 == 0 and 2048 < N <= 8192:
+        plans += [RowPlan(r, 1024, warps, chunks=N // 1024) for r, warps in ((1, 4), (2, 8))]
+    if N % 2048 == 0 and 2048 < N <= 8192:
+        plans.append(RowPlan(1, 2048, 8, chunks=N // 2048))
+    return tuple(plans)
+
+
+@functools.cache
+def backward_plan(N: int, adds: bool = False, centre: bool = True) -> RowPlan:
     """What a program of norm_bwd takes; its stages of dy, x and with a residual ds need 96 KiB of shared memory."""
     block_n = max(16, next_power_of_2(N))
     stages = 3 if block_n <= 4096 else 1
-    if block_n <= 2048 and adds:  # half the rows: 110 registers a thread instead of 230
-        return RowPlan(rows=2048 // block_n, block_n=block_n, num_warps=4, programs=4, stages=stages)
+    if block_n <= 1024 and not adds and not centre:
+        return RowPlan(rows=2048 // block_n, block_n=block_n, num_warps=4, programs=3, stages=4)
     if block_n <= 2048:
-        return RowPlan(rows=4096 // block_n, block_n=block_n, num_warps=4, programs=3, stages=stages)
+        programs = 2 if adds else 3
+        return RowPlan(rows=4096 // block_n, block_n=block_n, num_warps=4, programs=programs, stages=stages)
     return RowPlan(rows=1, block_n=block_n, num_warps=8 if block_n <= 4096 else 16, programs=2, stages=stages)
+
+
+_TILES = {  # columns up to which -> elements, warps, programs, stages
+    2048: ((4096, 4, 2, 3), (4096, 4, 3, 3), (2048, 4, 4, 3), (2048, 4, 3, 4), (2048, 2, 6, 3), (1024, 4, 4, 4)),
+    4096: ((4096, 8, 2, 3), (4096, 8, 3, 3), (4096, 16, 2, 3), (4096, 4, 2, 3), (4096, 8, 2, 4), (4096, 8, 3, 2)),
+    8192: ((8192, 16, 2, 1), (8192, 16, 1, 2), (8192, 8, 2, 1), (8192, 16, 1, 1)),
+}
+
+
+@functools.cache
+def backward_plans(N: int, adds: bool = False) -> tuple[RowPlan, ...]:
+    """What is worth timing for norm_bwd, and fits 96 KiB of shared memory in float32."""
+    block_n = max(16, next_power_of_2(N))
+    tiles = next((tiles for limit, tiles in _TILES.items() if block_n <= limit), ())
+    return tuple(
+        RowPlan(max(1, elements // block_n), block_n, warps, programs, stages)
+        for elements, warps, programs, stages in tiles
+        if max(elements, block_n) * 4 * (2 + adds) * (stages - 1) <= 96 * 1024
+    )
+
+
+def _bucket(M: int, N: int) -> tuple[int | str, ...]:
+    """Plans in pieces are for their own N."""
+    return (*rounded((M,)), N if N % 256 == 0 else f"<{next_power_of_2(N)}")
+
+
+def _tuned(way: str, centre: bool, adds: bool) -> Tuned[RowPlan]:
+    name = f"{'add_' if adds else ''}{'layer' if centre else 'rms'}_norm_{way}"
+    if way == "fwd":
+        return Tuned(
+            name,
+            default=lambda M, N: forward_plan(N, centre, adds),
+            candidates=lambda M, N: forward_plans(N),
+            bucket=_bucket,
+        )
+    return Tuned(
+        name,
+        default=lambda M, N: backward_plan(N, adds, centre),
+        candidates=lambda M, N: backward_plans(N, adds),
+        bucket=_bucket,
+    )
+
+
+_BOTH = (False, True)
+TUNED = {(way, centre, adds): _tuned(way, centre, adds) for way in ("fwd", "bwd") for centre in _BOTH for adds in _BOTH}
+"""The plans of norm_fwd and norm_bwd, by "fwd" or "bwd", whether layer_norm, whether with a residual."""
 
 
 @functools.cache
@@ -133,15 +165,6 @@ def backward_constants(plan: RowPlan, N: int, centre: bool, dweight: bool, dbias
     }
 
 
-@functools.cache
-def _forward(N: int, centre: bool) -> tuple[TritonKernel, RowPlan, Constants]:
-    """The kernel for a width, ready to launch."""
-    if N > WIDE_FORWARD:
-        return KERNELS["fwd_wide"], WIDE, {"CENTRE": centre, "BLOCK_N": WIDE.block_n}
-    plan = forward_plan(N)
-    return KERNELS["fwd"], plan, forward_constants(plan, N, centre)
-
-
 def launch_forward(
     centre: bool,
     x: Tensor,
@@ -163,16 +186,24 @@ def launch_forward(
     s = None if residual is None else torch.empty_like(y)
     kept = torch.empty((M, 1 + centre), dtype=torch.float32, device=x.device) if statistics else None
     if M and N:
+        wide = plan is None and N > WIDE_FORWARD
+        if wide:
+            plan = WIDE
+        elif plan is None:
+            plan = TUNED["fwd", centre, residual is not None](
+                x.device,
+                x.dtype,
+                (M, N),
+                lambda plan: launch_forward(centre, x, weight, bias, eps, statistics, residual, plan),
+            )
         rows, stride = as_rows(x, N)
-        residual, residual_stride = (None, 0) if residual is None else as_rows(residual, N)
-        kernel, chosen, constants = _forward(N, centre)
-        if plan is not None:
-            kernel, chosen, constants = KERNELS["fwd"], plan, forward_constants(plan, N, centre)
-        kernel.launch(
-            (ceil_div(M, chosen.rows),),
-            (rows, residual, _dense(weight), _dense(bias), y, s, kept, M, N, stride, residual_stride, eps),
+        others, residual_stride = (None, 0) if residual is None else as_rows(residual, N)
+        constants = {"CENTRE": centre, "BLOCK_N": plan.block_n} if wide else forward_constants(plan, N, centre)
+        KERNELS["fwd_wide" if wide else "fwd"].launch(
+            (ceil_div(M, plan.rows),),
+            (rows, others, _dense(weight), _dense(bias), y, s, kept, M, N, stride, residual_stride, eps),
             constants,
-            num_warps=chosen.num_warps,
+            num_warps=plan.num_warps,
         )
     elif kept is not None:
         kept.zero_()
@@ -231,7 +262,13 @@ def launch_backward(
         constants = {**wanted, "ROWS": COLUMNS.rows, "BLOCK_N": COLUMNS.block_n}
         KERNELS["bwd_columns"].launch((strips, programs), columns, constants, num_warps=COLUMNS.num_warps)
     else:
-        plan = plan or backward_plan(N, ds is not None)
+        if plan is None:
+            plan = TUNED["bwd", centre, ds is not None](
+                x.device,
+                x.dtype,
+                (M, N),
+                lambda plan: launch_backward(centre, dy, x, weight, bias, statistics, eps, needs, ds, plan),
+            )
         programs = plan.grid(M, x.device)
         parts = torch.empty((sums, programs, N), dtype=torch.float32, device=x.device) if sums else None
         args = (dy, ds_rows, rows, weight, statistics, dx, parts, M, N, dy_stride, ds_stride, stride)

@@ -13,7 +13,8 @@ from accelerant.runtime.triton import TritonKernel
 __all__ = ["KERNELS", "PLANS", "WIDE", "WIDE_FROM", "constants", "launch", "row_plan"]
 
 KERNELS = {
-    name: TritonKernel("accelerant.ops.quantize_int8.triton_kernels", f"quantize_int8_{name}") for name in ("fwd", "wide")
+    name: TritonKernel("accelerant.ops.quantize_int8.triton_kernels", f"quantize_int8_{name}")
+    for name in ("fwd", "wide")
 }
 
 WIDE_FROM = 16384
@@ -57,9 +58,7 @@ def launch(x: Tensor, dim: int, plan: RowPlan | None = None) -> tuple[Tensor, Te
         return (q if last else q.movedim(-1, dim).contiguous()), scale
     lines, stride = as_rows(rows, N)
     if plan is None and N > WIDE_FROM:
-        KERNELS["wide"].launch(
-            (M,), (lines, q, scale, N, stride), {"BLOCK_N": WIDE.block_n}, num_warps=WIDE.num_warps
-        )
+        KERNELS["wide"].launch((M,), (lines, q, scale, N, stride), {"BLOCK_N": WIDE.block_n}, num_warps=WIDE.num_warps)
     else:
         plan = plan or row_plan(N)
         args = (lines, q, scale, M, N, stride)

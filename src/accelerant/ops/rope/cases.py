@@ -6,7 +6,7 @@ import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
 from accelerant.ops.rope.launch import KERNELS as _KERNELS
-from accelerant.ops.rope.launch import constants, rope_plan
+from accelerant.ops.rope.launch import constants, usual_plan
 
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "SMALLEST", "TOLERANCES"]
 
@@ -57,9 +57,9 @@ _INTEGERS = ("tokens", "S", "H", "HALF", "x_b", "x_h", "x_s", "y_b", "y_h", "y_s
 
 
 def _compilation(
-    kind: str, table: str, H: int, D: int, *, interleaved: bool = False, inverse: bool = False
+    kind: str, table: str, H: int, D: int, *, interleaved: bool = False, inverse: bool = False, adjacent: bool = False
 ) -> Compilation:
-    plan = rope_plan(H, D // 2)
+    plan = usual_plan(H, D // 2, adjacent)
     types = {"x_ptr": kind, "y_ptr": kind, "cos_ptr": table, "sin_ptr": table, **dict.fromkeys(_INTEGERS, "i32")}
     fixed = constants(plan, D // 2, interleaved=interleaved, inverse=inverse)
     return Compilation(_KERNELS["fwd"], types, fixed, plan.num_warps)
@@ -69,6 +69,7 @@ KERNELS = (
     _compilation("*bf16", "*fp32", 32, 128),
     _compilation("*bf16", "*fp32", 32, 128, inverse=True),
     _compilation("*bf16", "*bf16", 32, 128, interleaved=True),
+    _compilation("*bf16", "*fp32", 32, 128, adjacent=True),
     _compilation("*bf16", "*fp32", 1, 64),
     _compilation("*fp32", "*fp32", 8, 128),
     _compilation("*fp16", "*fp16", 12, 96, interleaved=True, inverse=True),

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from accelerant.ops._rows import ceil_div, next_power_of_2
 from accelerant.runtime.triton import TritonKernel
+from accelerant.runtime.tuning import Tuned
 
-__all__ = ["KERNELS", "RopePlan", "constants", "launch", "rope_plan"]
+__all__ = ["KERNELS", "TUNED", "RopePlan", "constants", "launch", "rope_plan", "rope_plans", "usual_plan"]
 
 KERNELS = {"fwd": TritonKernel("accelerant.ops.rope.triton_kernels", "rope_fwd")}
 
 _PAIRS = 1024  # a program's: 8 a thread of 4 warps, 16 bytes of each half
+_MOST_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,36 @@ class RopePlan:
 
 
 @functools.cache
-def rope_plan(H: int, half: int, pairs: int = _PAIRS) -> RopePlan:
+def rope_plan(H: int, half: int, pairs: int = _PAIRS, most_warps: int = _MOST_WARPS) -> RopePlan:
     """All heads of a token if they are few, more tokens if they are very few."""
     block = next_power_of_2(half)
     heads = min(next_power_of_2(H), max(1, pairs // block))
     tokens = max(1, pairs // 4 // (heads * block))
-    return RopePlan(tokens, heads, block, max(1, min(8, tokens * heads * block // 256)))
+    return RopePlan(tokens, heads, block, max(1, min(most_warps, tokens * heads * block // 256)))
+
+
+def usual_plan(H: int, half: int, adjacent: bool) -> RopePlan:
+    """The fastest measured on an H200; adjacent: the heads of a token lie side by side, and are taken together."""
+    if next_power_of_2(H) * next_power_of_2(half) <= 512:
+        return rope_plan(H, half)
+    return rope_plan(H, half, 2048, 4) if adjacent else rope_plan(H, half, 512)
+
+
+@functools.cache
+def rope_plans(H: int, half: int) -> tuple[RopePlan, ...]:
+    """What is worth timing for rope_fwd."""
+    plans = [rope_plan(H, half, pairs) for pairs in (512, 1024, 2048, 4096)]
+    plans += [replace(plan, num_warps=max(1, plan.num_warps // 2)) for plan in plans]
+    plans += [replace(plan, tokens=2 * plan.tokens, num_warps=min(8, 2 * plan.num_warps)) for plan in plans[:2]]
+    return tuple(dict.fromkeys(plans))
+
+
+TUNED: Tuned[RopePlan] = Tuned(
+    "rope_fwd",
+    default=lambda tokens, H, half, adjacent: usual_plan(H, half, bool(adjacent)),
+    candidates=lambda tokens, H, half, adjacent: rope_plans(H, half),
+)
+"""The plans of rope_fwd, forward and turned back, by tokens, heads, pairs of a head, and whether heads are adjacent."""
 
 
 def constants(plan: RopePlan, half: int, *, interleaved: bool, inverse: bool) -> dict[str, int | bool]:
@@ -66,9 +92,15 @@ def launch(
     source = x if x.stride(3) == 1 else x.contiguous()
     out = y if y.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     half = D // 2
-    plan = plan or rope_plan(H, half)
     tokens = B * S
     x_b, x_h, x_s, _ = source.stride()
+    if plan is None:
+        plan = TUNED(
+            x.device,
+            x.dtype,
+            (tokens, H, half, int(x_h < x_s)),
+            lambda plan: launch(x, cos, sin, interleaved, inverse, plan),
+        )
     y_b, y_h, y_s, _ = out.stride()
     KERNELS["fwd"].launch(
         (ceil_div(tokens, plan.tokens), ceil_div(H, plan.heads)),

@@ -70,7 +70,7 @@ _SIZES = {"M": "i32", "N": "i32"}
 
 
 def _compilations(kind: str, N: int, log: bool = False) -> tuple[Compilation, ...]:
-    plan = row_plan(N)
+    plan, back = row_plan(N), row_plan(N, backward=True)
     return (
         Compilation(
             _KERNELS["fwd"],
@@ -81,8 +81,8 @@ def _compilations(kind: str, N: int, log: bool = False) -> tuple[Compilation, ..
         Compilation(
             _KERNELS["bwd"],
             {"dy_ptr": kind, "y_ptr": kind, "dx_ptr": kind, **_SIZES, "dy_stride": "i32"},
-            constants(plan, N, log),
-            plan.num_warps,
+            constants(back, N, log),
+            back.num_warps,
         ),
     )
 

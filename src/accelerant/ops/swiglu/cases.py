@@ -58,14 +58,14 @@ TORCH_TOLERANCES = {
 
 
 def _compilations(kind: str, N: int) -> tuple[Compilation, ...]:
-    plan = row_plan(N)
+    plan, back = (row_plan(N, kernel.usual) for kernel in (_KERNELS["fwd"], _KERNELS["bwd"]))
     sizes = {"N": "i32", "gate_stride": "i32", "up_stride": "i32"}
     forward = {**dict.fromkeys(("gate_ptr", "up_ptr", "y_ptr"), kind), **sizes}
     backward = dict.fromkeys(("dy_ptr", "gate_ptr", "up_ptr", "dgate_ptr", "dup_ptr"), kind)
     return (
         Compilation(_KERNELS["fwd"], forward, {"BLOCK": plan.block}, plan.num_warps),
         Compilation(
-            _KERNELS["bwd"], {**backward, **sizes, "gradient_stride": "i32"}, {"BLOCK": plan.block}, plan.num_warps
+            _KERNELS["bwd"], {**backward, **sizes, "gradient_stride": "i32"}, {"BLOCK": back.block}, back.num_warps
         ),
     )
 

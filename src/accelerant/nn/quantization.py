@@ -1,0 +1,226 @@
+"""A model's linear layers with weights of 8-bit integers.
+
+quantize(model) puts a LinearInt8 in the place of each linear layer. A layer then takes half the memory of one in
+bfloat16, and a product with few rows, as when a model answers one user, reads half the bytes, which is what bounds it.
+mode="dynamic" rounds the inputs too and multiplies integers, which is for products of many rows.
+
+The quantised layers are not trained, but gradients go through them, so that adapters beside or before them can be.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerant import ops
+from accelerant.errors import ConfigError
+from accelerant.nn.layers import Linear, _require_width, compute_dtype
+
+__all__ = ["LinearInt8", "QuantizationReport", "quantize"]
+
+_MODES = ("weight_only", "dynamic")
+_KINDS = (nn.Linear, Linear)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+Skip = Sequence[str] | Callable[[str, nn.Module], bool]
+
+
+class LinearInt8(nn.Module):
+    """y = (x @ weight^T) * scale + bias, the weight in integers; made of a linear layer by `from_linear`.
+
+    Attributes:
+        weight: (out_features, in_features), int8; a buffer, as the others.
+        scale: (out_features,), float32, which it stays when the module is moved to another dtype.
+        bias: (out_features,), or None.
+        dynamic: whether x is rounded to integers too, row by row.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True, dynamic: bool = False) -> None:
+        super().__init__()
+        if in_features < 1 or out_features < 1:
+            raise ConfigError(f"LinearInt8 needs at least one input and output, got {in_features} and {out_features}")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.dynamic = dynamic
+        self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8))
+        self.register_buffer("scale", torch.ones(out_features, dtype=torch.float32))
+        self.register_buffer("bias", torch.zeros(out_features) if bias else None)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear | Linear, *, dynamic: bool = False) -> LinearInt8:
+        """Quantise a layer, each output's weights by their largest magnitude; see ops.quantize_int8.
+
+        Raises:
+            ConfigError: a weight is not finite.
+        """
+        weight, scale = ops.quantize_int8(linear.weight.detach())
+        if not scale.is_meta and not bool(scale.isfinite().all()):
+            output = int((~scale.isfinite()).nonzero()[0])
+            raise ConfigError(f"a weight of output {output} is not finite: it cannot be quantised")
+        with torch.device("meta"):  # its buffers are replaced at once
+            made = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, dynamic=dynamic)
+        made.weight, made.scale = weight, scale
+        made.bias = None if linear.bias is None else linear.bias.detach().clone()
+        return made.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the map to the last dimension.
+
+        Args:
+            x: (..., in_features).
+
+        Returns:
+            (..., out_features), in x's dtype or the autocast dtype.
+
+        Raises:
+            ShapeError: the last dimension is not in_features.
+        """
+        _require_width(x, self.in_features, "LinearInt8")
+        dtype = compute_dtype(x)
+        bias = self.bias
+        if bias is not None and bias.dtype not in (torch.float32, dtype):
+            bias = bias.to(dtype)
+        return ops.linear_int8(x.to(dtype), self.weight, self.scale, bias, dynamic=self.dynamic)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(model)`."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, dynamic={self.dynamic}"
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LinearInt8:
+        before = self.scale
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        if self.scale.dtype != torch.float32:
+            self.scale = before.to(self.scale.device)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationReport:
+    """What quantize changed.
+
+    Attributes:
+        model: the one with quantised layers: the one given if it was changed in place, else a copy.
+        mode: "weight_only" or "dynamic".
+        replaced: names of the layers that were.
+        skipped: name -> reason, of the linear layers that were not.
+        bytes_before, bytes_after: of all parameters and buffers, shared ones counted once.
+    """
+
+    model: nn.Module
+    mode: str
+    replaced: tuple[str, ...]
+    skipped: dict[str, str]
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.replaced)} linear layers in 8-bit integers ({self.mode}), {len(self.skipped)} left",
+            f"{self.bytes_before / 2**20:.1f} MiB before, {self.bytes_after / 2**20:.1f} MiB after",
+        ]
+        return "\n".join([*lines, *(f"left {name}: {reason}" for name, reason in self.skipped.items())])
+
+
+def quantize(
+    model: nn.Module, *, mode: str = "weight_only", skip: Skip = ("lm_head",), inplace: bool = True
+) -> QuantizationReport:
+    """Replace a model's linear layers by LinearInt8.
+
+    Layers of torch.nn.Linear and accelerant.nn.Linear are replaced; those of a class derived from them are left, since
+    they may compute something else, and so are those whose weight another module has too or that have hooks. A layer
+    that stands at two places is replaced at both.
+
+    Args:
+        model: its layers, not itself one.
+        mode: "weight_only": x is taken as it is. "dynamic": x is rounded to integers too, for many rows.
+        skip: layers to leave: names, whole ("blocks.0.mlp.up") or the last part ("lm_head"); or a function of name and
+            layer. The output layer is left by default: its errors go straight to the result.
+        inplace: False: a copy is changed, and found in the report.
+
+    Returns:
+        what was replaced, what was left and why, and the bytes.
+
+    Raises:
+        ConfigError: there is no such mode, no linear layer, or a weight that is not finite. Nothing is changed then.
+    """
+    if mode not in _MODES:
+        raise ConfigError(f"mode must be 'weight_only' or 'dynamic', got {mode!r}")
+    if isinstance(model, _KINDS):
+        raise ConfigError("quantize takes a model that has linear layers, not a layer: see LinearInt8.from_linear")
+    places = list(_linear_layers(model))
+    if not places:
+        raise ConfigError(f"{type(model).__name__} has no linear layer: there is nothing to quantise")
+    before = _size_bytes(model)
+    if not inplace:
+        model = copy.deepcopy(model)
+        places = list(_linear_layers(model))
+    owners = _owners(model)
+    skipped: dict[str, str] = {}
+    made: dict[nn.Module, LinearInt8] = {}
+    changes: list[tuple[str, nn.Module, str, nn.Module]] = []
+    for name, parent, key, layer in places:
+        reason = _reason_against(name, layer, skip, owners)
+        if reason is not None:
+            skipped[name] = reason
+            continue
+        if layer not in made:
+            try:
+                made[layer] = LinearInt8.from_linear(layer, dynamic=mode == "dynamic")
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from error
+        changes.append((name, parent, key, made[layer]))
+    for _, parent, key, new in changes:
+        parent._modules[key] = new  # as add_module, for containers whose names are no attributes
+    return QuantizationReport(model, mode, tuple(name for name, *_ in changes), skipped, before, _size_bytes(model))
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Each linear layer at each of its places: name, parent, name in the parent, layer."""
+    seen: set[tuple[nn.Module, str]] = set()
+    for path, parent in model.named_modules(remove_duplicate=False):
+        for key, child in parent._modules.items():
+            if isinstance(child, _KINDS) and (parent, key) not in seen:
+                seen.add((parent, key))
+                yield (f"{path}.{key}" if path else key), parent, key, child
+
+
+def _owners(model: nn.Module) -> dict[int, set[nn.Module]]:
+    """Parameter, by identity -> the modules that have it."""
+    owners: dict[int, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), set()).add(module)
+    return owners
+
+
+def _reason_against(name: str, layer: Any, skip: Skip, owners: dict[int, set[nn.Module]]) -> str | None:
+    if callable(skip):
+        if skip(name, layer):
+            return "left by the function given as skip"
+    elif name in skip or name.rpartition(".")[2] in skip:
+        return "named in skip"
+    if type(layer) not in _KINDS:
+        return f"{type(layer).__name__} is derived from Linear and may compute something else"
+    if layer.weight.dtype not in _DTYPES:
+        return f"its weight is {layer.weight.dtype}"
+    if len(owners[id(layer.weight)]) > 1:
+        others = sorted(type(each).__name__ for each in owners[id(layer.weight)] if each is not layer)
+        return f"its weight is also that of {', '.join(others)}"
+    if any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)):
+        return "it has hooks"
+    return None
+
+
+def _size_bytes(model: nn.Module) -> int:
+    kept = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    return sum(each.nbytes for each in kept.values())

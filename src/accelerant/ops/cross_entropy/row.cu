@@ -1,0 +1,226 @@
+// cross_entropy of long rows in bfloat16, loss and gradient beside each other, for Hopper.
+//
+//     loss = (1 - s) (L - x_t) + s (L - mean x)            L = log sum exp x, t the row's class, s the smoothing
+//     dx   = c (exp(x - L) - (1 - s) [column = t] - s / N)  c one over how many rows count, or 1
+//
+// Source: as triton_kernels.py, whose gradient this one equals.
+// Layout: rows of N logits; accesses are groups of 8 from a 16-byte boundary on. A group that belongs to the row only in
+//         part is read and written element by element, and stands in shared memory with -inf for what is not the row's.
+// Grid:   BLOCKS blocks a multiprocessor, each walks the rows. A row lies in shared memory while its block works on it:
+//         the copy engine brings it, the gradient is written over it, and the copy engine takes that away. Each warp has
+//         a part of the row that no other touches, so warps meet once a row, to join maximum and sum.
+// Bound:  memory: the logits are read once, the gradient written once. Two exponentials an element are 60% of that time.
+
+typedef unsigned short u16;
+
+#define LOG2_E 1.4426950408889634f
+#define LOWEST -3.0e38f
+
+extern __shared__ char dynamic[];
+
+__device__ __forceinline__ float low_of(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_of(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ u32 larger(u32 a, u32 b) {
+    u32 c;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+}
+__device__ __forceinline__ void store_bytes(void* dst, u32 src, u32 size_bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(size_bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void join(float& peak, float& total, float other_peak, float other_total) {
+    const float both = fmaxf(peak, other_peak);
+    total = total * exp2_fast((peak - both) * LOG2_E) + other_total * exp2_fast((other_peak - both) * LOG2_E);
+    peak = both;
+}
+
+// A warp's part of a row: groups first to last of the row's, of which those from from to to are whole.
+struct Part {
+    const u16* row;  // where the row's first group begins: lead elements before the row
+    int lead, end;   // the row's elements, counted from there
+    int first, last, from, to;
+};
+
+__device__ __forceinline__ Part part_of(const u16* x, int N, int warp) {
+    Part part;
+    part.lead = (int)((u64)x & 15) / 2;
+    part.row = x - part.lead;
+    part.end = part.lead + N;
+    const int groups = (part.end + 7) / 8, share = (groups + THREADS / 32 - 1) / (THREADS / 32);
+    part.first = min(warp * share, groups);
+    part.last = min(part.first + share, groups);
+    part.from = max(part.first, part.lead ? 1 : 0);
+    part.to = max(part.from, min(part.last, part.end / 8));
+    return part;
+}
+
+// Bring a part: its whole groups by the copy engine, the others by one lane.
+__device__ __forceinline__ void fetch(const Part& part, u32 place, u32 barrier) {
+    if (lane_id() == 0) {
+        const u32 size_bytes = 16 * (part.to - part.from);
+        barrier_expect(barrier, size_bytes);
+        if (size_bytes) load_bytes(place + 16 * part.from, part.row + 8 * part.from, size_bytes, barrier);
+        for (int group = part.first; group < part.last; ++group) {
+            if (group >= part.from && group < part.to) {
+                group = part.to - 1;
+                continue;
+            }
+            for (int i = 0; i < 8; ++i) {
+                const int at = 8 * group + i;
+                const u16 x = at >= part.lead && at < part.end ? part.row[at] : (u16)0xff80;  // -inf
+                asm volatile("st.shared.u16 [%0], %1;" ::"r"(place + 2 * at), "h"(x) : "memory");
+            }
+        }
+    }
+    __syncwarp();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    cross_entropy_row(const u16* x, const long long* targets, float* losses, float* statistics, u16* dx,
+                      const int* counts, int M, int N, long long x_stride, long long dx_stride, long long ignore_index,
+                      float smoothing) {
+    constexpr int WARPS = THREADS / 32;
+    __shared__ float peaks[2][WARPS], totals[2][WARPS], sums[2][WARPS];
+    __shared__ u64 barriers[WARPS];
+    const u32 place = shared_address(dynamic);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = lane_id();
+    const u32 barrier = shared_address(&barriers[warp]);
+    if (threadIdx.x < WARPS) barrier_init(shared_address(&barriers[threadIdx.x]), 1);
+    if (threadIdx.x < WARPS) barriers_ready();
+    __syncthreads();
+
+    float c = 1.0f;
+    if (MEAN) {
+        int counted = 0;
+        for (int i = lane; i < COUNTS; i += 32) counted += counts[i];
+        c = 1.0f / (float)__reduce_add_sync(~0u, counted);
+    }
+    u32 phase = 0;
+    int turn = 0;
+    long long target = targets[blockIdx.x];
+    if (target != ignore_index) fetch(part_of(x + blockIdx.x * x_stride, N, warp), place, barrier);
+    for (int row = blockIdx.x; row < M; row += gridDim.x) {
+        const int following = row + gridDim.x;
+        const long long next_target = following < M ? targets[following] : ignore_index;
+        u16* out = dx + row * dx_stride;
+        if (target == ignore_index) {
+            for (int i = threadIdx.x; i < N; i += THREADS) out[i] = 0;
+            if (threadIdx.x == 0) {
+                losses[row] = 0.0f;
+                statistics[row] = 0.0f;
+                statistics[M + row] = 1.0f;
+            }
+        } else {
+            const Part part = part_of(x + row * x_stride, N, warp);
+            const bool in_range = target >= 0 && target < N;
+            float at_target = 0.0f;
+            if (threadIdx.x == 0 && in_range) at_target = __uint_as_float((u32)part.row[part.lead + target] << 16);
+            barrier_wait(barrier, phase);
+            phase ^= 1;
+            float peak = LOWEST, total = 0.0f, sum = 0.0f;
+#pragma unroll 2
+            for (int group = part.first + lane; group < part.last; group += 32) {
+                int w[4];
+                load_words(place + 16 * group, w[0], w[1], w[2], w[3]);
+                const u32 pair = larger(larger(w[0], w[1]), larger(w[2], w[3]));
+                const float largest = fmaxf(low_of(pair), high_of(pair));
+                if (largest > peak) {
+                    total *= exp2_fast((peak - largest) * LOG2_E);
+                    peak = largest;
+                }
+                float some = 0.0f;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    total += exp2_fast((low_of(w[i]) - peak) * LOG2_E);
+                    some += exp2_fast((high_of(w[i]) - peak) * LOG2_E);
+                }
+                total += some;
+                if (SMOOTH) {
+                    for (int i = 0; i < 8; ++i) {
+                        const int at = 8 * group + i;
+                        const float one = i % 2 ? high_of(w[i / 2]) : low_of(w[i / 2]);
+                        sum += at >= part.lead && at < part.end ? one : 0.0f;
+                    }
+                }
+            }
+#pragma unroll
+            for (int other = 16; other; other /= 2) {
+                const float its_peak = __shfl_xor_sync(~0u, peak, other);
+                const float its_total = __shfl_xor_sync(~0u, total, other);
+                join(peak, total, its_peak, its_total);
+                if (SMOOTH) sum += __shfl_xor_sync(~0u, sum, other);
+            }
+            if (lane == 0) {
+                peaks[turn][warp] = peak;
+                totals[turn][warp] = total;
+                sums[turn][warp] = sum;
+            }
+            __syncthreads();
+            peak = peaks[turn][lane % WARPS];
+            total = totals[turn][lane % WARPS];
+            sum = sums[turn][lane % WARPS];
+#pragma unroll
+            for (int other = WARPS / 2; other; other /= 2) {
+                const float its_peak = __shfl_xor_sync(~0u, peak, other);
+                const float its_total = __shfl_xor_sync(~0u, total, other);
+                join(peak, total, its_peak, its_total);
+                if (SMOOTH) sum += __shfl_xor_sync(~0u, sum, other);
+            }
+            turn ^= 1;
+            const bool fine = in_range && peak < __int_as_float(0x7f800000);
+            const float of_row = fine ? c : __int_as_float(0x7fffffff);
+            const float scale = of_row * (1.0f / total);
+            if (threadIdx.x == 0) {
+                float loss = (peak - at_target) + logf(total);
+                if (SMOOTH) loss = (1.0f - smoothing) * loss + smoothing * ((peak - sum / N) + logf(total));
+                losses[row] = fine ? loss : __int_as_float(0x7fffffff);
+                statistics[row] = peak;
+                statistics[M + row] = 1.0f / total;
+            }
+            const float everywhere = SMOOTH ? of_row * smoothing / N : 0.0f;
+            const float hit = of_row * (SMOOTH ? 1.0f - smoothing : 1.0f);
+            const int hit_at = in_range ? part.lead + (int)target : -1;
+            u16* out_row = out - part.lead;
+#pragma unroll 2
+            for (int group = part.first + lane; group < part.last; group += 32) {
+                int w[4];
+                load_words(place + 16 * group, w[0], w[1], w[2], w[3]);
+                float g[8];
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    const float one = i % 2 ? high_of(w[i / 2]) : low_of(w[i / 2]);
+                    g[i] = exp2_fast((one - peak) * LOG2_E) * scale - everywhere;
+                }
+                if (group == hit_at >> 3) {
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) g[i] -= i == (hit_at & 7) ? hit : 0.0f;
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) w[i] = pack(g[2 * i], g[2 * i + 1]);
+                if (group >= part.from && group < part.to) {
+                    store_words(place + 16 * group, w[0], w[1], w[2], w[3]);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) {
+                        const int at = 8 * group + i;
+                        if (at >= part.lead && at < part.end) out_row[at] = (u16)((u32)w[i / 2] >> (i % 2 ? 16 : 0));
+                    }
+                }
+            }
+            proxy_fence();
+            __syncwarp();
+            if (lane == 0 && part.to > part.from) {
+                store_bytes(out_row + 8 * part.from, place + 16 * part.from, 16 * (part.to - part.from));
+                store_commit();
+            }
+        }
+        if (next_target != ignore_index) {
+            if (lane == 0) store_wait_read<0>();
+            __syncwarp();
+            fetch(part_of(x + following * x_stride, N, warp), place, barrier);
+        }
+        target = next_target;
+    }
+    if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}

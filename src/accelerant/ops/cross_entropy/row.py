@@ -1,0 +1,123 @@
+"""Launches of row.cu: long rows of bfloat16 logits on Hopper, held in shared memory between loss and gradient."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from accelerant.ops._rows import ceil_div, multiprocessors
+from accelerant.ops.attention.hopper import HopperProgram, load, primitives
+from accelerant.ops.cross_entropy.launch import COUNTS, launch_forward
+from accelerant.runtime.dispatch import Case
+from accelerant.runtime.kernel import Kernel
+
+__all__ = ["KINDS", "PLANS", "Plan", "alike", "launch_forward_row", "launch_row", "plan_for", "program", "refuses"]
+
+KINDS = ("*bf16", "*i64", "*f32", "*f32", "*bf16", "*i32", "i32", "i32", "i64", "i64", "i64", "f32")
+"""Of the kernel's arguments: logits, targets, losses, statistics, gradient, counts; M, N; distances of rows of the
+logits and of the gradient; ignore_index; smoothing."""
+
+_SHARED_BYTES = 227 << 10
+_OTHERS_BYTES = 1 << 10
+"""Of a multiprocessor's shared memory: what one block can have, and what its barriers and sums take besides the row."""
+
+LEAST = 8192
+"""Rows of fewer columns stay in registers, in Triton's kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A variant of the kernel: threads a block, blocks a multiprocessor."""
+
+    threads: int
+    blocks: int
+
+    def room(self) -> int:
+        """The most columns of a row."""
+        return (_SHARED_BYTES // self.blocks - _OTHERS_BYTES - (1 << 10) * (self.blocks - 1)) // 2 - 16
+
+
+PLANS = (Plan(256, 4), Plan(512, 2), Plan(1024, 1))
+"""The preferred first; threads are 32 times a power of two. More blocks hide the turn from one row to the next: 65536 rows
+of 16384 took 1.16 ms with four, 1.30 with two, on an H200."""
+
+
+def plan_for(N: int) -> Plan | None:
+    """The variant for rows of N columns; None if they do not fit in shared memory."""
+    return next((plan for plan in PLANS if plan.room() >= N), None)
+
+
+def refuses(case: Case) -> str | None:
+    """Why the kernel cannot serve a case of shape (M, N); None if it can."""
+    if case.device.type != "cuda" or torch.cuda.get_device_capability(case.device)[0] != 9:
+        return "is for Hopper"
+    if case.dtype != torch.bfloat16:
+        return "takes bfloat16 logits"
+    if "gradient" not in case.options:
+        return "makes the gradient beside the loss; none is asked for"
+    if case.shape[1] < LEAST or plan_for(case.shape[1]) is None:
+        return f"takes rows of {LEAST} to {PLANS[-1].room()} columns, not {case.shape[1]}"
+    return None
+
+
+@functools.cache
+def program(plan: Plan, N: int, mean: bool, smooth: bool) -> HopperProgram:
+    """The kernel's text for a variant; N sets how much shared memory it asks for."""
+    constants = {"THREADS": plan.threads, "BLOCKS": plan.blocks, "MEAN": int(mean), "SMOOTH": int(smooth)}
+    macros = [f"#define {name} {value}" for name, value in {**constants, "COUNTS": COUNTS}.items()]
+    body = (Path(__file__).parent / "row.cu").read_text()
+    text = "\n".join(['#define ELEMENT "bf16"', *macros, primitives(), '#line 1 "row.cu"', body])
+    return HopperProgram("cross_entropy_row", text, plan.threads, 16 * ceil_div(N + 14, 8))
+
+
+@functools.cache
+def _kernel(plan: Plan, N: int, mean: bool, smooth: bool, device: int) -> Kernel:
+    return load(program(plan, N, mean, smooth), KINDS, device)
+
+
+def launch_row(
+    rows: Tensor,
+    stride: int,
+    targets: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    losses: Tensor,
+    statistics: Tensor,
+    dx: Tensor,
+    dx_stride: int,
+    counts: Tensor | None,
+    plan: Plan | None = None,
+) -> None:
+    """Each row's loss, statistics and gradient; the arguments are those of launch.launch_rows.
+
+    The rows of dx must begin as far from a 16-byte boundary as those of the logits.
+    """
+    M, N = rows.shape
+    plan = plan or plan_for(N) or PLANS[-1]
+    device = rows.get_device()
+    kernel = _kernel(plan, N, counts is not None, smoothing != 0.0, device)
+    args = (
+        rows, targets.long(), losses, statistics, dx, targets if counts is None else counts,
+        M, N, stride, dx_stride, ignore_index, smoothing,
+    )  # fmt: skip
+    grid = (min(M, plan.blocks * multiprocessors(rows.device)),)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    with torch.cuda.device(device):
+        kernel.handle.start(grid, (plan.threads,), args, stream)
+
+
+def alike(rows: Tensor, stride: int) -> tuple[Tensor, int]:
+    """Memory for the gradient of rows, and the distance of its rows; each aligned (16 bytes) as its logits."""
+    M, N = rows.shape
+    distance = N + (stride - N) % 8
+    lead = rows.data_ptr() % 16 // 2
+    memory = torch.empty(lead + M * distance, dtype=rows.dtype, device=rows.device)
+    return memory[lead:].as_strided((M, N), (distance, 1), lead), distance
+
+
+launch_forward_row = functools.partial(launch_forward, on_chip=True)
+"""As launch.launch_forward, by this kernel."""

@@ -1,0 +1,148 @@
+"""Hopper's kernel of cross_entropy: compiled here within its budget, run on a GPU against Triton's and float64."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from accelerant.ops import cross_entropy, linear_cross_entropy
+from accelerant.ops.cross_entropy import launch, row
+from accelerant.ops.cross_entropy.reference import cross_entropy_reference
+from accelerant.runtime.dispatch import Case, force
+from accelerant.runtime.ledger import ledger
+
+needs_nvrtc = pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="no NVRTC on this system")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("plan", row.PLANS)
+@pytest.mark.parametrize(("mean", "smooth"), [(True, False), (False, True)])
+def test_compiles_within_its_budget(plan, mean, smooth):
+    binary = row.program(plan, 20000, mean, smooth).build("sm_90a")
+    (used,) = binary.resources.values()
+    assert used.registers <= 65536 // (plan.threads * plan.blocks)
+    assert used.spill_bytes == used.stack_bytes == 0
+    assert plan.blocks * (row.program(plan, plan.room(), mean, smooth).shared_bytes + 2048) <= 228 << 10
+
+
+def test_says_what_it_cannot_do():
+    case = Case(torch.device("cpu"), torch.bfloat16, (4, 50304), ("gradient",))
+    assert "Hopper" in row.refuses(case)
+
+
+@pytest.mark.parametrize(("N", "threads"), [(8192, 256), (27000, 256), (50304, 512), (57073, 1024), (100000, 1024)])
+def test_longer_rows_leave_room_for_fewer_blocks(N, threads):
+    assert row.plan_for(N).threads == threads
+
+
+def test_a_row_that_does_not_fit_has_no_plan():
+    assert row.plan_for(128256) is None
+
+
+def made(M, N, *, offset=0, seed=0, scale=2.0):
+    """Logits that begin `offset` elements after a 16-byte boundary, and their classes, some of them ignored."""
+    torch.manual_seed(seed)
+    memory = torch.empty(M * N + offset, device="cuda", dtype=torch.bfloat16)
+    x = memory[offset:].view(M, N)
+    x.copy_(torch.randn(M, N, device="cuda") * scale)
+    targets = torch.randint(0, N, (M,), device="cuda")
+    targets[1 :: max(3, M // 4)] = -100
+    return x, targets
+
+
+def close_to_float64(x, targets, *, smoothing=0.0, reduction="mean"):
+    leaf = x.detach().requires_grad_()
+    with force(cross_entropy_fwd="hopper"):
+        loss = cross_entropy(leaf, targets, label_smoothing=smoothing, reduction=reduction)
+    loss.backward()
+    exact = x.detach().double().requires_grad_()
+    expected = cross_entropy_reference(exact, targets, label_smoothing=smoothing, reduction=reduction)
+    expected.backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-2, atol=1e-2)
+    largest = exact.grad.abs().max()
+    assert (leaf.grad.double() - exact.grad).abs().max() <= 8e-3 * largest
+    assert {each["implementation"] for each in ledger().to_dict()["ops"] if each["op"] == "cross_entropy_fwd"} == {
+        "hopper"
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [8192, 9001, 16384, 50257, 50304, 57073, 100003])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_matches_the_reference(N, offset):
+    close_to_float64(*made(300, N, offset=offset))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_smoothing_and_reductions(smoothing, reduction):
+    close_to_float64(*made(131, 50257), smoothing=smoothing, reduction=reduction)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 2, 263, 1000])
+def test_any_number_of_rows(M):
+    close_to_float64(*made(M, 10000))
+
+
+@pytest.mark.gpu
+def test_every_row_has_the_triton_kernels_results():
+    x, targets = made(500, 50257)
+    targets[7], targets[11] = 50257, -1  # no classes
+    x[13, 17], x[19, 23], x[29] = float("nan"), float("inf"), float("-inf")
+    x[31] = -1e30
+    counts = launch.count(targets, -100)
+    found = []
+    for kernel in (row.launch_row, None):
+        losses, statistics = (torch.full((n, 500), 7.0, device="cuda") for n in (1, 2))
+        dx, stride = row.alike(x, x.stride(0))
+        dx.fill_(7.0)
+        if kernel:
+            kernel(x, x.stride(0), targets, -100, 0.0, losses[0], statistics, dx, stride, counts)
+        else:
+            launch.launch_rows(x, x.stride(0), targets, -100, 0.0, losses=losses[0], statistics=statistics, dx=dx,
+                               dx_stride=stride, counts=counts)  # fmt: skip
+        found.append((losses[0], dx))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_in_place_gives_the_same_bits():
+    x, targets = made(400, 50304)
+    leaf = x.clone().requires_grad_()
+    cross_entropy(leaf, targets).backward()
+    over = x.clone().requires_grad_()
+    logits = over * 1.0
+    cross_entropy(logits, targets, inplace_backward=True).backward()
+    assert torch.equal(leaf.grad, over.grad)
+
+
+@pytest.mark.gpu
+def test_same_bits_each_time():
+    x, targets = made(700, 50304)
+    first = None
+    for _ in range(50):
+        leaf = x.detach().requires_grad_()
+        loss = cross_entropy(leaf, targets)
+        loss.backward()
+        first = first or (loss.detach(), leaf.grad)
+        assert torch.equal(loss, first[0])
+        assert torch.equal(leaf.grad, first[1])
+
+
+@pytest.mark.gpu
+def test_linear_cross_entropy_uses_it():
+    torch.manual_seed(0)
+    hidden = torch.randn(600, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(50257, 64, device="cuda", dtype=torch.bfloat16) / 8).requires_grad_()
+    targets = torch.randint(0, 50257, (600,), device="cuda")
+    loss = linear_cross_entropy(hidden, weight, targets)
+    loss.backward()
+    h, w = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(h @ w.t(), targets)
+    expected.backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-2, atol=1e-2)
+    for one, other in ((hidden.grad, h.grad), (weight.grad, w.grad)):
+        assert (one.double() - other).norm() <= 1.2e-2 * other.norm()
