@@ -478,24 +478,26 @@ def test_any_forward_pass_goes_with_any_backward_pass(sizes, options, dtype):
         theirs = F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     else:
         theirs = attention_reference(*leaves, **options)
-    errors = [(theirs - expected).abs().max()]
-    errors += [(g - s).abs().max() for g, s in zip(torch.autograd.grad(theirs, leaves, do), slopes, strict=True)]
-    bounds = [
-        2 * error + torch.finfo(dtype).eps * exactly.abs().max()
-        for error, exactly in zip(errors, (expected, *slopes), strict=True)
-    ]
+    exactly = (expected, *slopes)
+    gradients = torch.autograd.grad(theirs, leaves, do)
+    errors = [one.detach() - of for one, of in zip((theirs, *gradients), exactly, strict=True)]
+
+    def check(found, names):
+        # In the norm; and, to see a single element gone astray, in the largest one, which chance moves more.
+        for one, of, error in zip(found, exactly, errors, strict=True):
+            ours, largest = one - of, torch.finfo(dtype).eps * of.abs().max()
+            assert ours.norm() <= 2 * error.norm(), names
+            assert ours.abs().max() <= 4 * error.abs().max() + largest, names
+
     B, Hq, S, _ = q.shape
     words = (("causal",) if causal else ()) + ((f"window {window}",) if window >= 0 else ())
     where = Case(q.device, dtype, (B, Hq, k.shape[1], S, k.shape[2], D), words)
     ran = set()
     for forward in operations()["attention_fwd"].candidates(where):
         o, lse = forward.run(q, k, v, *args)
-        assert (o - expected).abs().max() <= bounds[0], forward.name
         torch.testing.assert_close(lse.double(), of_rows, rtol=1e-4, atol=1e-3, msg=forward.name)
         for backward in operations()["attention_bwd"].candidates(where):
-            gradients = backward.run(do, q, k, v, o, lse, *args)
-            for gradient, slope, bound in zip(gradients, slopes, bounds[1:], strict=True):
-                assert (gradient - slope).abs().max() <= bound, (forward.name, backward.name)
+            check((o, *backward.run(do, q, k, v, o, lse, *args)), (forward.name, backward.name))
             ran.add((forward.name, backward.name))
     assert ("triton", "triton") in ran
 

@@ -2,8 +2,11 @@
 
 On a GPU a call stands between two events, after a write of many times what the L2 holds: the write empties the cache
 and keeps the device busy (about 0.2 ms on an H200) while the host queues the call, so that host time does not stand in
-the figure; `host_time_us` measures that. On the CPU the clock is read around the call. `wall_ms` is what somebody waits
-for: from an idle device to an idle device, the host's part included.
+the figure; `host_time_us` measures that. What the write leaves in the L2 goes to memory during the call, as what the
+call itself writes does after it: for a call that reads and writes the two are even. A call that writes next to nothing
+would pay for the flush (50 MB, 11 us on an H200), so for it the cache is emptied by reading (`reads=True`). On the CPU
+the clock is read around the call. `wall_ms` is what somebody waits for: from an idle device to an idle device, the
+host's part included.
 """
 
 from __future__ import annotations
@@ -40,15 +43,16 @@ class Timing:
         return cls(cuts[1], statistics.median(samples), cuts[7], len(samples), kept)
 
 
-def time_ms(fn: Callable[[], object], device: torch.device, *, budget_s: float = 0.3) -> Timing:
+def time_ms(fn: Callable[[], object], device: torch.device, *, budget_s: float = 0.3, reads: bool = False) -> Timing:
     """Device time of a call.
 
     Args:
         fn: the call; its result is dropped.
         device: where it works.
         budget_s: seconds to spend on the timed calls; at least 10 are made.
+        reads: whether it writes next to nothing.
     """
-    return Timing.of(_device_samples(fn, budget_s) if device.type == "cuda" else _host_samples(fn, budget_s))
+    return Timing.of(_device_samples(fn, budget_s, reads) if device.type == "cuda" else _host_samples(fn, budget_s))
 
 
 def wall_ms(
@@ -104,20 +108,21 @@ def _repeats(once_s: float, budget_s: float) -> int:
     return max(_MIN_REPEATS, min(_MAX_REPEATS, int(budget_s / max(once_s, 1e-7))))
 
 
-def _device_samples(fn: Callable[[], object], budget_s: float) -> list[float]:
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+def _device_samples(fn: Callable[[], object], budget_s: float, reads: bool) -> list[float]:
+    memory = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
+    flush: Callable[[], object] = memory.sum if reads else memory.zero_
     for _ in range(3):
         fn()
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(3):
-        flush.zero_()
+        flush()
         fn()
     torch.cuda.synchronize()
     repeats = _repeats((time.perf_counter() - began) / 3, budget_s)
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, stop in marks:
-        flush.zero_()
+        flush()
         start.record()
         fn()
         stop.record()

@@ -14,8 +14,9 @@ import torch
 from accelerant import ops
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suites import neural
+from accelerant.config import override
 from accelerant.errors import ConfigError
-from accelerant.runtime.decisions import Decision
+from accelerant.runtime.decisions import Decision, explain_quietly
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.tuning import tune
 
@@ -46,6 +47,7 @@ def tune_ops(
     *,
     names: Sequence[str] = (),
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
+    launches: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Tuned]:
     """Race and tune, call after call; each is kept on disk before the next begins.
@@ -54,6 +56,7 @@ def tune_ops(
         device: where.
         names: ops of the neural suite; all by default.
         dtypes: each case is met in these.
+        launches: tune launch parameters too, which compiles every candidate: minutes an op.
         progress: told what is measured next.
 
     Raises:
@@ -67,12 +70,14 @@ def tune_ops(
         for dtype in dtypes:
             for label, inputs, options in neural.calls(name, device, dtype, SHRINKS):
                 progress(f"{name} {label}")
-                yield _tuned(name, label, inputs, options)
+                yield _tuned(name, label, inputs, options, launches)
                 if where.type == "cuda":
                     torch.cuda.empty_cache()
 
 
-def _tuned(name: str, label: str, inputs: Sequence[torch.Tensor | None], options: dict[str, object]) -> Tuned:
+def _tuned(
+    name: str, label: str, inputs: Sequence[torch.Tensor | None], options: dict[str, object], launches: bool
+) -> Tuned:
     function = getattr(ops, name)
     args = [
         each.detach().requires_grad_() if each is not None and each.is_floating_point() else each for each in inputs
@@ -87,6 +92,9 @@ def _tuned(name: str, label: str, inputs: Sequence[torch.Tensor | None], options
             torch.autograd.backward(outs, [torch.ones_like(y) for y in outs])
 
     try:
-        return Tuned(name, label, tuple(tune(both).decisions))
+        if launches:
+            return Tuned(name, label, tuple(tune(both).decisions))
+        with override(race="first_use"):
+            return Tuned(name, label, tuple(explain_quietly(both).decisions))
     except (torch.OutOfMemoryError, RuntimeError) as error:
         return Tuned(name, label, (), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")

@@ -31,6 +31,7 @@ def tune(
     op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
     dtype: Annotated[str, typer.Option(metavar="LIST", help="float32, bfloat16, float16.")] = "bfloat16,float32",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    launches: Annotated[bool, typer.Option(help="Launch parameters too: compiles every candidate.")] = True,
     listed: Annotated[bool, typer.Option("--list", help="Measure nothing; show what is known.")] = False,
     table: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write what is known there, as tables are shipped.")
@@ -65,7 +66,7 @@ def tune(
     found: list[Tuned] = []
     if not listed:
         dtypes = [known[each] for each in wanted]
-        for result in tune_ops(chosen, names=op or (), dtypes=dtypes, progress=show):
+        for result in tune_ops(chosen, names=op or (), dtypes=dtypes, launches=launches, progress=show):
             found.append(result)
             if not json_output:
                 show("")

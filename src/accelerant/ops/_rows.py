@@ -43,7 +43,8 @@ class RowPlan:
 def whole_rows(block_n: int) -> tuple[RowPlan, ...]:
     """What is worth timing for a kernel that takes whole rows: 1024 to 8192 elements, 8 to 32 a thread."""
     tiles = [(max(1, elements // block_n), each) for elements in (1024, 2048, 4096, 8192) for each in (8, 16, 32)]
-    plans = [RowPlan(rows, block_n, min(16, max(1, rows * block_n // (32 * each)))) for rows, each in tiles]
+    most = 16 if block_n <= 8192 else 32
+    plans = [RowPlan(rows, block_n, min(most, max(1, rows * block_n // (32 * each)))) for rows, each in tiles]
     return tuple(dict.fromkeys(plans))
 
 

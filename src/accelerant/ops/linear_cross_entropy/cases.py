@@ -45,11 +45,12 @@ BENCHMARKS = (
 )
 
 # Logits are rounded to the dtype: of a logit of 8, half a unit is 0.016 in bfloat16, and so much does its probability
-# change, relative to itself.
+# change, relative to itself. With K = 64 they reach 32, where half a unit is 0.06: that rounding alone, the rest in
+# float64, moves a gradient of hidden by 0.033 of the largest in 1500 rows.
 TOLERANCES = {
     torch.float64: Tolerance(1e-11, 1e-11),
     torch.float32: Tolerance(1e-5, 5e-6),
     torch.float16: Tolerance(5e-3, 4e-3),
-    torch.bfloat16: Tolerance(4e-2, 3e-2),
+    torch.bfloat16: Tolerance(4e-2, 5e-2),
 }
 KERNELS: tuple[Compilation, ...] = ()  # those of cross_entropy, and the library's

@@ -103,7 +103,7 @@ def _dynamic(plan: TilePlan, *, integers: bool = True) -> Compilation:
 
 
 KERNELS = (
-    *map(_row, STRIP_PLANS),
+    *map(_row, STRIP_PLANS[:3]),
     _row(STRIP_PLANS[0], "*fp16", bias=True),
     _row(STRIP_PLANS[0], "*fp32"),
     _fwd(SMALL_PLANS["fwd"]),

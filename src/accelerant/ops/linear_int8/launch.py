@@ -90,6 +90,7 @@ class TilePlan:
 
 
 STRIP_PLANS = (
+    StripPlan(1, 1, 512, 1, 4),
     StripPlan(2, 4, 512, 4, 2),
     StripPlan(1, 4, 512, 4, 4),
     StripPlan(1, 4, 512, 4, 2),
@@ -105,7 +106,6 @@ STRIP_PLANS = (
     StripPlan(4, 2, 512, 2, 1),
     StripPlan(4, 1, 1024, 2, 1),
     StripPlan(2, 1, 1024, 2, 2),
-    StripPlan(1, 1, 512, 1, 4),
     StripPlan(2, 1, 512, 1, 2),
     StripPlan(4, 1, 512, 1, 1),
     StripPlan(2, 8, 512, 8, 2),
@@ -137,8 +137,8 @@ MATMUL_PLANS = (
 """For more rows, on Hopper."""
 
 DYNAMIC_PLANS = (
-    TilePlan(128, 256, 128, 8, 3),
     TilePlan(128, 256, 128, 8, 4),
+    TilePlan(128, 256, 128, 8, 3),
     TilePlan(256, 128, 128, 8, 3),
     TilePlan(128, 256, 64, 8, 4),
     TilePlan(128, 128, 128, 4, 4),

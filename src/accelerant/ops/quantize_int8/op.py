@@ -61,7 +61,8 @@ def by_torch(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
                 x.new_ones(_without(x, dim), dtype=torch.float32),
             )
         wide = x.detach().float().contiguous()
-        scale = torch.maximum(wide.amax(dim, keepdim=True), -wide.amin(dim, keepdim=True)) / 127  # faster than of |x|
+        peak = torch.maximum(wide.amax(dim, keepdim=True), -wide.amin(dim, keepdim=True))  # faster than of |x|
+        scale = peak / wide.new_full((), 127.0)  # by a mere number, torch multiplies by the reciprocal on CUDA
         scale = torch.where(scale == 0, 1.0, scale)
         steps = (wide / scale).round_()
         if not _is_usual(scale):

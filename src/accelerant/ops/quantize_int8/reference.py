@@ -15,7 +15,8 @@ def quantize_int8_reference(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor
         return q.reshape(()), scale
     rows = x.float().movedim(dim, -1)
     zeros = rows.new_zeros(*rows.shape[:-1], 1)
-    scale = torch.cat([rows.abs(), zeros], -1).amax(-1, keepdim=True) / 127
+    steps = rows.new_full((), 127.0)  # by a mere number, torch multiplies by the reciprocal on CUDA
+    scale = torch.cat([rows.abs(), zeros], -1).amax(-1, keepdim=True) / steps
     scale[scale == 0] = 1.0
     q = torch.round(rows / scale).clamp(-127, 127)
     q[~scale.isfinite().expand(q.shape)] = 0.0

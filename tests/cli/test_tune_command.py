@@ -1,0 +1,44 @@
+"""`accelerant tune`: what it finds is kept, listed, and written as a table."""
+
+import json
+
+import pytest
+
+from accelerant.cli.app import main
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    from accelerant.config import override
+
+    with override(cache_dir=str(tmp_path / "cache")):
+        yield tmp_path
+
+
+def status(*arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main(["tune", "--device", "cpu", *arguments])
+    return exit_.value.code
+
+
+def test_each_call_says_what_was_chosen_and_why(cache, capsys):
+    assert status("--op", "relu", "--dtype", "float32", "--no-launches") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("relu_fwd ") and " -> torch: " in line for line in lines)
+
+
+def test_what_is_known_is_written_as_a_table(cache, capsys):
+    path = cache / "table.json"
+    assert status("--list", "--table", str(path), "--serves", "Another CPU") == 0
+    body = json.loads(path.read_text())
+    assert body["serves"][-1] == "Another CPU"
+    assert body["entries"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("--dtype", "int4"), "got 'int4'"), (("--op", "nothing"), "no op 'nothing' to tune")],
+)
+def test_wrong_usage_exits_2(cache, capsys, arguments, message):
+    assert status(*arguments) == 2
+    assert message in capsys.readouterr().err
