@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accelerant.ops.attention import hopper_bwd
 from accelerant.ops.attention.hopper_bwd import KINDS, PARTS, Plan, launch_backward, plan_for, program, refuses
@@ -19,7 +17,8 @@ pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
 
 HALF = (torch.bfloat16, torch.float16)
 IDS = {"ids": lambda value: str(value).removeprefix("torch.")}
-PLANS = [Plan(width, whole) for width in (64, 128) for whole in (False, True)]
+SUMS = ("added", "shared", "whole")
+PLANS = [Plan(width, sums) for width in (64, 128) for sums in SUMS]
 SPILLS = {64: 0, 128: 20}
 """Bytes by width. At 128 the thread that starts the copies keeps a few words in memory, outside of any inner loop."""
 
@@ -67,18 +66,25 @@ def test_products_are_wgmma_and_copies_go_through_the_copy_engine(plan):
     tiles = plan.tile_q // 16
     assert len(found) == 2 * 2 * steps + 2 * tiles + 8  # S and dP twice (before and in the loop), dV, dK; dQ
     assert "UTMALDG.4D" in text
-    assert ("UBLKRED" in text) is not plan.whole
-    assert ("REDG.E.ADD.F32x4" in text) is plan.whole
+    assert "UBLKRED" in text
+    assert ("UBLKCP.G.S" in text) is (plan.sums != "added")  # the first part of a sum is stored
     assert text.count("USETMAXREG") == 2
     assert text.count("R2UR") < 100  # descriptors are found by the uniform units
 
 
 def test_variants():
-    assert plan_for((32, 12, 12, 2048, 2048, 64), 132, False) == Plan(64, False)
-    assert plan_for((2, 8, 8, 8192, 8192, 72), 132, False) == Plan(128, False)
-    assert plan_for((2, 8, 8, 8192, 8192, 64), 132, True) == Plan(64, True)
-    assert plan_for((64, 12, 12, 512, 512, 64), 132, False) == Plan(64, True)  # 768 heads fill 6 rounds of 132
-    assert plan_for((1, 12, 12, 512, 512, 64), 132, False) == Plan(64, False)  # 12 do not fill one
+    def variant(B, H, S, D, causal=True, deterministic=False):
+        return plan_for((B, H, H, S, S, D), 132, causal, deterministic)
+
+    assert variant(32, 12, 1024, 64) == Plan(64, "shared")  # 4 blocks a head, 33 heads at a time
+    assert variant(16, 12, 2048, 64) == Plan(64, "shared")  # 8 blocks, 16 heads: 12 rounds of 128, as of 132
+    assert variant(2, 8, 8192, 72) == Plan(128, "added")
+    assert variant(1, 12, 4096, 64, causal=False) == Plan(64, "added")
+    assert variant(4, 32, 1600, 64) == Plan(64, "added")  # 7 blocks, 18 heads at a time: 8 rounds for 7
+    assert variant(2, 8, 8192, 64, deterministic=True) == Plan(64, "whole")
+    assert variant(64, 12, 512, 64) == Plan(64, "whole")  # 768 heads fill 6 rounds of 132
+    assert variant(1, 12, 512, 64) == Plan(64, "shared")  # 12 do not fill one
+    assert plan_for((1, 1, 1, 9000, 9000, 64), 8, True, False) == Plan(64, "added")
 
 
 def case(shape, dtype=torch.bfloat16, causal=True):
@@ -131,7 +137,16 @@ def inputs(shape, dtype=torch.bfloat16):
 
 
 def expected(do, q, k, v, causal, scale):
-    """o, lse, dq, dk, dv in float64, by the formulas at the head of hopper_bwd.cu."""
+    """By the formulas at the head of hopper_bwd.cu, in float64.
+
+    Returns:
+        o and lse; dq, dk, dv; these once more, with what the kernels round: o (by the forward), P, dS and the results.
+    """
+
+    def rounded(x):
+        return x.to(dtype).double()
+
+    dtype = q.dtype
     do, q, k, v = (x.double() for x in (do, q, k, v))
     share = q.shape[1] // k.shape[1]
     wide_k, wide_v = (x.repeat_interleave(share, 1) for x in (k, v))
@@ -141,38 +156,40 @@ def expected(do, q, k, v, causal, scale):
     lse = scores.logsumexp(-1)
     p = (scores - lse[..., None]).exp()
     o = p @ wide_v
-    ds = p * (do @ wide_v.mT - (do * o).sum(-1, keepdim=True)) * scale
-    dk, dv = (x.unflatten(1, (-1, share)).sum(2) for x in (ds.mT @ q, p.mT @ do))
-    return o, lse, ds @ wide_k, dk, dv
+    dp = do @ wide_v.mT
+
+    def gradients(p, ds):
+        dk, dv = (x.unflatten(1, (-1, share)).sum(2) for x in (ds.mT @ q * scale, p.mT @ do))
+        return ds @ wide_k * scale, dk, dv
+
+    exact = gradients(p, p * (dp - (do * o).sum(-1, keepdim=True)))
+    ds = p * (dp - (do * rounded(o)).sum(-1, keepdim=True))
+    return o, lse, exact, [rounded(x) for x in gradients(rounded(p), rounded(ds))]
 
 
 def check(do, q, k, v, causal, scale=None, deterministic=False):
-    """Ours is as near as twice torch's distance. Returns the arguments and what was found."""
+    """Ours is as near as the roundings that the formulas ask for allow. Returns the arguments and what was found.
+
+    Torch's composite in float32 is no measure: where a query sees one key only, dP - delta cancels, and what rounding o
+    leaves in delta is the largest error by far (4 times all else at a scale of 3; 3 times where q, k, v and do agree).
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    o, lse, *wanted = expected(do, q, k, v, causal, scale)
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    share = q.shape[1] // k.shape[1]
-    wide_k, wide_v = (x.repeat_interleave(share, 1) for x in leaves[1:])
-    with sdpa_kernel(SDPBackend.MATH):  # of one row, others give NaN
-        out = F.scaled_dot_product_attention(leaves[0], wide_k, wide_v, is_causal=causal, scale=scale)
-    theirs = torch.autograd.grad(out, leaves, do)
+    o, lse, wanted, allowed = expected(do, q, k, v, causal, scale)
     args = (do, q, k, v, o.to(q.dtype), lse.float(), causal, scale, deterministic)
     found = launch_backward(*args)
-    for x, ours, their, want in zip((q, k, v), found, theirs, wanted, strict=True):
+    for x, ours, with_rounding, want in zip((q, k, v), found, allowed, wanted, strict=True):
         assert ours.dtype == x.dtype
         assert ours.shape == x.shape
         assert ours.stride() == torch.empty_like(x).stride()
-        bar = 2 * (their.double() - want).norm() + 1e-3 * want.norm() + 1e-4 * want.numel() ** 0.5
+        bar = 1.25 * (with_rounding - want).norm() + 1e-4 * (want.norm() + want.numel() ** 0.5)
         assert (ours.double() - want).norm() <= bar
     return args, found
 
 
-@pytest.fixture(params=[False, True], ids=["added", "whole"])
+@pytest.fixture(params=SUMS)
 def each_plan(request, monkeypatch):
-    """Every test with both ways of summing dq."""
-    monkeypatch.setattr(
-        hopper_bwd, "plan_for", lambda shape, count, deterministic: Plan(64 if shape[-1] <= 64 else 128, request.param)
-    )
+    """Every test with each way of summing dq."""
+    monkeypatch.setattr(hopper_bwd, "plan_for", lambda shape, *_: Plan(64 if shape[-1] <= 64 else 128, request.param))
 
 
 @pytest.mark.gpu
@@ -224,8 +241,11 @@ def test_deterministic_repeats_have_the_same_bits(shape):
 
 
 @pytest.mark.gpu
-def test_on_streams_and_in_a_graph():
-    args, first = check(*inputs((4, 12, 12, 512, 512, 64)), True, deterministic=True)
+@pytest.mark.parametrize("deterministic", [True, False], ids=["whole", "shared"])
+def test_on_streams_and_in_a_graph(deterministic):
+    shape = (4, 12, 12, 512, 512, 64)
+    assert plan_for(shape, 132, True, False).sums == "shared"
+    args, first = check(*inputs(shape), True, deterministic=deterministic)
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
     found = []
@@ -240,4 +260,6 @@ def test_on_streams_and_in_a_graph():
     graph.replay()
     torch.cuda.synchronize()
     for each in found:
-        assert all(torch.equal(x, y) for x, y in zip(first, each, strict=True))
+        for x, y in zip(first, each, strict=True):
+            assert torch.equal(x, y) or not deterministic
+            assert (x.double() - y.double()).norm() <= 1e-4 * x.double().norm()

@@ -117,7 +117,7 @@ def test_master_weights_under_autocast(interpreted, small_chunks):
         torch.testing.assert_close(one.grad.float(), other.grad, rtol=5e-2, atol=5e-3)
 
 
-def test_float16_gradients_survive_a_large_mean(interpreted, small_chunks):
+def test_float16_gradients_survive_a_large_mean(interpreted):
     """Over the count they are below float16's least number; a loss scale is there to lift them."""
     hidden = torch.ones(4096, 2, dtype=torch.float16, requires_grad=True)
     weight = torch.full((256, 2), 0.5, dtype=torch.float16, requires_grad=True)

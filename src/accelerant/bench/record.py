@@ -88,13 +88,15 @@ class Environment:
 
 def _commit() -> str:
     """Of the source tree that this runs from, with a "+" where it was changed since; empty for an installed package."""
+    if "ACCELERANT_COMMIT" in os.environ:  # of a copy without its history
+        return os.environ["ACCELERANT_COMMIT"]
     here = Path(__file__).resolve()
     git = ["git", "-C", str(here.parent)]
     try:
         found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("ACCELERANT_COMMIT", "")
+        return ""
     return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 

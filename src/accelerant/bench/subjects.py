@@ -31,6 +31,7 @@ class Subject:
         peers: runner -> what makes its function; it raises UnsupportedCase where the library is absent.
         flops: of the forward pass, from its inputs and its first result; None where bandwidth bounds it.
         backward_flops: of the backward pass, as a multiple of the forward pass's.
+        constants: arguments that no model asks a gradient of, by place.
         random: whether a result is another at each call, so that it is not compared.
     """
 
@@ -39,6 +40,7 @@ class Subject:
     flops: Flops | None = None
     backward_flops: float = 2.0
     random: bool = False
+    constants: tuple[int, ...] = ()
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> Tensor:
@@ -143,7 +145,7 @@ _ALL: dict[str, Subject] = {
     "add_rms_norm": Subject(_add_rms_norm),
     "linear_gelu": Subject(_linear_gelu, {"cublaslt": peers.cublaslt_linear_gelu}, _matmul_flops),
     "swiglu": Subject(_swiglu, {"liger": peers.liger_swiglu}),
-    "rope": Subject(_rope),
+    "rope": Subject(_rope, constants=(1, 2)),
     "embedding": Subject(F.embedding),
     "dropout": Subject(lambda x, p=0.5, seed=None: F.dropout(x, p), random=True),
     "cross_entropy": Subject(F.cross_entropy, {"liger": peers.liger_cross_entropy, "quack": peers.quack_cross_entropy}),
@@ -152,7 +154,7 @@ _ALL: dict[str, Subject] = {
     ),
     "matmul": Subject(torch.matmul, flops=_matmul_flops),
     "quantize_int8": Subject(_quantize_int8),
-    "linear_int8": Subject(_linear_int8, flops=_linear_int8_flops),
+    "linear_int8": Subject(_linear_int8, flops=_linear_int8_flops, constants=(2,)),
     "attention": Subject(
         attention_by_torch,
         {"cudnn": peers.cudnn_attention, "flash": peers.flash_attention, "flash_attn_4": peers.flash_attention_4},

@@ -24,7 +24,7 @@ from accelerant.bench.record import OWN, Environment, Record, Row
 from accelerant.bench.subjects import OPS, Subject, attention_flops
 from accelerant.bench.timer import time_ms
 from accelerant.config import override
-from accelerant.errors import AccelerantError, ConfigError
+from accelerant.errors import AccelerantError, ConfigError, DeviceLost
 from accelerant.ops._cases import Benchmark, Indices, Sample
 from accelerant.runtime.decisions import explain_quietly
 from accelerant.runtime.dispatch import force, operations
@@ -114,6 +114,7 @@ def measure(
     if "matmul TFLOP/s" not in record.ceilings:
         progress("ceilings")
         record.ceilings |= measure_ceilings(where, budget_s=budget_s)
+    failed: AccelerantError | None = None
     for name in names or OPS:
         benchmarks = _benchmarks(name)
         if sweep:
@@ -122,17 +123,24 @@ def measure(
             try:
                 case = _Case.of(name, benchmark, device, where, dtype)
                 case.check()
+                for row in _measure(case, budget_s, against, progress):
+                    if cpu and where.type != "cpu" and row.runner == "accelerant":
+                        progress(f"{row.op} {row.case}: on the CPU")
+                        row = _with_cpu(row, name, benchmark, budget_s)
+                    record.rows.append(row)
             except torch.OutOfMemoryError as error:
                 record.notes.append(f"{name} {benchmark.sample.name}: {str(error).splitlines()[0][:100]}")
-                continue
-            for row in _measure(case, budget_s, against, progress):
-                if cpu and where.type != "cpu" and row.runner == "accelerant":
-                    progress(f"{row.op} {row.case}: on the CPU")
-                    row = _with_cpu(row, name, benchmark, budget_s)
-                record.rows.append(row)
-            del case
+            except DeviceLost:
+                raise
+            except AccelerantError as error:  # the other ops' figures are worth having; this one ends the run with 1
+                failed = failed or error
+                label = benchmark.sample.name
+                note = f"{type(error).__name__}: {error}"
+                record.rows.append(Row("neural", name, label, "accelerant", "", note=note))
             if where.type == "cuda":
                 torch.cuda.empty_cache()
+    if failed is not None:
+        raise failed
 
 
 def _benchmarks(name: str) -> list[Benchmark]:
@@ -396,7 +404,7 @@ def _work(case: _Case) -> Directions:
     made = sum(y.nbytes for y in (out if isinstance(out, tuple) else (out,)))
     given = [x for x in case.inputs if x is not None]
     size = sum(x.nbytes for x in given)
-    learned = sum(x.nbytes for x in given if x.is_floating_point())
+    learned = sum(x.nbytes for x in _leaves(case) if x is not None and x.requires_grad)
     flops = _flops(subject, case, given, _first(out))
     if case.benchmark.both_ms is not None or case.name.endswith("cross_entropy"):
         return (("both", size + learned, int(flops * (1 + subject.backward_flops))),)
@@ -411,11 +419,16 @@ def _flops(subject: Subject, case: _Case, given: Sequence[Tensor], out: Tensor) 
 
 
 def _learns(case: _Case) -> bool:
-    return _first(getattr(ops, case.name)(*map(_leaf, case.inputs), **case.options)).requires_grad
+    return _first(getattr(ops, case.name)(*_leaves(case), **case.options)).requires_grad
 
 
-def _leaf(x: Tensor | None) -> Tensor | None:
-    return x.detach().requires_grad_() if x is not None and x.is_floating_point() else x
+def _leaves(case: _Case) -> list[Tensor | None]:
+    """The arguments, those that a model learns or passes on asking for a gradient."""
+    constants = OPS[case.name].constants
+    return [
+        x.detach().requires_grad_() if x is not None and x.is_floating_point() and i not in constants else x
+        for i, x in enumerate(case.inputs)
+    ]
 
 
 def _call(fn: Callable[..., Any], case: _Case, direction: str) -> Callable[[], Any]:
@@ -427,7 +440,7 @@ def _call(fn: Callable[..., Any], case: _Case, direction: str) -> Callable[[], A
                 return fn(*case.inputs, **case.options)
 
         return forward
-    args = [_leaf(x) for x in case.inputs]
+    args = _leaves(case)
     leaves = [x for x in args if x is not None and x.requires_grad]
     if direction == "both":
 

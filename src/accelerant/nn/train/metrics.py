@@ -150,6 +150,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):  # of this program; what getrusage says begins with the parent's
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass  # not Linux, or a file of another form: the next best
+    try:
         import resource
     except ImportError:  # not on Windows
         return 0

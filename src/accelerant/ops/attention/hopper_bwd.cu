@@ -14,16 +14,22 @@
 // this tile's dQ is read, so the tensor cores have work while the exponentials are computed.
 //
 // dQ is summed over key tiles in float32, in the order in which registers hold it ("fragments", 16 KiB a warpgroup):
-//     WHOLE 0  fragments are staged in shared memory, and the copy engine adds them to sums in global memory (0.007 of
-//              0.33 ms; stores or reductions by the computing threads, even into the L2 cache, cost 0.07).
-//     WHOLE 1  a block takes all key tiles of a head, so a thread owns its sums: the order of additions is fixed, no
-//              zeros before and no kernel after. Needs as many heads as there are multiprocessors, or several times that.
+// fragments are staged in shared memory, and the copy engine adds them to sums in global memory (0.007 of 0.33 ms; stores
+// or reductions by the computing threads, even into the L2 cache, cost 0.07). Where the sums begin and end:
+//     neither  the rows kernel writes zeros, a third kernel converts the sums.
+//     SHARED   the blocks of a head run together, a count for each tile of dQ says how many key tiles it has: one block
+//              stores its part instead of adding it, the others wait for that; finished tiles are converted by two warps
+//              that else have nothing to do, each tile's by a block fixed beforehand. (1024 keys, 384 heads: 0.377 ms
+//              for 0.410, though the products take 0.350 for 0.325: of the difference 0.020 is the conversion's
+//              reading and writing, 0.005 the counts.)
+//     WHOLE    a block takes all key tiles of a head, each addition waits for the last: the order is fixed. Two warps
+//              convert here too. Slower where the heads in work do not fit the L2 cache, as many as there are blocks.
 //
 // Bound by latency: a 128 by 128 tile takes about 5200 clocks, of which the products' floor is 2560 (D = 64, H200), shared
 // memory's 2800 and instruction issue's 2000. The two warpgroups compute exponentials at the same time and multiply at the
 // same time. Doing dQ one tile later, so that they need not meet in each tile, gave nothing: they stay in step.
-// Also slower: dQ's left operand through registers (spills), converting dQ in the background (its stores are in the way
-// of the others' shared memory accesses, and the block that ends last converts most).
+// Also slower: dQ's left operand through registers (spills), conversion by whichever block adds last (some convert most).
+// Programmatic dependent launch of the second and third kernel gave at most 1%.
 
 #if PART == 0
 constexpr int TILE_K = 128, TILE_Q = D == 64 ? 128 : 64, PANELS = D / 64;
@@ -32,9 +38,9 @@ constexpr int KV_BYTES = TILE_K * D * 2, Q_BYTES = TILE_Q * D * 2, DS_BYTES = TI
 constexpr int KV_PANEL = TILE_K * 128, Q_PANEL = TILE_Q * 128;      // 64 columns of a tile
 constexpr int OFF_K = 0, OFF_V = KV_STAGES * KV_BYTES, OFF_Q = 2 * KV_STAGES * KV_BYTES, OFF_DO = OFF_Q + 2 * Q_BYTES;
 constexpr int OFF_DS = OFF_DO + 2 * Q_BYTES, OFF_STAGE = OFF_DS + 2 * DS_BYTES;
-constexpr int OFF_STATS = OFF_STAGE + (WHOLE ? 0 : TILE_Q * D * 4);
-constexpr int OFF_BARS = OFF_STATS + 2 * TILE_Q * 8, OFF_INFO = OFF_BARS + 128;
-static_assert(OFF_INFO + 128 == SHARED_BYTES, "as hopper_bwd.py counts");
+constexpr int OFF_STATS = OFF_STAGE + TILE_Q * D * 4;
+constexpr int OFF_BARS = OFF_STATS + 2 * TILE_Q * 8, OFF_INFO = OFF_BARS + 128, OFF_COUNTS = OFF_INFO + 128;
+static_assert(OFF_COUNTS + 16 == SHARED_BYTES, "as hopper_bwd.py counts");
 #endif
 
 struct Strides { long long batch, head, row; };      // of elements
@@ -43,6 +49,7 @@ struct Job {
     TensorMap q, k, v, dout;
     const char* stats;         // (heads, query tiles, TILE_Q / 2) of 4 floats: -lse log2(e) of 2 rows, -delta of 2 rows
     float* sums;               // dq in fragments
+    int* counts;               // SHARED: (heads, query tiles), how many key tiles a tile of dq has
     char *dq, *dk, *dv;
     Strides sq, sk, sv;        // of dq, dk, dv
     int batch, heads, kv_heads, queries, keys, width, nq, nk, chunks;
@@ -53,8 +60,9 @@ struct RowsJob {
     const char *dout, *out;
     const float* lse;
     float *stats, *sums;
+    int* counts;
     Strides sdo, so;
-    int heads, queries, width, blocks, rows;       // blocks of 128 rows, `rows` of them in whole query tiles, of a head
+    int heads, queries, width, blocks, rows, tiles;       // blocks of 128 rows, `rows` of them in whole query tiles, of a head
 };
 
 __device__ __forceinline__ void bulk_add(void* dst, u32 src, u32 size_bytes) {
@@ -69,8 +77,34 @@ __device__ __forceinline__ u32 thread_now() {
     asm volatile("mov.u32 %0, %tid.x;" : "=r"(v));
     return v;
 }
-__device__ __forceinline__ void add_global(float4* p, const float* v) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+__device__ __forceinline__ void bulk_store(void* dst, u32 src, u32 size_bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(size_bytes) : "memory");
+}
+// All of this thread's bulk stores and additions have been done.
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// A count in shared memory that one thread raises: who sees it sees what was done before.
+__device__ __forceinline__ void publish(u32 count, int value) {
+    asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(count), "r"(value) : "memory");
+}
+__device__ __forceinline__ void await(u32 count, int value) {
+    while (true) {
+        int found;
+        asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(found) : "r"(count) : "memory");
+        if (found >= value) return;
+        __nanosleep(100);
+    }
+}
+// The same in global memory, by adding.
+__device__ __forceinline__ void raise(int* count) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
+}
+__device__ __forceinline__ void await(const int* count, int value) {
+    while (true) {
+        int found;
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(count) : "memory");
+        if (found >= value) return;
+        __nanosleep(40);
+    }
 }
 __device__ __forceinline__ void store_global(float4* p, const float* v) {
     asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
@@ -116,7 +150,7 @@ struct Walk {
     int item, k, j, g, i, kv, chunk;
     __device__ __forceinline__ void enter(const Job& job) {
         kv = item / job.chunks;
-        chunk = item % job.chunks;
+        chunk = SHARED ? job.chunks - 1 - item % job.chunks : item % job.chunks;
         k = 0;
         sweep(job);
     }
@@ -158,47 +192,87 @@ __device__ __forceinline__ void scores(float* d, u64 a, u64 b) {
     wgmma_commit();
 }
 
-// WHOLE: this thread's fragments of a tile's dq to its sums, or with them to dq if the key tile is the last.
-__device__ __forceinline__ void add_own(const Job& job, const volatile int* tile, int wg, const float* fragments) {
-    int tid = thread_now() & 127, place = tile[0], j = tile[1], i = tile[3] >> 2, group_heads = job.heads / job.kv_heads;
-    float4* mine = (float4*)job.sums + (((long long)blockIdx.x * group_heads * job.nq + place) * 2 + wg) * 1024 + tid;
-    int last = CAUSAL ? min(job.nk, (i * TILE_Q + TILE_Q - 1) / TILE_K + 1) - 1 : job.nk - 1;
-    if (j < last) {
-        if (j == 0) {
+// The last key tile that adds to query tile i.
+__device__ __forceinline__ int last_key_tile(const Job& job, int i) {
+    return CAUSAL ? (i * TILE_Q + TILE_Q - 1) / TILE_K : job.nk - 1;
+}
+
+// SHARED: the key tile whose block stores its part of query tile i's sums; all others add theirs. It comes first: of the
+// first sweeps, which start at their own key tile, this one is farthest ahead.
+__device__ __forceinline__ int first_key_tile(const Job& job, int i) {
+    return CAUSAL ? min(i * TILE_Q / TILE_K, job.chunks - 1) : job.chunks - 1;
+}
+
+// Until the first part of a tile's sums has been stored.
+__device__ __forceinline__ void await_sums(const Job& job, int place, int kv) {
+    await(job.counts + kv * (job.heads / job.kv_heads * job.nq) + place, 1);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// One warp, in the background: half of a tile of dq's sums, a warpgroup's fragments, to 16-bit rows. A lane takes 8
+// columns of 2 rows at a time: four neighbours' fragments.
+__device__ __forceinline__ void convert_tile(const Job& job, int half, const float* sums, int bh, int i) {
+    int lane = lane_id(), r = i * TILE_Q + (D == 64 ? 64 * half : 0) + lane / 4, column = (D == 64 ? 0 : 64 * half) + lane % 4 * 8;
+    const float4* from = (const float4*)sums + half * 1024 + lane % 4 * 32 + lane / 4 * 4;
+    char* out = job.dq + (bh / job.heads * job.sq.batch + bh % job.heads * job.sq.head) * 2;
+#pragma unroll 1
+    for (int x = 0; x < 8; ++x, from += 128) {                     // 16 rows, 32 columns
+        float4 v[4];
 #pragma unroll
-            for (int x = 0; x < 8; ++x) store_global(mine + 128 * x, fragments + 4 * x);
-        } else {
+        for (int y = 0; y < 4; ++y) v[y] = load_global(from + y);
+        int row = r + x / 2 * 16, c = column + x % 2 * 32;
+        u32 w[8];
 #pragma unroll
-            for (int x = 0; x < 8; ++x) add_global(mine + 128 * x, fragments + 4 * x);
+        for (int y = 0; y < 4; ++y) {
+            w[y] = pack(v[y].x * job.scale, v[y].y * job.scale);
+            w[4 + y] = pack(v[y].z * job.scale, v[y].w * job.scale);
         }
-        return;
+        if (c < job.width && row < job.queries) *(uint4*)(out + (row * job.sq.row + c) * 2) = make_uint4(w[0], w[1], w[2], w[3]);
+        if (c < job.width && row + 8 < job.queries) *(uint4*)(out + ((row + 8) * job.sq.row + c) * 2) = make_uint4(w[4], w[5], w[6], w[7]);
     }
-    int kv = tile[2], b = kv / job.kv_heads, h = kv % job.kv_heads * group_heads + place / job.nq;
-    char* out = job.dq + (b * job.sq.batch + h * job.sq.head) * 2;
-    int row = i * TILE_Q + (D == 64 ? 64 * wg : 0) + tid / 32 * 16 + (tid & 31) / 4;
-#pragma unroll
-    for (int set = 0; set < 2; ++set) {
-        float sum[16];
-#pragma unroll
-        for (int x = 0; x < 16; ++x) sum[x] = 0.f;
-        if (j > 0) {
-#pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                float4 v = load_global(mine + 128 * (4 * set + x));
-                sum[4 * x] = v.x, sum[4 * x + 1] = v.y, sum[4 * x + 2] = v.z, sum[4 * x + 3] = v.w;
-            }
+}
+
+// WHOLE: the tiles of the block's own heads, in the order in which they are finished.
+__device__ __forceinline__ void convert_own(const Job& job, int half, u32 summed, u32 converted) {
+    constexpr int RATIO = TILE_K / TILE_Q;
+    for (int n = 0;; ++n) {
+        int group_heads = job.heads / job.kv_heads, tiles = group_heads * job.nq;
+        int kv = blockIdx.x + n / tiles * gridDim.x, g = 0, i = n % tiles;
+        if (kv >= job.batch * job.kv_heads) break;
+        if (group_heads > 1 && CAUSAL) {
+            int j = i / (RATIO * group_heads), rest = i % (RATIO * group_heads), count = min(RATIO, job.nq - RATIO * j);
+            g = rest / count;
+            i = RATIO * j + rest % count;
+        } else if (group_heads > 1) {
+            g = i / job.nq;
+            i = i % job.nq;
         }
-#pragma unroll
-        for (int x = 0; x < 16; ++x) sum[x] += fragments[16 * set + x];
-        store_half(sum, job.scale, out, job.sq.row, row, job.queries, (D == 64 ? 0 : 64 * wg) + 32 * set, job.width);
+        await(summed, n + 1);
+        __syncwarp();
+        convert_tile(job, half, job.sums + ((long long)blockIdx.x * tiles + g * job.nq + i) * TILE_Q * D, kv * group_heads + g, i);
+        __syncwarp();
+        if (lane_id() == 0) publish(converted, n + 1);
+        __syncwarp();
     }
+}
+
+// SHARED: every chunks-th tile of the heads that the block has a share in.
+__device__ __forceinline__ void convert_shared(const Job& job, int half) {
+    int tiles = job.heads / job.kv_heads * job.nq;
+    for (int item = blockIdx.x; item < job.batch * job.kv_heads * job.chunks; item += gridDim.x)
+        for (int place = item % job.chunks; place < tiles; place += job.chunks) {
+            int at = item / job.chunks * tiles + place, i = place % job.nq;
+            await(job.counts + at, last_key_tile(job, i) + 1);
+            __syncwarp();
+            convert_tile(job, half, job.sums + (long long)at * TILE_Q * D, at / job.nq, i);
+        }
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_constant__ Job job) {
     extern __shared__ __align__(1024) char memory[];
     u32 base = shared_address(memory), bars = base + OFF_BARS, info = base + OFF_INFO;
     u32 kv_full = bars, kv_empty = bars + 16, q_full = bars + 32, do_full = bars + 48, q_empty = bars + 64;
-    u32 dq_full = bars + 80, dq_empty = bars + 96;
+    u32 dq_full = bars + 80, dq_empty = bars + 96, summed = base + OFF_COUNTS, converted = summed + 4;
     if (threadIdx.x == 0) {
         for (int s = 0; s < 2; ++s) {
             barrier_init(kv_full + 8 * s, 1);
@@ -209,6 +283,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             barrier_init(dq_full + 8 * s, 4);
             barrier_init(dq_empty + 8 * s, 1);
         }
+        for (int s = 0; s < 3; ++s) publish(summed + 4 * s, 0);
         barriers_ready();
     }
     __syncthreads();
@@ -256,21 +331,52 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
                     load_tile(base + OFF_DO + s * Q_BYTES + p * Q_PANEL, &job.dout, do_full + 8 * s, 64 * p, i * TILE_Q, h, b);
                 ++nt;
             }
-        } else if (!WHOLE && warp == 1 && lane == 0) {              // dq's additions
+        } else if (warp == 1 && lane == 0) {                        // dq's additions
+            int group_heads = job.heads / job.kv_heads, tiles = group_heads * job.nq, finished = 0;
+            bool finishes = false;
             for (int nt = 0, more = 1; more; ++nt) {
                 barrier_wait(dq_full, nt & 1);
                 const volatile int* tile = (const volatile int*)(memory + OFF_INFO + 16 * (nt & 7));
-                more = tile[3] & 2;
-                float* sums = job.sums + ((long long)tile[2] * (job.heads / job.kv_heads) * job.nq + tile[0]) * TILE_Q * D;
-                bulk_add(sums, base + OFF_STAGE, 16384);
+                int place = tile[0], j = tile[1], kv = tile[2], flags = tile[3], i = flags >> 2;
+                more = flags & 2;
+                if (WHOLE) {
+                    bulk_wait();                   // one after the other: the same bits each time
+                    if (finishes) publish(summed, ++finished);
+                    finishes = j == last_key_tile(job, i);
+                    if (j == 0) {                  // the sums' place is free when the block's last head has been converted
+                        int before = (kv - blockIdx.x) / gridDim.x * tiles, wanted = group_heads > 1 ? before : before - tiles + i + 1;
+                        await(converted, wanted);
+                        await(converted + 4, wanted);
+                    }
+                }
+                bool stores = WHOLE ? j == 0 : SHARED ? j == first_key_tile(job, i) : false;
+                if (SHARED && nt == 0 && !stores) await_sums(job, place, kv);
+                float* sums = job.sums + ((long long)(WHOLE ? blockIdx.x : kv) * tiles + place) * TILE_Q * D;
+                if (stores) bulk_store(sums, base + OFF_STAGE, 16384);
+                else bulk_add(sums, base + OFF_STAGE, 16384);
                 barrier_wait(dq_full + 8, nt & 1);
-                bulk_add(sums + 4096, base + OFF_STAGE + 16384, 16384);
+                if (stores) bulk_store(sums + 4096, base + OFF_STAGE + 16384, 16384);
+                else bulk_add(sums + 4096, base + OFF_STAGE + 16384, 16384);
                 store_commit();
                 store_wait_read<0>();
                 barrier_arrive(dq_empty);
                 barrier_arrive(dq_empty + 8);
+                if (SHARED) {
+                    bulk_wait();
+                    raise(job.counts + kv * tiles + place);
+                    if (more) {                    // the next tile's first part, while there is time: its sums are not ready yet
+                        const volatile int* next = (const volatile int*)(memory + OFF_INFO + 16 * ((nt + 1) & 7));
+                        int p = next[0];
+                        if (next[1] != first_key_tile(job, next[3] >> 2)) await_sums(job, p, next[2]);
+                    }
+                }
             }
-            asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+            bulk_wait();
+            if (WHOLE && finishes) publish(summed, ++finished);
+        } else if (WHOLE && warp >= 2) {
+            convert_own(job, warp - 2, summed, converted + 4 * (warp - 2));
+        } else if (SHARED && warp >= 2) {
+            convert_shared(job, warp - 2);
         }
     } else {
         registers_take<TAKE>();
@@ -340,11 +446,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
                 store_matrices(swrite + buffer + (k / 4) * 16384 + ((chunk ^ sxor) << 4), ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
             }
             proxy_fence();                         // for dS, and for the fragments of dq that the last tile staged
-            if (!WHOLE) {
-                __syncwarp();
-                if (lane == 0 && nt > 0) barrier_arrive(dq_full + 8 * wg);
-                __syncwarp();
-            }
+            __syncwarp();
+            if (lane == 0 && nt > 0) barrier_arrive(dq_full + 8 * wg);
+            __syncwarp();
             u64 do_b = descriptor(base + OFF_DO + s * Q_BYTES, Q_PANEL), q_b = descriptor(base + OFF_Q + s * Q_BYTES, Q_PANEL);
             wgmma_fence();
 #pragma unroll
@@ -380,14 +484,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             // After the last tile this multiplies stale tiles: a branch around it would make ptxas serialise the wgmmas.
             scores(sc, descriptor(base + OFF_K + ks2 * KV_BYTES + wg * 8192), descriptor(base + OFF_Q + s2 * Q_BYTES));
             wgmma_wait<1>();                                                    // dq
-            if (WHOLE) {
-                add_own(job, now, wg, dqacc);
-            } else {
-                u32 again = thread_now() - 128, stage = base + OFF_STAGE + again / 32 * 4096 + (again & 31) * 16;
-                barrier_wait(dq_empty + 8 * wg, (nt & 1) ^ 1);
+            u32 again = thread_now() - 128, stage = base + OFF_STAGE + again / 32 * 4096 + (again & 31) * 16;
+            barrier_wait(dq_empty + 8 * wg, (nt & 1) ^ 1);
 #pragma unroll
-                for (int x = 0; x < 8; ++x) store_shared(stage + 512 * x, dqacc + 4 * x);
-            }
+            for (int x = 0; x < 8; ++x) store_shared(stage + 512 * x, dqacc + 4 * x);
             if (more) barrier_wait(do_full + 8 * s2, ((nt + 1) >> 1) & 1);
             scores(dp, descriptor(base + OFF_V + ks2 * KV_BYTES + wg * 8192), descriptor(base + OFF_DO + s2 * Q_BYTES));
             wgmma_wait<1>();                       // sc; in this basic block, or ptxas serialises the wgmmas (C7514)
@@ -408,11 +508,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             if (!more) break;
         }
         wgmma_wait<0>();
-        if (!WHOLE) {
-            proxy_fence();
-            __syncwarp();
-            if (lane == 0) barrier_arrive(dq_full + 8 * wg);
-        }
+        proxy_fence();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(dq_full + 8 * wg);
     }
 }
 
@@ -440,7 +538,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_bwd_rows(const __gri
             if (part == 0) l[u] = job.lse[(long long)bh * job.queries + r];
         }
     }
-    if (!WHOLE) {
+    if (SHARED && blockIdx.x * 256 + threadIdx.x < job.tiles) job.counts[blockIdx.x * 256 + threadIdx.x] = 0;
+    if (!WHOLE && !SHARED) {
         const float zero[4] = {0.f, 0.f, 0.f, 0.f};
         float4* sums = (float4*)(job.sums + ((long long)bh * job.rows + tile * 128) * D);
         int count = min(128, job.rows - tile * 128) * D / 4;

@@ -27,9 +27,13 @@ PARTS = ("attention_bwd", "attention_bwd_rows", "attention_bwd_dq")
 
 _TILE_K = 128
 _WHOLE_KEYS = 512
-"""Up to this many keys whole heads a block pay, where there are heads for all multiprocessors: neither zeros nor sums
-pass over memory. On an H200, causal, width 64, milliseconds: 768 heads of 512 0.253 for 0.287, 384 heads of 1024 0.414
-for 0.402, 192 heads of 2048 0.920 for 0.671."""
+"""Up to this many keys whole heads a block pay, where there are heads for all multiprocessors. On an H200, causal,
+width 64, milliseconds of whole, shared and added: 768 heads of 512 0.255, 0.254, 0.285; 384 heads of 1024 0.409, 0.377,
+0.410; 192 heads of 2048 0.934, 0.639, 0.661."""
+
+_SHARED_BLOCKS = 16
+"""Up to this many blocks to a head pay that start and finish its sums themselves: then the zeros and the third kernel
+are a large part. Width 128, 16 heads of 8192 (32 blocks) twice: shared 2.67, added 2.65 ms."""
 
 _PREPARED_LIMIT = 4096
 
@@ -39,11 +43,12 @@ class Plan(NamedTuple):
 
     Attributes:
         width: of a head in shared memory, 64 or 128; narrower heads are padded with zeros by the copy engine.
-        whole: whether a block takes whole heads, which fixes the order of dq's additions.
+        sums: how dq is summed (see hopper_bwd.cu): "added" to zeros; "shared", started and finished by the blocks of a
+            head, which wait for each other; "whole", by a block for each head, in a fixed order.
     """
 
     width: int
-    whole: bool
+    sums: str
 
     @property
     def tile_q(self) -> int:
@@ -62,24 +67,37 @@ class Plan(NamedTuple):
 
     @property
     def _lean(self) -> bool:
-        """Whether 232 registers suffice to compute; then the copying thread, which else spills some words, has 40."""
-        return self.width == 64 and not self.whole
+        """Whether the warps that copy, and convert sums, have 40; 24 make the copying thread spill some words."""
+        return self.width == 64 or self.sums != "added"
 
     @property
     def shared_bytes(self) -> int:
-        """Of attention_bwd: keys and values, queries and dO, dS, dq's fragments, row statistics, barriers."""
+        """Of attention_bwd: keys and values, queries and dO, dS, dq's fragments, row statistics, barriers, counts."""
         keys = 2 * (2 if self.width == 64 else 1) * _TILE_K * self.width * 2
         queries = 4 * self.tile_q * self.width * 2
-        fragments = 0 if self.whole else self.tile_q * self.width * 4
-        return keys + queries + 2 * _TILE_K * self.tile_q * 2 + fragments + 16 * self.tile_q + 128 + 128
+        fragments = self.tile_q * self.width * 4
+        return keys + queries + 2 * _TILE_K * self.tile_q * 2 + fragments + 16 * self.tile_q + 128 + 128 + 16
 
 
-def plan_for(case_shape: tuple[int, ...], multiprocessors: int, deterministic: bool) -> Plan:
+def plan_for(case_shape: tuple[int, ...], multiprocessors: int, causal: bool, deterministic: bool) -> Plan:
     """The variant for a shape (B, Hq, Hkv, S, Skv, D)."""
     B, _, Hkv, _, Skv, D = case_shape
     heads = B * Hkv
+    width = 64 if D <= 64 else 128
     filled = heads / (ceil_div(heads, multiprocessors) * multiprocessors)
-    return Plan(64 if D <= 64 else 128, deterministic or (D <= 64 and Skv <= _WHOLE_KEYS and filled > 0.9))
+    if deterministic or (D <= 64 and Skv <= _WHOLE_KEYS and filled > 0.9):
+        return Plan(width, "whole")
+    blocks = _blocks(Skv, causal)
+    if blocks <= min(_SHARED_BLOCKS, multiprocessors):
+        rounds = ceil_div(heads, multiprocessors // blocks)
+        return Plan(width, "shared" if rounds <= ceil_div(heads * blocks, multiprocessors) else "added")
+    return Plan(width, "added")
+
+
+def _blocks(Skv: int, causal: bool) -> int:
+    """Shares of a head's work unless a block takes it whole: key tiles, in pairs if causal."""
+    tiles = ceil_div(Skv, _TILE_K)
+    return ceil_div(tiles, 2) if causal else tiles
 
 
 def refuses(case: Case) -> str | None:
@@ -114,7 +132,8 @@ def program(plan: Plan, dtype: torch.dtype, causal: bool, part: str = PARTS[0]) 
         "PART": PARTS.index(part),
         "D": plan.width,
         "CAUSAL": int(causal),
-        "WHOLE": int(plan.whole),
+        "WHOLE": int(plan.sums == "whole"),
+        "SHARED": int(plan.sums == "shared"),
         "IS_BF16": int(dtype == torch.bfloat16),
         "GIVE": plan.give,
         "TAKE": plan.take,
@@ -169,11 +188,14 @@ def launch_backward(
     Hkv, Skv = k.shape[1:3]
     device = q.get_device()
     multiprocessors = _multiprocessors(device)
-    plan = plan_for((B, Hq, Hkv, S, Skv, D), multiprocessors, deterministic)
+    plan = plan_for((B, Hq, Hkv, S, Skv, D), multiprocessors, causal, deterministic)
+    if plan.sums == "shared" and torch._C._cuda_isCurrentStreamCapturing():
+        plan = Plan(plan.width, "added")  # whether a graph may hold a cooperative launch has not been tried
     tiles = ceil_div(S, plan.tile_q)
-    heads = min(multiprocessors, B * Hkv) * (Hq // Hkv) if plan.whole else B * Hq
+    heads = min(multiprocessors, B * Hkv) * (Hq // Hkv) if plan.sums == "whole" else B * Hq
     stats = 2 * B * Hq * tiles * plan.tile_q
-    space = torch.empty(stats + heads * tiles * plan.tile_q * plan.width, dtype=torch.float32, device=q.device)
+    sums = heads * tiles * plan.tile_q * plan.width
+    space = torch.empty(stats + sums + B * Hq * tiles, dtype=torch.float32, device=q.device)
     key = (
         do.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), dq.data_ptr(),
         dk.data_ptr(), dv.data_ptr(), space.data_ptr(), plan, q.dtype, causal, scale, q.shape, k.shape, do.stride(),
@@ -183,7 +205,7 @@ def launch_backward(
     if packed is None:
         if len(_packed) >= _PREPARED_LIMIT:
             _packed.clear()
-        packed = _packed[key] = _pack(plan, (do, q, k, v, o, lse), (dq, dk, dv), space, stats, causal, scale)
+        packed = _packed[key] = _pack(plan, (do, q, k, v, o, lse), (dq, dk, dv), space, (stats, sums), causal, scale)
     for launch in packed:
         launch.start()
     return dq, dk, dv
@@ -207,8 +229,8 @@ def _strides_fit(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _pack(
-    plan: Plan, given: tuple[Tensor, ...], found: tuple[Tensor, Tensor, Tensor], space: Tensor, stats: int,
-    causal: bool, scale: float,
+    plan: Plan, given: tuple[Tensor, ...], found: tuple[Tensor, Tensor, Tensor], space: Tensor,
+    sizes_of: tuple[int, int], causal: bool, scale: float,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The launches with everything in place: struct RowsJob's and struct Job's bytes, as hopper_bwd.cu has them."""
     do, q, k, v, o, lse = given
@@ -216,26 +238,28 @@ def _pack(
     Hkv, Skv = k.shape[1:3]
     device = q.get_device()
     tiles, key_tiles = ceil_div(S, plan.tile_q), ceil_div(Skv, _TILE_K)
-    chunks = 1 if plan.whole else ceil_div(key_tiles, 2) if causal else key_tiles
-    sums = space.data_ptr() + 4 * stats
+    chunks = 1 if plan.sums == "whole" else _blocks(Skv, causal)
+    sums = space.data_ptr() + 4 * sizes_of[0]
+    counts = sums + 4 * sizes_of[1]
     blocks = ceil_div(S, 128)
-    pointers = (do.data_ptr(), o.data_ptr(), lse.data_ptr(), space.data_ptr(), sums)
+    pointers = (do.data_ptr(), o.data_ptr(), lse.data_ptr(), space.data_ptr(), sums, counts)
     row_strides = (*do.stride()[:3], *o.stride()[:3])
-    rows = struct.pack("=5Q6q5i4x", *pointers, *row_strides, Hq, S, D, blocks, tiles * plan.tile_q)
+    rows = struct.pack("=6Q6q6i", *pointers, *row_strides, Hq, S, D, blocks, tiles * plan.tile_q, B * Hq * tiles)
     maps = b"".join(tensor_map(x, n) for x, n in ((q, plan.tile_q), (k, _TILE_K), (v, _TILE_K), (do, plan.tile_q)))
-    outputs = [space.data_ptr(), sums, *(x.data_ptr() for x in found)]
+    outputs = [space.data_ptr(), sums, counts, *(x.data_ptr() for x in found)]
     strides = [stride for x in found for stride in x.stride()[:3]]
     sizes = (B, Hq, Hkv, S, Skv, D, tiles, key_tiles, chunks)
-    job = maps + struct.pack("=5Q9q9if", *outputs, *strides, *sizes, scale)
+    job = maps + struct.pack("=6Q9q9if", *outputs, *strides, *sizes, scale)
     job += bytes(-len(job) % 64)
 
-    def packed(part: str, grid: int, argument: bytes) -> Any:
-        return _kernel(plan, q.dtype, causal, part, device).handle.pack((grid, 1, 1), (argument,), device)
+    grid = min(_multiprocessors(device), B * Hkv * chunks)
+    if plan.sums == "shared":
+        grid -= grid % chunks  # whole heads at a time
 
-    launches = [
-        packed(PARTS[1], B * Hq * blocks, rows),
-        packed(PARTS[0], min(_multiprocessors(device), B * Hkv * chunks), job),
-    ]
-    if not plan.whole:
+    def packed(part: str, grid: int, argument: bytes, together: bool = False) -> Any:
+        return _kernel(plan, q.dtype, causal, part, device).handle.pack((grid, 1, 1), (argument,), device, together)
+
+    launches = [packed(PARTS[1], B * Hq * blocks, rows), packed(PARTS[0], grid, job, plan.sums == "shared")]
+    if plan.sums == "added":
         launches.append(packed(PARTS[2], B * Hq * tiles, job))
     return tuple(launches)

@@ -23,7 +23,8 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 __all__ = ["chunk_rows", "run_torch", "run_triton"]
 
 CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
-"""The most logits at a time, by type of device."""
+"""The most logits at a time, by type of device; or as many as the weight's gradient in float32 takes, which is read and
+written once a chunk (4 of 38 ms at 8192 rows, 4096 columns and 128256 classes on an H200)."""
 
 _ALIGNED = 64  # elements: rows of the buffer begin on 128-byte boundaries
 _TILE = 256  # rows, of the largest tiles of products
@@ -89,7 +90,10 @@ def _split(V: int) -> tuple[slice, ...]:
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Each chunk's rows and their logits, all in one buffer whose rows are aligned whatever V is."""
     (M, _), V = hidden.shape, weight.shape[0]
-    R = chunk_rows(M, V, hidden.element_size(), CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"]))
+    limit = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"])
+    if hidden.is_cuda:
+        limit = max(limit, 4 * weight.numel())
+    R = chunk_rows(M, V, hidden.element_size(), limit)
     buffer = torch.empty(R, ceil_div(V, _ALIGNED) * _ALIGNED, dtype=hidden.dtype, device=hidden.device)
     for start in range(0, M, R):
         rows = slice(start, min(start + R, M))

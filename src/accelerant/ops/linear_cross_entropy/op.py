@@ -205,9 +205,9 @@ def linear_cross_entropy(
         UnsupportedDtype: a dtype not listed above.
         ConfigError: label_smoothing or reduction has no meaning; on the CPU, a target is no class.
 
-    Memory above the inputs: 512 MiB of logits at a time, and where gradients are to come those of hidden, and of weight
-    in float32. They are made with the loss ("none": in the backward pass, from new logits). On other devices than the
-    CPU a target that is no class makes the loss NaN.
+    Memory above the inputs: 512 MiB of logits at a time (or as much as the weight takes in float32, if that is more),
+    and where gradients are to come those of hidden, and of weight in float32. They are made with the loss ("none": in
+    the backward pass, from new logits). On other devices than the CPU a target that is no class makes the loss NaN.
     Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is torch's own
     linear and cross_entropy, with logits that exist whole, which the ledger does not count.
 

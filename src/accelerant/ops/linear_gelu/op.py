@@ -12,6 +12,7 @@ from torch.nn import functional
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops.linear_gelu import hopper
 from accelerant.ops.linear_gelu.launch import launch_dz, launch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.triton import refuses_triton
@@ -131,6 +132,7 @@ _matmul = Operation("linear_gelu_matmul", (Implementation("torch", torch.mm),), 
 linear_gelu_fwd = Operation(
     "linear_gelu_fwd",
     (
+        Implementation("hopper", hopper.launch_hopper, refuses=hopper.refuses, own=True),
         Implementation("triton", launch_forward, refuses=_refuses, own=True),
         Implementation("cublaslt", _epilogue_forward, refuses=_refuses_epilogue),
         Implementation("torch", _torch_forward),

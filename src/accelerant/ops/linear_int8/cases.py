@@ -107,12 +107,12 @@ KERNELS = (
     _row(STRIP_PLANS[0], "*fp16", bias=True),
     _row(STRIP_PLANS[0], "*fp32"),
     _fwd(SMALL_PLANS["fwd"]),
-    *map(_fwd, FEW_PLANS),
-    *map(_fwd, MATMUL_PLANS),
+    *map(_fwd, FEW_PLANS[:2]),
+    *map(_fwd, MATMUL_PLANS[:2]),
     _fwd(MATMUL_PLANS[0], "*fp16"),
     _fwd(SMALL_PLANS["fwd"], scaled=False),
     _dynamic(SMALL_PLANS["dynamic"], integers=False),  # the first: the one that is compiled for every target
-    *map(_dynamic, (SMALL_PLANS["dynamic"], *DYNAMIC_PLANS)),
+    *map(_dynamic, (SMALL_PLANS["dynamic"], *DYNAMIC_PLANS[:2])),
     Compilation(
         _KERNELS["bwd"],
         {"dy_ptr": "*bf16", "weight_ptr": "*i8", "scale_ptr": "*fp32", "dx_ptr": "*bf16", **_SIZES},

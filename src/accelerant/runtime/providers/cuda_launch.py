@@ -115,13 +115,19 @@ class LoadedKernel:
         places = [i for i, convert in enumerate(self._converters) if convert is None]
         return PreparedLaunch(self, self._configure(grid, (self.threads,)), values, places, device)
 
-    def pack(self, grid: tuple[int, int, int], args: Sequence[Any], device: int) -> PackedLaunch:
+    def pack(
+        self, grid: tuple[int, int, int], args: Sequence[Any], device: int, together: bool = False
+    ) -> PackedLaunch:
         """A launch of `threads` threads a block with everything in place, structs (as bytes) among the arguments.
+
+        Args:
+            together: whether all blocks must run at the same time, as they wait for each other: a cooperative launch.
 
         Raises:
             LaunchError: an argument does not fit.
         """
-        return PackedLaunch(self, grid, [_in_memory(a) for a in self._converted(args)], self._shared_bytes, device)
+        values = [_in_memory(a) for a in self._converted(args)]
+        return PackedLaunch(self, grid, values, self._shared_bytes, device, together)
 
     def _converted(self, args: Sequence[Any]) -> list[Any]:
         try:
@@ -193,16 +199,20 @@ class PackedLaunch:
     """A launch through the driver with every argument in place; see LoadedKernel.pack.
 
     For kernels that take structs by value, tensor maps among them, which cuda.core's launch does not pass. Nothing in
-    it changes after it is made, so threads may share it.
+    it changes after it is made, but for what it keeps by stream, so threads may share it.
     """
 
-    __slots__ = ("_device", "_kernel", "_launch", "_shape", "_where")
+    __slots__ = ("_configs", "_device", "_driver", "_kernel", "_launch", "_shape", "_together", "_where")
 
     def __init__(
-        self, kernel: LoadedKernel, grid: tuple[int, int, int], values: list[Any], shared_bytes: int, device: int
-    ) -> None:
+        self, kernel: LoadedKernel, grid: tuple[int, int, int], values: list[Any], shared_bytes: int, device: int,
+        together: bool,
+    ) -> None:  # fmt: skip
         from cuda.bindings import driver
 
+        self._driver = driver
+        self._together = together
+        self._configs: dict[int, Any] = {}
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         self._where = (ctypes.addressof(pointers), pointers, values)
         self._shape = (driver.CUfunction(int(kernel.core.handle)), *grid, kernel.threads, 1, 1, shared_bytes)
@@ -221,9 +231,27 @@ class PackedLaunch:
                 self.start()
             return
         _make_ready()
-        (code,) = self._launch(*self._shape, torch._C._cuda_getCurrentRawStream(self._device), self._where[0], 0)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        if self._together:
+            config = self._configs.get(stream) or self._configure(stream)
+            (code,) = self._driver.cuLaunchKernelEx(config, self._shape[0], self._where[0], 0)
+        else:
+            (code,) = self._launch(*self._shape, stream, self._where[0], 0)
         if code:
             raise cuda_error(f"{code.name}".replace("_", " ").lower(), f"kernel {self._kernel.name!r}")
+
+    def _configure(self, stream: int) -> Any:
+        """The configuration of cooperative launches on a stream."""
+        config, attribute = self._driver.CUlaunchConfig(), self._driver.CUlaunchAttribute()
+        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = self._shape[1:4]
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._shape[4:7]
+        config.sharedMemBytes = self._shape[7]
+        config.hStream = self._driver.CUstream(stream)
+        config.attrs, config.numAttrs = [attribute], 1
+        self._configs[stream] = config
+        return config
 
 
 def _make_ready() -> None:

@@ -1,0 +1,243 @@
+// linear_gelu forward on Hopper: y = gelu(x W^T + b) and, if KEEP, z = x W^T + b.
+//
+// A block has a producer, which fetches steps of 64 columns of x and W through the copy engine into STAGES buffers, and
+// two warpgroups, each with tiles of its own of TILE_M rows and WIDTH columns, whose sums are registers. They take
+// turns: while one multiplies, the other applies gelu to its sums (two special functions an element, a fifth of the
+// time of 16 steps) and sends them out. A warp finishes 16 rows by 64 columns at a time, through buffers of its own
+// from where the copy engine stores them, so that only turns and the bias need barriers.
+//
+// Tiles go in groups of rows for reuse in the L2 cache, block by block. Gelu is as in ops/gelu/triton_kernels.py.
+//
+// Bound: 2 M N K operations at 4096 a clock and multiprocessor. Beside them, at 128 bytes a clock, a step writes
+// 128 (TILE_M + WIDTH) bytes of shared memory and each of its wgmmas reads 32 (64 + WIDTH): by that count, tiles of
+// 128 x 128 want 1.25 times the clocks that they multiply for, 128 x 192 1.08 times.
+// Measured (H200, bfloat16, tanh, M x K x N; in brackets cuBLAS's product alone, and cuBLASLt's with its epilogue):
+// 8192 x 1024 x 4096 0.095 ms by tiles of 128 x 128, the last of 16 rounds of them half full (0.098, 0.110);
+// 16384 x 768 x 3072 0.112 by 128 x 192, 0.116 by 128 x 128 (0.114, 0.132). With z 0.107 and 0.127. Slower, 0.107 and
+// 0.112 for the first: both warpgroups on one tile of 128 x 256, whose sums were rounded, held and finished under the
+// products of the next, or finished at once.
+// Source: PTX ISA 8.7, section 9.7.15 (wgmma); taking turns: CUTLASS's documentation, "Efficient GEMM in CUDA".
+
+constexpr int TILE_M = 64 * HEIGHT;
+constexpr int A_BYTES = TILE_M * 128, B_BYTES = WIDTH * 128;
+constexpr int OFF_A = 0, OFF_B = OFF_A + STAGES * A_BYTES, OFF_SLOTS = OFF_B + STAGES * B_BYTES;
+constexpr int SLOT_BYTES = 16 * 128, OFF_BIAS = OFF_SLOTS + 8 * SLOTS * SLOT_BYTES;
+constexpr int OFF_BARRIERS = OFF_BIAS + 2 * 512;
+constexpr int REGS = WIDTH / 2;                          // sums of 64 rows
+static_assert(SLOTS > KEEP, "z and y take a buffer each");
+static_assert(WIDTH % 64 == 0 && WIDTH <= 256, "two columns of the bias to a thread");
+
+#define PASTE2(a, b, c) a##b##c
+#define PASTE(a, b, c) PASTE2(a, b, c)
+#define MMA PASTE(mma_ss_n, WIDTH, _nn)
+
+struct Shape {
+    int columns, steps;                                  // of the bias, 0 without one; of a tile's sum
+    int down, across, group, items;                      // tiles, how many go down together, all of them
+};
+
+struct Place { int row, column; };
+
+// The item-th tile: `group` down, then one to the right.
+__device__ __forceinline__ Place locate(const Shape& s, int item) {
+    int in_group = s.group * s.across, g = item / in_group, rest = item - g * in_group;
+    int height = min(s.group, s.down - g * s.group), across = rest / height;
+    return {(g * s.group + rest - across * height) * TILE_M, across * WIDTH};
+}
+
+struct Position {                                        // in the ring of buffers
+    u32 stage = 0, parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) { stage = 0; parity ^= 1; }
+    }
+    __device__ __forceinline__ void skip(u32 steps) {
+        u32 to = stage + steps;
+        parity ^= (to / STAGES) & 1;
+        stage = to % STAGES;
+    }
+};
+
+__device__ __forceinline__ float gelu(float x) {
+    constexpr float LOG2_E = 1.4426950408889634f;
+    float square = x * x;
+    if (TANH) {
+        constexpr float SLOPE = -1.5957691216057308f * LOG2_E;           // -2 sqrt(2 / pi) log2 e
+        return x * reciprocal(1.f + exp2_fast(x * fmaf(square, SLOPE * 0.044715f, SLOPE)));
+    }
+    float t = reciprocal(fmaf(fabsf(x), 0.3275911f * 0.7071067811865476f, 1.f));
+    float tail = fmaf(t, 0.5f * 1.061405429f, 0.5f * -1.453152027f);
+    tail = fmaf(t, tail, 0.5f * 1.421413741f);
+    tail = fmaf(t, tail, 0.5f * -0.284496736f);
+    tail = fmaf(t, tail, 0.5f * 0.254829592f) * t * exp2_fast(square * (-0.5f * LOG2_E));
+    return x * (x < 0.f ? tail : 1.f - tail);
+}
+__device__ __forceinline__ void unpack(u32 word, float& low, float& high) {
+#if IS_BF16
+    low = __uint_as_float(word << 16);
+    high = __uint_as_float(word & 0xFFFF0000u);
+#else
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
+        : "=f"(low), "=f"(high) : "r"(word));
+#endif
+}
+__device__ __forceinline__ u32 load_word(u32 address) {
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+    return word;
+}
+__device__ __forceinline__ void store_word(u32 address, u32 word) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+linear_gelu(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_w,
+            const __grid_constant__ TensorMap map_y, const __grid_constant__ TensorMap map_z,
+            const u32* __restrict__ bias, const __grid_constant__ Shape shape) {
+    extern __shared__ __align__(1024) char memory[];
+    u32 base = shared_address(memory);
+    u32 full = base + OFF_BARRIERS, empty = full + 8 * STAGES;
+    int first = blockIdx.x, stride = gridDim.x;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(full + 8 * s, 1);
+            barrier_init(empty + 8 * s, 4);
+        }
+        barriers_ready();
+    }
+    __syncthreads();
+    if (warpgroup_id() == 2) {
+        registers_give<GIVE>();
+        if (threadIdx.x == 256) {
+            Position at;
+            prefetch_map(&map_x);
+            prefetch_map(&map_w);
+            prefetch_map(&map_y);
+            for (int item = first; item < shape.items; item += stride) {
+                Place p = locate(shape, item);
+#pragma unroll 1
+                for (int k = 0; k < shape.steps; ++k, at.next()) {
+                    u32 got = full + 8 * at.stage;
+                    barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+                    barrier_expect(got, A_BYTES + B_BYTES);
+                    load_tile(base + OFF_A + at.stage * A_BYTES, &map_x, got, 64 * k, p.row, 0, 0);
+                    load_tile(base + OFF_B + at.stage * B_BYTES, &map_w, got, 64 * k, p.column, 0, 0);
+                }
+            }
+        }
+    } else {
+        registers_take<TAKE>();
+        int group = warpgroup_id(), lane = threadIdx.x & 31;
+        int warp = __shfl_sync(~0u, (threadIdx.x & 127) >> 5, 0);
+        // Accumulator element x of a thread: of its warp's 16 rows, row g + 8 ((x >> 1) & 1), and column
+        // 8 (x >> 2) + 2 t + (x & 1), where g = lane / 4, t = lane % 4.
+        float sums[HEIGHT][REGS];
+        Position at;
+        u32 slots = base + OFF_SLOTS + (4 * group + warp) * (SLOTS * SLOT_BYTES), slot = 0;
+        u32 bias_at = base + OFF_BIAS + group * 512 + (lane & 3) * 4;
+        u32 to = (lane & 15) * 128, swizzle = lane & 7;
+#pragma unroll
+        for (int h = 0; h < HEIGHT; ++h)
+#pragma unroll
+            for (int x = 0; x < REGS; ++x) sums[h][x] = 0.f;
+
+        // The compiler must not see into these, or it adds to their halves apart: twice the instructions.
+        u64 a_first = descriptor(base + OFF_A), b_first = descriptor(base + OFF_B);
+        asm volatile("" : "+l"(a_first), "+l"(b_first));
+
+        auto release = [&](u32 stage) {
+            if (lane == 0) barrier_arrive(empty + 8 * stage);
+        };
+        auto multiply = [&](int k) {
+            barrier_wait(full + 8 * at.stage, at.parity);
+            u64 a = a_first + at.stage * (A_BYTES >> 4), b = b_first + at.stage * (B_BYTES >> 4);
+            wgmma_fence();
+#pragma unroll
+            for (int d = 0; d < 4; ++d)
+#pragma unroll
+                for (int h = 0; h < HEIGHT; ++h) MMA(sums[h], a + h * 512 + 2 * d, b + 2 * d, d ? 1 : k);
+            wgmma_commit();
+        };
+        // A buffer whose last contents have been read; where z and y take one each before either is sent, both have.
+        auto take_slot = [&]() {
+            if (lane == 0) store_wait_read<SLOTS - 1 - KEEP>();
+            __syncwarp();
+            u32 taken = slots + slot * SLOT_BYTES;
+            slot = slot + 1 == SLOTS ? 0 : slot + 1;
+            return taken;
+        };
+        auto send = [&](const TensorMap* map, u32 from, int row, int column) {
+            proxy_fence();
+            __syncwarp();
+            if (lane == 0) {
+                store_tile(map, from, column, row, 0, 0);
+                store_commit();
+            }
+        };
+        u32 y_slot = 0, z_slot = 0;
+        auto with_bias = [&](float* f, int x) {          // columns 16 x to 16 x + 15
+            float a, b, c, d;
+            unpack(load_word(bias_at + 32 * x), a, b);
+            unpack(load_word(bias_at + 32 * x + 16), c, d);
+            f[0] += a, f[1] += b, f[2] += a, f[3] += b;
+            f[4] += c, f[5] += d, f[6] += c, f[7] += d;
+        };
+
+        int item = first;
+        if (group == 1) {
+            item += stride;
+            at.skip(shape.steps);
+            named_arrive(1, 256);
+        }
+        for (; item < shape.items; item += 2 * stride) {
+            Place p = locate(shape, item);
+            u32 word = 0;                                // two columns of the bias; used when the sums are there
+            int thread = threadIdx.x & 127, column = p.column + 2 * thread;
+            if (2 * thread < WIDTH && column < shape.columns) word = __ldg(bias + column / 2);
+            named_barrier(1 + group, 256);               // this one's turn
+            u32 last = at.stage;
+            multiply(0);
+            at.next();
+#pragma unroll 1
+            for (int k = 1; k < shape.steps; ++k) {
+                multiply(k);
+                wgmma_wait<1>();
+                release(last);
+                last = at.stage;
+                at.next();
+            }
+            if (item + stride < shape.items) named_arrive(2 - group, 256);
+            named_barrier(3 + group, 128);               // all have read the last tile's
+            store_word(base + OFF_BIAS + group * 512 + thread * 4, word);
+            named_barrier(3 + group, 128);
+            wgmma_wait<0>();
+            release(last);
+#pragma unroll
+            for (int h = 0; h < HEIGHT; ++h) {
+                int row = p.row + 64 * h + 16 * warp;
+#pragma unroll
+                for (int c = 0; c < WIDTH / 64; ++c) {
+                    if (KEEP) z_slot = take_slot();
+                    y_slot = take_slot();
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        float* f = sums[h] + 32 * c + 8 * j;
+                        with_bias(f, 4 * c + j);
+                        u32 part = ((2 * j + (lane >> 4)) ^ swizzle) * 16;
+                        if (KEEP)
+                            store_matrices(z_slot + to + part, pack(f[0], f[1]), pack(f[2], f[3]), pack(f[4], f[5]),
+                                           pack(f[6], f[7]));
+#pragma unroll
+                        for (int i = 0; i < 8; ++i) f[i] = gelu(f[i]);
+                        store_matrices(y_slot + to + part, pack(f[0], f[1]), pack(f[2], f[3]), pack(f[4], f[5]),
+                                       pack(f[6], f[7]));
+                    }
+                    if (KEEP) send(&map_z, z_slot, row, p.column + 64 * c);
+                    send(&map_y, y_slot, row, p.column + 64 * c);
+                }
+            }
+            at.skip(shape.steps);
+            __syncwarp();                                // or the compiler takes the loop for divergent
+        }
+        if (lane == 0) store_wait_read<0>();
+    }
+}
