@@ -404,3 +404,33 @@ def test_rejects_what_does_not_fit():
     torchs = torch.optim.AdamW([parameter], amsgrad=True)
     with pytest.raises(ConfigError, match="amsgrad=True is not served"):
         AdamW([parameter]).load_state_dict(torchs.state_dict())
+
+
+def follow(ours, theirs, changes):
+    """Steps of two optimisers side by side, a change before each; the parameters stay the same."""
+    for step, change in enumerate(changes):
+        for optimizer in (ours, theirs):
+            change(optimizer)
+            for i, param in enumerate(optimizer.param_groups[0]["params"]):
+                param.grad = torch.full_like(param, 0.5 + step + i)
+            optimizer.step()
+        for one, other in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def leaves():
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(n)) for n in (5, 300)]
+
+
+def test_momentum_raised_after_the_first_step():
+    raised = [lambda o: None, lambda o: o.param_groups[0].update(momentum=0.9), lambda o: None, lambda o: None]
+    follow(SGD(leaves(), lr=0.1), torch.optim.SGD(leaves(), lr=0.1), raised)
+
+
+def test_a_parameter_put_in_another_ones_place_is_updated():
+    def exchange(optimizer):
+        torch.manual_seed(1)
+        optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(torch.randn(7))
+
+    follow(AdamW(leaves(), lr=0.1), torch.optim.AdamW(leaves(), lr=0.1), [lambda o: None, exchange, lambda o: None])

@@ -260,3 +260,19 @@ def test_rejects(name):
     logits, targets, options, error, words = REJECTED[name]
     with pytest.raises(error, match=words):
         ops.cross_entropy(logits, targets, **options)
+
+
+def test_a_gradient_with_gaps_is_scaled_to_its_end(interpreted):
+    memory = torch.arange(1.0, 61.0)
+    dx = memory.as_strided((5, 9), (12, 1))
+    expected = dx * 3.0
+    assert launch.scale_(dx, torch.tensor(3.0)) is dx
+    assert torch.equal(dx, expected)
+
+
+def test_no_rows_at_all_are_not_overwritten(interpreted):
+    logits = torch.zeros(0, 7, requires_grad=True)
+    loss = ops.cross_entropy(logits * 1.0, torch.zeros(0, dtype=torch.int64), reduction="sum")
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    assert logits.grad.shape == (0, 7)

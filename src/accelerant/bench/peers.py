@@ -57,7 +57,12 @@ def liger_rms_norm() -> Fn:
 def liger_swiglu() -> Fn:
     """Liger's product of silu(gate) and up."""
     function = _liger("swiglu").LigerSiLUMulFunction
-    return lambda gate, up: function.apply(gate, up)
+
+    def call(gate: Tensor, up: Tensor | None = None) -> Tensor:
+        y: Tensor = function.apply(*(gate.chunk(2, -1) if up is None else (gate, up)))
+        return y
+
+    return call
 
 
 def liger_cross_entropy() -> Fn:

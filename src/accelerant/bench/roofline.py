@@ -51,7 +51,7 @@ def roofline(record: Record) -> str:
             f'<text x="{_WIDTH - _RIGHT}" y="{y(matrix) - 6:.1f}" text-anchor="end">'
             f"{matrix:.0f} TFLOP/s, matrix product</text>"
         ),
-        f'<text x="{x(start * 1.3):.1f}" y="{y(copy * start * 1.3 / 1e3) - 14:.1f}">{copy:.0f} GB/s, copy</text>',
+        f'<text x="{x(start * 1.3):.1f}" y="{y(copy * start * 1.3 / 1e3) + 34:.1f}">{copy:.0f} GB/s, copy</text>',
         *(_dot(row, x(row.flops / row.bytes), y(row.tflop_s or 1.0)) for row in _ours_last(rows)),
         f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">operations a byte</text>',
         f'<text x="14" y="{_TOP + 4}">TFLOP/s</text>',

@@ -65,7 +65,9 @@ def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approxim
     return F.gelu(F.linear(x, weight, bias), approximate=approximate)
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def _swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    if up is None:
+        gate, up = gate.chunk(2, -1)
     return F.silu(gate) * up
 
 
@@ -148,7 +150,7 @@ _ALL: dict[str, Subject] = {
     "rope": Subject(_rope, constants=(1, 2)),
     "embedding": Subject(F.embedding),
     "dropout": Subject(lambda x, p=0.5, seed=None: F.dropout(x, p), random=True),
-    "cross_entropy": Subject(F.cross_entropy, {"liger": peers.liger_cross_entropy, "quack": peers.quack_cross_entropy}),
+    "cross_entropy": Subject(_cross_entropy, {"liger": peers.liger_cross_entropy, "quack": peers.quack_cross_entropy}),
     "linear_cross_entropy": Subject(
         _linear_cross_entropy, {"liger": peers.liger_linear_cross_entropy}, _linear_loss_flops
     ),

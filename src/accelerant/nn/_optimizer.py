@@ -21,6 +21,7 @@ __all__ = ["Entry", "MultiTensorOptimizer", "check_common", "check_not_negative"
 _F = TypeVar("_F", bound=Callable[..., Any])
 _without_dynamo: Callable[[_F], _F] = getattr(torch, "_disable_dynamo")  # noqa: B009  torch does not declare it
 _LOW = (torch.float16, torch.bfloat16)
+_PARTS_LIMIT = 64  # sets of parameters that had a gradient
 
 
 @dataclass(slots=True)
@@ -153,15 +154,22 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     def _reset(self) -> None:
         """Forget what was derived from groups and state. Tables stay: they are found by addresses."""
         self._entries: dict[torch.device, Entry] = {}
+        self._parts: dict[tuple[torch.device, tuple[int, ...]], Entry] = {}
         self._seen: tuple[Any, ...] = ()
         if not hasattr(self, "_workspaces"):
             self._workspaces: dict[torch.device, Workspace] = {}
 
     @_without_dynamo
     def _update(self) -> None:
-        seen = (id(self.state), len(self.state), tuple([len(group["params"]) for group in self.param_groups]))
+        groups = self.param_groups
+        seen = (
+            id(self.state),
+            len(self.state),
+            tuple([(id(param), param.device) for group in groups for param in group["params"]]),
+            tuple([(len(group["params"]), bool(group.get("momentum"))) for group in groups]),
+        )
         if seen != self._seen:
-            self._entries = self._sort()
+            self._entries, self._parts = self._sort(), {}
             self._seen = seen
         if len(self._entries) > 1 and self.defaults["max_grad_norm"] is not None:
             raise ConfigError(
@@ -172,7 +180,13 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             grads: list[Tensor] = [param.grad for param in entry.params]  # type: ignore[misc]
             there = [place for place, grad in enumerate(grads) if grad is not None]
             if len(there) < len(grads):
-                entry, grads = entry.only(there), [grads[place] for place in there]
+                key = (device, tuple(there))
+                part = self._parts.get(key)
+                if part is None:
+                    if len(self._parts) >= _PARTS_LIMIT:
+                        self._parts.clear()
+                    part = self._parts[key] = entry.only(there)
+                entry, grads = part, [grads[place] for place in there]
             if grads:
                 self._update_on(device, entry, grads)
 

@@ -1,7 +1,8 @@
 """The neural ops beside torch, torch.compile and other libraries, forward and backward apart, in one run.
 
 Dispatch races its implementations here, as it does for a user who asks for it; where it chooses a library, the case is
-measured once more with our own kernel forced. A result is compared with the float64 reference before it is timed.
+measured once more with our own kernel forced. The result of a forward pass is compared with the float64 reference
+before anything is timed; gradients are what the tests check.
 """
 
 from __future__ import annotations

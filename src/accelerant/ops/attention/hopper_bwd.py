@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelerant.ops._rows import ceil_div
 from accelerant.ops.attention.hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, tensor_map
-from accelerant.ops.attention.launch import like
+from accelerant.ops.attention.launch import as_laid, like
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.kernel import Kernel
 
@@ -181,6 +181,7 @@ def launch_backward(
     Raises:
         CompileError, LaunchError: see LoadedKernel.
     """
+    given = q, k, v
     dq, dk, dv = like(q), like(k), like(v)
     do, q, k, v, o = (_readable(x) for x in (do, q, k, v, o))
     lse = lse.contiguous()
@@ -208,7 +209,7 @@ def launch_backward(
         packed = _packed[key] = _pack(plan, (do, q, k, v, o, lse), (dq, dk, dv), space, (stats, sums), causal, scale)
     for launch in packed:
         launch.start()
-    return dq, dk, dv
+    return as_laid(given[0], dq), as_laid(given[1], dk), as_laid(given[2], dv)
 
 
 _packed: dict[tuple[object, ...], tuple[Any, ...]] = {}

@@ -278,7 +278,7 @@ def like(x: Tensor) -> Tensor:
     return y if y.stride()[-1] == 1 or x.shape[-1] == 1 else x.new_empty(x.shape)
 
 
-def _as(x: Tensor, y: Tensor) -> Tensor:
+def as_laid(x: Tensor, y: Tensor) -> Tensor:
     """The gradient y in the strides that torch.empty_like(x) has."""
     return y if x.stride(-1) == 1 or x.shape[-1] == 1 else torch.empty_like(x).copy_(y)
 
@@ -403,7 +403,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = like(q), like(k), like(v)
     if not q.numel() or not k.numel():
-        return _as(q, dq.zero_()), _as(k, dk.zero_()), _as(v, dv.zero_())
+        return as_laid(q, dq.zero_()), as_laid(k, dk.zero_()), as_laid(v, dv.zero_())
     rows_q, rows_k, rows_v, do, o = with_rows(q), with_rows(k), with_rows(v), with_rows(do), with_rows(o)
     lse = lse.contiguous()
     delta = torch.empty_like(lse)
@@ -414,4 +414,4 @@ def _backward(
     distances = (*inputs, *of_do, *strides(dk), *strides(dv), *of_lse)
     tensors = (rows_q, rows_k, rows_v, do, lse, delta, dk, dv)
     problem.launch("bwd_kv", tensors, distances, Hkv, Hq // Hkv, plans[1])
-    return _as(q, dq), _as(k, dk), _as(v, dv)
+    return as_laid(q, dq), as_laid(k, dk), as_laid(v, dv)

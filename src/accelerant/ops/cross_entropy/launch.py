@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from accelerant.errors import AccelerantError
 from accelerant.ops._rows import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2, whole_rows
 from accelerant.runtime.choices import rounded
 from accelerant.runtime.triton import TritonKernel
@@ -149,7 +150,14 @@ def reduce(losses: Tensor, counts: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def scale_(dx: Tensor, dy: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Multiply dx, contiguous, by the scalar dy over the sum of counts; costs nothing where that is 1."""
+    """Multiply dx by the scalar dy over the sum of counts; costs nothing where that is 1.
+
+    dx is contiguous, or (M, N) with gaps between its rows that are nobody else's.
+    """
+    if not dx.is_contiguous():
+        M, N = dx.shape
+        scale_(dx.as_strided(((M - 1) * dx.stride(0) + N,), (1,)), dy, counts)
+        return dx
     n = dx.numel()
     if n:
         grid = (min(ceil_div(n, _BLOCK), 8 * multiprocessors(dx.device)),)
@@ -261,7 +269,13 @@ def launch_forward(
             rows, stride, targets, ignore_index, smoothing,
             losses=losses, statistics=statistics, dx=dx, dx_stride=dx_stride, counts=used, plan=plan,
         )  # fmt: skip
-    loss = losses if reduction == "none" else reduce(losses, used, dtype)
+    try:
+        loss = losses if reduction == "none" else reduce(losses, used, dtype)
+    except (AccelerantError, torch.OutOfMemoryError) as error:
+        if dx is not rows:
+            raise
+        # Not one of the errors after which dispatch would try the next implementation, on logits that are gone.
+        raise AccelerantError(f"cross_entropy had written its gradient over the logits, then: {error}") from error
     return (loss, statistics, counts) if dx is None else (loss, statistics, counts, dx)
 
 

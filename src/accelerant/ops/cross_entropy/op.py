@@ -291,7 +291,7 @@ def _ahead(
     args = (logits, targets, ignore_index, smoothing, reduction, wide, inplace, True)
     run = cross_entropy_fwd_inplace if inplace else cross_entropy_fwd
     *results, dx = run(_case(logits, "gradient"), *args)
-    over = dx.data_ptr() == logits.data_ptr()
+    over = inplace and dx.numel() > 0 and dx.data_ptr() == logits.data_ptr()
     if over:
         torch.autograd.graph.increment_version(logits)
         return tuple(results), (dx.detach(), targets, *results[1:]), True

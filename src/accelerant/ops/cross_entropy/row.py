@@ -53,7 +53,7 @@ def plan_for(N: int) -> Plan | None:
 
 def refuses(case: Case) -> str | None:
     """Why the kernel cannot serve a case of shape (M, N); None if it can."""
-    if case.device.type != "cuda" or torch.cuda.get_device_capability(case.device)[0] != 9:
+    if case.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(case.device) != (9, 0):
         return "is for Hopper"
     if case.dtype != torch.bfloat16:
         return "takes bfloat16 logits"

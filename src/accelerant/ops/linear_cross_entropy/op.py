@@ -109,10 +109,13 @@ class _Chunked:
             found = self._run(*args, counts=counts, dy=dy.contiguous())
             return [None if each is None else each.to(like.dtype) for each, like in zip(found, likes, strict=True)]
         late = counts if low == torch.float16 else None
-        return [
-            self._scaled(each, dy, late, like.dtype, given) if need and each is not None else None
-            for need, each, like in zip(needs, made, likes, strict=True)
-        ]
+        scaled: list[Tensor | None] = [None, None]
+        # What needs new memory comes first: an error for want of it must not find the other one scaled already.
+        for i in sorted(range(2), key=lambda i: getattr(made[i], "dtype", None) == likes[i].dtype):
+            each = made[i]
+            if needs[i] and each is not None:
+                scaled[i] = self._scaled(each, dy, late, likes[i].dtype, given)
+        return scaled
 
     def _scaled(self, x: Tensor, dy: Tensor, counts: Tensor | None, dtype: torch.dtype, given: bool) -> Tensor:
         if given and self._own and x.dtype == dtype:
@@ -268,7 +271,8 @@ def _infer(hidden: Tensor, weight: Tensor, *args: Any) -> Tensor:
 def _ahead(needs: Sequence[bool], hidden: Tensor, weight: Tensor, *args: Any) -> Any:
     loss, dhidden, dweight = _forward(hidden, weight, *args[:-2], *needs)
     reduction = args[3]
-    ahead = None if reduction == "none" else (hidden, weight, args[0], dhidden, dweight)
+    targets = args[0].clone() if args[4] == "float16" else args[0]  # there the backward pass counts them
+    ahead = None if reduction == "none" else (hidden, weight, targets, dhidden, dweight)
     return (loss, None, None), ahead, False
 
 

@@ -284,7 +284,8 @@ class Table:
     def retire(self) -> None:
         """Before the table is freed: the allocator must wait for every stream that still reads it."""
         if len(self._streams) > 1:
-            held = [each for each in (self._rows, self._coefficients, *self._partials.values()) if each is not None]
+            own = (self._rows, self._coefficients, *self._partials.values(), *self._maps.values())
+            held = [each for each in own if each is not None]
             for tensor in held:
                 for stream in self._streams:
                     tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))
@@ -298,7 +299,10 @@ def _map(device: torch.device, members: tuple[int, ...], numels: tuple[int, ...]
     counts = np.maximum(1, -(-np.array(numels, dtype=np.int64) // chunk))
     tensor = np.repeat(np.array(members, dtype=np.int64), counts)
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return _copy(torch.from_numpy((tensor << 32) | number), device)
+    found = _copy(torch.from_numpy((tensor << 32) | number), device)
+    if device.type == "cuda":  # other streams may use it too
+        torch.cuda.current_stream(device).synchronize()
+    return found
 
 
 # --- what may be asked ------------------------------------------------------------------------------------------------
