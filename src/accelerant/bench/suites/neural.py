@@ -42,7 +42,7 @@ _TARGETS_OF = "H200"
 _CPU_SHRINK, _CPU_MANY = 32, 4096
 """A CPU gets the cases of more than so many rows with so many times fewer."""
 
-_ALLOWED_ERROR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+_ALLOWED_ERROR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """||ours - reference|| / ||reference||, the reference in float64; float32 products may be TF32's."""
 
 _REFERENCE_ELEMENTS = 2**28
