@@ -12,9 +12,10 @@ import torch
 
 import accelerant
 from accelerant.config import override
-from accelerant.errors import CompileError, FallbackWarning, LaunchError, OutOfMemory, UnsupportedCase
+from accelerant.errors import AccelerantError, CompileError, FallbackWarning, LaunchError, OutOfMemory, UnsupportedCase
 from accelerant.runtime import dispatch
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain
+from accelerant.runtime.launches import launches, noted, watched
 from accelerant.runtime.ledger import Ledger
 
 CPU = torch.device("cpu")
@@ -309,3 +310,96 @@ def test_explain_of_a_real_op():
     (decision,) = explanation.decisions
     assert decision.op == "gelu_fwd"
     assert decision.device == "cpu"
+
+
+# --- implementations that change their arguments ---------------------------------------------------------------------
+
+
+class Step:
+    """Adds 1 to x by a kernel of its own, where it gets that far."""
+
+    def __init__(self, error, *, launched):
+        self.error, self.launched, self.calls = error, launched, 0
+
+    def __call__(self, x):
+        self.calls += 1
+        if self.launched:
+            x += 1
+            noted()
+        if self.error is not None:
+            raise self.error
+        return x
+
+
+def add_ten(x):
+    x += 10
+    return x
+
+
+def changing(*runs):
+    return operation(*(Implementation(name, run, own=own, mutates=True) for name, run, own in runs))
+
+
+def test_what_failed_before_a_launch_is_followed_by_another_from_the_same(book):
+    op = changing(("fast", Step(CompileError("odd", "log"), launched=False), True), ("plain", add_ten, False))
+    x = torch.zeros(2)
+    with pytest.warns(FallbackWarning, match="fast failed, plain ran instead"):
+        op(CASE, x)
+    assert x.tolist() == [10, 10]
+
+
+@pytest.mark.parametrize("error", [CompileError("odd", "log"), LaunchError("refused"), UnsupportedCase("odd")])
+def test_what_failed_after_a_launch_is_followed_by_none(book, error):
+    step = Step(error, launched=True)
+    op = changing(("fast", step, True), ("plain", add_ten, False))
+    x = torch.zeros(2)
+    with pytest.raises(AccelerantError, match="fast may have changed its arguments before it failed") as caught:
+        op(CASE, x)
+    assert type(caught.value) is AccelerantError  # none that an op around this one would fall back after
+    assert caught.value.__cause__ is error
+    assert x.tolist() == [1, 1]
+    assert ran(book) == {("probe", "fast"): 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        op(CASE, x)  # its arguments are whole again, as far as anyone knows: the broken one stays out
+    assert (step.calls, x.tolist()) == (1, [11, 11])
+
+
+def test_memory_that_runs_out_after_a_launch_is_followed_by_none(book):
+    op = changing(("fast", Step(OutOfMemory("8 bytes"), launched=True), True), ("plain", add_ten, False))
+    x = torch.zeros(2)
+    with pytest.raises(OutOfMemory, match="8 bytes") as caught:
+        op(CASE, x)
+    assert "may have changed its arguments" in caught.value.__notes__[0]
+    assert x.tolist() == [1, 1]
+
+
+def test_a_library_that_changes_its_arguments_is_never_followed(book):
+    op = changing(("library", Step(LaunchError("refused"), launched=False), False), ("plain", add_ten, True))
+    x = torch.zeros(2)
+    with pytest.raises(AccelerantError, match="library may have changed"):
+        op(CASE, x)
+    assert x.tolist() == [0, 0]
+
+
+def test_the_one_that_follows_is_watched_as_well(book):
+    first, second = Step(CompileError("odd", "log"), launched=False), Step(LaunchError("refused"), launched=True)
+    op = changing(("fast", first, True), ("middle", second, True), ("plain", add_ten, False))
+    x = torch.zeros(2)
+    with pytest.raises(AccelerantError, match="middle may have changed"):
+        op(CASE, x)
+    assert x.tolist() == [1, 1]
+
+
+def test_launches_are_counted_for_the_thread_that_makes_them():
+    with launches() as outer:
+        thread = threading.Thread(target=noted)
+        thread.start()
+        thread.join()
+        assert not outer
+        with launches() as inner:
+            noted()
+        assert (outer.count, inner.count) == (1, 1)
+    assert not watched
+    noted()
+    assert outer.count == 1

@@ -37,7 +37,7 @@ def calls(book):
 
 
 def captured(book, op, *rows):
-    with counting(lambda: True) as counts:
+    with counting(lambda device: True) as counts:
         for each in rows:
             op(case(each))
     return book.captured("step", counts)
@@ -92,7 +92,7 @@ def test_only_what_is_captured_counts_for_the_graph(book, op):
         here.captures = captures
         op(case(8))
 
-    with counting(lambda: here.captures) as counts:
+    with counting(lambda device: here.captures) as counts:
         op(case(4))
         for captures in (True, False):
             thread = threading.Thread(target=elsewhere, args=(captures,))

@@ -49,8 +49,9 @@ class Implementation:
         own: Accelerant's own kernel, not a library's.
         deterministic: the same inputs give the same bits; False for one that sums with atomics, which is refused where
             the setting `deterministic` holds.
-        mutates: it changes its arguments, and so is never raced: a second run would start from other ones. It must
-            fail, if it does, before it wrote anything, since a fallback starts from its arguments.
+        mutates: it changes its arguments, and so is never raced: a second run would start from other ones. Where it
+            fails, another one runs only if it is our own and had launched no kernel yet: a fallback starts from the
+            arguments, and what a library had written by then cannot be known.
         group: of implementations of an op and its backward that read each other's saved tensors, for example "cudnn";
             "" for those that share the op's own form of them. See saved_by.
     """

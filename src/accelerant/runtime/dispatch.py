@@ -15,9 +15,10 @@ Which of those that serve a case runs is choose.py's: the forced one, the fastes
 An implementation that fails before it wrote anything (compile, refused launch, allocation) is followed by the next
 ones from the same inputs, as the fallback policy allows: ops are functional, so nothing can be half-written. One that
 did not compile or launch stays out for that case; each later call is counted, warned of or refused as the policy says.
-One that lacked memory is tried again at the next call. Where nothing is left, an out-of-memory error names the op, the
-bytes and the largest holders; an error after which the process has lost its device is raised as DeviceLost and never
-worked around. What ran, what refused and what fell back goes into the ledger.
+One that lacked memory is tried again at the next call. One that changes its arguments is followed by another only if
+it is our own and had launched nothing yet. Where nothing is left, an out-of-memory error names the op, the bytes and
+the largest holders; an error after which the process has lost its device is raised as DeviceLost and never worked
+around. What ran, what refused and what fell back goes into the ledger.
 """
 
 from __future__ import annotations
@@ -33,10 +34,19 @@ from typing import Any
 import torch
 
 from accelerant.config import choice_overrides, override, settings
-from accelerant.errors import CompileError, ConfigError, FallbackWarning, LaunchError, OutOfMemory, UnsupportedCase
+from accelerant.errors import (
+    AccelerantError,
+    CompileError,
+    ConfigError,
+    FallbackWarning,
+    LaunchError,
+    OutOfMemory,
+    UnsupportedCase,
+)
 from accelerant.runtime.case import Case, Cost, Implementation, group_of, saved_by
 from accelerant.runtime.choose import Choice, choose, powers_of_two, reason_of
 from accelerant.runtime.decisions import Decision, Explanation, explain, explain_quietly, observers
+from accelerant.runtime.launches import launches
 from accelerant.runtime.ledger import FallbackRecord, OpRecord, ledger
 from accelerant.runtime.provider import ComputeProvider
 from accelerant.runtime.rules import Plans, rules, torch_wants_determinism
@@ -131,6 +141,10 @@ class Operation:
         except RECOVERABLE as error:
             _ledger.failed(plan.record)
             return self._fall_back(case, plan, error, args)
+        except _ChangedError as stopped:
+            _ledger.failed(plan.record)
+            found = self._half_done(case, plan.implementation.name, stopped.error)
+            raise found from found.__cause__
         except RuntimeError as error:
             _ledger.failed(plan.record)
             lost = plan.provider.lost(error)
@@ -226,7 +240,7 @@ class Operation:
             reason=choice.reason + paired,
         )
         return _Plan(
-            run=implementation.run,
+            run=_watched(implementation) if implementation.mutates else implementation.run,
             implementation=implementation,
             record=_ledger.record(record),
             provider=provider,
@@ -256,11 +270,15 @@ class Operation:
             now = self._plan(case, Choice(following, f"{', '.join(failed)} failed"), tuple(refused))
             start = _ledger.begin(now.record, now.provider, now.device)
             try:
-                result = following.run(*args)
+                result = now.run(*args)
             except RECOVERABLE as another:
                 _ledger.failed(now.record)
                 failed[following.name] = error = another
                 continue
+            except _ChangedError as stopped:
+                _ledger.failed(now.record)
+                found = self._half_done(case, following.name, stopped.error)
+                raise found from found.__cause__
             except RuntimeError as another:
                 _ledger.failed(now.record)
                 lost = now.provider.lost(another)
@@ -286,6 +304,20 @@ class Operation:
             self._broken[case] = self._broken.get(case, {}) | lasting
             self._plans.forget(case)
 
+    def _half_done(self, case: Case, name: str, error: Exception) -> Exception:
+        """Of an implementation that may have changed its arguments and failed; the next call starts with another."""
+        self._remember(case, {name: error})
+        text = (
+            f"{self.name}: {name} may have changed its arguments before it failed, so no other implementation followed"
+        )
+        if _is_transient(error):
+            described = self._in_words(error, case)
+            described.add_note(text)
+            return described
+        stopped = AccelerantError(f"{text}. {reason_of(error)}")
+        stopped.__cause__ = error
+        return stopped
+
     def _fallback(self, case: Case, wanted: str, ran: str, error: Exception) -> FallbackRecord:
         return FallbackRecord(self.name, f"{case} on {case.device}", wanted, ran, reason_of(error))
 
@@ -301,6 +333,29 @@ class Operation:
 
 
 _ledger = ledger()
+
+
+class _ChangedError(Exception):
+    """An implementation that mutates failed, and may have changed its arguments by then."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _watched(each: Implementation) -> Callable[..., Any]:
+    """Its run, which tells a failure before anything was changed from one after."""
+
+    def run(*args: Any) -> Any:
+        with launches() as launched:
+            try:
+                return each.run(*args)
+            except RECOVERABLE as error:
+                if each.own and not launched:
+                    raise
+                raise _ChangedError(error) from error
+
+    return run
 
 
 def _is_transient(error: Exception) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from accelerant.errors import LaunchError
+from accelerant.runtime.capture import capturing
 from accelerant.runtime.decisions import Decision, observers
 from accelerant.runtime.ledger import Ledger, OpKey, ledger
 
@@ -24,17 +25,17 @@ __all__ = ["Graph", "counting"]
 
 
 @contextmanager
-def counting(is_captured: Callable[[], bool] = torch.cuda.is_current_stream_capturing) -> Iterator[Counter[OpKey]]:
+def counting(is_captured: Callable[[torch.device], bool] = capturing) -> Iterator[Counter[OpKey]]:
     """Count by op the calls of the block that are captured and not run.
 
     Args:
-        is_captured: asked at each call in the thread that makes it; so what autograd's threads capture counts too, and
-            what other threads run meanwhile does not.
+        is_captured: asked of each call's device in the thread that makes it; so what autograd's threads capture counts
+            too, and what other threads run meanwhile, or the thread itself on another device, does not.
     """
     calls: Counter[OpKey] = Counter()
 
     def observe(decision: Decision) -> None:
-        if is_captured():
+        if is_captured(torch.device(decision.device)):
             calls[decision.op, decision.implementation, decision.device, decision.case] += 1
 
     observers.append(observe)
@@ -85,7 +86,8 @@ class Graph:
         graph = torch.cuda.CUDAGraph()
         with counting() as calls:
             try:
-                with torch.cuda.graph(graph):
+                # Other threads go on with what a capture of theirs could not hold, such as pinning the next batch.
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     result = fn(*args, **kwargs)
             except BaseException:
                 self._ledger.release(self._ledger.captured(self.name, calls))

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from accelerant.errors import DeviceLost
+from accelerant.runtime.capture import capturing
 
 __all__ = ["MARGIN", "Outcome", "fastest", "obstacle", "race"]
 
@@ -121,7 +122,7 @@ def fastest(ms: Mapping[str, float], order: Iterable[str], margin: float = MARGI
 
 def obstacle(device: torch.device, args: Iterable[object]) -> str | None:
     """Why these arguments cannot be raced now, though they may be at another call; None if they can."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         return "a CUDA graph is being captured"
     if torch.compiler.is_compiling():
         return "torch.compile is tracing"

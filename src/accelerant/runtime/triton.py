@@ -26,6 +26,7 @@ import torch
 
 from accelerant.errors import CompileError
 from accelerant.runtime.kernel import CUDA_TARGETS, Binary, Kernel, KernelSource, Resources
+from accelerant.runtime.launches import noted
 
 if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda import CudaProvider
@@ -210,6 +211,7 @@ class TritonKernel:
         if not isinstance(first, torch.Tensor) or not first.is_cuda:
             function = getattr(importlib.import_module(self.module), self.name)
             function[grid](*args, **constants)  # the interpreter's: refuses_triton keeps the others away
+            noted()
             return
         key: list[object] = [grid, num_warps, num_stages, first.get_device(), *constants.values()]
         pointers = []

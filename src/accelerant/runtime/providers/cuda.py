@@ -21,6 +21,7 @@ import torch
 
 from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime.cache import KernelCache
+from accelerant.runtime.capture import capturing
 from accelerant.runtime.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.provider import (
     Buffer,
@@ -206,7 +207,7 @@ class CudaProvider(ComputeProvider):
 
     def record_event(self, device: int = 0) -> Event | None:
         check_device(self.name, device, self._count)
-        if torch.cuda.is_current_stream_capturing():
+        if capturing(device):
             return None
         return _CudaEvent(torch.cuda.current_stream(device))
 
@@ -249,6 +250,7 @@ class CudaProvider(ComputeProvider):
             extra=max(0, int(binary.metadata.get("parameters", len(kinds))) - len(kinds)),
             shared_bytes=shared,
             threads=int(binary.metadata.get("threads", 0)),
+            overlaps=bool(binary.metadata.get("overlaps", False)),
         )
         return Kernel(
             name=entry,

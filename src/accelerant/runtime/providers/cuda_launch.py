@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from accelerant.errors import AccelerantError, CompileError, DeviceLost, LaunchError, OutOfMemory
+from accelerant.runtime.launches import noted, watched
 from accelerant.runtime.provider import check_scalar
 
 __all__ = ["LoadedKernel", "PackedLaunch", "PreparedLaunch", "cuda_error", "load_error"]
@@ -76,11 +77,13 @@ class LoadedKernel:
         extra: pointers that the compiler's code takes besides, all null.
         shared_bytes: dynamic shared memory of a block.
         threads: threads a block where the compiler fixed them, else 0.
+        overlaps: whether its blocks may begin before the kernel ahead in the stream has ended; it then waits itself
+            (griddepcontrol.wait) before it reads or writes what others may write or read.
     """
 
     def __init__(
         self, name: str, core: Any, kinds: Sequence[str], *, code: object = None, extra: int = 0, shared_bytes: int = 0,
-        threads: int = 0,
+        threads: int = 0, overlaps: bool = False,
     ) -> None:  # fmt: skip
         from cuda.core import LaunchConfig, Stream, launch
 
@@ -90,6 +93,7 @@ class LoadedKernel:
         self.kinds = tuple(kinds)
         self.threads = threads
         self._shared_bytes = shared_bytes
+        self._overlaps = overlaps
         self._converters = tuple(_converter(name, i, kind) for i, kind in enumerate(kinds))
         self._extra = (0,) * extra
         self._configs: dict[tuple[Sequence[int], Sequence[int]], Any] = {}
@@ -147,12 +151,16 @@ class LoadedKernel:
             self._launch(wrapped, config, self.core, *values, *self._extra)
         except Exception as error:
             raise cuda_error(str(error), f"kernel {self.name!r}, {config}") from error
+        if watched:
+            noted()
 
     def _configure(self, grid: tuple[int, ...], block: tuple[int, ...]) -> Any:
         if len(self._configs) >= _CONFIGS_LIMIT:
             self._configs.clear()
         try:
-            config = self._make_config(grid=grid, block=block, shmem_size=self._shared_bytes)
+            config = self._make_config(
+                grid=grid, block=block, shmem_size=self._shared_bytes, programmatic_stream_serialization=self._overlaps
+            )
         except (TypeError, ValueError, OverflowError) as error:
             raise LaunchError(f"kernel {self.name!r}, grid {grid}, block {block}: {error}") from None
         self._configs[grid, block] = config
@@ -239,6 +247,8 @@ class PackedLaunch:
             (code,) = self._launch(*self._shape, stream, self._where[0], 0)
         if code:
             raise cuda_error(f"{code.name}".replace("_", " ").lower(), f"kernel {self._kernel.name!r}")
+        if watched:
+            noted()
 
     def _configure(self, stream: int) -> Any:
         """The configuration of cooperative launches on a stream."""
