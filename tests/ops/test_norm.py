@@ -83,6 +83,20 @@ def test_any_plan_gives_the_same(plan, interpreted):
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, True), (True, False, False)])
+@pytest.mark.parametrize("shape", [(101, 50), (3, 9000), (0, 8)])
+def test_sums_of_the_gradient_on_the_way(shape, needs, interpreted):
+    x, dy, ds, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape), torch.randn(shape[1])
+    _, statistics = launch.launch_forward(True, x, weight, weight, 1e-5)
+    sums = torch.full(shape[1:], torch.nan)
+    found = launch.launch_backward(True, dy, x, weight, weight, statistics, 1e-5, needs, ds, dxsum=sums)
+    torch.testing.assert_close(sums, found[0].sum(0), rtol=1e-4, atol=1e-4)
+    for one, other in zip(
+        found, launch.launch_backward(True, dy, x, weight, weight, statistics, 1e-5, needs, ds), strict=True
+    ):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [96, 9000])
 def test_float32_weights_beside_low_precision(dtype, width, interpreted):

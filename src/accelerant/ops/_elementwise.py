@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import UnsupportedDtype
+from accelerant.ops._l2 import eviction
 from accelerant.ops._library import name_of
 from accelerant.runtime.dispatch import Case, Cost
 from accelerant.runtime.triton import TritonKernel, refuses_triton
@@ -103,13 +104,14 @@ def dense_pair(x: Tensor) -> tuple[Tensor, Tensor]:
 def launch_map(
     kernel: StreamKernel, x: Tensor, constants: Mapping[str, object] | None = None, plan: Elementwise | None = None
 ) -> Tensor:
-    """Run kernel(x_ptr, y_ptr, n, ..., BLOCK) over all elements: y, in the layout of x."""
+    """Run kernel(x_ptr, y_ptr, n, ..., BLOCK, EVICTION) over all elements: y, in the layout of x."""
     x, y = dense_pair(x)
     n = x.numel()
     if n:
         if plan is None:
             plan = kernel.plan(x.device, x.dtype, (n,), lambda plan: launch_map(kernel, x, constants, plan))
-        kernel.launch(plan.grid(n), (x, y, n), {**(constants or {}), "BLOCK": plan.block}, num_warps=plan.num_warps)
+        fixed = {**(constants or {}), "BLOCK": plan.block, "EVICTION": eviction(x, 2)}
+        kernel.launch(plan.grid(n), (x, y, n), fixed, num_warps=plan.num_warps)
     return y
 
 
@@ -120,7 +122,7 @@ def launch_map_backward(
     constants: Mapping[str, object] | None = None,
     plan: Elementwise | None = None,
 ) -> Tensor:
-    """Run kernel(dy_ptr, saved_ptr, dx_ptr, n, ..., BLOCK) over all elements: dx, in the layout of what was saved."""
+    """Run kernel(dy_ptr, saved_ptr, dx_ptr, n, ..., BLOCK, EVICTION): dx, in the layout of what was saved."""
     saved, dx = dense_pair(saved)
     n = saved.numel()
     if n:
@@ -130,6 +132,6 @@ def launch_map_backward(
             plan = kernel.plan(
                 dy.device, saved.dtype, (n,), lambda plan: launch_map_backward(kernel, dy, saved, constants, plan)
             )
-        fixed = {**(constants or {}), "BLOCK": plan.block}
+        fixed = {**(constants or {}), "BLOCK": plan.block, "EVICTION": eviction(saved, 3)}
         kernel.launch(plan.grid(n), (dy, saved, dx, n), fixed, num_warps=plan.num_warps)
     return dx

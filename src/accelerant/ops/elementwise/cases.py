@@ -98,8 +98,18 @@ def _compilations(kind: str, N: int) -> tuple[Compilation, ...]:
             found.append(Compilation(kernel, types, summing.constants(), summing.num_warps))
         else:
             usual = STREAM_KERNELS[name].usual
-            found.append(Compilation(kernel, {**types, "n": "i32"}, {"BLOCK": usual.block}, usual.num_warps))
+            found += [
+                Compilation(kernel, {**types, "n": "i32"}, fixed, usual.num_warps) for fixed in _fixed(name, kind)
+            ]
     return tuple(found)
+
+
+def _fixed(name: str, kind: str) -> list[dict[str, int | str]]:
+    """The compile-time arguments of an elementwise kernel; both ways to read are compiled for bfloat16."""
+    block = STREAM_KERNELS[name].usual.block
+    if name == "mul_bwd":
+        return [{"BLOCK": block}]
+    return [{"BLOCK": block, "EVICTION": way} for way in (("", "evict_last") if kind == "*bf16" else ("",))]
 
 
 _WITHOUT_DA = Compilation(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._elementwise import SHORT, STREAM, Elementwise, StreamKernel
+from accelerant.ops._l2 import eviction
 from accelerant.ops._rows import ceil_div, multiprocessors, next_power_of_2
 from accelerant.runtime.triton import TritonKernel
 from accelerant.runtime.tuning import Tuned
@@ -35,6 +36,9 @@ STREAM_KERNELS = {
     **{f"{op}_fwd": StreamKernel(_MODULE, f"{op}_fwd", STREAM) for op in _OPS},
     **{f"{op}_bwd": StreamKernel(_MODULE, f"{op}_bwd", SHORT) for op in _OPS},
     "add_fwd": StreamKernel(_MODULE, "add_fwd", SHORT),
+    "tanh_fwd": StreamKernel(
+        _MODULE, "tanh_fwd", Elementwise(block=1024, num_warps=2)
+    ),  # 7% less time than with STREAM
 }
 _ROW_NAMES = [f"{op}_row_{way}" for op in ("add", "mul") for way in ("fwd", "bwd")]
 KERNELS: dict[str, TritonKernel] = {**STREAM_KERNELS, **{name: TritonKernel(_MODULE, name) for name in _ROW_NAMES}}
@@ -131,7 +135,8 @@ def launch_binary(op: str, a: Tensor, b: Tensor, plan: Elementwise | None = None
         kernel = STREAM_KERNELS[f"{op}_fwd"]
         if plan is None:
             plan = kernel.plan(a.device, a.dtype, (n,), lambda plan: launch_binary(op, a, b, plan))
-        kernel.launch(plan.grid(n), (a, b, y, n), {"BLOCK": plan.block}, num_warps=plan.num_warps)
+        fixed = {"BLOCK": plan.block, "EVICTION": eviction(a, 3)}
+        kernel.launch(plan.grid(n), (a, b, y, n), fixed, num_warps=plan.num_warps)
         return y
     N = b.numel()
     rows, block_n = row_tile(N)

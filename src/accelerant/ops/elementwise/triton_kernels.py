@@ -16,7 +16,9 @@ Layout: any dense memory, taken as n elements in storage order, the same for all
 Grid:   one program for each BLOCK elements; a thread holds BLOCK / (32 num_warps) of them. _row: one for each tile of
         ROWS rows and BLOCK_N columns. _row_bwd: one for each strip of BLOCK_N columns and each part of the rows; the
         parts' sums are summed by a second launch of add_row_bwd.
-Bound:  memory: 2 accesses an element (add, mul: 3) forward, 3 backward (mul: 5); at most 30 operations (tanh).
+Bound:  memory: 2 accesses an element (add, mul: 3) forward, 3 backward (mul: 5). tanh's 22 instructions an element come
+        close to that on an H200: with 26 it took 0.079 ms for 16384 x 4096 in bfloat16, relu 0.069.
+EVICTION: see ops/_l2.py.
 """
 
 import triton
@@ -27,7 +29,8 @@ TANH_2 = tl.constexpr(0.13331915298814714)
 TANH_3 = tl.constexpr(-0.053783293000263965)
 TANH_4 = tl.constexpr(0.020794617709806007)
 TANH_5 = tl.constexpr(-0.005893945302802656)
-TANH_SMALL = tl.constexpr(0.6)
+TANH_SMALL_SQUARE = tl.constexpr(0.36)
+TWO_LOG2_E = tl.constexpr(2.8853900817779268)
 
 
 @triton.jit
@@ -52,11 +55,11 @@ def _sigmoid_slope(dy, y):
 
 @triton.jit
 def _tanh(x):
-    size = tl.abs(x)
-    large = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)  # cancels near 0, where the polynomial serves
+    # Of the size: for negative x the fraction is above 1 and its rounding twice that. So it is odd to the bit, too.
+    large = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * TWO_LOG2_E) + 1.0)  # cancels near 0, where the polynomial serves
     z = x * x
     p = (((TANH_5 * z + TANH_4) * z + TANH_3) * z + TANH_2) * z + TANH_1
-    return tl.where(size < TANH_SMALL, x + x * (z * p), tl.where(x < 0.0, -large, large))
+    return tl.where(z < TANH_SMALL_SQUARE, x + x * (z * p), tl.where(x < 0.0, -large, large))
 
 
 @triton.jit
@@ -86,35 +89,35 @@ def _product(a, b):
 
 
 @triton.jit
-def _map(x_ptr, y_ptr, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+def _map(x_ptr, y_ptr, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
     x_ptr += start
     y_ptr += start
     if start + BLOCK <= n:  # without a mask, so that accesses are 16 bytes wide whatever n is
-        x = tl.load(x_ptr + at).to(tl.float32)
+        x = tl.load(x_ptr + at, eviction_policy=EVICTION).to(tl.float32)
         tl.store(y_ptr + at, FUNCTION(x).to(y_ptr.dtype.element_ty))
     else:
         inside = at < n - start
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy=EVICTION).to(tl.float32)
         tl.store(y_ptr + at, FUNCTION(x).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _map2(a_ptr, b_ptr, y_ptr, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+def _map2(a_ptr, b_ptr, y_ptr, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
     a_ptr += start
     b_ptr += start
     y_ptr += start
     if start + BLOCK <= n:
-        a = tl.load(a_ptr + at).to(tl.float32)
-        b = tl.load(b_ptr + at).to(tl.float32)
+        a = tl.load(a_ptr + at, eviction_policy=EVICTION).to(tl.float32)
+        b = tl.load(b_ptr + at, eviction_policy=EVICTION).to(tl.float32)
         tl.store(y_ptr + at, FUNCTION(a, b).to(y_ptr.dtype.element_ty))
     else:
         inside = at < n - start
-        a = tl.load(a_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(b_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        a = tl.load(a_ptr + at, mask=inside, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+        b = tl.load(b_ptr + at, mask=inside, other=0.0, eviction_policy=EVICTION).to(tl.float32)
         tl.store(y_ptr + at, FUNCTION(a, b).to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -134,53 +137,53 @@ def _map_row(
 
 
 @triton.jit
-def relu_fwd(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    _map(x_ptr, y_ptr, n, _relu, BLOCK)
+def relu_fwd(x_ptr, y_ptr, n, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    _map(x_ptr, y_ptr, n, _relu, BLOCK, EVICTION)
 
 
 @triton.jit
-def relu_bwd(dy_ptr, y_ptr, dx_ptr, n, BLOCK: tl.constexpr):
-    _map2(dy_ptr, y_ptr, dx_ptr, n, _relu_slope, BLOCK)
+def relu_bwd(dy_ptr, y_ptr, dx_ptr, n, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    _map2(dy_ptr, y_ptr, dx_ptr, n, _relu_slope, BLOCK, EVICTION)
 
 
 @triton.jit
-def sigmoid_fwd(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    _map(x_ptr, y_ptr, n, _sigmoid, BLOCK)
+def sigmoid_fwd(x_ptr, y_ptr, n, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    _map(x_ptr, y_ptr, n, _sigmoid, BLOCK, EVICTION)
 
 
 @triton.jit
-def sigmoid_bwd(dy_ptr, y_ptr, dx_ptr, n, BLOCK: tl.constexpr):
-    _map2(dy_ptr, y_ptr, dx_ptr, n, _sigmoid_slope, BLOCK)
+def sigmoid_bwd(dy_ptr, y_ptr, dx_ptr, n, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    _map2(dy_ptr, y_ptr, dx_ptr, n, _sigmoid_slope, BLOCK, EVICTION)
 
 
 @triton.jit
-def tanh_fwd(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    _map(x_ptr, y_ptr, n, _tanh, BLOCK)
+def tanh_fwd(x_ptr, y_ptr, n, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    _map(x_ptr, y_ptr, n, _tanh, BLOCK, EVICTION)
 
 
 @triton.jit
-def tanh_bwd(dy_ptr, y_ptr, dx_ptr, n, BLOCK: tl.constexpr):
-    _map2(dy_ptr, y_ptr, dx_ptr, n, _tanh_slope, BLOCK)
+def tanh_bwd(dy_ptr, y_ptr, dx_ptr, n, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    _map2(dy_ptr, y_ptr, dx_ptr, n, _tanh_slope, BLOCK, EVICTION)
 
 
 @triton.jit
-def silu_fwd(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    _map(x_ptr, y_ptr, n, _silu, BLOCK)
+def silu_fwd(x_ptr, y_ptr, n, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    _map(x_ptr, y_ptr, n, _silu, BLOCK, EVICTION)
 
 
 @triton.jit
-def silu_bwd(dy_ptr, x_ptr, dx_ptr, n, BLOCK: tl.constexpr):
-    _map2(dy_ptr, x_ptr, dx_ptr, n, _silu_slope, BLOCK)
+def silu_bwd(dy_ptr, x_ptr, dx_ptr, n, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    _map2(dy_ptr, x_ptr, dx_ptr, n, _silu_slope, BLOCK, EVICTION)
 
 
 @triton.jit
-def add_fwd(a_ptr, b_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    _map2(a_ptr, b_ptr, y_ptr, n, _sum, BLOCK)
+def add_fwd(a_ptr, b_ptr, y_ptr, n, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    _map2(a_ptr, b_ptr, y_ptr, n, _sum, BLOCK, EVICTION)
 
 
 @triton.jit
-def mul_fwd(a_ptr, b_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    _map2(a_ptr, b_ptr, y_ptr, n, _product, BLOCK)
+def mul_fwd(a_ptr, b_ptr, y_ptr, n, BLOCK: tl.constexpr, EVICTION: tl.constexpr):
+    _map2(a_ptr, b_ptr, y_ptr, n, _product, BLOCK, EVICTION)
 
 
 @triton.jit

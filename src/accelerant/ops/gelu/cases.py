@@ -33,21 +33,26 @@ TOLERANCES = {
 }
 
 
-def _compilations(kind: str, tanh: bool) -> tuple[Compilation, ...]:
+def _compilations(kind: str, tanh: bool, eviction: str = "") -> tuple[Compilation, ...]:
     return (
         Compilation(
             forward_kernel,
             {"x_ptr": kind, "y_ptr": kind, "n": "i32"},
-            {"TANH": tanh, "BLOCK": forward_kernel.usual.block},
+            {"TANH": tanh, "BLOCK": forward_kernel.usual.block, "EVICTION": eviction},
             forward_kernel.usual.num_warps,
         ),
         Compilation(
             backward_kernel,
             {"dy_ptr": kind, "x_ptr": kind, "dx_ptr": kind, "n": "i32"},
-            {"TANH": tanh, "BLOCK": backward_kernel.usual.block},
+            {"TANH": tanh, "BLOCK": backward_kernel.usual.block, "EVICTION": eviction},
             backward_kernel.usual.num_warps,
         ),
     )
 
 
-KERNELS = (*_compilations("*bf16", True), *_compilations("*fp32", False), *_compilations("*fp16", False))
+KERNELS = (
+    *_compilations("*bf16", True),
+    *_compilations("*bf16", True, "evict_last"),
+    *_compilations("*fp32", False),
+    *_compilations("*fp16", False),
+)

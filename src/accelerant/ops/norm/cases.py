@@ -98,7 +98,9 @@ FAMILY = {
 _SIZES = {"M": "i32", "N": "i32"}
 
 
-def _forward(kind: str, N: int, *, centre: bool, residual: bool = False, vectors: bool = True) -> Compilation:
+def _forward(
+    kind: str, N: int, *, centre: bool, residual: bool = False, vectors: bool = True, eviction: str = ""
+) -> Compilation:
     plan = forward_plan(N, centre, residual)
     types = {"x_ptr": kind, "y_ptr": kind, "statistics_ptr": "*fp32", **_SIZES}
     types |= {"x_stride": "i32", "residual_stride": "i32", "eps": "fp32"}
@@ -112,18 +114,18 @@ def _forward(kind: str, N: int, *, centre: bool, residual: bool = False, vectors
     if vectors and centre:
         types |= {"bias_ptr": "*fp32"}
     absent += [name for name in ("weight_ptr", "bias_ptr") if name not in types]
-    constants = {**dict.fromkeys(absent), **forward_constants(plan, N, centre)}
+    constants = {**dict.fromkeys(absent), **forward_constants(plan, N, centre, eviction)}
     return Compilation(_KERNELS["fwd"], types, constants, plan.num_warps)
 
 
-def _backward(kind: str, N: int, *, centre: bool, residual: bool = False) -> Compilation:
+def _backward(kind: str, N: int, *, centre: bool, residual: bool = False, dxsum: bool = False) -> Compilation:
     plan = backward_plan(N, residual, centre)
     types = {"dy_ptr": kind, "x_ptr": kind, "weight_ptr": "*fp32", "statistics_ptr": "*fp32", "dx_ptr": kind}
     types |= {"parts_ptr": "*fp32", **_SIZES, "dy_stride": "i32", "ds_stride": "i32", "x_stride": "i32"}
     if residual:
         types |= {"ds_ptr": kind}
     absent = {} if residual else {"ds_ptr": None}
-    constants = {**absent, **backward_constants(plan, N, centre, True, centre)}
+    constants = {**absent, **backward_constants(plan, N, centre, True, centre, dxsum)}
     return Compilation(_KERNELS["bwd"], types, constants, plan.num_warps)
 
 
@@ -131,15 +133,17 @@ _WIDE = {"CENTRE": True, "BLOCK_N": WIDE.block_n}
 KERNELS = (
     *(_forward("*bf16", N, centre=centre) for N in (768, 4096) for centre in (True, False)),
     *(_forward("*bf16", N, centre=centre, residual=True) for N, centre in ((768, True), (4096, False))),
+    *(_forward("*bf16", N, centre=True, eviction="evict_last") for N in (768, 4096)),
     _forward("*fp32", 8192, centre=True),
     _forward("*fp16", 16000, centre=True, vectors=False),
     *(_backward("*bf16", N, centre=centre) for N in (768, 4096) for centre in (True, False)),
     *(_backward("*bf16", N, centre=centre, residual=True) for N, centre in ((768, True), (4096, False))),
+    _backward("*bf16", 768, centre=True, residual=True, dxsum=True),
     _backward("*fp32", 4096, centre=True, residual=True),
     _backward("*fp32", 8192, centre=True),
     Compilation(
         _KERNELS["bwd_reduce"],
-        {"parts_ptr": "*fp32", "dweight_ptr": "*fp32", "dbias_ptr": "*fp32", "P": "i32", "N": "i32"},
+        {**dict.fromkeys(("parts_ptr", "dweight_ptr", "dbias_ptr", "dxsum_ptr"), "*fp32"), "P": "i32", "N": "i32"},
         {"BLOCK_P": reduce_plan(4096).rows, "BLOCK_N": reduce_plan(4096).block_n},
         reduce_plan(4096).num_warps,
     ),

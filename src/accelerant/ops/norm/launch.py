@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from accelerant.ops._l2 import eviction
 from accelerant.ops._rows import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2, whole_rows
 from accelerant.runtime.choices import rounded
 from accelerant.runtime.triton import TritonKernel
@@ -40,7 +41,7 @@ WIDE_BACKWARD = 8192
 
 WIDE = RowPlan(rows=1, block_n=4096, num_warps=8)
 COLUMNS = RowPlan(rows=16, block_n=128, num_warps=4, programs=4)
-Constants = dict[str, int | bool]
+Constants = dict[str, int | bool | str]
 
 # The rules are the fastest of 8 to 20 plans measured on an H200 at 16384x4096 and 65536x768 in bfloat16.
 
@@ -50,7 +51,7 @@ def forward_plan(N: int, centre: bool = True, adds: bool = False) -> RowPlan:
     """What a program of norm_fwd takes: at least 2048 elements, 16 to 48 a thread; centre for layer_norm."""
     block_n = max(16, next_power_of_2(N))
     if N == 768 and not adds:
-        return RowPlan(rows=8, block_n=256, num_warps=4, chunks=3)
+        return RowPlan(rows=4, block_n=256, num_warps=4, chunks=3)
     if N in (1280, 1536, 1792):  # pieces of one warp's width: no idle lanes
         return RowPlan(rows=4, block_n=256, num_warps=4, chunks=N // 256)
     if block_n <= 1024 and adds and centre:
@@ -144,19 +145,23 @@ def reduce_plan(N: int) -> RowPlan:
     return RowPlan(rows=128, block_n=8 if N <= 4096 else 64, num_warps=4)
 
 
-def forward_constants(plan: RowPlan, N: int, centre: bool) -> Constants:
+def forward_constants(plan: RowPlan, N: int, centre: bool, eviction: str) -> Constants:
     """The compile-time arguments of norm_fwd."""
     exact = plan.block_n * plan.chunks == N
-    return {"CENTRE": centre, "ROWS": plan.rows, "BLOCK_N": plan.block_n, "CHUNKS": plan.chunks, "EXACT": exact}
+    tile = {"ROWS": plan.rows, "BLOCK_N": plan.block_n, "CHUNKS": plan.chunks}
+    return {"CENTRE": centre, **tile, "EXACT": exact, "EVICTION": eviction}
 
 
-def backward_constants(plan: RowPlan, N: int, centre: bool, dweight: bool, dbias: bool) -> Constants:
+def backward_constants(
+    plan: RowPlan, N: int, centre: bool, dweight: bool, dbias: bool, dxsum: bool = False
+) -> Constants:
     """The compile-time arguments of norm_bwd."""
     warps_along_rows = plan.block_n < 256 * plan.num_warps  # a warp reads 256 elements of a row: 16 bytes a thread
     return {
         "CENTRE": centre,
         "DWEIGHT": dweight,
         "DBIAS": dbias,
+        "DXSUM": dxsum,
         "ROWS": plan.rows,
         "BLOCK_N": plan.block_n,
         "EXACT": plan.block_n == N,
@@ -198,7 +203,9 @@ def launch_forward(
             )
         rows, stride = as_rows(x, N)
         others, residual_stride = (None, 0) if residual is None else as_rows(residual, N)
-        constants = {"CENTRE": centre, "BLOCK_N": plan.block_n} if wide else forward_constants(plan, N, centre)
+        constants: Constants = {"CENTRE": centre, "BLOCK_N": plan.block_n}
+        if not wide:
+            constants = forward_constants(plan, N, centre, eviction(x, 2 if residual is None else 4))
         KERNELS["fwd_wide" if wide else "fwd"].launch(
             (ceil_div(M, plan.rows),),
             (rows, others, _dense(weight), _dense(bias), y, s, kept, M, N, stride, residual_stride, eps),
@@ -221,6 +228,7 @@ def launch_backward(
     needs: Sequence[bool],
     ds: Tensor | None = None,
     plan: RowPlan | None = None,
+    dxsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Find dx, contiguous, and the gradients of weight and bias where they are needed.
 
@@ -234,6 +242,7 @@ def launch_backward(
         needs: of x, weight and bias; dx is made in any case.
         ds: gradient of x from elsewhere, to add.
         plan: None for the usual one.
+        dxsum: (N,), where the sum of dx over the rows is wanted: the gradient of a bias that was added to x.
     """
     N = x.shape[-1]
     M = x.numel() // N if N else 0
@@ -241,6 +250,8 @@ def launch_backward(
     dweight = torch.empty(N, dtype=weight.dtype, device=x.device) if needs[1] and weight is not None else None
     dbias = torch.empty(N, dtype=bias.dtype, device=x.device) if needs[2] and bias is not None else None
     if not M:
+        if dxsum is not None:
+            dxsum.zero_()
         return dx, None if dweight is None else dweight.zero_(), None if dbias is None else dbias.zero_()
     rows, stride = as_rows(x, N)
     dy, dy_stride = as_rows(dy, N)
@@ -251,8 +262,11 @@ def launch_backward(
     parts: Tensor | None = None
     if plan is None and N > WIDE_BACKWARD:
         wide = (dy, ds_rows, rows, weight, statistics, dx, N, dy_stride, ds_stride, stride)
-        constants = {"CENTRE": centre, "BLOCK_N": WIDE.block_n}
+        constants: Constants = {"CENTRE": centre, "BLOCK_N": WIDE.block_n}
         KERNELS["bwd_wide"].launch((M,), wide, constants, num_warps=WIDE.num_warps)
+        if dxsum is not None:
+            dxsum.copy_(dx.view(M, N).sum(0, dtype=torch.float32))
+            dxsum = None
         if not sums:
             return dx, None, None
         strips = ceil_div(N, COLUMNS.block_n)
@@ -270,15 +284,17 @@ def launch_backward(
                 lambda plan: launch_backward(centre, dy, x, weight, bias, statistics, eps, needs, ds, plan),
             )
         programs = plan.grid(M, x.device)
+        sums += dxsum is not None
         parts = torch.empty((sums, programs, N), dtype=torch.float32, device=x.device) if sums else None
         args = (dy, ds_rows, rows, weight, statistics, dx, parts, M, N, dy_stride, ds_stride, stride)
-        constants = backward_constants(plan, N, centre, wanted["DWEIGHT"], wanted["DBIAS"])
+        constants = backward_constants(plan, N, centre, wanted["DWEIGHT"], wanted["DBIAS"], dxsum is not None)
         KERNELS["bwd"].launch((programs,), args, constants, num_warps=plan.num_warps)
     if sums:
         reduce = reduce_plan(N)
         constants = {"BLOCK_P": reduce.rows, "BLOCK_N": reduce.block_n}
         grid = (ceil_div(N, reduce.block_n),)
-        KERNELS["bwd_reduce"].launch(grid, (parts, dweight, dbias, programs, N), constants, num_warps=reduce.num_warps)
+        summed = (parts, dweight, dbias, dxsum, programs, N)
+        KERNELS["bwd_reduce"].launch(grid, summed, constants, num_warps=reduce.num_warps)
     return dx, dweight, dbias
 
 

@@ -2,19 +2,20 @@
 
     mu = mean(x), 0 unless CENTRE    r = 1 / sqrt(mean((x - mu)^2) + eps)    h = (x - mu) r    y = h w + b
     g  = dy w       dx = r (g - mean(g) - h mean(g h)) + ds, without mean(g) unless CENTRE
-    dw = sum over rows of dy h      db = sum over rows of dy
+    dw = sum over rows of dy h      db = sum over rows of dy      dxsum = sum over rows of dx
 
 Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450, equations 3 and 4; Zhang and Sennrich 2019, arXiv:1910.07467,
         equation 4; the gradients are theirs written out.
 Layout: x, residual, dy and ds with a distance between rows, everything else dense; sums in float32. Statistics are
         (M, 2): mu and r; (M, 1) unless CENTRE: r alone. (As (2, M), the offset M cost norm_bwd 30 registers.)
 Grid:   fwd takes ROWS rows a program, as CHUNKS pieces of BLOCK_N columns. bwd is persistent: program p takes the rows
-        p ROWS, (p + programs) ROWS, ... ROWS at a time, and keeps w and its part of dw and db in registers. bwd_reduce
+        p ROWS, (p + programs) ROWS, ... ROWS at a time, and keeps w and its part of the sums in registers. bwd_reduce
         adds the programs' parts in a fixed order.
         The _wide kernels are for rows beyond the registers: one program a row, which reads it several times, from L2;
         bwd_columns then takes a strip of columns and a share of the rows.
 Bound:  memory: 2 accesses an element forward, 3 backward, with a residual 4 and 4 (fwd_wide the same if L2 holds the
         row, bwd_wide with bwd_columns 2 more); about 9 operations forward, 18 backward.
+EVICTION: see ops/_l2.py; of no use in bwd, whose loads go through shared memory ahead of their use (measured).
 """
 
 import triton
@@ -26,6 +27,7 @@ def norm_fwd(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, statistics_ptr,
     M, N, x_stride, residual_stride, eps,
     CENTRE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, EXACT: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):  # fmt: skip
     # One group of rows a program and the weights read last: a persistent loop with the weights in registers took 14%
     # longer on an H200, since the L2 serves them at no cost and fewer registers mean more rows in flight.
@@ -37,9 +39,11 @@ def norm_fwd(
     for i in tl.static_range(CHUNKS):
         at = columns + i * BLOCK_N
         inside = in_rows[:, None] & ((at < N) | EXACT)
-        x = tl.load(x_ptr + rows[:, None] * x_stride + at, mask=inside, other=0.0)
+        x_at = rows[:, None] * x_stride + at
+        x = tl.load(x_ptr + x_at, mask=inside, other=0.0, eviction_policy=EVICTION)
         if residual_ptr is not None:
-            residual = tl.load(residual_ptr + rows[:, None] * residual_stride + at, mask=inside, other=0.0)
+            residual_at = rows[:, None] * residual_stride + at
+            residual = tl.load(residual_ptr + residual_at, mask=inside, other=0.0, eviction_policy=EVICTION)
             # Rounded before it is normalised: what the backward pass reads again, and what torch does unfused.
             x = (x.to(tl.float32) + residual.to(tl.float32)).to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + rows[:, None] * N + at, x, mask=inside)
@@ -86,7 +90,7 @@ def _centred(x, mean, columns, N, MASKED: tl.constexpr):
 def norm_bwd(
     dy_ptr, ds_ptr, x_ptr, weight_ptr, statistics_ptr, dx_ptr, parts_ptr,
     M, N, dy_stride, ds_stride, x_stride,
-    CENTRE: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
+    CENTRE: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DXSUM: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     # KEPT: rows of the running sums, 1 or ROWS. Where warps lie along the columns, adding a group's rows at once is
@@ -97,6 +101,7 @@ def norm_bwd(
         weight = tl.load(weight_ptr + columns, mask=in_row, other=0.0).to(tl.float32)
     dweight = tl.zeros([KEPT, BLOCK_N], dtype=tl.float32)
     dbias = tl.zeros([KEPT, BLOCK_N], dtype=tl.float32)
+    dxsum = tl.zeros([KEPT, BLOCK_N], dtype=tl.float32)
     first = tl.program_id(0).to(tl.int64) * ROWS
     step = tl.num_programs(0).to(tl.int64) * ROWS
     for start in tl.range(first, M, step, num_stages=STAGES):
@@ -125,9 +130,15 @@ def norm_bwd(
             dweight += part if KEPT == ROWS else tl.sum(part, 0, keep_dims=True)
         if DBIAS:
             dbias += dy if KEPT == ROWS else tl.sum(dy, 0, keep_dims=True)
+        if DXSUM:
+            dxsum += dx if KEPT == ROWS else tl.sum(dx, 0, keep_dims=True)
     columns = tl.arange(0, BLOCK_N)
     at = tl.program_id(0).to(tl.int64) * N + columns
-    _store_parts(parts_ptr, at, dweight, dbias, tl.num_programs(0), N, (columns < N) | EXACT, DWEIGHT, DBIAS)
+    inside = (columns < N) | EXACT
+    _store_parts(parts_ptr, at, dweight, dbias, tl.num_programs(0), N, inside, DWEIGHT, DBIAS)
+    if DXSUM:
+        place = tl.num_programs(0).to(tl.int64) * (N * (DWEIGHT + DBIAS))
+        tl.store(parts_ptr + place + at, tl.sum(dxsum, 0), mask=inside)
 
 
 @triton.jit
@@ -143,13 +154,18 @@ def _store_parts(
 
 
 @triton.jit
-def norm_bwd_reduce(parts_ptr, dweight_ptr, dbias_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+def norm_bwd_reduce(
+    parts_ptr, dweight_ptr, dbias_ptr, dxsum_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if dweight_ptr is not None:
         _reduce(parts_ptr, dweight_ptr, columns, P, N, BLOCK_P, BLOCK_N)
         parts_ptr += P * N.to(tl.int64)
     if dbias_ptr is not None:
         _reduce(parts_ptr, dbias_ptr, columns, P, N, BLOCK_P, BLOCK_N)
+        parts_ptr += P * N.to(tl.int64)
+    if dxsum_ptr is not None:
+        _reduce(parts_ptr, dxsum_ptr, columns, P, N, BLOCK_P, BLOCK_N)
 
 
 @triton.jit

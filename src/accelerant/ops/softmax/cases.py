@@ -69,19 +69,19 @@ FAMILY = {
 _SIZES = {"M": "i32", "N": "i32"}
 
 
-def _compilations(kind: str, N: int, log: bool = False) -> tuple[Compilation, ...]:
+def _compilations(kind: str, N: int, log: bool = False, eviction: str = "") -> tuple[Compilation, ...]:
     plan, back = row_plan(N), row_plan(N, backward=True)
     return (
         Compilation(
             _KERNELS["fwd"],
             {"x_ptr": kind, "y_ptr": kind, **_SIZES, "x_stride": "i32"},
-            constants(plan, N, log),
+            constants(plan, N, log, eviction),
             plan.num_warps,
         ),
         Compilation(
             _KERNELS["bwd"],
             {"dy_ptr": kind, "y_ptr": kind, "dx_ptr": kind, **_SIZES, "dy_stride": "i32"},
-            constants(back, N, log),
+            constants(back, N, log, eviction),
             back.num_warps,
         ),
     )
@@ -93,6 +93,7 @@ _FORWARD = {"x_ptr": "*bf16", "y_ptr": "*bf16", "N": "i32"}
 _BACKWARD = {"dy_ptr": "*bf16", "y_ptr": "*bf16", "dx_ptr": "*bf16", "N": "i32"}
 KERNELS = (
     *_compilations("*bf16", 4096),
+    *_compilations("*bf16", 4096, eviction="evict_last"),
     *_compilations("*bf16", 4096, log=True),
     *_compilations("*bf16", 768),
     *_compilations("*fp32", 16000),

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from accelerant.ops._l2 import eviction
 from accelerant.ops._rows import RowPlan, as_rows, ceil_div, next_power_of_2, whole_rows
 from accelerant.runtime.triton import TritonKernel
 from accelerant.runtime.tuning import Tuned
@@ -31,7 +32,7 @@ def row_plan(N: int, backward: bool = False) -> RowPlan:
         return RowPlan(rows=4096 // block_n, block_n=block_n, num_warps=4)
     if backward:
         return RowPlan(rows=1, block_n=block_n, num_warps=16)
-    return RowPlan(rows=2 if block_n == 4096 else 1, block_n=block_n, num_warps=8 if block_n <= 8192 else 16)
+    return RowPlan(rows=1, block_n=block_n, num_warps=4 if block_n == 4096 else 8 if block_n <= 8192 else 16)
 
 
 def _tuned(way: str, log: bool) -> Tuned[RowPlan]:
@@ -46,9 +47,9 @@ TUNED = {(way, log): _tuned(way, log) for way in ("fwd", "bwd") for log in (Fals
 """The plans of softmax_fwd and softmax_bwd, by "fwd" or "bwd" and whether the logarithm is taken."""
 
 
-def constants(plan: RowPlan, N: int, log: bool) -> dict[str, int | bool]:
+def constants(plan: RowPlan, N: int, log: bool, eviction: str) -> dict[str, int | bool | str]:
     """The compile-time arguments of softmax_fwd and softmax_bwd."""
-    return {"LOG": log, "ROWS": plan.rows, "BLOCK_N": plan.block_n, "EXACT": plan.block_n == N}
+    return {"LOG": log, "ROWS": plan.rows, "BLOCK_N": plan.block_n, "EXACT": plan.block_n == N, "EVICTION": eviction}
 
 
 @functools.cache
@@ -75,7 +76,8 @@ def launch_forward(log: bool, x: Tensor, dim: int, plan: RowPlan | None = None) 
     if plan is None:
         plan = TUNED["fwd", log](x.device, x.dtype, (M, N), lambda plan: launch_forward(log, x, dim, plan))
     args = (rows, y, M, N, stride)
-    KERNELS["fwd"].launch((ceil_div(M, plan.rows),), args, constants(plan, N, log), num_warps=plan.num_warps)
+    named = constants(plan, N, log, eviction(x, 2))
+    KERNELS["fwd"].launch((ceil_div(M, plan.rows),), args, named, num_warps=plan.num_warps)
     return y
 
 
@@ -98,7 +100,8 @@ def launch_backward(log: bool, dy: Tensor, y: Tensor, dim: int, plan: RowPlan | 
     if plan is None:
         plan = TUNED["bwd", log](y.device, y.dtype, (M, N), lambda plan: launch_backward(log, dy, y, dim, plan))
     args = (rows, y, dx, M, N, stride)
-    KERNELS["bwd"].launch((ceil_div(M, plan.rows),), args, constants(plan, N, log), num_warps=plan.num_warps)
+    named = constants(plan, N, log, eviction(y, 3))
+    KERNELS["bwd"].launch((ceil_div(M, plan.rows),), args, named, num_warps=plan.num_warps)
     return dx
 
 

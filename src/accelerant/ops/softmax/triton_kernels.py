@@ -12,6 +12,7 @@ Grid:   fwd and bwd: ROWS rows a program, kept in registers; _wide: one program 
 Bound:  memory: 2 accesses an element forward, 3 backward (beyond the registers 3 and 5, where L2 does not help);
         about 5 operations forward, 4 backward. log2(e) is not folded into one multiply-add with the maximum: its
         product with a large maximum is rounded, and x = max x would no longer give exp 0.
+EVICTION: see ops/_l2.py.
 """
 
 import triton
@@ -20,12 +21,14 @@ import triton.language as tl
 
 @triton.jit
 def softmax_fwd(
-    x_ptr, y_ptr, M, N, x_stride, LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr
-):
+    x_ptr, y_ptr, M, N, x_stride,
+    LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, EVICTION: tl.constexpr,
+):  # fmt: skip
     columns = tl.arange(0, BLOCK_N)[None, :]
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = ((rows < M) | (ROWS == 1))[:, None] & ((columns < N) | EXACT)
-    x = tl.load(x_ptr + rows[:, None] * x_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
+    at = rows[:, None] * x_stride + columns
+    x = tl.load(x_ptr + at, mask=inside, other=float("-inf"), eviction_policy=EVICTION).to(tl.float32)
     x -= tl.max(x, 1)[:, None]
     e = tl.exp(x)
     y = _normalised(x, e, tl.sum(e, 1)[:, None], LOG)
@@ -35,15 +38,17 @@ def softmax_fwd(
 @triton.jit
 def softmax_bwd(
     dy_ptr, y_ptr, dx_ptr, M, N, dy_stride,
-    LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr,
+    LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK_N)[None, :]
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = ((rows < M) | (ROWS == 1))[:, None] & ((columns < N) | EXACT)
-    y = tl.load(y_ptr + rows[:, None] * N + columns, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + rows[:, None] * dy_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    at = rows[:, None] * N + columns
+    y = tl.load(y_ptr + at, mask=inside, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+    dy_at = rows[:, None] * dy_stride + columns
+    dy = tl.load(dy_ptr + dy_at, mask=inside, other=0.0, eviction_policy=EVICTION).to(tl.float32)
     dx = _gradient(dy, y, tl.sum(_term(dy, y, LOG), 1)[:, None], LOG)
-    tl.store(dx_ptr + rows[:, None] * N + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
