@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 
+from accelerant.errors import LaunchError
 from accelerant.ops import cross_entropy, linear_cross_entropy
 from accelerant.ops.cross_entropy import launch, row
 from accelerant.ops.cross_entropy.reference import cross_entropy_reference
@@ -18,11 +19,11 @@ needs_nvrtc = pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reaso
 @pytest.mark.parametrize("plan", row.PLANS)
 @pytest.mark.parametrize(("mean", "smooth"), [(True, False), (False, True)])
 def test_compiles_within_its_budget(plan, mean, smooth):
-    binary = row.program(plan, 20000, mean, smooth).build("sm_90a")
+    binary = row.program(plan, plan.room(), mean, smooth).build("sm_90a")
     (used,) = binary.resources.values()
     assert used.registers <= 65536 // (plan.threads * plan.blocks)
     assert used.spill_bytes == used.stack_bytes == 0
-    assert plan.blocks * (row.program(plan, plan.room(), mean, smooth).shared_bytes + 2048) <= 228 << 10
+    assert plan.blocks * (plan.shared_bytes(plan.room()) + used.shared_bytes + 1024) <= 228 << 10
 
 
 def test_says_what_it_cannot_do():
@@ -30,13 +31,39 @@ def test_says_what_it_cannot_do():
     assert "Hopper" in row.refuses(case)
 
 
-@pytest.mark.parametrize(("N", "threads"), [(8192, 256), (26900, 256), (50304, 512), (57073, 1024), (100000, 1024)])
-def test_longer_rows_leave_room_for_fewer_blocks(N, threads):
-    assert row.plan_for(N).threads == threads
+@pytest.mark.parametrize("N", [8192, 26900, 50304, 57400, 100000, 128256, 152064, 262144])
+def test_longer_rows_leave_room_for_fewer_blocks(N):
+    plan = row.plan_for(N)
+    before = row.PLANS[: row.PLANS.index(plan)]
+    assert all(other.room() < N for other in before)
+    assert plan.room() >= N
+
+
+@pytest.mark.parametrize("plan", row.PLANS)
+@pytest.mark.parametrize("lead", range(8))
+def test_the_parts_of_a_row_fit_in_their_blocks(plan, lead):
+    """As row.cu cuts a row: each part in its block's shared memory, the last one up to the row's end."""
+    for N in (row.LEAST, 50257, plan.room() - 1, plan.room()):
+        groups, share = -(-(lead + N) // 8), -(-((N + 14) // 8) // plan.parts)
+        assert share * plan.parts >= groups
+        warps = plan.threads // 32
+        for block in range(plan.cluster):
+            first, last = min(block * warps * share, groups), min((block + 1) * warps * share, groups)
+            assert 16 * (last - first) <= plan.shared_bytes(N)
 
 
 def test_a_row_that_does_not_fit_has_no_plan():
-    assert row.plan_for(128256) is None
+    assert row.plan_for(row.PLANS[-1].room() + 1) is None
+
+
+def test_a_device_without_room_for_clusters_says_so(monkeypatch):
+    """A part of a device may have too few multiprocessors beside each other; a grid of no blocks says nothing."""
+    monkeypatch.setattr(row, "_kernel", lambda *variant: None)
+    monkeypatch.setattr(row, "_most_clusters", lambda *variant: 0)
+    x, targets = torch.zeros(2, 128256, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+    out = torch.empty(3, 2)
+    with pytest.raises(LaunchError, match="no room for clusters of 4 blocks, which hold 128256 columns"):
+        row.launch_row(x, 128256, targets, -100, 0.0, out[0], out[1:], torch.empty_like(x), 128256, None)
 
 
 def made(M, N, *, offset=0, seed=0, scale=2.0):
@@ -67,7 +94,7 @@ def close_to_float64(x, targets, *, smoothing=0.0, reduction="mean"):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("N", [8192, 9001, 16384, 50257, 50304, 57073, 100003])
+@pytest.mark.parametrize("N", [8192, 9001, 16379, 16384, 50257, 50304, 57073, 100003, 128256, 151937, 262145])
 @pytest.mark.parametrize("offset", [0, 3])
 def test_matches_the_reference(N, offset):
     close_to_float64(*made(300, N, offset=offset))
@@ -87,9 +114,10 @@ def test_any_number_of_rows(M):
 
 
 @pytest.mark.gpu
-def test_every_row_has_the_triton_kernels_results():
-    x, targets = made(500, 50257)
-    targets[7], targets[11] = 50257, -1  # no classes
+@pytest.mark.parametrize("plan", row.PLANS, ids=str)
+def test_every_row_has_the_triton_kernels_results(plan):
+    x, targets = made(500, 20001)
+    targets[7], targets[11] = 20001, -1  # no classes
     x[13, 17], x[19, 23], x[29] = float("nan"), float("inf"), float("-inf")
     x[31] = -1e30
     counts = launch.count(targets, -100)
@@ -99,7 +127,7 @@ def test_every_row_has_the_triton_kernels_results():
         dx, stride = row.alike(x, x.stride(0))
         dx.fill_(7.0)
         if kernel:
-            kernel(x, x.stride(0), targets, -100, 0.0, losses[0], statistics, dx, stride, counts)
+            kernel(x, x.stride(0), targets, -100, 0.0, losses[0], statistics, dx, stride, counts, plan)
         else:
             launch.launch_rows(x, x.stride(0), targets, -100, 0.0, losses=losses[0], statistics=statistics, dx=dx,
                                dx_stride=stride, counts=counts)  # fmt: skip
@@ -109,8 +137,9 @@ def test_every_row_has_the_triton_kernels_results():
 
 
 @pytest.mark.gpu
-def test_in_place_gives_the_same_bits():
-    x, targets = made(400, 50304)
+@pytest.mark.parametrize("N", [50304, 128256])
+def test_in_place_gives_the_same_bits(N):
+    x, targets = made(400, N)
     leaf = x.clone().requires_grad_()
     cross_entropy(leaf, targets).backward()
     over = x.clone().requires_grad_()
@@ -120,8 +149,9 @@ def test_in_place_gives_the_same_bits():
 
 
 @pytest.mark.gpu
-def test_same_bits_each_time():
-    x, targets = made(700, 50304)
+@pytest.mark.parametrize("N", [16379, 50304, 128256])  # of 16379 columns rows differ in their number of groups
+def test_same_bits_each_time(N):
+    x, targets = made(700, N)
     first = None
     for _ in range(50):
         leaf = x.detach().requires_grad_()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from accelerant.errors import LaunchError
 from accelerant.ops._rows import ceil_div, multiprocessors
 from accelerant.ops.attention.hopper import HopperProgram, load, primitives
 from accelerant.ops.cross_entropy.launch import COUNTS, launch_forward
@@ -21,9 +22,9 @@ KINDS = ("*bf16", "*i64", "*f32", "*f32", "*bf16", "*i32", "i32", "i32", "i64", 
 """Of the kernel's arguments: logits, targets, losses, statistics, gradient, counts; M, N; distances of rows of the
 logits and of the gradient; ignore_index; smoothing."""
 
-_SHARED_BYTES = 227 << 10
-_OTHERS_BYTES = 1 << 10
-"""Of a multiprocessor's shared memory: what one block can have, and what its barriers and sums take besides the row."""
+_SHARED_BYTES = 228 << 10
+_RESERVED_BYTES = 1 << 10
+"""A multiprocessor's shared memory, and what the system has of each block's."""
 
 LEAST = 8192
 """Rows of fewer columns stay in registers, in Triton's kernel."""
@@ -31,17 +32,38 @@ LEAST = 8192
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A variant of the kernel: threads a block, blocks a multiprocessor."""
+    """A variant of the kernel.
+
+    Attributes:
+        threads: a block.
+        blocks: a multiprocessor.
+        cluster: blocks that hold a row together.
+    """
 
     threads: int
     blocks: int
+    cluster: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Of a row: one a warp."""
+        return self.cluster * self.threads // 32
+
+    def shared_bytes(self, N: int) -> int:
+        """What a block keeps of a row of N columns, wherever it begins: 16 bytes a group of 8."""
+        groups = (N + 14) // 8
+        return 16 * (groups if self.cluster == 1 else ceil_div(groups, self.parts) * self.threads // 32)
 
     def room(self) -> int:
         """The most columns of a row."""
-        return (_SHARED_BYTES // self.blocks - _OTHERS_BYTES - (1 << 10) * (self.blocks - 1)) // 2 - 16
+        others = 2 * 16 * self.parts + 8 * (self.threads // 32 + 2)  # what parts send each other, barriers
+        groups = (_SHARED_BYTES // self.blocks - _RESERVED_BYTES - 1024 * ceil_div(others, 1024)) // 16
+        if self.cluster > 1:
+            groups = groups // (self.threads // 32) * self.parts
+        return 8 * groups - 7
 
 
-PLANS = (Plan(256, 4), Plan(512, 2), Plan(1024, 1))
+PLANS = (Plan(256, 4), Plan(512, 2), Plan(1024, 1), Plan(512, 3, 4), Plan(256, 3, 8))
 """The preferred first; threads are 32 times a power of two. More blocks hide the turn from one row to the next: 65536
 rows of 16384 took 1.16 ms with four, 1.30 with two, on an H200."""
 
@@ -67,16 +89,34 @@ def refuses(case: Case) -> str | None:
 @functools.cache
 def program(plan: Plan, N: int, mean: bool, smooth: bool) -> HopperProgram:
     """The kernel's text for a variant; N sets how much shared memory it asks for."""
-    constants = {"THREADS": plan.threads, "BLOCKS": plan.blocks, "MEAN": int(mean), "SMOOTH": int(smooth)}
+    constants = {
+        "THREADS": plan.threads,
+        "BLOCKS": plan.blocks,
+        "CLUSTER": plan.cluster,
+        "MEAN": int(mean),
+        "SMOOTH": int(smooth),
+    }
     macros = [f"#define {name} {value}" for name, value in {**constants, "COUNTS": COUNTS}.items()]
     body = (Path(__file__).parent / "row.cu").read_text()
     text = "\n".join(['#define ELEMENT "bf16"', *macros, primitives(), '#line 1 "row.cu"', body])
-    return HopperProgram("cross_entropy_row", text, plan.threads, 16 * ceil_div(N + 14, 8))
+    return HopperProgram("cross_entropy_row", text, plan.threads, plan.shared_bytes(N))
 
 
 @functools.cache
 def _kernel(plan: Plan, N: int, mean: bool, smooth: bool, device: int) -> Kernel:
     return load(program(plan, N, mean, smooth), KINDS, device)
+
+
+@functools.cache
+def _most_clusters(plan: Plan, N: int, mean: bool, smooth: bool, device: int) -> int:
+    """How many clusters the device runs at a time; its groups of multiprocessors need not divide by a cluster."""
+    from cuda.core import LaunchConfig, Stream
+
+    config = LaunchConfig(grid=1, cluster=plan.cluster, block=plan.threads, shmem_size=plan.shared_bytes(N))
+    core = _kernel(plan, N, mean, smooth, device).handle.core
+    with torch.cuda.device(device):
+        stream = Stream.from_handle(torch._C._cuda_getCurrentRawStream(device))
+        return int(core.occupancy.max_active_clusters(config, stream=stream))
 
 
 def launch_row(
@@ -95,16 +135,23 @@ def launch_row(
     """Each row's loss, statistics and gradient; the arguments are those of launch.launch_rows.
 
     The rows of dx must begin as far from a 16-byte boundary as those of the logits.
+
+    Raises:
+        LaunchError: the device refused, or is a part of one that has no room for the plan's clusters.
     """
     M, N = rows.shape
     plan = plan or plan_for(N) or PLANS[-1]
     device = rows.get_device()
-    kernel = _kernel(plan, N, counts is not None, smoothing != 0.0, device)
+    variant = plan, N, counts is not None, smoothing != 0.0, device
+    kernel = _kernel(*variant)
     args = (
         rows, targets.long(), losses, statistics, dx, targets if counts is None else counts,
         M, N, stride, dx_stride, ignore_index, smoothing,
     )  # fmt: skip
-    grid = (min(M, plan.blocks * multiprocessors(rows.device)),)
+    at_once = plan.blocks * multiprocessors(rows.device) if plan.cluster == 1 else _most_clusters(*variant)
+    if not at_once:
+        raise LaunchError(f"{rows.device} has no room for clusters of {plan.cluster} blocks, which hold {N} columns")
+    grid = (plan.cluster * min(M, at_once),)
     stream = torch._C._cuda_getCurrentRawStream(device)
     with torch.cuda.device(device):
         kernel.handle.start(grid, (plan.threads,), args, stream)
