@@ -95,12 +95,22 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
         limit = max(limit, 4 * weight.numel())
     R = chunk_rows(M, V, hidden.element_size(), limit)
     buffer = torch.empty(R, ceil_div(V, _ALIGNED) * _ALIGNED, dtype=hidden.dtype, device=hidden.device)
+    if hidden.device.type == "cpu":  # oneDNN's products of bfloat16 read one column past an odd V: NaN times 0 is NaN
+        buffer[:, V:].zero_()
     for start in range(0, M, R):
         rows = slice(start, min(start + R, M))
         logits = buffer[: rows.stop - start, :V]
         for part in _split(V):
             _product(hidden[rows], weight[part].t(), logits[:, part])
         yield rows, logits
+
+
+def _classes(logits: Tensor, classes: int | None) -> Tensor:
+    """The logits of the classes; those of rows that are none become 0, which is their gradient."""
+    if classes is None or classes == logits.shape[1]:
+        return logits
+    logits[:, classes:].zero_()
+    return logits[:, :classes]
 
 
 def _run(hidden: Tensor, weight: Tensor, needs: Sequence[bool], each: Callable[[slice, Tensor], None]) -> _Gradients:
@@ -136,6 +146,7 @@ def run_triton(
     losses: Tensor | None = None,
     counts: Tensor | None = None,
     dy: Tensor | None = None,
+    classes: int | None = None,
 ) -> _Gradients:
     """Losses, and the gradients of hidden and weight that are needed; on Hopper by row.cu where that serves.
 
@@ -146,17 +157,19 @@ def run_triton(
         losses: (M,), written.
         counts: from cross_entropy's `count`: gradients are divided by their sum.
         dy: gradients are multiplied by it; a scalar or (M,).
+        classes: how many rows of weight are classes, the first ones; None for all. The others get a gradient of 0.
     """
     gradient = any(needs)
+    classes = weight.shape[0] if classes is None else classes
     on_chip = (
         gradient
         and dy is None
         and losses is not None
-        and row.refuses(Case(hidden.device, hidden.dtype, (hidden.shape[0], weight.shape[0]), ("gradient",))) is None
+        and row.refuses(Case(hidden.device, hidden.dtype, (hidden.shape[0], classes), ("gradient",))) is None
     )
 
     def each(rows: slice, logits: Tensor) -> None:
-        stride = logits.stride(0)
+        stride, logits = logits.stride(0), _classes(logits, classes)
         if on_chip and losses is not None:  # the latter for the type checker
             own = targets[rows], ignore_index, smoothing, losses[rows], statistics
             row.launch_row(logits, stride, *own, logits, stride, counts)
@@ -182,11 +195,13 @@ def run_torch(
     losses: Tensor | None = None,
     counts: Tensor | None = None,
     dy: Tensor | None = None,
+    classes: int | None = None,
 ) -> _Gradients:
     """As run_triton, from torch's functions."""
     gradient = any(needs)
 
     def each(rows: slice, logits: Tensor) -> None:
+        logits = _classes(logits, classes)
         c = dy[rows] if dy is not None and dy.dim() else dy
         found, dx = torch_rows(logits, targets[rows], ignore_index, smoothing, gradient, counts, c)
         if losses is not None:

@@ -120,6 +120,9 @@ class _Chunked:
     def _scaled(self, x: Tensor, dy: Tensor, counts: Tensor | None, dtype: torch.dtype, given: bool) -> Tensor:
         if given and self._own and x.dtype == dtype:
             return launch.scale_(x, dy, counts)
+        if given and self._own:  # torch's product of float32 in another dtype took 2.1 of 35 ms at 128256 x 4096
+            y = x.new_empty(x.shape, dtype=dtype)
+            return y.copy_(launch.scale_(x, dy, counts))
         if given and x.dtype == dtype and counts is None and x.device.type == "cpu" and dy.item() == 1.0:
             return x
         factor = dy if counts is None else dy.float() / counts.sum()

@@ -12,6 +12,7 @@ from torch.nn import functional
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops.linear_int8 import row
 from accelerant.ops.linear_int8.launch import FEW_ROWS, launch_dx, launch_dynamic, launch_forward
 from accelerant.ops.quantize_int8.op import by_torch, quantize_rows
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
@@ -129,6 +130,10 @@ def _triton_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
     return launch_dynamic(q, x_scale, weight, scale, bias, x.dtype)
 
 
+def _hopper_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
+    return row.launch_row(x, weight, scale, bias)
+
+
 def _torch_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
     with torch.no_grad():
         if not dynamic and (x.dtype == torch.float16 or x.device.type != "cpu"):
@@ -213,7 +218,11 @@ def _backward_cost(case: Case) -> Cost:
 
 _fwd = Operation(
     "linear_int8_fwd",
-    (Implementation("triton", _triton_forward, refuses=_refuses, own=True), Implementation("torch", _torch_forward)),
+    (
+        Implementation("hopper", _hopper_forward, refuses=row.refuses, own=True),
+        Implementation("triton", _triton_forward, refuses=_refuses, own=True),
+        Implementation("torch", _torch_forward),
+    ),
     cost=_forward_cost,
 )
 _bwd = Operation(

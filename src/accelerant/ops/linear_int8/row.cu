@@ -1,0 +1,98 @@
+// linear_int8 of one row of x, for Hopper: y = (x W^T) scale + b, W in 8 bits.
+//
+// Source: as triton_kernels.py.
+// Layout: x (K,), weight (N, K), rows contiguous, from 16-byte boundaries on, K a multiple of 16; scale, bias and y (N,).
+// Grid:   WARPS warps a block; a warp takes ROWS rows of the weight over all of K, 512 columns at a time, of which UNROLL
+//         times as many are on their way while as many are multiplied.
+// Start:  a block may begin while the kernel before it in the stream ends (programmatic dependent launch). Until that
+//         kernel's results may be read it asks for the first AHEAD bytes of its rows to come to the L2 cache, which reads
+//         nothing yet; and its own end lets the next kernel begin.
+// Bound:  memory, N K bytes of weight. An integer becomes a float by its bits: a byte permutation and a subtraction, where
+//         a conversion instruction, at an eighth of the rate, would bound the kernel.
+
+typedef unsigned short u16;
+
+// Not by ld.global.nc: that is for what nobody writes while the kernel runs, and it may begin before the kernel that
+// writes the weight has ended.
+__device__ __forceinline__ uint4 load_once(const uint4* p) {
+    uint4 w;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "l"(p));
+    return w;
+}
+// Byte i of four integers to which 128 was added: 2^23 plus it, less 2^23 + 128; exact.
+__device__ __forceinline__ float integer_of(u32 bytes, int i) {
+    return __uint_as_float(__byte_perm(bytes, 0x4B000000u, 0x7440 | i)) - 8388736.0f;
+}
+__device__ __forceinline__ float element_of(u16 bits) {
+    float y;
+    asm("cvt.f32." ELEMENT " %0, %1;" : "=f"(y) : "h"(bits));
+    return y;
+}
+template <int BYTES> __device__ __forceinline__ float at(const void* p, int i) {
+    return BYTES == 4 ? ((const float*)p)[i] : element_of(((const u16*)p)[i]);
+}
+
+struct Columns {
+    uint4 weight[UNROLL][ROWS];
+};
+// Groups of 16 columns from `from` on, 32 lanes side by side; beyond the end zeros, which are read as 0.
+__device__ __forceinline__ void load_columns(Columns& some, const uint4* const (&rows)[ROWS], int from, int groups) {
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+        const int group = from + 32 * u;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            some.weight[u][r] = group < groups ? load_once(rows[r] + group) : make_uint4(0, 0, 0, 0);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    linear_int8_row(const uint4* x, const uint4* weight, const void* scale, const void* bias, u16* y, int N, int K) {
+    const int lane = lane_id(), first = (blockIdx.x * WARPS + warp_id()) * ROWS, groups = K / 16;
+    if (first >= N) return;
+    const uint4* rows[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) rows[r] = weight + (long long)min(first + r, N - 1) * groups;
+    if (lane < ROWS) {
+        const uint4* ahead = weight + (long long)min(first + lane, N - 1) * groups;
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(ahead), "r"(min(AHEAD, K)));
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+
+    float sums[ROWS] = {};
+    Columns now, next;
+    load_columns(now, rows, lane, groups);
+    for (int from = lane; from < groups + lane; from += 32 * UNROLL) {
+        load_columns(next, rows, from + 32 * UNROLL, groups);
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int group = from + 32 * u;
+            if (group >= groups) break;
+            const uint4 low = x[2 * group], high = x[2 * group + 1];
+            const u32 pairs[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                const uint4 w = now.weight[u][r];
+                const u32 bytes[4] = {w.x ^ 0x80808080u, w.y ^ 0x80808080u, w.z ^ 0x80808080u, w.w ^ 0x80808080u};
+#pragma unroll
+                for (int i = 0; i < 16; ++i) {
+                    const float one = element_of((u16)(i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2] & 0xffff));
+                    sums[r] = fmaf(integer_of(bytes[i / 4], i % 4), one, sums[r]);
+                }
+            }
+        }
+        now = next;
+    }
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int other = 16; other; other /= 2) sums[r] += __shfl_xor_sync(~0u, sums[r], other);
+        if (lane == 0 && first + r < N) {
+            float sum = sums[r] * at<SCALE_BYTES>(scale, first + r);
+            if (BIAS_BYTES) sum += at<BIAS_BYTES>(bias, first + r);
+            y[first + r] = (u16)pack(sum, 0.0f);
+        }
+    }
+}

@@ -1,0 +1,93 @@
+"""Launches of row.cu: one row of x on Hopper, which waits for nothing but the weight's bytes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from accelerant.ops._rows import ceil_div
+from accelerant.ops.attention.hopper import ELEMENTS, HopperProgram, load, primitives
+from accelerant.ops.linear_int8.launch import launch_forward
+from accelerant.runtime.dispatch import Case
+from accelerant.runtime.kernel import Kernel
+
+__all__ = ["KINDS", "PLANS", "Plan", "launch_row", "program", "refuses"]
+
+KINDS = ("*bf16", "*i8", "*f32", "*f32", "*bf16", "i32", "i32")
+"""Of the kernel's arguments: x, weight, scale, bias, y; N, K."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A variant of the kernel.
+
+    Attributes:
+        rows: of the weight, that a warp takes.
+        unroll: times 512 columns are on their way while as many are multiplied.
+        warps: a block.
+        ahead: bytes of each row that are asked for before the kernel ahead in the stream has ended.
+    """
+
+    rows: int
+    unroll: int
+    warps: int
+    ahead: int
+
+
+PLANS = (Plan(4, 2, 4, 1024), Plan(1, 4, 4, 1024))
+"""What is worth timing; the first is the usual one."""
+
+
+def refuses(case: Case) -> str | None:
+    """Why the kernel cannot serve a case of shape (M, N, K); None if it can."""
+    if case.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(case.device) != (9, 0):
+        return "is for Hopper"
+    M, _, K = case.shape
+    if M != 1:
+        return f"takes one row, not {M}"
+    if case.dtype not in ELEMENTS:
+        return "takes bfloat16 and float16"
+    if "dynamic" in case.options:
+        return "takes x as it is"
+    return f"rows of {K} integers do not begin on 16-byte boundaries" if K % 16 or not K else None
+
+
+@functools.cache
+def program(plan: Plan, dtype: torch.dtype, scale_bytes: int, bias_bytes: int) -> HopperProgram:
+    """The kernel's text for a variant; scale_bytes and bias_bytes: 2 for the dtype of x, 4 for float32, 0 for none."""
+    constants = {
+        "ROWS": plan.rows, "UNROLL": plan.unroll, "WARPS": plan.warps, "AHEAD": plan.ahead,
+        "SCALE_BYTES": scale_bytes, "BIAS_BYTES": bias_bytes,
+    }  # fmt: skip
+    macros = [f'#define ELEMENT "{ELEMENTS[dtype]}"', *(f"#define {name} {value}" for name, value in constants.items())]
+    body = (Path(__file__).parent / "row.cu").read_text()
+    text = "\n".join([*macros, primitives(), '#line 1 "row.cu"', body])
+    return HopperProgram("linear_int8_row", text, 32 * plan.warps, 0, overlaps=True)
+
+
+@functools.cache
+def _kernel(plan: Plan, dtype: torch.dtype, scale_bytes: int, bias_bytes: int, device: int) -> Kernel:
+    return load(program(plan, dtype, scale_bytes, bias_bytes), KINDS, device)
+
+
+def launch_row(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, plan: Plan = PLANS[0]) -> Tensor:
+    """Find y (1, N) of x (1, K); the arguments are those of launch.launch_forward, where refuses finds no reason."""
+    N, K = weight.shape
+    x, weight, scale = x.contiguous(), weight.contiguous(), scale.contiguous()
+    if (x.data_ptr() | weight.data_ptr()) % 16:  # a view into the middle of something
+        return launch_forward(x, weight, scale, bias)
+    y = torch.empty(1, N, dtype=x.dtype, device=x.device)
+    if not N:
+        return y
+    bias = None if bias is None else bias.contiguous()
+    device = x.get_device()
+    kernel = _kernel(plan, x.dtype, scale.element_size(), 0 if bias is None else bias.element_size(), device)
+    grid = (ceil_div(N, plan.rows * plan.warps),)
+    args = (x, weight, scale, scale if bias is None else bias, y, N, K)
+    with torch.cuda.device(device):
+        kernel.handle.start(grid, (32 * plan.warps,), args, torch._C._cuda_getCurrentRawStream(device))
+    return y

@@ -1,0 +1,143 @@
+"""Hopper's kernel of linear_int8 for one row: compiled here within its budget, run on a GPU against float64."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from accelerant.ops import linear_int8
+from accelerant.ops.linear_int8 import row
+from accelerant.ops.linear_int8.reference import linear_int8_reference
+from accelerant.runtime.dispatch import Case, force
+from accelerant.runtime.ledger import ledger
+
+needs_nvrtc = pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="no NVRTC on this system")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("plan", row.PLANS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(4, 0), (2, 4), (4, 2)])
+def test_compiles_without_spills(plan, dtype, sizes):
+    binary = row.program(plan, dtype, *sizes).build("sm_90a")
+    (used,) = binary.resources.values()
+    assert used.spill_bytes == used.stack_bytes == 0
+    assert used.registers * 32 * plan.warps <= 65536 // 4  # four blocks a multiprocessor
+    assert binary.metadata["overlaps"] is True
+
+
+@pytest.mark.parametrize("plan", row.PLANS, ids=str)
+def test_reads_nothing_as_unchanging(plan):
+    """It may begin while the kernel before it still writes the weight: no load may be of the kind for constants."""
+    text = row.program(plan, torch.bfloat16, 4, 4).text
+    assert ".nc" not in text[text.index('#line 1 "row.cu"') :].replace("ld.global.nc: that is for", "")
+    assert "__restrict__" not in text[text.index('#line 1 "row.cu"') :]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options", "words"),
+    [
+        ((1, 64, 64), torch.bfloat16, (), "Hopper"),
+        ((2, 64, 64), torch.bfloat16, (), "one row"),
+        ((1, 64, 64), torch.float32, (), "bfloat16 and float16"),
+        ((1, 64, 64), torch.bfloat16, ("dynamic",), "as it is"),
+        ((1, 64, 72), torch.bfloat16, (), "16-byte"),
+        ((1, 64, 0), torch.bfloat16, (), "16-byte"),
+    ],
+)
+def test_says_what_it_cannot_do(shape, dtype, options, words, monkeypatch):
+    device = "cpu" if words == "Hopper" else "cuda"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    assert words in row.refuses(Case(torch.device(device), dtype, shape, options))
+
+
+def drawn(N, K, dtype=torch.bfloat16):
+    torch.manual_seed(N + K)
+    x = torch.randn(1, K, device="cuda").to(dtype)
+    weight = torch.randint(-128, 128, (N, K), device="cuda", dtype=torch.int8)
+    return x, weight, torch.rand(N, device="cuda") / 100
+
+
+def close(y, x, weight, scale, bias=None):
+    wide = [None if each is None else each.double() for each in (x, scale, bias)]
+    exact = linear_int8_reference(wide[0], weight, *wide[1:])
+    relative = 8e-3 if y.dtype == torch.bfloat16 else 1e-3
+    assert (y.double() - exact).abs().max() <= relative * exact.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", row.PLANS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("N", "K"), [(1, 16), (3, 48), (999, 1040), (1001, 4112), (8192, 8192), (4096, 14336), (5, 512)]
+)
+def test_matches_the_reference(plan, N, K, dtype):
+    x, weight, scale = drawn(N, K, dtype)
+    close(row.launch_row(x, weight, scale, None, plan), x, weight, scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
+def test_both_dtypes_of_scale_and_bias(scale_dtype, bias_dtype):
+    x, weight, scale = drawn(1000, 4096)
+    scale, bias = scale.to(scale_dtype), torch.randn(1000, device="cuda").to(bias_dtype)
+    before = ledger().to_dict()["ops"]
+    with force(linear_int8_fwd="hopper"):
+        close(linear_int8(x, weight, scale, bias), x, weight, scale, bias)
+    assert ledger().to_dict()["ops"] != before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(value):
+    x, weight, scale = drawn(64, 512)
+    x[0, 3] = value
+    weight[:, 3] = 1
+    assert not torch.isfinite(row.launch_row(x, weight, scale, None)).any()
+
+
+@pytest.mark.gpu
+def test_views_that_begin_anywhere():
+    x, weight, scale = drawn(64, 512)
+    memory = torch.empty(513, device="cuda", dtype=x.dtype)
+    memory[1:] = x[0]
+    close(row.launch_row(memory[1:].view(1, 512), weight, scale, None), x, weight, scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+def test_waits_for_what_the_kernels_before_it_write(captured):
+    """A chain where each call reads what the one before wrote, and the weight is written just before it is read."""
+    N = 4096
+    x, first, scale = drawn(N, N)
+    sources = [torch.randint(-128, 128, (N, N), device="cuda", dtype=torch.int8) for _ in range(3)]
+    weight, scale = torch.empty_like(first), scale * 0.02
+
+    def chain():
+        y = x
+        for source in sources * 4:
+            torch.add(source, 0, out=weight)  # by a kernel
+            y = row.launch_row(y, weight, scale, None)
+            y = row.launch_row(y, source, scale, None)
+        return y
+
+    expected = x
+    for source in sources * 4:
+        for _ in range(2):
+            expected = row.launch_row(expected, source, scale, None)
+            torch.cuda.synchronize()
+    run = chain
+    if captured:
+        chain()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = chain()
+
+        def run():
+            graph.replay()
+            return made
+
+    for _ in range(20):
+        assert torch.equal(run(), expected)
