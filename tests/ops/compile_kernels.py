@@ -7,6 +7,7 @@ Usage: python compile_kernels.py OP TARGET... ; the target sm_90 compiles every 
 import importlib
 import json
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -16,18 +17,60 @@ from pathlib import Path
 warnings.filterwarnings("ignore")
 
 
-def disassembled(code):
-    """What cuobjdump says of a cubin; None where this installation of Triton has none."""
+def tool(name, *arguments, code):
+    """What a tool beside Triton's assembler says of a cubin; None where this installation has none."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not tool.is_file():
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    if not path.is_file():
         return None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
-        done = subprocess.run([str(tool), "-res-usage", "-sass", file.name], capture_output=True, text=True)
+        done = subprocess.run([str(path), *arguments, file.name], capture_output=True, text=True)
     return done.stdout if done.returncode == 0 else None
+
+
+def instructions(code):
+    """The 16-byte instructions of a cubin's functions, as pairs of little-endian 64-bit words.
+
+    Source: the sections of a 64-bit ELF file; machine code stands in those named ".text.<function>".
+    """
+    (table,) = struct.unpack_from("<Q", code, 40)
+    entry, count, names = struct.unpack_from("<3H", code, 58)
+    sections = [struct.unpack_from("<IIQQQQ", code, table + i * entry) for i in range(count)]
+    strings = sections[names][4]
+    for name, _, _, _, start, size in sections:
+        if code[strings + name :].startswith(b".text."):
+            yield from struct.iter_unpack("<2Q", code[start : start + size])
+
+
+LOADS = (0x981, 0xFAE)
+"""The lowest 12 bits of LDG and LDGSTS (a copy into shared memory) on sm_90."""
+
+SIXTEEN_BYTES = 6
+"""What such an instruction has in bits 73 to 75 where it loads 16 bytes a thread."""
+
+
+def wide_loads(code):
+    """Loads of 16 bytes from global memory, read off the instructions: nvdisasm takes 0.7 s for each cubin.
+
+    The encodings are those that nvdisasm shows; `check_decoding` compares with it once a process.
+    """
+    return sum(low & 0xFFF in LOADS and high >> 9 & 7 == SIXTEEN_BYTES for low, high in instructions(code))
+
+
+def check_decoding(code):
+    """Fail where nvdisasm sees other loads of 16 bytes in a cubin."""
+    text = tool("nvdisasm", code=code)
+    if text is not None:
+        seen = len(re.findall(r"LD(?:G|GSTS)\.E\S*\.128", text))
+        if seen != wide_loads(code):
+            raise SystemExit(f"nvdisasm sees {seen} loads of 16 bytes, this decoding {wide_loads(code)}")
+
+
+checked = []
+"""The kernel whose loads nvdisasm counted too."""
 
 
 def report(compilation, target):
@@ -39,12 +82,15 @@ def report(compilation, target):
         return {**row, "error": f"{type(error).__name__}: {error}"[:2000]}
     row["code_bytes"] = len(binary.code)
     if target == "sm_90":
-        text = disassembled(binary.code)
+        text = tool("cuobjdump", "-res-usage", code=binary.code)
         stack = re.search(r"STACK:(\d+)", text or "")
         row["stack_bytes"] = int(stack.group(1)) if stack else None
         registers = re.search(r"REG:(\d+)", text or "")
         row["registers"] = int(registers.group(1)) if registers else None
-        row["wide_loads"] = None if text is None else len(re.findall(r"LD(?:G|GSTS)\.E\S*\.128", text))
+        row["wide_loads"] = wide_loads(binary.code)
+        if row["wide_loads"] and not checked:
+            checked.append(compilation.name)
+            check_decoding(binary.code)
     return row
 
 

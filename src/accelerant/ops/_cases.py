@@ -106,6 +106,10 @@ class Benchmark:
         forward_ms, backward_ms: times to reach, in milliseconds.
         both_ms: the same for forward and backward together; where it is set the two are not measured apart.
         forward_x, backward_x: speed to reach, as a multiple of the fastest peer's.
+        peak_mib: device memory to stay within in the forward pass, above what the arguments take.
+        rotated: time a forward call among calls on copies of the arguments, one after the other in a CUDA graph, the
+            copies together many times what the L2 holds; for calls that a program makes so, as the layers of a model
+            in decoding. Alone after a flush, a call of some 20 us would also show what it costs to start one.
     """
 
     sample: Sample
@@ -115,6 +119,8 @@ class Benchmark:
     both_ms: float | None = None
     forward_x: float | None = None
     backward_x: float | None = None
+    peak_mib: float | None = None
+    rotated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

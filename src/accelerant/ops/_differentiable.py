@@ -59,6 +59,9 @@ class DifferentiableOp:
             saved arguments and differentiated, which takes that every tensor argument is saved.
         keeps_layout: whether gradients have the strides of what they are like, not only its shape.
         decomposes: whether torch.compile is to see the composite rather than the op, to fuse it with what is around.
+
+    Attributes:
+        forward, backward: as given, for whoever differentiates several ops in one autograd function.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class DifferentiableOp:
         self._outputs, self._public, self._differentiable = len(outputs), public, differentiable
         self._width = len(arguments)
         self._forward, self._infer, self._backward = forward, infer or self._public_forward, backward
+        self.forward, self.backward = forward, backward
         self._composite = composite
         self.composite_backward = composite_backward or self._recomputed
         self._rank = (len(outputs[:differentiable]), len(saves))

@@ -107,17 +107,20 @@ class HopperProgram:
         text: from hopper_program.
         threads: a block.
         shared_bytes: dynamic shared memory of a block.
+        overlaps: as LoadedKernel has it.
     """
 
     name: str
     text: str
     threads: int
     shared_bytes: int
+    overlaps: bool = False
 
     @property
     def key(self) -> str:
         """Everything that the code depends on besides the target."""
-        return f"{self.name} {hashlib.sha256(self.text.encode()).hexdigest()} {self.threads} {self.shared_bytes}"
+        digest = hashlib.sha256(self.text.encode()).hexdigest()
+        return f"{self.name} {digest} {self.threads} {self.shared_bytes} {self.overlaps}"
 
     def build(self, target: str) -> Binary:
         """Compile with NVRTC.
@@ -128,7 +131,8 @@ class HopperProgram:
         from accelerant.runtime.providers.cuda_compile import compile_cuda
 
         binary = compile_cuda(KernelSource(self.name, {"cuda": self.text}, {self.name: ()}), target)
-        return dataclasses.replace(binary, metadata={"threads": self.threads, "shared_bytes": self.shared_bytes})
+        needs = {"threads": self.threads, "shared_bytes": self.shared_bytes, "overlaps": self.overlaps}
+        return dataclasses.replace(binary, metadata=needs)
 
     def source(self, kinds: tuple[str, ...]) -> KernelSource:
         """As the provider takes it; kinds as KernelSource.entries has them."""

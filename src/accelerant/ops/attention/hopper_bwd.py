@@ -163,7 +163,7 @@ def _multiprocessors(device: int) -> int:
 
 def launch_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float,
-    deterministic: bool = False,
+    deterministic: bool = False, into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of attention, on the current stream.
 
@@ -174,6 +174,7 @@ def launch_backward(
         causal: whether query i sees the keys up to i only; then S = Skv.
         scale: of the scores.
         deterministic: the same bits each time: a block for each key/value head, slow where there are few.
+        into: memory for the gradients, of any strides that are multiples of 16 bytes, the last dimension contiguous.
 
     Returns:
         dq, dk, dv, in the shapes, dtype and layouts of q, k and v.
@@ -182,7 +183,7 @@ def launch_backward(
         CompileError, LaunchError: see LoadedKernel.
     """
     given = q, k, v
-    dq, dk, dv = like(q), like(k), like(v)
+    dq, dk, dv = into or (like(q), like(k), like(v))
     do, q, k, v, o = (_readable(x) for x in (do, q, k, v, o))
     lse = lse.contiguous()
     B, Hq, S, D = q.shape
@@ -209,6 +210,8 @@ def launch_backward(
         packed = _packed[key] = _pack(plan, (do, q, k, v, o, lse), (dq, dk, dv), space, (stats, sums), causal, scale)
     for launch in packed:
         launch.start()
+    if into is not None:
+        return into
     return as_laid(given[0], dq), as_laid(given[1], dk), as_laid(given[2], dv)
 
 

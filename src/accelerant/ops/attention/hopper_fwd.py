@@ -14,6 +14,7 @@ from torch import Tensor
 from accelerant.ops._rows import ceil_div
 from accelerant.ops.attention.hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, tensor_map
 from accelerant.ops.attention.launch import like
+from accelerant.runtime.capture import capturing
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.kernel import Kernel
 
@@ -135,7 +136,7 @@ def _tickets(device: int) -> Tensor:
     """
     with _slots_lock:
         slots = _slots.get(device)
-        if slots is None and not torch.cuda.is_current_stream_capturing():
+        if slots is None and not capturing(device):
             slots = _slots[device] = torch.zeros(_SLOTS, dtype=torch.int32, device=torch.device("cuda", device))
             torch.cuda.current_stream(device).synchronize()  # other streams may use it too
         taken = _slots_taken.get(device, 0)
@@ -175,7 +176,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), device,
     )  # fmt: skip
     packed = _packed.get(key)
-    if packed is None or torch._C._cuda_isCurrentStreamCapturing():
+    if packed is None or capturing(device):
         _start_anew(key, q, k, v, o, lse, causal, scale)
     else:
         packed.start()
@@ -191,15 +192,15 @@ def _start_anew(
 ) -> None:
     """Prepare the launch and start it; keep it for the next call if that may use it."""
     device = q.get_device()
-    capturing = torch.cuda.is_current_stream_capturing()
-    tickets = _tickets(device) if capturing else _tickets_of(device, torch._C._cuda_getCurrentRawStream(device))
+    captured = capturing(device)
+    tickets = _tickets(device) if captured else _tickets_of(device, torch._C._cuda_getCurrentRawStream(device))
     given = q, k, v
     if scale <= 0:  # the kernel looks for the largest score before it multiplies by the scale
         q, scale = (-q, -scale) if scale else (q * 0, 1.0)
     used = _readable(q), _readable(k), _readable(v)
     packed = _pack(*used, o, lse, causal, scale, tickets)
     packed.start()
-    if not capturing and all(a is b for a, b in zip(given, used, strict=True)):
+    if not captured and all(a is b for a, b in zip(given, used, strict=True)):
         if len(_packed) >= _PREPARED_LIMIT:
             _packed.clear()
         _packed[key] = packed

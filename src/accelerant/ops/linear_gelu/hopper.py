@@ -61,7 +61,7 @@ class Plan:
         return 128 * self.stages * (self.tile_m + self.width) + 8 * 2048 * self.slots + 1024 + 16 * self.stages
 
 
-PLANS = (Plan(2, 128, 6), Plan(2, 192, 4))
+PLANS = (Plan(2, 128, 6), Plan(2, 192, 4, slots=4))
 """Tiles of 128 columns are for products that those of 192 would waste more of."""
 
 _NARROW_COST = 1.03

@@ -22,6 +22,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._library import name_of
 from accelerant.ops._rows import ceil_div
+from accelerant.runtime.capture import capturing
 
 __all__ = ["DTYPES", "Part", "Share", "Table", "Tensors", "Values", "Workspace", "alike", "capturing", "check"]
 
@@ -91,11 +92,6 @@ class Part:
     numels: tuple[int, ...]
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether the current stream is being captured into a graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 class Workspace:
     """Tables of one device, for one optimiser.
 
@@ -131,7 +127,7 @@ class Workspace:
             if len(self._spares) < _SPARES:
                 self.set_aside(self._spare_size)
             found.used_on(torch._C._cuda_getCurrentRawStream(self.device.index))
-            if torch.cuda.is_current_stream_capturing():
+            if capturing(self.device):
                 self._captured.append(found)
         return found
 
