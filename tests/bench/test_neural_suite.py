@@ -1,6 +1,7 @@
 """The neural suite: every op has its subject, sizes of a sweep, peers that are absent, the CSV and the roofline."""
 
 import csv
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,14 +9,20 @@ import torch
 
 import accelerant.ops
 from accelerant.bench import peers, subjects
+from accelerant.bench.journal import Journal
 from accelerant.bench.record import OWN, Environment, Record, Row
+from accelerant.bench.report import build_report
 from accelerant.bench.roofline import roofline
-from accelerant.bench.suites import neural
-from accelerant.errors import ConfigError, UnsupportedCase
+from accelerant.bench.suites import neural, plan
+from accelerant.bench.suites.cases import Case, leaves_of
+from accelerant.bench.suites.checks import Oracle
+from accelerant.bench.suites.warm import compile_ahead
+from accelerant.bench.timer import rotated_ms
+from accelerant.errors import AccelerantError, ConfigError, FormatError, UnsupportedCase
 from accelerant.ops._cases import Benchmark, Indices, Sample
 from accelerant.runtime import registry
 
-NOT_MEASURED_HERE = {"attention_varlen", "attention_decode"}
+NOT_MEASURED_HERE: set[str] = set()
 
 
 def environment():
@@ -41,19 +48,256 @@ def test_an_unknown_peer_is_refused():
         neural.check_against(["torch", "torhc"])
 
 
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+def planned(*names, **options):
+    options = {"against": ("torch", "compile", "liger"), "budget_s": 0.1, "gpu": True, **options}
+    return plan.plan(names, **options)
+
+
+def test_a_further_16_bit_dtype_has_the_libraries_again():
+    tables = planned("softmax", dtypes=(torch.bfloat16, torch.float16))
+    assert [each.against for each in tables] == [("torch", "compile", "liger"), ("torch", "liger")]
+
+
 def test_a_sweep_has_odd_sizes_and_both_ends():
-    sizes = neural.sweep_sizes()
+    sizes = plan.sweep_sizes()
     assert (sizes[0], sizes[-1]) == (2**10, 2**28)
     assert sum(size % 2 for size in sizes) >= 5
+    assert max(plan.sweep_sizes(12)) == 2**12
 
 
 def test_a_case_of_another_size_keeps_its_rows():
     sample = Sample("loss", ((64, 16), Indices((64,), 16)))
-    found = neural._resized(Benchmark(sample, torch.float32), 128)
+    found = plan._resized(Benchmark(sample, torch.float32), 128)
     assert found.sample.shapes == ((8, 16), (8,))
-    odd = neural._resized(Benchmark(Sample("norm", ((64, 16), (16,), None)), torch.float32), 127)
+    odd = plan._resized(Benchmark(Sample("norm", ((64, 16), (16,), None)), torch.float32), 127)
     assert odd is None or odd.sample.shapes == ((1, 127), (127,), None)
-    assert neural._resized(Benchmark(Sample("product", ((64, 16), (16, 8))), torch.float32), 128) is None
+    assert plan._resized(Benchmark(Sample("product", ((64, 16), (16, 8))), torch.float32), 128) is None
+
+
+def test_a_row_that_is_cut_short_has_fewer_classes():
+    found = plan._resized(Benchmark(Sample("loss", ((64, 300), Indices((64,), 300))), torch.float32), 128)
+    assert found.sample.shapes == ((1, 128), (1,))
+    assert found.sample.arguments[1].high == 128
+    kept = plan._resized(Benchmark(Sample("loss", ((64, 300), Indices((64,), 300))), torch.float32), 1024)
+    assert kept.sample.shapes == ((3, 300), (3,))
+
+
+def test_the_tables_come_first_in_their_own_dtype_with_all_peers():
+    found = planned("gelu", "softmax", dtypes=(torch.bfloat16, torch.float32), odd=True, sweep=(2**14, 2**14 - 1))
+    assert [each.part for each in found] == sorted((each.part for each in found), key=["", "sweep", "odd"].index)
+    assert (found[0].dtype, found[0].deterministic, found[0].race) == (torch.bfloat16, True, True)
+    tables = [each for each in found if each.part == ""]
+    assert {each.against for each in tables if each.dtype == torch.bfloat16} == {("torch", "compile", "liger")}
+    assert {each.against for each in tables if each.dtype == torch.float32} == {("torch",)}
+    assert all(each.budget_s < 0.1 for each in found if each.dtype == torch.float32 or each.part)
+    assert {each.against for each in found if each.part == "odd"} == {("torch",)}
+    sweep = [each for each in found if each.part == "sweep"]
+    assert {each.against for each in sweep} == {("torch", "compile"), ("torch",)}
+    assert len({each.key for each in found}) == len(found)
+    assert all(each.estimate_s > 0 for each in found)
+
+
+def test_a_float32_that_is_asked_for_alone_has_all_peers():
+    assert planned("softmax", dtypes=(torch.float32,))[0].against == ("torch", "compile", "liger")
+
+
+def test_every_op_has_a_case_in_the_plan():
+    assert {each.op for each in planned()} == set(subjects.OPS)
+    assert {each.op for each in planned(odd=True) if each.part == "odd"} == set(subjects.OPS)
+
+
+def test_odd_sizes_are_those_that_torch_takes_too():
+    options = [each.benchmark.sample.options for each in planned("attention", odd=True) if each.part == "odd"]
+    assert options
+    assert all("window" not in each for each in options)
+
+
+# --- results beside the reference ------------------------------------------------------------------------------------
+
+
+def case_of(name, *arguments, **options):
+    benchmark = Benchmark(Sample("x", arguments, options), torch.float32)
+    return Case.of(name, benchmark, registry.choose("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_results_and_gradients_are_compared(direction):
+    oracle = Oracle(case_of("silu", (8, 64)))
+    error, wrong = oracle.wrong(accelerant.ops.silu, direction)
+    assert error < 1e-5
+    assert wrong == ""
+    error, wrong = oracle.wrong(lambda x: torch.relu(x), direction)
+    assert error > 0.05
+    assert wrong.startswith("wrong: relative error")
+    assert "allowed 0.002" in wrong
+
+
+def test_a_right_result_with_a_wrong_gradient_is_wrong():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return torch.relu(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return 2 * dy * (ctx.saved_tensors[0] > 0)
+
+    oracle = Oracle(case_of("relu", (8, 64)))
+    assert oracle.wrong(Doubled.apply, "forward")[1] == ""
+    assert "relative error 1 " in oracle.wrong(Doubled.apply, "backward")[1]
+
+
+def test_what_is_no_number_is_wrong():
+    oracle = Oracle(case_of("relu", (8, 64)))
+    assert oracle.wrong(lambda x: x * float("nan"), "forward")[0] == float("inf")
+
+
+def test_gradients_are_asked_of_what_is_learned_only():
+    rope = leaves_of("rope", case_of("rope", (1, 2, 8, 4), (8, 2), (8, 2)).inputs)
+    assert [x.requires_grad for x in rope] == [True, False, False]
+    weight = Indices((4, 8), 128, -127, torch.int8)
+    quantized = leaves_of("linear_int8", case_of("linear_int8", (2, 8), weight, (4,), (4,)).inputs)
+    assert [x.requires_grad for x in quantized] == [True, False, False, True]
+
+
+def test_a_loss_that_writes_over_its_logits_is_compared_on_copies():
+    case = case_of("cross_entropy", (8, 32), Indices((8,), 32), inplace_backward=True)
+    before = case.inputs[0].clone()
+    error, wrong = Oracle(case).wrong(accelerant.ops.cross_entropy, "both")
+    assert wrong == ""
+    assert error < 1e-4
+    assert torch.equal(case.inputs[0], before)
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def small(op, *arguments, **options):
+    fields = {"against": ("torch",), "budget_s": 0.0, "dtype": torch.float32, "part": ""}
+    benchmark = {name: options.pop(name) for name in ("rotated",) if name in options}
+    bench = Benchmark(Sample("small", arguments, {}), torch.float32, **benchmark)
+    return plan.Planned(op=op, benchmark=bench, **{**fields, **options})
+
+
+def measured(*cases, journal=None, **options):
+    record = Record(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
+    neural.measure_planned(record, registry.choose("cpu"), cases, journal=journal, **options)
+    return record
+
+
+def test_a_wrong_peer_has_a_row_without_a_time(monkeypatch):
+    theirs = replace(subjects.OPS["relu"], peers={"liger": lambda: torch.sigmoid})
+    monkeypatch.setitem(subjects.OPS, "relu", theirs)
+    rows = measured(small("relu", (4, 32), against=("liger",))).rows
+    assert [(row.runner, row.wrong, row.p50 is None) for row in rows] == [
+        ("accelerant", False, False), ("liger", True, True), ("accelerant", False, False), ("liger", True, True),
+    ]  # fmt: skip
+    assert all(row.error < 1e-6 for row in rows if row.runner == "accelerant")
+
+
+def test_ours_that_is_wrong_ends_the_run_after_the_other_cases(monkeypatch):
+    def wrong(x):
+        return torch.sigmoid(x)
+
+    wrong.__module__ = accelerant.ops.relu.__module__
+    monkeypatch.setattr(accelerant.ops, "relu", wrong)
+    record = Record(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
+    cases = [small("relu", (4, 32)), small("tanh", (4, 32))]
+    with pytest.raises(AccelerantError, match="relu 4x32 float32 forward: wrong: relative error"):
+        neural.measure_planned(record, registry.choose("cpu"), cases)
+    assert {row.op for row in record.rows} == {"relu", "tanh"}
+    assert "wrong result" in record.table()
+
+
+def test_a_run_that_goes_on_still_ends_as_the_cases_before_it_say(tmp_path, monkeypatch):
+    def wrong(x):
+        return torch.sigmoid(x)
+
+    path, cases = tmp_path / "rows.jsonl", [small("relu", (4, 32)), small("tanh", (4, 32))]
+    record = Record(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
+    wrong.__module__ = accelerant.ops.relu.__module__
+    journal = Journal(path, record, resume=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(accelerant.ops, "relu", wrong)
+        with pytest.raises(AccelerantError, match="wrong: relative error"):
+            neural.measure_planned(record, registry.choose("cpu"), cases[:1], journal=journal)
+    again = Record(environment())
+    journal = Journal(path, again, resume=True)
+    with pytest.raises(AccelerantError, match="relu 4x32 float32 forward: wrong: relative error"):
+        neural.measure_planned(again, registry.choose("cpu"), cases, journal=journal)
+    assert {row.op for row in again.rows} == {"relu", "tanh"}
+
+
+def test_a_rotated_case_says_so():
+    rows = measured(small("relu", (4, 32), rotated=True)).rows
+    assert {(row.case.split()[-1], row.timing) for row in rows} == {("forward", "2 copies in turn"), ("backward", "")}
+
+
+def test_the_time_of_one_of_several_calls():
+    timing, how = rotated_ms([lambda: time.sleep(0.004)] * 4, torch.device("cpu"), budget_s=0.0)
+    assert 4 <= timing.p50_ms < 12
+    assert how == "4 copies in turn"
+
+
+def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    cases = [small("relu", (4, 32)), small("tanh", (4, 32)), small("silu", (4, 32))]
+    record = Record(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
+    neural.measure_planned(record, registry.choose("cpu"), cases[:2], journal=Journal(path, record, resume=False))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2]) + lines[2][:40])
+    with pytest.raises(ConfigError, match="--resume goes on with it"):
+        Journal(path, record, resume=False)
+    again = Record(environment())
+    journal = Journal(path, again, resume=True)
+    assert journal.done == {cases[0].key}
+    assert again.ceilings == {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0}
+    kept = list(again.rows)
+    neural.measure_planned(again, registry.choose("cpu"), cases, journal=journal)
+    assert again.rows[: len(kept)] == kept
+    assert [row.op for row in again.rows[::4]] == ["relu", "tanh", "silu"]
+    assert any("continued" in note for note in again.notes)
+    assert Journal(path, Record(environment()), resume=True).done == {case.key for case in cases}
+
+
+def test_another_devices_journal_is_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    record = Record(replace(environment(), device="abacus"))
+    Journal(path, record, resume=False).begin(record)
+    with pytest.raises(FormatError, match="of a run with device 'abacus'"):
+        Journal(path, Record(environment()), resume=True)
+    path.write_text("[]\n")
+    with pytest.raises(FormatError, match="is no journal"):
+        Journal(path, Record(environment()), resume=True)
+
+
+def test_a_limit_begins_no_further_case():
+    record = measured(small("relu", (4, 32)), small("tanh", (4, 32)), until=time.monotonic())
+    assert not record.rows
+    assert "2 of 2 cases not measured" in record.notes[0]
+
+
+def test_progress_counts_the_cases():
+    said = []
+    measured(small("relu", (4, 32)), small("tanh", (4, 32)), progress=said.append)
+    assert said[0].startswith("[1/2, about ")
+    assert said[-1].startswith("[2/2, about ")
+
+
+def test_cases_are_compiled_ahead_in_processes(tmp_path):
+    said = []
+    cases = [small("relu", (4, 32)), small("tanh", (4, 32))]
+    assert compile_ahead(cases, registry.choose("cpu"), 1, limit_s=120.0, progress=said.append) == ""
+    assert said[-1] == "compiled ahead: 2 of 2 groups of cases"
+    late = compile_ahead(cases, registry.choose("cpu"), 1, limit_s=0.0)
+    assert late == "2 of 2 groups of cases were not compiled ahead"
+
+
+# --- what is left ----------------------------------------------------------------------------------------------------
 
 
 def rows():
@@ -95,3 +339,36 @@ def test_roofline_draws_each_row_once():
     assert drawn.count("<circle") == 3
     assert drawn.count('class="peer-dot"') == 1
     assert roofline(Record(environment(), {}, rows())) == ""
+
+
+def test_a_record_of_many_rows_is_small_and_reads_back(tmp_path):
+    ours, *_ = rows()
+    many = [replace(ours, case=f"{i}x8 forward", samples=tuple([0.1234] * 20), error=1e-4) for i in range(1000)]
+    record = Record(environment(), {}, many)
+    record.save(tmp_path / "rows.json")
+    assert (tmp_path / "rows.json").stat().st_size < 500_000
+    assert Record.load(tmp_path / "rows.json").rows == many
+
+
+def test_memory_is_something_to_reach():
+    ours = replace(rows()[0], target_x=None, target_bytes=100, peak_bytes=90)
+    assert ours.reached is True
+    assert replace(ours, peak_bytes=110).reached is False
+    assert replace(ours, peak_bytes=None).reached is False
+
+
+def test_the_sweep_stands_apart_in_the_page():
+    ours = Row("neural", "gelu", "1x1024 bfloat16 forward", "accelerant", "triton (own)", p20=1.0, p50=2.0, p80=3.0,
+               bytes=10**6, ceiling="copy", part="sweep")  # fmt: skip
+    swept = [
+        replace(ours, case=f"{2**i}x1024 bfloat16 forward", runner=runner, p50=p50)
+        for i in range(4)
+        for runner, p50 in (("accelerant", 2.0 + i), ("torch", 3.0))
+    ]
+    record = Record(environment(), {"copy GB/s": 1000.0, "matmul TFLOP/s": 10.0}, [*rows(), *swept])
+    record.conclude()
+    page = build_report(record)
+    assert page.index("Lost in the sweep") < page.index("Neural: beside the peers")
+    assert "2 of 4 sizes" in page  # 4.0 and 5.0 against 3.0
+    assert "Rate by size" in page
+    assert "8x1024" not in page[page.index("All rows") :]

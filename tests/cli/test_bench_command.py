@@ -6,10 +6,13 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from accelerant.bench import Record
 from accelerant.bench.suites import algebra, bandwidth, neural, runtime
 from accelerant.cli.app import main
+from accelerant.runtime import registry
+from accelerant.runtime.provider import ComputeDevice
 
 QUICK = ["--device", "cpu", "--budget-s", "0"]
 
@@ -145,9 +148,74 @@ def test_an_interrupt_keeps_what_was_measured_and_exits_130(tmp_path, small, mon
     assert record.notes == ["interrupted: these suites are not complete: bandwidth"]
 
 
+def test_neural_leaves_a_folder_and_goes_on_with_it(tmp_path, capsys):
+    folder = tmp_path / "record"
+    arguments = ["neural", *QUICK, "--op", "gelu", "--against", "torch", "--sweep", "--sweep-to", "10"]
+    assert status(*arguments, "--out", str(folder), "--limit-s", "0") == 0
+    assert "3 of 3 cases not measured" in capsys.readouterr().out
+    assert status(*arguments, "--out", str(folder)) == 2
+    assert "--resume goes on with it" in capsys.readouterr().err
+    assert status(*arguments, "--out", str(folder), "--resume") == 0
+    names = {"record.json", "record.csv", "report.html", "rows.jsonl"}
+    assert {path.name for path in folder.iterdir()} == names
+    rows = Record.load(folder / "record.json").rows
+    assert {row.part for row in rows} == {"", "sweep"}
+    assert all(row.p50 and row.error < 1e-4 for row in rows)
+    assert len((folder / "rows.jsonl").read_text().splitlines()) == 4
+    assert status(*arguments, "--out", str(folder), "--resume") == 0
+    again = Record.load(folder / "record.json").rows  # nothing was measured anew
+    assert {row.key: row.samples for row in again} == {row.key: row.samples for row in rows}
+
+
+def test_a_folder_of_another_commit_is_refused_and_keeps_its_record(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "of 0.1"  # a folder that is there may have any name
+    folder.mkdir()
+    arguments = ["neural", *QUICK, "--op", "gelu", "--against", "none", "--out", str(folder)]
+    assert status(*arguments) == 0
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert set(before) == {"record.json", "record.csv", "report.html", "rows.jsonl"}
+    capsys.readouterr()
+    monkeypatch.setenv("ACCELERANT_COMMIT", "another")
+    assert status(*arguments, "--resume") == 2
+    assert "here it is 'another'; another folder starts anew" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
+    path = tmp_path / "file"
+    path.write_text("in the way")
+    assert status("neural", *QUICK, "--out", str(path)) == 2
+    assert capsys.readouterr().err == f"accelerant: --out: folder {path} cannot be made: File exists\n"
+
+
+@pytest.mark.parametrize(("index", "wanted"), [(0, []), (1, [1])])
+def test_the_device_that_is_measured_is_the_current_one(index, wanted, monkeypatch, capsys):
+    """Else events and flushes would be another device's: calls on cuda:1 would seem to take no time."""
+    device = ComputeDevice("cuda", index, "abacus", architecture="sm_90")
+    made_current = []
+    monkeypatch.setattr(registry, "choose", lambda name: device)
+    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
+    assert status("neural", "--device", f"cuda:{index}", "--op", "gelu", "--list") == 0
+    assert made_current == wanted
+
+
+def test_neural_lists_its_cases_without_measuring(monkeypatch, capsys):
+    monkeypatch.setattr(neural, "measure_planned", lambda *args, **options: pytest.fail("something was measured"))
+    arguments = ["neural", "--device", "cpu", "--op", "softmax", "--dtypes", "bf16,fp32", "--sweep", "--odd", "--list"]
+    assert status(*arguments) == 0
+    *cases, total = capsys.readouterr().out.splitlines()
+    assert sum("figures  softmax 16384x4096" in case for case in cases) == 2
+    assert {"float32", "bfloat16"} <= {word for case in cases for word in case.split()}
+    assert total.startswith(f"{len(cases)} cases, about ")
+    assert status(*arguments, "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)) == len(cases)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["neural", "--device", "cpu", "--resume"], "--resume: --out must name the folder"),
+        (["neural", "--device", "cpu", "--dtypes", "bf16,int4"], "--dtype: wanted float32, bfloat16 or float16"),
         (["all", "--suite", "abacus"], "no suite 'abacus'; there are neural, algebra"),
         (["all", "--op", "abacus"], "no op 'abacus'"),
         (["bandwidth", "--sizes", "1MB"], "got '1MB'"),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from accelerant.bench import tuning
 from accelerant.cli.app import main
 
 
@@ -35,6 +36,13 @@ def test_what_is_known_is_written_as_a_table(cache, capsys):
     assert body["entries"] == {}
 
 
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(cache, capsys, monkeypatch):
+    monkeypatch.setattr(tuning, "tune_ops", lambda *_, **__: pytest.fail("something was measured"))
+    (cache / "file").write_text("in the way")
+    assert status("--op", "relu", "--table", str(cache / "file" / "table.json")) == 2
+    assert f"--table: {cache}/file/table.json cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(("--dtype", "int4"), "got 'int4'"), (("--op", "nothing"), "no op 'nothing' to tune")],
@@ -42,3 +50,22 @@ def test_what_is_known_is_written_as_a_table(cache, capsys):
 def test_wrong_usage_exits_2(cache, capsys, arguments, message):
     assert status(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_table_is_written_after_each_op(cache, monkeypatch):
+    """A run that is killed has the ops before the one it was at."""
+    from accelerant.bench import tuning
+
+    path, seen = cache / "table.json", []
+    met = tuning._tuned
+
+    def tuned(name, *rest):
+        seen.append((name, path.exists()))
+        return met(name, *rest)
+
+    monkeypatch.setattr(tuning, "_tuned", tuned)
+    arguments = ("--op", "relu", "--op", "dropout", "--dtype", "float32", "--no-launches", "--table", str(path))
+    assert status(*arguments) == 0
+    assert [there for name, there in seen if name == "relu"] == [False] * 3
+    assert [there for name, there in seen if name == "dropout"] == [False, True, True]
+    assert json.loads(path.read_text())["entries"] == {}

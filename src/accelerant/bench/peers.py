@@ -84,7 +84,7 @@ def quack_softmax() -> Fn:
 
 
 def quack_layer_norm() -> Fn:
-    """QuACK's layer norm, whose forward and backward are joined here; it takes float32 weights."""
+    """QuACK's layer norm, whose forward and backward (from 0.6.2 on) are joined here; it takes float32 weights."""
     module = _module("quack.rmsnorm", "quack-kernels")
 
     class QuackLayerNorm(torch.autograd.Function):
@@ -99,6 +99,8 @@ def quack_layer_norm() -> Fn:
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+            if not hasattr(module, "layernorm_bwd"):
+                raise UnsupportedCase("this quack-kernels has no layernorm_bwd, which 0.6.2 and later have")
             x, weight, rstd, mean = ctx.saved_tensors
             return (*module.layernorm_bwd(x, weight, dy, rstd, mean), None)
 

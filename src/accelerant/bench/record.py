@@ -18,6 +18,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,13 +30,16 @@ from accelerant._version import __version__
 from accelerant.errors import FormatError
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["DEVICE", "OWN", "Environment", "Record", "Row"]
+__all__ = ["DETERMINISTIC", "DEVICE", "OWN", "Environment", "Record", "Row"]
 
 DEVICE = "device"
 """The runner of rows that say what the device itself can do."""
 
 OWN = "accelerant, own kernel"
 """The runner of rows in which our own kernel was forced, where dispatch had chosen a library."""
+
+DETERMINISTIC = "accelerant, deterministic"
+"""The runner of rows that were measured with the setting `deterministic`, where it may cost something."""
 
 _OURS = "accelerant"
 _PACKAGES = (
@@ -122,6 +126,11 @@ class Row:
         target_x: the speed to reach, as a multiple of the fastest peer's.
         peak_bytes: device memory that a call takes above what its arguments do, at its highest.
         samples: the calls' single times, in the row's unit.
+        part: of the neural suite: "" for its tables, "odd" for sizes that are no round numbers, "sweep" for sizes from
+            small to large.
+        error: of the results, ||x - reference|| / ||reference||, where they were compared.
+        timing: how the times were taken, where not one by one with a cold cache.
+        target_bytes: the peak_bytes to stay within.
     """
 
     suite: str
@@ -146,6 +155,20 @@ class Row:
     target_x: float | None = None
     peak_bytes: int | None = None
     samples: tuple[float, ...] = ()
+    part: str = ""
+    error: float | None = None
+    timing: str = ""
+    target_bytes: int | None = None
+
+    @property
+    def wrong(self) -> bool:
+        """Whether its results were, so that it was not timed."""
+        return self.note.startswith("wrong: ")
+
+    @property
+    def aims(self) -> bool:
+        """Whether there is something to reach."""
+        return bool(self.target or self.target_x or self.target_bytes)
 
     @property
     def tflop_s(self) -> float | None:
@@ -156,10 +179,14 @@ class Row:
     @property
     def reached(self) -> bool | None:
         """Whether what was to reach is; None where nothing was."""
-        if self.p50 is None or not (self.target or self.target_x):
-            return False if self.target or self.target_x else None
-        return (not self.target or self.p50 <= self.target) and (
-            not self.target_x or (self.speedup or 0.0) >= self.target_x
+        if not self.aims:
+            return None
+        if self.p50 is None:
+            return False
+        return (
+            (not self.target or self.p50 <= self.target)
+            and (not self.target_x or (self.speedup or 0.0) >= self.target_x)
+            and (not self.target_bytes or (self.peak_bytes is not None and self.peak_bytes <= self.target_bytes))
         )
 
     @property
@@ -176,12 +203,32 @@ class Row:
     @property
     def compared(self) -> bool:
         """Whether a baseline holds for it: ours and the device's own rates, not the peers' times."""
-        return self.runner in (_OURS, OWN, DEVICE)
+        return self.runner in (_OURS, OWN, DETERMINISTIC, DEVICE)
 
     @property
     def key(self) -> tuple[str, str, str, str]:
         """What makes a row the same in two records."""
         return self.suite, self.op, self.case, self.runner
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: what it is, its quantiles, and of the rest what differs from the defaults."""
+        always = ("suite", "op", "case", "runner", "implementation", "unit", "p20", "p50", "p80")
+        body = {one.name: getattr(self, one.name) for one in fields(self)}
+        usual = {one.name: one.default for one in fields(self)}
+        return {name: _digits(value) for name, value in body.items() if name in always or value != usual[name]}
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> Row:
+        """From JSON; names that no row has are left out.
+
+        Raises:
+            TypeError, ValueError: it is no row.
+        """
+        known = {one.name for one in fields(cls)}
+        row = cls(**{name: value for name, value in body.items() if name in known})
+        row = replace(row, samples=tuple(row.samples))
+        _check(row)
+        return row
 
 
 @dataclass(slots=True)
@@ -254,13 +301,22 @@ class Record:
         temporary.replace(path)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """For JSON; see Row.to_dict."""
         return {
             "environment": asdict(self.environment),
             "ceilings": self.ceilings,
-            "rows": [asdict(row) for row in self.ordered()],
+            "rows": [row.to_dict() for row in self.ordered()],
             "notes": self.notes,
         }
+
+    def to_json(self) -> str:
+        """The same as text, a line a row, so that thousands of them stay small and versions of a file compare."""
+        body = self.to_dict()
+        rows = ",\n".join(json.dumps(row) for row in body.pop("rows"))
+        head = json.dumps(body, indent=1)
+        return (
+            f'{head[:-2]},\n "rows": [\n{rows}\n ]\n}}\n' if rows else json.dumps({**body, "rows": []}, indent=1) + "\n"
+        )
 
     def save(self, path: Path) -> None:
         """Write as JSON under a temporary name, then rename.
@@ -271,7 +327,7 @@ class Record:
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+            temporary.write_text(self.to_json(), encoding="utf-8")
             temporary.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -287,12 +343,8 @@ class Record:
         """
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
-            known = {one.name for one in fields(Row)}
-            rows = [Row(**{name: value for name, value in row.items() if name in known}) for row in table["rows"]]
-            rows = [replace(row, samples=tuple(row.samples)) for row in rows]
+            rows = [Row.read(row) for row in table["rows"]]
             environment = Environment(**table["environment"])
-            for row in rows:
-                _check(row)
             return cls(environment, dict(table["ceilings"]), rows, list(table.get("notes", ())))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{path} is not a benchmark record: {error}") from None
@@ -324,7 +376,7 @@ class Record:
 
 def _cells(row: Row) -> list[str]:
     if row.p50 is None:
-        return [row.op, row.case, row.runner, "did not run", "-", *[""] * 9, row.note]
+        return [row.op, row.case, row.runner, "wrong result" if row.wrong else "did not run", "-", *[""] * 9, row.note]
     cpu = f"{row.cpu_ms:.4g} ms ({row.cpu_note})" if row.cpu_ms else row.cpu_note
     return [
         row.op,
@@ -341,16 +393,22 @@ def _cells(row: Row) -> list[str]:
         "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.4g}",
         cpu,
         "" if row.over_cpu is None else f"{row.over_cpu:.0f}x",
-        row.note,
+        "; ".join(filter(None, (row.timing, row.note))),
     ]
 
 
 def _aim(row: Row) -> str:
     """What one of our rows was to reach."""
-    if row.runner != _OURS:
+    if row.runner not in (_OURS, OWN):
         return ""
     parts = [f"{row.target:.4g}" if row.target else "", f"{row.target_x:.2f}x the best" if row.target_x else ""]
+    parts.append(f"{row.target_bytes / 2**20:.4g} MiB" if row.target_bytes else "")
     return " ".join(filter(None, parts))
+
+
+def _digits(value: Any) -> Any:
+    """Floats to six digits: clocks give no more."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _check(row: Row) -> None:

@@ -9,40 +9,23 @@ import math
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
 from accelerant.bench import bars as bars_module
 from accelerant.bench.bars import Bar, bars
 from accelerant.bench.compare import Comparison
-from accelerant.bench.record import DEVICE, OWN, Record, Row
+from accelerant.bench.record import DETERMINISTIC, DEVICE, OWN, Record, Row
 from accelerant.bench.roofline import roofline
 from accelerant.nn.train.charts import Line, line_chart
+from accelerant.nn.train.page import document
 
 __all__ = ["build_report", "write_report"]
 
 _STYLE = """
-:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --text: #1b2330; --soft: #647084; --edge: #e1e6ed;
-  --one: #3b6fe0; --two: #d9631e; --three: #0f9d76; --four: #8a5bd6; --peer: #b3bdcc; }
-@media (prefers-color-scheme: dark) { :root { --page: #10141b; --card: #181e28; --text: #e6eaf1; --soft: #94a1b5;
-  --edge: #2a3342; --one: #7aa5ff; --two: #ff9a57; --three: #3fd2a4; --four: #b794f6; --peer: #4b586c; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
-main { max-width: 1160px; margin: 0 auto; padding: 32px 24px 48px; }
-h1 { font-size: 25px; margin: 0; letter-spacing: -.01em; } h2 { font-size: 16px; margin: 0 0 12px; }
-.lead, .soft, footer { color: var(--soft); } .lead { margin: 4px 0 24px; }
 .soft { font-size: 13.5px; margin: 0 0 12px; }
-.row { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); }
-.facts { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); margin-bottom: 16px; }
-.card { background: var(--card); border: 1px solid var(--edge); border-radius: 10px; padding: 18px 20px;
-  margin-bottom: 16px; min-width: 0; }
-.fact { margin: 0; padding: 14px 18px; } .fact dt { color: var(--soft); font-size: 13px; }
-.fact dd { margin: 0; font-size: 23px; font-weight: 600; font-variant-numeric: tabular-nums; }
-.fact small { display: block; color: var(--soft); font-size: 12.5px; font-weight: 400; }
 .warn { border-color: var(--two); } .warn ul { margin: 0; padding-left: 20px; overflow-wrap: anywhere; }
-svg { width: 100%; height: auto; display: block; } svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
-.grid { stroke: var(--edge); } .axis { stroke: var(--soft); }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round; } .dot { stroke: var(--card); stroke-width: 1.5; }
 .line.s0 { stroke: var(--one); } .line.s1 { stroke: var(--two); } .line.s2 { stroke: var(--three); }
 .line.s3 { stroke: var(--four); } .line.s4 { stroke: var(--peer); } .line.s5 { stroke: var(--soft); }
 .dot.s0, i.s0 { fill: var(--one); background: var(--one); } .dot.s1, i.s1 { fill: var(--two); background: var(--two); }
@@ -50,18 +33,11 @@ svg { width: 100%; height: auto; display: block; } svg text { font: 12px system-
 .dot.s3, i.s3 { fill: var(--four); background: var(--four); }
 .dot.s4, i.s4 { fill: var(--peer); background: var(--peer); }
 .dot.s5, i.s5 { fill: var(--soft); background: var(--soft); }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 8px 0 0; padding: 0;
-  color: var(--soft); font-size: 13px; }
-.legend i { display: inline-block; width: 18px; height: 3px; border-radius: 2px; margin: 0 7px 3px 0; }
 .peer-dot { fill: none; stroke: var(--peer); stroke-width: 1.5; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 13px; }
-th { text-align: left; color: var(--soft); font-weight: 500; white-space: nowrap; }
-th, td { padding: 5px 10px 5px 0; border-bottom: 1px solid var(--edge); vertical-align: top; }
-tr:last-child td { border-bottom: 0; } .number { text-align: right; font-variant-numeric: tabular-nums; }
+table { font-size: 13px; } th, td { padding: 5px 10px 5px 0; }
 td.number, td.word { white-space: nowrap; } td.wide { min-width: 150px; overflow-wrap: anywhere; }
 .bad { color: var(--two); font-weight: 600; } .good { color: var(--three); font-weight: 600; }
-pre { margin: 0; font: 12.5px/1.5 ui-monospace, monospace; overflow-x: auto; }
-footer { font-size: 13px; }
+pre { overflow-x: auto; }
 """
 
 _NUMBERS = ("p50", "to reach", "p20-p80", "% of ceiling", "speedup", "GB/s", "TFLOP/s", "peak MiB", "CPU", "over CPU")
@@ -88,9 +64,8 @@ def build_report(record: Record, comparison: Comparison | None = None) -> str:
         HTML; every text from outside is escaped.
     """
     env = record.environment
-    cases: Cases = {}
-    for row in record.ordered():
-        cases.setdefault(row.key[:3], []).append(row)
+    swept, record = _parted(record)
+    cases = _cases(record.ordered())
     title = f"Benchmark: {escape(env.device)}"
     body = [
         f"<h1>{title}</h1>",
@@ -99,10 +74,11 @@ def build_report(record: Record, comparison: Comparison | None = None) -> str:
         _notes(record),
         _comparison(comparison),
         _losses(cases),
+        _sweep_losses(swept),
         *(_suite(suite, cases) for suite in dict.fromkeys(key[0] for key in cases)),
         _links(record),
         _roofline_card(record),
-        _sweep_card(record),
+        _sweep_card(swept),
         _ceiling_card(record),
         _cpu_card(record),
         _targets(record),
@@ -110,13 +86,30 @@ def build_report(record: Record, comparison: Comparison | None = None) -> str:
         _environment(record),
         "<footer>Times are medians; the line over a bar spans the 20th to the 80th percentile.</footer>",
     ]
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}<title>{title}</title>'
-        f"<style>{_STYLE}{bars_module.STYLE}</style></head>\n<body><main>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</main></body></html>\n"
-    )
+    return document(title, _STYLE + bars_module.STYLE, [part for part in body if part])
+
+
+def _parted(record: Record) -> tuple[Record, Record]:
+    """The sweep, and the rest: thousands of sizes would bury the cases that have a name."""
+    parts = [
+        [row for row in record.rows if (row.part == "sweep") is swept and not (swept and row.p50 is None)]
+        for swept in (True, False)
+    ]
+    missing = [row for row in record.rows if row.part == "sweep" and row.p50 is None]
+    swept, rest = (replace(record, rows=rows) for rows in parts)
+    return swept, replace(rest, rows=rest.rows + missing)
+
+
+def _cases(rows: Iterable[Row]) -> Cases:
+    cases: Cases = {}
+    for row in rows:
+        cases.setdefault(row.key[:3], []).append(row)
+    return cases
+
+
+def _lost(rows: Sequence[Row]) -> bool:
+    """Whether what dispatch chose was slower than a peer."""
+    return any(row.runner == "accelerant" and row.speedup is not None and row.speedup < 1 for row in rows)
 
 
 def _card(title: str, content: str, style: str = "") -> str:
@@ -124,14 +117,14 @@ def _card(title: str, content: str, style: str = "") -> str:
 
 
 def _facts(record: Record, cases: Cases) -> str:
-    contested = [row for row in record.rows if row.speedup is not None]
+    contested = [row for row in record.rows if row.speedup is not None and row.runner == "accelerant"]
     won = sum((row.speedup or 0) >= 1 for row in contested)
     facts = []
     if contested:
         mean = math.exp(sum(math.log(row.speedup or 1) for row in contested) / len(contested))
         facts.append(("Against peers", f"{won} of {len(contested)}", "cases at least as fast as the fastest peer"))
         facts.append(("Speed-up", f"{mean:.2f}x", "over the fastest peer, geometric mean"))
-    aimed = [row for row in record.rows if (row.target or row.target_x) and row.runner == "accelerant"]
+    aimed = [row for row in record.rows if row.aims and row.compared]
     if aimed:
         facts.append(("Targets", f"{sum(_met(row, cases) for row in aimed)} of {len(aimed)}", "reached"))
     for name, value in record.ceilings.items():
@@ -145,8 +138,17 @@ def _facts(record: Record, cases: Cases) -> str:
 
 
 def _notes(record: Record) -> str:
-    absent = [f"{row.op} {row.case}: {row.runner} did not run: {row.note}" for row in record.rows if row.p50 is None]
-    lines = [*record.notes, *absent]
+    absent = [row for row in record.rows if row.p50 is None]
+    wrong = [f"{row.op} {row.case}: {row.runner} was {row.note}" for row in absent if row.wrong]
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for row in absent:
+        if not row.wrong:
+            reasons.setdefault((row.runner, row.note, row.op), []).append(row.case)
+    missing = [
+        f"{op}: {runner} did not run: {note} ({cases[0]}{f' and {len(cases) - 1} more' if len(cases) > 1 else ''})"
+        for (runner, note, op), cases in reasons.items()
+    ]
+    lines = [*record.notes, *wrong, *missing]
     return _card("To know first", f"<ul>{''.join(f'<li>{escape(x)}</li>' for x in lines)}</ul>", "warn") * bool(lines)
 
 
@@ -158,9 +160,7 @@ def _comparison(comparison: Comparison | None) -> str:
 
 
 def _losses(cases: Cases) -> str:
-    lost = {
-        key: rows for key, rows in cases.items() if any(row.speedup is not None and row.speedup < 1 for row in rows)
-    }
+    lost = {key: rows for key, rows in cases.items() if _lost(rows)}
     if not lost:
         return ""
     text = '<p class="soft">Cases in which a peer was faster, the worst first.</p>'
@@ -179,7 +179,7 @@ def _suite(suite: str, cases: Cases) -> str:
     shown = [
         rows
         for key, rows in cases.items()
-        if key[0] == suite and any(row.speedup is not None and row.speedup >= 1 for row in rows)
+        if key[0] == suite and not _lost(rows) and any(row.speedup is not None for row in rows)
     ]
     if not shown:
         return ""
@@ -189,14 +189,18 @@ def _suite(suite: str, cases: Cases) -> str:
 def _case(rows: Sequence[Row]) -> str:
     """The runners of a case, each case on a scale of its own."""
     ran = [row for row in rows if row.p50 is not None]
-    speedup = next((row.speedup for row in ran if row.speedup is not None), None)
+    speedup = next((row.speedup for row in ran if row.speedup is not None and row.runner == "accelerant"), None)
     aside = "" if speedup is None else f"{speedup:.3g}x the fastest peer's speed"
     shown = [
         Bar(
             row.runner if row.implementation in ("", row.runner) else f"{row.runner}: {row.implementation}",
             row.p50 or 0.0,
             f"{row.p50:.4g} {row.unit}",
-            "peer" if row.runner not in ("accelerant", OWN) else "lost" if (row.speedup or 1) < 1 else "ours",
+            "peer"
+            if row.runner not in ("accelerant", OWN, DETERMINISTIC)
+            else "lost"
+            if (row.speedup or 1) < 1
+            else "ours",
             row.p20 or 0.0,
             row.p80 or 0.0,
         )
@@ -229,24 +233,57 @@ def _roofline_card(record: Record) -> str:
     return _card("Roofline", text + drawn) if drawn else ""
 
 
-def _sweep_card(record: Record) -> str:
-    """Rates by size, for ops that were measured at five sizes or more."""
-    lines: dict[str, dict[float, float]] = {}
+def _swept(record: Record) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Op and direction -> runner -> log2 of the elements and GB/s, of round numbers of elements."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in record.rows:
         size = re.match(r"(\d+)x(\d+)\b", row.case)
-        if row.suite == "neural" and row.runner == "accelerant" and row.rate_gb_s and size and not row.flops:
-            elements = math.log2(int(size[1]) * int(size[2]))
-            name = f"{row.op} {row.case[size.end() :].strip().split('@')[-1]}"
-            lines.setdefault(name, {})[elements] = row.rate_gb_s
-    drawn = [
-        Line(name, sorted(points.items()), f"s{i % 6}", dots=True)
-        for i, (name, points) in enumerate((name, points) for name, points in lines.items() if len(points) >= 5)
+        if row.rate_gb_s and size:
+            elements = int(size[1]) * int(size[2])
+            if elements % 2 == 0:
+                name = f"{row.op} {row.case.split()[-1]}"
+                found.setdefault(name, {}).setdefault(row.runner, []).append((math.log2(elements), row.rate_gb_s))
+    return found
+
+
+def _sweep_card(record: Record) -> str:
+    """Rates by size, ours beside torch's."""
+    styles = {"accelerant": "s0", "torch": "s4", "torch.compile": "s2"}
+    charts = []
+    for name, runners in _swept(record).items():
+        lines = [
+            Line(runner, sorted(points), styles.get(runner, "s5"), dots=True)
+            for runner, points in sorted(runners.items(), key=lambda pair: list(styles).index(pair[0]))
+        ]
+        chart = line_chart(lines, x_label="log2 of the elements", y_label="GB/s", zero=True)
+        charts.append(f"<div><b>{escape(name)}</b>{chart}</div>")
+    text = '<p class="soft">Least bytes over the median; odd numbers of elements stand in the record alone.</p>'
+    return _card("Rate by size", f'{text}<div class="row">{"".join(charts)}</div>') if charts else ""
+
+
+def _sweep_losses(record: Record) -> str:
+    """Sizes at which torch or torch.compile was faster, a line each."""
+    lost = [
+        (row, min((peer for peer in rows if not peer.compared and peer.p50), key=lambda peer: peer.p50 or 0.0))
+        for rows in _cases(record.rows).values()
+        if _lost(rows)
+        for row in rows
+        if row.runner == "accelerant"
     ]
-    charts = [
-        line_chart(drawn[i : i + 6], x_label="log2 of the elements", y_label="GB/s", zero=True)
-        for i in range(0, len(drawn), 6)
-    ]
-    return _card("Rate by size", "".join(charts)) if charts else ""
+    if not lost:
+        return ""
+    lost.sort(key=lambda pair: pair[0].speedup or 0.0)
+    body = "".join(
+        f'<tr><td class="word">{escape(row.op)}</td><td class="wide">{escape(row.case)}</td>'
+        f'<td class="wide">{escape(row.implementation)}</td><td class="number">{row.p50:.4g}</td>'
+        f'<td class="word">{escape(peer.runner)}</td><td class="number">{peer.p50:.4g}</td>'
+        f'<td class="number bad">{row.speedup:.2f}x</td></tr>'
+        for row, peer in lost
+    )
+    count = len({row.key[:3] for row in record.rows if row.runner == "accelerant"})
+    text = f'<p class="soft">{len(lost)} of {count} sizes, the worst first; times in ms.</p>'
+    head = "<tr><th>op</th><th>case</th><th>ran</th><th>p50</th><th>faster</th><th>p50</th><th>speedup</th></tr>"
+    return _card("Lost in the sweep", f'{text}<div class="scroll"><table>{head}{body}</table></div>', "warn")
 
 
 def _cpu_card(record: Record) -> str:
@@ -286,41 +323,58 @@ def _links(record: Record) -> str:
 def _met(row: Row, cases: Cases) -> bool:
     """Reached, with every named peer there to be beaten."""
     peers = cases[row.key[:3]]
-    return bool(row.reached) and all(peer.p50 is not None or peer.runner == OWN for peer in peers)
+    return bool(row.reached) and all(peer.p50 is not None or peer.compared for peer in peers)
 
 
 def _targets(record: Record) -> str:
-    cases: Cases = {}
-    for row in record.rows:
-        cases.setdefault(row.key[:3], []).append(row)
-    aimed = [row for row in record.rows if (row.target or row.target_x) and row.runner == "accelerant"]
+    cases = _cases(record.rows)
+    aimed = [row for row in record.rows if row.aims and row.compared]
     if not aimed:
         return ""
     lines = []
     for row in sorted(aimed, key=lambda row: _met(row, cases)):
         met = _met(row, cases)
-        reached = "did not run" if row.p50 is None else f"{row.p50:.4g} {row.unit}"
+        reached = "wrong" if row.wrong else "did not run" if row.p50 is None else f"{row.p50:.4g} {row.unit}"
         if row.target_x and row.speedup:
             reached += f", {row.speedup:.2f}x"
+        if row.target_bytes and row.peak_bytes is not None:
+            reached += f", {row.peak_bytes / 2**20:.4g} MiB"
         if not met and row.reached:
             reached += ", a peer did not run"
         lines.append(
-            (
-                row.op,
-                row.case,
-                f"{row.target:.4g} {row.unit}" if row.target else f"{row.target_x:.2f}x the fastest peer",
-                reached,
-                ("good", "reached") if met else ("bad", "unmet"),
-            )
+            (row, _aim(row), reached, _own(cases[row.key[:3]]), ("good", "reached") if met else ("bad", "unmet"))
         )
     body = "".join(
-        f'<tr><td class="word">{escape(op)}</td><td class="wide">{escape(case)}</td>'
-        f'<td class="number">{escape(target)}</td><td class="number">{escape(reached)}</td>'
+        f'<tr><td class="word">{escape(row.op)}</td><td class="wide">{escape(row.case)}</td>'
+        f'<td class="wide">{escape(row.implementation)}</td><td class="number">{escape(target)}</td>'
+        f'<td class="number">{escape(reached)}</td><td class="number">{escape(own)}</td>'
         f'<td class="{verdict[0]}">{verdict[1]}</td></tr>'
-        for op, case, target, reached, verdict in lines
+        for row, target, reached, own, verdict in lines
     )
-    head = '<tr><th>op</th><th>case</th><th class="number">to reach</th><th class="number">p50</th><th></th></tr>'
+    head = "<tr><th>op</th><th>case</th><th>ran</th>"
+    head += (
+        "".join(f'<th class="number">{name}</th>' for name in ("to reach", "p50", "own kernel, forced"))
+        + "<th></th></tr>"
+    )
     return _card("Targets", f'<div class="scroll"><table>{head}{body}</table></div>')
+
+
+def _aim(row: Row) -> str:
+    """What a row is to reach, in words."""
+    parts = [f"{row.target:.4g} {row.unit}" if row.target else ""]
+    parts.append(f"{row.target_x:.2f}x the fastest peer" if row.target_x else "")
+    parts.append(f"{row.target_bytes / 2**20:.4g} MiB" if row.target_bytes else "")
+    return ", ".join(filter(None, parts))
+
+
+def _own(rows: Sequence[Row]) -> str:
+    """What our own kernel took where dispatch chose a library; "the same" where it chose ours."""
+    own = next((row for row in rows if row.runner == OWN), None)
+    if own is None:
+        return "the same"
+    if own.p50 is None:
+        return "wrong" if own.wrong else "did not run"
+    return f"{own.p50:.4g} {own.unit}" + (f", {own.speedup:.2f}x" if own.speedup else "")
 
 
 def _table(record: Record) -> str:

@@ -5,6 +5,7 @@ Each function takes an op's arguments as its cases.py gives them: tensors positi
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from accelerant import ops
 from accelerant.bench import peers
+from accelerant.ops._cases import Sample
 
 __all__ = ["OPS", "Subject"]
 
@@ -33,6 +35,7 @@ class Subject:
         backward_flops: of the backward pass, as a multiple of the forward pass's.
         constants: arguments that no model asks a gradient of, by place.
         random: whether a result is another at each call, so that it is not compared.
+        odd: which of the op's LARGE samples torch's function takes as well.
     """
 
     theirs: Fn
@@ -41,6 +44,7 @@ class Subject:
     backward_flops: float = 2.0
     random: bool = False
     constants: tuple[int, ...] = ()
+    odd: Callable[[Sample], bool] = lambda sample: True
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> Tensor:
@@ -92,6 +96,41 @@ def attention_by_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False,
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def _attention_decode(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float | None = None) -> Tensor:
+    """By torch's attention with a mask of what each query sees."""
+    places = lengths[:, None] - q.shape[2] + torch.arange(q.shape[2], device=q.device)
+    seen = torch.arange(k.shape[2], device=q.device) <= places[..., None]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen[:, None], scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, causal: bool = False, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """By torch's own function for packed sequences, a prototype that says "causal" in one way or the other."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    told = inspect.signature(varlen_attn).parameters
+    how: dict[str, Any] = {"is_causal": causal} if "is_causal" in told else {"window_size": (-1, 0 if causal else -1)}
+    if scale is not None:
+        how["scale"] = scale
+    found = varlen_attn(q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, **how)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _by_torch_too(sample: Sample) -> bool:
+    """No window, and causal only where queries and keys are as many: torch's mask is another where they are not."""
+    q, k = sample.shapes[:2]
+    return "window" not in sample.options and (not sample.options.get("causal") or (q or ())[2:3] == (k or ())[2:3])
+
+
+def _of_one_number(sample: Sample) -> bool:
+    """A loss of all rows together, whose gradient needs none to start from."""
+    return sample.options.get("reduction") != "none"
+
+
 def _quantize_int8(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:
     scale = x.abs().amax(dim, keepdim=True).float() / 127
     return torch.round(x / scale).to(torch.int8), scale.squeeze(dim)
@@ -126,6 +165,12 @@ def _conv_flops(inputs: Sequence[Tensor], y: Tensor) -> int:
     return 2 * y.numel() * inputs[1][0].numel()
 
 
+def varlen_flops(q: Tensor, cu_q: Tensor, cu_k: Tensor, *, causal: bool) -> int:
+    """The same, of each sequence."""
+    pairs = int((cu_q.diff().long() * cu_k.diff().long()).sum())
+    return 4 * pairs * q.shape[1] * q.shape[2] // (2 if causal else 1)
+
+
 def attention_flops(q: Tensor, k: Tensor, *, causal: bool) -> int:
     """Two products over the pairs that are not masked, half of them where it is causal, as is the custom."""
     return 4 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3] // (2 if causal else 1)
@@ -150,9 +195,16 @@ _ALL: dict[str, Subject] = {
     "rope": Subject(_rope, constants=(1, 2)),
     "embedding": Subject(F.embedding),
     "dropout": Subject(lambda x, p=0.5, seed=None: F.dropout(x, p), random=True),
-    "cross_entropy": Subject(_cross_entropy, {"liger": peers.liger_cross_entropy, "quack": peers.quack_cross_entropy}),
+    "cross_entropy": Subject(
+        _cross_entropy,
+        {"liger": peers.liger_cross_entropy, "quack": peers.quack_cross_entropy},
+        odd=_of_one_number,
+    ),
     "linear_cross_entropy": Subject(
-        _linear_cross_entropy, {"liger": peers.liger_linear_cross_entropy}, _linear_loss_flops
+        _linear_cross_entropy,
+        {"liger": peers.liger_linear_cross_entropy},
+        _linear_loss_flops,
+        odd=_of_one_number,
     ),
     "matmul": Subject(torch.matmul, flops=_matmul_flops),
     "quantize_int8": Subject(_quantize_int8),
@@ -162,7 +214,15 @@ _ALL: dict[str, Subject] = {
         {"cudnn": peers.cudnn_attention, "flash": peers.flash_attention, "flash_attn_4": peers.flash_attention_4},
         lambda inputs, _: attention_flops(inputs[0], inputs[1], causal=False),
         backward_flops=2.5,
+        odd=_by_torch_too,
     ),
+    "attention_varlen": Subject(
+        _attention_varlen,
+        flops=lambda inputs, _: varlen_flops(inputs[0], inputs[3], inputs[4], causal=False),
+        backward_flops=2.5,
+        odd=lambda sample: "window" not in sample.options,
+    ),
+    "attention_decode": Subject(_attention_decode),
     "conv2d": Subject(F.conv2d, flops=_conv_flops),
     "max_pool2d": Subject(F.max_pool2d),
     "avg_pool2d": Subject(F.avg_pool2d),

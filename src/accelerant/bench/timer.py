@@ -5,8 +5,11 @@ and keeps the device busy (about 0.2 ms on an H200) while the host queues the ca
 the figure; `host_time_us` measures that. What the write leaves in the L2 goes to memory during the call, as what the
 call itself writes does after it: for a call that reads and writes the two are even. A call that writes next to nothing
 would pay for the flush (50 MB, 11 us on an H200), so for it the cache is emptied by reading (`reads=True`). On the CPU
-the clock is read around the call. `wall_ms` is what somebody waits for: from an idle device to an idle device, the
-host's part included.
+the clock is read around the call.
+
+`rotated_ms` is for calls that a program makes one after the other on other memory each time, as the layers of a model
+do: alone, a call of some 20 us also shows what it costs to start one. `wall_ms` is what somebody waits for: from an
+idle device to an idle device, the host's part included.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Timing", "host_time_us", "synchronize", "time_ms", "wall_ms"]
+__all__ = ["Timing", "host_time_us", "rotated_ms", "synchronize", "time_ms", "wall_ms"]
 
 _FLUSH_BYTES = 2**30
 _MIN_REPEATS = 10
 _MAX_REPEATS = 200
+_SLOW_S = 0.05
+_SLOW_REPEATS = 3
+"""Calls of more seconds than that are made at least so many times: their medians hardly move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +55,69 @@ def time_ms(fn: Callable[[], object], device: torch.device, *, budget_s: float =
     Args:
         fn: the call; its result is dropped.
         device: where it works.
-        budget_s: seconds to spend on the timed calls; at least 10 are made.
+        budget_s: seconds to spend on the timed calls; at least 10 are made, or 3 of those that take above 50 ms.
         reads: whether it writes next to nothing.
     """
     return Timing.of(_device_samples(fn, budget_s, reads) if device.type == "cuda" else _host_samples(fn, budget_s))
+
+
+_ROTATED_CALLS = 64
+"""Between two events, at the least: what starting the first and ending the last take is then shared by so many."""
+
+
+def rotated_ms(
+    calls: Sequence[Callable[[], object]], device: torch.device, *, budget_s: float = 0.3
+) -> tuple[Timing, str]:
+    """Device time of a call among calls that follow one another, each on memory of its own.
+
+    On a GPU they are captured in one CUDA graph, and a replay's time is divided by their number. Calls that cannot be
+    captured stand between two events as they are, after work that gives the host a head start.
+
+    Args:
+        calls: the same on copies of its arguments, which together are many times what the L2 holds.
+        device: where they work.
+        budget_s: seconds to spend on timed replays.
+
+    Returns:
+        the times, with how they were taken in words.
+    """
+    count = f"{len(calls)} copies in turn"
+    if device.type != "cuda":
+        samples = [sample / len(calls) for sample in _host_samples(lambda: [call() for call in calls], budget_s)]
+        return Timing.of(samples), count
+    for call in calls[:3]:
+        call()
+    calls = [*calls] * -(-_ROTATED_CALLS // len(calls))
+    run, how = _captured(calls)
+    run()
+    torch.cuda.synchronize(device)
+    memory = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device=device)
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize(device)
+    repeats = _repeats(time.perf_counter() - began, budget_s)
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, stop in marks:
+        memory.sum()  # reads: what a write leaves in the L2 would go to memory in the calls' time
+        start.record()
+        run()
+        stop.record()
+    torch.cuda.synchronize(device)
+    return Timing.of([start.elapsed_time(stop) / len(calls) for start, stop in marks]), f"{count}, {len(calls)} {how}"
+
+
+def _captured(calls: Sequence[Callable[[], object]]) -> tuple[Callable[[], object], str]:
+    """What makes all calls, and how."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+    except Exception:  # noqa: BLE001 - whatever cannot be captured is called instead, and the row says so
+        torch.cuda.synchronize()
+        return lambda: [call() for call in calls], "calls back to back"
+    return graph.replay, "calls in a CUDA graph"
 
 
 def wall_ms(
@@ -105,21 +170,28 @@ def host_time_us(fn: Callable[[], object], *, calls: int = 200, rounds: int = 15
 
 
 def _repeats(once_s: float, budget_s: float) -> int:
-    return max(_MIN_REPEATS, min(_MAX_REPEATS, int(budget_s / max(once_s, 1e-7))))
+    least = _MIN_REPEATS if once_s < _SLOW_S else _SLOW_REPEATS
+    return max(least, min(_MAX_REPEATS, int(budget_s / max(once_s, 1e-7))))
 
 
 def _device_samples(fn: Callable[[], object], budget_s: float, reads: bool) -> list[float]:
     memory = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
     flush: Callable[[], object] = memory.sum if reads else memory.zero_
-    for _ in range(3):
-        fn()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(3):
-        flush()
-        fn()
-    torch.cuda.synchronize()
-    repeats = _repeats((time.perf_counter() - began) / 3, budget_s)
+
+    def took(calls: int) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            flush()
+            fn()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / calls
+
+    fn()
+    once_s = took(1)
+    if once_s < _SLOW_S:
+        once_s = took(3)
+    repeats = _repeats(once_s, budget_s)
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, stop in marks:
         flush()

@@ -14,13 +14,19 @@ import torch
 from accelerant import ops
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suites import neural
+from accelerant.bench.suites.cases import leaves_of
+from accelerant.bench.suites.plan import plan
+from accelerant.bench.suites.warm import compile_ahead
 from accelerant.config import override
-from accelerant.errors import ConfigError
+from accelerant.errors import AccelerantError, ConfigError, DeviceLost
 from accelerant.runtime.decisions import Decision, explain_quietly
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.tuning import tune
 
 __all__ = ["SHRINKS", "Tuned", "tune_ops"]
+
+_COMPILE_S = 60.0
+"""What compiling first may take."""
 
 SHRINKS = (1, 8, 64)
 """Each case is met with all its rows (or batches) and with so many times fewer."""
@@ -48,6 +54,7 @@ def tune_ops(
     names: Sequence[str] = (),
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
     launches: bool = True,
+    jobs: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Tuned]:
     """Race and tune, call after call; each is kept on disk before the next begins.
@@ -57,6 +64,7 @@ def tune_ops(
         names: ops of the neural suite; all by default.
         dtypes: each case is met in these.
         launches: tune launch parameters too, which compiles every candidate: minutes an op.
+        jobs: processes that compile the implementations first; 1: they are compiled as they are met.
         progress: told what is measured next.
 
     Raises:
@@ -66,6 +74,9 @@ def tune_ops(
     if unknown:
         raise ConfigError(f"no op {unknown[0]!r} to tune; there are {', '.join(OPS)}")
     where = torch.device(device.torch_device)
+    if jobs > 1:
+        planned = plan(names, dtypes=dtypes, against=(), budget_s=0.0, gpu=where.type == "cuda")
+        compile_ahead(planned, device, jobs, limit_s=_COMPILE_S, progress=progress)
     for name in names or OPS:
         for dtype in dtypes:
             for label, inputs, options in neural.calls(name, device, dtype, SHRINKS):
@@ -79,9 +90,7 @@ def _tuned(
     name: str, label: str, inputs: Sequence[torch.Tensor | None], options: dict[str, object], launches: bool
 ) -> Tuned:
     function = getattr(ops, name)
-    args = [
-        each.detach().requires_grad_() if each is not None and each.is_floating_point() else each for each in inputs
-    ]
+    args = leaves_of(name, inputs)
 
     def both() -> None:
         with torch.no_grad():
@@ -96,5 +105,7 @@ def _tuned(
             return Tuned(name, label, tuple(tune(both).decisions))
         with override(race="first_use"):
             return Tuned(name, label, tuple(explain_quietly(both).decisions))
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+    except DeviceLost:
+        raise
+    except (AccelerantError, RuntimeError) as error:  # torch's lack of memory is one
         return Tuned(name, label, (), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from accelerant.cli import bench_decode, bench_patch, bench_train
 from accelerant.errors import AccelerantError, ConfigError, FormatError
 
 if TYPE_CHECKING:
+    import torch
+
     from accelerant.bench.collect import Part
     from accelerant.bench.compare import Comparison
     from accelerant.bench.record import Record, Row
+    from accelerant.bench.suites.plan import Planned
     from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["algebra", "bandwidth", "everything", "neural", "register", "runtime"]
+__all__ = ["algebra", "bandwidth", "check_writable", "everything", "neural", "register", "runtime"]
 
 _SUITES = ("neural", "algebra", "runtime", "bandwidth")
 
@@ -46,7 +52,8 @@ _Ops = Annotated[list[str] | None, typer.Option(help="Only this op of the neural
 _NEURAL_EPILOG = (
     "Examples:  accelerant bench neural   |   "
     "accelerant bench neural --op attention --against torch,cudnn,flash,flash_attn_4   |   "
-    "accelerant bench neural --out now.json --compare before.json"
+    "accelerant bench neural --out now.json --compare before.json   |   "
+    "accelerant bench neural --dtypes bf16,fp16,fp32 --odd --sweep --out folder"
 )
 _ALL_EPILOG = (
     "Examples:  accelerant bench all --out now.json --report report.html   |   "
@@ -62,6 +69,9 @@ def register(app: typer.Typer) -> None:
     group.command("algebra", epilog="Example:  accelerant bench algebra --no-compiled")(algebra)
     group.command("runtime", epilog="Example:  accelerant bench runtime --json")(runtime)
     group.command("bandwidth", epilog="Example:  accelerant bench bandwidth --sizes 1MiB,64MiB,1GiB")(bandwidth)
+    group.command("patch", epilog=bench_patch.EPILOG)(bench_patch.patch)
+    group.command("decode", epilog=bench_decode.EPILOG)(bench_decode.decode)
+    group.command("train", epilog=bench_train.EPILOG)(bench_train.train)
     app.add_typer(group, name="bench")
 
 
@@ -69,44 +79,131 @@ def neural(
     op: _Ops = None,
     device: _Device = "auto",
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16, or several with commas; by default each case's.")
+        str | None,
+        typer.Option(
+            "--dtype",
+            "--dtypes",
+            metavar="LIST",
+            help="bf16, fp16, fp32 (or bfloat16, ...), the first one more thoroughly; by default each case's.",
+        ),
     ] = None,
     against: _Against = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Each op from 2^10 to 2^28 elements, odd ones too.")] = False,
-    budget_s: _Budget = 0.3,
-    out: _Out = None,
+    odd: Annotated[bool, typer.Option("--odd", help="Odd sizes too, beside torch.")] = False,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Ops of rows from 2^10 to 2^28 elements too, beside torch and compile.")
+    ] = False,
+    sweep_to: Annotated[int, typer.Option(min=10, max=30, help="The sweep's end, as a power of two.")] = 28,
+    budget_s: _Budget = 0.1,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes that compile everything first; by default 1 on a CPU.")
+    ] = None,
+    limit_s: Annotated[
+        float | None, typer.Option(min=0.0, help="Begin no case after so many seconds; --resume goes on later.")
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Measure nothing; show the cases and about how long.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="A .json file for the record; or a folder, which gets record.json, record.csv, report.html, and "
+            "rows.jsonl as they are measured.",
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run whose folder --out names.")] = False,
     csv: _Csv = None,
     report: _Report = None,
     compare: _Compare = None,
     json_output: _Json = False,
 ) -> None:
     """Measure the neural ops, forward and backward, beside torch and other libraries. Losses come first."""
-    import torch
-
+    from accelerant.bench.journal import Journal
     from accelerant.bench.suites import neural as suite
+    from accelerant.bench.suites.plan import plan, sweep_sizes
 
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    wanted = [] if dtype is None else dtype.split(",")
-    for each in wanted:
-        if each not in known:
-            raise ConfigError(f"--dtype: wanted float32, bfloat16 or float16, got {each!r}")
+    until = None if limit_s is None else time.monotonic() + limit_s
+    wanted = _dtypes(dtype)
     _check_ops(op)
     named = _peers(against)
+    folder = out if out is not None and (out.is_dir() or not out.suffix) else None
+    if resume and folder is None:
+        raise ConfigError("--resume: --out must name the folder of the run to go on with")
+    if folder is not None:
+        _make_folder(folder)
+        out, csv, report = folder / "record.json", csv or folder / "record.csv", report or folder / "report.html"
     session = _Session(device, out, report, compare, json_output, csv=csv)
+    gpu = session.device.torch_device.startswith("cuda")
+    planned = plan(
+        op or (), dtypes=[each for _, each in wanted], against=named, budget_s=budget_s, gpu=gpu, odd=odd,
+        sweep=sweep_sizes(sweep_to) if sweep else (),
+    )  # fmt: skip
+    processes = jobs or (_compiling_jobs() if gpu and "compile" in named else 1)
+    if listed:
+        _list(planned, processes, json_output)
+        return
 
     def measure(record: Record) -> None:
-        chosen: list[str | None] = [*wanted] or [None]
-        for each in chosen:
-            suite.measure(
-                record, session.device, names=op or (), dtype=None if each is None else known[each], budget_s=budget_s,
-                against=named, sweep=suite.sweep_sizes() if sweep else (), progress=session.show,
-            )  # fmt: skip
+        try:
+            journal = None if folder is None else Journal(folder / "rows.jsonl", record, resume=resume)
+        except FormatError as error:  # a usage error writes nothing: the record in the folder stays
+            raise ConfigError(f"--resume: {error}; another folder starts anew") from None
+        if processes > 1:
+            from accelerant.bench.suites.warm import compile_ahead, share_caches
+
+            share_caches()
+            left = [each for each in planned if journal is None or each.key not in journal.done]
+            most_s = _COMPILE_S if limit_s is None else min(_COMPILE_S, limit_s / 3)
+            missing = compile_ahead(left, session.device, processes, limit_s=most_s, progress=session.show)
+            record.notes += [missing] if missing else []
+        suite.measure_planned(
+            record, session.device, planned, journal=journal, budget_s=budget_s, until=until, progress=session.show
+        )
 
     def asked(row: Row) -> bool:
-        of_dtype = not wanted or any(f" {each}" in row.case for each in wanted)
+        of_dtype = not wanted or any(f" {name}" in row.case for name, _ in wanted)
         return row.suite == "neural" and (not op or row.op in op) and of_dtype
 
     session.run([("neural", measure)], asked)
+
+
+_COMPILE_S = 90.0
+"""Seconds that compiling ahead may take; what is not compiled by then is compiled as it is measured."""
+
+
+def _compiling_jobs() -> int:
+    """A process a core, less two for the device's sake."""
+    import os
+
+    return max(1, min(14, (os.cpu_count() or 1) - 2))
+
+
+def _dtypes(text: str | None) -> list[tuple[str, torch.dtype]]:
+    """The dtypes that `--dtype` names, with their whole names."""
+    import torch
+
+    whole = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    found = {}
+    for each in [] if text is None else text.split(","):
+        name = whole.get(each.strip(), each.strip())
+        if name not in known:
+            raise ConfigError(f"--dtype: wanted float32, bfloat16 or float16, got {each!r}")
+        found[name] = known[name]
+    return list(found.items())
+
+
+def _list(planned: Sequence[Planned], jobs: int, json_output: bool) -> None:
+    """Show what would be measured."""
+    if json_output:
+        print(json.dumps([{"case": each.key, "about_s": round(each.estimate_s, 3)} for each in planned], indent=1))
+        return
+    for each in planned:
+        print(f"{each.estimate_s:6.2f} s  {each.figures:2d} figures  {each.key}")
+    compile_s = sum(each.compile_s for each in planned if each.part != "sweep") / jobs if jobs > 1 else 0.0
+    measure_s, figures = sum(each.estimate_s for each in planned), sum(each.figures for each in planned)
+    print(
+        f"{len(planned)} cases, about {figures} figures: on a large GPU about {measure_s:.0f} s, after about "
+        f"{compile_s:.0f} s of compiling in {jobs} processes"
+    )
 
 
 def algebra(
@@ -209,6 +306,14 @@ def _check_ops(names: Sequence[str] | None) -> None:
             raise ConfigError(f"--op: no op {name!r} in this suite; it has {', '.join(OPS)}")
 
 
+_SAY_EACH_S = 15.0
+
+
+def _columns() -> int:
+    """Of the terminal, so that a line that is written over stays one line."""
+    return max(20, shutil.get_terminal_size().columns - 1)
+
+
 class _Session:
     """One invocation: what is checked before anything is measured, the measuring, and what is left behind."""
 
@@ -223,9 +328,13 @@ class _Session:
         self.device: ComputeDevice = registry.choose(device)
         if not self.device.torch_device:
             raise ConfigError(f"--device: bench measures devices that torch has tensors on; {device} is not one")
+        if self.device.torch_device.startswith("cuda") and self.device.index:
+            import torch
+
+            torch.cuda.set_device(self.device.index)  # clocks and flushes work on the current device
         for name, path in (("--out", out), ("--report", report), ("--csv", csv)):
             if path is not None:
-                _check_writable(name, path)
+                check_writable(name, path)
         self.out, self.report, self.csv, self.json_output = out, report, csv, json_output
         self.baseline_path = baseline
         self.baseline = None if baseline is None else Record.load(baseline)
@@ -236,11 +345,18 @@ class _Session:
                 raise FormatError(f"{baseline}: {error}") from None
         self._lines = lines
         self._live = sys.stderr.isatty()
+        self._said = time.monotonic()
 
     def show(self, what: str) -> None:
-        """Say on a terminal's stderr what is measured now, in one line that is written over."""
+        """Say on a terminal's stderr what is measured now, in one line that is written over; else a line now and then.
+
+        The first line comes late enough for a short run to have none.
+        """
         if self._live:
-            print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{what[: _columns()]}", end="", file=sys.stderr, flush=True)
+        elif what and time.monotonic() - self._said > _SAY_EACH_S:
+            self._said = time.monotonic()
+            print(what, file=sys.stderr, flush=True)
 
     def part(
         self,
@@ -304,7 +420,7 @@ class _Session:
         return name, announced
 
     def _print(self, record: Record, comparison: Comparison | None) -> None:
-        print(json.dumps(record.to_dict(), indent=1) if self.json_output else record.table(), flush=True)
+        print(record.to_json() if self.json_output else record.table(), flush=True)
         if comparison is not None:
             slower = f"slower than {self.baseline_path}:" if comparison.regressions else f"beside {self.baseline_path}:"
             print(f"{slower}\n{comparison.table()}", file=sys.stderr)
@@ -329,7 +445,15 @@ class _Session:
             raise OSError("; ".join(refused))
 
 
-def _check_writable(name: str, path: Path) -> None:
+def _make_folder(path: Path) -> None:
+    """See to it that the folder that `--out` names is there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: folder {path} cannot be made: {error.strerror or error}") from None
+
+
+def check_writable(name: str, path: Path) -> None:
     """Refuse, before anything is measured, a path that could not be written afterwards."""
     if path.is_dir():
         raise ConfigError(f"{name}: {path} is a folder; name a file")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from accelerant.cli.bench import check_writable
 from accelerant.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from accelerant.bench.tuning import Tuned
 
 __all__ = ["register", "tune"]
@@ -33,8 +37,10 @@ def tune(
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     launches: Annotated[bool, typer.Option(help="Launch parameters too: compiles every candidate.")] = True,
     listed: Annotated[bool, typer.Option("--list", help="Measure nothing; show what is known.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that compile the implementations first.")] = 1,
     table: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what is known there, as tables are shipped.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what is known there, as tables are shipped; after each op."),
     ] = None,
     serves: Annotated[
         list[str] | None, typer.Option(metavar="MODEL", help="Another model that the table is good for.")
@@ -56,6 +62,8 @@ def tune(
     chosen = registry.choose(device)
     if not chosen.torch_device:
         raise ConfigError(f"--device: tune measures devices that torch has tensors on; {device} is not one")
+    if table is not None:
+        check_writable("--table", table)
     where = torch.device(chosen.torch_device)
     live = sys.stderr.isatty()
 
@@ -66,7 +74,9 @@ def tune(
     found: list[Tuned] = []
     if not listed:
         dtypes = [known[each] for each in wanted]
-        for result in tune_ops(chosen, names=op or (), dtypes=dtypes, launches=launches, progress=show):
+        for result in tune_ops(chosen, names=op or (), dtypes=dtypes, launches=launches, jobs=jobs, progress=show):
+            if table is not None and found and found[-1].op != result.op:
+                _write(table, where, serves or ())
             found.append(result)
             if not json_output:
                 show("")
@@ -82,13 +92,20 @@ def tune(
         for line in choices().ignored(where):
             print(f"not used: {line}", file=sys.stderr)
     if table is not None:
-        body = choices().table(where, serves=serves or ())
-        temporary = table.with_name(f".{table.name}.new")
-        temporary.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(table)
-        print(f"{table}: {len(body['entries'])} entries", file=sys.stderr)
+        print(f"{table}: {_write(table, where, serves or ())} entries", file=sys.stderr)
     if any(result.error for result in found):
         raise typer.Exit(1)
+
+
+def _write(table: Path, device: torch.device, serves: Sequence[str]) -> int:
+    """Write what is known of a device as a table, whole or not at all; how many entries it has."""
+    from accelerant.runtime.choices import choices
+
+    body = choices().table(device, serves=serves)
+    temporary = table.with_name(f".{table.name}.new")
+    temporary.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(table)
+    return len(body["entries"])
 
 
 def _print(each: Tuned) -> None:

@@ -1,17 +1,17 @@
 """The neural ops beside torch, torch.compile and other libraries, forward and backward apart, in one run.
 
-Dispatch races its implementations here, as it does for a user who asks for it; where it chooses a library, the case is
-measured once more with our own kernel forced. The result of a forward pass is compared with the float64 reference
-before anything is timed; gradients are what the tests check.
+In the tables dispatch races its implementations, as it does for a user who asks for it; where it chooses a library, the
+case is measured once more with our own kernel forced. At odd sizes and in the sweep it chooses as a user's first call
+does. Results and gradients, ours and the peers', are compared with the float64 reference before anything is timed: what
+is wrong has a row that says so, and no time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import math
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,34 +21,46 @@ from accelerant import ops
 from accelerant.bench import peers
 from accelerant.bench.ceilings import measure_ceilings
 from accelerant.bench.cpu_column import cpu_column
-from accelerant.bench.record import OWN, Environment, Record, Row
-from accelerant.bench.subjects import OPS, Subject, attention_flops
-from accelerant.bench.timer import time_ms
+from accelerant.bench.journal import Journal
+from accelerant.bench.record import DETERMINISTIC, OWN, Environment, Record, Row
+from accelerant.bench.subjects import OPS
+from accelerant.bench.suites.cases import Case, Work, benchmarks_of, call_of, shrunk, work_of
+from accelerant.bench.suites.checks import Oracle
+from accelerant.bench.suites.plan import Planned, plan
+from accelerant.bench.timer import rotated_ms, time_ms
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError, DeviceLost
-from accelerant.ops._cases import Benchmark, Indices, Sample
-from accelerant.runtime.decisions import explain_quietly
+from accelerant.ops._cases import Benchmark
+from accelerant.runtime import registry
+from accelerant.runtime.decisions import Decision, explain_quietly
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["AGAINST", "OPS", "calls", "check_against", "measure", "run", "sweep_sizes"]
+__all__ = [
+    "AGAINST",
+    "OPS",
+    "calls",
+    "check_against",
+    "compiling",
+    "measure",
+    "measure_planned",
+    "own_kernels",
+    "run",
+    "runners_of",
+]
 
 AGAINST = ("torch", "compile", "cudnn", "flash", "cublaslt")
 """The peers of a run that names none: what a torch with CUDA has."""
 
-_TARGETS_OF = "H200"
-"""The device for which the cases name what to reach."""
+_RECOMPILES = 64
+"""What torch.compile may make of one function: a sweep's sizes, forward and backward, are more than its usual 8."""
 
-_CPU_SHRINK, _CPU_MANY = 32, 4096
-"""A CPU gets the cases of more than so many rows with so many times fewer."""
+_ROTATED_BYTES = 2**29
+_ROTATED_LEAST, _ROTATED_MOST = 8, 64
+"""Copies that a rotated case has: so many that they are several times what the L2 of any GPU holds."""
 
-_ALLOWED_ERROR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""||ours - reference|| / ||reference||, the reference in float64; float32 products may be TF32's."""
-
-_REFERENCE_ELEMENTS = 2**28
-"""A reference that would hold more elements in float64 is computed on the first rows alone."""
-
-Directions = tuple[tuple[str, int, int], ...]
+Progress = Callable[[str], None]
+Maker = Callable[[], Callable[..., Any]]
 
 
 def run(
@@ -58,7 +70,7 @@ def run(
     dtype: torch.dtype | None = None,
     budget_s: float = 0.3,
     against: Sequence[str] = AGAINST,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Record:
     """A record of its own; see measure."""
     record = Record(Environment.of(device))
@@ -86,11 +98,10 @@ def measure(
     dtype: torch.dtype | None = None,
     budget_s: float = 0.3,
     against: Sequence[str] = AGAINST,
-    sweep: Sequence[int] = (),
     cpu: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> None:
-    """Measure into a record.
+    """Measure the tables of the ops into a record.
 
     Args:
         record: gets ceilings and rows, each as it is measured.
@@ -99,7 +110,6 @@ def measure(
         dtype: the cases' own on a GPU, float32 on a CPU by default.
         budget_s: seconds for each figure.
         against: the peers, of peers.NAMES. One that is absent leaves a row that says so.
-        sweep: instead of the cases, each op's first case at these numbers of elements.
         cpu: with a CPU column (float32), where the device is another.
         progress: told what is measured next.
 
@@ -111,187 +121,139 @@ def measure(
     if unknown:
         raise ConfigError(f"no op {unknown[0]!r} in this suite; it has {', '.join(OPS)}")
     check_against(against)
+    gpu = device.torch_device.startswith("cuda")
+    planned = plan(names, dtypes=[dtype] if dtype else [], against=against, budget_s=budget_s, gpu=gpu)
+    measure_planned(record, device, planned, budget_s=budget_s, cpu=cpu, progress=progress)
+
+
+def measure_planned(
+    record: Record,
+    device: ComputeDevice,
+    planned: Sequence[Planned],
+    *,
+    journal: Journal | None = None,
+    budget_s: float = 0.3,
+    until: float | None = None,
+    cpu: bool = False,
+    progress: Progress = lambda _: None,
+) -> None:
+    """Measure what is planned into a record, and case by case into a journal.
+
+    Args:
+        record: gets ceilings and rows, each as it is measured.
+        device: where.
+        planned: the cases; those that the journal has are left out.
+        journal: gets each case as soon as it is done.
+        budget_s: seconds for each ceiling.
+        until: the time of time.monotonic() after which no further case is begun; a note says how many are missing.
+        cpu: with a CPU column (float32), where the device is another.
+        progress: told what is measured next.
+
+    Raises:
+        AccelerantError: a result of ours is wrong, or an op of ours failed; the other cases were measured first.
+    """
+    began = time.monotonic()
     where = torch.device(device.torch_device)
     if "matmul TFLOP/s" not in record.ceilings:
         progress("ceilings")
-        record.ceilings |= measure_ceilings(where, budget_s=budget_s)
-    failed: AccelerantError | None = None
-    for name in names or OPS:
-        benchmarks = _benchmarks(name)
-        if sweep:
-            benchmarks = [resized for size in sweep if (resized := _resized(benchmarks[0], size)) is not None]
-        for benchmark in benchmarks:
-            try:
-                case = _Case.of(name, benchmark, device, where, dtype)
-                case.check()
-                for row in _measure(case, budget_s, against, progress):
-                    if cpu and where.type != "cpu" and row.runner == "accelerant":
-                        progress(f"{row.op} {row.case}: on the CPU")
-                        row = _with_cpu(row, name, benchmark, budget_s)
-                    record.rows.append(row)
-            except torch.OutOfMemoryError as error:
-                record.notes.append(f"{name} {benchmark.sample.name}: {str(error).splitlines()[0][:100]}")
-            except DeviceLost:
-                raise
-            except AccelerantError as error:  # the other ops' figures are worth having; this one ends the run with 1
-                failed = failed or error
-                label = benchmark.sample.name
-                note = f"{type(error).__name__}: {error}"
-                record.rows.append(Row("neural", name, label, "accelerant", "", note=note))
-            if where.type == "cuda":
-                torch.cuda.empty_cache()
+        record.ceilings |= measure_ceilings(where, budget_s=max(budget_s, 0.0))
+    if journal is not None:
+        journal.begin(record)
+    left = [each for each in planned if journal is None or each.key not in journal.done]
+    with compiling():
+        _measure_left(record, device, planned, left, journal, budget_s, until, cpu, progress, began)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """torch.compile as the cases need it: for many sizes, and with backward passes that are run again and again."""
+    import torch._functorch.config as functorch
+
+    with (
+        torch._dynamo.config.patch(recompile_limit=_RECOMPILES),
+        functorch.patch(donated_buffer=False),  # a second backward pass needs them again
+    ):
+        yield
+
+
+def _measure_left(
+    record: Record,
+    device: ComputeDevice,
+    planned: Sequence[Planned],
+    left: Sequence[Planned],
+    journal: Journal | None,
+    budget_s: float,
+    until: float | None,
+    cpu: bool,
+    progress: Progress,
+    began: float,
+) -> None:
+    where = torch.device(device.torch_device)
+    failed = None if journal is None else _failed(record.rows)
+    compiled = None
+    for i, each in enumerate(left):
+        if until is not None and time.monotonic() > until:
+            record.notes.append(f"stopped by its time limit: {len(left) - i} of {len(planned)} cases not measured")
+            break
+        if (each.part, each.op) != compiled or each.part != "sweep":
+            torch._dynamo.reset()  # a sweep's sizes share what is compiled
+        compiled = each.part, each.op
+        rows, notes, error = _measured(each, device, cpu, budget_s, _counted(progress, i, left, began))
+        record.rows += rows
+        record.notes += notes
+        if journal is not None:
+            journal.add(each.key, rows, notes)
+        failed = failed or error
+        if where.type == "cuda" and torch.cuda.memory_reserved(where) > _most_bytes(where):
+            torch.cuda.empty_cache()
     if failed is not None:
         raise failed
 
 
-def _benchmarks(name: str) -> list[Benchmark]:
-    function = getattr(ops, name)
-    cases = importlib.import_module(f"{function.__module__.rpartition('.')[0]}.cases")
-    return list(cases.FAMILY[name].BENCHMARKS if hasattr(cases, "FAMILY") else cases.BENCHMARKS)
+def _failed(rows: Sequence[Row]) -> AccelerantError | None:
+    """What ended the run that a journal is of with an error: a run that goes on with it ends so, too."""
+    for row in rows:
+        if (row.wrong and row.compared) or (row.runner == "accelerant" and row.p50 is None):
+            return AccelerantError(f"{row.op} {row.case}: {row.note}")
+    return None
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------
+def _counted(progress: Progress, i: int, left: Sequence[Planned], began: float) -> Progress:
+    """Tells which of the cases it is, and about how many seconds are left, from what the cases so far took."""
+    spent, expected = time.monotonic() - began, sum(each.estimate_s for each in left[:i])
+    pace = spent / expected if expected > 5.0 else 1.0
+    rest = pace * sum(each.estimate_s for each in left[i:])
+    return lambda what: progress(f"[{i + 1}/{len(left)}, about {rest:.0f} s left] {what}")
 
 
-def sweep_sizes() -> list[int]:
-    """2^10 to 2^28 elements by powers of four, and beside each of the middle ones an odd number."""
-    return [size for power in range(10, 29, 2) for size in ((1 << power), (1 << power) - 1) if size != (1 << 28) - 1]
+def _most_bytes(device: torch.device) -> int:
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return total // 2
 
 
-def _resized(benchmark: Benchmark, size: int) -> Benchmark | None:
-    """The same op with so many elements in its first argument, in rows of the same length where that divides them.
-
-    None where another argument depends on the first in a way that is not row by row.
-    """
-    first = benchmark.sample.arguments[0]
-    if not isinstance(first, tuple) or len(first) != 2:
-        return None
-    columns = first[1]
-    shape = (size // columns, columns) if size % columns == 0 else (1, size)
-    arguments: list[Any] = []
-    for argument in benchmark.sample.arguments:
-        if isinstance(argument, Indices):
-            arguments.append(replace(argument, shape=(shape[0], *argument.shape[1:])))
-        elif argument == first:
-            arguments.append(shape)
-        elif argument is not None and argument == (columns,):
-            arguments.append((shape[1],))
-        else:
-            return None
-    name = "x".join(map(str, shape))
-    return Benchmark(Sample(name, tuple(arguments), benchmark.sample.options), benchmark.dtype)
-
-
-def calls(
-    name: str, device: ComputeDevice, dtype: torch.dtype, shrinks: Sequence[int]
-) -> Iterator[tuple[str, tuple[Tensor | None, ...], dict[str, Any]]]:
-    """An op's cases in a dtype, each whole and with so many times fewer rows: label, tensors, options."""
-    where = torch.device(device.torch_device)
-    for benchmark in _benchmarks(name):
-        for shrink in shrinks:
-            inputs = tuple(benchmark.sample.tensors(dtype, where))
-            first = inputs[0]
-            rows = 1 if first is None else max(1, len(first) // shrink)
-            fewer = _first_rows(inputs, min(rows, _CPU_MANY) if where.type == "cpu" else rows)
-            shape = "" if fewer[0] is None else "x".join(map(str, fewer[0].shape))
-            yield f"{shape} {str(dtype).removeprefix('torch.')}", fewer, dict(benchmark.sample.options)
-
-
-# --- a case ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """A benchmark with its tensors."""
-
-    name: str
-    label: str
-    inputs: tuple[Tensor | None, ...]
-    options: dict[str, Any]
-    benchmark: Benchmark
-    aims: bool
-
-    @classmethod
-    def of(
-        cls, name: str, benchmark: Benchmark, device: ComputeDevice, where: torch.device, dtype: torch.dtype | None
-    ) -> _Case:
-        sample, gpu = benchmark.sample, where.type == "cuda"
-        dtype = dtype or (benchmark.dtype if gpu else torch.float32)
-        inputs = tuple(sample.tensors(dtype, where))
-        if not gpu:
-            inputs = _first_rows(inputs, _cpu_rows(inputs))
-        shapes = "@".join("x".join(map(str, x.shape)) for x in inputs if x is not None and x.ndim > 1)
-        shapes = shapes or "@".join("x".join(map(str, x.shape)) for x in inputs if x is not None)
-        options = "".join(f" {_option(key, value)}" for key, value in sample.options.items())
-        aims = _TARGETS_OF in device.name and dtype == benchmark.dtype
-        label = f"{shapes} {str(dtype).removeprefix('torch.')}{options}"
-        return cls(name, label, inputs, dict(sample.options), benchmark, aims)
-
-    @property
-    def device(self) -> torch.device:
-        return next(x for x in self.inputs if x is not None).device
-
-    def check(self) -> None:
-        """Compare with the float64 reference: no time of a wrong result is worth anything.
-
-        Raises:
-            AccelerantError: names the op and its error.
-        """
-        if OPS[self.name].random:
-            return
-        module = importlib.import_module(f"{getattr(ops, self.name).__module__.rpartition('.')[0]}.reference")
-        reference = getattr(module, f"{self.name}_reference")
-        inputs = _affordable(self)
-        with torch.no_grad():
-            ours = _first(getattr(ops, self.name)(*inputs, **self.options)).double()
-            exact = _first(reference(*(_wide(x) for x in inputs), **self.options))
-            error = float((ours - exact).norm() / exact.norm().clamp_min(1e-30))
-        dtype = next(x.dtype for x in inputs if x is not None and x.is_floating_point())
-        if not error <= _ALLOWED_ERROR[dtype]:
-            raise AccelerantError(f"{self.name} {self.label}: relative error {error:.3g} against the float64 reference")
-
-
-def _option(key: str, value: object) -> str:
-    return key if value is True else f"not {key}" if value is False else f"{key} {value}"
-
-
-def _first(results: Any) -> Tensor:
-    first: Tensor = results[0] if isinstance(results, tuple) else results
-    return first
-
-
-def _wide(x: Tensor | None) -> Tensor | None:
-    return x.double() if x is not None and x.is_floating_point() else x
-
-
-def _affordable(case: _Case) -> tuple[Tensor | None, ...]:
-    """The arguments, cut to what a reference in float64 has memory for."""
-    if case.name == "attention":  # its reference holds the scores; a few heads are as good as all
-        return tuple(None if x is None else x[:1, : max(1, x.shape[1] // 8), :2048] for x in case.inputs)
-    total = sum(x.numel() for x in case.inputs if x is not None)
-    rows = len(case.inputs[0]) if case.inputs[0] is not None else 1
-    if case.name == "linear_cross_entropy" or total > _REFERENCE_ELEMENTS:
-        return _first_rows(case.inputs, max(1, min(rows // 16, rows * _REFERENCE_ELEMENTS // max(total, 1))))
-    return case.inputs
-
-
-def _cpu_rows(inputs: Sequence[Tensor | None]) -> int:
-    rows = len(inputs[0]) if inputs[0] is not None else 1
-    return rows if rows <= _CPU_MANY else math.ceil(rows / _CPU_SHRINK)
-
-
-def _first_rows(inputs: Sequence[Tensor | None], rows: int) -> tuple[Tensor | None, ...]:
-    """The first rows of the first argument, which ops work on row by row, and of those that go along with it."""
-    first = inputs[0]
-    if first is None or len(first) <= rows:
-        return tuple(inputs)
-    others = [x[:rows].contiguous() if x is not None and _goes_along(x, first) else x for x in inputs[1:]]
-    return (first[:rows].contiguous(), *others)
-
-
-def _goes_along(x: Tensor, first: Tensor) -> bool:
-    """Whether an argument has a row, or a number, for each row of the first."""
-    return x.ndim > 0 and len(x) == len(first) and (x.ndim == 1 or x.shape[1:] == first.shape[1:])
+def _measured(
+    each: Planned, device: ComputeDevice, cpu: bool, budget_s: float, progress: Progress
+) -> tuple[list[Row], list[str], AccelerantError | None]:
+    """The rows and notes of a case; and the error, where ours failed."""
+    rows: list[Row] = []
+    try:
+        case = Case.of(each.op, each.benchmark, device, each.dtype)
+        for row in _rows(case, each, progress):
+            if cpu and case.device.type != "cpu" and row.runner == "accelerant":
+                progress(f"{row.op} {row.case}: on the CPU")
+                row = _with_cpu(row, each.op, each.benchmark, budget_s)
+            rows.append(row)
+    except torch.OutOfMemoryError as error:
+        return rows, [f"{each.key}: {str(error).splitlines()[0][:100]}"], None
+    except DeviceLost:
+        raise
+    except Exception as error:  # noqa: BLE001 - the other ops' figures are worth having; this one ends the run with 1
+        text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        label = each.benchmark.sample.name
+        rows.append(Row("neural", each.op, label, "accelerant", "", part=each.part, note=text))
+        return rows, [], error if isinstance(error, AccelerantError) else AccelerantError(f"{each.key}: {text}")
+    wrong = next((row for row in rows if row.wrong and row.compared), None)
+    return rows, [], None if wrong is None else AccelerantError(f"{wrong.op} {wrong.case}: {wrong.note}")
 
 
 def _with_cpu(row: Row, name: str, benchmark: Benchmark, budget_s: float) -> Row:
@@ -300,163 +262,176 @@ def _with_cpu(row: Row, name: str, benchmark: Benchmark, budget_s: float) -> Row
     direction = row.case.split()[-1]
 
     def make(rows: int) -> Callable[[], Any]:
-        inputs = _first_rows(tensors, rows)
-        case = _Case(name, "", inputs, dict(benchmark.sample.options), benchmark, False)
-        return _call(getattr(ops, name), case, direction)
+        inputs = shrunk(name, tensors, rows)
+        case = Case(name, "", inputs, dict(benchmark.sample.options), benchmark, False)
+        return call_of(getattr(ops, name), case, direction)
 
     first = tensors[0]
-    taken, note = cpu_column(make, 1 if first is None else len(first), budget_s=budget_s)
+    taken, note = cpu_column(make, 1 if first is None or not first.ndim else len(first), budget_s=budget_s)
     return replace(row, cpu_ms=taken, cpu_note=f"float32, {note}")
 
 
-# --- measuring -------------------------------------------------------------------------------------------------------
+def calls(
+    name: str, device: ComputeDevice, dtype: torch.dtype, shrinks: Sequence[int]
+) -> Iterator[tuple[str, tuple[Tensor | None, ...], dict[str, Any]]]:
+    """An op's cases in a dtype, each whole and with so many times fewer rows: label, tensors, options."""
+    for benchmark in benchmarks_of(name):
+        whole = Case.of(name, benchmark, device, dtype)
+        first = whole.inputs[0]
+        rows = 1 if first is None else len(first)
+        for shrink in shrinks:
+            fewer = shrunk(name, whole.inputs, max(1, rows // shrink))
+            shape = "" if fewer[0] is None else "x".join(map(str, fewer[0].shape))
+            yield f"{shape} {str(dtype).removeprefix('torch.')}", fewer, whole.options
 
 
-def _runners(case: _Case, against: Sequence[str]) -> dict[str, Callable[[], Callable[..., Any]]]:
+# --- a case's rows ---------------------------------------------------------------------------------------------------
+
+
+def runners_of(case: Case, each: Planned) -> dict[str, Maker]:
     """Runner -> what makes its function. Ours first."""
     subject = OPS[case.name]
-    made: dict[str, Callable[[], Callable[..., Any]]] = {"accelerant": lambda: getattr(ops, case.name)}
-    for peer in against:
+    made: dict[str, Maker] = {"accelerant": lambda: getattr(ops, case.name)}
+    for peer in each.peers:
         if peer == "torch":
             made["torch"] = lambda: subject.theirs
         elif peer == "compile":
-            made["torch.compile"] = lambda: torch.compile(subject.theirs, dynamic=False)
-        elif peer in subject.peers:
+            made["torch.compile"] = lambda: _compiled(case, each.part)
+        else:
             made[peer] = subject.peers[peer]
     return made
 
 
-def _measure(case: _Case, budget_s: float, against: Sequence[str], progress: Callable[[str], None]) -> Iterator[Row]:
-    torch._dynamo.reset()
-    runners = _runners(case, against)
-    for direction, least_bytes, flops in _work(case):
+def _compiled(case: Case, part: str) -> Callable[..., Any]:
+    """Torch's function compiled for a case's sizes; in a sweep, for any number of rows, with the largest in view."""
+    theirs = OPS[case.name].theirs
+    if part != "sweep" or case.inputs[0] is None:
+        return torch.compile(theirs, dynamic=False)
+    compiled, rows = torch.compile(theirs), len(case.inputs[0])
+
+    def of_any_rows(*args: Any, **options: Any) -> Any:
+        for x in args:
+            if isinstance(x, Tensor) and x.ndim and len(x) == rows > 1:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        return compiled(*args, **options)
+
+    return of_any_rows
+
+
+def _rows(case: Case, each: Planned, progress: Progress) -> Iterator[Row]:
+    runners = runners_of(case, each)
+    works = work_of(case)
+    oracle = Oracle(case, works[0].flops)
+    for work in works:
         base = Row(
-            "neural", case.name, f"{case.label} {direction}", "", "", bytes=least_bytes, flops=flops,
-            ceiling="matmul" if flops else "copy",
+            "neural", case.name, f"{case.label} {work.direction}", "", "", bytes=work.bytes, flops=work.flops,
+            ceiling="matmul" if work.flops else "copy", part=each.part,
         )  # fmt: skip
-        base = _aimed(base, case, direction)
+        base = _aimed(base, case, work.direction)
         for runner, make in runners.items():
             progress(f"{base.op} {base.case}: {runner}")
             row = replace(base, runner=runner)
-            if runner != "accelerant":
-                yield _timed(row, make, case, direction, budget_s)
-                continue
-            with override(race="first_use") if case.device.type == "cuda" else contextlib.nullcontext():
-                row = _timed(row, make, case, direction, budget_s, ours=True)
-            yield row
-            for forced in _own_kernels(make(), case, direction):
-                with force(**forced):
-                    again = replace(base, runner=OWN, target=None, target_x=None)
-                    yield _timed(again, make, case, direction, budget_s, ours=True)
+            if runner == "accelerant":
+                yield from _ours(row, make, case, work, each, oracle)
+            else:
+                unaimed = replace(row, target=None, target_x=None, target_bytes=None)
+                # Of fewer rows than are timed, torch.compile would compile another function: its results are not seen.
+                checks = oracle if oracle.whole or runner != "torch.compile" else None
+                yield _timed(unaimed, make, case, work, each, checks)
 
 
-def _timed(
-    row: Row,
-    make: Callable[[], Callable[..., Any]],
-    case: _Case,
-    direction: str,
-    budget_s: float,
-    *,
-    ours: bool = False,
-) -> Row:
-    try:
-        call = _call(make(), case, direction)
-        chosen = _implementation(call) if ours else row.runner
-        peak = _peak_bytes(call, case.device)
-        timing = time_ms(call, case.device, budget_s=budget_s, reads=_only_reads(case, direction))
-    except Exception as error:
-        if ours and row.runner == "accelerant":
-            raise
-        text = (str(error).splitlines() or [""])[0][:160]
-        return replace(row, note=f"{type(error).__name__}: {text}")
-    return replace(
-        row, implementation=chosen, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, peak_bytes=peak,
-        samples=timing.samples,
-    )  # fmt: skip
+def _ours(row: Row, make: Maker, case: Case, work: Work, each: Planned, oracle: Oracle) -> Iterator[Row]:
+    """The chosen implementation; then our own kernel where that is a library's; then deterministic mode."""
+    races = each.race and case.device.type == "cuda"
+    with override(race="first_use") if races else contextlib.nullcontext():
+        chosen = _timed(row, make, case, work, each, oracle, ours=True)
+    yield chosen
+    decisions = explain_quietly(call_of(make(), case, work.direction)).decisions
+    forced = own_kernels(decisions)
+    if forced and each.part == "":
+        with force(**forced):
+            own = replace(row, runner=OWN, target=None, target_x=None)
+            yield _timed(own, make, case, work, each, oracle, ours=True)
+    if each.deterministic and _may_differ(decisions):
+        with override(deterministic=True):
+            unaimed = replace(row, runner=DETERMINISTIC, target=None, target_x=None, target_bytes=None)
+            same = _timed(unaimed, make, case, work, each, oracle, ours=True)
+        if same.p50 and chosen.p50:
+            same = replace(same, note=f"{same.p50 / chosen.p50:.2f}x the time without")
+        yield same
 
 
-def _only_reads(case: _Case, direction: str) -> bool:
-    """Whether what a call writes is next to nothing beside what it reads."""
-    if direction != "forward":
-        return False
-    with torch.no_grad():
-        out = getattr(ops, case.name)(*case.inputs, **case.options)
-    written: int = sum(y.nbytes for y in (out if isinstance(out, tuple) else (out,)))
-    return 32 * written < sum(x.nbytes for x in case.inputs if x is not None)
+def own_kernels(decisions: Sequence[Decision]) -> dict[str, str]:
+    """What to force so that our own kernels run where dispatch chose a library."""
+    forced = {}
+    for each in decisions:
+        if not each.own:
+            refused = {name for name, _ in each.refused}
+            own = [one.name for one in operations()[each.op].implementations if one.own and one.name not in refused]
+            if own:
+                forced[each.op] = own[0]
+    return forced
 
 
-def _aimed(row: Row, case: _Case, direction: str) -> Row:
+def _may_differ(decisions: Sequence[Decision]) -> bool:
+    """Whether an op in a call has an implementation whose bits vary."""
+    return any(not one.deterministic for each in decisions for one in operations()[each.op].implementations)
+
+
+def _aimed(row: Row, case: Case, direction: str) -> Row:
     """The row with what the case names to reach."""
     it = case.benchmark
+    if not case.aims:
+        return row
     aims = {
         "forward": (it.forward_ms, it.forward_x),
         "backward": (it.backward_ms, it.backward_x),
         "both": (it.both_ms, None),
     }
     ms, multiple = aims[direction]
-    return replace(row, target=ms, target_x=multiple) if case.aims else row
+    within = int(it.peak_mib * 2**20) if it.peak_mib and direction == "forward" else None
+    return replace(row, target=ms, target_x=multiple, target_bytes=within)
 
 
-def _work(case: _Case) -> Directions:
-    """Directions with their least bytes and operations."""
-    subject = OPS[case.name]
-    with torch.no_grad():
-        out = getattr(ops, case.name)(*case.inputs, **case.options)
-    made = sum(y.nbytes for y in (out if isinstance(out, tuple) else (out,)))
-    given = [x for x in case.inputs if x is not None]
-    size = sum(x.nbytes for x in given)
-    learned = sum(x.nbytes for x in _leaves(case) if x is not None and x.requires_grad)
-    flops = _flops(subject, case, given, _first(out))
-    if case.benchmark.both_ms is not None or case.name.endswith("cross_entropy"):
-        return (("both", size + learned, int(flops * (1 + subject.backward_flops))),)
-    backward = ("backward", size + learned + made, int(flops * subject.backward_flops))
-    return (("forward", size + made, flops), *([backward] if _learns(case) else []))
+def _timed(
+    row: Row, make: Maker, case: Case, work: Work, each: Planned, oracle: Oracle | None, *, ours: bool = False
+) -> Row:
+    """The row with its results compared and its times taken, or with why not."""
+    try:
+        fn = make()
+        call = call_of(fn, case, work.direction)
+        chosen = _implementation(call) if ours else row.runner  # a race, if there is one, is run here
+        error, wrong = oracle.wrong(fn, work.direction) if oracle is not None else (None, "")
+        row = replace(row, implementation=chosen, error=error, note=wrong)
+        if wrong:
+            return row
+        peak = _peak_bytes(call, case.device)
+        if each.benchmark.rotated and work.direction == "forward":
+            timing, how = rotated_ms(_copies(fn, case), case.device, budget_s=each.budget_s)
+        else:
+            timing, how = time_ms(call, case.device, budget_s=each.budget_s, reads=work.only_reads), ""
+    except Exception as error:
+        lost = registry.provider_of(case.device).lost(error)
+        if lost is not None:
+            raise lost from error
+        if ours and row.runner == "accelerant":
+            raise
+        text = (str(error).splitlines() or [""])[0][:160]
+        return replace(row, note=f"{type(error).__name__}: {text}")
+    return replace(
+        row, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, peak_bytes=peak, timing=how,
+        samples=timing.samples,
+    )  # fmt: skip
 
 
-def _flops(subject: Subject, case: _Case, given: Sequence[Tensor], out: Tensor) -> int:
-    if case.name == "attention":
-        return attention_flops(given[0], given[1], causal=bool(case.options.get("causal")))
-    return subject.flops(given, out) if subject.flops else 0
-
-
-def _learns(case: _Case) -> bool:
-    return _first(getattr(ops, case.name)(*_leaves(case), **case.options)).requires_grad
-
-
-def _leaves(case: _Case) -> list[Tensor | None]:
-    """The arguments, those that a model learns or passes on asking for a gradient."""
-    constants = OPS[case.name].constants
-    return [
-        x.detach().requires_grad_() if x is not None and x.is_floating_point() and i not in constants else x
-        for i, x in enumerate(case.inputs)
-    ]
-
-
-def _call(fn: Callable[..., Any], case: _Case, direction: str) -> Callable[[], Any]:
-    """The call to time."""
-    if direction == "forward":
-
-        def forward() -> Any:
-            with torch.no_grad():
-                return fn(*case.inputs, **case.options)
-
-        return forward
-    args = _leaves(case)
-    leaves = [x for x in args if x is not None and x.requires_grad]
-    if direction == "both":
-
-        def both() -> Any:
-            return torch.autograd.grad(_first(fn(*args, **case.options)), leaves)
-
-        return both
-    results = fn(*args, **case.options)
-    outs = [y for y in (results if isinstance(results, tuple) else (results,)) if y.requires_grad]
-    dys = [torch.randn_like(y) for y in outs]
-
-    def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(outs, leaves, dys, retain_graph=True)
-
-    return backward
+def _copies(fn: Callable[..., Any], case: Case) -> list[Callable[[], Any]]:
+    """The forward call on copies of the arguments, the first of them the arguments themselves."""
+    size = sum(x.nbytes for x in case.inputs if x is not None)
+    count = max(_ROTATED_LEAST, min(_ROTATED_MOST, -(-_ROTATED_BYTES // max(size, 1))))
+    if case.device.type != "cuda":
+        count = 2
+    others = [tuple(None if x is None else x.clone() for x in case.inputs) for _ in range(count - 1)]
+    return [call_of(fn, replace(case, inputs=inputs), "forward") for inputs in (case.inputs, *others)]
 
 
 def _peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
@@ -476,19 +451,4 @@ def _implementation(call: Callable[[], Any]) -> str:
     """What dispatch chose in a call, from its own account."""
     decisions = explain_quietly(call).decisions
     names = dict.fromkeys(f"{each.implementation} ({'own' if each.own else 'library'})" for each in decisions)
-    return " + ".join(names)
-
-
-def _own_kernels(fn: Callable[..., Any], case: _Case, direction: str) -> Iterator[dict[str, str]]:
-    """What to force so that our own kernels run where dispatch chose a library; nothing where it chose ours."""
-    decisions = explain_quietly(_call(fn, case, direction)).decisions
-    forced = {}
-    for each in decisions:
-        if not each.own:
-            own = [one.name for one in operations()[each.op].implementations if one.own]
-            refused = {name for name, _ in each.refused}
-            own = [name for name in own if name not in refused]
-            if own:
-                forced[each.op] = own[0]
-    if forced:
-        yield forced
+    return " + ".join(names) or "nothing to run"

@@ -1,0 +1,95 @@
+"""Rows on disk as they are measured: a killed run loses the case it was at, and the next one goes on from there.
+
+A file of JSON lines. The first says where and with what it was begun; each other one is a case that is done:
+
+    {"journal": 1, "environment": {...}, "ceilings": {...}}
+    {"done": "gelu 16384x4096-tanh bfloat16 torch", "rows": [...], "notes": [...]}
+
+A line that was being written when the run was killed is torn, and counts as not there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from accelerant.bench.record import Environment, Record, Row
+from accelerant.errors import ConfigError, FormatError
+
+__all__ = ["Journal"]
+
+_FORMAT = 1
+_SAME = ("device", "accelerant", "commit", "packages", "driver")
+"""What a run that goes on must share with the one that began."""
+
+
+class Journal:
+    """The lines of a run.
+
+    Args:
+        path: of the file.
+        record: gets what the file holds; its environment and ceilings become those of the run that began.
+        resume: whether to go on with the file's run.
+
+    Raises:
+        ConfigError: the file is there, and `resume` is false.
+        FormatError: it is no journal, or one of another device, commit or version.
+    """
+
+    def __init__(self, path: Path, record: Record, *, resume: bool) -> None:
+        self.path = path
+        self.done: set[str] = set()
+        found = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        if found and not resume:
+            raise ConfigError(f"{path} is of an earlier run: --resume goes on with it, another folder starts anew")
+        whole = [line for line in found if line.endswith(b"\n")]
+        if whole:
+            self._read(whole, record)
+            with path.open("r+b") as file:  # a torn line must not be continued by the next one
+                file.truncate(sum(map(len, whole)))
+        self._begun = bool(whole)
+
+    def _read(self, lines: Sequence[bytes], record: Record) -> None:
+        try:
+            head = json.loads(lines[0])
+            if head["journal"] != _FORMAT:
+                raise ValueError(f"format {head['journal']!r}")
+            environment = Environment(**head["environment"])
+            rest = [json.loads(line) for line in lines[1:]]
+            rows = [Row.read(row) for line in rest for row in line["rows"]]
+            done = {str(line["done"]) for line in rest}
+            notes = [str(note) for line in rest for note in line["notes"]]
+            ceilings = {str(name): float(value) for name, value in head["ceilings"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FormatError(f"{self.path} is no journal of a run: {error}") from None
+        here = record.environment
+        for name in _SAME:
+            then, now = getattr(environment, name), getattr(here, name)
+            if then != now:
+                raise FormatError(f"{self.path} is of a run with {name} {then!r}; here it is {now!r}")
+        record.environment, record.ceilings = environment, ceilings
+        record.rows, record.notes = rows, [*notes, f"interrupted, and continued at {here.time}"]
+        self.done = done
+
+    def begin(self, record: Record) -> None:
+        """Write the first line, if it is not there yet."""
+        if not self._begun:
+            self._begun = True
+            head = {"journal": _FORMAT, "environment": asdict(record.environment), "ceilings": record.ceilings}
+            self._write(head)
+
+    def add(self, done: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
+        """Write a case; it is on disk when this returns."""
+        self.done.add(done)
+        self._write({"done": done, "rows": [row.to_dict() for row in rows], "notes": list(notes)})
+
+    def _write(self, body: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as file:
+            file.write(json.dumps(body).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
