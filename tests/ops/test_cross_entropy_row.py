@@ -17,9 +17,9 @@ needs_nvrtc = pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reaso
 
 @needs_nvrtc
 @pytest.mark.parametrize("plan", row.PLANS)
-@pytest.mark.parametrize(("mean", "smooth"), [(True, False), (False, True)])
-def test_compiles_within_its_budget(plan, mean, smooth):
-    binary = row.program(plan, plan.room(), mean, smooth).build("sm_90a")
+@pytest.mark.parametrize(("mean", "smooth", "alike"), [(True, False, True), (False, True, False)])
+def test_compiles_within_its_budget(plan, mean, smooth, alike):
+    binary = row.program(plan, plan.room(), mean, smooth, alike).build("sm_90a")
     (used,) = binary.resources.values()
     assert used.registers <= 65536 // (plan.threads * plan.blocks)
     assert used.spill_bytes == used.stack_bytes == 0

@@ -87,12 +87,21 @@ def refuses(case: Case) -> str | None:
 
 
 @functools.cache
-def program(plan: Plan, N: int, mean: bool, smooth: bool) -> HopperProgram:
-    """The kernel's text for a variant; N sets how much shared memory it asks for."""
+def program(plan: Plan, N: int, mean: bool, smooth: bool, alike: bool = True) -> HopperProgram:
+    """The kernel's text for a variant.
+
+    Args:
+        plan: threads, blocks and clusters.
+        N: columns, which set how much shared memory it asks for.
+        mean: the gradient is of the mean over the rows that count.
+        smooth: with label smoothing.
+        alike: all rows begin as far from a 16-byte boundary.
+    """
     constants = {
         "THREADS": plan.threads,
         "BLOCKS": plan.blocks,
         "CLUSTER": plan.cluster,
+        "ALIKE": int(alike),
         "MEAN": int(mean),
         "SMOOTH": int(smooth),
     }
@@ -103,17 +112,17 @@ def program(plan: Plan, N: int, mean: bool, smooth: bool) -> HopperProgram:
 
 
 @functools.cache
-def _kernel(plan: Plan, N: int, mean: bool, smooth: bool, device: int) -> Kernel:
-    return load(program(plan, N, mean, smooth), KINDS, device)
+def _kernel(plan: Plan, N: int, mean: bool, smooth: bool, alike: bool, device: int) -> Kernel:
+    return load(program(plan, N, mean, smooth, alike), KINDS, device)
 
 
 @functools.cache
-def _most_clusters(plan: Plan, N: int, mean: bool, smooth: bool, device: int) -> int:
+def _most_clusters(plan: Plan, N: int, mean: bool, smooth: bool, alike: bool, device: int) -> int:
     """How many clusters the device runs at a time; its groups of multiprocessors need not divide by a cluster."""
     from cuda.core import LaunchConfig, Stream
 
     config = LaunchConfig(grid=1, cluster=plan.cluster, block=plan.threads, shmem_size=plan.shared_bytes(N))
-    core = _kernel(plan, N, mean, smooth, device).handle.core
+    core = _kernel(plan, N, mean, smooth, alike, device).handle.core
     with torch.cuda.device(device):
         stream = Stream.from_handle(torch._C._cuda_getCurrentRawStream(device))
         return int(core.occupancy.max_active_clusters(config, stream=stream))
@@ -142,7 +151,7 @@ def launch_row(
     M, N = rows.shape
     plan = plan or plan_for(N) or PLANS[-1]
     device = rows.get_device()
-    variant = plan, N, counts is not None, smoothing != 0.0, device
+    variant = plan, N, counts is not None, smoothing != 0.0, stride % 8 == 0, device
     kernel = _kernel(*variant)
     args = (
         rows, targets.long(), losses, statistics, dx, targets if counts is None else counts,
