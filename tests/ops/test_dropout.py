@@ -1,4 +1,6 @@
 import math
+import sys
+import timeit
 
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ from hypothesis import strategies as st
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops.dropout.launch import GROUP, torch_dropout
+from accelerant.ops.dropout.launch import GROUP, _compiled, launch_llvm, refuses_llvm, threshold, torch_dropout
 from accelerant.ops.dropout.reference import keep_reference, philox_reference
+from accelerant.runtime.case import Case
 from accelerant.runtime.ledger import ledger
 
 # kat_vectors of Random123 1.09 (D. E. Shaw Research), philox4x32 with 10 rounds: counter, key, result.
@@ -99,7 +102,8 @@ def test_torchs_generator_makes_it_reproducible(way, request):
     assert not torch.equal(found[0][0], found[2][0])
 
 
-def test_without_kernel_and_seed_it_is_torchs(uninterpreted):
+def test_without_kernel_and_seed_it_is_torchs(uninterpreted, monkeypatch):
+    monkeypatch.setattr(sys.modules["accelerant.ops.dropout.op"], "refuses_llvm", lambda case: "as on a GPU in float64")
     x = torch.randn(50, requires_grad=True)
     torch.manual_seed(3)
     y = ops.dropout(x, 0.3)
@@ -113,8 +117,58 @@ def test_without_kernel_and_seed_it_is_torchs(uninterpreted):
     assert {row["op"] for row in ledger().to_dict()["ops"]} >= {"dropout_native_fwd", "dropout_native_bwd"}
 
 
-def test_seeded_is_the_same_without_the_kernel(uninterpreted):
+def test_seeded_is_the_same_without_triton(uninterpreted):
     assert (kept(ops.dropout(torch.ones(5000), 0.3, seed=9)) == keep_reference(5000, 0.3, 9)).all()
+    assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"llvm"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("n", [1, 7, 511, 513, 2047, 2048, 2049, 9001, 600_000])
+def test_processors_kernel_has_torchs_bits(dtype, n):
+    if reason := refuses_llvm(Case(torch.device("cpu"), dtype, (n,))):
+        pytest.skip(reason)
+    x = (torch.randn(n) * 3).to(dtype)
+    x[n // 2], x[-1] = math.inf, math.nan
+    for seed in (0, -5, 2**40 + 3):
+        y, expected = (run(x, torch.tensor(seed), 0.3) for run in (launch_llvm, torch_dropout))
+        torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_processors_kernel_writes_inside_alone():
+    for n in (1, 9, 600, 2049):
+        memory = torch.full((n + 64,), 7.0)
+        y = memory[32 : 32 + n]
+        provider, compiled = _compiled(torch.float32)
+        args = (torch.ones(n), torch.tensor(3), y, n, threshold(0.5), 2.0)
+        provider.launch(compiled, (-(-n // 2048) * 64,), (1,), args)
+        assert (memory[:32] == 7).all()
+        assert (memory[32 + n :] == 7).all()
+        assert (y != 7).all()
+
+
+def test_draws_and_differentiates_without_triton(uninterpreted):
+    x = torch.randn(5000, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(4)
+    y = ops.dropout(x, 0.3)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(dx, (y != 0).double() * (1 / 0.7))
+    torch.manual_seed(4)
+    assert torch.equal(ops.dropout(x, 0.3), y)
+    counted = {(row["op"], row["implementation"]) for row in ledger().to_dict()["ops"]}
+    assert counted == {("dropout_fwd", "llvm"), ("dropout_bwd", "llvm")}
+
+
+def test_is_no_slower_than_torchs_on_a_cpu(uninterpreted):
+    """It takes about a tenth on AVX-512: twice torch's time would be a broken kernel, not a busy machine."""
+    x = torch.randn(1 << 22)
+
+    def least_s(call):
+        call()
+        return min(timeit.repeat(call, number=1, repeat=5))
+
+    theirs = least_s(lambda: torch.nn.functional.dropout(x, 0.1))
+    assert least_s(lambda: ops.dropout(x, 0.1, seed=3)) < 2 * theirs
+    assert least_s(lambda: ops.dropout(x, 0.1)) < 2 * theirs
 
 
 def test_layout_changes_nothing(interpreted):

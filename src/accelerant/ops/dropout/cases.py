@@ -7,7 +7,10 @@ import torch
 from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
 from accelerant.ops.dropout.launch import GROUP, NUM_WARPS, kernel
 
-__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
+__all__ = ["BENCHMARKS", "KERNELS", "LARGE", "ON_CPU", "SAMPLES", "TOLERANCES"]
+
+ON_CPU = "llvm"
+"""What runs on a CPU, where it is not torch."""
 
 
 def _sample(*shape: int, p: float = 0.5, seed: int = 1234) -> Sample:

@@ -1,14 +1,21 @@
-"""dropout's kernel launched, and the same function in torch's integers."""
+"""dropout's kernels launched, and the same function in torch's integers."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
 from accelerant.ops._rows import ceil_div
+from accelerant.ops.dropout.llvm_kernels import COUNTERS, DropoutKernel, refuses_half
+from accelerant.runtime import registry
+from accelerant.runtime.case import Case
+from accelerant.runtime.kernel import Kernel, KernelSource
+from accelerant.runtime.provider import ComputeProvider
 from accelerant.runtime.triton import TritonKernel
 
-__all__ = ["GROUP", "NUM_WARPS", "kernel", "launch", "threshold", "torch_dropout"]
+__all__ = ["GROUP", "NUM_WARPS", "kernel", "launch", "launch_llvm", "refuses_llvm", "threshold", "torch_dropout"]
 
 kernel = TritonKernel("accelerant.ops.dropout.triton_kernels", "dropout_fwd")
 
@@ -32,6 +39,34 @@ def launch(x: Tensor, seed: Tensor, p: float, num_warps: int = NUM_WARPS) -> Ten
         args = (x.contiguous(), seed, y, n, threshold(p), 1.0 / (1.0 - p))
         kernel.launch((ceil_div(n, 4 * GROUP),), args, {"GROUP": GROUP}, num_warps=num_warps)
     return y
+
+
+def launch_llvm(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    """As launch, on a CPU, over its cores."""
+    y = x.new_empty(x.shape)
+    n = x.numel()
+    if n:
+        provider, compiled = _compiled(x.dtype)
+        whole, left = divmod(n, 4 * GROUP)
+        indices = whole * GROUP // COUNTERS + ceil_div(min(left, GROUP), COUNTERS)
+        args = (x.contiguous(), seed, y, n, threshold(p), 1.0 / (1.0 - p))
+        provider.launch(compiled, (indices,), (1,), args)
+    return y
+
+
+@functools.cache
+def _compiled(dtype: torch.dtype) -> tuple[ComputeProvider, Kernel]:
+    program = DropoutKernel(dtype)
+    source = KernelSource(program.entry, {"llvm": program}, {program.entry: program.arguments})
+    provider = registry.create("cpu")
+    return provider, provider.compile(source)
+
+
+def refuses_llvm(case: Case) -> str | None:
+    """Why the CPU's kernel does not serve a case."""
+    if case.device.type != "cpu":
+        return f"for a CPU, not {case.device.type}"
+    return refuses_half() if case.dtype == torch.float16 else None
 
 
 def torch_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:

@@ -12,13 +12,14 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._elementwise import accesses, check_dtype, refuses_float64
 from accelerant.ops._library import is_plain, name_of
-from accelerant.ops.dropout.launch import launch, torch_dropout
+from accelerant.ops.dropout.launch import launch, launch_llvm, refuses_llvm, torch_dropout
 from accelerant.runtime.dispatch import Case, Implementation, Operation
 
 __all__ = ["dropout", "dropout_bwd", "dropout_fwd"]
 
 _IMPLEMENTATIONS = (
     Implementation("triton", launch, refuses=refuses_float64, own=True),
+    Implementation("llvm", launch_llvm, refuses=refuses_llvm, own=True),
     Implementation("torch", torch_dropout),
 )
 dropout_fwd = Operation("dropout_fwd", _IMPLEMENTATIONS, cost=accesses(2, 15))
@@ -62,9 +63,9 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Ten
 
     No mask is stored: the backward pass makes it again from the seed. In a captured CUDA graph seed=None draws anew at
     each replay; an integer gives each replay the same mask; a tensor's value is what it is at the replay.
-    Without a seed, where no kernel of ours runs (a CPU, float64), and under torch.compile, forward-mode differentiation
-    and the transforms of torch.func, this is torch's own dropout with torch's own mask. With a seed it is the same
-    function everywhere, made of integer operations on those, which on a CPU is slower than torch's own.
+    Without a seed, where no kernel of ours runs (float64 on a GPU), and under torch.compile, forward-mode
+    differentiation and the transforms of torch.func, this is torch's own dropout with torch's own mask. With a seed it
+    is the same function everywhere, made there of torch's integer operations, which are slower.
 
     Source: Srivastava et al. 2014, "Dropout: a simple way to prevent neural networks from overfitting", section 10;
     Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox 4x32-10).
@@ -82,7 +83,8 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Ten
     if seed is None:
         if torch.compiler.is_compiling() or not is_plain(x):
             return F.dropout(x, p)
-        if refuses_float64(Case(x.device, x.dtype, x.shape)) is not None:
+        case = Case(x.device, x.dtype, x.shape)
+        if refuses_float64(case) is not None and refuses_llvm(case) is not None:
             y = _native(x, p)
             return y
         seed = torch.empty((), dtype=torch.int64, device=x.device).random_()

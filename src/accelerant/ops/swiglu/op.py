@@ -31,15 +31,25 @@ def _own_backward(dy: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, 
 def _torch_forward(gate: Tensor, up: Tensor | None) -> Tensor:
     if up is None:
         gate, up = gate.chunk(2, -1)
-    return F.silu(gate.contiguous()).mul_(up)
+    return _silu_into(gate.new_empty(gate.shape), gate).mul_(up)
 
 
 def _torch_backward(dy: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    packed = up is None
-    if up is None:
+    """Each function writes where its result is wanted: fresh memory for it costs a CPU as much as the function."""
+    dx, dup = gate.new_empty(gate.shape), None if up is None else gate.new_empty(gate.shape)
+    to_gate, to_up = dx, dup
+    if up is None or to_up is None:
         gate, up = gate.chunk(2, -1)
-    dgate, dup = torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)
-    return (torch.cat((dgate, dup), -1), None) if packed else (dgate.contiguous(), dup.contiguous())
+        to_gate, to_up = dx.chunk(2, -1)
+    torch.mul(dy, up, out=to_gate)
+    torch.ops.aten.silu_backward.grad_input(to_gate, gate, grad_input=to_gate)
+    _silu_into(to_up, gate).mul_(dy)
+    return dx, dup
+
+
+def _silu_into(y: Tensor, x: Tensor) -> Tensor:
+    torch.ops.aten.silu.out(x, out=y)
+    return y
 
 
 swiglu_fwd = Operation(
