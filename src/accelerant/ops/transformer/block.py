@@ -1,0 +1,355 @@
+# ruff: noqa: D102  forward and backward are autograd's; the classes say what they take and give
+"""A transformer block, and its pieces, as autograd functions with both passes written out.
+
+What torch's autograd would do besides is left out: weights are cast once, not at each use; gelu's result is not kept,
+but made anew beside its gradient; q, k and v are views of one product and their gradients one buffer; the gradients of
+weights leave the product in the parameters' dtype; a residual is added where the next norm reads it. The residual
+stream therefore goes from block to block as two tensors, what was added last and what it is to be added to.
+
+Kept for the backward pass, in bytes a position of width W in a 16-bit dtype: 2 W each for two sums, two norms and o;
+6 W for q, k and v; 8 W before gelu. That is 24 W in all, 18 KiB for GPT-2 124M.
+
+A backward pass that is itself differentiated (create_graph=True) runs the plain composition once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from accelerant.ops.linear_gelu.op import linear_gelu_fwd
+from accelerant.ops.norm.op import _add_layer_norm, _layer_norm
+from accelerant.ops.transformer import ends, op, packed
+from accelerant.ops.transformer.reference import block_reference
+from accelerant.runtime.dispatch import Case
+
+__all__ = [
+    "Attention", "Block", "BlockShape", "Embed", "FusedLinear", "FusedMLP", "TiedLoss", "fused_attention",
+    "fused_block", "fused_embed", "fused_linear", "fused_mlp", "tied_loss",
+]  # fmt: skip
+
+_Gradients = tuple[Tensor | None, ...]
+
+
+class BlockShape(NamedTuple):
+    """Of a block: heads, and eps of its two norms."""
+
+    heads: int
+    eps: tuple[float, float]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _weight_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool], sums: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of a linear layer's parameters, in their dtypes; sums are those of dy's columns, where they are known."""
+    dbias = None
+    if needs[1] and bias is not None:
+        dbias = op.column_sums(dy, bias.dtype) if sums is None or sums.dtype != bias.dtype else sums
+    return op.linear_dw(dy, x, weight.dtype) if needs[0] else None, dbias
+
+
+def _note(dx: Tensor, sums: Tensor | None) -> None:
+    """Leave the sums of a gradient's columns with it, for the block before: its last bias is what they belong to."""
+    dx._column_sums = sums, dx._version  # type: ignore[attr-defined]  # a tensor takes attributes
+
+
+def _noted(dy: Tensor) -> Tensor | None:
+    """The sums that were left with a gradient, if nothing was added to it since."""
+    sums, version = getattr(dy, "_column_sums", (None, 0))
+    return sums if version == dy._version else None
+
+
+# --- a linear layer --------------------------------------------------------------------------------------------------
+
+
+class FusedLinear(torch.autograd.Function):
+    """x (..., K), weight (N, K) and bias (N,) in the parameters' dtype, the same two in x's -> (..., N)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, low_bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, low)
+        return op.linear(_rows(x), low, low_bias).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> _Gradients:
+        x, weight, bias, low = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        dy, rows = _rows(dy), _rows(x)
+        if torch.is_grad_enabled():
+            dx = (dy @ weight.to(dy.dtype)).view(x.shape)
+            db = None if bias is None else dy.sum(0).to(bias.dtype)
+            return dx, (dy.t() @ rows).to(weight.dtype), db, None, None
+        dx = op.linear_dx(dy, low).view(x.shape) if needs[0] else None
+        return dx, *_weight_gradients(dy, rows, weight, bias, needs[1:3]), None, None
+
+
+# --- the MLP ---------------------------------------------------------------------------------------------------------
+
+
+def _mlp_forward(
+    y: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """down(gelu(up(y))) of rows, and what stands before gelu, if that is to be kept."""
+    options = ("tanh", "" if up_bias is None else "bias", "keep" if keep else "")
+    a, z = linear_gelu_fwd(Case(y.device, y.dtype, (y.shape[0], *up.shape), options), y, up, up_bias, "tanh", keep)
+    return op.linear(a, down, down_bias), z
+
+
+def _mlp_backward(
+    dm: Tensor, y: Tensor, z: Tensor, lows: Sequence[Tensor], params: Sequence[Tensor | None], needs: Sequence[bool],
+    dm_sums: Tensor | None = None,
+) -> tuple[Tensor, _Gradients]:  # fmt: skip
+    """The gradient of the MLP's rows y, and of weight and bias of up and down."""
+    up, up_bias, down, down_bias = params
+    assert up is not None and down is not None  # noqa: PT018  for the type checker: weights are there
+    sums = up_bias.dtype if up_bias is not None and needs[1] else None
+    dz, a, dup_bias = op.linear_dz(dm, lows[1], z, sums)
+    ddown, ddown_bias = _weight_gradients(dm, a, down, down_bias, needs[2:4], dm_sums)
+    del a
+    dup = op.linear_dw(dz, y, up.dtype) if needs[0] else None
+    return op.linear_dx(dz, lows[0]), (dup, dup_bias, ddown, ddown_bias)
+
+
+class FusedMLP(torch.autograd.Function):
+    """x (..., W); weight and bias of up and of down, then the same four in x's dtype -> (..., W)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *given: Tensor | None) -> Tensor:
+        params, (up, up_bias, down, down_bias) = given[:4], given[4:]
+        assert up is not None and down is not None  # noqa: PT018  for the type checker: weights are there
+        m, z = _mlp_forward(_rows(x), up, up_bias, down, down_bias, any(ctx.needs_input_grad))
+        ctx.save_for_backward(x, z, up, down, *params)
+        return m.view(*x.shape[:-1], m.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, dm: Tensor) -> _Gradients:
+        x, z, up, down, *params = ctx.saved_tensors
+        nothing = (None,) * 4
+        if torch.is_grad_enabled():
+            return *_again(_plain_mlp, dm, x, params, ctx.needs_input_grad[:5]), *nothing
+        dx, gradients = _mlp_backward(_rows(dm), _rows(x), z, (up, down), params, ctx.needs_input_grad[1:5])
+        return dx.view(x.shape), *gradients, *nothing
+
+
+def _plain_mlp(x: Tensor, params: Sequence[Any]) -> Tensor:
+    up, up_bias, down, down_bias = [None if param is None else param.to(x.dtype) for param in params]
+    assert up is not None and down is not None  # noqa: PT018  for the type checker: weights are there
+    return functional.linear(functional.gelu(functional.linear(x, up, up_bias), approximate="tanh"), down, down_bias)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+class Attention(torch.autograd.Function):
+    """Causal self-attention of a packed product qkv (B, T, 3, H, D) -> (B, T, H D)."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> Tensor:
+        o, lse = packed.attend(qkv)
+        ctx.save_for_backward(qkv, o, lse)
+        return _joined(o)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        qkv, o, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            (found,) = _again(lambda x, _: _plain_attention(x), dy, qkv, (), (True,))
+            assert found is not None  # for the type checker: it was asked for
+            return found
+        return packed.attend_backward(_split(dy, qkv), qkv, o, lse)
+
+
+def _joined(o: Tensor) -> Tensor:
+    """(B, H, T, D) as (B, T, H D), a view where heads lie side by side."""
+    B, H, T, D = o.shape
+    return o.transpose(1, 2).reshape(B, T, H * D)
+
+
+def _split(do: Tensor, qkv: Tensor) -> Tensor:
+    """The reverse."""
+    B, T, _, H, D = qkv.shape
+    return do.reshape(B, T, H, D).transpose(1, 2)
+
+
+def _plain_attention(qkv: Tensor) -> Tensor:
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    T = q.shape[2]
+    later = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    return _joined(scores.masked_fill(later, -torch.inf).softmax(-1) @ v)
+
+
+# --- the block -------------------------------------------------------------------------------------------------------
+
+
+class Block(torch.autograd.Function):
+    """The pre-norm block: x and residual (B, T, W) -> the last branch, and the residual that it is to be added to.
+
+    s1 = x + residual    s2 = s1 + projection(attention(qkv(norm_1(s1))))    branch = down(gelu(up(norm_2(s2))))
+
+    Takes x, residual (None at first: s1 = x), the shape, weight and bias of norm_1, qkv, projection, norm_2, up and
+    down, and the eight of the linear maps once more in x's dtype.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, shape: BlockShape, *given: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        params, lows = given[:12], given[12:]
+        qkv_weight, qkv_bias, projection, projection_bias, up, up_bias, down, down_bias = lows
+        assert qkv_weight is not None and projection is not None  # noqa: PT018  for the type checker: weights are there
+        assert up is not None and down is not None  # noqa: PT018  as above
+        B, T, W = x.shape
+        if residual is None:
+            y1, t1 = _layer_norm._forward(x, params[0], params[1], shape.eps[0])
+            s1 = x
+        else:
+            y1, s1, t1 = _add_layer_norm._forward(x, residual, params[0], params[1], shape.eps[0])
+        qkv = op.linear(_rows(y1), qkv_weight, qkv_bias).view(B, T, 3, shape.heads, W // shape.heads)
+        o, lse = packed.attend(qkv)
+        p = op.linear(_rows(_joined(o)), projection, projection_bias).view(B, T, W)
+        y2, s2, t2 = _add_layer_norm._forward(p, s1, params[6], params[7], shape.eps[1])
+        m, z = _mlp_forward(_rows(y2), up, up_bias, down, down_bias, any(ctx.needs_input_grad))
+        ctx.save_for_backward(s1, t1, y1, qkv, o, lse, s2, t2, y2, z, qkv_weight, projection, up, down, *params)
+        ctx.block, ctx.alone = shape, residual is None
+        ctx.set_materialize_grads(False)
+        return m.view(B, T, W), s2
+
+    @staticmethod
+    def backward(ctx: Any, dm: Tensor | None, ds: Tensor | None) -> _Gradients:
+        s1, t1, y1, qkv, o, lse, s2, t2, y2, z, *rest = ctx.saved_tensors
+        lows, params = rest[:4], rest[4:]
+        needs = ctx.needs_input_grad[3:15]
+        shape: BlockShape = ctx.block
+        B, T = s1.shape[:2]
+        if dm is None:
+            dm = torch.zeros_like(s2)
+        if torch.is_grad_enabled():
+            if not ctx.alone:
+                raise RuntimeError(
+                    "the backward pass of a block with a residual apart cannot be differentiated, since only their sum "
+                    'is kept: discard "cuda" from accelerant.nn.layers.FUSED for that'
+                )
+            given = (dm, torch.zeros_like(s2) if ds is None else ds)
+            found = _again(partial(_plain_block, shape), given, s1, params, (True, *needs))
+            return found[0], None, None, *found[1:], *((None,) * 8)
+        dy2, mlp = _mlp_backward(_rows(dm), _rows(y2), z, lows[2:], params[8:], needs[8:], _noted(dm))
+        sums = None if params[5] is None or not needs[5] else params[5].dtype
+        g2, dn2, dc2, g2_sums = op.norm_backward(
+            dy2.view_as(s2), ds, s2, params[6], params[7], t2, shape.eps[1], (True, *needs[6:8]), sums
+        )
+        g2_rows = _rows(g2)
+        projected = _weight_gradients(g2_rows, _rows(_joined(o)), params[4], params[5], needs[4:6], g2_sums)
+        do = op.linear_dx(g2_rows, lows[1]).view(B, T, -1)
+        dqkv = packed.attend_backward(_split(do, qkv), qkv, o, lse).view(B * T, -1)
+        mixed = _weight_gradients(dqkv, _rows(y1), params[2], params[3], needs[2:4])
+        dy1 = op.linear_dx(dqkv, lows[0]).view_as(s1)
+        sums = None if ctx.alone or params[11] is None else params[11].dtype  # the block before has such a bias, too
+        g1, dn1, dc1, g1_sums = op.norm_backward(
+            dy1, g2, s1, params[0], params[1], t1, shape.eps[0], (True, *needs[:2]), sums
+        )
+        _note(g1, g1_sums)
+        return g1, None if ctx.alone else g1, None, dn1, dc1, *mixed, *projected, dn2, dc2, *mlp, *((None,) * 8)
+
+
+def _plain_block(shape: BlockShape, x: Tensor, params: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    return block_reference(x, shape.heads, shape.eps, tuple(params))
+
+
+def _again(
+    run: Any, dy: Any, x: Tensor, params: Sequence[Tensor | None], needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x and of the parameters, to be differentiated in turn: run(x, params) is done once more."""
+    with torch.enable_grad():
+        whole = [x.view_as(x), *(None if param is None else param.view_as(param) for param in params)]
+        for each, need in zip(whole, needs, strict=True):
+            if each is not None and need and not each.requires_grad:
+                each.requires_grad_()
+        y = run(whole[0], whole[1:])
+        wanted = [each for each, need in zip(whole, needs, strict=True) if need and each is not None]
+        found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True, materialize_grads=True, allow_unused=True))
+    return tuple(next(found) if need and each is not None else None for each, need in zip(whole, needs, strict=True))
+
+
+# --- embeddings ------------------------------------------------------------------------------------------------------
+
+
+class Embed(torch.autograd.Function):
+    """tokens (B, T), table (V, D), places (P, D), a dtype -> the sum of their rows (B, T, D), and the table itself.
+
+    The table that comes out is for the output layer that is tied to it: both gradients then meet here, and the rows of
+    one are added to the other where it lies.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, table: Tensor, places: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(tokens, table, places)
+        ctx.set_materialize_grads(False)
+        return ends.embed(tokens, table, places, dtype), table.view_as(table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dtable: Tensor | None) -> _Gradients:
+        tokens, table, places = ctx.saved_tensors
+        dplaces = None
+        if dy is None:
+            return None, dtable, None, None
+        if ctx.needs_input_grad[1]:
+            if dtable is None:
+                dtable = torch.zeros_like(table)
+            ends.embed_backward(dy, tokens, dtable)
+        if ctx.needs_input_grad[2]:
+            B, T, D = dy.shape
+            dplaces = torch.zeros_like(places)
+            dplaces[:T] = op.column_sums(dy.reshape(B, T * D), places.dtype).view(T, D)
+        return None, dtable if ctx.needs_input_grad[1] else None, dplaces, None
+
+
+class TiedLoss(torch.autograd.Function):
+    """hidden (M, K), table (V, K) in the parameters' dtype and in hidden's, targets (M,), classes -> the mean loss.
+
+    The gradients are made with the loss (see accelerant.ops.linear_cross_entropy), and given away by the first backward
+    pass; another one makes them again. Rows of the table from `classes` on get a gradient of 0.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, table: Tensor, low: Tensor, targets: Tensor, classes: int, ignore_index: int
+    ) -> Tensor:
+        needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        loss, *ctx.gradients = ends.tied_loss(hidden, low, targets, classes, ignore_index, needs)
+        ctx.save_for_backward(hidden, low, targets)
+        ctx.rest, ctx.dtypes = (classes, ignore_index, needs), (hidden.dtype, table.dtype)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> _Gradients:
+        made, ctx.gradients = ctx.gradients, None
+        if made is None:
+            _, *made = ends.tied_loss(*ctx.saved_tensors, *ctx.rest)
+        found = [
+            None if each is None else ends.scaled(each, dy).to(dtype)
+            for each, dtype in zip(made, ctx.dtypes, strict=True)
+        ]
+        return *found, None, None, None, None
+
+
+fused_linear: Callable[..., Tensor] = FusedLinear.apply
+fused_mlp: Callable[..., Tensor] = FusedMLP.apply
+fused_attention: Callable[..., Tensor] = Attention.apply
+fused_block: Callable[..., tuple[Tensor, Tensor]] = Block.apply
+fused_embed: Callable[..., tuple[Tensor, Tensor]] = Embed.apply
+tied_loss: Callable[..., Tensor] = TiedLoss.apply

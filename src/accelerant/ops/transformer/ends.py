@@ -1,0 +1,151 @@
+"""The two ends of a language model: the sum of embeddings, and the loss of an output layer, tied or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelerant.ops._rows import ceil_div
+from accelerant.ops.cross_entropy.launch import count, reduce, scale_
+from accelerant.ops.embedding.launch import KERNELS as EMBEDDING_KERNELS
+from accelerant.ops.embedding.launch import constants as embedding_constants
+from accelerant.ops.embedding.launch import embedding_plan, launch_backward_sorted
+from accelerant.ops.linear_cross_entropy.chunks import run_torch, run_triton
+from accelerant.ops.transformer.launch import launch_embed
+from accelerant.ops.transformer.op import refuses_triton_kernels
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.triton import refuses_triton
+
+__all__ = ["embed", "embed_backward", "scaled", "tied_loss"]
+
+
+# --- embeddings ------------------------------------------------------------------------------------------------------
+
+
+def _torch_embed(tokens: Tensor, table: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
+    return (functional.embedding(tokens, table) + places[: tokens.shape[1]]).to(dtype)
+
+
+def _add_atomic(dy: Tensor, tokens: Tensor, dtable: Tensor) -> None:
+    (V, D), T = dtable.shape, tokens.numel()
+    if not T or not D:
+        return
+    plan = embedding_plan(D)
+    EMBEDDING_KERNELS["bwd_atomic"].launch(
+        (ceil_div(T, plan.rows), ceil_div(D, plan.block_d)),
+        (dy.contiguous(), tokens.contiguous(), dtable, T, V, D, -1),
+        embedding_constants(plan, D),
+        num_warps=plan.num_warps,
+    )
+
+
+def _add_sorted(dy: Tensor, tokens: Tensor, dtable: Tensor) -> None:
+    dtable += launch_backward_sorted(dy, tokens, dtable, -1, (True,))[0]
+
+
+def _add_torch(dy: Tensor, tokens: Tensor, dtable: Tensor) -> None:
+    rows = dy.reshape(-1, dtable.shape[1]).to(dtable.dtype)
+    dtable.index_add_(0, tokens.reshape(-1), rows)
+
+
+def _refuses_atomic(case: Case) -> str | None:
+    return refuses_triton_kernels(case) or (None if "float32" in case.options else "adds to float32")
+
+
+def _embed_case(tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Case:
+    return Case(table.device, dtype, (tokens.numel(), *table.shape), (str(table.dtype).removeprefix("torch."),))
+
+
+_embed_fwd = Operation(
+    "embed_fwd",
+    (
+        Implementation("triton", launch_embed, refuses=refuses_triton_kernels, own=True),
+        Implementation("torch", _torch_embed),
+    ),
+    cost=lambda case: Cost(case.shape[0] * case.shape[2] * (8 + case.dtype.itemsize), case.shape[0] * case.shape[2]),
+)
+_embed_bwd = Operation(
+    "embed_bwd",
+    (
+        Implementation(
+            "triton-atomic", _add_atomic, refuses=_refuses_atomic, own=True, deterministic=False, mutates=True
+        ),
+        Implementation("triton", _add_sorted, refuses=refuses_triton_kernels, own=True, mutates=True),
+        Implementation("torch", _add_torch, mutates=True),
+    ),
+    cost=lambda case: Cost(case.shape[0] * case.shape[2] * (8 + case.dtype.itemsize), case.shape[0] * case.shape[2]),
+)
+
+
+def embed(tokens: Tensor, table: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of table (V, D) by tokens (B, T), plus the first T rows of places, rounded once: (B, T, D) in a dtype."""
+    y: Tensor = _embed_fwd(_embed_case(tokens, table, dtype), tokens, table, places, dtype)
+    return y
+
+
+def embed_backward(dy: Tensor, tokens: Tensor, dtable: Tensor) -> None:
+    """Add the rows of dy (B, T, D) to those of dtable (V, D) that tokens name."""
+    _embed_bwd(_embed_case(tokens, dtable, dy.dtype), dy, tokens, dtable)
+
+
+# --- the loss of a tied output layer ---------------------------------------------------------------------------------
+
+
+def _tied_loss(
+    hidden: Tensor, table: Tensor, targets: Tensor, classes: int, ignore_index: int, needs: Sequence[bool], own: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    losses = torch.empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+    counts = count(targets, ignore_index) if own else (targets != ignore_index).sum()
+    run = run_triton if own else run_torch
+    dhidden, dtable = run(
+        hidden, table, targets, ignore_index, 0.0, needs, losses=losses, counts=counts, classes=classes
+    )
+    loss = reduce(losses, counts, losses.dtype) if own else losses.sum() / counts.sum()
+    return loss, dhidden, dtable
+
+
+_tied_loss_fwd = Operation(
+    "tied_loss_fwd",
+    (
+        Implementation("triton", partial(_tied_loss, own=True), refuses=refuses_triton_kernels, own=True),
+        Implementation("torch", partial(_tied_loss, own=False)),
+    ),
+    cost=lambda case: Cost(
+        3 * (case.shape[0] + case.shape[1]) * case.shape[2] * case.dtype.itemsize, 6 * math.prod(case.shape)
+    ),
+)
+
+
+def tied_loss(
+    hidden: Tensor, table: Tensor, targets: Tensor, classes: int, ignore_index: int, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Mean cross entropy of hidden (M, K) times table (V, K) transposed, and its gradients.
+
+    Args:
+        hidden, table: of one dtype, contiguous.
+        targets: (M,), contiguous.
+        classes: so many rows of table are classes, the first ones; the others get a gradient of 0.
+        ignore_index: rows of this class do not count.
+        needs: whether the gradients of hidden and of table are wanted.
+
+    Returns:
+        the loss, in float32 or better; dhidden in the dtype of hidden and dtable in float32, None where not wanted.
+    """
+    wanted = tuple(name for name, need in zip(("hidden", "table"), needs, strict=True) if need)
+    case = Case(hidden.device, hidden.dtype, (hidden.shape[0], *table.shape), wanted)
+    found: tuple[Tensor, Tensor | None, Tensor | None] = _tied_loss_fwd(
+        case, hidden, table, targets, classes, ignore_index, needs
+    )
+    return found
+
+
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """The product of x, which is overwritten, and a scalar; costs nothing on a GPU where that is 1."""
+    if x.dtype == torch.float64 or refuses_triton(x.device) is not None:
+        return x.mul_(factor)
+    return scale_(x, factor)

@@ -1,0 +1,118 @@
+"""Launches of the transformer's kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelerant.ops._rows import as_rows, ceil_div, multiprocessors
+from accelerant.ops.embedding.launch import constants as embedding_constants
+from accelerant.ops.embedding.launch import embedding_plan
+from accelerant.runtime.triton import TritonKernel
+
+__all__ = [
+    "COLUMNS", "JOINS", "KERNELS", "SQUARE", "STRIP", "launch_columns", "launch_dgelu", "launch_embed", "launch_join",
+    "launch_turn",
+]  # fmt: skip
+
+_NAMES = ("columns", "dgelu", "join", "turn", "embed")
+KERNELS = {name: TritonKernel("accelerant.ops.transformer.triton_kernels", f"transformer_{name}") for name in _NAMES}
+
+STRIP = (16, 128)
+"""Rows and columns of a step: 2048 elements, lines of 256 bytes in 16-bit dtypes."""
+
+COLUMNS = {"BLOCK_M": 16, "BLOCK_N": 256, "STAGES": 4}
+"""The same of a kernel that reads one tensor, with so many steps in flight: 32 KiB of bfloat16 a program."""
+
+SQUARE = 64
+"""Rows and columns of a square that is turned."""
+
+JOINS = ((64, 16), (256, 16))
+"""Rows and columns of a step over partial sums, of few rows and of more; narrow strips fill the device."""
+
+
+_WARPS = 4
+_LEAST_SPAN = 128
+_MOST_PARTS = 256
+_COLUMN_PROGRAMS = 6
+"""A multiprocessor: as many as hold their steps in flight there."""
+
+
+def _spans(M: int, most: int) -> tuple[int, int]:
+    """Rows of a part, and how many parts: at most so many."""
+    span = max(_LEAST_SPAN, ceil_div(ceil_div(M, most), STRIP[0]) * STRIP[0])
+    return span, ceil_div(M, span)
+
+
+def launch_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of each column of x (M, N), in a dtype; added in float32."""
+    M, N = x.shape
+    if not M or not N:
+        return torch.zeros(N, dtype=dtype, device=x.device)
+    rows, stride = as_rows(x, N)
+    strips = ceil_div(N, COLUMNS["BLOCK_N"])
+    span, parts = _spans(M, max(1, _COLUMN_PROGRAMS * multiprocessors(x.device) // strips))
+    partial = torch.empty(parts, N, dtype=torch.float32, device=x.device)
+    KERNELS["columns"].launch(
+        (parts * strips,),
+        (rows, partial, M, N, stride, span),
+        COLUMNS,
+        num_warps=_WARPS,
+    )
+    return partial[0].to(dtype) if parts == 1 else launch_join(partial, dtype)
+
+
+def launch_turn(x: Tensor) -> Tensor:
+    """The transpose of x (M, N), contiguous."""
+    M, N = x.shape
+    x = x.contiguous()
+    y = torch.empty(N, M, dtype=x.dtype, device=x.device)
+    if y.numel():
+        grid = (ceil_div(M, SQUARE) * ceil_div(N, SQUARE),)
+        KERNELS["turn"].launch(grid, (x, y, M, N), {"BLOCK": SQUARE}, num_warps=_WARPS)
+    return y
+
+
+def launch_join(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of each column of a few rows of partial sums, in a fixed order."""
+    parts, N = partial.shape
+    sums = torch.empty(N, dtype=dtype, device=partial.device)
+    block_p, block_n = JOINS[parts > JOINS[0][0]]
+    fixed = {"BLOCK_P": block_p, "BLOCK_N": block_n}
+    KERNELS["join"].launch((ceil_div(N, block_n),), (partial, sums, parts, N), fixed, num_warps=4)
+    return sums
+
+
+def launch_dgelu(
+    dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradient dz of z (M, N), gelu(z), and the sums of dz's columns in a dtype if one is given."""
+    M, N = z.shape
+    dz, a = torch.empty_like(z), torch.empty_like(z)
+    if not M or not N:
+        return dz, a, None if sums is None else z.new_zeros(N, dtype=sums)
+    rows, stride = as_rows(dy, N)
+    span, parts = _spans(M, _MOST_PARTS)
+    partial = None if sums is None else torch.empty(parts, N, dtype=torch.float32, device=z.device)
+    KERNELS["dgelu"].launch(
+        (parts * ceil_div(N, STRIP[1]),),
+        (rows, z, dz, a, partial, M, N, stride, span),
+        {"TANH": approximate == "tanh", "BLOCK_M": STRIP[0], "BLOCK_N": STRIP[1]},
+        num_warps=_WARPS,
+    )
+    return dz, a, None if partial is None or sums is None else launch_join(partial, sums)
+
+
+def launch_embed(tokens: Tensor, table: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of table (V, D) by tokens (B, T), plus rows of places by their place in the sequence: (B, T, D)."""
+    (V, D), (B, T) = table.shape, tokens.shape
+    y = torch.empty(B, T, D, dtype=dtype, device=table.device)
+    if y.numel():
+        plan = embedding_plan(D)
+        KERNELS["embed"].launch(
+            (ceil_div(B * T, plan.rows), ceil_div(D, plan.block_d)),
+            (tokens.contiguous(), table.contiguous(), places.contiguous(), y, B * T, V, D, T),
+            embedding_constants(plan, D),
+            num_warps=plan.num_warps,
+        )
+    return y

@@ -1,0 +1,80 @@
+"""Causal self-attention of q, k and v as they leave one product, (B, T, 3, H, D), and its gradient in the same form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelerant.ops.attention import hopper_bwd
+from accelerant.ops.attention.backends import capability_of
+from accelerant.ops.attention.op import attention_bwd, attention_fwd
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.rules import rules
+
+__all__ = ["attend", "attend_backward"]
+
+
+def _heads(qkv: Tensor) -> tuple[Tensor, ...]:
+    """Views of a packed (B, T, 3, H, D): q, k and v, (B, H, T, D) each."""
+    return qkv.permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def _attention_case(qkv: Tensor) -> Case:
+    B, T, _, H, D = qkv.shape
+    return Case(qkv.device, qkv.dtype, (B, H, H, T, T, D), ("causal",) if T > 1 else ())
+
+
+def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal self-attention of a packed (B, T, 3, H, D): o (B, H, T, D) whose memory is (B, T, H, D), and lse."""
+    q, k, v = _heads(qkv)
+    case = _attention_case(qkv)
+    found: tuple[Tensor, Tensor] = attention_fwd(case, q, k, v, "causal" in case.options, q.shape[-1] ** -0.5, -1)
+    return found
+
+
+def _refuses_packed(case: Case) -> str | None:
+    if capability_of(case.device) != (9, 0) or case.dtype not in (torch.bfloat16, torch.float16):
+        return "is for sm_90, bfloat16 and float16"
+    return hopper_bwd.refuses(case)
+
+
+def _hopper_packed(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool) -> Tensor:
+    dqkv = torch.empty_like(qkv)
+    q, k, v = _heads(qkv)
+    into = _heads(dqkv)
+    hopper_bwd.launch_backward(
+        do, q, k, v, o, lse, causal, q.shape[-1] ** -0.5, rules().deterministic, into=(into[0], into[1], into[2])
+    )
+    return dqkv
+
+
+def _any_packed(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool) -> Tensor:
+    q, k, v = _heads(qkv)
+    gradients = attention_bwd(_attention_case(qkv), do, q, k, v, o, lse, causal, q.shape[-1] ** -0.5, -1)
+    dqkv = torch.empty_like(qkv)
+    for into, gradient in zip(_heads(dqkv), gradients, strict=True):
+        into.copy_(gradient)
+    return dqkv
+
+
+def _attention_cost(case: Case) -> Cost:
+    B, H, _, T, _, D = case.shape
+    numbers = B * H * T * D
+    return Cost(8 * numbers * case.dtype.itemsize + 4 * B * H * T, 10 * numbers * (T + 1) // 2)
+
+
+_attend_backward = Operation(
+    "attention_packed_bwd",
+    (
+        Implementation("hopper", _hopper_packed, refuses=_refuses_packed, own=True),
+        Implementation("copied", _any_packed),
+    ),
+    cost=_attention_cost,
+)
+
+
+def attend_backward(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor) -> Tensor:
+    """The gradient of a packed (B, T, 3, H, D), packed the same way; Hopper's kernel writes it in place."""
+    case = _attention_case(qkv)
+    dqkv: Tensor = _attend_backward(case, do, qkv, o, lse, "causal" in case.options)
+    return dqkv

@@ -1,0 +1,105 @@
+"""What a transformer's step does beside products, attention and norms.
+
+    columns  sums[n] = sum over m of x[m, n]
+    dgelu    dz = dy gelu'(z), a = gelu(z), sums[n] = sum over m of dz[m, n]: a is made anew, so that it is not kept
+    turn     y[n, m] = x[m, n]
+    embed    y[t] = table[token[t]] + places[t mod time], rounded once
+
+Source: gelu as in accelerant.ops.gelu; Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", for
+        the sum of the two embeddings.
+Layout: x and dy (M, N) with a distance between rows, everything else dense; sums in float32. A token outside [0, V)
+        reads nothing and gives a row of NaN.
+Grid:   columns, dgelu: a strip of BLOCK_N columns and `span` rows a program, whose sums go to partial sums; join:
+        BLOCK_N columns of these a program, in a fixed order. turn: a square of BLOCK by BLOCK a program. embed: ROWS
+        tokens by BLOCK_D columns a program.
+Bound:  memory: columns 1 access an element, dgelu 4 (about 30 operations), turn 2, embed 3 and 2 of four bytes.
+"""
+
+import triton
+import triton.language as tl
+
+from accelerant.ops.gelu.triton_kernels import _gelu, _gelu_slope
+
+
+@triton.jit
+def transformer_columns(
+    x_ptr, partial_ptr, M, N, stride, span,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    strips = tl.cdiv(N, BLOCK_N)
+    part = tl.program_id(0) // strips
+    columns = (tl.program_id(0) % strips) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_row = columns < N
+    begin = part.to(tl.int64) * span
+    end = tl.minimum(begin + span, M)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in tl.range(begin, end, BLOCK_M, num_stages=STAGES):
+        rows = start + tl.arange(0, BLOCK_M)
+        inside = (rows < end)[:, None] & in_row[None, :]
+        sums += tl.load(x_ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(partial_ptr + part.to(tl.int64) * N + columns, tl.sum(sums, 0), mask=in_row)
+
+
+@triton.jit
+def transformer_dgelu(
+    dy_ptr, z_ptr, dz_ptr, a_ptr, partial_ptr, M, N, stride, span,
+    TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    FAST: tl.constexpr = z_ptr.dtype.element_ty != tl.float32
+    strips = tl.cdiv(N, BLOCK_N)
+    part = tl.program_id(0) // strips
+    columns = (tl.program_id(0) % strips) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_row = columns < N
+    begin = part.to(tl.int64) * span
+    end = tl.minimum(begin + span, M)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(begin, end, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        inside = (rows < end)[:, None] & in_row[None, :]
+        at = rows[:, None] * N + columns[None, :]
+        z = tl.load(z_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        dz = dy * _gelu_slope(z, TANH, FAST)
+        tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=inside)
+        tl.store(a_ptr + at, _gelu(z, TANH, FAST).to(a_ptr.dtype.element_ty), mask=inside)
+        sums += dz
+    if partial_ptr is not None:
+        tl.store(partial_ptr + part.to(tl.int64) * N + columns, tl.sum(sums, 0), mask=in_row)
+
+
+@triton.jit
+def transformer_join(partial_ptr, sums_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    sums = tl.zeros([BLOCK_P, BLOCK_N], dtype=tl.float32)
+    for start in range(0, P, BLOCK_P):
+        rows = start + tl.arange(0, BLOCK_P)
+        inside = (rows < P)[:, None] & (columns < N)[None, :]
+        sums += tl.load(partial_ptr + rows[:, None] * N + columns[None, :], mask=inside, other=0.0)
+    tl.store(sums_ptr + columns, tl.sum(sums, 0).to(sums_ptr.dtype.element_ty), mask=columns < N)
+
+
+@triton.jit
+def transformer_embed(
+    tokens_ptr, table_ptr, places_ptr, y_ptr, T, V, D, time,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    in_rows = rows < T
+    inside = in_rows[:, None] & ((columns < D) | EXACT)
+    token = tl.load(tokens_ptr + rows, mask=in_rows, other=-1).to(tl.int64)
+    known = ((token >= 0) & (token < V))[:, None] & inside
+    y = tl.load(table_ptr + token[:, None] * D + columns, mask=known, other=float("nan")).to(tl.float32)
+    y += tl.load(places_ptr + (rows % time)[:, None] * D + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + rows[:, None] * D + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def transformer_turn(x_ptr, y_ptr, M, N, BLOCK: tl.constexpr):
+    across = tl.cdiv(N, BLOCK)
+    rows = (tl.program_id(0) // across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    columns = (tl.program_id(0) % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * N + columns[None, :], mask=inside, other=0.0)
+    inside = (columns < N)[:, None] & (rows < M)[None, :]
+    tl.store(y_ptr + columns[:, None] * M + rows[None, :], tl.trans(x), mask=inside)
