@@ -92,7 +92,8 @@ def test_keeps_busy_what_there_is(monkeypatch):
     device = torch.device("cpu")
     assert launch.splits_for(8, 100_000, 64, device) == 33
     assert launch.splits_for(1, 100_000, 64, device) == launch.MAX_SPLITS
-    assert launch.splits_for(8, 300, 64, device) == 3
+    assert launch.splits_for(8, 8192, 64, device) == 16  # one a multiprocessor, 512 keys each
+    assert launch.splits_for(8, 300, 64, device) == 5
     assert launch.splits_for(1000, 100_000, 64, device) == 1
 
 

@@ -1,0 +1,218 @@
+"""The decoder's steps: what may be asked, and who serves it.
+
+They are for inference and have no gradient, and `append` changes the caches, so torch is not told of them: the
+models of accelerant.nn call the functions below, and these the Operations.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accelerant import ops
+from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops._library import name_of
+from accelerant.ops.decode.launch import WORDS_LEAST, launch_linear, launch_rope, launch_words
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.triton import refuses_triton
+
+__all__ = ["append", "decode_linear", "decode_rope", "linear"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _refuses_words(case: Case) -> str | None:
+    _, lines, K = case.shape
+    if case.options[0] != torch.int8:
+        return "multiplies bytes"
+    if case.dtype not in (torch.bfloat16, torch.float16):
+        return "takes x as whole numbers of 24 bits, which hold 16-bit dtypes but not float32"
+    if lines * K < WORDS_LEAST or K % 16 or K > 2**15:
+        return f"for weights of {WORDS_LEAST} bytes or more, at most {2**15} columns and a multiple of 16"
+    return _refuses(case)
+
+
+def _refuses_rope(case: Case) -> str | None:
+    if case.shape[-1] % 2:
+        return "heads of an odd width"
+    return _refuses(case)
+
+
+def _refuses(case: Case) -> str | None:
+    if case.dtype == torch.float64:
+        return "computes in float32, not float64"
+    return refuses_triton(case.device)
+
+
+def _torch_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    gated: bool,
+) -> Tensor:
+    h = x if norm is None else F.rms_norm(x, norm.shape, norm.to(x.dtype), eps)
+    z = F.linear(h, weight.to(h.dtype))
+    if scale is not None:
+        z = (z.to(torch.promote_types(z.dtype, torch.float32)) * scale).to(h.dtype)
+    if gated:
+        gate, up = z.chunk(2, -1)
+        z = F.silu(gate) * up
+    return z if residual is None else z + residual
+
+
+def _torch_rope(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    B, kv_heads, T, D = k_cache.shape
+    x = qkv.view(B, -1, D)
+    heads = x.shape[1] - 2 * kv_heads
+    inside = positions.long().clamp(max=T - 1)
+    turned = x[:, : heads + kv_heads]
+    if cos is not None and sin is not None:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        c, s = (table.index_select(0, inside).to(wide)[:, None] for table in (cos, sin))
+        x1, x2 = turned.to(wide).chunk(2, -1)
+        turned = torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1).to(x.dtype)
+    fits = (positions < T)[:, None, None]
+    at = inside[:, None, None, None].expand(B, kv_heads, 1, D)
+    for cache, new in ((k_cache, turned[:, heads:]), (v_cache, x[:, heads + kv_heads :])):
+        kept = cache.gather(2, at)[:, :, 0]
+        cache.scatter_(2, at, torch.where(fits, new, kept)[:, :, None])
+    return turned[:, :heads, None].contiguous()
+
+
+def _linear_cost(case: Case) -> Cost:
+    """The weight once: its bytes are what counts."""
+    M, lines, K = case.shape
+    return Cost(lines * K * case.options[0].itemsize, 2 * M * lines * K)
+
+
+def _rope_cost(case: Case) -> Cost:
+    B, heads, kv_heads, _, D = case.shape
+    return Cost(2 * B * (heads + 2 * kv_heads) * D * case.dtype.itemsize, 3 * B * (heads + kv_heads) * D)
+
+
+decode_linear = Operation(
+    "decode_linear",
+    (
+        Implementation("triton-words", launch_words, refuses=_refuses_words, own=True),
+        Implementation("triton", launch_linear, refuses=_refuses, own=True),
+        Implementation("torch", _torch_linear),
+    ),
+    cost=_linear_cost,
+)
+decode_rope = Operation(
+    "decode_rope",
+    (
+        Implementation("triton", launch_rope, refuses=_refuses_rope, own=True, mutates=True),
+        Implementation("torch", _torch_rope, mutates=True),
+    ),
+    cost=_rope_cost,
+)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """A linear layer of few rows, with the norm before it and what follows it.
+
+    y = f(z) + residual,  z = scale (h W^T),  h = rms_norm(x, norm) or x,  f(z) = z, or silu(z[:N]) z[N:] if gated
+
+    One row is one kernel that reads the weight once and nothing twice; for a large weight of bytes two, the first of
+    which makes x whole numbers. More rows are made of rms_norm, matmul or linear_int8, swiglu and a sum.
+
+    Args:
+        x: (M, K), float16, bfloat16, float32 or float64, contiguous.
+        weight: (N, K), or (2 N, K) if gated; dtype of x, or int8; contiguous.
+        scale: of the weight's rows, float32, for int8.
+        norm: (K,), gain of an RMS norm of x, dtype of x or float32; None for no norm.
+        eps: of the norm.
+        residual: (M, N), dtype of x; added last. None for none.
+        gated: whether the weight's first half is of gates and its second of what they multiply (SwiGLU).
+
+    Returns:
+        (M, N), dtype of x, without a gradient. One row is rounded once, at its end. As whole numbers x has an error of
+        at most 1 / 16710000 of its largest magnitude.
+
+    Raises:
+        ShapeError: shapes that do not go together.
+        UnsupportedDtype: dtypes other than those above.
+    """
+    _check(x, weight, scale, norm, residual, gated)
+    if x.shape[0] == 1:
+        case = Case(x.device, x.dtype, (1, *weight.shape), (weight.dtype, *(("gated",) if gated else ())))
+        y: Tensor = decode_linear(case, x, weight, scale, norm, eps, residual, gated)
+        return y
+    with torch.no_grad():
+        h = x if norm is None else ops.rms_norm(x, norm, eps=eps)
+        z = ops.matmul(h, weight.t()) if scale is None else ops.linear_int8(h, weight, scale)
+        if gated:
+            z = ops.swiglu(z)
+        return z if residual is None else z + residual
+
+
+def append(
+    qkv: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> Tensor:
+    """Put the new token's key and value into the cache; queries and keys turned by the angle of its position.
+
+    Args:
+        qkv: (B, (heads + 2 kv_heads) D): all queries, then all keys, then all values; contiguous.
+        positions: (B,) int32 or int64, where in the cache each sequence's token goes; stays on the device and is not
+            checked: one of T or more writes nothing.
+        k_cache, v_cache: (B, kv_heads, T, D), dtype of qkv, contiguous; changed.
+        cos, sin: (at least T, D / 2), of accelerant.ops.rope.tables.rope_tables, contiguous; None: nothing is turned.
+
+    Returns:
+        the turned queries (B, heads, 1, D).
+
+    Raises:
+        ShapeError: shapes that do not go together.
+    """
+    B, kv_heads, T, D = k_cache.shape
+    heads = qkv.shape[-1] // D - 2 * kv_heads
+    if qkv.shape != (B, (heads + 2 * kv_heads) * D) or heads < 1:
+        raise ShapeError(f"qkv must be ({B}, (heads + {2 * kv_heads}) * {D}), got {tuple(qkv.shape)}")
+    if v_cache.shape != k_cache.shape or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ShapeError(f"v_cache must be contiguous and {tuple(k_cache.shape)}, got {tuple(v_cache.shape)}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table is not None and (D % 2 or table.dim() != 2 or table.shape[0] < T or table.shape[1] != D // 2):
+            raise ShapeError(f"{name} must be (at least {T}, {D} / 2), got {tuple(table.shape)}")
+    case = Case(qkv.device, qkv.dtype, (B, heads, kv_heads, T, D), () if cos is None else ("turned",))
+    q: Tensor = decode_rope(case, qkv, cos, sin, positions, k_cache, v_cache)
+    return q
+
+
+def _check(
+    x: Tensor, weight: Tensor, scale: Tensor | None, norm: Tensor | None, residual: Tensor | None, gated: bool
+) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or weight.shape[1] != x.shape[1]:
+        raise ShapeError(f"x must be (M, K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if x.dtype not in _DTYPES or weight.dtype not in (x.dtype, torch.int8):
+        names = f"{name_of(weight.dtype)} for x of {name_of(x.dtype)}"
+        raise UnsupportedDtype(f"weight must be of x's dtype or int8, got {names}")
+    if (scale is None) != (weight.dtype != torch.int8):
+        raise ShapeError(f"a weight of int8 comes with a scale, and no other: got {name_of(weight.dtype)}")
+    if gated and weight.shape[0] % 2:
+        raise ShapeError(f"a gated weight has an even number of rows, got {weight.shape[0]}")
+    N = weight.shape[0] // (2 if gated else 1)
+    wanted = (("scale", scale, weight.shape[:1]), ("norm", norm, x.shape[1:]), ("residual", residual, (x.shape[0], N)))
+    for name, tensor, shape in wanted:
+        if tensor is not None and tensor.shape != shape:
+            raise ShapeError(f"{name} must be {tuple(shape)}, got {tuple(tensor.shape)}")

@@ -1,0 +1,310 @@
+"""A decoder layer's steps for one new token: matrix-vector products with what stands around them, and the cache write.
+
+    linear:  y = f(z) + residual,  z = scale (h W^T),  h = x norm / sqrt(mean(x^2) + eps), or x itself
+             f(z) = z, or silu(z[:N]) z[N:] where the weight has 2 N rows, the gates first
+    rope:    q and k turned by the angle of the token's position, if there are angles; q to a tensor of its own, k and v
+             into the cache
+    planes:  x, or x norm, as whole numbers of 24 bits in units of the largest magnitude / 8355000, each number as
+             three signed bytes
+    words:   linear of those and a weight of bytes, four products an instruction, sums exact
+
+Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4; Shazeer 2020, arXiv:2002.05202, equation 6; Su et al.
+        2021, arXiv:2104.09864, equation 34. The weight's integers with a scale for each output: Dettmers et al. 2022,
+        arXiv:2208.07339, section 2.
+Layout: linear: x (M, K), norm (K,), weight (N or 2 N, K), residual and y (M, N), all dense; scale float32, of the
+        weight's rows. rope: qkv (B, (heads + 2 kv_heads) 2 HALF) dense; cos and sin (T, HALF) float32; caches (B,
+        kv_heads, T, 2 HALF) dense; positions (B,). A position of T or more writes nothing. All computed in float32.
+Grid:   linear: one program for SETS rows of BLOCK_N lines of the weight, all of K, and a row of x; 16 bytes a thread
+        and load, SETS UNROLL loads on their way before the first is used. 1 / sqrt(...) comes last, so that x is read
+        once. rope: one program for HEADS heads of a sequence.
+Bound:  linear: memory, the weight once. rope: the launch.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _wide(w, BYTES: tl.constexpr):
+    """A weight in float32.
+
+    BYTES: 8-bit integers four at a time by their bits, as 2^23 + 128 + w less what was added: conversion instructions
+    run at a quarter of the rate and would bound the kernel.
+    """
+    if BYTES:
+        return (
+            tl.inline_asm_elementwise(
+                """{
+            .reg .b32 t;
+            xor.b32 t, $4, 0x80808080;
+            prmt.b32 $0, t, 0x4B000000, 0x7440;
+            prmt.b32 $1, t, 0x4B000000, 0x7441;
+            prmt.b32 $2, t, 0x4B000000, 0x7442;
+            prmt.b32 $3, t, 0x4B000000, 0x7443;
+            }""",
+                "=r,=r,=r,=r,r",
+                [w],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=4,
+            )
+            - 8388736.0
+        )
+    else:
+        return w.to(tl.float32)
+
+
+@triton.jit
+def _scaled(acc, factor, scale_ptr, n):
+    """The sums of a set of lines, with the norm's factor and the weight's scale."""
+    z = tl.sum(acc, 1) * factor
+    if scale_ptr is not None:
+        z *= tl.load(scale_ptr + n).to(tl.float32)
+    return z
+
+
+@triton.jit
+def _put(z, residual_ptr, y_ptr, n, here):
+    if residual_ptr is not None:
+        z += tl.load(residual_ptr + n, mask=here, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n, z.to(y_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def decode_linear(
+    x_ptr, norm_ptr, weight_ptr, scale_ptr, residual_ptr, y_ptr, N, K, eps,
+    GATED: tl.constexpr, BYTES: tl.constexpr, SETS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    STEP: tl.constexpr = BLOCK_K * UNROLL
+    OUTPUTS: tl.constexpr = SETS // 2 if GATED else SETS
+    row = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * (OUTPUTS * BLOCK_N)
+    lines = tl.arange(0, BLOCK_N)
+    lanes = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, :], (BLOCK_N, BLOCK_K))
+    x_at = x_ptr + row * K + lanes  # as wide as the weights, so that each thread has what it needs of x
+    weight_at = ()
+    numbers = ()
+    for r in tl.static_range(SETS):
+        n = first + (r % OUTPUTS) * BLOCK_N + lines
+        n = tl.where(n < N, n, 0) + r // OUTPUTS * N  # beyond the last line, the first; gates, then what they gate
+        numbers = numbers + (n,)  # noqa: RUF005 - Triton has no starred tuples
+        weight_at = weight_at + (weight_ptr + n.to(tl.int64)[:, None] * K + lanes,)  # noqa: RUF005
+    acc0 = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    acc1, acc2, acc3, squares = acc0, acc0, acc0, acc0
+    full = K // STEP * STEP
+    for k in range(0, full, STEP):
+        parts, xs, gains = (), (), ()
+        for i in tl.static_range(UNROLL):
+            for r in tl.static_range(SETS):
+                w = tl.load(weight_at[r] + k + i * BLOCK_K, eviction_policy="evict_first")
+                parts = parts + (w,)  # noqa: RUF005
+        for i in tl.static_range(UNROLL):
+            xs = xs + (tl.load(x_at + k + i * BLOCK_K),)  # noqa: RUF005
+            if norm_ptr is not None:
+                gains = gains + (tl.load(norm_ptr + lanes + k + i * BLOCK_K),)  # noqa: RUF005
+        for i in tl.static_range(UNROLL):
+            x = xs[i].to(tl.float32)
+            if norm_ptr is not None:
+                squares += x * x
+                x *= gains[i].to(tl.float32)
+            acc0 += _wide(parts[i * SETS], BYTES) * x
+            if SETS > 1:
+                acc1 += _wide(parts[i * SETS + 1], BYTES) * x
+            if SETS > 2:
+                acc2 += _wide(parts[i * SETS + 2], BYTES) * x
+                acc3 += _wide(parts[i * SETS + 3], BYTES) * x
+    for k in range(full, K, BLOCK_K):
+        inside = lanes < K - k
+        x = tl.load(x_at + k, mask=inside, other=0.0).to(tl.float32)
+        if norm_ptr is not None:
+            squares += x * x
+            x *= tl.load(norm_ptr + lanes + k, mask=inside, other=0.0).to(tl.float32)
+        acc0 += _wide(tl.load(weight_at[0] + k, mask=inside, other=0), BYTES) * x
+        if SETS > 1:
+            acc1 += _wide(tl.load(weight_at[1] + k, mask=inside, other=0), BYTES) * x
+        if SETS > 2:
+            acc2 += _wide(tl.load(weight_at[2] + k, mask=inside, other=0), BYTES) * x
+            acc3 += _wide(tl.load(weight_at[3] + k, mask=inside, other=0), BYTES) * x
+    factor = 1.0
+    if norm_ptr is not None:
+        factor = 1.0 / tl.sqrt(tl.sum(squares, 1) / K + eps)
+    y_ptr += row * N
+    if residual_ptr is not None:
+        residual_ptr += row * N
+    here = first + lines
+    z0 = _scaled(acc0, factor, scale_ptr, numbers[0])
+    if SETS > 1:
+        z1 = _scaled(acc1, factor, scale_ptr, numbers[1])
+    if SETS > 2:
+        z2 = _scaled(acc2, factor, scale_ptr, numbers[2])
+        z3 = _scaled(acc3, factor, scale_ptr, numbers[3])
+    if GATED and SETS == 2:
+        _put(z0 / (1.0 + tl.exp(-z0)) * z1, residual_ptr, y_ptr, here, here < N)
+    elif GATED:
+        _put(z0 / (1.0 + tl.exp(-z0)) * z2, residual_ptr, y_ptr, here, here < N)
+        _put(z1 / (1.0 + tl.exp(-z1)) * z3, residual_ptr, y_ptr, here + BLOCK_N, here + BLOCK_N < N)
+    else:
+        _put(z0, residual_ptr, y_ptr, here, here < N)
+        if SETS > 1:
+            _put(z1, residual_ptr, y_ptr, here + BLOCK_N, here + BLOCK_N < N)
+        if SETS > 2:
+            _put(z2, residual_ptr, y_ptr, here + 2 * BLOCK_N, here + 2 * BLOCK_N < N)
+            _put(z3, residual_ptr, y_ptr, here + 3 * BLOCK_N, here + 3 * BLOCK_N < N)
+
+
+@triton.jit
+def decode_planes(x_ptr, norm_ptr, planes_ptr, units_ptr, K, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < K
+    x = tl.load(x_ptr + row * K + lanes, mask=inside, other=0.0).to(tl.float32)
+    factor = 1.0
+    if norm_ptr is not None:
+        factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / K + eps)
+        x *= tl.load(norm_ptr + lanes, mask=inside, other=0.0).to(tl.float32)
+    top = tl.max(tl.abs(x), 0)
+    top = tl.where(top > 0.0, top, 1.0)
+    # A little less than 127 (2^16 + 2^8 + 1), the largest that three bytes hold: the quotient and the product round.
+    n = tl.floor(x * (8355000.0 / top) + 0.5).to(tl.int32)
+    low = ((n + 128) & 255) - 128
+    n = (n - low) >> 8
+    middle = ((n + 128) & 255) - 128
+    high = (n - middle) >> 8
+    planes_ptr += row * 3 * K
+    tl.store(planes_ptr + lanes, high.to(tl.int8), mask=inside)
+    tl.store(planes_ptr + K + lanes, middle.to(tl.int8), mask=inside)
+    tl.store(planes_ptr + 2 * K + lanes, low.to(tl.int8), mask=inside)
+    tl.store(units_ptr + row, factor * top / 8355000.0)
+
+
+@triton.jit
+def _dot4(w, x, sums, BYTES: tl.constexpr):
+    """The sums + four products of signed bytes, which stand in the words w and x."""
+    if BYTES:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [w, x, sums], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        for at in tl.static_range(0, 32, 8):
+            sums += ((w << (24 - at)) >> 24) * ((x << (24 - at)) >> 24)
+        return sums
+
+
+@triton.jit
+def _whole(high, middle, low, unit, scale_ptr, n):
+    """What the sums of the three bytes' products are together, in float32, scaled."""
+    wide = high.to(tl.float32) * 65536.0 + middle.to(tl.float32) * 256.0 + low.to(tl.float32)
+    return tl.sum(wide, 1) * unit * tl.load(scale_ptr + n).to(tl.float32)
+
+
+@triton.jit
+def decode_words(
+    planes_ptr, units_ptr, weight_ptr, scale_ptr, residual_ptr, y_ptr, N, W,
+    GATED: tl.constexpr, BYTES: tl.constexpr, SETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    STEP: tl.constexpr = BLOCK_W * UNROLL
+    OUTPUTS: tl.constexpr = SETS // 2 if GATED else SETS
+    row = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * (OUTPUTS * BLOCK_N)
+    lines = tl.arange(0, BLOCK_N)
+    lanes = tl.broadcast_to(tl.arange(0, BLOCK_W)[None, :], (BLOCK_N, BLOCK_W))
+    x_at = planes_ptr + row * 3 * W + lanes
+    weight_at = ()
+    numbers = ()
+    for r in tl.static_range(SETS):
+        n = first + (r % OUTPUTS) * BLOCK_N + lines
+        n = tl.where(n < N, n, 0) + r // OUTPUTS * N
+        numbers = numbers + (n,)  # noqa: RUF005 - Triton has no starred tuples
+        weight_at = weight_at + (weight_ptr + n.to(tl.int64)[:, None] * W + lanes,)  # noqa: RUF005
+    high0 = tl.zeros([BLOCK_N, BLOCK_W], dtype=tl.int32)
+    middle0, low0 = high0, high0
+    high1, middle1, low1 = high0, high0, high0
+    high2, middle2, low2 = high0, high0, high0
+    high3, middle3, low3 = high0, high0, high0
+    for k in range(0, W, STEP):
+        parts = ()
+        for i in tl.static_range(UNROLL):
+            inside = lanes < W - k - i * BLOCK_W
+            for r in tl.static_range(SETS):
+                w = tl.load(weight_at[r] + k + i * BLOCK_W, mask=inside, other=0, eviction_policy="evict_first")
+                parts = parts + (w,)  # noqa: RUF005
+        for i in tl.static_range(UNROLL):
+            inside = lanes < W - k - i * BLOCK_W
+            high = tl.load(x_at + k + i * BLOCK_W, mask=inside, other=0)
+            middle = tl.load(x_at + W + k + i * BLOCK_W, mask=inside, other=0)
+            low = tl.load(x_at + 2 * W + k + i * BLOCK_W, mask=inside, other=0)
+            w = parts[i * SETS]
+            high0, middle0 = _dot4(w, high, high0, BYTES), _dot4(w, middle, middle0, BYTES)
+            low0 = _dot4(w, low, low0, BYTES)
+            if SETS > 1:
+                w = parts[i * SETS + 1]
+                high1, middle1 = _dot4(w, high, high1, BYTES), _dot4(w, middle, middle1, BYTES)
+                low1 = _dot4(w, low, low1, BYTES)
+            if SETS > 2:
+                w = parts[i * SETS + 2]
+                high2, middle2 = _dot4(w, high, high2, BYTES), _dot4(w, middle, middle2, BYTES)
+                low2 = _dot4(w, low, low2, BYTES)
+                w = parts[i * SETS + 3]
+                high3, middle3 = _dot4(w, high, high3, BYTES), _dot4(w, middle, middle3, BYTES)
+                low3 = _dot4(w, low, low3, BYTES)
+    unit = tl.load(units_ptr + row)
+    y_ptr += row * N
+    if residual_ptr is not None:
+        residual_ptr += row * N
+    here = first + lines
+    z0 = _whole(high0, middle0, low0, unit, scale_ptr, numbers[0])
+    if SETS > 1:
+        z1 = _whole(high1, middle1, low1, unit, scale_ptr, numbers[1])
+    if SETS > 2:
+        z2 = _whole(high2, middle2, low2, unit, scale_ptr, numbers[2])
+        z3 = _whole(high3, middle3, low3, unit, scale_ptr, numbers[3])
+    if GATED and SETS == 2:
+        _put(z0 / (1.0 + tl.exp(-z0)) * z1, residual_ptr, y_ptr, here, here < N)
+    elif GATED:
+        _put(z0 / (1.0 + tl.exp(-z0)) * z2, residual_ptr, y_ptr, here, here < N)
+        _put(z1 / (1.0 + tl.exp(-z1)) * z3, residual_ptr, y_ptr, here + BLOCK_N, here + BLOCK_N < N)
+    else:
+        _put(z0, residual_ptr, y_ptr, here, here < N)
+        if SETS > 1:
+            _put(z1, residual_ptr, y_ptr, here + BLOCK_N, here + BLOCK_N < N)
+        if SETS > 2:
+            _put(z2, residual_ptr, y_ptr, here + 2 * BLOCK_N, here + 2 * BLOCK_N < N)
+            _put(z3, residual_ptr, y_ptr, here + 3 * BLOCK_N, here + 3 * BLOCK_N < N)
+
+
+@triton.jit
+def decode_rope(
+    qkv_ptr, cos_ptr, sin_ptr, positions_ptr, q_ptr, k_cache_ptr, v_cache_ptr, heads, kv_heads, T, HALF,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)[:, None]
+    b = tl.program_id(1).to(tl.int64)
+    width = 2 * HALF
+    pairs = tl.arange(0, BLOCK)[None, :]
+    in_half = pairs < HALF
+    mask = (head < heads + 2 * kv_heads) & in_half
+    position = tl.load(positions_ptr + b).to(tl.int64)
+    fits = tl.full([1, BLOCK], position, tl.int64) < T
+    at = qkv_ptr + (b * (heads + 2 * kv_heads) + head) * width + pairs
+    x1 = tl.load(at, mask=mask, other=0.0)
+    x2 = tl.load(at + HALF, mask=mask, other=0.0)
+    y1, y2 = x1.to(tl.float32), x2.to(tl.float32)
+    if cos_ptr is not None:
+        cos = tl.load(cos_ptr + position * HALF + pairs, mask=in_half & fits, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + position * HALF + pairs, mask=in_half & fits, other=0.0).to(tl.float32)
+        y1, y2 = y1 * cos - y2 * sin, y2 * cos + y1 * sin
+    y1, y2 = y1.to(q_ptr.dtype.element_ty), y2.to(q_ptr.dtype.element_ty)
+    at = q_ptr + (b * heads + head) * width + pairs
+    of_queries = mask & (head < heads)
+    tl.store(at, y1, mask=of_queries)
+    tl.store(at + HALF, y2, mask=of_queries)
+    of_keys = mask & fits & (head >= heads) & (head < heads + kv_heads)
+    at = ((b * kv_heads + head - heads) * T + position) * width + pairs
+    tl.store(k_cache_ptr + at, y1, mask=of_keys)
+    tl.store(k_cache_ptr + at + HALF, y2, mask=of_keys)
+    of_values = mask & fits & (head >= heads + kv_heads)
+    at = ((b * kv_heads + head - heads - kv_heads) * T + position) * width + pairs
+    tl.store(v_cache_ptr + at, x1, mask=of_values)
+    tl.store(v_cache_ptr + at + HALF, x2, mask=of_values)

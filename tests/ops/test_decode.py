@@ -1,0 +1,276 @@
+"""A decoder layer's steps for one new token, against the mathematics in float64."""
+
+import pytest
+import torch
+
+from accelerant import ops
+from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops.decode import launch
+from accelerant.ops.decode.launch import LinePlan
+from accelerant.ops.decode.op import append, decode_linear, linear
+from accelerant.ops.decode.reference import linear_reference, rope_reference
+from accelerant.ops.rope.tables import rope_tables
+from accelerant.runtime.dispatch import Case
+from accelerant.runtime.ledger import ledger
+
+WAYS = pytest.mark.parametrize("way", ["triton", "torch"])
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def tensors(M, N, K, dtype=torch.float32, *, integers=False, norm=False, residual=False, gated=False):
+    lines = 2 * N if gated else N
+    x = torch.randn(M, K).to(dtype)
+    if integers:
+        weight, scale = torch.randint(-128, 128, (lines, K), dtype=torch.int8), torch.rand(lines) / 50
+    else:
+        weight, scale = torch.randn(lines, K).to(dtype), None
+    options = {"eps": 1e-3, "gated": gated}
+    options |= {"norm": torch.randn(K).to(dtype)} if norm else {}
+    options |= {"residual": torch.randn(M, N).to(dtype)} if residual else {}
+    return (x, weight, scale), options
+
+
+def wide(args, options):
+    x, weight, scale = args
+    return linear_reference(
+        x.double(), weight, scale, **{k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    )
+
+
+def close(found, expected, tolerance):
+    assert found.shape == expected.shape
+    torch.testing.assert_close(
+        found.double(), expected, rtol=tolerance, atol=tolerance * max(1.0, float(expected.abs().max()))
+    )
+
+
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"norm": True},
+        {"residual": True},
+        {"gated": True},
+        {"norm": True, "gated": True},
+        {"norm": True, "residual": True, "gated": True},
+    ],
+    ids=lambda kind: "+".join(kind) or "plain",
+)
+
+
+# --- linear ----------------------------------------------------------------------------------------------------------
+
+
+@WAYS
+@KINDS
+@pytest.mark.parametrize("integers", [False, True], ids=["floats", "integers"])
+@pytest.mark.parametrize(("N", "K"), [(1, 1), (9, 37), (16, 48)])
+def test_one_row_matches_the_reference(N, K, integers, kind, way, request):
+    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+    args, options = tensors(1, N, K, integers=integers, **kind)
+    close(linear(*args, **options), wide(args, options), 2e-5)
+    assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {way}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("integers", [False, True], ids=["floats", "integers"])
+def test_low_precision_is_rounded_at_the_end(dtype, integers, interpreted):
+    args, options = tensors(1, 24, 96, dtype, integers=integers, norm=True, residual=True)
+    y = linear(*args, **options)
+    assert y.dtype == dtype
+    close(y, wide(args, options), TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(
+    "plan", [LinePlan(1, 1, 16, 1, 4), LinePlan(2, 2, 8, 1, 1), LinePlan(4, 1, 32, 1, 2), LinePlan(4, 2, 16, 1, 1)]
+)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("N", "K"), [(7, 50), (16, 64)])
+def test_any_plan_gives_the_same(plan, gated, N, K, interpreted):
+    if gated and plan.sets == 1:
+        pytest.skip("gates and what they gate are at least two lines")
+    args, options = tensors(1, N, K, integers=True, norm=True, residual=True, gated=gated)
+    x, weight, scale = args
+    y = launch.launch_linear(x, weight, scale, options["norm"], 1e-3, options["residual"], gated, plan)
+    close(y, wide(args, options), 2e-5)
+
+
+@KINDS
+@pytest.mark.parametrize("integers", [False, True], ids=["floats", "integers"])
+def test_several_rows_are_made_of_other_ops(integers, kind):
+    args, options = tensors(3, 16, 32, integers=integers, **kind)
+    close(linear(*args, **options), wide(args, options), 2e-5)
+
+
+def test_float64_is_torchs(interpreted):
+    args, options = tensors(1, 5, 6, torch.float64, norm=True)
+    torch.testing.assert_close(linear(*args, **options), wide(args, options))
+
+
+def test_nothing_to_compute(interpreted):
+    assert linear(torch.zeros(1, 4), torch.zeros(0, 4)).shape == (1, 0)
+    assert linear(torch.zeros(0, 4), torch.zeros(3, 4)).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "words"),
+    [
+        ((torch.zeros(1, 3), torch.zeros(2, 4)), {}, ShapeError, r"got \(1, 3\) and \(2, 4\)"),
+        ((torch.zeros(3), torch.zeros(2, 3)), {}, ShapeError, r"x must be \(M, K\)"),
+        ((torch.zeros(1, 3), torch.zeros(2, 3).double()), {}, UnsupportedDtype, "float64 for x of float32"),
+        ((torch.zeros(1, 3), torch.zeros(2, 3).char()), {}, ShapeError, "comes with a scale"),
+        ((torch.zeros(1, 3), torch.zeros(2, 3), torch.zeros(2)), {}, ShapeError, "comes with a scale"),
+        ((torch.zeros(1, 3), torch.zeros(3, 3)), {"gated": True}, ShapeError, "even number of rows, got 3"),
+        ((torch.zeros(1, 3), torch.zeros(2, 3)), {"norm": torch.zeros(2)}, ShapeError, r"norm must be \(3,\)"),
+        (
+            (torch.zeros(1, 3), torch.zeros(2, 3)),
+            {"residual": torch.zeros(1, 3)},
+            ShapeError,
+            r"residual must be \(1, 2\)",
+        ),
+    ],
+)
+def test_linear_refuses(args, options, error, words):
+    with pytest.raises(error, match=words):
+        linear(*args, **options)
+
+
+# --- a weight of bytes by words --------------------------------------------------------------------------------------
+
+
+@KINDS
+@pytest.mark.parametrize(("N", "K"), [(1, 16), (9, 48), (16, 32)])
+def test_words_match_the_reference(N, K, kind, interpreted):
+    args, options = tensors(1, N, K, integers=True, **kind)
+    x, weight, scale = args
+    y = launch.launch_words(
+        x, weight, scale, options.get("norm"), 1e-3, options.get("residual"), kind.get("gated", False)
+    )
+    close(y, wide(args, options), 1e-5)
+
+
+def test_numbers_of_24_bits_hold_what_they_stand_for(interpreted):
+    """Within half a unit of the largest, which itself must not overflow: it once did, for one draw in ten."""
+    for _ in range(60):
+        x = torch.randn(1, 32)
+        planes, units = torch.empty(1, 3, 32, dtype=torch.int8), torch.empty(1)
+        launch.KERNELS["planes"].launch((1,), (x, None, planes, units, 32, 0.0), {"BLOCK": 32})
+        high, middle, low = planes[0].double()
+        found = (high * 65536 + middle * 256 + low) * units.double()
+        torch.testing.assert_close(found, x[0].double(), rtol=0, atol=2.5e-7 * float(x.abs().max()))
+
+
+def test_large_weights_of_bytes_go_by_words(interpreted):
+    def chosen(dtype, weight, lines, K):
+        case = Case(torch.device("cpu"), dtype, (1, lines, K), (weight,))
+        return next(each.name for each in decode_linear.implementations if not (each.refuses and each.refuses(case)))
+
+    assert chosen(torch.bfloat16, torch.int8, 28672, 4096) == "triton-words"
+    assert chosen(torch.bfloat16, torch.bfloat16, 28672, 4096) == "triton"
+    assert chosen(torch.float32, torch.int8, 28672, 4096) == "triton"
+    assert chosen(torch.bfloat16, torch.int8, 4096, 4096) == "triton"
+    assert chosen(torch.bfloat16, torch.int8, 28672, 4100) == "triton"
+    assert chosen(torch.float64, torch.int8, 28672, 4096) == "torch"
+
+
+def test_a_row_of_zeros_stays_one(interpreted):
+    weight = torch.randint(-128, 128, (4, 16), dtype=torch.int8)
+    assert torch.equal(
+        launch.launch_words(torch.zeros(1, 16), weight, torch.ones(4), None, 0.0, None, False), torch.zeros(1, 4)
+    )
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def cached(B=2, heads=4, kv_heads=2, T=7, D=6, dtype=torch.float32):
+    qkv = torch.randn(B, (heads + 2 * kv_heads) * D).to(dtype)
+    caches = [torch.randn(B, kv_heads, T, D).to(dtype) for _ in range(2)]
+    return qkv, caches, rope_tables(T, D)
+
+
+@WAYS
+@pytest.mark.parametrize("places", [(3, 6), (0, 7), (9, 1)])
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64])
+def test_append_matches_the_reference(places, integer, way, request):
+    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+    qkv, (k, v), (cos, sin) = cached()
+    positions = torch.tensor(places, dtype=integer)
+    expected = rope_reference(qkv.double(), cos, sin, positions, k.double(), v.double())
+    q = append(qkv, positions, k, v, cos, sin)
+    inside = [b for b, place in enumerate(places) if place < 7]
+    torch.testing.assert_close(q[inside].double(), expected[0][inside], rtol=1e-5, atol=1e-5)
+    for found, wanted in zip((k, v), expected[1:], strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@WAYS
+@pytest.mark.parametrize("D", [6, 5, 16])
+def test_append_without_angles_only_stores(D, way, request):
+    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+    qkv, (k, v), _ = cached(D=16)
+    qkv, k, v = qkv.view(2, 8, 16)[..., :D].reshape(2, -1), k[..., :D].contiguous(), v[..., :D].contiguous()
+    before = k.clone()
+    q = append(qkv, torch.tensor([2, 5]), k, v)
+    heads = qkv.view(2, 8, D)
+    assert torch.equal(q[:, :, 0], heads[:, :4])
+    for b, place in ((0, 2), (1, 5)):
+        assert torch.equal(k[b, :, place], heads[b, 4:6])
+        assert torch.equal(v[b, :, place], heads[b, 6:])
+        before[b, :, place] = heads[b, 4:6]
+    assert torch.equal(k, before)
+
+
+@WAYS
+def test_append_is_rope_at_a_position(way, request):
+    request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
+    qkv, (k, v), (cos, sin) = cached()
+    q = append(qkv, torch.tensor([4, 4]), k, v, cos, sin)
+    heads = qkv.view(2, 8, 1, 6)
+    torch.testing.assert_close(q, ops.rope(heads[:, :4].contiguous(), cos[4:5], sin[4:5]))
+    torch.testing.assert_close(k[:, :, 4:5], ops.rope(heads[:, 4:6].contiguous(), cos[4:5], sin[4:5]))
+
+
+def test_append_refuses():
+    qkv, (k, v), (cos, sin) = cached()
+    places = torch.tensor([1, 2])
+    with pytest.raises(ShapeError, match=r"qkv must be \(2, \(heads \+ 4\) \* 6\), got \(2, 47\)"):
+        append(qkv[:, :47], places, k, v)
+    with pytest.raises(ShapeError, match="v_cache must be contiguous"):
+        append(qkv, places, k, v.transpose(1, 2).contiguous().transpose(1, 2))
+    with pytest.raises(ShapeError, match=r"cos must be \(at least 7, 6 / 2\), got \(6, 3\)"):
+        append(qkv, places, k, v, cos[:6], sin)
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan_of", ["usual", "every"])
+@pytest.mark.parametrize("integers", [False, True], ids=["floats", "integers"])
+@pytest.mark.parametrize(
+    ("N", "K", "kind"),
+    [
+        (6144, 4096, {"norm": True}),
+        (4096, 4096, {"residual": True}),
+        (14336, 4096, {"norm": True, "gated": True}),
+        (4096, 14336, {"residual": True}),
+        (1001, 4112, {"norm": True, "residual": True}),
+    ],
+)
+def test_a_large_layer_on_a_gpu(N, K, kind, integers, plan_of):
+    args, options = tensors(1, N, K, torch.bfloat16, integers=integers, **kind)
+    args = tuple(None if each is None else each.cuda() for each in args)
+    options = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    expected = wide(args, options)
+    gated = kind.get("gated", False)
+    if plan_of == "usual":
+        close(linear(*args, **options), expected, 1e-2)
+        return
+    for plan in launch.PLANS[1 if integers else 2]:
+        if plan.sets > 1 or not gated:
+            y = launch.launch_linear(*args, options.get("norm"), 1e-3, options.get("residual"), gated, plan)
+            close(y, expected, 1e-2)
+    for plan in launch.WORDS_PLANS if integers else ():
+        y = launch.launch_words(*args, options.get("norm"), 1e-3, options.get("residual"), gated, plan)
+        close(y, expected, 1e-2)
