@@ -55,6 +55,9 @@ def test_a_run_prints_its_summary_and_where_the_report_is(accelerant, text):
     assert re.search(r"validation loss +\d\.\d{3} nats a byte +\(unigram \d\.\d{3}, bigram \d\.\d{3}\)", output)
     assert re.search(r"throughput +[\d,]+ tokens/s on cpu \(1 thread\)", output)
     assert "report           out/report.html" in output
+    assert re.search(
+        r"peak memory +[\d,]+ MiB resident at most, the whole process; \d+ MiB predicted for a step", output
+    )
     assert "step 3/3" in errors
     report = Path("out/report.html").read_text()
     assert "layer_norm" in report  # the ledger's rows
@@ -73,6 +76,26 @@ def test_json_is_one_object_and_nothing_else(accelerant, text):
     assert summary["out"] == "runs/tiny"
     assert json.loads(Path("runs/tiny/summary.json").read_text()) == summary
     assert errors == ""
+
+
+def test_determinism_is_asked_for_where_it_costs_nothing_and_can_be_left_out(accelerant, text):
+    for option, expected in (((), True), (("--no-deterministic",), False), (("--deterministic",), True)):
+        assert accelerant("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", *option)[0] == 0
+        assert json.loads(Path("runs/tiny/config.json").read_text())["run"]["deterministic"] is expected
+
+
+def test_a_profile_is_written_beside_the_run(accelerant, text):
+    status, output, _ = accelerant("train", "--data", text, "--steps", 12, "--device", "cpu", "--profile")
+    assert status == 0
+    assert json.loads(Path("runs/tiny/trace.json").read_text())["traceEvents"]
+    assert "aten::mm" in Path("runs/tiny/kernels.txt").read_text()
+    assert "profile          runs/tiny/kernels.txt, runs/tiny/trace.json" in output
+
+
+def test_recomputing_gives_the_same_losses(accelerant, text):
+    for name, option in (("a", ()), ("b", ("--recompute",))):
+        accelerant("train", "--data", text, "--steps", 3, "--device", "cpu", "--json", "--out", name, *option)
+    assert losses(Path("a")) == losses(Path("b"))
 
 
 def test_several_paths_and_the_seed(accelerant, text, tmp_path):
@@ -99,6 +122,7 @@ def test_several_paths_and_the_seed(accelerant, text, tmp_path):
         (["text.txt"], "unexpected argument 'text.txt': name paths after --data"),
         (["--steps", "-3"], "steps must be above 0, got -3"),
         (["--seed", "-1"], "seed must be 0 to"),
+        (["--log", "paper"], "log must be jsonl or tensorboard, got 'paper'"),
         (["--micro-batch", "5"], "micro_batch must divide the batch of 16, got 5"),
         (["--device", "abacus"], "--device must be auto, cuda or cpu, got 'abacus'"),
         (["--data", "text.txt", "--out", "text.txt/run"], "cannot write to text.txt/run: text.txt is not a folder"),
@@ -287,7 +311,8 @@ def test_a_phase_shows_how_far_it_is_and_the_time_left(monkeypatch, capsys):
     now[0] += 4
     view.advance(0.25)
     assert capsys.readouterr().err == "encoding the text ...\nencoding the text  25%  0:18 left\n"
-    view.begin(done=0, total=5, device="cpu")
+    view.begin(done=0, total=5, device="cpu", predicted_bytes=3 << 20)
+    assert capsys.readouterr().err == "training on cpu: step 0 of 5, 3 MiB predicted for a step\n"
     view.advance(0.0, "step 1")
     now[0] += 6
     view.advance(0.5, "step 1")

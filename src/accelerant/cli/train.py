@@ -25,6 +25,8 @@ _EPILOG = (
     "accelerant train --resume runs/books"
 )
 
+_PROFILED_STEPS = 5
+
 _More = Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="More paths, after --data PATH.")]
 _Preset = Annotated[str | None, typer.Option(help="tiny, small or gpt2. Default: tiny.", show_default=False)]
 _Data = Annotated[list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to learn from. Default: stdlib.")]
@@ -36,7 +38,22 @@ _Out = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the re
 _Resume = Annotated[str | None, typer.Option(metavar="DIR", help="Continue the interrupted run in this folder.")]
 _Seed = Annotated[int | None, typer.Option(help="Of weights, batches and sample. Default: 0.")]
 _MicroBatch = Annotated[int | None, typer.Option(help="Windows on the device at once. Default: the preset's.")]
-_Fast = Annotated[bool, typer.Option("--fast", help="On a GPU, allow kernels whose results vary in the last bits.")]
+_Deterministic = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic/--no-deterministic",
+        help="The same bits from the same seed. Default: on the CPU yes, on a GPU no, where it costs speed.",
+        show_default=False,
+    ),
+]
+_Recompute = Annotated[
+    bool, typer.Option("--recompute", help="Compute activations again in the backward pass: less memory, more time.")
+]
+_Profile = Annotated[
+    bool,
+    typer.Option("--profile", help="Profile some steps: trace.json for Chrome, kernels.txt with the time by kernel."),
+]
+_Log = Annotated[str | None, typer.Option(metavar="jsonl|tensorboard", help="Log of the steps. Default: jsonl.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no progress.")]
 
 
@@ -55,7 +72,10 @@ def train(
     resume: _Resume = None,
     seed: _Seed = None,
     micro_batch: _MicroBatch = None,
-    fast: _Fast = False,
+    deterministic: _Deterministic = None,
+    recompute: _Recompute = False,
+    profile: _Profile = False,
+    log: _Log = None,
     json_output: _Json = False,
 ) -> None:
     """Train a GPT on text and write model, metrics, sample and report to a folder.
@@ -63,7 +83,8 @@ def train(
     Ctrl-C writes a checkpoint, prints the command that continues the run, and exits with status 130.
     """
     chosen = {"--preset": preset, "--data": data, "--steps": steps, "--out": out, "--seed": seed}
-    chosen |= {"--micro-batch": micro_batch, "--fast": fast or None}
+    chosen |= {"--micro-batch": micro_batch, "--deterministic": deterministic, "--recompute": recompute or None}
+    chosen |= {"--profile": profile or None, "--log": log}
     if more and not data:
         raise ConfigError(f"unexpected argument {more[0]!r}: name paths after --data")
     for name, value in (("--data", [*(data or ()), *(more or ())]), ("--out", [out]), ("--resume", [resume])):
@@ -84,8 +105,15 @@ def train(
     if micro_batch is not None:
         recipe = dataclasses.replace(recipe, micro_batch=micro_batch)
     sources = _sources([*(data or ["stdlib"]), *(more or ())])
-    run = RunConfig(recipe, data=sources, seed=seed or 0, deterministic=not fast)
-    _run(Path("runs") / recipe.name if out is None else Path(out), run, device, json_output)
+    run = RunConfig(
+        recipe,
+        data=sources,
+        seed=seed or 0,
+        recompute=recompute,
+        log="jsonl" if log is None else log,  # type: ignore[arg-type]  # RunConfig checks it
+        profile=_PROFILED_STEPS if profile else 0,
+    )
+    _run(Path("runs") / recipe.name if out is None else Path(out), run, device, json_output, deterministic)
 
 
 def _sources(names: list[str]) -> tuple[str, ...]:
@@ -97,9 +125,15 @@ def _sources(names: list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(os.path.abspath(os.path.expanduser(name)) for name in names))
 
 
-def _run(out: Path, run: RunConfig | None, backend: str | None, as_json: bool) -> None:
-    """Start a run, or continue the one in `out` where run is None; then print how it ended."""
-    if run is None or run.deterministic:
+def _run(
+    out: Path, run: RunConfig | None, backend: str | None, as_json: bool, deterministic: bool | None = None
+) -> None:
+    """Start a run, or continue the one in `out` where run is None; then print how it ended.
+
+    Args:
+        deterministic: of a new run; None: where it costs nothing, on the CPU.
+    """
+    if run is None or deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     # Read when torch is loaded: threads that spin while they wait hold the cores that others need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -115,6 +149,9 @@ def _run(out: Path, run: RunConfig | None, backend: str | None, as_json: bool) -
         folder = RunFolder(out)
         backend, origin = folder.read_config().get("backend"), f"the backend in {folder.config}"
     device = _choose(backend, origin)
+    if run is not None:
+        given = device.type == "cpu" if deterministic is None else deterministic
+        run = dataclasses.replace(run, deterministic=given)
     view = make_view(quiet=as_json)
 
     def ledger() -> dict[str, Any]:

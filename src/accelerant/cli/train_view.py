@@ -35,7 +35,7 @@ class View:
     def advance(self, share: float, text: str = "") -> None:
         """So much of the phase is done, 0 to 1; while training, of what `text` names."""
 
-    def begin(self, *, done: int, total: int, device: str) -> None:
+    def begin(self, *, done: int, total: int, device: str, predicted_bytes: int | None) -> None:
         """Training starts."""
 
     def records(self, records: Sequence[StepRecord]) -> None:
@@ -68,8 +68,11 @@ def _summary_text(summary: dict[str, Any]) -> str:
         f"validation loss  {per_byte}   ({baselines})",
         f"throughput       {summary['tokens_per_s']:,.0f} tokens/s on {summary['device']}",
         f"trained          {summary['steps']:,} steps, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s",
+        f"peak memory      {_memory(summary)}",
         f"report           {summary['report']}",
     ]
+    if summary.get("profile"):
+        lines.append(f"profile          {', '.join(summary['profile'])}")
     return "\n".join(lines)
 
 
@@ -123,11 +126,12 @@ class LineView(View):
             self._last = now
             print(self._phase.line(share), file=sys.stderr, flush=True)
 
-    def begin(self, *, done: int, total: int, device: str) -> None:
+    def begin(self, *, done: int, total: int, device: str, predicted_bytes: int | None) -> None:
         """A line."""
         self._total, self._device, self._done = total, device, done
         self._last = self._began = self._stepped = time.monotonic()
-        print(f"training on {device}: step {done} of {total}", file=sys.stderr, flush=True)
+        text = f"training on {device}: step {done} of {total}{_predicted(predicted_bytes)}"
+        print(text, file=sys.stderr, flush=True)
 
     def records(self, records: Sequence[StepRecord]) -> None:
         """A line, if the last is some seconds old."""
@@ -169,9 +173,11 @@ class BarView(View):
         """A line above the bar."""
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def begin(self, *, done: int, total: int, device: str) -> None:
+    def begin(self, *, done: int, total: int, device: str, predicted_bytes: int | None) -> None:
         """The bar appears."""
         self._stop_status()
+        if predicted_bytes is not None:
+            self.note(f"training on {device}{_predicted(predicted_bytes)}")
         self._progress = Progress(
             TextColumn("[bold]training[/bold]"),
             BarColumn(bar_width=None),
@@ -217,7 +223,23 @@ def make_view(*, quiet: bool) -> View:
 
 def _numbers(record: StepRecord) -> str:
     memory = record.peak_memory_bytes / 2**30
-    return f"loss {record.loss:.3f}  {record.tokens_per_s:,.0f} tokens/s  {memory:.1f} GiB"
+    return f"loss {record.loss:.3f}  {record.tokens_per_s or 0:,.0f} tokens/s  {memory:.1f} GiB"
+
+
+def _predicted(size: int | None) -> str:
+    return "" if size is None else f", {size / 2**20:,.0f} MiB predicted for a step"
+
+
+def _memory(summary: dict[str, Any]) -> str:
+    """The peak as it was, and as it was predicted."""
+    mib = 2**20
+    peak = f"{summary['peak_memory_bytes'] / mib:,.0f} MiB"
+    if summary.get("reserved_memory_bytes"):
+        text = f"{peak} allocated at most, {summary['reserved_memory_bytes'] / mib:,.0f} MiB reserved"
+    else:
+        text = f"{peak} resident at most, the whole process"
+    predicted = summary.get("predicted_peak_bytes")
+    return text if predicted is None else f"{text}; {predicted / mib:,.0f} MiB predicted for a step"
 
 
 def _clock(seconds: float) -> str:

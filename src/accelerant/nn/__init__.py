@@ -1,22 +1,37 @@
 """Layers, models and training on Accelerant's ops."""
 
+from accelerant.nn._patch import PatchReport, patch, unpatch
+from accelerant.nn.convolution import AvgPool2d, Conv2d, MaxPool2d
 from accelerant.nn.layers import MLP, LayerNorm, Linear, MultiHeadAttention, TransformerBlock
-from accelerant.nn.models import GPT, GPTConfig
+from accelerant.nn.models import GPT, GPTConfig, Llama, LlamaConfig
+from accelerant.nn.normalization import RMSNorm
 from accelerant.nn.quantization import LinearInt8, QuantizationReport, quantize
+from accelerant.nn.recurrent import GRU, LSTM
 
 from accelerant.nn import optim, train  # isort: skip  it imports the names above
 
 __all__ = [
     "GPT",
+    "GRU",
+    "LSTM",
     "MLP",
+    "AvgPool2d",
+    "Conv2d",
     "GPTConfig",
     "LayerNorm",
     "Linear",
     "LinearInt8",
+    "Llama",
+    "LlamaConfig",
+    "MaxPool2d",
     "MultiHeadAttention",
+    "PatchReport",
     "QuantizationReport",
+    "RMSNorm",
     "TransformerBlock",
     "optim",
+    "patch",
     "quantize",
     "train",
+    "unpatch",
 ]

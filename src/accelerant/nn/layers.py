@@ -7,15 +7,23 @@ the master dtype, and norms accumulate in float32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError
-from accelerant.ops._library import autocast_dtype
+from accelerant.nn._precision import lowered
+from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain
+from accelerant.ops.transformer.block import BlockShape, fused_attention, fused_block, fused_linear, fused_mlp
 
 __all__ = ["MLP", "LayerNorm", "Linear", "MultiHeadAttention", "TransformerBlock"]
+
+
+FUSED = {"cuda"}
+"""Types of device where a layer runs as one function; elsewhere torch's own functions serve as well."""
 
 
 def _require_width(x: Tensor, width: int, layer: str) -> None:
@@ -27,6 +35,50 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype to compute in for x: the autocast dtype of its device where autocast is on, else x's own."""
     low = autocast_dtype(x.device.type) if x.is_floating_point() else None
     return x.dtype if low is None else low
+
+
+def fuses(x: Tensor, dtype: torch.dtype, *layers: nn.Module) -> bool:
+    """Whether layers may run as one function with both passes written out.
+
+    That is on a GPU, for plain tensors, in the parameters' dtype or from float32 down; and for layers as they are
+    defined here: a hook, a subclass or a parametrization has something to say at each layer.
+    """
+    if torch.compiler.is_compiling() or x.device.type not in FUSED or not is_plain(x) or x.numel() == 0:
+        return False
+    for layer in layers:
+        if type(layer) not in (Linear, LayerNorm) or has_hooks(layer):
+            return False
+        for parameter in layer._parameters.values():
+            if parameter is None:
+                continue
+            if not is_ordinary(parameter) or (parameter.dtype not in (dtype, torch.float32)):
+                return False
+    return True
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling a module does something besides its class's forward."""
+    everywhere = torch.nn.modules.module
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
+        or "forward" in module.__dict__  # as gradient checkpointing puts it there
+        or module._compiled_call_impl is not None
+    )
+
+
+def _pair(layer: Any) -> tuple[Tensor, Tensor | None]:
+    return layer.weight, layer.bias
+
+
+def _low_pair(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    return lowered(layer.weight, dtype), None if layer.bias is None else lowered(layer.bias, dtype)
 
 
 class Linear(nn.Module):
@@ -69,6 +121,8 @@ class Linear(nn.Module):
         """
         _require_width(x, self.in_features, "Linear")
         dtype = compute_dtype(x)
+        if fuses(x, dtype, self):
+            return fused_linear(x.to(dtype), *_pair(self), *_low_pair(self, dtype))
         rows = x.to(dtype).reshape(-1, self.in_features)
         y = ops.matmul(rows, self.weight.to(dtype).t())
         if self.bias is not None:
@@ -127,6 +181,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) to (..., width)."""
+        dtype = compute_dtype(x)
+        if fuses(x, dtype, self.up, self.down):
+            _require_width(x, self.up.in_features, "MLP")
+            params = (*_pair(self.up), *_pair(self.down))
+            return fused_mlp(x.to(dtype), *params, *_low_pair(self.up, dtype), *_low_pair(self.down, dtype))
         y: Tensor = self.down(ops.gelu(self.up(x), approximate="tanh"))
         return y
 
@@ -161,10 +220,14 @@ class MultiHeadAttention(nn.Module):
         if x.dim() != 3:
             raise ShapeError(f"MultiHeadAttention takes (batch, time, {self.width}), got {tuple(x.shape)}")
         batch, time, _ = x.shape
+        y: Tensor
         heads: Tensor = self.qkv(x).view(batch, time, 3, self.heads, self.width // self.heads)
+        if fuses(heads, heads.dtype):
+            y = self.projection(fused_attention(heads))
+            return y
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y: Tensor = self.projection(mixed.transpose(1, 2).reshape(batch, time, self.width))
+        y = self.projection(mixed.transpose(1, 2).reshape(batch, time, self.width))
         return y
 
 
@@ -180,6 +243,41 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, width) to (B, T, width)."""
+        if self.fuses(x):
+            branch, residual = self.split(x)
+            return branch + residual
         x = x + self.attention(self.norm_1(x))
         y: Tensor = x + self.mlp(self.norm_2(x))
         return y
+
+    def fuses(self, x: Tensor) -> bool:
+        """Whether `split` serves x: on a GPU, while the layers inside are as this class makes them."""
+        if torch.compiler.is_compiling():
+            return False
+        inner = (self.attention, self.mlp)
+        if type(self.attention) is not MultiHeadAttention or type(self.mlp) is not MLP or any(map(has_hooks, inner)):
+            return False
+        return x.dim() == 3 and x.shape[-1] == self.attention.width and fuses(x, compute_dtype(x), *self._layers())
+
+    def split(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The block on x + residual, its last sum left to whoever reads it: a norm adds and normalises in one pass.
+
+        Args:
+            x: (B, T, width), for which `fuses` holds.
+            residual: shape of x; None for zeros.
+
+        Returns:
+            what the MLP adds, and what it is to be added to.
+        """
+        dtype = compute_dtype(x)
+        layers = self._layers()
+        params = [each for layer in layers for each in _pair(layer)]
+        lows = [each for layer in layers if isinstance(layer, Linear) for each in _low_pair(layer, dtype)]
+        shape = BlockShape(self.attention.heads, (self.norm_1.eps, self.norm_2.eps))
+        residual = None if residual is None else residual.to(dtype)
+        return fused_block(x.to(dtype), residual, shape, *params, *lows)
+
+    def _layers(self) -> tuple[nn.Module, ...]:
+        """In the order in which Block takes their parameters."""
+        attention, mlp = self.attention, self.mlp
+        return self.norm_1, attention.qkv, attention.projection, self.norm_2, mlp.up, mlp.down

@@ -63,7 +63,7 @@ class Watcher:
     def advance(self, share, text=""):
         self.shares.append((share, text))
 
-    def begin(self, *, done, total, device):
+    def begin(self, *, done, total, device, predicted_bytes):
         self.told.append((done, total, device))
 
     def records(self, records):

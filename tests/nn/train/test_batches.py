@@ -1,11 +1,25 @@
+import threading
+
 import numpy as np
 import pytest
 import torch
 
 from accelerant.errors import ConfigError
-from accelerant.nn.train.batches import Prefetcher, even_windows, random_windows, require_windows
+from accelerant.nn.train.batches import (
+    Prefetcher,
+    even_starts,
+    gather,
+    halves,
+    permutation,
+    random_windows,
+    require_windows,
+)
 
 TOKENS = np.arange(100, dtype=np.uint16)
+
+
+def even_windows(tokens, *, count, context):
+    return gather(tokens, even_starts(tokens, count=count, context=context), context)
 
 
 def test_windows_are_runs_of_the_text():
@@ -56,14 +70,31 @@ def test_too_little_text_is_refused():
 
 
 def prefetcher(tokens, steps):
-    return Prefetcher(tokens, seed=5, steps=steps, count=3, context=4, pin=False)
+    return Prefetcher(
+        lambda step: halves(random_windows(tokens, seed=5, step=step, count=3, context=4)), steps, pin=False
+    )
 
 
 def test_prefetched_batches_are_the_steps_own():
     with prefetcher(TOKENS, range(6, 20)) as batches:
         for step, rows in zip(range(6, 20), batches, strict=True):
-            expected = random_windows(TOKENS, seed=5, step=step, count=3, context=4)
-            assert torch.equal(rows, torch.from_numpy(expected))
+            expected = torch.from_numpy(random_windows(TOKENS, seed=5, step=step, count=3, context=4))
+            assert torch.equal(rows[0], expected[:, :-1])
+            assert torch.equal(rows[1], expected[:, 1:])
+
+
+def test_the_reader_pins_and_not_the_thread(monkeypatch):
+    """What another thread asks of CUDA breaks the capture of a graph."""
+    threads = []
+
+    def pin(tensor):
+        threads.append(threading.current_thread())
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    with Prefetcher(lambda step: (torch.ones(1), torch.ones(1)), range(3), pin=True) as batches:
+        assert len(list(batches)) == 3
+    assert threads == [threading.main_thread()] * 6
 
 
 def test_leaving_early_ends_the_thread():
@@ -75,3 +106,11 @@ def test_leaving_early_ends_the_thread():
 def test_an_error_in_the_thread_reaches_the_reader():
     with prefetcher(TOKENS[:3], range(4)) as batches, pytest.raises(OverflowError):
         list(batches)
+
+
+def test_an_epochs_order_has_every_row_once_and_depends_on_seed_and_epoch():
+    orders = [permutation(seed, epoch, 50) for seed in (0, 1) for epoch in (0, 1)]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len({order.tobytes() for order in orders}) == 4
+    assert np.array_equal(orders[0], permutation(0, 0, 50))
+    assert permutation(7, 3, 6).tolist() == [2, 0, 3, 5, 4, 1]  # what checkpoints stand on, for ever

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from accelerant.errors import FormatError
 from accelerant.nn.train.checkpoint import load_checkpoint, require_same_shapes, save_checkpoint, write_atomic
@@ -77,6 +78,18 @@ def test_shapes_are_compared_before_anything_is_copied(path):
         require_same_shapes(path, good, {"a": torch.zeros(2, 4)})
     with pytest.raises(FormatError, match="another model: b"):
         require_same_shapes(path, good, {**good, "b": torch.zeros(1)})
+    with pytest.raises(FormatError, match=r"another dtype: a is torch.float32, the model wants torch.bfloat16"):
+        require_same_shapes(path, good, {"a": torch.zeros(2, 3, dtype=torch.bfloat16)})
+
+
+def test_a_full_disk_is_an_error_of_the_system_and_names_the_file(path, monkeypatch):
+    def full(*_arguments, **_options):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match=rf"cannot write {path}: I/O error: No space left"):
+        save_checkpoint(path, {"a": torch.zeros(2)}, {})
+    assert not list(path.parent.glob("*.tmp")) + list(path.parent.glob(".*.tmp"))
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(path):

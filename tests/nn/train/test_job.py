@@ -1,14 +1,16 @@
 import dataclasses
 import json
 import os
+import random
 import signal
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from accelerant.config import override
-from accelerant.errors import ConfigError, DivergenceError, FormatError
+from accelerant.errors import ConfigError, DivergenceError, FormatError, MissingDependency
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.train import (
     RunConfig,
@@ -17,8 +19,8 @@ from accelerant.nn.train import (
     run_training,
     save_checkpoint,
 )
+from accelerant.nn.train.job import windows_at_once
 from accelerant.nn.train.lock import RunLock
-from accelerant.nn.train.loop import _windows_at_once
 from accelerant.nn.train.metrics import read_metrics
 from accelerant.nn.train.presets import PRESETS, preset
 
@@ -70,10 +72,16 @@ def test_a_run_leaves_all_its_files_and_nothing_else(train, recipe):
     assert config["parameters"] == model.parameter_count()
 
 
-def test_training_learns(train):
-    outcome, out = train("run", steps=120)
+def test_the_model_beats_a_bigram_model_on_held_out_text(train, text):
+    """Of words from a list in any order: what a pair of bytes says is little, what a word's beginning says is much."""
+    words = ["accelerate", "beginning", "checkpoint", "derivative", "embedding", "function", "gradient", "hypothesis"]
+    generator = random.Random(0)
+    text.write_text("".join(generator.choice(words) + " " for _ in range(4000)))
+    outcome, out = train("run", steps=200, width=32, batch_size=8, micro_batch=8, validation_tokens=4096)
     assert losses(out)[0][1] == pytest.approx(5.5, abs=0.2)
-    assert outcome.summary["validation_loss"] < outcome.summary["unigram_nats_per_byte"]
+    summary = outcome.summary
+    assert summary["validation_nats_per_byte"] < 0.7 * summary["bigram_nats_per_byte"]
+    assert summary["bigram_nats_per_byte"] < summary["unigram_nats_per_byte"]
 
 
 def test_the_validation_loss_is_that_of_the_saved_model(train, run, text):
@@ -171,6 +179,18 @@ def test_a_finished_run_is_replaced(train):
     assert "unfinished-1" not in files(out)
 
 
+def test_event_logs_go_with_their_run(train, watcher):
+    _, out = train("run", watch=watcher(5, stop))
+    (out / "tensorboard").mkdir()
+    (out / "tensorboard" / "events").write_text("of the first")
+    train("run")
+    assert (out / "unfinished-1" / "tensorboard" / "events").read_text() == "of the first"
+    assert "tensorboard" not in files(out)
+    (out / "tensorboard").mkdir()
+    train("run")
+    assert "tensorboard" not in files(out)
+
+
 def test_files_of_another_program_are_not_overwritten(train, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "model.safetensors").write_text("precious")
@@ -178,6 +198,23 @@ def test_files_of_another_program_are_not_overwritten(train, tmp_path):
         train("run")
     assert files(tmp_path / "run") == ["model.safetensors"]
     assert (tmp_path / "run" / "model.safetensors").read_text() == "precious"
+
+
+def test_event_logs_of_another_program_are_not_removed(train, tmp_path):
+    (tmp_path / "run" / "tensorboard").mkdir(parents=True)
+    (tmp_path / "run" / "tensorboard" / "events").write_text("precious")
+    with pytest.raises(ConfigError, match="holds tensorboard of something else"):
+        train("run")
+    assert (tmp_path / "run" / "tensorboard" / "events").read_text() == "precious"
+
+
+def test_a_log_that_cannot_be_written_leaves_the_older_run(train, run, monkeypatch):
+    _, out = train("run", steps=5)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MissingDependency, match="tensorboard"):
+        train("run", config=dataclasses.replace(run, log="tensorboard"))
+    assert (out / "summary.json").is_file()
+    assert len(losses(out)) == 5
 
 
 def test_other_files_in_the_folder_stay(train, tmp_path):
@@ -403,10 +440,10 @@ def test_short_runs_of_large_presets_spend_little_beside_their_steps():
 
 def test_the_cpu_takes_few_tokens_at_once():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    at_once = {name: _windows_at_once(recipe.micro_batch, recipe.context, cpu) for name, recipe in PRESETS.items()}
+    at_once = {name: windows_at_once(recipe.micro_batch, recipe.context, cpu) for name, recipe in PRESETS.items()}
     assert at_once == {"tiny": 16, "small": 16, "gpt2": 4}
-    assert _windows_at_once(64, 256, cuda) == 64
-    assert _windows_at_once(3, 2048, cpu) == 1
+    assert windows_at_once(64, 256, cuda) == 64
+    assert windows_at_once(3, 2048, cpu) == 1
 
 
 def test_long_phases_tell_how_far_they_are(train, watcher):

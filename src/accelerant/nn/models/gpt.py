@@ -9,6 +9,8 @@ section 2.3 (residual projections scaled by 1/sqrt(2 * layers)).
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +20,14 @@ from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.nn.layers import LayerNorm, TransformerBlock, compute_dtype
+from accelerant.nn._precision import lowered
+from accelerant.nn.layers import LayerNorm, TransformerBlock, compute_dtype, fuses, has_hooks
+from accelerant.nn.models import generation, hugging_face
+from accelerant.nn.models.generation import Cache, CacheShape
+from accelerant.nn.models.gpt_checkpoint import LAYOUT
+from accelerant.nn.models.gpt_decode import can_cache, decode_hidden, prefill_hidden
+from accelerant.ops._library import is_plain
+from accelerant.ops.transformer.block import fused_embed, tied_loss
 
 __all__ = ["GPT", "GPTConfig"]
 
@@ -102,16 +111,38 @@ class GPT(nn.Module):
 
     def hidden(self, idx: Tensor) -> Tensor:
         """The final, normalised features of each position: (B, T) tokens to (B, T, width)."""
+        self._require_fits(idx)
+        return self._hidden(idx)[0]
+
+    def _require_fits(self, idx: Tensor) -> None:
         _require_tokens(idx, "idx")
         if idx.shape[1] > self.config.context:
             raise ShapeError(f"at most {self.config.context} tokens fit the context, got {idx.shape[1]}")
-        positions = torch.arange(idx.shape[1], device=idx.device)
-        x = self.wte(idx) + self.wpe(positions)
-        x = x.to(compute_dtype(x))
+
+    def _hidden(self, idx: Tensor) -> tuple[Tensor, Tensor]:
+        """The final features, and the vocabulary matrix for an output layer; see Embed on why it comes from here."""
+        x, table = self._embedded(idx)
+        residual: Tensor | None = None
         for block in self.blocks:
-            x = block(x)
-        y: Tensor = self.norm(x)
-        return y
+            if type(block) is TransformerBlock and block.fuses(x) and not has_hooks(block):
+                x, residual = block.split(x, residual)
+            else:
+                x, residual = block(x if residual is None else x + residual), None
+        norm = self.norm
+        if residual is None or type(norm) is not LayerNorm or has_hooks(norm):
+            return norm(x if residual is None else x + residual), table
+        y, _ = ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=norm.eps)
+        return y, table
+
+    def _embedded(self, idx: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of both embeddings in the dtype to compute in, and the vocabulary matrix."""
+        table, places = self.wte.weight, self.wpe.weight
+        dtype = compute_dtype(table)
+        usual = not any(type(each) is not nn.Embedding or has_hooks(each) for each in (self.wte, self.wpe))
+        if fuses(table, dtype) and usual and is_plain(idx) and is_plain(places):
+            return fused_embed(idx, table, places, dtype)
+        positions = torch.arange(idx.shape[1], device=idx.device)
+        return (self.wte(idx) + self.wpe(positions)).to(dtype), table
 
     def forward(self, idx: Tensor) -> Tensor:
         """Score every token as the next one, at each position.
@@ -146,13 +177,18 @@ class GPT(nn.Module):
         _require_tokens(targets, "targets")
         if idx.shape != targets.shape:
             raise ShapeError(f"targets must have the shape of idx, {tuple(idx.shape)}, got {tuple(targets.shape)}")
-        logits = self._padded_logits(self.hidden(idx))
+        self._require_fits(idx)
+        hidden, table = self._hidden(idx)
+        if fuses(hidden, hidden.dtype) and is_plain(targets) and is_plain(table):
+            rows = hidden.reshape(-1, self.config.width)
+            low = lowered(self.wte.weight, hidden.dtype)
+            return tied_loss(rows, table, low, targets.reshape(-1), self.config.vocab_size, -100)
+        logits = self._padded_logits(hidden)
         if self.config.padded_vocab_size != self.config.vocab_size:
             logits[:, self.config.vocab_size :] = -math.inf  # in place: a slice would copy the largest tensor
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(wide, targets.reshape(-1).long())
 
-    @torch.no_grad()
     def generate(
         self,
         idx: Tensor,
@@ -160,56 +196,118 @@ class GPT(nn.Module):
         *,
         temperature: float = 1.0,
         top_k: int | None = None,
+        top_p: float | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
+        stop: int | Sequence[int] | None = None,
+        use_cache: bool = True,
     ) -> Tensor:
         """Continue each row by sampling one token after another.
 
+        The model reads a window: at first the prompt, or its last `context` tokens if it is longer. The window grows by
+        each token; when it would pass the context it is cut to its last context // 2 tokens, which are read anew. On a
+        GPU a step, sampling included, is one CUDA graph.
+
         Args:
-            idx: (B, T) prompt, T at least 1; only its last `context` tokens are read.
-            max_new_tokens: how many tokens to add.
+            idx: (B, T) prompt, T at least 1.
+            max_new_tokens: how many tokens to add at most.
             temperature: divides the logits; 0 takes the likeliest token always.
             top_k: keep only that many likeliest tokens; None keeps all.
+            top_p: of these, keep the likeliest whose probabilities reach this sum, 0 < top_p <= 1; None keeps all.
             seed: makes the draw reproducible on one device.
             generator: the random state to draw from, on idx's device; instead of seed.
+            stop: a token, or several, after which a row ends. A row that ends before the others is filled with the
+                first of them.
+            use_cache: whether to keep keys and values of the window; False reads all of it for each token, for the same
+                tokens but for rounding.
 
         Returns:
-            (B, T + max_new_tokens), the prompt included, int64.
+            (B, T + max_new_tokens), the prompt included, int64; fewer columns where every row has ended.
 
         Raises:
             ConfigError: a number is out of range, or both seed and generator are given.
+            ShapeError: idx is not (B, T).
+            UnsupportedDtype: idx is not int32 or int64.
         """
-        _require_tokens(idx, "idx")
-        _require_sampling(max_new_tokens, temperature, top_k)
-        if seed is not None:
-            if generator is not None:
-                raise ConfigError("generate takes seed or generator, not both")
-            generator = torch.Generator(device=idx.device).manual_seed(seed)
         was_training = self.training
         self.eval()
-        tokens = idx.long()
         try:
-            for _ in range(max_new_tokens):
-                logits = self._last_logits(tokens[:, -self.config.context :])
-                chosen = _sample(logits, temperature, top_k, generator)
-                tokens = torch.cat([tokens, chosen], dim=1)
+            return generation.generate(
+                self, idx, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+                generator=generator, stop=stop, use_cache=use_cache,
+            )  # fmt: skip
         finally:
             self.train(was_training)
-        return tokens
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | os.PathLike[str] | nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> GPT:
+        """Make a GPT of Hugging Face's GPT-2 weights.
+
+        Args:
+            source: a folder with config.json and model.safetensors, or shards with their index, as transformers'
+                save_pretrained writes them (transformers itself is not needed); or a transformers model.
+            dtype: of the parameters; None: that of the embedding.
+            device: where to put them; None: the CPU for a folder, and where the model is.
+
+        Returns:
+            a GPT with the same logits, weights of its own.
+
+        Raises:
+            ConfigError: no such folder.
+            FormatError: a file that is torn or not what it should be, a pickled checkpoint; a tensor that is missing,
+                surplus, or of another shape or dtype, by its name.
+            UnsupportedCase: the configuration asks for what a GPT does not do, by the field's name.
+        """
+        return hugging_face.load(cls, source, LAYOUT, dtype, device)
+
+    def save_pretrained(self, path: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9) -> None:
+        """Write config.json and safetensors as transformers' GPT2LMHeadModel reads them.
+
+        Args:
+            path: folder, made if it is not there; weights in it are replaced.
+            max_shard_bytes: of a file; more makes several files and an index.
+
+        Raises:
+            ConfigError: max_shard_bytes below 1.
+            UnsupportedCase: the model has no biases, or layers that are no longer its own; nothing is written then.
+            OSError: the folder cannot be written.
+        """
+        hugging_face.save(self, self.config, path, LAYOUT, max_shard_bytes=max_shard_bytes)
+
+    # --- decoding (accelerant.nn.models.generation) ------------------------------------------------------------------
+
+    def can_cache(self) -> bool:
+        """Whether `decode` does what the whole model does: its blocks are as it made them."""
+        return can_cache(self)
+
+    def cache_shape(self) -> CacheShape:
+        """What is kept of each token."""
+        return CacheShape(self.config.layers, self.config.heads, self.config.width // self.config.heads)
+
+    def activation_dtype(self) -> torch.dtype:
+        """Of activations: the parameters', or autocast's."""
+        return compute_dtype(self.wte.weight)
+
+    def prefill(self, idx: Tensor, cache: Cache | None) -> Tensor:
+        """Read (B, T) tokens from position 0 on: float32 logits (B, vocab_size) of the next; fills the cache."""
+        return self._next_logits(prefill_hidden(self, idx, cache))
+
+    def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """Read one more token of each sequence (B,): float32 logits (B, vocab_size) of the next; grows the cache."""
+        return self._next_logits(decode_hidden(self, tokens, cache))
+
+    def _next_logits(self, hidden: Tensor) -> Tensor:
+        return self._padded_logits(hidden)[:, : self.config.vocab_size].float()
 
     def _padded_logits(self, hidden: Tensor) -> Tensor:
         rows = hidden.reshape(-1, self.config.width)
         return ops.matmul(rows, self.wte.weight.to(rows.dtype).t())
-
-    def _last_logits(self, idx: Tensor) -> Tensor:
-        """(B, vocab_size) logits of the token after the last.
-
-        Tokens are added on the right, where attention does not look: kernels then see few lengths, not each one.
-        """
-        time = idx.shape[1]
-        length = min(-(-time // _PAD_MULTIPLE) * _PAD_MULTIPLE, self.config.context)
-        hidden = self.hidden(F.pad(idx, (0, length - time)))
-        return self._padded_logits(hidden[:, time - 1])[:, : self.config.vocab_size].float()
 
 
 def _require_tokens(tokens: Tensor, name: str) -> None:
@@ -217,26 +315,6 @@ def _require_tokens(tokens: Tensor, name: str) -> None:
         raise ShapeError(f"{name} must be (batch, time) with at least one token, got {tuple(tokens.shape)}")
     if tokens.dtype not in (torch.int32, torch.int64):
         raise UnsupportedDtype(f"{name} must be int32 or int64, got {tokens.dtype}")
-
-
-def _require_sampling(max_new_tokens: int, temperature: float, top_k: int | None) -> None:
-    if max_new_tokens < 0:
-        raise ConfigError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ConfigError(f"temperature must be 0 or more, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k must be at least 1, got {top_k}")
-
-
-def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Draw one token from each row of (B, vocab_size) logits; returns (B, 1)."""
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    logits = logits / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -math.inf)
-    return torch.multinomial(ops.softmax(logits, dim=-1), num_samples=1, generator=generator)
 
 
 def _strip_padding(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:

@@ -1,23 +1,46 @@
-"""Training a GPT on text: presets, data, loop, checkpoints, report.
+"""Training: of any module (`Trainer`, `fit`), and of a GPT on text (`run_training`, the command `accelerant train`).
 
-`run_training` does a whole run and leaves a folder with everything in it; `accelerant train` is its command.
+`run_training` does a whole run and leaves a folder with everything in it. Both share one loop.
 """
 
+from accelerant.nn.train.callbacks import Callback, PrintProgress, TensorBoard
 from accelerant.nn.train.checkpoint import load_checkpoint, save_checkpoint
+from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.corpus import Corpus, Document, load_corpus
+from accelerant.nn.train.history import History
 from accelerant.nn.train.job import Outcome, Progress, resume_training, run_training
+from accelerant.nn.train.metrics import StepRecord
+from accelerant.nn.train.objective import Evaluation, accuracy
+from accelerant.nn.train.prepare import prepare_tokens
 from accelerant.nn.train.presets import PRESETS, Recipe, RunConfig, preset
+from accelerant.nn.train.step import StepResult, TrainStep
+from accelerant.nn.train.tokenfile import TokenFile
+from accelerant.nn.train.trainer import Trainer, fit
 
 __all__ = [
     "PRESETS",
+    "Callback",
     "Corpus",
     "Document",
+    "Evaluation",
+    "History",
     "Outcome",
+    "PrintProgress",
     "Progress",
     "Recipe",
     "RunConfig",
+    "StepRecord",
+    "StepResult",
+    "TensorBoard",
+    "TokenFile",
+    "TrainConfig",
+    "TrainStep",
+    "Trainer",
+    "accuracy",
+    "fit",
     "load_checkpoint",
     "load_corpus",
+    "prepare_tokens",
     "preset",
     "resume_training",
     "run_training",

@@ -1,5 +1,7 @@
 """Files that are whole or absent, and checkpoints that know when they are torn.
 
+`Checkpoints` keeps the last two of a folder: where the newer one is torn, the one before it serves.
+
 A checkpoint is one safetensors file: tensors by name, and in its header a JSON document and the SHA-256 of
 that document and of every tensor. Nothing in it is ever executed on reading.
 """
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from accelerant.errors import FormatError
 
-__all__ = ["load_checkpoint", "require_same_shapes", "save_checkpoint", "write_atomic"]
+__all__ = ["Checkpoints", "load_checkpoint", "require_same_shapes", "save_checkpoint", "write_atomic", "write_tensors"]
 
 _FORMAT = "accelerant-checkpoint-1"
 
@@ -58,13 +60,31 @@ def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], document: Mapping
     Raises:
         OSError: the file cannot be written; an older one under that name stays whole.
     """
-    from safetensors.torch import save_file
-
     # Copies: safetensors refuses tensors that share memory, as the views of a padded matrix do.
     host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     text = json.dumps(document, sort_keys=True)
     metadata = {"format": _FORMAT, "document": text, "sha256": _digest(host, text)}
-    write_atomic(path, lambda temporary: save_file(host, temporary, metadata=metadata))
+    write_tensors(path, host, metadata)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file, atomically.
+
+    Args:
+        path: where to; its folder exists.
+        tensors: on the host, contiguous, in memory of their own.
+        metadata: of the file.
+
+    Raises:
+        OSError: the file cannot be written; an older one under that name stays whole.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        write_atomic(path, lambda temporary: save_file(dict(tensors), temporary, metadata=metadata))
+    except SafetensorError as error:  # so it calls a full disk
+        raise OSError(f"cannot write {path}: {error}") from None
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -92,11 +112,63 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, document
 
 
+class Checkpoints:
+    """The last checkpoint of a folder and the one before it.
+
+    Attributes:
+        path, previous: the files.
+    """
+
+    NAMES = ("checkpoint.safetensors", "checkpoint-previous.safetensors")
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.previous = (folder / name for name in self.NAMES)
+
+    @property
+    def exist(self) -> bool:
+        """Whether there is one, whole or not."""
+        return self.path.is_file() or self.previous.is_file()
+
+    def save(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
+        """Write a checkpoint; the last becomes the one before it.
+
+        Raises:
+            OSError: it cannot be written; the last one stays.
+        """
+        fresh = self.path.with_name(f".{self.path.name}.new")
+        save_checkpoint(fresh, tensors, document)
+        if self.path.is_file():
+            os.replace(self.path, self.previous)
+        os.replace(fresh, self.path)  # killed before this line: the one before serves
+
+    def load(self) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
+        """The newest whole checkpoint: tensors, document, and what to tell where that is not the last one.
+
+        Raises:
+            FormatError: neither is whole, or there is none.
+        """
+        try:
+            return *load_checkpoint(self.path), None
+        except FormatError as error:
+            if not self.previous.is_file():
+                raise
+            try:
+                tensors, document = load_checkpoint(self.previous)
+            except FormatError:
+                raise error from None
+            return tensors, document, f"{error}; taking the one before it, of step {document.get('step')}"
+
+    def clean(self) -> None:
+        """Remove what a killed process left of a checkpoint that it was writing."""
+        for path in self.path.parent.glob(f".*{self.path.name}*"):
+            path.unlink(missing_ok=True)
+
+
 def require_same_shapes(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     """Check that a checkpoint's tensors fit before any is copied.
 
     Raises:
-        FormatError: a name is missing or unknown, or a shape differs.
+        FormatError: a name is missing or unknown, or a shape or dtype differs.
     """
     for name in sorted(wanted.keys() | found.keys()):
         if name not in found or name not in wanted:
@@ -104,6 +176,9 @@ def require_same_shapes(path: Path, found: Mapping[str, Tensor], wanted: Mapping
         if found[name].shape != wanted[name].shape:
             here, there = tuple(wanted[name].shape), tuple(found[name].shape)
             raise FormatError(f"checkpoint {path} is of another shape: {name} is {there}, the model wants {here}")
+        if found[name].dtype != wanted[name].dtype:
+            kinds = f"{name} is {found[name].dtype}, the model wants {wanted[name].dtype}"
+            raise FormatError(f"checkpoint {path} is of another dtype: {kinds}")  # it would be rounded without a word
 
 
 def _digest(tensors: Mapping[str, Tensor], text: str) -> str:

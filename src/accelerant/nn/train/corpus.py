@@ -18,7 +18,7 @@ import numpy as np
 from accelerant.errors import ConfigError
 from accelerant.nn.train.presets import STDLIB
 
-__all__ = ["Corpus", "Document", "load_corpus", "ngram_baselines"]
+__all__ = ["Corpus", "Document", "load_corpus", "ngram_baselines", "text_files"]
 
 _HELD_OUT = 0.05  # of the bytes, when whole files are held out
 _HELD_OUT_TAIL = 0.10  # of the text, when its end is
@@ -97,6 +97,34 @@ def _files(root: Path) -> Iterator[Path]:
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():
                 yield path
+
+
+def text_files(data: Sequence[str]) -> list[Path]:
+    """The files that paths stand for, each once, without reading them whole; a folder stands for its text files.
+
+    Raises:
+        ConfigError: a path is not there or cannot be read.
+    """
+    seen: set[str] = set()
+    found: list[Path] = []
+    for name in data:
+        path = Path(name)
+        if not path.exists():
+            raise ConfigError(f"no file or folder {name!r}: name a path that is there")
+        for file in _files(path) if path.is_dir() else [path]:
+            real = os.path.realpath(file)
+            if real not in seen and (file == path or not _is_binary(file)):
+                seen.add(real)
+                found.append(file)
+    return found
+
+
+def _is_binary(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return b"\0" in file.read(8192)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def _read(path: Path, name: str) -> Document:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerant.errors import ConfigError, FormatError
-from accelerant.nn.train.checkpoint import write_atomic
+from accelerant.nn.train.checkpoint import Checkpoints, write_atomic
 
 __all__ = ["RunFolder"]
 
@@ -32,12 +33,18 @@ class RunFolder:
         "sample.txt",
         "report.html",
         "summary.json",
+        "checkpoint-previous.safetensors",
+        "trace.json",
+        "kernels.txt",
+        "kernels.json",
     )
+
+    EVENT_LOGS = "tensorboard"
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config, self.metrics, self.checkpoint, self.tokenizer = (path / name for name in self.FILES[:4])
-        self.model, self.sample, self.report, self.summary = (path / name for name in self.FILES[4:])
+        self.model, self.sample, self.report, self.summary = (path / name for name in self.FILES[4:8])
 
     @property
     def finished(self) -> bool:
@@ -62,7 +69,7 @@ class RunFolder:
             raise ConfigError(f"cannot write to {self.path}: {nearest} is not a folder")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise ConfigError(f"cannot write to {self.path}: no permission in {nearest}")
-        foreign = [name for name in self.FILES if (self.path / name).exists()]
+        foreign = [name for name in (*self.FILES, self.EVENT_LOGS) if (self.path / name).exists()]
         if foreign and not self._is_ours():
             raise ConfigError(f"{self.path} holds {foreign[0]} of something else: give --out another folder")
 
@@ -83,15 +90,17 @@ class RunFolder:
             write_atomic(self.path / ".accelerant-write-test", b"")
             (self.path / ".accelerant-write-test").unlink()
             old = [self.path / name for name in self.FILES if (self.path / name).is_file()]
-            if self.checkpoint.is_file() and not self.finished:
+            if Checkpoints(self.path).exist and not self.finished:
                 kept = self._free_name()
                 kept.mkdir()
-                for file in old:
+                for file in (*old, *self._event_logs()):
                     file.rename(kept / file.name)
                 note = f"kept the unfinished run that was here: {RunFolder(kept).resume_command}"
             else:
-                for file in reversed(old):  # the summary first: a run half removed is not a finished one
-                    file.unlink()
+                for file in sorted(old, key=lambda file: file != self.summary):
+                    file.unlink()  # the summary first: a run half removed is not a finished one
+                for log in self._event_logs():
+                    shutil.rmtree(log)
         except OSError as error:
             raise ConfigError(f"cannot write to {self.path}: {error.strerror or error}") from None
         return note
@@ -134,6 +143,11 @@ class RunFolder:
     def write_json(path: Path, values: Mapping[str, Any]) -> None:
         """Write a JSON document for people and programs, atomically."""
         write_atomic(path, (json.dumps(values, indent=2) + "\n").encode())
+
+    def _event_logs(self) -> list[Path]:
+        """The folder that TensorBoard reads, where there is one."""
+        log = self.path / self.EVENT_LOGS
+        return [log] if log.is_dir() else []
 
     def _is_ours(self) -> bool:
         try:

@@ -18,27 +18,27 @@ import torch
 from torch import Tensor
 
 from accelerant._version import __version__
-from accelerant.errors import AccelerantError, DivergenceError, FormatError, OutOfMemory
+from accelerant.errors import AccelerantError, FormatError, OutOfMemory
 from accelerant.nn.models.gpt import GPT, GPTConfig
-from accelerant.nn.train.batches import Tokens, require_windows
-from accelerant.nn.train.checkpoint import load_checkpoint, require_same_shapes, save_checkpoint, write_atomic
-from accelerant.nn.train.corpus import Corpus, load_corpus, ngram_baselines
-from accelerant.nn.train.environment import StopRequest, numerics
+from accelerant.nn.train.batches import Tokens
+from accelerant.nn.train.callbacks import Callback, TensorBoard
+from accelerant.nn.train.checkpoint import Checkpoints, write_atomic, write_tensors
+from accelerant.nn.train.config import TrainConfig
+from accelerant.nn.train.environment import numerics
 from accelerant.nn.train.folder import RunFolder
+from accelerant.nn.train.history import History
 from accelerant.nn.train.lock import RunLock
-from accelerant.nn.train.loop import Loop, LoopEvents, autocast
-from accelerant.nn.train.metrics import MetricsFile, StepRecord, peak_memory_bytes
-from accelerant.nn.train.optim import (
-    expected_optimizer_tensors,
-    load_optimizer_tensors,
-    make_optimizer,
-    optimizer_tensors,
-)
+from accelerant.nn.train.material import Material, prepare_material
+from accelerant.nn.train.metrics import StepRecord
+from accelerant.nn.train.objective import Evaluation, autocast
 from accelerant.nn.train.presets import RunConfig
 from accelerant.nn.train.report import build_report
-from accelerant.nn.train.tokenizer import ByteTokenizer, Tokenizer, load_bpe, train_bpe
+from accelerant.nn.train.sources import TokenSource
+from accelerant.nn.train.trainer import Trainer
 
-__all__ = ["Outcome", "Progress", "resume_training", "run_training"]
+__all__ = ["Outcome", "Progress", "resume_training", "run_training", "windows_at_once"]
+
+_CPU_TOKENS = 4096  # at once: logits of more leave the caches and take gigabytes (small: 64 windows, 4.5 GB)
 
 
 class Progress(Protocol):
@@ -53,8 +53,8 @@ class Progress(Protocol):
     def advance(self, share: float, text: str = "") -> None:
         """So much of the phase is done, 0 to 1; while training, of what `text` names."""
 
-    def begin(self, *, done: int, total: int, device: str) -> None:
-        """Training starts, with `done` of `total` steps behind it."""
+    def begin(self, *, done: int, total: int, device: str, predicted_bytes: int | None) -> None:
+        """Training starts, with `done` of `total` steps behind it; its peak of memory as predicted, if it was."""
 
     def records(self, records: Sequence[StepRecord]) -> None:
         """Steps were done."""
@@ -76,16 +76,6 @@ class Outcome:
     summary: dict[str, Any]
     signal: int | None = None
     already_finished: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Material:
-    """A corpus turned into tokens."""
-
-    corpus: Corpus
-    tokenizer: Tokenizer
-    train: Tokens
-    held_out: Tokens
 
 
 def run_training(
@@ -110,13 +100,16 @@ def run_training(
 
     Raises:
         ConfigError: the data or the folder cannot be used, or another run uses the folder.
+        MissingDependency: the run logs to TensorBoard, which is not installed.
         OutOfMemory: a micro-batch does not fit the device.
         DivergenceError: a loss or gradient is not finite any more.
     """
     folder = RunFolder(out)
     folder.require_usable()
+    if run.log == "tensorboard":
+        TensorBoard(out)  # says that it is not installed before an older run is removed
     with RunLock(out) as lock:
-        material = _prepare(run, progress, tokenizer_from=None)
+        material = prepare_material(run, progress, tokenizer_from=None)
         lock.take()
         folder.require_usable()  # others may have written while the text was read
         note = folder.start()
@@ -128,7 +121,7 @@ def run_training(
             tokenizer_json = material.tokenizer.to_json()
             if tokenizer_json is not None:
                 write_atomic(folder.tokenizer, tokenizer_json.encode())
-            return session.run(0)
+            return session.run(resume=False)
 
 
 def resume_training(
@@ -166,46 +159,48 @@ def _resume(
     if folder.finished:
         return Outcome(folder.read_summary(), already_finished=True)
     run = RunConfig.from_dict(config.get("run", {}))
-    if not folder.checkpoint.is_file():
+    if not Checkpoints(folder.path).exist:
         command = run.command(str(folder.path), device.type)
         advice = f": start again with: {command}" if command else ": start it again"
         raise FormatError(f"no checkpoint {folder.checkpoint}: none was written yet{advice}")
-    tensors, document = load_checkpoint(folder.checkpoint)
-    material = _prepare(run, progress, tokenizer_from=folder.tokenizer)
-    if material.corpus.sha256 != document.get("corpus_sha256"):
-        raise FormatError(f"the data of {folder.path} changed since its checkpoint: restore it, or start a new run")
+    material = prepare_material(run, progress, tokenizer_from=folder.tokenizer)
     with numerics(deterministic=run.deterministic, cpu_threads=run.recipe.cpu_threads):
-        session = _Session(run, folder, material, device, progress, ledger)
-        session.restore(tensors)
-        return session.run(int(document["step"]))
+        return _Session(run, folder, material, device, progress, ledger).run(resume=True)
 
 
-def _prepare(run: RunConfig, progress: Progress, *, tokenizer_from: Path | None) -> _Material:
-    progress.phase("reading the text")
-    corpus = load_corpus(run.data)
-    tokenizer: Tokenizer
-    if run.recipe.tokenizer == "bytes":
-        tokenizer = ByteTokenizer()
-    elif tokenizer_from is not None:
-        tokenizer = load_bpe(tokenizer_from)
-    else:
-        tokenizer = train_bpe(corpus, run.recipe.vocab_size, phase=progress.phase, watch=progress.advance)
-    progress.phase("encoding the text")
-    held_out = tokenizer.encode(corpus.held_out)
-    train = tokenizer.encode(corpus.train, progress.advance)
-    require_windows(train, run.recipe.context, "training")
-    require_windows(held_out, run.recipe.context, "held-out")
-    return _Material(corpus, tokenizer, train, held_out)
+class _Told(Callback):
+    """Passes on what happens to who watches the run."""
+
+    def __init__(self, progress: Progress, device: str) -> None:
+        self._progress = progress
+        self._device = device
+
+    def begin(self, trainer: Trainer, done: int, total: int) -> None:
+        """Training starts."""
+        predicted = trainer.history.predicted_peak_bytes
+        self._progress.begin(done=done, total=total, device=self._device, predicted_bytes=predicted)
+
+    def records(self, trainer: Trainer, records: Sequence[StepRecord]) -> None:
+        """Steps were done."""
+        self._progress.records(records)
+
+    def advance(self, trainer: Trainer, share: float, text: str) -> None:
+        """So much is done."""
+        self._progress.advance(share, text)
+
+    def note(self, trainer: Trainer, text: str) -> None:
+        """Something the user should know."""
+        self._progress.note(text)
 
 
 class _Session:
-    """One process's share of a run: model, optimiser, and what is written about them."""
+    """One process's share of a run: a Trainer of a GPT, and what is written about it."""
 
     def __init__(
         self,
         run: RunConfig,
         folder: RunFolder,
-        material: _Material,
+        material: Material,
         device: torch.device,
         progress: Progress,
         ledger: Callable[[], Mapping[str, Any]],
@@ -216,7 +211,6 @@ class _Session:
         self._device = device
         self._progress = progress
         self._ledger = ledger
-        self._saved_step: int | None = None
         recipe = run.recipe
         torch.manual_seed(run.seed)
         self._config = GPTConfig(
@@ -226,26 +220,17 @@ class _Session:
             heads=recipe.heads,
             width=recipe.width,
         )
-        self._model = GPT(self._config).to(device)  # drawn on the host: the same weights for every device
-        self._optimizer = make_optimizer(self._model, recipe)
+        self._model = GPT(self._config)  # drawn on the host: the same weights for every device
+        told = _Told(progress, self._device_name())
+        self._trainer = Trainer(self._model, _train_config(run, folder.path, device), callbacks=[told])
 
     def description(self) -> dict[str, Any]:
         """What config.json says."""
-        corpus = self._material.corpus
         return {
             "run": self._run.to_dict(),
             "model": self._config.to_dict(),
             "parameters": self._model.parameter_count(),
-            "corpus": {
-                "source": corpus.source,
-                "sha256": corpus.sha256,
-                "train_documents": len(corpus.train),
-                "train_bytes": corpus.train_bytes,
-                "train_tokens": len(self._material.train),
-                "held_out_documents": len(corpus.held_out),
-                "held_out_bytes": corpus.held_out_bytes,
-                "held_out_tokens": len(self._material.held_out),
-            },
+            "corpus": self._material.description,
             "device": self._device_name(),
             "backend": self._device.type,
             "versions": {
@@ -256,66 +241,33 @@ class _Session:
             },
         }
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put a checkpoint's tensors in place, after checking all of them.
-
-        Raises:
-            FormatError: they are of another shape.
-        """
-        wanted = _prefixed("model", self._model.state_dict())
-        wanted |= _prefixed("optimizer", expected_optimizer_tensors(self._model))
-        states = {name: tensor for name, tensor in tensors.items() if name.startswith("random.")}
-        found = {name: tensor for name, tensor in tensors.items() if name not in states}
-        require_same_shapes(self._folder.checkpoint, found, wanted)
-        self._model.load_state_dict(_without_prefix("model", found))
-        load_optimizer_tensors(self._model, self._optimizer, _without_prefix("optimizer", found))
-        if "random.cpu" in states:
-            torch.set_rng_state(states["random.cpu"])
-        if self._device.type == "cuda" and "random.cuda" in states:
-            torch.cuda.set_rng_state(states["random.cuda"], self._device)
-
-    def run(self, start: int) -> Outcome:
-        """Train from a step on, then finish; or stop with a checkpoint when a signal asks for it."""
-        began = time.monotonic()
-        metrics = MetricsFile(self._folder.metrics, keep_steps=start)
-        with StopRequest() as stop:
-            events = LoopEvents(self._progress.records, self._save, lambda: bool(stop), self._progress.advance)
-            loop = Loop(
-                self._model,
-                self._optimizer,
-                self._run,
-                tokens=self._material.train,
-                held_out=self._material.held_out,
-                byte_lengths=self._material.tokenizer.byte_lengths,
-                device=self._device,
-                metrics=metrics,
-                events=events,
-            )
-            self._progress.begin(done=start, total=self._run.recipe.steps, device=self._device_name())
-            try:
-                done = loop.run(start)
-            except torch.OutOfMemoryError as error:
-                raise self._out_of_memory(error) from None
-            except DivergenceError as error:
-                raise DivergenceError(f"{error}; {self._last_checkpoint(start)}") from error
-            finally:
-                self._progress.end()
-            if stop:
-                return self._interrupted(done, stop.signal)
+    def run(self, *, resume: bool) -> Outcome:
+        """Train, from the last checkpoint on where that is asked, then finish; or stop where a signal asks for it."""
+        began, recipe = time.monotonic(), self._run.recipe
+        self._progress.phase("looking at the model")
+        sizes, count = recipe.validation_sizes, recipe.validations
         try:
-            return Outcome(self._finish(loop, metrics, began))
+            history = self._trainer.run(
+                self._source(self._material.train, "training"),
+                self._source(self._material.held_out, "held-out", sizes[0]),
+                folder=self._folder.path,
+                resume=resume,
+                evaluate_at={round(recipe.steps * k / (count + 1)) for k in range(1, count + 1)},
+            )
+        except OutOfMemory as error:
+            raise self._out_of_memory(error) from None
+        finally:
+            self._progress.end()
+        if history.signal is not None:
+            return self._interrupted(history.steps, history.signal)
+        try:
+            return Outcome(self._finish(history, began))
         except KeyboardInterrupt:  # the last step's checkpoint stands: resuming comes straight back here
-            return self._interrupted(done, signal.SIGINT)
+            return self._interrupted(history.steps, signal.SIGINT)
 
-    def _save(self, step: int) -> None:
-        tensors = _prefixed("model", self._model.state_dict())
-        tensors |= _prefixed("optimizer", optimizer_tensors(self._model, self._optimizer))
-        tensors["random.cpu"] = torch.get_rng_state()
-        if self._device.type == "cuda":
-            tensors["random.cuda"] = torch.cuda.get_rng_state(self._device)
-        document = {"step": step, "corpus_sha256": self._material.corpus.sha256}
-        save_checkpoint(self._folder.checkpoint, tensors, document)
-        self._saved_step = step
+    def _source(self, tokens: Tokens, part: str, evaluated: int = 0) -> TokenSource:
+        config, sha256 = self._trainer.config, self._material.sha256
+        return TokenSource(tokens, config, fingerprint=sha256, part=part, evaluation_tokens=evaluated)
 
     def _interrupted(self, done: int, number: int | None) -> Outcome:
         summary = {
@@ -327,26 +279,29 @@ class _Session:
         }
         return Outcome(summary, signal=number)
 
-    def _last_checkpoint(self, start: int) -> str:
-        step = self._saved_step or start
-        if not step:
-            return "there is no checkpoint yet"
-        return f"the last good checkpoint, of step {step}, is kept in {self._folder.checkpoint}"
-
     def _out_of_memory(self, error: Exception) -> AccelerantError:
         micro_batch = self._run.recipe.micro_batch
         advice = f"start anew with --micro-batch {micro_batch // 2}" if micro_batch > 1 else "take a smaller preset"
-        reason = str(error).split("\n", maxsplit=1)[0]
-        return OutOfMemory(f"a micro-batch of {micro_batch} does not fit the device: {advice} ({reason})")
+        return OutOfMemory(f"a micro-batch of {micro_batch} does not fit the device: {advice} ({error})")
 
-    def _finish(self, loop: Loop, metrics: MetricsFile, began: float) -> dict[str, Any]:
+    def _validate(self, tokens: int) -> tuple[Evaluation, float, int]:
+        """The held-out loss over about that many tokens: nats a token, nats a byte, and tokens read."""
+        source = self._source(self._material.held_out, "held-out", tokens)
+        evaluation = self._trainer.measure(source, step=self._run.recipe.steps)
+        lengths, size = self._material.tokenizer.byte_lengths, 0
+        for _, targets in source.in_order(self._trainer.config.micro_batch):
+            size += int(lengths[targets.numpy()].sum())
+        count = evaluation.rows * self._run.recipe.context
+        return evaluation, evaluation.loss * count / max(1, size), count
+
+    def _finish(self, history: History, began: float) -> dict[str, Any]:
         self._progress.phase("measuring the held-out loss")
-        validation = loop.validate(self._run.recipe.validation_sizes[1])
-        unigram, bigram = ngram_baselines(self._material.corpus.train, self._material.corpus.held_out)
+        validation, per_byte, validated = self._validate(self._run.recipe.validation_sizes[1])
+        unigram, bigram = self._material.baselines()
         self._progress.phase("writing a sample")
         sample = self._sample()
         tensors = {name: value.detach().cpu().contiguous().clone() for name, value in self._model.state_dict().items()}
-        records = metrics.records
+        records = history.records
         summary = {
             "status": "done",
             "preset": self._run.recipe.name,
@@ -355,27 +310,29 @@ class _Session:
             "steps": self._run.recipe.steps,
             "tokens": self._run.recipe.steps * self._run.recipe.tokens_per_step,
             "train_loss": round(float(np.mean([record.loss for record in records[-20:]])), 4),
-            "validation_loss": round(validation.nats_per_token, 4),
-            "validation_nats_per_byte": round(validation.nats_per_byte, 4),
-            "validation_tokens": validation.tokens,
+            "validation_loss": round(validation.loss, 4),
+            "validation_nats_per_byte": round(per_byte, 4),
+            "validation_tokens": validated,
             "unigram_nats_per_byte": round(unigram, 4),
             "bigram_nats_per_byte": round(bigram, 4),
-            "tokens_per_s": round(float(np.median([record.tokens_per_s for record in records])), 1),
-            "peak_memory_bytes": peak_memory_bytes(self._device),
+            "tokens_per_s": round(float(np.median([record.tokens_per_s or 0.0 for record in records])), 1),
+            "peak_memory_bytes": history.peak_memory_bytes,
+            "reserved_memory_bytes": history.reserved_memory_bytes,
+            "predicted_peak_bytes": history.predicted_peak_bytes,
             "seconds": round(time.monotonic() - began, 2),
             "out": str(self._folder.path),
             "report": str(self._folder.report),
         }
+        if self._trainer.profile:
+            summary["profile"] = [str(self._folder.path / name) for name in ("kernels.txt", "trace.json")]
         self._write_results(tensors, sample, summary, records)
         return summary
 
     def _write_results(
         self, tensors: dict[str, Tensor], sample: str, summary: dict[str, Any], records: Sequence[StepRecord]
     ) -> None:
-        from safetensors.torch import save_file
-
         folder = self._folder
-        write_atomic(folder.model, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        write_tensors(folder.model, tensors, {"format": "pt"})
         write_atomic(folder.sample, sample.encode())
         html = build_report(
             summary=summary, config=self.description(), records=records, ledger=self._ledger(), sample=sample
@@ -387,7 +344,7 @@ class _Session:
         prompt = torch.tensor([self._material.tokenizer.encode_text("\n\n")], device=self._device)
         generator = torch.Generator(device=self._device).manual_seed(self._run.seed)
         tokens, size = prompt, self._run.recipe.sample_size
-        with autocast(self._device):
+        with autocast(self._device, self._trainer.precision):
             for start in range(0, size, 16):
                 count = min(16, size - start)
                 tokens = self._model.generate(tokens, count, temperature=0.7, top_k=100, generator=generator)
@@ -401,10 +358,36 @@ class _Session:
         return f"{self._device} ({threads} thread{'s' * (threads != 1)})"
 
 
-def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+def _train_config(run: RunConfig, folder: Path, device: torch.device) -> TrainConfig:
+    """A run's recipe as the Trainer's config."""
+    recipe = run.recipe
+    return TrainConfig(
+        steps=recipe.steps,
+        batch_size=recipe.batch_size,
+        accumulate=recipe.batch_size // windows_at_once(recipe.micro_batch, recipe.context, device),
+        context=recipe.context,
+        learning_rate=recipe.learning_rate,
+        warmup=recipe.warmup,
+        final_lr_ratio=recipe.final_lr_ratio,
+        weight_decay=recipe.weight_decay,
+        beta1=recipe.beta1,
+        beta2=recipe.beta2,
+        clip=recipe.clip,
+        graph="auto",
+        device=str(device),
+        seed=run.seed,
+        deterministic=run.deterministic,
+        folder=str(folder),
+        checkpoint_every_s=recipe.checkpoint_every_s,
+        log=run.log,
+        profile=run.profile,
+        recompute=("blocks.*",) if run.recompute else (),
+    )
 
 
-def _without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    start = f"{prefix}."
-    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+def windows_at_once(micro_batch: int, context: int, device: torch.device) -> int:
+    """The micro-batch to compute with: on the CPU its largest divisor whose tokens stay near the caches."""
+    if device.type != "cpu":
+        return micro_batch
+    most = max(1, _CPU_TOKENS // context)
+    return next(count for count in range(min(micro_batch, most), 0, -1) if micro_batch % count == 0)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch import Tensor
 from accelerant.errors import FormatError
 from accelerant.nn.train.checkpoint import write_atomic
 
-__all__ = ["MetricsFile", "StepRecord", "StepTimer", "peak_memory_bytes", "read_metrics"]
+__all__ = ["MetricsFile", "StepRecord", "StepTimer", "peak_memory_bytes", "read_metrics", "reserved_memory_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,45 +28,65 @@ class StepRecord:
 
     Attributes:
         step: 1 for the first.
-        loss: training loss of the step's batch before its update, nats a token.
-        tokens_per_s: tokens of the step over its time.
+        loss: training loss of the step's batch before its update; of text, nats a token.
+        tokens_per_s: tokens of the step over its time; None where data are not tokens.
         ms: device time of the step (on the CPU: wall time).
         peak_memory_bytes: the most held so far: allocated on a GPU, resident on the CPU.
         learning_rate: of the step.
         grad_norm: before clipping.
         validation_loss: after the step, where it was taken, nats a token.
+        samples_per_s: rows of the step over its time, where data are not tokens.
+        validation: other figures measured with the validation loss, by name.
     """
 
     step: int
     loss: float
-    tokens_per_s: float
+    tokens_per_s: float | None
     ms: float
     peak_memory_bytes: int
     learning_rate: float
     grad_norm: float
     validation_loss: float | None = None
+    samples_per_s: float | None = None
+    validation: Mapping[str, float] | None = None
 
     def to_json(self) -> str:
-        """One line; validation_loss only where there is one."""
+        """One line of the values that there are."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        if self.validation_loss is None:
-            del values["validation_loss"]
-        return json.dumps(values)
+        return json.dumps({name: value for name, value in values.items() if value is not None})
+
+    @classmethod
+    def from_json(cls, line: str) -> StepRecord:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError, TypeError: it is something else.
+        """
+        return cls(**{"tokens_per_s": None, **json.loads(line)})
 
 
 class MetricsFile:
-    """Appends records to metrics.jsonl; a resumed run first drops the lines past its checkpoint."""
+    """Appends records to metrics.jsonl; a resumed run first drops the lines past its checkpoint.
 
-    def __init__(self, path: Path, *, keep_steps: int = 0) -> None:
+    Args:
+        path: of the file; None keeps the records in memory alone.
+        keep_steps: steps whose lines stay.
+    """
+
+    def __init__(self, path: Path | None, *, keep_steps: int = 0) -> None:
         self._path = path
-        self.records = [record for record in read_metrics(path) if record.step <= keep_steps] if keep_steps else []
-        write_atomic(path, "".join(record.to_json() + "\n" for record in self.records).encode())
+        self.records: list[StepRecord] = []
+        if path is not None:
+            if keep_steps:
+                self.records = [record for record in read_metrics(path) if record.step <= keep_steps]
+            write_atomic(path, "".join(record.to_json() + "\n" for record in self.records).encode())
 
     def append(self, records: Sequence[StepRecord]) -> None:
         """Write some lines and hand them to the operating system."""
         self.records += records
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write("".join(record.to_json() + "\n" for record in records))
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(record.to_json() + "\n" for record in records))
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
@@ -83,8 +102,7 @@ def read_metrics(path: Path) -> list[StepRecord]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            values: dict[str, Any] = json.loads(line)
-            records.append(StepRecord(**values))
+            records.append(StepRecord.from_json(line))
         except (ValueError, TypeError):
             if number == len(lines):
                 break
@@ -143,6 +161,11 @@ class PendingStep:
     grad_norm: Tensor
     learning_rate: float
     lap: Lap
+
+
+def reserved_memory_bytes(device: torch.device) -> int:
+    """The most that torch's pool held on a GPU; 0 on the CPU."""
+    return int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else 0
 
 
 def peak_memory_bytes(device: torch.device) -> int:

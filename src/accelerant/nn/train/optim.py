@@ -1,72 +1,133 @@
-"""AdamW with GPT's weight-decay groups, its schedule, and its state as named tensors."""
+"""The optimiser of a training: weight-decay groups, the rate of each step, and the state as named tensors."""
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accelerant.nn.train.presets import Recipe
+from accelerant.errors import ConfigError, FormatError, UnsupportedCase
+from accelerant.nn.optim import SGD, AdamW
+from accelerant.nn.train.config import TrainConfig
 
-__all__ = ["learning_rate", "load_optimizer_tensors", "make_optimizer", "optimizer_tensors", "set_learning_rate"]
+__all__ = [
+    "MakeOptimizer",
+    "learning_rate",
+    "load_optimizer",
+    "make_optimizer",
+    "optimizer_state",
+    "require_optimizer_tensors",
+]
 
-_STATE = ("step", "exp_avg", "exp_avg_sq")
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+_KINDS = {"AdamW": ("step", "exp_avg", "exp_avg_sq")}
+"""State that each trained parameter has after a step, by the optimiser's class."""
 
 
-def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """Fused AdamW; matrices decay, vectors (biases and norms) do not."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+def make_optimizer(model: nn.Module, config: TrainConfig) -> AdamW | SGD:
+    """The config's optimiser, with clipping in its step; matrices decay, vectors (biases and norms) do not.
+
+    Raises:
+        ConfigError: a pattern of no_decay matches no parameter, or there is nothing to train.
+    """
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not named:
+        raise ConfigError(f"{type(model).__name__} has no parameter that requires a gradient")
+    for pattern in config.no_decay:
+        if not fnmatch.filter([name for name, _ in named], pattern):
+            raise ConfigError(f"no_decay: {pattern!r} matches no parameter of {type(model).__name__}")
+    spared = {name for name, parameter in named if parameter.dim() < 2 or _matches(name, config.no_decay)}
     groups = [
-        {"params": matrices, "weight_decay": recipe.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for name, p in named if name not in spared], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in named if name in spared], "weight_decay": 0.0},
     ]
-    betas = (recipe.beta1, recipe.beta2)
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=betas, eps=1e-8, fused=True)
+    groups = [group for group in groups if group["params"]]
+    rate, norm = config.learning_rate, config.clip or None
+    if config.optimizer == "sgd":
+        return SGD(groups, lr=rate, momentum=config.momentum, max_grad_norm=norm)
+    return AdamW(groups, lr=rate, betas=(config.beta1, config.beta2), eps=config.eps, max_grad_norm=norm)
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """The rate of a step, 0 the first: a linear warm-up, then half a cosine to `final_lr_ratio` of the peak."""
-    warmup = max(1, round(recipe.warmup * recipe.steps))
-    if step < warmup:
-        return recipe.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, recipe.steps - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return recipe.learning_rate * (recipe.final_lr_ratio + (1 - recipe.final_lr_ratio) * cosine)
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use a rate in every group from the next step on."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+def learning_rate(config: TrainConfig, steps: int, step: int) -> float:
+    """The rate of a step of so many, 0 the first: a linear warm-up, then the schedule to `final_lr_ratio` of the peak.
+
+    cosine: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5, without restarts.
+    """
+    peak = config.learning_rate
+    warmup = max(1, round(config.warmup * steps))
+    if step < warmup and config.warmup:
+        return peak * (step + 1) / warmup
+    if config.schedule == "constant":
+        return peak
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup)) if config.warmup else step / max(1, steps)
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    return peak * (config.final_lr_ratio + (1 - config.final_lr_ratio) * left)
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's state under "parameter.kind" names; empty before the first step."""
-    tensors = {}
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state under "parameter.kind" names: the tensors, and what are plain numbers; empty before the first step.
+
+    Raises:
+        UnsupportedCase: the optimiser keeps something else, which a checkpoint could not hold.
+    """
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}.{kind}"] = value
-    return tensors
+            if isinstance(value, Tensor):
+                tensors[f"{name}.{kind}"] = value
+            elif value is None or isinstance(value, bool | int | float | str):
+                numbers[f"{name}.{kind}"] = value
+            else:
+                raise UnsupportedCase(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} ({kind} of {name}): "
+                    "checkpoints hold tensors and numbers; train without a folder"
+                )
+    return tensors, numbers
 
 
-def expected_optimizer_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors without memory that have the names and shapes of the state after a step."""
-    expected = {}
-    for name, parameter in model.named_parameters():
-        for kind in _STATE:
-            shape = () if kind == "step" else parameter.shape
-            expected[f"{name}.{kind}"] = torch.empty(shape, device="meta")
-    return expected
+def require_optimizer_tensors(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, found: Mapping[str, Tensor]
+) -> None:
+    """Check a checkpoint's optimiser state before any of it is used.
+
+    Raises:
+        FormatError: it is of other parameters, of other shapes, or not whole.
+    """
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    owners: dict[str, set[str]] = {}
+    for full, tensor in found.items():
+        name, _, kind = full.rpartition(".")
+        if name not in shapes:
+            raise FormatError(f"checkpoint {path} is of another model: optimizer.{full} belongs to no parameter")
+        if tensor.dim() and tensor.shape != shapes[name]:
+            here, there = tuple(shapes[name]), tuple(tensor.shape)
+            raise FormatError(f"checkpoint {path} is of another shape: optimizer.{full} is {there}, not {here}")
+        owners.setdefault(name, set()).add(kind)
+    for name, kinds in owners.items():
+        lacking = [kind for kind in _KINDS.get(type(optimizer).__name__, ()) if kind not in kinds]
+        if lacking:
+            raise FormatError(f"checkpoint {path} is of another model: optimizer.{name}.{lacking[0]} is not in it")
 
 
-def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `optimizer_tensors` gave; names and shapes were checked before."""
+def load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]
+) -> None:
+    """Put back what `optimizer_state` gave; names and shapes were checked before."""
     index = {parameter: i for i, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    names = {name: index[parameter] for name, parameter in model.named_parameters() if parameter in index}
     state: dict[int, dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
-        state[index[parameter]] = {kind: tensors[f"{name}.{kind}"] for kind in _STATE}
+    for full, value in {**tensors, **numbers}.items():
+        name, _, kind = full.rpartition(".")
+        state.setdefault(names[name], {})[kind] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shlex
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from accelerant.errors import ConfigError, FormatError
+from accelerant.nn.train.config import Log, require_type
 
 __all__ = ["PRESETS", "Recipe", "RunConfig", "preset"]
 
@@ -72,7 +72,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            _require_type(field.name, value, str(field.type))
+            require_type(field.name, value, str(field.type))
             least = "0 or more" if field.name in _MAY_BE_ZERO else "above 0"
             if isinstance(value, int | float) and (value < 0 or (value == 0 and least == "above 0")):
                 raise ConfigError(f"{field.name} must be {least}, got {value}")
@@ -104,21 +104,6 @@ class Recipe:
         if not self.side_share:
             return self.sample_tokens
         return min(self.sample_tokens, max(1, int(self.side_share * self.steps * self.batch_size)))
-
-
-def _require_type(name: str, value: object, wanted: str) -> None:
-    """Check a value that may come from a file; wanted is an annotation."""
-    if wanted == "int":
-        ok, words = isinstance(value, int) and not isinstance(value, bool), "a whole number"
-    elif wanted == "float":
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        words = "a finite number"
-    elif wanted == "bool":
-        ok, words = isinstance(value, bool), "true or false"
-    else:
-        ok, words = isinstance(value, str), "text"
-    if not ok:
-        raise ConfigError(f"{name} must be {words}, got {value!r}")
 
 
 _MAY_BE_ZERO = (
@@ -206,18 +191,30 @@ class RunConfig:
         data: ("stdlib",), or absolute paths of files and folders.
         seed: of initial weights, batches and sample; 0 to 2**63 - 1.
         deterministic: same seed and device give the same bits, at some cost in speed on a GPU.
+        recompute: compute the blocks' activations again in the backward pass instead of keeping them.
+        log: "jsonl", or "tensorboard" beside it.
+        profile: steps to profile; 0: none.
     """
 
     recipe: Recipe
     data: tuple[str, ...] = (STDLIB,)
     seed: int = 0
     deterministic: bool = True
+    recompute: bool = False
+    log: Log = "jsonl"
+    profile: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):
             raise ConfigError(f"recipe must be a Recipe, got {self.recipe!r}")
-        _require_type("seed", self.seed, "int")
-        _require_type("deterministic", self.deterministic, "bool")
+        require_type("seed", self.seed, "int")
+        require_type("deterministic", self.deterministic, "bool")
+        require_type("recompute", self.recompute, "bool")
+        require_type("profile", self.profile, "int")
+        if self.profile < 0:
+            raise ConfigError(f"profile must be 0 or more, got {self.profile}")
+        if self.log not in ("jsonl", "tensorboard"):
+            raise ConfigError(f"log must be jsonl or tensorboard, got {self.log!r}")
         if not isinstance(self.data, tuple) or not all(isinstance(name, str) for name in self.data):
             raise ConfigError(f"data must be a row of texts, got {self.data!r}")
         if not 0 <= self.seed < 2**63:
@@ -243,8 +240,12 @@ class RunConfig:
                 words += [f"--{name.replace('_', '-')}", str(getattr(self.recipe, name))]
         if self.seed:
             words += ["--seed", str(self.seed)]
-        if not self.deterministic:
-            words.append("--fast")
+        if self.deterministic != (backend == "cpu"):
+            words.append("--deterministic" if self.deterministic else "--no-deterministic")
+        if self.recompute:
+            words.append("--recompute")
+        if self.log != "jsonl":
+            words += ["--log", self.log]
         return shlex.join([*words, "--out", out])
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,51 +11,25 @@ from typing import Any
 
 from accelerant.nn.train.charts import Line, Reference, line_chart, smoothed
 from accelerant.nn.train.metrics import StepRecord
+from accelerant.nn.train.page import document
 
 __all__ = ["build_report"]
 
 _ROWS_SHOWN = 16  # of the ledger; a sample adds many cases of few calls each
 
 _STYLE = """
-:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --text: #1b2330; --soft: #647084; --edge: #e1e6ed;
-  --one: #3b6fe0; --one-soft: #b9cdf8; --two: #d9631e; --three: #0f9d76; }
-@media (prefers-color-scheme: dark) { :root { --page: #10141b; --card: #181e28; --text: #e6eaf1; --soft: #94a1b5;
-  --edge: #2a3342; --one: #7aa5ff; --one-soft: #33496f; --two: #ff9a57; --three: #3fd2a4; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
-main { max-width: 1160px; margin: 0 auto; padding: 32px 24px 48px; }
-h1 { font-size: 25px; margin: 0; letter-spacing: -.01em; } h2 { font-size: 16px; margin: 0 0 12px; }
-.lead { color: var(--soft); margin: 4px 0 24px; }
-.row { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); }
-.facts { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); margin-bottom: 16px; }
-.card { background: var(--card); border: 1px solid var(--edge); border-radius: 10px; padding: 18px 20px;
-  margin-bottom: 16px; min-width: 0; }
-.fact { margin: 0; padding: 14px 18px; } .fact dt { color: var(--soft); font-size: 13px; }
-.fact dd { margin: 0; font-size: 23px; font-weight: 600; font-variant-numeric: tabular-nums; }
-.fact small { display: block; color: var(--soft); font-size: 12.5px; font-weight: 400; }
-svg { width: 100%; height: auto; display: block; } svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
-svg .level { font-size: 11px; } .grid { stroke: var(--edge); } .axis { stroke: var(--soft); }
-.reference { stroke: var(--soft); stroke-dasharray: 4 4; opacity: .7; }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round; }
+.reference { stroke: var(--soft); stroke-dasharray: 4 4; opacity: .7; } svg .level { font-size: 11px; }
 .line.each { stroke: var(--one-soft); stroke-width: 1; } .line.mean { stroke: var(--one); }
 .line.held { stroke: var(--two); } .line.speed { stroke: var(--three); }
-.dot { stroke: var(--card); stroke-width: 1.5; } .dot.each, .dot.mean { fill: var(--one); }
-.dot.held { fill: var(--two); } .dot.speed { fill: var(--three); }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 8px 0 0; padding: 0;
-  color: var(--soft); font-size: 13px; }
-.legend i { display: inline-block; width: 18px; height: 3px; border-radius: 2px; margin: 0 7px 3px 0; }
+.dot.each, .dot.mean { fill: var(--one); } .dot.held { fill: var(--two); } .dot.speed { fill: var(--three); }
 i.each { background: var(--one-soft); } i.mean { background: var(--one); } i.held { background: var(--two); }
 i.speed { background: var(--three); }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
-th { text-align: left; color: var(--soft); font-weight: 500; white-space: nowrap; }
-th, td { padding: 6px 14px 6px 0; border-bottom: 1px solid var(--edge); vertical-align: top; }
-.wrap { overflow-wrap: anywhere; }
-tr:last-child td { border-bottom: 0; } .number, .word { white-space: nowrap; }
-.number { text-align: right; font-variant-numeric: tabular-nums; }
+table { font-size: 13.5px; } th, td { padding: 6px 14px 6px 0; } .wrap { overflow-wrap: anywhere; }
+.number, .word { white-space: nowrap; }
 td.case { font-family: ui-monospace, monospace; font-size: 12px; color: var(--soft); }
-pre { margin: 0; font: 12.5px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 summary { color: var(--soft); cursor: pointer; padding: 8px 0 0; font-size: 13.5px; }
-.soft, .empty, footer { color: var(--soft); } footer { font-size: 13px; }
+.empty { color: var(--soft); }
 """
 
 
@@ -95,11 +69,7 @@ def build_report(
         f'<div class="row">{_table_card("Settings", _settings(config))}{_table_card("Data", _data(config))}</div>',
         f"<footer>{_footer(config)}</footer>",
     ]
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}<title>Training report: {preset}</title>'
-        f"<style>{_STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
-    )
+    return document(f"Training report: {preset}", _STYLE, body)
 
 
 def _card(title: str, content: str) -> str:
@@ -112,13 +82,21 @@ def _facts(summary: Mapping[str, Any]) -> str:
         ("Bigram model", f"{summary['bigram_nats_per_byte']:.3f}", f"unigram {summary['unigram_nats_per_byte']:.3f}"),
         ("Throughput", f"{summary['tokens_per_s']:,.0f}", "tokens a second, median"),
         ("Learned from", f"{summary['tokens'] / 1e6:,.2f} M", f"tokens in {summary['steps']:,} steps"),
-        ("Peak memory", _bytes(summary["peak_memory_bytes"]), f"{summary['seconds']:,.0f} s in all"),
+        ("Peak memory", _bytes(summary["peak_memory_bytes"]), _memory(summary)),
+        ("Time", f"{summary['seconds']:,.0f} s", "in all"),
     ]
     items = [
         f'<dl class="card fact"><dt>{name}</dt><dd>{value}<small>{unit}</small></dd></dl>'
         for name, value, unit in facts
     ]
     return f'<div class="facts">{"".join(items)}</div>'
+
+
+def _memory(summary: Mapping[str, Any]) -> str:
+    """What stands under the measured peak: what was predicted for a step."""
+    where = "resident" if str(summary["device"]).startswith("cpu") else "allocated"
+    predicted = summary.get("predicted_peak_bytes")
+    return where if predicted is None else f"{where}; a step was predicted to take {_bytes(predicted)}"
 
 
 def _loss_card(summary: Mapping[str, Any], config: Mapping[str, Any], records: Sequence[StepRecord]) -> str:
@@ -140,7 +118,7 @@ def _loss_card(summary: Mapping[str, Any], config: Mapping[str, Any], records: S
 
 
 def _speed_card(records: Sequence[StepRecord]) -> str:
-    speeds = [(float(record.step), record.tokens_per_s) for record in records]
+    speeds = [(float(record.step), record.tokens_per_s or 0.0) for record in records]
     lines = [Line("tokens a second", speeds, "speed")]
     return _card("Throughput", line_chart(lines, x_label="step", y_label="tokens a second", zero=True))
 

@@ -20,7 +20,7 @@ from accelerant.errors import FormatError
 from accelerant.nn.train.checkpoint import write_atomic
 from accelerant.nn.train.corpus import Corpus, Document
 
-__all__ = ["BPETokenizer", "ByteTokenizer", "Tokenizer", "load_bpe", "train_bpe"]
+__all__ = ["BPETokenizer", "ByteTokenizer", "Tokenizer", "load_bpe", "train_bpe", "train_bpe_on"]
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -71,6 +71,11 @@ class ByteTokenizer:
         text = b"\n".join(document.data for document in documents)
         return np.frombuffer(text, np.uint8).astype(np.uint16)
 
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> NDArray[np.uint16 | np.uint32]:
+        """Parts of documents in a row, each with whether it is its document's last: a newline follows that."""
+        text = "".join(piece + "\n" * last for piece, last in pieces)
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+
     def encode_text(self, text: str) -> list[int]:
         """A prompt's bytes."""
         return list(text.encode())
@@ -115,6 +120,18 @@ class BPETokenizer:
                 rows += [np.array(row.ids, dtype), end] if last else [np.array(row.ids, dtype)]
             watch(share)
         return np.concatenate(rows) if rows else np.zeros(0, dtype)
+
+    def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> NDArray[np.uint16 | np.uint32]:
+        """Parts of documents in a row, each with whether it is its document's last; cut where a word ends anyway."""
+        dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+        small: list[tuple[str, bool]] = []
+        for text, last in pieces:
+            parts = list(_pieces(text))
+            small += [(part, last and number == len(parts)) for number, part in enumerate(parts, 1)]
+        rows = []
+        for row, (_, last) in zip(self._inner.encode_batch_fast([text for text, _ in small]), small, strict=True):
+            rows.append(np.array([*row.ids, self._end] if last else row.ids, dtype))
+        return np.concatenate(rows)
 
     def encode_text(self, text: str) -> list[int]:
         """A prompt's tokens."""
@@ -198,7 +215,7 @@ def train_bpe(
         if share == 1.0 and phase is not None:
             phase(f"choosing up to {vocab_size:,} tokens")
 
-    tokenizer = BPETokenizer(_trained(corpus.train, vocab_size, advanced))
+    tokenizer = BPETokenizer(_trained(_texts(corpus.train, advanced), vocab_size))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, (tokenizer.to_json() or "").encode())
@@ -207,7 +224,18 @@ def train_bpe(
     return tokenizer
 
 
-def _trained(documents: Sequence[Document], vocab_size: int, watch: Watch) -> str:
+def train_bpe_on(texts: Iterator[str], vocab_size: int) -> BPETokenizer:
+    """The BPE of some texts, in memory that grows with their words alone."""
+    return BPETokenizer(_trained(texts, vocab_size))
+
+
+def _texts(documents: Sequence[Document], watch: Watch) -> Iterator[str]:
+    for batch, share in _batches(documents):
+        yield from (text for text, _ in batch)
+        watch(share)
+
+
+def _trained(texts: Iterator[str], vocab_size: int) -> str:
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -221,10 +249,5 @@ def _trained(documents: Sequence[Document], vocab_size: int, watch: Watch) -> st
         show_progress=False,
     )
 
-    def texts() -> Iterator[str]:
-        for batch, share in _batches(documents):
-            yield from (text for text, _ in batch)
-            watch(share)
-
-    tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return str(tokenizer.to_str())

@@ -1,0 +1,124 @@
+"""`accelerant data`: token files, for corpora larger than memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from accelerant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accelerant.nn.train.tokenfile import TokenFileInfo
+
+__all__ = ["register"]
+
+_EPILOG = (
+    "Examples:  accelerant data prepare ~/books --out books.tokens   |   accelerant data prepare dump.jsonl --out "
+    "dump.tokens --tokenizer gpt2/tokenizer.json   |   accelerant train --preset gpt2 --data books.tokens"
+)
+
+_Paths = Annotated[list[str], typer.Argument(metavar="PATH...", help="Text files, JSONL files, or folders of them.")]
+_Out = Annotated[str, typer.Option(metavar="FILE", help="The token file to write.")]
+_Tokenizer = Annotated[
+    str,
+    typer.Option(metavar="bpe|bytes|PATH", help="bpe trains one on a sample of the text; PATH is a tokenizer.json."),
+]
+_Vocabulary = Annotated[int, typer.Option("--vocab-size", help="The most tokens that a trained BPE may have.")]
+_Field = Annotated[str, typer.Option("--field", help="Of each JSON object, what holds the text.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
+_File = Annotated[str, typer.Argument(metavar="FILE", help="A token file.")]
+_Verify = Annotated[bool, typer.Option("--verify", help="Read all of it and compare with its checksum.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group."""
+    group = typer.Typer(name="data", help="Prepare text for training: token files.", no_args_is_help=True)
+    group.command("prepare", epilog=_EPILOG)(prepare)
+    group.command("info", epilog="Example:  accelerant data info books.tokens --verify")(info)
+    app.add_typer(group)
+
+
+def prepare(
+    paths: _Paths,
+    out: _Out,
+    tokenizer: _Tokenizer = "bpe",
+    vocab_size: _Vocabulary = 50257,
+    field: _Field = "text",
+    json_output: _Json = False,
+) -> None:
+    """Turn text into a token file, in memory that does not grow with the text.
+
+    The file appears under its name when it is whole; Ctrl-C leaves nothing.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # the library takes one core in doubtful cases otherwise
+    for name, value in (("PATH", paths), ("--out", [out]), ("--tokenizer", [tokenizer])):
+        if "" in value:  # an unset variable of a shell
+            raise ConfigError(f"{name} must not be empty")
+    from accelerant.nn.train.prepare import prepare_tokens
+
+    with _Bar(quiet=json_output) as bar:
+        found = prepare_tokens(
+            [os.path.expanduser(path) for path in paths],
+            Path(out).expanduser(),
+            tokenizer=tokenizer if tokenizer in ("bpe", "bytes") else os.path.expanduser(tokenizer),
+            vocab_size=vocab_size,
+            text_field=field,
+            watch=bar.show,
+        )
+    _print(out, found, json_output)
+
+
+def info(file: _File, verify: _Verify = False, json_output: _Json = False) -> None:
+    """Say what a token file holds; with --verify, whether it is whole."""
+    from accelerant.nn.train.tokenfile import TokenFile
+
+    opened = TokenFile(Path(file).expanduser())
+    if verify:
+        with _Bar(quiet=json_output) as bar:
+            opened.verify(lambda share: bar.show("reading", share))
+    _print(file, opened.info, json_output)
+
+
+def _print(path: str, found: TokenFileInfo, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"path": path, **asdict(found)}))
+        return
+    print(f"file             {path}")
+    print(f"tokens           {found.count:,} of a vocabulary of {found.vocab_size:,}, {found.dtype}")
+    per_token = found.text_bytes / found.count
+    print(f"text             {found.documents:,} documents, {found.text_bytes:,} bytes, {per_token:.2f} a token")
+    print(f"tokenizer        {found.tokenizer}")
+    print(f"source           {found.source}")
+
+
+class _Bar:
+    """A bar on the error stream, where that is a terminal."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(console=console, transient=True) if console.is_terminal and not quiet else None
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> _Bar:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def show(self, what: str, share: float) -> None:
+        """So much of it is done."""
+        if self._progress is None:
+            return
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=1.0)
+        self._progress.update(self._tasks[what], completed=share)

@@ -1,0 +1,114 @@
+"""The forward methods that our replacements were written for, by what their source says.
+
+A class of transformers may change from one version to the next, and another library may have put its own method into
+it. What we replace is replaced only if it is, statement for statement, what was read when the replacement was written.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["FINGERPRINTS", "fingerprint", "unknown"]
+
+FINGERPRINTS: dict[str, str] = {
+    "transformers.activations:AccurateGELUActivation.forward": "1f9121cf6b0ae2dd",
+    "transformers.activations:FastGELUActivation.forward": "4caa3bda3218009e",
+    "transformers.activations:GELUActivation.forward": "618093a6bcb89521",
+    "transformers.activations:GELUTanh.forward": "618093a6bcb89521",
+    "transformers.activations:NewGELUActivation.forward": "9d0b9dd7175386e1",
+    "transformers.activations:SiLUActivation.forward": "e730f54291b81588",
+    "transformers.loss.loss_utils:ForCausalLMLoss": "0637640fcbd0cbda",
+    "transformers.loss.loss_utils:fixed_cross_entropy": "7c2fdd59ca33bb6a",
+    "transformers.models.bert.modeling_bert:BertForMaskedLM.forward": "9b5ba72bf54eebe4",
+    "transformers.models.bert.modeling_bert:BertIntermediate.forward": "ab3f9454469ba468",
+    "transformers.models.bert.modeling_bert:BertOutput.forward": "3799d79263d3217e",
+    "transformers.models.bert.modeling_bert:BertSelfAttention.forward": "4d9cb73ac04687c9",
+    "transformers.models.bert.modeling_bert:BertSelfOutput.forward": "3799d79263d3217e",
+    "transformers.models.gpt2.modeling_gpt2:GPT2Attention.forward": "b3815a1ead7c7886",
+    "transformers.models.gpt2.modeling_gpt2:GPT2Block.forward": "c0a1ea7601811039",
+    "transformers.models.gpt2.modeling_gpt2:GPT2LMHeadModel.forward": "7485893d9d1fa433",
+    "transformers.models.gpt2.modeling_gpt2:GPT2MLP.forward": "41ab05398d2adda7",
+    "transformers.models.llama.modeling_llama:LlamaAttention.forward": "865d17a1b6edd273",
+    "transformers.models.llama.modeling_llama:LlamaDecoderLayer.forward": "1a8125909341e389",
+    "transformers.models.llama.modeling_llama:LlamaForCausalLM.forward": "30455d0ea27cee0c",
+    "transformers.models.llama.modeling_llama:LlamaMLP.forward": "7d2027d4464e3e71",
+    "transformers.models.llama.modeling_llama:LlamaRMSNorm.forward": "9635bcd843f309a0",
+    "transformers.models.llama.modeling_llama:LlamaRotaryEmbedding.forward": "4eddbbbe63e2ef48",
+    "transformers.models.llama.modeling_llama:apply_rotary_pos_emb": "4a8f8b85ee37bd3f",
+    "transformers.models.llama.modeling_llama:rotate_half": "7b6c9b425ca04287",
+    "transformers.models.mistral.modeling_mistral:MistralAttention.forward": "38eb7a675fc00c3f",
+    "transformers.models.mistral.modeling_mistral:MistralDecoderLayer.forward": "1a8125909341e389",
+    "transformers.models.mistral.modeling_mistral:MistralForCausalLM.forward": "30455d0ea27cee0c",
+    "transformers.models.mistral.modeling_mistral:MistralMLP.forward": "7d2027d4464e3e71",
+    "transformers.models.mistral.modeling_mistral:MistralRMSNorm.forward": "9635bcd843f309a0",
+    "transformers.models.mistral.modeling_mistral:MistralRotaryEmbedding.forward": "4eddbbbe63e2ef48",
+    "transformers.models.mistral.modeling_mistral:apply_rotary_pos_emb": "4a8f8b85ee37bd3f",
+    "transformers.models.mistral.modeling_mistral:rotate_half": "7b6c9b425ca04287",
+    "transformers.models.qwen2.modeling_qwen2:Qwen2Attention.forward": "467d2e0bba2fd378",
+    "transformers.models.qwen2.modeling_qwen2:Qwen2DecoderLayer.forward": "1a8125909341e389",
+    "transformers.models.qwen2.modeling_qwen2:Qwen2ForCausalLM.forward": "30455d0ea27cee0c",
+    "transformers.models.qwen2.modeling_qwen2:Qwen2MLP.forward": "7d2027d4464e3e71",
+    "transformers.models.qwen2.modeling_qwen2:Qwen2RMSNorm.forward": "9635bcd843f309a0",
+    "transformers.models.qwen2.modeling_qwen2:Qwen2RotaryEmbedding.forward": "735deb9920dba9d4",
+    "transformers.models.qwen2.modeling_qwen2:apply_rotary_pos_emb": "4a8f8b85ee37bd3f",
+    "transformers.models.qwen2.modeling_qwen2:rotate_half": "7b6c9b425ca04287",
+    "transformers.models.qwen3.modeling_qwen3:Qwen3Attention.forward": "e0b15d778eecc3a8",
+    "transformers.models.qwen3.modeling_qwen3:Qwen3DecoderLayer.forward": "1a8125909341e389",
+    "transformers.models.qwen3.modeling_qwen3:Qwen3ForCausalLM.forward": "30455d0ea27cee0c",
+    "transformers.models.qwen3.modeling_qwen3:Qwen3MLP.forward": "7d2027d4464e3e71",
+    "transformers.models.qwen3.modeling_qwen3:Qwen3RMSNorm.forward": "9635bcd843f309a0",
+    "transformers.models.qwen3.modeling_qwen3:Qwen3RotaryEmbedding.forward": "735deb9920dba9d4",
+    "transformers.models.qwen3.modeling_qwen3:apply_rotary_pos_emb": "4a8f8b85ee37bd3f",
+    "transformers.models.qwen3.modeling_qwen3:rotate_half": "7b6c9b425ca04287",
+    "transformers.models.vit.modeling_vit:ViTAttention.forward": "a921c8a872957f03",
+    "transformers.models.vit.modeling_vit:ViTLayer.forward": "a462ca28ad994a36",
+    "transformers.models.vit.modeling_vit:ViTMLP.forward": "13885f42f2bbb7aa",
+    "transformers.pytorch_utils:Conv1D.forward": "2de078e4b215d5ec",
+}
+"""Function -> digest of its statements; from transformers 5.17.0."""
+
+
+@functools.cache
+def fingerprint(function: Callable[..., Any]) -> str:
+    """A digest of a function's statements: without decorators, annotations, docstring, comments and f-strings.
+
+    Raises:
+        OSError: its source is not there.
+        TypeError: it is no function of Python, or a lambda.
+    """
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
+    if not isinstance(tree, ast.FunctionDef):
+        raise TypeError(f"{function!r} is not the work of a def")
+    tree.decorator_list, tree.returns = [], None
+    if ast.get_docstring(tree) is not None:
+        tree.body = tree.body[1:]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.JoinedStr):  # messages, which versions of Python write back in several ways
+            node.values = []
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
+
+
+def unknown(path: str) -> str | None:
+    """Why the function at "package.module:Class.forward" is not one we know; None if it is."""
+    module, _, name = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if module.startswith("torch."):  # says what its documentation says, in every version
+        return None if getattr(found, "__module__", None) == module else f"{name} was replaced by another library"
+    try:
+        digest = fingerprint(found)
+    except (OSError, SyntaxError, TypeError) as error:
+        return f"the source of {name} cannot be read to check it ({type(error).__name__})"
+    if digest == FINGERPRINTS.get(path):
+        return None
+    return f"{name} is not the one of transformers 5.17 that the replacement was written for"

@@ -1,0 +1,126 @@
+"""Layers over images (B, C, H, W), or a single (C, H, W)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from accelerant import ops
+from accelerant.errors import ConfigError, ShapeError
+from accelerant.nn.layers import compute_dtype
+from accelerant.ops._windows import Pair, pair
+
+__all__ = ["AvgPool2d", "Conv2d", "MaxPool2d"]
+
+
+class Conv2d(nn.Module):
+    """A convolution; see accelerant.ops.conv2d.
+
+    Attributes:
+        weight: (out_channels, in_channels / groups, K, L), uniform within 1 / sqrt(inputs of an output), as torch's.
+        bias: (out_channels,), drawn likewise, or None.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Pair,
+        *,
+        stride: Pair = 1,
+        padding: Pair | str = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        if in_channels < 1 or out_channels < 1 or groups < 1:
+            raise ConfigError(f"Conv2d needs channels and groups, got {in_channels}, {out_channels} and {groups}")
+        if in_channels % groups or out_channels % groups:
+            raise ConfigError(f"groups must divide the channels, got {groups} for {in_channels} and {out_channels}")
+        if isinstance(padding, str) and padding not in ("valid", "same"):
+            raise ConfigError(f"padding must be numbers, 'valid' or 'same', got {padding!r}")
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size = pair("kernel_size", kernel_size, 1)
+        self.stride, self.dilation = pair("stride", stride, 1), pair("dilation", dilation, 1)
+        self.padding = padding if isinstance(padding, str) else pair("padding", padding, 0)
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, *self.kernel_size))
+        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights with torch's global generator."""
+        bound = 1 / math.sqrt(self.weight[0].numel())
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve.
+
+        Args:
+            x: (B, in_channels, H, W) or (in_channels, H, W).
+
+        Returns:
+            (B, out_channels, H', W') or (out_channels, H', W'), in x's dtype or the autocast dtype.
+
+        Raises:
+            ShapeError: other channels, or an image smaller than the kernel.
+        """
+        if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:
+            raise ShapeError(f"Conv2d takes (B, {self.in_channels}, H, W), got {tuple(x.shape)}")
+        dtype = compute_dtype(x)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        padding: Pair | str = self.padding
+        return ops.conv2d(
+            x.to(dtype), self.weight.to(dtype), bias, self.stride, padding, self.dilation, self.groups  # type: ignore[arg-type]  # checked above
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(model)`."""
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, bias={self.bias is not None}"
+        )
+
+
+class MaxPool2d(nn.Module):
+    """The largest element of each window; see accelerant.ops.max_pool2d."""
+
+    def __init__(self, kernel_size: Pair, *, stride: Pair | None = None, padding: Pair = 0) -> None:
+        super().__init__()
+        self.kernel_size = pair("kernel_size", kernel_size, 1)
+        self.stride = self.kernel_size if stride is None else pair("stride", stride, 1)
+        self.padding = pair("padding", padding, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) or (C, H, W) to the windows' rows and columns."""
+        y = ops.max_pool2d(x, self.kernel_size, self.stride, self.padding)
+        assert isinstance(y, Tensor)  # for the type checker: no indices were asked for
+        return y
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(model)`."""
+        return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
+
+
+class AvgPool2d(nn.Module):
+    """The mean of each window; see accelerant.ops.avg_pool2d."""
+
+    def __init__(self, kernel_size: Pair, *, stride: Pair | None = None, padding: Pair = 0) -> None:
+        super().__init__()
+        self.kernel_size = pair("kernel_size", kernel_size, 1)
+        self.stride = self.kernel_size if stride is None else pair("stride", stride, 1)
+        self.padding = pair("padding", padding, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) or (C, H, W) to the windows' rows and columns."""
+        return ops.avg_pool2d(x, self.kernel_size, self.stride, self.padding)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(model)`."""
+        return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"

@@ -1,0 +1,143 @@
+"""Recurrent layers over (B, T, inputs), through cuDNN on a GPU.
+
+They are torch.nn.LSTM and torch.nn.GRU in their parameters, so a state fits both; the call goes through the ledger.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops._library import name_of
+from accelerant.ops.recurrent.op import gru, lstm
+
+__all__ = ["GRU", "LSTM"]
+
+
+def _check_sizes(name: str, inputs: int, hidden: int, layers: int, dropout: float) -> None:
+    if inputs < 1 or hidden < 1 or layers < 1:
+        raise ConfigError(f"{name} needs inputs, hidden and layers of at least 1, got {inputs}, {hidden}, {layers}")
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"{name}: dropout must be at least 0 and below 1, got {dropout}")
+    if dropout and layers == 1:
+        raise ConfigError(f"{name}: dropout stands between layers, and there is one")
+
+
+def _begin(module: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
+    """The states to begin with: those given, or zeros; everything checked."""
+    name = type(module).__name__
+    if x.dim() != 3 or x.shape[2] != module.input_size or not x.shape[1]:
+        raise ShapeError(f"{name} takes (B, T, {module.input_size}), T at least 1, got {tuple(x.shape)}")
+    dtype = _weights(module)[0].dtype
+    if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+        raise UnsupportedDtype(f"{name} has parameters of {name_of(dtype)}, x is {name_of(x.dtype)}")
+    shape = (module.num_layers * (2 if module.bidirectional else 1), x.shape[0], module.hidden_size)
+    if states and len(states) != count:
+        raise ShapeError(f"the state of {name} must be {count} tensors, got {len(states)}")
+    for state in states:
+        if state.shape != shape:
+            raise ShapeError(f"the state of {name} must be {shape}, got {tuple(state.shape)}")
+        if state.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise UnsupportedDtype(f"x of {name} is {name_of(x.dtype)}, its state is {name_of(state.dtype)}")
+    return states or (torch.zeros(shape, dtype=x.dtype, device=x.device),) * count
+
+
+def _weights(module: nn.RNNBase) -> list[Tensor]:
+    """All of them, in one piece of memory on a GPU, as cuDNN wants them."""
+    return cast("list[Tensor]", module._flat_weights)
+
+
+def _options(module: nn.RNNBase) -> dict[str, Any]:
+    return {
+        "bias": module.bias,
+        "layers": module.num_layers,
+        "dropout": module.dropout,
+        "training": module.training,
+        "bidirectional": module.bidirectional,
+    }
+
+
+class LSTM(nn.LSTM):
+    """Long short-term memory; dropout between layers while training.
+
+    Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers, Schmidhuber and Cummins 2000.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: int,
+        layers: int = 1,
+        *,
+        bias: bool = True,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+    ) -> None:
+        _check_sizes("LSTM", inputs, hidden, layers, dropout)
+        super().__init__(
+            inputs, hidden, layers, bias=bias, batch_first=True, dropout=dropout, bidirectional=bidirectional
+        )
+
+    def forward(  # type: ignore[override]  # torch also takes packed and unbatched sequences
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Read sequences.
+
+        Args:
+            x: (B, T, inputs).
+            state: h and c to begin with, (layers directions, B, hidden) each; None for zeros.
+
+        Returns:
+            y (B, T, directions hidden), and h and c after the last step.
+
+        Raises:
+            ShapeError: x or a state is not as above.
+            UnsupportedDtype: x or a state is not of the parameters' dtype.
+        """
+        h, c = _begin(self, x, state or (), 2)
+        y, h, c = lstm(x, (h, c), _weights(self), **_options(self))
+        return y, (h, c)
+
+
+class GRU(nn.GRU):
+    """Gated recurrent units; dropout between layers while training.
+
+    Source: Cho et al. 2014, arXiv:1406.1078, with the reset gate after the product, as cuDNN has it.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: int,
+        layers: int = 1,
+        *,
+        bias: bool = True,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+    ) -> None:
+        _check_sizes("GRU", inputs, hidden, layers, dropout)
+        super().__init__(
+            inputs, hidden, layers, bias=bias, batch_first=True, dropout=dropout, bidirectional=bidirectional
+        )
+
+    def forward(  # type: ignore[override]  # torch also takes packed and unbatched sequences
+        self, x: Tensor, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Read sequences.
+
+        Args:
+            x: (B, T, inputs).
+            state: h to begin with, (layers directions, B, hidden); None for zeros.
+
+        Returns:
+            y (B, T, directions hidden), and h after the last step.
+
+        Raises:
+            ShapeError: x or the state is not as above.
+            UnsupportedDtype: x or a state is not of the parameters' dtype.
+        """
+        (h,) = _begin(self, x, () if state is None else (state,), 1)
+        return gru(x, h, _weights(self), **_options(self))

@@ -1,0 +1,387 @@
+"""What a training learns from: tensors, arrays, datasets, loaders, token files, each as batches by step.
+
+The batch of a step depends on (seed, step) alone wherever the data have numbered rows, so a resumed run needs no
+position but the step. A DataLoader has an order of its own: it is started anew for each epoch with random states made
+from (seed, epoch), and a resumed run passes over the batches that were used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
+from accelerant.nn.train.batches import (
+    Batch,
+    Prefetcher,
+    Tokens,
+    epoch_seed,
+    even_starts,
+    gather,
+    halves,
+    permutation,
+    random_windows,
+    require_windows,
+)
+from accelerant.nn.train.config import TrainConfig
+from accelerant.nn.train.source import Source
+from accelerant.nn.train.state import forked_random
+from accelerant.nn.train.tokenfile import TokenFile
+
+__all__ = ["Data", "TokenSource", "make_source"]
+
+Data = Tensor | np.ndarray[Any, Any] | Sequence[Any] | Dataset[Any] | DataLoader[Any] | TokenFile | Path | str
+"""Tensors or arrays whose first dimension is the rows (several in a tuple or list), a torch Dataset or DataLoader, or a
+token file or its path."""
+
+_SAMPLED_ROWS = 256  # of a tensor, for its fingerprint
+
+
+class _Rows(Source):
+    """Rows with numbers: epochs are permutations, laid end to end and cut into steps of batch_size."""
+
+    def __init__(self, count: int, config: TrainConfig) -> None:
+        if count < 1:
+            raise ConfigError("the data have no rows")
+        self._count = count
+        self._seed = config.seed
+        self.per_step = config.batch_size
+        self.micro_batch = config.micro_batch
+        self._orders: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
+
+    def steps(self, epochs: float) -> int:
+        """How many steps so many passes take."""
+        return max(1, math.ceil(epochs * self._count / self.per_step))
+
+    def rows(self) -> int | None:
+        """How many rows `in_order` gives."""
+        return self._count
+
+    def numbers(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The rows of a step; one that reaches over the end of an epoch goes on with the next."""
+        start, end = step * self.per_step, (step + 1) * self.per_step
+        parts = []
+        while start < end:
+            epoch, place = divmod(start, self._count)
+            taken = min(end - start, self._count - place)
+            parts.append(self._order(epoch)[place : place + taken])
+            start += taken
+        return np.concatenate(parts)
+
+    def _order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        if epoch not in self._orders:
+            self._orders = {number: order for number, order in self._orders.items() if number == epoch - 1}
+            self._orders[epoch] = permutation(self._seed, epoch, self._count)
+        return self._orders[epoch]
+
+
+class _TensorSource(_Rows):
+    """Tensors of as many rows each."""
+
+    def __init__(self, tensors: Batch, config: TrainConfig) -> None:
+        rows = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
+        if len(rows) != 1:
+            shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            raise ShapeError(f"data and targets must have as many rows each, got {shapes}")
+        super().__init__(rows.pop(), config)
+        self._tensors = tensors
+
+    def fingerprint(self) -> str:
+        """Tells these data from others."""
+        digest = hashlib.sha256()
+        for tensor in self._tensors:
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+            chosen = torch.linspace(0, self._count - 1, min(_SAMPLED_ROWS, self._count)).round().long()
+            rows = tensor[chosen.to(tensor.device)].detach().cpu().contiguous()
+            digest.update(rows.reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
+        """The parts of each step in turn."""
+        if pin and all(tensor.device.type == "cpu" for tensor in self._tensors):
+            with Prefetcher(self._batch, steps, pin=True) as ahead:
+                for batch in ahead:
+                    yield [batch]
+        else:
+            for step in steps:
+                yield [self._batch(step)]
+
+    def in_order(self, rows: int) -> Generator[Batch]:
+        """All data once."""
+        yield from zip(*(tensor.split(rows) for tensor in self._tensors), strict=True)
+
+    def example(self) -> Batch:
+        """One part of a step."""
+        return tuple(tensor[: self.micro_batch] for tensor in self._tensors)
+
+    def _batch(self, step: int) -> Batch:
+        numbers = torch.from_numpy(self.numbers(step))
+        return tuple(tensor.index_select(0, numbers.to(tensor.device)) for tensor in self._tensors)
+
+
+class _DatasetSource(_Rows):
+    """A torch Dataset with a length; its items are fetched by the main thread, since they may draw random numbers."""
+
+    def __init__(self, dataset: Dataset[Any], config: TrainConfig) -> None:
+        super().__init__(len(dataset), config)  # type: ignore[arg-type]  # torch leaves __len__ out of Dataset
+        self._dataset = dataset
+
+    def fingerprint(self) -> str:
+        """Tells these data from others."""
+        return f"{type(self._dataset).__qualname__} of {self._count}"
+
+    def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
+        """The parts of each step in turn."""
+        for step in steps:
+            yield [_pinned(self._collated(self.numbers(step)), pin)]
+
+    def in_order(self, rows: int) -> Generator[Batch]:
+        """All data once."""
+        with forked_random(self._seed):  # what items draw here changes no training, and each evaluation draws the same
+            for start in range(0, self._count, rows):
+                yield self._collated(range(start, min(start + rows, self._count)))
+
+    def example(self) -> Batch:
+        """One part of a step."""
+        with forked_random():
+            return self._collated(range(min(self._count, self.micro_batch or self._count)))
+
+    def _collated(self, numbers: Iterable[int]) -> Batch:
+        return _as_batch(default_collate([self._dataset[int(number)] for number in numbers]))
+
+
+class _LoaderSource(Source):
+    """A DataLoader: each of its batches is a part of a step, `accumulate` of them make one."""
+
+    fixed = False
+
+    def __init__(self, loader: DataLoader[Any], config: TrainConfig) -> None:
+        self._loader = loader
+        self._parts = config.accumulate
+        self._seed = config.seed
+        self.per_step = (loader.batch_size or 1) * self._parts
+        self.micro_batch = None
+        self._position = {"epoch": 0, "used": 0}
+
+    def steps(self, epochs: float) -> int:
+        """How many steps so many passes take."""
+        try:
+            length = len(self._loader)
+        except TypeError:
+            raise ConfigError("the loader's dataset has no length: give steps instead of epochs") from None
+        return max(1, math.ceil(epochs * length / self._parts))
+
+    def fingerprint(self) -> str:
+        """Tells these data from others."""
+        dataset = self._loader.dataset
+        size = len(dataset) if hasattr(dataset, "__len__") else "unknown length"
+        return f"{type(dataset).__qualname__} of {size} in batches of {self._loader.batch_size}, {self._parts} a step"
+
+    def position(self) -> dict[str, int]:
+        """The epoch, and the batches of it that were used."""
+        return dict(self._position)
+
+    def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
+        """The parts of each step in turn."""
+        stream = self._stream(position)
+        for _ in steps:
+            parts = []
+            for _ in range(self._parts):
+                batch, self._position = next(stream)
+                parts.append(_pinned(batch, pin))
+            yield parts
+
+    def in_order(self, rows: int) -> Generator[Batch]:
+        """All data once."""
+        with forked_random(self._seed):
+            for batch in self._loader:
+                yield _as_batch(batch)
+
+    def rows(self) -> int | None:
+        """How many rows `in_order` gives."""
+        dataset = self._loader.dataset
+        return len(dataset) if hasattr(dataset, "__len__") else None
+
+    def example(self) -> Batch:
+        """One part of a step."""
+        return next(self.in_order(1))
+
+    def _stream(self, position: dict[str, int]) -> Iterator[tuple[Batch, dict[str, int]]]:
+        epoch, skipped = position.get("epoch", 0), position.get("used", 0)
+        while True:
+            used = 0
+            batches = self._epoch(epoch)
+            if skipped:
+                with forked_random():  # what a dataset draws for them was drawn before the checkpoint
+                    used = sum(1 for _ in itertools.islice(batches, skipped))
+            for batch in batches:
+                used += 1
+                yield _as_batch(batch), {"epoch": epoch, "used": used}
+            if not used:
+                raise ConfigError(f"the loader gave no batch in epoch {epoch}")
+            epoch, skipped = epoch + 1, 0
+
+    def _epoch(self, epoch: int) -> Iterator[Any]:
+        """The batches of an epoch, in an order drawn from (seed, epoch)."""
+        seed = epoch_seed(self._seed, epoch)
+        for part in (self._loader.sampler, self._loader.batch_sampler):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+            if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
+        if self._loader.generator is not None:
+            self._loader.generator.manual_seed(seed)
+        with forked_random(seed):  # samplers draw at the first batch
+            iterator = iter(self._loader)
+            first = next(iterator, None)
+        if first is not None:
+            yield first
+            yield from iterator
+
+
+class TokenSource(Source):
+    """Windows of a row of tokens, at random places.
+
+    Args:
+        tokens: in memory, or mapped from a file.
+        config: batch_size, accumulate, context and seed count.
+        fingerprint: tells these tokens from others.
+        part: their name, for messages.
+        evaluation_tokens: how many to read in an evaluation; 0 for all.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        config: TrainConfig,
+        *,
+        fingerprint: str,
+        part: str = "training",
+        evaluation_tokens: int = 0,
+    ) -> None:
+        require_windows(tokens, config.context, part)
+        self._tokens = tokens
+        self._fingerprint = fingerprint
+        self._config = config
+        self._evaluated = (evaluation_tokens or len(tokens)) // config.context
+        self.per_step = config.batch_size * config.context
+        self.micro_batch = config.micro_batch
+
+    def steps(self, epochs: float) -> int:
+        """How many steps so many passes take."""
+        return max(1, math.ceil(epochs * len(self._tokens) / self.per_step))
+
+    def fingerprint(self) -> str:
+        """Tells these data from others."""
+        return self._fingerprint
+
+    def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
+        """The parts of each step in turn."""
+        with Prefetcher(self._batch, steps, pin=pin) as ahead:
+            for batch in ahead:
+                yield [batch]
+
+    def in_order(self, rows: int) -> Generator[Batch]:
+        """All data once."""
+        context = self._config.context
+        starts = self._starts()
+        for start in range(0, len(starts), rows):
+            yield halves(gather(self._tokens, starts[start : start + rows], context))
+
+    def rows(self) -> int | None:
+        """How many rows `in_order` gives."""
+        return len(self._starts())
+
+    def example(self) -> Batch:
+        """One part of a step."""
+        starts = np.zeros(self._config.micro_batch, np.int64)
+        return halves(gather(self._tokens, starts, self._config.context))
+
+    def _starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return even_starts(self._tokens, count=max(1, self._evaluated), context=self._config.context)
+
+    def _batch(self, step: int) -> Batch:
+        config = self._config
+        rows = random_windows(
+            self._tokens, seed=config.seed, step=step, count=config.batch_size, context=config.context
+        )
+        return halves(rows)
+
+
+def make_source(data: Data, targets: Data | None, config: TrainConfig) -> Source:
+    """The source of whatever a user gave.
+
+    Args:
+        data, targets: as for `Trainer.fit`.
+        config: batch_size, accumulate, context and seed count.
+
+    Raises:
+        ConfigError: of a kind that is not served, or targets beside data that have their own.
+        ShapeError: different numbers of rows.
+        FormatError: a path to something that is no token file.
+    """
+    if isinstance(data, str | Path):
+        data = TokenFile(data)
+    if isinstance(data, TokenFile | DataLoader | Dataset) and targets is not None:
+        raise ConfigError(f"a {type(data).__name__} has its own targets: leave targets out")
+    if isinstance(data, TokenFile):
+        return TokenSource(data.tokens, config, fingerprint=data.info.sha256, part=str(data.path))
+    if isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size=config.micro_batch)
+    if isinstance(data, DataLoader):
+        return _LoaderSource(data, config)
+    if isinstance(data, Dataset):
+        return _DatasetSource(data, config)
+    return _TensorSource((*_tensors(data, "data"), *(() if targets is None else _tensors(targets, "targets"))), config)
+
+
+def _tensors(data: Any, name: str) -> Batch:
+    """One or several tensors of tensors, arrays, or lists of numbers."""
+    if isinstance(data, tuple | list) and data and all(isinstance(each, Tensor | np.ndarray) for each in data):
+        return tuple(_tensor(each, name) for each in data)
+    return (_tensor(data, name),)
+
+
+def _tensor(data: Any, name: str) -> Tensor:
+    if isinstance(data, Tensor):
+        return data.detach()
+    try:
+        array = np.asarray(data)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of a map that cannot be written: nothing writes here
+            return _narrow(torch.from_numpy(array))
+    except (TypeError, ValueError, RuntimeError) as error:
+        wanted = "tensors, arrays, a Dataset, a DataLoader or a token file"
+        raise ConfigError(f"{name} must be {wanted}; got {type(data).__name__}: {error}") from None
+
+
+def _narrow(tensor: Tensor) -> Tensor:
+    """Python's and NumPy's double precision in torch's default dtype, which parameters are of."""
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
+
+
+def _as_batch(items: Any) -> Batch:
+    """What a collate function gave, as a tuple of tensors."""
+    if isinstance(items, Tensor):
+        return (items,)
+    if isinstance(items, tuple | list) and all(isinstance(each, Tensor) for each in items):
+        return tuple(map(_narrow, items))
+    raise UnsupportedCase(
+        f"a batch must be tensors in a tuple or list, got {type(items).__name__}: give the loader a collate_fn"
+    )
+
+
+def _pinned(batch: Batch, pin: bool) -> Batch:
+    return tuple(each.pin_memory() if each.device.type == "cpu" else each for each in batch) if pin else batch

@@ -1,0 +1,311 @@
+"""One optimiser step as one call: forward, backward, clipping and update; on a GPU as one CUDA graph.
+
+    step = TrainStep(model, optimizer, model.loss, max_grad_norm=1.0, precision=torch.bfloat16)
+    for number, batch in enumerate(batches):
+        result = step([batch], learning_rate(number))
+    float(result.loss)                               # only now does anything wait for the device
+
+A step of a small or middling model is hundreds of kernels, each shorter than its launch takes on the host. A graph has
+them launched by the device. The first steps run eagerly, since kernels are compiled and tables are made then; the one
+after them is captured, and from there on every step is a replay over the same memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accelerant.config import settings
+from accelerant.errors import ConfigError, FallbackWarning, LaunchError
+from accelerant.nn._optimizer import MultiTensorOptimizer
+from accelerant.nn._precision import LowWeights
+from accelerant.nn.optim import clip_grad_norm_
+from accelerant.runtime.graphs import Graph
+from accelerant.runtime.ledger import FallbackRecord, ledger
+
+__all__ = ["StepResult", "TrainStep"]
+
+_EAGER_STEPS = 3
+"""Steps before the capture: compiling and tables in the first, addresses that come back in the others."""
+
+Batch = tuple[Tensor, ...]
+
+
+class StepResult(NamedTuple):
+    """What a step found, float32 scalars on the device, in memory that no later step writes.
+
+    Attributes:
+        loss: the mean over the batches of the step.
+        grad_norm: Euclidean norm of all gradients, before clipping.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+class TrainStep:
+    """Forward, backward, clipping and update of a model.
+
+    Args:
+        model: its parameters are those of the optimiser.
+        optimizer: accelerant.nn.optim's clip and update in one launch. Any other of torch's serves; for a graph it must
+            have been made with capturable=True. The learning rate of all its groups is that of the call.
+        loss: called with the tensors of a batch, gives a scalar.
+        max_grad_norm: clip all gradients together to this norm; None does not clip.
+        accumulate: batches in a step; the gradient is that of the mean of their losses.
+        precision: bfloat16 for autocast, with each matrix cast once a step; None for the parameters' own dtype.
+        graph: True captures the step; False never does; None does on a CUDA device in a process that trains alone.
+            Where it cannot be, steps run eagerly and the ledger has the reason.
+
+    Attributes:
+        captured: whether the steps are replays by now.
+
+    Raises:
+        ConfigError: a value that has no meaning.
+
+    While a graph is replayed, hooks and Python code of the model do not run, batches must keep their shapes (one of
+    another shape runs eagerly), and `.grad` holds the gradients of the last step as usual. Call `reset` after a change
+    that a captured step cannot see: to the model's code, or of modules and parameters replaced.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[..., Tensor],
+        *,
+        max_grad_norm: float | None = None,
+        accumulate: int = 1,
+        precision: torch.dtype | None = None,
+        graph: bool | None = None,
+    ) -> None:
+        if accumulate < 1:
+            raise ConfigError(f"accumulate must be at least 1, got {accumulate}")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm must be above 0, or None; got {max_grad_norm}")
+        if precision not in (None, torch.float32, torch.bfloat16):
+            raise ConfigError(
+                f"precision must be bfloat16, float32 or None, got {precision}; float16 needs a loss scale"
+            )
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.accumulate = accumulate
+        self._precision = None if precision == torch.float32 else precision
+        self._params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not self._params:
+            raise ConfigError("the optimizer has no parameters")
+        self._device: torch.device = self._params[0].device
+        self._own = isinstance(optimizer, MultiTensorOptimizer)
+        self._max_norm = self._fused_norm(max_grad_norm)
+        self._low = None if self._precision is None else LowWeights(self._precision)
+        self._rate: Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._wants_graph = self._graph_wanted(graph)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the captured step; the next steps run eagerly and are captured anew."""
+        self._graph: Graph | None = None
+        self._seen: Any = None
+        self._eager = 0
+        self._inputs: list[list[Tensor]] = []
+        self._output: Tensor | None = None
+        self._grads: list[Tensor | None] = []
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps of the last shapes are replays."""
+        return self._graph is not None
+
+    def __call__(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        """Do one step; nothing waits for the device.
+
+        Args:
+            batches: `accumulate` of them, each the arguments of the loss; tensors elsewhere are copied to the device.
+            learning_rate: of this step, for all groups.
+
+        Returns:
+            loss and norm.
+
+        Raises:
+            ConfigError: another number of batches, or a rate that is negative or NaN.
+        """
+        if len(batches) != self.accumulate:
+            raise ConfigError(f"a step takes {self.accumulate} batches, got {len(batches)}")
+        if not learning_rate >= 0:
+            raise ConfigError(f"learning_rate must be at least 0, got {learning_rate}")
+        self._set_rate(learning_rate)
+        if not self._wants_graph:
+            return self._result(self._run(self._moved(batches)))
+        seen = self._signature(batches)
+        if self._graph is not None and seen[1:] != self._seen[1:]:
+            self.reset()  # what the captured step stands on was replaced
+        if self._graph is not None:
+            return self._replay(batches) if seen == self._seen else self._aside(batches)
+        self._eager = self._eager + 1 if self._seen is not None and seen[0] == self._seen[0] else 1
+        self._seen = seen
+        if self._eager <= _EAGER_STEPS:
+            result = self._aside(batches)
+            self._seen = self._signature(batches)  # the first step makes the optimiser's state
+            return result
+        return self._replay(batches) if self._capture(batches) else self._result(self._run(self._moved(batches)))
+
+    # --- the step itself ---------------------------------------------------------------------------------------------
+
+    def _run(self, batches: Sequence[Sequence[Tensor]]) -> Tensor:
+        """All of it, as it is captured too: the loss and the norm, (2,) float32."""
+        self.optimizer.zero_grad(set_to_none=True)
+        total: Tensor | None = None
+        with self._precision_context():
+            for batch in batches:
+                with self._autocast():
+                    loss = self.loss(*batch)
+                    if self.accumulate > 1:
+                        loss = loss / self.accumulate
+                loss.backward()
+                total = loss.detach() if total is None else total + loss.detach()
+        if self._own:
+            self.optimizer.step()
+            norm = self.optimizer.grad_norm  # type: ignore[attr-defined]  # of MultiTensorOptimizer
+        else:
+            norm = clip_grad_norm_(self._params, float("inf") if self._max_norm is None else self._max_norm)
+            self.optimizer.step()
+        assert total is not None and norm is not None  # noqa: PT018  for the type checker: both are there by now
+        return torch.stack([total.float().reshape(()), norm.float().to(total.device)])
+
+    def _precision_context(self) -> AbstractContextManager[object]:
+        if self._low is None:
+            return nullcontext()
+        return self._low.refreshed()
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._precision is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._precision)
+
+    def _fused_norm(self, max_norm: float | None) -> float | None:
+        """Hand the clipping to an optimiser of ours, which finds the norm on the way; infinity finds it alone."""
+        if not self._own:
+            return max_norm
+        theirs = self.optimizer.defaults["max_grad_norm"]
+        if theirs is None:
+            self.optimizer.defaults["max_grad_norm"] = float("inf") if max_norm is None else float(max_norm)
+        elif max_norm is not None and theirs != max_norm:
+            raise ConfigError(f"max_grad_norm is {max_norm} here and {theirs} in the optimizer: give it once")
+        return max_norm
+
+    def _set_rate(self, rate: float) -> None:
+        """A number for eager steps, memory for those that are replayed; of float32 both, so that they give the same."""
+        if not self._wants_graph:
+            rate = torch.tensor(rate, dtype=torch.float32).item()
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            return
+        if self._rate is None:
+            self._rate = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._rate.fill_(rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate
+
+    def _moved(self, batches: Sequence[Batch]) -> list[list[Tensor]]:
+        return [[each.to(self._device, non_blocking=True) for each in batch] for batch in batches]
+
+    def _result(self, pair: Tensor) -> StepResult:
+        loss, norm = pair.unbind()
+        return StepResult(loss, norm)
+
+    # --- the graph ---------------------------------------------------------------------------------------------------
+
+    def _graph_wanted(self, graph: bool | None) -> bool:
+        if graph is False:
+            return False
+        reason = self._obstacle(automatic=graph is None)
+        if reason is None:
+            return True
+        if graph:
+            self._refuse(reason)
+        return False
+
+    def _obstacle(self, *, automatic: bool) -> str | None:
+        """Why no step can be captured, as far as is known before the first."""
+        if self._device.type != "cuda" or torch.version.hip is not None:
+            return f"parameters are on {self._device}: graphs are CUDA's"
+        if any(param.device != self._device for param in self._params):
+            return "parameters are on several devices"
+        if not self._own and not self.optimizer.defaults.get("capturable"):
+            return f"{type(self.optimizer).__name__} was not made with capturable=True"
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if automatic and distributed and torch.distributed.get_world_size() > 1:
+            return "processes train together: graph=True captures their collectives too"
+        return None
+
+    def _signature(self, batches: Sequence[Batch]) -> tuple[Any, ...]:
+        """What a captured step stands on: shapes; and what may be replaced under it."""
+        return (
+            tuple([tuple([(each.shape, each.dtype) for each in batch]) for batch in batches]),
+            tuple([id(state) for state in self.optimizer.state.values()]),
+            tuple([param.data_ptr() for param in self._params]),
+            tuple([param.requires_grad for param in self._params]),
+            tuple([module.training for module in self.model.modules()]),
+        )
+
+    def _aside(self, batches: Sequence[Batch]) -> StepResult:
+        """An eager step on a stream of its own, as those before a capture must be."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        current = torch.cuda.current_stream(self._device)
+        moved = self._moved(batches)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            pair = self._run(moved)
+        current.wait_stream(self._stream)
+        return self._result(pair.clone())  # in memory of the current stream
+
+    def _capture(self, batches: Sequence[Batch]) -> bool:
+        """Record the step, which does not run; whether that went well."""
+        self._inputs = [[each.to(self._device, copy=True) for each in batch] for batch in batches]
+        if isinstance(self.optimizer, MultiTensorOptimizer):
+            self.optimizer.refresh()
+        self.optimizer.zero_grad(set_to_none=True)
+        graph = Graph("train_step")
+        try:
+            self._output = graph.capture(self._run, self._inputs, warm_up=0)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ConfigError, LaunchError) as error:  # torch's errors of a capture are RuntimeErrors
+            self.optimizer.zero_grad(set_to_none=True)  # of memory that nothing was written to
+            self._wants_graph = False
+            self._refuse(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            return False
+        self._grads = [param.grad for param in self._params]
+        self._graph = graph
+        return True
+
+    def _replay(self, batches: Sequence[Batch]) -> StepResult:
+        assert self._graph is not None and self._output is not None  # noqa: PT018  for the type checker
+        for inputs, batch in zip(self._inputs, batches, strict=True):
+            for to, each in zip(inputs, batch, strict=True):
+                to.copy_(each, non_blocking=True)
+        if isinstance(self.optimizer, MultiTensorOptimizer):
+            self.optimizer.refresh()
+        self._graph.replay()
+        for param, grad in zip(self._params, self._grads, strict=True):
+            if param.grad is not grad:  # an eager step came between
+                param.grad = grad
+        torch.autograd.graph.increment_version(self._params)
+        return self._result(self._output.clone())
+
+    def _refuse(self, reason: str) -> None:
+        """Say in the ledger, and once in words, that steps run eagerly; or raise, as the fallback policy has it."""
+        if settings().fallback == "forbid":
+            raise LaunchError(f"the training step cannot be a CUDA graph: {reason}")
+        case = f"{type(self.model).__name__} on {self._device}"
+        entry = FallbackRecord("train_step", case, "graph", "eager", reason)
+        if ledger().fallback(entry) or settings().fallback == "warn":
+            warnings.warn(
+                f"train_step ({case}): no CUDA graph, steps run eagerly. {reason}", FallbackWarning, stacklevel=4
+            )

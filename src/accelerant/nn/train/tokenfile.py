@@ -1,0 +1,265 @@
+"""Token files: a header and then the tokens of a corpus, read through a memory map, so that it may exceed memory.
+
+    bytes 0 to 7       b"ACLTOKEN"
+    bytes 8 to 15      version and length of the description, uint32 each, little endian
+    bytes 16 to 47     SHA-256 of the description
+    bytes 48 to ...    the description: JSON, UTF-8
+    bytes 4096 to ...  the tokens, uint16 or uint32, little endian
+
+The description says `dtype`, `count`, `vocab_size`, `tokenizer` (the SHA-256 of its tokenizer.json; "bytes" for plain
+bytes), `documents`, `text_bytes`, `source` and `sha256` (of the tokens).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+
+from accelerant.errors import ConfigError, FormatError
+from accelerant.nn.train.batches import Tokens
+
+__all__ = ["BYTES", "TokenFile", "TokenFileInfo", "TokenWriter", "is_token_file", "token_dtype"]
+
+_MAGIC = b"ACLTOKEN"
+_VERSION = 1
+_HEADER = 4096
+_FIXED = struct.Struct("<8sII32s")
+_CHUNK = 1 << 22  # bytes at once when all is read
+
+BYTES = "bytes"
+"""What stands for the hash of a tokenizer where tokens are bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFileInfo:
+    """What a token file says of itself.
+
+    Attributes:
+        dtype: of the tokens.
+        count: of tokens.
+        vocab_size: every token is below it.
+        tokenizer: SHA-256 of the tokenizer's JSON text, or "bytes".
+        documents: how many texts went in.
+        text_bytes: their size.
+        source: where they came from, for people.
+        sha256: of the tokens' bytes.
+    """
+
+    dtype: Literal["uint16", "uint32"]
+    count: int
+    vocab_size: int
+    tokenizer: str
+    documents: int
+    text_bytes: int
+    source: str
+    sha256: str
+
+
+def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """The smaller dtype that holds every token of a vocabulary."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def is_token_file(path: Path) -> bool:
+    """Whether a file begins as a token file does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+class TokenFile:
+    """An open token file.
+
+    Attributes:
+        path: of the file.
+        info: its description.
+        tokens: (count,), a memory map: slices and gathers read what they need from disk.
+
+    Raises:
+        FormatError: it is missing, torn, of another version, or no token file.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.info = _read_info(self.path)
+        tokens = np.memmap(self.path, np.dtype(self.info.dtype).newbyteorder("<"), "r", offset=_HEADER)
+        self.tokens: Tokens = np.asarray(tokens)
+
+    def __len__(self) -> int:
+        return self.info.count
+
+    def __repr__(self) -> str:
+        info = self.info
+        return f"TokenFile({str(self.path)!r}: {info.count:,} tokens of {info.vocab_size:,}, {info.dtype})"
+
+    def verify(self, watch: Callable[[float], None] = lambda _share: None) -> None:
+        """Read all of it and compare with its checksum; takes as long as the disk needs.
+
+        Raises:
+            FormatError: the tokens are not those that were written.
+        """
+        digest, done, size = hashlib.sha256(), 0, self.tokens.nbytes
+        with self.path.open("rb") as file:  # not through the map: its pages would count as this process's memory
+            file.seek(_HEADER)
+            while data := file.read(_CHUNK):
+                digest.update(data)
+                done += len(data)
+                watch(min(1.0, done / size))
+        if digest.hexdigest() != self.info.sha256:
+            raise FormatError(f"{self.path} is damaged: its tokens do not match their checksum; prepare it again")
+
+
+def _read_info(path: Path) -> TokenFileInfo:
+    try:
+        with path.open("rb") as file:
+            header = file.read(_HEADER)
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise FormatError(f"no token file {path}") from None
+    except OSError as error:
+        raise FormatError(f"cannot read {path}: {error.strerror or error}") from None
+    if header[: len(_MAGIC)] != _MAGIC:
+        raise FormatError(f"{path} is no token file: make one with accelerant data prepare")
+    if len(header) < _HEADER:
+        raise FormatError(f"token file {path} is torn: {len(header)} bytes, the header alone has {_HEADER}")
+    _, version, length, digest = _FIXED.unpack_from(header)
+    if version != _VERSION:
+        raise FormatError(f"token file {path} is of version {version}, this program reads version {_VERSION}")
+    text = header[_FIXED.size : _FIXED.size + length]
+    if hashlib.sha256(text).digest() != digest:
+        raise FormatError(f"token file {path} is damaged: its header does not match its checksum")
+    try:
+        info = TokenFileInfo(**json.loads(text))
+        width = np.dtype(info.dtype).itemsize
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"token file {path} describes itself in another way: {error}") from None
+    wanted = _HEADER + info.count * width
+    if size != wanted:
+        raise FormatError(f"token file {path} is torn: {size:,} bytes, {info.count:,} tokens need {wanted:,}")
+    if info.count < 1:
+        raise FormatError(f"token file {path} holds no tokens")
+    return info
+
+
+class TokenWriter:
+    """Writes a token file piece by piece, under a temporary name until `finish`; a context manager.
+
+    Leaving without `finish` removes what was written: a reader never sees a part of a file. A process that is killed
+    (SIGTERM, SIGKILL) leaves its temporary file, ".NAME.PROCESS.tmp".
+
+    Args:
+        path: where to; an older file of that name stays until `finish`.
+        vocab_size: every token must be below it.
+        tokenizer: SHA-256 of the tokenizer, or "bytes".
+        source: for people.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+
+    def __init__(self, path: Path, *, vocab_size: int, tokenizer: str, source: Sequence[str]) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._dtype = np.dtype(token_dtype(vocab_size)).newbyteorder("<")
+        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._source = ", ".join(source)[:1000]  # the header has one page
+        self._digest = hashlib.sha256()
+        self.count = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._temporary.open("wb")
+            self._file.write(bytes(_HEADER))
+        except OSError as error:
+            raise ConfigError(f"cannot write to {path}: {error.strerror or error}") from None
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            self._file.close()  # writes what is left of a buffer: on a full disk it fails again
+        except OSError:
+            if _type is None:
+                raise
+        finally:
+            self._temporary.unlink(missing_ok=True)
+
+    def append(self, tokens: Tokens) -> None:
+        """Write some tokens.
+
+        Raises:
+            ConfigError: one is not below vocab_size.
+            OSError: the disk is full.
+        """
+        if len(tokens) and int(tokens.max()) >= self._vocab_size:
+            raise ConfigError(f"token {int(tokens.max())} is not below the vocabulary's size, {self._vocab_size}")
+        data = np.ascontiguousarray(tokens, self._dtype)
+        self._digest.update(data.data)
+        with self._named():
+            self._file.write(data.data)
+        self.count += len(data)
+
+    def finish(self, *, documents: int, text_bytes: int, before: Callable[[], None] = lambda: None) -> TokenFileInfo:
+        """Write the header, and give the file its name.
+
+        Args:
+            documents, text_bytes: for the description.
+            before: is called when everything is written, before the file has its name.
+
+        Raises:
+            ConfigError: no token was written.
+            OSError: the disk is full.
+        """
+        if not self.count:
+            raise ConfigError(f"no text in {self._source}: nothing to write to {self._path}")
+        info = TokenFileInfo(
+            dtype=token_dtype(self._vocab_size),
+            count=self.count,
+            vocab_size=self._vocab_size,
+            tokenizer=self._tokenizer,
+            documents=documents,
+            text_bytes=text_bytes,
+            source=self._source,
+            sha256=self._digest.hexdigest(),
+        )
+        text = _described(asdict(info))
+        with self._named():
+            self._file.seek(0)
+            self._file.write(_FIXED.pack(_MAGIC, _VERSION, len(text), hashlib.sha256(text).digest()) + text)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        before()
+        os.replace(self._temporary, self._path)
+        return info
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the file in errors of a write, which have none."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+
+
+def _described(values: dict[str, Any]) -> bytes:
+    text = json.dumps(values).encode()
+    room = _HEADER - _FIXED.size
+    if len(text) > room:  # names of few letters and many escapes
+        text = json.dumps({**values, "source": ""}).encode()
+    return text

@@ -1,0 +1,107 @@
+"""What each process of the distributed tests of patch does; apart, so that a fresh interpreter can import it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+PROCESSES = 2
+
+
+def launch(target, path, *args):
+    """Run target(rank, *args) in processes that know each other through a file."""
+    torch.multiprocessing.spawn(_enter, (target, str(path), *args), nprocs=PROCESSES)
+
+
+def _enter(rank, target, path, *args):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=PROCESSES,
+        timeout=datetime.timedelta(seconds=120),
+    )  # fmt: skip
+    try:
+        target(rank, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _whole(family):
+    """The unpatched model's gradients over both processes' batches, and those batches."""
+    from patch_models import batch, make, outcome
+
+    parts = [batch(family, seed=10 + rank) for rank in range(PROCESSES)]
+    model = make(family)
+    found = [outcome(model, part)[2] for part in parts]
+    return parts, {name: (found[0][name] + found[1][name]) / PROCESSES for name in found[0]}
+
+
+def ddp(rank, families):
+    """Gradients under DistributedDataParallel."""
+    for family in families:
+        _ddp(rank, family)
+
+
+def _ddp(rank, family):
+    from patch_models import make
+
+    import accelerant as acl
+
+    parts, wanted = _whole(family)
+    model = make(family)
+    acl.nn.patch(model)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    wrapped(**parts[rank])["loss"].backward()
+    for name, parameter in model.named_parameters():
+        if name in wanted:
+            torch.testing.assert_close(parameter.grad, wanted[name], rtol=2e-5, atol=2e-6)
+
+
+def fsdp(rank, cases):
+    """Gradients and updated weights under fully_shard, of whole blocks or of every linear layer too."""
+    for family, leaves in cases:
+        _fsdp(rank, family, leaves)
+
+
+def _fsdp(rank, family, leaves):
+    from patch_models import make
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import accelerant as acl
+
+    parts, wanted = _whole(family)
+    plain, model = make(family), make(family)
+    acl.nn.patch(model)
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    blocks = model.transformer.h if family == "gpt2" else model.bert.encoder.layer if family == "bert" else None
+    if blocks is None:
+        blocks = model.vit.layers if family == "vit" else model.model.layers
+    for block in blocks:
+        if leaves:
+            for module in block.modules():
+                if next(module.children(), None) is None and next(module.parameters(), None) is not None:
+                    fully_shard(module, mesh=mesh)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):  # what the second finds is sharded again
+        optimizer.zero_grad()
+        output = model(**parts[rank])
+        output["loss"].backward()
+        for name, parameter in model.named_parameters():
+            if name in wanted:
+                torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name], rtol=2e-5, atol=2e-6)
+    optimizer.step()
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if name in wanted:
+                parameter -= 0.1 * wanted[name]
+    for (name, sharded), (_, whole) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(sharded.full_tensor(), whole, rtol=2e-5, atol=2e-6, msg=name)

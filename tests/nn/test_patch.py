@@ -1,0 +1,537 @@
+"""patch: parity, the report, what is left alone, unpatch, copies."""
+
+import copy
+import inspect
+import io
+import json
+import pickle
+import sys
+
+import pytest
+import torch
+from patch_models import CAUSAL, FAMILIES, ROTARY, assert_same, batch, make, outcome, transformers
+from torch import nn
+from transformers import activations
+
+import accelerant as acl
+from accelerant.errors import ConfigError, MissingDependency
+from accelerant.nn._patch import known, rules
+
+TIGHT = {"rtol": 2e-5, "atol": 2e-6}
+"""Of float32 on a CPU: sums in another order."""
+
+
+# --- parity ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_stay(family):
+    model, inputs = make(family), batch(family)
+    before, keys = outcome(model, inputs), list(model.state_dict())
+    report = acl.nn.patch(model)
+    assert list(model.state_dict()) == keys
+    assert_same(outcome(model, inputs), before, **TIGHT)
+    assert {"norm", "attention", "mlp", "residual", "activation"} <= report.counts.keys()
+    assert report.counts.get("rope", 0) == (2 if family in ROTARY else 0)
+    assert not report.fallbacks
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_labels_and_in_evaluation(family):
+    model, inputs = make(family), batch(family)
+    del inputs["labels"]
+    wanted = model(**inputs).logits
+    acl.nn.patch(model)
+    torch.testing.assert_close(model(**inputs).logits, wanted, **TIGHT)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(**inputs).logits, wanted, **TIGHT)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_no_further_from_the_truth_than_unpatched(family):
+    inputs = batch(family)
+    model = make(family)
+    truth = outcome(model.double(), {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()})
+    model.to(torch.bfloat16)
+    inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
+    plain = outcome(model, inputs)
+    acl.nn.patch(model)
+    patched = outcome(model, inputs)
+    assert patched[0].dtype == plain[0].dtype
+    assert patched[1].dtype == torch.bfloat16
+
+    def error(found):
+        return float((found[1].double() - truth[1]).norm() / truth[1].norm())
+
+    assert error(patched) <= 1.5 * error(plain) + 1e-4
+    for name, gradient in truth[2].items():
+        floor = gradient.norm() * 2e-3
+        wrong, usual = ((each[2][name].double() - gradient).norm() for each in (patched, plain))
+        assert wrong <= 2 * usual + floor, name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "bert"])
+def test_under_autocast(family):
+    model, inputs = make(family), batch(family)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = outcome(model, inputs)
+        acl.nn.patch(model)
+        patched = outcome(model, inputs)
+    assert patched[0].dtype == plain[0].dtype
+    assert_same(patched, plain, rtol=5e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("loss", [True, False])
+@pytest.mark.parametrize("family", CAUSAL)
+def test_the_loss_takes_what_transformers_passes(family, loss):
+    model, inputs = make(family), batch(family)
+    shifted = torch.roll(inputs["labels"], -1, 1)
+    calls = [
+        {"num_items_in_batch": torch.tensor(7)},
+        {"num_items_in_batch": 5},
+        {"ignore_index": 4, "labels": inputs["input_ids"]},
+        {"shift_labels": shifted},
+        {"logits_to_keep": 13},
+        {"attention_mask": torch.ones_like(inputs["input_ids"])},
+    ]
+    wanted = [outcome(model, inputs | call) for call in calls]
+    acl.nn.patch(model, loss=loss)
+    for call, each in zip(calls, wanted, strict=True):
+        assert_same(outcome(model, inputs | call), each, **TIGHT)
+
+
+def test_a_loss_of_the_users_own_is_called():
+    model, inputs = make("llama"), batch("llama")
+    acl.nn.patch(model)
+    model.loss_function = lambda logits, labels, **_: logits.sum() * 0 + 42
+    assert model(**inputs).loss == 42
+
+
+def test_tuples_and_positional_arguments():
+    model, inputs = make("gpt2"), batch("gpt2")
+    wanted = model(inputs["input_ids"], labels=inputs["labels"], return_dict=False, use_cache=False)
+    acl.nn.patch(model)
+    found = model(inputs["input_ids"], labels=inputs["labels"], return_dict=False, use_cache=False)
+    assert len(found) == len(wanted) == 2
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, **TIGHT)
+
+
+@pytest.mark.parametrize("family", [*CAUSAL, "bert"])
+def test_the_signature_stays(family):
+    model = make(family)
+    before = inspect.signature(model.forward)
+    acl.nn.patch(model)
+    assert inspect.signature(model.forward) == before
+
+
+def test_logits_are_made_when_they_are_read():
+    model, inputs = make("llama"), batch("llama")
+    wanted = model(**inputs).logits
+    acl.nn.patch(model)
+    output = model(**inputs)
+    assert "logits" not in output.keys()  # noqa: SIM118  # nobody who walks over it makes them
+    assert isinstance(output, transformers.modeling_outputs.CausalLMOutputWithPast)
+    torch.testing.assert_close(output["logits"], wanted, **TIGHT)
+    assert output.logits is output[1]
+    output.logits = None
+    assert output.to_tuple()[0] is output.loss
+    assert not any("logits" in note for note in acl.nn.patch(make("llama"), loss=False).notes)
+
+
+def test_logits_are_what_they_would_have_been_at_the_forward_pass():
+    model, inputs = make("llama"), batch("llama")
+    acl.nn.patch(model)
+    with torch.no_grad():
+        silent = model(**inputs)
+    assert not silent.logits.requires_grad
+    learning = model(**inputs)
+    with torch.no_grad():
+        assert learning.logits.requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        low = model(**inputs)
+    assert low.logits.dtype == torch.bfloat16
+
+
+def test_the_loss_of_a_float64_model_is_float32_as_transformers_has_it():
+    model, inputs = make("llama").double(), batch("llama")
+    before = outcome(model, inputs)
+    acl.nn.patch(model)
+    assert_same(outcome(model, inputs), before, rtol=1e-5, atol=1e-6)
+
+
+# Reentrant checkpoints need inputs with gradients, which transformers arranges for tokens alone.
+@pytest.mark.parametrize(
+    ("family", "reentrant"),
+    [("gpt2", True), ("mistral", True), ("bert", True), ("gpt2", False), ("mistral", False), ("vit", False)],
+)
+def test_gradient_checkpointing(family, reentrant):
+    model, inputs = make(family), batch(family)
+    before = outcome(model, inputs)
+    report = acl.nn.patch(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert_same(outcome(model, inputs), before, **TIGHT)
+    assert not report.fallbacks
+
+
+LOOSE = {"rtol": 5e-2, "atol": 3e-2}  # of bfloat16: of single elements
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "tolerance"),
+    [
+        ("gpt2", torch.float32, TIGHT),
+        ("gpt2", torch.bfloat16, LOOSE),
+        ("qwen3", torch.float32, TIGHT),
+        ("bert", torch.float32, TIGHT),
+        ("vit", torch.float32, TIGHT),
+    ],
+)
+def test_compiles_whole(family, dtype, tolerance):
+    model, inputs = make(family, num_hidden_layers=1).to(dtype), batch(family)
+    inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    wanted = outcome(model, inputs)
+    acl.nn.patch(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    model.zero_grad()
+    output = compiled(**inputs)
+    output.loss.backward()
+    torch.testing.assert_close(output.loss, wanted[0], **tolerance)
+    for name, p in model.named_parameters():
+        if name in wanted[2]:
+            torch.testing.assert_close(p.grad, wanted[2][name], **tolerance)
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_names_every_leaf_once():
+    model = make("gpt2")
+    report = acl.nn.patch(model)
+    leaves = {name for name, module in model.named_modules() if next(module.children(), None) is None}
+    named = [each.name for each in (*report.changed, *report.left)]
+    assert leaves <= set(named)
+    assert not {each.name for each in report.changed} & {each.name for each in report.left}
+    assert report.counts == {
+        "loss": 1, "embedding": 2, "residual": 2, "norm": 5, "attention": 2, "mlp": 2, "activation": 2,
+    }  # fmt: skip
+    table = json.loads(json.dumps(report.to_dict()))
+    assert table["model"] == "GPT2LMHeadModel"
+    assert table["counts"] == report.counts
+    text = str(report)
+    assert "2 x GPT2MLP" in text
+    assert "ops.linear_gelu('tanh')" in text
+    assert "Dropout  ours draws other random numbers" in text
+    assert "logits never exist whole" in text
+
+
+def test_patching_twice_changes_nothing_more():
+    model = make("llama")
+    report = acl.nn.patch(model)
+    count = len(report.changed)
+    assert acl.nn.patch(model, loss=False) is report
+    assert len(report.changed) == count
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_replacement_was_written_for_this_version(family):
+    stale = {}
+    for path, rule in rules.RULES.items():
+        for function in (f"{path}.forward", *rule.needs):
+            if reason := known.unknown(function):
+                stale[function] = reason
+    assert not stale
+
+
+# --- what is left alone ----------------------------------------------------------------------------------------------
+
+
+def left(report, kind):
+    return {each.reason for each in report.left if each.module == kind}
+
+
+@pytest.mark.parametrize("name", sorted(activations.ACT2CLS.keys() - {"xielu"}))  # whose weights are bfloat16 alone
+def test_every_activation_is_right_or_left_alone(name):
+    model, inputs = make("gpt2", activation_function=name), batch("gpt2")
+    before = outcome(model, inputs)
+    report = acl.nn.patch(model)
+    assert_same(outcome(model, inputs), before, **TIGHT)
+    ours = {"gelu", "gelu_fast", "gelu_new", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"}
+    if name in ours:
+        assert report.counts["mlp"] == 2
+    else:
+        assert left(report, "GPT2MLP") == {f"ours has no activation {name!r}"}
+
+
+def test_an_activation_that_is_not_the_configs():
+    model, inputs = make("gpt2"), batch("gpt2")
+    model.transformer.h[0].mlp.act = nn.ReLU()
+    before = outcome(model, inputs)
+    report = acl.nn.patch(model)
+    assert left(report, "GPT2MLP") == {"its activation is a ReLU, where the config says 'gelu_new'"}
+    assert report.counts["mlp"] == 1
+    assert_same(outcome(model, inputs), before, **TIGHT)
+
+
+def test_a_gate_that_is_not_silu():
+    model, inputs = make("llama", hidden_act="gelu"), batch("llama")
+    before = outcome(model, inputs)
+    report = acl.nn.patch(model)
+    assert left(report, "LlamaMLP") == {"ours has no activation 'gelu'"}
+    assert_same(outcome(model, inputs), before, **TIGHT)
+
+
+def test_an_eps_that_is_not_the_configs():
+    model, inputs = make("llama"), batch("llama")
+    model.model.norm.variance_epsilon = 0.5
+    before = outcome(model, inputs)
+    report = acl.nn.patch(model)
+    assert left(report, "LlamaRMSNorm") == {"its eps is 0.5, where the config says 1e-06"}
+    assert_same(outcome(model, inputs), before, **TIGHT)
+
+
+def test_subclasses_and_replaced_forwards():
+    model, inputs = make("llama"), batch("llama")
+    mlp = model.model.layers[0].mlp
+
+    class Doubled(type(mlp)):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    mlp.__class__ = Doubled
+    norm = model.model.layers[1].input_layernorm
+    norm.forward = lambda x: 3 * type(norm).forward(norm, x)
+    before = outcome(model, inputs)
+    report = acl.nn.patch(model)
+    assert left(report, "Doubled") == {"is a subclass of LlamaMLP, whose forward may be another"}
+    assert left(report, "LlamaRMSNorm") == {"its forward was replaced by another library"}
+    assert_same(outcome(model, inputs), before, **TIGHT)
+
+
+def test_a_class_whose_forward_another_library_replaced(monkeypatch):
+    def forward(self, hidden_states):
+        return hidden_states * self.weight
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaRMSNorm, "forward", forward)
+    model, inputs = make("llama"), batch("llama")
+    before = outcome(model, inputs)
+    report = acl.nn.patch(model)
+    assert "norm" not in report.counts
+    assert left(report, "LlamaRMSNorm") == {
+        "LlamaRMSNorm.forward is not the one of transformers 5.17 that the replacement was written for"
+    }
+    assert_same(outcome(model, inputs), before, **TIGHT)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_adapters_are_called_not_looked_through(when):
+    class Adapted(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer, self.extra = layer, nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return self.layer(x) + self.extra
+
+    def adapt(model):
+        for block in model.bert.encoder.layer:
+            block.intermediate.dense = Adapted(block.intermediate.dense)
+
+    model, inputs = make("bert"), batch("bert")
+    plain = copy.deepcopy(model)
+    adapt(plain)
+    wanted = outcome(plain, inputs)
+    if when == "before":
+        adapt(model)
+        report = acl.nn.patch(model)
+        assert left(report, "BertIntermediate") == {"its dense is a Adapted, not a Linear"}
+    else:
+        acl.nn.patch(model)
+        adapt(model)
+    assert_same(outcome(model, inputs), wanted, **TIGHT)
+
+
+@pytest.mark.parametrize(
+    "part", ["transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.act", "transformer.h.0.ln_2", "lm_head"]
+)
+def test_hooks_run(part):
+    model, inputs = make("gpt2"), batch("gpt2")
+    acl.nn.patch(model)
+    seen = []
+    model.get_submodule(part).register_forward_hook(lambda *_: seen.append(part))
+    model(**inputs)
+    assert seen == [part]
+
+
+def test_other_models_are_untouched():
+    first = make("llama")
+    second = type(first)(first.config)  # transformers lets models share a config
+    inputs = batch("llama")
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][0, :4] = 0
+    before = outcome(second, inputs)
+    acl.nn.patch(first)
+    assert all("forward" not in module.__dict__ for module in second.modules())
+    assert_same(outcome(second, inputs), before)
+
+
+def test_what_is_no_model_of_transformers():
+    with pytest.raises(ConfigError, match="a model of transformers, or a module that holds one, got Linear"):
+        acl.nn.patch(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="padding must be 'exact' or 'skip', got 'maybe'"):
+        acl.nn.patch(make("gpt2"), padding="maybe")
+    with pytest.raises(ConfigError, match=r"before torch\.compile"):
+        acl.nn.patch(torch.compile(make("gpt2")))
+
+
+def test_a_family_that_patch_does_not_know():
+    config = transformers.OPTConfig(
+        vocab_size=50, hidden_size=16, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16
+    )
+    report = acl.nn.patch(transformers.OPTForCausalLM(config))
+    assert not report.changed
+    assert "its model_type is 'opt'" in report.left[0].reason
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        MissingDependency, match=r"accelerant.nn.patch needs transformers: pip install 'accelerant\[hugg"
+    ):
+        acl.nn.patch(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kind", ["GPT2ForSequenceClassification", "LlamaForTokenClassification", "BertModel"])
+def test_other_heads(kind):
+    family = next(family for family in FAMILIES if kind.lower().startswith(family))
+    config = make(family).config
+    config.num_labels = 3
+    model = getattr(transformers, kind)(config).eval()  # some heads have dropout
+    ids = batch(family)["input_ids"]
+
+    def step():
+        model.zero_grad()
+        output = model(ids)[0]
+        output.square().sum().backward()
+        return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    wanted, gradients = step()
+    report = acl.nn.patch(model)
+    assert {"norm", "attention", "mlp", "residual"} <= report.counts.keys()
+    found = step()
+    torch.testing.assert_close(found[0], wanted, **TIGHT)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[1][name], gradient, **TIGHT)
+
+
+def test_a_wrapped_model():
+    model, inputs = make("gpt2"), batch("gpt2")
+    before = outcome(model, inputs)
+    holder = nn.ModuleDict({"inner": model})
+    report = acl.nn.patch(holder)
+    assert report.changed[0].name == "inner"
+    assert_same(outcome(model, inputs), before, **TIGHT)
+    acl.nn.unpatch(holder)
+    assert_same(outcome(model, inputs), before)
+
+
+# --- undone, copied, pickled -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpatch_restores_bit_for_bit(family):
+    model, inputs = make(family), batch(family)
+    before = outcome(model, inputs)
+    attributes = {name: set(module.__dict__) for name, module in model.named_modules()}
+    acl.nn.patch(model)
+    outcome(model, inputs)
+    acl.nn.unpatch(model)
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == attributes
+    assert model.config._attn_implementation == "sdpa"
+    assert_same(outcome(model, inputs), before)
+    acl.nn.unpatch(model)  # nothing left to undo
+    acl.nn.patch(model)
+    assert_same(outcome(model, inputs), before, **TIGHT)
+
+
+def test_unpatch_keeps_an_attention_chosen_since():
+    model = make("llama")
+    acl.nn.patch(model)
+    model.set_attn_implementation("eager")
+    acl.nn.unpatch(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_two_patched_models_with_one_config():
+    first = make("llama")
+    second, inputs = type(first)(first.config), batch("llama")
+    before = outcome(second, inputs)
+    for model in (first, second):
+        acl.nn.patch(model)
+    assert_same(outcome(second, inputs), before, **TIGHT)
+    acl.nn.unpatch(first)
+    assert_same(outcome(second, inputs), before, **TIGHT)
+    acl.nn.unpatch(second)
+    assert second.config._attn_implementation == "sdpa"
+    assert_same(outcome(second, inputs), before)
+
+
+def test_unpatch_refuses_what_was_built_upon():
+    model = make("llama")
+    acl.nn.patch(model)
+    patched = model.forward
+    model.forward = lambda **inputs: patched(**inputs)
+    with pytest.raises(ConfigError, match="the forward of a LlamaForCausalLM was replaced after patch"):
+        acl.nn.unpatch(model)
+    assert "forward" in model.model.layers[0].mlp.__dict__  # nothing was undone
+    model.forward = patched
+    acl.nn.unpatch(model)
+
+
+def test_a_deep_copy_is_patched_and_independent():
+    model, inputs = make("qwen2"), batch("qwen2")
+    before = outcome(model, inputs)
+    acl.nn.patch(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.model.layers[0].mlp.gate_proj.weight.zero_()
+    assert_same(outcome(other, inputs), before, **TIGHT)
+    acl.nn.unpatch(other)
+    assert_same(outcome(other, inputs), before)
+    assert "forward" in model.model.layers[0].mlp.__dict__
+
+
+def test_data_parallel_is_refused():
+    model = make("llama")
+    acl.nn.patch(model)
+    with pytest.raises(ConfigError, match="DataParallel cannot copy a patched model"):
+        model._replicate_for_data_parallel()
+    with pytest.raises(ConfigError, match="DataParallel cannot copy"):
+        copy.deepcopy(model)._replicate_for_data_parallel()
+    acl.nn.unpatch(model)
+    assert type(model._replicate_for_data_parallel()) is type(model)
+
+
+@pytest.mark.parametrize("part", ["", "transformer.h.0.mlp"])
+def test_pickle_says_what_to_do(part):
+    model = make("gpt2")
+    acl.nn.patch(model)
+    with pytest.raises(ConfigError, match=r"a patched model cannot be pickled: save its state_dict\(\)"):
+        pickle.dumps(model.get_submodule(part))
+    with pytest.raises(ConfigError, match="cannot be pickled"):
+        torch.save(model, io.BytesIO())
+    acl.nn.unpatch(model)
+    pickle.dumps(model)
+
+
+def test_saved_as_before(tmp_path):
+    model, inputs = make("llama"), batch("llama")
+    before = outcome(model, inputs)
+    acl.nn.patch(model)
+    model.save_pretrained(tmp_path)
+    assert "accelerant" not in (tmp_path / "config.json").read_text()
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path).train()
+    assert_same(outcome(again, inputs), before)

@@ -1,0 +1,122 @@
+"""patch on a GPU: our kernels inside transformers' models, in bfloat16."""
+
+from collections import Counter
+
+import pytest
+import torch
+from patch_models import FAMILIES, batch, make, outcome
+
+import accelerant as acl
+from accelerant.config import override
+
+pytestmark = pytest.mark.gpu
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+"""Heads of 64, and rows that begin on 16-byte boundaries: what the kernels for Hopper take."""
+
+
+def wide(family):
+    settings = WIDE if family in ("bert", "vit") else WIDE | {"max_position_embeddings": 256, "num_key_value_heads": 2}
+    if family == "gpt2":
+        settings = {"n_embd": 256, "n_head": 4, "n_positions": 256}
+    if family == "qwen3":
+        settings |= {"head_dim": 64}
+    if family == "mistral":
+        settings |= {"sliding_window": 48}
+    return make(family, **settings).cuda()
+
+
+def inputs_of(family, dtype=torch.bfloat16):
+    found = batch(family, 2, 128) if family != "bert" else batch(family, 2, 64)
+    return {k: v.cuda().to(dtype) if v.is_floating_point() else v.cuda() for k, v in found.items()}
+
+
+def distance(found, truth):
+    return float((found.double() - truth.double()).norm() / truth.double().norm())
+
+
+def assert_no_worse(found, plain, truth):
+    """Logits and gradients of two models in bfloat16 against those in float64."""
+    assert distance(found[1], truth[1]) <= 1.5 * distance(plain[1], truth[1]) + 1e-4
+    for name, gradient in truth[2].items():
+        assert distance(found[2][name], gradient) <= 2 * distance(plain[2][name], gradient) + 5e-3, name
+
+
+def both(model, family, **more):
+    """The truth, and the unpatched model in bfloat16."""
+    truth = outcome(model.double(), inputs_of(family, torch.float64) | more)
+    return truth, outcome(model.to(torch.bfloat16), inputs_of(family) | more)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_further_from_the_truth_than_unpatched(family):
+    model = wide(family)
+    truth, plain = both(model, family)
+    report = acl.nn.patch(model)
+    with override(fallback="forbid"):
+        patched = outcome(model, inputs_of(family))
+    assert not report.fallbacks
+    assert_no_worse(patched, plain, truth)
+
+
+def calls_by_op():
+    counted = Counter()
+    for record in acl.ledger().records():
+        counted[record.op] += record.calls
+    return counted
+
+
+def test_our_kernels_are_what_runs():
+    model, inputs = wide("llama").to(torch.bfloat16), inputs_of("llama")
+    acl.nn.patch(model)
+    outcome(model, inputs)
+    before = calls_by_op()
+    outcome(model, inputs)
+    calls = calls_by_op() - before
+    for op in ("attention_fwd", "attention_bwd", "rope_fwd", "swiglu_fwd", "add_rms_norm_fwd", "rms_norm_fwd"):
+        assert calls[op] >= 2, op
+    assert calls["linear_cross_entropy_fwd"] == 1
+
+
+def test_padding_skipped():
+    model, inputs = wide("llama"), inputs_of("llama")
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, 90:] = 0
+    more = {"attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+    truth, plain = both(model, "llama", **more)
+    report = acl.nn.patch(model, padding="skip")
+    patched = outcome(model, inputs | more)
+    assert not report.fallbacks
+    here = mask.bool()
+    assert_no_worse(*((each[0], each[1][here], each[2]) for each in (patched, plain, truth)))
+
+
+def test_logits_take_no_memory():
+    model = make("gpt2", vocab_size=50257, n_embd=256, n_head=4, n_positions=512).cuda().to(torch.bfloat16)
+    ids = torch.randint(3, 50257, (8, 512), device="cuda")
+
+    def peak():
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+        return torch.cuda.max_memory_allocated()
+
+    before = peak()
+    acl.nn.patch(model)
+    whole = ids.numel() * 50257 * 4
+    assert peak() < before - whole  # at least the float32 logits are gone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_compiled(family):
+    model = wide(family)
+    truth, plain = both(model, family)
+    acl.nn.patch(model)
+    model.zero_grad()
+    output = torch.compile(model, fullgraph=True)(**inputs_of(family))
+    output.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_no_worse((output.loss, plain[1], gradients), plain, truth)  # the graph makes no logits

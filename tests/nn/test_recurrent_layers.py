@@ -1,0 +1,88 @@
+import pytest
+import torch
+
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.nn import GRU, LSTM
+from accelerant.runtime.ledger import ledger
+
+PAIRS = pytest.mark.parametrize(("ours", "theirs"), [(LSTM, torch.nn.LSTM), (GRU, torch.nn.GRU)])
+KINDS = pytest.mark.parametrize(
+    "options", [{}, {"layers": 2}, {"bidirectional": True, "layers": 2}, {"bias": False}], ids=str
+)
+
+
+def flat(found):
+    y, state = found
+    return [y, *(state if isinstance(state, tuple) else (state,))]
+
+
+@PAIRS
+@KINDS
+def test_is_torchs_with_its_gradients(ours, theirs, options):
+    torch.manual_seed(0)
+    layer = ours(3, 4, **options)
+    renamed = {"num_layers" if name == "layers" else name: value for name, value in options.items()}
+    other = theirs(3, 4, batch_first=True, **renamed)
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 5, 3)
+    found, expected = layer(x), other(x)
+    for one, wanted in zip(flat(found), flat(expected), strict=True):
+        torch.testing.assert_close(one, wanted)
+    found[0].square().sum().backward()
+    expected[0].square().sum().backward()
+    for one, wanted in zip(layer.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("kind", [LSTM, GRU])
+def test_the_state_carries_on(kind):
+    torch.manual_seed(0)
+    layer, x = kind(3, 4), torch.randn(2, 6, 3)
+    whole, last = layer(x)
+    first, state = layer(x[:, :4])
+    second, end = layer(x[:, 4:], state)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole)
+    torch.testing.assert_close(end, last)
+
+
+def test_dropout_is_for_training():
+    torch.manual_seed(0)
+    layer, x = LSTM(3, 8, 2, dropout=0.5), torch.randn(2, 5, 3)
+    assert not torch.equal(layer(x)[0], layer(x)[0])
+    layer.eval()
+    assert torch.equal(layer(x)[0], layer(x)[0])
+
+
+@pytest.mark.parametrize(("kind", "op"), [(LSTM, "lstm_fwd"), (GRU, "gru_fwd")])
+def test_the_ledger_counts_it(kind, op):
+    ledger().reset()
+    kind(3, 4)(torch.randn(2, 5, 3))
+    assert {row["op"]: row["calls"] for row in ledger().to_dict()["ops"]} == {op: 1}
+
+
+@pytest.mark.parametrize("kind", [LSTM, GRU])
+def test_refuses(kind):
+    name = kind.__name__
+    for arguments, words in (((0, 4), "at least 1"), ((3, 4, 0), "at least 1")):
+        with pytest.raises(ConfigError, match=words):
+            kind(*arguments)
+    with pytest.raises(ConfigError, match="there is one"):
+        kind(3, 4, dropout=0.1)
+    with pytest.raises(ConfigError, match=r"below 1, got 1\.5"):
+        kind(3, 4, 2, dropout=1.5)
+    layer = kind(3, 4)
+    with pytest.raises(ShapeError, match=rf"{name} takes \(B, T, 3\)"):
+        layer(torch.zeros(2, 3))
+    with pytest.raises(ShapeError, match=rf"{name} takes \(B, T, 3\)"):
+        layer(torch.zeros(2, 0, 3))
+    with pytest.raises(UnsupportedDtype, match="parameters of float32, x is float64"):
+        layer(torch.zeros(2, 5, 3, dtype=torch.float64))
+    wrong = torch.zeros(1, 3, 4)
+    with pytest.raises(ShapeError, match=r"state of .* must be \(1, 2, 4\)"):
+        layer(torch.zeros(2, 5, 3), (wrong, wrong) if kind is LSTM else wrong)
+    if kind is LSTM:
+        with pytest.raises(ShapeError, match="state of LSTM must be 2 tensors, got 1"):
+            layer(torch.zeros(2, 5, 3), (torch.zeros(1, 2, 4),))
+    double = torch.zeros(1, 2, 4, dtype=torch.float64)
+    with pytest.raises(UnsupportedDtype, match=f"x of {name} is float32, its state is float64"):
+        layer(torch.zeros(2, 5, 3), (double, double) if kind is LSTM else double)

@@ -1,0 +1,362 @@
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from problems import Convolutional, Dense, digits, spiral
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from accelerant.errors import ConfigError, FormatError
+from accelerant.nn.train import Callback, TrainConfig, Trainer, fit
+from accelerant.nn.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
+from accelerant.nn.train.metrics import read_metrics
+
+HERE = Path(__file__).parent
+CONFIG = TrainConfig(steps=20, batch_size=8, learning_rate=1e-2, device="cpu", predict_memory=False, checkpoint_every=6)
+
+
+class Interrupt(Callback):
+    """SIGINT when the numbers of a step arrive: the step after it is done too."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def records(self, trainer, records):
+        if self.at in [record.step for record in records]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def start(model, data, folder, **options):
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    changes = options.pop("changes", {})
+    config = dataclasses.replace(CONFIG, folder=str(folder), **changes)
+    return fit(model(), *(data() if callable(data) else data), config=config, **options)
+
+
+def stopped(model, data, folder, at, **options):
+    """The same run, interrupted, and gone on with in other states of all random generators."""
+    with pytest.raises(KeyboardInterrupt, match=f"stopped after step ({at}|{at + 1}) of 20"):
+        start(model, data, folder, callbacks=[Interrupt(at)], **options)
+    torch.manual_seed(999)
+    random.seed(999)
+    np.random.seed(999)
+    changes = options.pop("changes", {})
+    config = dataclasses.replace(CONFIG, folder=str(folder), **changes)
+    trainer = Trainer(fresh := model(), config)
+    history = trainer.fit(*(data() if callable(data) else data), resume=True, **options)
+    return fresh, history
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def dense():
+    torch.manual_seed(0)
+    return Dense(16, dropout=0.3)
+
+
+def convolutional():
+    torch.manual_seed(0)
+    return Convolutional()
+
+
+class Noisy(Dataset):
+    """Draws from every generator for each item, as augmentations do."""
+
+    def __init__(self):
+        self.x, self.y = spiral(40, 0)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, number):
+        noise = torch.randn(2) + random.random() + float(np.random.rand())
+        return self.x[number] + 0.01 * noise, self.y[number]
+
+
+class Stream(IterableDataset):
+    """Of no known length, and noisy too."""
+
+    def __iter__(self):
+        items = Noisy()
+        return (items[number] for number in range(37))
+
+
+CASES = {
+    "dense, dropout": (dense, spiral(40, 0), {}),
+    "convolutional, batch norm": (convolutional, digits(40, 0), {}),
+    "accumulated": (dense, spiral(40, 0), {"changes": {"accumulate": 4}}),
+    "sgd": (dense, spiral(40, 0), {"changes": {"optimizer": "sgd", "clip": 0.0}}),
+    "evaluated": (dense, spiral(40, 0), {"validation": spiral(20, 1), "changes": {"patience": 50, "keep_best": True}}),
+    "dataset": (dense, lambda: (Noisy(),), {}),
+    "loader": (dense, lambda: (DataLoader(Noisy(), batch_size=8, shuffle=True),), {}),
+    "stream": (dense, lambda: (Stream(),), {}),
+    "loader, accumulated, odd": (
+        dense,
+        lambda: (DataLoader(Noisy(), batch_size=3, shuffle=True),),
+        {"changes": {"accumulate": 2}},
+    ),
+}
+
+
+@pytest.mark.parametrize("at", [4, 5, 12])
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_is_the_straight_run_bit_for_bit(tmp_path, case, at):
+    model, data, options = CASES[case]
+    straight = start(model, data, tmp_path / "straight", **options)
+    fresh, history = stopped(model, data, tmp_path / "run", at, **options)
+    assert history.resumed_from in (at, at + 1)  # where an evaluation follows the step, the run ends there
+    assert history.status == "done"
+    assert history.losses == straight.losses
+    assert history.evaluations == straight.evaluations
+    a, b = (load_checkpoint(tmp_path / name / "checkpoint.safetensors") for name in ("run", "straight"))
+    assert same(a[0], b[0])  # model, optimiser, all random states
+    assert (a[1]["random"], a[1]["best"]) == (b[1]["random"], b[1]["best"])
+    if "keep_best" in options.get("changes", {}):
+        best, _ = load_checkpoint(tmp_path / "straight" / "best.safetensors")
+        assert same(dict(fresh.state_dict()), best)
+
+
+def test_workers_batches_are_the_same_after_a_resumption(tmp_path):
+    def data():
+        return (DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=1),)
+
+    straight = start(dense, data, tmp_path / "straight")
+    _, history = stopped(dense, data, tmp_path / "run", 7)
+    assert history.losses == straight.losses
+
+
+def damaged(folder, name, how):
+    path = folder / name
+    data = bytearray(path.read_bytes())
+    if how == "cut":
+        data = data[:-7]
+    elif how == "empty":
+        data = data[:0]
+    else:
+        data[-100] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "flipped"])
+def test_where_the_last_checkpoint_is_torn_the_one_before_serves(tmp_path, how):
+    data = spiral(40, 0)
+    straight = start(dense, data, tmp_path / "straight")
+    with pytest.raises(KeyboardInterrupt):
+        start(dense, data, tmp_path / "run", callbacks=[Interrupt(14)])
+    damaged(tmp_path / "run", "checkpoint.safetensors", how)
+    config = dataclasses.replace(CONFIG, folder=str(tmp_path / "run"))
+    history = fit(dense(), *data, config, resume=True)
+    assert history.resumed_from == 12
+    assert history.losses == straight.losses
+    words = "damaged" if how == "flipped" else "torn"
+    assert words in history.notes[0]
+    assert history.notes[0].endswith("taking the one before it, of step 12")
+
+
+def test_where_both_are_torn_nothing_is_touched(tmp_path):
+    data = spiral(40, 0)
+    start(dense, data, tmp_path)
+    damaged(tmp_path, "checkpoint.safetensors", "cut")
+    damaged(tmp_path, "checkpoint-previous.safetensors", "flipped")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(FormatError, match=r"checkpoint .*/checkpoint\.safetensors is torn"):
+        fit(dense(), *data, dataclasses.replace(CONFIG, folder=str(tmp_path)), resume=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before["metrics.jsonl"]
+
+
+def test_a_checkpoint_that_vanished_between_two_names_is_no_loss(tmp_path):
+    """Killed after the last was renamed to be the one before, and before the new one had its name."""
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save({"a": torch.ones(2)}, {"step": 1})
+    checkpoints.path.rename(checkpoints.previous)
+    (tmp_path / ".checkpoint.safetensors.new").write_bytes(b"half")
+    assert checkpoints.exist
+    tensors, document, note = checkpoints.load()
+    assert document["step"] == 1
+    assert same(tensors, {"a": torch.ones(2)})
+    assert "no checkpoint" in note
+    checkpoints.clean()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-previous.safetensors"]
+
+
+SCRIPT = """
+    import os, random, signal, sys
+    sys.path[:0] = [{here!r}]
+    import numpy as np
+    import torch
+    torch.set_num_threads(1)
+    from problems import Dense, spiral
+    from accelerant.nn.train import Callback, TrainConfig, fit
+    from accelerant.nn.train import checkpoint
+
+    folder, how = sys.argv[1:]
+
+    class Kill(Callback):
+        def before_step(self, trainer, step):
+            if how == "step" and step == 13:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    whole = checkpoint.save_checkpoint
+
+    def torn(path, tensors, document):
+        if how == "save" and document["step"] == 12:
+            whole(path, tensors, document)
+            path.write_bytes(path.read_bytes()[:1000])
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(path, tensors, document)
+
+    checkpoint.save_checkpoint = torn
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
+    model = Dense(16, dropout=0.3)
+    config = TrainConfig(
+        steps=20, batch_size=8, learning_rate=1e-2, device="cpu", predict_memory=False, checkpoint_every=6,
+        folder=folder,
+    )
+    history = fit(model, *spiral(40, 0), config, callbacks=[Kill()], resume=True)
+    print(history.resumed_from)
+"""
+
+
+def run_script(folder, how):
+    script = textwrap.dedent(SCRIPT).format(here=str(HERE))
+    path = os.pathsep.join([str(HERE.parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-c", script, str(folder), how],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path):
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
+    model = Dense(16, dropout=0.3)
+    straight = fit(model, *spiral(40, 0), dataclasses.replace(CONFIG, folder=str(tmp_path / "straight")))
+    folder = tmp_path / "run"
+    assert run_script(folder, "save").returncode == -signal.SIGKILL  # while the checkpoint of step 12 is written
+    assert load_checkpoint(folder / "checkpoint.safetensors")[1]["step"] == 6
+    assert run_script(folder, "step").returncode == -signal.SIGKILL  # between two steps
+    resumed = run_script(folder, "not again")
+    assert resumed.stdout == "12\n", resumed.stderr
+    a, b = (load_checkpoint(each / "checkpoint.safetensors")[0] for each in (folder, tmp_path / "straight"))
+    assert same(a, b)
+    assert [record.loss for record in read_metrics(folder / "metrics.jsonl")] == straight.losses
+
+
+@pytest.fixture
+def interrupted(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        start(dense, spiral(40, 0), tmp_path, callbacks=[Interrupt(5)])
+    return dataclasses.replace(CONFIG, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"batch_size": 4}, ConfigError, "was trained with batch_size=8, got 4"),
+        ({"learning_rate": 0.1}, ConfigError, "was trained with learning_rate=0.01, got 0.1"),
+        ({"seed": 1}, ConfigError, "was trained with seed=0, got 1"),
+        ({"steps": 30}, ConfigError, "is of a run of 20 steps, got 30"),
+    ],
+)
+def test_another_training_is_refused(interrupted, changes, error, message):
+    with pytest.raises(error, match=message):
+        fit(dense(), *spiral(40, 0), dataclasses.replace(interrupted, **changes), resume=True)
+
+
+def test_other_data_and_other_models_are_refused(interrupted):
+    with pytest.raises(FormatError, match="changed since its checkpoint"):
+        fit(dense(), *spiral(40, 3), interrupted, resume=True)
+    with pytest.raises(FormatError, match=r"another shape: model.down.weight is \(3, 16\), the model wants \(3, 17\)"):
+        fit(Dense(17), *spiral(40, 0), interrupted, resume=True)
+    with pytest.raises(FormatError, match=r"another dtype: model.down.bias is torch.float32, the model wants torch.bf"):
+        fit(dense().bfloat16(), *spiral(40, 0), interrupted, resume=True)
+
+
+def test_another_optimiser_is_refused(interrupted):
+    with pytest.raises(FormatError, match="is of another optimizer: AdamW, got Adam"):
+        fit(dense(), *spiral(40, 0), interrupted, optimizer=torch.optim.Adam, resume=True)
+
+
+def test_a_refused_config_is_not_written_down(interrupted, tmp_path):
+    before = (tmp_path / "train.json").read_bytes()
+    with pytest.raises(ConfigError, match="was trained with batch_size=8, got 4"):
+        fit(dense(), *spiral(40, 0), dataclasses.replace(interrupted, batch_size=4), resume=True)
+    assert (tmp_path / "train.json").read_bytes() == before
+    fit(dense(), *spiral(40, 0), dataclasses.replace(interrupted, checkpoint_every=7), resume=True)
+    assert json.loads((tmp_path / "train.json").read_text())["checkpoint_every"] == 7
+
+
+def test_a_run_that_was_stopped_early_has_nothing_left_to_do(tmp_path):
+    config = dataclasses.replace(CONFIG, folder=str(tmp_path), evaluate_every=2, patience=1, min_delta=9.0)
+    first = fit(dense(), *spiral(40, 0), config, validation=spiral(20, 1))
+    again = fit(dense(), *spiral(40, 0), config, validation=spiral(20, 1), resume=True)
+    assert (first.status, first.steps) == (again.status, again.steps) == ("stopped", 4)
+    assert again.reason == first.reason == "no better held-out loss in 1 evaluations"
+    assert again.losses == first.losses
+    patient = dataclasses.replace(config, patience=99)
+    assert fit(dense(), *spiral(40, 0), patient, validation=spiral(20, 1), resume=True).status == "done"
+
+
+def test_a_callbacks_state_comes_back(tmp_path):
+    class Counter(Callback):
+        count = 0
+
+        def before_step(self, trainer, step):
+            self.count += 1
+
+        def state(self):
+            return {"count": self.count}
+
+        def restore(self, state):
+            self.count = state["count"]
+
+    config = dataclasses.replace(CONFIG, folder=str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        fit(dense(), *spiral(40, 0), config, callbacks=[Counter(), Interrupt(9)])
+    counter = Counter()
+    with pytest.raises(ConfigError, match="has the state of a callback Counter, and there is none of it here"):
+        fit(dense(), *spiral(40, 0), config, resume=True)
+    fit(dense(), *spiral(40, 0), config, callbacks=[Interrupt(-1), counter], resume=True)
+    assert counter.count == 20
+
+
+def test_resuming_needs_a_folder_and_begins_where_it_holds_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="resume goes on from a checkpoint: give the config a folder"):
+        fit(dense(), *spiral(40, 0), CONFIG, resume=True)
+    history = fit(dense(), *spiral(40, 0), dataclasses.replace(CONFIG, folder=str(tmp_path / "new")), resume=True)
+    assert (history.resumed_from, history.steps) == (0, 20)
+
+
+def test_a_checkpoint_of_the_first_format_is_read(tmp_path):
+    """As it was before there was a Trainer: the hash of the text under another name, and nothing of the generators."""
+    trainer = Trainer(dense(), dataclasses.replace(CONFIG, folder=str(tmp_path)))
+    trainer.fit(*spiral(40, 0))
+    tensors, document = load_checkpoint(tmp_path / "checkpoint.safetensors")
+    first = {name: value for name, value in tensors.items() if name not in ("random.numpy", "random.python")}
+    save_checkpoint(tmp_path / "checkpoint.safetensors", first, {"step": 20, "corpus_sha256": document["data"]})
+    history = fit(dense(), *spiral(40, 0), trainer.config, resume=True)
+    assert history.resumed_from == history.steps == 20
+
+
+def test_a_dataset_in_memory_and_one_by_one_are_the_same_training(tmp_path):
+    x, y = spiral(40, 0)
+    assert (
+        start(dense, (x, y), tmp_path / "a").losses
+        == start(dense, lambda: (TensorDataset(x, y),), tmp_path / "b").losses
+    )

@@ -1,0 +1,617 @@
+import dataclasses
+import json
+import logging
+import math
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from problems import Convolutional, Dense, Recurrent, digits, first_sign, spiral
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from accelerant.errors import (
+    BackendUnavailable,
+    ConfigError,
+    DivergenceError,
+    MissingDependency,
+    ShapeError,
+    UnsupportedCase,
+)
+from accelerant.nn import GPT, GPTConfig
+from accelerant.nn.train import Callback, Evaluation, PrintProgress, TrainConfig, Trainer, accuracy, fit
+
+QUICK = TrainConfig(steps=12, batch_size=16, learning_rate=1e-2, device="cpu", predict_memory=False)
+
+
+def made(kind=Dense, *arguments, **options):
+    torch.manual_seed(0)
+    return kind(*arguments, **options)
+
+
+def with_(config=QUICK, **changes):
+    return dataclasses.replace(config, **changes)
+
+
+# --- it learns -------------------------------------------------------------------------------------------------------
+
+
+def test_a_spiral_is_learned():
+    config = with_(steps=300, batch_size=64, learning_rate=2e-2)
+    history = fit(made(), *spiral(600, 0), config, validation=spiral(200, 1))
+    assert history.metrics["accuracy"] > 0.95
+    assert history.status == "done"
+    assert len(history.losses) == history.steps == 300
+    assert [each.step for each in history.evaluations] == [60, 120, 180, 240, 300]
+
+
+def test_digits_are_learned_by_a_convolutional_net():
+    config = TrainConfig(epochs=6, batch_size=50, learning_rate=1e-2, device="cpu")
+    history = fit(made(Convolutional), *digits(1000, 0), config, validation=digits(300, 1))
+    assert history.total_steps == 120
+    assert history.metrics["accuracy"] > 0.9
+    assert history.predicted_peak_bytes > 0
+    assert history.peak_memory_bytes > 0
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_recurrent_net_remembers_the_first_of_eight(kind):
+    config = with_(steps=150, batch_size=64, learning_rate=3e-2)
+    history = fit(made(Recurrent, kind), *first_sign(512, 0), config, validation=first_sign(200, 1))
+    assert history.metrics["accuracy"] > 0.95
+
+
+def test_a_regression_by_sgd_finds_the_line():
+    x = torch.linspace(-1, 1, 64)[:, None]
+    model = made(nn.Linear, 1, 1)
+    config = with_(steps=200, learning_rate=0.3, optimizer="sgd", weight_decay=0.0, schedule="linear")
+    history = fit(model, x, 3 * x - 0.5, config, validation=(x, 3 * x - 0.5))
+    assert history.metrics["loss"] < 1e-4
+    assert (model.weight.item(), model.bias.item()) == pytest.approx((3.0, -0.5), abs=0.02)
+
+
+def test_a_model_with_a_loss_of_its_own_is_given_the_batch():
+    model = made(GPT, GPTConfig(vocab_size=8, context=6, layers=1, heads=1, width=16))
+    idx = torch.arange(7).repeat(32, 1)
+    history = fit(model, idx[:, :-1], idx[:, 1:], with_(steps=40))
+    assert history.losses[-1] < 0.5 * history.losses[0]
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_arrays_datasets_and_lists_of_the_same_rows_give_the_same_losses():
+    x, y = spiral(40, 0)
+    expected = fit(made(), x, y, QUICK).losses
+    assert fit(made(), x.numpy(), y.numpy(), QUICK).losses == expected
+    assert fit(made(), x.double().numpy(), y.numpy(), QUICK).losses == expected
+    assert fit(made(), x.tolist(), y.tolist(), QUICK).losses == expected
+    assert fit(made(), TensorDataset(x, y), None, QUICK).losses == expected
+    assert fit(made(), np.asfortranarray(x.numpy()), y, QUICK).losses == expected
+
+
+def test_a_loader_is_used_batch_by_batch_and_its_order_follows_the_seed():
+    x, y = spiral(40, 0)
+
+    def losses(seed, **options):
+        torch.manual_seed(torch.seed() % 1000)  # whatever state the program is in
+        loader = DataLoader(TensorDataset(x, y), batch_size=8, **options)
+        model = made()
+        return fit(model, loader, None, with_(seed=seed, steps=0, epochs=2)).losses
+
+    shuffled = losses(1, shuffle=True)
+    assert len(shuffled) == 10
+    assert shuffled == losses(1, shuffle=True)
+    assert shuffled != losses(2, shuffle=True)
+    assert shuffled == losses(1, shuffle=True, num_workers=1)
+    assert losses(1) == losses(2)
+
+
+def test_a_stream_has_no_epochs():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(zip(*spiral(40, 0), strict=True))
+
+    history = fit(made(), Stream(), None, with_(batch_size=8, accumulate=2))
+    assert history.steps == 12
+    assert history.records[0].samples_per_s > 0
+    with pytest.raises(ConfigError, match="the loader's dataset has no length: give steps instead of epochs"):
+        fit(made(), Stream(), None, with_(steps=0))
+
+    class Empty(IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    with pytest.raises(ConfigError, match="the loader gave no batch in epoch 0"):
+        fit(made(), Empty(), None, QUICK)
+
+
+def test_several_inputs_go_to_the_model_in_order():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([[1.0]]))
+
+        def forward(self, a, b):
+            return (a - b) * self.scale
+
+    a, b = torch.ones(8, 1), torch.full((8, 1), 3.0)
+    history = fit(Sum(), (a, b), torch.zeros(8, 1), with_(steps=1, batch_size=8))
+    assert history.losses == [4.0]
+
+
+def test_every_row_is_used_once_an_epoch_and_steps_keep_their_size():
+    seen = []
+
+    class Watched(Dense):
+        def forward(self, x):
+            if self.training:
+                seen.append(x.detach().clone())
+            return super().forward(x)
+
+    x, y = spiral(10, 0)
+    fit(made(Watched), x, y, with_(steps=0, epochs=2, batch_size=4))
+    assert [len(rows) for rows in seen] == [4] * 5
+    rows = torch.cat(seen)
+    for epoch in (rows[:10], rows[10:]):
+        assert sorted(epoch[:, 0].tolist()) == sorted(x[:, 0].tolist())
+    assert not torch.equal(rows[:10], rows[10:])
+
+
+@pytest.mark.parametrize(
+    ("data", "targets", "error", "message"),
+    [
+        (torch.ones(4, 2), torch.zeros(3).long(), ShapeError, r"as many rows each, got \(4, 2\) and \(3,\)"),
+        (torch.ones(0, 2), torch.zeros(0).long(), ConfigError, "the data have no rows"),
+        (torch.ones(4, 2), None, ConfigError, "the data have no targets, and Dense has no method `loss`"),
+        (torch.ones(4, 2), torch.zeros(4, 5).long(), ShapeError, r"outputs \(\.\.\., classes\) .* got \(16, 3\)"),
+        (torch.ones(4, 2), torch.zeros(4), ShapeError, r"mse wants outputs as the targets, got \(16, 3\) and \(16,\)"),
+        (torch.ones(4, 2), torch.zeros(4).bool(), ConfigError, "no loss goes with torch.bool targets"),
+        (object(), None, ConfigError, "data must be tensors, arrays, .*; got object"),
+        ([["a"], ["b"]], None, ConfigError, "data must be tensors"),
+        (TensorDataset(torch.ones(4, 2)), torch.ones(4), ConfigError, "a TensorDataset has its own targets"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused(data, targets, error, message):
+    with pytest.raises(error, match=message):
+        fit(made(), data, targets, QUICK)
+
+
+def test_batches_that_are_no_tensors_are_refused():
+    loader = DataLoader([{"x": torch.ones(2)}] * 4, batch_size=2)
+    with pytest.raises(UnsupportedCase, match="tensors in a tuple or list, got dict: give the loader a collate_fn"):
+        fit(made(), loader, None, QUICK)
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+
+def test_accumulated_parts_are_one_large_batch():
+    whole, parts = made(), made()
+    a = fit(whole, *spiral(64, 0), with_(batch_size=32))
+    b = fit(parts, *spiral(64, 0), with_(batch_size=32, accumulate=8))
+    assert b.losses == pytest.approx(a.losses, rel=1e-5)
+    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_recomputing_changes_memory_and_not_the_numbers():
+    x, y = spiral(64, 0)
+    kept = made(Dense, dropout=0.3)
+    torch.manual_seed(1)
+    a = fit(kept, x, y, with_(predict_memory=True, batch_size=64))
+    again = made(Dense, dropout=0.3)
+    torch.manual_seed(1)
+    b = fit(again, x, y, with_(predict_memory=True, batch_size=64, recompute=("middle", "dropout")))
+    assert a.losses == b.losses
+    assert "forward" not in again.middle.__dict__
+    with pytest.raises(ConfigError, match=r"recompute: 'blocks\.\*' matches no module of Dense"):
+        fit(made(), x, y, with_(recompute=("blocks.*",)))
+
+
+def test_recomputing_blocks_is_predicted_to_take_less():
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
+    model = nn.Sequential(*blocks, nn.Linear(64, 3))
+    x, y = torch.randn(2048, 64), torch.randint(3, (2048,))
+    config = with_(steps=1, batch_size=2048, predict_memory=True)
+    whole = fit(model, x, y, config).predicted_peak_bytes
+    less = fit(model, x, y, dataclasses.replace(config, recompute=("[0-5]",))).predicted_peak_bytes
+    assert less < 0.7 * whole
+
+
+def test_a_gpts_blocks_can_be_recomputed():
+    idx = torch.randint(64, (16, 33), generator=torch.Generator().manual_seed(0))
+    config = with_(steps=3, predict_memory=True)
+    found = {}
+    for patterns in ((), ("blocks.*",)):
+        model = made(GPT, GPTConfig(vocab_size=64, context=32, layers=6, heads=2, width=32))
+        found[patterns] = fit(model, idx[:, :-1], idx[:, 1:], dataclasses.replace(config, recompute=patterns))
+    kept, again = found[()], found["blocks.*",]
+    assert again.losses == kept.losses
+    assert again.predicted_peak_bytes < 0.5 * kept.predicted_peak_bytes
+
+
+def test_bfloat16_trains_parameters_of_float32():
+    history = fit(made(), *spiral(64, 0), with_(precision="bfloat16", steps=60))
+    assert history.losses[-1] < history.losses[0]
+    assert history.losses != fit(made(), *spiral(64, 0), with_(steps=60)).losses
+
+
+def test_gradients_are_clipped_to_the_norm():
+    x = torch.full((16, 1), 100.0)
+    model = made(nn.Linear, 1, 1, bias=False)
+    model.weight.data.fill_(before := 2.0)
+    config = with_(steps=1, clip=0.5, optimizer="sgd", learning_rate=1.0, warmup=0.0, momentum=0.0, weight_decay=0.0)
+    history = fit(model, x, torch.zeros(16, 1), config)
+    assert history.records[0].grad_norm > 1e3
+    assert abs(model.weight.item() - before) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_users_optimiser_and_loss():
+    def make(parameters):
+        return torch.optim.Adagrad(parameters, lr=0.1)
+
+    def loss(outputs, targets):
+        return nn.functional.multi_margin_loss(outputs, targets)
+
+    def first_is_largest(outputs, targets):
+        return (outputs[:, 0] >= outputs.amax(1)).float().mean()
+
+    history = fit(
+        made(),
+        *spiral(64, 0),
+        with_(steps=60, learning_rate=0.1),
+        loss=loss,
+        optimizer=make,
+        metrics={"first": first_is_largest},
+        validation=spiral(30, 1),
+    )
+    assert history.losses[-1] < history.losses[0]
+    assert set(history.metrics) == {"loss", "first"}
+    with pytest.raises(ConfigError, match="unknown loss 'hinge'; known are cross_entropy, mse"):
+        Trainer(made(), QUICK, loss="hinge")
+
+
+def test_the_model_keeps_its_mode_and_statistics_are_not_trained_in_evaluations():
+    model = made(Convolutional).eval()
+    x, y = digits(40, 0)
+    fit(model, x, y, with_(steps=2))
+    assert not model.training
+    before = model.layers[1].running_mean.clone()
+    evaluation = Trainer(model, QUICK).evaluate(x, y)
+    assert torch.equal(model.layers[1].running_mean, before)
+    assert evaluation.rows == 40
+    with torch.no_grad():
+        assert evaluation.metrics["accuracy"] == pytest.approx(accuracy(model(x), y).item())
+        assert evaluation.loss == pytest.approx(nn.functional.cross_entropy(model(x), y).item(), rel=1e-5)
+
+
+def test_a_part_in_eval_mode_stays_frozen():
+    model = made(Convolutional).train()
+    norm = model.layers[1].eval()
+    x, y = digits(40, 0)
+    fit(model, x, y, with_(steps=4, evaluate_every=2), validation=(x, y))
+    assert model.training
+    assert not norm.training
+    assert norm.num_batches_tracked == 0
+
+
+class Noisy(Dataset):
+    """Rows with noise that is drawn when they are asked for."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, number):
+        return self.x[number] + 0.1 * torch.randn(2), self.y[number]
+
+
+@pytest.mark.parametrize("loader", [False, True])
+def test_evaluations_draw_nothing_from_the_training(loader):
+    def losses(every):
+        data = Noisy(*spiral(40, 0))
+        held_out = DataLoader(data, 8) if loader else data
+        torch.manual_seed(3)
+        model = Dense(dropout=0.2)
+        return fit(model, data, None, with_(evaluate_every=every), validation=held_out).losses
+
+    assert losses(1) == losses(12)
+
+
+@pytest.mark.parametrize("loader", [False, True])
+def test_an_evaluation_that_fails_leaves_the_generators_as_they_were(loader):
+    data = Noisy(*spiral(40, 0))
+
+    def broken(outputs, targets):
+        raise ValueError("broken")
+
+    trainer = Trainer(made(), QUICK, metrics={"broken": broken})
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="broken") as caught:
+        trainer.evaluate(DataLoader(data, 8) if loader else data)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert caught.traceback  # which holds what was running
+    assert trainer.model.training
+
+
+def test_an_evaluation_that_is_not_a_number_is_not_the_best():
+    x, y = spiral(20, 0)
+    history = fit(made(), x, y, with_(evaluations=2), validation=(x * math.nan, y))
+    assert math.isnan(history.metrics["loss"])
+    assert history.best is None
+    history.evaluations.append(Evaluation(12, 3.0, 20))
+    assert history.best.loss == 3.0
+
+
+def test_a_metric_may_be_a_number():
+    metrics = {"constant": lambda _outputs, _targets: 0.25}
+    history = fit(made(), *spiral(20, 0), QUICK, validation=spiral(20, 1), metrics=metrics)
+    assert history.metrics["constant"] == 0.25
+
+
+def test_a_prediction_that_fails_is_one_note(monkeypatch):
+    """torch logs what fails with tensors that have no values, and its traceback: the step raises the same error."""
+    logger, seen = logging.getLogger("torch._subclasses.fake_tensor"), []
+
+    def predict(*_arguments, **_options):
+        seen.append(logger.disabled)
+        raise RuntimeError("no such shape\nand more")
+
+    monkeypatch.setattr("accelerant.nn.train.run.predict_peak", predict)
+    history = fit(made(), *spiral(20, 0), with_(predict_memory=True))
+    assert history.notes == ["peak memory not predicted: no such shape"]
+    assert seen == [True]
+    assert not logger.disabled
+
+
+def test_an_absent_device_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has the device")
+    for name in ("cuda", "cuda:1"):
+        with pytest.raises(BackendUnavailable, match="'cuda'"):
+            Trainer(made(), with_(device=name))
+    with pytest.raises(ConfigError, match="'abacus:1'"):
+        Trainer(made(), with_(device="abacus:1"))
+
+
+# --- stopping, watching ----------------------------------------------------------------------------------------------
+
+
+class Wandering(nn.Module):
+    """A model whose held-out loss is what the test wants, evaluation by evaluation."""
+
+    def __init__(self, losses):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, 1))
+        self.losses = list(losses)
+        self.weights = []
+
+    def loss(self, x):
+        if self.training:
+            return (self.weight * x).mean() - self.weight.sum()
+        self.weights.append(self.weight.item())
+        return torch.tensor(self.losses.pop(0))
+
+
+def wander(losses, **changes):
+    model = Wandering(losses)
+    config = with_(steps=40, evaluate_every=4, clip=0.0, **changes)
+    x = torch.full((16, 1), 3.0)
+    return model, fit(model, x, None, config, validation=x[:1])
+
+
+def test_patience_ends_where_nothing_gets_better():
+    _, history = wander([5, 4, 3, 3.5, 3.4, 3.2, 1], patience=3)
+    assert history.status == "stopped"
+    assert history.reason == "no better held-out loss in 3 evaluations"
+    assert history.steps == len(history.losses) == 24
+    assert (history.best.step, history.best.loss) == (12, 3.0)
+
+
+def test_a_small_gain_is_no_gain():
+    _, history = wander([5, 4.9, 4.8, 4.7], patience=2, min_delta=0.5)
+    assert history.steps == 12
+    _, history = wander([5, 4.4, 4.3, 3.8] + [3.8] * 9, patience=9, min_delta=0.5)
+    assert history.steps == 40
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_the_best_parameters_are_kept(tmp_path, folder):
+    where = {"folder": str(tmp_path / "run")} if folder else {}
+    model, history = wander([5, 4, 6, 7, 8, 9, 9, 9, 9, 9], keep_best=True, **where)
+    assert history.status == "done"
+    assert model.weight.item() == model.weights[1] != model.weights[-1]
+
+
+def test_patience_without_held_out_data_is_refused():
+    with pytest.raises(ConfigError, match="patience and keep_best go by held-out data: give validation"):
+        fit(made(), *spiral(8, 0), with_(patience=2))
+
+
+class Recorder(Callback):
+    def __init__(self, stop_at=None):
+        self.told = []
+        self.stop_at = stop_at
+
+    def begin(self, trainer, done, total):
+        self.told.append(("begin", done, total))
+
+    def before_step(self, trainer, step):
+        self.told.append(("before", step))
+
+    def records(self, trainer, records):
+        self.told += [("record", record.step) for record in records]
+        if self.stop_at in [record.step for record in records]:
+            trainer.stop("enough")
+
+    def evaluated(self, trainer, evaluation):
+        self.told.append(("evaluated", evaluation.step))
+
+    def saved(self, trainer, path, step):
+        self.told.append(("saved", step, path.name))
+
+    def end(self, trainer, history):
+        self.told.append(("end", history.status))
+
+
+def test_callbacks_are_told_in_order(tmp_path):
+    recorder = Recorder()
+    config = with_(steps=2, evaluations=1, folder=str(tmp_path / "run"))
+    fit(made(), *spiral(20, 0), config, validation=spiral(8, 1), callbacks=[recorder])
+    assert recorder.told == [
+        ("begin", 0, 2),
+        ("before", 0),
+        ("record", 1),
+        ("before", 1),
+        ("evaluated", 2),
+        ("record", 2),
+        ("saved", 2, "checkpoint.safetensors"),
+        ("end", "done"),
+    ]
+
+
+def test_a_callback_may_stop_the_training():
+    history = fit(made(), *spiral(20, 0), QUICK, callbacks=[Recorder(stop_at=5)])
+    assert (history.status, history.reason) == ("stopped", "enough")
+    assert history.steps == 6  # the step after the one whose numbers it saw
+    trainer = Trainer(made(), QUICK)
+    trainer.stop("before")
+    assert trainer.fit(*spiral(20, 0)).steps == 12  # of that training, not of a later one
+
+
+def test_progress_is_printed(capsys):
+    fit(made(), *spiral(20, 0), with_(evaluations=1), validation=spiral(8, 0), callbacks=[PrintProgress(every_s=0)])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("step 1/12  loss ")
+    assert any(line.startswith("step 12  held out: loss ") and "accuracy" in line for line in lines)
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_has_the_log_and_is_not_overwritten(tmp_path):
+    folder = tmp_path / "run"
+    config = with_(folder=str(folder))
+    history = fit(made(), *spiral(20, 0), config, validation=spiral(8, 1))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == history.losses
+    assert {"step", "loss", "ms", "samples_per_s", "peak_memory_bytes", "learning_rate", "grad_norm"} <= lines[0].keys()
+    assert "tokens_per_s" not in lines[0]
+    assert lines[-1]["validation"]["accuracy"] == history.metrics["accuracy"]
+    assert json.loads((folder / "history.json").read_text())["steps"] == 12
+    assert TrainConfig.from_dict(json.loads((folder / "train.json").read_text())) == config
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ConfigError, match="holds a training: give resume=True to go on, or another folder"):
+        fit(made(), *spiral(20, 0), config)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_the_history_prints_what_matters():
+    history = fit(made(), *spiral(20, 0), with_(predict_memory=True), validation=spiral(8, 1))
+    text = str(history)
+    assert "done: 12 of 12 steps" in text
+    assert "accuracy" in text
+    assert "predicted" in text
+    assert json.loads(json.dumps(history.to_dict()))["status"] == "done"
+
+
+def test_a_model_whose_shapes_depend_on_values_trains_without_a_prediction():
+    class Odd(Dense):
+        def forward(self, x):
+            return super().forward(x) * (2.0 if x.sum().item() > 0 else 1.0)
+
+    history = fit(made(Odd), *spiral(20, 0), with_(predict_memory=True))
+    assert history.predicted_peak_bytes is None
+    assert history.notes[0].startswith("peak memory not predicted: ")
+    assert history.steps == 12
+
+
+def test_a_profile_is_a_chrome_trace_and_a_table(tmp_path):
+    folder = tmp_path / "run"
+    trainer = Trainer(made(), with_(profile=3, folder=str(folder)))
+    trainer.fit(*spiral(20, 0))
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+    text = (folder / "kernels.txt").read_text()
+    assert "aten::addmm" in text
+    assert text.splitlines()[-1].endswith("in all")
+    rows = {row.name: row for row in trainer.profile}
+    assert rows["aten::addmm"].calls == 3.0  # three layers, once a step
+    assert math.fsum(row.share for row in trainer.profile) == pytest.approx(1.0)
+
+
+def test_a_profile_of_a_short_run_is_taken_at_its_end(tmp_path):
+    trainer = Trainer(made(), with_(steps=2, profile=5, folder=str(tmp_path / "run")))
+    trainer.fit(*spiral(20, 0))
+    assert {row.name: row.calls for row in trainer.profile}["aten::addmm"] == 3.0
+
+
+def test_tensorboard_gets_the_scalars(tmp_path, monkeypatch):
+    written = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            written.append((folder, purge_step))
+
+        def add_scalar(self, name, value, step):
+            written.append((name, step))
+
+        def close(self):
+            written.append("closed")
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    config = with_(steps=1, evaluations=1, log="tensorboard", folder=str(tmp_path / "run"))
+    fit(made(), *spiral(20, 0), config, validation=spiral(8, 1))
+    assert written[0] == (str(tmp_path / "run" / "tensorboard"), None)
+    assert {("train/loss", 1), ("train/learning_rate", 1), ("held_out/accuracy", 1)} <= set(written[1:-1])
+    assert written[-1] == "closed"
+    broken = with_(config, folder=str(tmp_path / "other"))
+    with pytest.raises(DivergenceError):
+        fit(made(), torch.full((20, 2), math.nan), spiral(20, 0)[1], broken)
+    assert written[-2:] == [(str(tmp_path / "other" / "tensorboard"), None), "closed"]
+
+
+def test_tensorboard_that_is_not_there_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MissingDependency, match=r"pip install 'accelerant\[tensorboard\]'"):
+        Trainer(made(), with_(log="tensorboard", folder=str(tmp_path / "run")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be above 0, got 0"),
+        ({"batch_size": 8.0}, "batch_size must be a whole number, got 8.0"),
+        ({"accumulate": 3}, "accumulate must divide the batch_size of 16, got 3"),
+        ({"epochs": 0}, "epochs must be above 0, got 0"),
+        ({"steps": -1}, "steps must be 0 or more, got -1"),
+        ({"learning_rate": math.nan}, "learning_rate must be a finite number, got nan"),
+        ({"warmup": 1.5}, "warmup must be a part, 0 to 1, got 1.5"),
+        ({"beta2": 1.0}, "beta2 must be below 1, got 1.0"),
+        ({"schedule": "steps"}, "schedule must be cosine or linear or constant, got 'steps'"),
+        ({"precision": "float16"}, "precision must be auto or float32 or bfloat16, got 'float16'"),
+        ({"optimizer": "lion"}, "optimizer must be adamw or sgd, got 'lion'"),
+        ({"recompute": "blocks.*"}, r"recompute must be a tuple of texts, got 'blocks\.\*'"),
+        ({"seed": 2**63}, r"seed must be 0 to 2\*\*63 - 1"),
+        ({"device": ""}, "device must not be empty"),
+        ({"log": "tensorboard"}, "log='tensorboard' writes files: give a folder"),
+        ({"profile": 3}, "profile=3 writes files: give a folder"),
+        ({"deterministic": 1}, "deterministic must be true or false, got 1"),
+    ],
+)
+def test_configs_refuse(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        with_(**changes)
+
+
+def test_a_config_is_json_and_back():
+    config = with_(recompute=("a.*",), no_decay=("b",))
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
