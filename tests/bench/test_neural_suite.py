@@ -15,7 +15,7 @@ from accelerant.bench.report import build_report
 from accelerant.bench.roofline import roofline
 from accelerant.bench.suites import neural, plan
 from accelerant.bench.suites.cases import Case, leaves_of
-from accelerant.bench.suites.checks import Oracle
+from accelerant.bench.suites.checks import Oracle, _relative
 from accelerant.bench.suites.warm import compile_ahead
 from accelerant.bench.timer import rotated_ms
 from accelerant.errors import AccelerantError, ConfigError, FormatError, UnsupportedCase
@@ -372,3 +372,10 @@ def test_the_sweep_stands_apart_in_the_page():
     assert "2 of 4 sizes" in page  # 4.0 and 5.0 against 3.0
     assert "Rate by size" in page
     assert "8x1024" not in page[page.index("All rows") :]
+
+
+def test_an_infinity_of_float16_beyond_its_range_is_right_and_within_it_wrong():
+    exact = torch.tensor([7e4, -8e4, 1.0], dtype=torch.float64)
+    assert _relative(torch.tensor([float("inf"), -float("inf"), 1.0], dtype=torch.float16), exact) < 1e-3
+    assert _relative(torch.tensor([float("inf"), -float("inf"), float("inf")], dtype=torch.float16), exact) > 0.5
+    assert _relative(torch.tensor([float("inf"), -float("inf"), float("nan")], dtype=torch.float16), exact) > 0.5

@@ -1,0 +1,86 @@
+"""The suite of decoding, on a tiny model."""
+
+import json
+
+import pytest
+import torch
+
+from accelerant.bench.record import Environment, Record
+from accelerant.bench.suites import decode as suite
+from accelerant.cli import main
+from accelerant.errors import AccelerantError, ConfigError
+from accelerant.runtime import registry
+
+
+def test_both_dtypes_are_measured_and_right():
+    record = suite.run(registry.choose("cpu"), against=("torch",), budget_s=0.0)
+    assert [(row.case.rpartition(" ")[2], row.runner) for row in record.rows] == [
+        ("bfloat16", "torch"),
+        ("bfloat16", "accelerant"),
+        ("int8", "torch"),
+        ("int8", "accelerant"),
+    ]
+    for row in record.rows:
+        assert row.p20 <= row.p50 <= row.p80
+        assert row.percent_of_ceiling > 0
+        assert row.note == f"{1e3 / row.p50:,.1f} tokens/s"
+    ours = [row for row in record.rows if row.runner == "accelerant"]
+    assert all(row.speedup is not None for row in ours)
+    assert ours[1].bytes < 0.75 * ours[0].bytes
+
+
+def test_the_longest_measurement_fits_the_models_context():
+    device = registry.choose("cpu")
+    record = Record(Environment.of(device), ceilings={"copy GB/s": 1.0})
+    suite.measure(record, device, dtypes=("bfloat16",), against=("torch",), budget_s=600.0)  # 40 samples end it
+    assert [len(row.samples) for row in record.rows] == [40, 40]
+
+
+def test_bytes_are_those_that_a_step_reads():
+    with torch.no_grad():
+        model = suite._made(torch.device("cpu"))
+    weights = sum(p.nbytes for p in model.parameters()) - model.embed.weight.nbytes
+    assert suite._weight_bytes(model) == weights
+
+
+def test_a_model_that_computes_something_else_is_an_error(monkeypatch):
+    real = suite._block
+
+    def broken(x, *args):
+        return 2 * real(x, *args)
+
+    monkeypatch.setattr(suite, "_block", broken)
+    with pytest.raises(AccelerantError, match=r"decode, bfloat16: logits are .* from float32's"):
+        suite.run(registry.choose("cpu"), against=(), budget_s=0.0)
+
+
+def test_a_peer_that_fails_says_why(monkeypatch):
+    def failing(*_, **__):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", failing)
+    record = suite.run(registry.choose("cpu"), dtypes=("bfloat16",), against=("compile",), budget_s=0.0)
+    notes = {row.runner: row.note for row in record.rows}
+    assert notes["compile"] == "RuntimeError: no compiler here"
+    assert "tokens/s" in notes["accelerant"]
+    assert "torch" not in notes
+
+
+def test_unknown_names():
+    with pytest.raises(ConfigError, match="no dtype 'int4' in this suite; it has bfloat16, int8"):
+        suite.check_names(["int4"], ())
+    with pytest.raises(ConfigError, match="no peer 'vllm' in this suite; it has torch, compile"):
+        suite.check_names((), ["vllm"])
+
+
+def test_the_command(tmp_path, capsys):
+    out = tmp_path / "record.json"
+    args = ["bench", "decode", "--dtype", "bf16", "--against", "none", "--device", "cpu", "--budget-s", "0"]
+    with pytest.raises(SystemExit, match="0"):
+        main([*args, "--out", str(out), "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    assert [row["runner"] for row in printed["rows"]] == ["accelerant"]
+    assert Record.load(out).rows[0].op == "Llama, tiny"
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "decode", "--dtype", "int4", "--device", "cpu"])
+    assert "--dtype: no dtype 'int4'" in capsys.readouterr().err

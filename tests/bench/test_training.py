@@ -1,0 +1,93 @@
+"""The training suite on a CPU: rows, the plain model, and what it refuses."""
+
+import pytest
+import torch
+
+from accelerant.bench.record import Environment, Record
+from accelerant.bench.suites import training
+from accelerant.bench.suites.training import KernelShare, PlainGPT, kernel_table, own_step, plain_step
+from accelerant.errors import AccelerantError, ConfigError
+from accelerant.nn import GPT, GPTConfig
+from accelerant.runtime import registry
+
+TINY = GPTConfig(vocab_size=50, context=8, layers=2, heads=2, width=16)
+
+
+def test_the_plain_model_is_the_same_model():
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    plain = PlainGPT.like(model)
+    assert [name for name, _ in plain.named_parameters()] == [name for name, _ in model.named_parameters()]
+    tokens, targets = torch.randint(0, 50, (2, 3, 8))
+    torch.testing.assert_close(plain(tokens, targets), model.loss(tokens, targets))
+
+
+def test_steps_go_the_same_way():
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    plain = PlainGPT.like(model)
+    ours, theirs = own_step(model, precision=None), plain_step(plain, precision=None)
+    tokens, targets = torch.randint(0, 50, (2, 3, 8))
+    for _ in range(4):
+        torch.testing.assert_close(ours(tokens, targets), theirs(tokens, targets), rtol=1e-4, atol=1e-4)
+
+
+def test_rows():
+    device = registry.choose("cpu")
+    record = Record(Environment.of(device))
+    training.measure(record, device, batches=(2,), config=TINY, budget_s=0.01, against=("torch",))
+    record.conclude()
+    ours, theirs = record.rows
+    assert (ours.runner, theirs.runner) == ("accelerant", "torch")
+    assert ours.key[:3] == theirs.key[:3] == ("training", "gpt step", "2x8 2 layers of 16 bf16 autocast")
+    assert ours.speedup == pytest.approx(theirs.p50 / ours.p50)
+    assert ours.target is None  # of an H200
+    assert "tokens/s" in ours.note
+    # 6 operations a token for each weight of a product, 12 T W a layer for causal attention, all halves: 6 L T W.
+    assert ours.flops == 16 * (6 * (12 * 2 * 16**2 + 50 * 16) + 6 * 2 * 8 * 16)
+
+
+def test_a_peer_that_is_none_is_refused():
+    device = registry.choose("cpu")
+    with pytest.raises(ConfigError, match="no peer 'jax'"):
+        training.measure(Record(Environment.of(device)), device, against=("jax",))
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        {"accelerant": [float("nan")], "torch": [4.0]},
+        {"accelerant": [4.0, 3.9], "torch": [4.1, 3.9]},
+        {"accelerant": [4.0, 3.9], "torch": [4.0, 3.5]},
+    ],
+)
+def test_wrong_losses_end_the_run(losses):
+    with pytest.raises(AccelerantError, match="training step"):
+        training._check_losses(losses)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matmul"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "matmul"),
+        ("linear_gelu", "matmul"),
+        ("transformer_dz", "matmul"),
+        ("attention_bwd_rows", "attention"),
+        ("norm_bwd", "own"),
+        ("transformer_columns", "own"),
+        ("cross_entropy_row", "own"),
+        ("multi_tensor_adamw", "own"),
+        ("void at::native::elementwise_kernel<128, 4>", "other"),
+        ("Memset (Device)", "other"),
+    ],
+)
+def test_kinds_of_kernels(name, kind):
+    assert training._kind(name) == kind
+
+
+def test_the_table_sums_by_kind():
+    shares = [KernelShare("nvjet", "matmul", 6.0, 3), KernelShare("norm_bwd", "own", 3.0, 2)]
+    shares.append(KernelShare("Memset", "other", 1.0, 1))
+    table = kernel_table(shares)
+    assert "10.000 ms in all; of 4.000 ms beside products and attention 75.0% are ours" in table
