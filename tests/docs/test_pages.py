@@ -1,13 +1,16 @@
-"""The pages that show Python sessions are true, line by line."""
+"""The pages that show Python sessions are true, line by line, and the README's programs run."""
 
 from __future__ import annotations
 
 import doctest
+import re
 from pathlib import Path
 
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
+README = DOCS.parent / "README.md"
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if "```pycon" in page.read_text(encoding="utf-8"))
 
 
@@ -16,6 +19,23 @@ def test_every_line_of_the_page_is_true(page):
     result = doctest.testfile(str(DOCS / page), module_relative=False)
     assert result.attempted > 10
     assert result.failed == 0
+
+
+def test_the_readme_has_programs():
+    assert len(PROGRAMS) >= 3
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
+def test_a_program_of_the_readme_runs(program, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, str(README), "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out
+
+
+def test_every_link_of_a_page_leads_somewhere():
+    for page in (README, *DOCS.glob("*.md")):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
 def test_every_page_is_in_the_index():
