@@ -22,6 +22,7 @@ from accelerant.errors import (
 )
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.train import Callback, Evaluation, PrintProgress, TrainConfig, Trainer, accuracy, fit
+from accelerant.nn.train.objective import Objective, evaluate
 
 QUICK = TrainConfig(steps=12, batch_size=16, learning_rate=1e-2, device="cpu", predict_memory=False)
 
@@ -195,6 +196,34 @@ def test_accumulated_parts_are_one_large_batch():
     assert b.losses == pytest.approx(a.losses, rel=1e-5)
     for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_parts_with_fewer_targets_count_for_less():
+    """Twelve of 64 rows have a target: of an epoch's sixteen parts of four rows, four or more have none."""
+    x, y = spiral(64, 0)
+    y = y.clone()
+    y[12:] = -100
+    whole, parts = made(), made()
+    a = fit(whole, x, y, with_(batch_size=32))
+    b = fit(parts, x, y, with_(batch_size=32, accumulate=8))
+    assert all(math.isfinite(each) for each in b.losses)
+    assert b.losses == pytest.approx(a.losses, rel=1e-5)
+    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_an_evaluation_weighs_batches_by_their_targets():
+    model = made().eval()
+    x, y = spiral(24, 0)
+    y = y.clone()
+    y[:9] = -100  # all of the first batch, and one of the second
+    objective = Objective(model, None, None)
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 24, 8)]
+    found = evaluate(objective, model, batches, step=1, device=torch.device("cpu"), precision=None)
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(x), y)
+    assert found.rows == 24
+    assert found.loss == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_recomputing_changes_memory_and_not_the_numbers():

@@ -30,8 +30,8 @@ class TrainConfig:
         steps: optimiser steps; 0: from epochs.
         batch_size: rows of a step.
         accumulate: parts in which a step's rows are computed; their gradients add up, activations of one part are in
-            memory at a time. Divides batch_size. The step's loss is the mean of the parts': where a loss leaves out
-            some targets (-100), their share should not differ between parts.
+            memory at a time. Divides batch_size. In "cross_entropy" a part counts by its targets other than -100; in
+            a loss of your own, or of the model, parts count alike.
         context: tokens in a window of a token file.
         optimizer: "adamw" or "sgd", those of accelerant.nn.optim.
         learning_rate: the peak.

@@ -6,7 +6,7 @@ other module the last tensor is the targets and the rest the inputs: `loss(model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +46,7 @@ class Evaluation:
 
     Attributes:
         step: steps done.
-        loss: mean over the rows.
+        loss: mean over the rows; of cross entropy over the targets that are not -100.
         rows: how many.
         metrics: other means over the rows, by name.
     """
@@ -88,6 +88,9 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(outputs.float(), targets.float())
 
 
+_LEFT_OUT = -100
+"""The target of a place that has none, as in torch."""
+
 _NAMED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross_entropy": cross_entropy, "mse": mse}
 
 
@@ -124,6 +127,21 @@ class Objective:
             return loss
         outputs, targets = self._outputs(model, batch)
         return self._chosen(targets)(outputs, targets)
+
+    def kept(self, *batch: Tensor) -> Tensor | None:
+        """How many of a batch's targets count, float32 on its device; None where all rows count alike."""
+        if self._own or len(batch) < 2 or self._chosen(batch[-1]) is not cross_entropy:
+            return None
+        return (batch[-1] != _LEFT_OUT).sum().float()
+
+    def weigh(self, batches: Sequence[Sequence[Tensor]]) -> Tensor | None:
+        """The part that each batch has in the mean over a step's targets; None where batches count alike."""
+        counts = [self.kept(*batch) for batch in batches]
+        found = [count for count in counts if count is not None]
+        if len(found) < len(counts):
+            return None
+        kept = torch.stack(found)
+        return kept / kept.sum()
 
     def measure(self, model: nn.Module, *batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a batch and its metrics."""
@@ -189,7 +207,7 @@ def evaluate(
 
     Args:
         objective, model: what is measured of what.
-        batches: weighted by their rows.
+        batches: weighted by their rows, in cross entropy by their targets other than -100.
         step: steps done, for the result.
         device, precision: where and in which dtype to compute.
         watch: is told after each batch how many rows are done.
@@ -200,6 +218,7 @@ def evaluate(
     modes = modes_of(model)
     model.eval()
     total: Tensor | None = None
+    weights: Tensor | None = None
     names: list[str] = []
     rows = 0
     try:
@@ -209,19 +228,18 @@ def evaluate(
                 loss, metrics = objective.measure(model, *moved)
             count = len(moved[0])
             names = list(metrics)
-            sums = (
-                torch.stack(
-                    [loss.float(), *(torch.as_tensor(value, device=device).float() for value in metrics.values())]
-                )
-                .double()
-                .mul(count)
-            )
+            kept = objective.kept(*moved)
+            weight = torch.as_tensor(float(count) if kept is None else kept, device=device).double()
+            loss = torch.where(weight == 0, torch.zeros_like(loss), loss)  # a mean over nothing is NaN
+            values = [torch.as_tensor(value, device=device).double() * count for value in metrics.values()]
+            sums = torch.stack([loss.double() * weight, *values])
             total = sums if total is None else total + sums
+            weights = weight if weights is None else weights + weight
             rows += count
             watch(rows)
     finally:
         restore_modes(modes)
-    if total is None:
+    if total is None or weights is None:
         raise ConfigError("there is nothing to evaluate on: no rows")
-    loss_mean, *means = (total / rows).tolist()
+    loss_mean, *means = torch.cat([total[:1] / weights, total[1:] / rows]).tolist()
     return Evaluation(step, loss_mean, rows, dict(zip(names, means, strict=True)))

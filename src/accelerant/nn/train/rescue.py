@@ -124,6 +124,10 @@ class Rescue:
         if self._random is not None:
             torch.set_rng_state(self._random)
         self._trainer.model.train()
+        if parts is not None and len(parts) > 1:  # a mean over no targets is NaN, and does not count
+            kept = self._trainer.objective.weigh(parts)
+            if kept is not None:
+                parts = [part for part, share in zip(parts, kept.tolist(), strict=True) if share != 0]
         return f"{find_not_finite(self._trainer.model, loss, parts)}; {self._last_good()}"
 
     def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -131,9 +135,16 @@ class Rescue:
         grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         norms = torch._foreach_norm([grad for grad in grads if not grad.is_sparse])
         norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
-        loss = sum(float(value) for _, value in self._seen) / max(1, len(self._seen))
+        loss = self._mean_seen()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NotFinite(self._step, loss, norm)
+
+    def _mean_seen(self) -> float:
+        """The loss of the step under way: its parts weighed as the step weighs them."""
+        parts, values = [batch for batch, _ in self._seen], [float(value) for _, value in self._seen]
+        weights = self._trainer.objective.weigh(parts) if len(parts) > 1 else None
+        shares: list[float] = [1 / len(parts)] * len(parts) if weights is None else weights.tolist()
+        return sum(value * share for value, share in zip(values, shares, strict=True) if share != 0)
 
     def _before(self, step: TrainStep, failed: int) -> list[Batch] | None:
         """Put everything back to before the failed step; its parts. None: that would take too long."""

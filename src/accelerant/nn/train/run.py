@@ -171,6 +171,7 @@ class Run:
             self._rescue.watched(functools.partial(trainer.objective, trainer.model)),
             max_grad_norm=config.clip or None,
             accumulate=config.accumulate,
+            weigh=trainer.objective.weigh,
             precision=trainer.precision,
             graph=graph if self._source.fixed else False,
         )

@@ -58,6 +58,8 @@ class TrainStep:
         loss: called with the tensors of a batch, gives a scalar.
         max_grad_norm: clip all gradients together to this norm; None does not clip.
         accumulate: batches in a step; the gradient is that of the mean of their losses.
+        weigh: of a step's batches, the part that each one's loss has in that mean, (accumulate,) on their device, 0 for
+            one that does not count even if its loss is NaN; None for equal parts. Called where there are several.
         precision: bfloat16 for autocast, with each matrix cast once a step; None for the parameters' own dtype.
         graph: True captures the step; False never does; None does on a CUDA device in a process that trains alone.
             Where it cannot be, steps run eagerly and the ledger has the reason.
@@ -81,6 +83,7 @@ class TrainStep:
         *,
         max_grad_norm: float | None = None,
         accumulate: int = 1,
+        weigh: Callable[[Sequence[Sequence[Tensor]]], Tensor | None] | None = None,
         precision: torch.dtype | None = None,
         graph: bool | None = None,
     ) -> None:
@@ -94,6 +97,7 @@ class TrainStep:
             )
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.accumulate = accumulate
+        self._weigh = weigh if accumulate > 1 else None
         self._precision = None if precision == torch.float32 else precision
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         if not self._params:
@@ -160,11 +164,14 @@ class TrainStep:
         """All of it, as it is captured too: the loss and the norm, (2,) float32."""
         self.optimizer.zero_grad(set_to_none=True)
         total: Tensor | None = None
+        weights = None if self._weigh is None else self._weigh(batches)
         with self._precision_context():
-            for batch in batches:
+            for number, batch in enumerate(batches):
                 with self._autocast():
                     loss = self.loss(*batch)
-                    if self.accumulate > 1:
+                    if weights is not None:
+                        loss = torch.where(weights[number] == 0, torch.zeros_like(loss), loss) * weights[number]
+                    elif self.accumulate > 1:
                         loss = loss / self.accumulate
                 loss.backward()
                 total = loss.detach() if total is None else total + loss.detach()
