@@ -68,4 +68,5 @@ def test_the_table_is_written_after_each_op(cache, monkeypatch):
     assert status(*arguments) == 0
     assert [there for name, there in seen if name == "relu"] == [False] * 3
     assert [there for name, there in seen if name == "dropout"] == [False, True, True]
-    assert json.loads(path.read_text())["entries"] == {}
+    raced = {entry.split()[0] for entry in json.loads(path.read_text())["entries"]}
+    assert raced <= {"dropout_fwd", "dropout_bwd"}  # relu has one implementation on a CPU

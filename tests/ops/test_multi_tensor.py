@@ -8,7 +8,6 @@ from accelerant.errors import (
     AccelerantError,
     CompileError,
     ConfigError,
-    FallbackWarning,
     ShapeError,
     UnsupportedDtype,
 )
@@ -458,9 +457,14 @@ def test_failure_after_a_launch_does_not_start_again(monkeypatch):
         take_adamw(tensors, Workspace(torch.device("cpu")))
     calls.clear()
     failing.at = 1
-    with pytest.warns(FallbackWarning, match="torch ran instead"):
-        take_adamw(tensors, Workspace(torch.device("cpu")))
-    assert [float(counter) for counter in tensors.counters].count(2.0) == 1
+    tensors = adamw_inputs(((5,), (7,)), F32, F32, F32)
+    tensors.params[1], tensors.grads[1] = tensors.params[1].to(F16), tensors.grads[1].to(F16)  # another case
+    before = [float(counter) for counter in tensors.counters]
+    with pytest.raises(AccelerantError, match="no other implementation followed"):
+        take_adamw(tensors, Workspace(torch.device("cpu")))  # a kernel that prepares was launched
+    assert [float(counter) for counter in tensors.counters] == before
+    take_adamw(tensors, Workspace(torch.device("cpu")))  # by torch
+    assert [float(counter) for counter in tensors.counters] == [counter + 1 for counter in before]
 
 
 def test_capture_needs_memory_that_was_set_aside(monkeypatch):

@@ -11,6 +11,7 @@ from accelerant.config import override
 from accelerant.ops._elementwise import StreamKernel, launch_map, launch_map_backward
 from accelerant.ops.attention import launch as attention
 from accelerant.ops.cross_entropy import launch as cross_entropy
+from accelerant.ops.decode import launch as decode
 from accelerant.ops.elementwise import launch as elementwise
 from accelerant.ops.embedding import launch as embedding
 from accelerant.ops.gelu import launch as gelu
@@ -179,6 +180,22 @@ def attentions(kernel):
 
 
 BOTH = (False, True)
+
+
+def decoding(gated):
+    def sample():
+        x, weight = torch.randn(1, 96), torch.randn(24, 96)
+        sizes = (24 // (1 + gated), 96, 4, int(gated))
+        return sizes, lambda plan: decode.launch_linear(x, weight, None, None, 1e-5, None, gated, plan)
+
+    return sample
+
+
+def decoding_words():
+    x, weight, scale = torch.randn(1, 96), torch.randint(-127, 128, (24, 96), dtype=torch.int8), torch.rand(24)
+    return (24, 96, 0), lambda plan: decode.launch_words(x, weight, scale, None, 1e-5, None, False, plan)
+
+
 SAMPLES = {
     **{norm.TUNED[key].name: norms(*key) for key in norm.TUNED},
     **{softmax.TUNED[key].name: softmaxes(*key) for key in softmax.TUNED},
@@ -207,6 +224,8 @@ SAMPLES = {
     ],
     "cross_entropy_bwd": [loss_gradients],
     "linear_gelu_fwd": [products],
+    "decode_linear": [decoding(False), decoding(True)],
+    "decode_words": [decoding_words],
     **{f"attention_{kernel}": attentions(kernel) for kernel in attention.TUNED},
 }  # fmt: skip
 EACH = pytest.mark.parametrize(
@@ -265,7 +284,15 @@ def test_any_plan_gives_what_the_rule_gives(name, sample, interpreted):
                 )
 
 
-@EACH
+@pytest.mark.parametrize(
+    ("name", "sample"),
+    [
+        pytest.param(name, each, id=f"{name}-{i}")
+        for name, all_of in SAMPLES.items()
+        if not name.startswith("decode_")  # these have plans of their own off a GPU, small ones, for test_decode
+        for i, each in enumerate(all_of)
+    ],
+)
 def test_without_a_result_the_rule_and_with_one_the_best_is_launched(name, sample, interpreted, folder, launches):
     sizes, run = sample()
     usual, known = plans_of(name, sizes)
