@@ -48,7 +48,7 @@ class Pattern:
 
         A sequence is padding, tokens, padding, each of which may be empty. Waits for the device once a mask.
         """
-        assert self.padding is not None
+        assert self.padding is not None  # for the type checker: asked only where there is padding
         if self._borders is None:
             B, S = self.padding.shape
             real = self.padding.int()
@@ -237,11 +237,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scaling: float | 
         assert isinstance(o, Tensor)  # without the log-sum-exp
         return o.transpose(1, 2)
     borders = pattern.borders()
-    assert borders is not None
+    assert borders is not None  # _refuses has a reason where there are none
     B, H, S, D = q.shape
     q, k, v = (x.transpose(1, 2).reshape(B * S, x.shape[1], D) for x in (q, k, v))
     o = ops.attention_varlen(
         q, k, v, borders, borders, S, S, causal=pattern.causal, scale=scaling, window=pattern.window
     )
-    assert isinstance(o, Tensor)
+    assert isinstance(o, Tensor)  # without the log-sum-exp
     return o.view(B, S, H, D)

@@ -31,7 +31,7 @@ _MASKED_MOST = 4096
 @functools.cache
 def signed(forward: Forward, kind: Any) -> Forward:
     """A copy of `forward` with the signature of the class `kind`'s own, which generate() and Trainer read."""
-    assert isinstance(forward, types.FunctionType)
+    assert isinstance(forward, types.FunctionType)  # for the type checker: one of this package's own
     copied = types.FunctionType(
         forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
     )
