@@ -1,0 +1,5 @@
+"""The curves of pairings: parameters, group law, encodings, pairings. Python integers: the oracle of the kernels."""
+
+from accelerant.algebra.curve.parameters import CURVES, FAMILIES, Curve, Family, curve_of, family_of
+
+__all__ = ["CURVES", "FAMILIES", "Curve", "Family", "curve_of", "family_of"]

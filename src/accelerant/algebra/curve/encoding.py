@@ -1,0 +1,294 @@
+"""Points as arrays of limbs and as bytes, to and from Python integers.
+
+Arrays: canonical little-endian 64-bit limbs, affine, (n, 2, limbs) for G1 and (n, 2, 2, limbs) for G2 with c0 before
+c1; infinity is all zeros, which no curve here contains (b is not 0).
+
+Bytes, one layout a name, points one after another without a gap:
+
+    evm           x then y, big-endian. EIP-196 and EIP-197 for bn254: 32 bytes a coefficient, c1 before c0. EIP-2537
+                  for bls12_381: 64 bytes a coefficient, the first 16 zero, c0 before c1. Infinity is all zeros.
+    uncompressed  x then y, big-endian, c1 before c0, 32 or 48 bytes a coefficient, flags in the top bits of byte 0.
+    compressed    x alone, in the same way; the flags choose y.
+
+The flags of bls12_381 are ZCash's (draft-irtf-cfrg-pairing-friendly-curves-11, appendix C): 0x80 compressed,
+0x40 infinity, 0x20 y is the larger root (compressed only). Those of bn254 are gnark-crypto's (ecc/bn254/marshal.go,
+commit 186d567), for want of a third bit: 0x00 uncompressed, 0x40 compressed infinity, 0x80 compressed with the smaller
+root, 0xc0 with the larger one; an uncompressed infinity is all zeros. The larger of y and -y is the one with the larger
+c1, or c0 where c1 is zero.
+
+What is read comes from strangers. Coefficients that are not reduced, and wrong flags and padding, are always refused;
+points off the curve or out of the subgroup where the caller does not say check=False. Not constant-time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from accelerant.algebra.curve.reference import in_subgroup
+from accelerant.algebra.curve.weierstrass import Affine, Curve
+from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
+
+__all__ = [
+    "Layout",
+    "check_points",
+    "decode_points",
+    "encode_points",
+    "point_bytes",
+    "points_from_bytes",
+    "points_to_bytes",
+]
+
+E = TypeVar("E")
+U64 = npt.NDArray[np.uint64]
+Layout = Literal["evm", "uncompressed", "compressed"]
+
+_LIMB_BYTES = 8
+_EVM_WORD = 32
+
+
+def encode_points(curve: Curve[E], points: Sequence[Affine[E]]) -> U64:
+    """Points as canonical limbs.
+
+    Args:
+        curve: of the points.
+        points: affine, reduced; not checked to lie on the curve.
+
+    Returns:
+        (n, *curve.shape), uint64.
+
+    Raises:
+        FormatError: a coefficient is negative or not reduced.
+    """
+    size = curve.coordinates.base.limbs * _LIMB_BYTES
+    rows = []
+    for index, point in enumerate(points):
+        for name, value in _coefficients(curve, point):
+            _check_reduced(curve, f"points[{index}] {name}", value)
+            rows.append(value.to_bytes(size, "little"))
+    limbs = np.frombuffer(b"".join(rows), dtype="<u8").astype(np.uint64)
+    return limbs.reshape(len(points), *curve.shape)
+
+
+def decode_points(curve: Curve[E], array: U64, *, check: bool = True) -> list[Affine[E]]:
+    """Points from canonical limbs.
+
+    Args:
+        curve: of the points.
+        array: (n, *curve.shape), uint64.
+        check: refuse points off the curve or out of the subgroup.
+
+    Raises:
+        ShapeError: another shape.
+        UnsupportedDtype: not uint64.
+        FormatError: a coefficient is not reduced, or what check refuses; names the first one's index and value.
+    """
+    if array.dtype != np.uint64:
+        raise UnsupportedDtype(f"points must be uint64, got {array.dtype}")
+    if array.shape[1:] != curve.shape or array.ndim != len(curve.shape) + 1:
+        wanted = ", ".join(map(str, curve.shape))
+        raise ShapeError(f"points of {curve.name} must be (n, {wanted}), got {array.shape}")
+    data = np.ascontiguousarray(array).astype("<u8").tobytes()
+    size = curve.coordinates.base.limbs * _LIMB_BYTES
+    per_point = 2 * curve.coordinates.degree
+    points: list[Affine[E]] = []
+    for index in range(len(array)):
+        start = index * per_point * size
+        values = [int.from_bytes(data[start + i * size : start + (i + 1) * size], "little") for i in range(per_point)]
+        points.append(_point(curve, values, index))
+    if check:
+        check_points(curve, points)
+    return points
+
+
+def check_points(curve: Curve[E], points: Sequence[Affine[E]], *, subgroup: bool = True) -> None:
+    """Refuse points off the curve or out of the subgroup.
+
+    Args:
+        curve: of the points.
+        points: affine, reduced.
+        subgroup: ask for the subgroup too; needless where the cofactor is 1, and left out there.
+
+    Raises:
+        FormatError: names the first such point's index and value.
+    """
+    for index, point in enumerate(points):
+        if not curve.is_on_curve(point):
+            raise FormatError(f"points[{index}] is {_shown(point)}, which is not on {curve.name}")
+        if subgroup and curve.cofactor != 1 and not in_subgroup(curve, point):
+            raise FormatError(f"points[{index}] is {_shown(point)}, on {curve.name} but not in its subgroup of order r")
+
+
+def point_bytes(curve: Curve[E], layout: Layout) -> int:
+    """Bytes of one point.
+
+    Raises:
+        ConfigError: no such layout.
+    """
+    return _coefficient_bytes(curve, layout) * curve.coordinates.degree * (1 if layout == "compressed" else 2)
+
+
+def points_to_bytes(curve: Curve[E], points: Sequence[Affine[E]], layout: Layout) -> bytes:
+    """Points in a layout, one after another.
+
+    Args:
+        curve: of the points.
+        points: affine, reduced; not checked to lie on the curve.
+        layout: see above.
+
+    Raises:
+        ConfigError: no such layout.
+        FormatError: a coefficient is negative or not reduced.
+    """
+    size = _coefficient_bytes(curve, layout)
+    kept = curve.coordinates.degree * (1 if layout == "compressed" else 2)
+    result = bytearray()
+    for index, point in enumerate(points):
+        values = _coefficients(curve, point)
+        for name, value in values:
+            _check_reduced(curve, f"points[{index}] {name}", value)
+        ordered = _reordered(curve, layout, [value for _, value in values])
+        data = bytearray(b"".join(value.to_bytes(size, "big") for value in ordered[:kept]))
+        marks = _marks(curve, layout)
+        if point is None:
+            data[0] |= marks.infinity
+        else:
+            data[0] |= marks.larger if curve.coordinates.is_larger(point[1]) else marks.smaller
+        result += data
+    return bytes(result)
+
+
+def points_from_bytes(
+    curve: Curve[E], data: bytes, layout: Layout, *, check: bool = True, subgroup: bool = True
+) -> list[Affine[E]]:
+    """Points from bytes in a layout.
+
+    Args:
+        curve: of the points.
+        data: points one after another.
+        layout: see above.
+        check: refuse points off the curve or out of the subgroup. A compressed x that no point has is always refused.
+        subgroup: False leaves the subgroup out of check, as EIP-2537's additions do.
+
+    Raises:
+        ConfigError: no such layout.
+        FormatError: a length that is no multiple of a point's, flags or padding that the layout does not have, a
+            coefficient that is not reduced, or what check refuses; names the first one's index and value.
+    """
+    size = point_bytes(curve, layout)
+    if len(data) % size:
+        raise FormatError(f"{layout} points of {curve.name} are {size} bytes each; {len(data)} is no multiple of that")
+    points = [_from_bytes(curve, data[i * size : (i + 1) * size], layout, i) for i in range(len(data) // size)]
+    if check:
+        check_points(curve, points, subgroup=subgroup)
+    return points
+
+
+def _from_bytes(curve: Curve[E], data: bytes, layout: Layout, index: int) -> Affine[E]:
+    marks = _marks(curve, layout)
+    flags, rest = data[0] & marks.mask, bytes([data[0] & ~marks.mask]) + data[1:]
+    if flags not in (marks.infinity, marks.smaller, marks.larger):
+        wanted = ", ".join(f"{flag:#04x}" for flag in sorted({marks.infinity, marks.smaller, marks.larger}))
+        raise FormatError(f"points[{index}] has flags {flags:#04x} in byte 0; {layout} {curve.name} has {wanted}")
+    infinity_is_flagged = marks.infinity != marks.smaller
+    if infinity_is_flagged and flags == marks.infinity:
+        if any(rest):
+            raise FormatError(
+                f"points[{index}] is flagged as infinity but is 0x{data.hex()}, not zero beside its flags"
+            )
+        return None
+    size = _coefficient_bytes(curve, layout)
+    values = [int.from_bytes(rest[i : i + size], "big") for i in range(0, len(rest), size)]
+    values = _reordered(curve, layout, values)
+    if layout != "compressed":
+        point = _point(curve, values, index)
+        if point is None and infinity_is_flagged:
+            raise FormatError(f"points[{index}] is all zeros without the flag of infinity, {marks.infinity:#04x}")
+        return point
+    x = _element(curve, values, f"points[{index}] x")
+    y = curve.coordinates.sqrt(curve.right_side(x))
+    if y is None:
+        raise FormatError(f"points[{index}] has x = {_hex(x)}, with which no point is on {curve.name}")
+    return x, y if curve.coordinates.is_larger(y) == (flags == marks.larger) else curve.coordinates.neg(y)
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """The bits of byte 0 that are flags, and what they say: infinity, or the smaller or larger of y and -y."""
+
+    mask: int
+    infinity: int
+    smaller: int
+    larger: int
+
+
+_ZCASH = {"compressed": _Marks(0xE0, 0xC0, 0x80, 0xA0), "uncompressed": _Marks(0xE0, 0x40, 0x00, 0x00)}
+_GNARK = {"compressed": _Marks(0xC0, 0x40, 0x80, 0xC0), "uncompressed": _Marks(0xC0, 0x00, 0x00, 0x00)}
+_NO_MARKS = _Marks(0x00, 0x00, 0x00, 0x00)
+
+
+def _marks(curve: Curve[E], layout: Layout) -> _Marks:
+    field = curve.coordinates.base
+    spare_bits = 8 * field.size_bytes - field.bits
+    return (_ZCASH if spare_bits >= 3 else _GNARK).get(layout, _NO_MARKS)
+
+
+def _coefficient_bytes(curve: Curve[E], layout: Layout) -> int:
+    if layout not in get_args(Layout):
+        raise ConfigError(f"unknown layout {layout!r}; known are {', '.join(get_args(Layout))}")
+    size = curve.coordinates.base.size_bytes
+    return -(-size // _EVM_WORD) * _EVM_WORD if layout == "evm" else size
+
+
+def _reordered(curve: Curve[E], layout: Layout, values: Sequence[int]) -> list[int]:
+    """Coefficients (c0 first, x before y) in the layout's order, or the other way: it is its own inverse."""
+    degree = curve.coordinates.degree
+    if layout == "evm" and _coefficient_bytes(curve, layout) != curve.coordinates.base.size_bytes:
+        return list(values)  # EIP-2537
+    return [value for i in range(0, len(values), degree) for value in reversed(values[i : i + degree])]
+
+
+def _coefficients(curve: Curve[E], point: Affine[E]) -> list[tuple[str, int]]:
+    """Names and values, x before y and c0 before c1; zeros for infinity."""
+    k = curve.coordinates
+    x, y = (k.zero, k.zero) if point is None else point
+    return [*zip(_names(curve, "x"), k.parts(x), strict=True), *zip(_names(curve, "y"), k.parts(y), strict=True)]
+
+
+def _names(curve: Curve[E], name: str) -> list[str]:
+    degree = curve.coordinates.degree
+    return [name] if degree == 1 else [f"{name}.c{i}" for i in range(degree)]
+
+
+def _point(curve: Curve[E], values: Sequence[int], index: int) -> Affine[E]:
+    """The point of these coefficients, c0 first; None where all are zero."""
+    degree = curve.coordinates.degree
+    x = _element(curve, values[:degree], f"points[{index}] x")
+    y = _element(curve, values[degree:], f"points[{index}] y")
+    return (x, y) if any(values) else None
+
+
+def _element(curve: Curve[E], parts: Sequence[int], name: str) -> E:
+    for suffix, value in zip(_names(curve, ""), parts, strict=True):
+        _check_reduced(curve, name + suffix, value)
+    return curve.coordinates.join(parts)
+
+
+def _check_reduced(curve: Curve[E], name: str, value: int) -> None:
+    modulus = curve.coordinates.base.modulus
+    if not 0 <= value < modulus:
+        raise FormatError(f"{name} is {value:#x}, not reduced: it must be from 0 to below the modulus {modulus:#x}")
+
+
+def _shown(point: Affine[E]) -> str:
+    return "infinity" if point is None else f"({_hex(point[0])}, {_hex(point[1])})"
+
+
+def _hex(element: object) -> str:
+    if isinstance(element, tuple):
+        return "(" + ", ".join(f"{part:#x}" for part in element) + ")"
+    return f"{element:#x}"

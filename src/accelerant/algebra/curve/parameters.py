@@ -1,0 +1,225 @@
+"""The pairing-friendly curves, as one table, and what follows from it.
+
+    bn254       Barreto-Naehrig, y^2 = x^3 + 3; G2 on the twist y^2 = x^3 + 3 / (9 + u)     EIP-196, EIP-197
+    bls12_381   Barreto-Lynn-Scott, y^2 = x^3 + 4; G2 on the twist y^2 = x^3 + 4 (1 + u)    EIP-2537, ZCash
+
+Typed in are b, the non-residue of the twist and its kind, and the generators. The fields come from
+algebra/field/parameters.py; the family's parameter, the twists' b and the cofactors are derived. A curve is checked
+when it is made: the generator lies on it and has order r.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from accelerant.algebra.curve.coordinates import Pair, PrimeCoordinates, QuadraticCoordinates
+from accelerant.algebra.curve.reference import in_subgroup
+from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.field.parameters import FIELDS, FQ2
+from accelerant.errors import ConfigError
+
+__all__ = ["CURVES", "FAMILIES", "Curve", "Family", "curve_of", "family_of"]
+
+E = TypeVar("E")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a pairing's two groups share.
+
+    Attributes:
+        name: prefix of the names of its curves and fields.
+        kind: Barreto-Naehrig or Barreto-Lynn-Scott of embedding degree 12.
+        b: of G1's curve.
+        nonresidue: xi of Fq2, neither a square nor a cube: Fq12 = Fq2[w] / (w^6 - xi).
+        twist: "divide" where G2's b is b / xi (a D-twist), "multiply" where it is b xi (an M-twist).
+        g1_generator: affine.
+        g2_generator: affine.
+    """
+
+    name: str
+    kind: Literal["bn", "bls12"]
+    b: int
+    nonresidue: Pair
+    twist: Literal["divide", "multiply"]
+    g1_generator: Pair
+    g2_generator: tuple[Pair, Pair]
+
+    @property
+    def q(self) -> int:
+        """The modulus of G1's coordinates."""
+        return FIELDS[f"{self.name}_fq"].modulus
+
+    @property
+    def r(self) -> int:
+        """The order of both groups."""
+        return FIELDS[f"{self.name}_fr"].modulus
+
+    @property
+    def parameter(self) -> int:
+        """The family's x, from q and r: q - r = 6 x^2 (BN), or q = x mod r with x small and of either sign (BLS12)."""
+        if self.kind == "bn":
+            return math.isqrt((self.q - self.r) // 6)
+        x = self.q % self.r
+        return x - self.r if x > self.r // 2 else x
+
+    @property
+    def g1_cofactor(self) -> int:
+        """(q + 1 - t) / r with the trace t = 6 x^2 + 1 (BN) or x + 1 (BLS12)."""
+        return (self.q + 1 - self.trace) // self.r
+
+    @property
+    def g2_cofactor(self) -> int:
+        """Of the twist of degree 6.
+
+        BN: 2 q - r. Source: Barreto and Naehrig, SAC 2005.
+        BLS12: (x^8 - 4 x^7 + 5 x^6 - 4 x^4 + 6 x^3 - 4 x^2 - 4 x + 13) / 9. Source: EIP-2537, and Budroni and Pintore,
+        eprint 2017/419.
+        """
+        x = self.parameter
+        if self.kind == "bn":
+            return 2 * self.q - self.r
+        return (x**8 - 4 * x**7 + 5 * x**6 - 4 * x**4 + 6 * x**3 - 4 * x**2 - 4 * x + 13) // 9
+
+    @property
+    def trace(self) -> int:
+        """Of Frobenius on G1's curve: its group has q + 1 - t elements."""
+        return 6 * self.parameter**2 + 1 if self.kind == "bn" else self.parameter + 1
+
+    @property
+    def g1(self) -> Curve[int]:
+        """The first group's curve, over Fq."""
+        return _g1(self.name)
+
+    @property
+    def g2(self) -> Curve[Pair]:
+        """The second group's curve, over Fq2."""
+        return _g2(self.name)
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family(
+            name="bn254",
+            kind="bn",
+            b=3,
+            nonresidue=(9, 1),
+            twist="divide",
+            g1_generator=(1, 2),
+            g2_generator=(
+                (
+                    0x1800DEEF121F1E76426A00665E5C4479674322D4F75EDADD46DEBD5CD992F6ED,
+                    0x198E9393920D483A7260BFB731FB5D25F1AA493335A9E71297E485B7AEF312C2,
+                ),
+                (
+                    0x12C85EA5DB8C6DEB4AAB71808DCB408FE3D1E7690C43D37B4CE6CC0166FA7DAA,
+                    0x090689D0585FF075EC9E99AD690C3395BC4B313370B38EF355ACDADCD122975B,
+                ),
+            ),
+        ),
+        Family(
+            name="bls12_381",
+            kind="bls12",
+            b=4,
+            nonresidue=(1, 1),
+            twist="multiply",
+            g1_generator=(
+                0x17F1D3A73197D7942695638C4FA9AC0FC3688C4F9774B905A14E3A3F171BAC586C55E83FF97A1AEFFB3AF00ADB22C6BB,
+                0x08B3F481E3AAA0F1A09E30ED741D8AE4FCF5E095D5D00AF600DB18CB2C04B3EDD03CC744A2888AE40CAA232946C5E7E1,
+            ),
+            g2_generator=(
+                (
+                    0x024AA2B2F08F0A91260805272DC51051C6E47AD4FA403B02B4510B647AE3D1770BAC0326A805BBEFD48056C8C121BDB8,
+                    0x13E02B6052719F607DACD3A088274F65596BD0D09920B61AB5DA61BBDC7F5049334CF11213945D57E5AC7D055D042B7E,
+                ),
+                (
+                    0x0CE5D527727D6E118CC9CDC6DA2E351AADFD9BAA8CBDD3A76D429A695160D12C923AC9CC3BACA289E193548608B82801,
+                    0x0606C4A02EA734CC32ACD2B02BC28B99CB3E287E85A763AF267492AB572E99AB3F370D275CEC1DA1AAA9075FF05F79BE,
+                ),
+            ),
+        ),
+    )
+}
+"""Name -> Family."""
+
+
+def _checked(curve: Curve[E]) -> Curve[E]:
+    """The curve, if its generator lies on it and has order r.
+
+    Raises:
+        ValueError: it does not, or the group's order is even, which the formulas' special cases leave out.
+    """
+    if not curve.is_on_curve(curve.generator):
+        raise ValueError(f"{curve.name}: the generator {curve.generator} is not on the curve")
+    if not in_subgroup(curve, curve.generator):
+        raise ValueError(f"{curve.name}: {curve.order} times the generator {curve.generator} is not infinity")
+    if curve.cofactor % 2 == 0:
+        raise ValueError(f"{curve.name}: the cofactor {curve.cofactor} is even")
+    return curve
+
+
+@functools.cache
+def _g1(name: str) -> Curve[int]:
+    family = FAMILIES[name]
+    return _checked(
+        Curve(
+            name=f"{name}_g1",
+            coordinates=PrimeCoordinates(FIELDS[f"{name}_fq"]),
+            scalars=FIELDS[f"{name}_fr"],
+            b=family.b,
+            generator=family.g1_generator,
+            cofactor=family.g1_cofactor,
+        )
+    )
+
+
+@functools.cache
+def _g2(name: str) -> Curve[Pair]:
+    family = FAMILIES[name]
+    k = QuadraticCoordinates(FQ2[f"{name}_fq"])
+    factor = family.nonresidue if family.twist == "multiply" else k.inv(family.nonresidue)
+    return _checked(
+        Curve(
+            name=f"{name}_g2",
+            coordinates=k,
+            scalars=FIELDS[f"{name}_fr"],
+            b=k.times(factor, family.b),
+            generator=family.g2_generator,
+            cofactor=family.g2_cofactor,
+        )
+    )
+
+
+CURVES: dict[str, Callable[[], Curve[Any]]] = {
+    f"{family}_{group}": functools.partial(make, family)
+    for family in FAMILIES
+    for group, make in (("g1", _g1), ("g2", _g2))
+}
+"""Curve name -> what makes it. Made on first use: the check of the order takes milliseconds."""
+
+
+def curve_of(name: str) -> Curve[Any]:
+    """The curve of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in CURVES:
+        raise ConfigError(f"unknown curve {name!r}; known are {', '.join(CURVES)}")
+    return CURVES[name]()
+
+
+def family_of(name: str) -> Family:
+    """The family of that name, bn254 or bls12_381.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in FAMILIES:
+        raise ConfigError(f"unknown pairing {name!r}; known are {', '.join(FAMILIES)}")
+    return FAMILIES[name]

@@ -1,0 +1,160 @@
+"""The prime fields, as one table, and every constant that follows from it.
+
+A field is its modulus and a generator of its multiplicative group; the moduli of curves follow from the curve's
+parameter. All else (words, two-adicity, roots of unity, Montgomery constants) is derived here, so that no constant is
+typed in twice, and what can be wrong is checked when a field is made.
+
+    goldilocks      p = 2^64 - 2^32 + 1                            Hamburg 2015, eprint 2015/625, with phi = 2^32
+    babybear        p = 15 2^27 + 1                                the largest prime below 2^31 with 2^27 | p - 1
+    bn254_fr, _fq   Barreto-Naehrig, x = 4965661367192848881       EIP-196
+    bls12_381_*     Barreto-Lynn-Scott, x = -0xd201000000010000    EIP-2537
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accelerant.errors import ConfigError
+
+__all__ = ["FIELDS", "FQ2", "Field", "QuadraticField", "field_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A prime field.
+
+    Attributes:
+        name: as users spell it.
+        modulus: p, an odd prime.
+        generator: of the multiplicative group; a quadratic non-residue, therefore.
+    """
+
+    name: str
+    modulus: int
+    generator: int
+
+    def __post_init__(self) -> None:
+        """Refuse a table that cannot be right: an even modulus, or a generator that is a square.
+
+        What is checked (Euler's criterion) fails for nearly all composite moduli too, and suffices for roots of unity
+        of order 2^k.
+        """
+        p = self.modulus
+        if p < 3 or p % 2 == 0 or pow(self.generator, (p - 1) // 2, p) != p - 1:
+            raise ValueError(f"{self.name}: {self.generator} is a square mod {p}, or {p} is no odd prime")
+
+    @property
+    def bits(self) -> int:
+        """Of the modulus."""
+        return self.modulus.bit_length()
+
+    @property
+    def word_bits(self) -> int:
+        """Of the unsigned words that hold a canonical element: 32 where p fits in them, else 64."""
+        return 32 if self.bits <= 32 else 64
+
+    @property
+    def limbs(self) -> int:
+        """Words of a canonical element, the least significant first."""
+        return -(-self.bits // self.word_bits)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of a canonical element."""
+        return self.limbs * self.word_bits // 8
+
+    @property
+    def two_adicity(self) -> int:
+        """The largest k such that 2^k divides p - 1: transforms have at most 2^k points."""
+        below = self.modulus - 1
+        return (below & -below).bit_length() - 1
+
+    def root_of_unity(self, order: int) -> int:
+        """A primitive root, generator^((p - 1) / order).
+
+        Raises:
+            ConfigError: order is not positive or does not divide p - 1.
+        """
+        if order < 1 or (self.modulus - 1) % order:
+            raise ConfigError(f"{self.name} has no root of unity of order {order}: it does not divide p - 1")
+        return pow(self.generator, (self.modulus - 1) // order, self.modulus)
+
+    def montgomery_radix(self, limb_bits: int, limbs: int) -> int:
+        """R = 2^(limb_bits limbs) mod p: x is kept as x R where products are Montgomery's."""
+        return (1 << limb_bits * limbs) % self.modulus
+
+    def montgomery_inverse(self, limb_bits: int) -> int:
+        """-1/p mod 2^limb_bits, the factor of one step of Montgomery's reduction."""
+        return -pow(self.modulus, -1, 1 << limb_bits) % (1 << limb_bits)
+
+    def words(self, value: int, limb_bits: int, limbs: int) -> tuple[int, ...]:
+        """The limbs of a number that fits in them, the least significant first.
+
+        Raises:
+            ValueError: it does not fit, or is negative.
+        """
+        if not 0 <= value < 1 << limb_bits * limbs:
+            raise ValueError(f"{value} does not fit in {limbs} limbs of {limb_bits} bits")
+        mask = (1 << limb_bits) - 1
+        return tuple(value >> limb_bits * i & mask for i in range(limbs))
+
+
+@dataclass(frozen=True, slots=True)
+class QuadraticField:
+    """base[u] / (u^2 + 1): pairs c0 + c1 u, c0 first. -1 is no square in the base, whose modulus is 3 mod 4."""
+
+    name: str
+    base: Field
+
+    def __post_init__(self) -> None:
+        """Refuse a base in which u^2 + 1 factors."""
+        if self.base.modulus % 4 != 3:
+            raise ValueError(f"{self.name}: -1 is a square mod {self.base.modulus}")
+
+
+_BN_X = 4965661367192848881
+_BLS_X = -0xD201000000010000
+
+
+def _bn(x: int) -> tuple[int, int]:
+    """Moduli (q of the curve's coordinates, r of its order) of a Barreto-Naehrig curve. Source: SAC 2005."""
+    q = 36 * x**4 + 36 * x**3 + 24 * x**2 + 6 * x + 1
+    return q, q - 6 * x**2
+
+
+def _bls12(x: int) -> tuple[int, int]:
+    """The same of a Barreto-Lynn-Scott curve of embedding degree 12. Source: SCN 2002."""
+    r = x**4 - x**2 + 1
+    return (x - 1) ** 2 * r // 3 + x, r
+
+
+_BN254_FQ, _BN254_FR = _bn(_BN_X)
+_BLS12_381_FQ, _BLS12_381_FR = _bls12(_BLS_X)
+
+FIELDS = {
+    field.name: field
+    for field in (
+        Field("goldilocks", 2**64 - 2**32 + 1, 7),
+        Field("babybear", 15 * 2**27 + 1, 31),
+        Field("bn254_fr", _BN254_FR, 5),
+        Field("bn254_fq", _BN254_FQ, 3),
+        Field("bls12_381_fr", _BLS12_381_FR, 7),
+        Field("bls12_381_fq", _BLS12_381_FQ, 2),
+    )
+}
+"""Field name -> Field. Generators are the least primitive roots. snarkjs takes 5 for bls12_381_fr: its transforms use
+other roots of unity than generator^((p - 1) / n)."""
+
+FQ2 = {name: QuadraticField(f"{name}2", FIELDS[name]) for name in ("bn254_fq", "bls12_381_fq")}
+"""Name of the base field -> its quadratic extension, where the coordinates of G2 live."""
+
+
+def field_of(name: str) -> Field:
+    """The field of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in FIELDS:
+        raise ConfigError(f"unknown field {name!r}; known are {', '.join(FIELDS)}")
+    return FIELDS[name]

@@ -1,0 +1,217 @@
+"""A field's programs, put together from its constants and the texts beside this module.
+
+Two C dialects share the kernels (kernel.c) and the elements (limbs.h, goldilocks.h, babybear.h):
+
+    portable   arithmetic in C (limbs_c.h): CUDA, HIP and OpenCL
+    cuda       for fields of several limbs: NVIDIA's carry chains behind the same names (limbs_ptx.h, ptx.py)
+
+FIELD in a text stands for a prefix, so that one program can hold several fields. The CPU's dialect is built by
+llvm_kernels.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+from accelerant.algebra.field.llvm_kernels import FieldKernels
+from accelerant.algebra.field.parameters import Field
+from accelerant.algebra.field.ptx import ptx_macros
+from accelerant.errors import ConfigError
+from accelerant.runtime.kernel import Builder, KernelSource
+from accelerant.runtime.portable import portable_header
+
+__all__ = ["BLOCK", "INVERSES", "entries", "field_text", "kernel_source", "launch", "montgomery_radix"]
+
+BLOCK = 256
+"""Threads of a block in the C dialects, at most; a power of two."""
+
+INVERSES = 16
+"""Elements a thread inverts together in the C dialects: about (3 * 16 + 380) / 16 multiplies each for 254 bits, and
+2^20 elements still give 65,536 threads."""
+
+_BINARY = ("add", "sub", "mul", "mul_montgomery")
+_UNARY = (
+    "neg",
+    "square",
+    "square_montgomery",
+    "to_montgomery",
+    "from_montgomery",
+    "reduce",
+    "inv",
+    "inv_montgomery",
+)
+
+_BY_CHUNK = ("field_sum", "field_dot", "field_dot_montgomery", "field_unreduced")
+_BY_SEVERAL = ("field_inv", "field_inv_montgomery")
+
+
+def entries(field: Field) -> dict[str, tuple[str, ...]]:
+    """Entry point -> the types of its arguments, E = "*u64", an array of elements ("*u32" where a word has 32 bits).
+
+        field_add field_sub field_mul field_mul_montgomery        x E, y E, z E, n
+        field_neg field_square field_square_montgomery
+        field_to_montgomery field_from_montgomery
+        field_reduce field_inv field_inv_montgomery               x E, z E, n
+        field_pow field_pow_montgomery                            x E, z E, exponent *u64, bits, n
+        field_sum                                                 x E, partial E, n, chunk
+        field_dot field_dot_montgomery                            x E, y E, partial E, n, chunk
+        field_unreduced                                           x E, first *i64, n, chunk
+
+    All take canonical elements and give such, but "montgomery" entries, which take and give x R mod p (R:
+    montgomery_radix; field_to_montgomery takes any words, field_from_montgomery gives canonical elements);
+    field_add, _sub, _neg and _sum serve both. field_reduce takes any words. An exponent is at least 0, little-endian
+    words, and public: the time depends on it, on nothing else. 0^0 = 1. The inverse of 0 is 0. A chunk c, of
+    elements [c chunk, min(n, (c + 1) chunk)), gives partial[c], their sum, and first[c], the least index of an element
+    not below p, else n.
+    """
+    e = f"*u{field.word_bits}"
+    found: dict[str, tuple[str, ...]] = {f"field_{name}": (e, e, e, "i64") for name in _BINARY}
+    found |= {f"field_{name}": (e, e, "i64") for name in _UNARY}
+    found |= {f"field_{name}": (e, e, "*u64", "i64", "i64") for name in ("pow", "pow_montgomery")}
+    found |= {f"field_{name}": (e, e, e, "i64", "i64") for name in ("dot", "dot_montgomery")}
+    return found | {"field_sum": (e, e, "i64", "i64"), "field_unreduced": (e, "*i64", "i64", "i64")}
+
+
+def montgomery_radix(field: Field) -> int:
+    """R of the form x R mod p that programs keep elements in; 1 of Goldilocks, whose products need none."""
+    return 1 if _is_goldilocks(field) else 1 << field.limbs * field.word_bits
+
+
+@functools.cache
+def kernel_source(field: Field, entry: str | None = None) -> KernelSource:
+    """The field's functions on arrays, in every dialect that it has.
+
+    Args:
+        field: any.
+        entry: one of entries(field); the source has that one alone. None: all, which NVRTC compiles in seconds for
+            fields of several limbs.
+
+    Raises:
+        ConfigError: there is no such entry.
+    """
+    known = entries(field)
+    if entry is not None and entry not in known:
+        raise ConfigError(f"{field.name} has no entry {entry!r}; it has {', '.join(known)}")
+    dialects: dict[str, str | Builder] = {
+        "portable": _kernels(field, "portable", entry),
+        "llvm": FieldKernels(field.name, entry or ""),
+    }
+    if _has_limbs(field):
+        dialects["cuda"] = f"{portable_header()}\n{_kernels(field, 'cuda', entry)}"
+    name = f"{entry or 'field'}_{field.name}"
+    return KernelSource(name=name, dialects=dialects, entries=known if entry is None else {entry: known[entry]})
+
+
+def launch(entry: str, n: int, chunk: int = 1) -> tuple[tuple[int], tuple[int]]:
+    """Grid and block of an entry of the C dialects.
+
+    Args:
+        entry: see entries.
+        n: elements, at least 1.
+        chunk: elements of a partial result, where the entry has such.
+    """
+    if entry in _BY_CHUNK:
+        return (-(-n // chunk),), (BLOCK,)
+    return (-(-n // (BLOCK * (INVERSES if entry in _BY_SEVERAL else 1))),), (BLOCK,)
+
+
+def field_text(field: Field, prefix: str, dialect: str) -> str:
+    """A field's elements and arithmetic, for the C dialects; stands after portable.h.
+
+    Types and functions begin with the prefix (an element's type is the prefix itself): PREFIX_add, _sub, _mul, _square
+    (in Montgomery form), _zero, _one, _is_zero, _is_reduced, _select, _to_montgomery, _from_montgomery, _load, _store.
+
+    Args:
+        field: any.
+        prefix: an identifier, of which no other field's prefix in the program is the beginning.
+        dialect: "portable" or "cuda"; the same text for a field of one word.
+
+    Raises:
+        ConfigError: there is no such dialect, or the modulus leaves no spare bit in 32 bits or an even number of words.
+    """
+    if dialect not in ("portable", "cuda"):
+        raise ConfigError(f"field_text knows the dialects portable and cuda, got {dialect!r}")
+    if not _has_limbs(field):
+        names = ["goldilocks.h" if _is_goldilocks(field) else "babybear.h"]
+        return _prefixed(_constants(field) + _texts(names), prefix)
+    names = ["limbs.h", "limbs_ptx.h" if dialect == "cuda" else "limbs_c.h"]
+    macros = ptx_macros(field, prefix) if dialect == "cuda" else ""
+    return _prefixed(_constants(field), prefix) + macros + _prefixed(_texts(names), prefix)
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _is_goldilocks(field: Field) -> bool:
+    return field.modulus == 2**64 - 2**32 + 1
+
+
+def _has_limbs(field: Field) -> bool:
+    return field.limbs > 1
+
+
+_ENTRY = re.compile(
+    r"^(?:FIELD_MAP2?\((?P<map>\w+), .*\)|ACL_KERNEL void (?P<kernel>\w+)\([^{]*\{\n(?:.*\n)*?\})\n", re.MULTILINE
+)
+
+
+def _kernels(field: Field, dialect: str, entry: str | None) -> str:
+    """The field and its kernels, or the one named, under the field's name."""
+
+    def kept(found: re.Match[str]) -> str:
+        return found[0] if entry in (None, found["map"], found["kernel"]) else ""
+
+    sizes = {
+        "FIELD_BLOCK": str(BLOCK),
+        "FIELD_INVERSES": str(INVERSES),
+        "FIELD_BITS": str(field.bits),
+        "FIELD_P_MINUS_2": _hexadecimal(field.words(field.modulus - 2, 64, -(-field.bits // 64)), "UL"),
+    }
+    return field_text(field, field.name, dialect) + _prefixed(
+        _defined(sizes) + _ENTRY.sub(kept, _texts(["kernel.c"])), field.name
+    )
+
+
+def _constants(field: Field) -> str:
+    """What the field's header needs; nothing for Goldilocks, whose modulus is in its reduction."""
+    if _is_goldilocks(field):
+        return ""
+    limbs = field.limbs * field.word_bits // 32
+    if field.bits >= 32 * limbs or (limbs > 1 and limbs % 4):
+        raise ConfigError(
+            f"{field.name}: the C kernels are for moduli with a spare bit in 32 bits or in an even number of 64-bit "
+            f"words, got {field.bits} bits"
+        )
+    radix = montgomery_radix(field)
+
+    def listed(value: int) -> str:
+        return _hexadecimal(field.words(value, 32, limbs), "U")
+
+    return _defined(
+        {
+            "FIELD_LIMBS": str(limbs),
+            "FIELD_INVERSE": _hexadecimal((field.montgomery_inverse(32),), "U"),
+            "FIELD_MODULUS": listed(field.modulus),
+            "FIELD_ONE": listed(radix % field.modulus),
+            "FIELD_R2": listed(radix**2 % field.modulus),
+        }
+    )
+
+
+def _defined(values: dict[str, str]) -> str:
+    return "".join(f"#define {name} {value}\n" for name, value in values.items())
+
+
+def _hexadecimal(words: tuple[int, ...], suffix: str) -> str:
+    return ", ".join(f"0x{word:x}{suffix}" for word in words)
+
+
+def _texts(names: list[str]) -> str:
+    return "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names)
+
+
+def _prefixed(text: str, prefix: str) -> str:
+    """FIELD as a word, or before an underscore, is the prefix."""
+    return re.sub(r"\bFIELD(?=_|\b)", prefix, text)

@@ -1,0 +1,198 @@
+"""Arithmetic of large fields in PTX: carry chains, written out for a field's number of limbs.
+
+A product is split in two sums of 32-bit limbs, *even* and *odd*: x_j y_i goes to the even one where j is even, else to
+the odd one, which stands one limb higher. So the 64-bit products of a row follow one another without overlap, the whole
+row is one carry chain, and a pair mad.lo.cc, madc.hi.cc of the same factors becomes one wide multiply-add with carry.
+After a row x y_i and a row m p the lowest limb is 0. Shifted down by it, the sums change places: the odd one is the
+next row's even one, once the limb left over from the even one is added; its carry enters the next row's first chain.
+
+With n limbs and p < 2^(32 n - 1) the sum stays below 2 p 2^32 (see limbs_c.h), so that n + 1 limbs hold it and no chain
+but the even one carries out. Multiply: 2 n^2 wide multiply-adds and n low products; square: n (n + 1) / 2 + n^2, and n.
+
+Each operation is one asm statement that reads all its operands before it writes one, branches on nothing and has no
+effect but its result. Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS", for the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accelerant.algebra.field.parameters import Field
+
+__all__ = ["ptx_macros"]
+
+_BITS = 32
+Limbs = list[str]
+
+
+class _Chains:
+    """A sequence of PTX instructions. Each result is a new register; None among limbs is a zero that needs none."""
+
+    def __init__(self, inputs: int, limbs: int) -> None:
+        self.limbs = limbs
+        self._lines: list[str] = []
+        self._registers = 0
+        self._operands = [[f"%{limbs * (1 + i) + j}" for j in range(limbs)] for i in range(inputs)]
+
+    def operand(self, i: int) -> Limbs:
+        """The limbs of an argument."""
+        return self._operands[i]
+
+    def do(self, instruction: str, *sources: str | None) -> str:
+        """Append an instruction on u32; gives its result."""
+        result = f"t{self._registers}"
+        self._registers += 1
+        self._lines.append(f"{instruction} {result}, {', '.join(source or '0' for source in sources)};")
+        return result
+
+    def products(
+        self, sums: list[str | None], at: int, factors: Sequence[str], y: str, carry: bool = False, last: bool = False
+    ) -> None:
+        """Sums += (factors[0] + factors[1] 2^64 + ...) y 2^(32 at), in one chain.
+
+        Args:
+            sums: limbs; changed.
+            at: where the chain begins.
+            factors: of the 64-bit products.
+            y: their other factor.
+            carry: the flag holds a carry into the chain.
+            last: nothing is carried out.
+        """
+        if not carry and all(limb is None for limb in sums[at : at + 2 * len(factors)]):
+            for k, factor in enumerate(factors):
+                sums[at + 2 * k] = self.do("mul.lo.u32", factor, y)
+                sums[at + 2 * k + 1] = self.do("mul.hi.u32", factor, y)
+            return
+        end = at + 2 * len(factors)
+        out = not last and sums[end - 1] is not None  # else the highest product has room for the carry
+        for k, factor in enumerate(factors):
+            low, high = at + 2 * k, at + 2 * k + 1
+            final = "" if high == end - 1 and not out else ".cc"
+            sums[low] = self.do(f"mad{'c' if carry or k else ''}.lo.cc.u32", factor, y, sums[low])
+            sums[high] = self.do(f"madc.hi{final}.u32", factor, y, sums[high])
+        if out:
+            sums[end] = self.do("addc.u32", sums[end], None)
+
+    def chain(self, operation: str, x: Sequence[str | None], y: Sequence[str | None], out: bool = False) -> Limbs:
+        """X + y or x - y ("add", "sub"), limb by limb; the flag holds the carry afterwards where out says so."""
+        result = []
+        for i, (a, b) in enumerate(zip(x, y, strict=True)):
+            final = "" if i == len(x) - 1 and not out else ".cc"
+            result.append(self.do(f"{operation}{'c' if i else ''}{final}.u32", a, b))
+        return result
+
+    def borrow(self) -> str:
+        """All bits set where the last difference was negative."""
+        return self.do("subc.u32", None, None)
+
+    def statement(self, name: str, result: Limbs) -> str:
+        """The macro of that name, which assigns these limbs."""
+        moves = [f"mov.u32 %{i}, {limb};" for i, limb in enumerate(result)]
+        text = " ".join(["{", f".reg .u32 t<{self._registers}>;", ".reg .pred q;", *self._lines, *moves, "}"])
+        names = "xy"[: len(self._operands)]
+        outputs = ", ".join(f'"=r"((z).limb[{i}])' for i in range(self.limbs))
+        inputs = ", ".join(f'"r"(({each}).limb[{i}])' for each in names for i in range(self.limbs))
+        return f'#define {name}(z, {", ".join(names)}) asm("{text}" : {outputs} : {inputs})'
+
+    def at_least_zero(self, reduced: Limbs, otherwise: Limbs, negative: str) -> Limbs:
+        """The reduced limbs, or the others where negative has all bits set."""
+        self._lines.append(f"setp.ne.u32 q, {negative}, 0;")
+        return [self.do("selp.u32", plain, less, "q") for less, plain in zip(reduced, otherwise, strict=True)]
+
+
+class _Field:
+    """The chains of one field."""
+
+    def __init__(self, field: Field) -> None:
+        self.limbs = field.limbs * field.word_bits // _BITS
+        self.p = [f"0x{limb:08x}" for limb in field.words(field.modulus, _BITS, self.limbs)]
+        self.inverse = f"0x{field.montgomery_inverse(_BITS):08x}"
+
+    def below_p(self, do: _Chains, t: Limbs) -> Limbs:
+        """The chains of t - p where t >= p, with t < 2 p."""
+        less = do.chain("sub", t, self.p, out=True)
+        return do.at_least_zero(less, t, do.borrow())
+
+    def add(self, name: str) -> str:
+        do = _Chains(2, self.limbs)
+        return do.statement(name, self.below_p(do, do.chain("add", do.operand(0), do.operand(1))))
+
+    def sub(self, name: str) -> str:
+        do = _Chains(2, self.limbs)
+        difference = do.chain("sub", do.operand(0), do.operand(1), out=True)
+        negative = do.borrow()
+        back = [do.do("and.b32", limb, negative) for limb in self.p]
+        return do.statement(name, do.chain("add", difference, back))
+
+    def step(self, do: _Chains, even: list[str | None], odd: list[str | None]) -> None:
+        """Add m p with m so that the lowest limb becomes 0."""
+        m = do.do("mul.lo.u32", even[0], self.inverse)
+        do.products(odd, 0, self.p[1::2], m, last=True)
+        do.products(even, 0, self.p[0::2], m)
+
+    def shifted(
+        self, do: _Chains, even: list[str | None], odd: list[str | None]
+    ) -> tuple[list[str | None], list[str | None]]:
+        """Both sums divided by 2^32. The flag holds a carry into the new odd one."""
+        n = self.limbs
+        low = do.do("add.cc.u32", odd[0], even[1])
+        return [low, *odd[1:n], None], [*even[2 : n + 1], None]
+
+    def mul(self, name: str) -> str:
+        n = self.limbs
+        do = _Chains(2, n)
+        x, y = do.operand(0), do.operand(1)
+        even: list[str | None] = [None] * (n + 1)
+        odd: list[str | None] = [None] * n
+        for i in range(n):
+            if i:
+                even, odd = self.shifted(do, even, odd)
+            do.products(odd, 0, x[1::2], y[i], carry=i > 0, last=True)
+            do.products(even, 0, x[0::2], y[i])
+            self.step(do, even, odd)
+        return do.statement(name, self.below_p(do, do.chain("add", even[1:], odd)))
+
+    def square(self, name: str) -> str:
+        """The products below the diagonal once, with one factor doubled; then n steps of reduction."""
+        n = self.limbs
+        do = _Chains(1, n)
+        x = do.operand(0)
+        alone = [do.do("shl.b32", limb, "1") for limb in x]  # twice a limb, without the bit from the limb below
+        twice = [alone[0], *(do.do("shf.l.wrap.b32", x[j - 1], x[j], "1") for j in range(1, n))]
+        even: list[str | None] = [None] * (2 * n + 1)
+        odd: list[str | None] = [None] * (2 * n + 1)
+        for i in range(n):
+            do.products(even, 2 * i, [x[i], *twice[i + 2 :: 2]], x[i])
+            if i + 1 < n:
+                do.products(odd, 2 * i + 1, [alone[i + 1], *twice[i + 3 :: 2]], x[i])
+        t = do.chain("add", even[: 2 * n], odd[: 2 * n])
+        return do.statement(name, self.below_p(do, self._reduced(do, t)))
+
+    def _reduced(self, do: _Chains, t: Limbs) -> Limbs:
+        """The chains of t / R mod p, below 2 p, with t < p^2: its lower half in n steps, then the upper is added."""
+        n = self.limbs
+        even: list[str | None] = [*t[:n], None]
+        odd: list[str | None] = [None] * n
+        self.step(do, even, odd)
+        for _ in range(1, n):
+            even, odd = self.shifted(do, even, odd)
+            m = do.do("mul.lo.u32", even[0], self.inverse)
+            do.products(odd, 0, self.p[1::2], m, carry=True, last=True)
+            do.products(even, 0, self.p[0::2], m)
+        lower = do.chain("add", even[1:], odd)
+        return do.chain("add", lower, t[n:])
+
+
+def ptx_macros(field: Field, prefix: str) -> str:
+    """Macros PREFIX_PTX_ADD, _SUB, _MUL (z, x, y) and _SQUARE (z, x), of variables that have limbs `.limb`.
+
+    Operands are below p, but y of a multiply may be any number of n limbs; results are below p. In Montgomery form,
+    R = 2^(32 n).
+
+    Args:
+        field: with an even number n of 32-bit limbs and a spare bit, p < 2^(32 n - 1).
+        prefix: as program.field_text takes it.
+    """
+    made = _Field(field)
+    operations = {"ADD": made.add, "SUB": made.sub, "MUL": made.mul, "SQUARE": made.square}
+    return "\n".join(operation(f"{prefix}_PTX_{name}") for name, operation in operations.items()) + "\n"

@@ -1,0 +1,163 @@
+"""Canonical words on the host: from Python integers and back, from the system's entropy, and what may pass as words.
+
+An element is its number below the modulus, in the field's unsigned words (parameters.py), the least significant first
+along the last axis; a field of one limb has no such axis. None of this is constant time: Python's integers are not.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accelerant.algebra.field.parameters import Field
+from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
+
+__all__ = ["check_words", "decode", "dtype_of", "element_shape", "encode", "modulus_words", "random", "tail_of"]
+
+Words = npt.NDArray[Any]
+Shape = tuple[int, ...]
+_DTYPES: dict[int, np.dtype[Any]] = {32: np.dtype(np.uint32), 64: np.dtype(np.uint64)}
+
+
+def dtype_of(field: Field) -> np.dtype[Any]:
+    """Of a word: uint64, or uint32 where the modulus fits."""
+    return _DTYPES[field.word_bits]
+
+
+def tail_of(field: Field) -> Shape:
+    """What a word array's shape has after the elements' own: the limbs, or nothing where there is one."""
+    return (field.limbs,) if field.limbs > 1 else ()
+
+
+def modulus_words(field: Field) -> tuple[int, ...]:
+    """The modulus as canonical words."""
+    return field.words(field.modulus, field.word_bits, field.limbs)
+
+
+def check_words(field: Field, dtype: str, shape: Sequence[int], name: str) -> None:
+    """Refuse what cannot be words of the field.
+
+    Args:
+        field: whose.
+        dtype: as NumPy spells it.
+        shape: of the words.
+        name: of the argument, for the message.
+
+    Raises:
+        UnsupportedDtype: another dtype; says what to do.
+        ShapeError: the last axis is not the limbs.
+    """
+    wanted = dtype_of(field)
+    if dtype != wanted.name:
+        if dtype == wanted.name.removeprefix("u"):
+            what = f"view it as {wanted} if it holds canonical words, or encode() it if it holds integers"
+        elif dtype.startswith(">"):
+            what = f"astype({wanted}) brings it into this machine's byte order"
+        else:
+            what = "encode() makes words of integers"
+        raise UnsupportedDtype(f"{name} must be {wanted}, got {dtype}: {what}")
+    if field.limbs > 1 and (not shape or shape[-1] != field.limbs):
+        raise ShapeError(
+            f"{name} must end in an axis of the {field.limbs} limbs of {field.name}, got shape {tuple(shape)}"
+        )
+
+
+def element_shape(field: Field, shape: Sequence[int]) -> Shape:
+    """The elements' shape, of the shape of their words."""
+    return tuple(shape[:-1] if field.limbs > 1 else shape)
+
+
+def encode(field: Field, values: Any, *, reduce: bool = False, name: str = "x") -> Words:
+    """Words of integers.
+
+    Args:
+        field: whose.
+        values: a Python integer, a nested sequence of such, or an array of integers.
+        reduce: take them modulo the modulus; else they must be from 0 to below it.
+        name: of the argument, for messages.
+
+    Returns:
+        the values' shape and the limbs.
+
+    Raises:
+        UnsupportedDtype: not integers; names the index.
+        FormatError: not reduced; names the index and the value.
+    """
+    if isinstance(values, np.ndarray) and values.dtype.kind not in "iuO":
+        raise UnsupportedDtype(f"{name} must hold integers, got {values.dtype}")
+    array = values.astype(object) if isinstance(values, np.ndarray) else np.array(values, dtype=object)
+    size, modulus = field.size_bytes, field.modulus
+    out = bytearray(size * array.size)
+    for i, value in enumerate(array.reshape(-1).tolist()):
+        number = _integer(value, i, name)
+        if reduce:
+            number %= modulus
+        elif not 0 <= number < modulus:
+            raise unreduced(name, i, number, modulus)
+        out[i * size : (i + 1) * size] = number.to_bytes(size, "little")
+    return _from_bytes(field, out).reshape((*array.shape, *tail_of(field)))
+
+
+def _integer(value: object, index: int, name: str) -> int:
+    try:
+        if not isinstance(value, (bool, np.bool_)):
+            return operator.index(value)  # type: ignore[arg-type]  # anything else raises
+    except TypeError:
+        pass
+    raise UnsupportedDtype(f"{name}[{index}] (flattened) is {value!r}, not an integer")
+
+
+def unreduced(name: str, index: int, value: int, modulus: int) -> FormatError:
+    """The error of an element that is not below the modulus."""
+    what = "negative" if value < 0 else f"not below the modulus {modulus}"
+    return FormatError(f"{name}[{index}] (flattened) is {value}, {what}")
+
+
+def _from_bytes(field: Field, data: bytes | bytearray) -> Words:
+    return np.frombuffer(data, dtype_of(field).newbyteorder("<")).astype(dtype_of(field))
+
+
+def decode(field: Field, words: Words) -> Any:
+    """Words, their dtype and shape right, as a Python integer or as nested lists in the elements' shape."""
+    shape = element_shape(field, words.shape)
+    if field.limbs == 1:
+        return words.tolist()
+    data, size = np.ascontiguousarray(words, dtype_of(field).newbyteorder("<")).tobytes(), field.size_bytes
+    numbers = np.empty(math.prod(shape), object)
+    numbers[:] = [int.from_bytes(data[i : i + size], "little") for i in range(0, len(data), size)]
+    return numbers.reshape(shape).tolist()
+
+
+def random(field: Field, shape: Shape) -> Words:
+    """Uniform elements from the system's entropy.
+
+    As many bits as the modulus has, drawn again where they are not below it: fewer than two draws an element on
+    average, and every element alike likely.
+    """
+    words = _bits(field, math.prod(shape))
+    missing = np.flatnonzero(_not_below(field, words))
+    while missing.size:
+        words[missing] = _bits(field, missing.size)
+        missing = missing[_not_below(field, words[missing])]
+    return words.reshape((*shape, *tail_of(field)))
+
+
+def _bits(field: Field, n: int) -> Words:
+    words = _from_bytes(field, os.urandom(n * field.size_bytes)).reshape(n, field.limbs)
+    words[:, -1] &= dtype_of(field).type(2 ** (field.bits - field.word_bits * (field.limbs - 1)) - 1)
+    return words
+
+
+def _not_below(field: Field, words: Words) -> npt.NDArray[np.bool_]:
+    """Element by element of (n, limbs), compared from the least significant limb up."""
+    found = np.ones(len(words), np.bool_)
+    for column, limb in zip(words.T, modulus_words(field), strict=True):
+        word = words.dtype.type(limb)
+        found = (column > word) | ((column == word) & found)
+    return found

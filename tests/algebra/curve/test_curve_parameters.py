@@ -1,0 +1,114 @@
+import hashlib
+import random
+import subprocess
+import sys
+
+import pytest
+
+from accelerant.algebra.curve import CURVES, FAMILIES, curve_of, family_of
+from accelerant.algebra.curve.parameters import _checked
+from accelerant.algebra.curve.reference import multiply
+from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.field.parameters import FIELDS
+from accelerant.errors import ConfigError
+
+
+def test_family_parameters_are_the_published_ones():
+    # EIP-196 names no x; Beuchat et al., eprint 2010/354, and EIP-2537 do.
+    assert family_of("bn254").parameter == 4965661367192848881
+    assert family_of("bls12_381").parameter == -0xD201000000010000
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+def test_family_parameter_gives_back_both_moduli(family):
+    x = family.parameter
+    if family.kind == "bn":
+        assert family.q == 36 * x**4 + 36 * x**3 + 24 * x**2 + 6 * x + 1
+        assert family.r == 36 * x**4 + 36 * x**3 + 18 * x**2 + 6 * x + 1
+    else:
+        assert family.r == x**4 - x**2 + 1
+        assert 3 * (family.q - x) == (x - 1) ** 2 * family.r
+
+
+def test_cofactors():
+    # EIP-2537's; BN254's G1 has prime order.
+    assert curve_of("bn254_g1").cofactor == 1
+    assert curve_of("bls12_381_g1").cofactor == 0x396C8C005555E1568C00AAAB0000AAAB
+    assert curve_of("bls12_381_g2").cofactor == int(
+        "5d543a95414e7f1091d50792876a202cd91de4547085abaa68a205b2e5a7ddfa628f1cb4d9e82ef21537e293a6691ae1"
+        "616ec6e786f0c70cf1c38e31c7238e5",
+        16,
+    )
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_group_order_annihilates_any_point_and_is_near_the_fields_size(name):
+    curve, rng = curve_of(name), random.Random(1)
+    k, q = curve.coordinates, curve.coordinates.base.modulus
+    size = q**k.degree
+    # Hasse: |order - size - 1| <= 2 sqrt(size).
+    assert (curve.cofactor * curve.order - size - 1) ** 2 <= 4 * size
+    found = 0
+    while found < 2:
+        x = k.join([rng.randrange(q) for _ in range(k.degree)])
+        y = k.sqrt(curve.right_side(x))
+        if y is not None:
+            found += 1
+            assert multiply(curve, curve.cofactor * curve.order, (x, y)) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+def test_twist(family):
+    k, q = family.g2.coordinates, family.q
+    # xi is neither a square nor a cube, so w^6 - xi is irreducible.
+    assert k.power(family.nonresidue, (q**2 - 1) // 2) != k.one
+    assert k.power(family.nonresidue, (q**2 - 1) // 3) != k.one
+    b, xi = family.g2.b, family.nonresidue
+    assert (k.mul(b, xi) if family.twist == "divide" else k.mul(k.inv(b), k.times(xi, family.b**2))) == (family.b, 0)
+
+
+def test_hash_is_of_the_canonical_text():
+    curve = curve_of("bn254_g1")
+    text = curve.canonical_text()
+    q, r = FIELDS["bn254_fq"].modulus, FIELDS["bn254_fr"].modulus
+    assert text == f"curve bn254_g1\nmodulus {q:x}\ndegree 1\nb 3\nx 1\ny 2\norder {r:x}\ncofactor 1\n"
+    assert curve.parameters_hash() == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_hashes_are_as_documented():
+    assert {name: curve_of(name).parameters_hash() for name in CURVES} == {
+        "bn254_g1": "4b80b719664d252346a8067c79e9a828313f7b19405c1c083791f6093b649db5",
+        "bn254_g2": "ade8ba25ad1dc6421cc08c61c5b6aa5bab97e9dc1989251c4eaf123aac2be5d0",
+        "bls12_381_g1": "b25abc284db97f0f25eb46394ff9f6ad123f18a151c01771360b64c38e59adef",
+        "bls12_381_g2": "9377ebb14c653094ad12e9ebafedf0641a33193c2404e900f0e68c0cf975cb88",
+    }
+
+
+def test_a_wrong_table_is_refused():
+    good = curve_of("bls12_381_g1")
+
+    def make(generator, cofactor=good.cofactor):
+        return Curve("wrong", good.coordinates, good.scalars, good.b, generator, cofactor)
+
+    with pytest.raises(ValueError, match="not on the curve"):
+        _checked(make((good.generator[0], good.generator[1] + 1)))
+    # x = 4 has a point of the curve, out of the subgroup (ZCash's own example).
+    y = good.coordinates.sqrt(4**3 + 4)
+    with pytest.raises(ValueError, match="is not infinity"):
+        _checked(make((4, y)))
+    with pytest.raises(ValueError, match="cofactor 2 is even"):
+        _checked(make(good.generator, 2))
+
+
+def test_curves_need_no_torch():
+    program = "import sys, accelerant.algebra.curve.encoding, accelerant.algebra.curve.pairing_reference; "
+    program += "print([name for name in ('torch', 'llvmlite', 'triton') if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_unknown_names():
+    with pytest.raises(ConfigError, match=r"unknown curve 'secp256k1'; known are bn254_g1"):
+        curve_of("secp256k1")
+    with pytest.raises(ConfigError, match="unknown pairing 'bn254_g1'"):
+        family_of("bn254_g1")

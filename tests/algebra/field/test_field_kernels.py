@@ -1,0 +1,410 @@
+"""The field kernels, exactly: NVIDIA's carry chains by an emulator, everything where it can run, and what it takes.
+
+The CPU's and PoCL's kernels run in each test; NVIDIA's where there is a GPU. What takes long to compile is marked slow.
+"""
+
+import os
+import random
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+
+from accelerant.algebra.field import reference
+from accelerant.algebra.field.parameters import FIELDS, Field
+from accelerant.algebra.field.program import (
+    BLOCK,
+    INVERSES,
+    entries,
+    field_text,
+    kernel_source,
+    launch,
+    montgomery_radix,
+)
+from accelerant.errors import ConfigError
+from accelerant.runtime import registry
+from accelerant.runtime.kernel import KernelSource
+from accelerant.runtime.portable import portable_header
+
+LARGE = [field for field in FIELDS.values() if field.limbs > 1]
+WORD = 2**32 - 1
+
+
+def edges(field):
+    """Where carries and reductions change: ends of the range, of limbs, and limbs all set."""
+    p, radix = field.modulus, montgomery_radix(field)
+    found = [0, 1, 2, p - 1, p - 2, p // 2, p // 2 + 1, radix % p, -radix % p, radix**2 % p]
+    for k in range(16, field.bits, 16):
+        found += [2**k, 2**k - 1, p - 2**k, p - 2**k + 1, (p >> k << k) - 1, p >> k << k]
+    found += [sum(WORD << 64 * i for i in range(5)) & (1 << field.bits - 1) - 1]
+    return list(dict.fromkeys(value for value in found if 0 <= value < p))
+
+
+def elements(field, count, seed=0):
+    """So many: the edges in disorder first, then random ones."""
+    draw = random.Random(f"{field.name} {count} {seed}")
+    first = edges(field)
+    draw.shuffle(first)
+    return (first + [draw.randrange(field.modulus) for _ in range(count)])[:count]
+
+
+def packed(field, values):
+    dtype = np.dtype(f"<u{field.word_bits // 8}")
+    data = b"".join(value.to_bytes(field.size_bytes, "little") for value in values)
+    return np.frombuffer(data, dtype).reshape(len(values), field.limbs)
+
+
+def unpacked(field, array):
+    data, size = np.ascontiguousarray(array).tobytes(), field.size_bytes
+    return [int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size)]
+
+
+# --- NVIDIA's carry chains, emulated ---------------------------------------------------------------------------------
+
+
+@cache
+def chains(field):
+    """Operation -> the instructions of its asm statement, as the program holds them: [operation, operands...]."""
+    text = kernel_source(field, "field_mul").dialects["cuda"]
+    found = {}
+    for name, body in re.findall(rf'#define {field.name}_PTX_(\w+)\(z, .*?\) asm\("{{(.*?)}}"', text):
+        lines = [line.split(None, 1) for line in body.strip(" ;").split(";")]
+        found[name] = [(line[0], *line[1].split(", ")) for line in lines if line[0] != ".reg"]
+    return found
+
+
+SEMANTICS = {
+    "mov": lambda v, product, carry: v[0],
+    "and": lambda v, product, carry: v[0] & v[1],
+    "shl": lambda v, product, carry: v[0] << v[1] & WORD,
+    "shf": lambda v, product, carry: (v[1] << 32 | v[0]) << v[2] >> 32 & WORD,
+    "selp": lambda v, product, carry: v[0] if v[2] else v[1],
+    "mul": lambda v, product, carry: product,
+    "mad": lambda v, product, carry: product + v[2],
+    "madc": lambda v, product, carry: product + v[2] + carry,
+    "add": lambda v, product, carry: v[0] + v[1],
+    "addc": lambda v, product, carry: v[0] + v[1] + carry,
+    "sub": lambda v, product, carry: v[0] - v[1],
+    "subc": lambda v, product, carry: v[0] - v[1] - carry,
+}
+"""PTX's instruction -> its result before it is cut to 32 bits."""
+
+
+def emulate(instructions, limbs, *operands):
+    """What the carry chains give, and which instructions lost a carry: those without .cc whose result wrapped.
+
+    Source: PTX ISA, "Extended-Precision Integer Arithmetic Instructions"; .cc sets the flag, addc, subc, madc read it.
+    """
+    registers = {f"%{limbs + i}": limb for i, limb in enumerate(limb for operand in operands for limb in operand)}
+    flag, wrapped = None, []
+    for operation, target, *names in instructions:
+        base, *kinds = operation.split(".")
+        values = [registers[name] if name in registers else int(name, 0) for name in names]
+        assert target not in registers or target.startswith("%"), f"{target} is set twice"
+        if base == "setp":
+            registers[target] = int(values[0] != values[1])
+            continue
+        if base in ("addc", "subc", "madc"):
+            assert flag is not None, f"{operation} {target}: no carry is set"
+        incoming = flag if base in ("addc", "subc", "madc") else 0
+        product = values[0] * values[1] if base in ("mul", "mad", "madc") else 0
+        product = product >> 32 if "hi" in kinds else product & WORD
+        result = SEMANTICS[base](values, product, incoming)
+        if "cc" in kinds:
+            flag = int(not 0 <= result <= WORD)
+        else:
+            if not 0 <= result <= WORD:
+                wrapped.append(operation)
+            flag = None if base in ("add", "addc", "sub", "subc", "mad", "madc") else flag
+        registers[target] = result & WORD
+    return [registers[f"%{i}"] for i in range(limbs)], wrapped
+
+
+@pytest.mark.parametrize("field", LARGE, ids=lambda field: field.name)
+def test_carry_chains_are_exact(field):
+    limbs, p, radix = 2 * field.limbs, field.modulus, montgomery_radix(field)
+    back = pow(radix, -1, p)
+    values = elements(field, 48)
+
+    def run(name, *operands):
+        found, lost = emulate(chains(field)[name], limbs, *(field.words(operand, 32, limbs) for operand in operands))
+        # the borrow mask is 0 - 1, and a difference below 0 plus p wraps back into range
+        assert set(lost) <= ({"subc.u32", "addc.u32"} if name == "SUB" else {"subc.u32"})
+        return sum(limb << 32 * i for i, limb in enumerate(found))
+
+    for x, y in zip(values * 2, values[1:] + values[:1] + values[::-1], strict=True):
+        assert run("ADD", x, y) == (x + y) % p
+        assert run("SUB", x, y) == (x - y) % p
+        assert run("MUL", x, y) == x * y * back % p
+    for x in values:
+        assert run("SQUARE", x) == x * x * back % p
+    for x in values[::4]:
+        for y in (p, radix - 1, radix // 2):  # any number of the limbs, as second factor
+            assert run("MUL", x, y) == x * y * back % p
+
+
+@pytest.mark.parametrize("field", LARGE, ids=lambda field: field.name)
+def test_carry_chains_are_as_short_as_said(field):
+    """Wide products: 2 n^2 a multiply, n (n + 1) / 2 + n^2 a square, and n low ones; each wide one is two of PTX's."""
+    n = 2 * field.limbs
+    for name, wide in (("MUL", 2 * n * n), ("SQUARE", n * (n + 1) // 2 + n * n)):
+        kinds = [line[0].split(".") for line in chains(field)[name]]
+        assert sum(kind[0] in ("mul", "mad", "madc") and "hi" in kind for kind in kinds) == wide
+        assert sum(kind[0] in ("mul", "mad", "madc") and "lo" in kind for kind in kinds) == wide + n
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_can_hold_several_fields():
+    """Each under its prefix, in one text; here the two fields of a curve, with carry chains."""
+    pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
+    from accelerant.runtime.providers.cuda_compile import compile_cuda
+
+    texts = [field_text(FIELDS[f"bn254_{prefix}"], prefix, "cuda") for prefix in ("fq", "fr")]
+    kernel = (
+        "ACL_KERNEL void both(u64 *x, u64 *y) { fq_store(x, 0, fq_square(fq_load(x, 0))); fr_store(y, 0, fr_one()); }"
+    )
+    text = "".join([portable_header(), *texts, kernel])
+    assert "FIELD" not in text.partition(texts[0])[2]
+    binary = compile_cuda(KernelSource("both", {"cuda": text}, {"both": ("*u64", "*u64")}), "sm_90")
+    assert binary.resources["both"].spill_bytes == 0
+
+
+def test_an_entrys_program_has_that_entry_alone():
+    field = FIELDS["bn254_fr"]
+    for entry in entries(field):
+        source = kernel_source(field, entry)
+        assert (source.name, list(source.entries)) == (f"{entry}_bn254_fr", [entry])
+        for dialect in ("portable", "cuda"):
+            text = source.dialects[dialect].rpartition("#define bn254_fr_BLOCK")[2]
+            found = re.findall(r"^(?:bn254_fr_MAP2?\(|ACL_KERNEL void )(field_\w+)", text, re.MULTILINE)
+            assert found == [entry]
+    assert set(kernel_source(field).entries) == set(entries(field))
+
+
+def test_unknown_dialects_and_entries_are_refused():
+    with pytest.raises(ConfigError, match="dialects portable and cuda, got 'metal'"):
+        field_text(FIELDS["babybear"], "f", "metal")
+    with pytest.raises(ConfigError, match="babybear has no entry 'field_root'; it has field_add"):
+        kernel_source(FIELDS["babybear"], "field_root")
+
+
+@pytest.mark.parametrize(("modulus", "generator"), [(2**256 - 2**32 - 977, 3), (2**130 - 5, 2), (2**32 - 5, 2)])
+def test_moduli_that_the_arithmetic_does_not_fit_are_refused(modulus, generator):
+    """No spare bit, and three words."""
+    with pytest.raises(ConfigError, match=f"got {modulus.bit_length()} bits"):
+        field_text(Field("other", modulus, generator), "other", "cuda")
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def provider(request):
+    reason = registry.reason_absent(request.param)
+    if reason:
+        pytest.fail(reason) if os.environ.get("CI") == "true" and request.param == "opencl" else pytest.skip(reason)
+    return registry.create(request.param)
+
+
+def run(provider, source, entry, field, arrays, count, scalars, n, chunk=1, dtype=None, in_place=False):
+    """What an entry writes: so many elements, or numbers of a dtype; it must not write more."""
+    kernel = provider.compile(source, entry=entry)
+    dtype = np.dtype(dtype or f"u{field.word_bits // 8}")
+    hosted = [array if isinstance(array, np.ndarray) else packed(field, array) for array in arrays]
+    given = [provider.copy_to_device(array) for array in hosted]
+    size = count * (field.size_bytes if dtype.kind == "u" else dtype.itemsize)
+    out = given[0] if in_place else provider.copy_to_device(np.full(size + 32, 0xFF, np.uint8))
+    if provider.name == "cpu":
+        grid, block = ((-(-n // chunk),), (1,)) if chunk > 1 else ((-(-n // BLOCK),), (BLOCK,))
+    else:
+        grid, block = launch(entry, n, chunk)
+    pointers = [given[0], out, *given[1:]] if entry.startswith("field_pow") else [*given, out]
+    provider.launch(kernel, grid, block, (*pointers, *scalars))
+    provider.synchronize()
+    written = provider.copy_to_host(out, np.uint8, (size,))
+    if not in_place:
+        assert provider.copy_to_host(out, np.uint8, (size + 32,))[size:].tolist() == [0xFF] * 32
+    return unpacked(field, written) if dtype.kind == "u" else written.view(dtype).tolist()
+
+
+FUNCTIONS = {
+    "F_add(a, b)": lambda a, b, p, radix, back: (a + b) % p,
+    "F_sub(a, b)": lambda a, b, p, radix, back: (a - b) % p,
+    "F_mul(a, b)": lambda a, b, p, radix, back: a * b * back % p,
+    "F_to_montgomery(a)": lambda a, b, p, radix, back: a * radix % p,
+    "F_select(F_is_zero(a), F_one(), b)": lambda a, b, p, radix, back: b if a else radix % p,
+    "F_select(0 - F_is_reduced(a), F_zero(), b)": lambda a, b, p, radix, back: 0,
+    # the C dialect's are products too; tested with the entries, since compiling one takes PoCL a second
+    "F_square(a)": lambda a, b, p, radix, back: a * a * back % p,
+    "F_from_montgomery(a)": lambda a, b, p, radix, back: a * back % p,
+}
+
+
+def slow_but(chosen, *values):
+    """A parameter, marked as slow where it is not one of the chosen, as a GPU's where it is for one."""
+    marks = [pytest.mark.gpu] if values[0] == "cuda" else [] if values in chosen else [pytest.mark.slow]
+    return pytest.param(*values, marks=marks, id="-".join(values))
+
+
+OWN_PROGRAMS = {("opencl", name) for name in ("goldilocks", "babybear", "bn254_fq")}
+
+
+@pytest.mark.parametrize(
+    ("provider", "name"),
+    [slow_but(OWN_PROGRAMS, backend, name) for backend in ("opencl", "cuda") for name in FIELDS],
+    indirect=["provider"],
+)
+def test_arithmetic_in_a_program_of_ones_own(provider, name):
+    """What field_text gives, under a prefix, in the dialect that the device prefers."""
+    field = FIELDS[name]
+    functions = list(FUNCTIONS)[: len(FUNCTIONS) if provider.name == "cuda" else -2]
+    stores = "".join(f"F_store(z, {k} * n + i, {call});" for k, call in enumerate(functions))
+    arguments = "ACL_GLOBAL const F_WORD *x, ACL_GLOBAL const F_WORD *y, ACL_GLOBAL F_WORD *z, i64 n"
+    guarded = f"if (i < n) {{ F a = F_load(x, i); F b = F_load(y, i); {stores} }}"
+    kernel = f"ACL_KERNEL void probe({arguments}) {{ i64 i = acl_global_id(); {guarded} }}"
+    e = f"*u{field.word_bits}"
+    dialects = {"portable": field_text(field, "F", "portable") + kernel}
+    if provider.name == "cuda":
+        dialects["cuda"] = portable_header() + field_text(field, "F", "cuda") + kernel
+    source = KernelSource("probe", dialects, {"probe": (e, e, e, "i64")})
+    some = elements(field, 60)
+    pairs = [(x, y) for x in some[:12] for y in some[:12]] + [(x, y) for x in some for y in reversed(some[-6:])]
+    x, y = (list(part) for part in zip(*pairs, strict=True))
+    p, radix = field.modulus, montgomery_radix(field)
+    back = pow(radix, -1, p)
+    found = run(provider, source, "probe", field, [x, y], len(functions) * len(x), (len(x),), len(x))
+    for k, call in enumerate(functions):
+        expected = [FUNCTIONS[call](a, b, p, radix, back) for a, b in pairs]
+        assert found[k * len(x) : (k + 1) * len(x)] == expected, call
+
+
+def expected_of(entry, field, x, y, exponent):
+    """By the oracle, from what an entry is given: canonical elements, or x R where it says Montgomery."""
+    p, radix = field.modulus, montgomery_radix(field)
+    back = pow(radix, -1, p)
+    op = entry.removeprefix("field_")
+    if op == "to_montgomery":
+        return [a * radix % p for a in x]
+    if op == "from_montgomery":
+        return [a * back % p for a in x]
+    inside = op.endswith("_montgomery")
+    op = op.removesuffix("_montgomery")
+    if inside:
+        x, y = ([a * back % p for a in part] for part in (x, y))
+    function = getattr(reference, f"field_{op}_reference")
+    if op in ("add", "sub", "mul"):
+        z = function(x, y, field=field.name)
+    elif op == "pow":
+        z = function(x, exponent, field=field.name)
+    else:
+        z = function(x, field=field.name)
+    return [a * radix % p for a in z] if inside else z
+
+
+ENTRIES = list(entries(FIELDS["babybear"]))
+BY_CHUNK = ("field_sum", "field_dot", "field_dot_montgomery", "field_unreduced")
+QUICK = {("opencl", "babybear", entry) for entry in ("field_inv", "field_dot")}
+QUICK |= {
+    ("cpu", "bn254_fq", entry) for entry in ("field_mul", "field_pow", "field_inv", "field_dot", "field_unreduced")
+}
+"""One of each kind: the others differ in the function of the field that they call. PoCL takes a second for each."""
+
+
+def each(wanted):
+    return [
+        slow_but(QUICK, backend, name, entry)
+        for backend in ("cpu", "opencl", "cuda")
+        for name in FIELDS
+        for entry in ENTRIES
+        if wanted(entry)
+    ]
+
+
+def unreduced(field, value):
+    """A number of the same words that is not below p, where there is room for one."""
+    return min(value + field.modulus, 2 ** (8 * field.size_bytes) - 1)
+
+
+@pytest.mark.parametrize(
+    ("provider", "name", "entry"), each(lambda entry: entry not in BY_CHUNK), indirect=["provider"]
+)
+def test_entries_are_exact(provider, name, entry):
+    field, source = FIELDS[name], kernel_source(FIELDS[name], entry)
+    exponents = (0, 1, 0x1_0000_0000_0000_0005, field.modulus - 2) if "pow" in entry else (0,)
+    for n in (0, 1, 255, 257, *((BLOCK * INVERSES + 300,) if "inv" in entry else ())):
+        x, y = elements(field, n), elements(field, n, seed=1)
+        if entry in ("field_reduce", "field_to_montgomery"):
+            x = [unreduced(field, value) if i % 3 == 0 else value for i, value in enumerate(x)]
+        for exponent in exponents:
+            arrays, scalars = [x], (n,)
+            if len(source.entries[entry]) == 4:
+                arrays = [x, y]
+            elif "pow" in entry:
+                words = exponent.to_bytes(-(-field.bits // 64) * 8 + 8, "little")
+                arrays, scalars = [x, np.frombuffer(words, np.uint64)], (exponent.bit_length(), n)
+            expected = expected_of(entry, field, x, y, exponent)
+            for in_place in (False, True)[: 1 + (n == 257)]:
+                found = run(provider, source, entry, field, arrays, n, scalars, max(1, n), in_place=in_place)
+                assert found == expected, (n, exponent, in_place)
+
+
+@pytest.mark.parametrize(
+    ("provider", "name", "entry"), each(lambda entry: entry in BY_CHUNK[:3]), indirect=["provider"]
+)
+def test_sums_are_exact(provider, name, entry):
+    """Chunks of one element, of fewer and of more than a block's threads, the last one short; extra ones do nothing."""
+    field, source = FIELDS[name], kernel_source(FIELDS[name], entry)
+    p, back = field.modulus, pow(montgomery_radix(field), -1, field.modulus)
+    for n, chunk in ((1, 2), (255, 7), (257, 300), (1500, 600)):
+        x, y = [p - 1] * (n // 2) + elements(field, n - n // 2), elements(field, n, seed=1)
+        terms = (
+            x
+            if entry == "field_sum"
+            else [a * b * (back if "montgomery" in entry else 1) for a, b in zip(x, y, strict=True)]
+        )
+        count = -(-n // chunk)
+        arrays = [x] if entry == "field_sum" else [x, y]
+        found = run(provider, source, entry, field, arrays, count, (n, chunk), n + 2 * chunk, chunk)
+        assert found == [sum(terms[c * chunk : (c + 1) * chunk]) % p for c in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("provider", "name", "entry"), each(lambda entry: entry == "field_unreduced"), indirect=["provider"]
+)
+def test_the_first_unreduced_element_of_each_chunk_is_found(provider, name, entry):
+    field, source = FIELDS[name], kernel_source(FIELDS[name], entry)
+    p, last = field.modulus, 2 ** (8 * field.size_bytes) - 1
+    for n, chunk, wrong in (
+        (300, 301, ()),
+        (1, 2, (0,)),
+        (700, 300, (3, 260, 299)),
+        (700, 300, (299, 300, 699)),
+        (700, 300, (650, 600)),
+    ):
+        x = elements(field, n)
+        for i in wrong:
+            x[i] = (p, last, p + 1)[i % 3]
+        found = run(provider, source, entry, field, [x], -(-n // chunk), (n, chunk), n, chunk, dtype=np.int64)
+        firsts = [min((i for i in wrong if c * chunk <= i < (c + 1) * chunk), default=n) for c in range(-(-n // chunk))]
+        assert found == firsts
+        assert min(found) == reference.field_unreduced_reference(x, field=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("field", LARGE, ids=lambda field: field.name)
+def test_words_that_are_aligned_to_eight_bytes_only(field):
+    """The wide loads need sixteen: the kernels look."""
+    torch = pytest.importorskip("torch")
+    provider, n = registry.create("cuda"), 300
+    x, y = elements(field, n), elements(field, n, seed=1)
+    whole = [torch.zeros(n * field.limbs + 1, dtype=torch.int64, device="cuda") for _ in range(3)]
+    shifted = [each[1:] for each in whole]
+    for tensor, values in zip(shifted[:2], (x, y), strict=True):
+        tensor.copy_(torch.from_numpy(packed(field, values).reshape(-1).view(np.int64).copy()))
+    kernel = provider.compile(kernel_source(field, "field_mul"))
+    provider.launch(kernel, *launch("field_mul", n), (*shifted, n))
+    found = unpacked(field, shifted[2].cpu().numpy())
+    assert found == reference.field_mul_reference(x, y, field=field.name)
