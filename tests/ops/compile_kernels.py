@@ -1,11 +1,13 @@
-"""Run in its own process: compile an op's kernels for targets and print what came out as JSON.
+"""Run in its own process: compile the kernels of ops for targets and print what came out as JSON.
 
 A separate process, since Triton's functions are decorated either for the compiler or for the interpreter.
-Usage: python compile_kernels.py OP TARGET... ; the target sm_90 compiles every specialisation, the others one a kernel.
+Usage: python compile_kernels.py ; reads lines of an op's folder and targets, and answers each with a line.
+The target sm_90 compiles every specialisation, the others one a kernel.
 """
 
 import importlib
 import json
+import os
 import re
 import struct
 import subprocess
@@ -94,7 +96,7 @@ def report(compilation, target):
     return row
 
 
-def main(op, *targets):
+def compile_all(op, targets):
     cases = importlib.import_module(f"accelerant.ops.{op}.cases")
     rows = []
     for target in targets:
@@ -105,8 +107,16 @@ def main(op, *targets):
             if target == "sm_90" or compilation.kernel.name not in seen:
                 rows.append(report(compilation, target))
             seen.add(compilation.kernel.name)
-    print(json.dumps(rows))
+    return rows
+
+
+def main():
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else prints, an assembler included, stands apart from the answers
+    for line in sys.stdin:
+        op, *targets = line.split()
+        print(json.dumps(compile_all(op, targets)), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

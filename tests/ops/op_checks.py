@@ -11,7 +11,7 @@ import accelerant.ops
 from accelerant.ops._cases import draw
 
 FOLDER = Path(accelerant.ops.__file__).parent
-FOLDERS = sorted(path.name for path in FOLDER.iterdir() if (path / "__init__.py").is_file())
+FOLDERS = sorted(path.name for path in FOLDER.iterdir() if (path / "__init__.py").is_file() and path.name[0] != "_")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -20,6 +20,7 @@ def cases_of(folder):
 
     It has SAMPLES and the rest for the op of the folder's name, or FAMILY, which has them for each op of a family.
     KIND: "differentiable" (the default); "plain", no gradients; "mutating", no functions of a public name either.
+    ELEMENT_LOADS: words of the specialisations' names that cannot read 16 bytes at a time.
     RUNS: what the ledger may show beside our kernel, for an op that leaves a part of its work to a library.
     """
     return importlib.import_module(f"accelerant.ops.{folder}.cases")

@@ -264,3 +264,46 @@ def test_on_streams_and_in_a_graph(deterministic):
         for x, y in zip(first, each, strict=True):
             assert torch.equal(x, y) or not deterministic
             assert (x.double() - y.double()).norm() <= 1e-4 * x.double().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("each_plan")
+@pytest.mark.parametrize("branches", [1, 2])
+def test_replays_follow_their_inputs(branches):
+    """A graph's counts and sums begin anew in each replay, also beside another backward in the same graph."""
+    shape, scale = (4, 12, 12, 512, 512, 64), 0.125
+
+    def arguments(seed):
+        torch.manual_seed(seed)
+        do, q, k, v = inputs(shape)
+        o, lse, wanted, _ = expected(do, q, k, v, True, scale)
+        return [do, q, k, v, o.to(q.dtype), lse.float()], wanted
+
+    held = [arguments(branch)[0] for branch in range(branches)]
+    for args in held:
+        launch_backward(*args, True, scale)
+    streams = [torch.cuda.Stream() for _ in held]
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        begin = torch.cuda.current_stream()
+        found = []
+        for stream, args in zip(streams, held, strict=True):
+            stream.wait_stream(begin)
+            with torch.cuda.stream(stream):
+                found.append(launch_backward(*args, True, scale))
+        for stream in streams:
+            begin.wait_stream(stream)
+    for replay in range(3):
+        wants = []
+        for branch, args in enumerate(held):
+            new, wanted = arguments(10 + 10 * replay + branch)
+            for to, x in zip(args, new, strict=True):
+                to.copy_(x)
+            wants.append(wanted)
+        graph.replay()
+        for args, gradients, wanted in zip(held, found, wants, strict=True):
+            eager = launch_backward(*args, True, scale)
+            for x, y, want in zip(gradients, eager, wanted, strict=True):
+                assert (x.double() - y.double()).norm() <= 1e-4 * y.double().norm()
+                assert (x.double() - want).norm() <= 0.01 * want.norm()

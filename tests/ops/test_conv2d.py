@@ -1,4 +1,7 @@
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,6 +12,10 @@ from hypothesis import strategies as st
 from accelerant import ops
 from accelerant.config import override
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops._layout import to_channels_first, to_channels_last
+from accelerant.ops.conv2d import ways
+from accelerant.runtime.dispatch import Case, force, operations
+from accelerant.runtime.kernel import CUDA_TARGETS
 from accelerant.runtime.ledger import ledger
 
 
@@ -175,3 +182,159 @@ def test_refuses_dtypes():
         ops.conv2d(X, W.half())
     with pytest.raises(UnsupportedDtype, match="x and bias must have one dtype, got float32 and float64"):
         ops.conv2d(X, W, torch.ones(2).double())
+
+
+# --- other ways to the library ---------------------------------------------------------------------------------------
+
+PATCHES = [
+    ((2, 3, 8, 12), (5, 3, 4, 3), (4, 3)),
+    ((1, 2, 9, 7), (3, 2, 2, 3), (2, 3)),  # a row and a column in no patch
+    ((3, 1, 4, 4), (2, 1, 4, 4), (4, 4)),
+]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("name", "x", "weight", "stride", "padding"),
+    [("patches", x, weight, stride, (0, 0)) for x, weight, stride in PATCHES]
+    + [
+        ("channels-last", (2, 8, 5, 7), (16, 8, 3, 3), (1, 1), (1, 1)),
+        ("channels-last", (1, 40, 6, 6), (8, 40, 1, 1), (2, 2), (0, 0)),
+    ],
+    ids=str,
+)
+def test_ways_give_the_same(name, x, weight, stride, padding, bias, interpreted):
+    """Forward and each gradient alone and together, with the layout that torch gives."""
+    x, weight = torch.randn(x), torch.randn(weight)
+    bias = torch.randn(weight.shape[0]) if bias else None
+    settings = (list(stride), list(padding), [1, 1], 1)
+    forward, backward = operations()["conv2d_fwd"], operations()["conv2d_bwd"]
+    y, expected = (forward.run(each, x, weight, bias, *settings) for each in (name, "torch"))
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    assert y.is_contiguous()
+    for dy in (torch.randn_like(y), torch.randn(1).expand_as(y)):
+        for needs in ((True, True, bias is not None), (True, False, False), (False, True, False)):
+            found, wanted = (backward.run(each, dy, x, weight, bias, *settings, needs) for each in (name, "torch"))
+            for one, other, need in zip(found, wanted, needs, strict=True):
+                assert (one is not None) == need
+                if need:
+                    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+                    assert one.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "x", "weight", "stride", "padding"),
+    [
+        ("patches", (64, 3, 225, 230), (192, 3, 16, 16), 16, 0),
+        ("channels-last", (8, 64, 57, 55), (128, 64, 3, 3), 1, 1),
+    ],
+)
+def test_ways_on_a_gpu(name, x, weight, stride, padding, dtype):
+    tensors = [torch.randn(x).to(dtype), torch.randn(weight).to(dtype) / 16, torch.randn(weight[0]).to(dtype)]
+    found = []
+    for device, kind in (("cuda", dtype), ("cuda", torch.float64)):
+        leaves = [each.to(device, kind).requires_grad_() for each in tensors]
+        forced = {f"conv2d_{way}": name if kind == dtype else "torch" for way in ("fwd", "bwd")}
+        with force(**forced):
+            y = ops.conv2d(*leaves, stride=stride, padding=padding)
+            torch.manual_seed(0)
+            dy = torch.randn(y.shape).to(dtype)
+            y.backward(dy.to(device, kind))
+        assert y.is_contiguous()
+        found.append([y.detach().double(), *(each.grad.double() for each in leaves)])
+    for one, exact in zip(*found, strict=True):
+        assert (one - exact).abs().max() <= 1.6e-2 * exact.abs().max()
+
+
+LARGE = (64, 256, 56, 56)
+SAME = ((256, 256, 3, 3), (64, 256, 56, 56), (1, 1), (1, 1), (1, 1), 1)
+CUT = ((768, 3, 16, 16), (256, 768, 14, 14), (16, 16), (0, 0), (1, 1), 1)
+
+
+@pytest.mark.parametrize(
+    ("refuses", "dtype", "shape", "options", "words"),
+    [
+        (ways.refuses_channels_last, torch.bfloat16, LARGE, (*SAME, "contiguous"), None),
+        (ways.refuses_channels_last, torch.bfloat16, LARGE, (*SAME, (True, True, False), "contiguous"), None),
+        (ways.refuses_channels_last, torch.float32, LARGE, (*SAME, "contiguous"), "bfloat16 and float16"),
+        (ways.refuses_channels_last, torch.bfloat16, LARGE, (*SAME, "strided"), "contiguous x and weight"),
+        (ways.refuses_channels_last, torch.bfloat16, LARGE, (*SAME[:5], 2, "contiguous"), "groups"),
+        (ways.refuses_channels_last, torch.bfloat16, (256, 3, 224, 224), (*CUT, "contiguous"), "multiples of 8"),
+        (ways.refuses_patches, torch.float16, (256, 3, 224, 224), (*CUT, "contiguous"), None),
+        (ways.refuses_patches, torch.float16, LARGE, (*SAME, "contiguous"), "windows overlap"),
+        (
+            ways.refuses_patches,
+            torch.float16,
+            LARGE,
+            ((256, 256, 2, 2), (64, 256, 28, 28), (2, 2), *CUT[3:], "contiguous"),
+            "less than 8 columns",
+        ),
+        (
+            ways.refuses_patches, torch.float16, (1, 3, 16, 16),
+            ((768, 3, 16, 16), (1, 768, 1, 1), *CUT[2:], "contiguous"), "larger images",
+        ),
+    ],
+)  # fmt: skip
+def test_where_the_ways_are_taken(refuses, dtype, shape, options, words, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    reason = refuses(Case(torch.device("cuda", 0), dtype, torch.Size(shape), options))
+    assert words in reason if words else reason is None
+    assert "NVIDIA" in ways.refuses_patches(
+        Case(torch.device("cpu"), torch.float16, torch.Size((256, 3, 224, 224)), CUT)
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 40, 4, 5), (3, 17, 1, 33), (0, 2, 3, 4)], ids=str)
+def test_layouts_turn_there_and_back(shape, interpreted):
+    x = torch.randn(shape)
+    there = to_channels_last(x)
+    assert there.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(there, x)
+    back = to_channels_first(there)
+    assert back.is_contiguous()
+    assert torch.equal(back, x)
+
+
+def test_what_a_library_left_with_the_channels_first_is_not_turned(interpreted):
+    """Without cuDNN torch's convolutions on a GPU give contiguous results, whatever comes."""
+    x = torch.randn(2, 3, 5, 7)
+    assert torch.equal(to_channels_first(x), x)
+    strided = torch.randn(2, 5, 3, 7).transpose(1, 2)
+    found = to_channels_first(strided)
+    assert found.is_contiguous()
+    assert torch.equal(found, strided)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "layout"),
+    [
+        (torch.ones(2, 1, 9, 8), torch.ones(4, 1, 3, 3), "contiguous"),
+        (torch.ones(2, 9, 8, 1).permute(0, 3, 1, 2), torch.ones(4, 1, 3, 3), "strided"),
+        (torch.ones(2, 1, 9, 8), torch.ones(4, 3, 3, 1).permute(0, 3, 1, 2), "strided"),
+        (torch.ones(2, 8, 9, 8), torch.ones(4, 8, 1, 1), "contiguous"),
+    ],
+    ids=["first", "x last", "weight last", "1 x 1"],
+)
+def test_one_channel_with_the_channels_last_is_not_contiguous(x, weight, layout):
+    """Torch calls both contiguous, and gives a result with the channels last; our ways would give the other layout."""
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    y = ops.conv2d(x, weight)
+    assert y.stride() == F.conv2d(x, weight).stride()
+    (row,) = counted("conv2d_fwd")
+    assert row["case"].endswith(f" {layout}")
+
+
+@pytest.mark.parametrize("target", [*CUDA_TARGETS, "gfx942"])
+def test_layout_kernel_compiles(target):
+    code = f"""
+from accelerant.ops._layout import KERNEL
+types = {{"x_ptr": "*bf16", "y_ptr": "*bf16", "M": "i32", "N": "i32"}}
+source = KERNEL.source(types, {{"BLOCK_M": 64, "BLOCK_N": 64}})
+assert source.dialects["triton"].build({target!r}).code
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr

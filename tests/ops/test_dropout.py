@@ -10,9 +10,22 @@ from hypothesis import strategies as st
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops.dropout.launch import GROUP, _compiled, launch_llvm, refuses_llvm, threshold, torch_dropout
+from accelerant.ops.dropout.launch import (
+    GROUP,
+    _compiled,
+    launch_llvm,
+    launch_llvm_backward,
+    launch_llvm_masked,
+    refuses_llvm,
+    threshold,
+    torch_dropout,
+    torch_masked,
+)
+from accelerant.ops.dropout.llvm_kernels import DropoutKernel
+from accelerant.ops.dropout.llvm_mask import MaskKernel
 from accelerant.ops.dropout.reference import keep_reference, philox_reference
 from accelerant.runtime.case import Case
+from accelerant.runtime.dispatch import force
 from accelerant.runtime.ledger import ledger
 
 # kat_vectors of Random123 1.09 (D. E. Shaw Research), philox4x32 with 10 rounds: counter, key, result.
@@ -138,7 +151,7 @@ def test_processors_kernel_writes_inside_alone():
     for n in (1, 9, 600, 2049):
         memory = torch.full((n + 64,), 7.0)
         y = memory[32 : 32 + n]
-        provider, compiled = _compiled(torch.float32)
+        provider, compiled = _compiled(DropoutKernel(torch.float32))
         args = (torch.ones(n), torch.tensor(3), y, n, threshold(0.5), 2.0)
         provider.launch(compiled, (-(-n // 2048) * 64,), (1,), args)
         assert (memory[:32] == 7).all()
@@ -155,7 +168,56 @@ def test_draws_and_differentiates_without_triton(uninterpreted):
     torch.manual_seed(4)
     assert torch.equal(ops.dropout(x, 0.3), y)
     counted = {(row["op"], row["implementation"]) for row in ledger().to_dict()["ops"]}
-    assert counted == {("dropout_fwd", "llvm"), ("dropout_bwd", "llvm")}
+    assert counted == {("dropout_masked_fwd", "llvm"), ("dropout_masked_bwd", "llvm")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("n", [0, 1, 7, 31, 33, 511, 2047, 2048, 2049, 9001, 600_000])
+def test_mask_in_bits_gives_the_gradient_of_the_seed(dtype, n):
+    if reason := refuses_llvm(Case(torch.device("cpu"), dtype, (n,))):
+        pytest.skip(reason)
+    x, dy, seed = torch.randn(n).to(dtype), (torch.randn(n) * 3).to(dtype), torch.tensor(2**40 + n)
+    if n:
+        dy[n // 2], dy[-1] = math.inf, math.nan
+    y, mask = launch_llvm_masked(x, seed, 0.3)
+    assert torch.equal(y, launch_llvm(x, seed, 0.3))
+    dx = launch_llvm_backward(dy, seed, mask, 0.3)
+    torch.testing.assert_close(dx, launch_llvm(dy, seed, 0.3), rtol=0, atol=0, equal_nan=True)
+    _, expected = torch_masked(x, seed, 0.3)
+    assert mask.shape == expected.shape
+    bits, wanted = ((each[:, None] >> torch.arange(8)) & 1 for each in (mask, expected))
+    assert torch.equal(bits.flatten()[:n], wanted.flatten()[:n])
+
+
+def test_kernel_of_the_mask_writes_inside_alone():
+    for n in (1, 31, 33, 600):
+        memory = torch.full((n + 64,), 7.0)
+        provider, compiled = _compiled(MaskKernel(torch.float32))
+        mask = torch.full((256,), 255, dtype=torch.uint8)
+        provider.launch(compiled, (-(-n // 32),), (1,), (torch.ones(n), mask, memory[32 : 32 + n], n, 2.0))
+        assert (memory[:32] == 7).all()
+        assert (memory[32 + n :] == 7).all()
+        assert (memory[32 : 32 + n] == 2).all()
+
+
+def test_on_a_cpu_it_keeps_a_bit_an_element(uninterpreted):
+    seed, mask = ops.dropout(torch.randn(4096, requires_grad=True)).grad_fn.saved_tensors
+    assert (seed.shape, mask.shape, mask.dtype) == ((), (512,), torch.uint8)
+
+
+def test_without_the_processors_kernel_the_mask_is_torchs(uninterpreted):
+    x, seed = torch.randn(3000, requires_grad=True), 11
+    y = ops.dropout(x, 0.4, seed=seed)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    with force(dropout_masked_fwd="torch", dropout_masked_bwd="torch"):
+        again = ops.dropout(x, 0.4, seed=seed)
+        assert torch.equal(again, y)
+        assert torch.equal(torch.autograd.grad(again.sum(), x)[0], dx)
+
+
+def test_twice_with_a_mask(uninterpreted):
+    x = torch.randn(50, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: ops.dropout(x, 0.4, seed=3), x)
 
 
 def test_is_no_slower_than_torchs_on_a_cpu(uninterpreted):

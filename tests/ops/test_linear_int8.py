@@ -72,6 +72,26 @@ def test_any_plan_gives_the_same_gradient(plan, M, K, N, interpreted):
     close(launch.launch_dx(dy, weight, scale, plan), dy.double() @ (weight * scale.double()[:, None]), 1e-6)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 5, 99])
+@pytest.mark.parametrize(("M", "K", "N"), [(1, 40, 70), (16, 33, 160), (3, 16, 5), (2, 8, 0)])
+def test_any_parts_give_the_same_gradient(parts, M, K, N, interpreted):
+    """Of the sum over the outputs: the last may be shorter, and there may be more than the outputs fill."""
+    _, weight, scale, _ = drawn(M, K, N)
+    dy = torch.randn(M, N)
+    found = launch.launch_dx(dy, weight, scale, launch.TilePlan(16, 16, 32, 4, 2), parts)
+    torch.testing.assert_close(found.double(), dy.double() @ (weight * scale.double()[:, None]), rtol=1e-5, atol=1e-5)
+
+
+def test_few_rows_have_enough_programs():
+    plan = launch.FEW_BACKWARD_PLANS[0]
+    for N, K in ((8192, 8192), (14336, 4096), (4096, 14336)):
+        tiles = -(-K // plan.block_k)
+        parts = launch._parts(1, N, tiles, plan)
+        assert 192 <= tiles * parts <= 256
+        assert parts * 4 * plan.block_n <= N
+    assert launch._parts(17, 8192, 64, plan) == launch._parts(1, 8, 64, plan) == 1
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 def test_every_integer_is_itself(rows, interpreted):
     """-128 too, which quantize_int8 does not make."""

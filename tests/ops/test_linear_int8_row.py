@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 
+from accelerant.errors import LaunchError
 from accelerant.ops import linear_int8
 from accelerant.ops.linear_int8 import row
 from accelerant.ops.linear_int8.reference import linear_int8_reference
@@ -43,12 +44,38 @@ def test_reads_nothing_as_unchanging(plan):
         ((1, 64, 64), torch.bfloat16, ("dynamic",), "as it is"),
         ((1, 64, 72), torch.bfloat16, (), "16-byte"),
         ((1, 64, 0), torch.bfloat16, (), "16-byte"),
+        ((1, 64, 64), torch.bfloat16, ("", "", row.UNALIGNED), "x or weight does not begin"),
     ],
 )
 def test_says_what_it_cannot_do(shape, dtype, options, words, monkeypatch):
     device = "cpu" if words == "Hopper" else "cuda"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     assert words in row.refuses(Case(torch.device(device), dtype, shape, options))
+
+
+@pytest.mark.parametrize("which", ["x", "weight"])
+def test_a_view_that_begins_anywhere_is_another_case(which):
+    x, weight, scale = torch.randn(1, 32).bfloat16(), torch.ones(5, 32, dtype=torch.int8), torch.rand(5)
+    expected = linear_int8(x, weight, scale)
+    moved = {"x": x, "weight": weight}
+    memory = torch.empty(moved[which].numel() + 1, dtype=moved[which].dtype)
+    memory[1:] = moved[which].flatten()
+    moved[which] = memory[1:].view(moved[which].shape)
+    assert not row.aligned(**moved)
+    assert torch.equal(linear_int8(**moved, scale=scale), expected)
+    cases = [each["case"] for each in ledger().to_dict()["ops"] if each["op"] == "linear_int8_fwd"]
+    assert sorted(cases) == ["1x5x32 bfloat16", "1x5x32 bfloat16 unaligned"]
+    with pytest.raises(LaunchError, match="must be multiples of 16"):
+        row.launch_row(moved["x"], moved["weight"], scale, None)
+    assert row.aligned(torch.randn(32, 2).t()[1:], weight)  # copied before it is read
+
+
+def test_weights_of_few_rows_take_a_row_a_warp(monkeypatch):
+    monkeypatch.setattr(row, "multiprocessors", lambda device: 132)
+    row.usual_plan.cache_clear()
+    found = {N: row.usual_plan(N, torch.device("cuda", 0)) for N in (1, 4096, 8192, 14336)}
+    row.usual_plan.cache_clear()
+    assert found == {1: row.PLANS[1], 4096: row.PLANS[1], 8192: row.PLANS[0], 14336: row.PLANS[0]}
 
 
 def drawn(N, K, dtype=torch.bfloat16):
@@ -102,7 +129,11 @@ def test_views_that_begin_anywhere():
     x, weight, scale = drawn(64, 512)
     memory = torch.empty(513, device="cuda", dtype=x.dtype)
     memory[1:] = x[0]
-    close(row.launch_row(memory[1:].view(1, 512), weight, scale, None), x, weight, scale)
+    close(linear_int8(memory[1:].view(1, 512), weight, scale), x, weight, scale)
+    (ran,) = (each for each in ledger().to_dict()["ops"] if each["op"] == "linear_int8_fwd")
+    assert ran["implementation"] == "triton"
+    refused = {each["implementation"]: each["reason"] for each in ran["refused"]}
+    assert refused["hopper"] == "x or weight does not begin on a 16-byte boundary"
 
 
 @pytest.mark.gpu

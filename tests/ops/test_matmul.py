@@ -3,6 +3,7 @@ import torch
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops.matmul.op import Matmul
 from accelerant.runtime.ledger import ledger
 
 
@@ -26,16 +27,26 @@ def test_cost_in_the_ledger(a, b, size_bytes, flops):
     assert (row["calls"], row["bytes"], row["flops"], row["own"]) == (1, size_bytes, flops, False)
 
 
+def test_on_a_cpu_the_gradient_is_torchs_own():
+    a, b = torch.randn(8, 16, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+    y = ops.matmul(a, b)
+    assert y.grad_fn.name() == "MmBackward0"
+    y.sum().backward()
+    (row,) = counted()
+    assert row["calls"] == 1
+    assert "torch on the CPU: its own autograd" in row["reason"]
+
+
 def test_backward_is_counted():
     a, b = torch.randn(8, 16, requires_grad=True), torch.randn(16, 32, requires_grad=True)
-    ops.matmul(a, b).sum().backward()
+    Matmul.apply(a, b).sum().backward()
     assert sum(row["calls"] for row in counted()) == 3
     assert sum(row["flops"] for row in counted()) == 3 * 2 * 8 * 16 * 32
 
 
 def test_no_product_for_an_unwanted_gradient():
     a, b = torch.randn(8, 16), torch.randn(16, 32, requires_grad=True)
-    ops.matmul(a, b).sum().backward()
+    Matmul.apply(a, b).sum().backward()
     assert sum(row["calls"] for row in counted()) == 2
 
 

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from accelerant import ops
 from accelerant.config import override
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops.pool2d.launch import Window, launch_backward, launch_forward
+from accelerant.ops.pool2d.op import _refuses_avg, _refuses_max
+from accelerant.runtime.dispatch import Case, force, operations
 from accelerant.runtime.ledger import ledger
 
 TORCH = {"avg_pool2d": F.avg_pool2d, "max_pool2d": F.max_pool2d}
@@ -85,18 +88,18 @@ def test_indices():
     assert leaf.grad.sum() == y.numel()
 
 
-def test_cost_in_the_ledger():
+def test_cost_in_the_ledger(interpreted):
     for op in TORCH:
         ledger().reset()
         getattr(ops, op)(torch.randn(2, 3, 8, 8, requires_grad=True), 2).sum().backward()
         rows = {row["op"]: row for row in ledger().to_dict()["ops"]}
         assert set(rows) == {f"{op}_fwd", f"{op}_bwd"}
         for row in rows.values():
-            assert (row["bytes"], row["flops"], row["own"]) == (4 * (384 + 96), 4 * 96, False)
+            assert (row["bytes"], row["flops"], row["own"]) == (4 * (384 + 96), 4 * 96, True)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 7, 8), (3, 7, 8)], ids=str)
-def test_deterministic(shape):
+def test_deterministic_without_our_kernels(shape, uninterpreted):
     x = torch.randn(shape)
     for last in (False, True):
         if last and x.dim() == 4:
@@ -105,6 +108,130 @@ def test_deterministic(shape):
             against_torch("max_pool2d", x, 3, 2, 1)
     ran = {row["implementation"] for row in ledger().to_dict()["ops"] if row["op"] == "max_pool2d_bwd"}
     assert ran == {"torch-sorted"}
+
+
+# --- our kernels, and what falls back from them ----------------------------------------------------------------------
+
+RUNNERS = ("triton", "torch", "torch-sorted")
+
+
+def backward_of(name, dy, x, settings, places):
+    return operations()["max_pool2d_bwd"].run(name, dy, x, *settings, places)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation"),
+    [
+        ((3, 3), (2, 2), (1, 1), (1, 1)),
+        ((2, 3), (1, 1), (0, 1), (2, 3)),
+        ((1, 2), (3, 2), (0, 1), (1, 2)),
+        ((4, 2), (3, 4), (2, 0), (1, 3)),
+    ],
+    ids=str,
+)
+def test_places_in_both_forms(kernel, stride, padding, dilation, dtype, last, interpreted):
+    """Bytes and torch's indices say the same, and each implementation of the gradient reads both."""
+    x = torch.randn(2, 3, 9, 10).round(decimals=1).to(dtype)  # so that windows have equal elements
+    x = x.to(memory_format=torch.channels_last) if last else x
+    x[1, 2, 3:6, 2:4] = math.nan
+    settings = (list(kernel), list(stride), list(padding), list(dilation), True)
+    forward = operations()["max_pool2d_fwd"]
+    (y, by_torch), (mine, indices) = (forward.run(name, x, *settings, True) for name in ("torch", "triton"))
+    torch.testing.assert_close(mine, y, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(indices, by_torch)
+    assert indices.stride() == by_torch.stride()
+    places, same = (forward.run(name, x, *settings, False)[1] for name in ("triton", "torch"))
+    assert places.dtype == same.dtype == torch.uint8
+    assert torch.equal(places, same)
+    assert forward.run("triton", x, *settings, None)[1] is None
+    dy = torch.randn_like(y)
+    expected = backward_of("torch", dy.double(), x.double(), settings, by_torch)
+    tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    for name in RUNNERS:
+        for kept in (places, indices):
+            dx = backward_of(name, dy, x, settings, kept)
+            assert dx.stride() == x.stride()
+            torch.testing.assert_close(dx.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_pairs_of_columns_are_the_same(interpreted):
+    """Stored side by side or one by one; odd widths end in half a pair."""
+    window = Window((3, 3), (2, 2), (1, 1), largest=True)
+    for shape in ((1, 2, 5, 7), (2, 1, 4, 8), (1, 1, 1, 1)):
+        x = torch.randn(shape)
+        size = tuple(-(-n // 2) for n in shape[2:])
+        y, places = launch_forward(x, size, window, places=torch.uint8)
+        dy = torch.randn_like(y)
+        found = [launch_backward(dy, x, window, places, pairs=pairs) for pairs in (False, True)]
+        assert torch.equal(*found)
+
+
+@BOTH
+def test_the_same_bits_each_time(op, interpreted):
+    x = torch.randn(2, 3, 9, 9, requires_grad=True)
+    with override(deterministic=True):
+        gradients = [torch.autograd.grad(getattr(ops, op)(x, 3, 1, 1).square().sum(), x)[0] for _ in range(3)]
+    assert all(torch.equal(gradients[0], other) for other in gradients[1:])
+    ran = {row["implementation"] for row in ledger().to_dict()["ops"] if row["op"] == f"{op}_bwd"}
+    assert ran == {"triton"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "torch"])
+@pytest.mark.parametrize("last", [False, True], ids=["", "channels_last"])
+@pytest.mark.parametrize("op", TORCH)
+def test_gradients_on_a_gpu_are_those_of_a_cpu(op, last, name):
+    """In both layouts: torch's gradient of the average, with the channels last, is another on a GPU."""
+    x = torch.randn(4, 64, 17, 19).to(memory_format=torch.channels_last if last else torch.contiguous_format)
+    exact = x.double().contiguous().requires_grad_()
+    expected = TORCH[op](exact, 3, 2, 1)
+    dy = torch.randn(expected.shape)
+    expected.backward(dy.double())
+    leaf = x.cuda().requires_grad_()
+    with force(**{f"{op}_bwd": name}):
+        y = getattr(ops, op)(leaf, 3, 2, 1)
+        y.backward(dy.cuda().contiguous(memory_format=torch.channels_last) if last else dy.cuda())
+    assert leaf.grad.stride() == x.stride()
+    torch.testing.assert_close(leaf.grad.cpu().double(), exact.grad, rtol=2e-6, atol=2e-6)
+
+
+def test_keeps_a_byte_for_each_element(interpreted):
+    saved = []
+    x = torch.randn(1, 2, 6, 6, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, t.shape)) or t, lambda t: t):
+        y = ops.max_pool2d(x, 2)
+        assert (torch.uint8, y.shape) in saved
+        saved.clear()
+        ops.max_pool2d(x, 2, 9)
+        assert all(dtype != torch.uint8 for dtype, _ in saved)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "settings", "words"),
+    [
+        (torch.float64, (1, 1, 9, 9), ((3, 3), (1, 1)), "computes in float32"),
+        (torch.float32, (1, 1, 99, 99), ((9, 8), (1, 1)), "windows of 9 x 8 are left to the library"),
+        (torch.float32, (1, 1, 99, 99), ((1, 1), (8, 9)), "strides of 8 x 9 are left to the library"),
+        (torch.float32, (1, 1, 2**16, 2**15), ((3, 3), (1, 1)), "2147483648 rows or pixels"),
+        (torch.float32, (1, 1, 2, 2**21 + 1), ((1, 2), (1, 2)), "2097153 columns or channels"),
+        (torch.float32, (1, 2**21 + 1, 2, 2), ((2, 2), (2, 2)), "2097153 columns or channels"),
+        (torch.bfloat16, (1, 2**15, 34, 2**12), ((34, 1), (1, 1)), "windows over 4697620480 elements"),
+        (torch.bfloat16, (1, 1, 99, 99), ((8, 8), (8, 8)), None),
+        (torch.bfloat16, (1, 2**12, 99, 2**12), ((3, 3), (2, 2)), None),
+    ],
+)
+def test_kernel_leaves_to_the_library(dtype, shape, settings, words):
+    cuda = torch.device("cuda", 0)
+    maximum = Case(cuda, dtype, shape, ((), *settings, (0, 0), (1, 1), False))
+    for reason in (
+        _refuses_avg(Case(cuda, dtype, shape, ((), *settings, (0, 0), False, True, None))),
+        _refuses_max(maximum),
+    ):
+        assert words in reason if words else reason is None
+    dilated = Case(cuda, torch.float32, (1, 1, 99, 99), ((), (3, 3), (1, 1), (0, 0), (4, 4), False))
+    assert "windows of 9 x 9" in _refuses_max(dilated)
 
 
 @BOTH

@@ -22,17 +22,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelerant.ops._library import below_autograd, define, is_ordinary, is_plain
+from accelerant.ops._library import below_autograd, define, is_ordinary, is_plain, is_watched
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
-__all__ = ["DifferentiableOp"]
+__all__ = ["ByTorch", "DifferentiableOp"]
 
 _ARGUMENT = re.compile(r"(?P<type>[\w?\[\]]+) (?P<name>\w+)")
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+"""Types whose tensors on a CPU torch's functions take as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByTorch:
+    """How to call an op where torch's function for it, with torch's own autograd, is the best there is: on a CPU.
+
+    An autograd function in Python costs several times a small call, and saves nothing that torch's does not. So where
+    dispatch finds that torch alone serves a case, its function is called with autograd listening. The ledger counts
+    the forward call, with the reason; the backward pass is then torch's and not counted.
+
+    Attributes:
+        forward: the forward pass. Its implementation by torch is marked `differentiable`.
+        case: the arguments -> its case, or None for a call that torch's function does not serve.
+        more: further arguments of the Operation, after the op's.
+        cut: the Operation gives a tuple, of which the caller gets the public results.
+    """
+
+    forward: Operation
+    case: Callable[..., Case | None]
+    more: tuple[Any, ...] = ()
+    cut: bool = False
 
 
 class DifferentiableOp:
@@ -59,6 +83,7 @@ class DifferentiableOp:
             saved arguments and differentiated, which takes that every tensor argument is saved.
         keeps_layout: whether gradients have the strides of what they are like, not only its shape.
         decomposes: whether torch.compile is to see the composite rather than the op, to fuse it with what is around.
+        by_torch: how to leave a call on the CPU to torch and its autograd; None: never.
 
     Attributes:
         forward, backward: as given, for whoever differentiates several ops in one autograd function.
@@ -82,6 +107,7 @@ class DifferentiableOp:
         composite_backward: Callable[..., Sequence[Tensor | None]] | None = None,
         keeps_layout: bool = False,
         decomposes: bool = False,
+        by_torch: ByTorch | None = None,
     ) -> None:
         head, _, results = schema.partition("->")
         self.name = head.partition("(")[0]
@@ -108,6 +134,7 @@ class DifferentiableOp:
         self._rank = (len(outputs[:differentiable]), len(saves))
         self._empty = torch.empty_like if keeps_layout else _contiguous
         self._decomposes = decomposes
+        self._by_torch = by_torch
         self._second = Operation(
             f"{self.name}_bwd_create_graph",
             (Implementation("torch", self.composite_backward),),
@@ -140,14 +167,23 @@ class DifferentiableOp:
         """The public results."""
         if torch.compiler.is_compiling():
             return self._composite(*args) if self._decomposes else self._cut(self._op(*args))
-        wants = first = False
+        if is_watched():
+            return self._cut(self._op(*args))
+        by_torch = self._by_torch
+        wants = False
         for place in self._tensors:
             x = args[place]
             if x is not None:
-                if not (is_ordinary(x) if first else is_plain(x)):
-                    return self._cut(self._op(*args))
-                first = True
+                if by_torch is None or not x.is_cpu or type(x) not in _TENSORS:
+                    if not is_ordinary(x):
+                        return self._cut(self._op(*args))
+                    by_torch = None
                 wants = wants or x.requires_grad
+        if by_torch is not None:
+            case = by_torch.case(*args)
+            found = NotImplemented if case is None else by_torch.forward.by_torch(case, args + by_torch.more)
+            if found is not NotImplemented:
+                return self._cut(found) if by_torch.cut else found
         if wants and torch.is_grad_enabled():
             return self._apply(*args)
         return self._infer(*args)

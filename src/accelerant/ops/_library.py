@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["autocast_dtype", "below_autograd", "define", "is_ordinary", "is_plain", "name_of"]
+__all__ = ["autocast_dtype", "below_autograd", "define", "is_ordinary", "is_plain", "is_watched", "name_of"]
 
 library = torch.library.Library("accelerant", "DEF")
 """The registrations live as long as this does."""
@@ -81,12 +81,14 @@ def _has_tangent(x: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
+def is_watched() -> bool:
+    """Whether a mode, a transform or forward-mode differentiation wants to see calls, whatever their arguments are."""
+    return bool(_active_modes() or forward_ad._current_level >= 0 or _transforming())
+
+
 def is_plain(x: Tensor) -> bool:
     """Whether x is ordinary memory, and nothing (a mode, a subclass, a transform, a tangent) wants to see the call."""
-    if _active_modes() or forward_ad._current_level >= 0 or _transforming():
-        return False
-    ordinary = _ordinary.get(_keys_of(x).raw_repr())
-    return is_ordinary(x) if ordinary is None else ordinary
+    return not is_watched() and is_ordinary(x)
 
 
 def is_ordinary(x: Tensor) -> bool:
@@ -94,8 +96,13 @@ def is_ordinary(x: Tensor) -> bool:
     keys = _keys_of(x).raw_repr()
     ordinary = _ordinary.get(keys)
     if ordinary is None:
-        usual = _keys_of(torch.empty(0, device=x.device)).raw_repr() if x.device.type != "meta" else 0
-        ordinary = _ordinary[keys] = not keys & ~usual
+        usual = 0
+        if x.device.type != "meta":
+            with torch.inference_mode(False):  # what is made in inference mode lacks the keys of autograd
+                usual = _keys_of(torch.empty(0, device=x.device)).raw_repr()
+        ordinary = not keys & ~usual
+        if not is_watched():  # else the empty one may be a mode's own, which says nothing of later calls
+            _ordinary[keys] = ordinary
     return ordinary
 
 

@@ -2,7 +2,7 @@
 //     P = exp(scale Q K^T - lse), dS = P o (dO V^T - delta), dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2; the pipeline's idea: Shah et al. 2024, arXiv:2407.08608.
 //
-// Constants (hopper_bwd.py): D, 64 or 128, the padded width of a head; CAUSAL; WHOLE; GIVE and TAKE, registers; PART:
+// Constants (hopper_bwd.py): D, 64 or 128, the padded width of a head; CAUSAL; WHOLE; SHARED; GIVE, TAKE, registers; PART:
 //     0  attention_bwd       the products
 //     1  attention_bwd_rows  before it: delta = sum of dO o O of each row, beside lse; zeros for dq's sums
 //     2  attention_bwd_dq    after it: dq's float32 sums to 16-bit rows
@@ -11,7 +11,10 @@
 // over the query tiles of a key tile, with dK and dV in registers; S^T and dP^T (keys by queries) leave P^T and dS^T in
 // registers just as the next products want their left operands. dS also goes through shared memory, [key][query]: dQ is
 // the product that sums over the keys of both warpgroups. The products of the next tile's S and dP are started before
-// this tile's dQ is read, so the tensor cores have work while the exponentials are computed.
+// this tile's dQ is read, so the tensor cores have work while the exponentials are computed. SHARED at D = 64 (AHEAD)
+// interleaves more: dV and dK are started after each quarter of dS, half of the next tile's exponentials are computed under
+// dQ, half under dP, and a count is raised while the next addition is in flight (0.375 to 0.363 ms for 384 heads of 1024,
+// 0.621 to 0.596 for 192 of 2048). Elsewhere that is slower (added, 16 heads of 16384, not causal: 6.1 ms for 5.3).
 //
 // dQ is summed over key tiles in float32, in the order in which registers hold it ("fragments", 16 KiB a warpgroup):
 // fragments are staged in shared memory, and the copy engine adds them to sums in global memory (0.007 of 0.33 ms; stores
@@ -19,17 +22,21 @@
 //     neither  the rows kernel writes zeros, a third kernel converts the sums.
 //     SHARED   the blocks of a head run together, a count for each tile of dQ says how many key tiles it has: one block
 //              stores its part instead of adding it, the others wait for that; finished tiles are converted by two warps
-//              that else have nothing to do, each tile's by a block fixed beforehand. (1024 keys, 384 heads: 0.377 ms
+//              that else have nothing to do, each tile's by a block fixed beforehand. (Before AHEAD, 1024 keys, 384 heads: 0.377 ms
 //              for 0.410, though the products take 0.350 for 0.325: of the difference 0.020 is the conversion's
 //              reading and writing, 0.005 the counts.)
 //     WHOLE    a block takes all key tiles of a head, each addition waits for the last: the order is fixed. Two warps
 //              convert here too. Slower where the heads in work do not fit the L2 cache, as many as there are blocks.
 //
-// Bound by latency: a 128 by 128 tile takes about 5200 clocks, of which the products' floor is 2560 (D = 64, H200), shared
-// memory's 2800 and instruction issue's 2000. The two warpgroups compute exponentials at the same time and multiply at the
-// same time. Doing dQ one tile later, so that they need not meet in each tile, gave nothing: they stay in step.
+// Bound by latency: but for AHEAD, a 128 by 128 tile takes about 5200 clocks, of which the products' floor is 2560 (D = 64,
+// H200; alone they take 2563), shared memory's 2800 and instruction issue's 2000. Without the additions 0.375 ms are 0.357.
+// The two warpgroups compute exponentials at the same time and multiply at the same time. Doing dQ one tile later, so that
+// they need not meet in each tile, gave nothing: they stay in step.
 // Also slower: dQ's left operand through registers (spills), conversion by whichever block adds last (some convert most).
-// Programmatic dependent launch of the second and third kernel gave at most 1%.
+// Programmatic dependent launch of the second and third kernel gave at most 1%. A quarter of the exponentials as polynomials
+// of degree 3 cost 0.007 ms; S of the next tile before dV and dK, with dq last, gave 0.37 to 0.40.
+
+#define AHEAD (SHARED && D == 64)
 
 #if PART == 0
 constexpr int TILE_K = 128, TILE_Q = D == 64 ? 128 : 64, PANELS = D / 64;
@@ -185,7 +192,11 @@ struct Walk {
 // D = A B^T over a head's width, 16 columns at a time; their tiles are panels of 64 columns.
 __device__ __forceinline__ void scores(float* d, u64 a, u64 b) {
     wgmma_fence();
+#if AHEAD
+    MMA_S(d, a, b, 0);             // as if d were read: that keeps dq and dp in the same registers
+#else
     MMA_S_FIRST(d, a, b);
+#endif
 #pragma unroll
     for (int k = 1; k < D / 16; ++k)
         MMA_S(d, a + (k / 4) * (KV_PANEL / 16) + 2 * (k % 4), b + (k / 4) * (Q_PANEL / 16) + 2 * (k % 4), 1);
@@ -268,6 +279,46 @@ __device__ __forceinline__ void convert_shared(const Job& job, int half) {
         }
 }
 
+#if AHEAD
+
+// Scores of tile nt to exponentials, in place: groups FROM to TO of 8 queries.
+template <int FROM, int TO> __device__ __forceinline__ void exponentials(float* sc, const char* memory, int nt, float c, int t) {
+    const float4* st = (const float4*)(memory + OFF_STATS + (nt & 1) * TILE_Q * 8) + t;
+#pragma unroll
+    for (int n = FROM; n < TO; ++n) {
+        float2 l = *(const float2*)(st + 4 * n);
+        sc[4 * n] = exp2_fast(fmaf(sc[4 * n], c, l.x));
+        sc[4 * n + 1] = exp2_fast(fmaf(sc[4 * n + 1], c, l.y));
+        sc[4 * n + 2] = exp2_fast(fmaf(sc[4 * n + 2], c, l.x));
+        sc[4 * n + 3] = exp2_fast(fmaf(sc[4 * n + 3], c, l.y));
+    }
+}
+// 0 for what no query sees.
+__device__ __forceinline__ void masks(float* sc, const char* memory, int nt, int row, int t, int keys) {
+    const volatile int* now = (const volatile int*)(memory + OFF_INFO + 16 * (nt & 7));
+    int j = now[1], i = now[3] >> 2;
+    if (CAUSAL && i * TILE_Q < (j + 1) * TILE_K) {
+        int key = row + j * TILE_K - i * TILE_Q - 2 * t;               // relative to this thread's first query
+#pragma unroll
+        for (int n = 0; n < TILE_Q / 8; ++n) {
+            if (key > 8 * n) sc[4 * n] = 0.f;
+            if (key > 8 * n + 1) sc[4 * n + 1] = 0.f;
+            if (key + 8 > 8 * n) sc[4 * n + 2] = 0.f;
+            if (key + 8 > 8 * n + 1) sc[4 * n + 3] = 0.f;
+        }
+    }
+    if (j * TILE_K + TILE_K > keys) {
+        bool out0 = j * TILE_K + row >= keys, out1 = j * TILE_K + row + 8 >= keys;
+#pragma unroll
+        for (int n = 0; n < TILE_Q / 8; ++n) {
+            if (out0) sc[4 * n] = sc[4 * n + 1] = 0.f;
+            if (out1) sc[4 * n + 2] = sc[4 * n + 3] = 0.f;
+        }
+    }
+}
+
+#endif
+
 extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_constant__ Job job) {
     extern __shared__ __align__(1024) char memory[];
     u32 base = shared_address(memory), bars = base + OFF_BARS, info = base + OFF_INFO;
@@ -332,6 +383,53 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
                 ++nt;
             }
         } else if (warp == 1 && lane == 0) {                        // dq's additions
+#if AHEAD
+            int tiles = job.heads / job.kv_heads * job.nq, owed = -1;
+            bool begun = false;                    // the sums of the tile at hand have their first part
+            for (int nt = 0, more = 1; more; ++nt) {
+                const volatile int* tile = (const volatile int*)(memory + OFF_INFO + 16 * (nt & 7));
+                barrier_wait(dq_full, nt & 1);
+                int at = tile[2] * tiles + tile[0], j = tile[1], flags = tile[3];
+                bool stores = j == first_key_tile(job, flags >> 2);
+                more = flags & 2;
+                if (!stores && !begun) {
+                    if (owed >= 0) {               // others may wait for it
+                        bulk_wait();
+                        raise(job.counts + owed);
+                        owed = -1;
+                    }
+                    await(job.counts + at, 1);
+                }
+                if (!stores) asm volatile("fence.proxy.async.global;" ::: "memory");
+                float* sums = job.sums + (long long)at * TILE_Q * D;
+                if (stores) bulk_store(sums, base + OFF_STAGE, 16384);
+                else bulk_add(sums, base + OFF_STAGE, 16384);
+                barrier_wait(dq_full + 8, nt & 1);
+                if (stores) bulk_store(sums + 4096, base + OFF_STAGE + 16384, 16384);
+                else bulk_add(sums + 4096, base + OFF_STAGE + 16384, 16384);
+                store_commit();
+                store_wait_read<0>();
+                barrier_arrive(dq_empty);
+                barrier_arrive(dq_empty + 8);
+                if (owed >= 0) {
+                    asm volatile("cp.async.bulk.wait_group 1;" ::: "memory");
+                    raise(job.counts + owed);
+                }
+                owed = at;
+                if (stores || flags & 1 || !more) {          // others wait for it, or nothing may follow for a while
+                    bulk_wait();
+                    raise(job.counts + owed);
+                    owed = -1;
+                }
+                if (more) {                        // the next tile's first part, while there is time
+                    const volatile int* next = (const volatile int*)(memory + OFF_INFO + 16 * ((nt + 1) & 7));
+                    int found;
+                    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(job.counts + next[2] * tiles + next[0]) : "memory");
+                    begun = found > 0;
+                }
+            }
+            bulk_wait();
+#else
             int group_heads = job.heads / job.kv_heads, tiles = group_heads * job.nq, finished = 0;
             bool finishes = false;
             for (int nt = 0, more = 1; more; ++nt) {
@@ -373,6 +471,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             }
             bulk_wait();
             if (WHOLE && finishes) publish(summed, ++finished);
+#endif
         } else if (WHOLE && warp >= 2) {
             convert_own(job, warp - 2, summed, converted + 4 * (warp - 2));
         } else if (SHARED && warp >= 2) {
@@ -382,6 +481,110 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
         registers_take<TAKE>();
         int wg = group - 1, tid = threadIdx.x & 127, lane = threadIdx.x & 31;
         int t = lane & 3, row = wg * 64 + tid / 32 * 16 + (lane >> 2);         // of the key tile, and row + 8
+#if AHEAD
+        float c = job.scale * 1.4426950408889634f;
+        float sc[TILE_Q / 2], dp[TILE_Q / 2], dkacc[D / 2], dvacc[D / 2];
+#pragma unroll
+        for (int x = 0; x < D / 2; ++x) dkacc[x] = dvacc[x] = 0.f;
+        int started = 0;                           // 0: the sweep's first tile overwrites dk and dv
+        int nt = 0, nkv = 0;
+        barrier_wait(kv_full, 0);
+        barrier_wait(q_full, 0);
+        scores(sc, descriptor(base + OFF_K + wg * 8192), descriptor(base + OFF_Q));
+        barrier_wait(do_full, 0);
+        scores(dp, descriptor(base + OFF_V + wg * 8192), descriptor(base + OFF_DO));
+        wgmma_wait<1>();
+        exponentials<0, TILE_Q / 8>(sc, memory, 0, c, t);
+        while (true) {
+            int s = nt & 1, ks = nkv % KV_STAGES;
+            const volatile int* now = (const volatile int*)(memory + OFF_INFO + 16 * (nt & 7));
+            const float4* st = (const float4*)(memory + OFF_STATS + s * TILE_Q * 8) + t;
+            masks(sc, memory, nt, row, t, job.keys);
+            u32 buffer = (nt & 1) * DS_BYTES;      // two: the other warpgroup may still multiply the last one
+            // stmatrix: lane l gives row l % 8 of matrix l / 8: (keys, keys + 8) x (queries, queries + 8)
+            u32 me = thread_now() - 128, srow = me / 32 * 16 + (me & 15), schunk = (me >> 4) & 1, sxor = me & 7;
+            u32 swrite = base + OFF_DS + srow * 128;
+            u64 do_b = descriptor(base + OFF_DO + s * Q_BYTES, Q_PANEL), q_b = descriptor(base + OFF_Q + s * Q_BYTES, Q_PANEL);
+            u32 pr[TILE_Q / 4], ds[TILE_Q / 4];
+            wgmma_wait<0>();                                                    // dp
+#pragma unroll
+            for (int part = 0; part < 4; ++part) {
+                constexpr int STEPS = TILE_Q / 64;
+#pragma unroll
+                for (int n = part * 2 * STEPS; n < (part + 1) * 2 * STEPS; ++n) {
+                    float2 l = *(const float2*)((const char*)(st + 4 * n) + 8);
+                    pr[2 * n] = pack(sc[4 * n], sc[4 * n + 1]);
+                    pr[2 * n + 1] = pack(sc[4 * n + 2], sc[4 * n + 3]);
+                    ds[2 * n] = pack(sc[4 * n] * (dp[4 * n] + l.x), sc[4 * n + 1] * (dp[4 * n + 1] + l.y));
+                    ds[2 * n + 1] = pack(sc[4 * n + 2] * (dp[4 * n + 2] + l.x), sc[4 * n + 3] * (dp[4 * n + 3] + l.y));
+                }
+#pragma unroll
+                for (int k = part * STEPS; k < (part + 1) * STEPS; ++k) {
+                    u32 chunk = (2 * k + schunk) & 7;
+                    store_matrices(swrite + buffer + (k / 4) * 16384 + ((chunk ^ sxor) << 4), ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
+                }
+                if (part == 3) proxy_fence();      // for dS; after the last products it cost 0.02 of 0.39 ms
+                wgmma_fence();
+#pragma unroll
+                for (int k = part * STEPS; k < (part + 1) * STEPS; ++k) MMA_D(dvacc, pr + 4 * k, do_b + 128 * k, k ? 1 : started);
+#pragma unroll
+                for (int k = part * STEPS; k < (part + 1) * STEPS; ++k) MMA_D(dkacc, ds + 4 * k, q_b + 128 * k, k ? 1 : started);
+                wgmma_commit();
+            }
+            int flags = now[3];
+            bool ends = flags & 1, more = flags & 2;
+            int s2 = (nt + 1) & 1, nkv2 = nkv + (ends ? 1 : 0), ks2 = nkv2 % KV_STAGES;
+            if (more) {
+                if (ends) barrier_wait(kv_full + 8 * ks2, (nkv2 / KV_STAGES) & 1);
+                barrier_wait(q_full + 8 * s2, ((nt + 1) >> 1) & 1);
+            }
+            named_barrier(1, 256);
+            if (more) barrier_wait(do_full + 8 * s2, ((nt + 1) >> 1) & 1);
+            barrier_wait(dq_empty + 8 * wg, (nt & 1) ^ 1);
+            wgmma_wait<0>();                                                    // dv, dk
+            if (lane == 0) barrier_arrive(q_empty + 8 * s);
+            __syncwarp();
+            started = !ends;
+            // After the last tile this multiplies stale tiles: a branch around it would make ptxas serialise the wgmmas.
+            scores(sc, descriptor(base + OFF_K + ks2 * KV_BYTES + wg * 8192), descriptor(base + OFF_Q + s2 * Q_BYTES));
+            // dq, 64 of 128 queries each: in registers of dp, or ptxas would find too few
+            u64 ds_a = descriptor(base + OFF_DS + buffer + wg * 16384);
+            u64 k_b = descriptor(base + OFF_K + ks * KV_BYTES);
+            wgmma_fence();
+            MMA_Q_FIRST(dp, ds_a, k_b);
+#pragma unroll
+            for (int k = 1; k < TILE_K / 16; ++k) MMA_Q(dp, ds_a + 128 * k, k_b + 128 * k, 1);
+            wgmma_commit();
+            wgmma_wait<1>();                                                    // sc
+            exponentials<0, TILE_Q / 16>(sc, memory, nt + 1, c, t);
+            wgmma_wait<0>();                       // dq
+            u32 again = thread_now() - 128, stage = base + OFF_STAGE + again / 32 * 4096 + (again & 31) * 16;
+#pragma unroll
+            for (int x = 0; x < 8; ++x) store_shared(stage + 512 * x, dp + 4 * x);
+            proxy_fence();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(dq_full + 8 * wg);
+            __syncwarp();
+            scores(dp, descriptor(base + OFF_V + ks2 * KV_BYTES + wg * 8192), descriptor(base + OFF_DO + s2 * Q_BYTES));
+            exponentials<TILE_Q / 16, TILE_Q / 8>(sc, memory, nt + 1, c, t);
+            if (ends) {
+                int at = now[1], kv = now[2], b = kv / job.kv_heads, h = kv % job.kv_heads;
+                if (KV_STAGES > 1 && lane == 0) barrier_arrive(kv_empty + 8 * ks);
+                __syncwarp();
+                char* pk = job.dk + (b * job.sk.batch + h * job.sk.head) * 2;
+                char* pv = job.dv + (b * job.sv.batch + h * job.sv.head) * 2;
+#pragma unroll
+                for (int x = 0; x < D / 32; ++x) {
+                    store_half(dkacc + 16 * x, job.scale, pk, job.sk.row, at * TILE_K + row, job.keys, 32 * x, job.width);
+                    store_half(dvacc + 16 * x, 1.f, pv, job.sv.row, at * TILE_K + row, job.keys, 32 * x, job.width);
+                }
+                ++nkv;
+            }
+            ++nt;
+            if (!more) break;
+        }
+        wgmma_wait<0>();
+#else
         float c = job.scale * 1.4426950408889634f;
         float sc[TILE_Q / 2], dp[TILE_Q / 2], dkacc[D / 2], dvacc[D / 2];
 #pragma unroll
@@ -511,6 +714,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
         proxy_fence();
         __syncwarp();
         if (lane == 0) barrier_arrive(dq_full + 8 * wg);
+#endif
     }
 }
 

@@ -6,13 +6,14 @@ import functools
 import math
 import re
 import struct
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from accelerant.ops._hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, tensor_map
 from accelerant.ops._rows import ceil_div
-from accelerant.ops.attention.hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, tensor_map
 from accelerant.ops.attention.launch import as_laid, like
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.kernel import Kernel
@@ -28,14 +29,15 @@ PARTS = ("attention_bwd", "attention_bwd_rows", "attention_bwd_dq")
 _TILE_K = 128
 _WHOLE_KEYS = 512
 """Up to this many keys whole heads a block pay, where there are heads for all multiprocessors. On an H200, causal,
-width 64, milliseconds of whole, shared and added: 768 heads of 512 0.255, 0.254, 0.285; 384 heads of 1024 0.409, 0.377,
-0.410; 192 heads of 2048 0.934, 0.639, 0.661."""
+width 64, milliseconds of whole, shared and added: 768 heads of 512 0.255, 0.254, 0.285 (before shared was as
+AHEAD in hopper_bwd.cu); 384 heads of 1024 0.409, 0.363, 0.410; 192 heads of 2048 0.934, 0.596, 0.661."""
 
 _SHARED_BLOCKS = 16
 """Up to this many blocks to a head pay that start and finish its sums themselves: then the zeros and the third kernel
 are a large part. Width 128, 16 heads of 8192 (32 blocks) twice: shared 2.67, added 2.65 ms."""
 
 _PREPARED_LIMIT = 4096
+_FILE = Path(__file__).with_name("hopper_bwd.cu")
 
 
 class Plan(NamedTuple):
@@ -144,7 +146,7 @@ def program(plan: Plan, dtype: torch.dtype, causal: bool, part: str = PARTS[0]) 
         "MMA_Q": queries.name,
         "MMA_Q_FIRST": f"{queries.name}_first",
     }
-    text = hopper_program("hopper_bwd.cu", ELEMENTS[dtype], (scores, gradients, queries) if main else (), constants)
+    text = hopper_program(_FILE, ELEMENTS[dtype], (scores, gradients, queries) if main else (), constants)
     if main:
         at = text.index('#line 1 "hopper_bwd.cu"')
         text = f"{text[:at]}{_first(scores)}{_first(queries)}{text[at:]}"
@@ -191,8 +193,6 @@ def launch_backward(
     device = q.get_device()
     multiprocessors = _multiprocessors(device)
     plan = plan_for((B, Hq, Hkv, S, Skv, D), multiprocessors, causal, deterministic)
-    if plan.sums == "shared" and torch._C._cuda_isCurrentStreamCapturing():
-        plan = Plan(plan.width, "added")  # whether a graph may hold a cooperative launch has not been tried
     tiles = ceil_div(S, plan.tile_q)
     heads = min(multiprocessors, B * Hkv) * (Hq // Hkv) if plan.sums == "whole" else B * Hq
     stats = 2 * B * Hq * tiles * plan.tile_q

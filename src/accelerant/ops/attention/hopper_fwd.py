@@ -6,13 +6,14 @@ import ctypes
 import functools
 import math
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from accelerant.ops._hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, tensor_map
 from accelerant.ops._rows import ceil_div
-from accelerant.ops.attention.hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, tensor_map
 from accelerant.ops.attention.launch import like
 from accelerant.runtime.capture import capturing
 from accelerant.runtime.dispatch import Case
@@ -31,6 +32,7 @@ _GROUP_BYTES = 16 << 20
 """Keys and values of the heads that run together: they are read once a tile, so they should stay in the L2 cache."""
 
 _PREPARED_LIMIT = 4096
+_FILE = Path(__file__).with_name("hopper_fwd.cu")
 
 
 class Plan(NamedTuple):
@@ -108,7 +110,7 @@ def program(plan: Plan, dtype: torch.dtype, causal: bool) -> HopperProgram:
         "IS_BF16": int(dtype == torch.bfloat16),
     }
     mmas = (Mma(plan.block_n), Mma(plan.width, a_in_registers=True, b_across=True))
-    text = hopper_program("hopper_fwd.cu", ELEMENTS[dtype], mmas, constants)
+    text = hopper_program(_FILE, ELEMENTS[dtype], mmas, constants)
     return HopperProgram("attention_fwd", text, 128 * (plan.warpgroups + 1), plan.shared_bytes)
 
 

@@ -1,7 +1,7 @@
-"""conv2d: validation, registration with torch, autograd; the convolution itself is the vendor's library, through torch.
+"""conv2d: validation, registration with torch, autograd; the products are the vendor's libraries, through torch.
 
-A general convolution of our own would not beat cuDNN; what this op adds is the ledger: convolutions of the forward and
-of the backward pass are counted with their bytes and operations.
+A general convolution of our own would not beat cuDNN. What this op adds is the ledger, in which convolutions of the
+forward and of the backward pass are counted with their bytes and operations, and other ways to the libraries (ways.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._elementwise import check_dtype
 from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops._windows import Pair, as_images, output_sizes, pair
+from accelerant.ops.conv2d import ways
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = ["conv2d", "conv2d_bwd", "conv2d_fwd"]
@@ -77,16 +78,28 @@ def _cost(case: Case) -> Cost:
 
 def _backward_cost(case: Case) -> Cost:
     x, weight, y, products = _sizes(case)
-    dx, dweight, _ = case.options[-1]
+    dx, dweight, _ = case.options[6]
     elements = y + dx * (x + weight) + dweight * (x + weight)
     return Cost(elements * case.dtype.itemsize, 2 * products * (dx + dweight))
 
 
-conv2d_fwd = Operation("conv2d_fwd", (Implementation("torch", torch.conv2d),), cost=_cost)
+conv2d_fwd = Operation(
+    "conv2d_fwd",
+    (
+        Implementation("patches", ways.patches, refuses=ways.refuses_patches),
+        Implementation("torch", torch.conv2d),
+        Implementation("channels-last", ways.channels_last, refuses=ways.refuses_channels_last),
+    ),
+    cost=_cost,
+)
 conv2d_bwd = Operation(
     "conv2d_bwd",
     (
+        Implementation("patches", ways.patches_backward, refuses=ways.refuses_patches),
         Implementation("torch", _backward_of, deterministic=False),
+        Implementation(
+            "channels-last", ways.channels_last_backward, refuses=ways.refuses_channels_last, deterministic=False
+        ),
         Implementation("torch-deterministic", _deterministic_backward_of),
     ),
     cost=_backward_cost,
@@ -234,8 +247,14 @@ def _case(
 ) -> Case:
     height, width = output_sizes(x, list(weight.shape[2:]), stride, padding, dilation)
     y = (x.shape[0], weight.shape[0], height, width)
-    options = (tuple(weight.shape), y, tuple(stride), tuple(padding), tuple(dilation), groups, *needs)
+    layout = "contiguous" if _channels_first(x) and _channels_first(weight) else "strided"
+    options = (tuple(weight.shape), y, tuple(stride), tuple(padding), tuple(dilation), groups, *needs, layout)
     return Case(x.device, x.dtype, x.shape, options)
+
+
+def _channels_first(x: Tensor) -> bool:
+    """Whether torch takes x for contiguous; that of one channel whose stride is 1 it takes for channels last."""
+    return x.is_contiguous() and (x.shape[1] != 1 or x.stride(1) != 1)
 
 
 _conv2d = DifferentiableOp(

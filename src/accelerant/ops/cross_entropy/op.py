@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._ahead import AheadOp
+from accelerant.ops._differentiable import ByTorch
 from accelerant.ops._library import autocast_dtype, is_plain, name_of
 from accelerant.ops.cross_entropy import row
 from accelerant.ops.cross_entropy.launch import COUNTS, launch_backward, launch_forward
@@ -109,22 +110,26 @@ def _torch_forward(
     wide: bool,
     inplace: bool = False,
     ahead: bool = False,
+    statistics: bool = True,
 ) -> tuple[Tensor, ...]:
+    """All results, and the gradient if `ahead`; without statistics the loss alone, with torch's own gradient."""
+    if not statistics:
+        return (torch_composite(logits, targets, ignore_index, smoothing, reduction, wide),)
     mean = reduction == "mean"
     counts = torch.zeros(COUNTS if mean else 0, dtype=torch.int32, device=logits.device)
     if mean:
         counts[0] = (targets != ignore_index).sum()
     losses, dx = torch_rows(logits, targets, ignore_index, smoothing, ahead, counts if mean else None)
-    statistics = torch.zeros(2, logits.shape[0], dtype=torch.float32, device=logits.device)
+    kept = torch.zeros(2, logits.shape[0], dtype=torch.float32, device=logits.device)
     if refuses_triton(logits.device) is None:  # only our backward kernel reads them
-        statistics[0] = logits.amax(1)
-        statistics[1] = 1.0 / torch.exp(logits.float() - statistics[0][:, None]).sum(1)
+        kept[0] = logits.amax(1)
+        kept[1] = 1.0 / torch.exp(logits.float() - kept[0][:, None]).sum(1)
     loss = losses if reduction == "none" else losses.sum() / counts[0] if mean else losses.sum()
     loss = loss.to(torch.float32 if wide else logits.dtype)
     if dx is None:
-        return loss, statistics, counts
+        return loss, kept, counts
     dx = logits.copy_(dx) if inplace else dx.to(logits.dtype)
-    return loss, statistics, counts, dx
+    return loss, kept, counts, dx
 
 
 def _torch_backward(
@@ -157,7 +162,7 @@ def _cost(case: Case) -> Cost:
 _FORWARD = (
     Implementation("hopper", launch_forward_row, refuses=row.refuses, own=True),
     Implementation("triton", launch_forward, refuses=_refuses, own=True),
-    Implementation("torch", _torch_forward),
+    Implementation("torch", _torch_forward, differentiable=True),
 )
 cross_entropy_fwd = Operation("cross_entropy_fwd", _FORWARD, cost=_cost)
 cross_entropy_fwd_inplace = Operation(
@@ -256,6 +261,10 @@ def check_targets(targets: Tensor, V: int, ignore_index: int) -> None:
     """Raise for a class that there is not, where looking costs nothing: on the CPU, outside of tracing."""
     if targets.device.type != "cpu" or torch.compiler.is_compiling() or not is_plain(targets):
         return
+    if targets.numel():
+        low, high = (int(bound) for bound in torch.aminmax(targets))  # one pass, where most calls end
+        if low >= 0 and high < V:
+            return
     wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= V))]
     if wrong.numel():
         raise ConfigError(f"targets must be in [0, {V}) or ignore_index ({ignore_index}), got {int(wrong[0])}")
@@ -263,6 +272,11 @@ def check_targets(targets: Tensor, V: int, ignore_index: int) -> None:
 
 def _case(logits: Tensor, *options: str) -> Case:
     return Case(logits.device, logits.dtype, logits.shape, options)
+
+
+def _case_by_torch(logits: Tensor, *args: object) -> Case | None:
+    """None where the gradient shall take the memory of the logits, which torch's own does not."""
+    return None if args[-1] and torch.is_grad_enabled() and logits.requires_grad else _case(logits)
 
 
 def _forward(
@@ -346,4 +360,5 @@ _cross_entropy = AheadOp(
     gradients={"logits": "logits"},
     composite=torch_composite,
     fake=_fake,
+    by_torch=ByTorch(cross_entropy_fwd, _case_by_torch, more=(False, False), cut=True),
 )

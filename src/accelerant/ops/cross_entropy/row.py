@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import LaunchError
+from accelerant.ops._hopper import ELEMENTS, HopperProgram, hopper_program, load
 from accelerant.ops._rows import ceil_div, multiprocessors
-from accelerant.ops.attention.hopper import HopperProgram, load, primitives
 from accelerant.ops.cross_entropy.launch import COUNTS, launch_forward
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.kernel import Kernel
@@ -22,6 +22,7 @@ KINDS = ("*bf16", "*i64", "*f32", "*f32", "*bf16", "*i32", "i32", "i32", "i64", 
 """Of the kernel's arguments: logits, targets, losses, statistics, gradient, counts; M, N; distances of rows of the
 logits and of the gradient; ignore_index; smoothing."""
 
+_FILE = Path(__file__).with_name("row.cu")
 _SHARED_BYTES = 228 << 10
 _RESERVED_BYTES = 1 << 10
 """A multiprocessor's shared memory, and what the system has of each block's."""
@@ -104,10 +105,9 @@ def program(plan: Plan, N: int, mean: bool, smooth: bool, alike: bool = True) ->
         "ALIKE": int(alike),
         "MEAN": int(mean),
         "SMOOTH": int(smooth),
+        "COUNTS": COUNTS,
     }
-    macros = [f"#define {name} {value}" for name, value in {**constants, "COUNTS": COUNTS}.items()]
-    body = (Path(__file__).parent / "row.cu").read_text()
-    text = "\n".join(['#define ELEMENT "bf16"', *macros, primitives(), '#line 1 "row.cu"', body])
+    text = hopper_program(_FILE, ELEMENTS[torch.bfloat16], (), constants)
     return HopperProgram("cross_entropy_row", text, plan.threads, plan.shared_bytes(N))
 
 

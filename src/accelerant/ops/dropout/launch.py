@@ -9,13 +9,27 @@ from torch import Tensor
 
 from accelerant.ops._rows import ceil_div
 from accelerant.ops.dropout.llvm_kernels import COUNTERS, DropoutKernel, refuses_half
+from accelerant.ops.dropout.llvm_mask import LANES, MaskKernel
 from accelerant.runtime import registry
 from accelerant.runtime.case import Case
 from accelerant.runtime.kernel import Kernel, KernelSource
 from accelerant.runtime.provider import ComputeProvider
 from accelerant.runtime.triton import TritonKernel
 
-__all__ = ["GROUP", "NUM_WARPS", "kernel", "launch", "launch_llvm", "refuses_llvm", "threshold", "torch_dropout"]
+__all__ = [
+    "GROUP",
+    "NUM_WARPS",
+    "empty_mask",
+    "kernel",
+    "launch",
+    "launch_llvm",
+    "launch_llvm_backward",
+    "launch_llvm_masked",
+    "refuses_llvm",
+    "threshold",
+    "torch_dropout",
+    "torch_masked",
+]
 
 kernel = TritonKernel("accelerant.ops.dropout.triton_kernels", "dropout_fwd")
 
@@ -43,20 +57,44 @@ def launch(x: Tensor, seed: Tensor, p: float, num_warps: int = NUM_WARPS) -> Ten
 
 def launch_llvm(x: Tensor, seed: Tensor, p: float) -> Tensor:
     """As launch, on a CPU, over its cores."""
+    return _llvm(x, seed, p)
+
+
+def launch_llvm_masked(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """As launch_llvm, with the mask."""
+    mask = empty_mask(x)
+    return _llvm(x, seed, p, mask), mask
+
+
+def launch_llvm_backward(dy: Tensor, seed: Tensor, mask: Tensor, p: float) -> Tensor:
+    """As launch_llvm, from a mask; the seed says nothing then."""
+    dx = dy.new_empty(dy.shape)
+    n = dy.numel()
+    if n:
+        provider, compiled = _compiled(MaskKernel(dy.dtype))
+        provider.launch(compiled, (ceil_div(n, LANES),), (1,), (dy.contiguous(), mask, dx, n, 1.0 / (1.0 - p)))
+    return dx
+
+
+def empty_mask(x: Tensor) -> Tensor:
+    """Memory for the mask of x, a bit an element: llvm_kernels.py has its layout."""
+    return x.new_empty(ceil_div(x.numel(), 4 * GROUP) * GROUP // 2, dtype=torch.uint8)
+
+
+def _llvm(x: Tensor, seed: Tensor, p: float, *mask: Tensor) -> Tensor:
     y = x.new_empty(x.shape)
     n = x.numel()
     if n:
-        provider, compiled = _compiled(x.dtype)
+        provider, compiled = _compiled(DropoutKernel(x.dtype, bool(mask)))
         whole, left = divmod(n, 4 * GROUP)
         indices = whole * GROUP // COUNTERS + ceil_div(min(left, GROUP), COUNTERS)
-        args = (x.contiguous(), seed, y, n, threshold(p), 1.0 / (1.0 - p))
+        args = (x.contiguous(), seed, y, n, threshold(p), 1.0 / (1.0 - p), *mask)
         provider.launch(compiled, (indices,), (1,), args)
     return y
 
 
 @functools.cache
-def _compiled(dtype: torch.dtype) -> tuple[ComputeProvider, Kernel]:
-    program = DropoutKernel(dtype)
+def _compiled(program: DropoutKernel | MaskKernel) -> tuple[ComputeProvider, Kernel]:
     source = KernelSource(program.entry, {"llvm": program}, {program.entry: program.arguments})
     provider = registry.create("cpu")
     return provider, provider.compile(source)
@@ -73,6 +111,15 @@ def torch_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     """As launch, from torch's functions, on any device; differentiable in x."""
     keep = _keep(x.shape, seed, p).to(x.dtype)
     return x.contiguous() * keep * (1.0 / (1.0 - p))
+
+
+def torch_masked(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """As launch_llvm_masked, from torch's functions."""
+    mask = empty_mask(x)
+    keep = torch.zeros(8 * mask.numel(), dtype=torch.uint8, device=x.device)
+    keep[: x.numel()] = _keep(x.shape, seed, p).flatten()
+    torch.sum(keep.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=x.device), 1, out=mask)
+    return torch_dropout(x, seed, p), mask
 
 
 def _keep(shape: torch.Size, seed: Tensor, p: float) -> Tensor:

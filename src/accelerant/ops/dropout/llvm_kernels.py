@@ -2,10 +2,14 @@
 
     y = x / (1 - p) where the place's word, without its lowest bit, is at least p 2^31, else 0 x; dx from dy likewise
 
+The words are most of the work where the tensors lie in cache. So a forward pass with a backward pass to come writes the
+mask, a bit an element, and the backward pass (llvm_mask.py) reads it: 1/32 of what torch keeps of float32.
+
 Source: Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3", section 5.2.2 (Philox).
 Layout: as triton_kernels.py: element i of run j of group t has word j of the counter (512 t + i, 0, 0). An index of the
         launch stands for 8 neighbouring counters, so for 4 vectors of 8 elements, 512 elements apart. In the last
-        group loads and stores are masked.
+        group loads and stores are masked. Byte i of the mask is of elements 8 i to 8 i + 7, the first in its lowest
+        bit; it has bytes for whole groups.
 Words:  32 bits in lanes of 64. What a product leaves in the upper halves is cleared only at the end: the next product
         reads the lower halves alone, and LLVM knows it. So a round of 8 counters is 2 products, 2 shifts and 4
         exclusive ors (2 instructions with AVX-512).
@@ -20,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["COUNTERS", "DropoutKernel", "refuses_half"]
+__all__ = ["COUNTERS", "DropoutKernel", "product", "refuses_half", "types", "vector"]
 
 COUNTERS = 8
 """Counters of one index, which lie in the lanes of a vector."""
@@ -50,9 +54,15 @@ def refuses_half() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class DropoutKernel:
-    """A Builder (see runtime/kernel.py) of dropout_<dtype>(begin, end, x, seed, y, n, threshold, scale)."""
+    """A Builder (see runtime/kernel.py) of dropout_<dtype>(begin, end, x, seed, y, n, threshold, scale).
+
+    Attributes:
+        dtype: of x and y.
+        masks: write the mask to one more argument.
+    """
 
     dtype: torch.dtype
+    masks: bool = False
 
     @property
     def key(self) -> str:
@@ -62,25 +72,28 @@ class DropoutKernel:
     @property
     def entry(self) -> str:
         """The function's name."""
-        return f"dropout_{str(self.dtype).removeprefix('torch.')}"
+        return f"dropout_{str(self.dtype).removeprefix('torch.')}{'_masked' if self.masks else ''}"
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """Types of the arguments, as KernelSource.entries has them."""
-        return ("*", "*i64", "*", "i64", "i64", "f64" if self.dtype == torch.float64 else "f32")
+        real = "f64" if self.dtype == torch.float64 else "f32"
+        return ("*", "*i64", "*", "i64", "i64", real, *(("*",) if self.masks else ()))
 
     def build(self, target: str) -> str:
         """LLVM IR."""
+        element, real, suffix = types(self.dtype)
         return _PROGRAM.format(
             entry=self.entry,
-            real=self._real,
-            V=_vector(self._real),
-            Q=_vector("i64"),
-            B=_vector("i1"),
-            T=_vector(_IN_MEMORY[self.dtype]),
-            name=self._name,
+            real=real,
+            V=vector(real),
+            Q=vector("i64"),
+            B=vector("i1"),
+            T=vector(element),
+            name=f"v{COUNTERS}{suffix}.p0",
             keys=_keys(),
             rounds=_rounds(),
+            bits=", ptr noalias %bits" if self.masks else "",
             zeros=_all("i32", 0),
             lanes=f"<{', '.join(f'i64 {i}' for i in range(COUNTERS))}>",
             upper=_all("i64", 32),
@@ -93,87 +106,93 @@ class DropoutKernel:
             rest="\n".join(self._apply(run, masked=True) for run in range(4)),
         )
 
-    @property
-    def _real(self) -> str:
-        """What it computes in."""
-        return "double" if self.dtype == torch.float64 else "float"
-
-    @property
-    def _name(self) -> str:
-        """Of the vector in the names of LLVM's functions."""
-        return f"v{COUNTERS}{_SUFFIX[_IN_MEMORY[self.dtype]]}.p0"
-
     def _apply(self, run: int, *, masked: bool) -> str:
         """Load, multiply and store the elements of a run; those below n alone if masked."""
-        element, size, v = _IN_MEMORY[self.dtype], self.dtype.itemsize, f"%{'m' if masked else 'w'}{run}"
-        T, V, Q, B = map(_vector, (element, self._real, "i64", "i1"))
+        element, real, suffix = types(self.dtype)
+        size, v = self.dtype.itemsize, f"%{'m' if masked else 'w'}{run}"
+        T, V, Q, B = map(vector, (element, real, "i64", "i1"))
         load = f"{v}x = load {T}, ptr {v}px, align {size}"
         store = f"store {T} {v}y, ptr {v}py, align {size}"
         if masked:
             inside = f"i32 {size}, {B} {v}in"
-            load = f"{v}x = call {T} @llvm.masked.load.{self._name}(ptr {v}px, {inside}, {T} zeroinitializer)"
-            store = f"call void @llvm.masked.store.{self._name}({T} {v}y, ptr {v}py, {inside})"
+            load = f"{v}x = call {T} @llvm.masked.load.v{COUNTERS}{suffix}.p0(ptr {v}px, {inside}, {T} zeroinitializer)"
+            store = f"call void @llvm.masked.store.v{COUNTERS}{suffix}.p0({T} {v}y, ptr {v}py, {inside})"
         below = [
             *_broadcast(f"{v}b", "i64", f"{v}at"),
             f"{v}c = add {Q} {v}b, %lanes",
             f"{v}in = icmp slt {Q} {v}c, %ns",
+        ]
+        kept = [
+            f"{v}byte = lshr i64 {v}at, 3",
+            f"{v}pb = getelementptr inbounds i8, ptr %bits, i64 {v}byte",
+            f"{v}mask = bitcast {B} %keep{run} to i8",
+            f"store i8 {v}mask, ptr {v}pb, align 1",
         ]
         return _lines(
             f"{v}at = add i64 %first, {run * _RUN}",
             f"{v}px = getelementptr inbounds {element}, ptr %x, i64 {v}at",
             f"{v}py = getelementptr inbounds {element}, ptr %y, i64 {v}at",
             *(below if masked else ()),
+            *(kept if self.masks else ()),
             load,
             f"{v}f = select {B} %keep{run}, {V} %scales, {V} zeroinitializer",
-            *self._multiply(v),
+            *product(self.dtype, v),
             store,
         )
 
-    def _multiply(self, v: str) -> list[str]:
-        """The product y of x and f, rounded once to the dtype."""
-        F, W, H = map(_vector, ("float", "i32", "i16"))
-        if self.dtype in (torch.float32, torch.float64):
-            return [f"{v}y = fmul {_vector(self._real)} {v}x, {v}f"]
-        if self.dtype == torch.float16:
-            half = _vector("half")
-            return [
-                f"{v}wide = fpext {half} {v}x to {F}",
-                f"{v}product = fmul {F} {v}wide, {v}f",
-                f"{v}y = fptrunc {F} {v}product to {half}",
-            ]
-        sixteen = _all("i32", 16)
-        return [  # bfloat16 is the upper half of float32; to the nearest, ties to even; NaN stays NaN
-            f"{v}z = zext {H} {v}x to {W}",
-            f"{v}s = shl {W} {v}z, {sixteen}",
-            f"{v}wide = bitcast {W} {v}s to {F}",
+
+def product(dtype: torch.dtype, v: str, lanes: int = COUNTERS) -> list[str]:
+    """The product {v}y of {v}x, as it lies in memory, and {v}f, rounded once to the dtype."""
+    F, W, H = (vector(kind, lanes) for kind in ("float", "i32", "i16"))
+    if dtype in (torch.float32, torch.float64):
+        return [f"{v}y = fmul {vector(types(dtype)[1], lanes)} {v}x, {v}f"]
+    if dtype == torch.float16:
+        half = vector("half", lanes)
+        return [
+            f"{v}wide = fpext {half} {v}x to {F}",
             f"{v}product = fmul {F} {v}wide, {v}f",
-            f"{v}bits = bitcast {F} {v}product to {W}",
-            f"{v}half = lshr {W} {v}bits, {sixteen}",
-            f"{v}odd = and {W} {v}half, {_all('i32', 1)}",
-            f"{v}bias = add {W} {v}odd, {_all('i32', 0x7FFF)}",
-            f"{v}sum = add {W} {v}bits, {v}bias",
-            f"{v}up = lshr {W} {v}sum, {sixteen}",
-            f"{v}nan = fcmp uno {F} {v}product, zeroinitializer",
-            f"{v}r = select {_vector('i1')} {v}nan, {W} {_all('i32', 0x7FC0)}, {W} {v}up",
-            f"{v}y = trunc {W} {v}r to {H}",
+            f"{v}y = fptrunc {F} {v}product to {half}",
         ]
+    sixteen = _all("i32", 16, lanes)
+    return [  # bfloat16 is the upper half of float32; to the nearest, ties to even; NaN stays NaN
+        f"{v}z = zext {H} {v}x to {W}",
+        f"{v}s = shl {W} {v}z, {sixteen}",
+        f"{v}wide = bitcast {W} {v}s to {F}",
+        f"{v}product = fmul {F} {v}wide, {v}f",
+        f"{v}bits = bitcast {F} {v}product to {W}",
+        f"{v}half = lshr {W} {v}bits, {sixteen}",
+        f"{v}odd = and {W} {v}half, {_all('i32', 1, lanes)}",
+        f"{v}bias = add {W} {v}odd, {_all('i32', 0x7FFF, lanes)}",
+        f"{v}sum = add {W} {v}bits, {v}bias",
+        f"{v}up = lshr {W} {v}sum, {sixteen}",
+        f"{v}nan = fcmp uno {F} {v}product, zeroinitializer",
+        f"{v}r = select {vector('i1', lanes)} {v}nan, {W} {_all('i32', 0x7FC0, lanes)}, {W} {v}up",
+        f"{v}y = trunc {W} {v}r to {H}",
+    ]
 
 
-def _vector(kind: str) -> str:
-    return f"<{COUNTERS} x {kind}>"
+def types(dtype: torch.dtype) -> tuple[str, str, str]:
+    """Of an element in memory, of what is computed in, and the first in the names of LLVM's functions."""
+    memory = _IN_MEMORY[dtype]
+    return memory, "double" if dtype == torch.float64 else "float", _SUFFIX[memory]
 
 
-def _all(kind: str, value: int) -> str:
+def vector(kind: str, lanes: int = COUNTERS) -> str:
+    """The type of so many lanes."""
+    return f"<{lanes} x {kind}>"
+
+
+def _all(kind: str, value: int, lanes: int = COUNTERS) -> str:
     """A constant in every lane."""
-    return f"<{', '.join([f'{kind} {value}'] * COUNTERS)}>"
+    return f"<{', '.join([f'{kind} {value}'] * lanes)}>"
 
 
 def _broadcast(name: str, kind: str, value: str) -> list[str]:
     """A value in every lane, as `name`."""
-    V = _vector(kind)
+    V = vector(kind)
     return [
         f"{name}_0 = insertelement {V} poison, {kind} {value}, i64 0",
-        f"{name} = shufflevector {V} {name}_0, {V} poison, {_vector('i32')} zeroinitializer",
+        f"{name} = shufflevector {V} {name}_0, {V} poison, {vector('i32')} zeroinitializer",
     ]
 
 
@@ -197,7 +216,7 @@ def _keys() -> str:
 
 def _rounds() -> str:
     """Which elements stay, %keep0 to %keep3, from the counters %c0 and %c1 (the other two are 0) and the keys."""
-    Q, low, upper = _vector("i64"), _all("i64", _LOW), _all("i64", 32)
+    Q, low, upper = vector("i64"), _all("i64", _LOW), _all("i64", 32)
     c0, c1, c2, c3 = "%c0", "%c1", "zeroinitializer", "zeroinitializer"
     lines = []
     for r in range(_ROUNDS):
@@ -220,7 +239,7 @@ def _rounds() -> str:
 
 _PROGRAM = """
 define void @{entry}(i64 %begin, i64 %end, ptr noalias readonly %x, ptr noalias readonly %seed_at, ptr noalias %y,
-                     i64 %n, i64 %threshold, {real} %scale) {{
+                     i64 %n, i64 %threshold, {real} %scale{bits}) {{
 entry:
   %seed = load i64, ptr %seed_at, align 8
 {keys}

@@ -12,8 +12,18 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._elementwise import accesses, check_dtype, refuses_float64
 from accelerant.ops._library import is_plain, name_of
-from accelerant.ops.dropout.launch import launch, launch_llvm, refuses_llvm, torch_dropout
+from accelerant.ops.dropout.launch import (
+    empty_mask,
+    launch,
+    launch_llvm,
+    launch_llvm_backward,
+    launch_llvm_masked,
+    refuses_llvm,
+    torch_dropout,
+    torch_masked,
+)
 from accelerant.runtime.dispatch import Case, Implementation, Operation
+from accelerant.runtime.rules import rules
 
 __all__ = ["dropout", "dropout_bwd", "dropout_fwd"]
 
@@ -24,6 +34,24 @@ _IMPLEMENTATIONS = (
 )
 dropout_fwd = Operation("dropout_fwd", _IMPLEMENTATIONS, cost=accesses(2, 15))
 dropout_bwd = Operation("dropout_bwd", _IMPLEMENTATIONS, cost=accesses(2, 15))
+
+# The same on a CPU, where the mask of the forward pass is kept for the backward one: a bit an element.
+_masked_fwd = Operation(
+    "dropout_masked_fwd",
+    (
+        Implementation("llvm", launch_llvm_masked, refuses=refuses_llvm, own=True),
+        Implementation("torch", torch_masked),
+    ),
+    cost=accesses(2, 15),
+)
+_masked_bwd = Operation(
+    "dropout_masked_bwd",
+    (
+        Implementation("llvm", launch_llvm_backward, refuses=refuses_llvm, own=True),
+        Implementation("torch", lambda dy, seed, mask, p: torch_dropout(dy, seed, p)),
+    ),
+    cost=accesses(2, 1),
+)
 
 # Torch's own, which keeps its mask: where no kernel of ours runs and any seed will do.
 _native_fwd = Operation(
@@ -61,8 +89,9 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Ten
         ShapeError: the seed's tensor has more than one element, or is on another device.
         UnsupportedDtype: dtype not listed above, or the seed's is not int64.
 
-    No mask is stored: the backward pass makes it again from the seed. In a captured CUDA graph seed=None draws anew at
-    each replay; an integer gives each replay the same mask; a tensor's value is what it is at the replay.
+    No mask is stored: the backward pass makes it again from the seed. On a CPU it is stored, a bit an element, which is
+    quicker there. In a captured CUDA graph seed=None draws anew at each replay; an integer gives each replay the same
+    mask; a tensor's value is what it is at the replay.
     Without a seed, where no kernel of ours runs (float64 on a GPU), and under torch.compile, forward-mode
     differentiation and the transforms of torch.func, this is torch's own dropout with torch's own mask. With a seed it
     is the same function everywhere, made there of torch's integer operations, which are slower.
@@ -83,15 +112,27 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Ten
     if seed is None:
         if torch.compiler.is_compiling() or not is_plain(x):
             return F.dropout(x, p)
-        case = Case(x.device, x.dtype, x.shape)
-        if refuses_float64(case) is not None and refuses_llvm(case) is not None:
+        if _no_kernel(x.device, x.dtype):
             y = _native(x, p)
             return y
         seed = torch.empty((), dtype=torch.int64, device=x.device).random_()
     elif not isinstance(seed, Tensor):
         seed = torch.full((), seed, dtype=torch.int64, device=x.device)
-    y = _dropout(x, seed, p)
+    y = (_masked if _keeps_mask(x) else _dropout)(x, seed, p)
     return y
+
+
+def _no_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    case = Case(device, dtype, ())
+    return refuses_float64(case) is not None and refuses_llvm(case) is not None
+
+
+def _keeps_mask(x: Tensor) -> bool:
+    """Whether the CPU's kernels run a call with a gradient to come: no other does, and none is asked for by name."""
+    if not (x.is_cpu and x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return False
+    case = Case(x.device, x.dtype, ())
+    return refuses_float64(case) is not None and refuses_llvm(case) is None and not rules().forced
 
 
 def _checked(seed: int | Tensor, x: Tensor) -> int | Tensor:
@@ -127,6 +168,28 @@ _dropout = DifferentiableOp(
     gradients={"x": "y"},
     composite=torch_dropout,
     fake=lambda x, seed, p: x.new_empty(x.shape),
+    decomposes=True,
+)
+
+
+def _masked_forward(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = _masked_fwd(Case(x.device, x.dtype, x.shape), x, seed, p)
+    return found
+
+
+def _masked_backward(dy: Tensor, seed: Tensor, mask: Tensor, p: float, needs: Sequence[bool]) -> tuple[Tensor]:
+    return (_masked_bwd(Case(dy.device, dy.dtype, dy.shape), dy, seed, mask, p),)
+
+
+_masked = DifferentiableOp(
+    "dropout_masked(Tensor x, Tensor seed, float p) -> (Tensor y, Tensor mask)",
+    forward=_masked_forward,
+    backward=_masked_backward,
+    composite_backward=lambda dy, seed, mask, p, needs: (torch_dropout(dy, seed, p),),
+    saves=("seed", "mask"),
+    gradients={"x": "y"},
+    composite=torch_dropout,
+    fake=lambda x, seed, p: (x.new_empty(x.shape), empty_mask(x)),
     decomposes=True,
 )
 

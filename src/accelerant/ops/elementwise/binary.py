@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._elementwise import accesses, check_dtype, refuses_float64
 from accelerant.ops._library import name_of
 from accelerant.ops.elementwise.launch import (
@@ -22,7 +22,7 @@ from accelerant.ops.elementwise.launch import (
     mul_backward,
     mul_row_backward,
 )
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 
 __all__ = ["add", "mul"]
 
@@ -64,7 +64,12 @@ def _operation(
     name: str, own: Callable[..., object], other: Callable[..., object], cost: Callable[[Case], Cost]
 ) -> Operation:
     return Operation(
-        name, (Implementation("triton", own, refuses=_refuses, own=True), Implementation("torch", other)), cost=cost
+        name,
+        (
+            Implementation("triton", own, refuses=_refuses, own=True),
+            Implementation("torch", other, differentiable=other in (torch.add, torch.mul)),
+        ),
+        cost=cost,
     )
 
 
@@ -177,8 +182,16 @@ def _call(
 # --- add -------------------------------------------------------------------------------------------------------------
 
 
+def _case(a: Tensor, b: Tensor) -> Case:
+    return case_of((a.device, a.dtype, a.shape, _form(a, b)))
+
+
+def _number_case(a: Tensor, b: float) -> Case:
+    return case_of((a.device, a.dtype, a.shape, ("number",)))
+
+
 def _add_forward(a: Tensor, b: Tensor) -> Tensor:
-    y: Tensor = add_fwd(Case(a.device, a.dtype, a.shape, _form(a, b)), a, b)
+    y: Tensor = add_fwd(_case(a, b), a, b)
     return y
 
 
@@ -192,7 +205,7 @@ def _add_row_composite_backward(dy: Tensor, b: Tensor, needs: _Needs) -> _Gradie
 
 
 def _add_number_forward(a: Tensor, b: float) -> Tensor:
-    y: Tensor = add_fwd(Case(a.device, a.dtype, a.shape, ("number",)), a, b)
+    y: Tensor = add_fwd(_number_case(a, b), a, b)
     return y
 
 
@@ -208,6 +221,7 @@ _add = DifferentiableOp(
     fake=torch.add,
     keeps_layout=True,
     decomposes=True,
+    by_torch=ByTorch(add_fwd, _case),
 )
 _add_row = DifferentiableOp(
     "add_row(Tensor a, Tensor b) -> (Tensor y)",
@@ -220,6 +234,7 @@ _add_row = DifferentiableOp(
     fake=torch.add,
     keeps_layout=True,
     decomposes=True,
+    by_torch=ByTorch(add_fwd, _case),
 )
 _add_number = DifferentiableOp(
     "add_number(Tensor a, float b) -> (Tensor y)",
@@ -232,6 +247,7 @@ _add_number = DifferentiableOp(
     fake=torch.add,
     keeps_layout=True,
     decomposes=True,
+    by_torch=ByTorch(add_fwd, _number_case),
 )
 
 
@@ -239,17 +255,17 @@ _add_number = DifferentiableOp(
 
 
 def _mul_forward(a: Tensor, b: Tensor) -> Tensor:
-    y: Tensor = mul_fwd(Case(a.device, a.dtype, a.shape, _form(a, b)), a, b)
+    y: Tensor = mul_fwd(_case(a, b), a, b)
     return y
 
 
 def _mul_backward(dy: Tensor, a: Tensor, b: Tensor, needs: _Needs) -> _Gradients:
-    found: _Gradients = mul_bwd(Case(a.device, a.dtype, a.shape, _form(a, b)), dy, a, b, needs)
+    found: _Gradients = mul_bwd(_case(a, b), dy, a, b, needs)
     return found
 
 
 def _mul_constant_backward(dy: Tensor, b: Tensor, needs: _Needs) -> tuple[Tensor | None]:
-    found: _Gradients = mul_constant_bwd(Case(dy.device, dy.dtype, dy.shape, _form(dy, b)), dy, None, b, needs)
+    found: _Gradients = mul_constant_bwd(_case(dy, b), dy, None, b, needs)
     return found[:1]
 
 
@@ -272,7 +288,7 @@ def _mul_with_row(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _mul_number_forward(a: Tensor, b: float) -> Tensor:
-    y: Tensor = mul_fwd(Case(a.device, a.dtype, a.shape, ("number",)), a, b)
+    y: Tensor = mul_fwd(_number_case(a, b), a, b)
     return y
 
 
@@ -292,6 +308,7 @@ def _mul_form(name: str) -> DifferentiableOp:
         fake=torch.mul,
         keeps_layout=True,
         decomposes=True,
+        by_torch=ByTorch(mul_fwd, _case),
     )
 
 
@@ -307,6 +324,7 @@ _mul_constant = DifferentiableOp(
     fake=torch.mul,
     keeps_layout=True,
     decomposes=True,
+    by_torch=ByTorch(mul_fwd, _case),
 )
 _mul_number = DifferentiableOp(
     "mul_number(Tensor a, float b) -> (Tensor y)",
@@ -319,4 +337,5 @@ _mul_number = DifferentiableOp(
     fake=torch.mul,
     keeps_layout=True,
     decomposes=True,
+    by_torch=ByTorch(mul_fwd, _number_case),
 )

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._elementwise import accesses, check_dtype, launch_map, launch_map_backward, refuses_float64
 from accelerant.ops.elementwise.launch import STREAM_KERNELS
-from accelerant.runtime.dispatch import Case, Implementation, Operation
+from accelerant.runtime.dispatch import Case, Implementation, Operation, case_of
 
 __all__ = ["relu", "sigmoid", "silu", "tanh"]
 
@@ -37,7 +37,7 @@ def _unary(
         f"{name}_fwd",
         (
             Implementation("triton", lambda x: launch_map(own, x), refuses=refuses_float64, own=True),
-            Implementation("torch", forward),
+            Implementation("torch", forward, differentiable=True),
         ),
         cost=accesses(2, flops[0]),
     )
@@ -55,12 +55,15 @@ def _unary(
         cost=accesses(3, flops[1]),
     )
 
+    def case(x: Tensor) -> Case:
+        return case_of((x.device, x.dtype, x.shape, ()))
+
     def run_backward(dy: Tensor, saved: Tensor, needs: Sequence[bool]) -> tuple[Tensor]:
-        return (bwd(Case(saved.device, saved.dtype, saved.shape), dy, saved),)
+        return (bwd(case(saved), dy, saved),)
 
     return DifferentiableOp(
         f"{name}(Tensor x) -> (Tensor y)",
-        forward=lambda x: fwd(Case(x.device, x.dtype, x.shape), x),
+        forward=lambda x: fwd(case(x), x),
         backward=run_backward,
         saves=(saves,),
         gradients={"x": saves},
@@ -69,6 +72,7 @@ def _unary(
         fake=torch.empty_like,
         keeps_layout=True,
         decomposes=True,
+        by_torch=ByTorch(fwd, case),
     )
 
 

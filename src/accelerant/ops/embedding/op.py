@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import is_plain, name_of
 from accelerant.ops.embedding.launch import launch_backward_atomic, launch_backward_sorted, launch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
@@ -130,7 +130,10 @@ def _backward_cost(case: Case) -> Cost:
 
 _fwd = Operation(
     "embedding_fwd",
-    (Implementation("triton", launch_forward, refuses=_refuses, own=True), Implementation("torch", _torch_forward)),
+    (
+        Implementation("triton", launch_forward, refuses=_refuses, own=True),
+        Implementation("torch", _torch_forward, differentiable=True),
+    ),
     cost=_forward_cost,
 )
 _bwd = Operation(
@@ -146,6 +149,12 @@ _bwd = Operation(
 
 def _case(indices: Tensor, weight: Tensor) -> Case:
     return Case(weight.device, weight.dtype, weight.shape, (indices.dtype, indices.shape))
+
+
+def _case_by_torch(indices: Tensor, weight: Tensor, padding_idx: int) -> Case | None:
+    """None where torch's own gradient falls short: of no tokens, and in low precision, which it adds up in that."""
+    exact = weight.dtype in (torch.float32, torch.float64)
+    return _case(indices, weight) if exact and indices.numel() else None
 
 
 def _forward(indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
@@ -167,4 +176,5 @@ _embedding = DifferentiableOp(
     composite=_torch_forward,
     composite_backward=_composite_backward,
     fake=lambda indices, weight, padding_idx: weight.new_empty((*indices.shape, weight.shape[1])),
+    by_torch=ByTorch(_fwd, _case_by_torch),
 )

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ConfigError
-from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._elementwise import accesses, check_dtype, refuses_float64
 from accelerant.ops.gelu.launch import launch_backward, launch_forward
-from accelerant.runtime.dispatch import Case, Implementation, Operation
+from accelerant.runtime.dispatch import Case, Implementation, Operation, case_of
 
 __all__ = ["gelu", "gelu_bwd", "gelu_fwd"]
 
@@ -32,7 +32,7 @@ gelu_fwd = Operation(
     "gelu_fwd",
     (
         Implementation("triton", launch_forward, refuses=refuses_float64, own=True),
-        Implementation("torch", _torch_forward),
+        Implementation("torch", _torch_forward, differentiable=True),
     ),
     cost=accesses(2, 10),
 )
@@ -76,13 +76,17 @@ def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     return y
 
 
+def _case(x: Tensor, approximate: str) -> Case:
+    return case_of((x.device, x.dtype, x.shape, (approximate,)))
+
+
 def _forward(x: Tensor, approximate: str) -> Tensor:
-    y: Tensor = gelu_fwd(Case(x.device, x.dtype, x.shape, (approximate,)), x, approximate)
+    y: Tensor = gelu_fwd(_case(x, approximate), x, approximate)
     return y
 
 
 def _backward(dy: Tensor, x: Tensor, approximate: str, needs: Sequence[bool]) -> tuple[Tensor]:
-    return (gelu_bwd(Case(x.device, x.dtype, x.shape, (approximate,)), dy, x, approximate),)
+    return (gelu_bwd(_case(x, approximate), dy, x, approximate),)
 
 
 _gelu = DifferentiableOp(
@@ -96,4 +100,5 @@ _gelu = DifferentiableOp(
     fake=lambda x, approximate: torch.empty_like(x),
     keeps_layout=True,
     decomposes=True,
+    by_torch=ByTorch(gelu_fwd, _case),
 )

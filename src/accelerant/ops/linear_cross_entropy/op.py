@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._ahead import AheadOp
+from accelerant.ops._differentiable import ByTorch
 from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops.cross_entropy import launch
 from accelerant.ops.cross_entropy.op import check_loss, check_targets, torch_composite
@@ -21,6 +22,8 @@ from accelerant.runtime.triton import refuses_triton
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_bwd", "linear_cross_entropy_fwd"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_WHOLE = 2**20
+"""Logits that may exist whole on a CPU, where torch's functions are then quicker: 4 MiB of float32."""
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
@@ -51,11 +54,15 @@ class _Chunked:
         wide: bool,
         gradient_hidden: bool,
         gradient_weight: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        whole: bool = False,
+    ) -> tuple[Tensor, ...]:
         """The loss; and of "mean" and "sum" the gradients that are wanted, empty tensors otherwise.
 
-        In float16 they are those of the sum: over the count they would vanish before a loss scale lifts them.
+        In float16 they are those of the sum: over the count they would vanish before a loss scale lifts them. If
+        `whole`, the loss alone, with the logits at once, from torch's functions and with their own gradient.
         """
+        if whole:
+            return (_composite(hidden, weight, targets, ignore_index, smoothing, reduction, dtype, wide),)
         low = getattr(torch, dtype)
         needs = (gradient_hidden, gradient_weight) if reduction != "none" else (False, False)
         hidden, weight, targets = hidden.to(low).contiguous(), weight.to(low).contiguous(), targets.contiguous()
@@ -147,7 +154,7 @@ linear_cross_entropy_fwd = Operation(
     "linear_cross_entropy_fwd",
     (
         Implementation("triton", _own.forward, refuses=_refuses, own=True),
-        Implementation("torch", _library.forward),
+        Implementation("torch", _library.forward, differentiable=True),
     ),
     cost=_cost,
 )
@@ -260,6 +267,12 @@ def _case(hidden: Tensor, weight: Tensor, dtype: str, needs: Sequence[bool], *op
     return Case(hidden.device, getattr(torch, dtype), shape, (*wanted, *options))
 
 
+def _case_by_torch(hidden: Tensor, weight: Tensor, *args: Any) -> Case | None:
+    """None for logits that had better not exist whole."""
+    few = hidden.shape[0] * weight.shape[0] <= _WHOLE
+    return _case(hidden, weight, args[4], args[-2:]) if few else None
+
+
 def _forward(hidden: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     found: tuple[Tensor, Tensor, Tensor] = linear_cross_entropy_fwd(
         _case(hidden, weight, args[4], args[-2:]), hidden, weight, *args
@@ -348,4 +361,5 @@ _linear_cross_entropy = AheadOp(
     gradients={"hidden": "hidden", "weight": "weight"},
     composite=_composite,
     fake=_fake,
+    by_torch=ByTorch(linear_cross_entropy_fwd, _case_by_torch, more=(True,), cut=True),
 )

@@ -1,12 +1,9 @@
 // linear_gelu forward on Hopper: y = gelu(x W^T + b) and, if KEEP, z = x W^T + b.
 //
-// A block has a producer, which fetches steps of 64 columns of x and W through the copy engine into STAGES buffers, and
-// two warpgroups, each with tiles of its own of TILE_M rows and WIDTH columns, whose sums are registers. They take
-// turns: while one multiplies, the other applies gelu to its sums (two special functions an element, a fifth of the
-// time of 16 steps) and sends them out. A warp finishes 16 rows by 64 columns at a time, through buffers of its own
-// from where the copy engine stores them, so that only turns and the bias need barriers.
-//
-// Tiles go in groups of rows for reuse in the L2 cache, block by block. Gelu is as in ops/gelu/triton_kernels.py.
+// The course of the product is that of ops/_hopper/product.h. While one warpgroup multiplies, the other applies gelu to
+// its sums (two special functions an element, a fifth of the time of 16 steps) and sends them out. A warp finishes 16
+// rows by 64 columns at a time, through SLOTS buffers of its own from where the copy engine stores them, so that only
+// turns and the bias need barriers. Gelu is as in ops/gelu/triton_kernels.py.
 //
 // Bound: 2 M N K operations at 4096 a clock and multiprocessor. Beside them, at 128 bytes a clock, a step writes
 // 128 (TILE_M + WIDTH) bytes of shared memory and each of its wgmmas reads 32 (64 + WIDTH): by that count, tiles of
@@ -18,45 +15,14 @@
 // products of the next, or finished at once.
 // 32768 x 768 x 3072 with z, 128 x 192: 0.229 (cuBLAS's product with the bias alone 0.225). Slower: two buffers a warp,
 // so that each must be read before the next, 0.245; loads of the bias between the stores, 0.234.
-// Source: PTX ISA 8.7, section 9.7.15 (wgmma); taking turns: CUTLASS's documentation, "Efficient GEMM in CUDA".
 
-constexpr int TILE_M = 64 * HEIGHT;
-constexpr int A_BYTES = TILE_M * 128, B_BYTES = WIDTH * 128;
-constexpr int OFF_A = 0, OFF_B = OFF_A + STAGES * A_BYTES, OFF_SLOTS = OFF_B + STAGES * B_BYTES;
-constexpr int SLOT_BYTES = 16 * 128, OFF_BIAS = OFF_SLOTS + 8 * SLOTS * SLOT_BYTES;
-constexpr int OFF_BARRIERS = OFF_BIAS + 2 * 512;
-constexpr int REGS = WIDTH / 2;                          // sums of 64 rows
+constexpr int OFF_BIAS = OFF_SLOTS + 8 * SLOTS * SLOT_BYTES, OFF_BARRIERS = OFF_BIAS + 2 * 512;
 static_assert(SLOTS > KEEP, "z and y take a buffer each");
 static_assert(WIDTH % 64 == 0 && WIDTH <= 256, "two columns of the bias to a thread");
 
-#define PASTE2(a, b, c) a##b##c
-#define PASTE(a, b, c) PASTE2(a, b, c)
-#define MMA PASTE(mma_ss_n, WIDTH, _nn)
-
 struct Shape {
-    int columns, steps;                                  // of the bias, 0 without one; of a tile's sum
-    int down, across, group, items;                      // tiles, how many go down together, all of them
-};
-
-struct Place { int row, column; };
-
-// The item-th tile: `group` down, then one to the right.
-__device__ __forceinline__ Place locate(const Shape& s, int item) {
-    int in_group = s.group * s.across, g = item / in_group, rest = item - g * in_group;
-    int height = min(s.group, s.down - g * s.group), across = rest / height;
-    return {(g * s.group + rest - across * height) * TILE_M, across * WIDTH};
-}
-
-struct Position {                                        // in the ring of buffers
-    u32 stage = 0, parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) { stage = 0; parity ^= 1; }
-    }
-    __device__ __forceinline__ void skip(u32 steps) {
-        u32 to = stage + steps;
-        parity ^= (to / STAGES) & 1;
-        stage = to % STAGES;
-    }
+    int columns;                                         // of the bias, 0 without one
+    Tiles tiles;
 };
 
 __device__ __forceinline__ float gelu(float x) {
@@ -100,40 +66,23 @@ linear_gelu(const __grid_constant__ TensorMap map_x, const __grid_constant__ Ten
     u32 full = base + OFF_BARRIERS, empty = full + 8 * STAGES;
     int first = blockIdx.x, stride = gridDim.x;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, 4);
-        }
+        ring_init(full, empty);
         barriers_ready();
     }
     __syncthreads();
     if (warpgroup_id() == 2) {
         registers_give<GIVE>();
         if (threadIdx.x == 256) {
-            Position at;
             prefetch_map(&map_x);
             prefetch_map(&map_w);
             prefetch_map(&map_y);
-            for (int item = first; item < shape.items; item += stride) {
-                Place p = locate(shape, item);
-#pragma unroll 1
-                for (int k = 0; k < shape.steps; ++k, at.next()) {
-                    u32 got = full + 8 * at.stage;
-                    barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
-                    barrier_expect(got, A_BYTES + B_BYTES);
-                    load_tile(base + OFF_A + at.stage * A_BYTES, &map_x, got, 64 * k, p.row, 0, 0);
-                    load_tile(base + OFF_B + at.stage * B_BYTES, &map_w, got, 64 * k, p.column, 0, 0);
-                }
-            }
+            produce(base, full, empty, &map_x, &map_w, shape.tiles, first, stride);
         }
     } else {
         registers_take<TAKE>();
         int group = warpgroup_id(), lane = threadIdx.x & 31;
         int warp = __shfl_sync(~0u, (threadIdx.x & 127) >> 5, 0);
-        // Accumulator element x of a thread: of its warp's 16 rows, row g + 8 ((x >> 1) & 1), and column
-        // 8 (x >> 2) + 2 t + (x & 1), where g = lane / 4, t = lane % 4.
         float sums[HEIGHT][REGS];
-        Position at;
         u32 slots = base + OFF_SLOTS + (4 * group + warp) * (SLOTS * SLOT_BYTES), slot = 0;
         u32 bias_at = base + OFF_BIAS + group * 512 + (lane & 3) * 4;
         u32 to = (lane & 15) * 128, swizzle = lane & 7;
@@ -142,23 +91,6 @@ linear_gelu(const __grid_constant__ TensorMap map_x, const __grid_constant__ Ten
 #pragma unroll
             for (int x = 0; x < REGS; ++x) sums[h][x] = 0.f;
 
-        // The compiler must not see into these, or it adds to their halves apart: twice the instructions.
-        u64 a_first = descriptor(base + OFF_A), b_first = descriptor(base + OFF_B);
-        asm volatile("" : "+l"(a_first), "+l"(b_first));
-
-        auto release = [&](u32 stage) {
-            if (lane == 0) barrier_arrive(empty + 8 * stage);
-        };
-        auto multiply = [&](int k) {
-            barrier_wait(full + 8 * at.stage, at.parity);
-            u64 a = a_first + at.stage * (A_BYTES >> 4), b = b_first + at.stage * (B_BYTES >> 4);
-            wgmma_fence();
-#pragma unroll
-            for (int d = 0; d < 4; ++d)
-#pragma unroll
-                for (int h = 0; h < HEIGHT; ++h) MMA(sums[h], a + h * 512 + 2 * d, b + 2 * d, d ? 1 : k);
-            wgmma_commit();
-        };
         // A buffer whose last contents have been read; where z and y take one each before either is sent, both have.
         auto take_slot = [&]() {
             if (lane == 0) store_wait_read<SLOTS - 1 - KEEP>();
@@ -184,35 +116,18 @@ linear_gelu(const __grid_constant__ TensorMap map_x, const __grid_constant__ Ten
             f[4] += c, f[5] += d, f[6] += c, f[7] += d;
         };
 
-        int item = first;
-        if (group == 1) {
-            item += stride;
-            at.skip(shape.steps);
-            named_arrive(1, 256);
-        }
-        for (; item < shape.items; item += 2 * stride) {
-            Place p = locate(shape, item);
+        Multiplier product(base, full, empty, group, lane);
+        int item = product.begin(shape.tiles, first, stride);
+        for (; item < shape.tiles.items; item += 2 * stride) {
+            Place p = locate(shape.tiles, item);
             u32 word = 0;                                // two columns of the bias; used when the sums are there
             int thread = threadIdx.x & 127, column = p.column + 2 * thread;
             if (2 * thread < WIDTH && column < shape.columns) word = __ldg(bias + column / 2);
-            named_barrier(1 + group, 256);               // this one's turn
-            u32 last = at.stage;
-            multiply(0);
-            at.next();
-#pragma unroll 1
-            for (int k = 1; k < shape.steps; ++k) {
-                multiply(k);
-                wgmma_wait<1>();
-                release(last);
-                last = at.stage;
-                at.next();
-            }
-            if (item + stride < shape.items) named_arrive(2 - group, 256);
+            product.multiply(sums, shape.tiles.steps, item + stride < shape.tiles.items);
             named_barrier(3 + group, 128);               // all have read the last tile's
             store_word(base + OFF_BIAS + group * 512 + thread * 4, word);
             named_barrier(3 + group, 128);
-            wgmma_wait<0>();
-            release(last);
+            product.finish();
 #pragma unroll
             for (int h = 0; h < HEIGHT; ++h) {
                 int row = p.row + 64 * h + 16 * warp;
@@ -243,8 +158,7 @@ linear_gelu(const __grid_constant__ TensorMap map_x, const __grid_constant__ Ten
                     send(&map_y, y_slot, row, p.column + 64 * c);
                 }
             }
-            at.skip(shape.steps);
-            __syncwarp();                                // or the compiler takes the loop for divergent
+            product.next(shape.tiles.steps);
         }
         if (lane == 0) store_wait_read<0>();
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from accelerant.ops._hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, tensor_map
+from accelerant.ops._hopper.product import HEADER, THREADS, readable, refuses, ring_bytes, tiles
 from accelerant.ops._rows import ceil_div, multiprocessors
-from accelerant.ops.attention.hopper import ELEMENTS, HopperProgram, Mma, load, primitives, tensor_map
-from accelerant.runtime.dispatch import Case
 from accelerant.runtime.kernel import Kernel
 
 if TYPE_CHECKING:
@@ -26,8 +25,8 @@ __all__ = ["KINDS", "PLANS", "Plan", "launch_hopper", "plan_for", "program", "re
 KINDS = ("struct", "struct", "struct", "struct", "*u32", "struct")
 """Of the kernel's arguments: maps of x, weight, y and z; bias; struct Shape."""
 
-_THREADS = 384
 _PREPARED_LIMIT = 4096
+_FILE = Path(__file__).with_name("hopper.cu")
 _ROWS_STORED = 16
 """Of a box that a warp stores."""
 
@@ -57,8 +56,8 @@ class Plan:
 
     @property
     def shared_bytes(self) -> int:
-        """The steps in flight, the warps' buffers, two parts of the bias, the barriers."""
-        return 128 * self.stages * (self.tile_m + self.width) + 8 * 2048 * self.slots + 1024 + 16 * self.stages
+        """The steps in flight, the warps' buffers, two parts of the bias."""
+        return ring_bytes(self.stages, self.tile_m, self.width) + 8 * 2048 * self.slots + 1024
 
 
 PLANS = (Plan(2, 128, 6), Plan(2, 192, 4, slots=4))
@@ -76,33 +75,16 @@ def plan_for(M: int, N: int, programs: int) -> Plan:
     return narrow if rounds[narrow] * narrow.width * _NARROW_COST < rounds[wide] * wide.width else wide
 
 
-def refuses(case: Case) -> str | None:
-    """Why the kernel cannot serve a case of shape (M, N, K); None if it can."""
-    M, N, K = case.shape
-    if case.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(case.device) != (9, 0):
-        return "is for sm_90"
-    if case.dtype != torch.bfloat16:  # float16 compiles, but has not been run on a GPU yet
-        return f"takes bfloat16, not {str(case.dtype).removeprefix('torch.')}"
-    if not math.prod(case.shape):
-        return "takes no empty tensor"
-    if N % 8 or K % 8:
-        return f"rows of {K if K % 8 else N} elements do not begin on 16-byte boundaries"
-    if max(M, N, K) >= 2**30 or ceil_div(M, 64) * ceil_div(N, 64) >= 2**30:
-        return "counts tiles in 32 bits"
-    return None
-
-
 @functools.cache
 def program(plan: Plan, dtype: torch.dtype, tanh: bool, keep: bool) -> HopperProgram:
     """The kernel's text for a variant."""
-    constants = {
-        "HEIGHT": plan.height, "WIDTH": plan.width, "STAGES": plan.stages, "SLOTS": plan.slots, "TANH": int(tanh),
-        "KEEP": int(keep), "IS_BF16": int(dtype == torch.bfloat16), "GIVE": 40, "TAKE": 232,
+    mma = Mma(plan.width)
+    constants: dict[str, int | str] = {
+        "HEIGHT": plan.height, "WIDTH": plan.width, "STAGES": plan.stages, "SLOTS": plan.slots, "MMA": mma.name,
+        "TANH": int(tanh), "KEEP": int(keep), "IS_BF16": int(dtype == torch.bfloat16), "GIVE": 40, "TAKE": 232,
     }  # fmt: skip
-    macros = [f'#define ELEMENT "{ELEMENTS[dtype]}"', *(f"#define {name} {value}" for name, value in constants.items())]
-    body = (Path(__file__).parent / "hopper.cu").read_text()
-    text = "\n".join([*macros, primitives(), Mma(plan.width).text(), '#line 1 "hopper.cu"', body])
-    return HopperProgram("linear_gelu", text, _THREADS, plan.shared_bytes)
+    text = hopper_program(_FILE, ELEMENTS[dtype], (mma,), constants, (HEADER,))
+    return HopperProgram("linear_gelu", text, THREADS, plan.shared_bytes)
 
 
 @functools.cache
@@ -131,7 +113,7 @@ def launch_hopper(
     Raises:
         CompileError, LaunchError: see LoadedKernel.
     """
-    x, weight = _readable(x), _readable(weight)
+    x, weight = readable(x), readable(weight)
     if bias is not None and (bias.stride(0) != 1 or bias.data_ptr() % 4):
         bias = bias.clone(memory_format=torch.contiguous_format)
     M, N = x.shape[0], weight.shape[0]
@@ -155,13 +137,6 @@ _packed: dict[tuple[object, ...], PackedLaunch] = {}
 """Launches by all that they depend on: an allocator hands out the same few addresses again and again."""
 
 
-def _readable(x: Tensor) -> Tensor:
-    """The matrix where the copy engine can read it, else a copy."""
-    if x.stride(1) == 1 and x.data_ptr() % 16 == 0 and (x.shape[0] == 1 or (x.stride(0) > 0 and x.stride(0) % 8 == 0)):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _pack(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, y: Tensor, z: Tensor | None, plan: Plan | None
 ) -> PackedLaunch:
@@ -169,12 +144,11 @@ def _pack(
     (M, K), N = x.shape, weight.shape[0]
     device, programs = x.get_device(), multiprocessors(x.device)
     plan = plan or plan_for(M, N, programs)
-    down, across = ceil_div(M, plan.tile_m), ceil_div(N, plan.width)
-    columns = 0 if bias is None else N
-    shape = (ctypes.c_int32 * 6)(columns, ceil_div(K, 64), down, across, plan.group, down * across)
+    work = tiles(M, N, K, plan.tile_m, plan.width, plan.group)
+    shape = (ctypes.c_int32 * 6)(0 if bias is None else N, *work)
     boxes = ((x, plan.tile_m), (weight, plan.width), (y, _ROWS_STORED), (y if z is None else z, _ROWS_STORED))
     maps = [tensor_map(matrix[None, None], rows) for matrix, rows in boxes]
     kernel = _kernel(dataclasses.replace(plan, group=0), x.dtype, approximate == "tanh", z is not None, device)
     args = (*maps, x if bias is None else bias, bytes(shape))
-    packed: PackedLaunch = kernel.handle.pack((min(down * across, programs), 1, 1), args, device)
+    packed: PackedLaunch = kernel.handle.pack((min(work[-1], programs), 1, 1), args, device)
     return packed

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops.linear_gelu import hopper
 from accelerant.ops.linear_gelu.launch import launch_dz, launch_forward
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 from accelerant.runtime.triton import refuses_triton
 
 __all__ = ["linear_gelu", "linear_gelu_bwd", "linear_gelu_fwd"]
@@ -70,7 +70,7 @@ def _torch_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool = True
 ) -> tuple[Tensor, Tensor]:
     z = functional.linear(x, weight, bias)
-    return functional.gelu(z, approximate=approximate), z if keep else z.new_empty(0)
+    return functional.gelu(z, approximate=approximate), z
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ linear_gelu_fwd = Operation(
         Implementation("hopper", hopper.launch_hopper, refuses=hopper.refuses, own=True),
         Implementation("triton", launch_forward, refuses=_refuses, own=True),
         Implementation("cublaslt", _epilogue_forward, refuses=_refuses_epilogue),
-        Implementation("torch", _torch_forward),
+        Implementation("torch", _torch_forward, differentiable=True),
     ),
     cost=_forward_cost,
 )
@@ -216,11 +216,15 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> 
 
 
 def _case(x: Tensor, weight: Tensor, *options: str) -> Case:
-    return Case(x.device, x.dtype, (x.shape[0], *weight.shape), options)
+    return case_of((x.device, x.dtype, (x.shape[0], *weight.shape), options))
+
+
+def _forward_case(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool = False) -> Case:
+    return _case(x, weight, approximate, "" if bias is None else "bias", "keep" if keep else "")
 
 
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool) -> tuple[Tensor, Tensor]:
-    case = _case(x, weight, approximate, "" if bias is None else "bias", "keep" if keep else "")
+    case = _forward_case(x, weight, bias, approximate, keep)
     found: tuple[Tensor, Tensor] = linear_gelu_fwd(case, x, weight, bias, approximate, keep)
     return found
 
@@ -266,4 +270,5 @@ _linear_gelu = DifferentiableOp(
     gradients={"x": "x", "weight": "weight", "bias": "bias"},
     composite=_composite,
     fake=_fake,
+    by_torch=ByTorch(linear_gelu_fwd, _forward_case, more=(False,), cut=True),
 )

@@ -7,6 +7,7 @@ import torch
 from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, Tolerance
 from accelerant.ops.linear_int8.launch import (
     DYNAMIC_PLANS,
+    FEW_BACKWARD_PLANS,
     FEW_PLANS,
     MATMUL_PLANS,
     SMALL_PLANS,
@@ -103,6 +104,11 @@ def _dynamic(plan: TilePlan, *, integers: bool = True) -> Compilation:
     return Compilation(_KERNELS["dynamic"], types, constants, plan.num_warps, plan.stages)
 
 
+def _bwd(plan: TilePlan) -> Compilation:
+    types = {"dy_ptr": "*bf16", "weight_ptr": "*i8", "scale_ptr": "*fp32", "dx_ptr": "*bf16", **_SIZES, "part": "i32"}
+    return Compilation(_KERNELS["bwd"], types, {"UPCAST": False, **plan.blocks}, plan.num_warps, plan.stages)
+
+
 KERNELS = (
     *map(_row, STRIP_PLANS[:3]),
     _row(STRIP_PLANS[0], "*fp16", bias=True),
@@ -114,11 +120,12 @@ KERNELS = (
     _fwd(SMALL_PLANS["fwd"], scaled=False),
     _dynamic(SMALL_PLANS["dynamic"], integers=False),  # the first: the one that is compiled for every target
     *map(_dynamic, (SMALL_PLANS["dynamic"], *DYNAMIC_PLANS[:2])),
+    _bwd(SMALL_PLANS["bwd"]),
+    _bwd(FEW_BACKWARD_PLANS[0]),
     Compilation(
-        _KERNELS["bwd"],
-        {"dy_ptr": "*bf16", "weight_ptr": "*i8", "scale_ptr": "*fp32", "dx_ptr": "*bf16", **_SIZES},
-        {"UPCAST": False, **SMALL_PLANS["bwd"].blocks},
-        SMALL_PLANS["bwd"].num_warps,
-        SMALL_PLANS["bwd"].stages,
+        _KERNELS["sum"],
+        {"parts_ptr": "*fp32", "dx_ptr": "*bf16", "count": "i32", "n": "i32"},
+        {"BLOCK": 256},
+        2,
     ),
 )

@@ -137,8 +137,7 @@ def _hopper_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
 def _torch_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
     with torch.no_grad():
         if not dynamic and (x.dtype == torch.float16 or x.device.type != "cpu"):
-            whole = torch.empty(weight.shape, dtype=x.dtype, device=weight.device)
-            torch.mul(weight, scale[:, None], out=whole)  # rounded once
+            whole = _dequantised(weight, scale, x.dtype)
             return functional.linear(x, whole, None if bias is None else bias.to(x.dtype))
         wide = torch.promote_types(x.dtype, torch.float32)
         if dynamic:
@@ -147,6 +146,12 @@ def _torch_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
         else:  # a CPU converts faster than it multiplies; float16 could overflow before the scale
             y = functional.linear(x, weight.to(x.dtype)).to(wide) * scale
         return (y if bias is None else y + bias).to(x.dtype)
+
+
+def _dequantised(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight times its scales, rounded once; in one pass, where `weight * scale` would write float32 first."""
+    whole = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    return torch.mul(weight, scale[:, None], out=whole)
 
 
 def _integer_product(q: Tensor, weight: Tensor) -> Tensor:
@@ -199,6 +204,23 @@ def _torch_backward(
     return [dx, dscale, _bias_gradient(dy, bias, needs[2])]
 
 
+def _library_backward(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dynamic: bool,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """The same, with the weight dequantised in one pass, which cannot be differentiated."""
+    with torch.no_grad():
+        found = _torch_backward(dy, x, weight, scale, bias, dynamic, (False, *needs[1:]))
+        if needs[0]:
+            found[0] = dy @ _dequantised(weight, scale, dy.dtype)
+    return found
+
+
 def _bias_gradient(dy: Tensor, bias: Tensor | None, needed: bool) -> Tensor | None:
     if bias is None or not needed:
         return None
@@ -229,7 +251,7 @@ _bwd = Operation(
     "linear_int8_bwd",
     (
         Implementation("triton", _triton_backward, refuses=_refuses_backward, own=True),
-        Implementation("torch", _torch_backward),
+        Implementation("torch", _library_backward),
     ),
     cost=_backward_cost,
 )
@@ -240,7 +262,10 @@ def _case(rows: int, x: Tensor, weight: Tensor, *options: str) -> Case:
 
 
 def _forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
-    case = _case(x.shape[0], x, weight, "dynamic" if dynamic else "", "" if bias is None else "bias")
+    options: tuple[str, ...] = ("dynamic" if dynamic else "", "" if bias is None else "bias")
+    if x.shape[0] == 1 and not row.aligned(x, weight):
+        options += (row.UNALIGNED,)
+    case = _case(x.shape[0], x, weight, *options)
     y: Tensor = _fwd(case, x, weight, scale, bias, dynamic)
     return y
 

@@ -10,7 +10,8 @@ Layout: x (M, K), q (M, K) int8, weight (N, K) int8, dy and y (M, N), rows conti
 Grid:   row: ROWS times BLOCK_N outputs of one row of x a program, over all of K; 16 weights a thread and load, and
         ROWS times UNROLL loads on their way before the first is used. fwd and dynamic: one program a tile of y; fwd has
         the weight as the product's first operand, since tensor cores take that from registers, where it was converted.
-        bwd: one program a tile of dx.
+        bwd: one program a tile of dx; for few rows, a tile of one of several parts of the sum, in float32, which
+        linear_int8_sum adds up in their order.
 Bound:  row, and fwd of few rows: memory, K N bytes of weight. Else 2 M N K operations of the tensor cores.
 """
 
@@ -156,19 +157,21 @@ def linear_int8_dynamic(
 
 @triton.jit
 def linear_int8_bwd(
-    dy_ptr, weight_ptr, scale_ptr, dx_ptr, M, N, K,
+    dy_ptr, weight_ptr, scale_ptr, dx_ptr, M, N, K, part,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row, column = _tile(tl.program_id(0), M, K, BLOCK_M, BLOCK_K, GROUP)
+    begin = tl.program_id(1) * part
+    end = tl.minimum(begin + part, N)
     dy_at = _blocks(dy_ptr, row, M, N, BLOCK_M, BLOCK_N)
     outputs = tl.arange(0, BLOCK_N)
     columns = column + tl.arange(0, BLOCK_K)
     in_row = (columns < K)[None, :]
-    weight_at = weight_ptr + outputs[:, None] * K + columns[None, :]
+    weight_at = weight_ptr + (begin.to(tl.int64) + outputs)[:, None] * K + columns[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_K], dtype=tl.float32)
-    for n in range(0, N, BLOCK_N):
-        inside = outputs < N - n
+    for n in range(begin, end, BLOCK_N):
+        inside = outputs < end - n
         dy = tl.load(dy_at + n, mask=inside[None, :], other=0.0)
         scale = tl.load(scale_ptr + n + outputs, mask=inside, other=0.0).to(tl.float32)
         w = tl.load(weight_at, mask=inside[:, None] & in_row, other=0)
@@ -176,5 +179,16 @@ def linear_int8_bwd(
         acc = tl.dot(scaled, w.to(scaled.dtype), acc, input_precision="ieee")
         weight_at += tl.cast(BLOCK_N, tl.int64) * K
     rows = row + tl.arange(0, BLOCK_M)
-    at = dx_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
+    at = dx_ptr + (tl.program_id(1).to(tl.int64) * M + rows)[:, None] * K + columns[None, :]
     tl.store(at, acc.to(dx_ptr.dtype.element_ty), mask=(rows < M)[:, None] & in_row)
+
+
+@triton.jit
+def linear_int8_sum(parts_ptr, dx_ptr, count, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], dtype=tl.float32)
+    parts_at = parts_ptr + at
+    for _ in range(count):
+        acc += tl.load(parts_at, mask=at < n, other=0.0)
+        parts_at += n
+    tl.store(dx_ptr + at, acc.to(dx_ptr.dtype.element_ty), mask=at < n)

@@ -34,7 +34,7 @@ def _sizes(case: Case) -> tuple[int, int, int, int, int, int]:
     return batch_a, batch_b, count, M, N, K
 
 
-matmul_op = Operation("matmul", (Implementation("torch", torch.matmul),), cost=_cost)
+matmul_op = Operation("matmul", (Implementation("torch", torch.matmul, differentiable=True),), cost=_cost)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -73,9 +73,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         return matmul(a.flatten(0, -2), b).view(*a.shape[:-1], b.shape[-1])
     if not is_plain(a) or not is_ordinary(b):
         y: Tensor = _op(a, b)
-    elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+    elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad) and not a.is_cpu:
         y = _apply(a, b)
-    else:
+    else:  # on a CPU with torch's own autograd
         y = _product(a, b)
     return y
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import name_of
 from accelerant.ops.norm.launch import launch_backward, launch_forward
 from accelerant.ops.norm.torch_ops import torch_backward, torch_composite, torch_forward
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 from accelerant.runtime.triton import refuses_triton
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
@@ -199,7 +199,7 @@ def _case(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Case:
     if names is None:
         pairs = zip(("weight", "bias"), key, strict=True)
         names = _NAMES[key] = tuple(f"{name} {name_of(dtype)}" for name, dtype in pairs if dtype is not None)
-    return Case(x.device, x.dtype, x.shape, names)
+    return case_of((x.device, x.dtype, x.shape, names))
 
 
 def _operations(
@@ -210,7 +210,10 @@ def _operations(
     fwd, bwd = (
         Operation(
             f"{name}_{suffix}",
-            (Implementation("triton", ours, refuses=_refuses, own=True), Implementation("torch", theirs)),
+            (
+                Implementation("triton", ours, refuses=_refuses, own=True),
+                Implementation("torch", theirs, differentiable=suffix == "fwd"),
+            ),
             cost=partial(_cost, count, work),
         )
         for suffix, count, work, (ours, theirs) in zip(
@@ -252,6 +255,7 @@ def _norm(name: str, centre: bool) -> DifferentiableOp:
         gradients={"x": "x", "weight": "weight", "bias": "bias"},
         composite=partial(torch_composite, centre),
         fake=lambda x, weight, bias, eps: _shared_fake(centre, x),
+        by_torch=ByTorch(fwd, lambda x, weight, bias, eps: _case(x, weight, bias), more=(False,), cut=True),
     )
 
 
@@ -315,6 +319,7 @@ def _add_norm(name: str, centre: bool, norm: DifferentiableOp) -> Differentiable
         fake=fake,
         public=2,
         differentiable=2,
+        by_torch=ByTorch(fwd, lambda x, s, weight, bias, eps: _case(x, weight, bias), more=(False,), cut=True),
     )
 
 

@@ -19,9 +19,19 @@ def torch_forward(
     statistics: bool = True,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """As launch_forward; the statistics come, wanted or not, except where torch's own function is quicker without."""
-    if not statistics and residual is None and x.device.type == "cpu" and _uniform(x, weight, bias):
-        return (torch_composite(centre, x, weight, bias, eps).contiguous(),)
+    """As launch_forward; the statistics come, wanted or not, except where torch's own function is quicker without.
+
+    Without them all that runs on a CPU is torch's own and differentiable.
+    """
+    if not statistics and x.is_cpu:
+        s = x if residual is None else x + residual
+        if centre and x.dtype in (torch.float16, torch.bfloat16):
+            _, inner, w, b = _widened(s, centre, weight, bias)
+            y = torch.layer_norm(inner, x.shape[-1:], w, b, eps)
+        else:
+            y = torch_composite(centre, s, weight, bias, eps)
+        y = y if y.is_contiguous() else y.contiguous()
+        return (y,) if residual is None else (y, s.contiguous())
     if residual is not None:
         x = x + residual
     wide, inner, weight, bias = _widened(x, centre, weight, bias)
@@ -80,10 +90,14 @@ def torch_backward(
 def torch_composite(centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """The result alone, differentiable in every way that torch knows; computed wide and rounded once."""
     dtype = x.dtype
-    if not _uniform(x, weight, bias):  # `to` without effect, four times, costs as much as a small layer_norm
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        x = x.to(wide)
-        weight, bias = None if weight is None else weight.to(wide), None if bias is None else bias.to(wide)
+    if _uniform(x, weight, bias):  # `to` without effect, four times, costs as much as a small layer_norm
+        if centre:
+            return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        y = torch.rms_norm(x, x.shape[-1:], weight, eps)
+        return y if bias is None else y + bias
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x = x.to(wide)
+    weight, bias = None if weight is None else weight.to(wide), None if bias is None else bias.to(wide)
     if centre:
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps).to(dtype)
     y = torch.rms_norm(x, x.shape[-1:], weight, eps)

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Tolerance
+from accelerant.ops.pool2d.launch import KERNELS as _KERNELS
+from accelerant.ops.pool2d.launch import Window, plan_of
 
-__all__ = ["FAMILY", "KERNELS"]
+__all__ = ["ELEMENT_LOADS", "FAMILY", "KERNELS"]
 
 
 def _sample(*shape: int, **options: Any) -> Sample:
@@ -49,4 +51,35 @@ FAMILY = {
     ),
     "max_pool2d": OpCases((*_BOTH, _sample(1, 1, 6, 6, kernel_size=2, dilation=2)), _LARGE, _BENCHMARKS, _TOLERANCES),
 }
-KERNELS: tuple[Compilation, ...] = ()  # the library's
+
+
+def _compiled(name: str, window: Window, kind: str, places: str | None = None, *, last: bool = False) -> Compilation:
+    types = dict.fromkeys(("x_ptr", "y_ptr") if name == "fwd" else ("dy_ptr", "dx_ptr"), kind)
+    types |= dict.fromkeys(("B", "C", "H", "W", "OH", "OW"), "i32")
+    plan = plan_of(name, 64, 4 if kind == "*fp32" else 2, "cuda", last=last)
+    constants: dict[str, int | bool | None] = dict(window.constants(last=last))
+    constants |= {"BLOCK_P": plan.block_p, "BLOCK_Q": plan.block_q, "divisor": None}
+    constants |= {"PAIRS": not last} if name == "bwd" else {"ROWS": plan.rows}
+    if places:
+        types["places_ptr"] = places
+    else:
+        constants["places_ptr"] = None
+    return Compilation(_KERNELS[name], types, constants, plan.num_warps)
+
+
+_MAX, _AVG = (Window((3, 3), (2, 2), (1, 1), largest, with_padding=not largest) for largest in (True, False))
+KERNELS = (
+    _compiled("fwd", _MAX, "*bf16", "*u8"),
+    _compiled("fwd", _MAX, "*bf16"),
+    _compiled("fwd", _MAX, "*fp16", "*i64"),
+    _compiled("fwd", _MAX, "*bf16", "*u8", last=True),
+    _compiled("fwd", _AVG, "*fp32"),
+    _compiled("fwd", _AVG, "*bf16", last=True),
+    _compiled("bwd", _MAX, "*bf16", "*u8"),
+    _compiled("bwd", _MAX, "*fp32", "*i64"),
+    _compiled("bwd", _MAX, "*bf16", "*u8", last=True),
+    _compiled("bwd", _AVG, "*bf16"),
+    _compiled("bwd", _AVG, "*fp32", last=True),
+)
+ELEMENT_LOADS = ("LAST=False",)
+"""Rows of windows begin anywhere, a stride apart: they are read an element at a time, side by side in a warp."""

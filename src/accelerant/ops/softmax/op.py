@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import name_of
 from accelerant.ops.softmax.launch import launch_backward, launch_forward
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 from accelerant.runtime.triton import refuses_triton
 
 __all__ = ["log_softmax", "softmax"]
@@ -103,7 +103,7 @@ def _check(op: str, x: Tensor, dim: int) -> int:
 
 def _case(x: Tensor, dim: int) -> Case:
     """With what matters to a choice beside x; nothing for the last dimension."""
-    return Case(x.device, x.dtype, x.shape, () if dim == x.dim() - 1 else (f"dim {dim}",))
+    return case_of((x.device, x.dtype, x.shape, () if dim == x.dim() - 1 else (f"dim {dim}",)))
 
 
 def _op(
@@ -120,7 +120,10 @@ def _op(
     fwd, bwd = (
         Operation(
             f"{name}_{suffix}",
-            (Implementation("triton", partial(ours, log), refuses=_refuses, own=True), Implementation("torch", theirs)),
+            (
+                Implementation("triton", partial(ours, log), refuses=_refuses, own=True),
+                Implementation("torch", theirs, differentiable=theirs is composite),
+            ),
             cost=partial(_cost, *work),
         )
         for suffix, ours, theirs, work in (
@@ -145,6 +148,7 @@ def _op(
         composite=composite,
         composite_backward=lambda dy, y, dim, needs: (torch_backward(dy, y, dim),),
         fake=lambda x, dim: x.new_empty(x.shape),
+        by_torch=ByTorch(fwd, _case),
     )
 
 

@@ -10,6 +10,9 @@ Kept for the backward pass, in bytes a position of width W in a 16-bit dtype: 2 
 6 W for q, k and v; 8 W before gelu. That is 24 W in all, 18 KiB for GPT-2 124M.
 
 A backward pass that is itself differentiated (create_graph=True) runs the plain composition once more.
+
+A weight may come as 8-bit numbers instead (Float8Weight): its product forward, and the one back to its input, are then
+of those; the product that is the weight's gradient stays in the dtype of x.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from accelerant.ops.linear_fp8 import op as float8
+from accelerant.ops.linear_fp8.op import Float8Weight, flattened, unflattened
 from accelerant.ops.linear_gelu.op import linear_gelu_fwd
 from accelerant.ops.norm.op import _add_layer_norm, _layer_norm
 from accelerant.ops.transformer import ends, op, packed
@@ -35,6 +40,8 @@ __all__ = [
 ]  # fmt: skip
 
 _Gradients = tuple[Tensor | None, ...]
+_Weight = Tensor | Float8Weight
+"""A linear layer's weight as its products take it."""
 
 
 class BlockShape(NamedTuple):
@@ -58,6 +65,12 @@ def _weight_gradients(
     return op.linear_dw(dy, x, weight.dtype) if needs[0] else None, dbias
 
 
+def _refuse_twice(low: _Weight) -> None:
+    """Raises RuntimeError where a gradient of products in fp8 is to be differentiated: rounding has no derivative."""
+    if isinstance(low, Float8Weight):
+        raise RuntimeError("the backward pass of a layer in fp8 cannot be differentiated: take bfloat16 for that")
+
+
 def _note(dx: Tensor, sums: Tensor | None) -> None:
     """Leave the sums of a gradient's columns with it, for the block before: its last bias is what they belong to."""
     dx._column_sums = sums, dx._version  # type: ignore[attr-defined]  # a tensor takes attributes
@@ -77,17 +90,19 @@ class FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, low_bias: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: _Weight, low_bias: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, low)
+        ctx.save_for_backward(x, weight, bias, *flattened([low]))
         return op.linear(_rows(x), low, low_bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> _Gradients:
-        x, weight, bias, low = ctx.saved_tensors
+        x, weight, bias, *parts = ctx.saved_tensors
+        (low,) = unflattened(parts)
         needs = ctx.needs_input_grad
         dy, rows = _rows(dy), _rows(x)
         if torch.is_grad_enabled():
+            _refuse_twice(low)
             dx = (dy @ weight.to(dy.dtype)).view(x.shape)
             db = None if bias is None else dy.sum(0).to(bias.dtype)
             return dx, (dy.t() @ rows).to(weight.dtype), db, None, None
@@ -99,47 +114,60 @@ class FusedLinear(torch.autograd.Function):
 
 
 def _mlp_forward(
-    y: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, keep: bool
+    y: Tensor, up: _Weight, up_bias: Tensor | None, down: _Weight, down_bias: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """down(gelu(up(y))) of rows, and what stands before gelu, if that is to be kept."""
+    if isinstance(up, Float8Weight):
+        assert isinstance(down, Float8Weight)  # for the type checker: weights are of one kind
+        z = float8.linear(y, up, up_bias)
+        return float8.gelu_linear(z, down, down_bias), z if keep else z.new_empty(0)
     options = ("tanh", "" if up_bias is None else "bias", "keep" if keep else "")
     a, z = linear_gelu_fwd(Case(y.device, y.dtype, (y.shape[0], *up.shape), options), y, up, up_bias, "tanh", keep)
     return op.linear(a, down, down_bias), z
 
 
 def _mlp_backward(
-    dm: Tensor, y: Tensor, z: Tensor, lows: Sequence[Tensor], params: Sequence[Tensor | None], needs: Sequence[bool],
+    dm: Tensor, y: Tensor, z: Tensor, lows: Sequence[_Weight], params: Sequence[Tensor | None], needs: Sequence[bool],
     dm_sums: Tensor | None = None,
 ) -> tuple[Tensor, _Gradients]:  # fmt: skip
     """The gradient of the MLP's rows y, and of weight and bias of up and down."""
     up, up_bias, down, down_bias = params
     assert up is not None and down is not None  # noqa: PT018  for the type checker: weights are there
     sums = up_bias.dtype if up_bias is not None and needs[1] else None
-    dz, a, dup_bias = op.linear_dz(dm, lows[1], z, sums)
+    low_up, low_down = lows
+    rounded: float8.Rounded | None = None
+    if isinstance(low_up, Float8Weight) and isinstance(low_down, Float8Weight):
+        dz, a, dup_bias, rounded = float8.linear_dz(dm, low_down, z, low_up, sums)
+    else:
+        assert isinstance(low_down, Tensor)  # for the type checker: weights are of one kind
+        dz, a, dup_bias = op.linear_dz(dm, low_down, z, sums)
     ddown, ddown_bias = _weight_gradients(dm, a, down, down_bias, needs[2:4], dm_sums)
     del a
     dup = op.linear_dw(dz, y, up.dtype) if needs[0] else None
-    return op.linear_dx(dz, lows[0]), (dup, dup_bias, ddown, ddown_bias)
+    if isinstance(low_up, Float8Weight) and rounded is not None:
+        return float8.rounded_dx(rounded, low_up, dz.dtype), (dup, dup_bias, ddown, ddown_bias)
+    return op.linear_dx(dz, low_up), (dup, dup_bias, ddown, ddown_bias)
 
 
 class FusedMLP(torch.autograd.Function):
     """x (..., W); weight and bias of up and of down, then the same four in x's dtype -> (..., W)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *given: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
         params, (up, up_bias, down, down_bias) = given[:4], given[4:]
-        assert up is not None and down is not None  # noqa: PT018  for the type checker: weights are there
         m, z = _mlp_forward(_rows(x), up, up_bias, down, down_bias, any(ctx.needs_input_grad))
-        ctx.save_for_backward(x, z, up, down, *params)
+        ctx.save_for_backward(x, z, *params, *flattened([up, down]))
         return m.view(*x.shape[:-1], m.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, dm: Tensor) -> _Gradients:
-        x, z, up, down, *params = ctx.saved_tensors
+        x, z, *rest = ctx.saved_tensors
+        params, lows = rest[:4], unflattened(rest[4:])
         nothing = (None,) * 4
         if torch.is_grad_enabled():
+            _refuse_twice(lows[0])
             return *_again(_plain_mlp, dm, x, params, ctx.needs_input_grad[:5]), *nothing
-        dx, gradients = _mlp_backward(_rows(dm), _rows(x), z, (up, down), params, ctx.needs_input_grad[1:5])
+        dx, gradients = _mlp_backward(_rows(dm), _rows(x), z, lows, params, ctx.needs_input_grad[1:5])
         return dx.view(x.shape), *gradients, *nothing
 
 
@@ -200,17 +228,15 @@ class Block(torch.autograd.Function):
     s1 = x + residual    s2 = s1 + projection(attention(qkv(norm_1(s1))))    branch = down(gelu(up(norm_2(s2))))
 
     Takes x, residual (None at first: s1 = x), the shape, weight and bias of norm_1, qkv, projection, norm_2, up and
-    down, and the eight of the linear maps once more in x's dtype.
+    down, and the eight of the linear maps once more in x's dtype; the four weights as 8-bit numbers, if one is.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, shape: BlockShape, *given: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        params, lows = given[:12], given[12:]
-        qkv_weight, qkv_bias, projection, projection_bias, up, up_bias, down, down_bias = lows
-        assert qkv_weight is not None and projection is not None  # noqa: PT018  for the type checker: weights are there
-        assert up is not None and down is not None  # noqa: PT018  as above
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, shape: BlockShape, *given: Any) -> tuple[Tensor, Tensor]:
+        params, (qkv_weight, qkv_bias, projection, projection_bias, up, up_bias, down, down_bias) = (
+            given[:12],
+            given[12:],
+        )
         B, T, W = x.shape
         if residual is None:
             y1, t1 = _layer_norm._forward(x, params[0], params[1], shape.eps[0])
@@ -222,7 +248,8 @@ class Block(torch.autograd.Function):
         p = op.linear(_rows(_joined(o)), projection, projection_bias).view(B, T, W)
         y2, s2, t2 = _add_layer_norm._forward(p, s1, params[6], params[7], shape.eps[1])
         m, z = _mlp_forward(_rows(y2), up, up_bias, down, down_bias, any(ctx.needs_input_grad))
-        ctx.save_for_backward(s1, t1, y1, qkv, o, lse, s2, t2, y2, z, qkv_weight, projection, up, down, *params)
+        lows = flattened([qkv_weight, projection, up, down])
+        ctx.save_for_backward(s1, t1, y1, qkv, o, lse, s2, t2, y2, z, *params, *lows)
         ctx.block, ctx.alone = shape, residual is None
         ctx.set_materialize_grads(False)
         return m.view(B, T, W), s2
@@ -230,13 +257,14 @@ class Block(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dm: Tensor | None, ds: Tensor | None) -> _Gradients:
         s1, t1, y1, qkv, o, lse, s2, t2, y2, z, *rest = ctx.saved_tensors
-        lows, params = rest[:4], rest[4:]
+        params, lows = rest[:12], unflattened(rest[12:])
         needs = ctx.needs_input_grad[3:15]
         shape: BlockShape = ctx.block
         B, T = s1.shape[:2]
         if dm is None:
             dm = torch.zeros_like(s2)
         if torch.is_grad_enabled():
+            _refuse_twice(lows[0])
             if not ctx.alone:
                 raise RuntimeError(
                     "the backward pass of a block with a residual apart cannot be differentiated, since only their sum "

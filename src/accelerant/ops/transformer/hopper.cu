@@ -6,11 +6,10 @@
 // before gelu. So the gradient of a is never written, and a, which the forward pass did not keep, is made anew from z,
 // which is read once for both.
 //
-// The course of the product is linear_gelu's (see ops/linear_gelu/hopper.cu): a producer, and two warpgroups that take
-// turns, one multiplying while the other finishes its tile of 128 x 128. A warp has z's four boxes of 16 rows by 64
-// columns fetched when its turn begins, so that they are there when the sums are; dz replaces z where it lies, a goes
-// through two buffers, and the copy engine stores both. A second kernel adds the M / 32 sums of each column in a fixed
-// order.
+// The course of the product is that of ops/_hopper/product.h, by tiles of 128 x 128. A warp has z's four boxes of 16 rows
+// by 64 columns fetched when its turn begins, so that they are there when the sums are; dz replaces z where it lies, a
+// goes through two buffers, and the copy engine stores both. A second kernel adds the M / 32 sums of each column in a
+// fixed order.
 //
 // Bound: 2 M N K operations; beside them z is read, dz and a are written, 6 bytes an element, where a product apart, and
 // gelu's gradient apart, move 12. About 20 operations and two special functions an element.
@@ -18,37 +17,12 @@
 // loads of z between the stores 0.306; tiles of 128 x 192 so, with three steps in flight, 0.315.
 // Source: PTX ISA 8.7, section 9.7.15 (wgmma); Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
 
-constexpr int HEIGHT = 2, WIDTH = 128, TILE_M = 64 * HEIGHT;
-constexpr int A_BYTES = TILE_M * 128, B_BYTES = WIDTH * 128;
-constexpr int SLOT_BYTES = 16 * 128, BOXES = HEIGHT * WIDTH / 64, WARP_BYTES = (BOXES + 2) * SLOT_BYTES;
-constexpr int OFF_A = 0, OFF_B = OFF_A + STAGES * A_BYTES, OFF_SLOTS = OFF_B + STAGES * B_BYTES;
+constexpr int BOXES = HEIGHT * WIDTH / 64, WARP_BYTES = (BOXES + 2) * SLOT_BYTES;
 constexpr int OFF_BARRIERS = OFF_SLOTS + 8 * WARP_BYTES;
-constexpr int REGS = WIDTH / 2;                          // sums of 64 rows
 
 struct Shape {
-    int columns, rows, steps;                            // N, M; of a tile's sum
-    int down, across, group, items;                      // tiles, how many go down together, all of them
-};
-
-struct Place { int row, column; };
-
-// The item-th tile: `group` down, then one to the right.
-__device__ __forceinline__ Place locate(const Shape& s, int item) {
-    int in_group = s.group * s.across, g = item / in_group, rest = item - g * in_group;
-    int height = min(s.group, s.down - g * s.group), across = rest / height;
-    return {(g * s.group + rest - across * height) * TILE_M, across * WIDTH};
-}
-
-struct Position {                                        // in the ring of buffers
-    u32 stage = 0, parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) { stage = 0; parity ^= 1; }
-    }
-    __device__ __forceinline__ void skip(u32 steps) {
-        u32 to = stage + steps;
-        parity ^= (to / STAGES) & 1;
-        stage = to % STAGES;
-    }
+    int columns, rows;                                   // N, M
+    Tiles tiles;
 };
 
 // da becomes dz, z becomes a.
@@ -84,10 +58,7 @@ transformer_dz(const __grid_constant__ TensorMap map_x, const __grid_constant__ 
     u32 full = base + OFF_BARRIERS, empty = full + 8 * STAGES, fetched = empty + 8 * STAGES;
     int first = blockIdx.x, stride = gridDim.x;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, 4);
-        }
+        ring_init(full, empty);
         for (int w = 0; w < 8; ++w) barrier_init(fetched + 8 * w, 1);
         barriers_ready();
     }
@@ -95,29 +66,15 @@ transformer_dz(const __grid_constant__ TensorMap map_x, const __grid_constant__ 
     if (warpgroup_id() == 2) {
         registers_give<GIVE>();
         if (threadIdx.x == 256) {
-            Position at;
             prefetch_map(&map_x);
             prefetch_map(&map_w);
-            for (int item = first; item < shape.items; item += stride) {
-                Place p = locate(shape, item);
-#pragma unroll 1
-                for (int k = 0; k < shape.steps; ++k, at.next()) {
-                    u32 got = full + 8 * at.stage;
-                    barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
-                    barrier_expect(got, A_BYTES + B_BYTES);
-                    load_tile(base + OFF_A + at.stage * A_BYTES, &map_x, got, 64 * k, p.row, 0, 0);
-                    load_tile(base + OFF_B + at.stage * B_BYTES, &map_w, got, 64 * k, p.column, 0, 0);
-                }
-            }
+            produce(base, full, empty, &map_x, &map_w, shape.tiles, first, stride);
         }
     } else {
         registers_take<TAKE>();
         int group = warpgroup_id(), lane = threadIdx.x & 31;
         int warp = __shfl_sync(~0u, (threadIdx.x & 127) >> 5, 0);
-        // Accumulator element x of a thread: of its warp's 16 rows, row g + 8 ((x >> 1) & 1), and column
-        // 8 (x >> 2) + 2 t + (x & 1), where g = lane / 4, t = lane % 4.
         float sums[HEIGHT][REGS];
-        Position at;
         u32 slots = base + OFF_SLOTS + (4 * group + warp) * WARP_BYTES, mine = fetched + 8 * (4 * group + warp);
         u32 to = (lane & 15) * 128, swizzle = lane & 7, turn = 0;
 #pragma unroll
@@ -125,32 +82,10 @@ transformer_dz(const __grid_constant__ TensorMap map_x, const __grid_constant__ 
 #pragma unroll
             for (int x = 0; x < REGS; ++x) sums[h][x] = 0.f;
 
-        // The compiler must not see into these, or it adds to their halves apart: twice the instructions.
-        u64 a_first = descriptor(base + OFF_A), b_first = descriptor(base + OFF_B);
-        asm volatile("" : "+l"(a_first), "+l"(b_first));
-
-        auto release = [&](u32 stage) {
-            if (lane == 0) barrier_arrive(empty + 8 * stage);
-        };
-        auto multiply = [&](int k) {
-            barrier_wait(full + 8 * at.stage, at.parity);
-            u64 a = a_first + at.stage * (A_BYTES >> 4), b = b_first + at.stage * (B_BYTES >> 4);
-            wgmma_fence();
-#pragma unroll
-            for (int d = 0; d < 4; ++d)
-#pragma unroll
-                for (int h = 0; h < HEIGHT; ++h) mma_ss_n128_nn(sums[h], a + h * 512 + 2 * d, b + 2 * d, d ? 1 : k);
-            wgmma_commit();
-        };
-
-        int item = first;
-        if (group == 1) {
-            item += stride;
-            at.skip(shape.steps);
-            named_arrive(1, 256);
-        }
-        for (; item < shape.items; item += 2 * stride) {
-            Place p = locate(shape, item);
+        Multiplier product(base, full, empty, group, lane);
+        int item = product.begin(shape.tiles, first, stride);
+        for (; item < shape.tiles.items; item += 2 * stride) {
+            Place p = locate(shape.tiles, item);
             if (lane == 0) {                             // box 2 c + h: rows 64 h, columns 64 c
                 store_wait_read<0>();
                 barrier_expect(mine, BOXES * SLOT_BYTES);
@@ -160,21 +95,8 @@ transformer_dz(const __grid_constant__ TensorMap map_x, const __grid_constant__ 
                               p.row + 64 * (i % HEIGHT) + 16 * warp, 0, 0);
             }
             __syncwarp();
-            named_barrier(1 + group, 256);               // this one's turn
-            u32 last = at.stage;
-            multiply(0);
-            at.next();
-#pragma unroll 1
-            for (int k = 1; k < shape.steps; ++k) {
-                multiply(k);
-                wgmma_wait<1>();
-                release(last);
-                last = at.stage;
-                at.next();
-            }
-            if (item + stride < shape.items) named_arrive(2 - group, 256);
-            wgmma_wait<0>();
-            release(last);
+            product.multiply(sums, shape.tiles.steps, item + stride < shape.tiles.items);
+            product.finish();
             barrier_wait(mine, turn);
             turn ^= 1;
 #pragma unroll
@@ -235,8 +157,7 @@ transformer_dz(const __grid_constant__ TensorMap map_x, const __grid_constant__ 
                     *out = make_float2(columns[0], columns[1]);
                 }
             }
-            at.skip(shape.steps);
-            __syncwarp();                                // or the compiler takes the loop for divergent
+            product.next(shape.tiles.steps);
         }
         if (lane == 0) store_wait_read<0>();
     }

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from accelerant.ops._hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, product, tensor_map
+from accelerant.ops._hopper.product import HEADER, THREADS, readable, ring_bytes, tiles
 from accelerant.ops._rows import ceil_div, multiprocessors
-from accelerant.ops.attention.hopper import ELEMENTS, HopperProgram, Mma, load, primitives, tensor_map
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.kernel import Kernel
 
@@ -32,40 +32,28 @@ _BOX = 16
 """Rows of a box of z, dz or a."""
 
 _GROUP = 8
-_THREADS = 384
-_SHARED_BYTES = _STAGES * (_TILE_M + _TILE_N) * 128 + 8 * (_HELD + 2) * _BOX * 128 + 16 * _STAGES + 64
-"""The steps in flight; boxes of z and two of a for each warp; the barriers."""
+_SHARED_BYTES = ring_bytes(_STAGES, _TILE_M, _TILE_N) + 8 * ((_HELD + 2) * _BOX * 128 + 8)
+"""The steps in flight; boxes of z, two of a and a barrier for each warp."""
 
 _PREPARED_LIMIT = 4096
+_FILE = Path(__file__).with_name("hopper.cu")
 
 
 def refuses(case: Case) -> str | None:
     """Why the kernel cannot serve a case of shape (M, N, K); None if it can."""
-    M, N, K = case.shape
-    if case.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(case.device) != (9, 0):
-        return "is for sm_90"
-    if case.dtype != torch.bfloat16:
-        return f"takes bfloat16, not {str(case.dtype).removeprefix('torch.')}"
-    if "tanh" not in case.options:
-        return "has gelu's approximation by tanh alone"
-    if not math.prod(case.shape):
-        return "takes no empty tensor"
-    if N % 8 or K % 8:
-        return f"rows of {K if K % 8 else N} elements do not begin on 16-byte boundaries"
-    if max(M, N, K) >= 2**30 or ceil_div(M, 64) * ceil_div(N, 64) >= 2**30:
-        return "counts tiles in 32 bits"
-    return None
+    reason = product.refuses(case)
+    return reason or (None if "tanh" in case.options else "has gelu's approximation by tanh alone")
 
 
 @functools.cache
 def program() -> HopperProgram:
     """The kernel's text."""
-    constants = {"STAGES": _STAGES, "GIVE": 24, "TAKE": 240}
-    element = ELEMENTS[torch.bfloat16]
-    macros = [f'#define ELEMENT "{element}"', *(f"#define {name} {value}" for name, value in constants.items())]
-    body = (Path(__file__).parent / "hopper.cu").read_text()
-    text = "\n".join([*macros, primitives(), Mma(_TILE_N).text(), '#line 1 "hopper.cu"', body])
-    return HopperProgram("transformer_dz", text, _THREADS, _SHARED_BYTES)
+    mma = Mma(_TILE_N)
+    constants: dict[str, int | str] = {
+        "HEIGHT": _TILE_M // 64, "WIDTH": _TILE_N, "STAGES": _STAGES, "MMA": mma.name, "GIVE": 24, "TAKE": 240,
+    }  # fmt: skip
+    text = hopper_program(_FILE, ELEMENTS[torch.bfloat16], (mma,), constants, (HEADER,))
+    return HopperProgram("transformer_dz", text, THREADS, _SHARED_BYTES)
 
 
 @functools.cache
@@ -87,7 +75,7 @@ def launch_dz(x: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Ten
     Raises:
         CompileError, LaunchError: see LoadedKernel.
     """
-    x, weight = _readable(x), _readable(weight)
+    x, weight = readable(x), readable(weight)
     M, N = z.shape
     dz, a = torch.empty_like(z), torch.empty_like(z)
     partial = torch.empty(4 * ceil_div(M, _TILE_M), N, dtype=torch.float32, device=z.device)
@@ -110,21 +98,14 @@ _packed: dict[tuple[object, ...], PackedLaunch] = {}
 """Launches by all that they depend on: an allocator hands out the same few addresses again and again."""
 
 
-def _readable(x: Tensor) -> Tensor:
-    """The matrix where the copy engine can read it, else a copy."""
-    if x.stride(1) == 1 and x.data_ptr() % 16 == 0 and (x.shape[0] == 1 or (x.stride(0) > 0 and x.stride(0) % 8 == 0)):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _pack(x: Tensor, weight: Tensor, z: Tensor, dz: Tensor, a: Tensor, partial: Tensor) -> PackedLaunch:
     """The launch with everything in place."""
     (M, N), K = z.shape, x.shape[1]
     device = x.get_device()
-    down, across = ceil_div(M, _TILE_M), ceil_div(N, _TILE_N)
-    shape = (ctypes.c_int32 * 7)(N, M, ceil_div(K, 64), down, across, _GROUP, down * across)
+    work = tiles(M, N, K, _TILE_M, _TILE_N, _GROUP)
+    shape = (ctypes.c_int32 * 7)(N, M, *work)
     boxes = ((x, _TILE_M), (weight, _TILE_N), (z, _BOX), (dz, _BOX), (a, _BOX))
     maps = [tensor_map(matrix[None, None], rows) for matrix, rows in boxes]
-    grid = (min(down * across, multiprocessors(x.device)), 1, 1)
+    grid = (min(work[-1], multiprocessors(x.device)), 1, 1)
     packed: PackedLaunch = _kernel(device).handle.pack(grid, (*maps, partial, bytes(shape)), device)
     return packed

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from accelerant.ops.linear_fp8 import op as float8
+from accelerant.ops.linear_fp8.op import Float8Weight
 from accelerant.ops.norm.launch import launch_backward
 from accelerant.ops.norm.torch_ops import torch_backward
 from accelerant.ops.transformer import hopper
@@ -66,14 +68,18 @@ _linear_dx = Operation("linear_dx", (Implementation("torch", torch.mm),), cost=_
 _linear_dw = Operation("linear_dw", (Implementation("torch", _run_dw),), cost=_product_cost)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None) -> Tensor:
     """The rows x (M, K) times weight (N, K) transposed, plus bias in the product's epilogue: (M, N)."""
+    if isinstance(weight, Float8Weight):
+        return float8.linear(x, weight, bias)
     y: Tensor = _linear_fwd(Case(x.device, x.dtype, (x.shape[0], *weight.shape)), x, weight, bias)
     return y
 
 
-def linear_dx(dy: Tensor, weight: Tensor) -> Tensor:
+def linear_dx(dy: Tensor, weight: Tensor | Float8Weight) -> Tensor:
     """The gradient (M, K) of linear's rows, from that of its result (M, N)."""
+    if isinstance(weight, Float8Weight):
+        return float8.linear_dx(dy, weight)
     dx: Tensor = _linear_dx(Case(dy.device, dy.dtype, (dy.shape[0], weight.shape[1], weight.shape[0])), dy, weight)
     return dx
 

@@ -1,4 +1,4 @@
-"""Causal self-attention of q, k and v as they leave one product, (B, T, 3, H, D), and its gradient in the same form."""
+"""Self-attention of q, k and v as they leave one product, (B, T, 3, H, D), and its gradient in the same form."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def _heads(qkv: Tensor) -> tuple[Tensor, ...]:
     return qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
 
-def _attention_case(qkv: Tensor) -> Case:
+def _attention_case(qkv: Tensor, causal: bool) -> Case:
     B, T, _, H, D = qkv.shape
-    return Case(qkv.device, qkv.dtype, (B, H, H, T, T, D), ("causal",) if T > 1 else ())
+    return Case(qkv.device, qkv.dtype, (B, H, H, T, T, D), ("causal",) if causal and T > 1 else ())
 
 
 def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
     """Causal self-attention of a packed (B, T, 3, H, D): o (B, H, T, D) whose memory is (B, T, H, D), and lse."""
     q, k, v = _heads(qkv)
-    case = _attention_case(qkv)
+    case = _attention_case(qkv, True)
     found: tuple[Tensor, Tensor] = attention_fwd(case, q, k, v, "causal" in case.options, q.shape[-1] ** -0.5, -1)
     return found
 
@@ -50,7 +50,7 @@ def _hopper_packed(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool
 
 def _any_packed(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool) -> Tensor:
     q, k, v = _heads(qkv)
-    gradients = attention_bwd(_attention_case(qkv), do, q, k, v, o, lse, causal, q.shape[-1] ** -0.5, -1)
+    gradients = attention_bwd(_attention_case(qkv, causal), do, q, k, v, o, lse, causal, q.shape[-1] ** -0.5, -1)
     dqkv = torch.empty_like(qkv)
     for into, gradient in zip(_heads(dqkv), gradients, strict=True):
         into.copy_(gradient)
@@ -60,7 +60,8 @@ def _any_packed(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool) -
 def _attention_cost(case: Case) -> Cost:
     B, H, _, T, _, D = case.shape
     numbers = B * H * T * D
-    return Cost(8 * numbers * case.dtype.itemsize + 4 * B * H * T, 10 * numbers * (T + 1) // 2)
+    flops = 10 * numbers * (T + 1) // 2 if "causal" in case.options else 10 * numbers * T
+    return Cost(8 * numbers * case.dtype.itemsize + 4 * B * H * T, flops)
 
 
 _attend_backward = Operation(
@@ -73,8 +74,8 @@ _attend_backward = Operation(
 )
 
 
-def attend_backward(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor) -> Tensor:
+def attend_backward(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, *, causal: bool = True) -> Tensor:
     """The gradient of a packed (B, T, 3, H, D), packed the same way; Hopper's kernel writes it in place."""
-    case = _attention_case(qkv)
+    case = _attention_case(qkv, causal)
     dqkv: Tensor = _attend_backward(case, do, qkv, o, lse, "causal" in case.options)
     return dqkv

@@ -1,30 +1,26 @@
-"""Kernels for Hopper in CUDA C++: their text, how they are compiled, and the tensor maps that they take.
+"""The text of a kernel for Hopper in CUDA C++, and how it is compiled.
 
-A program's text is joined of constants, primitives (hopper.h), the wgmma wrappers that it asks for, and itself.
+It is joined of constants, primitives.h, the wgmma wrappers that the kernel asks for, other headers here, and itself.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import hashlib
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from accelerant.errors import LaunchError
 from accelerant.runtime.kernel import Binary, Kernel, KernelSource
 
-__all__ = ["ELEMENTS", "HopperProgram", "Mma", "hopper_program", "load", "primitives", "tensor_map"]
+__all__ = ["ELEMENTS", "HopperProgram", "Mma", "hopper_program", "load"]
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
-"""What hopper.h's macro ELEMENT is for a dtype."""
+"""What the primitives' macro ELEMENT is for a dtype."""
 
 _FOLDER = Path(__file__).parent
 
@@ -75,27 +71,29 @@ def _operands(first: int, count: int) -> str:
 
 
 @functools.cache
-def _file(name: str) -> str:
-    return (_FOLDER / name).read_text()
+def _text(path: Path) -> str:
+    return path.read_text()
 
 
-def primitives() -> str:
-    """Hopper's instructions as functions; what includes them defines ELEMENT first."""
-    return _file("hopper.h")
-
-
-def hopper_program(file: str, element: str, mmas: Sequence[Mma], constants: Mapping[str, int]) -> str:
+def hopper_program(
+    path: Path, element: str, mmas: Sequence[Mma], constants: Mapping[str, int | str], headers: Sequence[str] = ()
+) -> str:
     """The whole text for NVRTC.
 
     Args:
-        file: in this folder; the kernel.
+        path: of the kernel's file.
         element: "bf16" or "f16", what the tensors hold.
         mmas: the wrappers that the kernel calls.
         constants: macro -> value.
+        headers: names of files in this folder that the kernel needs besides the primitives.
     """
     macros = [f'#define ELEMENT "{element}"', *(f"#define {name} {value}" for name, value in constants.items())]
-    parts = ["\n".join(macros), _file("hopper.h"), *(mma.text() for mma in mmas), f'#line 1 "{file}"', _file(file)]
-    return "\n".join(parts)
+    shared = [
+        _text(_FOLDER / "primitives.h"),
+        *(mma.text() for mma in mmas),
+        *(_text(_FOLDER / name) for name in headers),
+    ]
+    return "\n".join([*macros, *shared, f'#line 1 "{path.name}"', _text(path)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,62 +147,3 @@ def load(program: HopperProgram, kinds: tuple[str, ...], device: int) -> Kernel:
 
     kernel: Kernel = registry.create("cuda").compile(program.source(kinds), device=device)
     return kernel
-
-
-_CHUNK = 64
-"""Elements of a row that a box takes: 128 bytes, the width of the swizzle."""
-
-
-def tensor_map(x: Tensor, rows: int) -> bytes:
-    """Describe x to the copy engine, in boxes of 64 columns and some rows under the 128-byte swizzle.
-
-    Args:
-        x: (B, H, S, D) of bfloat16 or float16; last dimension contiguous, its address and the other strides multiples
-            of 16 bytes.
-        rows: of S that a box holds, up to 256.
-
-    Raises:
-        LaunchError: the driver takes no such tensor.
-    """
-    room = (ctypes.c_char * 192)()
-    to = (ctypes.addressof(room) + 63) & -64  # the driver asks for a multiple of 64
-    fixed = _map_arguments(x.dtype, x.shape, x.stride(), rows)
-    code = _encode()(to, fixed[0], _RANK, ctypes.c_void_p(x.data_ptr()), *fixed[1:], *_BOX_LAYOUT)
-    if code:
-        raise LaunchError(f"no tensor map of {tuple(x.shape)} with strides {x.stride()}: driver error {code}")
-    return ctypes.string_at(to, 128)
-
-
-_RANK = 4
-_DATA_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_...
-_BOX_LAYOUT = (0, 3, 3, 0)
-"""CU_TENSOR_MAP_INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_L2_256B, _FLOAT_OOB_FILL_NONE."""
-
-
-@functools.lru_cache(maxsize=4096)
-def _map_arguments(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> tuple[Any, ...]:
-    """What cuTensorMapEncodeTiled takes besides the address: innermost dimension first, strides in bytes.
-
-    Source: CUDA driver API 13.0, cuTensorMapEncodeTiled.
-    """
-    batch, heads, length, width = shape
-    # A dimension of one element is never stepped over, and may have a stride that the driver would not take.
-    steps = [2 * strides[dim] if shape[dim] > 1 else 16 * width for dim in (2, 1, 0)]
-    return (
-        _DATA_TYPES[dtype],
-        (ctypes.c_uint64 * 4)(width, length, heads, batch),
-        (ctypes.c_uint64 * 3)(*steps),
-        (ctypes.c_uint32 * 4)(_CHUNK, rows, 1, 1),
-        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
-    )
-
-
-@functools.cache
-def _encode() -> Any:
-    """The driver's cuTensorMapEncodeTiled; through ctypes, at 2 us a map, where cuda.bindings takes 8."""
-    encode = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1").cuTensorMapEncodeTiled
-    encode.argtypes = (
-        ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int,
-    )  # fmt: skip
-    return encode

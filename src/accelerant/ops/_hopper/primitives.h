@@ -1,5 +1,5 @@
 // Hopper's instructions as functions, for kernels compiled at run time for sm_90a: one instruction a function, no
-// headers needed. hopper.py joins this text, the wgmma wrappers that a kernel asks for, and the kernel.
+// headers needed. program.py joins this text, the wgmma wrappers that a kernel asks for, and the kernel.
 //
 // Shared memory is addressed by 32-bit numbers (shared_address). A tile there has rows of 128 bytes under the 128-byte
 // swizzle: 16-byte chunk c of row r is stored at chunk c ^ (r % 8), so tiles start at multiples of 1024 bytes.

@@ -1,0 +1,131 @@
+// The course of a product x W^T with a kernel's own epilogue; x (M, K), W (N, K), sums in float32 registers.
+//
+// A block of 384 threads has a producer (warpgroup 2), which fetches steps of 64 columns of x and W through the copy
+// engine into STAGES buffers, and two warpgroups, each with tiles of its own of TILE_M rows and WIDTH columns. They take
+// turns: while one multiplies, the other finishes its tile. Tiles go in groups of rows for reuse in the L2 cache, block
+// by block: block i has tiles i, i + gridDim.x and so on, by turns its first and its second warpgroup's.
+//
+// Constants of the program: HEIGHT, wgmmas of 64 rows a tile; WIDTH; STAGES; MMA, the wrapper for 64 x WIDTH.
+// Shared memory begins with the buffers; the kernel's own parts begin at OFF_SLOTS. Named barriers 1 and 2 are the turns.
+// Source: PTX ISA 8.7, section 9.7.15 (wgmma); taking turns: CUTLASS's documentation, "Efficient GEMM in CUDA".
+
+constexpr int TILE_M = 64 * HEIGHT;
+constexpr int A_BYTES = TILE_M * 128, B_BYTES = WIDTH * 128;
+constexpr int OFF_A = 0, OFF_B = OFF_A + STAGES * A_BYTES, OFF_SLOTS = OFF_B + STAGES * B_BYTES;
+constexpr int SLOT_BYTES = 16 * 128;                     // a box of 16 rows by 64 columns, on its way in or out
+constexpr int REGS = WIDTH / 2;                          // sums of 64 rows
+
+struct Tiles {
+    int steps;                                           // of a tile's sum
+    int down, across, group, items;                      // tiles, how many go down together, all of them
+};
+
+struct Place { int row, column; };
+
+// The item-th tile: `group` down, then one to the right.
+__device__ __forceinline__ Place locate(const Tiles& s, int item) {
+    int in_group = s.group * s.across, g = item / in_group, rest = item - g * in_group;
+    int height = min(s.group, s.down - g * s.group), across = rest / height;
+    return {(g * s.group + rest - across * height) * TILE_M, across * WIDTH};
+}
+
+struct Position {                                        // in the ring of buffers
+    u32 stage = 0, parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) { stage = 0; parity ^= 1; }
+    }
+    __device__ __forceinline__ void skip(u32 steps) {
+        u32 to = stage + steps;
+        parity ^= (to / STAGES) & 1;
+        stage = to % STAGES;
+    }
+};
+
+// By one thread, before the block's barriers_ready: STAGES barriers each.
+__device__ __forceinline__ void ring_init(u32 full, u32 empty) {
+    for (int s = 0; s < STAGES; ++s) {
+        barrier_init(full + 8 * s, 1);
+        barrier_init(empty + 8 * s, 4);
+    }
+}
+
+// The producer, one thread.
+__device__ __forceinline__ void produce(u32 base, u32 full, u32 empty, const TensorMap* map_x, const TensorMap* map_w,
+                                        const Tiles& tiles, int first, int stride) {
+    Position at;
+    for (int item = first; item < tiles.items; item += stride) {
+        Place p = locate(tiles, item);
+#pragma unroll 1
+        for (int k = 0; k < tiles.steps; ++k, at.next()) {
+            u32 got = full + 8 * at.stage;
+            barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+            barrier_expect(got, A_BYTES + B_BYTES);
+            load_tile(base + OFF_A + at.stage * A_BYTES, map_x, got, 64 * k, p.row, 0, 0);
+            load_tile(base + OFF_B + at.stage * B_BYTES, map_w, got, 64 * k, p.column, 0, 0);
+        }
+    }
+}
+
+// A warpgroup that multiplies. Accumulator element x of a thread: of its warp's 16 rows, row g + 8 ((x >> 1) & 1), and
+// column 8 (x >> 2) + 2 t + (x & 1), where g = lane / 4, t = lane % 4.
+struct Multiplier {
+    u32 full, empty, last = 0;
+    int group, lane;
+    u64 a_first, b_first;
+    Position at;
+
+    __device__ __forceinline__ Multiplier(u32 base, u32 full, u32 empty, int group, int lane)
+        : full(full), empty(empty), group(group), lane(lane), a_first(descriptor(base + OFF_A)),
+          b_first(descriptor(base + OFF_B)) {
+        // The compiler must not see into these, or it adds to their halves apart: twice the instructions.
+        asm volatile("" : "+l"(a_first), "+l"(b_first));
+    }
+    // The first of this warpgroup's tiles; the second warpgroup lets the first begin.
+    __device__ __forceinline__ int begin(const Tiles& tiles, int first, int stride) {
+        if (group == 1) {
+            first += stride;
+            at.skip(tiles.steps);
+            named_arrive(1, 256);
+        }
+        return first;
+    }
+    __device__ __forceinline__ void release() {
+        if (lane == 0) barrier_arrive(empty + 8 * last);
+    }
+    __device__ __forceinline__ void step(float (&sums)[HEIGHT][REGS], int k) {
+        barrier_wait(full + 8 * at.stage, at.parity);
+        u64 a = a_first + at.stage * (A_BYTES >> 4), b = b_first + at.stage * (B_BYTES >> 4);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < 4; ++d)
+#pragma unroll
+            for (int h = 0; h < HEIGHT; ++h) MMA(sums[h], a + h * 512 + 2 * d, b + 2 * d, d ? 1 : k);
+        wgmma_commit();
+    }
+    // Waits for the turn, starts all products of a tile and hands the turn on; `more`: the other has a tile to come.
+    __device__ __forceinline__ void multiply(float (&sums)[HEIGHT][REGS], int steps, bool more) {
+        named_barrier(1 + group, 256);
+        last = at.stage;
+        step(sums, 0);
+        at.next();
+#pragma unroll 1
+        for (int k = 1; k < steps; ++k) {
+            step(sums, k);
+            wgmma_wait<1>();
+            release();
+            last = at.stage;
+            at.next();
+        }
+        if (more) named_arrive(2 - group, 256);
+    }
+    // The sums are whole.
+    __device__ __forceinline__ void finish() {
+        wgmma_wait<0>();
+        release();
+    }
+    // Over the tile that is the other's. The warps meet, or the compiler takes the loop for divergent.
+    __device__ __forceinline__ void next(int steps) {
+        at.skip(steps);
+        __syncwarp();
+    }
+};

@@ -1,0 +1,59 @@
+"""What linear_fp8's kernels are compiled for, tested and measured on."""
+
+from __future__ import annotations
+
+from accelerant.ops._cases import Compilation
+from accelerant.ops.linear_fp8.launch import KERNELS as _KERNELS
+from accelerant.ops.linear_fp8.launch import constants, dgelu_plan, gelu_plan, row_plan
+
+__all__ = ["KERNELS", "KIND", "MATRICES", "WEIGHTS"]
+
+KIND = "mutating"
+"""No functions of a public name."""
+
+MATRICES = ((0, 16), (1, 1), (3, 7), (16, 128), (129, 130), (5, 768), (40, 48), (2, 3072))
+"""Rows and columns."""
+
+WEIGHTS = ((16, 16), (48, 32), (96, 160), (32, 2304))
+"""The same of weights: multiples of 16."""
+
+
+def _ints(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "i32")
+
+
+def _rows(kind: str, N: int, *, factor: bool) -> Compilation:
+    plan = row_plan(N)
+    types = {"x_ptr": kind, "q_ptr": "*u8", "scale_ptr": "*fp32", **_ints("M", "N", "stride")}
+    fixed: dict[str, object] = {**constants(plan, N)}
+    if factor:
+        types["factor_ptr"] = "*fp32"
+    else:
+        fixed["factor_ptr"] = None
+    return Compilation(_KERNELS["rows"], types, fixed, plan.num_warps)
+
+
+def _gelu(N: int) -> Compilation:
+    plan = gelu_plan(N)
+    types = {"z_ptr": "*bf16", "q_ptr": "*u8", "scale_ptr": "*fp32", **_ints("M", "N")}
+    return Compilation(_KERNELS["gelu"], types, constants(plan, N), plan.num_warps)
+
+
+def _dgelu(N: int) -> Compilation:
+    plan = dgelu_plan(N)
+    types = dict.fromkeys(("da_ptr", "z_ptr", "dz_ptr", "a_ptr"), "*bf16")
+    types |= {"q_ptr": "*u8", **dict.fromkeys(("factor_ptr", "scale_ptr", "partial_ptr"), "*fp32")}
+    types |= _ints("M", "N", "stride", "span")
+    return Compilation(_KERNELS["dgelu"], types, {**constants(plan, N), "STAGES": plan.stages}, plan.num_warps)
+
+
+KERNELS = (
+    _rows("*bf16", 768, factor=False),
+    _rows("*bf16", 2304, factor=True),
+    _rows("*bf16", 4096, factor=True),
+    _rows("*fp32", 16384, factor=False),
+    _gelu(3072),
+    _gelu(4096),
+    _dgelu(3072),
+    _dgelu(8192),
+)

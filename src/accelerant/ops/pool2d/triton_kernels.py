@@ -1,0 +1,210 @@
+"""pool2d: the largest or the average element of each window of an image, and the gradient.
+
+    max  y[p] = x[a(p)], a(p) the place in window p that counts: the first of its largest elements, the last NaN if any
+         dx[h, w] = sum of dy[p] over the windows p with a(p) = (h, w)
+    avg  y[p] = (sum of window p) / count(p)
+         dx[h, w] = sum of dy[p] / count(p) over the windows p with (h, w) in them
+
+Source: what torch's max_pool2d and avg_pool2d compute; window (i, j) begins at (i SH - PH, j SW - PW) and has KH x KW
+        elements, DH rows and DW columns apart.
+Layout: x (B, C, H, W) and y (B, C, OH, OW) both contiguous, or both with the channels last. Places like y: uint8, which
+        of the window's elements, or int64, h W + w as torch has them. Sums in float32.
+Grid:   tiles of BLOCK_P by BLOCK_Q: rows of y, those of all channels and images one after another, by columns; or with
+        the channels last pixels of y, one after another, by channels. A thread takes a window's elements in torch's
+        order; and ROWS windows one below the other, of which those rows of x that they share are read once.
+        bwd: the same over cells of SH x SW elements of x. All elements of a cell lie in the same few windows, which are
+        read once; which of a window's elements each is, is known when the kernel is compiled. Each element of dx is
+        written once, after sums in a fixed order.
+Bound:  memory: x, y and places once; what windows share comes from the L1. With the channels not last, windows are read
+        an element at a time, and as many instructions as memory leaves time for are needed.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tile(height, width, images, channels, LAST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """The program's places: plane or image, row and column; place along Q; whether inside along P and along Q.
+
+    What is not inside gets the last place that is, so that it may be read; but not channels side by side.
+    """
+    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
+    q = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)[None, :]
+    if LAST:
+        in_p, in_q = p < images * height * width, q < channels
+        p = tl.minimum(p, images * height * width - 1)
+        image = p // (height * width)
+        pixel = p - image * (height * width)
+        row = pixel // width
+        return image, row, pixel - row * width, q, in_p, in_q
+    else:  # not after the return: Triton leaves out what constants rule out, and only that
+        in_p, in_q = p < images * channels * height, q < width
+        p, q = tl.minimum(p, images * channels * height - 1), tl.minimum(q, width - 1)
+        image = p // height
+        return image, p - image * height, q, q, in_p, in_q
+
+
+@triton.jit
+def _at(ptr, image, row, column, q, height, width, channels, LAST: tl.constexpr):
+    """Pointers to elements. With the channels not last, to a row's first plus 32 bits: an instruction an element."""
+    line = (image * height + row).to(tl.int64) * width
+    return ptr + (line + column) * channels + q if LAST else (ptr + line) + column
+
+
+@triton.jit
+def _counted(first, size, PAD: tl.constexpr, K: tl.constexpr, WITH_PAD: tl.constexpr):
+    """How many places of windows from `first` on count, along one dimension."""
+    if WITH_PAD:  # but not what a last window has beyond the padding
+        return tl.minimum(first + K, size + PAD) - first
+    return tl.minimum(first + K, size) - tl.maximum(first, 0)
+
+
+@triton.jit
+def _divisor(
+    divisor, row, column, H, W,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    WITH_PAD: tl.constexpr,
+):  # fmt: skip
+    """What sums of windows are divided by."""
+    if divisor is not None:
+        return tl.full([1, 1], 0, tl.float32) + divisor
+    rows = _counted(row * SH - PH, H, PH, KH, WITH_PAD)
+    return (rows * _counted(column * SW - PW, W, PW, KW, WITH_PAD)).to(tl.float32)
+
+
+@triton.jit
+def _over(total, count, EXACT: tl.constexpr):
+    """The quotient; rounded to the nearest where the result is to be float32."""
+    total, count = tl.broadcast(total, count)
+    return tl.div_rn(total, count) if EXACT else total / count
+
+
+@triton.jit
+def pool2d_fwd(
+    x_ptr, y_ptr, places_ptr, divisor, B, C, H, W, OH, OW,
+    MAX: tl.constexpr, LAST: tl.constexpr, WITH_PAD: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, ROWS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    image, group, column, q, in_p, in_q = _tile(tl.cdiv(OH, ROWS), OW, B, C, LAST, BLOCK_P, BLOCK_Q)
+    top, left = group * (ROWS * SH) - PH, column * SW - PW
+    x_at = _at(x_ptr, image, top, left, q, H, W, C, LAST)
+    step = C if LAST else 1
+    xs = ()
+    for r in tl.static_range((ROWS - 1) * SH + (KH - 1) * DH + 1):
+        in_row = (top + r >= 0) & (top + r < H)
+        for j in tl.static_range(KW):
+            inside = in_row & (left + j * DW >= 0) & (left + j * DW < W)
+            if LAST:
+                inside = inside & in_q
+            other = float("-inf") if MAX else 0.0
+            xs = xs + (tl.load(x_at + (r * W + j * DW) * step, mask=inside, other=other).to(tl.float32),)  # noqa: RUF005
+    for t in tl.static_range(ROWS):
+        row = group * ROWS + t
+        acc = tl.full([BLOCK_P, BLOCK_Q], float("-inf") if MAX else 0.0, tl.float32)
+        place = tl.zeros([BLOCK_P, BLOCK_Q], dtype=tl.int32)
+        if places_ptr is not None:  # where all are -inf, the first counts that is not padding
+            first = tl.cdiv(tl.maximum(-top - t * SH, 0), DH) * KW + tl.cdiv(tl.maximum(-left, 0), DW)
+            place += first
+        for i in tl.static_range(KH):
+            for j in tl.static_range(KW):
+                x = xs[(t * SH + i * DH) * KW + j]
+                if not MAX:
+                    acc += x
+                elif places_ptr is None:
+                    acc = tl.maximum(acc, x, propagate_nan=tl.PropagateNan.ALL)
+                else:
+                    larger = (x > acc) | (x != x)
+                    acc = tl.where(larger, x, acc)
+                    place = tl.where(larger, i * KW + j, place)
+        if not MAX:
+            count = _divisor(divisor, row, column, H, W, KH, KW, SH, SW, PH, PW, WITH_PAD)
+            acc = _over(acc, count, y_ptr.dtype.element_ty == tl.float32)
+        inside = in_p & in_q & (row < OH)
+        y_at = _at(y_ptr, image, row, column, q, OH, OW, C, LAST)
+        if not LAST:  # not several columns side by side a thread: so much further apart were what the threads read
+            y_at = tl.max_contiguous(y_at, [1, 1])
+        tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=inside)
+        if places_ptr is not None:
+            if places_ptr.dtype.element_ty == tl.int64:
+                place = (top + t * SH + place // KW * DH) * W + left + place % KW * DW
+            places_at = _at(places_ptr, image, row, column, q, OH, OW, C, LAST)
+            if not LAST:
+                places_at = tl.max_contiguous(places_at, [1, 1])
+            tl.store(places_at, place.to(places_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.constexpr_function
+def _is_element(distance, K, D):
+    """Whether a window of K elements, D apart, has one so far from where it begins."""
+    return 0 <= distance <= (K - 1) * D and distance % D == 0
+
+
+@triton.jit
+def _element(
+    dys, places, u, v, W,
+    r: tl.constexpr, c: tl.constexpr, MAX: tl.constexpr, FLAT: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """The gradient of element (r, c) of each cell; in the windows zh rows of y on it has row r + PH - zh SH."""
+    ZH0: tl.constexpr = -(((KH - 1) * DH - PH) // SH)
+    ZW0: tl.constexpr = -(((KW - 1) * DW - PW) // SW)
+    ZH1: tl.constexpr = (SH - 1 + PH) // SH + 1
+    ZW1: tl.constexpr = (SW - 1 + PW) // SW + 1
+    acc = tl.zeros([BLOCK_P, BLOCK_Q], dtype=tl.float32)
+    for zh in tl.static_range(ZH0, ZH1):
+        for zw in tl.static_range(ZW0, ZW1):
+            if _is_element(r + PH - zh * SH, KH, DH) and _is_element(c + PW - zw * SW, KW, DW):
+                dy = dys[(zh - ZH0) * (ZW1 - ZW0) + zw - ZW0]
+                if MAX:
+                    place = places[(zh - ZH0) * (ZW1 - ZW0) + zw - ZW0]
+                    if FLAT:
+                        here = place == (u * SH + r) * W + v * SW + c
+                    else:
+                        here = place == (r + PH - zh * SH) // DH * KW + (c + PW - zw * SW) // DW
+                    dy = tl.where(here, dy, 0.0)
+                acc += dy
+    return acc
+
+
+@triton.jit
+def pool2d_bwd(
+    dy_ptr, places_ptr, dx_ptr, divisor, B, C, H, W, OH, OW,
+    MAX: tl.constexpr, LAST: tl.constexpr, WITH_PAD: tl.constexpr, PAIRS: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    FLAT: tl.constexpr = MAX and places_ptr.dtype.element_ty == tl.int64
+    image, u, v, q, in_p, in_q = _tile(tl.cdiv(H, SH), tl.cdiv(W, SW), B, C, LAST, BLOCK_P, BLOCK_Q)
+    dys, places = (), ()
+    for zh in tl.static_range(-(((KH - 1) * DH - PH) // SH), (SH - 1 + PH) // SH + 1):
+        for zw in tl.static_range(-(((KW - 1) * DW - PW) // SW), (SW - 1 + PW) // SW + 1):
+            row, column = u + zh, v + zw
+            inside = in_p & in_q & (row >= 0) & (row < OH) & (column >= 0) & (column < OW)
+            dy_at = _at(dy_ptr, image, row, column, q, OH, OW, C, LAST)
+            dy = tl.load(dy_at, mask=inside, other=0.0).to(tl.float32)
+            if MAX:
+                places_at = _at(places_ptr, image, row, column, q, OH, OW, C, LAST)
+                place = tl.load(places_at, mask=inside, other=255)
+                places = places + (place.to(tl.int32),)  # noqa: RUF005 - no starred tuples
+            else:
+                count = _divisor(divisor, row, column, H, W, KH, KW, SH, SW, PH, PW, WITH_PAD)
+                dy = _over(dy, tl.where(inside, count, 1.0), dx_ptr.dtype.element_ty == tl.float32)
+            dys = dys + (dy,)  # noqa: RUF005
+    for r in tl.static_range(SH):
+        in_row = in_p & (u * SH + r < H)
+        if PAIRS:  # two columns side by side, so that a store has no gaps
+            one = _element(dys, places, u, v, W, r, 0, MAX, FLAT, KH, KW, SH, SW, PH, PW, DH, DW, BLOCK_P, BLOCK_Q)
+            two = _element(dys, places, u, v, W, r, 1, MAX, FLAT, KH, KW, SH, SW, PH, PW, DH, DW, BLOCK_P, BLOCK_Q)
+            dx = tl.reshape(tl.join(one, two), (BLOCK_P, 2 * BLOCK_Q))
+            w = tl.program_id(1) * (2 * BLOCK_Q) + tl.arange(0, 2 * BLOCK_Q)[None, :]
+            dx_at = _at(dx_ptr, image, u * SH + r, w, w, H, W, C, LAST)
+            tl.store(dx_at, dx.to(dx_ptr.dtype.element_ty), mask=in_row & (w < W))
+        else:
+            for c in tl.static_range(SW):
+                dx = _element(dys, places, u, v, W, r, c, MAX, FLAT, KH, KW, SH, SW, PH, PW, DH, DW, BLOCK_P, BLOCK_Q)
+                w = v * SW + c
+                dx_at = _at(dx_ptr, image, u * SH + r, w, q, H, W, C, LAST)
+                tl.store(dx_at, dx.to(dx_ptr.dtype.element_ty), mask=in_row & in_q & (w < W))
