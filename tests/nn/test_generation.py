@@ -203,3 +203,15 @@ def test_the_likeliest_is_the_first_of_the_largest(size):
     logits = torch.randint(50, (64, size), generator=torch.Generator().manual_seed(0)).float()
     expected = (logits == logits.amax(-1, keepdim=True)).long().argmax(-1)
     assert torch.equal(Sampling(0.0).choose(logits, torch.zeros(64)), expected)
+
+
+def test_each_part_keeps_its_mode(model):
+    """One that is frozen in eval mode inside a model that trains; also where generation fails."""
+    model.train()
+    frozen = model.blocks[0].eval()
+    model.generate(tokens(1, 3), 2)
+    with pytest.raises(ConfigError, match="max_new_tokens"):
+        model.generate(tokens(1, 3), -1)
+    assert model.training
+    assert model.blocks[1].training
+    assert not any(module.training for module in frozen.modules())

@@ -1,6 +1,7 @@
 """patch: parity, the report, what is left alone, unpatch, copies."""
 
 import copy
+import gc
 import inspect
 import io
 import json
@@ -14,8 +15,9 @@ from torch import nn
 from transformers import activations
 
 import accelerant as acl
-from accelerant.errors import ConfigError, MissingDependency
+from accelerant.errors import ConfigError, MissingDependency, UnsupportedCase
 from accelerant.nn._patch import known, rules
+from accelerant.nn._patch.loss import _KEPT
 
 TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 """Of float32 on a CPU: sums in another order."""
@@ -137,6 +139,71 @@ def test_logits_are_made_when_they_are_read():
     output.logits = None
     assert output.to_tuple()[0] is output.loss
     assert not any("logits" in note for note in acl.nn.patch(make("llama"), loss=False).notes)
+
+
+def test_a_copy_of_an_output_has_its_logits_or_says_why_not():
+    model, inputs = make("llama"), batch("llama")
+    wanted = model(**inputs).logits
+    acl.nn.patch(model)
+    output = model(**inputs)
+    copied = type(output)(dict(output.items()))  # as accelerate's convert_to_fp32 makes one
+    assert "logits" not in copied.keys()  # noqa: SIM118  # nor did that make them
+    assert copied[0] is copied.loss is output.loss
+    torch.testing.assert_close(copied.logits, wanted, **TIGHT)
+    assert type(copied)(dict(copied.items())).logits is copied.logits is output.logits
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(**inputs)
+    assert type(output)(dict(output.items())).logits.dtype == torch.float32
+    assert output.logits.dtype == torch.bfloat16
+    apart = type(output)(loss=output.loss * 1)
+    assert apart[0] is apart.loss
+    assert repr(apart) == f"CausalLMOutputWithPast(loss={apart.loss!r}, logits=...)"
+    for read in (lambda: apart.logits, lambda: apart["logits"], lambda: apart[1], apart.to_tuple):
+        with pytest.raises(UnsupportedCase, match="another loss than the step's: read them from the output itself"):
+            read()
+    apart.logits = None
+    assert apart.to_tuple() == (apart.loss,)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_an_output_is_pickled_as_the_models_usual_one(family):
+    model = make(family)
+    acl.nn.patch(model)
+    with torch.no_grad():
+        output = model(**batch(family))
+    again = pickle.loads(pickle.dumps(output))
+    assert type(again) in type(output).__mro__
+    assert type(again).__module__ == "transformers.modeling_outputs"
+    assert torch.equal(again.logits, output.logits)
+    assert torch.equal(again.loss, output.loss)
+    assert list(again) == ["loss", "logits"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_on_the_meta_device(family, dtype):
+    """Where accelerate and fully_shard make large models, and shapes are tried out."""
+    model = make(family).to(dtype)
+    acl.nn.patch(model)
+    model.to("meta")
+    output = model(**{name: x.to("meta") for name, x in batch(family).items()})
+    output.loss.backward()
+    assert output.logits.shape == (2, 13, model.config.vocab_size)
+    assert all(p.grad.is_meta for p in model.parameters() if p.grad is not None)
+
+
+def test_an_output_is_forgotten_with_its_last_holder():
+    model, inputs = make("llama"), batch("llama")
+    acl.nn.patch(model)
+    output = model(**inputs)
+    copied = type(output)(dict(output.items()))
+    del output
+    gc.collect()
+    assert len(_KEPT) == 1  # the copy holds it
+    assert copied.logits.shape == (*inputs["input_ids"].shape, 97)
+    del copied
+    gc.collect()
+    assert not _KEPT
 
 
 def test_logits_are_what_they_would_have_been_at_the_forward_pass():
@@ -320,7 +387,7 @@ def test_a_class_whose_forward_another_library_replaced(monkeypatch):
     report = acl.nn.patch(model)
     assert "norm" not in report.counts
     assert left(report, "LlamaRMSNorm") == {
-        "LlamaRMSNorm.forward is not the one of transformers 5.17 that the replacement was written for"
+        "LlamaRMSNorm.forward is not the one of transformers 5.17 to 5.23 that the replacement was written for"
     }
     assert_same(outcome(model, inputs), before, **TIGHT)
 

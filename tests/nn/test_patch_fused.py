@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from patch_models import CAUSAL, assert_same, batch, make, outcome
+from patch_models import CAUSAL, FAMILIES, assert_same, batch, make, outcome
 from torch import nn
 
 import accelerant as acl
 from accelerant.nn._patch import blocks
+from accelerant.nn._patch.swaps import has_hooks
 
 TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 
@@ -15,7 +16,7 @@ TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 def fused(monkeypatch):
     """How many blocks ran as one function."""
     counted = []
-    for name in ("DecoderLayer", "GPT2Block"):
+    for name in ("DecoderLayer", "GPT2Block", "PreNormLayer", "PostNormLayer"):
         function = getattr(blocks, name)
 
         class Counting:
@@ -28,7 +29,13 @@ def fused(monkeypatch):
     return counted
 
 
-@pytest.mark.parametrize("family", CAUSAL)
+def blocks_of(model):
+    """The modules that run as one function each."""
+    names = ("GPT2Block", "LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "MistralDecoderLayer")
+    return [each for each in model.modules() if type(each).__name__ in (*names, "BertLayer", "ViTLayer")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_training_step_is_fused(family, fused):
     model, inputs = make(family), batch(family)
     before = outcome(model, inputs)
@@ -45,24 +52,43 @@ def test_biases_everywhere(fused):
     assert len(fused) == 2
 
 
-@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("bert", {"hidden_act": "gelu_new"}),
+        ("vit", {"hidden_act": "gelu_new"}),
+        ("vit", {"qkv_bias": False}),
+        ("gpt2", {"activation_function": "gelu"}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    ],
+)
+def test_other_activations_scales_and_biases(family, settings, fused):
+    model, inputs = make(family, **settings), batch(family)
+    before = outcome(model, inputs)
+    acl.nn.patch(model)
+    assert_same(outcome(model, inputs), before, **TIGHT)
+    assert len(fused) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("which", ["norms and biases", "all but the first layer's last", "none of the blocks"])
 def test_frozen_weights_get_no_gradient(family, which, fused):
     model, inputs = make(family), batch(family)
     for name, parameter in model.named_parameters():
         if which == "norms and biases":
-            parameter.requires_grad_(not ("norm" in name or "ln_" in name or "bias" in name))
+            parameter.requires_grad_(not ("norm" in name.lower() or "ln_" in name or "bias" in name))
         elif which == "none of the blocks":
             parameter.requires_grad_(".0." not in name and ".1." not in name)
         else:
-            parameter.requires_grad_(".0.mlp.c_proj" in name or ".0.mlp.down_proj" in name)
+            last = (".0.mlp.c_proj", ".0.mlp.down_proj", ".0.mlp.fc2", ".0.output.dense")
+            parameter.requires_grad_(any(part in name for part in last))
     before = outcome(model, inputs)
     acl.nn.patch(model)
     assert_same(outcome(model, inputs), before, **TIGHT)
     assert fused
 
 
-@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize("family", [*CAUSAL, "bert"])
 def test_gradients_of_embeddings_and_of_gradients(family, fused):
     model, plain = make(family), make(family, attn_implementation="eager")  # sdpa has no second derivative
     labels = batch(family)["labels"]
@@ -73,7 +99,7 @@ def test_gradients_of_embeddings_and_of_gradients(family, fused):
         loss = model(inputs_embeds=x, labels=labels).loss
         (dx,) = torch.autograd.grad(loss, x, create_graph=True)
         penalty = loss + dx.square().sum()
-        parameters = [p for n, p in model.named_parameters() if "mlp" in n]
+        parameters = [p for n, p in model.named_parameters() if "mlp" in n or "intermediate" in n]
         return dx.detach(), *torch.autograd.grad(penalty, parameters)
 
     acl.nn.patch(model)
@@ -85,24 +111,32 @@ def test_gradients_of_embeddings_and_of_gradients(family, fused):
 @pytest.mark.parametrize(
     "change", ["cache", "hook", "adapter", "dropout", "autocast", "no gradient", "evaluation of attention weights"]
 )
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "bert", "vit"])
 def test_what_is_not_fused(family, change, fused):
-    settings = {"attn_pdrop" if family == "gpt2" else "attention_dropout": 0.5} if change == "dropout" else {}
+    dropouts = {"gpt2": "attn_pdrop", "qwen3": "attention_dropout", "bert": "attention_probs_dropout_prob"}
+    settings = {dropouts.get(family, "hidden_dropout_prob"): 0.5} if change == "dropout" else {}
     model, inputs = make(family, **settings), batch(family)
     acl.nn.patch(model)
-    block = (model.transformer.h if family == "gpt2" else model.model.layers)[0]
+    block = blocks_of(model)[0]
+    inner, last = {"gpt2": ("c_fc", "c_proj"), "qwen3": ("up_proj", "down_proj"), "vit": ("fc1", "fc2")}.get(
+        family, ("dense", "dense")
+    )
     other = 0
     if change == "cache":
+        if family not in ("gpt2", "qwen3"):
+            pytest.skip("an encoder has no cache")
         model(**inputs, use_cache=True).loss.backward()
     elif change == "hook":
         seen = []
-        (block.mlp.c_fc if family == "gpt2" else block.mlp.up_proj).register_forward_hook(lambda *_: seen.append(1))
+        getattr(block.intermediate if family == "bert" else block.mlp, inner).register_forward_hook(
+            lambda *_: seen.append(1)
+        )
         outcome(model, inputs)
         assert seen == [1]
         other = 1
     elif change == "adapter":
-        name = "c_proj" if family == "gpt2" else "down_proj"
-        setattr(block.mlp, name, nn.Sequential(getattr(block.mlp, name)))
+        holder = block.output if family == "bert" else block.mlp
+        setattr(holder, last, nn.Sequential(getattr(holder, last)))
         outcome(model, inputs)
         other = 1
     elif change == "dropout":
@@ -119,7 +153,53 @@ def test_what_is_not_fused(family, change, fused):
     assert len(fused) == other
 
 
-@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize(
+    ("family", "name", "part"),
+    [
+        ("gpt2", "resid_pdrop", lambda block: block.mlp.dropout),
+        ("gpt2", "resid_pdrop", lambda block: block.attn.resid_dropout),
+        ("gpt2", "attn_pdrop", lambda block: block.attn),
+        ("qwen3", "attention_dropout", lambda block: block.self_attn),
+        ("bert", "hidden_dropout_prob", lambda block: block.output.dropout),
+        ("bert", "attention_probs_dropout_prob", lambda block: block.attention.self),
+        ("vit", "hidden_dropout_prob", lambda block: block.dropout),
+        ("vit", "attention_probs_dropout_prob", lambda block: block.attention),
+    ],
+)
+def test_dropout_follows_its_own_mode_not_the_blocks(family, name, part, fused):
+    """Monte Carlo dropout: a model in evaluation whose dropout alone trains."""
+    plain, inputs = make(family, **{name: 0.5}).eval(), batch(family)
+    part(blocks_of(plain)[0]).training = True
+    model = make(family, **{name: 0.5}).eval()
+    acl.nn.patch(model)
+    part(blocks_of(model)[0]).training = True
+    inputs.pop("labels")
+    more = {"use_cache": False} if family in CAUSAL else {}
+    for each in (plain, model):
+        first, second = (each(**inputs, **more).logits for _ in range(2))
+        assert not torch.equal(first, second)
+    assert len(fused) == 2  # the other block, twice
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_once_asked_for_cost_no_later_step(family, fused):
+    """Transformers then leaves hooks on layers and attention for good."""
+    plain, model, inputs = make(family), make(family), batch(family)
+    acl.nn.patch(model)
+    wanted, found = (each(**inputs, output_hidden_states=True).hidden_states for each in (plain, model))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, **TIGHT)
+    fused.clear()
+    assert_same(outcome(model, inputs), outcome(plain, inputs), **TIGHT)
+    assert len(fused) == 2
+    attention = next(each for each in model.modules() if type(each).__name__.endswith("Attention") and has_hooks(each))
+    attention.register_forward_hook(lambda *_: None)
+    fused.clear()
+    outcome(model, inputs)
+    assert len(fused) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_parts_that_were_exchanged_are_called(family, when, fused):
     class Half(nn.Module):
@@ -131,6 +211,14 @@ def test_parts_that_were_exchanged_are_called(family, when, fused):
             first, second = model.transformer.h
             first.mlp.dropout = Half()
             second.attn.resid_dropout = Half()
+        elif family == "bert":
+            first, second = model.bert.encoder.layer
+            first.intermediate.intermediate_act_fn = Half()
+            second.output.dropout = Half()
+        elif family == "vit":
+            first, second = model.vit.layers
+            first.mlp = Half()
+            second.layernorm_after = Half()
         else:
             first, second = model.model.layers
             first.mlp = Half()
@@ -147,7 +235,7 @@ def test_parts_that_were_exchanged_are_called(family, when, fused):
     assert not fused
 
 
-@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_hooks_on_all_modules_are_heard(family, fused):
     kind = "Conv1D" if family == "gpt2" else "Linear"
 

@@ -47,13 +47,13 @@ def rows():
     ]  # fmt: skip
 
 
-def trained(model, path, **settings):
+def trained(model, path, kind=transformers.Trainer, **settings):
     arguments = transformers.TrainingArguments(
         output_dir=str(path), per_device_train_batch_size=3, max_steps=4, learning_rate=1e-3, logging_steps=1,
         save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, seed=0, **settings,
     )  # fmt: skip
     data = rows()
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:6])
+    trainer = kind(model=model, args=arguments, train_dataset=data, eval_dataset=data[:6])
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return trainer, losses, trainer.evaluate()["eval_loss"]
@@ -83,6 +83,29 @@ def test_mixed_precision_and_the_way_back(tmp_path, capsys):
     trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     acl.nn.unpatch(model)
     assert "forward" not in model.__dict__
+
+
+def test_a_loss_of_ones_own_reads_the_logits_in_mixed_precision(tmp_path, capsys):
+    """As a recipe with class weights does; accelerate hands on a copy of the output there, its floats in float32."""
+
+    class Weighted(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **_):
+            outputs = model(**inputs)
+            seen.append(outputs.logits)
+            loss = torch.nn.functional.cross_entropy(
+                outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+            )
+            return (loss, outputs) if return_outputs else loss
+
+    found = {}
+    for patched in (False, True):
+        model, seen = make("llama"), []
+        if patched:
+            acl.nn.patch(model)
+        _, losses, _ = trained(model, tmp_path, kind=Weighted, bf16=True)
+        assert {logits.dtype for logits in seen} == {torch.float32}
+        found[patched] = losses
+    assert found[True] == pytest.approx(found[False], rel=2e-2)
 
 
 def test_predictions_have_logits(tmp_path, capsys):

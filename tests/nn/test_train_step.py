@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from accelerant.config import override
-from accelerant.errors import ConfigError, FallbackWarning, LaunchError
+from accelerant.errors import ConfigError, FallbackWarning, LaunchError, ShapeError
 from accelerant.nn import GPT, GPTConfig, layers, optim
 from accelerant.nn._precision import LowWeights, lowered
 from accelerant.nn.train.step import StepResult, TrainStep
@@ -86,6 +86,51 @@ def test_the_rate_is_rounded_to_float32_as_that_of_a_graph():
     optimizer = optim.AdamW(one.parameters())
     TrainStep(one, optimizer, one.loss)(batches(1), 0.1)
     assert optimizer.param_groups[0]["lr"] == torch.tensor(0.1, dtype=torch.float32).double().item() != 0.1
+
+
+def test_the_rate_is_memory_inside_a_step_for_a_graph_and_a_number_after_it(monkeypatch):
+    """As on a GPU, where what is captured reads it at its address."""
+    one = model()
+    optimizer = optim.AdamW(one.parameters())
+    step = TrainStep(one, optimizer, one.loss)
+    seen = []
+
+    def aside(batches):
+        seen.append(optimizer.param_groups[0]["lr"])
+        return step._result(step._run(step._moved(batches)))
+
+    monkeypatch.setattr(step, "_wants_graph", True)
+    monkeypatch.setattr(step, "_aside", aside)
+    for number in range(2):
+        step(batches(1), 0.1 / (number + 1))
+    rate = torch.tensor(0.05, dtype=torch.float32).item()
+    assert seen[0] is seen[1]
+    assert seen[0].item() == rate
+    assert type(optimizer.param_groups[0]["lr"]) is float
+    saved = optimizer.state_dict()["param_groups"]
+    assert [group["lr"] for group in saved] == [rate] * len(saved)
+    monkeypatch.setattr(step, "_aside", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(batches(1), 0.1)
+    assert type(optimizer.param_groups[0]["lr"]) is float
+
+
+@pytest.mark.parametrize(
+    ("found", "match"),
+    [
+        (torch.ones(3, 8, requires_grad=True), r"must be a scalar, got the shape \(3, 8\): take its mean"),
+        (torch.ones(0, requires_grad=True), r"the shape \(0,\)"),
+        (1.5, "must be a scalar tensor, got float"),
+    ],
+)
+def test_a_loss_that_is_no_scalar_is_named_before_anything_changes(found, match):
+    one = model()
+    step = TrainStep(one, optim.AdamW(one.parameters()), lambda *_: found)
+    before = [param.detach().clone() for param in one.parameters()]
+    with pytest.raises(ShapeError, match=match):
+        step(batches(1), 1e-2)
+    assert all(param.grad is None for param in one.parameters())
+    assert all(map(torch.equal, before, one.parameters()))
 
 
 def test_results_stay_as_they_were():

@@ -2,6 +2,7 @@
 
 import gc
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -74,6 +75,15 @@ def test_a_graphs_step_is_the_eager_step_bit_for_bit_where_sums_have_an_order(mo
     assert step.captured
     assert found == expected
     assert all(map(torch.equal, captured.parameters(), eager.parameters()))
+
+
+@pytest.mark.parametrize("make", [optim.AdamW, partial(torch.optim.AdamW, capturable=True)], ids=["ours", "torch's"])
+def test_after_a_captured_step_the_rate_is_a_number(make):
+    _, step, _ = trained(True, steps=6, make=make)
+    assert step.captured
+    saved = step.optimizer.state_dict()["param_groups"]
+    assert [group["lr"] for group in saved] == [torch.tensor(6e-3, dtype=torch.float32).item()] * len(saved)
+    assert all(type(group["lr"]) is float for group in saved)
 
 
 def test_the_ledger_counts_what_replays_do():

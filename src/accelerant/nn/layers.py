@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accelerant import ops
-from accelerant.errors import ConfigError, ShapeError
-from accelerant.nn._precision import lowered
+from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
+from accelerant.nn._precision import float8_of, lowered
 from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain
+from accelerant.ops.linear_fp8.op import Float8Weight
 from accelerant.ops.transformer.block import BlockShape, fused_attention, fused_block, fused_linear, fused_mlp
 
 __all__ = ["MLP", "LayerNorm", "Linear", "MultiHeadAttention", "TransformerBlock"]
@@ -77,8 +78,12 @@ def _pair(layer: Any) -> tuple[Tensor, Tensor | None]:
     return layer.weight, layer.bias
 
 
-def _low_pair(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    return lowered(layer.weight, dtype), None if layer.bias is None else lowered(layer.bias, dtype)
+def _low_pair(layer: Any, dtype: torch.dtype) -> tuple[Tensor | Float8Weight, Tensor | None]:
+    """Weight and bias as products take them."""
+    low: Tensor | Float8Weight | None = float8_of(layer.weight) if dtype == torch.bfloat16 else None
+    if low is None:
+        low = lowered(layer.weight, dtype)
+    return low, None if layer.bias is None else lowered(layer.bias, dtype)
 
 
 class Linear(nn.Module):
@@ -118,11 +123,17 @@ class Linear(nn.Module):
 
         Raises:
             ShapeError: the last dimension is not in_features.
+            UnsupportedCase: its weight is wanted in fp8 where it cannot be.
         """
         _require_width(x, self.in_features, "Linear")
         dtype = compute_dtype(x)
         if fuses(x, dtype, self):
             return fused_linear(x.to(dtype), *_pair(self), *_low_pair(self, dtype))
+        if float8_of(self.weight) is not None and x.numel():
+            raise UnsupportedCase(
+                f"precision fp8 needs layers as functions of ours; {self} runs as torch's, under torch.compile, for a "
+                "subclass of Tensor or on another device: take bfloat16"
+            )
         rows = x.to(dtype).reshape(-1, self.in_features)
         y = ops.matmul(rows, self.weight.to(dtype).t())
         if self.bias is not None:

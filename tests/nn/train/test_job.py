@@ -137,6 +137,23 @@ def test_lines_past_the_checkpoint_are_dropped(train, watcher, cpu):
     assert losses(out) == losses(straight)
 
 
+@pytest.mark.parametrize("at", [5, 12])
+def test_a_run_without_its_metrics_goes_on_and_says_so(train, watcher, cpu, at):
+    _, straight = train("straight")
+    _, out = train("run", watch=watcher(at, stop))
+    (out / "metrics.jsonl").unlink()
+    watch, notes = watcher(), []
+    watch.note = notes.append
+    resumed = resume_training(out, cpu, progress=watch, ledger=lambda: NO_CALLS)
+    done = min(at + 1, 12)
+    assert notes == [f"{out}/metrics.jsonl lacks {done} of the {done} steps before: the history begins without them"]
+    assert losses(out) == losses(straight)[done:]
+    assert (resumed.summary["tokens_per_s"] is None) == (resumed.summary["train_loss"] is None) == (done == 12)
+    assert ("not recorded" in (out / "report.html").read_text()) == (done == 12)
+    a, b = (load_file(folder / "model.safetensors") for folder in (out, straight))
+    assert all(torch.equal(a[name], b[name]) for name in b)
+
+
 def test_periodic_checkpoints_are_written_while_training(train, watcher, tmp_path):
     seen = []
     watch = watcher()

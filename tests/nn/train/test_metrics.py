@@ -38,6 +38,16 @@ def test_a_new_run_starts_an_empty_file_and_a_resumed_one_keeps_its_steps(tmp_pa
     assert path.read_text() == ""
 
 
+def test_what_a_kept_file_lacks_is_counted(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert MetricsFile(path, keep_steps=3).lost == 3
+    assert path.read_text() == ""
+    MetricsFile(path).append([record(1), record(2)])
+    assert MetricsFile(path, keep_steps=3).lost == 1
+    assert MetricsFile(path).lost == 0
+    assert MetricsFile(None, keep_steps=3).lost == 0
+
+
 def test_a_cut_last_line_is_left_out_but_no_other(tmp_path):
     path = tmp_path / "metrics.jsonl"
     MetricsFile(path).append([record(1), record(2)])

@@ -2,12 +2,15 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from accelerant.config import override
 from accelerant.errors import FormatError
 from accelerant.nn.train import tokenizer as module
 from accelerant.nn.train.corpus import Corpus, Document
-from accelerant.nn.train.tokenizer import BPETokenizer, ByteTokenizer, load_bpe, train_bpe
+from accelerant.nn.train.tokenizer import BPETokenizer, ByteTokenizer, last_cut, load_bpe, train_bpe, train_bpe_on
 
 TEXTS = ["def f(x):\n    return x + 1\n", "naïve café — 日本語\n", "def g(y):\n    return y\n"]
 DOCUMENTS = tuple(Document(str(i), text.encode()) for i, text in enumerate(TEXTS))
@@ -107,3 +110,65 @@ def test_a_long_text_in_pieces_gives_the_tokens_of_the_whole(cache, monkeypatch)
         phases = []
         assert train_bpe(corpus, 300, phase=phases.append).to_json() == whole.to_json()
     assert phases == ["training the tokenizer (kept for the next run)", "choosing up to 300 tokens"]
+
+
+ALPHABET = [
+    "a",
+    "'s",
+    "1",
+    ".",
+    " ",
+    "  ",
+    "\n",
+    "\t",
+    "\r\n",
+    "\x1c",
+    "\x85",
+    "\u00a0",
+    "\u180e",
+    "\u2028",
+    "\u3000",
+    "日",
+    "。",
+    "é",
+]
+
+
+@given(st.lists(st.sampled_from(ALPHABET), max_size=30).map("".join), st.integers(0, 40))
+def test_a_text_is_cut_where_a_word_ends_anyway(text, since):
+    """As GPT-2's pre-tokenizer, which ours is, divides it."""
+    place = last_cut(text, min(since, len(text)))
+    assert since == 0 or place == 0 or place >= since - 1
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    parts = [word for part in (text[:place], text[place:]) for word, _ in words(part)]
+    assert parts == [word for word, _ in words(text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "since", "place"),
+    [
+        ("one two three", 0, 7),
+        ("one two three", 8, 7),  # the space was the last character then: what follows it was not known
+        ("one two three", 9, 0),
+        ("日本。\n東京。\n\n大阪", 0, 7),  # no spaces: at the end of a line, before its further line ends
+        ("one two  three\n\n", 0, 3),
+        ("one", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_the_last_place_to_cut(text, since, place, monkeypatch):
+    assert last_cut(text, since) == place
+    monkeypatch.setattr(module, "_WINDOW", 2)
+    assert last_cut(text, since) == place
+
+
+def test_training_sees_no_word_that_takes_it_long():
+    """One of 270 KB took 156 s; by the square of the length."""
+    text = "short " + "x" * 1000 + " " * 700 + "end " + "日" * 255
+    parts = list(module._bounded(iter([text, "", "plain"])))
+    assert "".join(parts) == text + "plain"
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    assert max(end - start for part in parts for _, (start, end) in words(part)) == 257
+    assert parts[-1] == "plain"
+    tokenizer = train_bpe_on(iter(["ab" * 100_000]), 300)
+    assert len(tokenizer.encode_text("ab" * 256)) == 2

@@ -379,6 +379,31 @@ def test_an_evaluation_that_is_not_a_number_is_not_the_best():
     assert history.best.loss == 3.0
 
 
+def test_accuracy_leaves_out_the_targets_that_the_loss_leaves_out():
+    outputs, targets = torch.eye(4), torch.tensor([0, 1, -100, 0])
+    assert accuracy(outputs, targets).item() == pytest.approx(2 / 3)
+    model = nn.Identity()
+    trainer = Trainer(model, with_(batch_size=2), optimizer=lambda _: torch.optim.SGD([torch.zeros(1)], 0.1))
+    found = trainer.evaluate(outputs, targets)  # batches with two, and with one of these
+    assert found.metrics["accuracy"] == pytest.approx(2 / 3)
+    assert found.rows == 4
+    assert math.isnan(trainer.evaluate(outputs, torch.full((4,), -100)).metrics["accuracy"])
+
+
+@pytest.mark.parametrize("what", ["loss", "metric"])
+def test_what_is_no_single_number_is_named(what):
+    def apart(outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+    options = {"loss": apart} if what == "loss" else {"metrics": {"apart": apart}}
+    match = r"loss must be a scalar, got the shape \(8,\)" if what == "loss" else r"metric apart must be one number"
+    with pytest.raises(ShapeError, match=match):
+        Trainer(made(), with_(batch_size=24), **options).evaluate(*spiral(8, 0))
+    if what == "loss":
+        with pytest.raises(ShapeError, match=r"got the shape \(8,\)"):
+            fit(made(), *spiral(20, 0), with_(batch_size=8, predict_memory=True), loss=apart)
+
+
 def test_a_metric_may_be_a_number():
     metrics = {"constant": lambda _outputs, _targets: 0.25}
     history = fit(made(), *spiral(20, 0), QUICK, validation=spiral(20, 1), metrics=metrics)
@@ -619,14 +644,14 @@ def test_tensorboard_that_is_not_there_names_the_extra(tmp_path, monkeypatch):
     [
         ({"batch_size": 0}, "batch_size must be above 0, got 0"),
         ({"batch_size": 8.0}, "batch_size must be a whole number, got 8.0"),
-        ({"accumulate": 3}, "accumulate must divide the batch_size of 16, got 3"),
+        ({"accumulate": 0}, "accumulate must be above 0, got 0"),
         ({"epochs": 0}, "epochs must be above 0, got 0"),
         ({"steps": -1}, "steps must be 0 or more, got -1"),
         ({"learning_rate": math.nan}, "learning_rate must be a finite number, got nan"),
         ({"warmup": 1.5}, "warmup must be a part, 0 to 1, got 1.5"),
         ({"beta2": 1.0}, "beta2 must be below 1, got 1.0"),
         ({"schedule": "steps"}, "schedule must be cosine or linear or constant, got 'steps'"),
-        ({"precision": "float16"}, "precision must be auto or float32 or bfloat16, got 'float16'"),
+        ({"precision": "float16"}, "precision must be auto or float32 or bfloat16 or fp8, got 'float16'"),
         ({"optimizer": "lion"}, "optimizer must be adamw or sgd, got 'lion'"),
         ({"recompute": "blocks.*"}, r"recompute must be a tuple of texts, got 'blocks\.\*'"),
         ({"seed": 2**63}, r"seed must be 0 to 2\*\*63 - 1"),
@@ -639,6 +664,21 @@ def test_tensorboard_that_is_not_there_names_the_extra(tmp_path, monkeypatch):
 def test_configs_refuse(changes, message):
     with pytest.raises(ConfigError, match=message):
         with_(**changes)
+
+
+def test_parts_of_a_step_are_even_but_for_a_loader_whose_batches_they_are():
+    x, y = spiral(24, 0)
+    rows, config = TensorDataset(x, y), with_(batch_size=16, accumulate=3, steps=2)
+    for data in ((x, y), (rows,)):
+        with pytest.raises(ConfigError, match="accumulate must divide the batch_size of 16, got 3"):
+            fit(made(), *data, config=config)
+    seen = []
+    model = made()
+    model.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])) if model.training else None)
+    history = fit(model, DataLoader(rows, 7), None, config, validation=rows)
+    assert history.steps == 2
+    assert seen == [7, 7, 7, 3, 7, 7]  # 24 rows: batches of 7, 7, 7 and 3, three a step
+    assert history.best.rows == 24
 
 
 def test_a_config_is_json_and_back():

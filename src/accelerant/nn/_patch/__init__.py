@@ -19,14 +19,14 @@ def patch(model: nn.Module, *, loss: bool = True, padding: str = "exact", embedd
     Attention (through transformers' AttentionInterface), norms with the residual before them, activations, MLPs, rotary
     embeddings, token embeddings and the loss of GPT-2, Llama, Qwen2, Qwen3, Mistral, BERT and ViT. Methods are replaced
     on the modules of this model and on no class. Parameters, buffers and the keys of the state_dict stay. What is not
-    known for sure stays too: a class or forward other than transformers 5.17's, an activation or eps other than the
-    config's, a layer with adapters; the report says so.
+    known for sure stays too: a class or forward that is none of transformers 5.17 to 5.23, an activation or eps other
+    than the config's, a layer with adapters; the report says so.
 
     Args:
         model: a model of transformers, or a module that holds one (before DDP, fully_shard and torch.compile). A
             patched one stays as it is, whatever the options.
-        loss: in training, with labels, compute a causal model's loss without its logits. output.logits then makes them
-            when it is read. False: with logits that exist whole.
+        loss: in training, with labels, compute a language model's loss without its logits. output.logits then makes
+            them when it is read. False: with logits that exist whole.
         padding: "exact": where a mask has padding, attention goes to torch, and the result is the unpatched model's
             everywhere. "skip": it stays on our kernels; tokens see no padding, and what comes out at padded positions
             means nothing (as with FlashAttention in transformers).

@@ -17,18 +17,22 @@ from transformers.pytorch_utils import Conv1D
 
 from accelerant import ops
 from accelerant.nn._patch.attention import Pattern, pattern_of
-from accelerant.nn._patch.fused import DecoderLayer, GPT2Block, Spec, is_serviceable
+from accelerant.nn._patch.encoder import PostNormLayer, PreNormLayer
+from accelerant.nn._patch.fused import DecoderLayer, GPT2Block
 from accelerant.nn._patch.layers import (
     activated_linear,
     add_norm,
     gelu_forward,
+    intermediate_forward,
     layer_norm_forward,
     rms_norm_forward,
     silu_forward,
 )
+from accelerant.nn._patch.parts import Spec, is_serviceable
 from accelerant.nn._patch.swaps import MARK, NAME, has_hooks, is_bare, swapped
 
 __all__ = [
+    "bert_layer_forward",
     "bert_output_forward",
     "decoder_layer_forward",
     "gated_mlp_forward",
@@ -111,7 +115,9 @@ def _fused_gpt2_block(
     ):
         return None
     dropouts = (attention.attn_dropout, attention.resid_dropout, mlp.dropout)
-    if not all(is_bare(each, nn.Dropout) and not (self.training and each.p) for each in dropouts):
+    if not all(
+        is_bare(each, nn.Dropout) and not (each.p and (each.training or attention.training)) for each in dropouts
+    ):
         return None
     weights = tuple(tensor for module in (*norms, *layers) for tensor in (module.weight, module.bias))
     if not is_serviceable(x, weights):
@@ -131,7 +137,7 @@ def _plain_attention(module: Any, x: Tensor, attention_mask: Tensor | None, kwar
     mark = getattr(module, MARK, None)
     if mark is None or not mark.attention or module.config._attn_implementation != NAME or x.shape[1] == 1:
         return None
-    if has_hooks(module):
+    if has_hooks(module, beside_captures=True):
         return None
     if kwargs.get("output_attentions") or kwargs.get("is_causal") is not None or "position_bias" in kwargs:
         return None
@@ -209,7 +215,7 @@ def _fused_decoder_layer(
         is_bare(mlp.act_fn, getattr(mlp, MARK).options["activation"], silu_forward)
         and all(is_bare(layer, nn.Linear) for layer in layers)
         and all(is_bare(norm, type(norm), rms_norm_forward) for norm in (*norms, *heads))
-        and not (self.training and attention.attention_dropout)
+        and not (attention.training and attention.attention_dropout)
     ):
         return None
     cos, sin = position_embeddings
@@ -302,6 +308,112 @@ def vit_mlp_forward(self: Any, hidden_states: Tensor) -> Any:
 
 def vit_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
     """ViTLayer's."""
+    again = functools.partial(_vit_layer, self, attention_mask, kwargs)
+    fused = _fused_vit_layer(self, hidden_states, attention_mask, kwargs, again)
+    return again(hidden_states) if fused is None else fused
+
+
+def _vit_layer(self: Any, attention_mask: Tensor | None, kwargs: dict[str, Any], hidden_states: Tensor) -> Tensor:
+    """The layer by its modules."""
     attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
     normed, residual = add_norm(self.dropout(attended), hidden_states, self.layernorm_after)
-    return self.dropout(self.mlp(normed)) + residual
+    y: Tensor = self.dropout(self.mlp(normed)) + residual
+    return y
+
+
+def _fused_vit_layer(
+    self: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any], again: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """The layer by one function, where that serves."""
+    attention, mlp = self.attention, self.mlp
+    pattern = _plain_attention(attention, x, attention_mask, kwargs)
+    if pattern is None or "forward" in attention.__dict__ or not is_bare(mlp, type(mlp), vit_mlp_forward):
+        return None
+    options = getattr(mlp, MARK).options
+    if not is_bare(mlp.activation_fn, options["activation"], gelu_forward):
+        return None
+    if attention.training and attention.attention_dropout:
+        return None
+    layers = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.fc1, mlp.fc2)
+    return _fused_encoder_layer(
+        PreNormLayer, x, (self.layernorm_before, self.layernorm_after), layers, (self.dropout,), attention.training,
+        pattern, attention.num_attention_heads, attention.scaling, options["approximate"], again,
+    )  # fmt: skip
+
+
+def bert_layer_forward(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None,
+    encoder_attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """BertLayer's."""
+    again = functools.partial(
+        type(self).forward, self, attention_mask=attention_mask, encoder_hidden_states=encoder_hidden_states,
+        encoder_attention_mask=encoder_attention_mask, past_key_values=past_key_values, **kwargs,
+    )  # fmt: skip
+    fused = None
+    if encoder_hidden_states is None and past_key_values is None and not self.chunk_size_feed_forward:
+        fused = _fused_bert_layer(self, hidden_states, attention_mask, kwargs, again)
+    return again(hidden_states) if fused is None else fused
+
+
+def _fused_bert_layer(
+    self: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any], again: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """The layer by one function, where that serves."""
+    outer, inner, last = self.attention, self.intermediate, self.output
+    if not is_bare(outer, getattr(self, MARK).options["attention"]):
+        return None
+    attention, first = outer.self, outer.output
+    pattern = _plain_attention(attention, x, attention_mask, kwargs)
+    if pattern is None or "forward" in attention.__dict__ or "feed_forward_chunk" in self.__dict__:
+        return None
+    if not is_bare(inner, type(inner), intermediate_forward):
+        return None
+    if not all(is_bare(each, type(each), bert_output_forward) for each in (first, last)):
+        return None
+    options = getattr(inner, MARK).options
+    if not is_bare(inner.intermediate_act_fn, options["activation"], gelu_forward):
+        return None
+    layers = (attention.query, attention.key, attention.value, first.dense, inner.dense, last.dense)
+    return _fused_encoder_layer(
+        PostNormLayer, x, (first.LayerNorm, last.LayerNorm), layers,
+        (attention.dropout, first.dropout, last.dropout), attention.training, pattern, attention.num_attention_heads,
+        attention.scaling, options["approximate"], again,
+    )  # fmt: skip
+
+
+def _fused_encoder_layer(
+    function: type[PreNormLayer | PostNormLayer],
+    x: Tensor,
+    norms: tuple[Any, Any],
+    layers: tuple[Any, ...],
+    dropouts: tuple[Any, ...],
+    training: bool,
+    pattern: Pattern,
+    heads: int,
+    scale: float,
+    approximate: str,
+    again: Callable[[Tensor], Tensor],
+) -> Tensor | None:
+    """ViT's or BERT's layer by one function, where these parts of it are what they say."""
+    if not (
+        all(is_bare(norm, nn.LayerNorm, layer_norm_forward) for norm in norms)
+        and all(is_bare(layer, nn.Linear) for layer in layers)
+        and all(is_bare(each, nn.Dropout) and not (each.p and (each.training or training)) for each in dropouts)
+        and len({layer.bias is None for layer in layers[:3]}) == 1
+        and x.is_contiguous()
+    ):
+        return None
+    weights = tuple(tensor for module in (*norms, *layers) for tensor in (module.weight, module.bias))
+    if not is_serviceable(x, weights):
+        return None
+    window = -1 if pattern.window is None else pattern.window
+    spec = Spec((norms[0].eps, norms[1].eps), (heads, heads), pattern.causal, window, scale, approximate, again)
+    apply: Callable[..., Tensor] = function.apply
+    y = apply(spec, x, *weights)
+    return y

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from accelerant import ops
 from accelerant.nn._patch.swaps import MARK, is_bare
+from accelerant.ops._library import autocast_dtype
 
 __all__ = [
     "activated_linear",
@@ -32,7 +33,7 @@ def keeps_dtype(x: Tensor, weight: Tensor) -> bool:
     """Whether torch gives the dtype of x, as our norms always do: no mixed dtypes, no autocast of a low one."""
     if x.dtype is not weight.dtype:
         return False
-    return x.dtype in (torch.float32, torch.float64) or not torch.is_autocast_enabled(x.device.type)
+    return x.dtype in (torch.float32, torch.float64) or autocast_dtype(x.device.type) is None
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The forward methods of models with a loss over the vocabulary.
 
-In training the logits of a causal model are read by nobody but its loss, and they are its largest tensor. So the loss
+In training the logits of a language model are read by nobody but its loss, and they are its largest tensor. So the loss
 is made from the hidden states, some rows at a time, and the logits are made when somebody reads them.
 """
 
@@ -10,16 +10,19 @@ import contextlib
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accelerant import ops
+from accelerant.errors import UnsupportedCase
 from accelerant.nn._patch.attention import causal_mask
 from accelerant.nn._patch.swaps import MARK, NAME, Forward, is_bare
+from accelerant.ops._library import autocast_dtype
 
 __all__ = ["causal_lm_forward", "masked_lm_forward", "signed"]
 
@@ -71,7 +74,7 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             output = options["output"](loss=loss, **_others(found))
         else:
             output = _lazy(options["output"])(loss=loss, **_others(found))
-            output.__dict__["_make"] = _later(head, hidden)
+            output.keep(_later(head, hidden), autocast_dtype(hidden.device.type) is not None)
     else:
         output = type(self).forward(self, *args, **kwargs, return_dict=True)
         logits = output.logits
@@ -110,7 +113,7 @@ def _masked(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """BertForMaskedLM's: the loss alone is ours."""
+    """BertForMaskedLM's."""
     options = getattr(self, MARK).options
     labels = kwargs.get("labels")
     if labels is None or len(args) > options["positional"]:
@@ -118,10 +121,40 @@ def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     del kwargs["labels"]
     wants = kwargs.pop("return_dict", None)
     wants = self.config.return_dict if wants is None else wants
-    found = type(self).forward(self, *args, **kwargs, return_dict=True)
-    loss = ops.cross_entropy(found.logits.reshape(-1, self.config.vocab_size), labels.reshape(-1))
-    output = options["output"](loss=loss, logits=found.logits, **_others(found))
+    if options["fused"] and self.training and len(args) <= 1 and _is_bare_head(self.cls, options["head"]):
+        found = self.bert(*args, **kwargs, return_dict=True)
+        hidden, decoder = self.cls.predictions.transform(found.last_hidden_state), self.cls.predictions.decoder
+        loss = ops.linear_cross_entropy(*_with_bias(hidden, decoder), labels)
+        parts = {name: found[name] for name in ("hidden_states", "attentions") if name in found}
+        if torch.compiler.is_compiling():
+            output = options["output"](loss=loss, **parts)
+        else:
+            output = _lazy(options["output"])(loss=loss, **parts)
+            output.keep(_later(decoder, hidden), autocast_dtype(hidden.device.type) is not None)
+    else:
+        found = type(self).forward(self, *args, **kwargs, return_dict=True)
+        loss = ops.cross_entropy(found.logits.reshape(-1, self.config.vocab_size), labels.reshape(-1))
+        output = options["output"](loss=loss, logits=found.logits, **_others(found))
     return output if wants else output.to_tuple()
+
+
+def _is_bare_head(cls: Any, kinds: tuple[type[nn.Module], type[nn.Module]]) -> bool:
+    """Whether BERT's head is its transform and a linear layer with a bias, and no more."""
+    if not is_bare(cls, kinds[0]) or not is_bare(cls.predictions, kinds[1]):
+        return False
+    decoder = cls.predictions.decoder
+    return is_bare(decoder, nn.Linear) and decoder.bias is not None
+
+
+_BESIDE = 8
+"""Columns beside a weight for its bias, all but one of them zeros: rows stay multiples of 16 bytes."""
+
+
+def _with_bias(hidden: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor]:
+    """Tensors whose product is the layer's result with its bias: a one beside hidden, the bias beside the weight."""
+    ones = F.pad(hidden.new_ones(*hidden.shape[:-1], 1), (0, _BESIDE - 1))
+    bias = F.pad(layer.bias[:, None], (0, _BESIDE - 1))
+    return torch.cat((hidden, ones), -1), torch.cat((layer.weight, bias), 1)
 
 
 def _loss(
@@ -138,7 +171,7 @@ def _loss(
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
     targets = targets.to(device).contiguous()
     reduction = "mean" if num_items_in_batch is None else "sum"
-    low = dtype in (torch.bfloat16, torch.float16)
+    low = dtype in (torch.bfloat16, torch.float16) and device.type != "meta"  # which has no autocast
     # Under autocast our losses are float32, as transformers' are: it computes them from logits cast to float32.
     with torch.autocast(device.type, dtype=dtype) if low else contextlib.nullcontext():
         loss = make(targets, ignore_index=ignore_index, reduction=reduction)
@@ -163,27 +196,62 @@ def _others(output: Any) -> dict[str, Any]:
 def _later(head: nn.Module, hidden: Tensor) -> Callable[[], Tensor]:
     """What makes the logits, whenever it is called, as they would have been made now: gradient mode and autocast."""
     kind = hidden.device.type
-    learns, lowers, dtype = torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    learns, lower = torch.is_grad_enabled(), autocast_dtype(kind)
 
     def make() -> Tensor:
-        with torch.set_grad_enabled(learns), torch.autocast(kind, dtype=dtype, enabled=lowers):
+        # Off where it was off: the caller may have turned it on since. "meta" has none.
+        off = contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+        with torch.set_grad_enabled(learns), off if lower is None else torch.autocast(kind, dtype=lower):
             logits: Tensor = head(hidden)
             return logits
 
     return make
 
 
+_KEPT: dict[int, weakref.ref[Any]] = {}
+"""By the address of a loss: the output that can make its logits, as long as somebody holds it."""
+
+
 class _Lazy:
     """An output whose logits are made from the hidden states when somebody asks for them, once.
 
-    Whoever walks over its items (hooks of DDP and FSDP, accelerate) does not ask.
+    Whoever walks over its items (hooks of DDP and FSDP, accelerate) does not ask. Accelerate's mixed precision hands on
+    a copy of the items: it has the same loss, and finds by that what makes the logits. A copy whose loss is another
+    tensor cannot, and says so.
     """
+
+    def keep(self, make: Callable[[], Tensor], lowered: bool) -> None:
+        """Take what makes the logits; lowered: under autocast, so that copies, as accelerate has them, are float32."""
+        self.__dict__.update(_make=make, _lowered=lowered)
+        key = id(self.loss)  # type: ignore[attr-defined]
+
+        def forget(gone: object) -> None:
+            if _KEPT.get(key) is gone:
+                del _KEPT[key]
+
+        _KEPT[key] = weakref.ref(self, forget)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        held = self.__dict__
+        if held.get("_logits") is None:
+            held.pop("_logits", None)  # nobody has said that there are none
+        kept = _KEPT.get(id(held.get("loss")))
+        original = None if kept is None else kept()
+        if original is not None and original.loss is held["loss"]:
+            held["_make"] = functools.partial(_handed_on, original)
 
     def _get_logits(self) -> Tensor | None:
         held = self.__dict__
-        if held.get("_logits") is None and "_make" in held:
-            held["_logits"] = held.pop("_make")()
-        return held.get("_logits")
+        if "_logits" not in held:
+            if "_make" not in held:
+                raise UnsupportedCase(
+                    "this copy of a training step's output has no logits, and another loss than the step's: read them "
+                    "from the output itself, or patch with loss=False, which makes them always"
+                )
+            held["_logits"] = held["_make"]()
+            del held["_make"]
+        return cast("Tensor | None", held["_logits"])
 
     def _set_logits(self, value: Tensor | None) -> None:
         self.__dict__["_logits"] = value
@@ -191,13 +259,30 @@ class _Lazy:
     def __getitem__(self, key: Any) -> Any:
         if key == "logits":
             return self._get_logits()
+        if key == 0 and self.__dict__.get("loss") is not None:
+            return self.__dict__["loss"]
         return self.to_tuple()[key] if not isinstance(key, str) else super().__getitem__(key)  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        """A copy, or what is pickled, is the model's usual output; its logits are made now."""
+        return type(self).__mro__[2], tuple(getattr(self, name) for name in self.__dataclass_fields__)  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        shown = [f"{name}={value!r}" for name, value in self.items()]  # type: ignore[attr-defined]
+        return f"{type(self).__name__}({', '.join([*shown, 'logits=...'])})"
 
     def to_tuple(self) -> tuple[Any, ...]:
         """All that is there, the logits in their place."""
         names = [name for name in self.__dataclass_fields__ if name == "logits" or name in self]  # type: ignore[attr-defined,operator]
         found = [getattr(self, name) for name in names]
         return tuple(value for value in found if value is not None)
+
+
+def _handed_on(original: _Lazy) -> Tensor | None:
+    """The logits for a copy of an output."""
+    logits = original._get_logits()
+    low = logits is not None and logits.dtype in (torch.bfloat16, torch.float16)
+    return logits.float() if logits is not None and low and original.__dict__["_lowered"] else logits
 
 
 @functools.cache

@@ -170,6 +170,15 @@ def _residual(forward: Forward, op: str, norm: str) -> Rule:
     return Rule(plan)
 
 
+def _bert_layer(module: Any, config: Any, options: Options) -> Plan | str:
+    kind = type(module.attention)
+    if f"{kind.__module__}:{kind.__qualname__}" != _BERT + "BertAttention":
+        return f"its attention is a {kind.__name__}"
+    made = Plan([("block", "in plain training one autograd function")], blocks.bert_layer_forward)
+    made.options = {"attention": kind}
+    return made
+
+
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
@@ -244,8 +253,15 @@ def _causal_lm(base: str, positional: int, output: type, named: tuple[str, ...])
 
 def _masked_lm(module: Any, config: Any, options: Options) -> Plan | str:
     kind: Any = type(module)
-    made = Plan([("loss", "ops.cross_entropy")], loss.signed(loss.masked_lm_forward, kind))
-    made.options = {"positional": 7, "output": modeling_outputs.MaskedLMOutput}
+    kinds = type(module.cls), type(module.cls.predictions)
+    fused = options.loss and all(
+        f"{found.__module__}:{found.__qualname__}" == _BERT + name
+        for found, name in zip(kinds, ("BertOnlyMLMHead", "BertLMPredictionHead"), strict=True)
+    )
+    made = Plan([("loss", f"ops.{'linear_' if fused else ''}cross_entropy")])
+    made.forward = loss.signed(loss.masked_lm_forward, kind)
+    made.options = {"positional": 7, "output": modeling_outputs.MaskedLMOutput, "fused": fused, "head": kinds}
+    made.notes = (_LAZY,) if fused else ()
     return made
 
 
@@ -272,12 +288,17 @@ RULES: dict[str, Rule] = {
     _BERT + "BertIntermediate": _gelu_mlp(
         layers.intermediate_forward, "dense", "intermediate_act_fn", "hidden_act", nn.Linear
     ),
+    _BERT + "BertLayer": Rule(
+        _bert_layer, tuple(_BERT + name for name in ("BertLayer.feed_forward_chunk", "BertAttention.forward"))
+    ),
     _BERT + "BertSelfOutput": _residual(blocks.bert_output_forward, "ops.add_layer_norm", "LayerNorm"),
     _BERT + "BertOutput": _residual(blocks.bert_output_forward, "ops.add_layer_norm", "LayerNorm"),
-    _BERT + "BertForMaskedLM": Rule(_masked_lm),
+    _BERT + "BertForMaskedLM": Rule(
+        _masked_lm, tuple(f"{_BERT}{name}.forward" for name in ("BertOnlyMLMHead", "BertLMPredictionHead"))
+    ),
     _VIT + "ViTAttention": Rule(_attention),
     _VIT + "ViTMLP": _gelu_mlp(blocks.vit_mlp_forward, "fc1", "activation_fn", "hidden_act", nn.Linear),
-    _VIT + "ViTLayer": _residual(blocks.vit_layer_forward, "ops.add_layer_norm", "layernorm_after"),
+    _VIT + "ViTLayer": _residual(blocks.vit_layer_forward, "ops.add_layer_norm" + _WHOLE, "layernorm_after"),
 }
 
 for _family, _prefix, _qk_norm, _window in (

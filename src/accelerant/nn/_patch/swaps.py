@@ -124,11 +124,17 @@ def swapped(module: nn.Module, forward: Forward) -> bool:
     return getattr(module.__dict__.get("forward"), "__func__", None) is forward
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling a module calls hooks: its own, or torch's for all modules."""
+def has_hooks(module: nn.Module, *, beside_captures: bool = False) -> bool:
+    """Whether calling a module calls hooks: its own, or torch's for all modules.
+
+    Args:
+        module: any.
+        beside_captures: whether to overlook those that transformers leaves on layers and attention for good, once
+            hidden states were asked for: from attention they take its weights, and ours gives none.
+    """
     everywhere = torch.nn.modules.module
     return bool(
-        module._forward_hooks
+        any(not (beside_captures and _is_capture(hook)) for hook in module._forward_hooks.values())
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
@@ -136,6 +142,13 @@ def has_hooks(module: nn.Module) -> bool:
         or everywhere._global_forward_pre_hooks
         or everywhere._global_backward_hooks
         or everywhere._global_backward_pre_hooks
+    )
+
+
+def _is_capture(hook: Any) -> bool:
+    return (
+        getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+        and getattr(hook, "__name__", None) == "output_capturing_hook"
     )
 
 

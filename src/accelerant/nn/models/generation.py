@@ -19,13 +19,16 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.runtime.graphs import Graph
 
-__all__ = ["Cache", "CacheShape", "Decodable", "Decoding", "Sampling", "generate", "require_tokens"]
+__all__ = ["Cache", "CacheShape", "Decodable", "Decoding", "Sampling", "generate", "prompt_length", "require_tokens"]
 
 _STOP_INTERVAL = 16
 """Tokens between two looks at whether every sequence has ended: a look waits for the device."""
 
 _ROUND = 64
 """Places of a cache are a multiple of this, so that kernels meet few sizes."""
+
+_PROMPT_MULTIPLE = 64
+"""Tokens of a prompt are rounded up to this: kernels then see few lengths, not each one."""
 
 _EAGER = 2
 """Steps before the capture: in them kernels are compiled and libraries set up."""
@@ -308,11 +311,17 @@ def _cut(tokens: Tensor, prompt: int, stops: Sequence[int]) -> Tensor:
     return tokens[:, : prompt + int(first.max())]
 
 
-def require_tokens(tokens: Tensor, context: int | None = None) -> None:
+def prompt_length(time: int, context: int, cache: Cache | None) -> int:
+    """Tokens to read for a prompt of so many: a few more on the right, as far as the context and the cache go."""
+    length = min(-(-time // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE, context)
+    return length if cache is None else min(length, cache.k[0].shape[2])
+
+
+def require_tokens(tokens: Tensor, context: int | None = None, name: str = "idx") -> None:
     """Raise ShapeError unless tokens are (B, T), 1 <= T <= context, UnsupportedDtype unless int32 or int64."""
     if tokens.dim() != 2 or tokens.shape[1] < 1:
-        raise ShapeError(f"idx must be (batch, time) with at least one token, got {tuple(tokens.shape)}")
+        raise ShapeError(f"{name} must be (batch, time) with at least one token, got {tuple(tokens.shape)}")
     if tokens.dtype not in (torch.int32, torch.int64):
-        raise UnsupportedDtype(f"idx must be int32 or int64, got {tokens.dtype}")
+        raise UnsupportedDtype(f"{name} must be int32 or int64, got {tokens.dtype}")
     if context is not None and tokens.shape[1] > context:
         raise ShapeError(f"at most {context} tokens fit the context, got {tokens.shape[1]}")

@@ -9,8 +9,6 @@ section 2.3 (residual projections scaled by 1/sqrt(2 * layers)).
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accelerant import ops
-from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn._precision import lowered
 from accelerant.nn.layers import LayerNorm, TransformerBlock, compute_dtype, fuses, has_hooks
-from accelerant.nn.models import generation, hugging_face
-from accelerant.nn.models.generation import Cache, CacheShape
+from accelerant.nn.models.generation import Cache, CacheShape, require_tokens
 from accelerant.nn.models.gpt_checkpoint import LAYOUT
 from accelerant.nn.models.gpt_decode import can_cache, decode_hidden, prefill_hidden
+from accelerant.nn.models.language_model import LanguageModel
 from accelerant.ops._library import is_plain
 from accelerant.ops.transformer.block import fused_embed, tied_loss
 
@@ -73,11 +71,14 @@ class GPTConfig:
         return asdict(self)
 
 
-class GPT(nn.Module):
+class GPT(LanguageModel):
     """A language model: tokens in, logits of the next token out.
 
     Rows of `wte` past `vocab_size` are zero, get no gradient, and are left out of `state_dict()`.
     """
+
+    _layout = LAYOUT
+    config: GPTConfig
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class GPT(nn.Module):
     def parameter_count(self) -> int:
         """Number of trained values, padding left out."""
         padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.width
-        return sum(parameter.numel() for parameter in self.parameters()) - padding
+        return super().parameter_count() - padding
 
     def hidden(self, idx: Tensor) -> Tensor:
         """The final, normalised features of each position: (B, T) tokens to (B, T, width)."""
@@ -115,9 +116,7 @@ class GPT(nn.Module):
         return self._hidden(idx)[0]
 
     def _require_fits(self, idx: Tensor) -> None:
-        _require_tokens(idx, "idx")
-        if idx.shape[1] > self.config.context:
-            raise ShapeError(f"at most {self.config.context} tokens fit the context, got {idx.shape[1]}")
+        require_tokens(idx, self.config.context)
 
     def _hidden(self, idx: Tensor) -> tuple[Tensor, Tensor]:
         """The final features, and the vocabulary matrix for an output layer; see Embed on why it comes from here."""
@@ -174,7 +173,7 @@ class GPT(nn.Module):
             ShapeError: the shapes differ or do not fit the model.
             UnsupportedDtype: idx or targets are not int32 or int64.
         """
-        _require_tokens(targets, "targets")
+        require_tokens(targets, name="targets")
         if idx.shape != targets.shape:
             raise ShapeError(f"targets must have the shape of idx, {tuple(idx.shape)}, got {tuple(targets.shape)}")
         self._require_fits(idx)
@@ -188,97 +187,6 @@ class GPT(nn.Module):
             logits[:, self.config.vocab_size :] = -math.inf  # in place: a slice would copy the largest tensor
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(wide, targets.reshape(-1).long())
-
-    def generate(
-        self,
-        idx: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
-        stop: int | Sequence[int] | None = None,
-        use_cache: bool = True,
-    ) -> Tensor:
-        """Continue each row by sampling one token after another.
-
-        The model reads a window: at first the prompt, or its last `context` tokens if it is longer. The window grows by
-        each token; when it would pass the context it is cut to its last context // 2 tokens, which are read anew. On a
-        GPU a step, sampling included, is one CUDA graph.
-
-        Args:
-            idx: (B, T) prompt, T at least 1.
-            max_new_tokens: how many tokens to add at most.
-            temperature: divides the logits; 0 takes the likeliest token always.
-            top_k: keep only that many likeliest tokens; None keeps all.
-            top_p: of these, keep the likeliest whose probabilities reach this sum, 0 < top_p <= 1; None keeps all.
-            seed: makes the draw reproducible on one device.
-            generator: the random state to draw from, on idx's device; instead of seed.
-            stop: a token, or several, after which a row ends. A row that ends before the others is filled with the
-                first of them.
-            use_cache: whether to keep keys and values of the window; False reads all of it for each token, for the same
-                tokens but for rounding.
-
-        Returns:
-            (B, T + max_new_tokens), the prompt included, int64; fewer columns where every row has ended.
-
-        Raises:
-            ConfigError: a number is out of range, or both seed and generator are given.
-            ShapeError: idx is not (B, T).
-            UnsupportedDtype: idx is not int32 or int64.
-        """
-        was_training = self.training
-        self.eval()
-        try:
-            return generation.generate(
-                self, idx, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-                generator=generator, stop=stop, use_cache=use_cache,
-            )  # fmt: skip
-        finally:
-            self.train(was_training)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        source: str | os.PathLike[str] | nn.Module,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> GPT:
-        """Make a GPT of Hugging Face's GPT-2 weights.
-
-        Args:
-            source: a folder with config.json and model.safetensors, or shards with their index, as transformers'
-                save_pretrained writes them (transformers itself is not needed); or a transformers model.
-            dtype: of the parameters; None: that of the embedding.
-            device: where to put them; None: the CPU for a folder, and where the model is.
-
-        Returns:
-            a GPT with the same logits, weights of its own.
-
-        Raises:
-            ConfigError: no such folder.
-            FormatError: a file that is torn or not what it should be, a pickled checkpoint; a tensor that is missing,
-                surplus, or of another shape or dtype, by its name.
-            UnsupportedCase: the configuration asks for what a GPT does not do, by the field's name.
-        """
-        return hugging_face.load(cls, source, LAYOUT, dtype, device)
-
-    def save_pretrained(self, path: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9) -> None:
-        """Write config.json and safetensors as transformers' GPT2LMHeadModel reads them.
-
-        Args:
-            path: folder, made if it is not there; weights in it are replaced.
-            max_shard_bytes: of a file; more makes several files and an index.
-
-        Raises:
-            ConfigError: max_shard_bytes below 1.
-            UnsupportedCase: the model has no biases, or layers that are no longer its own; nothing is written then.
-            OSError: the folder cannot be written.
-        """
-        hugging_face.save(self, self.config, path, LAYOUT, max_shard_bytes=max_shard_bytes)
 
     # --- decoding (accelerant.nn.models.generation) ------------------------------------------------------------------
 
@@ -308,13 +216,6 @@ class GPT(nn.Module):
     def _padded_logits(self, hidden: Tensor) -> Tensor:
         rows = hidden.reshape(-1, self.config.width)
         return ops.matmul(rows, self.wte.weight.to(rows.dtype).t())
-
-
-def _require_tokens(tokens: Tensor, name: str) -> None:
-    if tokens.dim() != 2 or tokens.shape[1] < 1:
-        raise ShapeError(f"{name} must be (batch, time) with at least one token, got {tuple(tokens.shape)}")
-    if tokens.dtype not in (torch.int32, torch.int64):
-        raise UnsupportedDtype(f"{name} must be int32 or int64, got {tokens.dtype}")
 
 
 def _strip_padding(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:

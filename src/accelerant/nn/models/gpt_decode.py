@@ -10,15 +10,13 @@ from torch import Tensor
 
 from accelerant import ops
 from accelerant.nn.layers import MultiHeadAttention, TransformerBlock, has_hooks
-from accelerant.nn.models.generation import Cache
+from accelerant.nn.models.generation import Cache, prompt_length
 from accelerant.ops.decode.op import append
 
 if TYPE_CHECKING:
     from accelerant.nn.models.gpt import GPT
 
 __all__ = ["can_cache", "decode_hidden", "prefill_hidden"]
-
-_PROMPT_MULTIPLE = 64  # tokens of a prompt, rounded up: kernels then see few lengths, not each one
 
 
 def can_cache(model: GPT) -> bool:
@@ -37,10 +35,9 @@ def prefill_hidden(model: GPT, idx: Tensor, cache: Cache | None) -> Tensor:
     Tokens are added on the right, where attention does not look. Without a cache the model's own forward pass runs.
     """
     time = idx.shape[1]
-    length = min(-(-time // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE, model.config.context)
+    length = prompt_length(time, model.config.context, cache)
     if cache is None:
         return model.hidden(F.pad(idx, (0, length - time)))[:, time - 1]
-    length = min(length, cache.k[0].shape[2])
     idx = F.pad(idx, (0, length - time))
     x = model.wte(idx) + model.wpe(torch.arange(length, device=idx.device))
     x = x.to(model.activation_dtype())

@@ -11,8 +11,6 @@ Source: Touvron et al. 2023, arXiv:2302.13971, section 2.2; Grattafiori et al. 2
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,8 +20,8 @@ from torch import Tensor, nn
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn.layers import Linear, compute_dtype, has_hooks
-from accelerant.nn.models import generation, hugging_face
-from accelerant.nn.models.generation import Cache, CacheShape
+from accelerant.nn.models.generation import Cache, CacheShape, prompt_length, require_tokens
+from accelerant.nn.models.language_model import LanguageModel
 from accelerant.nn.models.llama_checkpoint import LAYOUT
 from accelerant.nn.normalization import RMSNorm
 from accelerant.nn.quantization import LinearInt8
@@ -31,8 +29,6 @@ from accelerant.ops.decode.op import append, linear
 from accelerant.ops.rope.tables import Llama3Scaling, rope_tables
 
 __all__ = ["Llama", "LlamaConfig"]
-
-_PROMPT_MULTIPLE = 64  # tokens of a prompt, rounded up: kernels then see few lengths, not each one
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +141,7 @@ class LlamaBlock(nn.Module):
         return self.mlp(y), s
 
 
-class Llama(nn.Module):
+class Llama(LanguageModel):
     """A language model: tokens in, logits of the next token out.
 
     Attributes:
@@ -155,6 +151,8 @@ class Llama(nn.Module):
         lm_head: the output layer, or None where the embedding is.
     """
 
+    _layout = LAYOUT
+    config: LlamaConfig
     lm_head: Linear | None
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -166,10 +164,6 @@ class Llama(nn.Module):
         self.lm_head = None if config.tied else Linear(config.width, config.vocab_size, bias=False)
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         nn.init.normal_(self.embed.weight, std=0.02)
-
-    def parameter_count(self) -> int:
-        """Number of trained values."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def hidden(self, idx: Tensor) -> Tensor:
         """The final, normalised features of each position: (B, T) tokens to (B, T, width)."""
@@ -213,40 +207,6 @@ class Llama(nn.Module):
         assert isinstance(head.weight, Tensor)  # for the type checker
         return ops.linear_cross_entropy(rows, head.weight.to(rows.dtype), targets.flatten().long())
 
-    def generate(
-        self,
-        idx: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
-        stop: int | Sequence[int] | None = None,
-        use_cache: bool = True,
-    ) -> Tensor:
-        """Continue each row by one token after another; as `GPT.generate`, which documents it."""
-        return generation.generate(
-            self, idx, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-            generator=generator, stop=stop, use_cache=use_cache,
-        )  # fmt: skip
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        source: str | os.PathLike[str] | nn.Module,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> Llama:
-        """Make a Llama of Hugging Face's weights; as `GPT.from_pretrained`, which documents it."""
-        return hugging_face.load(cls, source, LAYOUT, dtype, device)
-
-    def save_pretrained(self, path: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9) -> None:
-        """Write config.json and weights as Hugging Face has them; as `GPT.save_pretrained`, which documents it."""
-        hugging_face.save(self, self.config, path, LAYOUT, max_shard_bytes=max_shard_bytes)
-
     # --- decoding (accelerant.nn.models.generation) ------------------------------------------------------------------
 
     def can_cache(self) -> bool:
@@ -271,9 +231,8 @@ class Llama(nn.Module):
     def prefill(self, idx: Tensor, cache: Cache | None) -> Tensor:
         """Read (B, T) tokens from position 0 on: float32 logits (B, vocab_size) of the next; fills the cache."""
         time = idx.shape[1]
-        length = min(-(-time // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE, self.config.context)
+        length = prompt_length(time, self.config.context, cache)
         if cache is not None:
-            length = min(length, cache.k[0].shape[2])
             cache.lengths.fill_(time)
         hidden = self._hidden(nn.functional.pad(idx, (0, length - time)), cache)
         return self._logits(hidden[:, time - 1]).float()
@@ -296,7 +255,7 @@ class Llama(nn.Module):
         return _line(self._head(), s, norm=self.norm).float()
 
     def _hidden(self, idx: Tensor, cache: Cache | None) -> Tensor:
-        generation.require_tokens(idx, self.config.context)
+        require_tokens(idx, self.config.context)
         x = self.embed(idx)
         x = x.to(compute_dtype(x))
         cos, sin = (table[: idx.shape[1]] for table in self._rope_tables(x))

@@ -13,7 +13,7 @@ __all__ = ["GraphUse", "Log", "OptimizerName", "Precision", "Schedule", "TrainCo
 
 OptimizerName = Literal["adamw", "sgd"]
 Schedule = Literal["cosine", "linear", "constant"]
-Precision = Literal["auto", "float32", "bfloat16"]
+Precision = Literal["auto", "float32", "bfloat16", "fp8"]
 GraphUse = Literal["auto", "on", "off"]
 Log = Literal["jsonl", "tensorboard"]
 
@@ -28,10 +28,11 @@ class TrainConfig:
     Attributes:
         epochs: passes over the data; steps = ceil(epochs * rows / batch_size). Ignored where `steps` is given.
         steps: optimiser steps; 0: from epochs.
-        batch_size: rows of a step.
+        batch_size: rows of a step; a DataLoader has its own.
         accumulate: parts in which a step's rows are computed; their gradients add up, activations of one part are in
-            memory at a time. Divides batch_size. In "cross_entropy" a part counts by its targets other than -100; in
-            a loss of your own, or of the model, parts count alike.
+            memory at a time. Divides batch_size; of a DataLoader, so many of its batches make a step. In
+            "cross_entropy" a part counts by its targets other than -100; in a loss of your own, or of the model, parts
+            count alike.
         context: tokens in a window of a token file.
         optimizer: "adamw" or "sgd", those of accelerant.nn.optim.
         learning_rate: the peak.
@@ -43,8 +44,10 @@ class TrainConfig:
         beta1, beta2, eps: of AdamW.
         momentum: of SGD.
         clip: largest norm of all gradients together; 0: no clipping.
-        precision: "float32"; "bfloat16", under autocast, the parameters as they are; "auto": bfloat16 on a GPU that
-            computes in it natively, else float32.
+        precision: "float32"; "bfloat16", under autocast, the parameters as they are; "fp8": that, with products of the
+            linear layers in accelerant.nn's blocks in 8-bit floating-point numbers, on a GPU that has them (compute
+            capability 8.9); evaluations are in bfloat16 then. "auto": bfloat16 on a GPU that computes in it natively,
+            else float32.
         recompute: patterns of module names ("blocks.*") whose activations are computed again in the backward pass
             instead of kept (gradient checkpointing).
         graph: replay steps as a CUDA graph: "on", or "auto" where it can be. Python code of the model runs in the
@@ -109,8 +112,6 @@ class TrainConfig:
         for name in ("beta1", "beta2", "momentum"):
             if getattr(self, name) >= 1:
                 raise ConfigError(f"{name} must be below 1, got {getattr(self, name)}")
-        if self.batch_size % self.accumulate:
-            raise ConfigError(f"accumulate must divide the batch_size of {self.batch_size}, got {self.accumulate}")
         if self.seed >= 2**63:
             raise ConfigError(f"seed must be 0 to 2**63 - 1, got {self.seed}")
         if not self.device:
@@ -121,8 +122,8 @@ class TrainConfig:
 
     @property
     def micro_batch(self) -> int:
-        """Rows on the device at once."""
-        return self.batch_size // self.accumulate
+        """Rows on the device at once; of a DataLoader they are those of its batches."""
+        return max(1, self.batch_size // self.accumulate)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values; `from_dict` is its inverse."""

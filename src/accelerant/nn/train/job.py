@@ -19,6 +19,7 @@ from torch import Tensor
 
 from accelerant._version import __version__
 from accelerant.errors import AccelerantError, FormatError, OutOfMemory
+from accelerant.nn._float8 import require_float8
 from accelerant.nn.models.gpt import GPT, GPTConfig
 from accelerant.nn.train.batches import Tokens
 from accelerant.nn.train.callbacks import Callback, TensorBoard
@@ -99,11 +100,13 @@ def run_training(
         The summary; after SIGINT or SIGTERM, with a checkpoint written.
 
     Raises:
-        ConfigError: the data or the folder cannot be used, or another run uses the folder.
+        ConfigError: the data or the folder cannot be used, another run uses the folder, or the device has no fp8.
         MissingDependency: the run logs to TensorBoard, which is not installed.
         OutOfMemory: a micro-batch does not fit the device.
         DivergenceError: a loss or gradient is not finite any more.
     """
+    if run.precision == "fp8":
+        require_float8(device)
     folder = RunFolder(out)
     folder.require_usable()
     if run.log == "tensorboard":
@@ -309,13 +312,13 @@ class _Session:
             "parameters": self._model.parameter_count(),
             "steps": self._run.recipe.steps,
             "tokens": self._run.recipe.steps * self._run.recipe.tokens_per_step,
-            "train_loss": round(float(np.mean([record.loss for record in records[-20:]])), 4),
+            "train_loss": round(float(np.mean([r.loss for r in records[-20:]])), 4) if records else None,
             "validation_loss": round(validation.loss, 4),
             "validation_nats_per_byte": round(per_byte, 4),
             "validation_tokens": validated,
             "unigram_nats_per_byte": round(unigram, 4),
             "bigram_nats_per_byte": round(bigram, 4),
-            "tokens_per_s": round(float(np.median([record.tokens_per_s or 0.0 for record in records])), 1),
+            "tokens_per_s": round(float(np.median([r.tokens_per_s or 0.0 for r in records])), 1) if records else None,
             "peak_memory_bytes": history.peak_memory_bytes,
             "reserved_memory_bytes": history.reserved_memory_bytes,
             "predicted_peak_bytes": history.predicted_peak_bytes,
@@ -373,6 +376,7 @@ def _train_config(run: RunConfig, folder: Path, device: torch.device) -> TrainCo
         beta1=recipe.beta1,
         beta2=recipe.beta2,
         clip=recipe.clip,
+        precision=run.precision,
         graph="auto",
         device=str(device),
         seed=run.seed,

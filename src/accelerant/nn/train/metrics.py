@@ -71,15 +71,23 @@ class MetricsFile:
     Args:
         path: of the file; None keeps the records in memory alone.
         keep_steps: steps whose lines stay.
+
+    Attributes:
+        records: what the file holds.
+        lost: how many of the kept steps have no line: all, where the file is not there.
+
+    Raises:
+        FormatError: the file holds something else.
     """
 
     def __init__(self, path: Path | None, *, keep_steps: int = 0) -> None:
         self._path = path
         self.records: list[StepRecord] = []
         if path is not None:
-            if keep_steps:
+            if keep_steps and path.exists():
                 self.records = [record for record in read_metrics(path) if record.step <= keep_steps]
             write_atomic(path, "".join(record.to_json() + "\n" for record in self.records).encode())
+        self.lost = 0 if path is None else keep_steps - len(self.records)
 
     def append(self, records: Sequence[StepRecord]) -> None:
         """Write some lines and hand them to the operating system."""

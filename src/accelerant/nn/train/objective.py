@@ -19,6 +19,7 @@ from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn.train.batches import Batch
 from accelerant.nn.train.config import TrainConfig
+from accelerant.nn.train.step import require_scalar
 
 __all__ = [
     "Evaluation",
@@ -48,7 +49,7 @@ class Evaluation:
         step: steps done.
         loss: mean over the rows; of cross entropy over the targets that are not -100.
         rows: how many.
-        metrics: other means over the rows, by name.
+        metrics: other means over the rows, by name; accuracy over the targets that are not -100.
     """
 
     step: int
@@ -58,8 +59,11 @@ class Evaluation:
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The part of the targets that have the largest output; (..., classes) and (...)."""
-    return (outputs.argmax(dim=-1) == targets).float().mean()
+    """The part of the targets that have the largest output; (..., classes) and (...), targets of -100 left out.
+
+    NaN where none is left.
+    """
+    return (outputs.argmax(dim=-1) == targets).sum().float() / _kept(targets)
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -90,6 +94,12 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
 
 _LEFT_OUT = -100
 """The target of a place that has none, as in torch."""
+
+
+def _kept(targets: Tensor) -> Tensor:
+    """How many targets count, float32 on their device."""
+    return (targets != _LEFT_OUT).sum().float()
+
 
 _NAMED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross_entropy": cross_entropy, "mse": mse}
 
@@ -132,7 +142,7 @@ class Objective:
         """How many of a batch's targets count, float32 on its device; None where all rows count alike."""
         if self._own or len(batch) < 2 or self._chosen(batch[-1]) is not cross_entropy:
             return None
-        return (batch[-1] != _LEFT_OUT).sum().float()
+        return _kept(batch[-1])
 
     def weigh(self, batches: Sequence[Sequence[Tensor]]) -> Tensor | None:
         """The part that each batch has in the mean over a step's targets; None where batches count alike."""
@@ -143,16 +153,27 @@ class Objective:
         kept = torch.stack(found)
         return kept / kept.sum()
 
-    def measure(self, model: nn.Module, *batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a batch and its metrics."""
+    def measure(self, model: nn.Module, *batch: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor | None]]]:
+        """The loss of a batch; each metric, and over how many targets it is a mean: None for all rows.
+
+        Raises:
+            ConfigError: there are no targets.
+            ShapeError: the loss or a metric is no scalar.
+        """
         if self._own:
-            return self(model, *batch), {}
+            return require_scalar(self(model, *batch)), {}
         outputs, targets = self._outputs(model, batch)
         loss = self._chosen(targets)
         metrics = self._metrics
         if metrics is None:
             metrics = {"accuracy": accuracy} if loss is cross_entropy else {}
-        return loss(outputs, targets), {name: metric(outputs, targets) for name, metric in metrics.items()}
+        found = {}
+        for name, metric in metrics.items():
+            value = torch.as_tensor(metric(outputs, targets), device=targets.device)
+            if value.numel() != 1:
+                raise ShapeError(f"the metric {name} must be one number, got the shape {tuple(value.shape)}")
+            found[name] = value, _kept(targets) if metric is accuracy else None
+        return require_scalar(loss(outputs, targets)), found
 
     def _outputs(self, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Any, Tensor]:
         if len(batch) < 2:
@@ -172,7 +193,7 @@ class Objective:
 def precision_of(config: TrainConfig, device: torch.device) -> torch.dtype | None:
     """The dtype to compute in under autocast; None for the parameters' own."""
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    low = config.precision == "bfloat16" or (config.precision == "auto" and native)
+    low = config.precision in ("bfloat16", "fp8") or (config.precision == "auto" and native)
     return torch.bfloat16 if low else None
 
 
@@ -207,7 +228,7 @@ def evaluate(
 
     Args:
         objective, model: what is measured of what.
-        batches: weighted by their rows, in cross entropy by their targets other than -100.
+        batches: weighted by their rows, in cross entropy and accuracy by their targets other than -100.
         step: steps done, for the result.
         device, precision: where and in which dtype to compute.
         watch: is told after each batch how many rows are done.
@@ -228,11 +249,11 @@ def evaluate(
                 loss, metrics = objective.measure(model, *moved)
             count = len(moved[0])
             names = list(metrics)
-            kept = objective.kept(*moved)
-            weight = torch.as_tensor(float(count) if kept is None else kept, device=device).double()
-            loss = torch.where(weight == 0, torch.zeros_like(loss), loss)  # a mean over nothing is NaN
-            values = [torch.as_tensor(value, device=device).double() * count for value in metrics.values()]
-            sums = torch.stack([loss.double() * weight, *values])
+            found = [(loss, objective.kept(*moved)), *metrics.values()]
+            means = torch.stack([value.to(device).double().reshape(()) for value, _ in found])
+            counts = [float(count) if kept is None else kept for _, kept in found]
+            weight = torch.stack([torch.as_tensor(each, device=device).double() for each in counts])
+            sums = torch.where(weight == 0, 0.0, means * weight)  # a mean over nothing is NaN
             total = sums if total is None else total + sums
             weights = weight if weights is None else weights + weight
             rows += count
@@ -241,5 +262,5 @@ def evaluate(
         restore_modes(modes)
     if total is None or weights is None:
         raise ConfigError("there is nothing to evaluate on: no rows")
-    loss_mean, *means = torch.cat([total[:1] / weights, total[1:] / rows]).tolist()
-    return Evaluation(step, loss_mean, rows, dict(zip(names, means, strict=True)))
+    loss_mean, *others = (total / weights).tolist()
+    return Evaluation(step, loss_mean, rows, dict(zip(names, others, strict=True)))

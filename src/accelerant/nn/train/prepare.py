@@ -1,6 +1,6 @@
 """Text and JSONL files to a token file, in one pass and in memory that does not grow with them.
 
-A file is read in pieces that end at line ends, where the tokenizer would end a word anyway: the tokens are those of the
+A file is read in pieces that end between words, where the tokenizer would end one anyway: the tokens are those of the
 whole text. The result appears under its name when it is whole.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from accelerant.nn.train.checkpoint import write_atomic
 from accelerant.nn.train.corpus import text_files
 from accelerant.nn.train.material import tokenizer_hash, tokenizer_path
 from accelerant.nn.train.tokenfile import TokenFileInfo, TokenWriter, is_token_file
-from accelerant.nn.train.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_bpe, train_bpe_on
+from accelerant.nn.train.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, last_cut, load_bpe, train_bpe_on
 
 __all__ = ["prepare_tokens"]
 
@@ -27,7 +26,6 @@ _READ = 1 << 22  # bytes at once
 _LONGEST = 1 << 26  # characters without a place to cut: cut anyway, so that memory stays bounded
 _JSON_LINES = (".jsonl", ".ndjson")
 _SAMPLE_BYTES = 1 << 28  # of text that a BPE is trained on
-_CUT = re.compile(r"(?<=[!-~])\n")  # as tokenizer.py cuts
 
 Watch = Callable[[str, float], None]
 """Is told what is done, and which part of it, 0 to 1."""
@@ -171,29 +169,20 @@ def _marked(pieces: Iterator[str]) -> Iterator[tuple[str, bool]]:
 def _read(path: Path, progress: _Progress) -> Iterator[str]:
     """A text file in pieces."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    held = ""
+    held, seen = "", 0
     try:
         with path.open("rb") as file:
             while data := file.read(_READ):
                 progress.add(len(data))
                 held += decoder.decode(data)
-                place = _last_cut(held)
+                place = last_cut(held, seen) or (len(held) if len(held) > _LONGEST else 0)
                 if place:
                     yield held[:place]
                     held = held[place:]
+                seen = len(held)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     yield held + decoder.decode(b"", True)
-
-
-def _last_cut(text: str) -> int:
-    """Where to cut a text that goes on: at the last line end after a printable character; 0 for nowhere yet."""
-    end = len(text)
-    while (place := text.rfind("\n", 0, end)) > 0:
-        if _CUT.match(text, place):
-            return place
-        end = place
-    return len(text) if len(text) > _LONGEST else 0
 
 
 def _json_texts(path: Path, text_field: str, progress: _Progress) -> Iterator[Iterator[str]]:

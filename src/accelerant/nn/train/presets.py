@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from accelerant.errors import ConfigError, FormatError
-from accelerant.nn.train.config import Log, require_type
+from accelerant.nn.train.config import Log, Precision, require_type
 
 __all__ = ["PRESETS", "Recipe", "RunConfig", "preset"]
 
@@ -194,6 +194,7 @@ class RunConfig:
         recompute: compute the blocks' activations again in the backward pass instead of keeping them.
         log: "jsonl", or "tensorboard" beside it.
         profile: steps to profile; 0: none.
+        precision: as in TrainConfig.
     """
 
     recipe: Recipe
@@ -203,6 +204,7 @@ class RunConfig:
     recompute: bool = False
     log: Log = "jsonl"
     profile: int = 0
+    precision: Precision = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):
@@ -215,6 +217,8 @@ class RunConfig:
             raise ConfigError(f"profile must be 0 or more, got {self.profile}")
         if self.log not in ("jsonl", "tensorboard"):
             raise ConfigError(f"log must be jsonl or tensorboard, got {self.log!r}")
+        if self.precision not in get_args(Precision):
+            raise ConfigError(f"precision must be {' or '.join(get_args(Precision))}, got {self.precision!r}")
         if not isinstance(self.data, tuple) or not all(isinstance(name, str) for name in self.data):
             raise ConfigError(f"data must be a row of texts, got {self.data!r}")
         if not 0 <= self.seed < 2**63:
@@ -246,6 +250,8 @@ class RunConfig:
             words.append("--recompute")
         if self.log != "jsonl":
             words += ["--log", self.log]
+        if self.precision != "auto":
+            words += ["--precision", self.precision]
         return shlex.join([*words, "--out", out])
 
     def to_dict(self) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _facts(summary: Mapping[str, Any]) -> str:
     facts = [
         ("Held-out loss", f"{summary['validation_nats_per_byte']:.3f}", "nats a byte"),
         ("Bigram model", f"{summary['bigram_nats_per_byte']:.3f}", f"unigram {summary['unigram_nats_per_byte']:.3f}"),
-        ("Throughput", f"{summary['tokens_per_s']:,.0f}", "tokens a second, median"),
+        ("Throughput", _speed(summary), "tokens a second, median"),
         ("Learned from", f"{summary['tokens'] / 1e6:,.2f} M", f"tokens in {summary['steps']:,} steps"),
         ("Peak memory", _bytes(summary["peak_memory_bytes"]), _memory(summary)),
         ("Time", f"{summary['seconds']:,.0f} s", "in all"),
@@ -90,6 +90,11 @@ def _facts(summary: Mapping[str, Any]) -> str:
         for name, value, unit in facts
     ]
     return f'<div class="facts">{"".join(items)}</div>'
+
+
+def _speed(summary: Mapping[str, Any]) -> str:
+    """Not there where a run went on after its last step, without metrics.jsonl."""
+    return "not recorded" if summary["tokens_per_s"] is None else f"{summary['tokens_per_s']:,.0f}"
 
 
 def _memory(summary: Mapping[str, Any]) -> str:

@@ -107,6 +107,10 @@ class Run:
         path = None if self._folder is None else self._folder / "metrics.jsonl"
         self._metrics = MetricsFile(path, keep_steps=start)
         history.records = self._metrics.records
+        if path is not None and self._metrics.lost:
+            self._note(
+                f"{path} lacks {self._metrics.lost:,} of the {start:,} steps before: the history begins without them"
+            )
         if not trainer.model.training:  # else a part that is in eval mode is frozen on purpose
             trainer.model.train()
         # What earlier parts of the program held does not count as this run's peak.
@@ -172,7 +176,7 @@ class Run:
             max_grad_norm=config.clip or None,
             accumulate=config.accumulate,
             weigh=trainer.objective.weigh,
-            precision=trainer.precision,
+            precision=torch.float8_e4m3fn if config.precision == "fp8" else trainer.precision,
             graph=graph if self._source.fixed else False,
         )
 

@@ -21,14 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.config import settings
-from accelerant.errors import ConfigError, FallbackWarning, LaunchError
+from accelerant.errors import ConfigError, FallbackWarning, LaunchError, ShapeError
+from accelerant.nn._float8 import float8_weights, require_float8
 from accelerant.nn._optimizer import MultiTensorOptimizer
 from accelerant.nn._precision import LowWeights
 from accelerant.nn.optim import clip_grad_norm_
 from accelerant.runtime.graphs import Graph
 from accelerant.runtime.ledger import FallbackRecord, ledger
 
-__all__ = ["StepResult", "TrainStep"]
+__all__ = ["StepResult", "TrainStep", "require_scalar"]
 
 _EAGER_STEPS = 3
 """Steps before the capture: compiling and tables in the first, addresses that come back in the others."""
@@ -48,19 +49,38 @@ class StepResult(NamedTuple):
     grad_norm: Tensor
 
 
+def require_scalar(loss: Any) -> Tensor:
+    """The loss, if it is a tensor of one element.
+
+    Raises:
+        ShapeError: it is not; naming its shape.
+    """
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    if not isinstance(loss, Tensor):
+        raise ShapeError(f"the loss must be a scalar tensor, got {type(loss).__name__}")
+    raise ShapeError(
+        f"the loss must be a scalar, got the shape {tuple(loss.shape)}: take its mean (a loss of torch with "
+        'reduction="none" gives one value for each row)'
+    )
+
+
 class TrainStep:
     """Forward, backward, clipping and update of a model.
 
     Args:
         model: its parameters are those of the optimiser.
         optimizer: accelerant.nn.optim's clip and update in one launch. Any other of torch's serves; for a graph it must
-            have been made with capturable=True. The learning rate of all its groups is that of the call.
+            have been made with capturable=True. The learning rate of all its groups is that of the call, a number
+            before and after it.
         loss: called with the tensors of a batch, gives a scalar.
         max_grad_norm: clip all gradients together to this norm; None does not clip.
         accumulate: batches in a step; the gradient is that of the mean of their losses.
         weigh: of a step's batches, the part that each one's loss has in that mean, (accumulate,) on their device, 0 for
             one that does not count even if its loss is NaN; None for equal parts. Called where there are several.
-        precision: bfloat16 for autocast, with each matrix cast once a step; None for the parameters' own dtype.
+        precision: bfloat16 for autocast, with each matrix cast once a step; float8_e4m3fn for that with the products
+            of the linear layers in accelerant.nn's blocks in 8 bits (forward, and back to their input); None for the
+            parameters' own dtype.
         graph: True captures the step; False never does; None does on a CUDA device in a process that trains alone.
             Where it cannot be, steps run eagerly and the ledger has the reason.
 
@@ -91,21 +111,28 @@ class TrainStep:
             raise ConfigError(f"accumulate must be at least 1, got {accumulate}")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be above 0, or None; got {max_grad_norm}")
-        if precision not in (None, torch.float32, torch.bfloat16):
+        if precision not in (None, torch.float32, torch.bfloat16, torch.float8_e4m3fn):
             raise ConfigError(
-                f"precision must be bfloat16, float32 or None, got {precision}; float16 needs a loss scale"
+                f"precision must be bfloat16, float8_e4m3fn, float32 or None, got {precision}; "
+                "float16 needs a loss scale"
             )
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.accumulate = accumulate
         self._weigh = weigh if accumulate > 1 else None
-        self._precision = None if precision == torch.float32 else precision
+        float8 = precision == torch.float8_e4m3fn
+        self._precision = torch.bfloat16 if float8 else None if precision == torch.float32 else precision
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         if not self._params:
             raise ConfigError("the optimizer has no parameters")
         self._device: torch.device = self._params[0].device
         self._own = isinstance(optimizer, MultiTensorOptimizer)
         self._max_norm = self._fused_norm(max_grad_norm)
-        self._low = None if self._precision is None else LowWeights(self._precision)
+        self._low = None
+        if float8:
+            require_float8(self._device)
+            self._low = LowWeights(torch.bfloat16, float8_weights(model))
+        elif self._precision is not None:
+            self._low = LowWeights(self._precision)
         self._rate: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
         self._wants_graph = self._graph_wanted(graph)
@@ -137,12 +164,20 @@ class TrainStep:
 
         Raises:
             ConfigError: another number of batches, or a rate that is negative or NaN.
+            ShapeError: the loss is no scalar.
         """
         if len(batches) != self.accumulate:
             raise ConfigError(f"a step takes {self.accumulate} batches, got {len(batches)}")
         if not learning_rate >= 0:
             raise ConfigError(f"learning_rate must be at least 0, got {learning_rate}")
-        self._set_rate(learning_rate)
+        try:
+            self._set_rate(learning_rate)
+            return self._step(batches)
+        finally:
+            self._put_rate(learning_rate)  # a number: what the optimiser says of itself outlives this object
+
+    def _step(self, batches: Sequence[Batch]) -> StepResult:
+        """By a replay where there is one for these shapes, else eagerly; after enough eager ones, captured."""
         if not self._wants_graph:
             return self._result(self._run(self._moved(batches)))
         seen = self._signature(batches)
@@ -168,7 +203,7 @@ class TrainStep:
         with self._precision_context():
             for number, batch in enumerate(batches):
                 with self._autocast():
-                    loss = self.loss(*batch)
+                    loss = require_scalar(self.loss(*batch))
                     if weights is not None:
                         loss = torch.where(weights[number] == 0, torch.zeros_like(loss), loss) * weights[number]
                     elif self.accumulate > 1:
@@ -208,15 +243,18 @@ class TrainStep:
     def _set_rate(self, rate: float) -> None:
         """A number for eager steps, memory for those that are replayed; of float32 both, so that they give the same."""
         if not self._wants_graph:
-            rate = torch.tensor(rate, dtype=torch.float32).item()
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+            self._put_rate(rate)
             return
         if self._rate is None:
             self._rate = torch.zeros((), dtype=torch.float32, device=self._device)
         self._rate.fill_(rate)
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate
+
+    def _put_rate(self, rate: float) -> None:
+        rate = torch.tensor(rate, dtype=torch.float32).item()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
     def _moved(self, batches: Sequence[Batch]) -> list[list[Tensor]]:
         return [[each.to(self._device, non_blocking=True) for each in batch] for batch in batches]

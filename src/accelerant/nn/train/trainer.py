@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from accelerant.errors import ConfigError
+from accelerant.nn._float8 import float8_weights, require_float8
 from accelerant.nn.train.callbacks import Callback, TensorBoard
 from accelerant.nn.train.checkpoint import Checkpoints, write_atomic
 from accelerant.nn.train.config import TrainConfig
@@ -102,6 +104,9 @@ class Trainer:
     ) -> None:
         self.config = config or TrainConfig()
         self.device = _device(self.config.device)
+        if self.config.precision == "fp8":
+            require_float8(self.device)
+            float8_weights(model)
         self.objective = Objective(model, loss, metrics)
         self.model = model.to(self.device)
         if optimizer is None:
@@ -142,6 +147,9 @@ class Trainer:
             KeyboardInterrupt: Ctrl-C; the step was finished, and a checkpoint written where there is a folder.
         """
         source = make_source(data, targets, self.config)
+        rows, parts = self.config.batch_size, self.config.accumulate
+        if rows % parts and not isinstance(data, DataLoader):
+            raise ConfigError(f"accumulate must divide the batch_size of {rows}, got {parts}")
         held_out = None
         if validation is not None:
             first, second = validation if isinstance(validation, tuple) and len(validation) == 2 else (validation, None)
