@@ -66,6 +66,16 @@ def test_a_peer_that_fails_says_why(monkeypatch):
     assert "torch" not in notes
 
 
+@pytest.mark.parametrize("name", ["logits", "exact_logits"])
+def test_without_a_reference_nothing_is_measured(name, monkeypatch):
+    def failing(self):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(suite._Plain, name, failing)
+    with pytest.raises(AccelerantError, match=r"torch's step, which others are checked by: OutOfMemoryError"):
+        suite.run(registry.choose("cpu"), dtypes=("bfloat16",), against=(), budget_s=0.0)
+
+
 def test_unknown_names():
     with pytest.raises(ConfigError, match="no dtype 'int4' in this suite; it has bfloat16, int8"):
         suite.check_names(["int4"], ())
@@ -84,3 +94,6 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "decode", "--dtype", "int4", "--device", "cpu"])
     assert "--dtype: no dtype 'int4'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "decode", "--dtype", ",", "--device", "cpu"])
+    assert "--dtype: name one of bfloat16, int8; got ','" in capsys.readouterr().err

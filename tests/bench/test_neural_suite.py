@@ -9,15 +9,17 @@ import torch
 
 import accelerant.ops
 from accelerant.bench import peers, subjects
+from accelerant.bench.clock import Clock, described
 from accelerant.bench.journal import Journal
 from accelerant.bench.record import OWN, Environment, Record, Row
 from accelerant.bench.report import build_report
 from accelerant.bench.roofline import roofline
-from accelerant.bench.suites import neural, plan
-from accelerant.bench.suites.cases import Case, leaves_of
-from accelerant.bench.suites.checks import Oracle, _relative
+from accelerant.bench.suites import checks, neural, plan
+from accelerant.bench.suites import rows as rows_module
+from accelerant.bench.suites.cases import Case, Work, leaves_of
+from accelerant.bench.suites.checks import Oracle, _relative, _upstream
 from accelerant.bench.suites.warm import compile_ahead
-from accelerant.bench.timer import rotated_ms
+from accelerant.bench.timer import rotated_ms, time_in_turns
 from accelerant.errors import AccelerantError, ConfigError, FormatError, UnsupportedCase
 from accelerant.ops._cases import Benchmark, Indices, Sample
 from accelerant.runtime import registry
@@ -87,7 +89,10 @@ def test_a_row_that_is_cut_short_has_fewer_classes():
 
 def test_the_tables_come_first_in_their_own_dtype_with_all_peers():
     found = planned("gelu", "softmax", dtypes=(torch.bfloat16, torch.float32), odd=True, sweep=(2**14, 2**14 - 1))
-    assert [each.part for each in found] == sorted((each.part for each in found), key=["", "sweep", "odd"].index)
+    parts = [(each.part, each.dtype) for each in found]
+    order = [("", torch.bfloat16), ("odd", torch.bfloat16), ("", torch.float32), ("sweep", torch.bfloat16)]
+    assert list(dict.fromkeys(parts)) == order
+    assert parts == sorted(parts, key=order.index)
     assert (found[0].dtype, found[0].deterministic, found[0].race) == (torch.bfloat16, True, True)
     tables = [each for each in found if each.part == ""]
     assert {each.against for each in tables if each.dtype == torch.bfloat16} == {("torch", "compile", "liger")}
@@ -98,6 +103,25 @@ def test_the_tables_come_first_in_their_own_dtype_with_all_peers():
     assert {each.against for each in sweep} == {("torch", "compile"), ("torch",)}
     assert len({each.key for each in found}) == len(found)
     assert all(each.estimate_s > 0 for each in found)
+
+
+def test_what_names_something_to_reach_comes_first_in_whatever_dtype():
+    found = planned(dtypes=(torch.bfloat16, torch.float32))
+    aims = [plan._aims(each.benchmark) and each.dtype == each.benchmark.dtype for each in found]
+    assert sum(aims) > 10
+    assert aims == sorted(aims, reverse=True)
+    assert torch.float32 in {each.dtype for each in found[: sum(aims)]}  # attention's memory
+
+
+def test_a_cpu_has_each_op_with_fewer_rows_and_whole_weights():
+    found = {each.op: each for each in reversed(planned(gpu=False))}
+    assert set(found) == set(subjects.OPS)
+    assert all(plan._elements(each.benchmark.sample) <= plan._CPU_MOST for each in found.values())
+    assert found["gelu"].benchmark.sample.shapes == ((256, 4096),)
+    assert found["linear_gelu"].benchmark.sample.shapes[1] == (4096, 1024)
+    assert found["attention"].benchmark.sample.shapes == ((1, 4, 256, 64),) * 3
+    square = Benchmark(Sample("square", ((4096, 4096), (4096,), (4096,))), torch.bfloat16)
+    assert plan.for_cpu("layer_norm", square).sample.shapes == ((256, 4096), (4096,), (4096,))
 
 
 def test_a_float32_that_is_asked_for_alone_has_all_peers():
@@ -173,6 +197,69 @@ def test_a_loss_that_writes_over_its_logits_is_compared_on_copies():
     assert torch.equal(case.inputs[0], before)
 
 
+def test_the_upstream_gradient_is_no_argument():
+    """With dy = x the gradient of a norm is next to nothing, its weight's a sum of squares beyond float16's range."""
+    case = case_of("layer_norm", (64, 16), (16,), (16,))
+    for x in case.inputs:
+        for seed in range(4):
+            assert not torch.equal(_upstream(x, torch.float32, seed), x)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_sums_over_many_rows_stay_in_the_range_of_float16(op):
+    weights = [(8,)] * (2 if op == "layer_norm" else 1)
+    benchmark = Benchmark(Sample("x", ((65536 + 8192, 8), *weights)), torch.float16)
+    device = registry.choose("cpu")
+    drawn = benchmark.sample.tensors(torch.float16)
+    case = Case(op, "x", tuple(drawn), {}, benchmark, False)
+    assert case.device.type == device.torch_device
+    assert Oracle(case).wrong(getattr(accelerant.ops, op), "backward")[1] == ""
+
+
+def test_a_reference_of_attention_in_parts_is_the_whole(monkeypatch):
+    q, k = (3, 4, 10, 8), (3, 2, 10, 8)
+    case = case_of("attention", q, k, k, causal=True)
+    for direction in ("forward", "backward"):
+        whole = Oracle(case)._reference(direction)
+        monkeypatch.setattr(checks, "_MOST_SCORES", 1)
+        parts = Oracle(case)._reference(direction)
+        monkeypatch.undo()
+        assert len(parts) == len(whole) == (1 if direction == "forward" else 3)
+        for part, one in zip(parts, whole, strict=True):
+            assert torch.allclose(part, one, rtol=1e-12, atol=1e-14)
+        assert Oracle(case).wrong(accelerant.ops.attention, direction)[1] == ""
+
+
+def test_a_cut_keeps_weights_whole_and_sizes_that_products_take(monkeypatch):
+    monkeypatch.setattr(checks, "_MOST_ELEMENTS", 300 * 256)
+    weight = Indices((512, 256), 128, -127, torch.int8)
+    oracle = Oracle(case_of("linear_int8", (512, 256), weight, (512,), None, dynamic=True))
+    assert not oracle.whole
+    assert [None if x is None else tuple(x.shape) for x in oracle.inputs] == [(128, 256), (512, 256), (512,), None]
+    assert oracle.wrong(accelerant.ops.linear_int8, "forward")[1] == ""
+
+
+def test_a_reference_without_memory_has_fewer_rows(monkeypatch):
+    from accelerant.ops.norm import reference
+
+    whole = reference.rms_norm_reference
+
+    def lacking(x, *rest, **options):
+        return whole(x, *rest, **options) if len(x) <= 64 else lacks_memory()
+
+    monkeypatch.setattr(reference, "rms_norm_reference", lacking)
+    oracle = Oracle(case_of("rms_norm", (256, 256), (256,)))
+    assert oracle.whole
+    assert oracle.wrong(accelerant.ops.rms_norm, "backward")[1] == ""
+    assert [tuple(x.shape) for x in oracle.inputs] == [(64, 256), (256,)]
+    assert not oracle.whole
+    monkeypatch.undo()
+    oracle = Oracle(case_of("rms_norm", (256, 256), (256,)))
+    with pytest.raises(torch.OutOfMemoryError):  # a runner's own lack is its result, and cuts nothing for the others
+        oracle.wrong(lacks_memory, "forward")
+    assert oracle.whole
+
+
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -232,9 +319,92 @@ def test_a_run_that_goes_on_still_ends_as_the_cases_before_it_say(tmp_path, monk
     assert {row.op for row in again.rows} == {"relu", "tanh"}
 
 
+def lacks_memory(*args, **options):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 TiB.")
+
+
+def test_a_peer_without_memory_has_a_row_that_says_so(monkeypatch):
+    monkeypatch.setitem(subjects.OPS, "relu", replace(subjects.OPS["relu"], peers={"liger": lambda: lacks_memory}))
+    record = measured(small("relu", (4, 32), against=("torch", "liger")))
+    lacking = [row for row in record.rows if row.runner == "liger"]
+    assert len(lacking) == 2
+    assert all(row.lacked_memory and row.p50 is None and "7.00 TiB" in row.note for row in lacking)
+    assert all(row.p50 for row in record.rows if row.runner != "liger")
+    assert "out of memory" in record.table()
+
+
+def test_ours_without_memory_is_a_loss_and_no_failure(monkeypatch, tmp_path):
+    def lacking(x):
+        return lacks_memory()
+
+    lacking.__module__ = accelerant.ops.relu.__module__
+    monkeypatch.setattr(accelerant.ops, "relu", lacking)
+    record = Record(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
+    journal = Journal(tmp_path / "rows.jsonl", record, resume=False)
+    cases = [small("tanh", (4, 32)), small("relu", (4, 32))]
+    neural.measure_planned(record, registry.choose("cpu"), cases, journal=journal)
+    record.conclude()
+    rows = [row for row in record.rows if row.op == "relu"]
+    assert {row.runner for row in rows} == {"accelerant", "torch"}
+    assert all(row.lacked_memory for row in rows)  # what says how much work it is calls ours first
+    assert record.ordered()[0].op == "relu"
+    Journal(tmp_path / "rows.jsonl", again := Record(environment()), resume=True)
+    assert neural._failed(again.rows) is None
+
+
+def test_arguments_without_memory_leave_a_row_for_each_runner(monkeypatch):
+    monkeypatch.setattr(neural.Case, "of", lacks_memory)
+    rows = measured(small("softmax", (4, 32), against=("torch", "compile", "liger"))).rows
+    assert [row.runner for row in rows] == ["accelerant", "torch", "torch.compile", "liger"]
+    assert all(row.lacked_memory for row in rows)
+
+
+def test_a_size_of_the_sweep_and_of_a_table_are_two_cases():
+    table = [Row("neural", "gelu", "16384x4096 bfloat16 forward", "accelerant", "own", p50=1.0, p20=1.0, p80=1.0)]
+    table.append(replace(table[0], runner="torch", p50=2.0))
+    sweep = [replace(row, part="sweep", p50=3.0) for row in table]
+    record = Record(environment(), {}, [*table, replace(sweep[1], p50=1.5), sweep[0]])
+    record.conclude()
+    assert [row.speedup for row in record.rows if row.runner == "accelerant"] == [2.0, 0.5]
+    assert record.ordered()[0].part == "sweep"
+    assert len({row.key for row in record.rows}) == 4
+
+
+def test_where_the_time_goes_is_said():
+    clock = Clock()
+    with clock.of("outer"):
+        time.sleep(0.02)
+        with clock.of("inner"):
+            time.sleep(0.03)
+    assert 0.02 <= clock.seconds["outer"] < 0.03 + 0.02
+    assert clock.seconds["inner"] >= 0.03
+    assert described([clock.seconds, {"inner": 1.0}]).split(": ")[1].startswith("1.0 s inner, 0.0 s outer")
+    record = measured(small("relu", (4, 32)))
+    assert record.notes[0].startswith("1 cases took ")
+    assert "timed calls" in record.notes[0]
+
+
+def test_what_is_compared_on_a_cpu_takes_turns():
+    calls = []
+    first, second = time_in_turns([lambda: calls.append("a"), lambda: (calls.append("b"), time.sleep(1e-3))])
+    assert first.p50_ms < second.p50_ms
+    assert first.repeats == second.repeats >= 10
+    turns = "".join(calls).replace("aa", "a")
+    while "aa" in turns:
+        turns = turns.replace("aa", "a")
+    assert "abba" in turns  # each round begins with another
+
+
 def test_a_rotated_case_says_so():
-    rows = measured(small("relu", (4, 32), rotated=True)).rows
-    assert {(row.case.split()[-1], row.timing) for row in rows} == {("forward", "2 copies in turn"), ("backward", "")}
+    each = small("relu", (4, 32), rotated=True)
+    case = Case.of("relu", each.benchmark, registry.choose("cpu"), torch.float32)
+    bench, row = rows_module._Bench(each, case, Oracle(case), Clock()), Row("neural", "relu", "x", "torch", "")
+    for direction, how in (("forward", "64 copies in turn"), ("backward", "")):
+        work = Work(direction, 1, 0)
+        timed = rows_module._timed(rows_module._ready(row, lambda: torch.relu, work, bench), work, bench)
+        assert timed.timing == how
+        assert timed.p50 > 0
+    assert set(bench.clock.seconds) == {"first calls, races", "checks", "timed calls"}
 
 
 def test_the_time_of_one_of_several_calls():
@@ -315,6 +485,24 @@ def test_speed_is_aimed_at_beside_the_fastest_peer():
     assert ours.reached is True
     assert own.reached is None
     assert "1.50x the best" in record.table()
+
+
+@pytest.mark.parametrize(
+    ("ours", "level"),
+    [((1.9, 2.1, 2.2), True), ((2.2, 2.3, 2.4), True), ((2.2, 2.5, 2.7), False), ((1.5, 1.9, 2.5), False)],
+)
+def test_slower_by_less_than_the_spread_is_level(ours, level):
+    """The peer takes 1.9, 2.0, 2.4."""
+    row = Row("neural", "gelu", "x", "accelerant", "own", p20=ours[0], p50=ours[1], p80=ours[2])
+    peers_ = [replace(row, runner="torch", p20=1.9, p50=2.0, p80=2.4), replace(row, runner="slow", p50=9.0, p80=9.0)]
+    record = Record(environment(), {}, [row, *peers_])
+    record.conclude()
+    assert record.rows[0].level is level
+    slower = ours[1] > 2.0
+    said = f"in 0 of 1 cases, slower in 1, of which {int(level)} within the spread of the samples"
+    assert record.verdict() == f"at least as fast as the fastest peer {said if slower else 'in 1 of 1 cases'}"
+    assert record.verdict() in record.table()
+    build_report(record)
 
 
 def test_csv_has_every_row_without_samples(tmp_path):

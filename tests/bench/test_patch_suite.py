@@ -1,27 +1,34 @@
 """The suite of patched models, on tiny shapes."""
 
+import contextlib
+import importlib.metadata
 import json
+import weakref
 
 import pytest
 
 pytest.importorskip("transformers", reason="the suite measures models of transformers, an optional package")
 
-from accelerant.bench.record import Record
+import torch
+
+from accelerant.bench.journal import Journal
+from accelerant.bench.record import Environment, Record
 from accelerant.bench.suites import patch as suite
 from accelerant.cli import main
-from accelerant.errors import AccelerantError, ConfigError
+from accelerant.errors import AccelerantError, ConfigError, UnsupportedCase
 from accelerant.runtime import registry
 
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch):
-    monkeypatch.setattr(suite, "_BACK_TO_BACK", 1)
+    monkeypatch.setattr(suite, "_SAMPLE_S", 1e-9)
     monkeypatch.setattr(suite, "_LEAST", 2)
 
 
 @pytest.mark.parametrize("name", suite.MODELS)
 def test_every_model_is_measured_and_right(name):
     record = suite.run(registry.choose("cpu"), names=[name], runners=("eager", "accelerant"), budget_s=0.0)
+    assert record.environment.packages["transformers"] == importlib.metadata.version("transformers")
     rows = {(row.op, row.case.partition("16 ")[2] or row.case, row.runner): row for row in record.rows}
     assert len(rows) == 6  # two cases of eager and of ours, and their ratio
     for row in record.rows:
@@ -29,6 +36,43 @@ def test_every_model_is_measured_and_right(name):
         assert "tokens/s" in row.note or row.unit == "x"
     ours = [row for row in record.rows if row.runner == "accelerant" and row.unit == "ms"]
     assert all(row.speedup is not None and row.implementation == "patched" for row in ours)
+
+
+def planned(**options):
+    """What a run would measure, which begins nothing."""
+    record = Record(Environment.of(registry.choose("cpu")))
+    suite.measure(record, registry.choose("cpu"), names=["gpt2"], until=0.0, **options)
+    (note,) = record.notes
+    return note.removeprefix("stopped by its time limit; not measured: ").split("; ")
+
+
+def test_compiling_fewer_layers_measures_all_runners_on_them():
+    everyone = ("eager", "accelerant", "compile", "liger")
+    assert planned(runners=everyone) == ["gpt2, eager, accelerant, compile, liger"]
+    assert planned(runners=everyone, compile_layers=3) == [
+        "gpt2, eager, accelerant, liger",
+        "gpt2 with 3 layers, eager, accelerant, compile, liger",
+    ]
+    assert planned(runners=("accelerant", "liger"), compile_layers=3) == ["gpt2, eager, accelerant, liger"]
+
+
+@pytest.mark.parametrize(("name", "setting"), [("gpt2", "n_layer"), ("vit-base", "num_hidden_layers")])
+def test_models_of_another_depth(name, setting):
+    with suite._built(suite.MODELS[name].with_layers(2), "eager", torch.device("cpu")) as (module, _):
+        assert getattr(module.config, setting) == 2
+        assert len(module.transformer.h if name == "gpt2" else module.vit.layers) == 2
+
+
+def test_a_run_goes_on_after_the_models_that_it_has(tmp_path):
+    path, device = tmp_path / "rows.jsonl", registry.choose("cpu")
+    options = {"runners": ("eager", "accelerant"), "budget_s": 0.0}
+    first, second = (Record(Environment.of(device)) for _ in range(2))
+    suite.measure(first, device, names=["gpt2"], journal=Journal(path, first, resume=False), **options)
+    begun = []
+    journal = Journal(path, second, resume=True)
+    suite.measure(second, device, names=["gpt2", "llama-1b"], journal=journal, progress=begun.append, **options)
+    assert begun == ["[1/1] llama-1b: eager", "[1/1] llama-1b: accelerant"]
+    assert list(dict.fromkeys(row.op.split()[0] for row in second.rows)) == ["gpt2", "llama-1b"]
 
 
 def test_liger_says_why_it_did_not_run(monkeypatch):
@@ -48,6 +92,36 @@ def test_a_patched_model_that_computes_something_else_is_an_error(monkeypatch):
 
     monkeypatch.setattr(suite, "patch", broken)
     with pytest.raises(AccelerantError, match=r"gpt2, accelerant: the (loss|norm of the gradients) is"):
+        suite.run(registry.choose("cpu"), names=["gpt2"], runners=("accelerant",), budget_s=0.0)
+
+
+def test_no_runner_holds_its_model_while_the_next_is_measured(monkeypatch):
+    """Its weights would count in the next one's peak: a patched model is in cycles, which wait for a collection."""
+    made, alive = [], []
+
+    @contextlib.contextmanager
+    def built(*args, real=suite._built):
+        alive.append([runner for runner, module in made if module() is not None])
+        with real(*args) as (module, call):
+            made.append((args[1], weakref.ref(module)))
+            yield module, call
+
+    monkeypatch.setattr(suite, "_built", built)
+    monkeypatch.setattr(suite, "_apply_liger", lambda *_: None)
+    runners = ("eager", "accelerant", "liger")
+    suite.run(registry.choose("cpu"), names=["llama-1b"], runners=runners, budget_s=0.0)
+    assert alive == [[], [], []]
+
+
+def test_a_case_that_our_ops_refuse_is_an_error(monkeypatch):
+    def refusing(model):
+        def forward(**_):
+            raise UnsupportedCase("not this")
+
+        model.forward = forward
+
+    monkeypatch.setattr(suite, "patch", refusing)
+    with pytest.raises(UnsupportedCase, match="not this"):
         suite.run(registry.choose("cpu"), names=["gpt2"], runners=("accelerant",), budget_s=0.0)
 
 

@@ -47,6 +47,22 @@ def test_rows():
     assert ours.flops == 16 * (6 * (12 * 2 * 16**2 + 50 * 16) + 6 * 2 * 8 * 16)
 
 
+def test_a_peer_that_fails_says_why_and_costs_no_other_row(monkeypatch):
+    def failing(*_, **__):
+        raise RuntimeError("no compiler here\nand much more")
+
+    monkeypatch.setattr(torch, "compile", failing)
+    device = registry.choose("cpu")
+    record = Record(Environment.of(device))
+    training.measure(record, device, batches=(2,), config=TINY, budget_s=0.0, against=("compile", "torch"))
+    assert [(row.runner, row.p50 is None) for row in record.rows] == [
+        ("accelerant", False), ("compile", True), ("torch", False),
+    ]  # fmt: skip
+    assert record.rows[1].note == "RuntimeError: no compiler here"
+    assert record.rows[1].case == record.rows[0].case
+    assert "no compiler here" in record.table()
+
+
 def test_a_peer_that_is_none_is_refused():
     device = registry.choose("cpu")
     with pytest.raises(ConfigError, match="no peer 'jax'"):
@@ -75,6 +91,7 @@ def test_wrong_losses_end_the_run(losses):
         ("transformer_dz", "matmul"),
         ("attention_bwd_rows", "attention"),
         ("norm_bwd", "own"),
+        ("linear_fp8_rows", "own"),
         ("transformer_columns", "own"),
         ("cross_entropy_row", "own"),
         ("multi_tensor_adamw", "own"),

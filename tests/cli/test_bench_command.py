@@ -167,6 +167,32 @@ def test_neural_leaves_a_folder_and_goes_on_with_it(tmp_path, capsys):
     assert {row.key: row.samples for row in again} == {row.key: row.samples for row in rows}
 
 
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (("--against", "torch"), "is of a run with --against none; this one has --against torch"),
+        (("--dtypes", "bf16"), "is of a run with --dtypes each case's; this one has --dtypes bfloat16"),
+        (("--budget-s", "0.5"), "is of a run with --budget-s 0; this one has --budget-s 0.5"),
+    ],
+)
+def test_a_run_goes_on_only_as_it_was_begun(other, message, tmp_path, capsys):
+    arguments = ["neural", *QUICK, "--op", "relu", "--against", "none", "--limit-s", "0", "--out", str(tmp_path)]
+    assert status(*arguments) == 0
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    capsys.readouterr()
+    assert status(*arguments, "--resume", *other) == 2
+    assert message in capsys.readouterr().err
+    assert (tmp_path / "rows.jsonl").read_bytes() == before
+    assert status(*arguments, "--resume", "--odd") == 0  # more cases are no other rows
+
+
+def test_an_unknown_peer_is_refused_before_a_folder_is_made(tmp_path, capsys):
+    folder = tmp_path / "record"
+    assert status("neural", *QUICK, "--against", "torhc", "--out", str(folder)) == 2
+    assert "--against: no peer 'torhc'" in capsys.readouterr().err
+    assert not folder.exists()
+
+
 def test_a_folder_of_another_commit_is_refused_and_keeps_its_record(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "of 0.1"  # a folder that is there may have any name
     folder.mkdir()

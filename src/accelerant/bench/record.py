@@ -30,7 +30,7 @@ from accelerant._version import __version__
 from accelerant.errors import FormatError
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["DETERMINISTIC", "DEVICE", "OWN", "Environment", "Record", "Row"]
+__all__ = ["DETERMINISTIC", "DEVICE", "OUT_OF_MEMORY", "OWN", "Environment", "Record", "Row"]
 
 DEVICE = "device"
 """The runner of rows that say what the device itself can do."""
@@ -41,9 +41,13 @@ OWN = "accelerant, own kernel"
 DETERMINISTIC = "accelerant, deterministic"
 """The runner of rows that were measured with the setting `deterministic`, where it may cost something."""
 
+OUT_OF_MEMORY = "out of memory: "
+"""How the note of a row begins that has no time for want of the device's memory."""
+
 _OURS = "accelerant"
 _PACKAGES = (
-    "torch", "triton", "cuda-core", "numpy", "llvmlite", "liger-kernel", "quack-kernels", "flash-attn-4",
+    "torch", "triton", "cuda-core", "numpy", "llvmlite", "transformers", "liger-kernel", "quack-kernels",
+    "flash-attn-4",
 )  # fmt: skip
 
 
@@ -131,6 +135,9 @@ class Row:
         error: of the results, ||x - reference|| / ||reference||, where they were compared.
         timing: how the times were taken, where not one by one with a cold cache.
         target_bytes: the peak_bytes to stay within.
+        level: whether a row of ours that is slower than the fastest peer is so by less than the samples spread: its
+            20th percentile is not above that peer's median, or its median not above that peer's 80th percentile.
+        reason: on rows of ours, why dispatch chose what ran: the times of its race, a shipped table, what was forced.
     """
 
     suite: str
@@ -159,6 +166,8 @@ class Row:
     error: float | None = None
     timing: str = ""
     target_bytes: int | None = None
+    reason: str = ""
+    level: bool = False
 
     @property
     def wrong(self) -> bool:
@@ -206,9 +215,19 @@ class Row:
         return self.runner in (_OURS, OWN, DETERMINISTIC, DEVICE)
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
+    def key(self) -> tuple[str, str, str, str, str]:
         """What makes a row the same in two records."""
-        return self.suite, self.op, self.case, self.runner
+        return self.suite, self.op, self.case, self.runner, self.part
+
+    @property
+    def case_key(self) -> tuple[str, str, str, str]:
+        """What the rows of one case share: a sweep may hold a size that a table has, too."""
+        return self.suite, self.part, self.op, self.case
+
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether it did not run for want of the device's memory."""
+        return self.note.startswith(OUT_OF_MEMORY)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: what it is, its quantiles, and of the rest what differs from the defaults."""
@@ -249,17 +268,19 @@ class Record:
 
     def conclude(self) -> None:
         """Write percentages of the ceilings, and the speed-up over the fastest peer that ran, into the rows."""
-        best: dict[tuple[str, str, str], float] = {}
+        best: dict[tuple[str, ...], Row] = {}
         for row in self.rows:
-            if not row.compared and row.p50 is not None:
-                best[row.key[:3]] = min(best.get(row.key[:3], row.p50), row.p50)
+            known = best.get(row.case_key)
+            if not row.compared and row.p50 is not None and (known is None or row.p50 < (known.p50 or 0.0)):
+                best[row.case_key] = row
 
         def concluded(row: Row) -> Row:
             if row.p50 is None:
                 return row
-            peer = best.get(row.key[:3])
-            speedup = peer / row.p50 if row.runner in (_OURS, OWN) and row.p50 and peer else None
-            return replace(row, speedup=speedup, percent_of_ceiling=self._percent(row))
+            peer = best.get(row.case_key) if row.runner in (_OURS, OWN) else None
+            speedup = peer.p50 / row.p50 if peer is not None and peer.p50 and row.p50 else None
+            level = peer is not None and speedup is not None and speedup < 1 and _level(row, peer)
+            return replace(row, speedup=speedup, level=level, percent_of_ceiling=self._percent(row))
 
         self.rows = [concluded(row) for row in self.rows]
 
@@ -270,19 +291,22 @@ class Record:
         return 100 * row.rate_gb_s / ceiling if ceiling and row.rate_gb_s else None
 
     def ordered(self) -> list[Row]:
-        """Cases that were lost first, by how much; then the rest; a case's rows together."""
-        worst: dict[tuple[str, str, str], float] = {}
+        """Cases that were lost first, by how much, those without a time of ours before; then the rest.
+
+        A case's rows stand together.
+        """
+        worst: dict[tuple[str, ...], float] = {}
         for row in self.rows:
-            if row.speedup is not None and row.runner == _OURS:
-                worst[row.key[:3]] = row.speedup
-        order = {key: i for i, key in enumerate(dict.fromkeys(row.key[:3] for row in self.rows))}
+            if row.runner == _OURS and (row.speedup is not None or row.p50 is None):
+                worst[row.case_key] = 0.0 if row.p50 is None else row.speedup or 0.0
+        order = {key: i for i, key in enumerate(dict.fromkeys(row.case_key for row in self.rows))}
         lost = {key for key, speedup in worst.items() if speedup < 1.0}
         return sorted(
             self.rows,
             key=lambda row: (
-                row.key[:3] not in lost,
-                worst.get(row.key[:3], 0.0) if row.key[:3] in lost else 0,
-                order[row.key[:3]],
+                row.case_key not in lost,
+                worst.get(row.case_key, 0.0) if row.case_key in lost else 0,
+                order[row.case_key],
             ),
         )
 
@@ -371,12 +395,24 @@ class Record:
         )
         ceilings = ", ".join(f"{name} {value:.4g}" for name, value in self.ceilings.items())
         top = [where, f"ceilings measured in this run: {ceilings}" if ceilings else ""]
-        return "\n".join([*top, *body, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([*top, *body, *filter(None, [self.verdict()]), *(f"note: {note}" for note in self.notes)])
+
+    def verdict(self) -> str:
+        """How many cases ours is at least as fast in as the fastest peer that ran; "" where none ran."""
+        ours = [row for row in self.rows if row.runner == _OURS and row.speedup is not None]
+        if not ours:
+            return ""
+        slower = [row for row in ours if (row.speedup or 0.0) < 1]
+        level = sum(row.level for row in slower)
+        text = f"at least as fast as the fastest peer in {len(ours) - len(slower)} of {len(ours)} cases"
+        return text + (
+            f", slower in {len(slower)}, of which {level} within the spread of the samples" if slower else ""
+        )
 
 
 def _cells(row: Row) -> list[str]:
     if row.p50 is None:
-        return [row.op, row.case, row.runner, "wrong result" if row.wrong else "did not run", "-", *[""] * 9, row.note]
+        return [row.op, row.case, row.runner, _without_time(row), "-", *[""] * 9, row.note]
     cpu = f"{row.cpu_ms:.4g} ms ({row.cpu_note})" if row.cpu_ms else row.cpu_note
     return [
         row.op,
@@ -387,7 +423,7 @@ def _cells(row: Row) -> list[str]:
         _aim(row),
         f"{row.p20:.4g}-{row.p80:.4g}",
         "" if row.percent_of_ceiling is None else f"{row.percent_of_ceiling:.0f}% of {row.ceiling}",
-        "" if row.speedup is None else f"{row.speedup:.2f}x",
+        "" if row.speedup is None else f"{row.speedup:.2f}x" + " (level)" * row.level,
         "" if row.rate_gb_s is None else f"{row.rate_gb_s:.4g}",
         "" if row.tflop_s is None else f"{row.tflop_s:.4g}",
         "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.4g}",
@@ -395,6 +431,16 @@ def _cells(row: Row) -> list[str]:
         "" if row.over_cpu is None else f"{row.over_cpu:.0f}x",
         "; ".join(filter(None, (row.timing, row.note))),
     ]
+
+
+def _level(ours: Row, peer: Row) -> bool:
+    """Whether the samples of two rows overlap as far as Row.level says."""
+    low, high = ours.p20 or ours.p50 or 0.0, peer.p80 or peer.p50 or 0.0
+    return low <= (peer.p50 or 0.0) or (ours.p50 or 0.0) <= high
+
+
+def _without_time(row: Row) -> str:
+    return "wrong result" if row.wrong else "out of memory" if row.lacked_memory else "did not run"
 
 
 def _aim(row: Row) -> str:

@@ -42,7 +42,7 @@ pre { overflow-x: auto; }
 
 _NUMBERS = ("p50", "to reach", "p20-p80", "% of ceiling", "speedup", "GB/s", "TFLOP/s", "peak MiB", "CPU", "over CPU")
 
-Cases = dict[tuple[str, str, str], list[Row]]
+Cases = dict[tuple[str, ...], list[Row]]
 
 
 def write_report(path: Path, record: Record, comparison: Comparison | None = None) -> None:
@@ -103,13 +103,16 @@ def _parted(record: Record) -> tuple[Record, Record]:
 def _cases(rows: Iterable[Row]) -> Cases:
     cases: Cases = {}
     for row in rows:
-        cases.setdefault(row.key[:3], []).append(row)
+        cases.setdefault(row.case_key, []).append(row)
     return cases
 
 
 def _lost(rows: Sequence[Row]) -> bool:
-    """Whether what dispatch chose was slower than a peer."""
-    return any(row.runner == "accelerant" and row.speedup is not None and row.speedup < 1 for row in rows)
+    """Whether what dispatch chose was slower than a peer, or has no time where a peer has one."""
+    if any(row.runner == "accelerant" and row.speedup is not None and row.speedup < 1 for row in rows):
+        return True
+    ours = [row for row in rows if row.runner == "accelerant"]
+    return any(row.p50 is None for row in ours) and any(row.p50 is not None and not row.compared for row in rows)
 
 
 def _card(title: str, content: str, style: str = "") -> str:
@@ -191,6 +194,8 @@ def _case(rows: Sequence[Row]) -> str:
     ran = [row for row in rows if row.p50 is not None]
     speedup = next((row.speedup for row in ran if row.speedup is not None and row.runner == "accelerant"), None)
     aside = "" if speedup is None else f"{speedup:.3g}x the fastest peer's speed"
+    without = next((row.note for row in rows if row.runner == "accelerant" and row.p50 is None), None)
+    aside = f"ours has no time: {without}" if without is not None else aside
     shown = [
         Bar(
             row.runner if row.implementation in ("", row.runner) else f"{row.runner}: {row.implementation}",
@@ -280,7 +285,7 @@ def _sweep_losses(record: Record) -> str:
         f'<td class="number bad">{row.speedup:.2f}x</td></tr>'
         for row, peer in lost
     )
-    count = len({row.key[:3] for row in record.rows if row.runner == "accelerant"})
+    count = len({row.case_key for row in record.rows if row.runner == "accelerant"})
     text = f'<p class="soft">{len(lost)} of {count} sizes, the worst first; times in ms.</p>'
     head = "<tr><th>op</th><th>case</th><th>ran</th><th>p50</th><th>faster</th><th>p50</th><th>speedup</th></tr>"
     return _card("Lost in the sweep", f'{text}<div class="scroll"><table>{head}{body}</table></div>', "warn")
@@ -322,7 +327,7 @@ def _links(record: Record) -> str:
 
 def _met(row: Row, cases: Cases) -> bool:
     """Reached, with every named peer there to be beaten."""
-    peers = cases[row.key[:3]]
+    peers = cases[row.case_key]
     return bool(row.reached) and all(peer.p50 is not None or peer.compared for peer in peers)
 
 
@@ -342,7 +347,7 @@ def _targets(record: Record) -> str:
         if not met and row.reached:
             reached += ", a peer did not run"
         lines.append(
-            (row, _aim(row), reached, _own(cases[row.key[:3]]), ("good", "reached") if met else ("bad", "unmet"))
+            (row, _aim(row), reached, _own(cases[row.case_key]), ("good", "reached") if met else ("bad", "unmet"))
         )
     body = "".join(
         f'<tr><td class="word">{escape(row.op)}</td><td class="wide">{escape(row.case)}</td>'
@@ -389,7 +394,7 @@ def _table(record: Record) -> str:
 def _cell(name: str, text: str) -> str:
     if name in ("case", "note", "ran", "CPU"):
         return f'<td class="wide">{escape(text)}</td>'
-    lost = name == "speedup" and text and float(text.rstrip("x")) < 1
+    lost = name == "speedup" and text and float(text.split("x")[0]) < 1
     style = ("number" if name in _NUMBERS else "word") + (" bad" if lost else "")
     return f'<td class="{style}">{escape(text)}</td>'
 

@@ -44,7 +44,9 @@ def shipped_kernels() -> list[Shipped]:
 
 def _folders(package: str) -> list[str]:
     module = importlib.import_module(f"accelerant.{package}")
-    return sorted(entry.name for entry in pkgutil.iter_modules(module.__path__) if entry.ispkg)
+    return sorted(
+        entry.name for entry in pkgutil.iter_modules(module.__path__) if entry.ispkg and not entry.name.startswith("_")
+    )
 
 
 def _kernels(package: str, folder: str) -> Iterator[Shipped]:

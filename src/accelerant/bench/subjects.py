@@ -34,6 +34,8 @@ class Subject:
         flops: of the forward pass, from its inputs and its first result; None where bandwidth bounds it.
         backward_flops: of the backward pass, as a multiple of the forward pass's.
         constants: arguments that no model asks a gradient of, by place.
+        shared: arguments that are the same for every row of the first, by place: weights, also where they are as many
+            rows as that.
         random: whether a result is another at each call, so that it is not compared.
         odd: which of the op's LARGE samples torch's function takes as well.
     """
@@ -44,6 +46,7 @@ class Subject:
     backward_flops: float = 2.0
     random: bool = False
     constants: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
     odd: Callable[[Sample], bool] = lambda sample: True
 
 
@@ -186,14 +189,16 @@ _ALL: dict[str, Subject] = {
     "gelu": Subject(F.gelu),
     "softmax": Subject(F.softmax, {"liger": peers.liger_softmax, "quack": peers.quack_softmax}),
     "log_softmax": Subject(F.log_softmax),
-    "layer_norm": Subject(_layer_norm, {"liger": peers.liger_layer_norm, "quack": peers.quack_layer_norm}),
-    "add_layer_norm": Subject(_add_layer_norm),
-    "rms_norm": Subject(_rms_norm, {"liger": peers.liger_rms_norm, "quack": peers.quack_rms_norm}),
-    "add_rms_norm": Subject(_add_rms_norm),
-    "linear_gelu": Subject(_linear_gelu, {"cublaslt": peers.cublaslt_linear_gelu}, _matmul_flops),
+    "layer_norm": Subject(
+        _layer_norm, {"liger": peers.liger_layer_norm, "quack": peers.quack_layer_norm}, shared=(1, 2)
+    ),
+    "add_layer_norm": Subject(_add_layer_norm, shared=(2, 3)),
+    "rms_norm": Subject(_rms_norm, {"liger": peers.liger_rms_norm, "quack": peers.quack_rms_norm}, shared=(1,)),
+    "add_rms_norm": Subject(_add_rms_norm, shared=(2,)),
+    "linear_gelu": Subject(_linear_gelu, {"cublaslt": peers.cublaslt_linear_gelu}, _matmul_flops, shared=(1, 2)),
     "swiglu": Subject(_swiglu, {"liger": peers.liger_swiglu}),
     "rope": Subject(_rope, constants=(1, 2)),
-    "embedding": Subject(F.embedding),
+    "embedding": Subject(F.embedding, shared=(1,)),
     "dropout": Subject(lambda x, p=0.5, seed=None: F.dropout(x, p), random=True),
     "cross_entropy": Subject(
         _cross_entropy,
@@ -204,11 +209,12 @@ _ALL: dict[str, Subject] = {
         _linear_cross_entropy,
         {"liger": peers.liger_linear_cross_entropy},
         _linear_loss_flops,
+        shared=(1,),
         odd=_of_one_number,
     ),
     "matmul": Subject(torch.matmul, flops=_matmul_flops),
     "quantize_int8": Subject(_quantize_int8),
-    "linear_int8": Subject(_linear_int8, flops=_linear_int8_flops, constants=(2,)),
+    "linear_int8": Subject(_linear_int8, flops=_linear_int8_flops, constants=(2,), shared=(1, 2, 3)),
     "attention": Subject(
         attention_by_torch,
         {"cudnn": peers.cudnn_attention, "flash": peers.flash_attention, "flash_attn_4": peers.flash_attention_4},
@@ -223,7 +229,7 @@ _ALL: dict[str, Subject] = {
         odd=lambda sample: "window" not in sample.options,
     ),
     "attention_decode": Subject(_attention_decode),
-    "conv2d": Subject(F.conv2d, flops=_conv_flops),
+    "conv2d": Subject(F.conv2d, flops=_conv_flops, shared=(1, 2)),
     "max_pool2d": Subject(F.max_pool2d),
     "avg_pool2d": Subject(F.avg_pool2d),
 }

@@ -9,7 +9,8 @@ the clock is read around the call.
 
 `rotated_ms` is for calls that a program makes one after the other on other memory each time, as the layers of a model
 do: alone, a call of some 20 us also shows what it costs to start one. `wall_ms` is what somebody waits for: from an
-idle device to an idle device, the host's part included.
+idle device to an idle device, the host's part included. `time_in_turns` is for a comparison on a CPU, whose speed is
+another from one second to the next: what is compared is called in turns.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Timing", "host_time_us", "rotated_ms", "synchronize", "time_ms", "wall_ms"]
+__all__ = ["Timing", "host_time_us", "rotated_ms", "synchronize", "time_in_turns", "time_ms", "wall_ms"]
 
 _FLUSH_BYTES = 2**30
 _MIN_REPEATS = 10
@@ -59,6 +60,40 @@ def time_ms(fn: Callable[[], object], device: torch.device, *, budget_s: float =
         reads: whether it writes next to nothing.
     """
     return Timing.of(_device_samples(fn, budget_s, reads) if device.type == "cuda" else _host_samples(fn, budget_s))
+
+
+_TURN_S = 2e-4
+"""Shorter calls are made several at a time, so that reading the clock is no part of the figure."""
+
+
+def time_in_turns(calls: Sequence[Callable[[], object]], *, budget_s: float = 0.3) -> list[Timing]:
+    """Host times of calls that are done when they return, each round one after the other, the next round another first.
+
+    Args:
+        calls: what is compared; results are dropped.
+        budget_s: seconds to spend on each; at least 10 rounds are made, or 3 where a call takes above 50 ms.
+
+    Returns:
+        the times of each.
+    """
+    once_s = []
+    for call in calls:
+        call()
+        began = time.perf_counter()
+        call()
+        once_s.append(time.perf_counter() - began)
+    together = [max(1, int(_TURN_S / max(s, 1e-7))) for s in once_s]
+    rounds = _repeats(max((s * n for s, n in zip(once_s, together, strict=True)), default=0.0), budget_s)
+    samples: list[list[float]] = [[] for _ in calls]
+    for i in range(rounds):
+        for place in range(len(calls)):
+            at = (place + i) % len(calls)
+            call, count = calls[at], together[at]
+            began = time.perf_counter()
+            for _ in range(count):
+                call()
+            samples[at].append((time.perf_counter() - began) / count * 1e3)
+    return [Timing.of(each) for each in samples]
 
 
 _ROTATED_CALLS = 64

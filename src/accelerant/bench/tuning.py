@@ -6,6 +6,7 @@ are made so.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 from accelerant import ops
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suites import neural
-from accelerant.bench.suites.cases import leaves_of
+from accelerant.bench.suites.cases import benchmarks_of, leaves_of
 from accelerant.bench.suites.plan import plan
 from accelerant.bench.suites.warm import compile_ahead
 from accelerant.config import override
@@ -23,10 +24,10 @@ from accelerant.runtime.decisions import Decision, explain_quietly
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.tuning import tune
 
-__all__ = ["SHRINKS", "Tuned", "tune_ops"]
+__all__ = ["SHRINKS", "Tuned", "count_calls", "tune_ops"]
 
-_COMPILE_S = 60.0
-"""What compiling first may take."""
+_COMPILE_S, _COMPILE_SHARE = 60.0, 0.3
+"""What compiling first may take; of the time that there is."""
 
 SHRINKS = (1, 8, 64)
 """Each case is met with all its rows (or batches) and with so many times fewer."""
@@ -48,6 +49,11 @@ class Tuned:
     error: str = ""
 
 
+def count_calls(names: Sequence[str] = (), dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -> int:
+    """How many calls tune_ops makes for these ops and dtypes."""
+    return len(SHRINKS) * len(dtypes) * sum(len(benchmarks_of(name)) for name in names or OPS)
+
+
 def tune_ops(
     device: ComputeDevice,
     *,
@@ -55,6 +61,7 @@ def tune_ops(
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
     launches: bool = True,
     jobs: int = 1,
+    until: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Tuned]:
     """Race and tune, call after call; each is kept on disk before the next begins.
@@ -65,6 +72,7 @@ def tune_ops(
         dtypes: each case is met in these.
         launches: tune launch parameters too, which compiles every candidate: minutes an op.
         jobs: processes that compile the implementations first; 1: they are compiled as they are met.
+        until: the time of time.monotonic() after which no further call is made.
         progress: told what is measured next.
 
     Raises:
@@ -76,12 +84,18 @@ def tune_ops(
     where = torch.device(device.torch_device)
     if jobs > 1:
         planned = plan(names, dtypes=dtypes, against=(), budget_s=0.0, gpu=where.type == "cuda")
-        compile_ahead(planned, device, jobs, limit_s=_COMPILE_S, progress=progress)
+        most_s = _COMPILE_S if until is None else min(_COMPILE_S, _COMPILE_SHARE * (until - time.monotonic()))
+        compile_ahead(planned, device, jobs, limit_s=most_s, progress=progress)
+    began, done, count = time.monotonic(), 0, count_calls(names, dtypes)
     for name in names or OPS:
         for dtype in dtypes:
             for label, inputs, options in neural.calls(name, device, dtype, SHRINKS):
-                progress(f"{name} {label}")
+                if until is not None and time.monotonic() > until:
+                    return
+                left_s = (time.monotonic() - began) / done * (count - done) if done else 0.0
+                progress(f"[{done + 1}/{count}{f', about {left_s:.0f} s left' if done else ''}] {name} {label}")
                 yield _tuned(name, label, inputs, options, launches)
+                done += 1
                 if where.type == "cuda":
                     torch.cuda.empty_cache()
 

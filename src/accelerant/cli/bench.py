@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerant.cli import bench_decode, bench_patch, bench_train
+from accelerant.cli import bench_curve, bench_decode, bench_patch, bench_train
 from accelerant.errors import AccelerantError, ConfigError, FormatError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from accelerant.bench.suites.plan import Planned
     from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["algebra", "bandwidth", "check_writable", "everything", "neural", "register", "runtime"]
+__all__ = ["Progress", "algebra", "bandwidth", "check_writable", "everything", "neural", "register", "runtime"]
 
 _SUITES = ("neural", "algebra", "runtime", "bandwidth")
 
@@ -43,8 +43,8 @@ _Against = Annotated[
     str | None,
     typer.Option(
         metavar="LIST",
-        help="Peers: torch, compile, liger, quack, cudnn, flash, flash_attn_4, cublaslt, or none. What is not "
-        "installed leaves a row that says so.",
+        help="Peers: torch, compile, liger, quack, cudnn, flash, flash_attn_4, cublaslt, or none; on a CPU torch by "
+        "default. What is not installed leaves a row that says so.",
     ),
 ]
 _Csv = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the rows there as CSV too.")]
@@ -53,6 +53,7 @@ _NEURAL_EPILOG = (
     "Examples:  accelerant bench neural   |   "
     "accelerant bench neural --op attention --against torch,cudnn,flash,flash_attn_4   |   "
     "accelerant bench neural --out now.json --compare before.json   |   "
+    "accelerant bench neural --device cpu   |   "
     "accelerant bench neural --dtypes bf16,fp16,fp32 --odd --sweep --out folder"
 )
 _ALL_EPILOG = (
@@ -72,6 +73,7 @@ def register(app: typer.Typer) -> None:
     group.command("patch", epilog=bench_patch.EPILOG)(bench_patch.patch)
     group.command("decode", epilog=bench_decode.EPILOG)(bench_decode.decode)
     group.command("train", epilog=bench_train.EPILOG)(bench_train.train)
+    group.command("curve", epilog=bench_curve.EPILOG)(bench_curve.curve)
     app.add_typer(group, name="bench")
 
 
@@ -123,7 +125,7 @@ def neural(
     until = None if limit_s is None else time.monotonic() + limit_s
     wanted = _dtypes(dtype)
     _check_ops(op)
-    named = _peers(against)
+    chosen = _peers(against)
     folder = out if out is not None and (out.is_dir() or not out.suffix) else None
     if resume and folder is None:
         raise ConfigError("--resume: --out must name the folder of the run to go on with")
@@ -132,6 +134,7 @@ def neural(
         out, csv, report = folder / "record.json", csv or folder / "record.csv", report or folder / "report.html"
     session = _Session(device, out, report, compare, json_output, csv=csv)
     gpu = session.device.torch_device.startswith("cuda")
+    named = _peers_on(session.device) if chosen is None else chosen
     planned = plan(
         op or (), dtypes=[each for _, each in wanted], against=named, budget_s=budget_s, gpu=gpu, odd=odd,
         sweep=sweep_sizes(sweep_to) if sweep else (),
@@ -141,9 +144,15 @@ def neural(
         _list(planned, processes, json_output)
         return
 
+    asked_for = {
+        "--against": ",".join(named) or "none",
+        "--dtypes": ",".join(name for name, _ in wanted) or "each case's",
+        "--budget-s": f"{budget_s:g}",
+    }
+
     def measure(record: Record) -> None:
         try:
-            journal = None if folder is None else Journal(folder / "rows.jsonl", record, resume=resume)
+            journal = None if folder is None else Journal(folder / "rows.jsonl", record, resume=resume, asked=asked_for)
         except FormatError as error:  # a usage error writes nothing: the record in the folder stays
             raise ConfigError(f"--resume: {error}; another folder starts anew") from None
         if processes > 1:
@@ -278,24 +287,32 @@ def everything(
         raise ConfigError(f"--suite: no suite {unknown[0]!r}; there are {', '.join(_SUITES)}")
     _check_ops(op)
     chosen = [name for name in _SUITES if not suite or name in suite]
+    peers = _peers(against)
     session = _Session(device, out, report, compare, json_output, lines=True, csv=csv)
-    named = _peers(against)
+    named = _peers_on(session.device) if peers is None else peers
     parts = [session.part(name, budget_s, "compile" in named, cpu, op or (), named) for name in chosen]
     session.run(parts, lambda row: row.suite in chosen and (row.suite != "neural" or not op or row.op in op))
 
 
-def _peers(against: str | None) -> tuple[str, ...]:
-    """The peers that `--against` names."""
-    from accelerant.bench.suites.neural import AGAINST, check_against
+def _peers(against: str | None) -> tuple[str, ...] | None:
+    """The peers that `--against` names, each once; None where it is absent."""
+    from accelerant.bench.suites.neural import check_against
 
     if against is None:
-        return AGAINST
-    named = tuple(part.strip() for part in against.split(",") if part.strip() and part.strip() != "none")
+        return None
+    named = tuple(dict.fromkeys(part.strip() for part in against.split(",") if part.strip() not in ("", "none")))
     try:
         check_against(named)
     except ConfigError as error:
         raise ConfigError(f"--against: {error}") from None
     return named
+
+
+def _peers_on(device: ComputeDevice) -> tuple[str, ...]:
+    """Those that come with a torch for the device."""
+    from accelerant.bench.suites.neural import AGAINST, AGAINST_ON_CPU
+
+    return AGAINST if device.torch_device.startswith("cuda") else AGAINST_ON_CPU
 
 
 def _check_ops(names: Sequence[str] | None) -> None:
@@ -312,6 +329,25 @@ _SAY_EACH_S = 15.0
 def _columns() -> int:
     """Of the terminal, so that a line that is written over stays one line."""
     return max(20, shutil.get_terminal_size().columns - 1)
+
+
+class Progress:
+    """Says on a terminal's stderr what is measured now, in one line that is written over; else a line now and then.
+
+    The first line comes late enough for a short run to have none. An empty text clears the line.
+    """
+
+    def __init__(self) -> None:
+        self.live = sys.stderr.isatty()
+        self._said = time.monotonic()
+
+    def __call__(self, what: str) -> None:
+        """Say it."""
+        if self.live:
+            print(f"\r\x1b[K{what[: _columns()]}", end="", file=sys.stderr, flush=True)
+        elif what and time.monotonic() - self._said > _SAY_EACH_S:
+            self._said = time.monotonic()
+            print(what, file=sys.stderr, flush=True)
 
 
 class _Session:
@@ -344,19 +380,7 @@ class _Session:
             except FormatError as error:
                 raise FormatError(f"{baseline}: {error}") from None
         self._lines = lines
-        self._live = sys.stderr.isatty()
-        self._said = time.monotonic()
-
-    def show(self, what: str) -> None:
-        """Say on a terminal's stderr what is measured now, in one line that is written over; else a line now and then.
-
-        The first line comes late enough for a short run to have none.
-        """
-        if self._live:
-            print(f"\r\x1b[K{what[: _columns()]}", end="", file=sys.stderr, flush=True)
-        elif what and time.monotonic() - self._said > _SAY_EACH_S:
-            self._said = time.monotonic()
-            print(what, file=sys.stderr, flush=True)
+        self.show = Progress()
 
     def part(
         self,
@@ -413,7 +437,7 @@ class _Session:
         name, measure = part
 
         def announced(record: Record) -> None:
-            if self._lines and not self._live:
+            if self._lines and not self.show.live:
                 print(f"[{i + 1}/{count}] {name}", file=sys.stderr, flush=True)
             measure(record)
 

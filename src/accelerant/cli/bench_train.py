@@ -3,65 +3,88 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from accelerant.cli.bench_pieces import (
+    BudgetS,
+    Compare,
+    Device,
+    Json,
+    LimitS,
+    Out,
+    Pieces,
+    Report,
+    Resume,
+    peers_of,
+)
 from accelerant.errors import ConfigError
 
 if TYPE_CHECKING:
+    from accelerant.bench.journal import Journal
     from accelerant.bench.record import Record, Row
+    from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["EPILOG", "train"]
 
 EPILOG = (
     "Examples:  accelerant bench train   |   accelerant bench train --batch 32 --against none --kernels   |   "
-    "accelerant bench train --out now.json --compare before.json"
+    "accelerant bench train --out folder --limit-s 120   |   accelerant bench train --out folder --resume"
 )
 
 
 def train(
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences in a step; may be repeated.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    device: Device = "auto",
     against: Annotated[
         str, typer.Option(metavar="LIST", help="Beside ours: torch (plain, eager), compile, or none.")
     ] = "torch,compile",
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Show a step of ours by kernel, on a GPU, instead of measuring.")
     ] = False,
-    budget_s: Annotated[float, typer.Option(min=0.0, help="Seconds of steps behind each figure.")] = 2.0,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the record there as JSON too.")] = None,
-    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with plots there.")] = None,
-    compare: Annotated[
-        Path | None, typer.Option(metavar="BASELINE", help="A record to compare with; exit 1 where this run is slower.")
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    precision: Annotated[str, typer.Option(help="Of the step that --kernels shows: bf16 or fp8.")] = "bf16",
+    budget_s: BudgetS = 2.0,
+    limit_s: LimitS = None,
+    out: Out = None,
+    resume: Resume = False,
+    report: Report = None,
+    compare: Compare = None,
+    json_output: Json = False,
 ) -> None:
     """Measure a training step of GPT-2 124M: time, tokens a second, memory. On a CPU, of a small model."""
     from accelerant.bench.suites import training as suite
-    from accelerant.cli.bench import _Session
+    from accelerant.runtime import registry
 
-    peers = tuple(part.strip() for part in against.split(",") if part.strip() and part.strip() != "none")
+    peers = peers_of(against)
     for name in peers:
         if name not in suite.RUNNERS:
             raise ConfigError(f"--against: no peer {name!r}; there are {', '.join(suite.RUNNERS)}")
-    session = _Session(device, out, report, compare, json_output)
-    gpu = session.device.torch_device.startswith("cuda")
+    if precision not in ("bf16", "fp8") or (precision != "bf16" and not kernels):
+        raise ConfigError(f"--precision: bf16, or with --kernels fp8; got {precision!r}")
+    where = registry.choose(device)
+    gpu = where.torch_device.startswith("cuda")
     batches = tuple(batch or ((32, 64) if gpu else (8,)))
     if kernels:
         if not gpu:
             raise ConfigError("--kernels: the profiler's times are a GPU's; take --device cuda")
-        shares = suite.step_by_kernel(session.device, batches[0])
+        shares = suite.step_by_kernel(where, batches[0], float8=precision == "fp8")
         print(
             json.dumps([share.to_dict() for share in shares], indent=1) if json_output else suite.kernel_table(shares)
         )
         return
 
-    def measure(record: Record) -> None:
-        suite.measure(record, session.device, batches=batches, against=peers, budget_s=budget_s, progress=session.show)
+    def measure(
+        record: Record, where: ComputeDevice, journal: Journal | None, until: float | None, show: Callable[[str], None]
+    ) -> None:
+        suite.measure(
+            record, where, batches=batches, against=peers, budget_s=budget_s, journal=journal, until=until,
+            progress=show,
+        )  # fmt: skip
 
     def asked(row: Row) -> bool:
-        return row.suite == "training" and int(row.case.split("x")[0]) in batches
+        return row.suite == "training" and row.case.split("x")[0] in map(str, batches)
 
-    session.run([("training", measure)], asked)
+    same = {"--against": ",".join(peers), "--budget-s": f"{budget_s:g}"}
+    Pieces(device, limit_s, out, resume, report, compare, json_output).run("training", measure, asked, same)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,14 +64,18 @@ def _watch(devices: list[ComputeDevice], interval: float) -> None:
 
     from accelerant.runtime.monitor import sample
 
+    ended = threading.Event()
+    # an exception may be raised where Python drops it, in a finaliser; a flag is never lost
+    usual = signal.signal(signal.SIGINT, lambda _number, _frame: ended.set())
     try:
         with Live(screen=True, auto_refresh=False) as live:
-            while True:
+            wait = 0.0
+            while not ended.wait(wait):
                 began = time.monotonic()
                 live.update(_view([sample(device) for device in devices], footer="Ctrl-C ends"), refresh=True)
-                time.sleep(max(0.05, interval - (time.monotonic() - began)))
-    except KeyboardInterrupt:  # how one leaves it: not a failure
-        return
+                wait = max(0.05, interval - (time.monotonic() - began))
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def _view(samples: list[Sample], footer: str = "") -> RenderableType:

@@ -54,6 +54,14 @@ _Profile = Annotated[
     typer.Option("--profile", help="Profile some steps: trace.json for Chrome, kernels.txt with the time by kernel."),
 ]
 _Log = Annotated[str | None, typer.Option(metavar="jsonl|tensorboard", help="Log of the steps. Default: jsonl.")]
+_Precision = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|float32|bfloat16|fp8",
+        help="To compute in. Default: auto, bfloat16 on a GPU that has it, else float32.",
+        show_default=False,
+    ),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no progress.")]
 
 
@@ -76,6 +84,7 @@ def train(
     recompute: _Recompute = False,
     profile: _Profile = False,
     log: _Log = None,
+    precision: _Precision = None,
     json_output: _Json = False,
 ) -> None:
     """Train a GPT on text and write model, metrics, sample and report to a folder.
@@ -84,7 +93,7 @@ def train(
     """
     chosen = {"--preset": preset, "--data": data, "--steps": steps, "--out": out, "--seed": seed}
     chosen |= {"--micro-batch": micro_batch, "--deterministic": deterministic, "--recompute": recompute or None}
-    chosen |= {"--profile": profile or None, "--log": log}
+    chosen |= {"--profile": profile or None, "--log": log, "--precision": precision}
     if more and not data:
         raise ConfigError(f"unexpected argument {more[0]!r}: name paths after --data")
     for name, value in (("--data", [*(data or ()), *(more or ())]), ("--out", [out]), ("--resume", [resume])):
@@ -112,6 +121,7 @@ def train(
         recompute=recompute,
         log="jsonl" if log is None else log,  # type: ignore[arg-type]  # RunConfig checks it
         profile=_PROFILED_STEPS if profile else 0,
+        precision="auto" if precision is None else precision,  # type: ignore[arg-type]  # as above
     )
     _run(Path("runs") / recipe.name if out is None else Path(out), run, device, json_output, deterministic)
 

@@ -64,9 +64,10 @@ def _summary_text(summary: dict[str, Any]) -> str:
     if summary["validation_loss"] != summary["validation_nats_per_byte"]:
         per_byte += f" ({summary['validation_loss']:.3f} a token)"
     baselines = f"unigram {summary['unigram_nats_per_byte']:.3f}, bigram {summary['bigram_nats_per_byte']:.3f}"
+    speed = "not recorded" if summary["tokens_per_s"] is None else f"{summary['tokens_per_s']:,.0f} tokens/s"
     lines = [
         f"validation loss  {per_byte}   ({baselines})",
-        f"throughput       {summary['tokens_per_s']:,.0f} tokens/s on {summary['device']}",
+        f"throughput       {speed} on {summary['device']}",
         f"trained          {summary['steps']:,} steps, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s",
         f"peak memory      {_memory(summary)}",
         f"report           {summary['report']}",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerant.cli.bench import check_writable
-from accelerant.errors import ConfigError
+from accelerant.cli.bench import Progress, check_writable
+from accelerant.errors import ConfigError, FormatError
 
 if TYPE_CHECKING:
     import torch
@@ -40,17 +41,24 @@ def tune(
     jobs: Annotated[int, typer.Option(min=1, help="Processes that compile the implementations first.")] = 1,
     table: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write what is known there, as tables are shipped; after each op."),
+        typer.Option(
+            metavar="FILE",
+            help="Write what is known there, as tables are shipped; after each op. Where the time limit ends the run, "
+            "what the file had besides stays.",
+        ),
     ] = None,
     serves: Annotated[
         list[str] | None, typer.Option(metavar="MODEL", help="Another model that the table is good for.")
+    ] = None,
+    limit_s: Annotated[
+        float | None, typer.Option(min=0.0, help="Make no further call after so many seconds; what was found is kept.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Race the implementations of the ops and tune their launches on this device; the results are kept on disk."""
     import torch
 
-    from accelerant.bench.tuning import tune_ops
+    from accelerant.bench.tuning import count_calls, tune_ops
     from accelerant.runtime import registry
     from accelerant.runtime.choices import choices
 
@@ -65,23 +73,27 @@ def tune(
     if table is not None:
         check_writable("--table", table)
     where = torch.device(chosen.torch_device)
-    live = sys.stderr.isatty()
-
-    def show(what: str) -> None:
-        if live:
-            print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
-
+    until = None if limit_s is None else time.monotonic() + limit_s
+    before = _entries_of(table) if until is not None else {}
+    show = Progress()
     found: list[Tuned] = []
+    cut = False
     if not listed:
         dtypes = [known[each] for each in wanted]
-        for result in tune_ops(chosen, names=op or (), dtypes=dtypes, launches=launches, jobs=jobs, progress=show):
+        for result in tune_ops(
+            chosen, names=op or (), dtypes=dtypes, launches=launches, jobs=jobs, until=until, progress=show
+        ):
             if table is not None and found and found[-1].op != result.op:
-                _write(table, where, serves or ())
+                _write(table, where, serves or (), before)
             found.append(result)
             if not json_output:
                 show("")
                 _print(result)
         show("")
+        missing = count_calls(op or (), dtypes) - len(found)
+        cut = missing > 0
+        if cut:
+            print(f"stopped by the time limit: {missing} of {missing + len(found)} calls not made", file=sys.stderr)
     entries = choices().entries(where)
     if json_output:
         print(json.dumps({key: entry.to_dict() for key, entry in sorted(entries.items())}, indent=1))
@@ -92,16 +104,37 @@ def tune(
         for line in choices().ignored(where):
             print(f"not used: {line}", file=sys.stderr)
     if table is not None:
-        print(f"{table}: {_write(table, where, serves or ())} entries", file=sys.stderr)
+        print(f"{table}: {_write(table, where, serves or (), before if cut else {})} entries", file=sys.stderr)
     if any(result.error for result in found):
         raise typer.Exit(1)
 
 
-def _write(table: Path, device: torch.device, serves: Sequence[str]) -> int:
-    """Write what is known of a device as a table, whole or not at all; how many entries it has."""
+def _entries_of(table: Path | None) -> dict[str, Any]:
+    """The entries that a table's file has; none where there is no such file.
+
+    Raises:
+        FormatError: the file is no table.
+    """
+    if table is None or not table.exists():
+        return {}
+    try:
+        return dict(json.loads(table.read_bytes())["entries"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"--table: {table} is there and is no table of choices: {error}") from None
+
+
+def _write(table: Path, device: torch.device, serves: Sequence[str], before: Mapping[str, Any]) -> int:
+    """Write what is known of a device as a table, whole or not at all; how many entries it has.
+
+    Args:
+        table: the file.
+        device, serves: as for Choices.table.
+        before: entries to keep where nothing newer is known.
+    """
     from accelerant.runtime.choices import choices
 
     body = choices().table(device, serves=serves)
+    body["entries"] = dict(sorted({**before, **body["entries"]}.items()))
     temporary = table.with_name(f".{table.name}.new")
     temporary.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     temporary.replace(table)

@@ -118,15 +118,24 @@ def _cpu_rows(inputs: Sequence[Tensor | None]) -> int:
 
 def shrunk(name: str, inputs: Sequence[Tensor | None], rows: int) -> Inputs:
     """An op's arguments with so many rows at most, where it works row by row; else as they are."""
-    return tuple(inputs) if name in _WHOLE else first_rows(inputs, rows)
+    return tuple(inputs) if name in _WHOLE else first_rows(inputs, rows, OPS[name].shared)
 
 
-def first_rows(inputs: Sequence[Tensor | None], rows: int) -> Inputs:
-    """The first rows of the first argument, which ops work on row by row, and of those that go along with it."""
+def first_rows(inputs: Sequence[Tensor | None], rows: int, shared: Sequence[int] = ()) -> Inputs:
+    """The first rows of the first argument, which ops work on row by row, and of those that go along with it.
+
+    Args:
+        inputs: an op's arguments.
+        rows: how many to keep.
+        shared: places of arguments that are the same for every row, whatever their sizes: weights.
+    """
     first = inputs[0]
     if first is None or not first.ndim or len(first) <= rows:
         return tuple(inputs)
-    others = [x[:rows].contiguous() if x is not None and _goes_along(x, first) else x for x in inputs[1:]]
+    others = [
+        x[:rows].contiguous() if x is not None and i not in shared and _goes_along(x, first) else x
+        for i, x in enumerate(inputs[1:], 1)
+    ]
     return (first[:rows].contiguous(), *others)
 
 

@@ -12,9 +12,10 @@ the suite then only shows that it runs.
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.bench.ceilings import measure_copy
+from accelerant.bench.journal import Journal
+from accelerant.bench.pieces import Piece, measure_pieces
 from accelerant.bench.record import Environment, Record, Row
 from accelerant.bench.timer import Timing, synchronize
 from accelerant.errors import AccelerantError, ConfigError
@@ -73,6 +76,8 @@ def measure(
     dtypes: Sequence[str] = DTYPES,
     against: Sequence[str] = AGAINST,
     budget_s: float = 0.5,
+    journal: Journal | None = None,
+    until: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Measure into a record.
@@ -83,6 +88,8 @@ def measure(
         dtypes: of DTYPES.
         against: of AGAINST.
         budget_s: seconds of steps behind each figure.
+        journal: gets the rows of a dtype as soon as they are there; those that it has are left out.
+        until: the time of time.monotonic() after which no further dtype is begun.
         progress: told what is measured next.
 
     Raises:
@@ -93,17 +100,37 @@ def measure(
     where = torch.device(device.torch_device)
     if "copy GB/s" not in record.ceilings:
         record.ceilings |= measure_copy(where, budget_s=budget_s)
+    made = functools.cache(functools.partial(_made, where))
+    pieces = [
+        Piece(
+            "decode",
+            f"{dtype}, {', '.join(('accelerant', *against))}",
+            functools.partial(_dtype, made, dtype, device, where, against, budget_s),
+        )
+        for dtype in DTYPES
+        if dtype in dtypes
+    ]  # bfloat16 first: int8 changes the model
+    try:
+        measure_pieces(record, pieces, where=where, journal=journal, until=until, progress=progress)
+    finally:
+        made.cache_clear()
+        gc.collect()
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def _dtype(
+    made: Callable[[], Llama], dtype: str, device: ComputeDevice, where: torch.device, against: Sequence[str],
+    budget_s: float, record: Record, progress: Callable[[str], None],
+) -> None:  # fmt: skip
+    """The rows of a dtype."""
     progress("decode: making the model")
-    with torch.no_grad():
-        model = _made(where)
-        for dtype in (each for each in DTYPES if each in dtypes):  # bfloat16 first: int8 changes the model
-            if dtype == "int8":
-                quantize(model, skip=())
-            record.rows += _rows(model, dtype, device, where, against, budget_s, progress)
-    del model
-    gc.collect()
-    if where.type == "cuda":
-        torch.cuda.empty_cache()
+    model = made()
+    if dtype == "int8":
+        quantize(model, skip=())
+    for row in _rows(model, dtype, device, where, against, budget_s, progress):
+        record.rows.append(row)  # at once: what ends the run leaves it
 
 
 def _made(where: torch.device) -> Llama:
@@ -124,7 +151,8 @@ def _made(where: torch.device) -> Llama:
 def _rows(
     model: Llama, dtype: str, device: ComputeDevice, where: torch.device, against: Sequence[str], budget_s: float,
     progress: Callable[[str], None],
-) -> list[Row]:  # fmt: skip
+) -> Iterator[Row]:  # fmt: skip
+    """Each runner's row."""
     config = model.config
     length = _PROMPT if where.type == "cuda" else 16
     prompt = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(where)
@@ -135,7 +163,6 @@ def _rows(
     )
     steps = {"accelerant": "one CUDA graph" if where.type == "cuda" else "eager"}
     steps |= {"torch": "eager", "compile": "blocks compiled, one CUDA graph"}
-    rows = []
     exact: Tensor | None = None
     allowed = 0.0
     for runner in ("torch", "accelerant", "compile"):
@@ -146,32 +173,32 @@ def _rows(
         try:
             step: Any = _Ours(model, prompt) if runner == "accelerant" else _Plain(model, prompt, runner == "compile")
             logits = step.logits()
+            if exact is None:
+                exact = step.exact_logits()
+                allowed = _TIMES * _distance(logits, exact) + _ALLOWED
         except (RuntimeError, AccelerantError) as error:
+            words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
             if runner == "accelerant":
                 raise
-            rows.append(replace(row, note=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"))
+            if runner == "torch":  # what the others are compared with
+                raise AccelerantError(f"decode, {dtype}: torch's step, which others are checked by: {words}") from error
+            yield replace(row, note=words)
             continue
-        if exact is None:
-            exact = step.exact_logits()
-            allowed = _TIMES * _distance(logits, exact) + _ALLOWED
         distance = _distance(logits, exact)
         if not distance <= allowed:
             words = f"logits are {distance:.3g} of the largest from float32's, {allowed:.3g} are allowed"
             if runner == "accelerant":
                 raise AccelerantError(f"decode, {dtype}: {words}")
-            rows.append(replace(row, note=words))
+            yield replace(row, note=words)
             continue
         if runner != "torch" or "torch" in against:
             timing = _timed(step.advance, where, budget_s)
             target = _TARGETS_MS[dtype] if runner == "accelerant" and _TARGETS_OF in device.name else None
-            rows.append(
-                replace(
-                    row, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, samples=timing.samples,
-                    target=target, note=f"{1e3 / timing.p50_ms:,.1f} tokens/s",
-                )
+            yield replace(
+                row, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, samples=timing.samples, target=target,
+                note=f"{1e3 / timing.p50_ms:,.1f} tokens/s",
             )  # fmt: skip
         del step
-    return rows
 
 
 def _distance(logits: Tensor, exact: Tensor) -> float:

@@ -20,47 +20,40 @@ from torch import Tensor
 from accelerant import ops
 from accelerant.bench import peers
 from accelerant.bench.ceilings import measure_ceilings
+from accelerant.bench.clock import Clock, described
 from accelerant.bench.cpu_column import cpu_column
 from accelerant.bench.journal import Journal
-from accelerant.bench.record import DETERMINISTIC, OWN, Environment, Record, Row
+from accelerant.bench.record import Environment, Record, Row
 from accelerant.bench.subjects import OPS
-from accelerant.bench.suites.cases import Case, Work, benchmarks_of, call_of, shrunk, work_of
-from accelerant.bench.suites.checks import Oracle
+from accelerant.bench.suites.cases import Case, benchmarks_of, call_of, shrunk
 from accelerant.bench.suites.plan import Planned, plan
-from accelerant.bench.timer import rotated_ms, time_ms
-from accelerant.config import override
-from accelerant.errors import AccelerantError, ConfigError, DeviceLost
+from accelerant.bench.suites.rows import lack_of_memory, rows_of, runner_names
+from accelerant.errors import AccelerantError, ConfigError, DeviceLost, OutOfMemory
 from accelerant.ops._cases import Benchmark
-from accelerant.runtime import registry
-from accelerant.runtime.decisions import Decision, explain_quietly
-from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
     "AGAINST",
+    "AGAINST_ON_CPU",
     "OPS",
     "calls",
     "check_against",
     "compiling",
     "measure",
     "measure_planned",
-    "own_kernels",
     "run",
-    "runners_of",
 ]
 
 AGAINST = ("torch", "compile", "cudnn", "flash", "cublaslt")
 """The peers of a run that names none: what a torch with CUDA has."""
 
+AGAINST_ON_CPU = ("torch",)
+"""The same on a CPU, where torch.compile takes some ten seconds a case to compile."""
+
 _RECOMPILES = 64
 """What torch.compile may make of one function: a sweep's sizes, forward and backward, are more than its usual 8."""
 
-_ROTATED_BYTES = 2**29
-_ROTATED_LEAST, _ROTATED_MOST = 8, 64
-"""Copies that a rotated case has: so many that they are several times what the L2 of any GPU holds."""
-
 Progress = Callable[[str], None]
-Maker = Callable[[], Callable[..., Any]]
 
 
 def run(
@@ -190,7 +183,7 @@ def _measure_left(
 ) -> None:
     where = torch.device(device.torch_device)
     failed = None if journal is None else _failed(record.rows)
-    compiled = None
+    compiled, clocks = None, []
     for i, each in enumerate(left):
         if until is not None and time.monotonic() > until:
             record.notes.append(f"stopped by its time limit: {len(left) - i} of {len(planned)} cases not measured")
@@ -198,14 +191,19 @@ def _measure_left(
         if (each.part, each.op) != compiled or each.part != "sweep":
             torch._dynamo.reset()  # a sweep's sizes share what is compiled
         compiled = each.part, each.op
-        rows, notes, error = _measured(each, device, cpu, budget_s, _counted(progress, i, left, began))
+        clock = Clock()
+        with clock.of("the rest"):
+            rows, notes, error = _measured(each, device, cpu, budget_s, clock, _counted(progress, i, left, began))
+        clocks.append(clock.seconds)
         record.rows += rows
         record.notes += notes
         if journal is not None:
-            journal.add(each.key, rows, notes)
+            journal.add(each.key, rows, notes, clock.seconds)
         failed = failed or error
         if where.type == "cuda" and torch.cuda.memory_reserved(where) > _most_bytes(where):
             torch.cuda.empty_cache()
+    if clocks:
+        record.notes.append(f"{len(clocks)} cases took {described(clocks)}")
     if failed is not None:
         raise failed
 
@@ -213,7 +211,7 @@ def _measure_left(
 def _failed(rows: Sequence[Row]) -> AccelerantError | None:
     """What ended the run that a journal is of with an error: a run that goes on with it ends so, too."""
     for row in rows:
-        if (row.wrong and row.compared) or (row.runner == "accelerant" and row.p50 is None):
+        if (row.wrong and row.compared) or (row.runner == "accelerant" and row.p50 is None and not row.lacked_memory):
             return AccelerantError(f"{row.op} {row.case}: {row.note}")
     return None
 
@@ -232,28 +230,33 @@ def _most_bytes(device: torch.device) -> int:
 
 
 def _measured(
-    each: Planned, device: ComputeDevice, cpu: bool, budget_s: float, progress: Progress
+    each: Planned, device: ComputeDevice, cpu: bool, budget_s: float, clock: Clock, progress: Progress
 ) -> tuple[list[Row], list[str], AccelerantError | None]:
     """The rows and notes of a case; and the error, where ours failed."""
     rows: list[Row] = []
     try:
-        case = Case.of(each.op, each.benchmark, device, each.dtype)
-        for row in _rows(case, each, progress):
+        with clock.of("arguments"):
+            case = Case.of(each.op, each.benchmark, device, each.dtype)
+        for row in rows_of(case, each, clock, progress):
             if cpu and case.device.type != "cpu" and row.runner == "accelerant":
                 progress(f"{row.op} {row.case}: on the CPU")
                 row = _with_cpu(row, each.op, each.benchmark, budget_s)
             rows.append(row)
-    except torch.OutOfMemoryError as error:
-        return rows, [f"{each.key}: {str(error).splitlines()[0][:100]}"], None
+    except (torch.OutOfMemoryError, OutOfMemory) as error:  # of the arguments, or of what says how much work it is
+        base = Row("neural", each.op, _label_of(each), "", "", part=each.part, note=lack_of_memory(error))
+        return [*rows, *(replace(base, runner=runner) for runner in runner_names(each))], [], None
     except DeviceLost:
         raise
     except Exception as error:  # noqa: BLE001 - the other ops' figures are worth having; this one ends the run with 1
         text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        label = each.benchmark.sample.name
-        rows.append(Row("neural", each.op, label, "accelerant", "", part=each.part, note=text))
+        rows.append(Row("neural", each.op, _label_of(each), "accelerant", "", part=each.part, note=text))
         return rows, [], error if isinstance(error, AccelerantError) else AccelerantError(f"{each.key}: {text}")
     wrong = next((row for row in rows if row.wrong and row.compared), None)
     return rows, [], None if wrong is None else AccelerantError(f"{wrong.op} {wrong.case}: {wrong.note}")
+
+
+def _label_of(each: Planned) -> str:
+    return f"{each.benchmark.sample.name} {str(each.dtype).removeprefix('torch.')}"
 
 
 def _with_cpu(row: Row, name: str, benchmark: Benchmark, budget_s: float) -> Row:
@@ -283,172 +286,3 @@ def calls(
             fewer = shrunk(name, whole.inputs, max(1, rows // shrink))
             shape = "" if fewer[0] is None else "x".join(map(str, fewer[0].shape))
             yield f"{shape} {str(dtype).removeprefix('torch.')}", fewer, whole.options
-
-
-# --- a case's rows ---------------------------------------------------------------------------------------------------
-
-
-def runners_of(case: Case, each: Planned) -> dict[str, Maker]:
-    """Runner -> what makes its function. Ours first."""
-    subject = OPS[case.name]
-    made: dict[str, Maker] = {"accelerant": lambda: getattr(ops, case.name)}
-    for peer in each.peers:
-        if peer == "torch":
-            made["torch"] = lambda: subject.theirs
-        elif peer == "compile":
-            made["torch.compile"] = lambda: _compiled(case, each.part)
-        else:
-            made[peer] = subject.peers[peer]
-    return made
-
-
-def _compiled(case: Case, part: str) -> Callable[..., Any]:
-    """Torch's function compiled for a case's sizes; in a sweep, for any number of rows, with the largest in view."""
-    theirs = OPS[case.name].theirs
-    if part != "sweep" or case.inputs[0] is None:
-        return torch.compile(theirs, dynamic=False)
-    compiled, rows = torch.compile(theirs), len(case.inputs[0])
-
-    def of_any_rows(*args: Any, **options: Any) -> Any:
-        for x in args:
-            if isinstance(x, Tensor) and x.ndim and len(x) == rows > 1:
-                torch._dynamo.maybe_mark_dynamic(x, 0)
-        return compiled(*args, **options)
-
-    return of_any_rows
-
-
-def _rows(case: Case, each: Planned, progress: Progress) -> Iterator[Row]:
-    runners = runners_of(case, each)
-    works = work_of(case)
-    oracle = Oracle(case, works[0].flops)
-    for work in works:
-        base = Row(
-            "neural", case.name, f"{case.label} {work.direction}", "", "", bytes=work.bytes, flops=work.flops,
-            ceiling="matmul" if work.flops else "copy", part=each.part,
-        )  # fmt: skip
-        base = _aimed(base, case, work.direction)
-        for runner, make in runners.items():
-            progress(f"{base.op} {base.case}: {runner}")
-            row = replace(base, runner=runner)
-            if runner == "accelerant":
-                yield from _ours(row, make, case, work, each, oracle)
-            else:
-                unaimed = replace(row, target=None, target_x=None, target_bytes=None)
-                # Of fewer rows than are timed, torch.compile would compile another function: its results are not seen.
-                checks = oracle if oracle.whole or runner != "torch.compile" else None
-                yield _timed(unaimed, make, case, work, each, checks)
-
-
-def _ours(row: Row, make: Maker, case: Case, work: Work, each: Planned, oracle: Oracle) -> Iterator[Row]:
-    """The chosen implementation; then our own kernel where that is a library's; then deterministic mode."""
-    races = each.race and case.device.type == "cuda"
-    with override(race="first_use") if races else contextlib.nullcontext():
-        chosen = _timed(row, make, case, work, each, oracle, ours=True)
-    yield chosen
-    decisions = explain_quietly(call_of(make(), case, work.direction)).decisions
-    forced = own_kernels(decisions)
-    if forced and each.part == "":
-        with force(**forced):
-            own = replace(row, runner=OWN, target=None, target_x=None)
-            yield _timed(own, make, case, work, each, oracle, ours=True)
-    if each.deterministic and _may_differ(decisions):
-        with override(deterministic=True):
-            unaimed = replace(row, runner=DETERMINISTIC, target=None, target_x=None, target_bytes=None)
-            same = _timed(unaimed, make, case, work, each, oracle, ours=True)
-        if same.p50 and chosen.p50:
-            same = replace(same, note=f"{same.p50 / chosen.p50:.2f}x the time without")
-        yield same
-
-
-def own_kernels(decisions: Sequence[Decision]) -> dict[str, str]:
-    """What to force so that our own kernels run where dispatch chose a library."""
-    forced = {}
-    for each in decisions:
-        if not each.own:
-            refused = {name for name, _ in each.refused}
-            own = [one.name for one in operations()[each.op].implementations if one.own and one.name not in refused]
-            if own:
-                forced[each.op] = own[0]
-    return forced
-
-
-def _may_differ(decisions: Sequence[Decision]) -> bool:
-    """Whether an op in a call has an implementation whose bits vary."""
-    return any(not one.deterministic for each in decisions for one in operations()[each.op].implementations)
-
-
-def _aimed(row: Row, case: Case, direction: str) -> Row:
-    """The row with what the case names to reach."""
-    it = case.benchmark
-    if not case.aims:
-        return row
-    aims = {
-        "forward": (it.forward_ms, it.forward_x),
-        "backward": (it.backward_ms, it.backward_x),
-        "both": (it.both_ms, None),
-    }
-    ms, multiple = aims[direction]
-    within = int(it.peak_mib * 2**20) if it.peak_mib and direction == "forward" else None
-    return replace(row, target=ms, target_x=multiple, target_bytes=within)
-
-
-def _timed(
-    row: Row, make: Maker, case: Case, work: Work, each: Planned, oracle: Oracle | None, *, ours: bool = False
-) -> Row:
-    """The row with its results compared and its times taken, or with why not."""
-    try:
-        fn = make()
-        call = call_of(fn, case, work.direction)
-        chosen = _implementation(call) if ours else row.runner  # a race, if there is one, is run here
-        error, wrong = oracle.wrong(fn, work.direction) if oracle is not None else (None, "")
-        row = replace(row, implementation=chosen, error=error, note=wrong)
-        if wrong:
-            return row
-        peak = _peak_bytes(call, case.device)
-        if each.benchmark.rotated and work.direction == "forward":
-            timing, how = rotated_ms(_copies(fn, case), case.device, budget_s=each.budget_s)
-        else:
-            timing, how = time_ms(call, case.device, budget_s=each.budget_s, reads=work.only_reads), ""
-    except Exception as error:
-        lost = registry.provider_of(case.device).lost(error)
-        if lost is not None:
-            raise lost from error
-        if ours and row.runner == "accelerant":
-            raise
-        text = (str(error).splitlines() or [""])[0][:160]
-        return replace(row, note=f"{type(error).__name__}: {text}")
-    return replace(
-        row, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, peak_bytes=peak, timing=how,
-        samples=timing.samples,
-    )  # fmt: skip
-
-
-def _copies(fn: Callable[..., Any], case: Case) -> list[Callable[[], Any]]:
-    """The forward call on copies of the arguments, the first of them the arguments themselves."""
-    size = sum(x.nbytes for x in case.inputs if x is not None)
-    count = max(_ROTATED_LEAST, min(_ROTATED_MOST, -(-_ROTATED_BYTES // max(size, 1))))
-    if case.device.type != "cuda":
-        count = 2
-    others = [tuple(None if x is None else x.clone() for x in case.inputs) for _ in range(count - 1)]
-    return [call_of(fn, replace(case, inputs=inputs), "forward") for inputs in (case.inputs, *others)]
-
-
-def _peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
-    """What a call takes at its highest, its results among that, above what was there before."""
-    if device.type != "cuda":
-        return None
-    call()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    call()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def _implementation(call: Callable[[], Any]) -> str:
-    """What dispatch chose in a call, from its own account."""
-    decisions = explain_quietly(call).decisions
-    names = dict.fromkeys(f"{each.implementation} ({'own' if each.own else 'library'})" for each in decisions)
-    return " + ".join(names) or "nothing to run"

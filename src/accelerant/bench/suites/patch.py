@@ -5,15 +5,21 @@ The runners are the model as it is ("eager"), patched ("accelerant"), under torc
 kernels ("liger", where it has the model). Each starts from the same weights and the same batch, and its loss and the
 norm of its gradients are compared with eager's before anything is timed.
 
+torch.compile takes most of a minute for a whole model, and as long again for each. So it may be measured on models of
+fewer layers, beside the other runners on the same: `compile_layers`.
+
 On a CPU the shapes are tiny: the suite then only shows that it runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelerant.bench.journal import Journal
+from accelerant.bench.pieces import Piece, measure_pieces
 from accelerant.bench.record import Environment, Record, Row
-from accelerant.bench.timer import Timing, wall_ms
+from accelerant.bench.timer import Timing, synchronize
 from accelerant.errors import AccelerantError, ConfigError, MissingDependency, UnsupportedCase
 from accelerant.nn import patch
 from accelerant.runtime.provider import ComputeDevice
@@ -35,8 +43,8 @@ RUNNERS = ("eager", "accelerant", "compile", "liger")
 _TARGETS_OF, _OVER_EAGER, _OVER_PEERS = "H200", 1.2, 1.0
 """The device that has aims, and how many times eager's and the fastest peer's speed is asked there."""
 
-_BACK_TO_BACK, _LEAST = 4, 3
-"""Steps between two waits for the device, and how often at least."""
+_SAMPLE_S, _LEAST, _MOST = 0.2, 3, 50
+"""Seconds of steps between two waits for the device, and how many such samples at least and at most."""
 
 _LOSS_TOLERANCE, _NORM_TOLERANCE = 5e-3, 3e-2
 """Relative, of bfloat16: of the loss, and of the norm of all gradients."""
@@ -53,6 +61,7 @@ class Model:
         batch, tokens: of a step; a picture counts as its patches.
         aims: whether there is a speed to reach.
         tiny: what the config gets instead on a CPU.
+        depth: what the config calls its number of layers.
     """
 
     family: str
@@ -62,6 +71,12 @@ class Model:
     tokens: int
     aims: bool = False
     tiny: dict[str, Any] | None = None
+    depth: str = "num_hidden_layers"
+
+    def with_layers(self, layers: int) -> Model:
+        """Of another depth."""
+        depth = {self.depth: layers}
+        return replace(self, config=self.config | depth, tiny=(self.tiny or {}) | depth)
 
 
 _TINY = {
@@ -82,7 +97,7 @@ def _decoder(vocab: int, width: int, inner: int, layers: int, heads: int, shared
 MODELS: dict[str, Model] = {
     "gpt2": Model(
         "gpt2", "GPT2LMHeadModel", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, 16, 1024, True,
-        _TINY_GPT2,
+        _TINY_GPT2, "n_layer",
     ),
     "llama-1b": Model(
         "llama", "LlamaForCausalLM", _decoder(128256, 2048, 8192, 16, 32, 8, tie_word_embeddings=True), 4, 2048, True,
@@ -135,7 +150,10 @@ def measure(
     *,
     names: Sequence[str] = (),
     runners: Sequence[str] = RUNNERS,
-    budget_s: float = 1.0,
+    compile_layers: int = 0,
+    budget_s: float = 0.5,
+    journal: Journal | None = None,
+    until: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Measure into a record.
@@ -145,7 +163,11 @@ def measure(
         device: where.
         names: of MODELS; all by default.
         runners: of RUNNERS. "eager" always runs: the others are compared with it.
+        compile_layers: 0 to compile whole models. Else torch.compile runs on models of so many layers, and so do the
+            other runners once more.
         budget_s: seconds for each figure.
+        journal: gets a model's rows as soon as they are there; the models that it has are left out.
+        until: the time of time.monotonic() after which no further model is begun.
         progress: told what is measured next.
 
     Raises:
@@ -158,17 +180,22 @@ def measure(
         importlib.import_module("transformers")
     except ModuleNotFoundError:
         raise MissingDependency("transformers", "huggingface", "accelerant bench patch") from None
-    where = torch.device(device.torch_device)
-    failed: AccelerantError | None = None
-    for name in names or MODELS:
-        try:
-            found = _steps(name, where, runners, budget_s, progress)
-            record.rows += _rows(name, where, found, _TARGETS_OF in device.name)
-        except AccelerantError as error:
-            failed = failed or error
-            record.rows.append(Row("patch", name, "", "accelerant", "", note=f"{type(error).__name__}: {error}"))
-    if failed is not None:
-        raise failed
+    where, aims = torch.device(device.torch_device), _TARGETS_OF in device.name
+    whole = ("eager", *(each for each in runners if each != "eager" and (each != "compile" or not compile_layers)))
+    shapes = [(name, MODELS[name], whole) for name in names or MODELS]
+    if compile_layers and "compile" in runners:
+        every = ("eager", *(each for each in runners if each != "eager"))
+        layers = f"with {compile_layers} layer{'s' if compile_layers > 1 else ''}"
+        shapes += [(f"{name} {layers}", MODELS[name].with_layers(compile_layers), every) for name in names or MODELS]
+    pieces = [
+        Piece(
+            "patch",
+            f"{title}, {', '.join(asked)}",
+            functools.partial(_model, title, model, where, asked, budget_s, aims),
+        )
+        for title, model, asked in shapes
+    ]
+    measure_pieces(record, pieces, where=where, journal=journal, until=until, progress=progress)
 
 
 # --- a model ---------------------------------------------------------------------------------------------------------
@@ -184,49 +211,67 @@ class _Step:
     peaks: tuple[int, ...]
 
 
+def _model(
+    title: str, model: Model, where: torch.device, runners: Sequence[str], budget_s: float, aims: bool, record: Record,
+    progress: Callable[[str], None],
+) -> None:  # fmt: skip
+    """A model's rows."""
+    found = _steps(title, model, where, runners, budget_s, progress)
+    record.rows += _rows(title, model, where, found, aims)
+
+
 def _steps(
-    name: str, where: torch.device, runners: Sequence[str], budget_s: float, progress: Callable[[str], None]
-) -> dict[str, _Step | str]:
+    title: str, model: Model, where: torch.device, runners: Sequence[str], budget_s: float,
+    progress: Callable[[str], None],
+) -> dict[str, _Step | str]:  # fmt: skip
     """What each runner did, or why it did nothing."""
-    model = MODELS[name]
     found: dict[str, _Step | str] = {}
     for runner in RUNNERS:
-        if runner != "eager" and runner not in runners:
+        if runner not in runners:
             continue
-        progress(f"{name}: {runner}")
+        progress(f"{title}: {runner}")
         try:
-            with _ready(model, runner, where, *_sizes(model, where)) as ready:
-                found[runner] = ready.measure(budget_s)
-            _compare(name, runner, found)
+            found[runner] = _measured(model, runner, where, budget_s)
+            _compare(title, runner, found)
         except torch.OutOfMemoryError:
             found[runner] = "out of memory"
         except UnsupportedCase as error:
+            if runner == "accelerant":
+                raise
             found[runner] = str(error)
         finally:
             _release(where)
     return found
 
 
+def _measured(model: Model, runner: str, where: torch.device, budget_s: float) -> _Step:
+    """A runner's step; when this returns nobody holds its model, which the next one's peak would count."""
+    with _ready(model, runner, where, *_sizes(model, where)) as ready:
+        return ready.measure(budget_s)
+
+
 def _sizes(model: Model, where: torch.device) -> tuple[int, int]:
     return (model.batch, model.tokens) if where.type == "cuda" else (2, 16)
 
 
-def _rows(name: str, where: torch.device, found: dict[str, _Step | str], aims: bool) -> list[Row]:
+def _rows(title: str, model: Model, where: torch.device, found: dict[str, _Step | str], aims: bool) -> list[Row]:
     """Each runner's two rows, and how many times eager's speed the patched model has."""
-    model = MODELS[name]
     batch, tokens = _sizes(model, where)
     case = f"{batch} x {tokens} bfloat16"
     cases = (f"{case} forward, backward", f"{case} forward, backward, AdamW")
     aims = aims and model.aims
     rows: list[Row] = []
     for runner, step in found.items():
-        base = Row("patch", name, "", runner, "patched" if runner == "accelerant" else runner)
+        base = Row("patch", title, "", runner, "patched" if runner == "accelerant" else runner)
         if isinstance(step, str):
             rows += [replace(base, case=case, note=step) for case in cases]
             continue
         wanted = _OVER_PEERS if aims and runner == "accelerant" else None
         for case, timing, peak in zip(cases, step.times, step.peaks, strict=True):
-            note = f"{batch * tokens / timing.p50_ms * 1e3:,.0f} tokens/s; the peak holds the weights too"
+            note = (
+                f"{batch * tokens / timing.p50_ms * 1e3:,.0f} tokens/s; the peak holds the weights too; first loss "
+                f"{step.loss:.5f}, norm of the gradients {step.norm:.5f}"
+            )
             rows.append(
                 replace(
                     base, case=case, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, peak_bytes=peak or None,
@@ -235,21 +280,21 @@ def _rows(name: str, where: torch.device, found: dict[str, _Step | str], aims: b
             )  # fmt: skip
     eager, ours = found.get("eager"), found.get("accelerant")
     if isinstance(eager, _Step) and isinstance(ours, _Step):
-        rows += _over_eager(name, cases, eager, ours, aims)
+        rows += _over_eager(title, cases, eager, ours, aims)
     return rows
 
 
-def _over_eager(name: str, cases: Sequence[str], eager: _Step, ours: _Step, aims: bool) -> list[Row]:
+def _over_eager(title: str, cases: Sequence[str], eager: _Step, ours: _Step, aims: bool) -> list[Row]:
     rows = []
     for case, old, new in zip(cases, eager.times, ours.times, strict=True):
         gains = (old.p20_ms / new.p80_ms, old.p50_ms / new.p50_ms, old.p80_ms / new.p20_ms)
         note = f"asked: {_OVER_EAGER:.2f} x" if aims else ""
-        row = Row("patch", f"{name} over eager", case, "accelerant", "eager / patched", "x", *gains, better="higher")
+        row = Row("patch", f"{title} over eager", case, "accelerant", "eager / patched", "x", *gains, better="higher")
         rows.append(replace(row, note=note))
     return rows
 
 
-def _compare(name: str, runner: str, found: dict[str, _Step | str]) -> None:
+def _compare(title: str, runner: str, found: dict[str, _Step | str]) -> None:
     """Refuse a runner that computes something else: ours with an error, a peer with a note in its row."""
     step, eager = found[runner], found["eager"]
     if isinstance(step, str) or isinstance(eager, str):
@@ -260,7 +305,7 @@ def _compare(name: str, runner: str, found: dict[str, _Step | str]) -> None:
     ):
         if not abs(value - wanted) <= tolerance * abs(wanted):
             kind = AccelerantError if runner == "accelerant" else UnsupportedCase
-            raise kind(f"{name}, {runner}: the {what} is {value:.5g}, eager's {wanted:.5g}")
+            raise kind(f"{title}, {runner}: the {what} is {value:.5g}, eager's {wanted:.5g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,12 +327,22 @@ class _Ready:
     def _paced(self, call: Callable[[], object], budget_s: float) -> Timing:
         """A step's time on the host's clock, where the host queues the next one while the device works."""
 
-        def several() -> None:
-            for _ in range(_BACK_TO_BACK):
+        def took(steps: int) -> float:
+            synchronize(self.where)
+            began = time.perf_counter()
+            for _ in range(steps):
                 call()
+            synchronize(self.where)
+            return time.perf_counter() - began
 
-        found = wall_ms(several, self.where, budget_s=budget_s, least=_LEAST)
-        return Timing.of([sample / _BACK_TO_BACK for sample in found.samples])
+        call()
+        steps = max(1, math.ceil(_SAMPLE_S / took(1)))
+        samples: list[float] = []
+        spent = 0.0
+        while len(samples) < _LEAST or (spent < budget_s and len(samples) < _MOST):
+            spent += (seconds := took(steps))
+            samples.append(seconds / steps * 1e3)
+        return Timing.of(samples)
 
 
 @contextlib.contextmanager

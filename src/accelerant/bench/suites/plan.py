@@ -1,8 +1,9 @@
 """What a run of the neural suite measures, in order, and about how long it takes; known before any device is touched.
 
-Three parts: the tables of the ops (their BENCHMARKS, in each dtype asked for), a sweep of the ops that work row by row,
-from 2^10 to 2^28 elements, and odd sizes (their LARGE samples, which the tests run too). The tables come first, in
-their own dtype first, so that a run that is cut short has what matters.
+Three parts: the tables of the ops (their BENCHMARKS, in each dtype asked for), odd sizes (their LARGE samples, which
+the tests run too), and a sweep of the ops that work row by row, from 2^10 to 2^28 elements. A run that is cut short has
+what matters: the cases that name something to reach come first, then the rest of the tables in the first dtype, odd
+sizes, the other dtypes, and the sweep. On a CPU the tables' cases have as many rows as it works through in a moment.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from accelerant.bench.subjects import OPS
 from accelerant.bench.suites.cases import benchmarks_of, cases_of
 from accelerant.ops._cases import Benchmark, Indices, Sample
 
-__all__ = ["Planned", "plan", "sweep_sizes"]
+__all__ = ["Planned", "for_cpu", "plan", "sweep_sizes"]
 
 _OTHER_DTYPE, _MANY_SIZES = 0.4, 0.1
 """Parts of the time behind each figure: in a dtype that is not the case's own; at odd sizes and in the sweep."""
@@ -124,16 +125,28 @@ def plan(
         sweep: with the ops that work row by row at these numbers of elements, in the first dtype.
     """
     ops = list(names) or list(OPS)
-    found = []
-    for i, dtype in enumerate(dtypes or (None,)):
-        for op in ops:
-            for benchmark in benchmarks_of(op):
-                own = dtype or (benchmark.dtype if gpu else torch.float32)
-                peers = tuple(name for name in against if not i or _again(name, own))
-                budget = budget_s * (_OTHER_DTYPE if i else 1.0)
-                found.append(Planned("", op, benchmark, own, peers, budget, deterministic=not i, race=gpu))
     first = dtypes[0] if dtypes else None
+    tables: list[list[Planned]] = []
+    for i, dtype in enumerate(dtypes or (None,)):
+        peers = tuple(name for name in against if not i or _again(name, dtype))
+        budget = budget_s * (_OTHER_DTYPE if i else 1.0)
+        cases = [(op, each) for op in ops for each in benchmarks_of(op)]
+        if not gpu:
+            cases = [(op, for_cpu(op, each)) for op, each in cases]
+        tables.append(
+            [
+                Planned("", op, each, _dtype(dtype, each, gpu), peers, budget, deterministic=gpu and not i, race=gpu)
+                for op, each in cases
+            ]
+        )
     few = budget_s * _MANY_SIZES
+    uneven = []
+    if odd:
+        peers = tuple(name for name in against if name in _ODD_PEERS)
+        for op in ops:
+            for benchmark in _odd(op, first or torch.bfloat16):
+                uneven.append(Planned("odd", op, benchmark, _dtype(first, benchmark, gpu), peers, few))
+    swept = []
     peers = tuple(name for name in against if name in _SWEEP_PEERS)
     for op in ops:  # the largest first: what is compiled for any number of rows is compiled for them
         for size in sorted(sweep, reverse=True):
@@ -141,16 +154,20 @@ def plan(
             if resized is not None:
                 several = (resized.sample.shapes[0] or ())[0] > 1
                 there = tuple(name for name in peers if several or name != "compile")
-                found.append(Planned("sweep", op, resized, _dtype(first, resized, gpu), there, few))
-    if odd:
-        peers = tuple(name for name in against if name in _ODD_PEERS)
-        for op in ops:
-            for benchmark in _odd(op, first or torch.bfloat16):
-                found.append(Planned("odd", op, benchmark, _dtype(first, benchmark, gpu), peers, few))
+                swept.append(Planned("sweep", op, resized, _dtype(first, resized, gpu), there, few))
+    others = [each for table in tables[1:] for each in table]
+    aimed = [each for each in (*tables[0], *others) if _aims(each.benchmark) and each.dtype == each.benchmark.dtype]
+    found = [*aimed, *tables[0], *uneven, *others, *swept]
     return list({each.key: each for each in found}.values())
 
 
-def _again(peer: str, dtype: torch.dtype) -> bool:
+def _aims(benchmark: Benchmark) -> bool:
+    """Whether a case names something to reach."""
+    named = (benchmark.forward_ms, benchmark.backward_ms, benchmark.both_ms, benchmark.forward_x, benchmark.backward_x)
+    return any(each is not None for each in (*named, benchmark.peak_mib))
+
+
+def _again(peer: str, dtype: torch.dtype | None) -> bool:
     """Whether a peer is measured in a dtype that is not the first."""
     return peer in _WIDE_PEERS if dtype == torch.float32 else peer not in _NOT_AGAIN
 
@@ -163,6 +180,73 @@ def _odd(op: str, dtype: torch.dtype) -> list[Benchmark]:
     """The samples of a GPU's tests that torch's function takes as well."""
     keeps = OPS[op].odd
     return [Benchmark(sample, dtype) for sample in cases_of(op).LARGE if keeps(sample)]
+
+
+# --- on a CPU --------------------------------------------------------------------------------------------------------
+
+_CPU_ELEMENTS = 2**20
+_CPU_FLOPS = 3 * 10**8
+"""What a case has at most of each on a CPU, if it has rows to spare: some milliseconds on two cores."""
+
+_CPU_MOST = 40 * 10**6
+"""A case that holds more elements besides its rows, in a weight or a table, gives way to a size that is tested."""
+
+_CPU_HEADS, _CPU_LENGTH = 4, 256
+"""Of attention."""
+
+
+def for_cpu(op: str, benchmark: Benchmark) -> Benchmark:
+    """A table's case with fewer rows, or of a size that is tested, where what is the same for every row is too much."""
+    sample = benchmark.sample
+    if op == "attention":
+        (_, heads, length, width), (_, key_heads, keys, _) = (sample.shapes[i] or () for i in (0, 1))
+        kept = min(key_heads, max(1, _CPU_HEADS * key_heads // heads))
+        q = (1, kept * heads // key_heads, min(length, _CPU_LENGTH), width)
+        k = (1, kept, min(keys, _CPU_LENGTH), width)
+        return replace(benchmark, sample=Sample("x".join(map(str, q)), (q, k, k), sample.options))
+    tested = min((each for each in cases_of(op).LARGE if OPS[op].odd(each)), key=_elements)
+    if op.startswith("attention_"):  # their rows are other arguments' places
+        return replace(benchmark, sample=tested)
+    found = [_with_fewer_rows(op, each) for each in (sample, tested)]
+    return replace(benchmark, sample=next((each for each in found if _elements(each) <= _CPU_MOST), found[1]))
+
+
+def _with_fewer_rows(op: str, sample: Sample) -> Sample:
+    """As many rows as a CPU has time for."""
+    first = sample.shapes[0] or (1,)
+    most = max(1, _CPU_ELEMENTS // max(1, math.prod(first[1:]))), max(1, _CPU_FLOPS // _flops_of_row(op, sample))
+    return _with_rows(sample, min(first[0], *most), OPS[op].shared)
+
+
+def _elements(sample: Sample) -> int:
+    return sum(math.prod(shape) for shape in sample.shapes if shape is not None)
+
+
+def _flops_of_row(op: str, sample: Sample) -> int:
+    """Of a row of the first argument, where an op multiplies it by the second; 1 for other ops."""
+    if OPS[op].flops is None:
+        return 1
+    first, second = (sample.shapes[i] or (1,) for i in (0, 1))
+    if op == "conv2d":
+        step = int(sample.options.get("stride", 1))
+        return 2 * math.prod(second) * max(1, math.prod(first[2:]) // (step * step))
+    return 2 * math.prod(second)
+
+
+def _with_rows(sample: Sample, rows: int, shared: Sequence[int]) -> Sample:
+    """A sample with so many rows in its first argument and in those that have one for each of its rows."""
+    first = sample.shapes[0] or (1,)
+    arguments: list[Any] = []
+    for i, (argument, shape) in enumerate(zip(sample.arguments, sample.shapes, strict=True)):
+        along = shape is not None and i not in shared and shape[:1] == first[:1] and shape[1:] in ((), first[1:])
+        if argument is None or shape is None or not along:
+            arguments.append(argument)
+        elif isinstance(argument, Indices):
+            arguments.append(replace(argument, shape=(rows, *shape[1:])))
+        else:
+            arguments.append((rows, *shape[1:]))
+    name = sample.name if rows == first[0] else f"{sample.name}, {rows} rows"
+    return Sample(name, tuple(arguments), sample.options)
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------

@@ -2,30 +2,35 @@
 
 All three take the same tokens, start from the same numbers in shape and spread, compute under bfloat16 autocast with
 float32 parameters, clip the gradient and update with AdamW. A row has the time of a step, the most memory that was
-allocated and, in its note, tokens a second, the memory reserved, and the losses of the first steps.
+allocated and, in its note, tokens a second, the memory reserved, and the losses of the first steps. Where the device
+has fp8, ours is measured in it too, as a case of its own without peers.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from accelerant.bench.ceilings import measure_ceilings
+from accelerant.bench.journal import Journal
+from accelerant.bench.pieces import Piece, measure_pieces
 from accelerant.bench.record import Environment, Record, Row
 from accelerant.bench.timer import Timing
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
+from accelerant.ops.linear_fp8.op import refuses_device
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
@@ -125,6 +130,8 @@ def plain_step(model: PlainGPT, *, compiled: bool = False, precision: torch.dtyp
     """A step of the plain model with torch's fused AdamW: called with tokens and targets, gives the loss."""
     device = model.wte.weight.device
     optimizer = torch.optim.AdamW(_groups(model), lr=_RATE, betas=_BETAS, fused=device.type == "cuda")
+    if compiled:
+        torch.compiler.reset()  # else a second size of batch is compiled for any size, which is slower
     loss_of = torch.compile(model) if compiled else model
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -162,6 +169,8 @@ def measure(
     config: GPTConfig | None = None,
     budget_s: float = 2.0,
     against: Sequence[str] = RUNNERS,
+    journal: Journal | None = None,
+    until: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Measure into a record.
@@ -173,6 +182,8 @@ def measure(
         config: of the model; by default GPT-2 124M with a vocabulary of 50304, on a CPU a small one.
         budget_s: seconds of steps behind each figure.
         against: the peers, of RUNNERS.
+        journal: gets the rows of a batch size as soon as they are there; those that it has are left out.
+        until: the time of time.monotonic() after which no further batch size is begun.
         progress: told what is measured next.
 
     Raises:
@@ -188,13 +199,39 @@ def measure(
     if "matmul TFLOP/s" not in record.ceilings:
         progress("ceilings")
         record.ceilings |= measure_ceilings(where, budget_s=0.3)
-    for batch in batches:
-        losses: dict[str, list[float]] = {}
-        for runner in (_OURS, *against):
-            progress(f"training step, {batch} x {config.context}: {runner}")
+    pieces = [
+        Piece(
+            "training",
+            f"batch of {batch}, {', '.join((_OURS, *against))}",
+            functools.partial(_batch, batch, config, where, device, budget_s, against),
+        )
+        for batch in batches
+    ]
+    measure_pieces(record, pieces, where=where, journal=journal, until=until, progress=progress)
+
+
+def _batch(
+    batch: int, config: GPTConfig, where: torch.device, device: ComputeDevice, budget_s: float, against: Sequence[str],
+    record: Record, progress: Callable[[str], None],
+) -> None:  # fmt: skip
+    """A step of ours and of the peers, on one batch size."""
+    losses: dict[str, list[float]] = {}
+    for runner in (_OURS, *against):
+        progress(f"training step, {batch} x {config.context}: {runner}")
+        try:
             row, losses[runner] = _row(runner, config, batch, where, device, budget_s)
-            record.rows.append(row)
-        _check_losses(losses)
+        except Exception as error:  # whatever a peer raises, its row says so
+            if runner == _OURS:
+                raise
+            note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+            row = replace(_untimed(runner, config, batch, device), note=note)
+        record.rows.append(row)
+    if refuses_device(where) is None:
+        progress(f"training step, {batch} x {config.context}: {_OURS}, fp8")
+        row, found = _row(_OURS, config, batch, where, device, budget_s, float8=True)
+        record.rows.append(row)
+        _check_losses({_OURS: found, "bf16": losses[_OURS]}, first=0.03, last=0.3)
+    _check_losses(losses)
 
 
 @dataclass(slots=True)
@@ -217,17 +254,11 @@ class _Data:
 
 
 def _row(
-    runner: str, config: GPTConfig, batch: int, where: torch.device, device: ComputeDevice, budget_s: float
-) -> tuple[Row, list[float]]:
+    runner: str, config: GPTConfig, batch: int, where: torch.device, device: ComputeDevice, budget_s: float, *,
+    float8: bool = False,
+) -> tuple[Row, list[float]]:  # fmt: skip
     tokens = batch * config.context
-    on_target = _TARGETS_OF in device.name and config == _CONFIG and runner == _OURS
-    case = f"{batch}x{config.context} {config.layers} layers of {config.width} bf16 autocast"
-    row = Row(
-        "training", "gpt step", case, runner, "TrainStep" if runner == _OURS else runner,
-        flops=_flops(config, tokens), ceiling="matmul",
-        target=1e3 * tokens / _TOKENS_PER_S if on_target else None,
-        target_bytes=_PEAK_BYTES.get(batch) if on_target else None,
-    )  # fmt: skip
+    row = _untimed(runner, config, batch, device, float8=float8)
     gc.collect()
     gpu = where.type == "cuda"
     if gpu:
@@ -235,7 +266,10 @@ def _row(
         torch.cuda.reset_peak_memory_stats(where)
     torch.manual_seed(0)
     model = GPT(config).to(where)
-    step = own_step(model) if runner == _OURS else plain_step(PlainGPT.like(model), compiled=runner == "compile")
+    if runner == _OURS:
+        step = own_step(model, precision=torch.float8_e4m3fn if float8 else torch.bfloat16)
+    else:
+        step = plain_step(PlainGPT.like(model), compiled=runner == "compile")
     del model
     data = _Data.drawn(config, batch, where)
     losses = [step(*data.batch(i)) for i in range(_WARM_UP)]
@@ -248,15 +282,22 @@ def _row(
         note += f", {torch.cuda.max_memory_reserved(where) / 2**30:.2f} GiB reserved"
     first = [float(loss) for loss in losses]
     note += f", first losses {' '.join(f'{loss:.4f}' for loss in first)}"
-    return (
-        Row(
-            **{
-                **{name: getattr(row, name) for name in row.__slots__},
-                "p20": timing.p20_ms, "p50": timing.p50_ms, "p80": timing.p80_ms, "peak_bytes": peak, "note": note,
-                "samples": tuple(times),
-            }
-        ),
-        first,
+    row = replace(
+        row, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, peak_bytes=peak, note=note, samples=tuple(times)
+    )
+    return row, first
+
+
+def _untimed(runner: str, config: GPTConfig, batch: int, device: ComputeDevice, *, float8: bool = False) -> Row:
+    """A runner's row without what is measured."""
+    tokens = batch * config.context
+    on_target = _TARGETS_OF in device.name and config == _CONFIG and runner == _OURS and not float8
+    case = f"{batch}x{config.context} {config.layers} layers of {config.width} {'fp8' if float8 else 'bf16 autocast'}"
+    return Row(
+        "training", "gpt step", case, runner, "TrainStep" if runner == _OURS else runner,
+        flops=_flops(config, tokens), ceiling="" if float8 else "matmul",
+        target=1e3 * tokens / _TOKENS_PER_S if on_target else None,
+        target_bytes=_PEAK_BYTES.get(batch) if on_target else None,
     )  # fmt: skip
 
 
@@ -291,8 +332,12 @@ def _flops(config: GPTConfig, tokens: int) -> int:
     return tokens * 6 * (matrices + attention // 2)
 
 
-def _check_losses(losses: dict[str, list[float]]) -> None:
+def _check_losses(losses: dict[str, list[float]], *, first: float = 0.01, last: float = 0.1) -> None:
     """That ours begin where the peers' do, and are finite.
+
+    Args:
+        losses: by runner.
+        first, last: how far ours may lie from a peer's in the first step, and in the last.
 
     Raises:
         AccelerantError: they do not.
@@ -301,7 +346,7 @@ def _check_losses(losses: dict[str, list[float]]) -> None:
     if not all(map(math.isfinite, ours)):
         raise AccelerantError(f"training step: the losses are {ours}")
     for runner, theirs in losses.items():
-        if abs(ours[0] - theirs[0]) > 0.01 or abs(ours[-1] - theirs[-1]) > 0.1:
+        if abs(ours[0] - theirs[0]) > first or abs(ours[-1] - theirs[-1]) > last:
             raise AccelerantError(f"training step: losses {ours}, {runner} has {theirs}")
 
 
@@ -313,7 +358,8 @@ KINDS = ("matmul", "attention", "own", "other")
 _MATMUL = re.compile(r"gemm|nvjet|cutlass|splitK|cublas|linear_gelu$|linear_gelu\b|transformer_dz", re.IGNORECASE)
 _ATTENTION = re.compile(r"attention|flash|fmha", re.IGNORECASE)
 _OWN = re.compile(
-    r"^(norm|transformer|multi_tensor|cross_entropy|embedding|gelu|linear_gelu|elementwise|softmax|swiglu|rope)_"
+    r"^(norm|transformer|multi_tensor|cross_entropy|embedding|gelu|linear_gelu|linear_fp8|elementwise|softmax|swiglu|"
+    r"rope)_"
 )
 
 
@@ -337,12 +383,14 @@ class KernelShare:
         return asdict(self)
 
 
-def step_by_kernel(device: ComputeDevice, batch: int, config: GPTConfig | None = None) -> list[KernelShare]:
-    """A captured step of ours, GPT-2 124M by default, by kernel."""
+def step_by_kernel(
+    device: ComputeDevice, batch: int, config: GPTConfig | None = None, *, float8: bool = False
+) -> list[KernelShare]:
+    """A captured step of ours, GPT-2 124M by default, in bfloat16 or fp8, by kernel."""
     config = config or _CONFIG
     where = torch.device(device.torch_device)
     torch.manual_seed(0)
-    step = own_step(GPT(config).to(where))
+    step = own_step(GPT(config).to(where), precision=torch.float8_e4m3fn if float8 else torch.bfloat16)
     data = _Data.drawn(config, batch, where)
     for i in range(_WARM_UP):
         step(*data.batch(i))

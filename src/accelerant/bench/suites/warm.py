@@ -22,7 +22,7 @@ import torch
 import torch._inductor.config
 
 from accelerant import ops
-from accelerant.bench.suites import neural
+from accelerant.bench.suites import neural, rows
 from accelerant.bench.suites.cases import Case, call_of
 from accelerant.bench.suites.plan import Planned
 from accelerant.config import override
@@ -32,8 +32,8 @@ from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["compile_ahead", "share_caches"]
 
-_MEMORY_SHARE = 0.2
-"""Of the device's memory, for one process: a case that needs more is compiled in the run."""
+_MEMORY_SHARE, _MEMORY_ALL = 0.2, 0.9
+"""Of the device's memory, for one process and for all: a case that needs more is compiled in the run."""
 
 _LOOK_S = 0.5
 
@@ -73,7 +73,7 @@ def compile_ahead(
     groups, count, until = _groups(planned), 0, time.monotonic() + limit_s
     for start in _STARTS:
         count = _compile_in(start, groups, device, jobs, until=until, progress=progress)
-        if count:
+        if count or time.monotonic() > until:
             break  # else every process ended at once: the server it came from had looked at the driver
     missing = len(groups) - count
     return f"{missing} of {len(groups)} groups of cases were not compiled ahead" if missing else ""
@@ -96,9 +96,9 @@ def _compile_in(
     done: Any = context.Queue()
     for group in groups:
         tasks.put(group)
-    workers = [
-        context.Process(target=_work, args=(tasks, done, device), daemon=True) for _ in range(min(jobs, len(groups)))
-    ]
+    processes = min(jobs, len(groups))
+    share = min(_MEMORY_SHARE, _MEMORY_ALL / max(processes, 1))
+    workers = [context.Process(target=_work, args=(tasks, done, device, share), daemon=True) for _ in range(processes)]
     for worker in workers:
         worker.start()
     count = 0
@@ -129,14 +129,14 @@ def _groups(planned: Sequence[Planned]) -> list[list[Planned]]:
     return [*found[:first], *sweeps, *found[first:]]
 
 
-def _work(tasks: Any, done: Any, device: ComputeDevice) -> None:
+def _work(tasks: Any, done: Any, device: ComputeDevice, share: float) -> None:
     """A process: groups until there are none."""
     warnings.simplefilter("ignore")
     if torch.cuda._is_in_bad_fork():
         return
     torch._inductor.config.compile_threads = 1  # there is a process for each core already
     if device.torch_device.startswith("cuda"):
-        torch.cuda.set_per_process_memory_fraction(_MEMORY_SHARE, device.index)
+        torch.cuda.set_per_process_memory_fraction(share, device.index)
     while True:
         try:
             group = tasks.get(timeout=_LOOK_S)
@@ -156,7 +156,7 @@ def _work(tasks: Any, done: Any, device: ComputeDevice) -> None:
 def _compile(each: Planned, device: ComputeDevice) -> None:
     """Call ours, and the peers. What fails is left to the run."""
     case = Case.of(each.op, each.benchmark, device, each.dtype)
-    for runner, make in neural.runners_of(case, each).items():
+    for runner, make in rows.runners_of(case, each).items():
         for direction in ("both",) if case.together else ("forward", "backward"):
             with contextlib.suppress(Exception):
                 call_of(make(), case, direction)()
@@ -170,7 +170,7 @@ def _compile_ours(case: Case, direction: str, each: Planned) -> None:
     """The kernels that are not chosen: those that a race tries, and those of deterministic mode."""
     fn = getattr(ops, case.name)
     decisions = explain_quietly(call_of(fn, case, direction)).decisions
-    forced = neural.own_kernels(decisions)
+    forced = rows.own_kernels(decisions)
     if forced and each.part == "":
         with contextlib.suppress(Exception), force(**forced):
             call_of(fn, case, direction)()
