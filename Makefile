@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: run test lint unit gpu-test clean help
+.PHONY: run test test-slow lint unit gpu-test clean help
 
 help:            ## what each target does
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -20,8 +20,14 @@ lint: $(VENV)/.installed-dev     ## formatting, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-unit: $(VENV)/.installed-dev     ## the tests
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+# The children that tests start import the package too: without .pyc files each of them compiles it anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist worksteal
+
+unit: $(VENV)/.installed-dev     ## the tests, but for the slow ones
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.installed-dev  ## the tests that are marked as slow
+	$(PYTEST) -m slow $(ARGS)
 
 gpu-test:        ## the GPU tests, from the source tree with the Python at hand: make gpu-test PYTHON=python3
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)

@@ -25,6 +25,7 @@ if not HAS_GPU and "TRITON_INTERPRET" not in os.environ:
     try:
         for path in Path(accelerant.ops.__path__[0]).glob("*/triton_kernels.py"):
             importlib.import_module(f"accelerant.ops.{path.parent.name}.triton_kernels")
+        importlib.import_module("quick_interpreter").make_quick()
     except ImportError:  # no wheel for this system: the tests that need it skip
         pass
     finally:

@@ -114,12 +114,81 @@ def test_strings_and_strangers_are_refused(acc):
             acc.gelu(stranger)
     with pytest.raises(UnsupportedDtype):
         acc.gelu([["ragged"], [1.0, 2.0]])
-    with pytest.raises(UnsupportedDtype):
-        acc.field_add([-1], [0])
+    with pytest.raises(FormatError, match=r"y\[1\] \(flattened\) is -1, negative"):
+        acc.field_add([0, 0], [0, -1])
+    with pytest.raises(UnsupportedDtype, match=r"x\[0\] \(flattened\) is 0.5, not an integer"):
+        acc.field_add([0.5], [0])
     with pytest.raises(FormatError, match=rf"x\[1\] .* is {P}"):
         acc.field_add([0, P], [0, 0])
     with pytest.raises(ShapeError):
-        acc.field_add([1, 2], [1])
+        acc.field_add([1, 2, 3], [1, 2])
+
+
+# --- fields ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["goldilocks", "babybear", "bn254_fr"])
+def test_field_operations_are_exact_in_every_field_on_every_kind_of_array(acc, name):
+    field = accelerant.zk.field(name)
+    p = field.modulus
+    x, y = [1, p - 1, p // 2, 12345], [p - 1, p - 1, 3, p - 2]
+    expected = {
+        "field_add": [(a + b) % p for a, b in zip(x, y, strict=True)],
+        "field_sub": [(a - b) % p for a, b in zip(x, y, strict=True)],
+        "field_mul": [a * b % p for a, b in zip(x, y, strict=True)],
+        "field_inv": [pow(a, -1, p) for a in x],
+    }
+    for call, answer in expected.items():
+        arguments = (x,) if call == "field_inv" else (x, y)
+        words = [field.encode(each) for each in arguments]
+        for kind in (lambda each: each, torch.from_numpy):
+            found = getattr(acc, call)(*map(kind, words), field=name)
+            assert type(found) is type(kind(words[0]))
+            assert field.decode(found) == answer, call
+        assert field.decode(getattr(acc, call)(*arguments, field=name)) == answer
+    single = acc.field_mul(p - 1, 2, field=name)
+    assert field.decode(single.reshape(field.encode([0]).shape)) == [p - 2]
+    assert acc.metrics()["field_mul"]["flops"] == 3 * 4 + 1
+
+
+def test_field_operations_on_jax_arrays(acc):
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    field = accelerant.zk.field("babybear")  # 32-bit words: the 64-bit ones need JAX's x64 mode
+    x = jax.numpy.asarray(field.encode([2, 3]))
+    y = acc.field_mul(x, x, field="babybear")
+    assert isinstance(y, jax.Array)
+    assert field.decode(np.asarray(y)) == [4, 9]
+
+
+def test_field_arrays_of_several_limbs_are_neither_cut_nor_joined_within_an_element():
+    field = accelerant.zk.field("bn254_fr")
+    x = field.encode([3, 5, 7, 11, 13])
+    with Accelerator("cpu", config=AcceleratorConfig(batch_size=2)) as acc:
+        assert field.decode(acc.field_mul(x, x, field="bn254_fr")) == [9, 25, 49, 121, 169]
+        assert field.decode(acc.field_mul(x[0], x[1], field="bn254_fr")) == 15
+        assert field.decode(acc.field_mul(x, x[1], field="bn254_fr")) == [15, 25, 35, 55, 65]
+        with acc.batch() as batch:
+            products = [batch.field_mul(x[:n], x[:n], field="bn254_fr") for n in (1, 3, 5)]
+            single = batch.field_mul(x[2], x[2], field="bn254_fr")
+            other = batch.field_mul([2], [3], field="babybear")
+            wrong = batch.field_inv([4, 0], field="bn254_fr")
+        assert batch.launches == 2  # one of each field
+        assert [field.decode(each.result()) for each in products] == [[9], [9, 25, 49], [9, 25, 49, 121, 169]]
+        assert field.decode(single.result()) == 49
+        assert other.result().tolist() == [6]
+        with pytest.raises(FormatError, match=r"x\[1\] .* is 0, which has no inverse"):
+            wrong.result()
+
+
+def test_words_that_are_not_the_fields_are_refused(acc):
+    with pytest.raises(ConfigError, match="unknown field 'cornfield'; known are goldilocks, babybear"):
+        acc.field_mul([1], [2], field="cornfield")
+    with pytest.raises(ShapeError, match=r"y must end in an axis of the 4 limbs of bn254_fr, got shape \(3,\)"):
+        acc.field_sub([1], np.zeros(3, np.uint64), field="bn254_fr")
+    with pytest.raises(UnsupportedDtype, match="x must be uint64, got int64: view it"):
+        acc.field_add(torch.zeros(3, dtype=torch.int64), [1, 2, 3])
+    with pytest.raises(UnsupportedDtype, match="x must be uint64, got >u8: astype"):
+        acc.field_add(np.zeros(3, ">u8"), [1, 2, 3])
 
 
 def test_use_after_close_is_an_error():

@@ -8,7 +8,6 @@ import pkgutil
 import statistics
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -84,12 +83,14 @@ def test_import_starts_no_driver_and_loads_nothing_slow():
 
 
 def test_import_takes_less_than_one_and_a_half_times_import_torch():
-    def seconds(package):
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-c", f"import {package}"], check=True)
-        return time.perf_counter() - began
+    """By the processor's time, in processes that import torch and then the rest: others' load does not count."""
+    code = (
+        "import time; began = time.process_time(); import torch; torchs = time.process_time() - began; "
+        "import accelerant; print((time.process_time() - began) / torchs)"
+    )
 
-    seconds("accelerant")  # fills the page cache
-    pairs = [(seconds("accelerant"), seconds("torch")) for _ in range(5)]
-    ratio = statistics.median(ours / torchs for ours, torchs in pairs)
-    assert ratio < 1.5, f"import accelerant takes {ratio:.2f} times import torch"
+    def ratio():
+        return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+    found = statistics.median(ratio() for _ in range(3))
+    assert found < 1.5, f"import accelerant takes {found:.2f} times import torch"

@@ -17,7 +17,7 @@ from accelerant import errors
 from accelerant._version import __version__
 
 if TYPE_CHECKING:
-    from accelerant import algebra, nn, ops
+    from accelerant import algebra, nn, ops, zk
     from accelerant.accelerator import Accelerator, AcceleratorConfig
     from accelerant.runtime.batch_size import optimal_batch_size
     from accelerant.runtime.dispatch import explain
@@ -38,9 +38,10 @@ __all__ = [
     "ops",
     "optimal_batch_size",
     "predict_peak",
+    "zk",
 ]
 
-_SUBPACKAGES = ("algebra", "nn", "ops")
+_SUBPACKAGES = ("algebra", "nn", "ops", "zk")
 _NAMES = {
     "Accelerator": "accelerant.accelerator",
     "AcceleratorConfig": "accelerant.accelerator",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import re
 import shutil
@@ -12,6 +14,8 @@ import pytest
 import torch
 
 from accelerant.algebra.field.op import source as field_add_source
+from accelerant.algebra.field.parameters import FIELDS
+from accelerant.algebra.field.program import INVERSES, entries, kernel_source
 from accelerant.errors import ConfigError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops.gelu.portable import gelu_on
 from accelerant.ops.gelu.portable import source as gelu_source
@@ -34,6 +38,43 @@ def test_the_text_asks_for_no_compiler(name):
     assert not re.search(r"#\s*if|#\s*el|defined|__\w+|get_global_id|threadIdx", text)
 
 
+FIELD_REGISTERS = {1: 64, 4: 80, 6: 96}
+"""The same for the kernels of a field, by its words: four, three and two blocks of 256 on an NVIDIA multiprocessor,
+eight, six and five waves on an AMD one. The compilers use 50, 68 and 93 at most."""
+
+QUICK = {("babybear", "field_unreduced"), ("bn254_fq", "field_mul_montgomery"), ("bn254_fq", "field_inv")}
+"""Field and entry that are compiled in each run, for QUICK_TARGETS; the others are slow."""
+QUICK_TARGETS = ("sm_90", "gfx90a")
+
+
+def targets_of(field, dialect):
+    """All for what CUDA runs, once for each number of words; elsewhere one."""
+    runs = (dialect == "cuda") == (field.limbs > 1)
+    return CUDA_TARGETS if runs and field.name in ("goldilocks", "babybear", "bn254_fq", "bls12_381_fq") else ("sm_90",)
+
+
+def kernels_of(fields, targets, dialect):
+    """Each entry of each field as (target, dialect, field, entry)."""
+    for field in fields:
+        for target, entry in itertools.product(targets(field, dialect), entries(field)):
+            quick = target in QUICK_TARGETS and (field.name, entry) in QUICK
+            values = (target, dialect, field, entry)
+            name = "-".join((target, dialect, field.name, entry))
+            yield pytest.param(*values, marks=[] if quick else [pytest.mark.slow], id=name)
+
+
+BY_NVRTC = [
+    *kernels_of(FIELDS.values(), targets_of, "portable"),
+    *kernels_of([field for field in FIELDS.values() if field.limbs > 1], targets_of, "cuda"),
+]
+BY_CLANG = list(kernels_of(FIELDS.values(), lambda field, dialect: ("gfx90a",), "portable"))
+
+
+def stack_of(field, entry):
+    """The partial products of an inversion lie in the thread's memory; nothing else does."""
+    return INVERSES * field.size_bytes if entry.startswith("field_inv") else 0
+
+
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 @pytest.mark.parametrize("name", SOURCES)
 def test_nvrtc_compiles_it_for_each_target(name, target):
@@ -51,15 +92,44 @@ def test_nvrtc_compiles_it_for_each_target(name, target):
         assert resources.spill_bytes == resources.stack_bytes == resources.shared_bytes == 0
 
 
+@pytest.mark.parametrize(("target", "dialect", "field", "entry"), BY_NVRTC)
+def test_nvrtc_compiles_the_fields(target, dialect, field, entry):
+    """In C and with carry chains: the second is what CUDA runs, the first what HIP and OpenCL do."""
+    pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
+    from accelerant.runtime.providers.cuda_compile import compile_cuda
+
+    source = kernel_source(field, entry)
+    assert target in source.targets
+    assert source.pick(("cuda", "portable", "triton"))[0] == ("cuda" if field.limbs > 1 else "portable")
+    binary = compile_cuda(dataclasses.replace(source, dialects={dialect: source.dialects[dialect]}), target)
+    resources = binary.resources[entry]
+    assert 0 < resources.registers <= FIELD_REGISTERS[field.limbs]
+    assert resources.spill_bytes == 0
+    assert resources.stack_bytes <= stack_of(field, entry)
+
+
 @pytest.mark.parametrize("name", SOURCES)
 def test_clang_compiles_it_for_amd(name, tmp_path):
-    """gfx90a (MI200), without any part of ROCm; the assembler's notes say what a thread takes."""
+    source = SOURCES[name]()
+    for entry, kernel in compiled_for_amd(source, tmp_path).items():
+        assert 0 < int(kernel["vgpr_count"]) <= REGISTERS[entry]
+        assert int(kernel["private_segment_fixed_size"]) == 0
+
+
+@pytest.mark.parametrize(("target", "dialect", "field", "entry"), BY_CLANG)
+def test_clang_compiles_the_fields_for_amd(target, dialect, field, entry, tmp_path):
+    ((_, kernel),) = compiled_for_amd(kernel_source(field, entry), tmp_path).items()
+    assert 0 < int(kernel["vgpr_count"]) <= FIELD_REGISTERS[field.limbs]
+    assert int(kernel["private_segment_fixed_size"]) <= stack_of(field, entry) + 16  # and the frame's own words
+
+
+def compiled_for_amd(source, folder):
+    """gfx90a (MI200), without any part of ROCm; the assembler's notes say what a thread takes: entry -> its notes."""
     clang = shutil.which("clang-19")
     if clang is None:
         absent = "clang-19 is not installed; scripts/ci-setup installs it from Debian"
         pytest.fail(absent) if os.environ.get("CI") == "true" else pytest.skip(absent)
-    source = SOURCES[name]()
-    text, assembly, code = tmp_path / f"{name}.hip", tmp_path / f"{name}.s", tmp_path / f"{name}.o"
+    text, assembly, code = folder / "text.hip", folder / "text.s", folder / "text.o"
     text.write_text(f"{portable_header()}\n{source.dialects['portable']}")
     for_device = ["-x", "hip", "--cuda-device-only", "--no-gpu-bundle-output", "--offload-arch=gfx90a"]
     alone = ["-nogpuinc", "-nogpulib", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
@@ -69,10 +139,9 @@ def test_clang_compiles_it_for_amd(name, tmp_path):
     notes = assembly.read_text().partition("amdhsa.kernels:")[2]
     kernels = {kernel["name"]: kernel for kernel in map(facts, notes.split("  - .agpr_count:")[1:])}
     assert set(kernels) == set(source.entries)
-    for entry, kernel in kernels.items():
-        assert 0 < int(kernel["vgpr_count"]) <= REGISTERS[entry]
+    for kernel in kernels.values():
         assert int(kernel["vgpr_spill_count"]) == int(kernel["sgpr_spill_count"]) == 0
-        assert int(kernel["private_segment_fixed_size"]) == 0
+    return kernels
 
 
 def run(*command):

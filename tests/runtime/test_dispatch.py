@@ -14,7 +14,7 @@ import accelerant
 from accelerant.config import override
 from accelerant.errors import AccelerantError, CompileError, FallbackWarning, LaunchError, OutOfMemory, UnsupportedCase
 from accelerant.runtime import dispatch
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain, force
 from accelerant.runtime.launches import launches, noted, watched
 from accelerant.runtime.ledger import Ledger
 
@@ -403,3 +403,53 @@ def test_launches_are_counted_for_the_thread_that_makes_them():
     assert not watched
     noted()
     assert outer.count == 1
+
+
+# --- torch's own autograd --------------------------------------------------------------------------------------------
+
+BY_TORCH = Implementation("torch", lambda x: x * 2, differentiable=True)
+
+
+def test_a_call_is_left_to_torch_where_torch_alone_serves_it(book):
+    op = operation(Implementation("fast", lambda x: x, refuses=lambda case: "not here", own=True), BY_TORCH)
+    seen = []
+    dispatch.observers.append(seen.append)
+    try:
+        assert op.by_torch(CASE, (torch.ones(4, 8, requires_grad=True),)).requires_grad
+    finally:
+        dispatch.observers.remove(seen.append)
+    (row,) = book.to_dict()["ops"]
+    assert (row["calls"], row["failures"]) == (1, 0)
+    assert row["reason"] == "the only one that serves this case; torch on the CPU: its own autograd"
+    assert [(each.implementation, each.refused) for each in seen] == [("torch", (("fast", "not here"),))]
+
+
+@pytest.mark.parametrize(
+    ("case", "others"),
+    [
+        (CASE, [Implementation("fast", lambda x: x, own=True)]),
+        (CASE, [Implementation("slow", lambda x: x)]),
+        (Case(torch.device("meta"), torch.float32, (4, 8)), []),
+    ],
+    ids=["another is preferred", "another serves", "no CPU"],
+)
+def test_a_call_is_not_left_to_torch(case, others, book):
+    op = operation(*others, BY_TORCH)
+    assert op.by_torch(case, (None,)) is NotImplemented
+    assert not book.to_dict()["ops"]
+
+
+def test_a_call_is_not_left_to_torch_while_anything_is_forced(book):
+    op = operation(BY_TORCH, name="by_torch_probe")
+    x = torch.ones(2)
+    with force(by_torch_probe="torch"):
+        assert op.by_torch(CASE, (x,)) is NotImplemented
+    assert op.by_torch(CASE, (x,)) is not NotImplemented
+
+
+def test_what_torch_raises_is_counted(book):
+    op = operation(Implementation("torch", failing(RuntimeError("torch says no")), differentiable=True))
+    with pytest.raises(RuntimeError, match="torch says no"):
+        op.by_torch(CASE, (1,))
+    (row,) = book.to_dict()["ops"]
+    assert (row["calls"], row["failures"]) == (1, 1)

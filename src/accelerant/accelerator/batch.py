@@ -59,7 +59,7 @@ class Batch(Operations):
 
     def __init__(
         self,
-        move: Callable[[str, tuple[Any, ...]], tuple[Tensors, Foreign]],
+        move: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[Tensors, Foreign]],
         run: Callable[[str, Tensors, dict[str, Any], int], torch.Tensor],
     ) -> None:
         self._move = move
@@ -86,7 +86,7 @@ class Batch(Operations):
         groups: dict[tuple[Any, ...], list[tuple[PendingCall, Tensors, Foreign]]] = {}
         for call in self._calls:
             try:
-                tensors, origin = self._move(call.name, call.arrays)
+                tensors, origin = self._move(call.name, call.arrays, call.options)
             except AccelerantError as error:
                 call.settle(_raising(error))
                 continue

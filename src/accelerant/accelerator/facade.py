@@ -21,7 +21,7 @@ import torch
 from accelerant.accelerator.batch import Batch
 from accelerant.accelerator.figures import Figures, quantile
 from accelerant.accelerator.methods import METHODS, Operations, result_bytes
-from accelerant.algebra.field import op as field_op
+from accelerant.algebra.field import prime_field
 from accelerant.config import FallbackPolicy, override, settings
 from accelerant.errors import (
     AccelerantError,
@@ -220,7 +220,10 @@ class Accelerator(Operations):
                 self._figures.failed(name, calls)
                 raise
 
-        return Batch(self._move, run)
+        def move(name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensors, Foreign]:
+            return self._move(name, self._prepared(name, arrays, options))
+
+        return Batch(move, run)
 
     def submit(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
         """Call an operation without waiting for the device.
@@ -256,6 +259,7 @@ class Accelerator(Operations):
     def _with_fallback(
         self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[torch.Tensor, Foreign]:
+        arrays = self._prepared(name, arrays, options)
         self._check_memory(name, arrays)
         try:
             tensors, origin = self._move(name, arrays)
@@ -269,6 +273,13 @@ class Accelerator(Operations):
             tensors, origin = self._move(name, arrays, torch.device("cpu"))
             return self._in_batches(name, tensors, options), origin
 
+    def _prepared(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """What is moved to the device in place of the arguments."""
+        prepare = METHODS[name].prepare
+        if prepare is None:
+            return arrays
+        return tuple(prepare(x, argument, options) for x, argument in zip(arrays, ("x", "y"), strict=False))
+
     def _move(self, name: str, arrays: tuple[Any, ...], to: torch.device | None = None) -> tuple[Tensors, Foreign]:
         """The arrays as tensors on the device, and where the first came from."""
         dtype = np.dtype(METHODS[name].dtype)
@@ -281,7 +292,7 @@ class Accelerator(Operations):
         result = self._run(name, tensors, options)
         stop = self._provider.record_event(self.device.index) if start is not None else None
         moved = sum(tensor.nbytes for tensor in tensors) + result.nbytes
-        self._figures.done(name, moved, METHODS[name].flops(tensors, result), start, stop)
+        self._figures.done(name, moved, METHODS[name].flops(tensors, result, **options), start, stop)
         return result
 
     def _run(self, name: str, tensors: Tensors, options: dict[str, Any]) -> torch.Tensor:
@@ -329,6 +340,9 @@ class Accelerator(Operations):
 def _cut_along_rows(name: str, tensors: Tensors, options: dict[str, Any]) -> tuple[bool, ...] | None:
     """Which arguments are cut when rows of the first dimension are done in batches; None where they cannot be."""
     first, rest = tensors[0], tensors[1:]
+    whole = METHODS[name].whole
+    if whole is not None and whole(tensors, options):
+        return None
     if METHODS[name].merge == "elements":
         return (True,) * len(tensors) if all(x.shape == first.shape for x in rest) else None
     if METHODS[name].merge == "rows" and first.ndim > 1 and options.get("dim", -1) in (-1, first.ndim - 1):
@@ -336,5 +350,15 @@ def _cut_along_rows(name: str, tensors: Tensors, options: dict[str, Any]) -> tup
     return None
 
 
-_WITHOUT_TENSORS: dict[str, Callable[..., Any]] = {"field_add": field_op.add_on, "gelu": gelu_on}
+def _field_on(name: str) -> Callable[..., Any]:
+    def run(device: ComputeDevice, *arrays: Any, field: str) -> Any:
+        return getattr(prime_field(field), name)(*arrays, device=device)
+
+    return run
+
+
+_WITHOUT_TENSORS: dict[str, Callable[..., Any]] = {
+    **{f"field_{name}": _field_on(name) for name in ("add", "sub", "mul", "inv")},
+    "gelu": gelu_on,
+}
 """What backends without tensors can do, on NumPy arrays."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,12 +12,15 @@ import numpy as np
 import torch
 
 from accelerant import ops
-from accelerant.algebra.field import op as field_op
+from accelerant.algebra.field import prime_field
+from accelerant.algebra.field.words import check_words, encode
 from accelerant.errors import ShapeError
+from accelerant.runtime.arrays import kind_of
 
 __all__ = ["METHODS", "Method", "Operations", "result_bytes"]
 
 Tensors = tuple[torch.Tensor, ...]
+_DEFAULT_FIELD = "goldilocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +33,19 @@ class Method:
             "rows": each row (last dimension) for itself, further arguments shared; "stack": calls of one shape become
             a batch; None: they do not.
         example: arguments for Accelerator.benchmark: random, on a device, of so many rows.
-        flops: operations of a call, from the tensors and the result.
+        flops: operations of a call, from the tensors, the result and the options.
         dtype: what plain Python numbers become.
+        prepare: what is moved to the device, of an argument, its name and the call's options; the argument by default.
+        whole: whether a call, by its tensors and options, is never done in batches of rows.
     """
 
     run: Callable[..., torch.Tensor]
     merge: Literal["elements", "rows", "stack"] | None
     example: Callable[[torch.device, int], Tensors]
-    flops: Callable[[Tensors, torch.Tensor], int]
+    flops: Callable[..., int]
     dtype: type[np.generic] = np.float32
+    prepare: Callable[[Any, str, Mapping[str, Any]], Any] | None = None
+    whole: Callable[[Tensors, Mapping[str, Any]], bool] | None = None
 
 
 def _floats(*shapes: tuple[int, ...]) -> Callable[[torch.device, int], Tensors]:
@@ -50,22 +57,66 @@ def _floats(*shapes: tuple[int, ...]) -> Callable[[torch.device, int], Tensors]:
     return make
 
 
-def _elements(device: torch.device, rows: int) -> Tensors:
-    x = torch.randint(0, 2**62, (rows * 1024,), device=device).view(torch.uint64)
-    return x, x.clone()
+# --- fields ----------------------------------------------------------------------------------------------------------
+
+
+def _elements(count: int) -> Callable[[torch.device, int], Tensors]:
+    """So many arrays of random elements of the default field, but 0."""
+
+    def make(device: torch.device, rows: int) -> Tensors:
+        return tuple(torch.randint(1, 2**62, (rows * 1024,), device=device).view(torch.uint64) for _ in range(count))
+
+    return make
+
+
+def _field_words(x: Any, name: str, options: Mapping[str, Any]) -> Any:
+    """Integers as words of their field; of arrays, dtype and shape checked before anything is moved."""
+    field = prime_field(options["field"]).parameters
+    kind = kind_of(x)
+    if not hasattr(x, "dtype"):
+        return encode(field, x, name=name)
+    dtype = str(x.dtype).removeprefix("torch.") if kind != "numpy" or x.dtype.isnative else x.dtype.str
+    check_words(field, dtype, tuple(x.shape), name)
+    return x
+
+
+def _field_method(name: str, arguments: int) -> Method:
+    """A function of fields. Its tensors may come flattened to one axis of words, as batches join them."""
+
+    def run(*tensors: torch.Tensor, field: str = _DEFAULT_FIELD) -> torch.Tensor:
+        found = prime_field(field)
+        flat = found.limbs > 1 and all(x.ndim == 1 for x in tensors)
+        words = [x.reshape(-1, found.limbs) for x in tensors] if flat else tensors
+        result: torch.Tensor = getattr(found, name)(*words)
+        return result.reshape(-1) if flat else result
+
+    return Method(
+        run,
+        "elements",
+        _elements(arguments),
+        lambda args, y, field=_DEFAULT_FIELD: y.numel() // prime_field(field).limbs,
+        np.uint64,
+        _field_words,
+        lambda args, options: prime_field(options.get("field", _DEFAULT_FIELD)).limbs > 1 and args[0].ndim < 2,
+    )
 
 
 METHODS: dict[str, Method] = {
-    "gelu": Method(ops.gelu, "elements", _floats((-1, 1024)), lambda args, y: 10 * y.numel()),
-    "softmax": Method(ops.softmax, "rows", _floats((-1, 1024)), lambda args, y: 5 * y.numel()),
-    "layer_norm": Method(ops.layer_norm, "rows", _floats((-1, 1024), (1024,), (1024,)), lambda args, y: 8 * y.numel()),
+    "gelu": Method(ops.gelu, "elements", _floats((-1, 1024)), lambda args, y, **_: 10 * y.numel()),
+    "softmax": Method(ops.softmax, "rows", _floats((-1, 1024)), lambda args, y, **_: 5 * y.numel()),
+    "layer_norm": Method(
+        ops.layer_norm, "rows", _floats((-1, 1024), (1024,), (1024,)), lambda args, y, **_: 8 * y.numel()
+    ),
     "matmul": Method(
         ops.matmul,
         "stack",
         _floats((-1, 1024), (1024, 1024)),
-        lambda args, y: 2 * y.numel() * args[0].shape[-1],
+        lambda args, y, **_: 2 * y.numel() * args[0].shape[-1],
     ),
-    "field_add": Method(field_op.add, "elements", _elements, lambda args, y: y.numel(), np.uint64),
+    "field_add": _field_method("add", 2),
+    "field_sub": _field_method("sub", 2),
+    "field_mul": _field_method("mul", 2),
+    "field_inv": _field_method("inv", 1),
 }
 
 
@@ -92,9 +143,21 @@ class Operations(ABC):
         """The matrix product; see accelerant.ops.matmul."""
         return self._call("matmul", (a, b))
 
-    def field_add(self, x: Any, y: Any, *, field: str = "goldilocks") -> Any:
-        """The sum of field elements; see accelerant.algebra.field.add."""
+    def field_add(self, x: Any, y: Any, *, field: str = _DEFAULT_FIELD) -> Any:
+        """The sum of field elements, canonical words or integers; see accelerant.zk.field."""
         return self._call("field_add", (x, y), field=field)
+
+    def field_sub(self, x: Any, y: Any, *, field: str = _DEFAULT_FIELD) -> Any:
+        """The difference of field elements; as field_add."""
+        return self._call("field_sub", (x, y), field=field)
+
+    def field_mul(self, x: Any, y: Any, *, field: str = _DEFAULT_FIELD) -> Any:
+        """The product of field elements; as field_add."""
+        return self._call("field_mul", (x, y), field=field)
+
+    def field_inv(self, x: Any, *, field: str = _DEFAULT_FIELD) -> Any:
+        """The inverse of field elements, of which none may be 0; as field_add."""
+        return self._call("field_inv", (x,), field=field)
 
 
 def result_bytes(name: str, arrays: tuple[Any, ...]) -> int:
@@ -105,7 +168,7 @@ def result_bytes(name: str, arrays: tuple[Any, ...]) -> int:
     """
     sizes = [_nbytes(array) for array in arrays]
     if name != "matmul":
-        return sum(sizes) + sizes[0]
+        return sum(sizes) + max(sizes)  # the largest: field elements broadcast
     a, b = (x if hasattr(x, "shape") else np.asarray(x) for x in arrays)
     if a.ndim < 1 or b.ndim < 1:
         raise ShapeError(f"matmul wants at least one dimension, got shapes {tuple(a.shape)} and {tuple(b.shape)}")

@@ -43,7 +43,7 @@ from accelerant.errors import (
     OutOfMemory,
     UnsupportedCase,
 )
-from accelerant.runtime.case import Case, Cost, Implementation, group_of, saved_by
+from accelerant.runtime.case import Case, Cost, Implementation, case_of, group_of, saved_by
 from accelerant.runtime.choose import Choice, choose, powers_of_two, reason_of
 from accelerant.runtime.decisions import Decision, Explanation, explain, explain_quietly, observers
 from accelerant.runtime.launches import launches
@@ -58,6 +58,7 @@ __all__ = [
     "Explanation",
     "Implementation",
     "Operation",
+    "case_of",
     "explain",
     "explain_quietly",
     "force",
@@ -75,7 +76,11 @@ _PLANS_LIMIT = 4096
 
 @dataclass(slots=True)
 class _Plan:
-    """A case's choice; `run` is the implementation's, `fallback_from` holds the preferred that failed, with errors."""
+    """A case's choice.
+
+    `run` is the implementation's, `fallback_from` holds the preferred that failed, with errors; `by_torch` says that
+    autograd may listen to the call, since torch's own backward pass is the one to take.
+    """
 
     run: Callable[..., Any]
     implementation: Implementation
@@ -86,6 +91,7 @@ class _Plan:
     raced: tuple[tuple[str, float], ...] = ()
     forced: bool = False
     fallback_from: tuple[tuple[str, Exception], ...] = ()
+    by_torch: bool = False
 
 
 _operations: dict[str, Operation] = {}
@@ -135,22 +141,52 @@ class Operation:
             plan = self._choose(case, plans, args)
         if plan.fallback_from:
             self._keep_policy(case, plan)
-        start = _ledger.begin(plan.record, plan.provider, plan.device)
+        record = plan.record
+        start = _ledger.begin(record, plan.provider, plan.device)
         try:
             result = plan.run(*args)
         except RECOVERABLE as error:
-            _ledger.failed(plan.record)
+            _ledger.failed(record)
             return self._fall_back(case, plan, error, args)
         except _ChangedError as stopped:
-            _ledger.failed(plan.record)
+            _ledger.failed(record)
             found = self._half_done(case, plan.implementation.name, stopped.error)
             raise found from found.__cause__
         except RuntimeError as error:
-            _ledger.failed(plan.record)
+            _ledger.failed(record)
             lost = plan.provider.lost(error)
             if lost is None:
                 raise
             raise lost from error
+        if start is not None:
+            _ledger.end(record, start, plan.provider, plan.device)
+        if observers:
+            _notify(self, case, plan)
+        return result
+
+    def by_torch(self, case: Case, args: tuple[Any, ...]) -> Any:
+        """Run a case with autograd listening, if torch is all that serves it and is to differentiate it, too.
+
+        That is so on a CPU, for an implementation that says it is differentiable, where nothing is forced. There is
+        then nothing to fall back on, and what torch raises is the caller's.
+
+        Returns:
+            as a call; NotImplemented, and nothing has run, where it is not so.
+        """
+        plans = self._plans.now() if choice_overrides or torch_wants_determinism() else self._usual
+        plan = plans.get(case)
+        if plan is None:
+            if case.device.type != "cpu" or len(self.candidates(case)) != 1:
+                return NotImplemented
+            plan = self._choose(case, plans, ())
+        if not plan.by_torch:
+            return NotImplemented
+        start = _ledger.begin(plan.record, plan.provider, plan.device)
+        try:
+            result = plan.run(*args)
+        except Exception:
+            _ledger.failed(plan.record)
+            raise
         if start is not None:
             _ledger.end(plan.record, start, plan.provider, plan.device)
         if observers:
@@ -210,7 +246,11 @@ class Operation:
         refusals = [(each.name, why) for each, why in self.refusals(case)]
         alone = sum(why is None for _, why in refusals) == 1  # then what comes after it has a reason, too
         against = {name: why for name, why in refusals if why and (alone or name in before or name in broken)}
+        by_torch = alone and case not in self._broken and _left_to_torch(case, choice.implementation)
+        if by_torch:
+            choice.reason += "; torch on the CPU: its own autograd"
         plan = self._plan(case, choice, tuple((dict(choice.refused) | against).items()))
+        plan.by_torch = by_torch
         if not choice.forced:
             plan.fallback_from = tuple((name, broken[name]) for name in before if name in broken)
         if choice.lasting:
@@ -341,6 +381,14 @@ class _ChangedError(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+def _left_to_torch(case: Case, only: Implementation) -> bool:
+    """Whether torch's autograd may run the gradient of the only implementation that serves a case.
+
+    Not where an op is forced, since that may be the backward one.
+    """
+    return only.differentiable and case.device.type == "cpu" and not rules().forced
 
 
 def _watched(each: Implementation) -> Callable[..., Any]:

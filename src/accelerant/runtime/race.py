@@ -4,8 +4,10 @@ What counts is what a program waits for when it makes the call in a stream of ca
 the device's. So calls are made back to back, and the time between two device events around them is divided by their
 number: a call that keeps the host longer than the device shows the host's time. On a GPU that leaves small inputs in
 the L2, where a way that reads them twice looks as good as one that reads them once; so calls are also timed one by
-one, each after a write that empties the L2, and the score is the longer of both. Ways take turns, so that a clock that
-drifts does so for all; the median of the turns counts.
+one, each after a write that empties the L2, and the score is the longer of both. Those calls are queued behind writes
+that keep the device busy meanwhile: host time, which the first figure has, is not in the second. Ways take turns, the
+first to begin a turn is another each time, so that a clock that drifts does so for all, and the median of all turns
+counts: a few that were disturbed do not show.
 
 A way that raises is out, with its reason. One that is far behind after its first call is not timed further. Results are
 dropped call by call, and random number generators are put back.
@@ -28,10 +30,10 @@ from accelerant.runtime.capture import capturing
 
 __all__ = ["MARGIN", "Outcome", "fastest", "obstacle", "race"]
 
-MARGIN = 0.02
+MARGIN = 0.03
 """Who is within this part of the fastest is as fast, so that noise does not decide against the preferred one."""
 
-_TURNS = 7
+_TURNS = 9
 _MOST_CALLS = 200
 _FAR_BEHIND = 4.0
 _NOTICEABLE_MS = 0.2
@@ -39,6 +41,11 @@ _NOTICEABLE_MS = 0.2
 
 _L2_TIMES = 4
 _LEAST_FLUSH_BYTES = 2**26
+_HEAD_START = 4
+"""Writes before the first cold call of a turn: some 0.2 ms, in which the host queues it."""
+
+_COLD_LEAST, _COLD_MOST = 2, 6
+"""Cold calls in a turn."""
 
 _turn = threading.RLock()
 _plain = (torch.Tensor, torch.nn.Parameter)
@@ -98,17 +105,23 @@ def _race(
     limit = max(_FAR_BEHIND * min(ms.values(), default=0.0), _NOTICEABLE_MS)
     going = {name: run for name, run in runs if name in ms and ms[name] <= limit}
     samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in going}
-    for _ in range(_TURNS):
-        for name, run in list(going.items()):
+    for turn in range(_TURNS):
+        for name, run in _from(turn, list(going.items())):
             calls = int(budget_s * 1e3 / _TURNS / max(ms[name], 1e-4))
             try:
                 samples[name][0].append(watch.stream_ms(run, max(1, min(_MOST_CALLS, calls))))
-                samples[name][1].extend(watch.cold_ms(run))
+                samples[name][1].extend(watch.cold_ms(run, max(_COLD_LEAST, min(_COLD_MOST, calls))))
             except Exception as error:  # noqa: BLE001 - as above
                 failed[name] = _kept(error, lost)
                 del going[name], samples[name], ms[name]
     ms |= {name: max(statistics.median(each) for each in kinds if each) for name, kinds in samples.items() if kinds[0]}
     return Outcome(ms, failed)
+
+
+def _from(turn: int, runs: list[tuple[str, Callable[[], object]]]) -> list[tuple[str, Callable[[], object]]]:
+    """The runs, begun with another each turn."""
+    first = turn % max(len(runs), 1)
+    return runs[first:] + runs[:first]
 
 
 def fastest(ms: Mapping[str, float], order: Iterable[str], margin: float = MARGIN) -> str | None:
@@ -164,7 +177,7 @@ class _HostWatch:
             run()
         return (time.perf_counter() - began) / calls * 1e3
 
-    def cold_ms(self, run: Callable[[], object]) -> list[float]:
+    def cold_ms(self, run: Callable[[], object], calls: int) -> list[float]:
         """None: caches of a CPU are not emptied."""
         return []
 
@@ -175,6 +188,9 @@ class _DeviceWatch:
     def __init__(self, device: torch.device) -> None:
         self._start = torch.cuda.Event(enable_timing=True)
         self._stop = torch.cuda.Event(enable_timing=True)
+        self._marks = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_COLD_MOST)
+        ]
         l2 = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
         try:
             size = max(_LEAST_FLUSH_BYTES, _L2_TIMES * l2)
@@ -191,15 +207,20 @@ class _DeviceWatch:
         self._stop.synchronize()
         return float(self._start.elapsed_time(self._stop)) / calls
 
-    def cold_ms(self, run: Callable[[], object]) -> list[float]:
-        """Of two calls whose inputs are not in the L2; the write before each gives the host a head start."""
+    def cold_ms(self, run: Callable[[], object], calls: int) -> list[float]:
+        """Of calls whose inputs are not in the L2, the host ahead of the device."""
         if self._flush is None:
             return []
-        samples = []
-        for _ in range(2):
+        for _ in range(_HEAD_START):
             self._flush.zero_()
-            samples.append(self.stream_ms(run, 1))
-        return samples
+        marks = self._marks[:calls]
+        for start, stop in marks:
+            self._flush.zero_()
+            start.record()
+            run()
+            stop.record()
+        marks[-1][1].synchronize()
+        return [float(start.elapsed_time(stop)) for start, stop in marks]
 
 
 @contextlib.contextmanager

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import threading
-
-import torch
+from typing import TYPE_CHECKING
 
 from accelerant.config import settings
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider
+
+if TYPE_CHECKING:
+    import torch  # the integer kernels run on the CPU without it
 
 __all__ = [
     "AUTOMATIC",
