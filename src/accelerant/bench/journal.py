@@ -19,6 +19,7 @@ from typing import Any
 
 from accelerant.bench.record import Environment, Record, Row
 from accelerant.errors import ConfigError, FormatError
+from accelerant.runtime.json_text import decode_json
 
 __all__ = ["SAME", "Journal"]
 
@@ -59,11 +60,11 @@ class Journal:
 
     def _read(self, lines: Sequence[bytes], record: Record) -> None:
         try:
-            head = json.loads(lines[0])
+            head = decode_json(lines[0])
             if head["journal"] != _FORMAT:
                 raise ValueError(f"format {head['journal']!r}")
             environment = Environment(**head["environment"])
-            rest = [json.loads(line) for line in lines[1:]]
+            rest = [decode_json(line) for line in lines[1:]]
             rows = [Row.read(row) for line in rest for row in line["rows"]]
             done = {str(line["done"]) for line in rest}
             notes = [str(note) for line in rest for note in line["notes"]]

@@ -28,6 +28,7 @@ import torch
 
 from accelerant._version import __version__
 from accelerant.errors import FormatError
+from accelerant.runtime.json_text import decode_json
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["DETERMINISTIC", "DEVICE", "OUT_OF_MEMORY", "OWN", "Environment", "Record", "Row"]
@@ -366,7 +367,7 @@ class Record:
             FormatError: it is not a record.
         """
         try:
-            table = json.loads(path.read_text(encoding="utf-8"))
+            table = decode_json(path.read_text(encoding="utf-8"))
             rows = [Row.read(row) for row in table["rows"]]
             environment = Environment(**table["environment"])
             return cls(environment, dict(table["ceilings"]), rows, list(table.get("notes", ())))

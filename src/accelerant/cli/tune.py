@@ -13,6 +13,7 @@ import typer
 
 from accelerant.cli.bench import Progress, check_writable
 from accelerant.errors import ConfigError, FormatError
+from accelerant.runtime.json_text import decode_json
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +119,7 @@ def _entries_of(table: Path | None) -> dict[str, Any]:
     if table is None or not table.exists():
         return {}
     try:
-        return dict(json.loads(table.read_bytes())["entries"])
+        return dict(decode_json(table.read_bytes())["entries"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FormatError(f"--table: {table} is there and is no table of choices: {error}") from None
 

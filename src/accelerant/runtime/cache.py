@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerant.config import settings
+from accelerant.runtime.json_text import decode_json
 from accelerant.runtime.kernel import Binary, Resources
 
 __all__ = ["KernelCache", "kernel_key"]
@@ -99,7 +100,7 @@ class KernelCache:
     def _read(self, key: str) -> Binary | None:
         folder = self.root / key
         try:
-            report: dict[str, Any] = json.loads((folder / "report.json").read_bytes())
+            report: dict[str, Any] = decode_json((folder / "report.json").read_bytes())
             code = (folder / "code").read_bytes()
             if report["sha256"] != hashlib.sha256(code).hexdigest():
                 raise ValueError("the code does not match its checksum")

@@ -5,7 +5,6 @@ Reading and writing single entries is cache.py's; this is for the people who loo
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from typing import Any
 
 from accelerant.errors import CompileError
 from accelerant.runtime.cache import KernelCache
+from accelerant.runtime.json_text import decode_json
 from accelerant.runtime.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.providers.cuda import CudaProvider
 
@@ -71,7 +71,7 @@ def _entry(folder: Path) -> Entry:
         written = min(written, stat.st_mtime)
     age_s = max(0.0, time.time() - written)
     try:
-        report = json.loads((folder / "report.json").read_bytes())
+        report = decode_json((folder / "report.json").read_bytes())
         counts = [each["registers"] for each in report["resources"].values() if each["registers"] is not None]
         name, target, compiler = (str(report.get(part, "")) for part in ("name", "target", "compiler"))
         if not (folder / "code").is_file():

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from accelerant.config import settings
+from accelerant.runtime.json_text import decode_json
 
 __all__ = ["Choices", "Entry", "choices", "key_of", "model_of", "rounded", "versions"]
 
@@ -213,7 +214,7 @@ class Choices:
         """The file's entries by stamp, and why some are left out."""
         path = self._path(model)
         try:
-            body = json.loads(path.read_bytes())
+            body = decode_json(path.read_bytes())
             if body["format"] != _FORMAT:
                 return {}, [f"{path}: format {body['format']!r}, not {_FORMAT}"]
             stamps = body["stamps"]
@@ -248,7 +249,7 @@ class Choices:
         """The shipped table that serves a model. A slice of a device is another device."""
         for path in sorted(self._tables.glob("*.json")):
             try:
-                body = json.loads(path.read_bytes())
+                body = decode_json(path.read_bytes())
                 if body["format"] == _FORMAT and any(_serves(name, model) for name in body["serves"]):
                     return _entries(body["entries"], str(body["device"]))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,6 +1,7 @@
 """A second opinion: py_ecc (PyPI, MIT), which shares neither formulas nor tower with ours. With version 8.0.0."""
 
 import random
+import sys
 
 import pytest
 
@@ -9,7 +10,9 @@ from accelerant.algebra.curve.encoding import points_to_bytes
 from accelerant.algebra.curve.pairing_reference import pairing, tower_of
 from accelerant.algebra.curve.reference import add, double, multiply, negate
 
+_limit = sys.getrecursionlimit()
 py_ecc = pytest.importorskip("py_ecc", reason="py_ecc is in the extra dev")
+sys.setrecursionlimit(_limit)  # its import raises the limit past what the C stack bears, for every test that follows
 
 NAMES = ["bn254", "bls12_381"]
 

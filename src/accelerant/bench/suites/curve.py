@@ -41,6 +41,7 @@ from accelerant.nn.train.material import Material, Watcher, prepare_material
 from accelerant.nn.train.optim import learning_rate
 from accelerant.nn.train.presets import Recipe, RunConfig, preset
 from accelerant.nn.train.state import gathered, restored
+from accelerant.runtime.json_text import decode_json
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["NOISES", "OURS", "PRECISIONS", "REFERENCE", "Curve", "CurveRecord", "CurveSettings", "run"]
@@ -178,7 +179,7 @@ class CurveRecord:
             FormatError: it is not there, or something else.
         """
         try:
-            body = json.loads(path.read_text(encoding="utf-8"))
+            body = decode_json(path.read_text(encoding="utf-8"))
             if body.pop("format") != _FORMAT:
                 raise ValueError("another format")
             return cls(

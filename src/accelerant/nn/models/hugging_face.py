@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
+from accelerant.runtime.json_text import decode_json
 
 __all__ = ["Fields", "Layout", "Part", "load", "save"]
 
@@ -285,10 +286,10 @@ def _fields_of_module(module: nn.Module) -> Fields:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = decode_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FormatError(f"{path}: no such file") from None
-    except (ValueError, OSError, RecursionError) as error:
+    except (ValueError, OSError) as error:
         raise FormatError(f"{path} is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise FormatError(f"{path} must hold an object, got {type(value).__name__}")

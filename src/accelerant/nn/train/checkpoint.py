@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import FormatError
+from accelerant.runtime.json_text import decode_json
 
 __all__ = ["Checkpoints", "load_checkpoint", "require_same_shapes", "save_checkpoint", "write_atomic", "write_tensors"]
 
@@ -108,7 +109,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     text = metadata.get("document", "")
     if metadata.get("sha256") != _digest(tensors, text):
         raise FormatError(f"checkpoint {path} is damaged: its content does not match its checksum")
-    document: dict[str, Any] = json.loads(text)
+    document: dict[str, Any] = decode_json(text)
     return tensors, document
 
 

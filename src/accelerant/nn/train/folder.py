@@ -12,6 +12,7 @@ from typing import Any
 
 from accelerant.errors import ConfigError, FormatError
 from accelerant.nn.train.checkpoint import Checkpoints, write_atomic
+from accelerant.runtime.json_text import decode_json
 
 __all__ = ["RunFolder"]
 
@@ -116,7 +117,7 @@ class RunFolder:
             FormatError: it is not there, or not a run's.
         """
         try:
-            values = json.loads(self.config.read_text(encoding="utf-8"))
+            values = decode_json(self.config.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise FormatError(f"{self.path} holds no run: there is no {self.config.name}") from None
         except (OSError, ValueError) as error:
@@ -132,7 +133,7 @@ class RunFolder:
             FormatError: it is not a run's.
         """
         try:
-            values = json.loads(self.summary.read_text(encoding="utf-8"))
+            values = decode_json(self.summary.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise FormatError(f"cannot read {self.summary}: {error}") from None
         if not isinstance(values, dict):

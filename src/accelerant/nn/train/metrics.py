@@ -18,6 +18,7 @@ from torch import Tensor
 
 from accelerant.errors import FormatError
 from accelerant.nn.train.checkpoint import write_atomic
+from accelerant.runtime.json_text import decode_json
 
 __all__ = ["MetricsFile", "StepRecord", "StepTimer", "peak_memory_bytes", "read_metrics", "reserved_memory_bytes"]
 
@@ -62,7 +63,7 @@ class StepRecord:
         Raises:
             ValueError, TypeError: it is something else.
         """
-        return cls(**{"tokens_per_s": None, **json.loads(line)})
+        return cls(**{"tokens_per_s": None, **decode_json(line)})
 
 
 class MetricsFile:

@@ -7,7 +7,6 @@ whole text. The result appears under its name when it is whole.
 from __future__ import annotations
 
 import codecs
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from accelerant.nn.train.corpus import text_files
 from accelerant.nn.train.material import tokenizer_hash, tokenizer_path
 from accelerant.nn.train.tokenfile import TokenFileInfo, TokenWriter, is_token_file
 from accelerant.nn.train.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, last_cut, load_bpe, train_bpe_on
+from accelerant.runtime.json_text import decode_json
 
 __all__ = ["prepare_tokens"]
 
@@ -194,7 +194,7 @@ def _json_texts(path: Path, text_field: str, progress: _Progress) -> Iterator[It
                 if not line.strip():
                     continue
                 try:
-                    text = json.loads(line)[text_field]
+                    text = decode_json(line)[text_field]
                 except (ValueError, KeyError, TypeError, IndexError) as error:
                     raise FormatError(
                         f"{path}, line {number}: no JSON object with {text_field!r} ({type(error).__name__})"

@@ -27,6 +27,7 @@ import numpy as np
 
 from accelerant.errors import ConfigError, FormatError
 from accelerant.nn.train.batches import Tokens
+from accelerant.runtime.json_text import decode_json
 
 __all__ = ["BYTES", "TokenFile", "TokenFileInfo", "TokenWriter", "is_token_file", "token_dtype"]
 
@@ -141,7 +142,7 @@ def _read_info(path: Path) -> TokenFileInfo:
     if hashlib.sha256(text).digest() != digest:
         raise FormatError(f"token file {path} is damaged: its header does not match its checksum")
     try:
-        info = TokenFileInfo(**json.loads(text))
+        info = TokenFileInfo(**decode_json(text))
         width = np.dtype(info.dtype).itemsize
     except (ValueError, TypeError) as error:
         raise FormatError(f"token file {path} describes itself in another way: {error}") from None
