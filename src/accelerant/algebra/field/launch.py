@@ -4,21 +4,20 @@ Words here are what places.py keeps: contiguous, dtype and shape right, every el
 canonical (form "canonical") or in Montgomery form ("montgomery", x R mod p). All functions give new words in the form
 they got.
 
-An op has one implementation for each backend, so nothing is chosen: this is dispatch without a choice, and without
-torch, which dispatch.py needs. Ledger and `explain` see it like any other op's call.
+An op has one implementation for each backend, so nothing is chosen: see algebra/counted.py.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import numpy as np
 
+from accelerant.algebra.counted import counted
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.places import Place
 from accelerant.algebra.field.program import kernel_source
@@ -211,38 +210,11 @@ def _launch(
         place.provider.launch(kernel, grid, block, (*map(place.pointer, words), *scalars))
 
 
-@contextmanager
 def _counted(
     place: Place, field: Field, op: str, shape: Sequence[int], form: Form, *, arrays: int, operations: int
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Count and now and then time what the block launches; arrays: how many of that shape it reads and writes."""
-    provider, book = place.provider, ledger()
-    record = _record(field, f"field_{op}", place, tuple(shape), form, arrays, operations)
-    start = book.begin(record, provider, place.index)
-    try:
-        yield
-    except Exception as error:
-        book.failed(record)
-        lost = provider.lost(error)
-        if lost is None:
-            raise
-        raise lost from error
-    if start is not None:
-        book.end(record, start, provider, place.index)
-    decisions = sys.modules.get("accelerant.runtime.decisions")
-    if decisions is not None and decisions.observers:
-        decision = decisions.Decision(
-            op=record.op,
-            case=record.case,
-            device=record.device,
-            implementation=record.implementation,
-            own=True,
-            refused=(),
-            not_tried=(),
-            reason=record.reason,
-        )
-        for observer in list(decisions.observers):
-            observer(decision)
+    return counted(place, _record(field, f"field_{op}", place, tuple(shape), form, arrays, operations))
 
 
 @functools.lru_cache(maxsize=_RECORDS_LIMIT)
