@@ -10,6 +10,9 @@ from accelerant.runtime.ledger import ledger
 pytestmark = pytest.mark.gpu
 
 CONFIG = GPTConfig(context=256, layers=2)
+RATE = 1e-4
+"""At 1e-3 the curve itself is ill-conditioned: float32 and bfloat16 part by 0.4 at step 16, and so does bfloat16 from
+itself with weights rounded once. At 1e-4 the two stay within 0.003 of one another for 30 steps."""
 
 
 def losses(precision, steps=30, graph=None):
@@ -25,7 +28,7 @@ def losses(precision, steps=30, graph=None):
     )
     torch.manual_seed(1)
     rows = torch.randint(0, 500, (4, CONFIG.context + 1)).cuda()
-    found = [step([(rows[:, :-1], rows[:, 1:])], 1e-3).loss for _ in range(steps)]
+    found = [step([(rows[:, :-1], rows[:, 1:])], RATE).loss for _ in range(steps)]
     return torch.stack(found), step
 
 
