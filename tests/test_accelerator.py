@@ -191,6 +191,53 @@ def test_words_that_are_not_the_fields_are_refused(acc):
         acc.field_add(np.zeros(3, ">u8"), [1, 2, 3])
 
 
+def test_transforms_of_goldilocks_by_default(acc):
+    x = np.array([1, 2, 3, 4, 0, 0, 0, 5], np.uint64)
+    y = acc.ntt(x)
+    assert y.dtype == np.uint64
+    assert int(y[0]) == 15
+    np.testing.assert_array_equal(acc.ntt(y, inverse=True), x)
+    shifted = acc.ntt([1, 2, 3, 4], coset=7, order="natural_to_bit_reversed")
+    back = acc.ntt(shifted, coset=7, order="bit_reversed_to_natural", inverse=True)
+    assert back.tolist() == [1, 2, 3, 4]
+    with pytest.raises(ShapeError, match="power of two of points from 2 to 2\\^27, got 3"):
+        acc.ntt([1, 2, 3])
+    assert acc.metrics()["ntt"]["errors"] == 1
+
+
+def test_transforms_of_one_shape_become_one_launch(acc):
+    fr = accelerant.zk.field("bn254_fr")
+    xs = [fr.random(8) for _ in range(3)]
+    with acc.batch() as batch:
+        answers = [batch.ntt(x, field="bn254_fr") for x in xs]
+    for x, answer in zip(xs, answers, strict=True):
+        np.testing.assert_array_equal(answer.result(), accelerant.zk.ntt(x, "bn254_fr"))
+    assert batch.launches == 1
+
+
+def test_sums_of_multiples(acc):
+    group = accelerant.zk.curve("bn254_g1")
+    points = group.mul(group.generator, [1, 2, 3])
+    expected = group.mul(group.generator, [14])[0]
+    np.testing.assert_array_equal(acc.msm([1, 2, 3], points), expected)
+    words = group.scalar_field.encode([1, 2, 3])
+    as_tensor = acc.msm(torch.from_numpy(words), torch.from_numpy(points))
+    assert isinstance(as_tensor, torch.Tensor)
+    np.testing.assert_array_equal(as_tensor.numpy(), expected)
+    with pytest.raises(FormatError, match=r"scalars\[1\]"):
+        acc.msm([1, group.order], points[:2])
+    off = points.copy()
+    off[2, 0, 0] ^= np.uint64(1)
+    with pytest.raises(FormatError, match=r"points\[2\]"):
+        acc.msm([1, 2, 3], off)
+
+
+def test_attention_agrees_with_torch(acc):
+    q, k, v = np.random.default_rng(2).standard_normal((3, 1, 2, 5, 8)).astype(np.float32)
+    theirs = torch.nn.functional.scaled_dot_product_attention(*map(torch.from_numpy, (q, k, v)), is_causal=True)
+    np.testing.assert_allclose(acc.attention(q, k, v, causal=True), theirs.numpy(), rtol=1e-5, atol=1e-6)
+
+
 def test_use_after_close_is_an_error():
     acc = Accelerator("cpu")
     acc.close()

@@ -37,6 +37,34 @@ def test_a_launch_uses_every_core(cpu, monkeypatch):
     assert sorted(seen) == [(0, 85333), (85333, 170666), (170666, 256000)]
 
 
+class _Heavy:
+    """A builder whose indices are much work."""
+
+    key = "define void @heavy(i64 %begin, i64 %end) {\n ret void\n}"
+
+    def __init__(self, least_share):
+        self.least_share = least_share
+
+    def build(self, target):
+        return self.key
+
+
+@pytest.mark.parametrize(("least", "total", "parts"), [(1, 3, 3), (1, 2, 2), (4, 7, 1), (4, 8, 2), (4, 99, 3)])
+def test_a_kernel_says_how_few_indices_another_thread_is_worth(cpu, monkeypatch, least, total, parts):
+    kernel = cpu.compile(KernelSource("heavy", {"llvm": _Heavy(least)}, {"heavy": ()}))
+    monkeypatch.setattr(cpu, "cores", 3)
+    seen = []
+    kernel.handle = lambda begin, end: seen.append((begin, end))
+    cpu.launch(kernel, (total,), (1,), ())
+    assert sorted(seen) == [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]
+
+
+def test_the_share_is_read_again_from_a_cached_program(cpu):
+    """It is no part of the code: two builders of one program may differ in it."""
+    kernels = [cpu.compile(KernelSource("heavy", {"llvm": _Heavy(least)}, {"heavy": ()})) for least in (1, 50)]
+    assert [kernel.metadata["least_share"] for kernel in kernels] == [1, 50]
+
+
 def test_the_kernel_is_vectorised(cpu):
     """A packed comparison or a 256-bit register shows in the machine code where the processor has AVX2."""
     import llvmlite.binding as llvm

@@ -39,6 +39,8 @@ from accelerant.runtime.dispatch import RECOVERABLE
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.provider import ComputeDevice, MemoryInfo
 from accelerant.runtime.stream import Future, Stream, submit
+from accelerant.zk.msm.fixed import FixedBase
+from accelerant.zk.transform import ntt
 
 __all__ = ["Accelerator", "AcceleratorConfig"]
 
@@ -357,8 +359,14 @@ def _field_on(name: str) -> Callable[..., Any]:
     return run
 
 
+def _multiples_on(device: ComputeDevice, scalars: Any, points: Any, *, curve: str, check: bool) -> Any:
+    return FixedBase(curve, points, device, check=check).msm(scalars)
+
+
 _WITHOUT_TENSORS: dict[str, Callable[..., Any]] = {
     **{f"field_{name}": _field_on(name) for name in ("add", "sub", "mul", "inv")},
+    "ntt": lambda device, x, **options: ntt(x, device=device, **options),
+    "msm": _multiples_on,
     "gelu": gelu_on,
 }
 """What backends without tensors can do, on NumPy arrays."""

@@ -16,11 +16,15 @@ from accelerant.algebra.field import prime_field
 from accelerant.algebra.field.words import check_words, encode
 from accelerant.errors import ShapeError
 from accelerant.runtime.arrays import kind_of
+from accelerant.zk.elliptic_curve import curve as curve_named
+from accelerant.zk.msm.op import msm
+from accelerant.zk.transform import ntt
 
 __all__ = ["METHODS", "Method", "Operations", "result_bytes"]
 
 Tensors = tuple[torch.Tensor, ...]
 _DEFAULT_FIELD = "goldilocks"
+_DEFAULT_CURVE = "bn254_g1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,39 @@ def _field_method(name: str, arguments: int) -> Method:
     )
 
 
+def _transform(x: torch.Tensor, *, field: str = _DEFAULT_FIELD, **options: Any) -> torch.Tensor:
+    return torch.as_tensor(ntt(x, field, **options))
+
+
+def _transform_flops(args: Tensors, y: torch.Tensor, *, field: str = _DEFAULT_FIELD, **_: Any) -> int:
+    """Products: half a one for each point and level."""
+    limbs = prime_field(field).limbs
+    return y.numel() // limbs * (y.shape[-1 if limbs == 1 else -2].bit_length() - 1) // 2
+
+
+def _multiples(
+    scalars: torch.Tensor, points: torch.Tensor, *, curve: str = _DEFAULT_CURVE, **options: Any
+) -> torch.Tensor:
+    return torch.as_tensor(msm(scalars, points, curve, **options))
+
+
+def _multiples_words(x: Any, name: str, options: Mapping[str, Any]) -> Any:
+    """Scalars, the first argument, as words of their field; points as they are."""
+    return _field_words(x, "scalars", {"field": curve_named(options["curve"]).scalar_field.name}) if name == "x" else x
+
+
+def _multiples_example(device: torch.device, rows: int) -> Tensors:
+    """Random scalars below 2^252, and the generator as every point."""
+    generator = torch.from_numpy(curve_named(_DEFAULT_CURVE).generator.view(np.int64))
+    scalars = torch.randint(0, 2**60, (rows, 4), device=device)
+    return scalars.view(torch.uint64), generator.expand(rows, 2, 4).contiguous().to(device).view(torch.uint64)
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    result = ops.attention(q, k, v, **options)
+    return result[0] if isinstance(result, tuple) else result
+
+
 METHODS: dict[str, Method] = {
     "gelu": Method(ops.gelu, "elements", _floats((-1, 1024)), lambda args, y, **_: 10 * y.numel()),
     "softmax": Method(ops.softmax, "rows", _floats((-1, 1024)), lambda args, y, **_: 5 * y.numel()),
@@ -117,6 +154,31 @@ METHODS: dict[str, Method] = {
     "field_sub": _field_method("sub", 2),
     "field_mul": _field_method("mul", 2),
     "field_inv": _field_method("inv", 1),
+    "ntt": Method(
+        _transform,
+        "stack",
+        lambda device, rows: (_elements(1)(device, rows)[0].view(rows, 1024),),
+        _transform_flops,
+        np.uint64,
+        _field_words,
+        lambda args, options: True,
+    ),
+    "msm": Method(
+        _multiples,
+        None,
+        _multiples_example,
+        lambda args, y, curve=_DEFAULT_CURVE, **_: args[0].shape[-2] * curve_named(curve).order.bit_length(),
+        np.uint64,
+        _multiples_words,
+        lambda args, options: True,
+    ),
+    "attention": Method(
+        _attention,
+        None,
+        _floats((1, 8, -1, 64), (1, 8, -1, 64), (1, 8, -1, 64)),
+        lambda args, y, causal=False, **_: 4 * args[0].numel() * args[1].shape[-2] // (2 if causal else 1),
+        whole=lambda args, options: True,
+    ),
 }
 
 
@@ -158,6 +220,26 @@ class Operations(ABC):
     def field_inv(self, x: Any, *, field: str = _DEFAULT_FIELD) -> Any:
         """The inverse of field elements, of which none may be 0; as field_add."""
         return self._call("field_inv", (x,), field=field)
+
+    def ntt(
+        self,
+        x: Any,
+        *,
+        field: str = _DEFAULT_FIELD,
+        inverse: bool = False,
+        coset: int | None = None,
+        order: str = "natural",
+    ) -> Any:
+        """Number-theoretic transforms along the last axis of elements; see accelerant.zk.ntt."""
+        return self._call("ntt", (x,), field=field, inverse=inverse, coset=coset, order=order)
+
+    def msm(self, scalars: Any, points: Any, *, curve: str = _DEFAULT_CURVE, check: bool = True) -> Any:
+        """The sum of scalars[i] points[i]; see accelerant.zk.msm."""
+        return self._call("msm", (scalars, points), curve=curve, check=check)
+
+    def attention(self, q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None) -> Any:
+        """Softmax of scaled products of queries and keys, times values; see accelerant.ops.attention."""
+        return self._call("attention", (q, k, v), causal=causal, scale=scale)
 
 
 def result_bytes(name: str, arrays: tuple[Any, ...]) -> int:

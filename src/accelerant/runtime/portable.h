@@ -1,8 +1,11 @@
 /* The words of portable kernels: one text for CUDA (NVRTC), HIP (clang) and OpenCL C 1.2.
  *
  *   ACL_KERNEL void name(ACL_GLOBAL const u64 *x, ..., i64 n)    an entry point
- *   ACL_DEVICE                                                   a function it calls
+ *   ACL_KERNEL ACL_BLOCK(128) void name(...)                     one whose blocks have at most 128 threads
+ *   ACL_DEVICE                                                   a function it calls, written out at each call
+ *   ACL_FAR                                                      one that stays a function: large, or called often
  *   ACL_LOCAL u64 tile[64];                                      memory of a block, declared in the kernel
+ *   acl_atomic_add_u32(p, v)                                     *p += v, in global or local memory; what stood there
  *   acl_exp_f32(x)                                               e^x, 3 units in the last place at most
  *   acl_erf_f32(x)                                               error function, 2e-7 at most from the true value
  *
@@ -13,7 +16,9 @@ typedef ulong u64;
 typedef int i32;
 typedef long i64;
 #define ACL_KERNEL __kernel
+#define ACL_BLOCK(threads)
 #define ACL_DEVICE static inline
+#define ACL_FAR static __attribute__((noinline))
 #define ACL_GLOBAL __global
 #define ACL_LOCAL __local
 #define ACL_CONSTANT __constant
@@ -24,6 +29,7 @@ typedef long i64;
 #define acl_barrier() barrier(CLK_LOCAL_MEM_FENCE)
 #define acl_mul_high_u32(a, b) mul_hi((u32)(a), (u32)(b))
 #define acl_mul_high_u64(a, b) mul_hi((u64)(a), (u64)(b))
+#define acl_atomic_add_u32(p, v) atomic_add((p), (u32)(v))
 #define acl_exp_f32(x) exp((float)(x))
 #else
 typedef unsigned int u32;
@@ -33,7 +39,9 @@ typedef long long i64;
 #define ACL_GLOBAL
 #if defined(__HIP__)
 #define ACL_KERNEL extern "C" __attribute__((global))
+#define ACL_BLOCK(threads) __attribute__((amdgpu_flat_work_group_size(1, threads)))
 #define ACL_DEVICE static inline __attribute__((device))
+#define ACL_FAR static __attribute__((device, noinline))
 #define ACL_LOCAL static __attribute__((shared))
 #define ACL_CONSTANT static __attribute__((constant))
 #define acl_local_id() ((i32)__builtin_amdgcn_workitem_id_x())
@@ -42,10 +50,13 @@ typedef long long i64;
 #define acl_barrier() __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "workgroup"), __builtin_amdgcn_s_barrier()
 #define acl_mul_high_u32(a, b) ((u32)(((u64)(u32)(a) * (u32)(b)) >> 32))
 #define acl_mul_high_u64(a, b) ((u64)(((unsigned __int128)(u64)(a) * (u64)(b)) >> 64))
+#define acl_atomic_add_u32(p, v) __hip_atomic_fetch_add((p), (u32)(v), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT)
 #define acl_exp_f32(x) __builtin_expf(x)
 #else
 #define ACL_KERNEL extern "C" __global__
+#define ACL_BLOCK(threads) __launch_bounds__(threads)
 #define ACL_DEVICE static __device__ __forceinline__
+#define ACL_FAR static __device__ __noinline__
 #define ACL_LOCAL __shared__
 #define ACL_CONSTANT static __constant__
 #define acl_local_id() ((i32)threadIdx.x)
@@ -54,6 +65,7 @@ typedef long long i64;
 #define acl_barrier() __syncthreads()
 #define acl_mul_high_u32(a, b) __umulhi((u32)(a), (u32)(b))
 #define acl_mul_high_u64(a, b) __umul64hi((u64)(a), (u64)(b))
+#define acl_atomic_add_u32(p, v) atomicAdd((p), (u32)(v))
 #define acl_exp_f32(x) expf(x)
 #endif
 #define acl_global_id() (acl_group_id() * acl_local_size() + acl_local_id())

@@ -24,7 +24,14 @@ from accelerant.runtime.kernel import KernelSource
 N, FEW = 10_007, 2_003
 """No multiples of a register's 8 or 16 elements; FEW are more than share an inversion."""
 
-CASES = [(name, form) for name in FIELDS for form in FORMS]
+ALIKE = {"bn254_fr", "bls12_381_fr"}
+"""Fields of four words as bn254_fq is: the same program with other constants, so they are among the slow tests."""
+
+CASES = [
+    pytest.param((name, form), id=f"{name}-{form}", marks=[pytest.mark.slow] if name in ALIKE else [])
+    for name in FIELDS
+    for form in FORMS
+]
 
 
 @functools.cache
@@ -83,7 +90,7 @@ def run(request):
 
 
 def each_case(test):
-    return pytest.mark.parametrize("run", CASES, indirect=True, ids=lambda case: "-".join(case))(test)
+    return pytest.mark.parametrize("run", CASES, indirect=True)(test)
 
 
 @functools.cache
@@ -237,9 +244,10 @@ def test_a_launch_over_all_cores(run):
     run.check(got, [s * t * run.unradix % run.p for s, t in zip(x, y, strict=True)])
 
 
-@pytest.mark.parametrize(("name", "form"), CASES, ids=lambda value: value)
-def test_the_functions_serve_other_kernels(name, form):
+@pytest.mark.parametrize("case", CASES)
+def test_the_functions_serve_other_kernels(case):
     """A kernel of one's own, (x - y)(x + y) / L: what NTT and curves do with a form."""
+    name, form = case
     if form == "vector" and FIELDS[name].limbs > 1 and not llvm.get_host_cpu_features().get("avx512ifma"):
         pytest.skip("this processor has no AVX512-IFMA")
     field = FIELDS[name]

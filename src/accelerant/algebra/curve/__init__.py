@@ -1,4 +1,4 @@
-"""The curves of pairings: parameters, group law, encodings, pairings. Python integers: the oracle of the kernels."""
+"""The curves of pairings: parameters, group law, encodings, pairings; oracles on Python integers, kernels beside them."""
 
 from accelerant.algebra.curve.parameters import CURVES, FAMILIES, Curve, Family, curve_of, family_of
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +61,17 @@ _LEVEL = 3
 _PASSES = ("loop_vectorization", "slp_vectorization", "loop_unrolling")
 """LLVM's options, the same for each kernel; part of the cache's key."""
 
-_MIN_CHUNK = 16384
-"""Indices below which another thread costs more than it gives (a task switch is about 10 us)."""
+_LEAST_SHARE = 16384
+"""Indices below which another thread costs more than it gives (a task switch is about 10 us), where one is an addition
+or so. A kernel whose indices are more work says how few are enough: see _Shares."""
+
+
+@runtime_checkable
+class _Shares(Protocol):
+    """A builder of a program that knows from how many indices on, at least 1, a thread is worth while."""
+
+    @property
+    def least_share(self) -> int: ...
 
 
 class _HostEvent(Event):
@@ -171,7 +180,7 @@ class CpuProvider(ComputeProvider):
             resources=binary.resources.get(entry, Resources()),
             compile_ms=(time.perf_counter() - began) * 1e3,
             from_cache=from_cache,
-            metadata=binary.metadata,
+            metadata={**binary.metadata, "least_share": _least_share(program)},
             handle=function,
         )
 
@@ -188,7 +197,7 @@ class CpuProvider(ComputeProvider):
             _value(kernel, i, kind, arg) for i, (kind, arg) in enumerate(zip(kernel.arguments, args, strict=True))
         ]
         total = prod(grid) * prod(block)
-        parts = max(1, min(self.cores, total // _MIN_CHUNK))
+        parts = max(1, min(self.cores, total // kernel.metadata["least_share"]))
         if parts == 1:
             kernel.handle(0, total, *values)
             return
@@ -330,6 +339,10 @@ def _value(kernel: Kernel, position: int, kind: str, arg: Pointer | int | float)
             raise LaunchError(f"{where}: the tensor is on {getattr(arg, 'device', 'a device')}, not on the cpu")
         return pointer()
     return check_scalar(kernel.name, position, kind, arg)
+
+
+def _least_share(program: str | Builder) -> int:
+    return program.least_share if isinstance(program, _Shares) else _LEAST_SHARE
 
 
 def _llvm_version() -> str:

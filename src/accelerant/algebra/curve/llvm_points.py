@@ -1,0 +1,363 @@
+"""Points in LLVM IR: complete formulas, and additions of affine points that share an inversion.
+
+Projective points (X : Y : Z), x = X / Z and y = Y / Z, infinity (0 : 1 : 0), are added by formulas that hold for every
+pair of points of a group of odd order, without a branch. Source: Renes, Costello and Batina, eprint 2015/1060,
+algorithms 7, 8 and 9 (a = 0). They become internal functions on packs in memory, T for the form's type and d for the
+degree of the coordinates over Fq:
+
+    void point_add(ptr z, ptr x, ptr y)                   12M; 3 d T each, z may be x or y
+    void point_add_affine(ptr z, ptr x, ptr y)            11M; y is 2 d T, and infinity where its second element is 0
+    void point_double(ptr z, ptr x)                        8M
+    void point_multiple(ptr z, ptr x, ptr digits, i64 count, i64 odd)      by public_digits; z may be x
+    void quadratic_add, quadratic_sub, quadratic_mul(ptr z, ptr x, ptr y)         of elements of Fq2, 2 T each
+    void quadratic_square(ptr z, ptr x)
+    T    FIELD_inverse(T x)                               x^-1 in the form's representation; 0 of 0
+
+Affine points take 5M + 1S and a share of an inversion (batch_add). Infinity is (0, 0); no point has y = 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from accelerant.algebra.curve.llvm_coordinates import Element, Elements
+from accelerant.algebra.curve.llvm_flow import Flow
+from accelerant.algebra.curve.parameters import curve_of
+from accelerant.algebra.field.llvm_form import Form
+from accelerant.algebra.field.llvm_kernels import form_of
+from accelerant.algebra.field.llvm_text import NOINLINE, function
+
+__all__ = [
+    "Pair",
+    "Projective",
+    "Scratch",
+    "add",
+    "add_affine",
+    "batch_add",
+    "double",
+    "entered",
+    "functions",
+    "public_digits",
+]
+
+Projective = tuple[Element, Element, Element]
+
+
+# --- formulas --------------------------------------------------------------------------------------------------------
+
+
+def add(k: Elements, b3: Sequence[int], p: Projective, q: Projective) -> Projective:
+    """P + Q; 12M and two products by 3 b. Source: algorithm 7."""
+    (x1, y1, z1), (x2, y2, z2) = p, q
+    xx, yy, zz = k.mul(x1, x2), k.mul(y1, y2), k.mul(z1, z2)
+    xy = k.sub(k.mul(k.add(x1, y1), k.add(x2, y2)), k.add(xx, yy))
+    yz = k.sub(k.mul(k.add(y1, z1), k.add(y2, z2)), k.add(yy, zz))
+    xz = k.sub(k.mul(k.add(x1, z1), k.add(x2, z2)), k.add(xx, zz))
+    return _combined(k, b3, k.times(xx, 3), yy, zz, xy, yz, xz)
+
+
+def add_affine(k: Elements, b3: Sequence[int], p: Projective, q: tuple[Element, Element]) -> Projective:
+    """P + Q, Q affine and not infinity; 11M and two products by 3 b. Source: algorithm 8."""
+    (x1, y1, z1), (x2, y2) = p, q
+    xx, yy = k.mul(x1, x2), k.mul(y1, y2)
+    xy = k.sub(k.mul(k.add(x1, y1), k.add(x2, y2)), k.add(xx, yy))
+    yz, xz = k.add(k.mul(y2, z1), y1), k.add(k.mul(x2, z1), x1)
+    return _combined(k, b3, k.times(xx, 3), yy, z1, xy, yz, xz)
+
+
+def _combined(
+    k: Elements, b3: Sequence[int], xx3: Element, yy: Element, zz: Element, xy: Element, yz: Element, xz: Element
+) -> Projective:
+    """What the two share: from the products of like coordinates and the sums of the crossed ones; 6M."""
+    b3zz, b3xz = k.scaled(zz, b3), k.scaled(xz, b3)
+    plus, minus = k.add(yy, b3zz), k.sub(yy, b3zz)
+    x3 = k.sub(k.mul(xy, minus), k.mul(yz, b3xz))
+    y3 = k.add(k.mul(minus, plus), k.mul(b3xz, xx3))
+    return x3, y3, k.add(k.mul(plus, yz), k.mul(xx3, xy))
+
+
+def double(k: Elements, b3: Sequence[int], p: Projective) -> Projective:
+    """2 P; 6M + 2S and a product by 3 b. Source: algorithm 9."""
+    x, y, z = p
+    yy, yz, xy = k.square(y), k.mul(y, z), k.mul(x, y)
+    b3zz = k.scaled(k.square(z), b3)
+    yy8, less = k.times(yy, 8), k.sub(yy, k.times(b3zz, 3))
+    y3 = k.add(k.mul(b3zz, yy8), k.mul(less, k.add(yy, b3zz)))
+    return k.times(k.mul(less, xy), 2), y3, k.mul(yz, yy8)
+
+
+# --- functions -------------------------------------------------------------------------------------------------------
+
+
+def entered(k: Elements, affine: tuple[Element, Element]) -> Projective:
+    """An affine point, x L and y L, as a projective one."""
+    infinity = k.is_zero(affine[1])
+    return affine[0], k.select(infinity, k.one, affine[1]), k.select(infinity, k.zero, k.one)
+
+
+def _point(k: Elements, pointer: str, count: int = 3) -> tuple[Element, ...]:
+    return tuple(k.load(pointer, i) for i in range(count))
+
+
+def _keep(k: Elements, pointer: str, point: Sequence[Element]) -> None:
+    for i, element in enumerate(point):
+        k.store(pointer, i, element)
+
+
+def _add(k: Elements, b3: Sequence[int]) -> None:
+    (x1, y1, z1), (x2, y2, z2) = _point(k, "%x"), _point(k, "%y")
+    _keep(k, "%z", add(k, b3, (x1, y1, z1), (x2, y2, z2)))
+
+
+def _add_affine(k: Elements, b3: Sequence[int]) -> None:
+    (x1, y1, z1), (x2, y2) = _point(k, "%x"), _point(k, "%y", 2)
+    infinity = k.is_zero(y2)
+    total = add_affine(k, b3, (x1, y1, z1), (x2, y2))
+    pairs = zip((x1, y1, z1), total, strict=True)
+    _keep(k, "%z", [k.select(infinity, old, new) for old, new in pairs])
+
+
+def _double(k: Elements, b3: Sequence[int]) -> None:
+    x, y, z = _point(k, "%x")
+    _keep(k, "%z", double(k, b3, (x, y, z)))
+
+
+_ODD = 4
+"""Odd multiples in a table of public_digits: P, 3 P, 5 P and 7 P."""
+
+
+def public_digits(number: int) -> tuple[list[int], int]:
+    """Signed digits of a number that is known to all, and how many odd multiples they need: the fewest additions.
+
+    number = sum d_j 2^j, the lowest first, each digit 0 or odd and at most 2 odd - 1 in magnitude; of several digits in
+    a row only one is not 0. Source: Solinas 2000, Designs, Codes and Cryptography 19, "width-w NAF".
+    """
+    found = []
+    for odd in (1, _ODD):
+        digits, rest = [], number
+        while rest:
+            digit = 0
+            if rest % 2:
+                digit = rest % (4 * odd)
+                digit -= 4 * odd if digit > 2 * odd else 0
+            digits.append(digit)
+            rest = (rest - digit) // 2
+        found.append((digits, odd))
+    return min(found, key=lambda pair: sum(digit != 0 for digit in pair[0]) + pair[1] * (pair[1] > 1))
+
+
+def _multiple(k: Elements) -> None:
+    code = k.code
+    table, total, twice, chosen = k.space(3 * _ODD), k.space(3), k.space(3), k.space(3)
+    stride = 3 * k.degree
+    _keep(k, table, _point(k, "%x"))
+    code.do(f"call void @point_double(ptr {twice}, ptr %x)")
+    with code.loop(1, "%odd") as i:
+        place = code.at(k.form.type, table, code.i64("mul", i, stride))
+        before = code.at(k.form.type, place, -stride)
+        code.do(f"call void @point_add(ptr {place}, ptr {before}, ptr {twice})")
+    _keep(k, total, (k.zero, k.one, k.zero))
+    with code.countdown("%count") as at:
+        code.do(f"call void @point_double(ptr {total}, ptr {total})")
+        digit = code(f"sext i8 {code.load('i8', '%digits', at)} to i64")
+        with code.when(code(f"icmp ne i64 {digit}, 0")):
+            size = code(f"call i64 @llvm.abs.i64(i64 {digit}, i1 true)")
+            entry = code.at(k.form.type, table, code.i64("mul", code.i64("lshr", size, 1), stride))
+            x, y, z = _point(k, entry)
+            sign = k.cell(y)
+            with code.when(code(f"icmp slt i64 {digit}, 0")):
+                sign.set(k.neg(y))
+            _keep(k, chosen, (x, sign.get(), z))
+            code.do(f"call void @point_add(ptr {total}, ptr {total}, ptr {chosen})")
+    _keep(k, "%z", _point(k, total))
+
+
+_WINDOW = 4
+
+
+def _inverse(form: Form) -> str:
+    """The power p - 2 by windows of four bits: for each digit, which is public, four squares and a product."""
+    code, t, field = Flow(), form.type, form.field
+    exponent = field.modulus - 2
+    digits = [exponent >> at & (1 << _WINDOW) - 1 for at in range(0, exponent.bit_length(), _WINDOW)]
+    name = code.listed(f"{field.name}_digits", digits)
+    table = code.space(t, 1 << _WINDOW)
+    code.store(t, form.constant(form.radix % field.modulus), table, 0)
+    code.store(t, "%x", table, 1)
+    power = code.variable(t, "%x")
+    with code.loop(2, 1 << _WINDOW) as i:
+        power.set(form.call(code, "mul_far", power.get(), "%x"))
+        code.store(t, power.get(), table, i)
+    power.set(code.load(t, table, digits[-1]))
+    with code.countdown(len(digits) - 1) as i:
+        for _ in range(_WINDOW):
+            power.set(form.call(code, "square_far", power.get()))
+        digit = code(f"zext i8 {code.load('i8', name, i)} to i64")
+        power.set(form.call(code, "mul_far", power.get(), code.load(t, table, digit)))
+    code.do(f"ret {t} {power.get()}")
+    return code.constants + function(f"{field.name}_inverse", t, [f"{t} %x"], code, attributes=NOINLINE)
+
+
+@functools.cache
+def functions(name: str, kind: str) -> str:
+    """The definitions that the module's docstring lists, and the form's that they call.
+
+    Args:
+        name: of the curve.
+        kind: of the form, as form_of takes it.
+    """
+    curve = curve_of(name)
+    form = form_of(curve.coordinates.base, kind)
+    b3 = curve.coordinates.parts(curve.coordinates.times(curve.b, 3))
+    points: _Writers = {
+        "point_add": (_BINARY, lambda k: _add(k, b3)),
+        "point_add_affine": (_BINARY, lambda k: _add_affine(k, b3)),
+        "point_double": (_UNARY, lambda k: _double(k, b3)),
+        "point_multiple": ([*_UNARY, "ptr %digits", "i64 %count", "i64 %odd"], _multiple),
+    }
+    parts = [_DECLARATIONS, form.functions(), form.far(), _inverse(form)]
+    for writers, far_sums in ((points, True), (_QUADRATIC if curve.coordinates.degree == 2 else {}, False)):
+        for known, (arguments, write) in writers.items():
+            code = Flow()
+            write(Elements(curve.coordinates, form, code, far_sums=far_sums))
+            code.do("ret void")
+            parts.append(function(known, "void", arguments, code, attributes=NOINLINE))
+    return "".join(parts)
+
+
+def _stored(name: str, operands: int = 2) -> Callable[[Elements], None]:
+    """Write z = the method of that name of x, or of x and y."""
+
+    def write(k: Elements) -> None:
+        k.store("%z", 0, getattr(k, name)(*(k.load(pointer, 0) for pointer in ("%x", "%y")[:operands])))
+
+    return write
+
+
+_Writers = dict[str, tuple[list[str], Callable[[Elements], None]]]
+_BINARY = ["ptr %z", "ptr %x", "ptr %y"]
+_UNARY = _BINARY[:2]
+_QUADRATIC: _Writers = {
+    "quadratic_add": (_BINARY, _stored("add")),
+    "quadratic_sub": (_BINARY, _stored("sub")),
+    "quadratic_mul": (_BINARY, _stored("karatsuba")),
+    "quadratic_square": (_UNARY, _stored("complex_square", 1)),
+}
+_DECLARATIONS = "".join(
+    f"declare i64 @llvm.{line}\n"
+    for line in ("smin.i64(i64, i64)", "abs.i64(i64, i1)", "vector.reduce.smin.v8i64(<8 x i64>)")
+)
+
+
+# --- affine additions ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A pack of affine points P and Q to be added, read when it is asked for.
+
+    Attributes:
+        x: of P and of Q.
+        y: of P and of Q.
+        write: takes the sum's x and y.
+        fetch: asks for P and Q to be brought into the cache, where they lie anywhere.
+    """
+
+    x: Callable[[], tuple[Element, Element]]
+    y: Callable[[], tuple[Element, Element]]
+    write: Callable[[Element, Element], None]
+    fetch: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Memory that a batch of additions needs, one of each for a pack of pairs.
+
+    Attributes:
+        products: elements, of all denominators before.
+        denominators: elements.
+        special: bytes, 1 where a pack has a doubling, opposite points or infinity.
+    """
+
+    products: str
+    denominators: str
+    special: str
+
+
+_AHEAD = 4
+"""Packs between asking for points and reading them: a miss takes about as long as a pack's first pass."""
+
+
+def batch_add(k: Elements, count: str, pair: Callable[[str], Pair], scratch: Scratch, unit: int) -> None:
+    """Write the sums of the packs of pairs 0 to count - 1, at least one.
+
+    Slopes are (y2 - y1) / (x2 - x1), or 3 x^2 / (2 y) where the points are equal; x3 = slope^2 - x1 - x2 and
+    y3 = slope (x1 - x3) - y1. The denominators are inverted together (Montgomery 1987, section 10.3.1): 5M + 1S a pair.
+    Only a pack with a special case pays for it, by a branch: the time depends on the points.
+
+    Args:
+        k: arithmetic.
+        count: i64.
+        pair: of the index of a pack, an i64. The sums are written from the last pack to the first.
+        scratch: memory for `count` packs.
+        unit: what coordinates are multiplied by in the points' memory: x unit. Products keep it once slopes are as they
+            are, x L, but for the slope's square and for a doubling's numerator, which are scaled.
+    """
+    code = k.code
+    product = k.cell(k.one)
+    with code.loop(0, count) as i:
+        k.store(scratch.products, i, product.get())
+        later = pair(code.least(code.i64("add nsw", i, _AHEAD), code.i64("sub nsw", count, 1))).fetch
+        if later is not None:
+            later()
+        denominator = _denominator(k, pair(i), scratch, i)
+        k.store(scratch.denominators, i, denominator)
+        product.set(k.mul(product.get(), denominator))
+    inverse = k.cell(k.inverse(product.get()))
+    with code.countdown(count) as i:
+        one = k.mul(inverse.get(), k.load(scratch.products, i))
+        inverse.set(k.mul(inverse.get(), k.load(scratch.denominators, i)))
+        special = code(f"trunc i8 {code.load('i8', scratch.special, i)} to i1")
+        _sum(k, pair(i), one, special, unit)
+
+
+def _denominator(k: Elements, pair: Pair, scratch: Scratch, i: str) -> Element:
+    """X2 - x1; 2 y of a doubling, and 1 where nothing is divided."""
+    code, packs = k.code, k.packs
+    x1, x2 = pair.x()
+    difference = k.sub(x2, x1)
+    found = k.cell(difference)
+    zero = k.is_zero(difference)
+    suspects = packs.either(code, zero, packs.either(code, k.is_zero(x1), k.is_zero(x2)))
+    special = packs.any(code, suspects)
+    code.store("i8", code(f"zext i1 {special} to i8"), scratch.special, i)
+    with code.when(special):
+        y1, y2 = pair.y()
+        same = k.is_zero(k.sub(y2, y1))
+        kept = k.select(zero, k.select(same, k.times(y1, 2), k.one), difference)
+        infinite = packs.either(code, k.is_zero(y1), k.is_zero(y2))
+        found.set(k.select(infinite, k.one, kept))
+    return found.get()
+
+
+def _sum(k: Elements, pair: Pair, inverse: Element, special: str, unit: int) -> None:
+    code, packs, radix = k.code, k.packs, k.form.radix
+    (x1, x2), (y1, y2) = pair.x(), pair.y()
+    numerator = k.cell(k.sub(y2, y1))
+    with code.when(special):
+        doubling = packs.both(code, k.is_zero(k.sub(x2, x1)), k.is_zero(k.sub(y2, y1)))
+        tangent = k.product(k.times(k.square(x1), 3), radix**2 * pow(unit, -1, k.form.field.modulus))
+        numerator.set(k.select(doubling, tangent, numerator.get()))
+    slope = k.mul(numerator.get(), inverse)
+    x3 = k.sub(k.product(k.square(slope), unit), k.add(x1, x2))
+    y3 = k.sub(k.mul(slope, k.sub(x1, x3)), y1)
+    x, y = k.cell(x3), k.cell(y3)
+    with code.when(special):
+        opposite = packs.both(code, k.is_zero(k.sub(x2, x1)), k.is_zero(k.add(y1, y2)))
+        for cell, first, second in ((x, x1, x2), (y, y1, y2)):
+            found = k.select(opposite, k.zero, cell.get())
+            found = k.select(k.is_zero(y2), first, found)
+            cell.set(k.select(k.is_zero(y1), second, found))
+    pair.write(x.get(), y.get())

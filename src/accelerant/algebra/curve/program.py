@@ -1,0 +1,187 @@
+"""A curve's programs, put together from its constants and the texts beside this module.
+
+One text serves G1 and G2 (kernel.c over point.h and complete.h): COORD in it stands for the prefix of the coordinates'
+field, which is the base field itself (BASE) or its quadratic extension (quadratic.h). Dialects as in
+algebra/field/program.py: "portable" C, and "cuda" with carry chains; "llvm" is built by llvm_kernels.py.
+
+A program holds one curve, and as a rule one entry. Point arithmetic is large: loops stay loops, and products of
+coordinates are functions that are called (COORD_MUL), so that NVRTC takes 0.5 to 2 s for an entry, not minutes. A call
+costs some 60 instructions beside the 400 and more of a product.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+from accelerant.algebra.curve.endomorphism import endomorphism
+from accelerant.algebra.curve.llvm_kernels import CurveKernels
+from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.field.program import field_text, montgomery_radix
+from accelerant.errors import ConfigError
+from accelerant.runtime.kernel import Builder, KernelSource
+from accelerant.runtime.portable import portable_header
+
+__all__ = ["ADDS", "BLOCK", "coordinate", "entries", "kernel_source", "launch", "point_text", "prefixed"]
+
+BLOCK = 128
+"""Threads of a block in the C dialects, at most; a power of two. A thread may so have 255 registers and more."""
+
+ADDS = 16
+"""Points that a thread of curve_add takes together, for one inversion."""
+
+_BY_CHUNK = ("curve_off_curve", "curve_off_subgroup")
+
+_ENTRIES: dict[str, tuple[str, ...]] = {
+    "curve_add": ("*u64", "*u64", "*u64", "i64"),
+    "curve_neg": ("*u64", "*u64", "i64"),
+    "curve_mul": ("*u64", "*u64", "*u64", "i64", "i64", "i64"),
+    "curve_off_curve": ("*u64", "*i64", "i64", "i64"),
+    "curve_off_subgroup": ("*u64", "*i64", "i64", "i64"),
+}
+
+
+def entries(curve: Curve[Any]) -> dict[str, tuple[str, ...]]:
+    """Entry point -> the types of its arguments, P = "*u64", an array of points.
+
+        curve_add            x P, y P, z P, n                                        z may be x or y
+        curve_neg            x P, z P, n
+        curve_mul            x P, scalars *u64, z P, n, x_step, scalar_step          z_i = s_i x_i
+        curve_off_curve      x P, first *i64, n, chunk
+        curve_off_subgroup   x P, first *i64, n, chunk
+
+    Points are affine, x then y (over Fq2 c0 then c1), in Montgomery form with R of algebra.field.program's
+    montgomery_radix, all zeros at infinity. They are on the curve, but for curve_off_curve; any two may be equal,
+    opposite or infinite. A scalar is four words, any number below 2^256, and not reduced mod r. A step is 1, or 0 for
+    one point or scalar for all. A chunk c gives first[c], the least index in it of a point off the curve, or out of the
+    subgroup of order r, else n.
+
+    Time and addresses of curve_mul depend neither on the scalars nor on the points.
+    """
+    return dict(_ENTRIES)
+
+
+@functools.cache
+def kernel_source(curve: Curve[Any], entry: str | None = None) -> KernelSource:
+    """The curve's functions on arrays, in every dialect.
+
+    Args:
+        curve: any of the table.
+        entry: one of entries(curve), alone in the source; None for all.
+
+    Raises:
+        ConfigError: there is no such entry.
+    """
+    if entry is not None and entry not in _ENTRIES:
+        raise ConfigError(f"{curve.name} has no entry {entry!r}; it has {', '.join(_ENTRIES)}")
+    dialects: dict[str, str | Builder] = {
+        "portable": _kernels(curve, "portable", entry),
+        "llvm": CurveKernels(curve.name, entry or ""),
+        "cuda": f"{portable_header()}\n{_kernels(curve, 'cuda', entry)}",
+    }
+    kept = _ENTRIES if entry is None else {entry: _ENTRIES[entry]}
+    return KernelSource(name=f"{entry or 'curve'}_{curve.name}", dialects=dialects, entries=kept)
+
+
+def launch(entry: str, n: int, chunk: int = 1) -> tuple[tuple[int], tuple[int]]:
+    """Grid and block of an entry of the C dialects.
+
+    Args:
+        entry: see entries.
+        n: points, at least 1.
+        chunk: points of a partial result, where the entry has such.
+    """
+    points = chunk if entry in _BY_CHUNK else BLOCK * (ADDS if entry == "curve_add" else 1)
+    return (-(-n // points),), (BLOCK,)
+
+
+def point_text(curve: Curve[Any], dialect: str, *, called: bool = True) -> str:
+    """The curve's coordinates and points (point.h) for the C dialects; stands after portable.h.
+
+    Types and functions begin with the prefix that `prefixed` puts in for COORD.
+
+    Args:
+        curve: any of the table.
+        dialect: "portable" or "cuda".
+        called: whether a product of coordinates is a function that is called, not written out at each place.
+    """
+    k = curve.coordinates
+    exponent = k.base.words(k.base.modulus - 2, 64, k.base.limbs)
+    values = {
+        "BASE_EXPONENT": ", ".join(f"0x{word:x}UL" for word in exponent),
+        "BASE_NIBBLES": str(-(-k.base.bits // 4)),
+    }
+    parts = [_defined(values), _texts(["inverse.h"])]
+    if k.degree == 2:
+        parts += [_products("BASE", called=False), _texts(["quadratic.h"])]
+    parts += [_products("COORD", called=called), _texts(["point.h"])]
+    return field_text(k.base, _BASE, dialect) + prefixed(curve, "".join(parts))
+
+
+def prefixed(curve: Curve[Any], text: str) -> str:
+    """The text with COORD and BASE replaced by the prefixes of the coordinates' field and of its base field.
+
+    They stand as words, or before an underscore.
+    """
+    prefixes = {"BASE": _BASE, "COORD": _BASE if curve.coordinates.degree == 1 else f"{_BASE}2"}
+    return re.sub(r"\b(BASE|COORD)(?=_|\b)", lambda found: prefixes[found[1]], text)
+
+
+def coordinate(curve: Curve[Any], value: Any) -> str:
+    """A coordinate's initialiser in C, in Montgomery form."""
+    base = curve.coordinates.base
+    parts = []
+    for part in curve.coordinates.parts(value):
+        limbs = base.words(part * montgomery_radix(base) % base.modulus, 32, 2 * base.limbs)
+        parts.append("{{" + ", ".join(f"0x{limb:x}U" for limb in limbs) + "}}")
+    return parts[0] if len(parts) == 1 else "{" + ", ".join(parts) + "}"
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+_BASE = "fq"
+_ENTRY = re.compile(r"^ACL_KERNEL ACL_BLOCK\(\w+\) void (\w+)\([^{]*\{\n(?:.*\n)*?\}\n", re.MULTILINE)
+
+
+def _kernels(curve: Curve[Any], dialect: str, entry: str | None) -> str:
+    """The curve and its kernels, or the one named."""
+    k, found = curve.coordinates, endomorphism(curve)
+    eigenvalue = 0 if found is None else found.eigenvalue
+    words = k.base.words(eigenvalue, 64, max(1, -(-eigenvalue.bit_length() // 64)))
+    values = {
+        "CURVE_BLOCK": str(BLOCK),
+        "CURVE_ADDS": str(ADDS),
+        "CURVE_EIGENVALUE": ", ".join(f"0x{word:x}UL" for word in words),
+        "CURVE_EIGENVALUE_BITS": str(eigenvalue.bit_length()),
+        "COORD_B": coordinate(curve, curve.b),
+        "COORD_3B": coordinate(curve, k.times(curve.b, 3)),
+        "COORD_ENDOMORPHISM_X": coordinate(curve, k.one if found is None else found.x_factor),
+        "COORD_ENDOMORPHISM_Y": coordinate(curve, k.one if found is None else found.y_factor),
+        "COORD_CONJUGATE(x)": "COORD_conjugate(x)" if k.degree == 2 else "(x)",
+    }
+    kernels = _ENTRY.sub(lambda each: each[0] if entry in (None, each[1]) else "", _texts(["kernel.c"]))
+    text = _defined(values) + _texts(["complete.h"]) + kernels
+    return point_text(curve, dialect) + prefixed(curve, text)
+
+
+def _products(prefix: str, called: bool) -> str:
+    """PREFIX_MUL and PREFIX_SQUARE: the field's own, or functions of them that are called."""
+    if not called:
+        return _defined({f"{prefix}_MUL(x, y)": f"{prefix}_mul(x, y)", f"{prefix}_SQUARE(x)": f"{prefix}_square(x)"})
+    functions = (
+        f"ACL_FAR {prefix} {prefix}_mul_far({prefix} x, {prefix} y) {{\n    return {prefix}_mul(x, y);\n}}\n\n"
+        f"ACL_FAR {prefix} {prefix}_square_far({prefix} x) {{\n    return {prefix}_square(x);\n}}\n\n"
+    )
+    return functions + _defined(
+        {f"{prefix}_MUL(x, y)": f"{prefix}_mul_far(x, y)", f"{prefix}_SQUARE(x)": f"{prefix}_square_far(x)"}
+    )
+
+
+def _defined(values: dict[str, str]) -> str:
+    return "".join(f"#define {name} {value}\n" for name, value in values.items())
+
+
+def _texts(names: list[str]) -> str:
+    return "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names)

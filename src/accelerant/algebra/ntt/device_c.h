@@ -1,0 +1,13 @@
+/* What a pass asks of the compiler, for every device; device_cuda.h has the same names. */
+#define NTT_BLOCK ACL_BLOCK(NTT_THREADS)
+#define NTT_TABLE ACL_GLOBAL const F_WORD *
+#define NTT_ALIGNED(pointer)
+
+/* The 32 bits in the opposite order. */
+ACL_DEVICE u32 ntt_turned(u32 x) {
+    x = (x >> 1 & 0x55555555U) | (x & 0x55555555U) << 1;
+    x = (x >> 2 & 0x33333333U) | (x & 0x33333333U) << 2;
+    x = (x >> 4 & 0x0F0F0F0FU) | (x & 0x0F0F0F0FU) << 4;
+    x = (x >> 8 & 0x00FF00FFU) | (x & 0x00FF00FFU) << 8;
+    return x >> 16 | x << 16;
+}

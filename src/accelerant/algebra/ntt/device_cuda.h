@@ -1,0 +1,15 @@
+/* What a pass asks of NVIDIA's compiler. Registers so few that NTT_RESIDENT blocks fit on a multiprocessor, where that is
+ * not 0. Tables do not change while a pass runs, so they are read past the stores. Arrays and tables begin at a multiple of
+ * 16 bytes, so that no access of an element of several words looks whether it may be wide: that took 70 branches. */
+#if NTT_RESIDENT > 0
+#define NTT_BLOCK __launch_bounds__(NTT_THREADS, NTT_RESIDENT)
+#else
+#define NTT_BLOCK ACL_BLOCK(NTT_THREADS)
+#endif
+#define NTT_TABLE const F_WORD *__restrict__
+#define NTT_ALIGNED(pointer) __builtin_assume(((u64)(pointer) & 15) == 0)
+
+/* The 32 bits in the opposite order. */
+ACL_DEVICE u32 ntt_turned(u32 x) {
+    return __brev(x);
+}

@@ -1,0 +1,291 @@
+"""What a transform of 2^k points does, pass by pass; numbers only, no device.
+
+A transform of n points, n = A B C, is three passes, or two (n = A B), or one. A pass does many transforms of A points
+(its *rows*) that are small enough for a core's cache or a block's shared memory, one for each of n / A *columns*. With
+input index i = (iA B + iB) C + iC and output index j = jA + A (jB + B jC), and w of order n,
+
+    sum_i x_i w^(i j) = sum_iC v^(iC jC) [ u^(iC jB) sum_iB v'^(iB jB) [ w^((iB C + iC) jA) sum_iA v''^(iA jA) x_i ] ]
+
+where v, v', v'' have the orders C, B, A, and u has the order B C. What stands before an inner bracket are the
+*twiddles*. Every pass writes where it reads, row j in the place of row i, but for the last one in natural order: that
+reads rows where they are neighbours, and writes columns where they are; so no pass only moves elements.
+
+    natural                    passes A, B, C; the last one from one memory to another
+    natural_to_bit_reversed    passes A, B, C; each writes row j at place bitrev(j)
+    bit_reversed_to_natural    the transposed: passes C, B, A; each reads row i at place bitrev(i); twiddles come before
+
+A coset g, where x_i is g^i x_i (forward) or y_i is g^-i y_i (inverse), and the inverse's 1 / n go into the twiddles,
+and into one factor for each row of the first or the last pass.
+
+Source: Bailey 1990, Journal of Supercomputing 4, "FFTs in external or hierarchical memory", for the four steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from accelerant.algebra.field.parameters import Field
+from accelerant.algebra.ntt.reference import bit_reversed
+
+__all__ = ["ORDERS", "Pass", "Places", "Twiddles", "Variant", "make_passes"]
+
+ORDERS = ("natural", "natural_to_bit_reversed", "bit_reversed_to_natural")
+"""Of input and output; "natural" is both."""
+
+_ALL = 62
+"""Bits of a column's number that are one digit, where no other digit follows."""
+
+_LOG_NEAR = 4
+"""Log2 of the neighbouring columns whose twiddles one table has, at least: as many as the CPU takes together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What of a pass its program is compiled for.
+
+    Attributes:
+        along_in, along_out: whether a column's rows are neighbours in memory, where it reads and where it writes;
+            else the columns are.
+        reversed_in: row i is read at place bitrev(i).
+        reversed_out: row j is written at place bitrev(j).
+        before, after: whether there is a factor for each place of a row, before and after the sums.
+        twiddle: "before" or "after" the sums, or "".
+        split: whether twiddles are products of two tables.
+    """
+
+    along_in: bool = False
+    along_out: bool = False
+    reversed_in: bool = False
+    reversed_out: bool = False
+    before: bool = False
+    after: bool = False
+    twiddle: str = ""
+    split: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where elements are: row r of column t at digit_0 column[0] + digit_1 column[1] + rest column[2] + r row.
+
+    The digits of t are those of Pass.digits, the lowest first.
+    """
+
+    column: tuple[int, int, int]
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Twiddles:
+    """The factor start[place] base[place]^c at a row's place in column c = digit_0."""
+
+    start: tuple[int, ...]
+    base: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass.
+
+    Attributes:
+        variant: see there.
+        log_rows: log2 A.
+        digits: bits of the two lowest digits of a column's number.
+        reads, writes: places of the elements.
+        root: of order A.
+        before, after: a factor for each place of a row, or none.
+        twiddles: or None.
+        log_low: a twiddle of column c is low[place, c mod 2^log_low] high[place, c >> log_low].
+    """
+
+    variant: Variant
+    log_rows: int
+    digits: tuple[int, int]
+    reads: Places
+    writes: Places
+    root: int
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    twiddles: Twiddles | None = None
+    log_low: int = 0
+
+    @property
+    def rows(self) -> int:
+        """A."""
+        return 1 << self.log_rows
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it writes each element where it read one of the same column."""
+        return self.reads == self.writes
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """What all passes of a transform share."""
+
+    field: Field
+    logs: tuple[int, ...]
+    inverse: bool
+    coset: int
+    order: str
+    log_table: int
+
+    @property
+    def p(self) -> int:
+        return self.field.modulus
+
+    @property
+    def n(self) -> int:
+        return 1 << sum(self.logs)
+
+    def unit(self, m: int) -> int:
+        """What jm counts in j."""
+        return 1 << sum(self.logs[:m])
+
+    def inner(self, m: int) -> int:
+        """What im counts in i."""
+        return 1 << sum(self.logs[m + 1 :])
+
+    def root(self, order: int) -> int:
+        w = self.field.root_of_unity(order)
+        return pow(w, -1, self.p) if self.inverse else w
+
+    def powers(self, base: int, m: int, by_bits: bool, scale: int = 1) -> tuple[int, ...]:
+        """Scale base^r for the row r of each place; base may have a negative exponent already taken."""
+        values, power = [], scale % self.p
+        for _ in range(1 << self.logs[m]):
+            values.append(power)
+            power = power * base % self.p
+        bits = self.logs[m]
+        return tuple(values[bit_reversed(i, bits)] for i in range(1 << bits)) if by_bits else tuple(values)
+
+
+def make_passes(
+    field: Field, logs: Sequence[int], *, inverse: bool, coset: int, order: str, log_table: int
+) -> tuple[Pass, ...]:
+    """The passes of transforms of 2^(sum of logs) points, in the order in which they run.
+
+    Args:
+        field: whose modulus less 1 is divisible by the number of points.
+        logs: log2 of A, B, C.
+        inverse: whether it is the inverse transform.
+        coset: g, not 0; 1 for none.
+        order: one of ORDERS.
+        log_table: log2 of the elements that a table of twiddles may have; above, they are products of two tables.
+    """
+    whole = _Whole(field, tuple(logs), inverse, coset % field.modulus, order, log_table)
+    numbers = range(len(whole.logs))
+    if order == "bit_reversed_to_natural":
+        return tuple(_reversed_input(whole, m) for m in reversed(numbers))
+    return tuple(_natural_input(whole, m) for m in numbers)
+
+
+def _natural_input(whole: _Whole, m: int) -> Pass:
+    """Pass m of an input in natural order: twiddles after the sums, row j of the output at j or bitrev(j)."""
+    p, g, n, last = whole.p, whole.coset, whole.n, m == len(whole.logs) - 1
+    by_bits = whole.order == "natural_to_bit_reversed"
+    inner, unit = whole.inner(m), whole.unit(m)
+    start, step, after, before = 1, 1, (1, 1), 1  # start and after: a scale and a base of powers of the row
+    if not whole.inverse and m == 0:
+        before, step = pow(g, inner, p), g
+    if whole.inverse:
+        scale = pow(n, -1, p) if m == (0 if g == 1 else len(whole.logs) - 1) else 1
+        after, start = (scale, pow(g, -unit, p)), scale
+    twiddles = None
+    if not last:
+        w = whole.root(inner << whole.logs[m])
+        twiddles = Twiddles(whole.powers(after[1], m, by_bits, start), whole.powers(w, m, by_bits, step))
+        after = (1, 1)
+    return _pass(
+        whole,
+        m,
+        by_bits_in=False,
+        by_bits_out=by_bits,
+        before=() if before == 1 else whole.powers(before, m, False),
+        after=() if after == (1, 1) else whole.powers(after[1], m, by_bits, after[0]),
+        twiddles=twiddles,
+        twiddle="" if last else "after",
+    )
+
+
+def _reversed_input(whole: _Whole, m: int) -> Pass:
+    """Pass m of an input in bit-reversed order: twiddles before the sums, row i of the input at bitrev(i)."""
+    p, g, n, last = whole.p, whole.coset, whole.n, m == len(whole.logs) - 1
+    inner, unit = whole.inner(m), whole.unit(m)
+    entering = (1, 1 if whole.inverse else pow(g, unit, p))  # a scale and a base of powers of the row
+    step, leaving = 1, (1, 1)
+    if whole.inverse and m == 0:
+        step = pow(g, -1, p)
+        leaving = (1, pow(g, -inner, p))
+        if last:
+            leaving = (pow(n, -1, p), leaving[1])
+        else:
+            entering = (pow(n, -1, p), 1)
+    twiddles = None
+    if not last:
+        w = whole.root(inner << whole.logs[m])
+        twiddles = Twiddles(whole.powers(entering[1], m, True, entering[0]), whole.powers(w, m, True, step))
+        entering = (1, 1)
+    return _pass(
+        whole,
+        m,
+        by_bits_in=True,
+        by_bits_out=False,
+        before=() if entering == (1, 1) else whole.powers(entering[1], m, True, entering[0]),
+        after=() if leaving == (1, 1) else whole.powers(leaving[1], m, False, leaving[0]),
+        twiddles=twiddles,
+        twiddle="" if last else "before",
+    )
+
+
+def _pass(
+    whole: _Whole,
+    m: int,
+    *,
+    by_bits_in: bool,
+    by_bits_out: bool,
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    twiddles: Twiddles | None,
+    twiddle: str,
+) -> Pass:
+    digits, reads, writes = _places(whole, m)
+    log_rows, log_inner = whole.logs[m], digits[0]
+    log_low = min(log_inner, max(whole.log_table - log_rows, -(-log_inner // 2), _LOG_NEAR)) if twiddles else 0
+    return Pass(
+        variant=Variant(
+            along_in=reads.row == 1,
+            along_out=writes.row == 1,
+            reversed_in=by_bits_in,
+            reversed_out=by_bits_out,
+            before=bool(before),
+            after=bool(after),
+            twiddle=twiddle,
+            split=twiddles is not None and log_low < log_inner,
+        ),
+        log_rows=log_rows,
+        digits=digits,
+        reads=reads,
+        writes=writes,
+        root=whole.root(1 << log_rows),
+        before=before,
+        after=after,
+        twiddles=twiddles,
+        log_low=log_low,
+    )
+
+
+def _places(whole: _Whole, m: int) -> tuple[tuple[int, int], Places, Places]:
+    rows, inner, n = 1 << whole.logs[m], whole.inner(m), whole.n
+    if inner > 1:
+        same = Places((1, rows * inner, 0), inner)
+        bits = inner.bit_length() - 1
+        return (bits, _ALL - bits), same, same
+    if whole.order != "natural" or m == 0:
+        same = Places((rows, 0, 0), 1)
+        return (_ALL, 0), same, same
+    logs = (*whole.logs[:m], 0)
+    first, second = 1 << logs[0], 1 << logs[1]
+    reads = Places((n // first, n // (first * second), n), 1)
+    return (logs[0], logs[1]), reads, Places((1, first, n), first * second)

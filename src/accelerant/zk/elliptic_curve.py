@@ -1,0 +1,375 @@
+"""Elliptic curves for users: points as arrays of canonical words, added and multiplied on the CPU, CUDA and OpenCL.
+
+A point is affine words (2, limbs), x then y, or (2, 2, limbs) where coordinates are pairs c0 + c1 u, c0 first;
+infinity is all zeros. Arrays have any dimensions before those. In Python a point is (x, y), the coordinates integers or
+pairs of such, or None for infinity; a list of points is an array of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accelerant.algebra.curve import launch
+from accelerant.algebra.curve.encoding import Layout, decode_points, encode_points, points_from_bytes, points_to_bytes
+from accelerant.algebra.curve.parameters import Curve, curve_of
+from accelerant.algebra.field import PrimeField, prime_field
+from accelerant.algebra.field.launch import check_reduced
+from accelerant.algebra.field.places import HOST, Place, in_kind, place_at
+from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
+from accelerant.runtime.provider import ComputeDevice
+from accelerant.zk.operands import Operand, array_operand, moved, scalar_operand, spread
+
+if TYPE_CHECKING:
+    from accelerant.zk.msm.fixed import FixedBase
+
+__all__ = ["EllipticCurve", "curve", "host_points"]
+
+Device = str | ComputeDevice | None
+
+
+class EllipticCurve:
+    """A curve y^2 = x^3 + b and its subgroup of prime order r; curve(name) makes the one of a name.
+
+    Functions of arrays take NumPy's and torch's, and points and scalars of Python; leading dimensions broadcast as
+    NumPy's. `device=` ("cpu", "cuda:1", "opencl", ...) says where to compute, by default where the arrays are. What
+    comes back is of the first array's library, on its device. They raise
+
+        UnsupportedDtype    not uint64, nor Python integers
+        ShapeError          the last axes are not a point's, shapes that do not broadcast, arrays on two devices
+        FormatError         a coordinate not below the modulus; with check, a point off the curve, or, where it says so,
+                            out of the subgroup. Names the first one's flattened index
+        BackendUnavailable  the device is not there; says why
+
+    check=False leaves out what it says; answers for such points mean nothing. mul does not depend in time on the
+    scalars or the points, where it does not stop with an error; the checks, encode, decode and bytes do.
+
+    Attributes:
+        parameters: the row of the table that all follows from.
+        field: of the coordinates, or of their coefficients.
+        scalar_field: of r elements.
+    """
+
+    def __init__(self, parameters: Curve[Any]) -> None:
+        self.parameters = parameters
+        self.field: PrimeField = prime_field(parameters.coordinates.base.name)
+        self.scalar_field: PrimeField = prime_field(parameters.scalars.name)
+
+    def __repr__(self) -> str:
+        return f"curve({self.name!r})"
+
+    def __reduce__(self) -> tuple[Callable[[str], EllipticCurve], tuple[str]]:
+        return curve, (self.name,)
+
+    # --- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """As curve takes it."""
+        return self.parameters.name
+
+    @property
+    def order(self) -> int:
+        """Of the subgroup, r."""
+        return self.parameters.order
+
+    @property
+    def cofactor(self) -> int:
+        """Points of the curve over r; where it is 1, all points of the curve are in the subgroup."""
+        return self.parameters.cofactor
+
+    @property
+    def degree(self) -> int:
+        """Coefficients of a coordinate: 1, or 2 over Fq2."""
+        return self.parameters.coordinates.degree
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one point's words: (2, limbs) or (2, 2, limbs)."""
+        return self.parameters.shape
+
+    @property
+    def generator(self) -> npt.NDArray[np.uint64]:
+        """Of the subgroup: canonical words, a new array."""
+        return self.encode(self.parameters.generator)
+
+    @property
+    def parameters_hash(self) -> str:
+        """SHA-256, in hexadecimal, of the canonical text of all parameters: equal where two programs mean one curve."""
+        return self.parameters.parameters_hash()
+
+    # --- in and out ----------------------------------------------------------------------------------------------
+
+    def encode(self, points: Any) -> npt.NDArray[np.uint64]:
+        """Canonical words of a point or of a list of points.
+
+        Raises:
+            UnsupportedDtype: not points; names the index.
+            FormatError: a coordinate is not from 0 to below the modulus. Whether points are on the curve is not asked.
+        """
+        single = not isinstance(points, list)
+        listed = [points] if single else points
+        for index, point in enumerate(listed):
+            self._check_python(point, "point" if single else f"points[{index}]")
+        words = encode_points(self.parameters, listed)
+        return words.reshape(self.shape) if single else words
+
+    def decode(self, points: Any) -> Any:
+        """Python points of canonical words: one, or nested lists in the array's leading dimensions.
+
+        Raises:
+            FormatError: a coordinate is not reduced. Whether points are on the curve is not asked.
+        """
+        words = host_points(self, points, "points")
+        shape = words.shape[: words.ndim - len(self.shape)]
+        words = words.reshape(-1, *self.shape)
+        found: list[Any] = [*decode_points(self.parameters, words, check=False)]
+        for size in reversed(shape[1:]):
+            found = [found[i : i + size] for i in range(0, len(found), size)] if size else found
+        return found if shape else found[0]
+
+    def to_bytes(self, points: Any, layout: Layout = "compressed") -> bytes:
+        """Points one after another; algebra/curve/encoding.py has the layouts "evm", "uncompressed" and "compressed".
+
+        Raises:
+            ConfigError: no such layout.
+        """
+        words = host_points(self, points, "points").reshape(-1, *self.shape)
+        return points_to_bytes(self.parameters, decode_points(self.parameters, words, check=False), layout)
+
+    def from_bytes(self, data: bytes, layout: Layout = "compressed", *, check: bool = True) -> npt.NDArray[np.uint64]:
+        """Canonical words (n, *shape) of points in a layout.
+
+        Args:
+            data: from a stranger, as like as not: flags, padding and coordinates are always checked.
+            layout: as to_bytes has them.
+            check: refuse points off the curve or out of the subgroup.
+
+        Raises:
+            ConfigError: no such layout.
+            FormatError: what is refused; names the point's index.
+        """
+        words = encode_points(self.parameters, points_from_bytes(self.parameters, data, layout, check=False))
+        if check:
+            self._inward(Operand(words, words.shape[:1], HOST), HOST, "points", "subgroup")
+        return words
+
+    # --- questions -----------------------------------------------------------------------------------------------
+
+    def is_on_curve(self, points: Any, *, device: Device = None) -> Any:
+        """Which points are on the curve, booleans in the array's leading dimensions; infinity is."""
+        operand, place = self._placed(points, device)
+        return self._answer(operand, ~self._off(place, "off_curve", self._montgomery(operand, place)))
+
+    def is_in_subgroup(self, points: Any, *, device: Device = None) -> Any:
+        """Which points are on the curve and in the subgroup of order r; infinity is."""
+        operand, place = self._placed(points, device)
+        words = self._montgomery(operand, place)
+        wrong = self._off(place, "off_curve", words)
+        if wrong.any():  # the other question may be asked of points of the curve only
+            kept = place.store(words)
+            kept[wrong] = 0
+            words = place.load(kept)
+        return self._answer(operand, ~(wrong | self._off(place, "off_subgroup", words)))
+
+    def _off(self, place: Place, test: launch.Test, words: Any) -> npt.NDArray[np.bool_]:
+        return launch.off(place, self.parameters, test, words)
+
+    def _answer(self, operand: Operand, flat: npt.NDArray[np.bool_]) -> Any:
+        found = flat.reshape(operand.leading)
+        if operand.tensor is None:
+            return found if found.ndim else bool(found)
+        return sys.modules["torch"].from_numpy(found).to(operand.tensor.device)
+
+    # --- the group -----------------------------------------------------------------------------------------------
+
+    def add(self, p: Any, q: Any, *, check: bool = True, device: Device = None) -> Any:
+        """The sum P + Q: of equal, opposite and infinite points too. check: points must be on the curve."""
+        return self._binary(p, q, check, device)
+
+    def sub(self, p: Any, q: Any, *, check: bool = True, device: Device = None) -> Any:
+        """The difference P - Q; as add."""
+        return self._binary(p, q, check, device, negated=True)
+
+    def double(self, p: Any, *, check: bool = True, device: Device = None) -> Any:
+        """The double, 2P. check: points must be on the curve."""
+        return self._unary(p, check, device, lambda place, x: launch.add(place, self.parameters, x, x))
+
+    def neg(self, p: Any, *, check: bool = True, device: Device = None) -> Any:
+        """The opposite, -P. check: points must be on the curve."""
+        return self._unary(p, check, device, lambda place, x: launch.neg(place, self.parameters, x))
+
+    def mul(self, points: Any, scalars: Any, *, check: bool = True, device: Device = None) -> Any:
+        """The multiples sP, in a time that depends on the number of points alone.
+
+        Args:
+            points: (..., *shape), or points of Python.
+            scalars: (..., 4) canonical uint64 words, or integers of Python, also in lists; from 0 to below 2^256, and
+                not reduced modulo r.
+            check: points must be on the curve and in the subgroup.
+            device: as everywhere.
+
+        Raises:
+            FormatError: also for a Python integer below 0, or of more than 256 bits.
+        """
+        operands = (self._points(points, "points"), scalar_operand(self.parameters.scalars, scalars))
+        place, shape = self._together(("points", "scalars"), operands, device)
+        x = self._inward(operands[0], place, "points", "subgroup" if check else "")
+        both = ((x, operands[0], self.shape), (moved(operands[1], place), operands[1], (launch.SCALAR_WORDS,)))
+        x, factors = (
+            place.shaped(each, (1, *tail))  # the kernel takes one of one for all of the other
+            if math.prod(operand.leading) == 1
+            else spread(place, each, operand.leading, shape, tail)
+            for each, operand, tail in both
+        )
+        return self._outward(launch.multiply(place, self.parameters, x, factors), place, shape, *operands)
+
+    def sum(self, points: Any, *, check: bool = True, device: Device = None) -> Any:
+        """The sum of all points of an array, one point; infinity for none. check: points must be on the curve."""
+        operand, place = self._placed(points, device)
+        words = self._inward(operand, place, "points", "curve" if check else "")
+        while (n := int(words.shape[0])) != 1:
+            half = max(1, -(-n // 2))
+            words = place.padded(words, 0, 2 * half)  # by infinity
+            first, second = (place.cut(words, (slice(i, i + half),)) for i in (0, half))
+            words = launch.add(place, self.parameters, first, second)
+        return self._outward(words, place, (), operand)
+
+    def precompute(self, points: Any, *, check: bool = True, device: Device = None) -> FixedBase:
+        """Points that many sums of multiples share, kept as kernels take them: its .msm(scalars) is their sum.
+
+        Args:
+            points: (n, *shape), as everywhere.
+            check: points must be on the curve and in the subgroup.
+            device: as everywhere.
+        """
+        from accelerant.zk.msm.fixed import FixedBase
+
+        return FixedBase(self.name, points, device, check=check)
+
+    # --- parts ---------------------------------------------------------------------------------------------------
+
+    def _check_python(self, point: object, name: str) -> None:
+        """Refuse what is no affine point of Python."""
+        parts: list[object] = []
+        if isinstance(point, tuple) and len(point) == 2:
+            parts = list(point)
+            if self.degree == 2:
+                parts = [part for pair in point if isinstance(pair, tuple) and len(pair) == 2 for part in pair]
+        whole = len(parts) == 2 * self.degree and all(isinstance(part, int) for part in parts)
+        if point is not None and not whole:
+            wanted = "(x, y) of integers" if self.degree == 1 else "((x0, x1), (y0, y1)) of integers"
+            raise UnsupportedDtype(
+                f"{name} must be {wanted}, or None for infinity, got {type(point).__name__} {point!r}"
+            )
+
+    def _points(self, x: Any, name: str) -> Operand:
+        """Contiguous words below the modulus, or the error that the class documents."""
+        if x is None or isinstance(x, (tuple, list)):
+            words = self.encode(x)
+            return Operand(words, words.shape[: words.ndim - len(self.shape)], HOST, free=True)
+        base = self.parameters.coordinates.base
+        operand = array_operand(x, base, name, self.shape)
+        check_reduced(operand.place, base, operand.words, name)
+        return operand
+
+    def _placed(self, points: Any, device: Device) -> tuple[Operand, Place]:
+        operand = self._points(points, "points")
+        return operand, operand.place if device is None else place_at(device)
+
+    def _together(
+        self, names: tuple[str, str], operands: tuple[Operand, Operand], device: Device
+    ) -> tuple[Place, tuple[int, ...]]:
+        """Where two arguments meet, and the shape they broadcast to."""
+        placed = [operand for operand in operands if not operand.free]
+        home = placed[0].place if placed else HOST
+        if any(operand.place != home for operand in placed):
+            first, second = (operand.place.label for operand in operands)
+            raise ShapeError(f"{names[0]} and {names[1]} must be on one device, got {first} and {second}")
+        try:
+            shape = np.broadcast_shapes(*(operand.leading for operand in operands))
+        except ValueError:
+            first, second = (str(operand.leading) for operand in operands)
+            raise ShapeError(
+                f"{names[0]} and {names[1]} must have leading dimensions that broadcast, got {first} and {second}"
+            ) from None
+        return home if device is None else place_at(device), shape
+
+    def _montgomery(self, operand: Operand, place: Place) -> Any:
+        """Montgomery form at a place, (n, *shape)."""
+        words = place.shaped(moved(operand, place), (math.prod(operand.leading), *self.shape))
+        return launch.to_montgomery(place, self.parameters, words)
+
+    def _inward(self, operand: Operand, place: Place, name: str, check: str) -> Any:
+        """The same of points that are on the curve, or in the subgroup, where check says "curve" or "subgroup"."""
+        words = self._montgomery(operand, place)
+        wanted: dict[str, tuple[launch.Test, ...]] = {
+            "curve": ("off_curve",),
+            "subgroup": ("off_curve", "off_subgroup"),
+        }
+        for test in wanted.get(check, ()):
+            index = launch.first_off(place, self.parameters, test, words)
+            if index is not None:
+                one = launch.from_montgomery(place, self.parameters, place.cut(words, (slice(index, index + 1),)))
+                (point,) = decode_points(self.parameters, place.store(one), check=False)
+                what = "is not on" if test == "off_curve" else "is out of the subgroup of"
+                raise FormatError(f"{name}[{index}] (flattened) is {_hexadecimal(point)}, which {what} {self.name}")
+        return words
+
+    def _unary(self, p: Any, check: bool, device: Device, run: Callable[[Place, Any], Any]) -> Any:
+        operand, place = self._placed(p, device)
+        words = self._inward(operand, place, "points", "curve" if check else "")
+        return self._outward(run(place, words), place, operand.leading, operand)
+
+    def _binary(self, p: Any, q: Any, check: bool, device: Device, negated: bool = False) -> Any:
+        names = ("p", "q")
+        operands = (self._points(p, "p"), self._points(q, "q"))
+        place, shape = self._together(names, operands, device)
+        x, y = (
+            spread(
+                place,
+                self._inward(operand, place, name, "curve" if check else ""),
+                operand.leading,
+                shape,
+                self.shape,
+            )
+            for operand, name in zip(operands, names, strict=True)
+        )
+        if negated:
+            y = launch.neg(place, self.parameters, y)
+        return self._outward(launch.add(place, self.parameters, x, y), place, shape, *operands)
+
+    def _outward(self, words: Any, place: Place, leading: tuple[int, ...], *operands: Operand) -> Any:
+        """Canonical words in the first array's kind."""
+        canonical = launch.from_montgomery(place, self.parameters, words)
+        tensor = next((operand.tensor for operand in operands if not operand.free), None)
+        device = None if tensor is None else tensor.device
+        return in_kind(place.shaped(canonical, (*leading, *self.shape)), place, device)
+
+
+def host_points(group: EllipticCurve, points: Any, name: str) -> npt.NDArray[np.uint64]:
+    """Canonical words on the host of what EllipticCurve's functions take; reduced, not asked for more."""
+    operand = group._points(points, name)
+    return np.asarray(operand.place.store(operand.words))
+
+
+def _hexadecimal(point: Any) -> str:
+    if isinstance(point, tuple):
+        return "(" + ", ".join(map(_hexadecimal, point)) + ")"
+    return f"{point:#x}"
+
+
+@functools.cache
+def curve(name: str) -> EllipticCurve:
+    """The curve of a name: bn254_g1, bn254_g2, bls12_381_g1 or bls12_381_g2.
+
+    Raises:
+        ConfigError: no curve has that name; lists those there are.
+    """
+    return EllipticCurve(curve_of(name))

@@ -1,0 +1,1 @@
+"""Multi-scalar multiplication: sums of multiples of points."""

@@ -1,0 +1,130 @@
+/* Sums of multiples, third part: from the sums of segments to one point a window. Before this stands the curve's point.h, with
+ * COORD replaced. Points are in XYZZ coordinates, four a point, where nothing else is said.
+ *
+ *   msm_combine   the sums of heavy buckets, from those of their segments
+ *   msm_reduce    of each window the sum of b times bucket b, in one launch or two
+ *
+ * Bound by arithmetic, and where there are few buckets by its latency: some 45 products a bucket, and some 60 additions one
+ * after the other. */
+
+/* A thread's point in local memory. By the word beside it, an odd number of words lies between two threads' points, so that a
+ * warp's accesses go to different banks. */
+typedef struct {
+    COORD_xyzz point;
+    u32 gap;
+} COORD_slot;
+
+/* The sum over a block's threads, in the first one. */
+#define COORD_SUM_OF_BLOCK(value)                                                                      \
+    tile[thread].point = value;                                                                        \
+    for (i32 width = acl_local_size() / 2; width > 0; width /= 2) {                                    \
+        acl_barrier();                                                                                 \
+        if (thread < width) {                                                                          \
+            COORD_xyzz other = tile[thread + width].point;                                             \
+            COORD_xyzz_add(&value, &other);                                                            \
+            tile[thread].point = value;                                                                \
+        }                                                                                              \
+    }
+
+/* Grid: `groups` blocks of a power of two threads. A thread takes heavy buckets of few segments, a block one of many. */
+ACL_KERNEL ACL_BLOCK(MSM_REDUCE_BLOCK) void msm_combine(ACL_GLOBAL const u32 *heavy, ACL_GLOBAL const u32 *counts,
+                                                        ACL_GLOBAL u64 *sums, i64 keys, i64 groups) {
+    ACL_LOCAL COORD_slot tile[MSM_REDUCE_BLOCK];
+    i32 thread = acl_local_id();
+    i64 lines = counts[keys + MSM_HEAVY];
+#pragma unroll 1
+    for (i64 line = acl_global_id(); line < lines; line += groups * acl_local_size()) {
+        u32 begin = heavy[3 * line + 1], parts = heavy[3 * line + 2];
+        if (parts <= MSM_FEW) {
+            COORD_xyzz sum = COORD_xyzz_load(sums, begin);
+#pragma unroll 1
+            for (u32 part = 1; part < parts; part++) {
+                COORD_xyzz other = COORD_xyzz_load(sums, (i64)begin + part);
+                COORD_xyzz_add(&sum, &other);
+            }
+            COORD_xyzz_store(sums, heavy[3 * line], sum);
+        }
+    }
+#pragma unroll 1
+    for (i64 line = acl_group_id(); line < lines; line += groups) {
+        u32 begin = heavy[3 * line + 1], parts = heavy[3 * line + 2];
+        if (parts <= MSM_FEW) {
+            continue;
+        }
+        COORD_xyzz sum = COORD_xyzz_infinity();
+#pragma unroll 1
+        for (u32 part = thread; part < parts; part += acl_local_size()) {
+            COORD_xyzz other = COORD_xyzz_load(sums, (i64)begin + part);
+            COORD_xyzz_add(&sum, &other);
+        }
+        COORD_SUM_OF_BLOCK(sum)
+        if (thread == 0) {
+            COORD_xyzz_store(sums, heavy[3 * line], sum);
+        }
+        acl_barrier();
+    }
+}
+
+/* Of `items` pairs (P_i, R_i) a window, sum P_i + 2^shift sum i R_i, to one pair a block that stands for the same: of the
+ * block's items, taken from 0, that number and sum R_i. With P_i = R_i = bucket i + 1 and shift 0 it is the sum of
+ * (i + 1) times bucket i + 1. The last launch, of one block a window, writes sum P_i + 2^shift sum i R_i alone, in projective
+ * coordinates (x = X/Z, y = Y/Z, infinity (0 : 1 : 0)), three a point, for the host to go on with.
+ *
+ * Grid: `blocks` blocks a window, of a power of two threads, 2^each items a thread. Running sums from the thread's last item
+ * on give the items' number within the thread; running sums over the threads (a scan in local memory) give the thread's
+ * number within the block, of which one unit is 2^each items. */
+ACL_KERNEL ACL_BLOCK(MSM_REDUCE_BLOCK) void msm_reduce(ACL_GLOBAL const u64 *plain, ACL_GLOBAL const u64 *weighted,
+                                                       ACL_GLOBAL u64 *next_plain, ACL_GLOBAL u64 *next_weighted, i64 items,
+                                                       i64 blocks, i32 each, i32 shift, i32 last) {
+    ACL_LOCAL COORD_slot tile[MSM_REDUCE_BLOCK];
+    i32 thread = acl_local_id();
+    i64 window = acl_group_id() / blocks;
+    i64 low = (acl_group_id() % blocks * acl_local_size() + thread) << each;
+    i64 high = low + ((i64)1 << each) < items ? low + ((i64)1 << each) : items;
+    COORD_xyzz inside = COORD_xyzz_infinity(), run = inside, sum = inside;
+#pragma unroll 1
+    for (i64 i = high - 1; i >= low; i--) {
+        COORD_xyzz_add(&inside, &run);
+        COORD_xyzz item = COORD_xyzz_load(weighted, window * items + i);
+        COORD_xyzz_add(&run, &item);
+        if (plain != weighted) {
+            item = COORD_xyzz_load(plain, window * items + i);
+            COORD_xyzz_add(&sum, &item);
+        }
+    }
+    if (plain == weighted) {
+        sum = run;
+    }
+    tile[thread].point = run;
+    for (i32 step = 1; step < acl_local_size(); step *= 2) {
+        acl_barrier();
+        if (thread + step < acl_local_size()) {
+            COORD_xyzz other = tile[thread + step].point;
+            COORD_xyzz_add(&run, &other);
+        }
+        acl_barrier();
+        tile[thread].point = run;
+    }
+    acl_barrier();
+    COORD_xyzz value = thread ? run : COORD_xyzz_infinity();
+#pragma unroll 1
+    for (i32 k = 0; k < each; k++) {
+        COORD_xyzz_double(&value);
+    }
+    COORD_xyzz_add(&value, &inside);
+#pragma unroll 1
+    for (i32 k = 0; k < shift; k++) {
+        COORD_xyzz_double(&value);
+    }
+    COORD_xyzz_add(&value, &sum);
+    COORD_SUM_OF_BLOCK(value)
+    if (thread == 0 && last) {
+        COORD_store(next_plain, 3 * acl_group_id(), COORD_MUL(value.x, value.zzz));
+        COORD y = COORD_select(COORD_is_zero(value.zz), COORD_one(), COORD_MUL(value.y, value.zz));
+        COORD_store(next_plain, 3 * acl_group_id() + 1, y);
+        COORD_store(next_plain, 3 * acl_group_id() + 2, COORD_MUL(value.zz, value.zzz));
+    } else if (thread == 0) {
+        COORD_xyzz_store(next_plain, acl_group_id(), value);
+        COORD_xyzz_store(next_weighted, acl_group_id(), run);
+    }
+}

@@ -1,0 +1,166 @@
+"""Multi-scalar multiplication for users: the sum of s_i P_i, where the points are.
+
+NumPy's arrays are summed on the CPU (cpu.py), tensors on a device there (device.py). Times and memory accesses depend
+on the scalars: a prover that shares its machine with strangers gives them something to measure.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from accelerant.algebra.counted import counted
+from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.field import words as host
+from accelerant.algebra.field.launch import check_reduced
+from accelerant.algebra.field.places import HOST, Place, inward, is_tensor, place_of
+from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.runtime.ledger import OpRecord, ledger
+from accelerant.zk.elliptic_curve import EllipticCurve
+from accelerant.zk.elliptic_curve import curve as curve_named
+from accelerant.zk.msm.cpu import Bases, plan
+
+__all__ = ["msm", "points_words", "scalars_words", "summed", "summer"]
+
+Words = Any
+
+_LIMBS = 4
+"""Of a scalar, on every curve."""
+
+
+def msm(scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool = True) -> Any:
+    """The sum of scalars[i] points[i], for each row of scalars.
+
+    Args:
+        scalars: (n, 4) uint64, canonical, below the curve's order; or (b, n, 4), for b sums over the same points; or
+            Python integers, n or b lists of n.
+        points: (n, 2, limbs) uint64, canonical affine coordinates, x then y, infinity all zeros; (n, 2, 2, limbs) where
+            coordinates are in Fq2, c0 first. NumPy's, or a torch tensor.
+        curve: bn254_g1, bn254_g2, bls12_381_g1 or bls12_381_g2.
+        check: refuse points off the curve or out of its subgroup of order r. Without it sums of such points mean
+            nothing. It is next to free on BN254 G1, all of whose points are in the subgroup; elsewhere it takes two to
+            five times as long as the sum: FixedBase (fixed.py) asks once.
+
+    Returns:
+        One point, or (b, ...) of them, canonical, in the library and on the device of `points`.
+
+    Raises:
+        ConfigError: no such curve.
+        UnsupportedDtype: not uint64, nor integers.
+        ShapeError: other shapes, or not as many scalars as points.
+        FormatError: a scalar is not below the order or a coordinate not below the modulus, or what check refuses;
+            names the first one's index.
+
+    Source: Pippenger's method as in Bernstein et al., eprint 2012/549.
+    """
+    group = curve_named(curve)
+    operand = group._points(points, "points")
+    words = points_words(group, operand, operand.place, check)
+    rows, leading = scalars_words(group, scalars, operand.place, int(words.shape[0]))
+    total = summed(operand.place, group.parameters, rows, summer(operand.place, group.parameters, words))
+    return group._outward(total, operand.place, leading, operand)
+
+
+def summer(place: Place, curve: Curve[Any], points: Words) -> Callable[[Words], Words]:
+    """What makes a sum of scalars, (n, 4) at the place: the host's words of one point, Montgomery form.
+
+    Args:
+        place: of the points.
+        curve: of the points.
+        points: (n, words of a point), Montgomery form.
+    """
+    if place is HOST:
+        return Bases(curve, points).msm
+    from accelerant.zk.msm.device import device_msm
+
+    return functools.partial(_on_device, device_msm, place, curve, points)
+
+
+def _on_device(run: Callable[..., Words], place: Place, curve: Curve[Any], points: Words, scalars: Words) -> Words:
+    return run(place, curve, scalars, points)
+
+
+def summed(place: Place, curve: Curve[Any], rows: Sequence[Words], run: Callable[[Words], Words]) -> Words:
+    """The sums of rows of scalars, (b, *shape) at the place, Montgomery form; counted in the ledger."""
+    n = int(rows[0].shape[0]) if rows else 0
+    with counted(place, _record(place, curve, n, len(rows))):
+        found = [run(row) for row in rows]
+    return place.load(np.array(found, np.uint64).reshape(len(rows), *curve.shape))
+
+
+def points_words(group: EllipticCurve, operand: Any, place: Place, check: bool) -> Words:
+    """Points as kernels take them: (n, words of a point) at a place, Montgomery form.
+
+    Raises:
+        ShapeError: not one row of points.
+        FormatError: what check refuses.
+    """
+    if len(operand.leading) != 1:
+        tail = ", ".join(map(str, group.shape))
+        raise ShapeError(f"points must be (n, {tail}), got {(*operand.leading, *group.shape)}")
+    words = group._inward(operand, place, "points", "subgroup" if check else "")
+    return place.shaped(words, (operand.leading[0], math.prod(group.shape)))
+
+
+def scalars_words(group: EllipticCurve, scalars: Any, place: Place, n: int) -> tuple[list[Words], tuple[int, ...]]:
+    """Rows of n scalars at a place, (n, 4) each, and the dimensions that the sums have before a point's own.
+
+    Raises:
+        UnsupportedDtype, ShapeError, FormatError: as msm.
+    """
+    field = group.parameters.scalars
+    if isinstance(scalars, (list, tuple)):
+        words, home = host.encode(field, list(scalars), name="scalars"), HOST
+    else:
+        words, home = _array(scalars)
+        dtype = str(scalars.dtype).removeprefix("torch.")
+        host.check_words(field, dtype, tuple(scalars.shape), "scalars")
+        words = home.contiguous(words)
+        check_reduced(home, field, words, "scalars")
+    shape = tuple(words.shape)
+    if len(shape) not in (2, 3) or shape[-2:] != (n, _LIMBS):
+        raise ShapeError(f"scalars must be ({n}, {_LIMBS}) or (b, {n}, {_LIMBS}) for {n} points, got {shape}")
+    if home != place:
+        words = place.load(home.store(words))
+    if len(shape) == 2:
+        return [words], ()
+    return [place.cut(words, (i,)) for i in range(shape[0])], (shape[0],)
+
+
+def _array(scalars: Any) -> tuple[Words, Place]:
+    if isinstance(scalars, np.ndarray):
+        return scalars, HOST
+    if not is_tensor(scalars):
+        raise UnsupportedDtype(
+            f"scalars must be a NumPy array, a torch tensor or a list of integers, got {type(scalars).__name__}"
+        )
+    place = place_of(scalars)
+    return (scalars.detach().numpy() if place is HOST else inward(scalars)), place
+
+
+@functools.lru_cache(maxsize=4096)
+def _record(place: Place, curve: Curve[Any], n: int, rows: int) -> OpRecord:
+    base, degree = curve.coordinates.base, curve.coordinates.degree
+    if place is HOST:
+        dialect = "llvm"
+    else:
+        from accelerant.zk.msm.program import accumulate_source
+
+        dialect, _ = accumulate_source(curve).pick(place.provider.dialects)
+    return ledger().record(
+        OpRecord(
+            op="msm",
+            implementation=dialect,
+            backend=place.backend,
+            device=place.label,
+            case=f"{rows}x" * (rows != 1) + f"{n} {curve.name}",
+            own=True,
+            bytes_per_call=n * (2 * degree * base.size_bytes + rows * curve.scalars.size_bytes),
+            flops_per_call=rows * plan(curve.order, n, 1).products(n),
+            reason=f"the only one on {place.backend}",
+        )
+    )

@@ -1,0 +1,246 @@
+/* Sums of multiples, first part: which points go into which bucket. No arithmetic of curves.
+ *
+ * A scalar is windows digits of c bits, -2^(c - 1) < d <= 2^(c - 1). An entry is a window's digit of one point, n of them a
+ * window; where it is not 0 the point, or its opposite, belongs in bucket |d| of the window, which has the key
+ * w buckets + |d| - 1, with buckets = 2^(c - 1). Where the multiples 2^(c w) of all points are at hand, `stride` points a
+ * window, all windows share one set of buckets: `spread`, by which the keys of two windows differ, is 0, else `buckets`.
+ *
+ *   msm_digits     digits[w n + i] = |d| | sign << 31
+ *   msm_rank       counts[key]: the points of a bucket; ranks[entry]: how many came before, in any order
+ *   msm_tiles      sums of counts over tiles of keys, and how many segments of each length there are
+ *   msm_scan       both to sums of what comes before
+ *   msm_segments   counts[key] becomes the place where the bucket's points begin; the segments, the longest first
+ *   msm_scatter    places[counts[key] + rank] = i + w stride | sign << 31
+ *
+ * A segment is at most `length` points of one bucket, which one thread adds up: (begin, points, where the sum goes). A bucket
+ * of one segment has its sum at its key; a heavy one, of more, has one partial sum a segment behind all buckets, and a line
+ * (key, first partial sum, how many) in `heavy`. An empty one has its sum, infinity, written here.
+ *
+ * In memory: counts has the keys, then MSM_COUNTERS numbers: at l how many segments have l points, then where the next of them
+ * goes; at MSM_SEGMENTS, MSM_HEAVY and MSM_PARTIALS how many segments, heavy buckets and partial sums there are.
+ * Bound by memory: 28 bytes an entry, and an atomic addition with a random address. */
+
+/* Grid: any; `threads` of them. Also sets counts, which has `zeros` numbers, to 0. */
+ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_digits(ACL_GLOBAL const u64 *scalars, ACL_GLOBAL u32 *digits, ACL_GLOBAL u32 *counts,
+                                                i64 first, i64 n, i32 c, i32 windows, i64 zeros, i64 threads) {
+    for (i64 i = acl_global_id(); i < zeros; i += threads) {
+        counts[i] = 0;
+    }
+    for (i64 i = acl_global_id(); i < n; i += threads) {
+        ACL_GLOBAL const u64 *scalar = scalars + 4 * (first + i);
+        u64 a = scalar[0], b = scalar[1], d = scalar[2], e = scalar[3];
+        u32 carry = 0;
+        for (i32 w = 0; w < windows; w++) {
+            u32 digit = ((u32)a & (((u32)1 << c) - 1)) + carry;
+            carry = digit > (u32)1 << (c - 1);
+            digits[w * n + i] = carry ? (((u32)1 << c) - digit) | ((u32)(digit < (u32)1 << c) << 31) : digit;
+            a = a >> c | b << (64 - c);
+            b = b >> c | d << (64 - c);
+            d = d >> c | e << (64 - c);
+            e >>= c;
+        }
+    }
+}
+
+/* Grid: `blocks` blocks a window, one thread MSM_EACH entries, a block's threads apart, so that as many atomic additions are
+ * under way. Where one bucket is in many scalars, its counter would be the bottleneck: a block counts one digit that occurs in
+ * it, whichever, by itself, and adds it once. */
+ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_rank(ACL_GLOBAL const u32 *digits, ACL_GLOBAL u32 *ranks, ACL_GLOBAL u32 *counts,
+                                              i64 n, i64 blocks, i64 spread) {
+    ACL_LOCAL u32 common, times, before;
+    i32 thread = acl_local_id(), threads = acl_local_size();
+    i64 w = acl_group_id() / blocks;
+    i64 first = acl_group_id() % blocks * threads * MSM_EACH + thread;
+    u32 buckets[MSM_EACH], found[MSM_EACH];
+#pragma unroll
+    for (i32 k = 0; k < MSM_EACH; k++) {
+        i64 i = first + k * threads;
+        buckets[k] = i < n ? digits[w * n + i] & 0x7fffffff : 0;
+    }
+    if (thread == 0) {
+        common = 0;
+        times = 0;
+    }
+    acl_barrier();
+    if (buckets[0]) {
+        common = buckets[0]; /* one of the block's threads wins */
+    }
+    acl_barrier();
+#pragma unroll
+    for (i32 k = 0; k < MSM_EACH; k++) {
+        if (buckets[k] && buckets[k] == common) {
+            found[k] = acl_atomic_add_u32(&times, 1);
+        } else if (buckets[k]) {
+            found[k] = acl_atomic_add_u32(&counts[w * spread + buckets[k] - 1], 1);
+        }
+    }
+    acl_barrier();
+    if (thread == 0 && times) {
+        before = acl_atomic_add_u32(&counts[w * spread + common - 1], times);
+    }
+    acl_barrier();
+#pragma unroll
+    for (i32 k = 0; k < MSM_EACH; k++) {
+        if (buckets[k]) {
+            ranks[w * n + first + k * threads] = buckets[k] == common ? before + found[k] : found[k];
+        }
+    }
+}
+
+/* Grid: one block a tile of MSM_TILE keys. */
+ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_tiles(ACL_GLOBAL u32 *counts, ACL_GLOBAL u32 *tiles, i64 keys, i32 length) {
+    ACL_LOCAL u32 of_length[MSM_LENGTH + 1];
+    ACL_LOCAL u32 total;
+    i32 thread = acl_local_id();
+    for (i32 l = thread; l <= length; l += acl_local_size()) {
+        of_length[l] = 0;
+    }
+    if (thread == 0) {
+        total = 0;
+    }
+    acl_barrier();
+    u32 sum = 0;
+    for (i32 k = thread; k < MSM_TILE; k += acl_local_size()) {
+        i64 key = acl_group_id() * MSM_TILE + k;
+        u32 count = key < keys ? counts[key] : 0;
+        sum += count;
+        if (count >= (u32)length) {
+            acl_atomic_add_u32(&of_length[length], count / length);
+        }
+        if (count % length) {
+            acl_atomic_add_u32(&of_length[count % length], 1);
+        }
+    }
+    acl_atomic_add_u32(&total, sum);
+    acl_barrier();
+    for (i32 l = thread; l <= length; l += acl_local_size()) {
+        if (of_length[l]) {
+            acl_atomic_add_u32(&counts[keys + l], of_length[l]);
+        }
+    }
+    if (thread == 0) {
+        tiles[acl_group_id()] = total;
+    }
+}
+
+/* The sum of what the threads before this one have; tile has one number a thread. */
+#define MSM_BEFORE(tile, value, result)                                                                \
+    tile[thread] = value;                                                                              \
+    for (i32 step = 1; step < acl_local_size(); step *= 2) {                                           \
+        acl_barrier();                                                                                 \
+        u32 other = thread >= step ? tile[thread - step] : 0;                                          \
+        acl_barrier();                                                                                 \
+        tile[thread] += other;                                                                         \
+    }                                                                                                  \
+    u32 result = tile[thread] - value;
+
+/* Grid: one block. */
+ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_scan(ACL_GLOBAL u32 *counts, ACL_GLOBAL u32 *tiles, i64 keys, i64 count, i32 length) {
+    ACL_LOCAL u32 tile[MSM_BLOCK];
+    ACL_LOCAL u32 of_length[MSM_LENGTH + 1];
+    i32 thread = acl_local_id();
+    i64 each = (count + acl_local_size() - 1) / acl_local_size();
+    i64 end = (thread + 1) * each < count ? (thread + 1) * each : count;
+    u32 sum = 0;
+    for (i64 k = thread * each; k < end; k++) {
+        sum += tiles[k];
+    }
+    for (i32 l = thread; l <= length; l += acl_local_size()) {
+        of_length[l] = counts[keys + l];
+    }
+    MSM_BEFORE(tile, sum, before)
+    for (i64 k = thread * each; k < end; k++) {
+        u32 here = tiles[k];
+        tiles[k] = before;
+        before += here;
+    }
+    if (thread == 0) {
+        u32 longer = 0;
+        for (i32 l = length; l > 0; l--) {
+            counts[keys + l] = longer;
+            longer += of_length[l];
+        }
+        counts[keys + MSM_SEGMENTS] = longer;
+    }
+}
+
+/* Grid: one block a tile, as msm_tiles; a thread has consecutive keys. A point of `sums` has `words` words. */
+ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GLOBAL const u32 *tiles, ACL_GLOBAL u32 *segments,
+                                                  ACL_GLOBAL u32 *heavy, ACL_GLOBAL u64 *sums, i64 keys, i32 length,
+                                                  i32 words) {
+    ACL_LOCAL u32 tile[MSM_BLOCK];
+    ACL_LOCAL u32 of_length[MSM_LENGTH + 1];
+    i32 thread = acl_local_id();
+    i32 each = MSM_TILE / acl_local_size();
+    i64 first = acl_group_id() * MSM_TILE + (i64)thread * each;
+    for (i32 l = thread; l <= length; l += acl_local_size()) {
+        of_length[l] = 0;
+    }
+    u32 sum = 0;
+    for (i64 key = first; key < first + each && key < keys; key++) {
+        sum += counts[key];
+    }
+    MSM_BEFORE(tile, sum, before)
+    /* How many segments of each length the block has; then, in their place, where its first of that length goes. */
+    for (i64 key = first; key < first + each && key < keys; key++) {
+        u32 count = counts[key];
+        if (count >= (u32)length) {
+            acl_atomic_add_u32(&of_length[length], count / length);
+        }
+        if (count % length) {
+            acl_atomic_add_u32(&of_length[count % length], 1);
+        }
+    }
+    acl_barrier();
+    for (i32 l = thread + 1; l <= length; l += acl_local_size()) {
+        of_length[l] = of_length[l] ? acl_atomic_add_u32(&counts[keys + l], of_length[l]) : 0;
+    }
+    acl_barrier();
+    u32 begin = tiles[acl_group_id()] + before;
+    for (i64 key = first; key < first + each && key < keys; key++) {
+        u32 count = counts[key];
+        u32 full = count / length, rest = count % length, parts = full + (rest > 0);
+        u32 target = (u32)key;
+        counts[key] = begin;
+        if (parts == 0) {
+            for (i32 k = 0; k < words; k++) {
+                sums[key * words + k] = 0;
+            }
+        }
+        if (parts > 1) {
+            u32 partial = acl_atomic_add_u32(&counts[keys + MSM_PARTIALS], parts);
+            u32 line = acl_atomic_add_u32(&counts[keys + MSM_HEAVY], 1);
+            target = (u32)keys + partial;
+            heavy[3 * (i64)line] = (u32)key;
+            heavy[3 * (i64)line + 1] = target;
+            heavy[3 * (i64)line + 2] = parts;
+        }
+        i64 at = full ? acl_atomic_add_u32(&of_length[length], full) : 0;
+        for (u32 part = 0; part < parts; part++) {
+            u32 points = part < full ? (u32)length : rest;
+            i64 place = part < full ? at + part : acl_atomic_add_u32(&of_length[rest], 1);
+            segments[3 * place] = begin;
+            segments[3 * place + 1] = points;
+            segments[3 * place + 2] = target + part;
+            begin += points;
+        }
+    }
+}
+
+/* Grid: as msm_rank. */
+ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_scatter(ACL_GLOBAL const u32 *digits, ACL_GLOBAL const u32 *ranks,
+                                                 ACL_GLOBAL const u32 *counts, ACL_GLOBAL u32 *places, i64 n, i64 blocks,
+                                                 i64 spread, i64 stride) {
+    i32 threads = acl_local_size();
+    i64 w = acl_group_id() / blocks;
+    i64 first = acl_group_id() % blocks * threads * MSM_EACH + acl_local_id();
+#pragma unroll
+    for (i32 k = 0; k < MSM_EACH; k++) {
+        i64 i = first + k * threads;
+        u32 digit = i < n ? digits[w * n + i] : 0;
+        u32 bucket = digit & 0x7fffffff;
+        if (bucket) {
+            places[(i64)counts[w * spread + bucket - 1] + ranks[w * n + i]] = (u32)(i + w * stride) | (digit & 0x80000000);
+        }
+    }
+}

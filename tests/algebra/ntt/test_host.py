@@ -1,0 +1,115 @@
+"""The CPU's passes, exactly: both forms of arithmetic, every order, direction, coset, batch and division of points."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from accelerant.algebra.field.llvm_kernels import host_form
+from accelerant.algebra.field.parameters import FIELDS
+from accelerant.algebra.field.places import HOST
+from accelerant.algebra.field.words import decode, encode
+from accelerant.algebra.ntt import host
+from accelerant.algebra.ntt.host import HostPasses
+from accelerant.algebra.ntt.launch import run
+from accelerant.algebra.ntt.plan import ORDERS
+from accelerant.algebra.ntt.reference import ntt_reference
+from accelerant.algebra.ntt.tables import limbs_of_52_bits
+from vectors import TRANSFORM_BASE, field_elements
+
+NAMES = ("goldilocks", "babybear", "bn254_fr", "bls12_381_fr")
+KINDS = list(itertools.product(NAMES, ("scalar", "vector")))
+QUICK = {
+    ("bn254_fr", "vector", "natural"),
+    ("goldilocks", "scalar", "bit_reversed_to_natural"),
+}
+"""A variant of a pass takes LLVM some 0.4 s: the others differ in the field's functions or in the order."""
+
+
+def cases(orders):
+    """Fields, forms and orders, marked slow but for one of large elements and one of words."""
+    return [
+        pytest.param(
+            (name, kind),
+            order,
+            id=f"{name}-{kind}-{order}",
+            marks=[] if (name, kind, order) in QUICK else [pytest.mark.slow],
+        )
+        for (name, kind), order in itertools.product(KINDS, orders)
+    ]
+
+
+@pytest.fixture
+def arithmetic(request):
+    name, kind = request.param
+    if kind == "vector" and FIELDS[name].limbs > 1 and host_form(FIELDS[name]) != "vector":
+        pytest.skip("this processor has no AVX512-IFMA")
+    return FIELDS[name], kind
+
+
+def transformed(field, kind, x, log_n, batch, in_place=False, **options):
+    plan = HostPasses(field, log_n, batch, kind=kind, **options)
+    words = encode(field, x)
+    guard = np.full((len(x) + 4, *words.shape[1:]), 7, words.dtype)
+    out = words if in_place else guard[: len(x)]
+    run(plan, HOST, words, out, len(x))
+    assert (guard[len(x) :] == 7).all()
+    assert in_place or decode(field, words) == x
+    return decode(field, out)
+
+
+def expected(field, x, log_n, **options):
+    n = 1 << log_n
+    parts = (x[at : at + n] for at in range(0, len(x), n))
+    return [value for part in parts for value in ntt_reference(part, field=field.name, **options)]
+
+
+# a pass with fewer columns than lanes; one whose batch fills them, also sixteen; two passes, of equal and other rows
+SIZES = [(1, 1), (2, 3), (3, 8), (4, 16), (5, 16), (6, 1), (7, 2), (8, 1)]
+
+
+@pytest.mark.parametrize(("arithmetic", "order"), cases(ORDERS), indirect=["arithmetic"])
+def test_every_direction_coset_and_size(arithmetic, order):
+    field, kind = arithmetic
+    for (log_n, batch), inverse, coset in itertools.product(SIZES, (False, True), (1, field.modulus - 2)):
+        x = field_elements(field, batch << log_n, TRANSFORM_BASE)
+        options = {"inverse": inverse, "coset": coset, "order": order}
+        found = transformed(field, kind, x, log_n, batch, in_place=log_n % 2 == 0, **options)
+        assert found == expected(field, x, log_n, **options), (log_n, batch, inverse, coset)
+
+
+@pytest.mark.parametrize(("arithmetic", "order"), cases(ORDERS), indirect=["arithmetic"])
+def test_three_passes_and_split_twiddles(arithmetic, order, monkeypatch):
+    """As from 2^21 points on, with few rows to a pass."""
+    field, kind = arithmetic
+    monkeypatch.setattr(host, "_LOG_ROWS", 4)
+    monkeypatch.setattr(host, "_LOG_TABLE", 5)
+    x = field_elements(field, 1 << 12, TRANSFORM_BASE)
+    for inverse, coset in ((False, 1), (False, 3), (True, 3)):
+        options = {"inverse": inverse, "coset": coset, "order": order}
+        found = transformed(field, kind, x, 12, 1, **options)
+        assert found == expected(field, x, 12, **options)
+    passes = HostPasses(field, 12, 1, kind=kind, **options).passes
+    assert [step.log_rows for step in passes] == [4, 4, 4]
+    assert sum(step.variant.split for step in passes) == 1
+
+
+@pytest.mark.parametrize(("arithmetic", "order"), cases(ORDERS), indirect=["arithmetic"])
+def test_extreme_elements(arithmetic, order):
+    """0, 1, p - 1 and all limbs set, in all places: carries and reductions of the butterflies."""
+    field, kind = arithmetic
+    p, options = field.modulus, {"inverse": False, "coset": 1, "order": order}
+    values = [0, 1, p - 1, p - 2, p // 2, p // 2 + 1, (1 << field.bits - 1) - 1, 1 << field.bits - 1]
+    x = [values[(i * i + i // 8) % len(values)] for i in range(256)] + [p - 1] * 256
+    assert transformed(field, kind, x, 8, 2, **options) == expected(field, x, 8, **options)
+
+
+def test_limbs_of_52_bits_are_the_same_numbers():
+    for name in ("bn254_fr", "bls12_381_fr", "bls12_381_fq"):
+        field = FIELDS[name]
+        values = [0, 1, field.modulus - 1, *(1 << k for k in range(0, field.bits - 1, 17))]
+        limbs = limbs_of_52_bits(field, encode(field, values))
+        assert [sum(int(limb) << 52 * k for k, limb in enumerate(row)) for row in limbs] == values
+        assert (limbs < 1 << 52).all()

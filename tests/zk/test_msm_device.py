@@ -1,0 +1,385 @@
+"""Sums of multiples by the C kernels, exactly: on PoCL, on NVIDIA where there is a GPU; and the registers they take.
+
+The oracle is one multiple of the generator, since of what multiples the points are is known; it is held against
+msm_buckets. PoCL takes ten seconds to compile a curve's programs, so that all but the sort's tests are slow.
+"""
+
+import functools
+import itertools
+import math
+import os
+import random
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from accelerant.algebra.curve.encoding import decode_points, encode_points
+from accelerant.algebra.curve.parameters import CURVES, curve_of
+from accelerant.algebra.curve.reference import msm_buckets, multiply
+from accelerant.algebra.field.places import place_at
+from accelerant.algebra.field.program import montgomery_radix
+from accelerant.errors import ConfigError, OutOfMemory
+from accelerant.runtime import registry
+from accelerant.runtime.kernel import CUDA_TARGETS
+from accelerant.zk.msm.device import DeviceBases, _Work, device_msm
+from accelerant.zk.msm.device_plan import MOST_INDICES, device_plan
+from accelerant.zk.msm.program import LONGEST, accumulate_source, fold_source, multiples_source, sort_source
+
+sys.path.append(str(Path(__file__).parents[1] / "algebra"))
+import vectors  # the inputs of known answers
+
+
+@pytest.fixture
+def place(request):
+    reason = registry.reason_absent(request.param)
+    if reason:
+        pytest.fail(reason) if os.environ.get("CI") == "true" and request.param == "opencl" else pytest.skip(reason)
+    return place_at(request.param)
+
+
+PLACES = [
+    pytest.param(
+        backend, name, id=f"{backend}-{name}", marks=[pytest.mark.gpu if backend == "cuda" else pytest.mark.slow]
+    )
+    for backend in ("opencl", "cuda")
+    for name in CURVES
+]
+
+
+def scaled(curve, points, factor):
+    k = curve.coordinates
+    return [None if point is None else (k.times(point[0], factor), k.times(point[1], factor)) for point in points]
+
+
+def packed(curve, points):
+    """(n, words) in Montgomery form."""
+    array = encode_points(curve, scaled(curve, points, montgomery_radix(curve.coordinates.base)))
+    return array.reshape(len(points), math.prod(curve.shape))
+
+
+def unpacked(curve, words):
+    back = pow(montgomery_radix(curve.coordinates.base), -1, curve.coordinates.base.modulus)
+    assert words.dtype == np.uint64
+    return scaled(curve, decode_points(curve, words.reshape(1, *curve.shape), check=False), back)[0]
+
+
+def words_of(scalars):
+    return np.array([[s >> 64 * i & 2**64 - 1 for i in range(4)] for s in scalars], np.uint64).reshape(-1, 4)
+
+
+@functools.cache
+def point(curve, logarithm):
+    """That multiple of the generator."""
+    return multiply(curve, logarithm, curve.generator)
+
+
+@functools.cache
+def few(curve):
+    """Logarithms of some points."""
+    draw = random.Random(curve.name)
+    return [draw.randrange(curve.order) for _ in range(6)]
+
+
+def some(curve, n):
+    """Scalars, and points by their logarithms: duplicates, opposites and infinity among them."""
+    draw, known = random.Random(n), few(curve)
+    logarithms = [draw.choice([*known, 0, *(curve.order - log for log in known[:3])]) for _ in range(n)]
+    return [draw.randrange(curve.order) for _ in range(n)], logarithms
+
+
+def cases(curve):
+    """Scalars and logarithms of points."""
+    r, (log, *_) = curve.order, few(curve)
+    edges = [0, 1, 2, r - 1, r - 2, r // 2, r // 2 + 1, 2**128, 2**253, sum(1 << 7 * j + 6 for j in range(36))]
+    found = [some(curve, n) for n in (0, 1, 2, 33, 300)]
+    found.append((edges * 4, some(curve, 4 * len(edges))[1]))
+    found.append(([r - 1] * 300, [log] * 300))
+    found.append(([1] * 300, some(curve, 300)[1]))
+    found.append(([0] * 40, some(curve, 40)[1]))
+    found.append(([i % 2 for i in range(300)], some(curve, 300)[1]))
+    found.append((some(curve, 40)[0], [0] * 40))
+    found.append(([5] * 40, [log, r - log] * 20))
+    return found
+
+
+def expected_of(curve, scalars, logarithms):
+    total = sum(scalar * log for scalar, log in zip(scalars, logarithms, strict=True))
+    return point(curve, total % curve.order)
+
+
+def check(place, curve, scalars, logarithms, there, **options):
+    """Device_msm against the oracle, from arrays of the host, or from words that are at the place already."""
+    arrays = words_of(scalars), packed(curve, [point(curve, log) for log in logarithms])
+    if there:
+        arrays = tuple(place.load(array) for array in arrays)
+    found = unpacked(curve, device_msm(place, curve, *arrays, **options))
+    assert found == expected_of(curve, scalars, logarithms)
+
+
+# --- the sort --------------------------------------------------------------------------------------------------------
+
+
+def sorted_by(place, curve, plan, scalars):
+    """What sort.c makes of scalars: the keys' sums as lists of (place, sign), after checks that hold for all."""
+    work, n = _Work(place, curve, plan), len(scalars)
+    work._sort(place.load(words_of(scalars)), 0, n, n)
+    counts, places, segments, heavy, sums = (
+        place.store(words) for words in (work.counts, work.places, work.segments, work.heavy, work.sums)
+    )
+    counters = counts[plan.keys :]
+    segments, heavy = segments[: counters[LONGEST + 1]].tolist(), heavy[: counters[LONGEST + 2]].tolist()
+    lengths = [length for _, length, _ in segments]
+    assert lengths == sorted(lengths, reverse=True)
+    assert all(0 < length <= plan.segment for length in lengths)
+    at = {target: places[begin : begin + length].tolist() for begin, length, target in segments}
+    assert len(at) == len(segments)
+    assert sorted(begin for begin, _, _ in segments) == list(itertools.accumulate([0, *sorted_lengths(segments)]))[:-1]
+    content = {target: entries for target, entries in at.items() if target < plan.keys}
+    for key, first, parts in heavy:
+        assert parts > 1
+        content[key] = [entry for part in range(parts) for entry in at[first + part]]
+        assert all(len(at[first + part]) == plan.segment for part in range(parts - 1))
+    assert len(content) == len(segments) - sum(parts - 1 for _, _, parts in heavy)
+    empty = [key for key in range(plan.keys) if key not in content]
+    assert not sums[empty].any()
+    return {key: [(entry & 2**31 - 1, -1 if entry >> 31 else 1) for entry in found] for key, found in content.items()}
+
+
+def sorted_lengths(segments):
+    """In the order in which they begin."""
+    return [length for _, length, _ in sorted(segments)]
+
+
+@pytest.mark.parametrize("place", ["opencl", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_the_sort_fills_the_buckets(place):
+    """Each point is where its digits say: the weighted sums of logarithms are the scalars' sum."""
+    curve = curve_of("bn254_g1")
+    cuts = ({}, {"window": 5, "segment": 3}, {"shared": True}, {"window": 11, "segment": 16, "shared": True})
+    for scalars, logarithms in cases(curve):
+        for options in cuts if scalars else ():
+            n, plan = len(scalars), device_plan(curve, len(scalars), 1 << 30, **options)
+            total = 0
+            for key, entries in sorted_by(place, curve, plan, scalars).items():
+                w, bucket = divmod(key, plan.buckets)
+                for index, sign in entries:
+                    level, i = divmod(index, n)
+                    assert level == 0 or plan.shared
+                    total += sign * (bucket + 1) * logarithms[i] << plan.window * (w + level)
+            assert total == sum(scalar * log for scalar, log in zip(scalars, logarithms, strict=True))
+
+
+# --- sums ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("place", "name"), PLACES, indirect=["place"])
+def test_sums_are_exact(place, name):
+    """Any scalars and points; windows and segments of few points too, so that buckets are cut up."""
+    curve = curve_of(name)
+    for i, (scalars, logarithms) in enumerate(cases(curve)):
+        options = {} if i % 3 else {"window": 5, "segment": 3}
+        check(place, curve, scalars, logarithms, there=i % 2 == 0, **options)
+    scalars, logarithms = some(curve, 33)
+    points = [point(curve, log) for log in logarithms]
+    assert expected_of(curve, scalars, logarithms) == msm_buckets(curve, scalars, points)
+
+
+@pytest.mark.parametrize(("place", "name"), PLACES, indirect=["place"])
+def test_sums_in_pieces_are_exact(place, name):
+    """What has no room at once; from words at the place, and streamed from the host."""
+    curve = curve_of(name)
+    for n, piece in ((300, 100), (300, 299), (33, 1)):
+        for there in (False, True):
+            check(place, curve, *some(curve, n), there=there, window=7, piece=piece)
+
+
+@pytest.mark.parametrize(("place", "name"), PLACES, indirect=["place"])
+def test_every_cut_gives_the_same(place, name):
+    """Windows up to several launches of msm_reduce, segments of one point and of the most, all that one may tune."""
+    curve = curve_of(name)
+    scalars, logarithms = some(curve, 300)
+    for window in (2, 5, 11, 12, 13):
+        check(place, curve, scalars, logarithms, there=True, window=window)
+    for segment in (1, 2, 16, 17, LONGEST):
+        check(place, curve, [1] * 290 + scalars[290:], logarithms, there=True, window=9, segment=segment)
+    for per_thread in (0, 1, 5):
+        check(place, curve, scalars, logarithms, there=True, window=13, per_thread=per_thread)
+    check(place, curve, scalars, logarithms, there=True, written_out=True, resident=256, fold_written_out=True)
+
+
+@pytest.mark.parametrize(("place", "name"), PLACES, indirect=["place"])
+def test_sums_over_fixed_points_are_exact(place, name):
+    """With the points' multiples, and without where they have no room."""
+    curve = curve_of(name)
+    for scalars, logarithms in cases(curve):
+        expected = expected_of(curve, scalars, logarithms)
+        points = [point(curve, log) for log in logarithms]
+        for options in ({}, {"window": 5, "segment": 7}, {"window": 6, "piece": 50}, {"free_bytes": 0}):
+            bases = DeviceBases(place, curve, packed(curve, points), **options)
+            assert unpacked(curve, bases.msm(place.load(words_of(scalars)))) == expected
+            assert unpacked(curve, bases.msm(words_of(scalars))) == expected
+            kept = "free_bytes" not in options and bool(points)
+            assert bases.explain().startswith("the points' multiples" if kept else "pieces" if points else "no points")
+
+
+KNOWN = [
+    pytest.param(
+        backend, name, id=f"{backend}-{name}", marks=pytest.mark.gpu if backend == "cuda" else pytest.mark.slow
+    )
+    for backend, (name, k) in itertools.product(("opencl", "cuda"), vectors.MSM_ANSWERS)
+    if k == 14
+]
+
+
+@pytest.mark.parametrize(("place", "name"), KNOWN, indirect=["place"])
+def test_known_answers(place, name):
+    """2^14 points."""
+    curve, n = curve_of(name), 1 << 14
+    scalars, points = words_of(vectors.msm_scalars(curve, n)), packed(curve, vectors.msm_points(curve, n))
+    expected = vectors.MSM_ANSWERS[name, 14]
+    assert unpacked(curve, device_msm(place, curve, scalars, points)) == expected
+    assert unpacked(curve, DeviceBases(place, curve, points).msm(scalars)) == expected
+    # All scalars the same: few buckets, of many segments.
+    last = np.tile(words_of([curve.order - 1]), (n, 1))
+    total = unpacked(curve, device_msm(place, curve, last, points))
+    assert total == multiply(curve, -sum(vectors.msm_multipliers(n)) % curve.order, curve.generator)
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", CURVES)
+def test_plans_have_room_for_the_worst_scalars(name, shared):
+    """Digits of every scalar fit in the windows; lists hold all segments, whatever the buckets' sizes."""
+    curve = curve_of(name)
+    for n in (1, 2, 1000, 1 << 16, (1 << 20) + 1, 1 << 24):
+        plan = device_plan(curve, n, 1 << 40, shared=shared)
+        assert plan.points == n
+        assert plan.window * plan.windows > curve.order.bit_length()
+        assert plan.entries == n * plan.windows <= MOST_INDICES
+        draw = random.Random(n)
+        for share in (0.0, 0.5, 1.0):  # so much of the entries is in one bucket, the others spread over some
+            left = plan.entries - int(share * plan.entries)
+            counts = [plan.entries - left, *(draw.randrange(4 * plan.segment) for _ in range(min(plan.keys - 1, 500)))]
+            counts = [count for count in counts if (left := left - count) > 0 or count == counts[0]]
+            parts = [-(-count // plan.segment) for count in counts if count]
+            assert sum(parts) <= plan.segments
+            assert sum(part for part in parts if part > 1) <= plan.sums - plan.keys
+            assert sum(part > 1 for part in parts) <= plan.heavy
+        assert plan.size_bytes(curve) >= 12 * plan.entries
+
+
+def test_windows_grow_with_the_points():
+    curve = curve_of("bn254_g1")
+    windows = [device_plan(curve, 1 << k, 1 << 40).window for k in range(0, 25, 4)]
+    assert windows == sorted(windows)
+    assert windows[0] < 8 < 14 < windows[-2]
+    assert device_plan(curve, 1 << 20, 1 << 40, shared=True).window > device_plan(curve, 1 << 20, 1 << 40).window
+
+
+def test_a_plan_keeps_to_the_memory():
+    curve, n = curve_of("bls12_381_g2"), 1 << 20
+    whole = device_plan(curve, n, 1 << 40)
+    part = device_plan(curve, n, whole.size_bytes(curve) // 3)
+    assert part.size_bytes(curve) <= whole.size_bytes(curve) // 3
+    assert n // 8 <= part.points < n
+    assert f"pieces of {part.points:,} points" in part.explain(curve)
+    with pytest.raises(OutOfMemory, match=r"pieces of 1024 points takes [\d,]+ bytes of scratch, and 1,000 are free"):
+        device_plan(curve, 1 << 12, 1000)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"window": 1}, "window must be 2 to 22 bits, got 1"), ({"segment": 1025}, "segment must be 1 to 1024 points")],
+)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        device_plan(curve_of("bn254_g1"), 10, 1 << 30, **options)
+
+
+# --- what a GPU gives ------------------------------------------------------------------------------------------------
+
+BUDGETS = {
+    "bn254_g1": {
+        "msm_accumulate": (128, 0),
+        "msm_combine": (104, 0),
+        "msm_reduce": (144, 0),
+        "msm_multiples": (104, 16),
+    },
+    "bn254_g2": {
+        "msm_accumulate": (255, 0),
+        "msm_combine": (176, 8),
+        "msm_reduce": (255, 0),
+        "msm_multiples": (200, 0),
+    },
+    "bls12_381_g1": {
+        "msm_accumulate": (168, 48),
+        "msm_combine": (144, 0),
+        "msm_reduce": (192, 0),
+        "msm_multiples": (152, 0),
+    },
+    "bls12_381_g2": {
+        "msm_accumulate": (255, 512),
+        "msm_combine": (255, 0),
+        "msm_reduce": (255, 80),
+        "msm_multiples": (255, 128),
+    },
+}
+"""Registers of a thread and bytes that it spills, at most: just above what ptxas 13.0 gives for sm_80 and sm_90a. For
+msm_accumulate what it is told, see program.ACCUMULATION."""
+
+
+def resources_of(source, target):
+    pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
+    from accelerant.runtime.providers.cuda_compile import compile_cuda
+
+    return compile_cuda(source, target).resources
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_nvrtc_compiles_the_sort(target):
+    for entry, resources in resources_of(sort_source(), target).items():
+        assert 0 < resources.registers <= 40, entry
+        assert resources.spill_bytes == resources.stack_bytes == 0
+        assert resources.shared_bytes <= 8192
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        pytest.param(target, name, marks=[] if (target, name) == ("sm_90a", "bn254_g1") else [pytest.mark.slow])
+        for target in ("sm_80", "sm_90a")
+        for name in CURVES
+    ],
+)
+def test_nvrtc_compiles_with_few_registers(target, name):
+    curve = curve_of(name)
+    for make in (accumulate_source, fold_source, multiples_source):
+        for entry, resources in resources_of(make(curve), target).items():
+            registers, spill_bytes = BUDGETS[name][entry]
+            assert 0 < resources.registers <= registers, entry
+            assert resources.spill_bytes <= spill_bytes, entry
+            assert resources.shared_bytes <= 25 << 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", CUDA_TARGETS)
+def test_nvrtc_compiles_for_each_target(target):
+    for source in (sort_source(), accumulate_source(curve_of("bn254_g1"))):
+        assert target in source.targets
+        for entry, resources in resources_of(source, target).items():
+            assert 0 < resources.registers <= 128, entry
+            assert resources.spill_bytes <= 16, entry
+
+
+def test_the_texts_ask_for_no_compiler():
+    """Whatever differs between compilers stands in the header, or in the field's text."""
+    curve = curve_of("bls12_381_g2")
+    for source in (sort_source(), *(make(curve) for make in (accumulate_source, fold_source, multiples_source))):
+        text = source.dialects["portable"].partition("#define MSM_LENGTH")[2]
+        assert "ACL_KERNEL" in text
+        assert not re.search(r"#\s*if|#\s*el|defined|\b__\w+|get_global_id|threadIdx", text)
+        assert not re.search(r"\b(COORD|BASE|FIELD)(_|\b)", text)

@@ -1,0 +1,326 @@
+"""zk.ntt against sums of Python integers: every order, kind of array and refusal, on the CPU and on OpenCL."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from accelerant.algebra.field.parameters import FIELDS
+from accelerant.algebra.ntt import launch
+from accelerant.algebra.ntt.reference import ntt_dft_reference, ntt_reference
+from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
+from accelerant.runtime import registry
+from accelerant.runtime.ledger import ledger
+from accelerant.zk import field as field_of
+from accelerant.zk.transform import ntt
+
+NAMES = ("goldilocks", "babybear", "bn254_fr", "bls12_381_fr")
+FORTH, BACK = "natural_to_bit_reversed", "bit_reversed_to_natural"
+MASK = 2**64 - 1
+
+KNOWN = {
+    ("goldilocks", 10): 0x1D6653CA71DB223,
+    ("babybear", 10): 0x1C4C5F9,
+    ("bn254_fr", 10): 0x92B6629DEB48653CA8C05C52B18A23B8A091C93890BB8958801AD17D61D8FFC,
+    ("bls12_381_fr", 10): 0x65C63AF8A1485AFA72D607381DB46BC13B95B0E195B3FE0C1EF1FE950DCA7398,
+    ("goldilocks", 16): 0xA8BEB1BA804ADB58,
+    ("bn254_fr", 14): 0x142B9B9C6318B2D2F2B4A63F121138BB52D25C074FB06C947B0837E3CD1CF1A9,
+}
+"""(field, k) -> y_1 of the 2^k inputs below, by Horner's rule on Python integers at w."""
+
+
+def splitmix64(x):
+    z = x + 0x9E3779B97F4A7C15 & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31
+
+
+def inputs(field, n):
+    """As the known answers have them: limbs of splitmix64 from 3 2^60 on, cut to the modulus's bits and below it."""
+    found = []
+    for i in range(n):
+        limbs = [splitmix64(0x3000000000000000 + field.limbs * i + j) for j in range(field.limbs)]
+        value = sum(limb << 64 * j for j, limb in enumerate(limbs))
+        value = value % field.modulus if field.limbs == 1 else value & (1 << field.bits) - 1
+        found.append(value - field.modulus if value >= field.modulus else value)
+    return found
+
+
+def horner(x, point, p):
+    total = 0
+    for value in reversed(x):
+        total = (total * point + value) % p
+    return total
+
+
+LIKE_BN254 = pytest.param("bls12_381_fr", marks=pytest.mark.slow)
+"""Its programs are bn254_fr's with other constants; each takes LLVM some 0.4 s."""
+
+
+@pytest.fixture(params=[*NAMES[:-1], LIKE_BN254])
+def field(request):
+    return field_of(request.param)
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_small_transforms_are_the_sums(field):
+    for log_n, inverse, coset in itertools.product(range(1, 6), (False, True), (None, field.generator)):
+        x = inputs(field.parameters, 1 << log_n)
+        found = ntt(field.encode(x), field.name, inverse=inverse, coset=coset)
+        assert field.decode(found) == ntt_dft_reference(x, field=field.name, inverse=inverse, coset=coset or 1)
+
+
+@pytest.mark.parametrize(("name", "log_n"), KNOWN, ids=lambda value: str(value))
+def test_known_answers(name, log_n):
+    field = field_of(name)
+    y = ntt(field.encode(inputs(field.parameters, 1 << log_n)), field)
+    assert field.decode(y[1]) == KNOWN[name, log_n]
+
+
+@pytest.mark.parametrize(
+    ("name", "log_n"),
+    [
+        ("goldilocks", 14),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("babybear", 13), ("bn254_fr", 12))),
+    ],
+)
+def test_large_transforms_are_values_of_the_polynomial(name, log_n):
+    field, n = field_of(name), 1 << log_n
+    p, w, g = field.modulus, field.parameters.root_of_unity(n), 9
+    x = inputs(field.parameters, n)
+    y = ntt(field.encode(x), field, coset=g)
+    turned = ntt(field.encode(x), field, coset=g, order=FORTH)
+    for j in (0, 1, 2, n // 2, n // 2 + 1, n - 1, 1234):
+        value = horner(x, g * pow(w, j, p) % p, p)
+        assert field.decode(y[j]) == value
+        assert field.decode(turned[int(f"{j:0{log_n}b}"[::-1], 2)]) == value
+
+
+def test_round_trips(field):
+    for log_n in (4, 9, 11):
+        x = field.random((3, 1 << log_n))
+        assert (ntt(ntt(x, field, coset=7), field, coset=7, inverse=True) == x).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["goldilocks", *(pytest.param(name, marks=pytest.mark.slow) for name in ("babybear", "bn254_fr"))]
+)
+def test_round_trips_through_bit_reversed_order(name):
+    field = field_of(name)
+    for log_n, coset in ((4, None), (9, 7), (11, 7)):
+        x = field.random((3, 1 << log_n))
+        y = ntt(x, field, coset=coset, order=FORTH)
+        assert (ntt(y, field, coset=coset, order=BACK, inverse=True) == x).all()
+        y = ntt(x, field, coset=coset, order=BACK, inverse=True)
+        assert (ntt(y, field, coset=coset, order=FORTH) == x).all()
+
+
+def test_transforms_are_linear(field):
+    x, y = field.random((2, 512))
+    both = field.add(field.mul(x, 5), y)
+    assert (ntt(both, field) == field.add(field.mul(ntt(x, field), 5), ntt(y, field))).all()
+
+
+@pytest.mark.parametrize("name", ["babybear", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[::2])])
+def test_products_of_polynomials(name):
+    """Against one product of large integers: coefficients are apart by more bits than their sums have."""
+    field = field_of(name)
+    half, bits = 2048, 2 * field.modulus.bit_length() + 12
+    a, b = inputs(field.parameters, half), inputs(field.parameters, 2 * half)[half:]
+    padded = [field.encode([*each, *[0] * half]) for each in (a, b)]
+    y = field.mul(*(ntt(each, field, order=FORTH) for each in padded))
+    found = field.decode(ntt(y, field, order=BACK, inverse=True))
+    packed = [sum(value << bits * i for i, value in enumerate(each)) for each in (a, b)]
+    product = packed[0] * packed[1]
+    assert found == [(product >> bits * i & (1 << bits) - 1) % field.modulus for i in range(2 * half)]
+
+
+# --- arrays ----------------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_transforms_of_their_rows(field):
+    x = field.random((2, 3, 64))
+    y = ntt(x, field.name)
+    assert y.shape == x.shape
+    for i, j in np.ndindex(2, 3):
+        assert (y[i, j] == ntt(x[i, j], field)).all()
+    assert ntt(x[:0], field).shape == x[:0].shape
+
+
+def test_answers_are_of_the_inputs_kind():
+    field = field_of("bn254_fr")
+    x = field.random((2, 16))
+    y = ntt(x, field)
+    assert (ntt(torch.from_numpy(x.copy()), field).numpy() == y).all()
+    assert (ntt(x[:, ::-1], field) == ntt(x[:, ::-1].copy(), field)).all()
+    assert field.decode(ntt(field.decode(x), field)) == field.decode(y)
+    resident = field.array(x)
+    found = ntt(resident, inverse=False, coset=field.array(3))
+    assert (found.canonical() == ntt(x, field, coset=field.encode(3))).all()
+    assert (ntt(found, "bn254_fr", coset=3, inverse=True) == x).all()
+    tensors = field.array(torch.from_numpy(x.copy()))
+    assert (ntt(tensors).canonical().numpy() == y).all()
+
+
+@pytest.mark.parametrize("order", ["natural", FORTH, BACK])
+def test_in_place_and_into_other_memory(order):
+    field = field_of("goldilocks")
+    for log_n in (3, 12):
+        x = field.random((2, 1 << log_n))
+        y = ntt(x, field, order=order)
+        for kind in (lambda a: a, torch.from_numpy):
+            here, there = kind(x.copy()), kind(np.zeros_like(x))
+            assert ntt(here, field, order=order, out=there) is there
+            assert (np.asarray(here) == x).all()
+            assert ntt(here, field, order=order, out=here) is here
+            assert (np.asarray(here) == y).all()
+            assert (np.asarray(there) == y).all()
+
+
+def test_what_is_not_reduced_may_be():
+    field = field_of("babybear")
+    x = np.array([field.modulus + 3, 2], np.uint32)
+    assert ntt(x, field, reduce=True).tolist() == [5, 1]
+    assert ntt([field.modulus + 3, -1], field, reduce=True).tolist() == [2, 4]
+
+
+def need_opencl():
+    reason = registry.reason_absent("opencl")
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "n"), [("babybear", 4), *(pytest.param(name, 64, marks=pytest.mark.slow) for name in NAMES[:3])]
+)
+def test_on_opencl(name, n):
+    """PoCL compiles a pass of so many rows for some seconds, of four for one."""
+    need_opencl()
+    field = field_of(name)
+    x = field.random((3, n))
+    y = ntt(x, field, coset=5)
+    assert (ntt(x, field, coset=5, device="opencl") == y).all()
+
+
+@pytest.mark.slow
+def test_field_arrays_stay_on_opencl():
+    """PoCL compiles five programs."""
+    need_opencl()
+    field = field_of("babybear")
+    x = field.random((3, 64))
+    resident = field.array(x, device="opencl")
+    found = ntt(resident, coset=5)
+    assert found.device == "opencl:0"
+    assert (found.canonical() == ntt(x, field, coset=5)).all()
+
+
+def test_calls_are_in_the_ledger():
+    field = field_of("bn254_fr")
+    x = field.random((2, 32))
+    ledger().reset()
+    ntt(ntt(x, field, coset=3), field, inverse=True, order=FORTH)
+    rows = {row["case"]: row for row in ledger().to_dict()["ops"]}
+    assert set(rows) == {"2x32 bn254_fr coset", f"2x32 bn254_fr inverse {FORTH}"}
+    row = rows["2x32 bn254_fr coset"]
+    assert (row["op"], row["bytes"], row["flops"], row["calls"]) == ("ntt", 2 * 2 * 32 * 32, 2 * 16 * 5, 1)
+
+
+def test_plans_are_kept_and_given_up(monkeypatch):
+    field = field_of("goldilocks")
+    plans = launch._Plans()
+    monkeypatch.setattr(launch, "_plans", plans)
+    x = field.random(256)
+    for coset in (None, 3, None, 5):
+        ntt(x, field, coset=coset)
+    assert [key[5] for key in plans._kept] == [3, 1, 5]
+    assert all(256 * 8 <= plan.size_bytes <= 2 * 256 * 8 for plan in plans._kept.values())
+    kept = list(plans._kept.values())
+    ntt(x, field)
+    assert list(plans._kept.values()) == [kept[0], kept[2], kept[1]]
+    monkeypatch.setattr(launch, "_TABLES_LIMIT_BYTES", 2 * kept[0].size_bytes)
+    ntt(x, field, coset=7)
+    assert [key[5] for key in plans._kept] == [1, 7]
+
+
+PROGRAM = """
+import sys, accelerant
+from accelerant.zk.transform import ntt
+assert ntt([1, 2, 3, 4], "babybear")[0] == 10
+print(sorted(name for name in sys.modules if name.partition(".")[0] in ("torch", "triton", "cuda")))
+"""
+
+
+def test_the_cpu_imports_no_torch():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+WORDS = np.arange(8, dtype=np.uint64)
+
+REFUSED = [
+    ({"x": [1], "field": "babybear"}, ShapeError, r"power of two of points from 2 to 2\^27, got 1$"),
+    ({"x": [], "field": "babybear"}, ShapeError, "got 0$"),
+    ({"x": [1, 2, 3], "field": "goldilocks"}, ShapeError, "got 3$"),
+    ({"x": [0] * 4, "field": "bn254_fq"}, ShapeError, r"ntt over bn254_fq takes a power of two .* to 2\^1, got 4"),
+    ({"x": 5, "field": "babybear"}, ShapeError, r"x of shape \(\) has none"),
+    ({"x": WORDS[:4], "field": "bn254_fr"}, ShapeError, r"x of shape \(4,\) has none"),
+    ({"x": WORDS.reshape(4, 2), "field": "bn254_fr"}, ShapeError, "must end in an axis of the 4 limbs"),
+    ({"x": WORDS.astype(np.int64), "field": "goldilocks"}, UnsupportedDtype, "must be uint64, got int64"),
+    ({"x": WORDS, "field": "babybear"}, UnsupportedDtype, "must be uint32, got uint64"),
+    ({"x": WORDS - np.uint64(1), "field": "goldilocks"}, FormatError, r"x\[0\] \(flattened\) is 18446744073709551615"),
+    ({"x": [1, -1], "field": "goldilocks"}, FormatError, r"x\[1\] \(flattened\) is -1, negative"),
+    ({"x": WORDS}, ConfigError, "ntt needs field="),
+    ({"x": WORDS, "field": "bn128"}, ConfigError, "unknown field 'bn128'"),
+    ({"x": WORDS, "field": "goldilocks", "order": "reversed"}, ConfigError, "one of natural, .*, got 'reversed'"),
+    ({"x": WORDS, "field": "goldilocks", "coset": 0}, ConfigError, "coset must be from 1 to below .*, got 0"),
+    ({"x": WORDS, "field": "babybear", "coset": 2013265921}, ConfigError, "got 2013265921"),
+    ({"x": WORDS, "field": "goldilocks", "coset": 1.5}, UnsupportedDtype, "coset must be one element of .*, got float"),
+    ({"x": WORDS, "field": "goldilocks", "coset": WORDS}, UnsupportedDtype, "coset must be one element"),
+    ({"x": WORDS, "field": "goldilocks", "out": WORDS[:4]}, ShapeError, r"out must have x's shape \(8,\)"),
+    ({"x": WORDS[:4], "field": "goldilocks", "out": WORDS[1:5]}, ShapeError, "here it overlaps x"),
+    ({"x": WORDS[:4], "field": "goldilocks", "out": WORDS[::2]}, ShapeError, "contiguous"),
+    ({"x": WORDS, "field": "goldilocks", "out": torch.zeros(8)}, UnsupportedDtype, "x's kind, ndarray, got Tensor"),
+    (
+        {"x": WORDS, "field": "goldilocks", "out": np.zeros(8)},
+        UnsupportedDtype,
+        "out must be uint64, as x is, got float64",
+    ),
+    ({"x": WORDS, "field": "goldilocks", "out": WORDS, "device": "cpu"}, ConfigError, "out= or device=, not both"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "match"), REFUSED, ids=range(len(REFUSED)))
+def test_refusals(call, error, match):
+    ledger().reset()
+    with pytest.raises(error, match=match):
+        ntt(**call)
+    assert WORDS.tolist() == list(range(8))
+    assert ledger().to_dict()["ops"] == []
+
+
+def test_field_arrays_are_refused_where_they_cannot_be():
+    x = field_of("goldilocks").array(WORDS)
+    with pytest.raises(ConfigError, match="x is an array of goldilocks, not of babybear"):
+        ntt(x, "babybear")
+    with pytest.raises(ConfigError, match="ntt takes no out= for one"):
+        ntt(x, out=x)
+    with pytest.raises(ShapeError, match="got 3"):
+        ntt(x[:3])
+
+
+def test_the_oracles_roots_are_the_tables(field):
+    n = 8
+    assert ntt_reference([0, 1, *[0] * 6], field=field.name) == [
+        pow(FIELDS[field.name].generator, (field.modulus - 1) // n * j, field.modulus) for j in range(n)
+    ]
