@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: run test test-slow lint unit gpu-test clean help
+.PHONY: run test test-slow lint unit gpu-test soak clean help
 
 help:            ## what each target does
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -31,6 +31,14 @@ test-slow: $(VENV)/.installed-dev  ## the tests that are marked as slow
 
 gpu-test:        ## the GPU tests, from the source tree with the Python at hand: make gpu-test PYTHON=python3
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)
+
+EXAMPLES ?= 2000
+SOAK_LOG ?= benchmarks/results/soak-zk.txt
+
+soak: $(VENV)/.installed-dev     ## fuzz the exact arithmetic at length, the output kept: make soak EXAMPLES=20000
+	{ date -u; git describe --always --dirty || true; } > $(SOAK_LOG)
+	ACCELERANT_FUZZ_EXAMPLES=$(EXAMPLES) $(PYTEST) tests/zk/test_fuzz.py --durations=0 $(ARGS) >> $(SOAK_LOG) 2>&1; \
+	status=$$?; cat $(SOAK_LOG); exit $$status
 
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup
 	scripts/setup $(VENV) $(PYTHON)

@@ -12,13 +12,13 @@ A dialect's value is the program's text, or a Builder where the program is made 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from accelerant.errors import CompileError
 
-__all__ = ["CUDA_TARGETS", "Binary", "Builder", "Kernel", "KernelSource", "Resources"]
+__all__ = ["CUDA_TARGETS", "Binary", "Builder", "Kernel", "KernelSource", "LazyDialects", "Resources"]
 
 CUDA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """The NVIDIA architectures that every op serves; Hopper-only kernels declare ("sm_90a",)."""
@@ -80,6 +80,29 @@ class Builder(Protocol):
             CompileError: with the compiler's log.
         """
         ...
+
+
+class LazyDialects(Mapping[str, "str | Builder"]):
+    """Dialects of which each is written when it is first asked for: a process needs the one of its device."""
+
+    def __init__(self, **makers: Callable[[], str | Builder]) -> None:
+        """Makers by dialect, in order of preference."""
+        self._makers = makers
+        self._made: dict[str, str | Builder] = {}
+
+    def __getitem__(self, dialect: str) -> str | Builder:
+        if dialect not in self._made:
+            self._made[dialect] = self._makers[dialect]()
+        return self._made[dialect]
+
+    def __contains__(self, dialect: object) -> bool:
+        return dialect in self._makers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,9 @@ def endomorphism(curve: Curve[Any]) -> Endomorphism | None:
     """
     if curve.cofactor == 1:
         return None
-    family = FAMILIES[curve.name.removesuffix("_g1").removesuffix("_g2")]
+    family = FAMILIES.get(curve.name.removesuffix("_g1").removesuffix("_g2"))
+    if family is None or curve not in (family.g1, family.g2):
+        raise ValueError(f"{curve.name}: wanted a curve of the table, got one that is not")
     found = _of_g1(curve, family) if curve.coordinates.degree == 1 else _of_g2(curve, family)
     if found.apply(curve, curve.generator) != multiply(curve, found.eigenvalue, curve.generator):
         raise ValueError(f"{curve.name}: the endomorphism does not multiply the generator by {found.eigenvalue}")

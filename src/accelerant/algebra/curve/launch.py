@@ -19,13 +19,28 @@ from accelerant.algebra.curve.program import kernel_source
 from accelerant.algebra.curve.program import launch as grid_and_block
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field import launch as field_launch
+from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.places import Place
-from accelerant.algebra.field.words import dtype_of
+from accelerant.algebra.field.words import dtype_of, modulus_words
+from accelerant.errors import FormatError
 from accelerant.runtime import registry
 from accelerant.runtime.kernel import Kernel
 from accelerant.runtime.ledger import OpRecord, ledger
 
-__all__ = ["SCALAR_WORDS", "Test", "add", "first_off", "from_montgomery", "multiply", "neg", "off", "to_montgomery"]
+__all__ = [
+    "SCALAR_WORDS",
+    "Test",
+    "add",
+    "check_reduced",
+    "first_off",
+    "first_unreduced",
+    "from_montgomery",
+    "multiply",
+    "neg",
+    "off",
+    "to_montgomery",
+    "unreduced_coordinate",
+]
 
 Words = Any
 Test = Literal["off_curve", "off_subgroup"]
@@ -106,6 +121,48 @@ def _firsts(place: Place, curve: Curve[Any], test: Test, x: Words, chunk: int) -
     with _counted(place, curve, test, n, arrays=1, operations=0):
         _launch(place, curve, f"curve_{test}", (x, firsts), (n, chunk), n, chunk)
     return firsts
+
+
+# --- reduction -------------------------------------------------------------------------------------------------------
+
+
+def first_unreduced(place: Place, field: Field, words: Words) -> int | None:
+    """The least index of an element, (..., limbs) of 64 bits, that is not below the modulus; None: there is none."""
+    try:
+        field_launch.check_reduced(place, field, words, "")
+    except FormatError:  # it tells the value too, which may be a secret; the index is looked for again on the host
+        data, bound = (_big_endian(each) for each in (place.store(words), np.array(modulus_words(field), np.uint64)))
+        size = len(bound)
+        return next(i for i in range(len(data) // size) if data[i * size : (i + 1) * size] >= bound)
+    return None
+
+
+def _big_endian(words: np.ndarray[Any, Any]) -> bytes:
+    """Elements' bytes, the most significant first: they compare as the numbers do."""
+    return words[..., ::-1].astype(">u8").tobytes()
+
+
+def check_reduced(place: Place, curve: Curve[Any], points: Words, name: str) -> None:
+    """Refuse canonical words of points, (..., *shape), of which a coefficient is not below the modulus.
+
+    Raises:
+        FormatError: names the first one's point, by its flattened index, its coordinate and its value.
+    """
+    field = curve.coordinates.base
+    index = first_unreduced(place, field, points)
+    if index is not None:
+        words = np.asarray(place.store(points)).reshape(-1, field.limbs)[index]
+        point, part = divmod(index, 2 * curve.coordinates.degree)
+        value = int.from_bytes(_big_endian(words), "big")
+        raise unreduced_coordinate(curve, f"{name}[{point}] (flattened)", part, value)
+
+
+def unreduced_coordinate(curve: Curve[Any], point: str, part: int, value: int) -> FormatError:
+    """The error of a point's coefficient, of number `part`: x before y, c0 before c1."""
+    degree, modulus = curve.coordinates.degree, curve.coordinates.base.modulus
+    coordinate = "xy"[part // degree] + (f".c{part % degree}" if degree > 1 else "")
+    what = "negative" if value < 0 else f"not below the modulus {modulus:#x}"
+    return FormatError(f"{point} {coordinate} is {value:#x}, {what}")
 
 
 # --- one launch ------------------------------------------------------------------------------------------------------

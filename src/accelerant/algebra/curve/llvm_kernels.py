@@ -27,7 +27,7 @@ from accelerant.algebra.curve.llvm_flow import Flow
 from accelerant.algebra.curve.llvm_points import functions
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.field.llvm_kernels import form_of, host_form
-from accelerant.algebra.field.llvm_text import function
+from accelerant.algebra.field.llvm_text import builder_key, function
 from accelerant.errors import ConfigError
 
 __all__ = ["CurveKernels"]
@@ -52,8 +52,8 @@ class CurveKernels:
 
     @property
     def key(self) -> str:
-        """The program itself: it depends on the form, and on the target in nothing else."""
-        return self.build("")
+        """See builder_key; the text depends on the target in nothing else."""
+        return builder_key(self, self.kind)
 
     @property
     def kind(self) -> str:

@@ -2,7 +2,8 @@
 
 What the loop leaves in T says whether Q is in the subgroup:
 
-    bn254       T = (6x+2)Q + psi(Q) - psi^2(Q) must be -psi^3(Q)        Dai, Lin, Zhao and Zhou, eprint 2022/348
+    bn254       T = (6x+2)Q + psi(Q) - psi^2(Q) must be -psi^3(Q)        Dai, Lin, Zhao and Zhou, eprint 2022/348, for
+                the criterion; the vector (6x+2, 1, -1, 1) is of Vercauteren, eprint 2008/096
     bls12_381   T = |x|Q must be -psi(Q), x being negative               Bowe, eprint 2019/814; Scott, eprint 2021/1130
 
 with psi Frobenius as the twist sees it, which satisfies psi^2 - t psi + q = 0. The points of the twist for which this

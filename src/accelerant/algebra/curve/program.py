@@ -21,7 +21,7 @@ from accelerant.algebra.curve.llvm_kernels import CurveKernels
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.program import field_text, montgomery_radix
 from accelerant.errors import ConfigError
-from accelerant.runtime.kernel import Builder, KernelSource
+from accelerant.runtime.kernel import KernelSource, LazyDialects
 from accelerant.runtime.portable import portable_header
 
 __all__ = ["ADDS", "BLOCK", "coordinate", "entries", "kernel_source", "launch", "point_text", "prefixed"]
@@ -76,11 +76,11 @@ def kernel_source(curve: Curve[Any], entry: str | None = None) -> KernelSource:
     """
     if entry is not None and entry not in _ENTRIES:
         raise ConfigError(f"{curve.name} has no entry {entry!r}; it has {', '.join(_ENTRIES)}")
-    dialects: dict[str, str | Builder] = {
-        "portable": _kernels(curve, "portable", entry),
-        "llvm": CurveKernels(curve.name, entry or ""),
-        "cuda": f"{portable_header()}\n{_kernels(curve, 'cuda', entry)}",
-    }
+    dialects = LazyDialects(
+        portable=lambda: _kernels(curve, "portable", entry),
+        llvm=lambda: CurveKernels(curve.name, entry or ""),
+        cuda=lambda: f"{portable_header()}\n{_kernels(curve, 'cuda', entry)}",
+    )
     kept = _ENTRIES if entry is None else {entry: _ENTRIES[entry]}
     return KernelSource(name=f"{entry or 'curve'}_{curve.name}", dialects=dialects, entries=kept)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve.tape import ADD, MUL, SUB, Tape
 from accelerant.algebra.field.llvm_limbs import Limbs
-from accelerant.algebra.field.llvm_text import Body, function
+from accelerant.algebra.field.llvm_text import Body, builder_key, function
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.algebra.field.places import HOST
 from accelerant.runtime import registry
@@ -44,8 +44,8 @@ class TapeKernel:
 
     @property
     def key(self) -> str:
-        """The program itself, which is the same for every target."""
-        return self.build("")
+        """See builder_key; the text depends on the target in nothing else."""
+        return builder_key(self)
 
     def build(self, target: str) -> str:
         """LLVM IR."""

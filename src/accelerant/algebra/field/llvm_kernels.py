@@ -31,7 +31,7 @@ from accelerant.algebra.field.llvm_entries import ENTRIES, POINTERS
 from accelerant.algebra.field.llvm_form import Form
 from accelerant.algebra.field.llvm_lanes import Lanes
 from accelerant.algebra.field.llvm_limbs import Limbs
-from accelerant.algebra.field.llvm_text import NOINLINE, Body, function
+from accelerant.algebra.field.llvm_text import NOINLINE, Body, builder_key, function
 from accelerant.algebra.field.llvm_words import BabyBear, Goldilocks
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.errors import ConfigError
@@ -81,8 +81,8 @@ class FieldKernels:
 
     @property
     def key(self) -> str:
-        """The program itself: it depends on the form, and on the target in nothing else."""
-        return self.build("")
+        """See builder_key; the text depends on the target in nothing else."""
+        return builder_key(self, self.form or host_form(field_of(self.field)))
 
     def build(self, target: str) -> str:
         """LLVM IR.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 
-__all__ = ["INLINE", "NOINLINE", "REGISTERS", "Body", "function", "splat"]
+from accelerant.runtime.sources import sources_hash
+
+__all__ = ["INLINE", "NOINLINE", "REGISTERS", "Body", "builder_key", "function", "splat"]
 
 INLINE = "alwaysinline nounwind"
 NOINLINE = "noinline nounwind"
@@ -57,3 +59,15 @@ def function(
 def splat(element: str, lanes: int, value: int) -> str:
     """A constant of `lanes` equal elements, without its type; the plain number where lanes is 1."""
     return str(value) if lanes == 1 else "<" + ", ".join([f"{element} {value}"] * lanes) + ">"
+
+
+def builder_key(builder: object, kind: str = "") -> str:
+    """The key of a builder (see runtime/kernel.py) of LLVM IR: its fields, and the code that writes the text.
+
+    Writing the text takes up to 60 ms, which a process that finds machine code on disk need not spend.
+
+    Args:
+        builder: a dataclass whose fields, with the code below algebra and zk/msm, are all that its text depends on.
+        kind: what the processor decides.
+    """
+    return f"{builder!r} {kind} {sources_hash('algebra', 'zk/msm')}"

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from accelerant.algebra.field.llvm_kernels import FieldKernels
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.ptx import ptx_macros
 from accelerant.errors import ConfigError
-from accelerant.runtime.kernel import Builder, KernelSource
+from accelerant.runtime.kernel import Builder, KernelSource, LazyDialects
 from accelerant.runtime.portable import portable_header
 
 __all__ = ["BLOCK", "INVERSES", "entries", "field_text", "kernel_source", "launch", "montgomery_radix"]
@@ -94,14 +95,14 @@ def kernel_source(field: Field, entry: str | None = None) -> KernelSource:
     known = entries(field)
     if entry is not None and entry not in known:
         raise ConfigError(f"{field.name} has no entry {entry!r}; it has {', '.join(known)}")
-    dialects: dict[str, str | Builder] = {
-        "portable": _kernels(field, "portable", entry),
-        "llvm": FieldKernels(field.name, entry or ""),
+    makers: dict[str, Callable[[], str | Builder]] = {
+        "portable": lambda: _kernels(field, "portable", entry),
+        "llvm": lambda: FieldKernels(field.name, entry or ""),
     }
     if _has_limbs(field):
-        dialects["cuda"] = f"{portable_header()}\n{_kernels(field, 'cuda', entry)}"
-    name = f"{entry or 'field'}_{field.name}"
-    return KernelSource(name=name, dialects=dialects, entries=known if entry is None else {entry: known[entry]})
+        makers["cuda"] = lambda: f"{portable_header()}\n{_kernels(field, 'cuda', entry)}"
+    kept = known if entry is None else {entry: known[entry]}
+    return KernelSource(name=f"{entry or 'field'}_{field.name}", dialects=LazyDialects(**makers), entries=kept)
 
 
 def launch(entry: str, n: int, chunk: int = 1) -> tuple[tuple[int], tuple[int]]:

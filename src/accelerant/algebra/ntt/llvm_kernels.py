@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from accelerant.algebra.field.llvm_form import Form
 from accelerant.algebra.field.llvm_kernels import form_of
-from accelerant.algebra.field.llvm_text import Body, function
+from accelerant.algebra.field.llvm_text import Body, builder_key, function
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.ntt.llvm_core import sums
 from accelerant.algebra.ntt.llvm_packs import Loops, each, each_function, lane_order, reversed_bits, turned
@@ -59,8 +59,8 @@ class PassKernel:
 
     @property
     def key(self) -> str:
-        """The program itself: it depends on the target in nothing."""
-        return self.build("")
+        """See builder_key; the text depends on the target in nothing else."""
+        return builder_key(self)
 
     @property
     def least_share(self) -> int:

@@ -1,0 +1,273 @@
+"""A GPU's 32-bit multiplier: its rates, measured, and how many of its multiply-adds the cases of the suite zk take.
+
+Everything that the suite times is products of large numbers: 32-bit words multiplied and added into 64-bit sums. Two
+rates are measured, each by independent chains of a kernel in PTX, enough of them to fill the device:
+
+    wide multiply T/s          pairs mad.lo.cc.u32, madc.hi.u32 of the same factors: no carry comes in
+    carry-chain multiply T/s   pairs madc.lo.cc.u32, madc.hi.cc.u32: a carry comes in and goes out
+
+ptxas makes one instruction of a pair, IMAD.WIDE.U32 and IMAD.WIDE.U32.X; of mad.wide.u32 it makes a product and two
+additions. On an H200 the second has half the rate of the first. It is the plain way to add a row of a product, and what
+the cases are compared with; a multiply that needs no carry in may pass that limit.
+
+Counted are the multiply-adds of the textbook's way, whatever a kernel does:
+
+    Montgomery product of n limbs of 32 bits    2 n^2 + n                      136 of BN254, 300 of BLS12-381
+    Montgomery square                           n (n + 1) / 2 + n^2 + n        108, 234
+    transform of N points                       N / 2 log2 N products
+    sum of N multiples of points                W N additions of an affine point to (X, Y, ZZ, ZZZ), 8 products and 2
+                                                squares each; then 2 B additions of two such, 12 and 2 each
+
+The sum's scalars of b bits are read in W = ceil((b + 1) / c) signed digits of c bits. B is W 2^(c - 1), the number of
+buckets, or 2^(c - 1) with precomputed multiples of the points by 2^(c j); c is the one that takes the least.
+
+Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS"; the explicit-formulas database, short Weierstrass,
+xyzz, madd-2008-s and add-2008-s.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+
+from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.field.parameters import Field
+from accelerant.bench.timer import time_ms
+from accelerant.errors import AccelerantError
+from accelerant.runtime import registry
+from accelerant.runtime.kernel import Kernel, KernelSource
+from accelerant.runtime.portable import portable_header
+from accelerant.runtime.provider import ComputeDevice
+
+__all__ = [
+    "CARRY",
+    "WIDE",
+    "chain_state",
+    "measure_multiplier",
+    "msm_multiplies",
+    "msm_products",
+    "multiplier_source",
+    "ntt_multiplies",
+    "product_multiplies",
+    "square_multiplies",
+    "wide_state",
+]
+
+WIDE, CARRY = "wide multiply T/s", "carry-chain multiply T/s"
+"""Names of the ceilings."""
+
+# --- counts ----------------------------------------------------------------------------------------------------------
+
+
+def product_multiplies(field: Field) -> int:
+    """Wide multiply-adds of a Montgomery product."""
+    n = _limbs(field)
+    return 2 * n * n + n
+
+
+def square_multiplies(field: Field) -> int:
+    """Wide multiply-adds of a Montgomery square."""
+    n = _limbs(field)
+    return n * (n + 1) // 2 + n * n + n
+
+
+def _limbs(field: Field) -> int:
+    return field.limbs * field.word_bits // 32
+
+
+def ntt_multiplies(field: Field, log_n: int) -> int:
+    """Of a transform of 2^log_n points."""
+    return (log_n << log_n) // 2 * product_multiplies(field)
+
+
+def msm_products(curve: Curve[int], n: int, *, precomputed: bool = False) -> tuple[int, int]:
+    """Products and squares in the coordinates' field of a sum of n multiples.
+
+    Args:
+        curve: of the points; G1's, the coordinates in a prime field.
+        n: how many.
+        precomputed: with multiples of the points by 2^(c j), which share one set of buckets.
+    """
+
+    def counted(c: int) -> tuple[int, int]:
+        windows = -(-(curve.scalars.bits + 1) // c)
+        added, folded = windows * n, (1 if precomputed else windows) * 2**c
+        return 8 * added + 12 * folded, 2 * added + 2 * folded
+
+    return min(map(counted, range(2, 25)), key=sum)
+
+
+def msm_multiplies(curve: Curve[int], n: int, *, precomputed: bool = False) -> int:
+    """Wide multiply-adds of the same."""
+    products, squares = msm_products(curve, n, precomputed=precomputed)
+    base = curve.coordinates.base
+    return products * product_multiplies(base) + squares * square_multiplies(base)
+
+
+# --- the kernels -----------------------------------------------------------------------------------------------------
+
+_SUMS = 8
+"""64-bit sums of a thread in multiply_wide, and of a chain in multiply_carry, of which a thread has two."""
+
+_BLOCK, _BLOCKS_PER_CORE = 256, 16
+_ROUNDS, _CHECKED_ROUNDS = 1 << 13, 5
+_SEED = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+_TEXT = """
+#define FACTORS \\
+    i64 thread = acl_global_id(); \\
+    u32 x[%(sums)d], y = (u32)thread, step = (u32)thread | 1u; \\
+    for (i32 k = 0; k < %(sums)d; k++) \\
+        x[k] = (u32)((u64)(thread * %(sums)d + k + 1) * %(seed)dull >> 32);
+#define WIDE(sum, x, y) asm("%(wide)s" : "+l"(sum) : "r"(x), "r"(y))
+#define CHAIN(sums, x, y) asm("%(chain)s" : %(results)s : %(factors)s, "r"(y))
+
+ACL_KERNEL ACL_BLOCK(%(block)d) void multiply_wide(u64 *out, i64 rounds)
+{
+    u64 sums[%(sums)d] = {0};
+    FACTORS
+#pragma unroll 4
+    for (i64 i = 0; i < rounds; i++) {
+        y += step;
+#pragma unroll
+        for (i32 k = 0; k < %(sums)d; k++)
+            WIDE(sums[k], x[k], y);
+    }
+    for (i32 k = 1; k < %(sums)d; k++)
+        sums[0] ^= sums[k];
+    out[thread] = sums[0];
+}
+
+ACL_KERNEL ACL_BLOCK(%(block)d) void multiply_carry(u64 *out, i64 rounds)
+{
+    u64 one[%(sums)d] = {0}, other[%(sums)d] = {0};
+    FACTORS
+#pragma unroll 2
+    for (i64 i = 0; i < rounds; i++) {
+        y += step;
+        CHAIN(one, x, y);
+        y += step;
+        CHAIN(other, x, y);
+    }
+    one[0] ^= other[0];
+    for (i32 k = 1; k < %(sums)d; k++)
+        one[0] ^= one[k] ^ other[k];
+    out[thread] = one[0];
+}
+"""
+
+
+def wide_text() -> str:
+    """A multiply-add in PTX: %0 += %1 %2."""
+    return (
+        "{.reg .u32 low, high; mov.b64 {low, high}, %0; mad.lo.cc.u32 low, %1, %2, low; "
+        "madc.hi.u32 high, %1, %2, high; mov.b64 %0, {low, high};}"
+    )
+
+
+def chain_text() -> str:
+    """A chain in PTX: the sums, as one number, += (x[0] + x[1] 2^64 + ...) y + the carry of x[0] + y.
+
+    Operands are the sums, then x, then y. Sums of 64 bits keep their halves in neighbouring registers, as the
+    instruction wants them: with sums of 32 bits ptxas adds a move to most multiply-adds.
+    """
+    y = f"%{2 * _SUMS}"
+    lines = [f"{{.reg .u32 spent, low<{_SUMS}>, high<{_SUMS}>;"]
+    lines += [f"mov.b64 {{low{k}, high{k}}}, %{k};" for k in range(_SUMS)]
+    lines.append(f"add.cc.u32 spent, %{_SUMS}, {y};")
+    for k in range(_SUMS):
+        carry_out = "" if k == _SUMS - 1 else ".cc"
+        lines.append(f"madc.lo.cc.u32 low{k}, %{_SUMS + k}, {y}, low{k};")
+        lines.append(f"madc.hi{carry_out}.u32 high{k}, %{_SUMS + k}, {y}, high{k};")
+    lines += [f"mov.b64 %{k}, {{low{k}, high{k}}};" for k in range(_SUMS)]
+    return " ".join([*lines, "}"])
+
+
+@functools.cache
+def multiplier_source() -> KernelSource:
+    """Both kernels, CUDA alone: (out *u64, one word a thread, and the number of rounds)."""
+    values = {
+        "block": _BLOCK,
+        "sums": _SUMS,
+        "seed": _SEED,
+        "wide": wide_text(),
+        "chain": chain_text(),
+        "results": ", ".join(f'"+l"((sums)[{k}])' for k in range(_SUMS)),
+        "factors": ", ".join(f'"r"((x)[{k}])' for k in range(_SUMS)),
+    }
+    entries = {"multiply_wide": ("*u64", "i64"), "multiply_carry": ("*u64", "i64")}
+    return KernelSource("zk_multiplier", {"cuda": f"{portable_header()}\n{_TEXT % values}"}, entries)
+
+
+# --- the same in Python's integers -----------------------------------------------------------------------------------
+
+
+def wide_state(thread: int, rounds: int) -> int:
+    """What multiply_wide leaves for a thread."""
+    x, step = _factors(thread)
+    sums = [sum(factor * ((thread + i * step) % 2**32) for i in range(1, rounds + 1)) & _MASK for factor in x]
+    return functools.reduce(int.__xor__, sums)
+
+
+def chain_state(thread: int, rounds: int) -> int:
+    """What multiply_carry leaves for a thread."""
+    x, step = _factors(thread)
+    number = sum(factor << 64 * k for k, factor in enumerate(x))
+    chains, left = [0, 0], 0
+    for i in range(1, 2 * rounds + 1):
+        y = (thread + i * step) % 2**32
+        chains[(i - 1) % 2] += number * y + (x[0] + y >> 32)
+    for chain in chains:
+        for k in range(_SUMS):
+            left ^= chain >> 64 * k & _MASK
+    return left
+
+
+def _factors(thread: int) -> tuple[list[int], int]:
+    """X, and the step of y."""
+    return [((thread * _SUMS + k + 1) * _SEED & _MASK) >> 32 for k in range(_SUMS)], thread | 1
+
+
+# --- the measurement -------------------------------------------------------------------------------------------------
+
+
+def measure_multiplier(device: ComputeDevice, *, budget_s: float = 0.3) -> dict[str, float]:
+    """Both rates, in 10^12 multiply-adds a second.
+
+    Args:
+        device: one with CUDA.
+        budget_s: seconds for each.
+
+    Returns:
+        WIDE and CARRY.
+
+    Raises:
+        AccelerantError: a kernel computes something else than it says.
+    """
+    provider = registry.create(device.backend)
+    where = torch.device(device.torch_device)
+    blocks = _BLOCKS_PER_CORE * int(device.properties["multiprocessors"])
+    out = torch.zeros(blocks * _BLOCK, dtype=torch.int64, device=where)
+    rates = {}
+    for name, entry, expected, each in (
+        (WIDE, "multiply_wide", wide_state, _SUMS),
+        (CARRY, "multiply_carry", chain_state, 2 * _SUMS),
+    ):
+        kernel = provider.compile(multiplier_source(), entry=entry, device=device.index)
+
+        def run(rounds: int, kernel: Kernel = kernel) -> None:
+            provider.launch(kernel, (blocks,), (_BLOCK,), (out, rounds))
+
+        run(_CHECKED_ROUNDS)
+        got = out.cpu().numpy().view(np.uint64)
+        for thread in (0, 1, _BLOCK + 3, len(got) - 1):
+            if int(got[thread]) != expected(thread, _CHECKED_ROUNDS):
+                raise AccelerantError(
+                    f"{entry}: thread {thread} gave {int(got[thread]):#x}, not {expected(thread, _CHECKED_ROUNDS):#x}"
+                )
+        timing = time_ms(functools.partial(run, _ROUNDS), where, budget_s=budget_s, reads=True)
+        rates[name] = len(got) * each * _ROUNDS / timing.p50_ms / 1e9
+    return rates
