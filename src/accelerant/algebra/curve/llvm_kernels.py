@@ -20,7 +20,7 @@ curve_add branches on special cases, and its time depends on the points.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from accelerant.algebra.curve.llvm_entries import ENTRIES, POINTERS
 from accelerant.algebra.curve.llvm_flow import Flow
@@ -53,7 +53,7 @@ class CurveKernels:
     @property
     def key(self) -> str:
         """See builder_key; the text depends on the target in nothing else."""
-        return builder_key(self, self.kind)
+        return builder_key(replace(self, form=self.kind))
 
     @property
     def kind(self) -> str:

@@ -25,7 +25,7 @@ words, and so does y of a product whose x is below p. Other operands give undefi
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from accelerant.algebra.field.llvm_entries import ENTRIES, POINTERS
 from accelerant.algebra.field.llvm_form import Form
@@ -82,7 +82,7 @@ class FieldKernels:
     @property
     def key(self) -> str:
         """See builder_key; the text depends on the target in nothing else."""
-        return builder_key(self, self.form or host_form(field_of(self.field)))
+        return builder_key(replace(self, form=self.form or host_form(field_of(self.field))))
 
     def build(self, target: str) -> str:
         """LLVM IR.

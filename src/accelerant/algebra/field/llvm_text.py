@@ -61,13 +61,12 @@ def splat(element: str, lanes: int, value: int) -> str:
     return str(value) if lanes == 1 else "<" + ", ".join([f"{element} {value}"] * lanes) + ">"
 
 
-def builder_key(builder: object, kind: str = "") -> str:
+def builder_key(builder: object) -> str:
     """The key of a builder (see runtime/kernel.py) of LLVM IR: its fields, and the code that writes the text.
 
     Writing the text takes up to 60 ms, which a process that finds machine code on disk need not spend.
 
     Args:
         builder: a dataclass whose fields, with the code below algebra and zk/msm, are all that its text depends on.
-        kind: what the processor decides.
     """
-    return f"{builder!r} {kind} {sources_hash('algebra', 'zk/msm')}"
+    return f"{builder!r} {sources_hash('algebra', 'zk/msm')}"
