@@ -182,7 +182,7 @@ def test_any_layout(layout, way, request):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     B=st.integers(1, 2),
     Hkv=st.integers(1, 2),

@@ -142,8 +142,29 @@ def test_inplace_gradient_of_a_loss_is_still_inplace():
 def test_what_torch_cannot_do_as_well_is_ours():
     weight = torch.randn(5, 6, requires_grad=True)
     assert is_ours(ops.embedding(torch.empty(0, dtype=torch.int64), weight))
-    low = weight.detach().bfloat16().requires_grad_()
+    low = torch.randn(300, 64).bfloat16().requires_grad_()
     assert is_ours(ops.embedding(TARGETS.clamp(0), low))  # torch would add in bfloat16
+
+
+def test_few_rows_of_low_precision_are_added_in_float32():
+    table, dy = torch.zeros(3, 64), torch.randn(5000, 64)
+    low, places = table.bfloat16().requires_grad_(), torch.arange(5000) % 3
+    y = ops.embedding(places, low)
+    assert not is_ours(y)
+    (found,) = torch.autograd.grad(y, low, dy.bfloat16())
+    exact = torch.zeros(3, 64).index_add(0, places, dy.bfloat16().float())
+    torch.testing.assert_close(found, exact.bfloat16(), rtol=8e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_loss_of_many_logits_makes_its_gradient_itself(dtype):
+    few, many = (torch.zeros(rows, 1024, dtype=dtype).requires_grad_() for rows in (255, 256))
+    assert not is_ours(ops.cross_entropy(few, torch.zeros(255, dtype=torch.int64)))
+    targets = torch.zeros(256, dtype=torch.int64)
+    assert is_ours(ops.cross_entropy(many, targets))
+    assert is_ours(ops.cross_entropy(many, targets, reduction="none")) == (dtype == torch.bfloat16)
+    assert not ops.cross_entropy(many.detach(), targets).requires_grad
+    assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"torch"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -38,7 +38,7 @@ def against_torch(*tensors, **options):
 pairs = st.one_of(st.integers(1, 3), st.tuples(st.integers(1, 3), st.integers(1, 3)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     batch=st.integers(0, 3),
     sizes=st.tuples(st.integers(1, 7), st.integers(1, 7)),
@@ -327,13 +327,14 @@ def test_one_channel_with_the_channels_last_is_not_contiguous(x, weight, layout)
     assert row["case"].endswith(f" {layout}")
 
 
-@pytest.mark.parametrize("target", [*CUDA_TARGETS, "gfx942"])
-def test_layout_kernel_compiles(target):
+def test_layout_kernel_compiles():
+    """For every target, in one process of its own: the tests may have made Triton an interpreter here."""
     code = f"""
 from accelerant.ops._layout import KERNEL
 types = {{"x_ptr": "*bf16", "y_ptr": "*bf16", "M": "i32", "N": "i32"}}
 source = KERNEL.source(types, {{"BLOCK_M": 64, "BLOCK_N": 64}})
-assert source.dialects["triton"].build({target!r}).code
+for target in {[*CUDA_TARGETS, "gfx942"]!r}:
+    assert source.dialects["triton"].build(target).code, target
 """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)

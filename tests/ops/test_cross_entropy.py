@@ -217,7 +217,7 @@ def test_one_pass_where_a_gradient_is_to_come(interpreted):
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     M=st.integers(1, 9),
     V=st.integers(1, 70),

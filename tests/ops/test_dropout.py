@@ -117,17 +117,38 @@ def test_torchs_generator_makes_it_reproducible(way, request):
 
 def test_without_kernel_and_seed_it_is_torchs(uninterpreted, monkeypatch):
     monkeypatch.setattr(sys.modules["accelerant.ops.dropout.op"], "refuses_llvm", lambda case: "as on a GPU in float64")
-    x = torch.randn(50, requires_grad=True)
+    x = torch.randn(50, 3).t().requires_grad_()  # contiguous ones have torch's own gradient, see the next test
     torch.manual_seed(3)
     y = ops.dropout(x, 0.3)
+    assert y.is_contiguous()
     torch.manual_seed(3)
-    expected = torch.nn.functional.dropout(x.detach(), 0.3)
+    expected = torch.nn.functional.dropout(x.detach().contiguous(), 0.3)
     assert torch.equal(y, expected)
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     torch.testing.assert_close(dx, (y != 0) / 0.7)
     x.grad = None
     ops.dropout(x, 0.3).sum().backward()
     assert {row["op"] for row in ledger().to_dict()["ops"]} >= {"dropout_native_fwd", "dropout_native_bwd"}
+
+
+@pytest.mark.parametrize(("learns", "most"), [(False, 2048), (True, 8192)])
+def test_few_elements_on_a_cpu_are_torchs(learns, most, uninterpreted):
+    def found(call, n):
+        x = torch.arange(1.0, n + 1).requires_grad_(learns)
+        torch.manual_seed(6)
+        y = call(x, 0.3)
+        return (y, *torch.autograd.grad(y.sum(), x)) if learns else (y,)
+
+    for one, other in zip(found(ops.dropout, most), found(torch.nn.functional.dropout, most), strict=True):
+        assert torch.equal(one, other)
+    assert [(row["op"], row["implementation"]) for row in ledger().to_dict()["ops"]] == [
+        ("dropout_native_fwd", "torch")
+    ]
+    found(ops.dropout, most + 1)
+    with force(dropout_fwd="llvm"):
+        found(ops.dropout, most)
+    own = {row["op"] for row in ledger().to_dict()["ops"] if row["implementation"] == "llvm"}
+    assert own >= ({"dropout_masked_fwd", "dropout_fwd"} if learns else {"dropout_fwd"})
 
 
 def test_seeded_is_the_same_without_triton(uninterpreted):
@@ -160,7 +181,7 @@ def test_processors_kernel_writes_inside_alone():
 
 
 def test_draws_and_differentiates_without_triton(uninterpreted):
-    x = torch.randn(5000, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(9000, dtype=torch.float64, requires_grad=True)
     torch.manual_seed(4)
     y = ops.dropout(x, 0.3)
     (dx,) = torch.autograd.grad(y.sum(), x)
@@ -201,8 +222,8 @@ def test_kernel_of_the_mask_writes_inside_alone():
 
 
 def test_on_a_cpu_it_keeps_a_bit_an_element(uninterpreted):
-    seed, mask = ops.dropout(torch.randn(4096, requires_grad=True)).grad_fn.saved_tensors
-    assert (seed.shape, mask.shape, mask.dtype) == ((), (512,), torch.uint8)
+    seed, mask = ops.dropout(torch.randn(16384, requires_grad=True)).grad_fn.saved_tensors
+    assert (seed.shape, mask.shape, mask.dtype) == ((), (2048,), torch.uint8)
 
 
 def test_without_the_processors_kernel_the_mask_is_torchs(uninterpreted):

@@ -193,14 +193,14 @@ def test_any_shapes_that_broadcast(shape, data):
 
 
 @BOTH
-@pytest.mark.parametrize(("M", "N"), [(256, 3), (257, 3), (1000, 40), (700, 513), (2, 1025)])
+@pytest.mark.parametrize(("M", "N"), [(256, 3), (257, 3), (1000, 40), (270, 513), (2, 1025)])
 def test_sums_over_many_rows(op, M, N, interpreted):
     against_torch(op, torch.randn(M, N), torch.randn(N), tolerance=1e-4)
 
 
-@pytest.mark.parametrize("plan", [SumPlan(2, 16, 1), SumPlan(8, 64, 4, 1, 1), SumPlan(1, 32, 2, 100)], ids=str)
+@pytest.mark.parametrize("plan", [SumPlan(2, 16, 1), SumPlan(8, 64, 4, 1, 1), SumPlan(1, 32, 2, 30)], ids=str)
 def test_any_plan_gives_the_same_sums(plan, interpreted):
-    dy, a, b = torch.randn(600, 50), torch.randn(600, 50), torch.randn(50)
+    dy, a, b = torch.randn(130, 50), torch.randn(130, 50), torch.randn(50)
     torch.testing.assert_close(launch.add_row_backward(dy, b, plan), dy.sum(0), rtol=1e-4, atol=1e-4)
     da, db = launch.mul_row_backward(dy, a, b, (True, True), plan)
     torch.testing.assert_close(da, dy * b)

@@ -19,7 +19,8 @@ from accelerant.runtime.ledger import ledger
 @pytest.fixture
 def small_chunks(monkeypatch):
     """A few rows at a time, whatever the shape."""
-    monkeypatch.setitem(chunks.CHUNK_BYTES, "cpu", 100)
+    real = chunks.chunk_rows
+    monkeypatch.setattr(chunks, "chunk_rows", lambda M, V, itemsize, limit: real(M, V, itemsize, 100))
 
 
 def theirs(hidden, weight, targets, **options):
@@ -150,6 +151,28 @@ def test_logits_never_exist_whole(V, monkeypatch):
     assert largest.bytes < 2048 * V * 4 / 20
 
 
+@pytest.mark.parametrize("rows", [300, 64])
+def test_bfloat16_on_a_cpu(rows, uninterpreted, monkeypatch):
+    """Its products are of bfloat16, as torch's are; the sums over chunks are of float32."""
+    real = chunks.chunk_rows
+    monkeypatch.setattr(chunks, "chunk_rows", lambda M, V, itemsize, limit: min(rows, real(M, V, itemsize, limit)))
+    hidden, weight, targets = (x.bfloat16() if x.is_floating_point() else x for x in drawn(300, 32, 4000))
+    weight = weight / 4
+
+    def found(call, dtype):
+        tensors = leaves(hidden.to(dtype), weight.to(dtype))
+        return torch.autograd.grad(call(*tensors, targets), tensors)
+
+    exact = found(theirs, torch.float64)
+    mine, torchs = found(ops.linear_cross_entropy, torch.bfloat16), found(theirs, torch.bfloat16)
+    assert [x.dtype for x in mine] == [torch.bfloat16] * 2
+    for one, other, reference in zip(mine, torchs, exact, strict=True):
+        assert (one - reference).abs().max() <= 2 * (other - reference).abs().max()
+    products = [row for row in ledger().to_dict()["ops"] if row["op"] == "linear_cross_entropy_matmul"]
+    assert products
+    assert all("bfloat16" in row["case"] for row in products)
+
+
 @pytest.mark.parametrize(
     ("M", "V", "limit", "rows"),
     [(100, 10, 1 << 20, 100), (32768, 50304, 512 << 20, 4864), (1000, 1000, 2000, 1), (0, 5, 100, 1), (9, 10, 50, 3)],
@@ -158,7 +181,7 @@ def test_chunk_rows(M, V, limit, rows):
     assert chunks.chunk_rows(M, V, 2, limit) == rows
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     M=st.integers(1, 20),
     K=st.integers(1, 9),

@@ -119,7 +119,7 @@ def test_autocast():
     assert {each.grad.dtype for each in (x, weight, bias)} == {torch.float32}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     M=st.integers(1, 40),
     K=st.integers(1, 40),

@@ -291,7 +291,7 @@ def test_autocast(dynamic, interpreted):
     assert x.grad.dtype == torch.float32
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(M=st.integers(1, 40), K=st.integers(1, 80), N=st.integers(1, 40), bias=st.booleans(), dynamic=st.booleans())
 def test_any_shape(M, K, N, bias, dynamic):
     x, weight, scale, b = drawn(M, K, N)

@@ -95,6 +95,16 @@ def _grouped(q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     return (q.reshape(B * Hkv, group, *q.shape[2:]), *keys)
 
 
+def _folded(*tensors: Tensor) -> tuple[Tensor, ...] | None:
+    """Each head as a batch of its own, where memory lies so; None where it does not.
+
+    Torch's backward pass gives gradients as (B, S, H, D) lies in memory: for contiguous heads that saves three copies.
+    """
+    if not all(x.is_contiguous() for x in tensors):
+        return None
+    return tuple(x.reshape(-1, 1, *x.shape[2:]) for x in tensors)
+
+
 def torch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
     """Attend: o in q's layout, lse (B, Hq, S) contiguous."""
     B, Hq, S, _ = q.shape
@@ -131,16 +141,16 @@ def torch_backward(
     if causal and q.shape[2] > k.shape[2]:
         lse = lse.masked_fill(lse == -math.inf, 0)
     do, *rows = (with_rows(x) for x in (do, q, k, v))
-    args = tuple(rows)
-    if Hq != Hkv:
-        args = _grouped(*args)
-        do, o, lse = do.reshape(args[0].shape), o.reshape(args[0].shape), lse.reshape(args[0].shape[:3])
+    args = _folded(*rows) if Hq == Hkv and o.is_contiguous() else None
+    args = args or (_grouped(*rows) if Hq != Hkv else tuple(rows))
+    shape = args[0].shape
+    do, o, lse = do.reshape(shape), o.reshape(shape), lse.reshape(shape[:3])
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, *args, o, lse, 0.0, flag, attn_mask=mask, scale=scale
     )
     if Hq != Hkv:
         dk, dv = dk.sum(1), dv.sum(1)
-        dq, dk, dv = dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+    dq, dk, dv = dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
     return graded((dq, dk, dv), (q, k, v))
 
 

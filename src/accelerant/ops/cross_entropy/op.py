@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._ahead import AheadOp
@@ -17,6 +16,7 @@ from accelerant.ops._library import autocast_dtype, is_plain, name_of
 from accelerant.ops.cross_entropy import row
 from accelerant.ops.cross_entropy.launch import COUNTS, launch_backward, launch_forward
 from accelerant.ops.cross_entropy.row import launch_forward_row
+from accelerant.ops.cross_entropy.torch_ops import is_low, torch_backward, torch_composite, torch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.triton import refuses_triton
 
@@ -26,12 +26,15 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_bwd",
     "cross_entropy_fwd",
-    "torch_composite",
-    "torch_rows",
 ]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
+_AHEAD = (torch.bfloat16, torch.float32)
+"""Dtypes whose gradient may be made beside the loss; see _ahead."""
+
+_MANY = 2**18
+"""Logits from which on that saves more on a CPU than our autograd function costs."""
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
@@ -43,116 +46,6 @@ def _refuses(case: Case) -> str | None:
     return refuses_triton(case.device)
 
 
-def torch_composite(
-    logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str, wide: bool, *_: object
-) -> Tensor:
-    """The loss from torch's own functions; low precision computes in float32."""
-    low = logits.dtype in (torch.float16, torch.bfloat16)
-    dtype = torch.float32 if wide else logits.dtype
-    if logits.numel() == 0:
-        empty = logits.sum() if reduction != "none" else logits.sum(1)
-        return (empty / 0 if reduction == "mean" else empty).to(dtype)
-    return functional.cross_entropy(
-        logits.float() if low else logits,
-        targets.long(),
-        ignore_index=ignore_index,
-        label_smoothing=smoothing,
-        reduction=reduction,
-    ).to(dtype)
-
-
-def _coefficients(
-    dy: Tensor | None, targets: Tensor, counts: Tensor | None, ignore_index: int, dtype: torch.dtype
-) -> Tensor:
-    """(M, 1): what the gradient of each row's loss is multiplied by; 0 where a row does not count."""
-    c = (targets != ignore_index).to(dtype)
-    if counts is not None:
-        c = c / counts.sum().clamp_min(1)
-    return (c if dy is None else c * dy.to(dtype))[:, None]
-
-
-def _from_probabilities(p: Tensor, targets: Tensor, c: Tensor, smoothing: float) -> Tensor:
-    """The gradient, over the probabilities."""
-    p.mul_(c)
-    if smoothing:
-        p.sub_(c * (smoothing / p.shape[1]))
-    return p.scatter_add_(1, targets.long().clamp(0)[:, None], c * (smoothing - 1.0))
-
-
-def torch_rows(
-    logits: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    gradient: bool,
-    counts: Tensor | None = None,
-    dy: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Each row's loss, and its gradient over the sum of counts and times dy; in float32 or float64."""
-    low = logits.dtype in (torch.float16, torch.bfloat16)
-    log_p = torch.log_softmax(logits, 1, dtype=torch.float32 if low else None)
-    counted = targets != ignore_index
-    chosen = log_p.gather(1, targets.long().where(counted, 0)[:, None])[:, 0]
-    expected = (1.0 - smoothing) * chosen + smoothing * log_p.mean(1) if smoothing else chosen
-    losses = torch.where(counted, -expected, 0.0)
-    if not gradient:
-        return losses, None
-    c = _coefficients(dy, targets, counts, ignore_index, log_p.dtype)
-    return losses, _from_probabilities(log_p.exp_(), targets, c, smoothing)
-
-
-def _torch_forward(
-    logits: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    reduction: str,
-    wide: bool,
-    inplace: bool = False,
-    ahead: bool = False,
-    statistics: bool = True,
-) -> tuple[Tensor, ...]:
-    """All results, and the gradient if `ahead`; without statistics the loss alone, with torch's own gradient."""
-    if not statistics:
-        return (torch_composite(logits, targets, ignore_index, smoothing, reduction, wide),)
-    mean = reduction == "mean"
-    counts = torch.zeros(COUNTS if mean else 0, dtype=torch.int32, device=logits.device)
-    if mean:
-        counts[0] = (targets != ignore_index).sum()
-    losses, dx = torch_rows(logits, targets, ignore_index, smoothing, ahead, counts if mean else None)
-    kept = torch.zeros(2, logits.shape[0], dtype=torch.float32, device=logits.device)
-    if refuses_triton(logits.device) is None:  # only our backward kernel reads them
-        kept[0] = logits.amax(1)
-        kept[1] = 1.0 / torch.exp(logits.float() - kept[0][:, None]).sum(1)
-    loss = losses if reduction == "none" else losses.sum() / counts[0] if mean else losses.sum()
-    loss = loss.to(torch.float32 if wide else logits.dtype)
-    if dx is None:
-        return loss, kept, counts
-    dx = logits.copy_(dx) if inplace else dx.to(logits.dtype)
-    return loss, kept, counts, dx
-
-
-def _torch_backward(
-    dy: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    statistics: Tensor,
-    counts: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    reduction: str,
-    ahead: Tensor | None = None,
-) -> Tensor:
-    if ahead is not None:
-        if dy.device.type == "cpu" and dy.item() == 1.0:
-            return ahead
-        return ahead.mul_(dy)
-    low = logits.dtype in (torch.float16, torch.bfloat16)
-    p = torch.softmax(logits.contiguous(), 1, dtype=torch.float32 if low else None)
-    c = _coefficients(dy, targets, counts if reduction == "mean" else None, ignore_index, p.dtype)
-    return _from_probabilities(p, targets, c, smoothing).to(logits.dtype)
-
-
 def _cost(case: Case) -> Cost:
     n = math.prod(case.shape)
     accesses = 2 if "gradient" in case.options or "backward" in case.options else 1
@@ -162,7 +55,7 @@ def _cost(case: Case) -> Cost:
 _FORWARD = (
     Implementation("hopper", launch_forward_row, refuses=row.refuses, own=True),
     Implementation("triton", launch_forward, refuses=_refuses, own=True),
-    Implementation("torch", _torch_forward, differentiable=True),
+    Implementation("torch", torch_forward, differentiable=True),
 )
 cross_entropy_fwd = Operation("cross_entropy_fwd", _FORWARD, cost=_cost)
 cross_entropy_fwd_inplace = Operation(
@@ -174,7 +67,7 @@ cross_entropy_bwd = Operation(
     "cross_entropy_bwd",
     (
         Implementation("triton", launch_backward, refuses=_refuses, own=True, mutates=True),
-        Implementation("torch", _torch_backward, mutates=True),
+        Implementation("torch", torch_backward, mutates=True),
     ),
     cost=_cost,
 )
@@ -234,14 +127,17 @@ def cross_entropy(
     check_loss(targets, logits.shape[:-1], label_smoothing, reduction)
     if targets.device != logits.device:
         raise ShapeError(f"targets must be on {logits.device}, where logits is; they are on {targets.device}")
-    check_targets(targets, logits.shape[-1], ignore_index)
     wide = logits.dtype.itemsize == 2 and autocast_dtype(logits.device.type) is not None
     shape = targets.shape
     if logits.dim() != 2:
         logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    loss: Tensor = _cross_entropy(
-        logits, targets, ignore_index, float(label_smoothing), reduction, wide, inplace_backward
-    )
+    try:
+        loss: Tensor = _cross_entropy(
+            logits, targets, ignore_index, float(label_smoothing), reduction, wide, inplace_backward
+        )
+    except IndexError:  # torch's word for it on a CPU; where its function does not run, the op looks before
+        check_targets(targets, logits.shape[-1], ignore_index)
+        raise
     return loss.reshape(shape) if reduction == "none" and len(shape) != 1 else loss
 
 
@@ -275,13 +171,22 @@ def _case(logits: Tensor, *options: str) -> Case:
 
 
 def _case_by_torch(logits: Tensor, *args: object) -> Case | None:
-    """None where the gradient shall take the memory of the logits, which torch's own does not."""
-    return None if args[-1] and torch.is_grad_enabled() and logits.requires_grad else _case(logits)
+    """None where rows in chunks are quicker, or the gradient shall take the memory of the logits.
+
+    Chunks are quicker where a gradient can be made beside the loss; and in low precision, whose logits would else exist
+    in float32 whole. (Torch's own loss of bfloat16 gives 0 where 0.004 is right.)
+    """
+    learns, many = logits.requires_grad and torch.is_grad_enabled(), logits.numel() >= _MANY
+    reduction, inplace = args[3], args[5]
+    if learns and (inplace or (many and reduction != "none" and logits.dtype in _AHEAD)):
+        return None
+    return None if many and is_low(logits.dtype) else _case(logits)
 
 
 def _forward(
     logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str, wide: bool, inplace: bool
 ) -> Any:
+    check_targets(targets, logits.shape[1], ignore_index)
     return cross_entropy_fwd(_case(logits), logits, targets, ignore_index, smoothing, reduction, wide, False)
 
 
@@ -300,8 +205,9 @@ def _ahead(
     In float16 a gradient over the count would vanish before the upstream gradient, a loss scale, lifts it; float64 is
     for checks, whose repeated backward passes shall give the same bits.
     """
-    if reduction == "none" or logits.dtype in (torch.float16, torch.float64):
+    if reduction == "none" or logits.dtype not in _AHEAD:
         return None
+    check_targets(targets, logits.shape[1], ignore_index)
     args = (logits, targets, ignore_index, smoothing, reduction, wide, inplace, True)
     run = cross_entropy_fwd_inplace if inplace else cross_entropy_fwd
     *results, dx = run(_case(logits, "gradient"), *args)

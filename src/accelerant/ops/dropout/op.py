@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._elementwise import accesses, check_dtype, refuses_float64
 from accelerant.ops._library import is_plain, name_of
 from accelerant.ops.dropout.launch import (
@@ -26,6 +26,9 @@ from accelerant.runtime.dispatch import Case, Implementation, Operation
 from accelerant.runtime.rules import rules
 
 __all__ = ["dropout", "dropout_bwd", "dropout_fwd"]
+
+_FEW, _FEW_LEARNING = 2048, 8192
+"""Elements up to which torch's own is quicker on a CPU, without and with a gradient to come."""
 
 _IMPLEMENTATIONS = (
     Implementation("triton", launch, refuses=refuses_float64, own=True),
@@ -53,10 +56,16 @@ _masked_bwd = Operation(
     cost=accesses(2, 1),
 )
 
-# Torch's own, which keeps its mask: where no kernel of ours runs and any seed will do.
+
+# Torch's own, which keeps its mask: where any seed will do and no kernel of ours runs, or is worth its call.
+def _torchs(x: Tensor, p: float, keep: bool = True) -> tuple[Tensor, ...]:
+    """The result and the mask; the result alone, quicker and with torch's own gradient, unless `keep`."""
+    return torch.native_dropout(x, p, True) if keep else (F.dropout(x, p),)
+
+
 _native_fwd = Operation(
     "dropout_native_fwd",
-    (Implementation("torch", lambda x, p: torch.native_dropout(x, p, True)),),
+    (Implementation("torch", _torchs, differentiable=True),),
     cost=accesses(2, 1),
 )
 _native_bwd = Operation(
@@ -92,9 +101,10 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Ten
     No mask is stored: the backward pass makes it again from the seed. On a CPU it is stored, a bit an element, which is
     quicker there. In a captured CUDA graph seed=None draws anew at each replay; an integer gives each replay the same
     mask; a tensor's value is what it is at the replay.
-    Without a seed, where no kernel of ours runs (float64 on a GPU), and under torch.compile, forward-mode
-    differentiation and the transforms of torch.func, this is torch's own dropout with torch's own mask. With a seed it
-    is the same function everywhere, made there of torch's integer operations, which are slower.
+    Without a seed, where no kernel of ours runs (float64 on a GPU), for a few thousand elements on a CPU, and under
+    torch.compile, forward-mode differentiation and the transforms of torch.func, this is torch's own dropout with
+    torch's own mask. With a seed it is the same function everywhere, made of torch's integer operations where no kernel
+    of ours runs, which are slower.
 
     Source: Srivastava et al. 2014, "Dropout: a simple way to prevent neural networks from overfitting", section 10;
     Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox 4x32-10).
@@ -112,7 +122,7 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Ten
     if seed is None:
         if torch.compiler.is_compiling() or not is_plain(x):
             return F.dropout(x, p)
-        if _no_kernel(x.device, x.dtype):
+        if _is_torchs(x):
             y = _native(x, p)
             return y
         seed = torch.empty((), dtype=torch.int64, device=x.device).random_()
@@ -122,9 +132,15 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Ten
     return y
 
 
-def _no_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    case = Case(device, dtype, ())
-    return refuses_float64(case) is not None and refuses_llvm(case) is not None
+def _is_torchs(x: Tensor) -> bool:
+    """Whether no kernel of ours serves x, or the CPU's would take longer than torch's own: it is called from Python."""
+    case = Case(x.device, x.dtype, ())
+    if refuses_float64(case) is None:
+        return False
+    if refuses_llvm(case) is not None:
+        return True
+    few = _FEW_LEARNING if x.requires_grad and torch.is_grad_enabled() else _FEW
+    return x.numel() <= few and not rules().forced
 
 
 def _keeps_mask(x: Tensor) -> bool:
@@ -215,6 +231,12 @@ _native = DifferentiableOp(
     saves=("mask",),
     gradients={"x": "y"},
     composite=F.dropout,
+    by_torch=ByTorch(
+        _native_fwd,
+        lambda x, p: Case(x.device, x.dtype, x.shape) if x.is_contiguous() else None,
+        more=(False,),
+        cut=True,
+    ),
     fake=lambda x, p: (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)),
     decomposes=True,
 )

@@ -18,6 +18,11 @@ from accelerant.runtime.triton import refuses_triton
 __all__ = ["embedding"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_FEW = 2**14
+"""Elements of a table that is quicker copied to float32 on a CPU than served by an autograd function in Python."""
+
+_MANY = 2**17
+"""Elements of table and gradient from which on the sums of bags are quicker than torch's gradient in float32."""
 
 
 def embedding(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
@@ -62,13 +67,18 @@ def embedding(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None
         if not -V <= padding_idx < V:
             raise ConfigError(f"padding_idx must be in [{-V}, {V}), got {padding_idx}")
         row = padding_idx % V
-    if indices.device.type == "cpu" and not torch.compiler.is_compiling() and is_plain(indices) and indices.numel():
+    try:
+        y: Tensor = _embedding(indices, weight, row)
+    except IndexError:  # torch's word for it; where its function is not the one that runs, the op looks before
         _check_range(indices, V)
-    y: Tensor = _embedding(indices, weight, row)
+        raise
     return y
 
 
 def _check_range(indices: Tensor, V: int) -> None:
+    """Raise for a number of no row, where looking costs nothing: on the CPU, outside of tracing."""
+    if indices.device.type != "cpu" or torch.compiler.is_compiling() or not is_plain(indices) or not indices.numel():
+        return
     low, high = (int(bound) for bound in torch.aminmax(indices))
     if low < 0 or high >= V:
         raise ConfigError(f"indices must be in [0, {V}), got {low if low < 0 else high}")
@@ -83,7 +93,13 @@ def _refuses(case: Case) -> str | None:
     return refuses_triton(case.device)
 
 
+def _is_low(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16)
+
+
 def _torch_forward(indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
+    if weight.device.type == "cpu" and _is_low(weight.dtype) and weight.requires_grad and torch.is_grad_enabled():
+        return torch.embedding(weight.float(), indices, padding_idx).to(weight.dtype)  # torch's gradient, in float32
     return torch.embedding(weight, indices, padding_idx)
 
 
@@ -92,10 +108,28 @@ def _torch_backward(
 ) -> tuple[Tensor]:
     if not dy.numel():  # for rows of no columns torch's CUDA kernel writes to memory that is not there
         return (torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device),)
-    if dy.device.type == "cpu" and dy.dtype in (torch.float16, torch.bfloat16):
+    if dy.device.type == "cpu" and _is_low(dy.dtype):
+        if dy.numel() + weight.numel() >= _MANY:
+            return (_bags(dy, indices, weight, padding_idx),)
         dy = dy.float()  # on a CPU torch adds in the dtype that comes
     dense = torch.ops.aten.embedding_dense_backward
     return (dense(dy, indices, weight.shape[0], padding_idx, False).to(weight.dtype),)
+
+
+def _bags(dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
+    """The gradient as one bag of rows of dy for each row of the table, by torch's function for the sums of bags.
+
+    On a CPU torch's own gradient adds in low precision, and its bags in float32. They are quicker, too: at 32768 tokens
+    of 768 columns 1.4 times in bfloat16 on one core.
+    """
+    (V, D), numbers = weight.shape, indices.reshape(-1)
+    begins = torch.zeros(V, dtype=torch.int64)
+    torch.cumsum(torch.bincount(numbers, minlength=V)[:-1], 0, out=begins[1:])
+    order = torch.argsort(numbers, stable=True)  # a fixed order of the sums
+    dx: Tensor = torch.embedding_bag(dy.reshape(-1, D).contiguous(), order, begins, False, 0, False, None, False)[0]
+    if padding_idx >= 0:
+        dx[padding_idx].zero_()
+    return dx
 
 
 def _composite_backward(
@@ -152,12 +186,16 @@ def _case(indices: Tensor, weight: Tensor) -> Case:
 
 
 def _case_by_torch(indices: Tensor, weight: Tensor, padding_idx: int) -> Case | None:
-    """None where torch's own gradient falls short: of no tokens, and in low precision, which it adds up in that."""
-    exact = weight.dtype in (torch.float32, torch.float64)
-    return _case(indices, weight) if exact and indices.numel() else None
+    """None where torch's own gradient falls short: of no numbers, and in low precision of a table worth its time."""
+    if not indices.numel() or not weight.numel():
+        return None
+    if _is_low(weight.dtype) and weight.requires_grad and torch.is_grad_enabled() and weight.numel() > _FEW:
+        return None
+    return _case(indices, weight)
 
 
 def _forward(indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
+    _check_range(indices, weight.shape[0])
     y: Tensor = _fwd(_case(indices, weight), indices, weight, padding_idx)
     return y
 

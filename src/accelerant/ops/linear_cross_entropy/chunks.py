@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accelerant.ops._rows import ceil_div
 from accelerant.ops.cross_entropy import launch, row
-from accelerant.ops.cross_entropy.op import torch_rows
+from accelerant.ops.cross_entropy.torch_ops import torch_rows
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = ["chunk_rows", "run_torch", "run_triton"]
@@ -54,6 +54,10 @@ def _accumulate(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
             torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
         else:
             torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+    elif (
+        a.dtype == torch.bfloat16
+    ):  # each chunk's sum is rounded; a product in float32 takes two to three times as long on a CPU with bfloat16
+        out.copy_(torch.mm(a, b)) if first else out.add_(torch.mm(a, b))
     else:
         wide = a.to(out.dtype), b.to(out.dtype)
         torch.mm(*wide, out=out) if first else out.addmm_(*wide)
@@ -87,13 +91,15 @@ def _split(V: int) -> tuple[slice, ...]:
 # --- chunks ----------------------------------------------------------------------------------------------------------
 
 
+def _rows_at_once(hidden: Tensor, weight: Tensor) -> int:
+    limit = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"])
+    return chunk_rows(hidden.shape[0], weight.shape[0], hidden.element_size(), max(limit, 4 * weight.numel()))
+
+
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Each chunk's rows and their logits, all in one buffer whose rows are aligned whatever V is."""
     (M, _), V = hidden.shape, weight.shape[0]
-    limit = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"])
-    if hidden.is_cuda:
-        limit = max(limit, 4 * weight.numel())
-    R = chunk_rows(M, V, hidden.element_size(), limit)
+    R = _rows_at_once(hidden, weight)
     buffer = torch.empty(R, ceil_div(V, _ALIGNED) * _ALIGNED, dtype=hidden.dtype, device=hidden.device)
     if hidden.device.type == "cpu":  # oneDNN's products of bfloat16 read one column past an odd V: NaN times 0 is NaN
         buffer[:, V:].zero_()
@@ -113,13 +119,22 @@ def _classes(logits: Tensor, classes: int | None) -> Tensor:
     return logits[:, :classes]
 
 
-def _run(hidden: Tensor, weight: Tensor, needs: Sequence[bool], each: Callable[[slice, Tensor], None]) -> _Gradients:
+def _run(
+    hidden: Tensor,
+    weight: Tensor,
+    needs: Sequence[bool],
+    each: Callable[[slice, Tensor], None],
+    narrow: bool = False,
+) -> _Gradients:
     """Let `each` turn every chunk's logits into their gradient, and make the gradients of hidden and weight of that.
 
     Returns:
-        dhidden in the dtype of hidden, dweight in float32 (float64 for float64); None where not needed.
+        dhidden in the dtype of hidden, dweight in float32 (float64 for float64); None where not needed. If `narrow`,
+        dweight in its own dtype where there is one chunk, so that nothing is rounded but the whole sum.
     """
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    if narrow and _rows_at_once(hidden, weight) >= hidden.shape[0]:
+        wide = weight.dtype
     dhidden = torch.empty_like(hidden) if needs[0] else None
     dweight = torch.empty(weight.shape, dtype=wide, device=weight.device) if needs[1] else None
     for rows, logits in _chunks(hidden, weight):
@@ -147,6 +162,7 @@ def run_triton(
     counts: Tensor | None = None,
     dy: Tensor | None = None,
     classes: int | None = None,
+    narrow: bool = False,
 ) -> _Gradients:
     """Losses, and the gradients of hidden and weight that are needed; on Hopper by row.cu where that serves.
 
@@ -158,6 +174,7 @@ def run_triton(
         counts: from cross_entropy's `count`: gradients are divided by their sum.
         dy: gradients are multiplied by it; a scalar or (M,).
         classes: how many rows of weight are classes, the first ones; None for all. The others get a gradient of 0.
+        narrow: the gradient of weight may be of its dtype, as _run has it; of no effect here.
     """
     gradient = any(needs)
     classes = weight.shape[0] if classes is None else classes
@@ -196,17 +213,16 @@ def run_torch(
     counts: Tensor | None = None,
     dy: Tensor | None = None,
     classes: int | None = None,
+    narrow: bool = False,
 ) -> _Gradients:
-    """As run_triton, from torch's functions."""
+    """As run_triton, from torch's functions; with an effect of `narrow`."""
     gradient = any(needs)
 
     def each(rows: slice, logits: Tensor) -> None:
         logits = _classes(logits, classes)
         c = dy[rows] if dy is not None and dy.dim() else dy
-        found, dx = torch_rows(logits, targets[rows], ignore_index, smoothing, gradient, counts, c)
+        found = torch_rows(logits, targets[rows], ignore_index, smoothing, logits if gradient else None, counts, c)
         if losses is not None:
             losses[rows] = found
-        if dx is not None:
-            logits.copy_(dx)
 
-    return _run(hidden, weight, needs, each)
+    return _run(hidden, weight, needs, each, narrow)

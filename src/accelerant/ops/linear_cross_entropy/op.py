@@ -14,7 +14,8 @@ from accelerant.ops._ahead import AheadOp
 from accelerant.ops._differentiable import ByTorch
 from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops.cross_entropy import launch
-from accelerant.ops.cross_entropy.op import check_loss, check_targets, torch_composite
+from accelerant.ops.cross_entropy.op import check_loss, check_targets
+from accelerant.ops.cross_entropy.torch_ops import torch_composite
 from accelerant.ops.linear_cross_entropy.chunks import run_torch, run_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.triton import refuses_triton
@@ -55,15 +56,18 @@ class _Chunked:
         gradient_hidden: bool,
         gradient_weight: bool,
         whole: bool = False,
+        narrow: bool = False,
     ) -> tuple[Tensor, ...]:
         """The loss; and of "mean" and "sum" the gradients that are wanted, empty tensors otherwise.
 
         In float16 they are those of the sum: over the count they would vanish before a loss scale lifts them. If
-        `whole`, the loss alone, with the logits at once, from torch's functions and with their own gradient.
+        `whole`, the loss alone, with the logits at once, from torch's functions and with their own gradient. If
+        `narrow`, the weight's gradient may be of its dtype rather than float32, where that rounds once.
         """
         if whole:
             return (_composite(hidden, weight, targets, ignore_index, smoothing, reduction, dtype, wide),)
         low = getattr(torch, dtype)
+        narrow = narrow and weight.dtype == low == torch.bfloat16  # the sum of all rows may be too large for float16
         needs = (gradient_hidden, gradient_weight) if reduction != "none" else (False, False)
         hidden, weight, targets = hidden.to(low).contiguous(), weight.to(low).contiguous(), targets.contiguous()
         exact = torch.float64 if low == torch.float64 else torch.float32
@@ -71,7 +75,7 @@ class _Chunked:
         counts = self._counts(targets, ignore_index) if reduction == "mean" else None
         inner = None if low == torch.float16 else counts
         dhidden, dweight = self._run(
-            hidden, weight, targets, ignore_index, smoothing, needs, losses=losses, counts=inner
+            hidden, weight, targets, ignore_index, smoothing, needs, losses=losses, counts=inner, narrow=narrow
         )  # fmt: skip
         result = torch.float32 if wide else low
         if reduction == "none":
@@ -211,7 +215,8 @@ def linear_cross_entropy(
     Returns:
         a scalar, (...) for "none"; the dtype of hidden, or float32 under torch.autocast. Logits are rounded to the
         dtype of hidden (of autocast), the loss of them is computed in float32, and the gradient of the weight sums in
-        float32 over all rows; float64 stays float64. Differentiable twice.
+        float32 over all rows (on a CPU in bfloat16 each chunk's sum is rounded, and a chunk's logits take at least as
+        much memory as that gradient in float32, if there are so many); float64 stays float64. Differentiable twice.
 
     Raises:
         ShapeError: weight is not (V, K), targets are not (...), or they are on several devices.
@@ -233,16 +238,19 @@ def linear_cross_entropy(
     for name, tensor in (("weight", weight), ("targets", targets)):
         if tensor.device != hidden.device:
             raise ShapeError(f"{name} must be on {hidden.device}, where hidden is; got {tensor.device}")
-    check_targets(targets, weight.shape[0], ignore_index)
     dtype = low if wide and low is not None else hidden.dtype
     shape = targets.shape
     if hidden.dim() != 2:
         hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     learns = torch.is_grad_enabled()
-    loss: Tensor = _linear_cross_entropy(
-        hidden, weight, targets, ignore_index, float(label_smoothing), reduction, name_of(dtype), wide,
-        learns and hidden.requires_grad, learns and weight.requires_grad,
-    )  # fmt: skip
+    try:
+        loss: Tensor = _linear_cross_entropy(
+            hidden, weight, targets, ignore_index, float(label_smoothing), reduction, name_of(dtype), wide,
+            learns and hidden.requires_grad, learns and weight.requires_grad,
+        )  # fmt: skip
+    except IndexError:  # as in cross_entropy
+        check_targets(targets, weight.shape[0], ignore_index)
+        raise
     return loss.reshape(shape) if reduction == "none" and len(shape) != 1 else loss
 
 
@@ -273,9 +281,10 @@ def _case_by_torch(hidden: Tensor, weight: Tensor, *args: Any) -> Case | None:
     return _case(hidden, weight, args[4], args[-2:]) if few else None
 
 
-def _forward(hidden: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(hidden: Tensor, weight: Tensor, *args: Any, narrow: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    check_targets(args[0], weight.shape[0], args[1])
     found: tuple[Tensor, Tensor, Tensor] = linear_cross_entropy_fwd(
-        _case(hidden, weight, args[4], args[-2:]), hidden, weight, *args
+        _case(hidden, weight, args[4], args[-2:]), hidden, weight, *args, False, narrow
     )
     return found
 
@@ -285,7 +294,7 @@ def _infer(hidden: Tensor, weight: Tensor, *args: Any) -> Tensor:
 
 
 def _ahead(needs: Sequence[bool], hidden: Tensor, weight: Tensor, *args: Any) -> Any:
-    loss, dhidden, dweight = _forward(hidden, weight, *args[:-2], *needs)
+    loss, dhidden, dweight = _forward(hidden, weight, *args[:-2], *needs, narrow=True)
     reduction = args[3]
     targets = args[0].clone() if args[4] == "float16" else args[0]  # there the backward pass counts them
     ahead = None if reduction == "none" else (hidden, weight, targets, dhidden, dweight)

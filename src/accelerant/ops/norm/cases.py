@@ -72,8 +72,8 @@ def _family(bias: bool, residual: bool, times: Sequence[tuple[float | None, floa
     small: tuple[Sample, ...] = (
         *samples((1, 1), (7,), (3, 5), (2, 3, 129), (67, 16), (9, 768)),
         *samples((4, 96), some=few),
-        *samples((5, 4096)),
-        *samples((17, 8200)),  # forward in registers, backward not
+        *samples((3, 4096)),
+        *samples((3, 8200)),  # forward in registers, backward not
         *samples((0, 8), (2, 0, 8), (3, 0)),
     )
     return OpCases(

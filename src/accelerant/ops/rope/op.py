@@ -18,6 +18,9 @@ from accelerant.runtime.triton import refuses_triton
 __all__ = ["rope"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_CHUNK = 2**18
+"""Elements at a time on a CPU: 1 MiB of float32."""
+
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -101,17 +104,51 @@ def _broadcast(table: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _torch_forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False) -> Tensor:
-    """Four passes over memory without a temporary, of float32 at least."""
+    """In float32 at least; on a CPU so many positions at a time that what lies between the passes stays in cache."""
     wide = _wide(x.dtype)
     y = torch.empty_like(x)
-    out = y if x.dtype == wide else torch.empty_like(x, dtype=wide)
-    (x1, x2), (y1, y2) = _halves(x.to(wide), interleaved), _halves(out, interleaved)
-    cos, sin, sign = _broadcast(cos, wide), _broadcast(sin, wide), -1 if inverse else 1
+    cos, sin = _broadcast(cos, wide), _broadcast(sin, wide)
+    if inverse:
+        sin = -sin
+    if x.device.type != "cpu" or x.numel() <= _CHUNK:
+        _turn(x, cos, sin, interleaved, y)
+        return y
+    if not interleaved:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    B, H, S, D = x.shape
+    batches = max(1, _CHUNK // (H * S * D))
+    places = S if batches > 1 else max(1, _CHUNK // (H * D))
+    for b in range(0, B, batches):
+        tables = [table[b : b + batches] if table.dim() == 4 else table for table in (cos, sin)]
+        for s in range(0, S, places):
+            part, turned = (each[b : b + batches, :, s : s + places] for each in (x, y))
+            c, d = (table[..., s : s + places, :] for table in tables)
+            if interleaved:
+                _turn(part, c, d, True, turned)
+            else:
+                _turn_halves(part, c, d, turned)
+    return y
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, y: Tensor) -> None:
+    """Write y: four passes over memory, and two more where x is not of the dtype of the tables."""
+    out = y if x.dtype == cos.dtype else torch.empty_like(x, dtype=cos.dtype)
+    (x1, x2), (y1, y2) = _halves(x.to(cos.dtype), interleaved), _halves(out, interleaved)
     torch.mul(x1, cos, out=y1)
-    y1.addcmul_(x2, sin, value=-sign)
+    y1.addcmul_(x2, sin, value=-1)
     torch.mul(x2, cos, out=y2)
-    y2.addcmul_(x1, sin, value=sign)
-    return y if out is y else y.copy_(out)
+    y2.addcmul_(x1, sin)
+    if out is not y:
+        y.copy_(out)
+
+
+def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> None:
+    """Write y, from (cos, cos) and (-sin, sin): torch's functions are slow for rows as short as half a head."""
+    half, wide = x.shape[-1] // 2, x.to(cos.dtype)
+    swapped = torch.cat((wide[..., half:], wide[..., :half]), -1)
+    out = torch.mul(wide, cos, out=y if wide is x else wide).addcmul_(swapped, sin)
+    if out is not y:
+        y.copy_(out)
 
 
 def _composite(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
