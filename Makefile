@@ -35,9 +35,10 @@ gpu-test:        ## the GPU tests, from the source tree with the Python at hand:
 EXAMPLES ?= 2000
 SOAK_LOG ?= benchmarks/results/soak-zk.txt
 
-soak: $(VENV)/.installed-dev     ## fuzz the exact arithmetic at length, the output kept: make soak EXAMPLES=20000
+soak: $(VENV)/.installed-dev     ## fuzz exact arithmetic and file formats at length, the output kept: make soak EXAMPLES=20000
 	{ date -u; git describe --always --dirty || true; } > $(SOAK_LOG)
-	ACCELERANT_FUZZ_EXAMPLES=$(EXAMPLES) $(PYTEST) tests/zk/test_fuzz.py --durations=0 $(ARGS) >> $(SOAK_LOG) 2>&1; \
+	ACCELERANT_FUZZ_EXAMPLES=$(EXAMPLES) ACCELERANT_FUZZ_SECONDS=60 $(PYTEST) tests/zk/test_fuzz.py \
+		tests/zk/formats/test_formats_fuzz.py --durations=0 $(ARGS) >> $(SOAK_LOG) 2>&1; \
 	status=$$?; cat $(SOAK_LOG); exit $$status
 
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup

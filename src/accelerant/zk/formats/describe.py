@@ -1,0 +1,128 @@
+"""What a file holds, as JSON values: for people and programs that look before they use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerant.errors import FormatError
+from accelerant.zk.formats.container import FilePath, MappedFile, regular_file
+from accelerant.zk.formats.contributions import KINDS, Label
+from accelerant.zk.formats.elements import U64, count_infinities
+from accelerant.zk.formats.ptau import Ptau
+from accelerant.zk.formats.r1cs import R1cs
+from accelerant.zk.formats.wtns import Witness
+from accelerant.zk.formats.zkey import Zkey
+
+__all__ = ["describe", "open_file"]
+
+_FORMATS: tuple[type[MappedFile], ...] = (Zkey, Witness, R1cs, Ptau)
+
+
+def open_file(path: FilePath) -> MappedFile:
+    """Map a file of any of the formats, told apart by its first bytes.
+
+    Raises:
+        FormatError: it is of none, or not what it claims.
+    """
+    found = regular_file(path)
+    try:
+        with found.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise FormatError(f"cannot read {found}: {error.strerror or error}") from None
+    for each in _FORMATS:
+        if each.layout.magic == magic:
+            return each.open(found)
+    kinds = ", ".join(f".{each.layout.kind}" for each in _FORMATS)
+    raise FormatError(f"{found} begins with {magic!r}, as no {kinds} file does")
+
+
+def describe(path: FilePath, *, check: bool = False) -> dict[str, Any]:
+    """What a file of any of the formats holds; of a witness no value.
+
+    Args:
+        path: of the file.
+        check: call its check() too.
+
+    Returns:
+        JSON values: file, kind, size_bytes, curve, checked, and by kind sizes, contributions, and, of each section of
+        points, how many it has and how many of them are infinity. Public inputs are those of the proof, outputs of the
+        circuit among them. All of the file is read.
+
+    Raises:
+        FormatError: it is of none of the formats, or not what it claims.
+    """
+    with open_file(path) as file:
+        if check:
+            file.check()
+        return {
+            "file": str(file.path),
+            "kind": file.layout.kind,
+            "size_bytes": file.size_bytes,
+            "curve": file.family,
+            **_facts(file),
+            "checked": check,
+        }
+
+
+def _facts(file: MappedFile) -> dict[str, Any]:
+    if isinstance(file, Zkey):
+        return _zkey(file)
+    if isinstance(file, Ptau):
+        return _ptau(file)
+    if isinstance(file, R1cs):
+        return _r1cs(file)
+    return {"values": file.n_values} if isinstance(file, Witness) else {}
+
+
+def _zkey(key: Zkey) -> dict[str, Any]:
+    return {
+        "protocol": "groth16",
+        "constraints": key.n_constraints,
+        "signals": key.n_vars,
+        "public_inputs": key.n_public,
+        "domain_size": key.domain_size,
+        "coefficients": key.n_coefficients,
+        "points": _points(key.points),
+        "circuit_hash": key.circuit_hash.hex(),
+        "contributions": [_label(each.label) for each in key.contributions],
+    }
+
+
+def _ptau(powers: Ptau) -> dict[str, Any]:
+    return {
+        "power": powers.power,
+        "ceremony_power": powers.ceremony_power,
+        "most_constraints": 1 << powers.power,
+        "prepared": powers.prepared,
+        "points": _points(powers.points),
+        "contributions": [_label(each.label) for each in powers.contributions],
+    }
+
+
+def _r1cs(circuit: R1cs) -> dict[str, Any]:
+    matrices = circuit.matrices()
+    return {
+        "constraints": circuit.n_constraints,
+        "wires": circuit.n_wires,
+        "public_inputs": circuit.n_public,
+        "public_outputs": circuit.n_pub_out,
+        "private_inputs": circuit.n_prv_in,
+        "labels": circuit.n_labels,
+        "terms": {name: len(terms) for name, terms in zip("ABC", matrices, strict=True)},
+        "custom_gates": [each.name for each in circuit.custom_gates],
+        "custom_gate_uses": circuit.n_custom_gate_uses,
+    }
+
+
+def _points(sections: dict[str, U64]) -> dict[str, dict[str, int]]:
+    return {name: {"points": len(words), "infinite": count_infinities(words)} for name, words in sections.items()}
+
+
+def _label(label: Label) -> dict[str, Any]:
+    found: dict[str, Any] = {"kind": KINDS[label.kind], "name": label.name}
+    if label.beacon is not None:
+        found["beacon"] = label.beacon.hex()
+    if label.iterations_exp is not None:
+        found["iterations_exp"] = label.iterations_exp
+    return found

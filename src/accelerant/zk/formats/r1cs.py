@@ -1,0 +1,304 @@
+""".r1cs version 1: a circuit's constraints (A w) (B w) = C w, row by row, as circom compiles them.
+
+    1  u32 n8, r (n8 bytes), u32 nWires, nPubOut, nPubIn, nPrvIn, u64 nLabels, u32 mConstraints
+    2  for each constraint three linear combinations, of A, B and C: u32 count, then {u32 wire, value (n8 bytes)}
+    3  u64 label of each wire
+    4  u32 count of custom gates, each: name ending in a zero byte, u32 count of parameters, n8 bytes each
+    5  u32 count of their uses, each: u32 gate, u32 count of wires, u64 each
+
+Wire 0 is 1; then come outputs, public inputs, private inputs, everything else. Values are canonical. Source: iden3's
+r1csfile/doc/r1cs_bin_format.md (commit 1e48416); sections 4 and 5 compared with files of circom 2.2.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accelerant.algebra.curve.parameters import family_of
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile
+from accelerant.zk.formats.elements import first_not_below, prime_bytes, read_family, scalar_field
+from accelerant.zk.formats.writing import write_container
+
+__all__ = ["TERM", "CustomGate", "R1cs", "write_r1cs"]
+
+Terms = npt.NDArray[np.void]
+
+_HEADER, _CONSTRAINTS, _LABELS, _GATES, _USES = range(1, 6)
+_NAMES = {
+    _HEADER: "header", _CONSTRAINTS: "constraints", _LABELS: "labels", _GATES: "custom gates",
+    _USES: "custom gates' uses",
+}  # fmt: skip
+_LAYOUT = Layout("r1cs", b"r1cs", 1, _NAMES, (_HEADER, _CONSTRAINTS, _LABELS))
+_COUNT = struct.Struct("<I")
+
+_IN_FILE = np.dtype([("wire", "<u4"), ("value", "<u8", (4,))])
+_TERM_WORDS = _IN_FILE.itemsize // 4
+TERM = np.dtype([("row", "<u4"), ("wire", "<u4"), ("value", "<u8", (4,))])
+"""An entry of A, B or C; both pairings have r of four words."""
+
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class CustomGate:
+    """A PLONK gate of the circuit's own, which Groth16 cannot prove.
+
+    Attributes:
+        name: of its template.
+        parameters: of the template.
+    """
+
+    name: str
+    parameters: tuple[int, ...]
+
+
+class R1cs(MappedFile):
+    """An .r1cs file, mapped.
+
+    Attributes:
+        path: of the file.
+        family: "bn254" or "bls12_381", by r.
+        n_wires: wire 0, which is 1, included.
+        n_pub_out, n_pub_in, n_prv_in: outputs, public inputs, private inputs. Private inputs that no constraint needs
+            are counted and have no wire.
+        n_labels: signals before circom merged them.
+        n_constraints: rows of A, B and C.
+        custom_gates: that the circuit declares.
+        n_custom_gate_uses: how often it uses them.
+    """
+
+    layout = _LAYOUT
+
+    def _read(self, container: Container) -> None:
+        self._read_header(container.cursor(_HEADER))
+        container.expect_size(_LABELS, 8 * self.n_wires, f"labels of {self.n_wires} wires")
+        section = container.sections[_CONSTRAINTS]
+        if section.size % 4 or section.size < 3 * 4 * self.n_constraints:
+            message = f"{section.size} bytes; {self.n_constraints} constraints have whole u32 words, 3 each at least"
+            raise container.error(_CONSTRAINTS, section.offset, message)
+        self.custom_gates: tuple[CustomGate, ...] = ()
+        self.n_custom_gate_uses = 0
+        if _GATES in container.sections:
+            self.custom_gates = self._read_gates(container.cursor(_GATES))
+        if _USES in container.sections:
+            self.n_custom_gate_uses = self._read_uses(container.cursor(_USES))
+
+    @property
+    def n_public(self) -> int:
+        """Outputs and public inputs."""
+        return self.n_pub_out + self.n_pub_in
+
+    def _read_header(self, cursor: Cursor) -> None:
+        family = read_family(cursor, "r")
+        self.family = family.name
+        self._field = scalar_field(family)
+        at = cursor.at
+        self.n_wires, self.n_pub_out, self.n_pub_in, self.n_prv_in = (
+            cursor.u32(name) for name in ("nWires", "nPubOut", "nPubIn", "nPrvIn")
+        )
+        self.n_labels = cursor.number(8, "nLabels")
+        self.n_constraints = cursor.u32("mConstraints")
+        cursor.end()
+        if self.n_public >= self.n_wires:
+            raise cursor.error(f"{self.n_public} public signals and wire 0 among {self.n_wires} wires", at)
+
+    def _read_gates(self, cursor: Cursor) -> tuple[CustomGate, ...]:
+        size, found = self._field.size_bytes, []
+        for _ in range(cursor.u32("the number of custom gates")):  # each takes bytes of the section, which ends them
+            name = cursor.until_zero("a custom gate's name").decode("utf-8", errors="replace")
+            count = cursor.u32("the number of a custom gate's parameters")
+            data = cursor.take(count * size, "a custom gate's parameters")
+            values = (int.from_bytes(data[i : i + size], "little") for i in range(0, len(data), size))
+            found.append(CustomGate(name, tuple(values)))
+        cursor.end()
+        return tuple(found)
+
+    def _read_uses(self, cursor: Cursor) -> int:
+        uses = cursor.u32("the number of uses")
+        for _ in range(uses):
+            at = cursor.at
+            gate = cursor.u32("a use's gate")
+            if gate >= len(self.custom_gates):
+                raise cursor.error(f"custom gate {gate} of {len(self.custom_gates)}", at)
+            cursor.take(8 * cursor.u32("the number of a use's wires"), "a use's wires")
+        cursor.end()
+        return uses
+
+    # --- sections ------------------------------------------------------------------------------------------------
+
+    @property
+    def labels(self) -> npt.NDArray[np.uint64]:
+        """(n_wires,): the label of each wire, read-only, in the file."""
+        found: npt.NDArray[np.uint64] = self._container.array(_LABELS, "<u8", count=self.n_wires)
+        return found
+
+    def matrices(self) -> tuple[Terms, Terms, Terms]:
+        """A, B and C, each (n,) of TERM by ascending row; copied, a little more than the file has.
+
+        Raises:
+            FormatError: linear combinations that do not fill the section, a wire that is not there, a value not below
+                r; names the offset.
+        """
+        starts = self._starts()
+        a, b, c = (self._gathered(starts[:-1][k::3], starts[1:][k::3]) for k in range(3))
+        return a, b, c
+
+    def check(self) -> None:
+        """Read the whole file and refuse what matrices() refuses.
+
+        Raises:
+            FormatError: as matrices().
+        """
+        self.matrices()
+
+    def _starts(self) -> npt.NDArray[np.int64]:
+        """Where each linear combination begins, in 32-bit words of the section, and where the last ends."""
+        section = self._container.sections[_CONSTRAINTS]
+        found = array("q", [0]) * (3 * self.n_constraints + 1)  # the section has 12 bytes for each constraint
+        at = 0
+        with self._container.words32(_CONSTRAINTS) as words:
+            try:
+                for index in range(3 * self.n_constraints):
+                    found[index] = at
+                    at += 1 + _TERM_WORDS * words[at]
+            except IndexError:
+                at = len(words) + 1  # also where the last one that there is says that it is longer
+            found[-1] = at
+            if at > len(words):
+                row, last = index // 3, section.offset + 4 * found[index]
+                message = f"the section ends in linear combination {index % 3} of constraint {row} of "
+                raise self._container.error(_CONSTRAINTS, last, f"{message}{self.n_constraints}")
+            if at < len(words):
+                message = f"{4 * (len(words) - at)} bytes after the last of {self.n_constraints} constraints"
+                raise self._container.error(_CONSTRAINTS, section.offset + 4 * at, message)
+        return np.frombuffer(found, np.int64)
+
+    def _gathered(self, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> Terms:
+        counts = (ends - starts) // _TERM_WORDS
+        before = np.cumsum(counts) - counts
+        found = np.empty(int(counts.sum()), TERM)
+        found["row"] = np.repeat(np.arange(self.n_constraints, dtype=np.uint32), counts)
+        overlapping = self._container.overlapping(_CONSTRAINTS, _IN_FILE, 4)
+        for begin in range(0, len(found), _CHUNK):
+            part = found[begin : begin + _CHUNK]
+            rows, index = part["row"], np.arange(begin, begin + len(part))
+            positions = starts[rows] + 1 + _TERM_WORDS * (index - before[rows])
+            terms = overlapping[positions]
+            part["wire"], part["value"] = terms["wire"], terms["value"]
+            self._check_terms(terms, positions)
+        return found
+
+    def _check_terms(self, terms: Terms, positions: npt.NDArray[np.int64]) -> None:
+        offset = self._container.sections[_CONSTRAINTS].offset
+        wrong = terms["wire"] >= self.n_wires
+        if wrong.any():
+            index = int(wrong.argmax())
+            message = f"wire {terms['wire'][index]} of {self.n_wires}"
+            raise self._container.error(_CONSTRAINTS, offset + 4 * int(positions[index]), message)
+        found = first_not_below(terms["value"], self._field.modulus)
+        if found is not None:
+            at = offset + 4 * int(positions[found]) + 4
+            raise self._container.error(_CONSTRAINTS, at, f"a value is not below the modulus of {self._field.name}")
+
+    def __repr__(self) -> str:
+        sizes = f"{self.n_constraints} constraints, {self.n_wires} wires, {self.n_public} public"
+        return f"R1cs({str(self.path)!r}, {self.family}, {sizes})"
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_r1cs(
+    path: FilePath,
+    family: str,
+    *,
+    n_wires: int,
+    n_pub_out: int,
+    n_pub_in: int,
+    n_prv_in: int,
+    n_constraints: int,
+    a: Terms,
+    b: Terms,
+    c: Terms,
+    labels: Any = None,
+    n_labels: int | None = None,
+) -> None:
+    """Write an .r1cs without custom gates, whole or not at all.
+
+    Args:
+        path: of the file; what is there is replaced.
+        family: "bn254" or "bls12_381".
+        n_wires: wire 0, which is 1, included.
+        n_pub_out, n_pub_in, n_prv_in: outputs, public inputs, private inputs; their wires follow wire 0.
+        n_constraints: rows.
+        a, b, c: (n,) of TERM in any order; one row names a wire once. Values are canonical.
+        labels: (n_wires,) uint64; 0, 1, 2, ... by default.
+        n_labels: n_wires by default.
+
+    Raises:
+        ConfigError: no such family, sizes that no circuit has, a row or wire that is not there, a value not below r.
+        ShapeError, UnsupportedDtype: an array of another shape or dtype.
+        OSError: the file cannot be written.
+    """
+    pairing = family_of(family)
+    numbers = {"n_wires": n_wires, "n_pub_out": n_pub_out, "n_pub_in": n_pub_in, "n_prv_in": n_prv_in}
+    last = {"n_labels": n_wires if n_labels is None else n_labels, "n_constraints": n_constraints}
+    for name, value in (numbers | last).items():
+        bits = 64 if name == "n_labels" else 32
+        if not 0 <= value < 1 << bits:
+            raise ConfigError(f"{name} must be 0 to 2^{bits} - 1, got {value}")
+    if n_pub_out + n_pub_in >= n_wires:
+        raise ConfigError(f"{n_pub_out + n_pub_in} public signals and wire 0 do not fit in {n_wires} wires")
+    wired = np.arange(n_wires, dtype=np.uint64) if labels is None else np.asarray(labels)
+    if wired.dtype != np.uint64 or wired.shape != (n_wires,):
+        raise ShapeError(f"labels must be ({n_wires},) of uint64, got {wired.shape} of {wired.dtype}")
+    header = prime_bytes(pairing, "r") + struct.pack("<IIIIQI", *numbers.values(), *last.values())
+    named = {"a": a, "b": b, "c": c}
+    matrices = [
+        _sorted_terms(name, terms, n_constraints, n_wires, scalar_field(pairing).modulus)
+        for name, terms in named.items()
+    ]
+    combinations = _combinations(matrices, n_constraints)
+    write_container(path, _LAYOUT, {_HEADER: [header], _CONSTRAINTS: [combinations], _LABELS: [wired]})
+
+
+def _sorted_terms(name: str, terms: Terms, n_constraints: int, n_wires: int, modulus: int) -> Terms:
+    """By row and, as the format wants it, by wire."""
+    if terms.dtype != TERM:
+        raise UnsupportedDtype(f"{name} must be {TERM}, got {terms.dtype}")
+    if terms.ndim != 1:
+        raise ShapeError(f"{name} must be (n,), got {terms.shape}")
+    for field, bound in (("row", n_constraints), ("wire", n_wires)):
+        if len(terms) and terms[field].max() >= bound:
+            raise ConfigError(f"{name} has {field} {terms[field].max()}; they must be below {bound}")
+    index = first_not_below(terms["value"], modulus)
+    if index is not None:
+        raise ConfigError(f"{name}[{index}] has a value that is not below r")
+    return terms[np.lexsort((terms["wire"], terms["row"]))]
+
+
+def _combinations(matrices: list[Terms], n_constraints: int) -> npt.NDArray[np.uint32]:
+    """The section of constraints, 32-bit words."""
+    counts = np.stack([np.bincount(terms["row"], minlength=n_constraints) for terms in matrices], axis=1)
+    sizes = 1 + _TERM_WORDS * counts.reshape(-1)
+    starts = (np.cumsum(sizes) - sizes).reshape(-1, 3)
+    words = np.zeros(int(sizes.sum()), "<u4")
+    words[starts.reshape(-1)] = counts.reshape(-1)
+    if len(words) <= _TERM_WORDS:  # no term at all
+        return words
+    shape = (len(words) - _TERM_WORDS + 1,)
+    overlapping: Terms = np.ndarray(shape, _IN_FILE, words.data, strides=(4,))
+    for k, terms in enumerate(matrices):
+        before = np.cumsum(counts[:, k]) - counts[:, k]
+        rows = terms["row"]
+        part = np.empty(len(terms), _IN_FILE)
+        part["wire"], part["value"] = terms["wire"], terms["value"]
+        overlapping[starts[rows, k] + 1 + _TERM_WORDS * (np.arange(len(terms)) - before[rows])] = part
+    return words

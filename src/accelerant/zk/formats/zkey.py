@@ -1,0 +1,403 @@
+""".zkey version 1, Groth16: a circuit's proving key.
+
+     1  u32 1 (Groth16)
+     2  u32 n8q, q, u32 n8r, r, u32 nVars, u32 nPublic, u32 domainSize, alpha1 beta1 beta2 gamma2 delta1 delta2
+     3  IC   nPublic + 1           points of G1
+     4  u32 count, then {u32 matrix (0 A, 1 B), u32 row, u32 signal, value R^2 mod r}
+     5  A    nVars                 of G1
+     6  B1   nVars                 of G1
+     7  B2   nVars                 of G2
+     8  C    nVars - nPublic - 1   of G1
+     9  H    domainSize            of G1
+    10  the circuit's hash (64 bytes), u32 count, contributions: deltaAfter, g1_s, g1_sx of G1, g2_spx of G2,
+        transcript (64 bytes), label (contributions.py)
+
+Names ending in 1 are of G1, in 2 of G2; points are as elements.py has them. The matrices hold nPublic + 1 more rows of
+A than the circuit has constraints: row nConstraints + s, signal s, value 1. One Montgomery product of an entry's value
+and a canonical witness value is in Montgomery form. Source: files of snarkjs 0.7.6, read byte by byte.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accelerant.algebra.curve.parameters import Family, family_of
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile
+from accelerant.zk.formats.contributions import Label, label_bytes, read_label
+from accelerant.zk.formats.elements import (
+    check_below,
+    check_points,
+    coordinate_field,
+    first_not_below,
+    hash_bytes,
+    point_words,
+    prime_bytes,
+    read_family,
+    read_point,
+    scalar_field,
+    words_of,
+)
+from accelerant.zk.formats.writing import Piece, write_container
+
+__all__ = ["COEFFICIENT", "Contribution", "Zkey", "write_zkey"]
+
+U64 = npt.NDArray[np.uint64]
+
+_PROTOCOL, _HEADER, _IC, _COEFFICIENTS, _A, _B1, _B2, _C, _H, _CONTRIBUTIONS = range(1, 11)
+_NAMES = {
+    _PROTOCOL: "protocol", _HEADER: "header", _IC: "IC", _COEFFICIENTS: "coefficients", _A: "A", _B1: "B1", _B2: "B2",
+    _C: "C", _H: "H", _CONTRIBUTIONS: "contributions",
+}  # fmt: skip
+_LAYOUT = Layout("zkey", b"zkey", 1, _NAMES, (*range(_PROTOCOL, _CONTRIBUTIONS),))
+_GROTH16 = 1
+_OTHER_PROTOCOLS = {2: "PLONK", 10: "FFLONK"}
+_HEADER_POINTS = (("alpha1", 1), ("beta1", 1), ("beta2", 2), ("gamma2", 2), ("delta1", 1), ("delta2", 2))
+_HASH_BYTES = 64
+_COUNT = struct.Struct("<I")
+_CHUNK = 1 << 16
+
+COEFFICIENT = np.dtype([("matrix", "<u4"), ("row", "<u4"), ("signal", "<u4"), ("value", "<u8", (4,))])
+"""An entry of the matrices A (0) and B (1); both pairings have r of four words."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contribution:
+    """One of the ceremony's second phase, as the file tells it; nothing of it is verified here.
+
+    Attributes:
+        label: its kind and name.
+        delta_after: delta1 after it, words of G1.
+        g1_s: a random point of G1.
+        g1_sx: the same times the contributor's secret.
+        g2_spx: a point of G2 that the transcript gives, times the secret.
+        transcript: hash of what came before.
+    """
+
+    label: Label
+    delta_after: U64
+    g1_s: U64
+    g1_sx: U64
+    g2_spx: U64
+    transcript: bytes
+
+
+class Zkey(MappedFile):
+    """A Groth16 .zkey file, mapped.
+
+    Points are words in Montgomery form, the kernels' own; arrays are read-only, lie in the file, and need not begin at
+    a multiple of 8.
+
+    Attributes:
+        path: of the file.
+        family: "bn254" or "bls12_381", by q and r.
+        n_vars: signals, w[0] = 1 included.
+        n_public: outputs and public inputs.
+        domain_size: a power of two, more than the circuit's constraints.
+        n_coefficients: entries of A and B.
+        alpha1, beta1, delta1: (2 limbs,) words.
+        beta2, gamma2, delta2: (4 limbs,) words.
+        circuit_hash: 64 bytes; empty where the file has no section of contributions.
+        contributions: of the ceremony's second phase.
+    """
+
+    alpha1: U64
+    beta1: U64
+    beta2: U64
+    gamma2: U64
+    delta1: U64
+    delta2: U64
+    circuit_hash: bytes
+    contributions: tuple[Contribution, ...]
+
+    layout = _LAYOUT
+
+    def _read(self, container: Container) -> None:
+        self._entries_checked = False
+        _read_protocol(container)
+        self._read_header(container.cursor(_HEADER))
+        self._check_sizes()
+        self.circuit_hash, self.contributions = b"", ()
+        if _CONTRIBUTIONS in container.sections:
+            self._read_contributions(container.cursor(_CONTRIBUTIONS))
+
+    # --- the header ----------------------------------------------------------------------------------------------
+
+    def _read_header(self, cursor: Cursor) -> None:
+        family = read_family(cursor, "q")
+        at = cursor.at
+        if read_family(cursor, "r") is not family:
+            raise cursor.error(f"r is not that of {family.name}, of which q is", at)
+        at = cursor.at
+        self.family = family.name
+        self._family = family
+        self.n_vars, self.n_public, self.domain_size = (cursor.u32(name) for name in ("nVars", "nPublic", "domainSize"))
+        if self.n_public >= self.n_vars:
+            raise cursor.error(f"{self.n_public} public signals and w[0] among {self.n_vars} signals", at)
+        size, most = self.domain_size, scalar_field(family).two_adicity
+        if size & (size - 1) or not self.n_public < size <= 1 << most:
+            wanted = f"a power of two over {self.n_public}, the public signals, and up to 2^{most}"
+            raise cursor.error(f"domainSize is {size}; it must be {wanted}", at + 8)
+        for name, degree in _HEADER_POINTS:
+            setattr(self, name, read_point(cursor, family, degree, name))
+        cursor.end()
+
+    def _check_sizes(self) -> None:
+        container, counts = self._container, self._counts()
+        for number, (count, width) in counts.items():
+            container.expect_size(number, count * width * 8, f"{count} points")
+        cursor = container.cursor(_COEFFICIENTS)
+        self.n_coefficients = cursor.u32("the number of coefficients")
+        needed = _COUNT.size + self.n_coefficients * COEFFICIENT.itemsize
+        container.expect_size(_COEFFICIENTS, needed, f"{self.n_coefficients} coefficients")
+        check_below(container, _IC, coordinate_field(self._family), self.ic)
+
+    def _counts(self) -> dict[int, tuple[int, int]]:
+        """Section of points -> how many it has, and their words."""
+        g1, g2 = (point_words(self._family, degree) for degree in (1, 2))
+        return {
+            _IC: (self.n_public + 1, g1),
+            _A: (self.n_vars, g1),
+            _B1: (self.n_vars, g1),
+            _B2: (self.n_vars, g2),
+            _C: (self.n_vars - self.n_public - 1, g1),
+            _H: (self.domain_size, g1),
+        }
+
+    def _read_contributions(self, cursor: Cursor) -> None:
+        self.circuit_hash = cursor.take(_HASH_BYTES, "the circuit's hash")
+        count = cursor.u32("the number of contributions")
+        found = []
+        for _ in range(count):  # each takes bytes of the section, which ends them
+            after, s, sx, spx = (
+                read_point(cursor, self._family, degree, "a contribution's point") for degree in (1, 1, 1, 2)
+            )
+            transcript = cursor.take(_HASH_BYTES, "a contribution's transcript")
+            found.append(Contribution(read_label(cursor), after, s, sx, spx, transcript))
+        cursor.end()
+        self.contributions = tuple(found)
+
+    # --- sections ------------------------------------------------------------------------------------------------
+
+    def _points(self, number: int) -> U64:
+        count, width = self._counts()[number]
+        return self._container.rows(number, width, count=count)
+
+    @property
+    def ic(self) -> U64:
+        """(n_public + 1, 2 limbs): what public inputs multiply."""
+        return self._points(_IC)
+
+    @property
+    def a(self) -> U64:
+        """(n_vars, 2 limbs); infinity occurs."""
+        return self._points(_A)
+
+    @property
+    def b1(self) -> U64:
+        """(n_vars, 2 limbs); infinity occurs."""
+        return self._points(_B1)
+
+    @property
+    def b2(self) -> U64:
+        """(n_vars, 4 limbs); infinity occurs."""
+        return self._points(_B2)
+
+    @property
+    def c(self) -> U64:
+        """(n_vars - n_public - 1, 2 limbs): of the private signals."""
+        return self._points(_C)
+
+    @property
+    def h(self) -> U64:
+        """(domain_size, 2 limbs)."""
+        return self._points(_H)
+
+    @property
+    def points(self) -> dict[str, U64]:
+        """All sections of points by name: IC, A, B1, B2, C, H."""
+        return {_NAMES[number]: self._points(number) for number in self._counts()}
+
+    @property
+    def coefficients(self) -> npt.NDArray[np.void]:
+        """(n_coefficients,) of COEFFICIENT; the first access finds that matrix, row and signal are in range.
+
+        Raises:
+            FormatError: one is not; names its offset.
+        """
+        found: npt.NDArray[np.void] = self._container.array(
+            _COEFFICIENTS, COEFFICIENT, start=_COUNT.size, count=self.n_coefficients
+        )
+        if not self._entries_checked:
+            self._check_entries(found)
+            self._entries_checked = True
+        return found
+
+    def _check_entries(self, entries: npt.NDArray[np.void]) -> None:
+        bounds = {"matrix": 2, "row": self.domain_size, "signal": self.n_vars}
+        for start in range(0, len(entries), _CHUNK):
+            part = entries[start : start + _CHUNK]
+            for name, bound in bounds.items():
+                wrong = part[name] >= bound
+                if wrong.any():
+                    index = int(wrong.argmax())
+                    at = self._container.sections[_COEFFICIENTS].offset + _COUNT.size
+                    at += (start + index) * COEFFICIENT.itemsize + COEFFICIENT.fields[name][1]  # type: ignore[index]  # it has fields
+                    message = f"coefficient {start + index}: {name} {part[name][index]} is not below {bound}"
+                    raise self._container.error(_COEFFICIENTS, at, message)
+
+    @property
+    def n_constraints(self) -> int:
+        """Of the circuit: the last row of A is that of the last public signal.
+
+        Raises:
+            FormatError: an entry is out of range.
+        """
+        rows = self.coefficients["row"]
+        return max(0, int(rows.max()) - self.n_public) if len(rows) else 0
+
+    def check(self, *, subgroup: bool = True) -> None:
+        """Read the whole key and refuse what no ceremony writes: needed for a key whose source is not trusted.
+
+        Args:
+            subgroup: ask for points out of the subgroup too, which takes most of the time.
+
+        Raises:
+            FormatError: a coordinate or a value that is not reduced, a point off the curve or out of the subgroup,
+                infinity in the header, a last contribution that did not leave delta1; names section and offset.
+        """
+        container, family = self._container, self._family
+        self._check_header_points(subgroup)
+        for number, (_, width) in self._counts().items():
+            curve = family.g2 if width == point_words(family, 2) else family.g1
+            check_points(container, number, curve, self._points(number), subgroup=subgroup)
+        entries, field = self.coefficients, scalar_field(family)
+        begin = container.sections[_COEFFICIENTS].offset + _COUNT.size
+        for start in range(0, len(entries), _CHUNK):
+            index = first_not_below(np.ascontiguousarray(entries["value"][start : start + _CHUNK]), field.modulus)
+            if index is not None:
+                at = begin + (start + index) * COEFFICIENT.itemsize
+                raise container.error(_COEFFICIENTS, at, f"coefficient {start + index}: the value is not below r")
+        if self.contributions and not np.array_equal(self.contributions[-1].delta_after, self.delta1):
+            at = container.sections[_CONTRIBUTIONS].offset
+            raise container.error(_CONTRIBUTIONS, at, "the last contribution leaves another delta1 than the header's")
+
+    def _check_header_points(self, subgroup: bool) -> None:
+        section = self._container.sections[_HEADER]
+        at = section.size - sum(point_words(self._family, degree) * 8 for _, degree in _HEADER_POINTS)
+        for name, degree in _HEADER_POINTS:
+            words: U64 = getattr(self, name)
+            if not words.any():
+                raise self._container.error(_HEADER, section.offset + at, f"{name} is infinity")
+            curve = self._family.g1 if degree == 1 else self._family.g2
+            check_points(self._container, _HEADER, curve, words[None], at, subgroup=subgroup)
+            at += words.nbytes
+
+    def __repr__(self) -> str:
+        sizes = f"{self.n_vars} signals, {self.n_public} public, domain {self.domain_size}"
+        return f"Zkey({str(self.path)!r}, {self.family}, {sizes})"
+
+
+def _read_protocol(container: Container) -> None:
+    cursor = container.cursor(_PROTOCOL)
+    at = cursor.at
+    protocol = cursor.u32("the protocol")
+    if protocol != _GROTH16:
+        name = _OTHER_PROTOCOLS.get(protocol)
+        raise cursor.error(f"protocol {protocol}{f' ({name})' if name else ''}; only 1 (Groth16) is read", at)
+    cursor.end()
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_zkey(
+    path: FilePath,
+    family: str,
+    *,
+    n_public: int,
+    alpha1: Any,
+    beta1: Any,
+    beta2: Any,
+    gamma2: Any,
+    delta1: Any,
+    delta2: Any,
+    ic: Any,
+    a: Any,
+    b1: Any,
+    b2: Any,
+    c: Any,
+    h: Any,
+    coefficients: npt.NDArray[np.void],
+    circuit_hash: bytes = bytes(_HASH_BYTES),
+    contributions: Sequence[Contribution] = (),
+) -> None:
+    """Write a .zkey, whole or not at all. The arrays are as Zkey has them and are not checked to be points.
+
+    Args:
+        path: of the file; what is there is replaced.
+        family: "bn254" or "bls12_381".
+        n_public: outputs and public inputs.
+        alpha1, beta1, delta1: (2 limbs,) uint64, Montgomery form.
+        beta2, gamma2, delta2: (4 limbs,).
+        ic: (n_public + 1, 2 limbs).
+        a, b1: (n_vars, 2 limbs).
+        b2: (n_vars, 4 limbs).
+        c: (n_vars - n_public - 1, 2 limbs).
+        h: (domain_size, 2 limbs), a power of two.
+        coefficients: (n,) of COEFFICIENT.
+        circuit_hash: 64 bytes.
+        contributions: of the ceremony's second phase.
+
+    Raises:
+        ConfigError: no such family, a hash or transcript of another length, sizes that no circuit has.
+        ShapeError, UnsupportedDtype: an array of another shape or dtype.
+        OSError: the file cannot be written.
+    """
+    pairing = family_of(family)
+    n_vars, domain_size = len(a), len(h)
+    if not 0 <= n_public < n_vars:
+        raise ConfigError(f"n_public must be 0 to {n_vars - 1}, below the {n_vars} signals, got {n_public}")
+    if domain_size & (domain_size - 1) or domain_size <= n_public:
+        raise ConfigError(f"h must have a power of two of points, more than n_public = {n_public}, got {domain_size}")
+    g1, g2 = (point_words(pairing, degree) for degree in (1, 2))
+    given = {"alpha1": alpha1, "beta1": beta1, "beta2": beta2, "gamma2": gamma2, "delta1": delta1, "delta2": delta2}
+    header: list[Piece] = [
+        prime_bytes(pairing, "q") + prime_bytes(pairing, "r") + struct.pack("<III", n_vars, n_public, domain_size),
+        *(words_of(given[name], g1 * degree, None, name) for name, degree in _HEADER_POINTS),
+    ]
+    sections: dict[int, list[Piece]] = {
+        _PROTOCOL: [_COUNT.pack(_GROTH16)],
+        _HEADER: header,
+        _IC: [words_of(ic, g1, n_public + 1, "ic")],
+        _COEFFICIENTS: [_COUNT.pack(len(coefficients)), _entries(coefficients)],
+        _A: [words_of(a, g1, n_vars, "a")],
+        _B1: [words_of(b1, g1, n_vars, "b1")],
+        _B2: [words_of(b2, g2, n_vars, "b2")],
+        _C: [words_of(c, g1, n_vars - n_public - 1, "c")],
+        _H: [words_of(h, g1, domain_size, "h")],
+        _CONTRIBUTIONS: [hash_bytes(circuit_hash, _HASH_BYTES, "circuit_hash"), _COUNT.pack(len(contributions))],
+    }
+    for each in contributions:
+        sections[_CONTRIBUTIONS] += _contribution_pieces(pairing, each)
+    write_container(path, _LAYOUT, sections)
+
+
+def _entries(coefficients: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    if coefficients.dtype != COEFFICIENT:
+        raise UnsupportedDtype(f"coefficients must be {COEFFICIENT}, got {coefficients.dtype}")
+    if coefficients.ndim != 1:
+        raise ShapeError(f"coefficients must be (n,), got {coefficients.shape}")
+    return np.ascontiguousarray(coefficients)
+
+
+def _contribution_pieces(family: Family, each: Contribution) -> list[Piece]:
+    points = {"delta_after": 1, "g1_s": 1, "g1_sx": 1, "g2_spx": 2}
+    words = (words_of(getattr(each, name), point_words(family, degree), None, name) for name, degree in points.items())
+    return [*words, hash_bytes(each.transcript, _HASH_BYTES, "transcript"), label_bytes(each.label)]

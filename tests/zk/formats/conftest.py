@@ -1,0 +1,1 @@
+"""Its presence puts this folder on the path of imports, for parts.py."""

@@ -1,0 +1,190 @@
+"""The container of sections, through the formats that are in it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from parts import EXTENSIONS, FAMILIES, FILES, VECTORS, offset_of, put_together, take_apart, without
+
+from accelerant.errors import FormatError
+from accelerant.zk.formats import Ptau, R1cs, Witness, Zkey, open_file, write_wtns
+
+CLASSES = {"zkey": Zkey, "wtns": Witness, "r1cs": R1cs, "ptau": Ptau}
+every_kind = pytest.mark.parametrize("kind", CLASSES)
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens bytes as a file of a kind."""
+
+    def call(kind, data):
+        path = tmp_path / f"file.{kind}"
+        path.write_bytes(data)
+        return CLASSES[kind].open(path)
+
+    return call
+
+
+def real(kind):
+    return (VECTORS / "bn254" / EXTENSIONS[kind]).read_bytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_circom_and_snarkjs_are_read_and_hold_points_of_their_curves(family, name):
+    with open_file(VECTORS / family / name) as file:
+        assert file.family == family
+        assert file.size_bytes == (VECTORS / family / name).stat().st_size
+        assert isinstance(file, CLASSES[name.rpartition(".")[2]])
+        file.check()
+        assert name in repr(file)
+
+
+@every_kind
+def test_sections_come_in_any_order_and_unknown_ones_are_left_alone(kind, opened):
+    magic, version, sections = take_apart(real(kind))
+    with opened(kind, put_together(magic, version, [(77, b"anything"), *sections[::-1], (0, b"")])) as file:
+        file.check()
+        assert file.family == "bn254"
+
+
+@every_kind
+def test_every_shorter_file_is_refused(kind, opened):
+    data = real(kind)
+    for size in [*range(0, 80, 3), *range(80, len(data), 61), len(data) - 1]:
+        with pytest.raises(FormatError, match=f"file.{kind}"):
+            opened(kind, data[:size])
+
+
+@every_kind
+def test_bytes_after_the_last_section_are_refused(kind, opened):
+    data = real(kind)
+    with pytest.raises(FormatError, match=rf"byte {len(data)}: 1 bytes after the last section"):
+        opened(kind, data + b"\0")
+
+
+@every_kind
+@pytest.mark.parametrize("size", [2**64 - 1, 2**63, 2**40])
+def test_sizes_past_the_end_are_refused(kind, size, opened):
+    data = bytearray(real(kind))
+    number = struct.unpack_from("<I", data, 12)[0]
+    struct.pack_into("<Q", data, 16, size)
+    with pytest.raises(FormatError, match=rf"section {number} \(.*\), byte 12: the section has {size} bytes, the file"):
+        opened(kind, data)
+
+
+@every_kind
+def test_a_section_that_takes_in_the_next_is_refused(kind, opened):
+    """Sections cannot overlap but by a size that is wrong, and then they do not fill the file."""
+    data = bytearray(real(kind))
+    (size,) = struct.unpack_from("<Q", data, 16)
+    struct.pack_into("<Q", data, 16, size + 12)
+    with pytest.raises(FormatError):
+        opened(kind, data)
+
+
+@every_kind
+def test_sections_that_come_twice_are_refused(kind, opened):
+    magic, version, sections = take_apart(real(kind))
+    data = put_together(magic, version, [*sections, sections[0]])
+    number, first = sections[0][0], offset_of(data, sections[0][0])
+    message = rf"section {number} \(.*\), byte {len(data) - 12 - len(sections[0][1])}: .* twice; .* byte {first}"
+    with pytest.raises(FormatError, match=message):
+        opened(kind, data)
+
+
+@every_kind
+def test_missing_sections_are_refused(kind, opened):
+    data = real(kind)
+    optional = {"zkey": {10}}.get(kind, set())
+    for number, _ in take_apart(data)[2]:
+        if number not in optional:
+            with pytest.raises(FormatError, match=rf"section {number} \(.*\) is missing"):
+                opened(kind, without(data, number))
+
+
+@every_kind
+@pytest.mark.parametrize("count", [257, 2**32 - 1])
+def test_more_sections_than_any_format_has_are_refused(kind, count, opened):
+    data = bytearray(real(kind))
+    struct.pack_into("<I", data, 8, count)
+    with pytest.raises(FormatError, match=f"byte 8: {count} sections"):
+        opened(kind, data)
+
+
+@every_kind
+def test_other_magic_and_version_are_refused(kind, opened):
+    data = real(kind)
+    with pytest.raises(FormatError, match=rf"no \.{kind} file: it begins with b'zkex'"):
+        opened(kind, b"zkex" + data[4:])
+    with pytest.raises(FormatError, match=rf"byte 4: \.{kind} version 99, this program reads version"):
+        opened(kind, data[:4] + struct.pack("<I", 99) + data[8:])
+
+
+def test_no_file_a_folder_a_pipe_an_empty_file(tmp_path):
+    with pytest.raises(FormatError, match=r"no file .*missing.zkey"):
+        Zkey.open(tmp_path / "missing.zkey")
+    with pytest.raises(FormatError, match="no regular file"):
+        Zkey.open(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FormatError, match="no regular file"):
+        Zkey.open(tmp_path / "pipe")
+    with pytest.raises(FormatError, match="cannot read"):
+        Zkey.open("a\0b")
+    (tmp_path / "empty").write_bytes(b"")
+    with pytest.raises(FormatError, match="shorter than a file's head"):
+        Zkey.open(tmp_path / "empty")
+    with pytest.raises(FormatError, match=r"begins with b''"):
+        open_file(tmp_path / "empty")
+
+
+def test_arrays_outlive_the_file_and_cannot_be_written():
+    with Witness.open(VECTORS / "bn254" / "product.wtns") as witness:
+        values = witness.values
+    assert values[:, 0].tolist() == [1, 111, 3, 4, 5, 12]
+    with pytest.raises(ValueError, match="read-only"):
+        values[0] = 0
+
+
+def test_a_closed_file_gives_no_arrays():
+    witness = Witness.open(VECTORS / "bn254" / "product.wtns")
+    witness.close()
+    witness.close()
+    with pytest.raises(ValueError, match="closed"):
+        _ = witness.values
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch, failing):
+    path = tmp_path / "w.wtns"
+    path.write_bytes(b"before")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "another name")
+
+    monkeypatch.setattr(os, failing, full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/w.wtns'"):
+        write_wtns(path, "bn254", np.array([[1, 0, 0, 0]], np.uint64))
+    assert [each.name for each in tmp_path.iterdir()] == ["w.wtns"]
+    assert path.read_bytes() == b"before"
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(OSError, match=r"No such file or directory: '.*/none/w.wtns'"):
+        write_wtns(tmp_path / "none" / "w.wtns", "bn254", np.array([[1, 0, 0, 0]], np.uint64))
+
+
+def test_reading_and_checking_import_no_torch():
+    program = (
+        "import sys\nfrom accelerant.zk.formats import describe\n"
+        f"describe({str(VECTORS / 'bn254' / 'product.zkey')!r}, check=True)\n"
+        "print(sorted(name for name in sys.modules if name.partition('.')[0] in ('torch', 'triton', 'cuda')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
