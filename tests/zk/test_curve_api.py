@@ -106,6 +106,10 @@ def test_the_facts_of_a_curve(group):
 def test_an_unknown_curve_lists_those_there_are():
     with pytest.raises(ConfigError, match=r"unknown curve 'bn128_g1'; known are bn254_g1, .*bls12_381_g2"):
         accelerant.zk.curve("bn128_g1")
+    with pytest.raises(ConfigError, match=r"unknown curve .*; known are bn254_g1"):
+        accelerant.zk.curve(["bn254_g1"])
+    with pytest.raises(ConfigError, match=r"unknown pairing .*; known are bn254"):
+        pairing_product_is_one([], [], ["bn254"])
 
 
 def test_points_come_back(group):
@@ -132,8 +136,27 @@ def test_what_is_no_point_is_refused(group):
             group.encode([None, wrong])
     q = group.field.modulus
     big = (q, 1) if group.degree == 1 else ((0, q), (1, 0))
-    with pytest.raises(FormatError, match=rf"points\[1\] x\S* is {q:#x}, not reduced"):
+    with pytest.raises(FormatError, match=rf"points\[1\] x\S* is {q:#x}, not below the modulus {q:#x}$"):
         group.encode([None, big])
+    with pytest.raises(FormatError, match=r"^point y\S* is -0x1, negative$"):
+        group.encode((1, -1) if group.degree == 1 else ((1, 1), (-1, 0)))
+    long = (10**5000, "x") if group.degree == 1 else ((10**5000, 1), (1, "x"))
+    with pytest.raises(UnsupportedDtype, match=r"^point must be .*, got \(.*int.*, str\)+$"):
+        group.encode(long)  # Python writes no integer of 5000 digits
+    with pytest.raises(UnsupportedDtype, match=r"got tuple$"):
+        group.encode((1,) * 1000)
+
+
+def test_zeros_are_infinity(group):
+    """As for the precompiles of EIP-196 and EIP-2537."""
+    zero = (0,) * group.degree if group.degree > 1 else 0
+    assert not group.encode((zero, zero)).any()
+    assert group.decode(group.encode([(zero, zero)])) == [None]
+
+
+def test_lists_of_no_points_keep_their_shape(group):
+    for shape in ((0,), (0, 3), (2, 0), (2, 0, 3), (2, 3, 0)):
+        assert group.decode(np.zeros((*shape, *group.shape), np.uint64)) == np.zeros(shape).tolist()
 
 
 @pytest.mark.parametrize("layout", ["evm", "uncompressed", "compressed"])
@@ -147,6 +170,11 @@ def test_bytes(group, layout):
         group.from_bytes(data[1:], layout)
     with pytest.raises(ConfigError, match="unknown layout"):
         group.from_bytes(data, "der")
+    for kind in (bytearray, memoryview):
+        assert np.array_equal(group.from_bytes(kind(data), layout), words)
+    for wrong in ("a" * len(data), list(data), np.frombuffer(data, np.uint8), None):
+        with pytest.raises(UnsupportedDtype, match=f"^data must be bytes, .* got {type(wrong).__name__}$"):
+            group.from_bytes(wrong, layout)
     if group.cofactor != 1:
         bad = points_to_bytes(group.parameters, [*points, point_out_of_subgroup(group.parameters)], layout)
         with pytest.raises(FormatError, match=rf"points\[6\] .* out of the subgroup of {group.name}"):
@@ -308,12 +336,19 @@ def test_what_check_refuses(group, device):
 def test_coordinates_that_are_not_reduced_are_refused(group):
     limbs = group.shape[-1]
     words = group.encode(some_points(group.parameters, 4))
-    words.reshape(-1, limbs)[-1] = group.field.parameters.words(group.field.modulus, 64, limbs)
-    index = words.size // limbs - 1
+    words[2].reshape(-1, limbs)[-1] = group.field.parameters.words(group.field.modulus + 7, 64, limbs)
+    words[3] = words[2]
+    coordinate = "y" if group.degree == 1 else r"y\.c1"
+    wrong = rf"\[2\] \(flattened\) {coordinate} is {group.field.modulus + 7:#x}, not below the modulus"
     calls = (group.neg, group.decode, group.is_on_curve, group.is_in_subgroup, group.to_bytes)
     for call in (*calls, lambda p: group.add(p, p, check=False), lambda p: group.mul(p, 1, check=False)):
-        with pytest.raises(FormatError, match=rf"\[{index}\] \(flattened\) is {group.field.modulus}, not below"):
-            call(words)
+        for array in (words, words.reshape(2, 2, *group.shape), torch.from_numpy(words)):
+            with pytest.raises(FormatError, match=wrong):
+                call(array)
+    first = group.encode(some_points(group.parameters, 4))
+    first[0].reshape(-1, limbs)[0] = np.uint64(2**64 - 1)
+    with pytest.raises(FormatError, match=rf"^q\[0\] \(flattened\) x\S* is 0x{'f' * 16 * limbs}, not below"):
+        group.sub(words[1], first)
 
 
 def test_shapes_and_kinds_that_are_refused(group):
@@ -337,13 +372,96 @@ def test_shapes_and_kinds_that_are_refused(group):
         group.mul(words, np.ones((4, 4)))
     with pytest.raises(ShapeError, match="scalars must end in an axis of the 4 limbs"):
         group.mul(words, np.ones((4, 3), np.uint64))
-    with pytest.raises(UnsupportedDtype, match=r"scalars\[1\] \(flattened\) is 1.5, not an integer"):
-        group.mul(words, [1, 1.5, 2, 3])
-    for wrong in (-1, 1 << 256):
-        with pytest.raises(FormatError, match=r"scalars\[2\] \(flattened\) is not from 0 to below 2\^256"):
-            group.mul(words, [1, 1, wrong, 3])
     with pytest.raises((BackendUnavailable, ConfigError)):
         group.neg(words, device="nowhere")
+
+
+WORDS = np.array([[1234567890123456789, 0, 0, 0], [5, 0, 0, 0]], np.uint64)
+FR = group_of("bn254_g1").scalar_field
+REFUSED_SCALARS = {
+    "float": ([1, 1234567.5], UnsupportedDtype, r"^scalars\[1\] must be an integer, got float$"),
+    "float of NumPy": ([np.float64(1234567)], UnsupportedDtype, r"^scalars\[0\] must be an integer, got float64$"),
+    "text": (["1234567"], UnsupportedDtype, r"^scalars\[0\] must be an integer, got str$"),
+    "bytes": ([[b"1234567"]], UnsupportedDtype, r"^scalars\[0\] \(flattened\) must be an integer, got bytes$"),
+    "boolean": ([1, True], UnsupportedDtype, r"^scalars\[1\] must be an integer, got bool$"),
+    "boolean of NumPy": ([1, np.bool_(True)], UnsupportedDtype, r"^scalars\[1\] must be an integer, got bool"),
+    "None": ([None], UnsupportedDtype, r"^scalars\[0\] must be an integer, got NoneType$"),
+    "negative": ([1, 1, -1234567], FormatError, r"^scalars\[2\] is not from 0 to below "),
+    "large": ([1, 1234567 << 256], FormatError, r"^scalars\[1\] is not from 0 to below "),
+    "large in a row": ([[1, 2], [3, 1 << 256]], FormatError, r"^scalars\[3\] \(flattened\) is not from 0 to below "),
+    "ragged": (
+        [[1234567, 2], [3]],
+        ShapeError,
+        r"^scalars must be nested evenly, got lists of 1 and of 2 side by side$",
+    ),
+    "uneven": ([[1234567, 2], 3], ShapeError, r"nested evenly, got lists and integers side by side$"),
+    "uneven within": ([[[1234567], 3]], ShapeError, r"nested evenly, got lists and integers side by side$"),
+    "array": ([WORDS[0]], UnsupportedDtype, r"^scalars\[0\] is an array: stack words into one \(n, 4\) array$"),
+    "arrays": (list(WORDS), UnsupportedDtype, r"^scalars\[0\] is an array"),
+    "array after integers": ((1, WORDS[0]), UnsupportedDtype, r"^scalars\[1\] is an array"),
+    "array of one integer": ([1, np.array(5)], UnsupportedDtype, r"^scalars\[1\] is an array"),
+    "array in a row": ([[1], [WORDS[0]]], UnsupportedDtype, r"^scalars\[1\] \(flattened\) is an array"),
+    "tensor": ([torch.from_numpy(WORDS)[0]], UnsupportedDtype, r"^scalars\[0\] is an array"),
+    "field array": ([FR.array([1, 2])], UnsupportedDtype, r"^scalars\[0\] is an array"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_SCALARS)
+def test_scalars_that_are_refused_are_not_shown(case):
+    group, (scalars, error, text) = group_of("bn254_g1"), REFUSED_SCALARS[case]
+    with pytest.raises(error, match=text) as refused:
+        group.mul(group.generator, scalars)
+    assert "1234567" not in str(refused.value)
+
+
+def test_integers_of_numpy_and_of_other_kinds():
+    class Whole:
+        def __index__(self):
+            return 7
+
+    group = group_of("bn254_g1")
+    wanted = group.decode(group.mul(group.generator, [5, 6, 7]))
+    assert group.decode(group.mul(group.generator, (np.int64(5), np.uint8(6), Whole()))) == wanted
+    assert group.decode(group.mul(group.generator, np.int8(5))) == wanted[0]
+    for shape in ((0,), (2, 0), (1, 0)):
+        assert group.mul(group.generator, np.zeros(shape, int).tolist()).shape == (*shape, *group.shape)
+
+
+def test_multiples_by_field_arrays(group, device):
+    scalars, point = [3, 0, group.order - 1, 1 << 200], group.parameters.generator
+    words = group.mul(group.generator, scalars)
+    field = group.scalar_field
+    assert np.array_equal(group.mul(group.generator, field.array(scalars, device=device)), words)
+    square = field.array(scalars).reshape(2, 2)
+    assert group.mul(point, square * 1).shape == (2, 2, *group.shape)
+    assert np.array_equal(group.mul(point, square).reshape(words.shape), words)
+    found = group.mul(point, field.array(torch.from_numpy(field.encode(scalars))), device=device)
+    assert isinstance(found, torch.Tensor)
+    assert np.array_equal(found.numpy(), words)
+    with pytest.raises(ConfigError, match=rf"scalars must be of {field.name}, got a FieldArray of {group.field.name}"):
+        group.mul(group.generator, group.field.array([1]))
+
+
+def test_names_in_errors():
+    g1, g2 = group_of("bn254_g1"), group_of("bn254_g2")
+    q = g1.field.modulus
+    for call, name in ((lambda p: g1.add(g1.generator, p), "q"), (lambda p: g1.sub(p, g1.generator), "p")):
+        with pytest.raises(UnsupportedDtype, match=rf"^{name}\[1\] must be \(x, y\) of integers"):
+            call([(1, 2), (1, 2.0)])
+        with pytest.raises(UnsupportedDtype, match=rf"^{name} must be \(x, y\) of integers.*got \(int, float\)$"):
+            call((1, 2.0))
+        with pytest.raises(FormatError, match=rf"^{name}\[1\] y is {q:#x}, not below the modulus"):
+            call([(1, 2), (1, q)])
+    good = [g1.parameters.generator], [g2.parameters.generator]
+    for wrong, bad in (((1, 2.0), ((1, 2), 3)), ((1, q), ((1, 2), (3, q)))):
+        with pytest.raises((UnsupportedDtype, FormatError), match=r"^g1_points\[0\] "):
+            pairing_product_is_one([wrong], good[1])
+        with pytest.raises((UnsupportedDtype, FormatError), match=r"^g2_points\[0\] "):
+            pairing_product_is_one(good[0], [bad])
+    words = np.repeat(g2.generator[None], 3, axis=0)
+    words[1, 1, 0] = 2**64 - 1
+    with pytest.raises(FormatError, match=r"^g2_points\[1\] \(flattened\) y\.c0 is 0xf{64}, not below"):
+        pairing_product_is_one(good[0] * 3, words)
 
 
 def test_arguments_stay_as_they_are(group):

@@ -19,7 +19,7 @@ from accelerant.errors import AccelerantError, BackendUnavailable, ConfigError, 
 
 __all__ = ["GROUPS", "build_app", "main"]
 
-GROUPS = ("devices", "train", "data", "bench", "tune", "doctor", "top", "compile", "cache")
+GROUPS = ("devices", "train", "data", "bench", "tune", "doctor", "top", "compile", "cache", "zk")
 """Modules of this package with a `register(app)`; a new command group is a file and a name here."""
 
 _BAD_INPUT = (ConfigError, FormatError, BackendUnavailable, MissingDependency)

@@ -2,7 +2,7 @@
 
 A point is affine words (2, limbs), x then y, or (2, 2, limbs) where coordinates are pairs c0 + c1 u, c0 first;
 infinity is all zeros. Arrays have any dimensions before those. In Python a point is (x, y), the coordinates integers or
-pairs of such, or None for infinity; a list of points is an array of them.
+pairs of such, or None for infinity, or all zeros; a list of points is an array of them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,21 @@ from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.encoding import Layout, decode_points, encode_points, points_from_bytes, points_to_bytes
 from accelerant.algebra.curve.parameters import Curve, curve_of
 from accelerant.algebra.field import PrimeField, prime_field
-from accelerant.algebra.field.launch import check_reduced
-from accelerant.algebra.field.places import HOST, Place, in_kind, place_at
-from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
+from accelerant.algebra.field.places import HOST, Place, place_at
+from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.runtime.provider import ComputeDevice
-from accelerant.zk.operands import Operand, array_operand, moved, scalar_operand, spread
+from accelerant.zk.operands import (
+    Check,
+    Operand,
+    encoded_points,
+    montgomery_points,
+    moved,
+    point_operand,
+    points_inward,
+    points_outward,
+    scalar_operand,
+    spread,
+)
 
 if TYPE_CHECKING:
     from accelerant.zk.msm.fixed import FixedBase
@@ -41,14 +51,14 @@ class EllipticCurve:
     NumPy's. `device=` ("cpu", "cuda:1", "opencl", ...) says where to compute, by default where the arrays are. What
     comes back is of the first array's library, on its device. They raise
 
-        UnsupportedDtype    not uint64, nor Python integers
+        UnsupportedDtype    not uint64, nor Python integers; says the type alone
         ShapeError          the last axes are not a point's, shapes that do not broadcast, arrays on two devices
         FormatError         a coordinate not below the modulus; with check, a point off the curve, or, where it says so,
                             out of the subgroup. Names the first one's flattened index
         BackendUnavailable  the device is not there; says why
 
-    check=False leaves out what it says; answers for such points mean nothing. mul does not depend in time on the
-    scalars or the points, where it does not stop with an error; the checks, encode, decode and bytes do.
+    check=False leaves out what it says; answers for such points mean nothing. Time depends on the shape alone in mul on
+    words, after its checks; on the values in the checks, in encode, decode and bytes, and with Python's integers.
 
     Attributes:
         parameters: the row of the table that all follows from.
@@ -107,18 +117,13 @@ class EllipticCurve:
     # --- in and out ----------------------------------------------------------------------------------------------
 
     def encode(self, points: Any) -> npt.NDArray[np.uint64]:
-        """Canonical words of a point or of a list of points.
+        """Canonical words of a point or of a list of points. (0, 0) is infinity, as for Ethereum's precompiles.
 
         Raises:
             UnsupportedDtype: not points; names the index.
             FormatError: a coordinate is not from 0 to below the modulus. Whether points are on the curve is not asked.
         """
-        single = not isinstance(points, list)
-        listed = [points] if single else points
-        for index, point in enumerate(listed):
-            self._check_python(point, "point" if single else f"points[{index}]")
-        words = encode_points(self.parameters, listed)
-        return words.reshape(self.shape) if single else words
+        return encoded_points(self.parameters, points, "points", single="point")
 
     def decode(self, points: Any) -> Any:
         """Python points of canonical words: one, or nested lists in the array's leading dimensions.
@@ -128,11 +133,7 @@ class EllipticCurve:
         """
         words = host_points(self, points, "points")
         shape = words.shape[: words.ndim - len(self.shape)]
-        words = words.reshape(-1, *self.shape)
-        found: list[Any] = [*decode_points(self.parameters, words, check=False)]
-        for size in reversed(shape[1:]):
-            found = [found[i : i + size] for i in range(0, len(found), size)] if size else found
-        return found if shape else found[0]
+        return _nested(decode_points(self.parameters, words.reshape(math.prod(shape), *self.shape), check=False), shape)
 
     def to_bytes(self, points: Any, layout: Layout = "compressed") -> bytes:
         """Points one after another; algebra/curve/encoding.py has the layouts "evm", "uncompressed" and "compressed".
@@ -140,24 +141,31 @@ class EllipticCurve:
         Raises:
             ConfigError: no such layout.
         """
-        words = host_points(self, points, "points").reshape(-1, *self.shape)
+        words = host_points(self, points, "points")
+        words = words.reshape(words.size // math.prod(self.shape), *self.shape)
         return points_to_bytes(self.parameters, decode_points(self.parameters, words, check=False), layout)
 
-    def from_bytes(self, data: bytes, layout: Layout = "compressed", *, check: bool = True) -> npt.NDArray[np.uint64]:
+    def from_bytes(
+        self, data: bytes | bytearray | memoryview, layout: Layout = "compressed", *, check: bool = True
+    ) -> npt.NDArray[np.uint64]:
         """Canonical words (n, *shape) of points in a layout.
 
         Args:
-            data: from a stranger, as like as not: flags, padding and coordinates are always checked.
+            data: bytes, bytearray or memoryview; from a stranger, as like as not: flags, padding and coordinates are
+                always checked.
             layout: as to_bytes has them.
             check: refuse points off the curve or out of the subgroup.
 
         Raises:
             ConfigError: no such layout.
+            UnsupportedDtype: not bytes.
             FormatError: what is refused; names the point's index.
         """
-        words = encode_points(self.parameters, points_from_bytes(self.parameters, data, layout, check=False))
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise UnsupportedDtype(f"data must be bytes, a bytearray or a memoryview, got {type(data).__name__}")
+        words = encode_points(self.parameters, points_from_bytes(self.parameters, bytes(data), layout, check=False))
         if check:
-            self._inward(Operand(words, words.shape[:1], HOST), HOST, "points", "subgroup")
+            points_inward(self.parameters, Operand(words, words.shape[:1], HOST), HOST, "points", "subgroup")
         return words
 
     # --- questions -----------------------------------------------------------------------------------------------
@@ -165,12 +173,12 @@ class EllipticCurve:
     def is_on_curve(self, points: Any, *, device: Device = None) -> Any:
         """Which points are on the curve, booleans in the array's leading dimensions; infinity is."""
         operand, place = self._placed(points, device)
-        return self._answer(operand, ~self._off(place, "off_curve", self._montgomery(operand, place)))
+        return self._answer(operand, ~self._off(place, "off_curve", montgomery_points(self.parameters, operand, place)))
 
     def is_in_subgroup(self, points: Any, *, device: Device = None) -> Any:
         """Which points are on the curve and in the subgroup of order r; infinity is."""
         operand, place = self._placed(points, device)
-        words = self._montgomery(operand, place)
+        words = montgomery_points(self.parameters, operand, place)
         wrong = self._off(place, "off_curve", words)
         if wrong.any():  # the other question may be asked of points of the curve only
             kept = place.store(words)
@@ -206,21 +214,22 @@ class EllipticCurve:
         return self._unary(p, check, device, lambda place, x: launch.neg(place, self.parameters, x))
 
     def mul(self, points: Any, scalars: Any, *, check: bool = True, device: Device = None) -> Any:
-        """The multiples sP, in a time that depends on the number of points alone.
+        """The multiples sP; on words, after its checks, in a time that depends on the shape alone.
 
         Args:
             points: (..., *shape), or points of Python.
             scalars: (..., 4) canonical uint64 words, or integers of Python, also in lists; from 0 to below 2^256, and
-                not reduced modulo r.
+                not reduced modulo r. Or a FieldArray of scalar_field, for its canonical words.
             check: points must be on the curve and in the subgroup.
             device: as everywhere.
 
         Raises:
-            FormatError: also for a Python integer below 0, or of more than 256 bits.
+            FormatError: also for a Python integer below 0, or of more than 256 bits; names the index, not the value.
+            ConfigError: a FieldArray of another field.
         """
-        operands = (self._points(points, "points"), scalar_operand(self.parameters.scalars, scalars))
+        operands = (point_operand(self.parameters, points, "points"), scalar_operand(self.parameters.scalars, scalars))
         place, shape = self._together(("points", "scalars"), operands, device)
-        x = self._inward(operands[0], place, "points", "subgroup" if check else "")
+        x = points_inward(self.parameters, operands[0], place, "points", "subgroup" if check else "")
         both = ((x, operands[0], self.shape), (moved(operands[1], place), operands[1], (launch.SCALAR_WORDS,)))
         x, factors = (
             place.shaped(each, (1, *tail))  # the kernel takes one of one for all of the other
@@ -228,18 +237,19 @@ class EllipticCurve:
             else spread(place, each, operand.leading, shape, tail)
             for each, operand, tail in both
         )
-        return self._outward(launch.multiply(place, self.parameters, x, factors), place, shape, *operands)
+        words = launch.multiply(place, self.parameters, x, factors)
+        return points_outward(self.parameters, words, place, shape, *operands)
 
     def sum(self, points: Any, *, check: bool = True, device: Device = None) -> Any:
         """The sum of all points of an array, one point; infinity for none. check: points must be on the curve."""
         operand, place = self._placed(points, device)
-        words = self._inward(operand, place, "points", "curve" if check else "")
+        words = points_inward(self.parameters, operand, place, "points", "curve" if check else "")
         while (n := int(words.shape[0])) != 1:
             half = max(1, -(-n // 2))
             words = place.padded(words, 0, 2 * half)  # by infinity
             first, second = (place.cut(words, (slice(i, i + half),)) for i in (0, half))
             words = launch.add(place, self.parameters, first, second)
-        return self._outward(words, place, (), operand)
+        return points_outward(self.parameters, words, place, (), operand)
 
     def precompute(self, points: Any, *, check: bool = True, device: Device = None) -> FixedBase:
         """Points that many sums of multiples share, kept as kernels take them: its .msm(scalars) is their sum.
@@ -255,32 +265,8 @@ class EllipticCurve:
 
     # --- parts ---------------------------------------------------------------------------------------------------
 
-    def _check_python(self, point: object, name: str) -> None:
-        """Refuse what is no affine point of Python."""
-        parts: list[object] = []
-        if isinstance(point, tuple) and len(point) == 2:
-            parts = list(point)
-            if self.degree == 2:
-                parts = [part for pair in point if isinstance(pair, tuple) and len(pair) == 2 for part in pair]
-        whole = len(parts) == 2 * self.degree and all(isinstance(part, int) for part in parts)
-        if point is not None and not whole:
-            wanted = "(x, y) of integers" if self.degree == 1 else "((x0, x1), (y0, y1)) of integers"
-            raise UnsupportedDtype(
-                f"{name} must be {wanted}, or None for infinity, got {type(point).__name__} {point!r}"
-            )
-
-    def _points(self, x: Any, name: str) -> Operand:
-        """Contiguous words below the modulus, or the error that the class documents."""
-        if x is None or isinstance(x, (tuple, list)):
-            words = self.encode(x)
-            return Operand(words, words.shape[: words.ndim - len(self.shape)], HOST, free=True)
-        base = self.parameters.coordinates.base
-        operand = array_operand(x, base, name, self.shape)
-        check_reduced(operand.place, base, operand.words, name)
-        return operand
-
     def _placed(self, points: Any, device: Device) -> tuple[Operand, Place]:
-        operand = self._points(points, "points")
+        operand = point_operand(self.parameters, points, "points")
         return operand, operand.place if device is None else place_at(device)
 
     def _together(
@@ -301,75 +287,59 @@ class EllipticCurve:
             ) from None
         return home if device is None else place_at(device), shape
 
-    def _montgomery(self, operand: Operand, place: Place) -> Any:
-        """Montgomery form at a place, (n, *shape)."""
-        words = place.shaped(moved(operand, place), (math.prod(operand.leading), *self.shape))
-        return launch.to_montgomery(place, self.parameters, words)
-
-    def _inward(self, operand: Operand, place: Place, name: str, check: str) -> Any:
-        """The same of points that are on the curve, or in the subgroup, where check says "curve" or "subgroup"."""
-        words = self._montgomery(operand, place)
-        wanted: dict[str, tuple[launch.Test, ...]] = {
-            "curve": ("off_curve",),
-            "subgroup": ("off_curve", "off_subgroup"),
-        }
-        for test in wanted.get(check, ()):
-            index = launch.first_off(place, self.parameters, test, words)
-            if index is not None:
-                one = launch.from_montgomery(place, self.parameters, place.cut(words, (slice(index, index + 1),)))
-                (point,) = decode_points(self.parameters, place.store(one), check=False)
-                what = "is not on" if test == "off_curve" else "is out of the subgroup of"
-                raise FormatError(f"{name}[{index}] (flattened) is {_hexadecimal(point)}, which {what} {self.name}")
-        return words
-
     def _unary(self, p: Any, check: bool, device: Device, run: Callable[[Place, Any], Any]) -> Any:
         operand, place = self._placed(p, device)
-        words = self._inward(operand, place, "points", "curve" if check else "")
-        return self._outward(run(place, words), place, operand.leading, operand)
+        words = points_inward(self.parameters, operand, place, "points", "curve" if check else "")
+        return points_outward(self.parameters, run(place, words), place, operand.leading, operand)
 
     def _binary(self, p: Any, q: Any, check: bool, device: Device, negated: bool = False) -> Any:
-        names = ("p", "q")
-        operands = (self._points(p, "p"), self._points(q, "q"))
-        place, shape = self._together(names, operands, device)
-        x, y = (
-            spread(
-                place,
-                self._inward(operand, place, name, "curve" if check else ""),
-                operand.leading,
-                shape,
-                self.shape,
-            )
-            for operand, name in zip(operands, names, strict=True)
-        )
+        operands = (point_operand(self.parameters, p, "p"), point_operand(self.parameters, q, "q"))
+        place, shape = self._together(("p", "q"), operands, device)
+
+        def inward(operand: Operand, name: str) -> Any:
+            words = points_inward(self.parameters, operand, place, name, "curve" if check else "")
+            return spread(place, words, operand.leading, shape, self.shape)
+
+        x, y = inward(operands[0], "p"), inward(operands[1], "q")
         if negated:
             y = launch.neg(place, self.parameters, y)
-        return self._outward(launch.add(place, self.parameters, x, y), place, shape, *operands)
+        return points_outward(self.parameters, launch.add(place, self.parameters, x, y), place, shape, *operands)
+
+    # --- until zk/msm/op.py and fixed.py take operands.py's own ---------------------------------------------------
+
+    def _points(self, x: Any, name: str) -> Operand:
+        return point_operand(self.parameters, x, name)
+
+    def _inward(self, operand: Operand, place: Place, name: str, check: Check) -> Any:
+        return points_inward(self.parameters, operand, place, name, check)
 
     def _outward(self, words: Any, place: Place, leading: tuple[int, ...], *operands: Operand) -> Any:
-        """Canonical words in the first array's kind."""
-        canonical = launch.from_montgomery(place, self.parameters, words)
-        tensor = next((operand.tensor for operand in operands if not operand.free), None)
-        device = None if tensor is None else tensor.device
-        return in_kind(place.shaped(canonical, (*leading, *self.shape)), place, device)
+        return points_outward(self.parameters, words, place, leading, *operands)
+
+
+def _nested(points: list[Any], shape: tuple[int, ...]) -> Any:
+    """A flat list in a shape; the one point of it, where that is ()."""
+    if len(shape) < 2:
+        return points if shape else points[0]
+    size = math.prod(shape[1:])
+    return [_nested(points[i * size : (i + 1) * size], shape[1:]) for i in range(shape[0])]
 
 
 def host_points(group: EllipticCurve, points: Any, name: str) -> npt.NDArray[np.uint64]:
     """Canonical words on the host of what EllipticCurve's functions take; reduced, not asked for more."""
-    operand = group._points(points, name)
+    operand = point_operand(group.parameters, points, name)
     return np.asarray(operand.place.store(operand.words))
 
 
-def _hexadecimal(point: Any) -> str:
-    if isinstance(point, tuple):
-        return "(" + ", ".join(map(_hexadecimal, point)) + ")"
-    return f"{point:#x}"
-
-
-@functools.cache
 def curve(name: str) -> EllipticCurve:
     """The curve of a name: bn254_g1, bn254_g2, bls12_381_g1 or bls12_381_g2.
 
     Raises:
         ConfigError: no curve has that name; lists those there are.
     """
+    return _curve(name if isinstance(name, str) else repr(name))
+
+
+@functools.cache
+def _curve(name: str) -> EllipticCurve:
     return EllipticCurve(curve_of(name))

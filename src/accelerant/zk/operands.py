@@ -1,24 +1,55 @@
-"""Arguments of functions of points: arrays of words of NumPy and torch, and what Python's integers become."""
+"""Arguments of functions of points: arrays of words of NumPy and torch, and what Python's integers become.
+
+Points go inward (to a place, in the kernels' Montgomery form, checked) and come outward as they were given. Scalars may
+be secret: no error shows one.
+"""
 
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
+from accelerant.algebra.curve import launch
+from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.launch import SCALAR_WORDS
+from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.field import FieldArray
 from accelerant.algebra.field import words as host
 from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.field.places import HOST, Place, inward, is_tensor, place_of
-from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
+from accelerant.algebra.field.places import HOST, Place, in_kind, inward, is_tensor, place_of
+from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 
-__all__ = ["Operand", "array_operand", "moved", "scalar_operand", "spread"]
+__all__ = [
+    "Check",
+    "Operand",
+    "array_operand",
+    "encoded_points",
+    "montgomery_points",
+    "moved",
+    "plain_scalars",
+    "point_operand",
+    "points_inward",
+    "points_outward",
+    "scalar_operand",
+    "scalar_words",
+    "spread",
+]
 
 Shape = tuple[int, ...]
+Check = Literal["", "curve", "subgroup"]
+"""What is asked of points beside that coordinates are below the modulus: on the curve; on it and in the subgroup."""
 
-_SCALAR_LIMIT = 1 << 64 * SCALAR_WORDS
+_TESTS: dict[Check, tuple[launch.Test, ...]] = {
+    "": (),
+    "curve": ("off_curve",),
+    "subgroup": ("off_curve", "off_subgroup"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +95,6 @@ def array_operand(x: Any, field: Field, name: str, tail: Shape) -> Operand:
     return Operand(place.contiguous(words), shape[: len(shape) - len(tail)], place, tensor)
 
 
-def scalar_operand(field: Field, scalars: Any) -> Operand:
-    """Scalars: words (..., 4) of any content, or Python's integers from 0 to below 2^256.
-
-    Raises:
-        UnsupportedDtype, ShapeError, FormatError: something else; names the flattened index of an integer.
-    """
-    if not isinstance(scalars, (int, np.integer, list, tuple)):
-        return array_operand(scalars, field, "scalars", (SCALAR_WORDS,))
-    array = np.array(scalars, dtype=object)
-    data = bytearray()
-    for index, value in enumerate(array.reshape(-1).tolist()):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            raise UnsupportedDtype(f"scalars[{index}] (flattened) is {value!r}, not an integer")
-        if not 0 <= value < _SCALAR_LIMIT:
-            raise FormatError(f"scalars[{index}] (flattened) is not from 0 to below 2^256")
-        data += int(value).to_bytes(8 * SCALAR_WORDS, "little")
-    words = np.frombuffer(bytes(data), "<u8").astype(np.uint64).reshape(*array.shape, SCALAR_WORDS)
-    return Operand(words, array.shape, HOST, free=True)
-
-
 def moved(operand: Operand, place: Place) -> Any:
     """The words at a place."""
     return operand.words if operand.place == place else place.load(operand.place.store(operand.words))
@@ -93,3 +104,196 @@ def spread(place: Place, words: Any, leading: Shape, shape: Shape, tail: Shape) 
     """Words of elements with these leading dimensions and tail broadcast to a shape, (n, *tail)."""
     full = place.spread(place.shaped(words, (*leading, *tail)), (*shape, *tail))
     return place.shaped(full, (math.prod(shape), *tail))
+
+
+# --- points ----------------------------------------------------------------------------------------------------------
+
+
+def point_operand(curve: Curve[Any], x: Any, name: str) -> Operand:
+    """Points with coordinates below the modulus: words, or one point or a list of points of Python.
+
+    Raises:
+        UnsupportedDtype, ShapeError, ConfigError: as array_operand; what is no point of Python.
+        FormatError: a coordinate is not below the modulus; names it and its point's index.
+    """
+    if x is None or isinstance(x, (tuple, list)):
+        words = encoded_points(curve, x, name)
+        return Operand(words, words.shape[: words.ndim - len(curve.shape)], HOST, free=True)
+    operand = array_operand(x, curve.coordinates.base, name, curve.shape)
+    launch.check_reduced(operand.place, curve, operand.words, name)
+    return operand
+
+
+def encoded_points(curve: Curve[Any], points: Any, name: str, single: str = "") -> npt.NDArray[np.uint64]:
+    """Canonical words of a point of Python, or of a list of such.
+
+    Args:
+        curve: of the points.
+        points: (x, y) or None, or a list of them.
+        name: of a list, for messages.
+        single: that of one point; the same if not given.
+
+    Raises:
+        UnsupportedDtype: not points; names the index.
+        FormatError: a coordinate is not from 0 to below the modulus.
+    """
+    alone = not isinstance(points, list)
+    listed = [points] if alone else points
+    for index, point in enumerate(listed):
+        _check_python(curve, point, single or name if alone else f"{name}[{index}]")
+    words = encode_points(curve, listed)
+    return words.reshape(curve.shape) if alone else words
+
+
+def _check_python(curve: Curve[Any], point: object, name: str) -> None:
+    """Refuse what is no affine point of Python, or not reduced."""
+    degree, parts = curve.coordinates.degree, []
+    if isinstance(point, tuple) and len(point) == 2:
+        parts = list(point)
+        if degree == 2:
+            parts = [part for pair in point if isinstance(pair, tuple) and len(pair) == 2 for part in pair]
+    whole = len(parts) == 2 * degree and all(isinstance(part, int) for part in parts)
+    if point is not None and not whole:
+        wanted = "(x, y) of integers" if degree == 1 else "((x0, x1), (y0, y1)) of integers"
+        raise UnsupportedDtype(f"{name} must be {wanted}, or None for infinity, got {_types(point)}")
+    for i, value in enumerate(parts):
+        if not 0 <= value < curve.coordinates.base.modulus:
+            raise launch.unreduced_coordinate(curve, name, i, value)
+
+
+def _types(value: object, depth: int = 2) -> str:
+    """The type's name, and those of a short tuple's parts; never the value, which may be of any length."""
+    if isinstance(value, tuple) and depth and len(value) <= 4:
+        return "(" + ", ".join(_types(part, depth - 1) for part in value) + ")"
+    return type(value).__name__
+
+
+def montgomery_points(curve: Curve[Any], operand: Operand, place: Place) -> Any:
+    """Montgomery form at a place, (n, *shape)."""
+    words = place.shaped(moved(operand, place), (math.prod(operand.leading), *curve.shape))
+    return launch.to_montgomery(place, curve, words)
+
+
+def points_inward(curve: Curve[Any], operand: Operand, place: Place, name: str, check: Check) -> Any:
+    """Montgomery form at a place, (n, *shape), of points that are what `check` says.
+
+    Raises:
+        FormatError: they are not; names the first one's flattened index.
+    """
+    words = montgomery_points(curve, operand, place)
+    for test in _TESTS[check]:
+        index = launch.first_off(place, curve, test, words)
+        if index is not None:
+            one = launch.from_montgomery(place, curve, place.cut(words, (slice(index, index + 1),)))
+            (point,) = decode_points(curve, place.store(one), check=False)
+            what = "is not on" if test == "off_curve" else "is out of the subgroup of"
+            raise FormatError(f"{name}[{index}] (flattened) is {_hexadecimal(point)}, which {what} {curve.name}")
+    return words
+
+
+def _hexadecimal(point: Any) -> str:
+    if isinstance(point, tuple):
+        return "(" + ", ".join(map(_hexadecimal, point)) + ")"
+    return f"{point:#x}"
+
+
+def points_outward(curve: Curve[Any], words: Any, place: Place, leading: Shape, *operands: Operand) -> Any:
+    """Canonical words of Montgomery form, with these leading dimensions, in the first array's kind."""
+    canonical = launch.from_montgomery(place, curve, words)
+    tensor = next((operand.tensor for operand in operands if not operand.free), None)
+    device = None if tensor is None else tensor.device
+    return in_kind(place.shaped(canonical, (*leading, *curve.shape)), place, device)
+
+
+# --- scalars ---------------------------------------------------------------------------------------------------------
+
+
+def scalar_operand(field: Field, scalars: Any) -> Operand:
+    """Scalars: words (..., 4) of any content, a FieldArray, or Python's integers from 0 to below 2^256.
+
+    Raises:
+        UnsupportedDtype, ShapeError, FormatError: something else; names the index of an integer, not its value.
+        ConfigError: a FieldArray of another field.
+    """
+    if isinstance(scalars, (int, np.integer, list, tuple)):
+        words = scalar_words(scalars, 1 << 64 * SCALAR_WORDS, "2^256")
+        return Operand(words, words.shape[:-1], HOST, free=True)
+    return array_operand(plain_scalars(field, scalars), field, "scalars", (SCALAR_WORDS,))
+
+
+def plain_scalars(field: Field, scalars: Any) -> Any:
+    """The canonical words of a FieldArray of scalars; anything else as it is.
+
+    Raises:
+        ConfigError: it is of another field.
+    """
+    if not isinstance(scalars, FieldArray):
+        return scalars
+    if scalars.field.parameters != field:
+        raise ConfigError(f"scalars must be of {field.name}, got a FieldArray of {scalars.field.name}")
+    return scalars.canonical()
+
+
+def scalar_words(scalars: Any, bound: int, shown: str) -> npt.NDArray[np.uint64]:
+    """Words (..., 4) of an integer or of nested lists of integers, in their shape.
+
+    Args:
+        scalars: integers, NumPy's too.
+        bound: above all of them; at most 2^256.
+        shown: the bound's name, for messages.
+
+    Raises:
+        UnsupportedDtype: not integers; names the first one's index and type.
+        ShapeError: lists of several lengths at one depth.
+        FormatError: below 0 or not below the bound; names the index alone.
+    """
+    level: list[Any] = [scalars]
+    shape: Shape = ()
+    numbers, lists = _split(level, shape)
+    while lists:
+        shape = (*shape, _common_length(lists, len(level)))
+        level = [value for each in lists for value in each]
+        numbers, lists = _split(level, shape)
+    for index, number in enumerate(numbers):
+        if not 0 <= number < bound:
+            raise FormatError(f"{_label(index, shape)} is not from 0 to below {shown}")
+    data = b"".join(number.to_bytes(8 * SCALAR_WORDS, "little") for number in numbers)
+    return np.frombuffer(data, "<u8").astype(np.uint64).reshape(*shape, SCALAR_WORDS)
+
+
+def _split(level: Sequence[Any], shape: Shape) -> tuple[list[int], list[Sequence[Any]]]:
+    """The integers and the lists of one depth; refuses what is neither."""
+    numbers: list[int] = []
+    lists: list[Sequence[Any]] = []
+    for index, value in enumerate(level):
+        if isinstance(value, (list, tuple)):
+            lists.append(value)
+        else:
+            numbers.append(value if type(value) is int else _integer(value, _label(index, shape)))
+    return numbers, lists
+
+
+def _integer(value: Any, label: str) -> int:
+    """A Python integer of what is one. No boolean, and no array: one of four words would pass for four integers."""
+    if hasattr(value, "shape") and not isinstance(value, np.generic):
+        raise UnsupportedDtype(f"{label} is an array: stack words into one (n, {SCALAR_WORDS}) array")
+    try:
+        if not isinstance(value, (bool, np.bool_)):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise UnsupportedDtype(f"{label} must be an integer, got {type(value).__name__}")
+
+
+def _common_length(lists: Sequence[Sequence[Any]], count: int) -> int:
+    """Of the `count` values of one depth, all of which must be lists of one length."""
+    lengths = sorted({len(each) for each in lists})
+    if len(lists) < count:
+        raise ShapeError("scalars must be nested evenly, got lists and integers side by side")
+    if len(lengths) > 1:
+        raise ShapeError(f"scalars must be nested evenly, got lists of {lengths[0]} and of {lengths[-1]} side by side")
+    return lengths[0]
+
+
+def _label(index: int, shape: Shape) -> str:
+    return f"scalars[{index}]{' (flattened)' * (len(shape) > 1)}" if shape else "scalars"

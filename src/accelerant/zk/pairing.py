@@ -32,9 +32,9 @@ def pairing_product_is_one(g1_points: Any, g2_points: Any, curve: str = "bn254",
         ShapeError: other shapes, or not as many points of one group as of the other.
         FormatError: a coordinate is not below the modulus, or what check refuses; names the first such point.
     """
-    family = family_of(curve)
+    family = family_of(curve if isinstance(curve, str) else repr(curve))
     words = [
-        host_points(curve_of(f"{curve}_{group}"), points, f"{group}_points")
+        host_points(curve_of(f"{family.name}_{group}"), points, f"{group}_points")
         for group, points in (("g1", g1_points), ("g2", g2_points))
     ]
     return product_is_one(family, words[0], words[1], check=check)

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_orders import of_cofactor, of_small_order, of_small_orders, point_out_of_subgroup, small_primes
 
 from accelerant.algebra.curve import FAMILIES, family_of
 from accelerant.algebra.curve.encoding import encode_points, point_bytes, points_from_bytes
 from accelerant.algebra.curve.pairing import product, product_is_one
 from accelerant.algebra.curve.pairing_power import signed_windows
 from accelerant.algebra.curve.pairing_reference import pairing, tower_of
-from accelerant.algebra.curve.reference import add, in_subgroup, msm_sum, multiply, negate
+from accelerant.algebra.curve.reference import add, msm_sum, multiply, negate
 from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.ledger import ledger
 
@@ -166,50 +167,6 @@ def test_groth16_proofs_of_snarkjs(circuit):
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def point_out_of_subgroup(curve, seed):
-    """A point of the curve, not in the subgroup: the first x from the seed on that has one."""
-    k, value = curve.coordinates, seed
-    while True:
-        x = k.join([value, *[0] * (k.degree - 1)])
-        y = k.sqrt(curve.right_side(x))
-        if y is not None and not in_subgroup(curve, (x, y)):
-            return x, y
-        value += 1
-
-
-def of_cofactor(curve, seed):
-    """A point whose order divides the cofactor."""
-    point = multiply(curve, curve.order, point_out_of_subgroup(curve, seed))
-    assert multiply(curve, curve.cofactor, point) is None
-    return point
-
-
-def small_orders(curve, limit=20000):
-    """Primes below the limit that divide the cofactor."""
-    rest, found = curve.cofactor, []
-    for prime in range(2, limit):
-        if rest % prime == 0:
-            found.append(prime)
-            while rest % prime == 0:
-                rest //= prime
-    return found
-
-
-def of_small_order(curve, prime):
-    """A point of prime order, the loop's additions meet exceptions with."""
-    seed = 1
-    while True:
-        point, exponent = point_out_of_subgroup(curve, seed), curve.order * curve.cofactor
-        while exponent % prime == 0:
-            exponent //= prime
-        point = multiply(curve, exponent, point)
-        while point is not None and multiply(curve, prime, point) is not None:
-            point = multiply(curve, prime, point)
-        if point is not None:
-            return point
-        seed += 1
-
-
 @each_family
 @pytest.mark.parametrize("group", ["g1", "g2"])
 def test_points_off_the_curve_or_subgroup_are_refused(family, group):
@@ -242,12 +199,32 @@ def test_points_off_the_curve_or_subgroup_are_refused(family, group):
 def test_points_of_small_order_are_refused(family, group):
     """T and Q meet within the loop."""
     curve = getattr(family, group)
-    for prime in small_orders(curve):
-        point = of_small_order(curve, prime)
+    for point in of_small_orders(curve):
         for each in (point, negate(curve, point), add(curve, point, curve.generator)):
             bad = (each, family.g2.generator) if group == "g1" else (family.g1.generator, each)
             with pytest.raises(FormatError, match="not in its subgroup"):
                 product_is_one(family, *encoded(family, [bad]))
+
+
+@each_family
+@pytest.mark.parametrize("group", ["g1", "g2"])
+def test_the_points_of_small_order_are_such(family, group):
+    curve = getattr(family, group)
+    primes = {
+        "bn254_g1": [],
+        "bn254_g2": [10069],
+        "bls12_381_g1": [3, 11, 10177],
+        "bls12_381_g2": [13, 23, 2713, 11953],
+    }
+    assert small_primes(curve) == primes[curve.name]
+    for prime in small_primes(curve):
+        point = of_small_order(curve, prime)
+        assert point is not None
+        assert curve.is_on_curve(point)
+        assert multiply(curve, prime, point) is None
+    if curve.name == "bls12_381_g1":
+        assert of_small_orders(curve)[-1] == (0, 2)
+        assert multiply(curve, 3, (0, 2)) is None
 
 
 @each_family
@@ -283,13 +260,15 @@ def test_rejections(family):
         product_is_one(family, g1_points, g2_points.astype(np.int64))
     size = g1_points.shape[-1]
     modulus = np.array(family.g1.coordinates.base.words(family.q, 64, size), np.uint64)
+    coordinates = {"g1_points": "y", "g2_points": r"y\.c1"}
     for points, name in ((g1_points, "g1_points"), (g2_points, "g2_points")):
         wrong = points.copy()
         wrong[1, 1] = 0
         wrong.reshape(-1, size)[-1] = modulus
         arguments = {"g1_points": g1_points, "g2_points": g2_points, name: wrong}
         for check in (True, False):
-            with pytest.raises(FormatError, match=rf"{name}\[\d\] \(flattened\) is {family.q}, not below"):
+            shown = rf"^{name}\[1\] \(flattened\) {coordinates[name]} is {family.q:#x}, not below the modulus"
+            with pytest.raises(FormatError, match=shown):
                 product_is_one(family, **arguments, check=check)
 
 
@@ -301,6 +280,17 @@ def test_the_ledger_has_it():
     rows = [row for row in ledger().to_dict()["ops"] if row["op"] == "pairing_product"]
     assert [(row["case"], row["calls"], row["own"], row["bytes"]) for row in rows] == [("2 bn254", 1, True, 2 * 6 * 32)]
     assert 15_000 < rows[0]["flops"] < 30_000
+
+
+def test_bad_points_are_no_failures_of_the_op():
+    family = family_of("bn254")
+    ((p, q),) = random_pairs(family, 1)
+    ledger().reset()
+    for pairs in ([((1, 1), q)], [(p, q), (None, ((1, 1), (1, 1)))]):
+        with pytest.raises(FormatError, match="is not on bn254_g"):
+            product_is_one(family, *encoded(family, pairs))
+    rows = [row for row in ledger().to_dict()["ops"] if row["op"] == "pairing_product"]
+    assert [(row["calls"], row["failures"]) for row in rows] == [(1, 0)] * 2
 
 
 def test_arrays_that_are_not_contiguous():

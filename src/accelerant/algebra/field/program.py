@@ -75,6 +75,7 @@ def entries(field: Field) -> dict[str, tuple[str, ...]]:
     return found | {"field_sum": (e, e, "i64", "i64"), "field_unreduced": (e, "*i64", "i64", "i64")}
 
 
+@functools.cache
 def montgomery_radix(field: Field) -> int:
     """R of the form x R mod p that programs keep elements in; 1 of Goldilocks, whose products need none."""
     return 1 if _is_goldilocks(field) else 1 << field.limbs * field.word_bits
