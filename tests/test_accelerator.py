@@ -203,6 +203,9 @@ def test_transforms_of_goldilocks_by_default(acc):
     with pytest.raises(ShapeError, match="power of two of points from 2 to 2\\^27, got 3"):
         acc.ntt([1, 2, 3])
     assert acc.metrics()["ntt"]["errors"] == 1
+    for each in (acc, acc.batch()):
+        with pytest.raises(ConfigError, match="coset must be a Python integer here, got ndarray"):
+            each.ntt([1, 2, 3, 4], coset=np.array([7], np.uint64))
 
 
 def test_transforms_of_one_shape_become_one_launch(acc):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -57,6 +58,38 @@ def test_a_kernel_says_how_few_indices_another_thread_is_worth(cpu, monkeypatch,
     kernel.handle = lambda begin, end: seen.append((begin, end))
     cpu.launch(kernel, (total,), (1,), ())
     assert sorted(seen) == [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_an_exception_waits_for_the_other_cores(cpu, monkeypatch, where):
+    """They write to memory that the caller frees once launch has raised."""
+    kernel = cpu.compile(KernelSource("heavy", {"llvm": _Heavy(1)}, {"heavy": ()}))
+    monkeypatch.setattr(cpu, "cores", 3)
+    begun, done = threading.Event(), []
+
+    class Interrupt(BaseException):
+        pass
+
+    def handle(begin, end):
+        if begin == 0:
+            assert begun.wait(10)
+            raise Interrupt
+        begun.set()
+        time.sleep(0.1)
+        done.append(begin)
+
+    def interrupted(futures, real=module.wait):
+        if not refused:
+            refused.append(True)
+            raise Interrupt
+        return real(futures)
+
+    refused = [True] * (where == "before")
+    kernel.handle = handle
+    monkeypatch.setattr(module, "wait", interrupted)
+    with pytest.raises(Interrupt):
+        cpu.launch(kernel, (3,), (1,), ())
+    assert sorted(done) == [1, 2]
 
 
 def test_the_share_is_read_again_from_a_cached_program(cpu):

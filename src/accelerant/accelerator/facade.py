@@ -360,7 +360,7 @@ def _field_on(name: str) -> Callable[..., Any]:
 
 
 def _multiples_on(device: ComputeDevice, scalars: Any, points: Any, *, curve: str, check: bool) -> Any:
-    return FixedBase(curve, points, device, check=check).msm(scalars)
+    return FixedBase(curve, points, device, check=check, multiples=False).msm(scalars)
 
 
 _WITHOUT_TENSORS: dict[str, Callable[..., Any]] = {

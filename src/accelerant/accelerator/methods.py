@@ -14,7 +14,7 @@ import torch
 from accelerant import ops
 from accelerant.algebra.field import prime_field
 from accelerant.algebra.field.words import check_words, encode
-from accelerant.errors import ShapeError
+from accelerant.errors import ConfigError, ShapeError
 from accelerant.runtime.arrays import kind_of
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.msm.op import msm
@@ -127,10 +127,16 @@ def _multiples_words(x: Any, name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _multiples_example(device: torch.device, rows: int) -> Tensors:
-    """Random scalars below 2^252, and the generator as every point."""
-    generator = torch.from_numpy(curve_named(_DEFAULT_CURVE).generator.view(np.int64))
+    """Random scalars below 2^252; points that are 1, 2, ... times the generator."""
+    group = curve_named(_DEFAULT_CURVE)
+    points = torch.from_numpy(group.mul(group.generator, list(range(1, rows + 1))).view(np.int64)).to(device)
     scalars = torch.randint(0, 2**60, (rows, 4), device=device)
-    return scalars.view(torch.uint64), generator.expand(rows, 2, 4).contiguous().to(device).view(torch.uint64)
+    return scalars.view(torch.uint64), points.view(torch.uint64)
+
+
+def _multiples_flops(args: Tensors, y: torch.Tensor, *, curve: str = _DEFAULT_CURVE, **_: Any) -> int:
+    """Additions of a plain sum: one a bit of each scalar."""
+    return math.prod(args[0].shape[:-1]) * curve_named(curve).order.bit_length()
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -167,7 +173,7 @@ METHODS: dict[str, Method] = {
         _multiples,
         None,
         _multiples_example,
-        lambda args, y, curve=_DEFAULT_CURVE, **_: args[0].shape[-2] * curve_named(curve).order.bit_length(),
+        _multiples_flops,
         np.uint64,
         _multiples_words,
         lambda args, options: True,
@@ -230,11 +236,21 @@ class Operations(ABC):
         coset: int | None = None,
         order: str = "natural",
     ) -> Any:
-        """Number-theoretic transforms along the last axis of elements; see accelerant.zk.ntt."""
+        """Number-theoretic transforms along the last axis of elements; see accelerant.zk.ntt.
+
+        Words or integers, of a field that is named; a coset is an integer.
+
+        Raises:
+            ConfigError: the coset is no integer.
+        """
+        if coset is not None and not isinstance(coset, int):
+            raise ConfigError(
+                f"coset must be a Python integer here, got {type(coset).__name__}: zk.ntt takes words too"
+            )
         return self._call("ntt", (x,), field=field, inverse=inverse, coset=coset, order=order)
 
     def msm(self, scalars: Any, points: Any, *, curve: str = _DEFAULT_CURVE, check: bool = True) -> Any:
-        """The sum of scalars[i] points[i]; see accelerant.zk.msm."""
+        """The sum of scalars[i] points[i], in the library of the scalars; see accelerant.zk.msm."""
         return self._call("msm", (scalars, points), curve=curve, check=check)
 
     def attention(self, q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None) -> Any:

@@ -16,7 +16,7 @@ import platform
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -203,10 +203,13 @@ class CpuProvider(ComputeProvider):
             return
         bounds = [total * i // parts for i in range(parts + 1)]
         pool = self._threads()
-        futures = [pool.submit(kernel.handle, bounds[i], bounds[i + 1], *values) for i in range(1, parts)]
-        kernel.handle(bounds[0], bounds[1], *values)
-        for future in futures:
-            future.result()
+        futures: list[Future[None]] = []
+        try:
+            for i in range(1, parts):
+                futures.append(pool.submit(kernel.handle, bounds[i], bounds[i + 1], *values))
+            kernel.handle(bounds[0], bounds[1], *values)
+        finally:
+            _join(futures)
 
     def synchronize(self, device: int = 0) -> None:
         """Nothing to wait for: launches return when they are done."""
@@ -310,6 +313,20 @@ class CpuProvider(ComputeProvider):
         return llvm.Target.from_default_triple().create_target_machine(
             cpu=self._cpu, features=self._features, opt=_LEVEL
         )
+
+
+def _join(futures: Sequence[Future[None]]) -> None:
+    """Wait until all are done, also where a handler of signals raises: they write to memory that is freed afterwards."""
+    raised: BaseException | None = None
+    for future in futures:
+        while not future.done():
+            try:
+                wait((future,))
+            except BaseException as error:  # noqa: BLE001  raised below
+                raised = error
+        future.result()
+    if raised is not None:
+        raise raised
 
 
 class _Held:
