@@ -318,13 +318,9 @@ def test_words_of_points_are_refused_where_python_refuses_them(name, data):
     word = np.uint64(data.draw(st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**64 - 1]))))
     assume(words.reshape(-1)[at] != word)
     words.reshape(-1)[at] = word
-    limbs = group.field.limbs
-    coordinate = int.from_bytes(words.reshape(-1, limbs)[at // limbs].astype("<u8").tobytes(), "little")
     expected, refused = outcome(lambda: decode_points(curve, words))
     if refused:
-        reduced = coordinate < group.field.modulus
-        index = at // words[0].size if reduced else at // limbs  # of the point; or of the coordinate among all
-        with pytest.raises(FormatError, match=rf"points\[{index}\]"):
+        with pytest.raises(FormatError, match=rf"points\[{at // words[0].size}\]"):
             msm([1] * len(multipliers), words, name)
         return
     total = None

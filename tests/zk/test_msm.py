@@ -342,6 +342,17 @@ def test_a_point_off_the_curve_is_named():
         FixedBase("bn254_g1", points)
 
 
+@pytest.mark.parametrize("kind", ["scalars of another size", "limbs", "signed", "no array", "unreduced scalar"])
+def test_scalars_are_looked_at_before_points_are_checked(kind):
+    """The check of points takes longer than the sum."""
+    points = generated("bn254_g1", 20).copy()
+    points[11, 1, 0] ^= np.uint64(1)
+    change, error, text = BAD[kind]
+    scalars = encode(curve_of("bn254_g1").scalars, msm_scalars(curve_of("bn254_g1"), 20))
+    with pytest.raises(error, match=text):
+        msm(*change(scalars, points))
+
+
 def test_a_point_out_of_the_subgroup_is_named():
     curve = curve_of("bls12_381_g1")
     points = generated("bls12_381_g1", 5).copy()

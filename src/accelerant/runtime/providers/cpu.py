@@ -316,7 +316,7 @@ class CpuProvider(ComputeProvider):
 
 
 def _join(futures: Sequence[Future[None]]) -> None:
-    """Wait until all are done, also where a handler of signals raises: they write to memory that is freed afterwards."""
+    """Wait until all are done, also where a handler of signals raises: they write to memory that is freed then."""
     raised: BaseException | None = None
     for future in futures:
         while not future.done():

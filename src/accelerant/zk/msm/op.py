@@ -59,8 +59,8 @@ def msm(scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool = Tru
     """
     group = curve_named(curve)
     operand = group._points(points, "points")
-    words = points_words(group, operand, operand.place, check)
-    rows, leading = scalars_words(group, scalars, operand.place, int(words.shape[0]))
+    rows, leading = scalars_words(group, scalars, operand.place, _count(group, operand))
+    words = points_words(group, operand, operand.place, check)  # last, since check takes longer than all before
     total = summed(operand.place, group.parameters, rows, summer(operand.place, group.parameters, words))
     return group._outward(total, operand.place, leading, operand)
 
@@ -99,11 +99,18 @@ def points_words(group: EllipticCurve, operand: Any, place: Place, check: bool) 
         ShapeError: not one row of points.
         FormatError: what check refuses.
     """
+    n = _count(group, operand)
+    words = group._inward(operand, place, "points", "subgroup" if check else "")
+    return place.shaped(words, (n, math.prod(group.shape)))
+
+
+def _count(group: EllipticCurve, operand: Any) -> int:
+    """How many points there are in the one row of them."""
     if len(operand.leading) != 1:
         tail = ", ".join(map(str, group.shape))
         raise ShapeError(f"points must be (n, {tail}), got {(*operand.leading, *group.shape)}")
-    words = group._inward(operand, place, "points", "subgroup" if check else "")
-    return place.shaped(words, (operand.leading[0], math.prod(group.shape)))
+    n: int = operand.leading[0]
+    return n
 
 
 def scalars_words(group: EllipticCurve, scalars: Any, place: Place, n: int) -> tuple[list[Words], tuple[int, ...]]:
@@ -115,20 +122,25 @@ def scalars_words(group: EllipticCurve, scalars: Any, place: Place, n: int) -> t
     field = group.parameters.scalars
     if isinstance(scalars, (list, tuple)):
         words, home = host.encode(field, list(scalars), name="scalars"), HOST
+        _check_rows(tuple(words.shape), n)
     else:
         words, home = _array(scalars)
         dtype = str(scalars.dtype).removeprefix("torch.")
         host.check_words(field, dtype, tuple(scalars.shape), "scalars")
+        _check_rows(tuple(scalars.shape), n)
         words = home.contiguous(words)
         check_reduced(home, field, words, "scalars")
     shape = tuple(words.shape)
-    if len(shape) not in (2, 3) or shape[-2:] != (n, _LIMBS):
-        raise ShapeError(f"scalars must be ({n}, {_LIMBS}) or (b, {n}, {_LIMBS}) for {n} points, got {shape}")
     if home != place:
         words = place.load(home.store(words))
     if len(shape) == 2:
         return [words], ()
     return [place.cut(words, (i,)) for i in range(shape[0])], (shape[0],)
+
+
+def _check_rows(shape: tuple[int, ...], n: int) -> None:
+    if len(shape) not in (2, 3) or shape[-2:] != (n, _LIMBS):
+        raise ShapeError(f"scalars must be ({n}, {_LIMBS}) or (b, {n}, {_LIMBS}) for {n} points, got {shape}")
 
 
 def _array(scalars: Any) -> tuple[Words, Place]:

@@ -1,0 +1,73 @@
+"""The CPU's kernel of a sparse matrix times a vector, LLVM IR.
+
+    sparse_rows    (values, columns, starts, x, z, n)    z[i] = sum over k in [starts[i], starts[i + 1]) of
+                                                          values[k] x[columns[k]] / R
+
+An index is a row. Elements are words as everywhere, R = 2^256. With values x R^2 mod p, as a .zkey has them, and a
+canonical x the answer is in Montgomery form. x is below p, values are any words. One element at a time: rows have few
+entries, and each reads x anywhere. Time depends on the matrix alone, which is public.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from accelerant.algebra.curve.llvm_flow import Flow
+from accelerant.algebra.field.llvm_limbs import Limbs
+from accelerant.algebra.field.llvm_text import function
+from accelerant.algebra.field.parameters import field_of
+from accelerant.runtime.kernel import KernelSource
+
+__all__ = ["RowsKernel", "kernel_source"]
+
+_ARGUMENTS = {"values": "*u64", "columns": "*u32", "starts": "*i64", "x": "*u64", "z": "*u64"}
+
+
+@dataclass(frozen=True, slots=True)
+class RowsKernel:
+    """A Builder (see runtime/kernel.py).
+
+    Attributes:
+        field: its name; of 64-bit words.
+    """
+
+    field: str
+
+    least_share = 512
+    """Rows that are worth another thread."""
+
+    @property
+    def key(self) -> str:
+        """The program itself."""
+        return self.build("")
+
+    def build(self, target: str) -> str:
+        """LLVM IR."""
+        return _text(self.field)
+
+
+@functools.cache
+def kernel_source(field: str) -> KernelSource:
+    """The entry, for the CPU."""
+    types = (*_ARGUMENTS.values(), "i64")
+    return KernelSource(f"sparse_rows_{field}", {"llvm": RowsKernel(field)}, {"sparse_rows": types}, targets=())
+
+
+@functools.cache
+def _text(name: str) -> str:
+    form, code = Limbs(field_of(name)), Flow()
+    with code.loop("%begin", code.least("%end", "%n")) as row:
+        first = code.load("i64", "%starts", row)
+        stop = code.load("i64", "%starts", code.i64("add nsw", row, 1))
+        total = code.variable(form.type, form.constant(0))
+        with code.loop(first, stop) as k:
+            column = code(f"zext i32 {code.load('i32', '%columns', k)} to i64")
+            x = form.load(code, "%x", column, "0")
+            product = form.call(code, "mul", x, form.load(code, "%values", k, "0"))
+            total.set(form.call(code, "add", total.get(), product))
+        form.store(code, "%z", row, "0", total.get())
+    code.do("ret void")
+    arguments = ["i64 %begin", "i64 %end", *(f"ptr %{name}" for name in _ARGUMENTS), "i64 %n"]
+    entry = function("sparse_rows", "void", arguments, code, "", "nounwind")
+    return f"declare i64 @llvm.smin.i64(i64, i64)\n{form.functions()}{entry}"

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelerant.algebra.curve.parameters import family_of
+from accelerant.cli.app import main
+from accelerant.zk.formats import R1cs, Witness, write_wtns
+from accelerant.zk.groth16 import Proof, VerificationKey, verify
+
+VECTORS = Path(__file__).parents[1] / "vectors"
+RANGE = VECTORS / "groth16" / "range"
+PRODUCT = VECTORS / "formats" / "bn254"
+R, Q = family_of("bn254").r, family_of("bn254").q
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main(["zk", *map(str, arguments)])
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of its own, where the command runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_prove_and_verify(run, folder):
+    status, output, _ = run("prove", RANGE / "circuit.zkey", RANGE / "witness.wtns", "p.json", "q.json")
+    assert status == 0
+    for stage in ("key: points", "quotient", "sum B2", "verification", "all"):
+        assert stage in output
+    assert output.endswith("p.json and q.json: verified, 18 public inputs, bn254\n")
+    assert sorted(path.name for path in folder.iterdir()) == ["p.json", "q.json"]
+    assert (folder / "q.json").read_text() == (RANGE / "public.json").read_text()
+    assert run("verify", RANGE / "verification_key.json", "q.json", "p.json") == (0, "valid\n", "")
+
+
+def test_prove_names_its_files_as_snarkjs_does(run, folder):
+    status, output, _ = run("prove", PRODUCT / "product.zkey", PRODUCT / "product.wtns", "--json")
+    assert status == 0
+    facts = json.loads(output)
+    assert (facts["proof"], facts["public"], facts["public_inputs"], facts["verified"]) == (
+        "proof.json",
+        "public.json",
+        2,
+        True,
+    )
+    assert set(facts["seconds"]) > {"witness", "quotient", "proof", "verification"}
+    proof = Proof.from_json((folder / "proof.json").read_text(), (folder / "public.json").read_text())
+    assert verify(VerificationKey.from_zkey(PRODUCT / "product.zkey"), proof.public, proof)
+
+
+def wrong_witness(folder):
+    with Witness.open(PRODUCT / "product.wtns") as witness:
+        values = witness.values.copy()
+    values[-1, 0] += 1
+    write_wtns(folder / "wrong.wtns", "bn254", values)
+    return folder / "wrong.wtns"
+
+
+def test_a_wrong_witness_writes_nothing(run, folder):
+    wrong = wrong_witness(folder)
+    (folder / "q.json").write_text("before")
+    status, output, error = run("prove", PRODUCT / "product.zkey", wrong, "p.json", "q.json")
+    assert (status, output) == (2, "")
+    assert "does not verify and is not handed out" in error
+    assert sorted(path.name for path in folder.iterdir()) == ["q.json", "wrong.wtns"]
+    assert (folder / "q.json").read_text() == "before"
+    assert run("prove", PRODUCT / "product.zkey", wrong, "p.json", "q.json", "--no-self-verify")[0] == 0
+    key = PRODUCT / "verification_key.json"
+    assert run("verify", key, "q.json", "p.json")[0] == 1
+
+
+def test_both_files_or_none(run, folder, monkeypatch):
+    """The second cannot be written: the first is as it was."""
+    (folder / "p.json").write_text("before")
+    real = Path.open
+
+    def fails(self, mode="r", *args, **options):
+        if self.name.startswith(".q.json"):
+            raise OSError(28, "No space left on device", str(self))
+        return real(self, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", fails)
+    status, _, error = run("prove", PRODUCT / "product.zkey", PRODUCT / "product.wtns", "p.json", "q.json")
+    assert status == 1
+    assert "No space left" in error
+    assert (folder / "p.json").read_text() == "before"
+    assert [path.name for path in folder.iterdir()] == ["p.json"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "match"),
+    [
+        (("p.json", "p.json"), "another name"),
+        (("w.wtns", "q.json"), "also to be read"),
+        (("./sub/../k.zkey", "q.json"), "also to be read"),
+        (("nowhere/p.json", "q.json"), "there is no folder"),
+        (("sub", "q.json"), "is a folder"),
+    ],
+)
+def test_targets_are_looked_at_first(run, folder, targets, match):
+    shutil.copy(PRODUCT / "product.zkey", folder / "k.zkey")
+    shutil.copy(PRODUCT / "product.wtns", folder / "w.wtns")
+    (folder / "sub").mkdir()
+    before = {path.name: path.stat().st_size for path in folder.iterdir()}
+    status, _, error = run("prove", "k.zkey", "w.wtns", *targets)
+    assert status == 2
+    assert match in error
+    assert {path.name: path.stat().st_size for path in folder.iterdir()} == before
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+def mutate(change):
+    texts = {name: json.loads((RANGE / f"{name}.json").read_text()) for name in ("verification_key", "public", "proof")}
+    change(texts)
+    return texts
+
+
+def changed_text(texts, folder):
+    paths = []
+    for name, value in texts.items():
+        paths.append(folder / f"{name}.json")
+        paths[-1].write_text(json.dumps(value))
+    return paths
+
+
+def on_the_twist():
+    """A point of G2's curve that is out of the subgroup."""
+    curve = family_of("bn254").g2
+    for c0 in range(1, 50):
+        y = curve.coordinates.sqrt(curve.right_side((c0, 1)))
+        if y is not None:
+            return [[str(c0), "1"], [str(part) for part in y], ["1", "0"]]
+    raise AssertionError("no such point among fifty")
+
+
+def set_item(name, *path):
+    def setter(new):
+        def change(texts):
+            place = texts[name]
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = new(place[path[-1]])
+
+        return change
+
+    return setter
+
+
+MUTATIONS = {
+    "public + 1": set_item("public", 3)(lambda old: str((int(old) + 1) % R)),
+    "public + r": set_item("public", 3)(lambda old: str(int(old) + R)),
+    "one public less": lambda texts: texts["public"].pop(),
+    "pi_a negated": set_item("proof", "pi_a", 1)(lambda old: str(Q - int(old))),
+    "pi_a + q": set_item("proof", "pi_a", 0)(lambda old: str(int(old) + Q)),
+    "pi_a off the curve": set_item("proof", "pi_a", 0)(lambda old: str(int(old) ^ 1)),
+    "pi_b off the curve": set_item("proof", "pi_b", 0, 1)(lambda old: str(int(old) ^ 1)),
+    "pi_b out of the subgroup": set_item("proof", "pi_b")(lambda _: on_the_twist()),
+    "pi_c exchanged": lambda texts: texts["proof"].update(pi_c=texts["proof"]["pi_a"]),
+    "another curve": set_item("proof", "curve")(lambda _: "bls12381"),
+    "no proof": lambda texts: texts["proof"].clear(),
+    "the key's alpha negated": set_item("verification_key", "vk_alpha_1", 1)(lambda old: str(Q - int(old))),
+    "the key's IC off the curve": set_item("verification_key", "IC", 2, 0)(lambda old: str(int(old) ^ 1)),
+    "the key's IC exchanged": lambda texts: texts["verification_key"]["IC"].reverse(),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_what_is_changed_is_not_valid(run, folder, name):
+    paths = changed_text(mutate(MUTATIONS[name]), folder)
+    status, output, error = run("verify", *paths)
+    assert (status, error) == (1, "")
+    assert output.startswith("invalid: ")
+    status, output, _ = run("verify", *paths, "--json")
+    facts = json.loads(output)
+    assert (status, facts["valid"]) == (1, False)
+    assert facts["reason"]
+
+
+def test_what_is_not_changed_is_valid(run, folder):
+    assert run("verify", *changed_text(mutate(lambda _: None), folder), "--json") == (
+        0,
+        '{"valid": true, "reason": ""}\n',
+        "",
+    )
+
+
+def test_files_that_are_not_there(run, folder):
+    status, _, error = run("verify", RANGE / "verification_key.json", "none.json", RANGE / "proof.json")
+    assert (status, error) == (2, "accelerant: none.json cannot be read: No such file or directory\n")
+    assert run("verify", folder, folder, folder)[0] == 2
+    assert run("prove", "none.zkey", "none.wtns")[0] == 2
+    assert run("verify", RANGE / "verification_key.json")[0] == 2
+
+
+# --- the others ------------------------------------------------------------------------------------------------------
+
+
+def test_export_vk(run, folder):
+    assert run("export-vk", RANGE / "circuit.zkey", "vk.json")[:2] == (0, "vk.json: 18 public inputs, bn254\n")
+    assert (folder / "vk.json").read_text() == (RANGE / "verification_key.json").read_text()
+    assert json.loads(run("export-vk", RANGE / "circuit.zkey", "vk.json", "--json")[1]) == {
+        "key": "vk.json",
+        "curve": "bn254",
+        "public_inputs": 18,
+    }
+
+
+def test_calldata(run):
+    status, output, _ = run("calldata", RANGE / "public.json", RANGE / "proof.json")
+    a, b, c, public = json.loads(f"[{output}]")
+    proof = json.loads((RANGE / "proof.json").read_text())
+    assert status == 0
+    assert [int(value, 16) for value in a] == [int(value) for value in proof["pi_a"][:2]]
+    assert [[int(value, 16) for value in pair] for pair in b] == [
+        [int(pair[1]), int(pair[0])] for pair in proof["pi_b"][:2]
+    ]
+    assert [int(value, 16) for value in c] == [int(value) for value in proof["pi_c"][:2]]
+    assert [int(value, 16) for value in public] == [
+        int(value) for value in json.loads((RANGE / "public.json").read_text())
+    ]
+    assert json.loads(run("calldata", RANGE / "public.json", RANGE / "proof.json", "--json")[1]) == {
+        "calldata": [a, b, c, public]
+    }
+
+
+def test_setup(run, folder):
+    status, _, error = run("setup", PRODUCT / "product.r1cs", "c.zkey")
+    assert status == 2
+    assert "say --insecure-known-tau" in error
+    assert not list(folder.iterdir())
+    status, output, _ = run("setup", PRODUCT / "product.r1cs", "c.zkey", "--insecure-known-tau")
+    with R1cs.open(PRODUCT / "product.r1cs") as r1cs:
+        sizes = f"{r1cs.n_constraints} constraints, {r1cs.n_wires} signals"
+    assert (status, output) == (0, f"c.zkey: {sizes}. For tests only\n")
+    assert run("prove", "c.zkey", PRODUCT / "product.wtns", "p.json", "q.json")[0] == 0
+    assert run("export-vk", "c.zkey", "vk.json")[0] == 0
+    assert run("verify", "vk.json", "q.json", "p.json")[0] == 0
+    assert run("verify", PRODUCT / "verification_key.json", "q.json", "p.json")[0] == 1
+
+
+def test_proving_imports_no_torch(folder):
+    """The command line whole, in a process of its own."""
+    code = (
+        "import sys, accelerant.cli\n"
+        "try:\n"
+        "    accelerant.cli.main(sys.argv[1:])\n"
+        "except SystemExit as ended:\n"
+        "    assert not ended.code, ended.code\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'triton', 'cuda'}))\n"
+    )
+    for arguments in (
+        ["prove", PRODUCT / "product.zkey", PRODUCT / "product.wtns", "p.json", "q.json"],
+        ["verify", PRODUCT / "verification_key.json", "q.json", "p.json"],
+    ):
+        command = [sys.executable, "-c", code, "zk", *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import shutil
+
+import circuits
+import numpy as np
+import oracle
+import pytest
+
+from accelerant.algebra.field.parameters import FIELDS
+from accelerant.algebra.field.words import encode
+from accelerant.errors import FormatError
+from accelerant.runtime.ledger import ledger
+from accelerant.zk.formats import TERM, Witness, Zkey, write_r1cs, write_wtns
+from accelerant.zk.groth16 import Proof, Prover, VerificationKey, prove, verify, verify_many
+from accelerant.zk.groth16.setup import setup_with_known_tau
+
+
+def values_of(path):
+    with Witness.open(path) as witness:
+        return [int.from_bytes(row.tobytes(), "little") for row in witness.values]
+
+
+def test_our_proofs_verify_and_differ(circuit):
+    prover = Prover(circuit / "circuit.zkey")
+    first, second = (prover.prove(circuit / "witness.wtns") for _ in range(2))
+    key = VerificationKey.from_json((circuit / "verification_key.json").read_text())
+    assert first.public_json() == (circuit / "public.json").read_text()
+    assert prover.verification_key.to_json() == (circuit / "verification_key.json").read_text()
+    assert verify(key, first.public, first)
+    assert verify_many(key, [first.public] * 2, [first, second])
+    assert len({first.a, second.a}) == len({first.b, second.b}) == len({first.c, second.c}) == 2
+    assert Proof.from_json(first.to_json()) == first
+
+
+@pytest.mark.parametrize(("r", "s"), [(0, 0), (1, 0), (0, 1), (12345, 2**200 + 7)])
+def test_a_known_proof(product, r, s):
+    family, folder = product
+    with Zkey.open(folder / "product.zkey") as zkey:
+        expected = oracle.prove(zkey, values_of(folder / "product.wtns"), r, s)
+        proof = Prover(zkey).prove(folder / "product.wtns", insecure_randomness_for_tests=(r, s))
+    assert (proof.family, proof.a, proof.b, proof.c) == (family, *expected)
+    assert proof.public == (111, 3)
+
+
+def test_greatest_randomness(product):
+    family, folder = product
+    last = FIELDS[f"{family}_fr"].modulus - 1
+    with Zkey.open(folder / "product.zkey") as zkey:
+        expected = oracle.prove(zkey, values_of(folder / "product.wtns"), last, last)
+    prover = Prover(folder / "product.zkey")
+    proof = prover.prove(folder / "product.wtns", insecure_randomness_for_tests=(last, last))
+    assert (proof.a, proof.b, proof.c) == expected
+    with pytest.raises(FormatError, match="not below the modulus"):
+        prover.prove(folder / "product.wtns", insecure_randomness_for_tests=(0, last + 1))
+
+
+def test_keys_of_snarkjs(product):
+    _, folder = product
+    key = VerificationKey.from_zkey(folder / "product.zkey")
+    assert key.to_json() == (folder / "verification_key.json").read_text()
+    proof = prove(folder / "product.zkey", folder / "product.wtns")
+    assert verify(key, proof.public, proof)
+
+
+def test_stages_are_timed_and_counted(product):
+    _, folder = product
+    seen = []
+    prover = Prover(folder / "product.zkey", progress=seen.append)
+    ledger().reset()
+    prover.prove(folder / "product.wtns")
+    assert (
+        seen
+        == list(prover.timings)
+        == [
+            *("key: constraints", "key: points", "witness", "quotient"),
+            *(f"sum {name}" for name in ("A", "B1", "B2", "C", "H")),
+            *("proof", "verification"),
+        ]
+    )
+    assert all(seconds >= 0 for seconds in prover.timings.values())
+    rows = {row["op"]: row for row in ledger().to_dict()["ops"]}
+    assert {"sparse_mul", "ntt", "msm", "pairing_product"} <= set(rows)
+    assert all(row["own"] for row in rows.values())
+    prover.prove(folder / "product.wtns", verified=False)
+    assert "verification" not in prover.timings
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", [1, 2, 4, 5])
+def test_a_wrong_witness_makes_no_proof(product, tmp_path, index):
+    family, folder = product
+    values = values_of(folder / "product.wtns")
+    values[index] += 1
+    write_wtns(tmp_path / "wrong.wtns", family, encode(FIELDS[f"{family}_fr"], values))
+    prover = Prover(folder / "product.zkey")
+    with pytest.raises(FormatError, match="does not verify and is not handed out"):
+        prover.prove(tmp_path / "wrong.wtns")
+    unverified = prover.prove(tmp_path / "wrong.wtns", verified=False)
+    assert not verify(prover.verification_key, unverified.public, unverified)
+
+
+def test_a_witness_of_another_circuit(circuit, product):
+    family, folder = product
+    prover = Prover(circuit / "circuit.zkey")
+    match = "of another circuit" if family == "bn254" else "is a witness on bls12_381"
+    with pytest.raises(FormatError, match=match):
+        prover.prove(folder / "product.wtns")
+
+
+def test_a_witness_that_is_not_reduced_names_no_value(product, tmp_path):
+    family, folder = product
+    shutil.copy(folder / "product.wtns", tmp_path / "large.wtns")
+    with (tmp_path / "large.wtns").open("r+b") as file:
+        file.seek(-32, 2)
+        file.write(FIELDS[f"{family}_fr"].modulus.to_bytes(32, "little"))
+    with pytest.raises(FormatError, match="not below the modulus") as refused:
+        Prover(folder / "product.zkey").prove(tmp_path / "large.wtns")
+    assert "large.wtns" in str(refused.value)
+
+
+@pytest.mark.parametrize("section", ["a", "b2", "h"])
+def test_a_damaged_key_makes_no_proof(product, tmp_path, section):
+    """A coordinate is off by one: what comes out is no point of the curve, or of another statement."""
+    _, folder = product
+    data = bytearray((folder / "product.zkey").read_bytes())
+    with Zkey.open(folder / "product.zkey") as zkey:
+        words = getattr(zkey, section)
+        row = int(np.flatnonzero(words.any(axis=1))[-1])
+        at = data.find(words[row].tobytes())
+    assert at > 0
+    data[at] ^= 1
+    (tmp_path / "damaged.zkey").write_bytes(bytes(data))
+    with pytest.raises(FormatError, match="does not verify and is not handed out"):
+        Prover(tmp_path / "damaged.zkey").prove(folder / "product.wtns")
+
+
+def test_nothing_secret_is_shown(product):
+    _, folder = product
+    assert "12" not in repr(Prover(folder / "product.zkey")).replace(str(folder), "").replace("bls12_381", "")
+
+
+# --- circuits of all sizes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n_constraints", "n_public"), [(1, 0), (2, 0), (2, 1), (3, 3), (1, 7), (60, 2), (300, 100)])
+def test_generated_circuits(tmp_path, family, n_constraints, n_public):
+    wires = circuits.write_circuit(tmp_path, family, n_constraints, n_public)
+    setup_with_known_tau(tmp_path / "circuit.r1cs", tmp_path / "circuit.zkey")
+    prover = Prover(tmp_path / "circuit.zkey")
+    proof = prover.prove(tmp_path / "witness.wtns")
+    assert proof.public == tuple(wires[1 : n_public + 1])
+    for i in range(n_public):
+        other = [value ^ (i == j) for j, value in enumerate(proof.public)]
+        assert not verify(prover.verification_key, other, proof)
+        if i > 3:
+            break
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "n_constraints"), [("bn254", 32000), ("bls12_381", 9000)])
+def test_large_circuits(tmp_path, family, n_constraints):
+    circuits.write_circuit(tmp_path, family, n_constraints, 5)
+    setup_with_known_tau(tmp_path / "circuit.r1cs", tmp_path / "circuit.zkey")
+    assert prove(tmp_path / "circuit.zkey", tmp_path / "witness.wtns").public is not None
+
+
+def test_no_private_signal_and_no_constraint_with_one(tmp_path):
+    """Sections of no points: w1 1 = w1, and one public wire that no constraint has."""
+    one = np.zeros(1, TERM)
+    one["wire"], one["value"][:, 0] = 1, 1
+    constant = one.copy()
+    constant["wire"] = 0
+    write_r1cs(
+        tmp_path / "c.r1cs",
+        "bn254",
+        n_wires=3,
+        n_pub_out=0,
+        n_pub_in=2,
+        n_prv_in=0,
+        n_constraints=1,
+        a=one,
+        b=constant,
+        c=one,
+    )
+    write_wtns(tmp_path / "c.wtns", "bn254", encode(FIELDS["bn254_fr"], [1, 0, 9]))
+    setup_with_known_tau(tmp_path / "c.r1cs", tmp_path / "c.zkey")
+    prover = Prover(tmp_path / "c.zkey")
+    proof = prover.prove(tmp_path / "c.wtns")
+    assert proof.public == (0, 9)
+    assert not verify(prover.verification_key, (0, 8), proof)

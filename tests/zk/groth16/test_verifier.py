@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from accelerant.algebra.curve.parameters import family_of
+from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negate
+from accelerant.errors import ConfigError, FormatError, UnsupportedDtype
+from accelerant.zk import curve as curve_named
+from accelerant.zk.groth16 import Proof, VerificationKey, prove, verify, verify_many
+
+VECTORS = Path(__file__).parents[2] / "vectors"
+
+BN254 = family_of("bn254")
+R, Q = BN254.r, BN254.q
+
+
+def out_of_subgroup(family):
+    """A point of G2's curve that is not in the subgroup."""
+    k, curve = family.g2.coordinates, family.g2
+    for c0 in range(1, 50):
+        y = k.sqrt(curve.right_side((c0, 1)))
+        if y is not None and not in_subgroup(curve, ((c0, 1), y)):
+            return (c0, 1), y
+    raise AssertionError("no such point among fifty")
+
+
+def test_proofs_of_snarkjs_verify(parts):
+    assert verify(parts.key, parts.public, parts.proof)
+
+
+@pytest.mark.parametrize("index", [0, -1])
+def test_another_public_input_does_not(parts, index):
+    public = list(parts.public)
+    public[index] = (public[index] + 1) % R
+    assert not verify(parts.key, public, parts.proof)
+
+
+@pytest.mark.parametrize("value", [0, 1, R - 1])
+def test_extreme_public_inputs_do_not(parts, value):
+    assert not verify(parts.key, [*parts.public[:-1], value], parts.proof)
+
+
+def test_changed_proofs_do_not(parts):
+    proof, g1, g2 = parts.proof, BN254.g1, BN254.g2
+    generator = g1.generator
+    changed = {
+        "a negated": {"a": negate(g1, proof.a)},
+        "b negated": {"b": negate(g2, proof.b)},
+        "c negated": {"c": negate(g1, proof.c)},
+        "c exchanged": {"c": proof.a},
+        "a and c exchanged": {"a": proof.c, "c": proof.a},
+        "c moved": {"c": add(g1, proof.c, generator)},
+        "a infinite": {"a": None},
+        "b infinite": {"b": None},
+        "c infinite": {"c": None},
+        "all infinite": {"a": None, "b": None, "c": None},
+    }
+    for what, points in changed.items():
+        assert not verify(parts.key, parts.public, dataclasses.replace(proof, **points)), what
+
+
+def test_both_negated_is_the_same_statement(parts):
+    """e(-A, -B) = e(A, B): Groth16 is malleable, which a verifier does not hide."""
+    flipped = dataclasses.replace(parts.proof, a=negate(BN254.g1, parts.proof.a), b=negate(BN254.g2, parts.proof.b))
+    assert flipped != parts.proof
+    assert verify(parts.key, parts.public, flipped)
+
+
+def test_a_point_out_of_the_subgroup_is_no_proof(parts):
+    forged = dataclasses.replace(parts.proof, b=out_of_subgroup(BN254))
+    with pytest.raises(FormatError, match=r"^pi_b, .* is on bn254_g2 but not in its subgroup"):
+        verify(parts.key, parts.public, forged)
+    with pytest.raises(FormatError, match=r"^proofs\[1\]\.b, "):
+        verify_many(parts.key, [parts.public] * 2, [parts.proof, forged])
+    moved = dataclasses.replace(
+        parts.proof, b=add(BN254.g2, parts.proof.b, multiply(BN254.g2, R, out_of_subgroup(BN254)))
+    )
+    with pytest.raises(FormatError, match="subgroup"):
+        verify(parts.key, parts.public, moved)
+
+
+def test_a_point_off_the_curve_is_no_proof(parts):
+    x, y = parts.proof.c
+    with pytest.raises(FormatError, match=r"^pi_c, .* is not on bn254_g1"):
+        verify(parts.key, parts.public, dataclasses.replace(parts.proof, c=(x, y + 1)))
+
+
+@pytest.mark.slow
+def test_points_of_g1_out_of_the_subgroup_are_no_proof():
+    """On BLS12-381 the curve of G1 has more points than its subgroup, some of order 3: a multiple may hide them."""
+    family = family_of("bls12_381")
+    g1, folder = family.g1, VECTORS / "formats" / "bls12_381"
+    key = VerificationKey.from_json((folder / "verification_key.json").read_text())
+    proof = prove(folder / "product.zkey", folder / "product.wtns")
+    assert verify(key, proof.public, proof)
+    assert verify_many(key, [proof.public] * 3, [proof] * 3)
+    order_three = (0, 2)  # y^2 = x^3 + 4
+    assert multiply(g1, 3, order_three) is None
+    for name in ("a", "c"):
+        forged = dataclasses.replace(proof, **{name: add(g1, getattr(proof, name), order_three)})
+        with pytest.raises(FormatError, match=rf"^pi_{name}, .*subgroup"):
+            verify(key, proof.public, forged)
+        with pytest.raises(FormatError, match=rf"^proofs\[1\]\.{name} .*subgroup"):
+            verify_many(key, [proof.public] * 2, [proof, forged])
+
+
+def test_public_inputs_are_checked(parts):
+    first, *rest = parts.public
+    with pytest.raises(FormatError, match=r"public\[0\] is \d+, not from 0 to below"):
+        verify(parts.key, [first + R, *rest], parts.proof)
+    with pytest.raises(FormatError, match=r"public\[0\] is -1"):
+        verify(parts.key, [-1, *rest], parts.proof)
+    with pytest.raises(FormatError, match="the verification key is for"):
+        verify(parts.key, rest, parts.proof)
+    with pytest.raises(FormatError, match="the verification key is for"):
+        verify(parts.key, [first, first, *rest], parts.proof)
+    for wrong in ("1", 1.0, True, None):
+        with pytest.raises(UnsupportedDtype, match=r"public\[0\] must be a Python integer"):
+            verify(parts.key, [wrong, *rest], parts.proof)
+
+
+def test_two_curves(parts):
+    with pytest.raises(ConfigError, match="key is on bn254, the proof on bls12_381"):
+        verify(parts.key, parts.public, dataclasses.replace(parts.proof, family="bls12_381"))
+
+
+def test_many(parts):
+    wrong = [parts.public[0] ^ 1, *parts.public[1:]]
+    for n in (0, 1, 2, 9):
+        assert verify_many(parts.key, [parts.public] * n, [parts.proof] * n)
+    for at in range(3):
+        rows = [list(parts.public) for _ in range(3)]
+        rows[at] = wrong
+        assert not verify_many(parts.key, rows, [parts.proof] * 3)
+    swapped = dataclasses.replace(parts.proof, c=parts.proof.a)
+    assert not verify_many(parts.key, [parts.public] * 2, [parts.proof, swapped])
+    with pytest.raises(ConfigError, match="2 and 1"):
+        verify_many(parts.key, [parts.public] * 2, [parts.proof])
+    with pytest.raises(FormatError, match=r"public\[1\]\[0\]"):
+        verify_many(parts.key, [parts.public, [R, *parts.public[1:]]], [parts.proof] * 2)
+
+
+def test_errors_that_cancel_do_not_pass_together(parts):
+    """Each of two proofs is wrong by the opposite point: their plain product would hold."""
+    g1, c = BN254.g1, parts.proof.c
+    pair = [dataclasses.replace(parts.proof, c=add(g1, c, multiply(g1, sign, g1.generator))) for sign in (1, -1)]
+    assert not verify_many(parts.key, [parts.public] * 2, pair)
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def test_texts_are_those_of_snarkjs(parts):
+    assert parts.proof.to_json() == parts.texts["proof"]
+    assert parts.proof.public_json() == parts.texts["public"]
+    assert parts.key.to_json() == parts.texts["verification_key"]
+
+
+def test_infinity_in_json(parts):
+    none = dataclasses.replace(parts.proof, a=None, b=None, c=None)
+    assert json.loads(none.to_json())["pi_a"] == ["0", "1", "0"]
+    assert Proof.from_json(none.to_json()) == none
+
+
+def changed(value, path, new):
+    value = copy.deepcopy(value)
+    *before, last = path
+    place = value
+    for key in before:
+        place = place[key]
+    if new is None:
+        del place[last]
+    else:
+        place[last] = new(place[last])
+    return json.dumps(value)
+
+
+ELEMENTS = [
+    (lambda old: str(int(old) + Q), "not below the modulus|reduced"),
+    (lambda _: str(Q), "not below the modulus"),
+    (lambda _: "-1", "must be a decimal string"),
+    (lambda _: "0x10", "must be a decimal string"),
+    (lambda old: "0" + old, "without leading zeros"),
+    (lambda old: " " + old, "must be a decimal string"),
+    (lambda _: "\u0661", "must be a decimal string"),
+    (lambda _: "9" * 100000, "without leading zeros and reduced"),
+    (lambda old: int(old), "must be a decimal string"),
+    (lambda _: "", "must be a decimal string"),
+    (lambda _: ["1"], "must be a decimal string"),
+    (lambda old: str(int(old) ^ 1), "is not on bn254"),
+]
+
+
+@pytest.mark.parametrize(("new", "match"), ELEMENTS)
+@pytest.mark.parametrize("path", [("pi_a", 0), ("pi_a", 1), ("pi_b", 1, 0), ("pi_c", 1)])
+def test_elements_of_a_proof(parts, path, new, match):
+    where = f"proof: {path[0]}"
+    with pytest.raises(FormatError, match=match) as refused:
+        Proof.from_json(changed(parts.json["proof"], path, new))
+    assert where in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "match"),
+    [
+        (("pi_a",), None, 'no "pi_a"'),
+        (("pi_a",), lambda old: old[:2], "list of 3"),
+        (("pi_a", 2), lambda _: "2", 'must be "1"'),
+        (("pi_a", 2), lambda _: "0", 'must be "1"'),
+        (("pi_b", 2, 1), lambda _: "1", "must be"),
+        (("pi_b", 0), lambda old: [*old, "0"], "list of 2"),
+        (("pi_b",), lambda _: {}, "list of 3"),
+        (("protocol",), lambda _: "plonk", "groth16"),
+        (("protocol",), None, "groth16"),
+        (("curve",), lambda _: "secp256k1", "bn128, bls12381"),
+    ],
+)
+def test_the_shape_of_a_proof(parts, path, new, match):
+    with pytest.raises(FormatError, match=match):
+        Proof.from_json(changed(parts.json["proof"], path, new))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "1", '"x"', "[" * 200 + "]" * 200, b"\xff"])
+def test_texts_that_are_no_proof(text):
+    with pytest.raises(FormatError):
+        Proof.from_json(text)
+    with pytest.raises(FormatError):
+        VerificationKey.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "match"),
+    [
+        (("nPublic",), lambda old: old + 1, "nPublic \\+ 1"),
+        (("nPublic",), lambda _: -1, "nPublic"),
+        (("nPublic",), lambda _: True, "nPublic"),
+        (("nPublic",), lambda _: 10**30, "nPublic"),
+        (("nPublic",), None, "nPublic"),
+        (("IC",), lambda old: old[:-1], "IC"),
+        (("IC",), None, "IC"),
+        (("IC", 1, 0), lambda old: str(int(old) ^ 1), r"IC\[1\].*not on bn254_g1"),
+        (("IC", 0, 1), lambda old: str(int(old) + Q), r"IC\[0\]\[1\]"),
+        (("vk_gamma_2", 0, 0), lambda old: str(int(old) ^ 1), "vk_gamma_2.*not on bn254_g2"),
+        (("vk_beta_2",), None, "vk_beta_2"),
+        (("vk_alpha_1", 1), lambda old: str(int(old) ^ 1), "vk_alpha_1"),
+    ],
+)
+def test_the_shape_of_a_key(parts, path, new, match):
+    with pytest.raises(FormatError, match=match):
+        VerificationKey.from_json(changed(parts.json["verification_key"], path, new))
+
+
+def test_a_key_with_points_out_of_the_subgroup(parts):
+    wrong = [[str(c) for c in pair] for pair in out_of_subgroup(BN254)] + [["1", "0"]]
+    key = VerificationKey.from_json(changed(parts.json["verification_key"], ("vk_delta_2",), lambda _: wrong))
+    with pytest.raises(FormatError, match=r"^delta, .*subgroup"):
+        verify(key, parts.public, parts.proof)
+
+
+def test_another_key_does_not_verify(parts):
+    for name in ("alpha", "beta", "gamma", "delta"):
+        points = getattr(parts.key, name)
+        curve = BN254.g1 if points.ndim == 2 else BN254.g2
+        other = dataclasses.replace(parts.key, **{name: curve_named(curve.name).double(points)})
+        assert not verify(other, parts.public, parts.proof), name
+
+
+def test_public_inputs_as_json(parts):
+    for text, match in (
+        ("{}", "list of decimal"),
+        ('["1", 2]', r"public\[1\]"),
+        (f'["{R}"]', "not below the modulus"),
+        ('["01"]', "leading zeros"),
+    ):
+        with pytest.raises(FormatError, match=match):
+            Proof.from_json(parts.texts["proof"], text)
+
+
+def test_the_inputs_must_be_known(parts):
+    read = Proof.from_json(parts.texts["proof"])
+    assert read == parts.proof
+    assert read.public is None
+    with pytest.raises(ConfigError, match="not known"):
+        read.public_json()
+    assert read.to_calldata(parts.public) == parts.proof.to_calldata()
