@@ -1,11 +1,15 @@
-"""Zero knowledge: prime fields, transforms, elliptic curves, sums of multiples, pairings.
+"""Zero knowledge: prime fields, transforms, elliptic curves, sums of multiples, pairings, Groth16.
 
 >>> fr = accelerant.zk.field("bn254_fr")
 >>> fr.decode(fr.mul(fr.encode([2, 3]), fr.encode([5, 7])))
 [10, 21]
 
-On the CPU this needs NumPy and llvmlite alone; torch is imported only where it is asked for.
+`formats` has the files of circom and snarkjs, `groth16` the prover and the verifier; imported on first use. On the
+CPU all this needs NumPy and llvmlite alone; torch is imported only where it is asked for.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from accelerant.algebra.field import FieldArray, PrimeField
 from accelerant.algebra.field import prime_field as field
@@ -14,4 +18,24 @@ from accelerant.zk.msm.op import msm
 from accelerant.zk.pairing import pairing_product_is_one
 from accelerant.zk.transform import ntt
 
-__all__ = ["EllipticCurve", "FieldArray", "PrimeField", "curve", "field", "msm", "ntt", "pairing_product_is_one"]
+if TYPE_CHECKING:
+    from accelerant.zk import formats, groth16
+
+__all__ = [
+    "EllipticCurve",
+    "FieldArray",
+    "PrimeField",
+    "curve",
+    "field",
+    "formats",
+    "groth16",
+    "msm",
+    "ntt",
+    "pairing_product_is_one",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("formats", "groth16"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,8 +14,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.llvm_form import Form
 from accelerant.algebra.field.llvm_kernels import form_of, host_form
 from accelerant.algebra.field.places import HOST
-from accelerant.errors import UnsupportedCase
+from accelerant.errors import OutOfMemory, UnsupportedCase
 from accelerant.runtime import registry
 from accelerant.runtime.cores import usable_cores
 from accelerant.runtime.kernel import Kernel
@@ -48,6 +49,9 @@ _FEW_POINTS = 256
 
 _MULTIPLES_SHARE = 0.125
 """Of the free memory, what multiples take at most."""
+
+_SCRATCH_SHARE, _NOT_ASKED_BYTES = 0.5, 1 << 26
+"""Of the free memory, what the scratch of a sum takes at most; scratch below so many bytes is taken unasked."""
 
 _WINDOWS = range(4, 19)
 """Bits of a digit. A pack has eight buckets, so 2^(c-1) >= 8; above, buckets do not stay in the cache."""
@@ -145,8 +149,27 @@ def shared_plan(curve: Curve[Any], n: int) -> Plan | None:
     """The plan with multiples of n points; None where they have no room."""
     found = plan(curve.order, n, usable_cores(), shared=True)
     size = found.windows * n * 2 * curve.coordinates.degree * curve.coordinates.base.size_bytes
-    room = registry.create("cpu").memory().free_bytes * _MULTIPLES_SHARE
+    room = _MULTIPLES_SHARE * _free_bytes()
     return found if 0 < n * found.windows < SIGN and size <= room else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A plan for a number of points, and what it takes.
+
+    Attributes:
+        plan: see there.
+        tasks: its tasks.
+        step: numbers of a set of buckets, bucket 0 too.
+        offsets: of a worker's arrays.
+        scratch: a worker's memory, bytes.
+    """
+
+    plan: Plan
+    tasks: npt.NDArray[np.int64]
+    step: int
+    offsets: npt.NDArray[np.int64]
+    scratch: int
 
 
 class Bases:
@@ -197,39 +220,62 @@ class Bases:
 
         Args:
             scalars: (n, 4), below the curve's order.
-            chosen: how to divide the work; what is best if not given.
+            chosen: how to divide the work, into more ranges of points where that has no room; what is best if not
+                given.
+
+        Raises:
+            OutOfMemory: not even one worker's scratch has room.
         """
         workers = usable_cores()
         p = chosen or self.shared or plan(self.curve.order, self.n, workers)
         columns = np.empty((6, self.n), np.uint64)
         shift = np.array([p.shift >> 64 * i & 2**64 - 1 for i in range(5)], np.uint64)
         _launch(self._kernel("msm_recode"), self.n, (scalars, columns, shift, self.n))
-        partials = self._sums(p, columns, workers)
+        cut, workers = self._in_memory(p, workers)
+        partials = self._sums(cut, columns, workers)
         z = np.empty(self._points.shape[1:], np.uint64)
-        _launch(self._kernel("msm_finish"), 1, (partials, p.doublings(), len(partials), z))
+        _launch(self._kernel("msm_finish"), 1, (partials, cut.plan.doublings(), len(partials), z))
         return z
 
-    def _sums(self, p: Plan, columns: U64, workers: int) -> U64:
-        """Each task's sum, projective and as kernels keep elements."""
+    def _in_memory(self, p: Plan, workers: int) -> tuple[_Cut, int]:
+        """What has room: more ranges of points where the plan's do not, then fewer workers."""
+        cut = self._cut(p)
+        workers = min(workers, len(cut.tasks))
+        if workers * cut.scratch <= _NOT_ASKED_BYTES:
+            return cut, workers
+        room = int(_SCRATCH_SHARE * _free_bytes())
+        while workers * cut.scratch > room and self.n >= 2 * cut.plan.parts * _FEW_POINTS:
+            cut = self._cut(replace(cut.plan, parts=2 * cut.plan.parts))
+        if cut.scratch > room:
+            raise OutOfMemory(
+                f"a sum of multiples of {self.n:,} points takes {cut.scratch:,} bytes of scratch at least; "
+                f"{room:,} may be taken, {_SCRATCH_SHARE:.0%} of the free memory: sum fewer points at once"
+            )
+        return cut, min(workers, room // cut.scratch)
+
+    def _cut(self, p: Plan) -> _Cut:
         tasks = p.tasks(self.n)
-        workers = min(workers, len(tasks))
         entries = int(((tasks[:, 1] - tasks[:, 0]) * (tasks[:, 3] - tasks[:, 2])).max())
         step = (1 << p.bits - 1) + 1
-        offsets, scratch = _layout(self.curve, self._form, entries, int(tasks[:, 4].max()) * step)
+        return _Cut(p, tasks, step, *_layout(self.curve, self._form, entries, int(tasks[:, 4].max()) * step))
+
+    def _sums(self, cut: _Cut, columns: U64, workers: int) -> U64:
+        """Each task's sum, projective and as kernels keep elements."""
+        p, tasks = cut.plan, cut.tasks
         numbers = {
             "tasks": len(tasks),
             "n": self.n,
             "bits": p.bits,
             "buckets": 1 << p.bits - 1,
-            "step": 0 if p.shared else step,
+            "step": 0 if p.shared else cut.step,
             "stride": self.n if p.shared else 0,
-            "scratch": scratch,
+            "scratch": cut.scratch,
         }
-        memory = _aligned(workers * scratch)
+        memory = _aligned(workers * cut.scratch)
         partials = np.empty((p.partials, 3 * self._points.shape[1] // 2), np.uint64)
         sizes = np.array([numbers[name] for name in SIZES], np.int64)
         taken = np.zeros(1, np.int64)
-        arrays = (self._points, columns, tasks, taken, memory, offsets, partials, sizes)
+        arrays = (self._points, columns, tasks, taken, memory, cut.offsets, partials, sizes)
         _launch(self._kernel("msm_sum"), workers, arrays)
         return partials
 
@@ -261,6 +307,12 @@ def _launch(kernel: Kernel, indices: int, args: Sequence[Any]) -> None:
         return
     values = [HOST.pointer(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
     registry.create("cpu").launch(kernel, (indices,), (1,), values)
+
+
+def _free_bytes() -> int:
+    """Of the host's memory; any number of them where the system does not say."""
+    memory = registry.create("cpu").memory()
+    return memory.free_bytes if memory.total_bytes else sys.maxsize
 
 
 def _layout(curve: Curve[Any], kind: str, entries: int, buckets: int) -> tuple[npt.NDArray[np.int64], int]:
