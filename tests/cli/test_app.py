@@ -1,0 +1,33 @@
+"""The application as a whole: which groups there are, and that one of them is imported alone."""
+
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from accelerant.cli.app import GROUPS, build_app
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_registers_the_command_of_its_name(group):
+    command = typer.main.get_command(build_app((group,)))
+    assert list(command.commands) == [group]
+
+
+def test_a_named_group_is_imported_alone():
+    code = (
+        "import sys\nfrom accelerant.cli.app import main\n"
+        "try:\n    main(['cache', '--help'])\nexcept SystemExit as end:\n    status = end.code\n"
+        "print([name for name in sys.modules if name.startswith('accelerant.cli.')], status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "['accelerant.cli.app', 'accelerant.cli.cache'] 0"
+
+
+def test_an_unknown_command_is_wrong_usage():
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerant", "prove"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 2
+    assert "No such command 'prove'" in done.stderr
