@@ -12,7 +12,7 @@ typed in twice, and what can be wrong is checked when a field is made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from accelerant.errors import ConfigError
 
@@ -27,14 +27,20 @@ class Field:
         name: as users spell it.
         modulus: p, an odd prime.
         generator: of the multiplicative group; a quadratic non-residue, therefore.
+        bits: of the modulus.
+        word_bits: of the unsigned words that hold a canonical element: 32 where p fits in them, else 64.
+        limbs: words of a canonical element, the least significant first.
     """
 
     name: str
     modulus: int
     generator: int
+    bits: int = field(init=False, repr=False, compare=False)
+    word_bits: int = field(init=False, repr=False, compare=False)
+    limbs: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse a table that cannot be right: an even modulus, or a generator that is a square.
+        """Derive the sizes; refuse a table that cannot be right: an even modulus, or a generator that is a square.
 
         What is checked (Euler's criterion) fails for nearly all composite moduli too, and suffices for roots of unity
         of order 2^k.
@@ -42,21 +48,10 @@ class Field:
         p = self.modulus
         if p < 3 or p % 2 == 0 or pow(self.generator, (p - 1) // 2, p) != p - 1:
             raise ValueError(f"{self.name}: {self.generator} is a square mod {p}, or {p} is no odd prime")
-
-    @property
-    def bits(self) -> int:
-        """Of the modulus."""
-        return self.modulus.bit_length()
-
-    @property
-    def word_bits(self) -> int:
-        """Of the unsigned words that hold a canonical element: 32 where p fits in them, else 64."""
-        return 32 if self.bits <= 32 else 64
-
-    @property
-    def limbs(self) -> int:
-        """Words of a canonical element, the least significant first."""
-        return -(-self.bits // self.word_bits)
+        bits = p.bit_length()
+        word_bits = 32 if bits <= 32 else 64
+        for name, value in (("bits", bits), ("word_bits", word_bits), ("limbs", -(-bits // word_bits))):
+            object.__setattr__(self, name, value)  # as attributes: a call on arrays reads them twenty times
 
     @property
     def size_bytes(self) -> int:
@@ -132,8 +127,8 @@ _BN254_FQ, _BN254_FR = _bn(_BN_X)
 _BLS12_381_FQ, _BLS12_381_FR = _bls12(_BLS_X)
 
 FIELDS = {
-    field.name: field
-    for field in (
+    each.name: each
+    for each in (
         Field("goldilocks", 2**64 - 2**32 + 1, 7),
         Field("babybear", 15 * 2**27 + 1, 31),
         Field("bn254_fr", _BN254_FR, 5),
