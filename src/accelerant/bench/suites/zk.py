@@ -8,7 +8,8 @@ for fields; for points canonical words ("prepared": brought to the kernels' form
 
 A case is compared with what bounds it on a GPU: the copy, where memory does; the rate of the 32-bit multiplier, where
 arithmetic does (zk_multiplier.py measures it and says what is counted). On a CPU the note has nanoseconds for each
-field product instead. What others take stands in the note (zk_cases.py), what is to be reached beside the median.
+field product instead, and a product's launch is measured without the call around it too. What others take stands in
+the note (zk_cases.py), what is to be reached beside the median.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from accelerant.algebra.curve.parameters import curve_of, family_of
 from accelerant.algebra.curve.reference import multiply
 from accelerant.algebra.field.llvm_kernels import host_form
 from accelerant.algebra.field.parameters import field_of
+from accelerant.algebra.field.places import HOST
+from accelerant.algebra.field.program import kernel_source
 from accelerant.algebra.ntt.reference import bit_reversed, ntt_reference
 from accelerant.bench.ceilings import measure_copy
 from accelerant.bench.journal import Journal
@@ -201,12 +204,34 @@ def _field_mul(this: _Run, record: Record, progress: Progress) -> None:
         raise _wrong(case, "a product is not the one of the closed form")
     progress(f"zk: {case.key}")
     size = 3 * n * field.parameters.size_bytes
-    row = this.timed(this.row(bytes=size, ceiling="copy" if this.gpu else ""), lambda: x * y)
+    target = this.target_ms if this.gpu else None
+    row = this.timed(this.row(bytes=size, ceiling="copy" if this.gpu else "", target=target), lambda: x * y)
     record.rows.append(this.noted(row, record, 0, n))
     if not this.gpu:
+        alone = this.row(case=f"{case.name}, kernel alone", bytes=size)
+        record.rows.append(this.noted(this.timed(alone, _kernel_alone(x, y, z)), record, 0, n))
         left, right = x.ints(), y.ints()
         peer = replace(row, runner="python", implementation="integers", target=None, note="")
         record.rows.append(this.timed(peer, lambda: [u * v % p for u, v in zip(left, right, strict=True)]))
+
+
+def _kernel_alone(x: zk.FieldArray, y: zk.FieldArray, z: zk.FieldArray) -> Callable[[], object]:
+    """A launch on the CPU without the call around it: what one core takes, which is to be reached.
+
+    Raises:
+        AccelerantError: its answer is not z.
+    """
+    field, out = x.field.parameters, HOST.empty(tuple(x.words.shape), x.words.dtype)
+    kernel = HOST.provider.compile(kernel_source(field, "field_mul_montgomery"))
+    arguments = (*map(HOST.pointer, (x.words, y.words, out)), x.size)
+
+    def launch() -> None:
+        HOST.provider.launch(kernel, (x.size,), (1,), arguments)
+
+    launch()
+    if not bool((out == z.words).all()):
+        raise AccelerantError(f"field_mul {field.name}: the kernel alone gives another product")
+    return launch
 
 
 def _sampled(n: int) -> list[int]:
