@@ -6,40 +6,19 @@ import struct
 
 import numpy as np
 import pytest
-from parts import FAMILIES, VECTORS, edited, offset_of, refused, resized, without
+from parts import VECTORS, edited, offset_of, refused, resized, without
 
 from accelerant import zk
 from accelerant.algebra.curve.encoding import encode_points
-from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.reference import add
 from accelerant.errors import ConfigError, FormatError, ShapeError
 from accelerant.zk.formats import Label, Ptau, write_ptau
 
+KIND, FILE = Ptau, "prepared.ptau"
 HEADER, TAU_G1, TAU_G2, ALPHA_G1, BETA_G1, BETA_G2, CONTRIBUTIONS = range(1, 8)
 LAGRANGE = range(12, 16)
 NAMES = ("tau_g1", "tau_g2", "alpha_g1", "beta_g1")
 BEACON = bytes(range(1, 32))
-
-
-@pytest.fixture
-def altered(tmp_path):
-    """Opens bytes as powers of tau."""
-
-    def call(data):
-        (tmp_path / "altered.ptau").write_bytes(data)
-        return Ptau.open(tmp_path / "altered.ptau")
-
-    return call
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request):
-    return family_of(request.param)
-
-
-@pytest.fixture
-def data(family):
-    return (VECTORS / family.name / "prepared.ptau").read_bytes()
 
 
 @pytest.fixture

@@ -6,36 +6,16 @@ import struct
 
 import numpy as np
 import pytest
-from parts import FAMILIES, VECTORS, edited, offset_of, put_together, refused, resized, take_apart
+from parts import VECTORS, edited, offset_of, put_together, refused, resized, take_apart
 
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.zk.formats import TERM, CustomGate, R1cs, write_r1cs
 
+KIND, FILE = R1cs, "product.r1cs"
 HEADER, CONSTRAINTS, LABELS, GATES, USES = range(1, 6)
 COUNTS = 36
 """Where the header's counts begin."""
-
-
-@pytest.fixture
-def altered(tmp_path):
-    """Opens bytes as a circuit."""
-
-    def call(data):
-        (tmp_path / "altered.r1cs").write_bytes(data)
-        return R1cs.open(tmp_path / "altered.r1cs")
-
-    return call
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request):
-    return family_of(request.param)
-
-
-@pytest.fixture
-def data(family):
-    return (VECTORS / family.name / "product.r1cs").read_bytes()
 
 
 def triples(terms):

@@ -6,34 +6,13 @@ import struct
 
 import numpy as np
 import pytest
-from parts import FAMILIES, VECTORS, edited, offset_of, refused, resized
+from parts import VECTORS, edited, offset_of, refused, resized
 
-from accelerant.algebra.curve.parameters import family_of
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.zk.formats import Witness, write_wtns
 
+KIND, FILE = Witness, "product.wtns"
 HEADER, VALUES = 1, 2
-
-
-@pytest.fixture
-def altered(tmp_path):
-    """Opens bytes as a witness."""
-
-    def call(data):
-        (tmp_path / "altered.wtns").write_bytes(data)
-        return Witness.open(tmp_path / "altered.wtns")
-
-    return call
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request):
-    return family_of(request.param)
-
-
-@pytest.fixture
-def data(family):
-    return (VECTORS / family.name / "product.wtns").read_bytes()
 
 
 def test_a_witness_is_the_circuits_values(family):

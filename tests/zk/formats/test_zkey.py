@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 import pytest
-from parts import FAMILIES, VECTORS, edited, offset_of, refused, resized, take_apart, without
+from parts import VECTORS, edited, offset_of, refused, resized, take_apart, without
 
 from accelerant.algebra.curve.coordinates import PrimeCoordinates, QuadraticCoordinates
 from accelerant.algebra.curve.parameters import family_of
@@ -15,34 +15,13 @@ from accelerant.algebra.curve.reference import in_subgroup
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.zk.formats import COEFFICIENT, Label, Zkey, write_zkey
 
+KIND, FILE = Zkey, "product.zkey"
 HEADER, IC, COEFFICIENTS, A, B1, B2, C, H, CONTRIBUTIONS = range(2, 11)
 BEACON = bytes(range(1, 32))
 
 
 def path_of(family):
     return VECTORS / family / "product.zkey"
-
-
-@pytest.fixture
-def altered(tmp_path):
-    """Opens bytes as a key."""
-
-    def call(data):
-        path = tmp_path / "altered.zkey"
-        path.write_bytes(data)
-        return Zkey.open(path)
-
-    return call
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request):
-    return family_of(request.param)
-
-
-@pytest.fixture
-def data(family):
-    return path_of(family.name).read_bytes()
 
 
 def integers(words, modulus):
