@@ -16,12 +16,15 @@ import torch
 import accelerant
 from accelerant.algebra.curve import CURVES, FAMILIES, curve_of, family_of
 from accelerant.algebra.curve.encoding import encode_points, points_to_bytes
-from accelerant.algebra.curve.reference import add, in_subgroup, msm_sum, multiply, negate
+from accelerant.algebra.curve.reference import add, msm_sum, multiply, negate
 from accelerant.errors import BackendUnavailable, ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime import registry
 from accelerant.runtime.ledger import ledger
 from accelerant.zk import curve as group_of
 from accelerant.zk import pairing_product_is_one
+
+sys.path.append(str(Path(__file__).parents[1] / "algebra"))
+from small_orders import point_out_of_subgroup
 
 NAMES = tuple(CURVES)
 
@@ -49,16 +52,6 @@ def some_points(parameters, n, seed=1):
     g = parameters.generator
     edges = [None, g, negate(parameters, g), multiply(parameters, 2, g)]
     return (edges + [multiply(parameters, rng.getrandbits(128), g) for _ in range(n - 4)])[:n]
-
-
-def point_out_of_subgroup(parameters, seed=1):
-    k, value = parameters.coordinates, seed
-    while True:
-        x = k.join([value, *[0] * (k.degree - 1)])
-        y = k.sqrt(parameters.right_side(x))
-        if y is not None and not in_subgroup(parameters, (x, y)):
-            return x, y
-        value += 1
 
 
 def point_off_curve(parameters):

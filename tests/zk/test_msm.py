@@ -9,6 +9,8 @@ import functools
 import math
 import random
 import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import llvmlite.binding as llvm
@@ -23,8 +25,8 @@ from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.reference import msm_buckets, msm_sum, multiply, negate
 from accelerant.algebra.field.places import HOST
 from accelerant.algebra.field.words import encode
-from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedCase, UnsupportedDtype
-from accelerant.zk.msm import cpu
+from accelerant.errors import ConfigError, FormatError, OutOfMemory, ShapeError, UnsupportedCase, UnsupportedDtype
+from accelerant.zk.msm import cpu, op
 from accelerant.zk.msm.cpu import Bases, Plan, cpu_msm, plan
 from accelerant.zk.msm.fixed import FixedBase
 from accelerant.zk.msm.llvm_kernels import MsmKernels, kernel_source
@@ -195,6 +197,70 @@ def test_points_beyond_a_task_are_split(monkeypatch):
         plan.cache_clear()
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("workers", [2, 64])
+def test_scratch_keeps_to_the_free_memory(workers, shared, monkeypatch):
+    """More ranges of points, then fewer workers; the sum stays the same."""
+    n, curve = 1500, curve_of("bn254_g1")
+    points = launch.to_montgomery(HOST, curve, generated("bn254_g1", n)).reshape(n, -1)
+    scalars = msm_scalars(curve, n)
+    wanted = expected("bn254_g1", scalars, msm_multipliers(n))
+    monkeypatch.setattr(cpu, "usable_cores", lambda: workers)
+    bases = Bases(curve, points, shared=plan(curve.order, n, workers, shared=True) if shared else None)
+    aligned, taken = cpu._aligned, []
+    monkeypatch.setattr(cpu, "_aligned", lambda size: taken.append(size) or aligned(size))
+    assert affine(curve, bases.msm(encode(curve.scalars, scalars))) == wanted
+    monkeypatch.setattr(cpu, "_NOT_ASKED_BYTES", 0)
+    monkeypatch.setattr(cpu, "_free_bytes", lambda: taken[0])
+    assert affine(curve, bases.msm(encode(curve.scalars, scalars))) == wanted
+    assert taken[1] <= cpu._SCRATCH_SHARE * taken[0]
+
+
+def test_a_sum_without_room_is_refused(monkeypatch):
+    monkeypatch.setattr(cpu, "_NOT_ASKED_BYTES", 0)
+    monkeypatch.setattr(cpu, "_free_bytes", lambda: 2000)
+    with pytest.raises(OutOfMemory, match=r"of 20 points takes [\d,]+ bytes of scratch .*; 1,000 may be taken, 50%"):
+        msm([1] * 20, generated("bn254_g1", 20))
+
+
+def test_a_sum_keeps_one_copy_of_the_points(monkeypatch):
+    """The Montgomery words that checks ran on are given up when the kernels' form is made."""
+    references = []
+
+    class Watched(Bases):
+        def __init__(self, curve, points):
+            references.extend(weakref.ref(each) for each in (points, points.base) if each is not None)
+            super().__init__(curve, points)
+
+        def msm(self, scalars, chosen=None):
+            assert [reference() is None for reference in references] == [True] * len(references)
+            return super().msm(scalars, chosen)
+
+    monkeypatch.setattr(op, "Bases", Watched)
+    name, n = "bn254_g1", 20
+    curve, scalars = curve_of(name), msm_scalars(curve_of(name), n)
+    found = msm(scalars, generated(name, n))
+    assert (found == encode_points(curve, [expected(name, scalars, msm_multipliers(n))])[0]).all()
+    assert references
+
+
+def test_threads_sum_at_once():
+    """Whatever is kept between calls is shared: kernels, plans, records of the ledger, the points of a base."""
+    name, sizes = "bn254_g1", (1, 9, 257, 700)
+    curve, key = curve_of(name), FixedBase(name, generated(name, 700))
+    rows = {n: encode(curve.scalars, msm_scalars(curve, n)) for n in sizes}
+    wanted = {n: encode_points(curve, [expected(name, msm_scalars(curve, n), msm_multipliers(n))])[0] for n in sizes}
+
+    def work(seed):
+        order = random.Random(seed).sample(sizes, len(sizes)) * 2
+        sums = [(n, msm(rows[n], generated(name, 700)[:n], check=False)) for n in order]
+        return [*sums, (700, key.msm(rows[700]))]
+
+    with ThreadPoolExecutor(2) as threads:
+        for found in threads.map(work, range(2)):
+            assert all((total == wanted[n]).all() for n, total in found)
+
+
 @pytest.mark.parametrize(
     ("name", "k"),
     [
@@ -301,7 +367,7 @@ BAD = {
     "unreduced scalar": (
         lambda s, p: (s | np.uint64(1 << 63), p),
         FormatError,
-        r"scalars\[0\] .* is not below|not below",
+        r"^scalars\[0\] \(flattened\) is not below the order of bn254_g1$",
     ),
     "unreduced point": (lambda s, p: (s, p | np.uint64(1 << 63)), FormatError, r"points\[0\] .*not below the modulus"),
     "scalars of another size": (lambda s, p: (s[:-1], p), ShapeError, r"scalars must be \(20, 4\) or \(b, 20, 4\)"),
@@ -327,10 +393,41 @@ def test_the_first_scalar_not_below_the_order_is_named():
     curve = curve_of("bn254_g1")
     scalars = encode(curve.scalars, [1] * 20)
     scalars[7] = scalars[9] = curve.scalars.words(curve.order, 64, 4)
-    with pytest.raises(FormatError, match=rf"scalars\[7\] \(flattened\) is {curve.order}, not below"):
+    with pytest.raises(FormatError, match=r"^scalars\[7\] \(flattened\) is not below the order of bn254_g1$"):
         msm(scalars, generated("bn254_g1", 20))
-    with pytest.raises(FormatError, match=r"scalars\[2\] \(flattened\) is -1"):
-        msm([1, 2, -1], generated("bn254_g1", 3))
+    for wrong in (-1, curve.order):
+        with pytest.raises(FormatError, match=r"^scalars\[2\] is not from 0 to below the order$"):
+            msm([1, 2, wrong], generated("bn254_g1", 3))
+
+
+@pytest.mark.parametrize(
+    ("scalars", "error", "text"),
+    [
+        ([1, 1234567.5], UnsupportedDtype, r"^scalars\[1\] must be an integer, got float$"),
+        (["1234567", 2], UnsupportedDtype, r"^scalars\[0\] must be an integer, got str$"),
+        ([[1234567, 2], [3]], ShapeError, r"^scalars must be nested evenly, got lists of 1 and of 2 side by side$"),
+        (
+            list(np.full((2, 4), 1234567, np.uint64)),
+            UnsupportedDtype,
+            r"^scalars\[0\] is an array: stack words into one",
+        ),
+        ([1, 1234567 << 300], FormatError, r"^scalars\[1\] is not from 0 to below the order$"),
+    ],
+)
+def test_errors_show_no_scalar(scalars, error, text):
+    with pytest.raises(error, match=text) as refused:
+        msm(scalars, generated("bn254_g1", 2))
+    assert "1234567" not in str(refused.value)
+
+
+def test_sums_of_field_arrays():
+    points = generated("bn254_g1", 3)
+    field = accelerant.zk.field("bn254_fr")
+    wanted = msm([5, 6, 7], points)
+    assert (msm(field.array([5, 6, 7]), points) == wanted).all()
+    assert (FixedBase("bn254_g1", points).msm(field.array([[5, 6, 7]]) * 1) == wanted[None]).all()
+    with pytest.raises(ConfigError, match="scalars must be of bn254_fr, got a FieldArray of bn254_fq"):
+        msm(accelerant.zk.field("bn254_fq").array([5, 6, 7]), points)
 
 
 def test_a_point_off_the_curve_is_named():

@@ -10,8 +10,12 @@ import math
 import os
 import random
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -24,8 +28,11 @@ from accelerant.algebra.field.program import montgomery_radix
 from accelerant.errors import ConfigError, OutOfMemory
 from accelerant.runtime import registry
 from accelerant.runtime.kernel import CUDA_TARGETS
+from accelerant.runtime.portable import portable_header
+from accelerant.runtime.provider import MemoryInfo
+from accelerant.zk.msm import device
 from accelerant.zk.msm.device import DeviceBases, _Work, device_msm
-from accelerant.zk.msm.device_plan import MOST_INDICES, device_plan
+from accelerant.zk.msm.device_plan import MOST_INDICES, DevicePlan, device_plan
 from accelerant.zk.msm.program import LONGEST, accumulate_source, fold_source, multiples_source, sort_source
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
@@ -272,6 +279,97 @@ def test_plans_have_room_for_the_worst_scalars(name, shared):
         assert plan.size_bytes(curve) >= 12 * plan.entries
 
 
+def worst_fillings(plan):
+    """(points of a bucket, how many such buckets): sizes just beyond a segment's, and all of one size otherwise."""
+    most = plan.entries - min(plan.keys, plan.entries) + 1
+    yield [(most, 1), (1, plan.entries - most)]
+    for size in (1, plan.segment, *(k * plan.segment + 1 for k in (1, 2, 3, 7))):
+        count = min(plan.keys - 1, plan.entries // size)
+        rest = plan.entries - size * count
+        yield [(size, count), (rest, 1)]
+        short = min(rest, plan.keys - 1 - count)
+        yield [(size, count), (1, short), (rest - short, 1)]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 2, "segment": 1}, {"window": 4, "segment": 2}, {"segment": 5}])
+@pytest.mark.parametrize("shared", [False, True])
+def test_plans_have_room_for_buckets_just_beyond_a_segment(shared, options):
+    """Buckets of k L + 1 points are the most segments for their points, of L + 1 the most partial sums."""
+    for n in (1, 2, 3, 7, 40, 1000, (1 << 16) + 1, 1 << 22):
+        plan = device_plan(curve_of("bn254_g1"), n, 1 << 42, shared=shared, **options)
+        for filling in worst_fillings(plan):
+            assert sum(size * count for size, count in filling) == plan.entries
+            parts = [(-(-size // plan.segment), count) for size, count in filling]
+            assert sum(part * count for part, count in parts) <= plan.segments
+            assert sum(part * count for part, count in parts if part > 1) <= plan.sums - plan.keys
+            assert sum(count for part, count in parts if part > 1) <= plan.heavy
+
+
+class _Device:
+    """A place and its provider: the memory of a device, and what is asked of it in turn."""
+
+    index = 0
+
+    def __init__(self, free_bytes):
+        self.free_bytes, self.calls = free_bytes, []
+        self.provider = self
+
+    def memory(self, index):
+        return MemoryInfo(1 << 40, self.free_bytes, 0, 0, 0)
+
+    def synchronize(self, index):
+        self.calls.append("synchronize")
+
+
+class _Summing:
+    """In the place of _Work: the plans that sums are made by."""
+
+    plans: ClassVar[list[DevicePlan]] = []
+
+    def __init__(self, place, curve, plan):
+        self.plans.append(plan)
+
+    def summed(self, scalars, points, n):
+        return None
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A device without kernels."""
+    place = _Device(1 << 36)
+    monkeypatch.setattr(device, "_multiples", lambda *args: place.calls.append("multiples"))
+    monkeypatch.setattr(device, "_Work", _Summing)
+    monkeypatch.setattr(_Summing, "plans", [])
+    return place
+
+
+@pytest.mark.parametrize("options", [{}, {"free_bytes": 0}])
+def test_fixed_points_are_there_when_they_are_returned(stand_in, options):
+    """A sum on another stream of the device would read multiples that are not computed yet."""
+    bases = DeviceBases(stand_in, curve_of("bn254_g1"), SimpleNamespace(shape=(1 << 10, 8)), **options)
+    assert stand_in.calls == ["multiples"] * bases.plan.shared + ["synchronize"]
+
+
+@pytest.mark.parametrize("options", [{}, {"free_bytes": 0}, {"window": 12, "segment": 9}])
+def test_fixed_points_are_summed_in_what_is_free(stand_in, options):
+    """Pieces become smaller where others have taken the memory since; the windows stay those of the multiples."""
+    curve = curve_of("bn254_g1")
+    bases = DeviceBases(stand_in, curve, SimpleNamespace(shape=(1 << 20, 8)), **options)
+    size = bases.plan.size_bytes(curve)
+    for free_bytes in (1 << 36, size, size // 4, 1 << 36):
+        stand_in.free_bytes = free_bytes
+        bases.msm(None)
+        plan = _Summing.plans[-1]
+        assert plan.size_bytes(curve) <= 0.8 * free_bytes
+        assert plan.shared == bases.plan.shared
+        assert not plan.shared or (plan.window, plan.windows) == (bases.plan.window, bases.plan.windows)
+        assert "segment" not in options or (plan.segment, plan.window) == (9, 12)
+    assert [plan.points < 1 << 20 for plan in _Summing.plans] == [False, True, True, False]
+    stand_in.free_bytes = 1000
+    with pytest.raises(OutOfMemory, match="and 800 are free"):
+        bases.msm(None)
+
+
 def test_windows_grow_with_the_points():
     curve = curve_of("bn254_g1")
     windows = [device_plan(curve, 1 << k, 1 << 40).window for k in range(0, 25, 4)]
@@ -373,6 +471,24 @@ def test_nvrtc_compiles_for_each_target(target):
         for entry, resources in resources_of(source, target).items():
             assert 0 < resources.registers <= 128, entry
             assert resources.spill_bytes <= 16, entry
+
+
+def test_barriers_on_amd_have_a_fence_on_either_side(tmp_path):
+    """What was written before is released, what is read after is acquired: local memory is read and written around."""
+    clang = shutil.which("clang-19")
+    if clang is None:
+        pytest.skip("clang-19 is not installed")
+    text, code = tmp_path / "sort.hip", tmp_path / "sort.ll"
+    text.write_text(f"{portable_header()}\n{sort_source().dialects['portable']}")
+    for_device = ["-x", "hip", "--cuda-device-only", "--no-gpu-bundle-output", "--offload-arch=gfx90a"]
+    options = [*for_device, "-nogpuinc", "-nogpulib", "-O3", "-S", "-emit-llvm"]
+    subprocess.run([clang, *options, text, "-o", code], check=True, timeout=120)
+    lines = [line.strip() for line in code.read_text().splitlines()]
+    barriers = [i for i, line in enumerate(lines) if "call void @llvm.amdgcn.s.barrier()" in line]
+    assert len(barriers) >= 8
+    for i in barriers:
+        assert lines[i - 1] == 'fence syncscope("workgroup") release'
+        assert lines[i + 1] == 'fence syncscope("workgroup") acquire'
 
 
 def test_the_texts_ask_for_no_compiler():

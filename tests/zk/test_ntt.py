@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import random
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 from accelerant.algebra.field.parameters import FIELDS
+from accelerant.algebra.field.places import HOST
 from accelerant.algebra.ntt import launch
 from accelerant.algebra.ntt.reference import ntt_dft_reference, ntt_reference
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
@@ -185,6 +190,88 @@ def test_in_place_and_into_other_memory(order):
             assert (np.asarray(there) == y).all()
 
 
+@pytest.mark.parametrize("name", ["goldilocks", "babybear"])
+def test_memory_on_the_cpu_begins_at_any_word(name):
+    field = field_of(name)
+    for kind in (lambda a: a, torch.from_numpy):
+        memory = np.zeros(12, field.dtype)
+        for at in range(4):
+            x = field.random(8)
+            out = kind(memory)[at : at + 8]
+            assert ntt(kind(x), field, out=out) is out
+            assert (np.asarray(out) == ntt(x, field)).all()
+
+
+def test_arrays_of_objects_are_integers(field):
+    values = [[1, 2, 3, field.modulus - 1], [5, 6, 7, 8]]
+    y, objects = ntt(values, field), np.array(values, object)
+    assert (ntt(objects, field) == y).all()
+    out = np.empty_like(y)
+    assert ntt(objects, field, out=out) is out
+    assert (out == y).all()
+    assert (ntt(objects + field.modulus, field, reduce=True) == y).all()
+    assert objects.tolist() == values
+
+
+@pytest.mark.parametrize("name", ["goldilocks", "bn254_fr"])
+def test_kinds_of_cosets(name):
+    """One element, however it is given."""
+    field = field_of(name)
+    x = field.random(4)
+    y = ntt(x, field, coset=5)
+    words = field.encode(5)
+    for coset in (np.int64(5), words, torch.from_numpy(words), field.array(5), np.array(5, object)):
+        assert (ntt(x, field, coset=coset) == y).all()
+
+
+@pytest.mark.parametrize("name", ["goldilocks", "bn254_fr"])
+def test_cosets_that_are_none(name):
+    """All are errors of the coset: whatever is below the modulus is an element, of this field."""
+    field, other = field_of(name), field_of("babybear")
+    x = field.random(4)
+    beyond = np.array(field.parameters.words(field.modulus + 1, 64, field.limbs), np.uint64)
+    beyond = beyond if field.limbs > 1 else beyond[0]
+    for words in (np.asarray(beyond), torch.from_numpy(np.array(beyond))):
+        with pytest.raises(ConfigError, match=rf"coset must be from 1 to below .*, got {field.modulus + 1}$"):
+            ntt(x, field, coset=words)
+    with pytest.raises(ConfigError, match=rf"coset must be an element of {name}, got one of babybear"):
+        ntt(x, field, coset=other.array(5))
+    with pytest.raises(ConfigError, match=rf"coset must be an element of {name}, got one of babybear"):
+        ntt(field.array(x), coset=other.array(5))
+    with pytest.raises(UnsupportedDtype, match=f"coset must be one element of {name}, got FieldArray"):
+        ntt(x, field, coset=field.array([5]))
+    with pytest.raises(UnsupportedDtype, match="coset must be uint64, got uint32"):
+        ntt(x, field, coset=other.encode(5))
+
+
+OVERLAPS = {
+    "every other word": lambda base: (base[::2], base[4:8]),
+    "every other word, the same beginning": lambda base: (base[::2], base[:4]),
+    "transposed": lambda base: (base[:4].reshape(2, 2).T, base[:4].reshape(2, 2)),
+    "one apart": lambda base: (base[:4], base[1:5]),
+}
+
+
+@pytest.mark.parametrize("kind", [lambda a: a, torch.from_numpy], ids=["numpy", "torch"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_an_answer_goes_over_no_part_of_the_input(overlap, kind):
+    """By what both reach in memory, not by their sizes."""
+    base = np.arange(8, dtype=np.uint64)
+    x, out = OVERLAPS[overlap](kind(base))
+    with pytest.raises(ShapeError, match="here it overlaps x"):
+        ntt(x, "goldilocks", out=out)
+    assert base.tolist() == list(range(8))
+
+
+def test_an_answer_may_go_beside_the_input():
+    base = np.arange(8, dtype=np.uint64)
+    expected = ntt(base[3::-1].copy(), "goldilocks")
+    assert (ntt(base[3::-1], "goldilocks", out=base[4:]) == expected).all()
+    assert base[:4].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ShapeError, match="here it overlaps x"):
+        ntt(base[3::-1], "goldilocks", out=base[:4])
+
+
 def test_what_is_not_reduced_may_be():
     field = field_of("babybear")
     x = np.array([field.modulus + 3, 2], np.uint32)
@@ -248,6 +335,105 @@ def test_plans_are_kept_and_given_up(monkeypatch):
     monkeypatch.setattr(launch, "_TABLES_LIMIT_BYTES", 2 * kept[0].size_bytes)
     ntt(x, field, coset=7)
     assert [key[5] for key in plans._kept] == [1, 7]
+
+
+def test_plans_are_as_many_as_may_be(monkeypatch):
+    """However small: a new coset each time would fill the memory with what is beside the tables."""
+    field, plans = field_of("goldilocks"), launch._Plans()
+    monkeypatch.setattr(launch, "_plans", plans)
+    monkeypatch.setattr(launch, "_PLANS_LIMIT", 3)
+    x = field.random(2)
+    for coset in (2, 3, 4, 5, 3, 6):
+        ntt(x, field, coset=coset)
+    assert [key[5] for key in plans._kept] == [5, 3, 6]
+    assert plans._size_bytes == sum(plan.size_bytes for plan in plans._kept.values()) > 0
+
+
+class _Plan:
+    """In the place of one with tables on a device."""
+
+    def __init__(self, size_bytes=0):
+        self.size_bytes, self.given_up = size_bytes, False
+
+    def give_up(self):
+        self.given_up = True
+
+
+def test_a_plan_that_is_there_waits_for_none_that_is_made():
+    plans, asked = launch._Plans(), threading.Event()
+    kept = plans.get("kept", _Plan)
+
+    def make():
+        started.set()
+        assert asked.wait(5)
+        return _Plan()
+
+    started = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(plans.get, "made", make)
+        assert started.wait(5)
+        assert plans.get("kept", _Plan) is kept
+        asked.set()
+        assert plans.get("made", _Plan) is made.result()
+
+
+def test_threads_that_make_one_plan_get_the_same():
+    plans, barrier = launch._Plans(), threading.Barrier(2, timeout=5)
+
+    def make():
+        barrier.wait()
+        return _Plan(7)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: plans.get("key", make), range(2))
+    assert first is second
+    assert plans._size_bytes == 7
+
+
+def test_what_is_given_up_is_told(monkeypatch):
+    """A plan of a device waits then for what reads its tables."""
+    plans = launch._Plans()
+    monkeypatch.setattr(launch, "_TABLES_LIMIT_BYTES", 10)
+    first, second, third = (plans.get(size, functools.partial(_Plan, size)) for size in (6, 4, 9))
+    assert [first.given_up, second.given_up, third.given_up] == [True, True, False]
+    assert plans._size_bytes == 9
+    assert plans.get(6, functools.partial(_Plan, 20)) is not first  # one alone may be too large
+    assert list(plans._kept) == [6]
+
+
+def test_a_transform_whose_plan_is_given_up_meanwhile_waits(monkeypatch):
+    """Else the tables' memory could be given to others before the device has read them."""
+    field, waits = field_of("goldilocks"), []
+    monkeypatch.setattr(launch, "_plans", launch._Plans())
+    monkeypatch.setattr(HOST.provider, "synchronize", waits.append)
+    x = field.random(4)
+    y = ntt(x, field)
+    assert not waits
+    run = launch.run
+    monkeypatch.setattr(launch, "run", lambda plan, *rest: (run(plan, *rest), plan.give_up()))
+    assert (ntt(x, field) == y).all()
+    assert waits == [0]
+
+
+def test_threads_transform_at_once():
+    """Whatever is kept between calls is shared: kernels, plans, records of the ledger; plans are given up meanwhile."""
+    field = field_of("bn254_fr")
+    cases = [(field.random((3, 1 << log_n)), coset) for log_n in (1, 5, 9) for coset in (None, 5)]
+    wanted = [ntt(x, field, coset=coset) for x, coset in cases]
+
+    def work(seed):
+        order = random.Random(seed).sample(range(len(cases)), len(cases))
+        found = []
+        for i in order * 3:
+            x, coset = cases[i][0].copy(), cases[i][1]
+            found.append((i, ntt(x, field, coset=coset), ntt(x, field, coset=coset, out=x)))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setattr(launch, "_PLANS_LIMIT", 2)
+        patch.setattr(launch, "_plans", launch._Plans())
+        for found in threads.map(work, range(2)):
+            assert all((y == wanted[i]).all() and (here == wanted[i]).all() for i, y, here in found)
 
 
 PROGRAM = """

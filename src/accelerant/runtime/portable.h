@@ -47,7 +47,9 @@ typedef long long i64;
 #define acl_local_id() ((i32)__builtin_amdgcn_workitem_id_x())
 #define acl_local_size() ((i32)__builtin_amdgcn_workgroup_size_x())
 #define acl_group_id() ((i64)__builtin_amdgcn_workgroup_id_x())
-#define acl_barrier() __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "workgroup"), __builtin_amdgcn_s_barrier()
+#define acl_barrier() \
+    (__builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup"), __builtin_amdgcn_s_barrier(), \
+     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup"))
 #define acl_mul_high_u32(a, b) ((u32)(((u64)(u32)(a) * (u32)(b)) >> 32))
 #define acl_mul_high_u64(a, b) ((u64)(((unsigned __int128)(u64)(a) * (u64)(b)) >> 64))
 #define acl_atomic_add_u32(p, v) __hip_atomic_fetch_add((p), (u32)(v), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT)

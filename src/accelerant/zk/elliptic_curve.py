@@ -24,7 +24,6 @@ from accelerant.algebra.field.places import HOST, Place, place_at
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk.operands import (
-    Check,
     Operand,
     encoded_points,
     montgomery_points,
@@ -304,17 +303,6 @@ class EllipticCurve:
         if negated:
             y = launch.neg(place, self.parameters, y)
         return points_outward(self.parameters, launch.add(place, self.parameters, x, y), place, shape, *operands)
-
-    # --- until zk/msm/op.py and fixed.py take operands.py's own ---------------------------------------------------
-
-    def _points(self, x: Any, name: str) -> Operand:
-        return point_operand(self.parameters, x, name)
-
-    def _inward(self, operand: Operand, place: Place, name: str, check: Check) -> Any:
-        return points_inward(self.parameters, operand, place, name, check)
-
-    def _outward(self, words: Any, place: Place, leading: tuple[int, ...], *operands: Operand) -> Any:
-        return points_outward(self.parameters, words, place, leading, *operands)
 
 
 def _nested(points: list[Any], shape: tuple[int, ...]) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 from accelerant.algebra.field import FieldArray, PrimeField, prime_field
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.places import Place, inward, is_tensor, place_at
-from accelerant.algebra.field.words import element_shape
+from accelerant.algebra.field.words import check_words, decode, element_shape
 from accelerant.algebra.ntt.launch import LOG_MOST, transform
 from accelerant.algebra.ntt.plan import ORDERS
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
@@ -38,8 +38,8 @@ def ntt(
 
     Args:
         x: canonical words (..., n, limbs), or (..., n) where an element is one word: an array of NumPy or a tensor of
-            torch; or a list of Python integers; or a FieldArray (..., n). n is a power of two from 2 to 2^27 that
-            divides p - 1. Axes before are a batch.
+            torch; or Python integers (..., n), in lists or an array of objects; or a FieldArray (..., n). n is a power
+            of two from 2 to 2^27 that divides p - 1. Axes before are a batch.
         field: name or field; a FieldArray has its own.
         inverse: the inverse transform, of the same order and coset.
         coset: g: a Python integer from 1 to below p, or the words of one element, or such a FieldArray. Public: the
@@ -48,8 +48,9 @@ def ntt(
             at the index whose log2 n bits are those of i in the opposite order. "bit_reversed_to_natural": the input's
             does. The last two move nothing and need no memory besides the answer's: a product of polynomials, or a
             prover, goes forward with the one and back with the other.
-        out: where to write, of x's kind, shape and device; may be x itself, then it is done in place. In natural
-            order all but small transforms take as much memory again while they run.
+        out: where to write, of x's kind, shape and device, contiguous, on devices aligned to 16 bytes; may be x
+            itself, then it is done in place, and no part of it. In natural order all but small transforms take as much
+            memory again while they run.
         device: where to compute, as everywhere; where x is by default.
         reduce: take elements that are not below p modulo it, where they would be an error.
 
@@ -58,11 +59,11 @@ def ntt(
 
     Raises:
         ShapeError: n is no power of two, less than 2, or more than 2^27 or the field allows; out does not fit.
-        UnsupportedDtype: not the field's words.
+        UnsupportedDtype: not the field's words, nor integers.
         FormatError: an element not below p; names the flattened index.
-        ConfigError: unknown field or order, no field, a coset that is no element or 0.
+        ConfigError: unknown field or order, no field, a coset that is no element of the field, or 0.
 
-    The time depends on shape, order and coset alone. Plans are kept, up to 2 GiB of twiddles.
+    The time depends on shape, order and coset alone. Plans are kept, 256 of them with up to 2 GiB of twiddles.
     Source: Pollard 1971, Mathematics of Computation 25(114), pages 365 to 374.
     """
     if order not in ORDERS:
@@ -72,7 +73,7 @@ def ntt(
     if field is None:
         raise ConfigError("ntt needs field=, the name of the elements' field: words do not say it")
     of = field if isinstance(field, PrimeField) else prime_field(field)
-    if not isinstance(x, np.ndarray) and not is_tensor(x):
+    if not is_tensor(x) and (not isinstance(x, np.ndarray) or x.dtype == object):
         x = of.encode(x, reduce=reduce)
     _check_points(of.parameters, x.shape)
     g = _coset(of, coset)
@@ -113,12 +114,28 @@ def _coset(field: PrimeField, coset: Any) -> int:
     """G as an integer; 1 where there is none."""
     if coset is None:
         return 1
-    g = field.decode(coset) if isinstance(coset, (FieldArray, np.ndarray)) or is_tensor(coset) else coset
+    g = _integer_of(field, coset)
     if isinstance(g, bool) or not isinstance(g, (int, np.integer)):
         raise UnsupportedDtype(f"coset must be one element of {field.name}, got {type(coset).__name__}")
     if not 0 < g < field.modulus:
         raise ConfigError(f"coset must be from 1 to below the modulus of {field.name}, got {g}")
     return int(g)
+
+
+def _integer_of(field: PrimeField, coset: Any) -> Any:
+    """The integer of one element, a FieldArray or words, below the modulus or not; anything else as it is."""
+    if isinstance(coset, FieldArray):
+        if coset.field.parameters != field.parameters:
+            raise ConfigError(f"coset must be an element of {field.name}, got one of {coset.field.name}")
+        return coset.ints()
+    if is_tensor(coset):
+        coset = coset.detach().cpu().numpy()
+    if not isinstance(coset, np.ndarray):
+        return coset
+    if coset.dtype == object:
+        return coset[()]
+    check_words(field.parameters, coset.dtype.name if coset.dtype.isnative else coset.dtype.str, coset.shape, "coset")
+    return decode(field.parameters, coset)
 
 
 def _target(x: Any, out: Any, device: Any) -> Any:
@@ -132,20 +149,40 @@ def _target(x: Any, out: Any, device: Any) -> Any:
     if tuple(out.shape) != tuple(x.shape) or getattr(out, "device", None) != getattr(x, "device", None):
         raise ShapeError(f"out must have x's shape {tuple(x.shape)} and device, got {tuple(out.shape)}")
     plain = out.is_contiguous() if is_tensor(out) else out.flags.c_contiguous and out.flags.writeable
-    if not plain or _begins(out) % _ALIGNMENT[is_tensor(out)]:
-        raise ShapeError("out must be writable, contiguous in memory and aligned to its elements")
-    size, apart = out.nbytes, abs(_begins(out) - _begins(x))
-    if 0 < apart < size:
+    alignment = out.dtype.itemsize if _on_host(out) else _DEVICE_ALIGNMENT
+    if not plain or _extent(out)[0] % alignment:
+        raise ShapeError(f"out must be writable, contiguous in memory and aligned to {alignment} bytes")
+    if not _same(x, out) and _overlap(_extent(x), _extent(out)):
         raise ShapeError("out must be x or other memory; here it overlaps x")
     if not is_tensor(out):
         return out
-    return out.detach().numpy() if out.device.type == "cpu" else inward(out)
+    return out.detach().numpy() if _on_host(out) else inward(out)
 
 
-_ALIGNMENT = (8, 16)
-"""Bytes; tensors may be on a device whose kernels read several words at once."""
+_DEVICE_ALIGNMENT = 16
+"""Bytes: kernels of devices read several words at once; on the CPU an element's own is enough."""
 
 
-def _begins(array: Any) -> int:
-    address: int = array.data_ptr() if is_tensor(array) else array.ctypes.data
-    return address
+def _on_host(array: Any) -> bool:
+    return not is_tensor(array) or array.device.type == "cpu"
+
+
+def _same(x: Any, out: Any) -> bool:
+    """Whether x, of out's shape and dtype, is the very memory of out, which is contiguous."""
+    contiguous: bool = x.is_contiguous() if is_tensor(x) else x.flags.c_contiguous
+    return contiguous and _extent(x) == _extent(out)
+
+
+def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    return first[0] < second[1] and second[0] < first[1]
+
+
+def _extent(array: Any) -> tuple[int, int]:
+    """Where its memory begins and where it ends, addresses in bytes, whatever the strides."""
+    tensor, size = is_tensor(array), array.dtype.itemsize
+    at: int = array.data_ptr() if tensor else array.ctypes.data
+    strides = [stride * size for stride in array.stride()] if tensor else array.strides
+    reach = [(count - 1) * stride for count, stride in zip(array.shape, strides, strict=True)]
+    if 0 in array.shape:
+        return at, at
+    return at + sum(step for step in reach if step < 0), at + sum(step for step in reach if step > 0) + size

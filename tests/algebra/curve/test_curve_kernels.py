@@ -11,6 +11,7 @@ import re
 
 import numpy as np
 import pytest
+from small_orders import of_small_orders, point_out_of_subgroup
 
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.endomorphism import endomorphism
@@ -71,16 +72,6 @@ def some_points(curve, count, seed=0):
     return [draw.choice(few) for _ in range(count)]
 
 
-def outside(curve):
-    """A point of the curve that is not in the subgroup: the one of the least x, in Fq."""
-    k, x = curve.coordinates, curve.coordinates.one
-    while True:
-        y = k.sqrt(curve.right_side(x))
-        if y is not None and not in_subgroup(curve, (x, y)):
-            return x, y
-        x = k.add(x, k.one)
-
-
 def run(provider, curve, entry, arrays, out, scalars, n, chunk=1, in_place=None):
     """What an entry writes into `out`, or into one of the arrays; it must not write more."""
     kernel = provider.compile(kernel_source(curve, entry))
@@ -138,7 +129,7 @@ def words(scalars):
 def test_multiples(provider, name):
     """By any number below 2^256, not reduced: of points in and out of the subgroup, and of infinity."""
     curve, scalars = curve_of(name), some_scalars(curve_of(name))
-    other = outside(curve) if curve.cofactor != 1 else curve.generator
+    other = point_out_of_subgroup(curve) if curve.cofactor != 1 else curve.generator
     n = len(scalars)
     cases = [([some_points(curve, 1)[0]] * (n - 2) + [None, other], 1, scalars, 1), ([other] * n, 0, scalars, 1)]
     cases.append((some_points(curve, n, seed=2), 1, [scalars[-1]] * n, 0))
@@ -168,20 +159,24 @@ def test_points_off_the_curve_are_found(provider, name):
         bad = [*points[:70], wrong, *points[71:130], wrong, *points[131:]]
         assert firsts(provider, curve, "curve_off_curve", bad, 64) == [len(bad), 70, 130]
         assert firsts(provider, curve, "curve_off_curve", bad, 4096) == [70]
+    each = [len(bad)] * len(bad)
+    each[70], each[130] = 70, 130
+    assert firsts(provider, curve, "curve_off_curve", bad, 1) == each
 
 
 @pytest.mark.parametrize(("provider", "name"), each("curve_off_subgroup"), indirect=["provider"])
 def test_points_out_of_the_subgroup_are_found(provider, name):
-    """By the definition, r P = infinity: sums of points in and out of it, and all orders that the cofactor allows."""
+    """By the definition, r P = infinity: sums of points in and out of it, and every small order that the curve has."""
     curve = curve_of(name)
     points = some_points(curve, 20)
     assert firsts(provider, curve, "curve_off_subgroup", points, 8) == [20] * 3
     if curve.cofactor == 1:
         return
-    other = outside(curve)
+    other = point_out_of_subgroup(curve)
     without = multiply(curve, curve.order, other)  # of an order that divides the cofactor
-    small = [multiply(curve, curve.cofactor // prime, without) for prime in prime_factors(curve.cofactor)]
-    wrong = [other, without, *(add(curve, point, curve.generator) for point in (other, without)), *filter(None, small)]
+    wrong = [other, without, *of_small_orders(curve)]
+    assert None not in wrong
+    wrong += [add(curve, point, curve.generator) for point in wrong]
     for point in wrong:
         assert not in_subgroup(curve, point)
     cleared = multiply(curve, curve.cofactor, other)
@@ -189,12 +184,6 @@ def test_points_out_of_the_subgroup_are_found(provider, name):
         *[len(points) + 1 + len(wrong)] * (len(points) + 1),
         *range(len(points) + 1, len(points) + 1 + len(wrong)),
     ]
-
-
-def prime_factors(number, bound=20_000):
-    """Those below a bound."""
-    found = [p for p in range(2, bound) if number % p == 0 and all(p % q for q in range(2, int(p**0.5) + 1))]
-    return found
 
 
 @pytest.mark.parametrize("name", CURVES)
@@ -206,11 +195,26 @@ def test_the_endomorphism_tells_the_subgroup(name):
         assert found is None
         return
     points = [point for point in some_points(curve, 8) if point is not None]
-    for point in [*points, outside(curve), add(curve, points[0], outside(curve))]:
+    for point in [*points, point_out_of_subgroup(curve), add(curve, points[0], point_out_of_subgroup(curve))]:
         image = found.apply(curve, point)
         assert curve.is_on_curve(image)
         assert (image == multiply(curve, found.eigenvalue, point)) == in_subgroup(curve, point)
     assert found.apply(curve, None) is None
+
+
+def test_foreign_curves_have_no_endomorphism_here():
+    curve = curve_of("bls12_381_g1")
+    opposite = dataclasses.replace(curve, generator=negate(curve, curve.generator))
+    for foreign in (dataclasses.replace(curve, name="bls12_377_g1"), opposite):
+        with pytest.raises(ValueError, match=f"{foreign.name}: wanted a curve of the table"):
+            endomorphism(foreign)
+
+
+def test_chunks_of_one_point_share_a_block():
+    for entry in ("curve_off_curve", "curve_off_subgroup"):
+        assert launch(entry, 1000, 1) == ((-(-1000 // BLOCK),), (BLOCK,))
+        assert launch(entry, 1000, 2) == ((500,), (BLOCK,))
+        assert launch(entry, 1000, BLOCK) == ((-(-1000 // BLOCK),), (BLOCK,))
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from accelerant.algebra.field.parameters import FIELDS
-from accelerant.algebra.field.places import place_at
+from accelerant.algebra.field.places import HOST, place_at
 from accelerant.algebra.field.words import decode, encode
+from accelerant.algebra.ntt import device
 from accelerant.algebra.ntt.device import DevicePasses, Division, division_of
 from accelerant.algebra.ntt.launch import run
 from accelerant.algebra.ntt.plan import ORDERS, Variant, make_passes
@@ -63,6 +65,17 @@ def test_three_passes(place, name, order):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "order"), list(zip(NAMES, (ORDERS[1], *ORDERS), strict=True)))
+def test_three_passes_of_the_blocks_that_devices_use(place, name, order):
+    """As from 2^17 points on, but for the rows of a pass: the tile, radix and tables are those that are used."""
+    field, used = FIELDS[name], division_of(FIELDS[name])
+    log_n = used.tile + 1
+    division = replace(used, rows=-(-log_n // 3))
+    assert len(division.logs(log_n)) == len(used.logs(17)) == 3
+    check(place, field, log_n, 1, division, inverse=True, coset=3, order=order)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "order"), list(zip(NAMES, (*ORDERS, ORDERS[0]), strict=True)))
 def test_what_devices_use(place, name, order):
     """One pass and two, with the division that is used; a last block whose columns are not all there."""
@@ -98,6 +111,18 @@ def test_divisions_fit_every_device(field, log_n):
             assert (elements + (elements >> tile.radix)) * field.size_bytes <= 48 * 1024
             assert tile.columns <= step.digits[0]
             assert tile.radix <= tile.rows == step.log_rows
+
+
+def test_a_plan_that_is_given_up_waits_for_the_device(monkeypatch):
+    """On another stream its tables may still be read, and their memory is the allocator's next."""
+    waits = []
+    monkeypatch.setattr(device, "_kernel", lambda *args: None)
+    monkeypatch.setattr(HOST.provider, "synchronize", lambda index: waits.append((index, plan.given_up)))
+    plan = DevicePasses(HOST, FIELDS["babybear"], 3, inverse=False, coset=1, order="natural")
+    assert not plan.given_up
+    assert plan.size_bytes == 4 * 4  # half the points' roots
+    plan.give_up()
+    assert waits == [(0, True)]
 
 
 def test_the_portable_text_asks_for_no_compiler():

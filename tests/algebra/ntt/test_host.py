@@ -96,6 +96,26 @@ def test_three_passes_and_split_twiddles(arithmetic, order, monkeypatch):
     assert sum(step.variant.split for step in passes) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["goldilocks", "babybear"])
+def test_three_passes_as_they_are_used(name):
+    """2^21 points, the fewest of three passes: a few coefficients, whose values are sums of few powers; and back."""
+    field, log_n, g = FIELDS[name], 21, 3
+    n, p = 1 << log_n, field.modulus
+    w, options = field.root_of_unity(n), {"coset": g, "order": "natural"}
+    places = (0, 1, 2, 1023, 1024, n // 2, n - 1, 1234567)
+    x = np.zeros(n, encode(field, [0]).dtype)
+    x[list(places)] = encode(field, field_elements(field, len(places), TRANSFORM_BASE))
+    y, back = np.empty_like(x), np.empty_like(x)
+    forward, inverse = (HostPasses(field, log_n, 1, inverse=inverse, **options) for inverse in (False, True))
+    assert len(forward.passes) == len(inverse.passes) == 3
+    run(forward, HOST, x, y, n)
+    for j in (0, 1, 2, 127, 128, 1 << 14, n // 2 + 1, n - 1, 7654321 % n):
+        assert y[j] == sum(int(x[i]) * pow(g * pow(w, j, p), i, p) for i in places) % p
+    run(inverse, HOST, y, back, n)
+    assert (back == x).all()
+
+
 @pytest.mark.parametrize(("arithmetic", "order"), cases(ORDERS), indirect=["arithmetic"])
 def test_extreme_elements(arithmetic, order):
     """0, 1, p - 1 and all limbs set, in all places: carries and reductions of the butterflies."""

@@ -123,7 +123,7 @@ ACL_DEVICE u32 COORD_on_curve(COORD_affine p) {
 ACL_CONSTANT u64 COORD_eigenvalue[] = {CURVE_EIGENVALUE};
 
 /* Whether a point of the curve is in the subgroup of order r, where an endomorphism multiplies by a constant:
- * (c x', d y') = k P, with x' the conjugate over Fq2. See program.py for the constants and why that is enough. */
+ * (c x', d y') = k P, with x' the conjugate over Fq2. See endomorphism.py for the constants and why that is enough. */
 ACL_DEVICE u32 COORD_in_subgroup(COORD_affine p) {
     if (CURVE_EIGENVALUE_BITS == 0) {
         return ~(u32)0; /* the whole curve is the subgroup */
@@ -145,14 +145,23 @@ ACL_DEVICE u32 COORD_in_subgroup(COORD_affine p) {
     return equal | COORD_affine_is_infinity(p);
 }
 
-/* The least index in a block's chunk whose point is not good; n where there is none. */
+/* The least index in a chunk whose point is not good; n where there is none. A block does a chunk, a point a thread at a
+ * time; or, where a chunk is one point, as many chunks as it has threads. */
 #define CURVE_FIRST_BUT(good)                                                                          \
     ACL_LOCAL i64 tile[CURVE_BLOCK];                                                                   \
     i32 thread = acl_local_id();                                                                       \
-    i64 end = (acl_group_id() + 1) * chunk < n ? (acl_group_id() + 1) * chunk : n;                     \
+    i64 span = chunk == 1 ? acl_local_size() : chunk;                                                  \
+    i64 start = acl_group_id() * span;                                                                 \
+    i64 end = start + span < n ? start + span : n;                                                     \
     i64 least = n;                                                                                     \
-    for (i64 i = acl_group_id() * chunk + thread; i < end && least == n; i += acl_local_size()) {      \
+    for (i64 i = start + thread; i < end && least == n; i += acl_local_size()) {                       \
         least = good(COORD_affine_load(x, i)) ? n : i;                                                 \
+    }                                                                                                  \
+    if (chunk == 1) {                                                                                  \
+        if (start + thread < n) {                                                                      \
+            first[start + thread] = least;                                                             \
+        }                                                                                              \
+        return;                                                                                        \
     }                                                                                                  \
     tile[thread] = least;                                                                              \
     for (i32 width = acl_local_size() / 2; width > 0; width /= 2) {                                    \
@@ -162,7 +171,7 @@ ACL_DEVICE u32 COORD_in_subgroup(COORD_affine p) {
             tile[thread] = least;                                                                      \
         }                                                                                              \
     }                                                                                                  \
-    if (thread == 0 && acl_group_id() * chunk < n) {                                                   \
+    if (thread == 0 && start < n) {                                                                    \
         first[acl_group_id()] = least;                                                                 \
     }
 

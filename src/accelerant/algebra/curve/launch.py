@@ -49,7 +49,7 @@ SCALAR_WORDS = 4
 """Of a scalar, in every curve."""
 
 _CHUNKS = {"cpu": 64, "": 128}
-"""Points that become one answer: on the CPU an index does a chunk, elsewhere a block does, a point a thread."""
+"""Points that become one answer: on the CPU an index does a chunk, elsewhere a block (or, of one point, a thread)."""
 
 _ADDITION, _DOUBLING, _BITS = 12, 8, 256
 """Multiplications of coordinates that the ledger counts for a step, and steps of a multiplication."""

@@ -93,7 +93,8 @@ def launch(entry: str, n: int, chunk: int = 1) -> tuple[tuple[int], tuple[int]]:
         n: points, at least 1.
         chunk: points of a partial result, where the entry has such.
     """
-    points = chunk if entry in _BY_CHUNK else BLOCK * (ADDS if entry == "curve_add" else 1)
+    by_chunk = entry in _BY_CHUNK and chunk > 1  # chunks of one point are a thread's
+    points = chunk if by_chunk else BLOCK * (ADDS if entry == "curve_add" else 1)
     return (-(-n // points),), (BLOCK,)
 
 

@@ -77,6 +77,7 @@ class DevicePasses:
         field: of the elements.
         passes: in order.
         size_bytes: of the tables.
+        given_up: whether it is kept no more: the tables go with the last who holds it.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class DevicePasses:
     ) -> None:
         division = division or division_of(field)
         self.field = field
+        self.given_up = False
         self._place = place
         self.passes = make_passes(
             field, division.logs(log_n), inverse=inverse, coset=coset, order=order, log_table=division.table
@@ -116,3 +118,11 @@ class DevicePasses:
         pointers = map(self._place.pointer, (x, z, *self._tables[number]))
         blocks = -(-count // (1 << tile.columns))
         self._place.provider.launch(self._kernels[number], (blocks,), (tile.threads,), (*pointers, count, *rest))
+
+    def give_up(self) -> None:
+        """Wait for what reads the tables on any stream, before their memory is given to others.
+
+        Who launches with the plan from now on sees given_up, and waits too.
+        """
+        self.given_up = True
+        self._place.provider.synchronize(self._place.index)

@@ -54,12 +54,14 @@ class HostPasses:
         field: of the elements.
         passes: in order.
         size_bytes: of the tables.
+        given_up: whether it is kept no more.
     """
 
     def __init__(
         self, field: Field, log_n: int, batch: int, *, inverse: bool, coset: int, order: str, kind: str = ""
     ) -> None:
         self.field = field
+        self.given_up = False
         kind = kind or _best(field)
         if not self._fills(field, kind, log_n, batch):
             kind = "scalar"
@@ -90,6 +92,10 @@ class HostPasses:
         step, kernel = self.passes[number], self._kernels[number]
         pointers = map(HOST.pointer, (x, z, *self._tables[number]))
         HOST.provider.launch(kernel, (elements,), (1,), (*pointers, *scalars(step, elements)))
+
+    def give_up(self) -> None:
+        """Nothing reads the tables when a launch has returned, and memory lives as long as who holds the plan."""
+        self.given_up = True
 
 
 def scalars(step: Pass, elements: int) -> Sequence[int]:

@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from accelerant.algebra.counted import counted
@@ -30,6 +30,9 @@ Plan = HostPasses | DevicePasses
 
 _TABLES_LIMIT_BYTES = 2 * 1024**3
 """Of the tables of all plans kept; twiddles of 2^24 points of four words are 512 MiB."""
+
+_PLANS_LIMIT = 256
+"""Plans kept, at most: small ones, of a new coset each time, are 2 KB beside their tables and would pile up."""
 
 _RECORDS_LIMIT = 4096
 
@@ -54,6 +57,8 @@ def transform(place: Place, field: Field, x: Any, *, inverse: bool, coset: int, 
     plan = _plan(place, field, n.bit_length() - 1, math.gcd(batch, 16), inverse, coset, order)
     with counted(place, _record(place, field, tuple(shape), inverse, coset != 1, order)):
         run(plan, place, x, out, n * batch)
+    if plan.given_up:  # by another thread, whose wait for the device may have come before these launches
+        place.provider.synchronize(place.index)
     return out
 
 
@@ -68,24 +73,43 @@ def run(plan: Plan, place: Place, x: Any, out: Any, elements: int) -> None:
 
 
 class _Plans:
-    """Plans by what they are for. The longest unused are given up where all tables together pass the limit."""
+    """Plans by what they are for; where they or their tables are too many, the longest unused are given up."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._size_bytes = 0
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
-        """The plan of a key, made where there is none."""
+        """The plan of a key, made where there is none: without the lock, since it takes up to seconds.
+
+        Two threads may make the same plan; both get that of the first to be done.
+        """
+        plan = self._known(key)
+        if plan is not None:
+            return plan
+        made = make()
+        with self._lock:
+            plan = self._kept.setdefault(key, made)
+            self._kept.move_to_end(key)
+            self._size_bytes += made.size_bytes * (plan is made)
+            given_up = list(self._beyond_limits())
+        for each in given_up:
+            each.give_up()
+        return plan
+
+    def _known(self, key: Hashable) -> Plan | None:
         with self._lock:
             plan = self._kept.get(key)
-            if plan is None:
-                plan = self._kept[key] = make()
-                while (
-                    len(self._kept) > 1 and sum(kept.size_bytes for kept in self._kept.values()) > _TABLES_LIMIT_BYTES
-                ):
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(key)
+            if plan is not None:
+                self._kept.move_to_end(key)
             return plan
+
+    def _beyond_limits(self) -> Iterator[Plan]:
+        while len(self._kept) > 1 and (self._size_bytes > _TABLES_LIMIT_BYTES or len(self._kept) > _PLANS_LIMIT):
+            _, plan = self._kept.popitem(last=False)
+            self._size_bytes -= plan.size_bytes
+            yield plan
 
 
 _plans = _Plans()

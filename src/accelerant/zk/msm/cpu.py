@@ -3,8 +3,8 @@
 A digit (window) of all scalars is a task for one core: its points are sorted by bucket, and each bucket added up in
 rounds of independent additions (llvm_buckets.py), 5M + 1S each; then the buckets, weighed by running sums; last
 Horner's rule over the digits. Of few points a task has several digits, so that rounds stay long; with more cores than
-digits, and beyond 2^20 points, digits are split into ranges of points. Source: Pippenger's method as in Bernstein et
-al., eprint 2012/549; additions by shared inversions as in eprint 2022/1400.
+digits, beyond 2^20 points, and where memory is short, digits are split into ranges of points. Source: Pippenger's
+method as in Bernstein et al., eprint 2012/549; additions by shared inversions as in eprint 2022/1400.
 
 Times depend on the scalars and points.
 """
@@ -244,8 +244,11 @@ class Bases:
         if workers * cut.scratch <= _NOT_ASKED_BYTES:
             return cut, workers
         room = int(_SCRATCH_SHARE * _free_bytes())
-        while workers * cut.scratch > room and self.n >= 2 * cut.plan.parts * _FEW_POINTS:
-            cut = self._cut(replace(cut.plan, parts=2 * cut.plan.parts))
+        while workers * cut.scratch > room:
+            halves = self._cut(replace(cut.plan, parts=2 * cut.plan.parts))
+            if 4 * halves.scratch > 3 * cut.scratch:  # most of it is for buckets, which each range has anew
+                break
+            cut = halves
         if cut.scratch > room:
             raise OutOfMemory(
                 f"a sum of multiples of {self.n:,} points takes {cut.scratch:,} bytes of scratch at least; "

@@ -100,13 +100,15 @@ class DeviceBases:
 
     Attributes:
         n: how many.
-        plan: how a sum is cut up; None of no points.
+        plan: how a sum is cut up where the memory is as free as it was; None of no points.
     """
 
     def __init__(
         self, place: Place, curve: Curve[Any], points: Words, *, free_bytes: int | None = None, **options: Any
     ) -> None:
         """Points and options: as device_msm; free_bytes: what the multiples may take, by default half of what is free.
+
+        Returns when all is there, so that sums may be asked for on any stream.
 
         Raises:
             As device_plan.
@@ -127,12 +129,27 @@ class DeviceBases:
         else:
             plan = device_plan(curve, self.n, scratch, **options)
         self.plan = plan
+        self._options = {**options, "shared": True, "window": plan.window} if plan.shared else options
+        place.provider.synchronize(place.index)  # launches are ordered on the stream that is current here alone
 
     def msm(self, scalars: Words) -> U64:
-        """The sum of scalars[i] times point i; scalars and result as device_msm has them."""
+        """The sum of scalars[i] times point i; scalars and result as device_msm has them.
+
+        Raises:
+            OutOfMemory: not even a piece of 1024 points has room now.
+        """
         if self.plan is None:
             return np.zeros(2 * coordinate_words(self._curve), np.uint64)
-        return _Work(self._place, self._curve, self.plan).summed(scalars, self._points, self.n)
+        return _Work(self._place, self._curve, self._plan_now(self.plan)).summed(scalars, self._points, self.n)
+
+    def _plan_now(self, plan: DevicePlan) -> DevicePlan:
+        """The plan, of smaller pieces where others have taken the memory since; multiples fix the windows."""
+        if plan.size_bytes(self._curve) <= _NOT_ASKED_BYTES:
+            return plan
+        free = _free(self._place, _MEMORY_SHARE)
+        if plan.size_bytes(self._curve) <= free:
+            return plan
+        return device_plan(self._curve, self.n, free, **{**self._options, "piece": plan.points})
 
     def explain(self) -> str:
         """In words."""

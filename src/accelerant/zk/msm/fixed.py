@@ -11,6 +11,7 @@ from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.msm.cpu import Bases, shared_plan
 from accelerant.zk.msm.op import points_words, scalars_words, summed
+from accelerant.zk.operands import point_operand, points_outward
 
 __all__ = ["FixedBase"]
 
@@ -51,7 +52,7 @@ class FixedBase:
             As msm; BackendUnavailable: the device is not there.
         """
         self._group = curve_named(curve)
-        operand = self._group._points(points, "points")
+        operand = point_operand(self._group.parameters, points, "points")
         self.curve = curve
         self.place: Place = operand.place if device is None else place_at(device)
         words = points_words(self._group, operand, self.place, check)
@@ -79,7 +80,7 @@ class FixedBase:
         """
         rows, leading = scalars_words(self._group, scalars, self.place, self.n)
         total = summed(self.place, self._group.parameters, rows, self._bases.msm)
-        return self._group._outward(total, self.place, leading, self._kind)
+        return points_outward(self._group.parameters, total, self.place, leading, self._kind)
 
     def explain(self) -> str:
         """How sums are made here, in words."""

@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 
 from accelerant.algebra.counted import counted
+from accelerant.algebra.curve.launch import first_unreduced
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field import words as host
-from accelerant.algebra.field.launch import check_reduced
 from accelerant.algebra.field.places import HOST, Place, inward, is_tensor, place_of
-from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.ledger import OpRecord, ledger
 from accelerant.zk.elliptic_curve import EllipticCurve
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.msm.cpu import Bases, plan
+from accelerant.zk.operands import plain_scalars, point_operand, points_inward, points_outward, scalar_words
 
 __all__ = ["msm", "points_words", "scalars_words", "summed", "summer"]
 
@@ -37,7 +38,7 @@ def msm(scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool = Tru
 
     Args:
         scalars: (n, 4) uint64, canonical, below the curve's order; or (b, n, 4), for b sums over the same points; or
-            Python integers, n or b lists of n.
+            Python integers, n or b lists of n; or a FieldArray of the curve's scalar_field.
         points: (n, 2, limbs) uint64, canonical affine coordinates, x then y, infinity all zeros; (n, 2, 2, limbs) where
             coordinates are in Fq2, c0 first. NumPy's, or a torch tensor.
         curve: bn254_g1, bn254_g2, bls12_381_g1 or bls12_381_g2.
@@ -49,21 +50,21 @@ def msm(scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool = Tru
         One point, or (b, ...) of them, canonical, in the library and on the device of `points`.
 
     Raises:
-        ConfigError: no such curve.
+        ConfigError: no such curve; a FieldArray of another field.
         UnsupportedDtype: not uint64, nor integers.
         ShapeError: other shapes, or not as many scalars as points.
         FormatError: a scalar is not below the order or a coordinate not below the modulus, or what check refuses;
-            names the first one's index.
+            names the first one's index, and never a scalar's value.
 
     Source: Pippenger's method as in Bernstein et al., eprint 2012/549.
     """
     group = curve_named(curve)
-    operand = group._points(points, "points")
+    operand = point_operand(group.parameters, points, "points")
     rows, leading = scalars_words(group, scalars, operand.place, _count(group, operand))
     # Last, since check takes longer than all before; held by none but the summer, which on the CPU copies them.
     run = summer(operand.place, group.parameters, points_words(group, operand, operand.place, check))
     total = summed(operand.place, group.parameters, rows, run)
-    return group._outward(total, operand.place, leading, operand)
+    return points_outward(group.parameters, total, operand.place, leading, operand)
 
 
 def summer(place: Place, curve: Curve[Any], points: Words) -> Callable[[Words], Words]:
@@ -101,7 +102,7 @@ def points_words(group: EllipticCurve, operand: Any, place: Place, check: bool) 
         FormatError: what check refuses.
     """
     n = _count(group, operand)
-    words = group._inward(operand, place, "points", "subgroup" if check else "")
+    words = points_inward(group.parameters, operand, place, "points", "subgroup" if check else "")
     return place.shaped(words, (n, math.prod(group.shape)))
 
 
@@ -122,15 +123,18 @@ def scalars_words(group: EllipticCurve, scalars: Any, place: Place, n: int) -> t
     """
     field = group.parameters.scalars
     if isinstance(scalars, (list, tuple)):
-        words, home = host.encode(field, list(scalars), name="scalars"), HOST
+        words, home = scalar_words(scalars, field.modulus, "the order"), HOST
         _check_rows(tuple(words.shape), n)
     else:
+        scalars = plain_scalars(field, scalars)
         words, home = _array(scalars)
         dtype = str(scalars.dtype).removeprefix("torch.")
         host.check_words(field, dtype, tuple(scalars.shape), "scalars")
         _check_rows(tuple(scalars.shape), n)
         words = home.contiguous(words)
-        check_reduced(home, field, words, "scalars")
+        index = first_unreduced(home, field, words)
+        if index is not None:
+            raise FormatError(f"scalars[{index}] (flattened) is not below the order of {group.name}")
     shape = tuple(words.shape)
     if home != place:
         words = place.load(home.store(words))

@@ -18,7 +18,9 @@
  *
  * In memory: counts has the keys, then MSM_COUNTERS numbers: at l how many segments have l points, then where the next of them
  * goes; at MSM_SEGMENTS, MSM_HEAVY and MSM_PARTIALS how many segments, heavy buckets and partial sums there are.
- * Bound by memory: 28 bytes an entry, and an atomic addition with a random address. */
+ * Bound by memory: 28 bytes an entry, and an atomic addition with a random address. Of the digits that are frequent in a block
+ * msm_rank counts one alone by itself, that of the thread whose write to `common` stands last; where two to some hundred digits
+ * share most entries, all other additions meet in few counters. What that costs is not measured yet. */
 
 /* Grid: any; `threads` of them. Also sets counts, which has `zeros` numbers, to 0. */
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_digits(ACL_GLOBAL const u64 *scalars, ACL_GLOBAL u32 *digits, ACL_GLOBAL u32 *counts,
