@@ -27,7 +27,7 @@ unit: $(VENV)/.installed-dev     ## the tests, but for the slow ones
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev  ## the tests that are marked as slow
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m "slow and not soak" $(ARGS)
 
 gpu-test:        ## the GPU tests, from the source tree with the Python at hand: make gpu-test PYTHON=python3
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)
@@ -38,7 +38,8 @@ SOAK_LOG ?= benchmarks/results/soak-zk.txt
 soak: $(VENV)/.installed-dev     ## fuzz exact arithmetic and file formats at length, the output kept: make soak EXAMPLES=20000
 	{ date -u; git describe --always --dirty || true; } > $(SOAK_LOG)
 	ACCELERANT_FUZZ_EXAMPLES=$(EXAMPLES) ACCELERANT_FUZZ_SECONDS=60 $(PYTEST) tests/zk/test_fuzz.py \
-		tests/zk/formats/test_formats_fuzz.py --durations=0 $(ARGS) >> $(SOAK_LOG) 2>&1; \
+		tests/zk/formats/test_formats_fuzz.py --durations=0 $(ARGS) >> $(SOAK_LOG) 2>&1 && \
+	$(PYTEST) -m soak >> $(SOAK_LOG) 2>&1; \
 	status=$$?; cat $(SOAK_LOG); exit $$status
 
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup

@@ -227,8 +227,10 @@ def test_sums_of_multiples(acc):
     as_tensor = acc.msm(torch.from_numpy(words), torch.from_numpy(points))
     assert isinstance(as_tensor, torch.Tensor)
     np.testing.assert_array_equal(as_tensor.numpy(), expected)
-    with pytest.raises(FormatError, match=r"scalars\[1\]"):
+    np.testing.assert_array_equal(acc.msm(group.scalar_field.array([1, 2, 3]), points), expected)
+    with pytest.raises(FormatError, match=r"scalars\[1\]") as refused:
         acc.msm([1, group.order], points[:2])
+    assert str(group.order) not in str(refused.value)
     off = points.copy()
     off[2, 0, 0] ^= np.uint64(1)
     with pytest.raises(FormatError, match=r"points\[2\]"):

@@ -47,10 +47,12 @@ def place(request):
     return place_at(request.param)
 
 
+SOAK = [pytest.mark.slow, pytest.mark.soak]
+SLOW = {"bn254_g1": [pytest.mark.slow], "bls12_381_g2": [pytest.mark.slow], "bls12_381_g1": SOAK, "bn254_g2": SOAK}
+"""PoCL takes half a minute a curve. The first has the fewest limbs and is over Fq, the second the most and over Fq2."""
+
 PLACES = [
-    pytest.param(
-        backend, name, id=f"{backend}-{name}", marks=[pytest.mark.gpu if backend == "cuda" else pytest.mark.slow]
-    )
+    pytest.param(backend, name, id=f"{backend}-{name}", marks=[pytest.mark.gpu] if backend == "cuda" else SLOW[name])
     for backend in ("opencl", "cuda")
     for name in CURVES
 ]
@@ -232,9 +234,7 @@ def test_sums_over_fixed_points_are_exact(place, name):
 
 
 KNOWN = [
-    pytest.param(
-        backend, name, id=f"{backend}-{name}", marks=pytest.mark.gpu if backend == "cuda" else pytest.mark.slow
-    )
+    pytest.param(backend, name, id=f"{backend}-{name}", marks=[pytest.mark.gpu] if backend == "cuda" else SLOW[name])
     for backend, (name, k) in itertools.product(("opencl", "cuda"), vectors.MSM_ANSWERS)
     if k == 14
 ]
@@ -448,7 +448,7 @@ def test_nvrtc_compiles_the_sort(target):
 @pytest.mark.parametrize(
     ("target", "name"),
     [
-        pytest.param(target, name, marks=[] if (target, name) == ("sm_90a", "bn254_g1") else [pytest.mark.slow])
+        pytest.param(target, name, marks=[] if (target, name) == ("sm_90a", "bn254_g1") else SLOW[name])
         for target in ("sm_80", "sm_90a")
         for name in CURVES
     ],

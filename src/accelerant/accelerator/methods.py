@@ -18,6 +18,7 @@ from accelerant.errors import ConfigError, ShapeError
 from accelerant.runtime.arrays import kind_of
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.msm.op import msm
+from accelerant.zk.operands import plain_scalars, scalar_words
 from accelerant.zk.transform import ntt
 
 __all__ = ["METHODS", "Method", "Operations", "result_bytes"]
@@ -122,8 +123,13 @@ def _multiples(
 
 
 def _multiples_words(x: Any, name: str, options: Mapping[str, Any]) -> Any:
-    """Scalars, the first argument, as words of their field; points as they are."""
-    return _field_words(x, "scalars", {"field": curve_named(options["curve"]).scalar_field.name}) if name == "x" else x
+    """Scalars, the first argument, as words of their field, and never in a message; points as they are."""
+    if name != "x":
+        return x
+    field = curve_named(options["curve"]).scalar_field.parameters
+    if isinstance(x, (list, tuple)):
+        return scalar_words(x, field.modulus, "the curve's order")
+    return _field_words(plain_scalars(field, x), "scalars", {"field": field.name})
 
 
 def _multiples_example(device: torch.device, rows: int) -> Tensors:

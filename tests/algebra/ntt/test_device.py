@@ -47,12 +47,17 @@ def check(place, field, log_n, batch, division=None, in_place=False, **options):
     return plan
 
 
+def slow(name, order):
+    """The two large fields have as many limbs: the second only repeats the first."""
+    marks = [pytest.mark.slow, pytest.mark.soak] if name == "bls12_381_fr" else [pytest.mark.slow]
+    return pytest.param(name, order, marks=marks)
+
+
 def cases():
     """Each takes PoCL one to three programs, of one to four seconds for large fields."""
-    quick = ("babybear", "natural")
     for name in NAMES:
         for order in ORDERS:
-            yield pytest.param(name, order, marks=[] if (name, order) == quick else [pytest.mark.slow])
+            yield ("babybear", order) if (name, order) == ("babybear", "natural") else slow(name, order)
 
 
 @pytest.mark.parametrize(("name", "order"), list(cases()))
@@ -64,8 +69,7 @@ def test_three_passes(place, name, order):
     assert sorted(step.log_rows for step in plan.passes) == [2, 2, 3]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "order"), list(zip(NAMES, (ORDERS[1], *ORDERS), strict=True)))
+@pytest.mark.parametrize(("name", "order"), list(map(slow, NAMES, (ORDERS[1], *ORDERS))))
 def test_three_passes_of_the_blocks_that_devices_use(place, name, order):
     """As from 2^17 points on, but for the rows of a pass: the tile, radix and tables are those that are used."""
     field, used = FIELDS[name], division_of(FIELDS[name])
@@ -75,8 +79,7 @@ def test_three_passes_of_the_blocks_that_devices_use(place, name, order):
     check(place, field, log_n, 1, division, inverse=True, coset=3, order=order)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "order"), list(zip(NAMES, (*ORDERS, ORDERS[0]), strict=True)))
+@pytest.mark.parametrize(("name", "order"), list(map(slow, NAMES, (*ORDERS, ORDERS[0]))))
 def test_what_devices_use(place, name, order):
     """One pass and two, with the division that is used; a last block whose columns are not all there."""
     field = FIELDS[name]
@@ -86,7 +89,7 @@ def test_what_devices_use(place, name, order):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("radix", [1, 2, 3, 4])
+@pytest.mark.parametrize("radix", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("rows", [4, 5, 6, 7])
 def test_every_radix(place, radix, rows):
     """Rows that are and are not a power of it."""
