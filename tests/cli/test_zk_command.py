@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.cli.app import main
-from accelerant.zk.formats import R1cs, Witness, write_wtns
+from accelerant.zk.formats import R1cs, Witness, Zkey, write_wtns
 from accelerant.zk.groth16 import Proof, VerificationKey, verify
 
 VECTORS = Path(__file__).parents[1] / "vectors"
@@ -122,6 +123,68 @@ def test_targets_are_looked_at_first(run, folder, targets, match):
     assert {path.name: path.stat().st_size for path in folder.iterdir()} == before
 
 
+def every_command(target):
+    """Commands that write `target`, and what else they need."""
+    key, witness = PRODUCT / "product.zkey", PRODUCT / "product.wtns"
+    return [
+        ("prove", key, witness, target, "q.json"),
+        ("prove", key, witness, "p.json", target),
+        ("export-vk", key, target),
+        ("setup", PRODUCT / "product.r1cs", target, "--insecure-known-tau"),
+    ]
+
+
+def refused_as_it_is(run, folder, target, match):
+    before = {path.name: path.lstat() for path in folder.iterdir()}
+    for command in every_command(target):
+        status, output, error = run(*command)
+        assert (status, output) == (2, ""), command
+        assert match in error
+        assert {path.name: path.lstat() for path in folder.iterdir()} == before
+
+
+def test_what_is_no_regular_file_is_never_replaced(run, folder):
+    """As root `zk prove ... /dev/null` would make /dev/null a file for everyone."""
+    os.mkfifo(folder / "pipe")
+    refused_as_it_is(run, folder, "pipe", "pipe is a device, a pipe or a socket")
+    (folder / "link").symlink_to("pipe")
+    refused_as_it_is(run, folder, "link", "link is a device, a pipe or a socket")
+
+
+def test_names_that_no_file_can_have_are_found_first(run, folder):
+    (folder / "a").symlink_to("b")
+    (folder / "b").symlink_to("a")
+    refused_as_it_is(run, folder, "a", "a is a loop of symlinks")
+    refused_as_it_is(run, folder, "x" * 300, "cannot be written: File name too long")
+
+
+def test_the_longest_name_is_written(run, folder):
+    name = "\u00e9" * 127
+    assert run("export-vk", PRODUCT / "product.zkey", name)[0] == 0
+    assert [path.name for path in folder.iterdir()] == [name]
+
+
+def test_symlinks_to_files_stay(run, folder):
+    (folder / "kept").mkdir()
+    (folder / "kept" / "real.json").write_text("before")
+    (folder / "p.json").symlink_to("kept/real.json")
+    (folder / "q.json").symlink_to("kept/new.json")
+    assert run("prove", PRODUCT / "product.zkey", PRODUCT / "product.wtns", "p.json", "q.json")[0] == 0
+    assert (folder / "p.json").is_symlink()
+    assert (folder / "q.json").is_symlink()
+    assert sorted(path.name for path in (folder / "kept").iterdir()) == ["new.json", "real.json"]
+    assert run("verify", PRODUCT / "verification_key.json", "q.json", "p.json")[0] == 0
+    (folder / "z.zkey").symlink_to("kept/z.zkey")
+    assert run("setup", PRODUCT / "product.r1cs", "z.zkey", "--insecure-known-tau")[0] == 0
+    assert (folder / "z.zkey").is_symlink()
+
+
+def test_names_that_no_terminal_can_print(run, folder):
+    name = os.fsdecode(b"\xff\x1b[2J.json")
+    status, output, _ = run("export-vk", PRODUCT / "product.zkey", name)
+    assert (status, output) == (0, r"\udcff\x1b[2J.json: 2 public inputs, bn254" + "\n")
+
+
 # --- verify ----------------------------------------------------------------------------------------------------------
 
 
@@ -195,7 +258,7 @@ def test_what_is_changed_is_not_valid(run, folder, name):
 def test_what_is_not_changed_is_valid(run, folder):
     assert run("verify", *changed_text(mutate(lambda _: None), folder), "--json") == (
         0,
-        '{"valid": true, "reason": ""}\n',
+        '{"valid": true, "reason": "", "forgeable": null}\n',
         "",
     )
 
@@ -208,6 +271,54 @@ def test_files_that_are_not_there(run, folder):
     assert run("verify", RANGE / "verification_key.json")[0] == 2
 
 
+def test_texts_that_have_no_end(run, folder, monkeypatch):
+    """A pipe that nobody writes to, a device, and a file that is larger than any of these."""
+    os.mkfifo(folder / "pipe")
+    key, public, proof = (RANGE / f"{name}.json" for name in ("verification_key", "public", "proof"))
+    for endless in ("pipe", "/dev/zero"):
+        for command in (
+            ("verify", endless, public, proof),
+            ("verify", key, endless, proof),
+            ("verify", key, public, endless),
+            ("calldata", endless, proof),
+            ("calldata", public, endless),
+        ):
+            status, _, error = run(*command)
+            assert (status, error) == (2, f"accelerant: {endless} is no regular file; copy what it gives into one\n")
+    with (folder / "large.json").open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    status, _, error = run("verify", key, public, "large.json")
+    assert status == 2
+    assert "large.json has more than 64 MiB" in error
+
+
+def test_a_key_that_anyone_can_forge_for_is_told(run, folder):
+    """snarkjs writes such keys too: before the first contribution delta2 is gamma2."""
+    data = (PRODUCT / "product.zkey").read_bytes()
+    with Zkey.open(PRODUCT / "product.zkey") as zkey:
+        delta2, gamma2 = (words.astype("<u8").tobytes() for words in (zkey.delta2, zkey.gamma2))
+    (folder / "fresh.zkey").write_bytes(data.replace(delta2, gamma2))
+    warning = "accelerant: warning: {}: gamma2 equals delta2: nobody contributed"
+    status, _, error = run("export-vk", "fresh.zkey", "vk.json")
+    assert (status, error.startswith(warning.format("fresh.zkey"))) == (0, True)
+    command = ("prove", "fresh.zkey", PRODUCT / "product.wtns", "p.json", "q.json", "--no-self-verify")
+    status, _, error = run(*command)
+    assert (status, error.startswith(warning.format("fresh.zkey"))) == (0, True)
+    status, _, error = run("verify", "vk.json", "q.json", "p.json")
+    assert error.startswith(warning.format("vk.json"))
+    for each in (
+        ("export-vk", "fresh.zkey", "vk.json"),
+        command,
+        ("verify", "vk.json", "q.json", "p.json"),
+        ("inspect", "fresh.zkey"),
+    ):
+        _, output, error = run(*each, "--json")
+        assert error == ""
+        assert json.loads(output)["forgeable"].startswith("gamma2 equals delta2")
+    assert "forgeable          gamma2 equals delta2: nobody" in run("inspect", "fresh.zkey")[1]
+    assert "forgeable          no\n" in run("inspect", PRODUCT / "product.zkey")[1]
+
+
 # --- the others ------------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +329,7 @@ def test_export_vk(run, folder):
         "key": "vk.json",
         "curve": "bn254",
         "public_inputs": 18,
+        "forgeable": None,
     }
 
 

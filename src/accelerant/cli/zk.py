@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accelerant.cli.zk_inspect import EPILOG as INSPECT_EPILOG
-from accelerant.cli.zk_inspect import inspect
+from accelerant.cli.zk_inspect import inspect, shown
 from accelerant.errors import ConfigError, FormatError
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ _KeyOut = Annotated[Path, typer.Argument(metavar="VERIFICATION_KEY.JSON", help="
 _R1cs = Annotated[Path, typer.Argument(metavar="CIRCUIT.R1CS", help="The constraints, as circom writes them.")]
 _ZkeyOut = Annotated[Path, typer.Argument(metavar="CIRCUIT.ZKEY", help="Where the proving key goes.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
+
+_MOST_BYTES = 64 << 20
+"""Of a JSON file that is read: a verification key of 300,000 public inputs has as many."""
 
 
 def register(app: typer.Typer) -> None:
@@ -66,15 +70,15 @@ def prove(
 ) -> None:
     """Prove: a key and a witness in, a proof that snarkjs accepts out.
 
-    Both files are written whole or not at all, and not where the proof does not verify.
+    Nothing is written where the proof does not verify. Both files are on the disk before either takes its name.
     """
-    _check_targets([proof, public], [zkey, witness])
+    targets = _targets([proof, public], [zkey, witness])
     from accelerant.zk.groth16 import Prover
 
     with _Progress(quiet=json_output) as progress:
         prover = Prover(zkey, progress=progress)
         made = prover.prove(witness, verified=self_verify)
-    _write_all({proof: made.to_json(), public: made.public_json()})
+    _write_all(dict(zip(targets, (made.to_json(), made.public_json()), strict=True)))
     facts: dict[str, Any] = {
         "proof": str(proof),
         "public": str(public),
@@ -83,16 +87,18 @@ def prove(
         "signals": prover.n_vars,
         "domain": prover.domain_size,
         "verified": self_verify,
+        "forgeable": prover.verification_key.forgeable,
         "seconds": prover.timings,
     }
     if json_output:
         print(json.dumps(facts))
         return
+    _warn(zkey, prover.verification_key.forgeable)
     for stage, seconds in prover.timings.items():
         print(f"{stage:<18} {seconds * 1e3:9.1f} ms")
     print(f"{'all':<18} {sum(prover.timings.values()) * 1e3:9.1f} ms")
     checked = "verified, " if self_verify else ""
-    print(f"{proof} and {public}: {checked}{prover.n_public} public inputs, {prover.family}")
+    print(f"{shown(proof)} and {shown(public)}: {checked}{prover.n_public} public inputs, {prover.family}")
 
 
 def verify(key: _Key, public: _Public, proof: _Proof, json_output: _Json = False) -> None:
@@ -104,31 +110,37 @@ def verify(key: _Key, public: _Public, proof: _Proof, json_output: _Json = False
     from accelerant.zk.groth16 import verify as verify_proof
 
     texts = [_text(path) for path in (key, public, proof)]
+    forgeable = None
     try:
         parsed = _proof(texts[2], texts[1], proof, public)
-        valid = verify_proof(VerificationKey.from_json(texts[0], name=str(key)), parsed.public or (), parsed)
+        trusted = VerificationKey.from_json(texts[0], name=str(key))
+        forgeable = trusted.forgeable
+        valid = verify_proof(trusted, parsed.public or (), parsed)
         reason = "" if valid else "the equation of the pairings does not hold"
     except (FormatError, ConfigError) as error:
         valid, reason = False, str(error)
     if json_output:
-        print(json.dumps({"valid": valid, "reason": reason}))
+        print(json.dumps({"valid": valid, "reason": reason, "forgeable": forgeable}))
     else:
-        print("valid" if valid else f"invalid: {reason}")
+        _warn(key, forgeable)
+        print("valid" if valid else f"invalid: {shown(reason)}")
     if not valid:
         raise typer.Exit(1)
 
 
 def export_vk(zkey: _Zkey, key: _KeyOut = Path("verification_key.json"), json_output: _Json = False) -> None:
     """Write the verification key that a proving key carries, as snarkjs does."""
-    _check_targets([key], [zkey])
+    targets = _targets([key], [zkey])
     from accelerant.zk.groth16 import VerificationKey
 
     found = VerificationKey.from_zkey(zkey)
-    _write_all({key: found.to_json()})
+    _write_all({targets[0]: found.to_json()})
     if json_output:
-        print(json.dumps({"key": str(key), "curve": found.family, "public_inputs": found.n_public}))
+        facts = {"key": str(key), "curve": found.family, "public_inputs": found.n_public, "forgeable": found.forgeable}
+        print(json.dumps(facts))
     else:
-        print(f"{key}: {found.n_public} public inputs, {found.family}")
+        _warn(zkey, found.forgeable)
+        print(f"{shown(key)}: {found.n_public} public inputs, {found.family}")
 
 
 def calldata(public: _Public, proof: _Proof, json_output: _Json = False) -> None:
@@ -156,7 +168,7 @@ def setup(
             "zk setup makes keys whose secrets are known, for tests and benchmarks: say --insecure-known-tau. "
             "For real use make the key by a ceremony: snarkjs groth16 setup, then zkey contribute"
         )
-    _check_targets([zkey], [r1cs])
+    _targets([zkey], [r1cs])
     from accelerant.zk.groth16.setup import setup_with_known_tau
 
     with _Progress(quiet=json_output) as progress:
@@ -164,35 +176,51 @@ def setup(
     if json_output:
         print(json.dumps({"zkey": str(zkey), **found}))
     else:
-        print(f"{zkey}: {found['constraints']} constraints, {found['signals']} signals. For tests only")
+        print(f"{shown(zkey)}: {found['constraints']} constraints, {found['signals']} signals. For tests only")
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def _check_targets(targets: list[Path], sources: list[Path]) -> None:
-    """Refuse, before any work, targets in no folder, and such as are each other or a source.
+def _targets(targets: list[Path], sources: list[Path]) -> list[Path]:
+    """The paths to write, symlinks followed; asked before any work.
 
     Raises:
-        ConfigError: what is refused.
+        ConfigError: one is in no folder, is there and no regular file, or is another or a source.
     """
-    seen = {source.resolve(): "is also to be read" for source in sources}
+    from accelerant.zk.formats.writing import writable_target
+
+    seen = {os.path.realpath(source): "is also to be read" for source in sources}
     for target in targets:
-        resolved = target.resolve()
+        resolved = str(writable_target(target))
         if resolved in seen:
             raise ConfigError(f"{target} is to be written, and {seen[resolved]}: give another name")
-        if not resolved.parent.is_dir():
-            raise ConfigError(f"{target}: there is no folder {resolved.parent}")
-        if resolved.is_dir():
-            raise ConfigError(f"{target} is a folder; wanted the name of a file")
         seen[resolved] = "so is another file"
+    return [Path(resolved) for resolved in list(seen)[-len(targets) :]]
 
 
 def _text(path: Path) -> bytes:
+    """What a JSON file has. A pipe that nobody writes to would hang; a device might never end.
+
+    Raises:
+        ConfigError: it cannot be read, or is no regular file.
+        FormatError: it is larger than any that is read.
+    """
     try:
-        return path.read_bytes()
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{path} is no regular file; copy what it gives into one")
+            text = file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    if len(text) > _MOST_BYTES:
+        raise FormatError(f"{path} has more than {_MOST_BYTES >> 20} MiB, as no proof or verification key has")
+    return text
+
+
+def _warn(path: Path, forgeable: str | None) -> None:
+    if forgeable is not None:
+        print(f"accelerant: warning: {shown(path)}: {forgeable}", file=sys.stderr)
 
 
 def _proof(proof_text: bytes, public_text: bytes, proof: Path, public: Path) -> Proof:
@@ -202,12 +230,16 @@ def _proof(proof_text: bytes, public_text: bytes, proof: Path, public: Path) -> 
 
 
 def _write_all(texts: Mapping[Path, str]) -> None:
-    """Write files whole, and none of them where one cannot be written: all under other names, then renamed.
+    """Write files, each whole: all under other names and on the disk first, then renamed.
+
+    Where a rename fails the files before it are already the new ones.
 
     Raises:
         OSError: a folder cannot be written, or the disk is full.
     """
-    temporaries = {path: path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp") for path in texts}
+    from accelerant.zk.formats.writing import temporary_beside
+
+    temporaries = {path: temporary_beside(path) for path in texts}
     try:
         for path, text in texts.items():
             with temporaries[path].open("x", encoding="utf-8", newline="\n") as file:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["EPILOG", "inspect"]
+__all__ = ["EPILOG", "inspect", "shown"]
 
 EPILOG = (
     "Examples:  accelerant zk inspect circuit.zkey   |   accelerant zk inspect circuit.r1cs --json   |   "
@@ -62,13 +62,15 @@ def _values(name: str, value: Any) -> list[str]:
         return [_contribution(i + 1, **each) for i, each in enumerate(value)] or ["none"]
     if name == "size_bytes":
         return [f"{value:,} bytes"]
+    if value is None:
+        return ["no"]
     if isinstance(value, bool):
         return ["yes" if value else "no"]
     if isinstance(value, dict):
         return [", ".join(f"{key} {count:,}" for key, count in value.items())]
     if isinstance(value, list):
-        return [", ".join(map(_shown, value)) or "none"]
-    return [f"{value:,}" if isinstance(value, int) else _shown(value) or "none"]
+        return [", ".join(map(shown, value)) or "none"]
+    return [f"{value:,}" if isinstance(value, int) else shown(value) or "none"]
 
 
 def _points(points: int, infinite: int) -> str:
@@ -76,13 +78,13 @@ def _points(points: int, infinite: int) -> str:
 
 
 def _contribution(index: int, kind: str, name: str, beacon: str = "", iterations_exp: int | None = None) -> str:
-    what = f"{index}  {_shown(name) or '(no name)'}"
+    what = f"{index}  {shown(name) or '(no name)'}"
     if kind == "beacon":
         hashed = "" if iterations_exp is None else f", hashed 2^{iterations_exp} times"
         what += f"  beacon {beacon}{hashed}"
     return what
 
 
-def _shown(text: str) -> str:
-    """Text of strangers without what a terminal would obey."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
+def shown(text: object) -> str:
+    """Text of strangers, names of files among it, without what a terminal would obey or cannot print."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in str(text))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import stat
 import struct
 import subprocess
 import sys
@@ -12,9 +14,10 @@ import numpy as np
 import pytest
 from parts import EXTENSIONS, FAMILIES, FILES, VECTORS, offset_of, put_together, take_apart, without
 
-from accelerant.errors import FormatError
-from accelerant.zk.formats import Ptau, R1cs, Witness, Zkey, open_file, write_wtns
+from accelerant.errors import ConfigError, FormatError
+from accelerant.zk.formats import Ptau, R1cs, Witness, Zkey, open_file, write_r1cs, write_wtns
 
+ONE = np.array([[1, 0, 0, 0]], np.uint64)
 CLASSES = {"zkey": Zkey, "wtns": Witness, "r1cs": R1cs, "ptau": Ptau}
 every_kind = pytest.mark.parametrize("kind", CLASSES)
 
@@ -176,8 +179,69 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch, failing):
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(OSError, match=r"No such file or directory: '.*/none/w.wtns'"):
-        write_wtns(tmp_path / "none" / "w.wtns", "bn254", np.array([[1, 0, 0, 0]], np.uint64))
+    with pytest.raises(ConfigError, match=r"none/w.wtns: there is no folder .*/none$"):
+        write_wtns(tmp_path / "none" / "w.wtns", "bn254", ONE)
+
+
+def test_only_files_are_replaced(tmp_path):
+    """What is renamed onto a device would take its place."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    (tmp_path / "to the pipe").symlink_to("pipe")
+    for path, match in (
+        (tmp_path / "pipe", "is a device, a pipe or a socket"),
+        (tmp_path / "to the pipe", "is a device, a pipe or a socket"),
+        (tmp_path / "a", "is a loop of symlinks"),
+        (tmp_path, "is a folder"),
+        (tmp_path / ("x" * 300), "File name too long"),
+        ("a\0b", "null byte"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            write_wtns(path, "bn254", ONE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "pipe", "to the pipe"]
+    assert stat.S_ISFIFO((tmp_path / "pipe").lstat().st_mode)
+
+
+def test_of_a_symlink_the_file_is_replaced(tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "w.wtns").symlink_to("kept/w.wtns")
+    for _ in range(2):  # the file is not there, then it is
+        write_wtns(tmp_path / "w.wtns", "bn254", ONE)
+        assert (tmp_path / "w.wtns").is_symlink()
+        assert [path.name for path in (tmp_path / "kept").iterdir()] == ["w.wtns"]
+    with Witness.open(tmp_path / "w.wtns") as witness:
+        assert witness.n_values == 1
+
+
+def test_nobody_else_may_read_a_witness(tmp_path):
+    before = os.umask(0o022)
+    try:
+        write_wtns(tmp_path / "w.wtns", "bn254", ONE)
+        with R1cs.open(VECTORS / "bn254" / "product.r1cs") as circuit:
+            a, b, c = circuit.matrices()
+        sizes = {"n_wires": 6, "n_pub_out": 1, "n_pub_in": 1, "n_prv_in": 1, "n_constraints": 2}
+        write_r1cs(tmp_path / "c.r1cs", "bn254", **sizes, a=a, b=b, c=c)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"w.wtns": 0o600, "c.r1cs": 0o644}
+
+
+@pytest.mark.parametrize("left", [0, 1, 11])
+def test_a_file_that_is_cut_while_it_is_opened(tmp_path, monkeypatch, left):
+    """Between the question how long it is and the mapping."""
+    path = tmp_path / "w.wtns"
+    write_wtns(path, "bn254", ONE)
+    real_map = mmap.mmap
+
+    def cut_first(*arguments, **options):
+        os.truncate(path, left)
+        return real_map(*arguments, **options)
+
+    monkeypatch.setattr(mmap, "mmap", cut_first)
+    with pytest.raises(FormatError, match="while it was opened"):
+        Witness.open(path)
 
 
 def test_reading_and_checking_import_no_torch():

@@ -28,6 +28,7 @@ def test_a_key(family):
             {"kind": "contribution", "name": "one"},
             {"kind": "beacon", "name": "two", "beacon": BEACON, "iterations_exp": 10},
         ],
+        "forgeable": None,
         "checked": False,
     }  # fmt: skip
 

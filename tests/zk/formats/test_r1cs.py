@@ -9,8 +9,8 @@ import pytest
 from parts import VECTORS, edited, offset_of, put_together, refused, resized, take_apart
 
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.zk.formats import TERM, CustomGate, R1cs, write_r1cs
+from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedDtype
+from accelerant.zk.formats import TERM, CustomGate, R1cs, r1cs, write_r1cs
 
 KIND, FILE = R1cs, "product.r1cs"
 HEADER, CONSTRAINTS, LABELS, GATES, USES = range(1, 6)
@@ -162,11 +162,25 @@ def test_wires_and_values_that_are_not_there(altered, data, family):
         circuit.check()
 
 
+def test_matrices_that_do_not_fit_in_memory(altered, data, monkeypatch):
+    """A sparse file can claim 2^32 - 1 constraints without a term."""
+
+    def none_left(*_):
+        raise MemoryError
+
+    with altered(data) as circuit:
+        monkeypatch.setattr(r1cs, "array", none_left)
+        for read in (circuit.matrices, circuit.check):
+            with pytest.raises(OutOfMemory, match=r"altered.r1cs: the matrices of 2 constraints do not fit"):
+                read()
+
+
 def test_custom_gates_that_are_none(altered):
     data = (VECTORS / "bn254" / "gates.r1cs").read_bytes()
     huge = struct.pack("<I", 2**32 - 1)
     for number, at, new, message in (
-        (GATES, 0, huge, "no zero byte ends a custom gate's name"),
+        (GATES, 0, huge, "4294967295 custom gates; no circuit has over 65536"),
+        (GATES, 0, struct.pack("<I", 2), "no zero byte ends a custom gate's name"),
         (GATES, 6, huge, "the section ends in a custom gate's parameters: it needs 137438953440 bytes"),
         (USES, 0, huge, "the section ends in"),
         (USES, 4, struct.pack("<I", 1), "custom gate 1 of 1"),
@@ -175,6 +189,9 @@ def test_custom_gates_that_are_none(altered):
         with refused(number, None, message):
             altered(edited(data, number, at, new))
     magic, version, sections = take_apart(data)
+    gates = struct.pack("<I", 65537) + bytes(5 * 65537)  # of no name and no parameters, five bytes each
+    with refused(GATES, None, "65537 custom gates"):
+        altered(put_together(magic, version, [(n, gates if n == GATES else payload) for n, payload in sections]))
     endless = [(n, struct.pack("<I", 1) + b"g" * 100 if n == GATES else payload) for n, payload in sections]
     with refused(GATES, None, "no zero byte"):
         altered(put_together(magic, version, endless))

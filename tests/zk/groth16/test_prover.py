@@ -1,19 +1,27 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import circuits
 import numpy as np
 import oracle
 import pytest
 
+from accelerant.algebra.curve.encoding import decode_points, encode_points
+from accelerant.algebra.curve.parameters import family_of
+from accelerant.algebra.curve.reference import add, multiply
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.words import encode
-from accelerant.errors import FormatError
+from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.ledger import ledger
-from accelerant.zk.formats import TERM, Witness, Zkey, write_r1cs, write_wtns
+from accelerant.zk.formats import TERM, Witness, Zkey, write_r1cs, write_wtns, write_zkey
+from accelerant.zk.formats.elements import montgomery_points
 from accelerant.zk.groth16 import Proof, Prover, VerificationKey, prove, verify, verify_many
 from accelerant.zk.groth16.setup import setup_with_known_tau
+
+BN254 = Path(__file__).parents[2] / "vectors" / "formats" / "bn254"
+R = family_of("bn254").r
 
 
 def values_of(path):
@@ -48,11 +56,16 @@ def test_greatest_randomness(product):
     last = FIELDS[f"{family}_fr"].modulus - 1
     with Zkey.open(folder / "product.zkey") as zkey:
         expected = oracle.prove(zkey, values_of(folder / "product.wtns"), last, last)
-    prover = Prover(folder / "product.zkey")
-    proof = prover.prove(folder / "product.wtns", insecure_randomness_for_tests=(last, last))
+    proof = Prover(folder / "product.zkey").prove(folder / "product.wtns", insecure_randomness_for_tests=(last, last))
     assert (proof.a, proof.b, proof.c) == expected
-    with pytest.raises(FormatError, match="not below the modulus"):
-        prover.prove(folder / "product.wtns", insecure_randomness_for_tests=(0, last + 1))
+
+
+@pytest.mark.parametrize("wrong", [(), (1,), (1, 2, 3), (0, R), (-1, 5), (1.0, 2), (True, 2), 7, "12", b"12"])
+def test_randomness_that_is_no_two_scalars(wrong):
+    """Kernels would read past too few, and the message would show what is secret."""
+    prover = Prover(BN254 / "product.zkey")
+    with pytest.raises(ConfigError, match=r"must be two Python integers from 0 to below the order r$"):
+        prover.prove(BN254 / "product.wtns", insecure_randomness_for_tests=wrong)
 
 
 def test_keys_of_snarkjs(product):
@@ -73,7 +86,7 @@ def test_stages_are_timed_and_counted(product):
         seen
         == list(prover.timings)
         == [
-            *("key: constraints", "key: points", "witness", "quotient"),
+            *("key: header", "key: constraints", "key: points", "witness", "quotient"),
             *(f"sum {name}" for name in ("A", "B1", "B2", "C", "H")),
             *("proof", "verification"),
         ]
@@ -135,6 +148,73 @@ def test_a_damaged_key_makes_no_proof(product, tmp_path, section):
     (tmp_path / "damaged.zkey").write_bytes(bytes(data))
     with pytest.raises(FormatError, match="does not verify and is not handed out"):
         Prover(tmp_path / "damaged.zkey").prove(folder / "product.wtns")
+
+
+HEADER = ("alpha1", "beta1", "beta2", "gamma2", "delta1", "delta2")
+
+
+def rewritten(folder, path, **changes):
+    """The product's key with other points in its header; the points that are not named and zeros of those that are."""
+    with Zkey.open(folder / "product.zkey") as zkey:
+        names = (*HEADER, "n_public", "ic", "a", "b1", "b2", "c", "h", "coefficients")
+        values = {name: getattr(zkey, name) for name in names}
+        zeros = {name: np.zeros_like(values[name]) for name, new in changes.items() if new is None}
+        write_zkey(path, zkey.family, **(values | changes | zeros))
+    return path
+
+
+ORDER_TWO = np.array([5, *[0] * 7], np.uint64)  # y = 0: of order 2 for the doubling's formula, and off the curve
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"delta1": None, "beta1": None}, "beta1 is infinity"),
+        ({"delta1": None}, "delta1 is infinity"),
+        ({name: None for name in HEADER if name != "gamma2"}, "alpha1 is infinity"),
+        ({"delta1": ORDER_TWO}, "point 0 is not on bn254_g1"),
+    ],
+)
+def test_a_key_that_hides_nothing_is_refused(tmp_path, changes, match):
+    """With delta1 = beta1 = 0, pi_A is the same each time, and proofs verify under the genuine key."""
+    evil = rewritten(BN254, tmp_path / "evil.zkey", **changes)
+    with pytest.raises(FormatError, match=match):
+        Prover(evil)
+    with Zkey.open(evil) as zkey, pytest.raises(FormatError, match=match):
+        Prover(zkey)
+    with pytest.raises(FormatError, match=match):
+        VerificationKey.from_zkey(evil)
+
+
+def test_a_key_whose_delta1_has_a_small_order_is_refused(tmp_path):
+    """(0, 2) of BLS12-381 has order 3: pi_A would take three values, and a third of the proofs would verify."""
+    g1, folder = family_of("bls12_381").g1, BN254.parent / "bls12_381"
+    (order_three,) = montgomery_points(g1, encode_points(g1, [(0, 2)]))
+    evil = rewritten(folder, tmp_path / "evil.zkey", delta1=order_three, beta1=None)
+    with pytest.raises(FormatError, match="beta1 is infinity"):
+        Prover(evil)
+    evil = rewritten(folder, tmp_path / "evil.zkey", delta1=order_three)
+    with pytest.raises(FormatError, match=r"point 0 is on bls12_381_g1 but not in its subgroup"):
+        Prover(evil)
+
+
+def test_a_key_to_which_nobody_contributed_says_so(tmp_path):
+    with Zkey.open(BN254 / "product.zkey") as zkey:
+        assert zkey.forgeable is None
+        fresh = rewritten(BN254, tmp_path / "fresh.zkey", delta2=zkey.gamma2)
+    key = VerificationKey.from_zkey(fresh)
+    assert key.forgeable is not None
+    assert key.forgeable.startswith("gamma2 equals delta2: nobody contributed to this key")
+    for public in ((0, 0), (5, 77)):
+        family = family_of("bn254")
+        (alpha, *ic), (beta,) = (
+            decode_points(family.g1, np.concatenate([key.alpha[None], key.ic])),
+            decode_points(family.g2, key.beta[None]),
+        )
+        total = ic[0]
+        for value, point in zip(public, ic[1:], strict=True):
+            total = add(family.g1, total, multiply(family.g1, value, point))
+        assert verify(key, public, Proof("bn254", alpha, beta, multiply(family.g1, -1, total)))  # no witness at all
 
 
 def test_nothing_secret_is_shown(product):

@@ -7,7 +7,7 @@ import oracle
 import pytest
 
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.errors import FormatError, UnsupportedCase
+from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.zk.formats import R1cs, Zkey
 from accelerant.zk.groth16.setup import LABEL, setup_with_known_tau
 
@@ -59,5 +59,14 @@ def test_custom_gates_are_refused(tmp_path):
 def test_a_file_of_another_kind(tmp_path):
     with pytest.raises(FormatError):
         setup_with_known_tau(FORMATS / "bn254" / "product.wtns", tmp_path / "circuit.zkey")
-    with R1cs.open(FORMATS / "bn254" / "product.r1cs") as r1cs, pytest.raises(OSError, match="circuit"):
-        setup_with_known_tau(r1cs, tmp_path / "nowhere" / "circuit.zkey")
+
+
+def test_a_target_that_cannot_be_written_is_found_first(tmp_path):
+    seen = []
+    for name, match in (("nowhere/circuit.zkey", "circuit.zkey: there is no folder"), (".", "is a folder")):
+        with (
+            R1cs.open(FORMATS / "bn254" / "product.r1cs") as r1cs,
+            pytest.raises(ConfigError, match=match),
+        ):
+            setup_with_known_tau(r1cs, tmp_path / name, progress=seen.append)
+    assert not seen

@@ -5,6 +5,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from accelerant.algebra.curve.parameters import family_of
@@ -122,6 +123,43 @@ def test_public_inputs_are_checked(parts):
     for wrong in ("1", 1.0, True, None):
         with pytest.raises(UnsupportedDtype, match=r"public\[0\] must be a Python integer"):
             verify(parts.key, [wrong, *rest], parts.proof)
+
+
+def test_python_values_that_are_no_points(parts):
+    """Floats, a third coordinate, NumPy's integers: named, and without their values."""
+    (x, y), b = parts.proof.a, parts.proof.b
+    pair, pairs = "a pair of Python integers", "a pair of pairs of Python integers"
+    for name, wrong, message in (
+        ("a", (x, y, 1), rf"{pair}, or None for infinity; got \(int, int, int\)$"),
+        ("a", (float(x), y), rf"{pair}, .*got \(float, int\)$"),
+        ("c", (np.int64(1), np.int64(2)), rf"{pair}, .*got \(int64, int64\)$"),
+        ("c", (True, 2), rf"{pair}, .*got \(bool, int\)$"),
+        ("c", 5, rf"{pair}, .*got int$"),
+        ("b", (x, y), rf"{pairs}, .*got \(int, int\)$"),
+        ("b", (b[0], (1, None)), rf"{pairs}, .*got \(\(int, int\), \(int, NoneType\)\)$"),
+    ):
+        proof = dataclasses.replace(parts.proof, **{name: wrong})
+        with pytest.raises(UnsupportedDtype, match=rf"^pi_{name} must be {message}"):
+            verify(parts.key, parts.public, proof)
+        with pytest.raises(UnsupportedDtype, match=rf"^proofs\[1\]\.{name} must be {message}"):
+            verify_many(parts.key, [parts.public] * 2, [parts.proof, proof])
+    for wrong in ((-1, y), (x, y + Q)):
+        proof = dataclasses.replace(parts.proof, c=wrong)
+        with pytest.raises(FormatError, match=r"^pi_c [xy] is .*, not reduced"):
+            verify(parts.key, parts.public, proof)
+    for wrong in (5, None):
+        with pytest.raises(UnsupportedDtype, match=r"^public must be a sequence of Python integers, got"):
+            verify(parts.key, wrong, parts.proof)
+    for read in (Proof.from_json, VerificationKey.from_json):
+        with pytest.raises(UnsupportedDtype, match="must be JSON text or its bytes, got NoneType"):
+            read(None)
+
+
+def test_call_data_is_of_scalars(parts):
+    """The contract's type is of 256 bits: a value over r would be another number there than here."""
+    for wrong, error in (([R], FormatError), ([-1], FormatError), ([1.0], UnsupportedDtype), ([2**256], FormatError)):
+        with pytest.raises(error, match=r"^public\[0\]"):
+            parts.proof.to_calldata(wrong)
 
 
 def test_two_curves(parts):
@@ -247,6 +285,10 @@ def test_texts_that_are_no_proof(text):
         (("IC", 0, 1), lambda old: str(int(old) + Q), r"IC\[0\]\[1\]"),
         (("vk_gamma_2", 0, 0), lambda old: str(int(old) ^ 1), "vk_gamma_2.*not on bn254_g2"),
         (("vk_beta_2",), None, "vk_beta_2"),
+        (("vk_alpha_1",), lambda _: ["0", "1", "0"], "vk_alpha_1 is infinity"),
+        (("vk_beta_2",), lambda _: [["0", "0"], ["1", "0"], ["0", "0"]], "vk_beta_2 is infinity"),
+        (("vk_gamma_2",), lambda _: [["0", "0"], ["1", "0"], ["0", "0"]], "vk_gamma_2 is infinity"),
+        (("vk_delta_2",), lambda _: [["0", "0"], ["1", "0"], ["0", "0"]], "vk_delta_2 is infinity"),
         (("vk_alpha_1", 1), lambda old: str(int(old) ^ 1), "vk_alpha_1"),
     ],
 )

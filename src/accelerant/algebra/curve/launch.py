@@ -22,7 +22,7 @@ from accelerant.algebra.field import launch as field_launch
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.places import Place
 from accelerant.algebra.field.words import dtype_of, modulus_words
-from accelerant.errors import FormatError
+from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime import registry
 from accelerant.runtime.kernel import Kernel
 from accelerant.runtime.ledger import OpRecord, ledger
@@ -66,7 +66,13 @@ def from_montgomery(place: Place, curve: Curve[Any], points: Words) -> Words:
 
 
 def add(place: Place, curve: Curve[Any], x: Words, y: Words) -> Words:
-    """The sums of points of one shape."""
+    """The sums of points of one shape.
+
+    Raises:
+        ShapeError: not as many of one as of the other.
+    """
+    if _count(x) != _count(y):
+        raise ShapeError(f"curve addition: wanted as many points on both sides, got {_count(x)} and {_count(y)}")
     n, z = _count(x), _like(place, curve, x)
     with _counted(place, curve, "add", n, arrays=3, operations=_ADDITION * n):
         _launch(place, curve, "curve_add", (x, y, z), (n,), n)
@@ -82,8 +88,14 @@ def neg(place: Place, curve: Curve[Any], x: Words) -> Words:
 
 
 def multiply(place: Place, curve: Curve[Any], x: Words, scalars: Words) -> Words:
-    """The multiples; one point or one scalar stands for as many as there are of the other."""
+    """The multiples; one point or one scalar stands for as many as there are of the other.
+
+    Raises:
+        ShapeError: neither is one, and there are not as many of one as of the other.
+    """
     points, count = _count(x), _count(scalars)
+    if points != count and 1 not in (points, count):
+        raise ShapeError(f"curve multiplication: {points} points and {count} scalars; wanted as many, or one of either")
     n = points if count == 1 else count
     z = place.empty((n, *curve.shape), dtype_of(curve.coordinates.base))
     steps = int(points > 1), int(count > 1)

@@ -133,8 +133,12 @@ class Container:
                 if os.fstat(file.fileno()).st_size < PREFIX.size:
                     raise FormatError(f"{self.path} is no .{layout.kind} file: it is shorter than a file's head")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FormatError:
+            raise
         except OSError as error:
             raise FormatError(f"cannot read {self.path}: {error.strerror or error}") from None
+        except ValueError:  # mmap's, of an empty file: it was not empty when it was asked
+            raise FormatError(f"{self.path} was emptied while it was opened") from None
         self.size = len(self._map)
         try:
             self.sections = self._found()
@@ -148,6 +152,8 @@ class Container:
             self._map.close()
 
     def _found(self) -> dict[int, Section]:
+        if self.size < PREFIX.size:
+            raise FormatError(f"{self.path} was shortened while it was opened")
         magic, version, count = PREFIX.unpack_from(self._map)
         layout = self.layout
         if magic != layout.magic:

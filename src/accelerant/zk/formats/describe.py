@@ -46,7 +46,8 @@ def describe(path: FilePath, *, check: bool = False) -> dict[str, Any]:
 
     Returns:
         JSON values: file, kind, size_bytes, curve, checked, and by kind sizes, contributions, and, of each section of
-        points, how many it has and how many of them are infinity. Public inputs are those of the proof, outputs of the
+        points, how many it has and how many of them are infinity; of a key why anyone can forge its proofs, if it is
+        such a one (Zkey.forgeable). Public inputs are those of the proof, outputs of the
         circuit among them. All of the file is read.
 
     Raises:
@@ -85,6 +86,7 @@ def _zkey(key: Zkey) -> dict[str, Any]:
         "coefficients": key.n_coefficients,
         "points": _points(key.points),
         "circuit_hash": key.circuit_hash.hex(),
+        "forgeable": key.forgeable,
         "contributions": [_label(each.label) for each in key.contributions],
     }
 

@@ -33,6 +33,7 @@ __all__ = [
     "read_family",
     "read_point",
     "scalar_field",
+    "why_forgeable",
     "words_of",
 ]
 
@@ -102,6 +103,17 @@ def read_point(cursor: Cursor, family: Family, degree: int, what: str) -> U64:
     words = cursor.words(point_words(family, degree), what)
     _check_words(cursor.container, cursor.section.id, at, coordinate_field(family), words, what)
     return words
+
+
+def why_forgeable(gamma2: U64, delta2: U64) -> str | None:
+    """Why anyone can make proofs that a key of these two points accepts; None where they do not say so.
+
+    With delta2 = gamma2, as snarkjs's `groth16 setup` leaves them until someone contributes, pi_A = alpha1, pi_B =
+    beta2 and pi_C = minus the sum of IC prove any public inputs.
+    """
+    if not np.array_equal(gamma2, delta2):
+        return None
+    return "gamma2 equals delta2: nobody contributed to this key, and anyone can make proofs that it accepts"
 
 
 def words_of(value: Any, width: int, count: int | None, name: str) -> U64:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedDtype
 from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile
 from accelerant.zk.formats.elements import first_not_below, prime_bytes, read_family, scalar_field
 from accelerant.zk.formats.writing import write_container
@@ -44,6 +44,9 @@ TERM = np.dtype([("row", "<u4"), ("wire", "<u4"), ("value", "<u8", (4,))])
 """An entry of A, B or C; both pairings have r of four words."""
 
 _CHUNK = 1 << 16
+
+_MOST_GATES = 1 << 16
+"""Custom gates of a file: one takes 5 bytes of it, and forty times as many as an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,10 @@ class R1cs(MappedFile):
 
     def _read_gates(self, cursor: Cursor) -> tuple[CustomGate, ...]:
         size, found = self._field.size_bytes, []
-        for _ in range(cursor.u32("the number of custom gates")):  # each takes bytes of the section, which ends them
+        at, gates = cursor.at, cursor.u32("the number of custom gates")
+        if gates > _MOST_GATES:
+            raise cursor.error(f"{gates} custom gates; no circuit has over {_MOST_GATES}", at)
+        for _ in range(gates):  # each takes bytes of the section, which ends them
             name = cursor.until_zero("a custom gate's name").decode("utf-8", errors="replace")
             count = cursor.u32("the number of a custom gate's parameters")
             data = cursor.take(count * size, "a custom gate's parameters")
@@ -145,16 +151,21 @@ class R1cs(MappedFile):
         Raises:
             FormatError: linear combinations that do not fill the section, a wire that is not there, a value not below
                 r; names the offset.
+            OutOfMemory: 24 bytes for each constraint and the terms are not to be had.
         """
-        starts = self._starts()
-        a, b, c = (self._gathered(starts[:-1][k::3], starts[1:][k::3]) for k in range(3))
+        try:
+            starts = self._starts()
+            a, b, c = (self._gathered(starts[:-1][k::3], starts[1:][k::3]) for k in range(3))
+        except MemoryError:
+            message = f"the matrices of {self.n_constraints} constraints do not fit in memory"
+            raise OutOfMemory(f"{self.path}: {message}; the file has {self.size_bytes} bytes") from None
         return a, b, c
 
     def check(self) -> None:
         """Read the whole file and refuse what matrices() refuses.
 
         Raises:
-            FormatError: as matrices().
+            FormatError, OutOfMemory: as matrices().
         """
         self.matrices()
 
@@ -243,7 +254,8 @@ def write_r1cs(
         n_labels: n_wires by default.
 
     Raises:
-        ConfigError: no such family, sizes that no circuit has, a row or wire that is not there, a value not below r.
+        ConfigError: no such family, sizes that no circuit has, a row or wire that is not there, a value not below r, or
+            path names no regular file.
         ShapeError, UnsupportedDtype: an array of another shape or dtype.
         OSError: the file cannot be written.
     """

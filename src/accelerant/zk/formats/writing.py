@@ -1,10 +1,15 @@
-"""Writing the container (container.py): a file appears whole or not at all."""
+"""Writing the container (container.py): a file appears whole or not at all.
+
+What is renamed onto a path takes the place of whatever is there, a device or a pipe too, and of a symlink rather than
+of what it points to: such paths are looked at first.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,26 +17,75 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from accelerant.errors import ConfigError
 from accelerant.zk.formats.container import HEAD, PREFIX, FilePath, Layout
 
-__all__ = ["Piece", "write_container"]
+__all__ = ["Piece", "temporary_beside", "writable_target", "write_container"]
 
 Piece = bytes | npt.NDArray[Any]
 
+_ANYONE, _OWNER = 0o666, 0o600
+"""Permissions of a new file; the first before the umask."""
 
-def write_container(path: FilePath, layout: Layout, sections: Mapping[int, Sequence[Piece]]) -> None:
+_NAME_CHARACTERS = 32
+"""Of a target's name in its temporary file's: at most 128 bytes, so that this one is not too long for a folder."""
+
+
+def writable_target(path: FilePath) -> Path:
+    """The path of a file to write or replace, symlinks followed: to be asked before anything is computed.
+
+    Raises:
+        ConfigError: there is no such folder; or what is there is a folder, a device, a pipe, a loop of symlinks; or the
+            name is not one that a file can have.
+    """
+    given = Path(path)
+    try:
+        target = Path(os.path.realpath(given))
+        in_folder = os.path.isdir(target.parent)
+        mode = _mode(target) if in_folder else None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        raise ConfigError(f"{given} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    if not in_folder:
+        raise ConfigError(f"{given}: there is no folder {target.parent}")
+    if mode is None or stat.S_ISREG(mode):
+        return target
+    if stat.S_ISLNK(mode):
+        raise ConfigError(f"{given} is a loop of symlinks; wanted the name of a file")
+    if stat.S_ISDIR(mode):
+        raise ConfigError(f"{given} is a folder; wanted the name of a file")
+    raise ConfigError(f"{given} is a device, a pipe or a socket, and a file would take its place; wanted a file's name")
+
+
+def _mode(path: Path) -> int | None:
+    """Of what is there, symlinks not followed; None where nothing is."""
+    try:
+        return os.lstat(path).st_mode
+    except FileNotFoundError:
+        return None
+
+
+def temporary_beside(target: Path) -> Path:
+    """A name for a new file in the target's folder."""
+    return target.with_name(f".{target.name[:_NAME_CHARACTERS]}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+
+
+def write_container(
+    path: FilePath, layout: Layout, sections: Mapping[int, Sequence[Piece]], *, secret: bool = False
+) -> None:
     """Write a file whole or not at all: under another name in its folder, then renamed.
 
     Args:
-        path: of the file; what is there is replaced.
+        path: of the file; a regular file that is there is replaced, of a symlink the file that it points to.
         layout: of the format.
         sections: id -> bytes and contiguous little-endian arrays, one after another.
+        secret: nobody but the owner may read it.
 
     Raises:
+        ConfigError: path names no regular file (writable_target).
         OSError: the folder cannot be written or the disk is full; path is as it was.
     """
-    target = Path(path)
-    with _named(target), _replacing(target) as file:
+    target = writable_target(path)
+    with _named(Path(path)), _replacing(target, _OWNER if secret else _ANYONE) as file:
         file.write(PREFIX.pack(layout.magic, layout.version, len(sections)))
         for number, pieces in sections.items():
             file.write(HEAD.pack(number, sum(map(_size, pieces))))
@@ -49,11 +103,11 @@ def _write_pieces(file: BinaryIO, pieces: Iterable[Piece]) -> None:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
+def _replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
     """A new file that takes the path's place once it is on the disk, unless there is an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    temporary = temporary_beside(path)
     try:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

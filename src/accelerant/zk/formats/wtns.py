@@ -74,7 +74,7 @@ def _begins_with_one(words: U64) -> bool:
 
 
 def write_wtns(path: FilePath, family: str, values: Any) -> None:
-    """Write a .wtns, whole or not at all.
+    """Write a .wtns, whole or not at all; nobody but the owner may read it.
 
     Args:
         path: of the file; what is there is replaced.
@@ -82,7 +82,7 @@ def write_wtns(path: FilePath, family: str, values: Any) -> None:
         values: (n, 4) uint64, canonical, w[0] = 1.
 
     Raises:
-        ConfigError: no such family, or w[0] is not 1.
+        ConfigError: no such family, w[0] is not 1, or path names no regular file.
         ShapeError, UnsupportedDtype: values of another shape or dtype.
         OSError: the file cannot be written.
     """
@@ -91,4 +91,4 @@ def write_wtns(path: FilePath, family: str, values: Any) -> None:
     if not _begins_with_one(words):
         raise ConfigError("values[0] must be 1: wire 0 of every circuit is")
     header = prime_bytes(pairing, "r") + struct.pack("<I", len(words))
-    write_container(path, _LAYOUT, {_HEADER: [header], _VALUES: [words]})
+    write_container(path, _LAYOUT, {_HEADER: [header], _VALUES: [words]}, secret=True)

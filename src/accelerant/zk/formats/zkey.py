@@ -42,6 +42,7 @@ from accelerant.zk.formats.elements import (
     read_family,
     read_point,
     scalar_field,
+    why_forgeable,
     words_of,
 )
 from accelerant.zk.formats.writing import Piece, write_container
@@ -262,6 +263,11 @@ class Zkey(MappedFile):
         rows = self.coefficients["row"]
         return max(0, int(rows.max()) - self.n_public) if len(rows) else 0
 
+    @property
+    def forgeable(self) -> str | None:
+        """Why anyone can make proofs that this key accepts; None where its header does not say so."""
+        return why_forgeable(self.gamma2, self.delta2)
+
     def check(self, *, subgroup: bool = True) -> None:
         """Read the whole key and refuse what no ceremony writes: needed for a key whose source is not trusted.
 
@@ -273,7 +279,7 @@ class Zkey(MappedFile):
                 infinity in the header, a last contribution that did not leave delta1; names section and offset.
         """
         container, family = self._container, self._family
-        self._check_header_points(subgroup)
+        self.check_header(subgroup=subgroup)
         for number, (_, width) in self._counts().items():
             curve = family.g2 if width == point_words(family, 2) else family.g1
             check_points(container, number, curve, self._points(number), subgroup=subgroup)
@@ -288,7 +294,18 @@ class Zkey(MappedFile):
             at = container.sections[_CONTRIBUTIONS].offset
             raise container.error(_CONTRIBUTIONS, at, "the last contribution leaves another delta1 than the header's")
 
-    def _check_header_points(self, subgroup: bool) -> None:
+    def check_header(self, *, subgroup: bool = True) -> None:
+        """Refuse points of the header that are infinity, off the curve or out of the subgroup: 2 to 6 ms.
+
+        A key that is used needs it: r delta1 and s delta2 hide the witness in a proof, and do not where delta1 is
+        infinity or has a small order, though such proofs may verify.
+
+        Args:
+            subgroup: ask for points out of the subgroup too.
+
+        Raises:
+            FormatError: names the point and its offset.
+        """
         section = self._container.sections[_HEADER]
         at = section.size - sum(point_words(self._family, degree) * 8 for _, degree in _HEADER_POINTS)
         for name, degree in _HEADER_POINTS:
@@ -356,7 +373,8 @@ def write_zkey(
         contributions: of the ceremony's second phase.
 
     Raises:
-        ConfigError: no such family, a hash or transcript of another length, sizes that no circuit has.
+        ConfigError: no such family, a hash or transcript of another length, sizes that no circuit has, or path names no
+            regular file.
         ShapeError, UnsupportedDtype: an array of another shape or dtype.
         OSError: the file cannot be written.
     """

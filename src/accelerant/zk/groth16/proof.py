@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from accelerant.algebra.curve.parameters import Family, family_of
-from accelerant.errors import ConfigError, FormatError, UnsupportedCase
+from accelerant.errors import ConfigError, FormatError, UnsupportedCase, UnsupportedDtype
 from accelerant.zk.groth16.snarkjs_json import (
     G1Point,
     G2Point,
@@ -21,7 +21,7 @@ from accelerant.zk.groth16.snarkjs_json import (
     written,
 )
 
-__all__ = ["Proof"]
+__all__ = ["Proof", "checked_inputs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,11 @@ class Proof:
 
         Raises:
             ConfigError: the public inputs are not known.
+            FormatError, UnsupportedDtype: one is not below the order r, or no Python integer.
             UnsupportedCase: a curve that the contract is not for, or a point at infinity.
         """
-        inputs = self._known_public() if public is None else public
+        known = self._known_public() if public is None else public
+        inputs = checked_inputs(known, self._family, "public")
         if self.family != "bn254":
             raise UnsupportedCase(f"call data is for contracts on BN254; this proof is on {self.family}")
         if self.a is None or self.b is None or self.c is None:
@@ -123,6 +125,25 @@ class Proof:
         if self.public is None:
             raise ConfigError("the proof's public inputs are not known here: give them")
         return self.public
+
+
+def checked_inputs(public: Sequence[int], family: Family, name: str) -> list[int]:
+    """Public inputs as Python integers below r.
+
+    Raises:
+        UnsupportedDtype: no sequence, or one is no Python integer; names the index.
+        FormatError: one is not from 0 to below r; names the index.
+    """
+    try:
+        values = list(public)
+    except TypeError:
+        raise UnsupportedDtype(f"{name} must be a sequence of Python integers, got {type(public).__name__}") from None
+    for i, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UnsupportedDtype(f"{name}[{i}] must be a Python integer, got {type(value).__name__} {value!r}")
+        if not 0 <= value < family.r:
+            raise FormatError(f"{name}[{i}] is {value}, not from 0 to below the order {family.r}")
+    return values
 
 
 def _word(value: int) -> str:

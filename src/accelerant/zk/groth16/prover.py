@@ -29,7 +29,7 @@ from accelerant.algebra.field import launch as field_launch
 from accelerant.algebra.field import words as host
 from accelerant.algebra.field.places import HOST
 from accelerant.algebra.ntt import LOG_MOST
-from accelerant.errors import FormatError, UnsupportedCase
+from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.runtime.cores import usable_cores
 from accelerant.zk.formats.elements import first_not_below
 from accelerant.zk.formats.wtns import Witness
@@ -58,8 +58,9 @@ class Prover:
     >>> verify(prover.verification_key, proof.public, proof)
     True
 
-    The key is believed: that its points are on their curves is not asked (zk.formats.Zkey.check does). A proof that a
-    wrong key gives does not verify, and is not handed out.
+    The header's points, which hide the witness, are found to be finite, on their curves and in their subgroups. Those
+    of the sections are believed (zk.formats.Zkey.check asks). A proof that a wrong key gives does not verify, and is
+    not handed out; that it was not may tell a bit of the witness to who made the key.
 
     Attributes:
         family: "bn254" or "bls12_381".
@@ -78,7 +79,8 @@ class Prover:
             progress: called with the name of each stage before it begins.
 
         Raises:
-            FormatError: the file is not what it claims to be; names section and offset.
+            FormatError: the file is not what it claims to be, or a point of its header is infinity, off its curve or
+                out of the subgroup; names section and offset.
             UnsupportedCase: a domain of one point, which snarkjs does not make, or of more than 2^27.
         """
         if not isinstance(zkey, Zkey):
@@ -96,6 +98,9 @@ class Prover:
         self.family, self.n_vars, self.n_public = zkey.family, zkey.n_vars, zkey.n_public
         self.domain_size = zkey.domain_size
         self.timings: dict[str, float] = {}
+        with self._stage("key: header"):
+            # Checks the header's points: with delta1 = beta1 = 0 proofs verify under the genuine key and hide nothing
+            self.verification_key = VerificationKey.from_zkey(zkey)
         with self._stage("key: constraints"):
             self._field = scalars_of(self._pairing)
             self._rows = constraint_rows(self._field, zkey.domain_size, zkey.coefficients)
@@ -106,7 +111,6 @@ class Prover:
             self._bases["B2"] = _Section(g2, zkey.b2)
             self._g1 = {name: _one(g1, getattr(zkey, name)) for name in ("alpha1", "beta1", "delta1")}
             self._g2 = {name: _one(g2, getattr(zkey, name)) for name in ("beta2", "delta2")}
-            self.verification_key = VerificationKey.from_zkey(zkey)
         self._key_timings = self.timings
 
     def __repr__(self) -> str:
@@ -124,13 +128,15 @@ class Prover:
         Args:
             witness: a .wtns file, or one that is open.
             verified: verify the proof before it is handed out: about 3 ms.
-            insecure_randomness_for_tests: (r, s) instead of fresh ones. A proof with r and s that are known, or used
-                for another proof, gives the witness away.
+            insecure_randomness_for_tests: (r, s), integers from 0 to below the order, instead of fresh ones. A proof
+                with r and s that are known, or used for another proof, gives the witness away.
 
         Raises:
+            ConfigError: randomness that is no two such integers.
             FormatError: the file is not what it claims to be, of another curve or circuit; or the proof does not
                 verify, since the witness does not satisfy the constraints.
         """
+        randomness = self._randomness(insecure_randomness_for_tests)
         self.timings = dict(self._key_timings)
         with self._stage("witness"):
             words = self._witness(witness)
@@ -146,7 +152,7 @@ class Prover:
             with self._stage(f"sum {name}"):
                 sums[name] = self._bases[name].msm(factors)
         with self._stage("proof"):
-            proof = self._assembled(sums, self._randomness(insecure_randomness_for_tests), public)
+            proof = self._assembled(sums, randomness, public)
         if verified:
             with self._stage("verification"):
                 self._verify(proof, public)
@@ -183,7 +189,11 @@ class Prover:
     def _randomness(self, given: tuple[int, int] | None) -> U64:
         """R, s: (2, 4) canonical words."""
         field = self._field
-        return host.random(field, (2,)) if given is None else host.encode(field, list(given))
+        if given is None:
+            return host.random(field, (2,))
+        if not isinstance(given, tuple | list) or len(given) != 2 or not all(_below(x, field.modulus) for x in given):
+            raise ConfigError("insecure_randomness_for_tests must be two Python integers from 0 to below the order r")
+        return host.encode(field, list(given))
 
     def _assembled(self, sums: dict[str, U64], randomness: U64, public: tuple[int, ...]) -> Proof:
         g1, g2, field = self._pairing.g1, self._pairing.g2, self._field
@@ -245,6 +255,10 @@ class _Section:
         words = HOST.contiguous(rows)
         found: U64 = summed(HOST, self._curve, [words], lambda row: self._bases.msm(row, chosen))
         return found
+
+
+def _below(value: object, modulus: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < modulus
 
 
 def _one(curve: Curve[Any], words: U64) -> U64:

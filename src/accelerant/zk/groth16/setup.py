@@ -32,6 +32,7 @@ from accelerant.algebra.field.places import HOST
 from accelerant.errors import UnsupportedCase
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.formats import COEFFICIENT, TERM, Contribution, Label, R1cs, write_zkey
+from accelerant.zk.formats.writing import writable_target
 from accelerant.zk.groth16.quotient import scalars_of
 from accelerant.zk.groth16.sparse import SparseMatrix
 
@@ -60,11 +61,13 @@ def setup_with_known_tau(
     Raises:
         FormatError: the .r1cs is not what it claims to be.
         UnsupportedCase: it has custom gates, or more constraints than the field has roots of unity for.
+        ConfigError: zkey names no regular file; before anything is computed.
         OSError: the file cannot be written.
     """
     if not isinstance(r1cs, R1cs):
         with R1cs.open(r1cs) as opened:
             return setup_with_known_tau(opened, zkey, progress=progress)
+    writable_target(zkey)
     if r1cs.n_custom_gate_uses:
         raise UnsupportedCase(f"{r1cs.path} uses custom gates, which Groth16 cannot prove")
     family = family_of(r1cs.family)

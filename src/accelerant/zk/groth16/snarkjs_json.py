@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerant.algebra.curve.parameters import FAMILIES, Family
-from accelerant.errors import FormatError
+from accelerant.errors import FormatError, UnsupportedDtype
 from accelerant.runtime.json_text import decode_json
 
 __all__ = [
@@ -50,7 +50,10 @@ def parse_text(text: str | bytes, what: str) -> Any:
 
     Raises:
         FormatError: it is no JSON; names `what`.
+        UnsupportedDtype: it is no text.
     """
+    if not isinstance(text, str | bytes):
+        raise UnsupportedDtype(f"{what} must be JSON text or its bytes, got {type(text).__name__}")
     try:
         return decode_json(text)
     except ValueError as error:

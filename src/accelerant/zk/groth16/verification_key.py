@@ -16,6 +16,7 @@ from accelerant.algebra.curve.reference import multiply
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.places import HOST
 from accelerant.errors import FormatError
+from accelerant.zk.formats.elements import why_forgeable
 from accelerant.zk.groth16.snarkjs_json import (
     curve_name,
     parse_object,
@@ -33,6 +34,9 @@ U64 = npt.NDArray[np.uint64]
 
 _MOST_INPUTS = 1 << 24
 """Public inputs of a key that is believed: more than any circuit of 2^28 constraints in use."""
+
+_FINITE = ("vk_alpha_1", "vk_beta_2", "vk_gamma_2", "vk_delta_2")
+"""Names of the points that must not be infinity."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +64,11 @@ class VerificationKey:
         """Public inputs of the circuit."""
         return len(self.ic) - 1
 
+    @property
+    def forgeable(self) -> str | None:
+        """Why anyone can make proofs that this key accepts; None where its points do not say so."""
+        return why_forgeable(self.gamma, self.delta)
+
     @classmethod
     def from_json(cls, text: str | bytes, *, name: str = "verification key") -> VerificationKey:
         """A key in snarkjs's form. vk_alphabeta_12, which follows from the rest, is not read.
@@ -69,7 +78,8 @@ class VerificationKey:
             name: of the file, for messages.
 
         Raises:
-            FormatError: no such JSON, a coordinate that is not reduced, or a point off its curve; names the element.
+            FormatError: no such JSON, a coordinate that is not reduced, a point off its curve, or infinity for another
+                point than those of IC; names the element.
         """
         value, family = parse_object(text, name)
         n_public, rows = value.get("nPublic"), value.get("IC")
@@ -79,10 +89,13 @@ class VerificationKey:
             count = f"{len(rows)} of them" if isinstance(rows, list) else shown(rows)
             raise FormatError(f'{name}: "IC" must be a list of nPublic + 1 = {n_public + 1} points, got {count}')
         points = [point_of_g1(row, family, f"{name}: IC[{i}]") for i, row in enumerate(rows)]
-        alpha = point_of_g1(value.get("vk_alpha_1"), family, f"{name}: vk_alpha_1")
-        of_g2 = [
-            point_of_g2(value.get(key), family, f"{name}: {key}") for key in ("vk_beta_2", "vk_gamma_2", "vk_delta_2")
-        ]
+        alpha = point_of_g1(value.get(_FINITE[0]), family, f"{name}: {_FINITE[0]}")
+        of_g2 = [point_of_g2(value.get(key), family, f"{name}: {key}") for key in _FINITE[1:]]
+        for key, point in zip(_FINITE, (alpha, *of_g2), strict=True):
+            if point is None:
+                raise FormatError(
+                    f"{name}: {key} is infinity, which no honest key has: anyone could forge proofs for it"
+                )
         beta, gamma, delta = encode_points(family.g2, of_g2)
         words = encode_points(family.g1, [alpha, *points])
         return cls(family.name, words[0], beta, gamma, delta, words[1:])
@@ -95,13 +108,15 @@ class VerificationKey:
             zkey: an open zk.formats.Zkey, or its path.
 
         Raises:
-            FormatError: the file is not what it claims to be.
+            FormatError: the file is not what it claims to be, or a point of its header is infinity, off its curve or
+                out of the subgroup.
         """
         from accelerant.zk.formats.zkey import Zkey
 
         if not isinstance(zkey, Zkey):
             with Zkey.open(zkey) as opened:
                 return cls.from_zkey(opened)
+        zkey.check_header()
         family = family_of(zkey.family)
         beta, gamma, delta = _canonical(family.g2, np.stack([zkey.beta2, zkey.gamma2, zkey.delta2]))
         alpha = _canonical(family.g1, zkey.alpha1)[0]
@@ -116,8 +131,8 @@ class VerificationKey:
             "protocol": "groth16",
             "curve": curve_name(family),
             "nPublic": self.n_public,
-            "vk_alpha_1": rows_of_g1(alpha),
-            **dict(zip(("vk_beta_2", "vk_gamma_2", "vk_delta_2"), map(rows_of_g2, of_g2), strict=True)),
+            _FINITE[0]: rows_of_g1(alpha),
+            **dict(zip(_FINITE[1:], map(rows_of_g2, of_g2), strict=True)),
             "vk_alphabeta_12": _pairing_rows(family, alpha, self.beta),
             "IC": [rows_of_g1(point) for point in ic],
         }

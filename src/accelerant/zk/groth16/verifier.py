@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,11 @@ import numpy.typing as npt
 from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.pairing import product_is_one
 from accelerant.algebra.curve.parameters import Family, family_of
+from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.words import encode
 from accelerant.errors import ConfigError, FormatError, UnsupportedDtype
 from accelerant.zk.elliptic_curve import EllipticCurve, curve
-from accelerant.zk.groth16.proof import Proof
+from accelerant.zk.groth16.proof import Proof, checked_inputs
 from accelerant.zk.groth16.verification_key import VerificationKey
 from accelerant.zk.msm.op import msm
 
@@ -53,7 +55,7 @@ def verify(verification_key: VerificationKey, public: Sequence[int], proof: Proo
 
     Raises:
         ConfigError: key and proof are of two curves.
-        UnsupportedDtype: a public input is no integer.
+        UnsupportedDtype: a public input or a coordinate of the proof is no Python integer.
         FormatError: public inputs that are too many or few or not below r; a point of the proof or the key off its
             curve or out of the subgroup. Such a thing is no proof at all; what is one, but of something else, gives
             False.
@@ -62,8 +64,8 @@ def verify(verification_key: VerificationKey, public: Sequence[int], proof: Proo
     inputs = _inputs(verification_key, family, public, "public")
     key, g1 = verification_key, family.g1
     group = curve(g1.name)
-    a, c = encode_points(g1, [proof.a, proof.c])
-    b = encode_points(family.g2, [proof.b])[0]
+    a, c = _encoded(g1, [proof.a, proof.c], ("pi_a", "pi_c"))
+    b = _encoded(family.g2, [proof.b], ("pi_b",))[0]
     first = np.stack([a, *_opposite(group, [key.alpha, _inputs_point(group, key, inputs), c])])
     second = np.stack([b, key.beta, key.gamma, key.delta])
     return _is_one(family, first, second, ("pi_a", "alpha", "the sum of IC", "pi_c"), ("pi_b", *_KEYS))
@@ -91,17 +93,20 @@ def verify_many(verification_key: VerificationKey, public: Sequence[Sequence[int
     rows = [_inputs(key, family, each, f"public[{i}]") for i, each in enumerate(public)]
     inputs = [sum(c * row[j] for c, row in zip(rho, rows, strict=True)) % r for j in range(key.n_public)]
     total = sum(rho) % r
-    indices = range(len(proofs))
-    with _named({"points": [f"proofs[{i}].a" for i in indices]}):
-        a = group.mul(encode_points(family.g1, [proof.a for proof in proofs]), rho)
-    with _named({"points": [f"proofs[{i}].c" for i in indices]}):
-        c = msm(rho, encode_points(family.g1, [proof.c for proof in proofs]), family.g1.name)
-    b = encode_points(family.g2, [proof.b for proof in proofs])
+    of_a, of_b, of_c = ([f"proofs[{i}].{name}" for i in range(len(proofs))] for name in "abc")
+    a, c = (
+        _encoded(family.g1, points, names)
+        for points, names in (([proof.a for proof in proofs], of_a), ([proof.c for proof in proofs], of_c))
+    )
+    b = _encoded(family.g2, [proof.b for proof in proofs], of_b)
+    with _named({"points": of_a}):
+        a = group.mul(a, rho)
+    with _named({"points": of_c}):
+        c = msm(rho, c, family.g1.name)
     ends = [group.mul(key.alpha, total), _inputs_point(group, key, inputs, total), c]
     first = np.concatenate([a, _opposite(group, ends)])
     second = np.concatenate([b, np.stack([key.beta, key.gamma, key.delta])])
-    names = (*(f"proofs[{i}].a" for i in indices), "alpha", "the sum of IC", "the sum of pi_c")
-    return _is_one(family, first, second, names, (*(f"proofs[{i}].b" for i in indices), *_KEYS))
+    return _is_one(family, first, second, (*of_a, "alpha", "the sum of IC", "the sum of pi_c"), (*of_b, *_KEYS))
 
 
 _KEYS = ("beta", "gamma", "delta")
@@ -116,14 +121,36 @@ def _family(key: VerificationKey, proofs: Sequence[Proof]) -> Family:
 
 def _inputs(key: VerificationKey, family: Family, public: Sequence[int], name: str) -> list[int]:
     """Python integers below r, as many as the key has."""
-    if len(public) != key.n_public:
-        raise FormatError(f"{name} has {len(public)} inputs; the verification key is for {key.n_public}")
-    for i, value in enumerate(public):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise UnsupportedDtype(f"{name}[{i}] must be a Python integer, got {type(value).__name__} {value!r}")
-        if not 0 <= value < family.r:
-            raise FormatError(f"{name}[{i}] is {value}, not from 0 to below the order {family.r}")
-    return list(public)
+    inputs = checked_inputs(public, family, name)
+    if len(inputs) != key.n_public:
+        raise FormatError(f"{name} has {len(inputs)} inputs; the verification key is for {key.n_public}")
+    return inputs
+
+
+def _encoded(curve: Curve[Any], points: Sequence[Any], names: Sequence[str]) -> U64:
+    """A proof's points as canonical words; what Python code made may be anything."""
+    degree = curve.coordinates.degree
+    for point, name in zip(points, names, strict=True):
+        if point is not None and not _is_nested_pair(point, degree):
+            wanted = "a pair of Python integers" if degree == 1 else "a pair of pairs of Python integers"
+            raise UnsupportedDtype(f"{name} must be {wanted}, or None for infinity; got {_form(point)}")
+    with _named({"points": names}):
+        return encode_points(curve, points)
+
+
+def _is_nested_pair(value: object, degree: int) -> bool:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        return False
+    if degree == 1:
+        return all(isinstance(part, int) and not isinstance(part, bool) for part in value)
+    return all(_is_nested_pair(part, 1) for part in value)
+
+
+def _form(value: object) -> str:
+    """Types in a point, without its values."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_form, value))})"
+    return type(value).__name__
 
 
 def _inputs_point(group: EllipticCurve, key: VerificationKey, inputs: Sequence[int], first: int = 1) -> U64:
