@@ -20,11 +20,23 @@ from accelerant.algebra.curve.endomorphism import endomorphism
 from accelerant.algebra.curve.llvm_kernels import CurveKernels
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.program import field_text, montgomery_radix
+from accelerant.algebra.field.reduced_radix import reduced_radix, reduced_radix_text
 from accelerant.errors import ConfigError
 from accelerant.runtime.kernel import KernelSource, LazyDialects
 from accelerant.runtime.portable import portable_header
 
-__all__ = ["ADDS", "BLOCK", "coordinate", "entries", "kernel_source", "launch", "point_text", "prefixed"]
+__all__ = [
+    "ADDS",
+    "BLOCK",
+    "coordinate",
+    "entries",
+    "kernel_source",
+    "launch",
+    "lazy_text",
+    "lazy_words",
+    "point_text",
+    "prefixed",
+]
 
 BLOCK = 128
 """Threads of a block in the C dialects, at most; a power of two. A thread may so have 255 registers and more."""
@@ -121,6 +133,34 @@ def point_text(curve: Curve[Any], dialect: str, *, called: bool = True) -> str:
     return field_text(k.base, _BASE, dialect) + prefixed(curve, "".join(parts))
 
 
+def lazy_text(curve: Curve[Any], *, called: bool = True) -> str:
+    """Points in a reduced radix (point_lazy.h), for the C dialects; stands after point_text.
+
+    Args:
+        curve: any of the table.
+        called: as point_text.
+
+    Raises:
+        ConfigError: the radix leaves too little room above the modulus for what is not reduced.
+    """
+    k, cut = curve.coordinates, reduced_radix(curve.coordinates.base)
+    loaded = cut.radix // montgomery_radix(k.base)
+    largest = max(2 * (loaded + 1), 8 * 8) * k.degree
+    if largest * k.base.modulus >= 0.95 * cut.radix:
+        raise ConfigError(f"{k.base.name}: {cut.digits} digits of {cut.bits} bits are too few for sums of points")
+    base = reduced_radix_text(k.base, _BASE)
+    parts = [_defined({"COORD_LOADED": str(loaded), "COORD_LAZY_WORDS": str(lazy_words(curve))})]
+    if k.degree == 2:
+        parts.append(_texts(["quadratic_lazy.h"]))
+    parts += [_lazy_products(k.degree, called), _texts(["point_lazy.h"])]
+    return base + prefixed(curve, "".join(parts))
+
+
+def lazy_words(curve: Curve[Any]) -> int:
+    """64-bit words of a point in XYZZ coordinates in the reduced radix."""
+    return 2 * curve.coordinates.degree * reduced_radix(curve.coordinates.base).digits
+
+
 def prefixed(curve: Curve[Any], text: str) -> str:
     """The text with COORD and BASE replaced by the prefixes of the coordinates' field and of its base field.
 
@@ -178,6 +218,21 @@ def _products(prefix: str, called: bool) -> str:
     return functions + _defined(
         {f"{prefix}_MUL(x, y)": f"{prefix}_mul_far(x, y)", f"{prefix}_SQUARE(x)": f"{prefix}_square_far(x)"}
     )
+
+
+def _lazy_products(degree: int, called: bool) -> str:
+    """COORD_LAZY_MUL, _SQUARE and _DOT2, of (x, y, k), (x, k) and (x, y, k, v, w, l), as point_lazy.h has them."""
+    result = []
+    for name, shape in {"mul": "x y k", "square": "x k", "dot2": "x y k v w l"}.items():
+        letters = shape.split()
+        given = [each for each in letters if degree == 2 or each not in "kl"]
+        types = ", ".join(f"{'u32' if each in 'kl' else 'COORD_lazy'} {each}" for each in given)
+        call, function = ", ".join(given), f"COORD_lazy_{name}"
+        if called:
+            result.append(f"ACL_FAR COORD_lazy {function}_far({types}) {{\n    return {function}({call});\n}}\n\n")
+            function += "_far"
+        result.append(f"#define COORD_LAZY_{name.upper()}({', '.join(letters)}) {function}({call})\n")
+    return "".join(result)
 
 
 def _defined(values: dict[str, str]) -> str:

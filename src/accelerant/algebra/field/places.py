@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
-from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider, Pointer
+from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider, Pointer, out_of_memory
 
 __all__ = ["HOST", "Place", "in_kind", "inward", "is_tensor", "place_at", "place_of"]
 
@@ -50,7 +50,11 @@ class Place(ABC):
 
     @abstractmethod
     def empty(self, shape: Shape, dtype: np.dtype[Any]) -> Any:
-        """Words with undefined content."""
+        """Words with undefined content.
+
+        Raises:
+            OutOfMemory: with what was asked and what is free.
+        """
 
     @abstractmethod
     def load(self, words: npt.NDArray[Any]) -> Any:
@@ -189,7 +193,11 @@ class _Tensors(Place):
 
     def empty(self, shape: Shape, dtype: np.dtype[Any]) -> Any:
         torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=_signed(torch, dtype.itemsize), device=self._device)
+        try:
+            return torch.empty(shape, dtype=_signed(torch, dtype.itemsize), device=self._device)
+        except torch.OutOfMemoryError:
+            size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+            raise out_of_memory(size, self.label, self.provider.memory(self.index)) from None
 
     def load(self, words: npt.NDArray[Any]) -> Any:
         torch = sys.modules["torch"]

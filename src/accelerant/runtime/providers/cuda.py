@@ -193,12 +193,13 @@ class CudaProvider(ComputeProvider):
     def memory(self, device: int = 0) -> MemoryInfo:
         check_device(self.name, device, self._count)
         free, total = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_stats_as_nested_dict(device)  # one call: each of torch's getters makes the whole anew
         return MemoryInfo(
             total_bytes=total,
             free_bytes=free,
-            allocated_bytes=torch.cuda.memory_allocated(device),
-            reserved_bytes=torch.cuda.memory_reserved(device),
-            peak_bytes=torch.cuda.max_memory_allocated(device),
+            allocated_bytes=held["allocated_bytes"]["all"]["current"],
+            reserved_bytes=held["reserved_bytes"]["all"]["current"],
+            peak_bytes=held["allocated_bytes"]["all"]["peak"],
         )
 
     def lost(self, error: Exception) -> DeviceLost | None:

@@ -1,8 +1,8 @@
 """A sum of multiples on a device with C kernels, by buckets; sort.c, accumulate.c and fold.c say how.
 
-The host launches, and at the end adds up the sums of windows by Horner's rule, with a CPU kernel. How a sum is cut up
-is a plan (device_plan.py). Points that many sums share are kept with their multiples by 2^(c w) (DeviceBases): then all
-windows fill one set of buckets, and Horner's rule falls away.
+The host launches, and at the end adds up the sums of windows by Horner's rule, with a CPU kernel; in between it need
+not wait (Started). How a sum is cut up is a plan (device_plan.py). Points that many sums share are kept with their
+multiples by 2^(c w) (DeviceBases): then all windows fill one set of buckets, and Horner's rule falls away.
 
 Time and memory accesses depend on the scalars and the points.
 
@@ -12,16 +12,20 @@ multiples; Botrel and El Housni, eprint 2022/1400, for signed digits and XYZZ co
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from accelerant.algebra.curve.program import lazy_words
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.places import HOST, Place
-from accelerant.runtime.kernel import Kernel, KernelSource
+from accelerant.errors import OutOfMemory
+from accelerant.runtime.kernel import Kernel
+from accelerant.zk.launching import launch
 from accelerant.zk.msm.device_plan import MOST_INDICES, DevicePlan, coordinate_words, device_plan
 from accelerant.zk.msm.llvm_kernels import kernel_source as llvm_source
 from accelerant.zk.msm.program import (
@@ -38,10 +42,11 @@ from accelerant.zk.msm.program import (
     sort_source,
 )
 
-__all__ = ["DeviceBases", "device_msm"]
+__all__ = ["STREAMED_BYTES", "DeviceBases", "Started", "device_msm", "start_msm"]
 
 U64 = npt.NDArray[np.uint64]
 Words = Any
+Load = Callable[[npt.NDArray[Any]], Words]
 
 _U32, _U64 = np.dtype(np.uint32), np.dtype(np.uint64)
 _MEMORY_SHARE = 0.8
@@ -50,24 +55,58 @@ _MEMORY_SHARE = 0.8
 _MULTIPLES_SHARE = 0.5
 """Of the free memory, what the multiples of fixed points take at most."""
 
-_ANY, _NOT_ASKED_BYTES = 1 << 62, 1 << 26
-"""Scratch below so many bytes is taken without asking how much is free, which takes the driver 0.1 ms."""
+_ANY, _NOT_ASKED_BYTES = 1 << 62, 1 << 31
+"""Scratch below so many bytes is taken without asking how much is free, which takes up to a millisecond."""
 
 _COMBINE_GROUPS = 1024
-_STREAMED_BYTES = 1 << 28
+STREAMED_BYTES = 1 << 28
 """Points on the host go to the device in pieces of at most so many bytes."""
 
 
-def device_msm(
+class Started:
+    """A sum under way on a device.
+
+    Attributes:
+        results: words at the place that kernels give: of each piece the sums of windows.
+    """
+
+    def __init__(self, place: Place, curve: Curve[Any], window: int, results: Sequence[Words]) -> None:
+        self.results = tuple(results)
+        self._place, self._curve, self._window = place, curve, window
+
+    def finish(self, stored: Sequence[npt.NDArray[Any]] | None = None) -> U64:
+        """The sum: (2 degree limbs,) words, affine in Montgomery form.
+
+        Args:
+            stored: the results on the host, in their shapes; if not given they are fetched, in order with what is
+                launched on the stream that is current now.
+        """
+        if not self.results:
+            return np.zeros(2 * coordinate_words(self._curve), np.uint64)
+        stored = [self._place.store(words) for words in self.results] if stored is None else stored
+        return _horner(self._curve, self._window, np.stack(stored))
+
+
+def device_msm(place: Place, curve: Curve[Any], scalars: Words, points: Words, **options: Any) -> U64:
+    """The sum of scalars[i] points[i]: start_msm, and the end of it.
+
+    Returns:
+        (2 degree limbs,) words: the sum, affine in Montgomery form.
+    """
+    return start_msm(place, curve, scalars, points, **options).finish()
+
+
+def start_msm(
     place: Place,
     curve: Curve[Any],
     scalars: Words,
     points: Words,
     *,
     free_bytes: int | None = None,
+    load: Load | None = None,
     **options: Any,
-) -> U64:
-    """The sum of scalars[i] points[i].
+) -> Started:
+    """Launch a sum of scalars[i] points[i].
 
     Args:
         place: with C kernels; not the host.
@@ -76,23 +115,22 @@ def device_msm(
         points: (n, ...) words, affine in Montgomery form, all zeros at infinity, on the curve; likewise. What is on
             the host goes to the device in pieces.
         free_bytes: memory that the scratch may take; by default 0.8 of what is free.
+        load: what brings pieces there, in order with launches; the place's own by default, for which the host waits.
         options: of device_plan.
-
-    Returns:
-        (2 degree limbs,) words: the sum, affine in Montgomery form.
 
     Raises:
         As device_plan.
     """
     n = int(scalars.shape[0])
     if not n:
-        return np.zeros(2 * coordinate_words(curve), np.uint64)
+        return Started(place, curve, 0, ())
     if isinstance(points, np.ndarray):
-        options["piece"] = min(options.get("piece", n), _STREAMED_BYTES // (16 * coordinate_words(curve)))
-    plan = device_plan(curve, n, _ANY if free_bytes is None else free_bytes, **options)
-    if free_bytes is None and plan.size_bytes(curve) > _NOT_ASKED_BYTES:
-        plan = device_plan(curve, n, _free(place, _MEMORY_SHARE), **options)
-    return _Work(place, curve, plan).summed(scalars, points, n)
+        options["piece"] = min(options.get("piece", n), STREAMED_BYTES // (16 * coordinate_words(curve)))
+    if free_bytes is not None:
+        return _Work(place, curve, device_plan(curve, n, free_bytes, **options), load).start(scalars, points, n)
+    plan = device_plan(curve, n, _ANY, **options)
+    work = _work_where_it_fits(place, curve, plan, lambda free: device_plan(curve, n, free, **options), load)
+    return work.start(scalars, points, n)
 
 
 class DeviceBases:
@@ -104,9 +142,22 @@ class DeviceBases:
     """
 
     def __init__(
-        self, place: Place, curve: Curve[Any], points: Words, *, free_bytes: int | None = None, **options: Any
+        self,
+        place: Place,
+        curve: Curve[Any],
+        points: Words,
+        *,
+        free_bytes: int | None = None,
+        keep_scratch: bool = False,
+        **options: Any,
     ) -> None:
-        """Points and options: as device_msm; free_bytes: what the multiples may take, by default half of what is free.
+        """Bring points to the place, and compute their multiples.
+
+        Args:
+            place, curve, points, options: as start_msm.
+            free_bytes: what the multiples may take, by default half of what is free.
+            keep_scratch: keep the memory of a sum from one to the next. Sums must be started in order then, on one
+                stream.
 
         Returns when all is there, so that sums may be asked for on any stream.
 
@@ -115,6 +166,7 @@ class DeviceBases:
         """
         self.n = int(points.shape[0])
         self._place, self._curve = place, curve
+        self._work: _Work | None = None
         self.plan: DevicePlan | None = None
         words = 2 * coordinate_words(curve)
         self._points = place.load(points) if isinstance(points, np.ndarray) else points
@@ -130,6 +182,8 @@ class DeviceBases:
             plan = device_plan(curve, self.n, scratch, **options)
         self.plan = plan
         self._options = {**options, "shared": True, "window": plan.window} if plan.shared else options
+        if keep_scratch:
+            self._work = _Work(place, curve, plan)
         place.provider.synchronize(place.index)  # launches are ordered on the stream that is current here alone
 
     def msm(self, scalars: Words) -> U64:
@@ -138,18 +192,32 @@ class DeviceBases:
         Raises:
             OutOfMemory: not even a piece of 1024 points has room now.
         """
-        if self.plan is None:
-            return np.zeros(2 * coordinate_words(self._curve), np.uint64)
-        return _Work(self._place, self._curve, self._plan_now(self.plan)).summed(scalars, self._points, self.n)
+        return self.start(scalars).finish()
 
-    def _plan_now(self, plan: DevicePlan) -> DevicePlan:
-        """The plan, of smaller pieces where others have taken the memory since; multiples fix the windows."""
-        if plan.size_bytes(self._curve) <= _NOT_ASKED_BYTES:
-            return plan
-        free = _free(self._place, _MEMORY_SHARE)
-        if plan.size_bytes(self._curve) <= free:
-            return plan
-        return device_plan(self._curve, self.n, free, **{**self._options, "piece": plan.points})
+    def start(self, scalars: Words) -> Started:
+        """Launch what msm does.
+
+        Raises:
+            OutOfMemory: as msm.
+        """
+        if self.plan is None:
+            return Started(self._place, self._curve, 0, ())
+        work = self._work or _work_where_it_fits(self._place, self._curve, self.plan, self._smaller)
+        return work.start(scalars, self._points, self.n)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the device that is held: points, their multiples, and the scratch that is kept."""
+        if self.plan is None:
+            return 0
+        rows = self.plan.windows if self.plan.shared else 1
+        scratch = self.plan.size_bytes(self._curve) if self._work else 0
+        return 16 * coordinate_words(self._curve) * self.n * rows + scratch
+
+    def _smaller(self, free_bytes: int) -> DevicePlan:
+        """The plan with smaller pieces, since others have taken the memory; multiples fix the windows."""
+        points = self.n if self.plan is None else self.plan.points
+        return device_plan(self._curve, self.n, free_bytes, **{**self._options, "piece": points})
 
     def explain(self) -> str:
         """In words."""
@@ -167,46 +235,47 @@ def _multiples(place: Place, curve: Curve[Any], points: Words, n: int, plan: Dev
         source, at = (table, (w - 1) * n) if w else (points, 0)
         arrays = (source, table)
         cut = (n, at, w * n, plan.window if w else 0)
-        _launch(place, multiples_source(curve), "msm_multiples", grid, MULTIPLES_BLOCK, arrays, *cut)
+        launch(place, multiples_source(curve), "msm_multiples", grid, MULTIPLES_BLOCK, arrays, *cut)
     return table
 
 
 class _Work:
     """The scratch memory of a plan, and what is launched on it."""
 
-    def __init__(self, place: Place, curve: Curve[Any], plan: DevicePlan) -> None:
+    def __init__(self, place: Place, curve: Curve[Any], plan: DevicePlan, load: Load | None = None) -> None:
         self.place, self.curve, self.plan = place, curve, plan
-        width = coordinate_words(curve)
+        self.load = load or place.load
         self.blocks = plan.blocks(reduce_block(curve))
         self.digits, self.ranks, self.places = (place.empty((plan.entries,), _U32) for _ in range(3))
         self.counts = place.empty((plan.keys + COUNTERS,), _U32)
         self.tiles = place.empty((plan.tiles,), _U32)
         self.segments = place.empty((plan.segments, 3), _U32)
         self.heavy = place.empty((max(1, plan.heavy), 3), _U32)
-        self.sums = place.empty((plan.sums, 4 * width), _U64)
-        self.plain, self.weighted = (place.empty((plan.sets * self.blocks, 4 * width), _U64) for _ in range(2))
-        self.results = place.empty((plan.sets, 3 * width), _U64)
+        width = lazy_words(curve)
+        self.sums = place.empty((plan.sums, width), _U64)
+        self.plain, self.weighted = (place.empty((plan.sets * self.blocks, width), _U64) for _ in range(2))
 
-    def summed(self, scalars: Words, points: Words, n: int) -> U64:
+    def start(self, scalars: Words, points: Words, n: int) -> Started:
         """The sum of n points; where the plan shares buckets, `points` are the multiples."""
         step = self.plan.points
         pieces = [self._piece(scalars, points, n, first, min(step, n - first)) for first in range(0, n, step)]
-        return _horner(self.curve, self.plan.window, np.stack(pieces))
+        return Started(self.place, self.curve, self.plan.window, pieces)
 
-    def _piece(self, scalars: Words, points: Words, n: int, first: int, count: int) -> U64:
+    def _piece(self, scalars: Words, points: Words, n: int, first: int, count: int) -> Words:
         """The sums of windows of `count` points from the first on, projective, the lowest window first."""
         at_scalars, at_points = first, first
         if isinstance(scalars, np.ndarray):
-            scalars, at_scalars = self.place.load(scalars[first : first + count]), 0
+            scalars, at_scalars = self.load(scalars[first : first + count]), 0
         if isinstance(points, np.ndarray):
-            points, at_points = self.place.load(points[first : first + count]), 0
+            points, at_points = self.load(points[first : first + count]), 0
         self._sort(scalars, at_scalars, count, n)
         self._accumulate(points, at_points)
-        self._fold()
-        return self.place.store(self.results)
+        results = self.place.empty((self.plan.sets, 3 * coordinate_words(self.curve)), _U64)
+        self._fold(results)
+        return results
 
     def _sort(self, scalars: Words, first: int, n: int, stride: int) -> None:
-        p, run = self.plan, functools.partial(_launch, self.place, sort_source())
+        p, run = self.plan, functools.partial(launch, self.place, sort_source())
         scalar_blocks, blocks = -(-n // SORT_BLOCK), -(-n // (SORT_BLOCK * EACH))
         spread, stride = (0, stride) if p.shared else (p.buckets, 0)
         cut = (first, n, p.window, p.windows, p.keys + COUNTERS, scalar_blocks * SORT_BLOCK)
@@ -216,7 +285,7 @@ class _Work:
         run("msm_tiles", p.tiles, SORT_BLOCK, (self.counts, self.tiles), p.keys, p.segment)
         run("msm_scan", 1, SORT_BLOCK, (self.counts, self.tiles), p.keys, p.tiles, p.segment)
         lists = (self.counts, self.tiles, self.segments, self.heavy, self.sums)
-        run("msm_segments", p.tiles, SORT_BLOCK, lists, p.keys, p.segment, 4 * coordinate_words(self.curve))
+        run("msm_segments", p.tiles, SORT_BLOCK, lists, p.keys, p.segment, lazy_words(self.curve))
         run("msm_scatter", p.windows * blocks, SORT_BLOCK, (*counted, self.places), n, blocks, spread, stride)
 
     def _accumulate(self, points: Words, first: int) -> None:
@@ -224,45 +293,42 @@ class _Work:
         source = accumulate_source(self.curve, self.plan.written_out, self.plan.resident)
         blocks = -(-self.plan.segments // ACCUMULATE_BLOCK)
         lists = (points, self.places, self.segments, self.counts, self.sums)
-        _launch(self.place, source, "msm_accumulate", blocks, ACCUMULATE_BLOCK, lists, self.plan.keys, first)
+        launch(self.place, source, "msm_accumulate", blocks, ACCUMULATE_BLOCK, lists, self.plan.keys, first)
 
-    def _fold(self) -> None:
+    def _fold(self, results: Words) -> None:
         p, threads = self.plan, reduce_block(self.curve)
-        run = functools.partial(_launch, self.place, fold_source(self.curve, p.fold_written_out))
+        run = functools.partial(launch, self.place, fold_source(self.curve, p.fold_written_out))
         groups = min(_COMBINE_GROUPS, p.heavy)
         if groups:
             run("msm_combine", groups, threads, (self.heavy, self.counts, self.sums), p.keys, groups)
         alone = int(self.blocks == 1)
-        once = (self.results if alone else self.plain, self.weighted)
+        once = (results if alone else self.plain, self.weighted)
         cut = (p.buckets, self.blocks, p.per_thread, 0, alone)
         run("msm_reduce", p.sets * self.blocks, threads, (self.sums, self.sums, *once), *cut)
         if not alone:
             each = ((self.blocks - 1) // threads).bit_length()
             cut = (self.blocks, 1, each, p.per_thread + threads.bit_length() - 1, 1)
-            run("msm_reduce", p.sets, threads, (self.plain, self.weighted, self.results, self.weighted), *cut)
+            run("msm_reduce", p.sets, threads, (self.plain, self.weighted, results, self.weighted), *cut)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _work_where_it_fits(
+    place: Place, curve: Curve[Any], plan: DevicePlan, smaller: Callable[[int], DevicePlan], load: Load | None = None
+) -> _Work:
+    """The plan's scratch, or that of `smaller`, given the free bytes, where it has no room."""
+    if plan.size_bytes(curve) <= _NOT_ASKED_BYTES:
+        with contextlib.suppress(OutOfMemory):
+            return _Work(place, curve, plan, load)
+    free = _free(place, _MEMORY_SHARE)
+    return _Work(place, curve, plan if plan.size_bytes(curve) <= free else smaller(free), load)
 
 
 def _free(place: Place, share: float) -> int:
     """That share of what is free, with what the process's pool holds unused."""
     memory = place.provider.memory(place.index)
     return int(share * (memory.free_bytes + max(0, memory.reserved_bytes - memory.allocated_bytes)))
-
-
-_kernels: dict[tuple[str, str, str, int], Kernel] = {}
-"""(program, entry, backend, device) -> compiled."""
-
-
-def _launch(
-    place: Place, source: KernelSource, entry: str, grid: int, block: int, arrays: Sequence[Words], *scalars: int
-) -> None:
-    key = (source.name, entry, place.backend, place.index)
-    kernel = _kernels.get(key)
-    if kernel is None:
-        kernel = _kernels[key] = place.provider.compile(source, entry=entry, device=place.index)
-    place.provider.launch(kernel, (grid,), (block,), (*map(place.pointer, arrays), *scalars))
 
 
 def _horner(curve: Curve[Any], window: int, sums: U64) -> U64:

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
+from accelerant.algebra.curve.program import lazy_words
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.errors import ConfigError, OutOfMemory
 from accelerant.zk.msm.program import COUNTERS, LONGEST, TILE, reduce_block
@@ -101,11 +102,10 @@ class DevicePlan:
 
     def size_bytes(self, curve: Curve[Any]) -> int:
         """Memory of the device, besides points and scalars."""
-        coordinate = 8 * coordinate_words(curve)
         lists = 3 * (self.segments + max(1, self.heavy))
         numbers = 3 * self.entries + self.keys + COUNTERS + self.tiles + lists
-        coordinates = 4 * self.sums + self.sets * (8 * self.blocks(reduce_block(curve)) + 3)
-        return 4 * numbers + coordinate * coordinates
+        points = self.sums + 2 * self.sets * self.blocks(reduce_block(curve))
+        return 4 * numbers + 8 * (lazy_words(curve) * points + 3 * coordinate_words(curve) * self.sets)
 
     def explain(self, curve: Curve[Any]) -> str:
         """In words."""

@@ -93,4 +93,4 @@ def _kept(place: Place, curve: Curve[Any], words: Any, multiples: bool | None) -
         return Bases(curve, words, shared=shared_plan(curve, int(words.shape[0])) if multiples else None)
     from accelerant.zk.msm.device import DeviceBases
 
-    return DeviceBases(place, curve, words, **({"free_bytes": 0} if multiples is False else {}))
+    return DeviceBases(place, curve, words, free_bytes=0 if multiples is False else None)

@@ -25,7 +25,7 @@ from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.msm.cpu import Bases, plan
 from accelerant.zk.operands import plain_scalars, point_operand, points_inward, points_outward, scalar_words
 
-__all__ = ["msm", "points_words", "scalars_words", "summed", "summer"]
+__all__ = ["msm", "msm_record", "points_words", "scalars_words", "summed", "summer"]
 
 Words = Any
 
@@ -89,7 +89,7 @@ def _on_device(run: Callable[..., Words], place: Place, curve: Curve[Any], point
 def summed(place: Place, curve: Curve[Any], rows: Sequence[Words], run: Callable[[Words], Words]) -> Words:
     """The sums of rows of scalars, (b, *shape) at the place, Montgomery form; counted in the ledger."""
     n = int(rows[0].shape[0]) if rows else 0
-    with counted(place, _record(place, curve, n, len(rows))):
+    with counted(place, msm_record(place, curve, n, len(rows))):
         found = [run(row) for row in rows]
     return place.load(np.array(found, np.uint64).reshape(len(rows), *curve.shape))
 
@@ -160,7 +160,8 @@ def _array(scalars: Any) -> tuple[Words, Place]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _record(place: Place, curve: Curve[Any], n: int, rows: int) -> OpRecord:
+def msm_record(place: Place, curve: Curve[Any], n: int, rows: int) -> OpRecord:
+    """The ledger's, of `rows` sums over n points."""
     base, degree = curve.coordinates.base, curve.coordinates.degree
     if place is HOST:
         dialect = "llvm"
