@@ -135,6 +135,7 @@ def _work(tasks: Any, done: Any, device: ComputeDevice, share: float) -> None:
     if torch.cuda._is_in_bad_fork():
         return
     torch._inductor.config.compile_threads = 1  # there is a process for each core already
+    torch._inductor.config.autotune_local_cache = False  # what is tuned while others use the device is not to be kept
     if device.torch_device.startswith("cuda"):
         torch.cuda.set_per_process_memory_fraction(share, device.index)
     while True:
