@@ -83,7 +83,8 @@ def test_variants():
     assert variant(1, 12, 4096, 64, causal=False) == Plan(64, "added")
     assert variant(4, 32, 1600, 64) == Plan(64, "added")  # 7 blocks, 18 heads at a time: 8 rounds for 7
     assert variant(2, 8, 8192, 64, deterministic=True) == Plan(64, "whole")
-    assert variant(64, 12, 512, 64) == Plan(64, "whole")  # 768 heads fill 6 rounds of 132
+    assert variant(64, 12, 384, 64) == Plan(64, "whole")  # 768 heads fill 6 rounds of 132
+    assert variant(64, 12, 512, 64) == Plan(64, "shared")  # but are too long for a block
     assert variant(1, 12, 512, 64) == Plan(64, "shared")  # 12 do not fill one
     assert plan_for((1, 1, 1, 9000, 9000, 64), 8, True, False) == Plan(64, "added")
 

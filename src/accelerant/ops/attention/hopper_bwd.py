@@ -27,10 +27,10 @@ PARTS = ("attention_bwd", "attention_bwd_rows", "attention_bwd_dq")
 """Entry points by the kernel's macro PART."""
 
 _TILE_K = 128
-_WHOLE_KEYS = 512
+_WHOLE_KEYS = 384
 """Up to this many keys whole heads a block pay, where there are heads for all multiprocessors. On an H200, causal,
-width 64, milliseconds of whole, shared and added: 768 heads of 512 0.255, 0.254, 0.285 (before shared was as
-AHEAD in hopper_bwd.cu); 384 heads of 1024 0.409, 0.363, 0.410; 192 heads of 2048 0.934, 0.596, 0.661."""
+width 64, milliseconds of whole, shared and added: 768 heads of 512 0.268, 0.255, 0.285; 384 heads of 1024 0.409, 0.363,
+0.410; 192 heads of 2048 0.934, 0.596, 0.661."""
 
 _SHARED_BLOCKS = 16
 """Up to this many blocks to a head pay that start and finish its sums themselves: then the zeros and the third kernel
