@@ -142,13 +142,20 @@ def test_carry_chains_are_exact(field):
     for x in values[::4]:
         for y in (p, radix - 1, radix // 2):  # any number of the limbs, as second factor
             assert run("MUL", x, y) == x * y * back % p
+    assert ("DOT2" in chains(field)) == (p < radix >> 2)
+    for x, y, v, w in zip(values, values[::-1], values[7:] + values[:7], values[3:] + values[:3], strict=True):
+        if "DOT2" in chains(field):
+            assert run("DOT2", x, y, v, w) == (x * y + v * w) * back % p
+            assert run("DOT2", p - 1, p - 1, p - 1, w) == (1 - w) * back % p
 
 
 @pytest.mark.parametrize("field", LARGE, ids=lambda field: field.name)
 def test_carry_chains_are_as_short_as_said(field):
     """Wide products: 2 n^2 a multiply, n (n + 1) / 2 + n^2 a square, and n low ones; each wide one is two of PTX's."""
     n = 2 * field.limbs
-    for name, wide in (("MUL", 2 * n * n), ("SQUARE", n * (n + 1) // 2 + n * n)):
+    for name, wide in (("MUL", 2 * n * n), ("SQUARE", n * (n + 1) // 2 + n * n), ("DOT2", 3 * n * n)):
+        if name not in chains(field):
+            continue
         kinds = [line[0].split(".") for line in chains(field)[name]]
         assert sum(kind[0] in ("mul", "mad", "madc") and "hi" in kind for kind in kinds) == wide
         assert sum(kind[0] in ("mul", "mad", "madc") and "lo" in kind for kind in kinds) == wide + n

@@ -1,6 +1,7 @@
 /* Points of y^2 = x^3 + b in XYZZ coordinates: x = X/ZZ, y = Y/ZZZ, ZZ^3 = ZZZ^2; infinity has ZZ = 0. COORD stands for the
- * prefix of the coordinates' field, whose elements are in Montgomery form; before this stand its arithmetic, and COORD_MUL and
- * COORD_SQUARE, which say whether a product is written out at each place or called.
+ * prefix of the coordinates' field, whose elements are in Montgomery form; before this stand its arithmetic, and COORD_MUL,
+ * COORD_SQUARE and COORD_MUL_SUB, which say whether a product is written out at each place or called. The last, x y - v w, may
+ * share a reduction.
  *
  * Every function takes any two points of the curve, equal, opposite or infinite; no point has order 2. They branch on the
  * points: what has two equal or opposite points is rare. M a product, S a square.
@@ -79,7 +80,7 @@ ACL_FAR void COORD_xyzz_double(COORD_xyzz *p) {
     COORD m = COORD_SQUARE(p->x);
     m = COORD_add(COORD_add(m, m), m);
     p->x = COORD_sub(COORD_SQUARE(m), COORD_add(s, s));
-    p->y = COORD_sub(COORD_MUL(m, COORD_sub(s, p->x)), COORD_MUL(w, p->y));
+    p->y = COORD_MUL_SUB(m, COORD_sub(s, p->x), w, p->y);
     p->zz = COORD_MUL(v, p->zz);
     p->zzz = COORD_MUL(w, p->zzz);
 }
@@ -111,7 +112,7 @@ ACL_FAR void COORD_xyzz_add(COORD_xyzz *p, const COORD_xyzz *q) {
     p->zz = COORD_MUL(COORD_MUL(p->zz, q->zz), hh);
     p->zzz = COORD_MUL(COORD_MUL(p->zzz, q->zzz), hhh);
     p->x = COORD_sub(COORD_sub(COORD_SQUARE(r), hhh), COORD_add(v, v));
-    p->y = COORD_sub(COORD_MUL(r, COORD_sub(v, p->x)), COORD_MUL(s, hhh));
+    p->y = COORD_MUL_SUB(r, COORD_sub(v, p->x), s, hhh);
 }
 
 /* madd-2008-s; 8M + 2S. */
@@ -135,6 +136,6 @@ ACL_DEVICE COORD_xyzz COORD_xyzz_add_affine(COORD_xyzz p, COORD_affine q) {
     p.zz = COORD_MUL(p.zz, hh);
     p.zzz = COORD_MUL(p.zzz, hhh);
     p.x = COORD_sub(COORD_sub(COORD_SQUARE(r), hhh), COORD_add(v, v));
-    p.y = COORD_sub(COORD_MUL(r, COORD_sub(v, p.x)), COORD_MUL(p.y, hhh));
+    p.y = COORD_MUL_SUB(r, COORD_sub(v, p.x), p.y, hhh);
     return p;
 }

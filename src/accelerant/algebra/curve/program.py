@@ -20,23 +20,11 @@ from accelerant.algebra.curve.endomorphism import endomorphism
 from accelerant.algebra.curve.llvm_kernels import CurveKernels
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.program import field_text, montgomery_radix
-from accelerant.algebra.field.reduced_radix import reduced_radix, reduced_radix_text
 from accelerant.errors import ConfigError
 from accelerant.runtime.kernel import KernelSource, LazyDialects
 from accelerant.runtime.portable import portable_header
 
-__all__ = [
-    "ADDS",
-    "BLOCK",
-    "coordinate",
-    "entries",
-    "kernel_source",
-    "launch",
-    "lazy_text",
-    "lazy_words",
-    "point_text",
-    "prefixed",
-]
+__all__ = ["ADDS", "BLOCK", "coordinate", "entries", "kernel_source", "launch", "point_text", "prefixed"]
 
 BLOCK = 128
 """Threads of a block in the C dialects, at most; a power of two. A thread may so have 255 registers and more."""
@@ -128,37 +116,9 @@ def point_text(curve: Curve[Any], dialect: str, *, called: bool = True) -> str:
     }
     parts = [_defined(values), _texts(["inverse.h"])]
     if k.degree == 2:
-        parts += [_products("BASE", called=False), _texts(["quadratic.h"])]
-    parts += [_products("COORD", called=called), _texts(["point.h"])]
+        parts += [_products("BASE", 1, called=False), _texts(["quadratic.h"])]
+    parts += [_products("COORD", k.degree, called=called), _texts(["point.h"])]
     return field_text(k.base, _BASE, dialect) + prefixed(curve, "".join(parts))
-
-
-def lazy_text(curve: Curve[Any], *, called: bool = True) -> str:
-    """Points in a reduced radix (point_lazy.h), for the C dialects; stands after point_text.
-
-    Args:
-        curve: any of the table.
-        called: as point_text.
-
-    Raises:
-        ConfigError: the radix leaves too little room above the modulus for what is not reduced.
-    """
-    k, cut = curve.coordinates, reduced_radix(curve.coordinates.base)
-    loaded = cut.radix // montgomery_radix(k.base)
-    largest = max(2 * (loaded + 1), 8 * 8) * k.degree
-    if largest * k.base.modulus >= 0.95 * cut.radix:
-        raise ConfigError(f"{k.base.name}: {cut.digits} digits of {cut.bits} bits are too few for sums of points")
-    base = reduced_radix_text(k.base, _BASE)
-    parts = [_defined({"COORD_LOADED": str(loaded), "COORD_LAZY_WORDS": str(lazy_words(curve))})]
-    if k.degree == 2:
-        parts.append(_texts(["quadratic_lazy.h"]))
-    parts += [_lazy_products(k.degree, called), _texts(["point_lazy.h"])]
-    return base + prefixed(curve, "".join(parts))
-
-
-def lazy_words(curve: Curve[Any]) -> int:
-    """64-bit words of a point in XYZZ coordinates in the reduced radix."""
-    return 2 * curve.coordinates.degree * reduced_radix(curve.coordinates.base).digits
 
 
 def prefixed(curve: Curve[Any], text: str) -> str:
@@ -207,32 +167,25 @@ def _kernels(curve: Curve[Any], dialect: str, entry: str | None) -> str:
     return point_text(curve, dialect) + prefixed(curve, text)
 
 
-def _products(prefix: str, called: bool) -> str:
-    """PREFIX_MUL and PREFIX_SQUARE: the field's own, or functions of them that are called."""
-    if not called:
-        return _defined({f"{prefix}_MUL(x, y)": f"{prefix}_mul(x, y)", f"{prefix}_SQUARE(x)": f"{prefix}_square(x)"})
-    functions = (
-        f"ACL_FAR {prefix} {prefix}_mul_far({prefix} x, {prefix} y) {{\n    return {prefix}_mul(x, y);\n}}\n\n"
-        f"ACL_FAR {prefix} {prefix}_square_far({prefix} x) {{\n    return {prefix}_square(x);\n}}\n\n"
-    )
-    return functions + _defined(
-        {f"{prefix}_MUL(x, y)": f"{prefix}_mul_far(x, y)", f"{prefix}_SQUARE(x)": f"{prefix}_square_far(x)"}
-    )
+_PRODUCTS = {"mul": "xy", "square": "x"}
 
 
-def _lazy_products(degree: int, called: bool) -> str:
-    """COORD_LAZY_MUL, _SQUARE and _DOT2, of (x, y, k), (x, k) and (x, y, k, v, w, l), as point_lazy.h has them."""
-    result = []
-    for name, shape in {"mul": "x y k", "square": "x k", "dot2": "x y k v w l"}.items():
-        letters = shape.split()
-        given = [each for each in letters if degree == 2 or each not in "kl"]
-        types = ", ".join(f"{'u32' if each in 'kl' else 'COORD_lazy'} {each}" for each in given)
-        call, function = ", ".join(given), f"COORD_lazy_{name}"
+def _products(prefix: str, degree: int, called: bool) -> str:
+    """PREFIX_MUL, _SQUARE and _MUL_SUB: the field's own, or functions of them that are called.
+
+    Over Fq2 the last is two products and a difference: no registers are left for more.
+    """
+    products = _PRODUCTS | ({"mul_sub": "xyvw"} if degree == 1 else {})
+    texts, macros = [], {}
+    for name, letters in products.items():
+        arguments, far = ", ".join(letters), f"{prefix}_{name}_far" if called else f"{prefix}_{name}"
+        macros[f"{prefix}_{name.upper()}({arguments})"] = f"{far}({arguments})"
         if called:
-            result.append(f"ACL_FAR COORD_lazy {function}_far({types}) {{\n    return {function}({call});\n}}\n\n")
-            function += "_far"
-        result.append(f"#define COORD_LAZY_{name.upper()}({', '.join(letters)}) {function}({call})\n")
-    return "".join(result)
+            typed = ", ".join(f"{prefix} {letter}" for letter in letters)
+            texts.append(f"ACL_FAR {prefix} {far}({typed}) {{\n    return {prefix}_{name}({arguments});\n}}\n\n")
+    if degree == 2:
+        macros[f"{prefix}_MUL_SUB(x, y, v, w)"] = f"{prefix}_sub({prefix}_MUL(x, y), {prefix}_MUL(v, w))"
+    return "".join(texts) + _defined(macros)
 
 
 def _defined(values: dict[str, str]) -> str:

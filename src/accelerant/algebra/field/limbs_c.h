@@ -96,3 +96,8 @@ ACL_DEVICE FIELD FIELD_mul(FIELD x, FIELD y) {
 ACL_DEVICE FIELD FIELD_square(FIELD x) {
     return FIELD_mul(x, x);
 }
+
+/* (x y - v w) / R mod p, below p. */
+ACL_DEVICE FIELD FIELD_mul_sub(FIELD x, FIELD y, FIELD v, FIELD w) {
+    return FIELD_sub(FIELD_mul(x, y), FIELD_mul(v, w));
+}

@@ -60,3 +60,15 @@ ACL_DEVICE FIELD FIELD_square(FIELD x) {
     FIELD_PTX_SQUARE(z, x);
     return z;
 }
+
+/* (x y - v w) / R mod p, below p: one reduction for both where p has two spare bits. */
+ACL_DEVICE FIELD FIELD_mul_sub(FIELD x, FIELD y, FIELD v, FIELD w) {
+#if defined(FIELD_PTX_DOT2)
+    FIELD z;
+    w = FIELD_sub(FIELD_zero(), w);
+    FIELD_PTX_DOT2(z, w, v, x, y);
+    return z;
+#else
+    return FIELD_sub(FIELD_mul(x, y), FIELD_mul(v, w));
+#endif
+}

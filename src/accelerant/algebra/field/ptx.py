@@ -8,6 +8,7 @@ next row's even one, once the limb left over from the even one is added; its car
 
 With n limbs and p < 2^(32 n - 1) the sum stays below 2 p 2^32 (see limbs_c.h), so that n + 1 limbs hold it and no chain
 but the even one carries out. Multiply: 2 n^2 wide multiply-adds and n low products; square: n (n + 1) / 2 + n^2, and n.
+A sum of two products has two such rows before each m p, 3 n^2 and n in all: below 3 p 2^32, with p < 2^(32 n - 2).
 
 Each operation is one asm statement that reads all its operands before it writes one, branches on nothing and has no
 effect but its result. Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS", for the rows.
@@ -31,7 +32,7 @@ class _Chains:
     def __init__(self, inputs: int, limbs: int) -> None:
         self.limbs = limbs
         self._lines: list[str] = []
-        self._registers = 0
+        self._registers = self._predicates = 0
         self._operands = [[f"%{limbs * (1 + i) + j}" for j in range(limbs)] for i in range(inputs)]
 
     def operand(self, i: int) -> Limbs:
@@ -88,16 +89,21 @@ class _Chains:
     def statement(self, name: str, result: Limbs) -> str:
         """The macro of that name, which assigns these limbs."""
         moves = [f"mov.u32 %{i}, {limb};" for i, limb in enumerate(result)]
-        text = " ".join(["{", f".reg .u32 t<{self._registers}>;", ".reg .pred q;", *self._lines, *moves, "}"])
-        names = "xy"[: len(self._operands)]
+        declared = [f".reg .u32 t<{self._registers}>;"]
+        if self._predicates:
+            declared.append(f".reg .pred q<{self._predicates}>;")
+        text = " ".join(["{", *declared, *self._lines, *moves, "}"])
+        names = "xyvw"[: len(self._operands)]
         outputs = ", ".join(f'"=r"((z).limb[{i}])' for i in range(self.limbs))
         inputs = ", ".join(f'"r"(({each}).limb[{i}])' for each in names for i in range(self.limbs))
         return f'#define {name}(z, {", ".join(names)}) asm("{text}" : {outputs} : {inputs})'
 
     def at_least_zero(self, reduced: Limbs, otherwise: Limbs, negative: str) -> Limbs:
         """The reduced limbs, or the others where negative has all bits set."""
-        self._lines.append(f"setp.ne.u32 q, {negative}, 0;")
-        return [self.do("selp.u32", plain, less, "q") for less, plain in zip(reduced, otherwise, strict=True)]
+        which = f"q{self._predicates}"
+        self._predicates += 1
+        self._lines.append(f"setp.ne.u32 {which}, {negative}, 0;")
+        return [self.do("selp.u32", plain, less, which) for less, plain in zip(reduced, otherwise, strict=True)]
 
 
 class _Field:
@@ -139,18 +145,27 @@ class _Field:
         return [low, *odd[1:n], None], [*even[2 : n + 1], None]
 
     def mul(self, name: str) -> str:
+        do = _Chains(2, self.limbs)
+        return do.statement(name, self.below_p(do, self._sum_of_products(do, (do.operand(0), do.operand(1)))))
+
+    def dot2(self, name: str) -> str:
+        do = _Chains(4, self.limbs)
+        pairs = ((do.operand(0), do.operand(1)), (do.operand(2), do.operand(3)))
+        return do.statement(name, self.below_p(do, self.below_p(do, self._sum_of_products(do, *pairs))))
+
+    def _sum_of_products(self, do: _Chains, *pairs: tuple[Limbs, Limbs]) -> Limbs:
+        """The chains of (x y + ...) / R mod p, below (1 + pairs) p, row by row."""
         n = self.limbs
-        do = _Chains(2, n)
-        x, y = do.operand(0), do.operand(1)
         even: list[str | None] = [None] * (n + 1)
         odd: list[str | None] = [None] * n
         for i in range(n):
             if i:
                 even, odd = self.shifted(do, even, odd)
-            do.products(odd, 0, x[1::2], y[i], carry=i > 0, last=True)
-            do.products(even, 0, x[0::2], y[i])
+            for k, (x, y) in enumerate(pairs):
+                do.products(odd, 0, x[1::2], y[i], carry=i > 0 and k == 0, last=True)
+                do.products(even, 0, x[0::2], y[i])
             self.step(do, even, odd)
-        return do.statement(name, self.below_p(do, do.chain("add", even[1:], odd)))
+        return do.chain("add", even[1:], odd)
 
     def square(self, name: str) -> str:
         """The products below the diagonal once, with one factor doubled; then n steps of reduction."""
@@ -184,10 +199,10 @@ class _Field:
 
 
 def ptx_macros(field: Field, prefix: str) -> str:
-    """Macros PREFIX_PTX_ADD, _SUB, _MUL (z, x, y) and _SQUARE (z, x), of variables that have limbs `.limb`.
+    """Macros PREFIX_PTX_ADD, _SUB, _MUL (z, x, y), _SQUARE (z, x) and _DOT2 (z, x, y, v, w), of variables with `.limb`.
 
     Operands are below p, but y of a multiply may be any number of n limbs; results are below p. In Montgomery form,
-    R = 2^(32 n).
+    R = 2^(32 n). _DOT2, x y + v w, is there where p has two spare bits, p < 2^(32 n - 2).
 
     Args:
         field: with an even number n of 32-bit limbs and a spare bit, p < 2^(32 n - 1).
@@ -195,4 +210,6 @@ def ptx_macros(field: Field, prefix: str) -> str:
     """
     made = _Field(field)
     operations = {"ADD": made.add, "SUB": made.sub, "MUL": made.mul, "SQUARE": made.square}
+    if field.bits <= _BITS * made.limbs - 2:
+        operations["DOT2"] = made.dot2
     return "\n".join(operation(f"{prefix}_PTX_{name}") for name, operation in operations.items()) + "\n"

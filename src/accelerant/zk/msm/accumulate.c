@@ -1,8 +1,8 @@
-/* Sums of multiples, second part: the sum of each segment's points. Before this stands the curve's point_lazy.h, with COORD
+/* Sums of multiples, second part: the sum of each segment's points. Before this stands the curve's point.h, with COORD
  * replaced; what goes in is as sort.c says. Another way to add up (many affine additions that share an inversion) would take
  * this file's place.
  *
- * Points are affine, in Montgomery form, infinity all zeros; sums are in XYZZ coordinates and the reduced radix.
+ * Points are affine, in Montgomery form, infinity all zeros; sums in XYZZ coordinates, four a point.
  * Bound by arithmetic: 8M + 2S an entry. */
 
 /* Grid: one thread a segment, the longest first, so that the threads of a warp do about the same and the last blocks are the
@@ -17,19 +17,18 @@ ACL_KERNEL ACL_BLOCK(MSM_RESIDENT) void msm_accumulate(ACL_GLOBAL const u64 *poi
     }
     ACL_GLOBAL const u32 *place = places + segments[3 * i];
     ACL_GLOBAL const u32 *end = place + segments[3 * i + 1];
-    COORD_lazy_xyzz sum = COORD_lazy_infinity();
+    COORD_xyzz sum = COORD_xyzz_infinity();
     u32 which = *place;
     COORD_affine next = COORD_affine_load(points, first + (which & 0x7fffffff));
 #pragma unroll 1
     while (place < end) {
-        COORD_affine p = next;
-        u32 negate = 0 - (which >> 31);
+        COORD_affine p = COORD_affine_negate(0 - (which >> 31), next);
         place++;
         if (place < end) {
             which = *place;
             next = COORD_affine_load(points, first + (which & 0x7fffffff));
         }
-        sum = COORD_lazy_add_affine(sum, p, negate);
+        sum = COORD_xyzz_add_affine(sum, p);
     }
-    COORD_lazy_xyzz_store(sums, segments[3 * i + 2], sum);
+    COORD_xyzz_store(sums, segments[3 * i + 2], sum);
 }

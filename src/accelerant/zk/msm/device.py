@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.algebra.curve.program import lazy_words
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.places import HOST, Place
 from accelerant.errors import OutOfMemory
@@ -251,7 +250,7 @@ class _Work:
         self.tiles = place.empty((plan.tiles,), _U32)
         self.segments = place.empty((plan.segments, 3), _U32)
         self.heavy = place.empty((max(1, plan.heavy), 3), _U32)
-        width = lazy_words(curve)
+        width = 4 * coordinate_words(curve)
         self.sums = place.empty((plan.sums, width), _U64)
         self.plain, self.weighted = (place.empty((plan.sets * self.blocks, width), _U64) for _ in range(2))
 
@@ -285,7 +284,7 @@ class _Work:
         run("msm_tiles", p.tiles, SORT_BLOCK, (self.counts, self.tiles), p.keys, p.segment)
         run("msm_scan", 1, SORT_BLOCK, (self.counts, self.tiles), p.keys, p.tiles, p.segment)
         lists = (self.counts, self.tiles, self.segments, self.heavy, self.sums)
-        run("msm_segments", p.tiles, SORT_BLOCK, lists, p.keys, p.segment, lazy_words(self.curve))
+        run("msm_segments", p.tiles, SORT_BLOCK, lists, p.keys, p.segment, 4 * coordinate_words(self.curve))
         run("msm_scatter", p.windows * blocks, SORT_BLOCK, (*counted, self.places), n, blocks, spread, stride)
 
     def _accumulate(self, points: Words, first: int) -> None:

@@ -6,7 +6,6 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accelerant.algebra.curve.program import lazy_words
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.errors import ConfigError, OutOfMemory
 from accelerant.zk.msm.program import COUNTERS, LONGEST, TILE, reduce_block
@@ -102,10 +101,11 @@ class DevicePlan:
 
     def size_bytes(self, curve: Curve[Any]) -> int:
         """Memory of the device, besides points and scalars."""
+        coordinate = 8 * coordinate_words(curve)
         lists = 3 * (self.segments + max(1, self.heavy))
         numbers = 3 * self.entries + self.keys + COUNTERS + self.tiles + lists
-        points = self.sums + 2 * self.sets * self.blocks(reduce_block(curve))
-        return 4 * numbers + 8 * (lazy_words(curve) * points + 3 * coordinate_words(curve) * self.sets)
+        coordinates = 4 * self.sums + self.sets * (8 * self.blocks(reduce_block(curve)) + 3)
+        return 4 * numbers + coordinate * coordinates
 
     def explain(self, curve: Curve[Any]) -> str:
         """In words."""
@@ -181,8 +181,11 @@ def _cut(curve: Curve[Any], n: int, shared: bool, window: int | None, segment: i
         found = replace(found, per_thread=max(1, (found.keys // _THREADS).bit_length()))
         if segment:
             return found
-        # Few buckets are split, for more threads; else only those of far more points than usual.
-        most = found.entries // _THREADS if found.keys < _FEW_BUCKETS else 4 * found.entries // found.keys
+        # Few buckets are split, for more threads; else only those of far more points than usual, and those that one
+        # thread would still add up when the others are done.
+        most = found.entries // _THREADS
+        if found.keys >= _FEW_BUCKETS:
+            most = min(4 * found.entries // found.keys, most // 2)
         return replace(found, segment=min(LONGEST, 1 << max(_SHORTEST, most - 1).bit_length()))
 
     def products(found: DevicePlan) -> int:

@@ -1,5 +1,5 @@
-/* Sums of multiples, third part: from the sums of segments to one point a window. Before this stands the curve's
- * point_lazy.h, with COORD replaced. Points are in XYZZ coordinates and the reduced radix where nothing else is said.
+/* Sums of multiples, third part: from the sums of segments to one point a window. Before this stands the curve's point.h, with
+ * COORD replaced. Points are in XYZZ coordinates, four a point, where nothing else is said.
  *
  *   msm_combine   the sums of heavy buckets, from those of their segments
  *   msm_reduce    of each window the sum of b times bucket b, in one launch or two
@@ -10,7 +10,7 @@
 /* A thread's point in local memory. By the word beside it, an odd number of words lies between two threads' points, so that a
  * warp's accesses go to different banks. */
 typedef struct {
-    COORD_lazy_xyzz point;
+    COORD_xyzz point;
     u32 gap;
 } COORD_slot;
 
@@ -20,8 +20,8 @@ typedef struct {
     for (i32 width = acl_local_size() / 2; width > 0; width /= 2) {                                    \
         acl_barrier();                                                                                 \
         if (thread < width) {                                                                          \
-            COORD_lazy_xyzz other = tile[thread + width].point;                                             \
-            COORD_lazy_xyzz_add(&value, &other);                                                            \
+            COORD_xyzz other = tile[thread + width].point;                                             \
+            COORD_xyzz_add(&value, &other);                                                            \
             tile[thread].point = value;                                                                \
         }                                                                                              \
     }
@@ -36,13 +36,13 @@ ACL_KERNEL ACL_BLOCK(MSM_REDUCE_BLOCK) void msm_combine(ACL_GLOBAL const u32 *he
     for (i64 line = acl_global_id(); line < lines; line += groups * acl_local_size()) {
         u32 begin = heavy[3 * line + 1], parts = heavy[3 * line + 2];
         if (parts <= MSM_FEW) {
-            COORD_lazy_xyzz sum = COORD_lazy_xyzz_load(sums, begin);
+            COORD_xyzz sum = COORD_xyzz_load(sums, begin);
 #pragma unroll 1
             for (u32 part = 1; part < parts; part++) {
-                COORD_lazy_xyzz other = COORD_lazy_xyzz_load(sums, (i64)begin + part);
-                COORD_lazy_xyzz_add(&sum, &other);
+                COORD_xyzz other = COORD_xyzz_load(sums, (i64)begin + part);
+                COORD_xyzz_add(&sum, &other);
             }
-            COORD_lazy_xyzz_store(sums, heavy[3 * line], sum);
+            COORD_xyzz_store(sums, heavy[3 * line], sum);
         }
     }
 #pragma unroll 1
@@ -51,15 +51,15 @@ ACL_KERNEL ACL_BLOCK(MSM_REDUCE_BLOCK) void msm_combine(ACL_GLOBAL const u32 *he
         if (parts <= MSM_FEW) {
             continue;
         }
-        COORD_lazy_xyzz sum = COORD_lazy_infinity();
+        COORD_xyzz sum = COORD_xyzz_infinity();
 #pragma unroll 1
         for (u32 part = thread; part < parts; part += acl_local_size()) {
-            COORD_lazy_xyzz other = COORD_lazy_xyzz_load(sums, (i64)begin + part);
-            COORD_lazy_xyzz_add(&sum, &other);
+            COORD_xyzz other = COORD_xyzz_load(sums, (i64)begin + part);
+            COORD_xyzz_add(&sum, &other);
         }
         COORD_SUM_OF_BLOCK(sum)
         if (thread == 0) {
-            COORD_lazy_xyzz_store(sums, heavy[3 * line], sum);
+            COORD_xyzz_store(sums, heavy[3 * line], sum);
         }
         acl_barrier();
     }
@@ -81,15 +81,15 @@ ACL_KERNEL ACL_BLOCK(MSM_REDUCE_BLOCK) void msm_reduce(ACL_GLOBAL const u64 *pla
     i64 window = acl_group_id() / blocks;
     i64 low = (acl_group_id() % blocks * acl_local_size() + thread) << each;
     i64 high = low + ((i64)1 << each) < items ? low + ((i64)1 << each) : items;
-    COORD_lazy_xyzz inside = COORD_lazy_infinity(), run = inside, sum = inside;
+    COORD_xyzz inside = COORD_xyzz_infinity(), run = inside, sum = inside;
 #pragma unroll 1
     for (i64 i = high - 1; i >= low; i--) {
-        COORD_lazy_xyzz_add(&inside, &run);
-        COORD_lazy_xyzz item = COORD_lazy_xyzz_load(weighted, window * items + i);
-        COORD_lazy_xyzz_add(&run, &item);
+        COORD_xyzz_add(&inside, &run);
+        COORD_xyzz item = COORD_xyzz_load(weighted, window * items + i);
+        COORD_xyzz_add(&run, &item);
         if (plain != weighted) {
-            item = COORD_lazy_xyzz_load(plain, window * items + i);
-            COORD_lazy_xyzz_add(&sum, &item);
+            item = COORD_xyzz_load(plain, window * items + i);
+            COORD_xyzz_add(&sum, &item);
         }
     }
     if (plain == weighted) {
@@ -99,33 +99,32 @@ ACL_KERNEL ACL_BLOCK(MSM_REDUCE_BLOCK) void msm_reduce(ACL_GLOBAL const u64 *pla
     for (i32 step = 1; step < acl_local_size(); step *= 2) {
         acl_barrier();
         if (thread + step < acl_local_size()) {
-            COORD_lazy_xyzz other = tile[thread + step].point;
-            COORD_lazy_xyzz_add(&run, &other);
+            COORD_xyzz other = tile[thread + step].point;
+            COORD_xyzz_add(&run, &other);
         }
         acl_barrier();
         tile[thread].point = run;
     }
     acl_barrier();
-    COORD_lazy_xyzz value = thread ? run : COORD_lazy_infinity();
+    COORD_xyzz value = thread ? run : COORD_xyzz_infinity();
 #pragma unroll 1
     for (i32 k = 0; k < each; k++) {
-        COORD_lazy_double(&value);
+        COORD_xyzz_double(&value);
     }
-    COORD_lazy_xyzz_add(&value, &inside);
+    COORD_xyzz_add(&value, &inside);
 #pragma unroll 1
     for (i32 k = 0; k < shift; k++) {
-        COORD_lazy_double(&value);
+        COORD_xyzz_double(&value);
     }
-    COORD_lazy_xyzz_add(&value, &sum);
+    COORD_xyzz_add(&value, &sum);
     COORD_SUM_OF_BLOCK(value)
     if (thread == 0 && last) {
-        COORD_lazy one = COORD_lazy_one(), y = COORD_LAZY_MUL(value.y, value.zz, 2);
-        COORD_store(next_plain, 3 * acl_group_id(), COORD_lazy_store(COORD_LAZY_MUL(value.x, value.zzz, 2)));
-        y = COORD_lazy_select(COORD_lazy_is_plain_zero(value.zz), one, y);
-        COORD_store(next_plain, 3 * acl_group_id() + 1, COORD_lazy_store(y));
-        COORD_store(next_plain, 3 * acl_group_id() + 2, COORD_lazy_store(COORD_LAZY_MUL(value.zz, value.zzz, 2)));
+        COORD_store(next_plain, 3 * acl_group_id(), COORD_MUL(value.x, value.zzz));
+        COORD y = COORD_select(COORD_is_zero(value.zz), COORD_one(), COORD_MUL(value.y, value.zz));
+        COORD_store(next_plain, 3 * acl_group_id() + 1, y);
+        COORD_store(next_plain, 3 * acl_group_id() + 2, COORD_MUL(value.zz, value.zzz));
     } else if (thread == 0) {
-        COORD_lazy_xyzz_store(next_plain, acl_group_id(), value);
-        COORD_lazy_xyzz_store(next_weighted, acl_group_id(), run);
+        COORD_xyzz_store(next_plain, acl_group_id(), value);
+        COORD_xyzz_store(next_weighted, acl_group_id(), run);
     }
 }

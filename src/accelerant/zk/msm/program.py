@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerant.algebra.curve.program import lazy_text, point_text, prefixed
+from accelerant.algebra.curve.program import point_text, prefixed
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.runtime.kernel import KernelSource
 from accelerant.runtime.portable import portable_header
@@ -97,7 +97,7 @@ def accumulate_source(curve: Curve[Any], written_out: bool | None = None, reside
     written_out = usual[0] if written_out is None else written_out
     resident = resident or usual[1]
     name = f"accumulate_{resident}" + "_written_out" * written_out
-    return _source(curve, name, "accumulate.c", _ACCUMULATE, {"MSM_RESIDENT": resident}, written_out, True)
+    return _source(curve, name, "accumulate.c", _ACCUMULATE, {"MSM_RESIDENT": resident}, written_out)
 
 
 @functools.cache
@@ -108,7 +108,7 @@ def fold_source(curve: Curve[Any], written_out: bool = False) -> KernelSource:
     some five times as long.
     """
     sizes = {"MSM_REDUCE_BLOCK": reduce_block(curve), "MSM_FEW": _FEW}
-    return _source(curve, "fold" + "_written_out" * written_out, "fold.c", _FOLD, sizes, written_out, True)
+    return _source(curve, "fold" + "_written_out" * written_out, "fold.c", _FOLD, sizes, written_out)
 
 
 @functools.cache
@@ -125,14 +125,10 @@ def _source(
     entries: Mapping[str, tuple[str, ...]],
     sizes: dict[str, int],
     written_out: bool,
-    lazy: bool = False,
 ) -> KernelSource:
     def text(dialect: str) -> str:
         called = dialect == "portable" or not written_out
-        points = point_text(curve, dialect, called=called or lazy)
-        if lazy:
-            points += lazy_text(curve, called=called)
-        return points + prefixed(curve, _defined(sizes) + _text(file))
+        return point_text(curve, dialect, called=called) + prefixed(curve, _defined(sizes) + _text(file))
 
     dialects = {"portable": text("portable"), "cuda": f"{portable_header()}\n{text('cuda')}"}
     return KernelSource(name=f"msm_{name}_{curve.name}", dialects=dialects, entries=entries)
