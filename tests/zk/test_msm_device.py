@@ -416,7 +416,7 @@ BUDGETS = {
         "msm_multiples": (200, 0),
     },
     "bls12_381_g1": {
-        "msm_accumulate": (168, 24),
+        "msm_accumulate": (168, 48),
         "msm_combine": (144, 32),
         "msm_reduce": (192, 0),
         "msm_multiples": (152, 0),
