@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from accelerant.ops.attention import hopper_bwd
-from accelerant.ops.attention.hopper_bwd import KINDS, PARTS, Plan, launch_backward, plan_for, program, refuses
+from accelerant.ops.attention.hopper_bwd import (
+    KINDS,
+    PARTS,
+    Plan,
+    Shares,
+    launch_backward,
+    plan_for,
+    program,
+    refuses,
+    shares_for,
+)
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_compile import compile_cuda
 
@@ -87,6 +97,38 @@ def test_variants():
     assert variant(64, 12, 512, 64) == Plan(64, "shared")  # but are too long for a block
     assert variant(1, 12, 512, 64) == Plan(64, "shared")  # 12 do not fill one
     assert plan_for((1, 1, 1, 9000, 9000, 64), 8, True, False) == Plan(64, "added")
+
+
+def shares(shape, causal=True, plan=(64, "shared"), multiprocessors=132):
+    return shares_for(Plan(*plan), shape, multiprocessors, causal)
+
+
+def test_shares():
+    # 12 rounds of 32 heads of 4 blocks; the 4 blocks over find 24 heads in a round, the rows kernel 32 and 88 more
+    assert shares((32, 12, 12, 1024, 1024, 64)) == Shares(128, 4, 120)
+    # 12 rounds of 16 heads of 8 blocks, 4 over
+    assert shares((16, 12, 12, 2048, 2048, 64)) == Shares(128, 4, 16)
+    # groups of 4 query heads
+    assert shares((16, 48, 12, 2048, 2048, 64)) == Shares(128, 4, 64)
+    # one round, rows of lse that are no multiple of 16 bytes, other plans: nobody helps
+    assert shares((2, 12, 12, 1024, 1024, 64)) == Shares(96, 0, 24)
+    assert shares((32, 12, 12, 1022, 1022, 64)) == Shares(132, 0, 384)
+    assert shares((32, 12, 12, 1024, 1024, 128), plan=(128, "shared")) == Shares(132, 0, 384)
+    assert shares((2, 12, 12, 8192, 8192, 64), plan=(64, "added")) == Shares(132, 0, 24)
+    assert shares((64, 12, 12, 512, 512, 64), plan=(64, "whole")) == Shares(132, 0, 768)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("S", [4, 128, 132, 500, 1024, 1500, 2048])
+def test_shares_fill_the_device_and_no_round_comes_too_early(S, causal):
+    for heads in (1, 7, 33, 34, 100, 384, 1000):
+        for count in (16, 78, 114, 132):
+            grid, helpers, first = shares((heads, 2, 1, S, S, 64), causal, multiprocessors=count)
+            chunks = -(-S // 128) if not causal else -(-S // 256)
+            assert grid % chunks == 0
+            assert 0 < grid <= grid + helpers <= count
+            assert -(-heads // (grid // chunks)) == -(-heads // (count // chunks))  # as many rounds as ever
+            assert first == 2 * heads if helpers == 0 else 2 * grid // chunks <= first < 2 * heads
 
 
 def case(shape, dtype=torch.bfloat16, causal=True):
@@ -208,6 +250,43 @@ def test_more_heads_than_multiprocessors():
     check(*inputs((5, 60, 30, 270, 270, 64)), True)
 
 
+HELPED = [  # more heads than run at a time, blocks left over
+    ((5, 60, 30, 272, 272, 64), True),
+    ((5, 60, 30, 272, 272, 64), False),
+    ((10, 10, 5, 1000, 1000, 32), True),
+    ((20, 2, 2, 900, 900, 8), True),
+    ((13, 20, 20, 132, 1100, 64), False),
+    ((7, 12, 12, 1024, 1024, 64), True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF, **IDS)
+@pytest.mark.parametrize(("shape", "causal"), HELPED, **IDS)
+def test_helped_heads_have_the_same_bits(shape, causal, dtype, monkeypatch):
+    plan, count = Plan(64, "shared"), torch.cuda.get_device_properties(0).multi_processor_count
+    monkeypatch.setattr(hopper_bwd, "plan_for", lambda *_: plan)
+    assert shares_for(plan, shape, count, causal).helpers > 0
+    args, helped = check(*inputs(shape, dtype), causal)
+    again = launch_backward(*args)
+    monkeypatch.setattr(hopper_bwd, "shares_for", lambda plan, shape, count, causal: _alone(shape, count, causal))
+    hopper_bwd._packed.clear()
+    alone = launch_backward(*args)
+    hopper_bwd._packed.clear()
+    for x, y, z in zip(helped[1:], again[1:], alone[1:], strict=True):  # dq is summed in an order that changes
+        assert torch.equal(x, y)
+        assert torch.equal(x, z)
+    assert (helped[0].double() - alone[0].double()).norm() <= 1e-4 * alone[0].double().norm()
+
+
+def _alone(shape, count, causal):
+    """Shares where nobody helps."""
+    B, Hq, Hkv, _, Skv, _ = shape
+    chunks = -(-Skv // (256 if causal else 128))
+    grid = min(count, B * Hkv * chunks)
+    return Shares(grid - grid % chunks, 0, B * Hq)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [0.0, -0.3, 3.0])
 def test_scales(scale):
@@ -269,10 +348,11 @@ def test_on_streams_and_in_a_graph(deterministic):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("each_plan")
+@pytest.mark.parametrize("batch", [4, 8])  # 8: with blocks that help
 @pytest.mark.parametrize("branches", [1, 2])
-def test_replays_follow_their_inputs(branches):
+def test_replays_follow_their_inputs(branches, batch):
     """A graph's counts and sums begin anew in each replay, also beside another backward in the same graph."""
-    shape, scale = (4, 12, 12, 512, 512, 64), 0.125
+    shape, scale = (batch, 12, 12, 512, 512, 64), 0.125
 
     def arguments(seed):
         torch.manual_seed(seed)

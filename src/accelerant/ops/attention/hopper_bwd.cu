@@ -2,9 +2,10 @@
 //     P = exp(scale Q K^T - lse), dS = P o (dO V^T - delta), dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
 // Source: Dao 2023, arXiv:2307.08691, algorithm 2; the pipeline's idea: Shah et al. 2024, arXiv:2407.08608.
 //
-// Constants (hopper_bwd.py): D, 64 or 128, the padded width of a head; CAUSAL; WHOLE; SHARED; GIVE, TAKE, registers; PART:
+// Constants (hopper_bwd.py): D, 64 or 128, the padded width of a head; CAUSAL; WHOLE; SHARED; GIVE, TAKE, registers;
+// PART:
 //     0  attention_bwd       the products
-//     1  attention_bwd_rows  before it: delta = sum of dO o O of each row, beside lse; zeros for dq's sums
+//     1  attention_bwd_rows  before it: delta = sum of dO o O of each row, beside lse; zeros for dq's sums and the counts
 //     2  attention_bwd_dq    after it: dq's float32 sums to 16-bit rows
 //
 // attention_bwd: a block of three warpgroups, one for the copy engine, two that compute, 64 keys each. A block sweeps
@@ -28,6 +29,12 @@
 //     WHOLE    a block takes all key tiles of a head, each addition waits for the last: the order is fixed. Two warps
 //              convert here too. Slower where the heads in work do not fit the L2 cache, as many as there are blocks.
 //
+// AHEAD: multiprocessors that would not make the products end sooner run blocks that help. They find the row statistics of
+// the heads from `first` on, in the order in which the others come to them; those of the heads before are the rows kernel's.
+// All blocks run at the same time (a cooperative launch), and those that help wait for nobody. A block's last
+// tile of dQ is converted by the warps that have multiplied. (384 heads of 1024: 0.361 to 0.346 ms, with the last tile 0.345;
+// 192 of 2048: 0.614 to 0.607. dK and dV by way of shared memory gave nothing.)
+//
 // Bound by latency: but for AHEAD, a 128 by 128 tile takes about 5200 clocks, of which the products' floor is 2560 (D = 64,
 // H200; alone they take 2563), shared memory's 2800 and instruction issue's 2000. Without the additions 0.375 ms are 0.357.
 // The two warpgroups compute exponentials at the same time and multiply at the same time. Doing dQ one tile later, so that
@@ -46,6 +53,7 @@ constexpr int KV_PANEL = TILE_K * 128, Q_PANEL = TILE_Q * 128;      // 64 column
 constexpr int OFF_K = 0, OFF_V = KV_STAGES * KV_BYTES, OFF_Q = 2 * KV_STAGES * KV_BYTES, OFF_DO = OFF_Q + 2 * Q_BYTES;
 constexpr int OFF_DS = OFF_DO + 2 * Q_BYTES, OFF_STAGE = OFF_DS + 2 * DS_BYTES;
 constexpr int OFF_STATS = OFF_STAGE + TILE_Q * D * 4;
+constexpr int HELP_WARPS = 8, HELP_STAGES = (OFF_STATS - 4096) / (2 * Q_BYTES);
 constexpr int OFF_BARS = OFF_STATS + 2 * TILE_Q * 8, OFF_INFO = OFF_BARS + 128, OFF_COUNTS = OFF_INFO + 128;
 static_assert(OFF_COUNTS + 16 == SHARED_BYTES, "as hopper_bwd.py counts");
 #endif
@@ -53,14 +61,17 @@ static_assert(OFF_COUNTS + 16 == SHARED_BYTES, "as hopper_bwd.py counts");
 struct Strides { long long batch, head, row; };      // of elements
 
 struct Job {
-    TensorMap q, k, v, dout;
+    TensorMap q, k, v, dout, out;
     const char* stats;         // (heads, query tiles, TILE_Q / 2) of 4 floats: -lse log2(e) of 2 rows, -delta of 2 rows
     float* sums;               // dq in fragments
     int* counts;               // SHARED: (heads, query tiles), how many key tiles a tile of dq has
+    int* ready;                // SHARED: (heads), how many warps have found their part of a head's statistics
     char *dq, *dk, *dv;
+    const float* lse;
     Strides sq, sk, sv;        // of dq, dk, dv
     int batch, heads, kv_heads, queries, keys, width, nq, nk, chunks;
-    float scale;
+    int grid, first;           // blocks that multiply, the others help; the first head whose statistics these find
+    float scale, scale_log2;   // scale_log2 = scale log2(e): from constant memory it takes no register
 };
 
 struct RowsJob {
@@ -69,7 +80,7 @@ struct RowsJob {
     float *stats, *sums;
     int* counts;
     Strides sdo, so;
-    int heads, queries, width, blocks, rows, tiles;       // blocks of 128 rows, `rows` of them in whole query tiles, of a head
+    int heads, queries, width, blocks, rows, zeros;       // blocks of 128 rows, `rows` of them in whole query tiles, of a head
 };
 
 __device__ __forceinline__ void bulk_add(void* dst, u32 src, u32 size_bytes) {
@@ -89,6 +100,12 @@ __device__ __forceinline__ void bulk_store(void* dst, u32 src, u32 size_bytes) {
 }
 // All of this thread's bulk stores and additions have been done.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// AHEAD: until the rows kernel has ended, where this one may begin before (a programmatic dependent launch).
+__device__ __forceinline__ void rows_wait() {
+#if AHEAD
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 // A count in shared memory that one thread raises: who sees it sees what was done before.
 __device__ __forceinline__ void publish(u32 count, int value) {
     asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(count), "r"(value) : "memory");
@@ -113,6 +130,17 @@ __device__ __forceinline__ void await(const int* count, int value) {
         __nanosleep(40);
     }
 }
+// The same, for what another block does in microseconds: where it never comes, an error after some 2 s instead of a hang.
+__device__ __forceinline__ void await_soon(const int* count, int value) {
+#pragma unroll 1
+    for (int turn = 0; turn < 1 << 22; ++turn) {
+        int found;
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(count) : "memory");
+        if (found >= value) return;
+        __nanosleep(40);
+    }
+    __trap();
+}
 __device__ __forceinline__ void store_global(float4* p, const float* v) {
     asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
 }
@@ -128,6 +156,30 @@ __device__ __forceinline__ void unpack(u32 word, float& low, float& high) {
 #else
     asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}" : "=f"(low), "=f"(high) : "r"(word));
 #endif
+}
+
+// Of LANES threads, 8 elements each of a row of dO and of O: the row's sum of products, in all of them.
+template <int LANES> __device__ __forceinline__ float row_product(uint4 x, uint4 y) {
+    float sum = 0.f;
+    const u32* a = (const u32*)&x;
+    const u32* c = (const u32*)&y;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        float a0, a1, c0, c1;
+        unpack(a[w], a0, a1);
+        unpack(c[w], c0, c1);
+        sum = fmaf(a0, c0, fmaf(a1, c1, sum));
+    }
+#pragma unroll
+    for (int m = 1; m < LANES; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
+    return sum;
+}
+// Row r of all heads' rows, each padded to whole query tiles. Rows outside the tensor get -inf and 0: their probabilities
+// are 0; and so are those of a row that saw no key, whose lse is -inf.
+__device__ __forceinline__ void store_statistics(float* stats, long long r, float lse, float sum) {
+    float* p = stats + (r & ~1ll) * 2 + (r & 1);
+    p[0] = lse == __int_as_float(0xff800000) ? lse : lse * -1.4426950408889634f;
+    p[2] = -sum;
 }
 
 // Half of a 64 x 64 accumulator (32 columns) to 16-bit rows. A quad of threads trades words, a 4 x 4 transpose, so that
@@ -181,7 +233,7 @@ struct Walk {
         if (++k < sweeps(job)) {
             sweep(job);
         } else {
-            item += gridDim.x;
+            item += AHEAD ? job.grid : gridDim.x;
             enter(job);
         }
         return true;
@@ -220,26 +272,31 @@ __device__ __forceinline__ void await_sums(const Job& job, int place, int kv) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// One warp, in the background: half of a tile of dq's sums, a warpgroup's fragments, to 16-bit rows. A lane takes 8
-// columns of 2 rows at a time: four neighbours' fragments.
-__device__ __forceinline__ void convert_tile(const Job& job, int half, const float* sums, int bh, int i) {
+// One warp: steps begin to end, of 8, of half of a tile of dq's sums, a warpgroup's fragments, to 16-bit rows. A lane takes
+// 8 columns of 2 rows a step: four neighbours' fragments; TOGETHER steps' are fetched at once.
+template <int TOGETHER>
+__device__ __forceinline__ void convert_tile(const Job& job, int half, const float* sums, int bh, int i, int begin, int end) {
     int lane = lane_id(), r = i * TILE_Q + (D == 64 ? 64 * half : 0) + lane / 4, column = (D == 64 ? 0 : 64 * half) + lane % 4 * 8;
-    const float4* from = (const float4*)sums + half * 1024 + lane % 4 * 32 + lane / 4 * 4;
+    const float4* from = (const float4*)sums + half * 1024 + begin * 128 + lane % 4 * 32 + lane / 4 * 4;
     char* out = job.dq + (bh / job.heads * job.sq.batch + bh % job.heads * job.sq.head) * 2;
 #pragma unroll 1
-    for (int x = 0; x < 8; ++x, from += 128) {                     // 16 rows, 32 columns
-        float4 v[4];
+    for (int first = begin; first < end; first += TOGETHER, from += 128 * TOGETHER) {
+        float4 fetched[4 * TOGETHER];
 #pragma unroll
-        for (int y = 0; y < 4; ++y) v[y] = load_global(from + y);
-        int row = r + x / 2 * 16, c = column + x % 2 * 32;
-        u32 w[8];
+        for (int y = 0; y < 4 * TOGETHER; ++y) fetched[y] = load_global(from + y / 4 * 128 + y % 4);
 #pragma unroll
-        for (int y = 0; y < 4; ++y) {
-            w[y] = pack(v[y].x * job.scale, v[y].y * job.scale);
-            w[4 + y] = pack(v[y].z * job.scale, v[y].w * job.scale);
+        for (int u = 0; u < TOGETHER; ++u) {                       // 16 rows, 32 columns
+            const float4* v = fetched + 4 * u;
+            int x = first + u, row = r + x / 2 * 16, c = column + x % 2 * 32;
+            u32 w[8];
+#pragma unroll
+            for (int y = 0; y < 4; ++y) {
+                w[y] = pack(v[y].x * job.scale, v[y].y * job.scale);
+                w[4 + y] = pack(v[y].z * job.scale, v[y].w * job.scale);
+            }
+            if (c < job.width && row < job.queries) *(uint4*)(out + (row * job.sq.row + c) * 2) = make_uint4(w[0], w[1], w[2], w[3]);
+            if (c < job.width && row + 8 < job.queries) *(uint4*)(out + ((row + 8) * job.sq.row + c) * 2) = make_uint4(w[4], w[5], w[6], w[7]);
         }
-        if (c < job.width && row < job.queries) *(uint4*)(out + (row * job.sq.row + c) * 2) = make_uint4(w[0], w[1], w[2], w[3]);
-        if (c < job.width && row + 8 < job.queries) *(uint4*)(out + ((row + 8) * job.sq.row + c) * 2) = make_uint4(w[4], w[5], w[6], w[7]);
     }
 }
 
@@ -260,26 +317,86 @@ __device__ __forceinline__ void convert_own(const Job& job, int half, u32 summed
         }
         await(summed, n + 1);
         __syncwarp();
-        convert_tile(job, half, job.sums + ((long long)blockIdx.x * tiles + g * job.nq + i) * TILE_Q * D, kv * group_heads + g, i);
+        convert_tile<1>(job, half, job.sums + ((long long)blockIdx.x * tiles + g * job.nq + i) * TILE_Q * D, kv * group_heads + g, i, 0, 8);
         __syncwarp();
         if (lane_id() == 0) publish(converted, n + 1);
         __syncwarp();
     }
 }
 
-// SHARED: every chunks-th tile of the heads that the block has a share in.
+// SHARED: every chunks-th tile of the heads that the block has a share in. AHEAD: but for the last, which is convert_last's.
 __device__ __forceinline__ void convert_shared(const Job& job, int half) {
-    int tiles = job.heads / job.kv_heads * job.nq;
-    for (int item = blockIdx.x; item < job.batch * job.kv_heads * job.chunks; item += gridDim.x)
+    int tiles = job.heads / job.kv_heads * job.nq, items = job.batch * job.kv_heads * job.chunks, grid = AHEAD ? job.grid : gridDim.x;
+    for (int item = blockIdx.x; item < items; item += grid)
         for (int place = item % job.chunks; place < tiles; place += job.chunks) {
+            if (AHEAD && item + grid >= items && place + job.chunks >= tiles) break;
             int at = item / job.chunks * tiles + place, i = place % job.nq;
             await(job.counts + at, last_key_tile(job, i) + 1);
             __syncwarp();
-            convert_tile(job, half, job.sums + (long long)at * TILE_Q * D, at / job.nq, i);
+            convert_tile<1>(job, half, job.sums + (long long)at * TILE_Q * D, at / job.nq, i, 0, 8);
         }
 }
 
+// AHEAD: the block's last tile, by the warps that have no more to multiply: two of 40 registers take 6 us for it.
+__device__ __forceinline__ void convert_last(const Job& job, int half, int warp) {
+    int tiles = job.heads / job.kv_heads * job.nq, items = job.batch * job.kv_heads * job.chunks, grid = AHEAD ? job.grid : gridDim.x;
+    int item = blockIdx.x + (items - 1 - (int)blockIdx.x) / grid * grid, place = item % job.chunks;
+    if (place >= tiles) return;
+    place += (tiles - 1 - place) / job.chunks * job.chunks;
+    int at = item / job.chunks * tiles + place, i = place % job.nq;
+    await(job.counts + at, last_key_tile(job, i) + 1);
+    __syncwarp();
+    convert_tile<2>(job, half, job.sums + (long long)at * TILE_Q * D, at / job.nq, i, 2 * warp, 2 * warp + 2);
+}
+
 #if AHEAD
+
+// A block that helps: row statistics of every so many-th head from job.first on. One thread has the copy engine fetch
+// tiles of dO and O into the buffers, eight warps multiply. The swizzle is the same for both, and the sum over eight lanes
+// is too, whichever lane has which chunk: the bits are the rows kernel's.
+__device__ __forceinline__ void help(const Job& job, u32 base, const char* memory) {
+    constexpr int LSE = HELP_STAGES * 2 * Q_BYTES, SHARE = TILE_Q / HELP_WARPS;
+    int warp = warp_id(), lane = lane_id(), n = 0;
+    int bh = job.first + blockIdx.x - job.grid, step = gridDim.x - job.grid, heads = job.batch * job.heads;
+    u32 full = base + OFF_BARS, empty = full + 8 * HELP_STAGES;
+    if (warp == HELP_WARPS && lane == 0) {
+        for (; bh < heads; bh += step)
+#pragma unroll 1
+            for (int i = 0; i < job.nq; ++i, ++n) {
+                int s = n % HELP_STAGES, b = bh / job.heads, h = bh % job.heads, count = min(TILE_Q, job.queries - i * TILE_Q);
+                u32 to = base + s * 2 * Q_BYTES, got = full + 8 * s;
+                barrier_wait(empty + 8 * s, ((n / HELP_STAGES) & 1) ^ 1);
+                barrier_expect(got, 2 * Q_BYTES + 4 * count);
+                load_tile(to, &job.dout, got, 0, i * TILE_Q, h, b);
+                load_tile(to + Q_BYTES, &job.out, got, 0, i * TILE_Q, h, b);
+                load_bytes(base + LSE + s * TILE_Q * 4, job.lse + (long long)bh * job.queries + i * TILE_Q, 4 * count, got);
+            }
+    } else if (warp < HELP_WARPS) {
+        int part = lane % 8, row = warp * SHARE + lane / 8, mine = row + 4 * part;     // this lane stores row `mine`, if part < 4
+        for (; bh < heads; bh += step) {
+#pragma unroll 1
+            for (int i = 0; i < job.nq; ++i, ++n) {
+                int s = n % HELP_STAGES, r = i * TILE_Q + mine;
+                const char* at = memory + s * 2 * Q_BYTES + row * 128 + part * 16;
+                float sum = 0.f, lse = __int_as_float(0xff800000);
+                barrier_wait(full + 8 * s, (n / HELP_STAGES) & 1);
+                if (part < SHARE / 4 && r < job.queries) lse = ((const float*)(memory + LSE))[s * TILE_Q + mine];
+#pragma unroll
+                for (int u = 0; u < SHARE / 4; ++u) {
+                    const char* from = at + u * 512;
+                    float found = row_product<8>(*(const uint4*)from, *(const uint4*)(from + Q_BYTES));
+                    if (part == u) sum = found;
+                }
+                __syncwarp();
+                if (lane == 0) barrier_arrive(empty + 8 * s);
+                if (part < SHARE / 4) store_statistics((float*)job.stats, (long long)bh * job.nq * TILE_Q + r, lse, sum);
+            }
+            asm volatile("fence.proxy.async.global;" ::: "memory");        // the copy engine reads them
+            __syncwarp();
+            if (lane == 0) raise(job.ready + bh);
+        }
+    }
+}
 
 // Scores of tile nt to exponentials, in place: groups FROM to TO of 8 queries.
 template <int FROM, int TO> __device__ __forceinline__ void exponentials(float* sc, const char* memory, int nt, float c, int t) {
@@ -293,11 +410,13 @@ template <int FROM, int TO> __device__ __forceinline__ void exponentials(float* 
         sc[4 * n + 3] = exp2_fast(fmaf(sc[4 * n + 3], c, l.y));
     }
 }
-// 0 for what no query sees.
-__device__ __forceinline__ void masks(float* sc, const char* memory, int nt, int row, int t, int keys) {
+// 0 for what no query sees. The rows are made where they are used: a few registers more, and ptxas 13.0 waits for each
+// wgmma (C7511), where 13.5 does not: 0.406 ms for 0.361.
+__device__ __forceinline__ void masks(float* sc, const char* memory, int nt, int keys) {
     const volatile int* now = (const volatile int*)(memory + OFF_INFO + 16 * (nt & 7));
     int j = now[1], i = now[3] >> 2;
     if (CAUSAL && i * TILE_Q < (j + 1) * TILE_K) {
+        int me = thread_now() - 128, row = me / 32 * 16 + (me & 31) / 4, t = me & 3;
         int key = row + j * TILE_K - i * TILE_Q - 2 * t;               // relative to this thread's first query
 #pragma unroll
         for (int n = 0; n < TILE_Q / 8; ++n) {
@@ -308,6 +427,7 @@ __device__ __forceinline__ void masks(float* sc, const char* memory, int nt, int
         }
     }
     if (j * TILE_K + TILE_K > keys) {
+        int me = thread_now() - 128, row = me / 32 * 16 + (me & 31) / 4;
         bool out0 = j * TILE_K + row >= keys, out1 = j * TILE_K + row + 8 >= keys;
 #pragma unroll
         for (int n = 0; n < TILE_Q / 8; ++n) {
@@ -324,7 +444,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
     u32 base = shared_address(memory), bars = base + OFF_BARS, info = base + OFF_INFO;
     u32 kv_full = bars, kv_empty = bars + 16, q_full = bars + 32, do_full = bars + 48, q_empty = bars + 64;
     u32 dq_full = bars + 80, dq_empty = bars + 96, summed = base + OFF_COUNTS, converted = summed + 4;
-    if (threadIdx.x == 0) {
+    bool helps = AHEAD && blockIdx.x >= job.grid;
+    if (helps && threadIdx.x == 0) {
+        for (int s = 0; s < 2 * HELP_STAGES; ++s) barrier_init(bars + 8 * s, s < HELP_STAGES ? 1 : HELP_WARPS);
+        barriers_ready();
+    }
+    if (threadIdx.x == 0 && !helps) {
         for (int s = 0; s < 2; ++s) {
             barrier_init(kv_full + 8 * s, 1);
             barrier_init(kv_empty + 8 * s, 8);
@@ -339,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
     }
     __syncthreads();
     int group = __shfl_sync(~0u, threadIdx.x / 128, 0);             // known to be the same in a warp: uniform registers
-    if (group == 0) {
+    if (group == 0 && !helps) {
         registers_give<GIVE>();
         int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
         if (warp == 0 && lane == 0) {                               // loads
@@ -366,6 +491,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
                 }
                 int s = nt & 1, bh = at.head(job), b = bh / job.heads, h = bh % job.heads, i = at.i;
                 int place = at.g * job.nq + i, j = at.j, kv = at.kv;
+                bool enters = i == at.first();     // a head
                 fresh = at.advance(job);
                 barrier_wait(q_empty + 8 * s, ((nt >> 1) & 1) ^ 1);
                 // What the computing threads must know of the tile: they have no registers to walk themselves.
@@ -375,6 +501,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
 #pragma unroll 1
                 for (int p = 0; p < PANELS; ++p)
                     load_tile(base + OFF_Q + s * Q_BYTES + p * Q_PANEL, &job.q, q_full + 8 * s, 64 * p, i * TILE_Q, h, b);
+                if (nt == 0) rows_wait();
+#if AHEAD
+                if (enters && bh >= job.first) {
+                    await_soon(job.ready + bh, HELP_WARPS);
+                    asm volatile("fence.proxy.async.global;" ::: "memory");
+                }
+#endif
                 load_bytes(base + OFF_STATS + s * TILE_Q * 8, job.stats + ((long long)bh * job.nq + i) * TILE_Q * 8, TILE_Q * 8, q_full + 8 * s);
                 barrier_expect(do_full + 8 * s, Q_BYTES);
 #pragma unroll 1
@@ -383,6 +516,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
                 ++nt;
             }
         } else if (warp == 1 && lane == 0) {                        // dq's additions
+            rows_wait();
 #if AHEAD
             int tiles = job.heads / job.kv_heads * job.nq, owed = -1;
             bool begun = false;                    // the sums of the tile at hand have their first part
@@ -475,14 +609,20 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
         } else if (WHOLE && warp >= 2) {
             convert_own(job, warp - 2, summed, converted + 4 * (warp - 2));
         } else if (SHARED && warp >= 2) {
+            rows_wait();
             convert_shared(job, warp - 2);
         }
+#if AHEAD
+    } else if (helps) {
+        rows_wait();                               // for zeros in job.ready
+        help(job, base, memory);
+#endif
     } else {
         registers_take<TAKE>();
         int wg = group - 1, tid = threadIdx.x & 127, lane = threadIdx.x & 31;
-        int t = lane & 3, row = wg * 64 + tid / 32 * 16 + (lane >> 2);         // of the key tile, and row + 8
+        int t = lane & 3;
 #if AHEAD
-        float c = job.scale * 1.4426950408889634f;
+        const float c = job.scale_log2;
         float sc[TILE_Q / 2], dp[TILE_Q / 2], dkacc[D / 2], dvacc[D / 2];
 #pragma unroll
         for (int x = 0; x < D / 2; ++x) dkacc[x] = dvacc[x] = 0.f;
@@ -499,7 +639,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             int s = nt & 1, ks = nkv % KV_STAGES;
             const volatile int* now = (const volatile int*)(memory + OFF_INFO + 16 * (nt & 7));
             const float4* st = (const float4*)(memory + OFF_STATS + s * TILE_Q * 8) + t;
-            masks(sc, memory, nt, row, t, job.keys);
+            masks(sc, memory, nt, job.keys);
             u32 buffer = (nt & 1) * DS_BYTES;      // two: the other warpgroup may still multiply the last one
             // stmatrix: lane l gives row l % 8 of matrix l / 8: (keys, keys + 8) x (queries, queries + 8)
             u32 me = thread_now() - 128, srow = me / 32 * 16 + (me & 15), schunk = (me >> 4) & 1, sxor = me & 7;
@@ -568,7 +708,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             scores(dp, descriptor(base + OFF_V + ks2 * KV_BYTES + wg * 8192), descriptor(base + OFF_DO + s2 * Q_BYTES));
             exponentials<TILE_Q / 16, TILE_Q / 8>(sc, memory, nt + 1, c, t);
             if (ends) {
-                int at = now[1], kv = now[2], b = kv / job.kv_heads, h = kv % job.kv_heads;
+                int mine = thread_now() - 128, row = mine / 32 * 16 + (mine & 31) / 4, at = now[1], kv = now[2], b = kv / job.kv_heads, h = kv % job.kv_heads;
                 if (KV_STAGES > 1 && lane == 0) barrier_arrive(kv_empty + 8 * ks);
                 __syncwarp();
                 char* pk = job.dk + (b * job.sk.batch + h * job.sk.head) * 2;
@@ -584,7 +724,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             if (!more) break;
         }
         wgmma_wait<0>();
+#if AHEAD
+        convert_last(job, wg, tid / 32);
+#endif
 #else
+        int row = wg * 64 + tid / 32 * 16 + (lane >> 2);                       // of the key tile, and row + 8
         float c = job.scale * 1.4426950408889634f;
         float sc[TILE_Q / 2], dp[TILE_Q / 2], dkacc[D / 2], dvacc[D / 2];
 #pragma unroll
@@ -720,9 +864,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
 
 #elif PART == 1
 
-// Rows outside the tensor get -inf and 0: their probabilities are 0. Grid: blocks of 128 rows, heads. Bound by memory.
+// Grid: blocks of 128 rows, heads. Bound by memory.
 extern "C" __global__ void __launch_bounds__(256) attention_bwd_rows(const __grid_constant__ RowsJob job) {
     constexpr int LANES = D / 8, ROWS = 256 / LANES, LOADS = 128 / ROWS;
+    if (AHEAD) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     int bh = blockIdx.x / job.blocks, tile = blockIdx.x % job.blocks, b = bh / job.heads, h = bh % job.heads;
     int part = threadIdx.x % LANES, r0 = tile * 128 + threadIdx.x / LANES;
     const char* pdo = job.dout + (b * job.sdo.batch + h * job.sdo.head + part * 8) * 2;
@@ -742,7 +887,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_bwd_rows(const __gri
             if (part == 0) l[u] = job.lse[(long long)bh * job.queries + r];
         }
     }
-    if (SHARED && blockIdx.x * 256 + threadIdx.x < job.tiles) job.counts[blockIdx.x * 256 + threadIdx.x] = 0;
+    if (SHARED)
+        for (int u = blockIdx.x * 256 + threadIdx.x; u < job.zeros; u += gridDim.x * 256) job.counts[u] = 0;
     if (!WHOLE && !SHARED) {
         const float zero[4] = {0.f, 0.f, 0.f, 0.f};
         float4* sums = (float4*)(job.sums + ((long long)bh * job.rows + tile * 128) * D);
@@ -752,23 +898,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_bwd_rows(const __gri
 #pragma unroll
     for (int u = 0; u < LOADS; ++u) {
         int r = r0 + u * ROWS;
-        float sum = 0.f;
-        const u32* a = (const u32*)&x[u];
-        const u32* c = (const u32*)&y[u];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            float a0, a1, c0, c1;
-            unpack(a[w], a0, a1);
-            unpack(c[w], c0, c1);
-            sum = fmaf(a0, c0, fmaf(a1, c1, sum));
-        }
-#pragma unroll
-        for (int m = 1; m < LANES; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
-        if (part == 0 && r < job.rows) {
-            float* p = job.stats + ((long long)bh * job.rows + (r & ~1)) * 2 + (r & 1);
-            p[0] = l[u] == __int_as_float(0xff800000) ? l[u] : l[u] * -1.4426950408889634f;   // a row that saw no key: P = 0
-            p[2] = -sum;
-        }
+        float sum = row_product<LANES>(x[u], y[u]);
+        if (part == 0 && r < job.rows) store_statistics(job.stats, (long long)bh * job.rows + r, l[u], sum);
     }
 }
 

@@ -18,7 +18,7 @@ from accelerant.ops.attention.launch import as_laid, like
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.kernel import Kernel
 
-__all__ = ["KINDS", "PARTS", "Plan", "launch_backward", "plan_for", "program", "refuses"]
+__all__ = ["KINDS", "PARTS", "Plan", "Shares", "launch_backward", "plan_for", "program", "refuses", "shares_for"]
 
 KINDS = ("struct",)
 """Of each kernel's arguments: one struct by value."""
@@ -35,6 +35,10 @@ width 64, milliseconds of whole, shared and added: 768 heads of 512 0.268, 0.255
 _SHARED_BLOCKS = 16
 """Up to this many blocks to a head pay that start and finish its sums themselves: then the zeros and the third kernel
 are a large part. Width 128, 16 heads of 8192 (32 blocks) twice: shared 2.67, added 2.65 ms."""
+
+_HELP_ROWS = 700
+"""Rows whose statistics a block that helps is taken to find in the time of a tile of products, some 2.9 us: 62 GB/s. On
+an H200, 384 heads of 1024, milliseconds of 500, 700, 900: 0.352, 0.347, 0.397; of none who helps: 0.363."""
 
 _PREPARED_LIMIT = 4096
 _FILE = Path(__file__).with_name("hopper_bwd.cu")
@@ -100,6 +104,49 @@ def _blocks(Skv: int, causal: bool) -> int:
     """Shares of a head's work unless a block takes it whole: key tiles, in pairs if causal."""
     tiles = ceil_div(Skv, _TILE_K)
     return ceil_div(tiles, 2) if causal else tiles
+
+
+class Shares(NamedTuple):
+    """How the blocks of attention_bwd divide the work.
+
+    Attributes:
+        grid: blocks that multiply.
+        helpers: blocks that find row statistics.
+        first: the first query head, of all batches', whose statistics they find; the rows kernel finds those before.
+    """
+
+    grid: int
+    helpers: int
+    first: int
+
+
+def shares_for(plan: Plan, shape: tuple[int, ...], multiprocessors: int, causal: bool) -> Shares:
+    """The shares for a plan and a shape (B, Hq, Hkv, S, Skv, D).
+
+    The blocks of a head run together, so heads go in rounds. Fewer blocks may take as many rounds: what is left helps.
+    A round's statistics must be there when it begins. The blocks that help find as many as they can in the time of all
+    rounds but the last; what they lack is the rows kernel's, and so is the first round's.
+    """
+    B, Hq, Hkv, S, Skv, _ = shape
+    heads, chunks = B * Hkv, _chunks(plan, Skv, causal)
+    grid = min(multiprocessors, heads * chunks)
+    if plan.sums == "shared":
+        grid -= grid % chunks  # whole heads at a time
+    alone = Shares(grid, 0, B * Hq)
+    if plan.sums != "shared" or plan.width != 64 or S % 4:  # lse is copied by multiples of 16 bytes
+        return alone
+    rounds = ceil_div(heads * chunks, grid)
+    together = ceil_div(heads, rounds)
+    helpers = multiprocessors - together * chunks
+    tiles = ceil_div(Skv, _TILE_K) + 1 if causal else ceil_div(S, plan.tile_q)  # of a block, a head and a round
+    found = helpers * tiles * _HELP_ROWS // (ceil_div(S, plan.tile_q) * plan.tile_q)  # heads, in the time of one
+    first = (Hq // Hkv) * (together + (rounds - 1) * max(0, together - found))
+    return Shares(together * chunks, helpers, first) if helpers and first < B * Hq else alone
+
+
+def _chunks(plan: Plan, Skv: int, causal: bool) -> int:
+    """Blocks to a key/value head."""
+    return 1 if plan.sums == "whole" else _blocks(Skv, causal)
 
 
 def refuses(case: Case) -> str | None:
@@ -187,7 +234,7 @@ def launch_backward(
     given = q, k, v
     dq, dk, dv = into or (like(q), like(k), like(v))
     do, q, k, v, o = (_readable(x) for x in (do, q, k, v, o))
-    lse = lse.contiguous()
+    lse = lse.contiguous() if lse.data_ptr() % 16 == 0 else lse.clone(memory_format=torch.contiguous_format)
     B, Hq, S, D = q.shape
     Hkv, Skv = k.shape[1:3]
     device = q.get_device()
@@ -197,7 +244,7 @@ def launch_backward(
     heads = min(multiprocessors, B * Hkv) * (Hq // Hkv) if plan.sums == "whole" else B * Hq
     stats = 2 * B * Hq * tiles * plan.tile_q
     sums = heads * tiles * plan.tile_q * plan.width
-    space = torch.empty(stats + sums + B * Hq * tiles, dtype=torch.float32, device=q.device)
+    space = torch.empty(stats + sums + B * Hq * (tiles + 1), dtype=torch.float32, device=q.device)
     key = (
         do.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), dq.data_ptr(),
         dk.data_ptr(), dv.data_ptr(), space.data_ptr(), plan, q.dtype, causal, scale, q.shape, k.shape, do.stride(),
@@ -242,28 +289,29 @@ def _pack(
     Hkv, Skv = k.shape[1:3]
     device = q.get_device()
     tiles, key_tiles = ceil_div(S, plan.tile_q), ceil_div(Skv, _TILE_K)
-    chunks = 1 if plan.sums == "whole" else _blocks(Skv, causal)
+    shares = shares_for(plan, (B, Hq, Hkv, S, Skv, D), _multiprocessors(device), causal)
     sums = space.data_ptr() + 4 * sizes_of[0]
     counts = sums + 4 * sizes_of[1]
     blocks = ceil_div(S, 128)
     pointers = (do.data_ptr(), o.data_ptr(), lse.data_ptr(), space.data_ptr(), sums, counts)
     row_strides = (*do.stride()[:3], *o.stride()[:3])
-    rows = struct.pack("=6Q6q6i", *pointers, *row_strides, Hq, S, D, blocks, tiles * plan.tile_q, B * Hq * tiles)
-    maps = b"".join(tensor_map(x, n) for x, n in ((q, plan.tile_q), (k, _TILE_K), (v, _TILE_K), (do, plan.tile_q)))
-    outputs = [space.data_ptr(), sums, counts, *(x.data_ptr() for x in found)]
+    rows = struct.pack("=6Q6q6i", *pointers, *row_strides, Hq, S, D, blocks, tiles * plan.tile_q, B * Hq * (tiles + 1))
+    boxes = ((q, plan.tile_q), (k, _TILE_K), (v, _TILE_K), (do, plan.tile_q), (o, plan.tile_q))
+    maps = b"".join(tensor_map(x, n) for x, n in boxes)
+    ready = counts + 4 * B * Hq * tiles
+    outputs = [space.data_ptr(), sums, counts, ready, *(x.data_ptr() for x in found), lse.data_ptr()]
     strides = [stride for x in found for stride in x.stride()[:3]]
-    sizes = (B, Hq, Hkv, S, Skv, D, tiles, key_tiles, chunks)
-    job = maps + struct.pack("=6Q9q9if", *outputs, *strides, *sizes, scale)
+    sizes = (B, Hq, Hkv, S, Skv, D, tiles, key_tiles, _chunks(plan, Skv, causal), shares.grid, shares.first)
+    job = maps + struct.pack("=8Q9q11i2f", *outputs, *strides, *sizes, scale, scale * math.log2(math.e))
     job += bytes(-len(job) % 64)
-
-    grid = min(_multiprocessors(device), B * Hkv * chunks)
-    if plan.sums == "shared":
-        grid -= grid % chunks  # whole heads at a time
 
     def packed(part: str, grid: int, argument: bytes, together: bool = False) -> Any:
         return _kernel(plan, q.dtype, causal, part, device).handle.pack((grid, 1, 1), (argument,), device, together)
 
-    launches = [packed(PARTS[1], B * Hq * blocks, rows), packed(PARTS[0], grid, job, plan.sums == "shared")]
+    launches = [
+        packed(PARTS[1], shares.first * blocks, rows),
+        packed(PARTS[0], shares.grid + shares.helpers, job, plan.sums == "shared"),
+    ]
     if plan.sums == "added":
         launches.append(packed(PARTS[2], B * Hq * tiles, job))
     return tuple(launches)
