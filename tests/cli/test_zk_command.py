@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from accelerant.algebra.curve.parameters import family_of
+from accelerant.cli import zk_prove
 from accelerant.cli.app import main
 from accelerant.zk.formats import R1cs, Witness, Zkey, write_wtns
 from accelerant.zk.groth16 import Proof, VerificationKey, verify
@@ -384,3 +385,51 @@ def test_proving_imports_no_torch(folder):
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_plain_arguments_need_no_parser(folder):
+    """What proves without typer, whose start costs as much as the proof."""
+    code = (
+        "import sys, accelerant.cli\n"
+        "try:\n"
+        "    accelerant.cli.main(sys.argv[1:])\n"
+        "except SystemExit as ended:\n"
+        "    assert not ended.code, ended.code\n"
+        "print(sorted({'typer', 'pydantic', 'torch'} & set(sys.modules)))\n"
+    )
+    files = [PRODUCT / "product.zkey", PRODUCT / "product.wtns", "p.json", "q.json"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, "zk", "prove", *map(str, files), "--json"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    facts, modules = done.stdout.splitlines()
+    assert json.loads(facts)["proof"] == "p.json"
+    assert modules == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["k", "w"], ("k", "w", "proof.json", "public.json", {})),
+        (["k", "w", "p"], ("k", "w", "p", "public.json", {})),
+        (["--json", "k", "w", "--no-self-verify", "p", "q"],
+         ("k", "w", "p", "q", {"json_output": True, "self_verify": False})),
+        (["k", "w", "p", "--no-self-verify", "--self-verify"], ("k", "w", "p", "public.json", {"self_verify": True})),
+        ([], None),
+        (["k"], None),
+        (["k", "w", "p", "q", "more"], None),
+        (["k", "w", "--help"], None),
+        (["k", "w", "--device", "cpu"], None),
+        (["k", "w", "--"], None),
+        (["k", "w", "-h"], None),
+    ],
+)  # fmt: skip
+def test_which_arguments_are_plain(arguments, wanted):
+    found = zk_prove.plain(arguments)
+    if wanted is None:
+        assert found is None
+    else:
+        *paths, flags = wanted
+        assert found.args == tuple(map(Path, paths))
+        assert found.keywords == {"self_verify": True, "json_output": False} | flags

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from accelerant.algebra.field.op import source
 from accelerant.config import override
 from accelerant.errors import CompileError, LaunchError, OutOfMemory
 from accelerant.runtime import cores, memory, registry
+from accelerant.runtime.cache import KernelCache
 from accelerant.runtime.kernel import KernelSource
 from accelerant.runtime.providers import cpu as module
 
@@ -164,14 +166,28 @@ def test_a_buffer_may_die_in_a_thread_that_holds_a_lock(cpu, lock):
 
 def test_the_code_lives_as_long_as_its_kernel(cpu):
     kernel = cpu.compile(source())
-    engine = weakref.ref(kernel.handle.engine)
+    library = weakref.ref(kernel.handle.library)
     gc.collect()
     x = cpu.copy_to_device(np.ones(4, np.uint64))
     cpu.launch(kernel, (1,), (4,), (x, x, x, 4))
     assert cpu.copy_to_host(x, np.uint64, (4,)).tolist() == [2] * 4
     del kernel
     gc.collect()
-    assert engine() is None
+    assert library() is None
+
+
+def test_entries_of_one_name_are_their_own(cpu):
+    """All code is in one linker; each kernel is a library there."""
+    x = cpu.allocate(8)
+
+    def store(value):
+        body = f"store i64 {value}, ptr %x, align 8\n ret void"
+        text = f"define void @store(i64 %begin, i64 %end, ptr %x) {{\n {body}\n}}"
+        return cpu.compile(KernelSource("store", {"llvm": text}, {"store": ("*u64",)}))
+
+    for kernel, value in [(store(value), value) for value in (3, 5, 7)]:
+        cpu.launch(kernel, (1,), (1,), (x,))
+        assert cpu.copy_to_host(x, np.uint64, (1,)).tolist() == [value]
 
 
 def test_an_entry_that_is_not_in_the_code_is_a_compile_error(cpu):
@@ -208,3 +224,44 @@ def test_the_key_holds_what_the_code_depends_on(cpu, monkeypatch):
             keys.append(key())
     assert len(set(keys)) == len(keys)
     assert key() == keys[0]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A builder whose text calls a function that is to be inlined."""
+
+    written_out: bool = True
+
+    @property
+    def key(self):
+        return "written"
+
+    def build(self, target):
+        return (
+            "define internal i64 @twice(i64 %x) alwaysinline {\n %y = add i64 %x, %x\n ret i64 %y\n}\n"
+            "define void @k(i64 %begin, i64 %end, ptr %x) {\n"
+            " %place = alloca i64\n %a = load i64, ptr %x\n store i64 %a, ptr %place\n"
+            " %b = load i64, ptr %place\n %c = call i64 @twice(i64 %b)\n store i64 %c, ptr %x\n ret void\n}\n"
+        )
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_programs_that_are_written_out_get_few_passes(cpu, monkeypatch, few):
+    source = KernelSource("k", {"llvm": Written(few)}, {"k": ("*u64",)})
+    x = cpu.copy_to_device(np.array([21], np.uint64))
+    cpu.launch(cpu.compile(source), (1,), (1,), (x,))
+    assert cpu.copy_to_host(x, np.uint64, (1,)).tolist() == [42]
+    keys = {cpu.key_of(KernelSource("k", {"llvm": Written(each)}, {"k": ("*u64",)})) for each in (True, False)}
+    assert len(keys) == 2
+    monkeypatch.setattr(module, "_FEW_PASSES", (*module._FEW_PASSES, "such_as_llvmlite_has_not"))
+    assert not module._has_few(Written())
+
+
+def test_a_kernel_that_another_process_compiles_is_waited_for(cpu):
+    asked = []
+    cpu.wait_for = asked.append
+    made = source()
+    cpu.compile(made)
+    assert asked == [cpu.key_of(made)]
+    assert KernelCache().has(asked[0])
+    assert not KernelCache().has("0" * 64)

@@ -531,6 +531,21 @@ def test_sums_by_multiples(name, form):
             assert affine(curve, bases.msm(encode(curve.scalars, row))) == expected(name, row, multipliers)
 
 
+def test_points_that_come_in_chunks():
+    curve, n = curve_of("bn254_g1"), 300
+    points = launch.to_montgomery(HOST, curve, generated("bn254_g1", n)).reshape(n, -1)
+    whole = Bases(curve, points)
+    for size, most in ((1, n), (100, n), (n, n + 50)):
+        found = Bases.of_chunks(curve, (points[i : i + size].copy() for i in range(0, n, size)), most)
+        assert found.n == n
+        assert (found._points == whole._points).all()
+        scalars = encode(curve.scalars, list(range(n)))
+        assert (found.msm(scalars) == whole.msm(scalars)).all()
+    assert Bases.of_chunks(curve, iter(()), 0).n == 0
+    with pytest.raises(ShapeError, match="wanted 299 points at most"):
+        Bases.of_chunks(curve, iter((points[:200].copy(), points[200:].copy())), n - 1)
+
+
 def test_multiples_of_a_sum_of_nothing():
     key = FixedBase("bn254_g1", np.zeros((0, 2, 4), np.uint64), multiples=True)
     assert (key.msm(np.zeros((0, 4), np.uint64)) == 0).all()

@@ -11,12 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-
-import typer
+from typing import TYPE_CHECKING
 
 from accelerant._version import __version__
 from accelerant.config import settings
 from accelerant.errors import AccelerantError, BackendUnavailable, ConfigError, FormatError, MissingDependency
+
+if TYPE_CHECKING:
+    import typer
 
 __all__ = ["GROUPS", "build_app", "main"]
 
@@ -28,12 +30,16 @@ _BAD_INPUT = (ConfigError, FormatError, BackendUnavailable, MissingDependency)
 
 def _version(wanted: bool) -> None:
     if wanted:
+        import typer
+
         print(f"accelerant {__version__}")
         raise typer.Exit
 
 
 def build_app(groups: Sequence[str] = GROUPS) -> typer.Typer:
     """The typer application with these groups."""
+    import typer
+
     app = typer.Typer(
         name="accelerant",
         help="Accelerated computing on whatever device is there.",
@@ -63,6 +69,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         settings()  # a setting without meaning is wrong usage of every command
         given = sys.argv[1:] if arguments is None else arguments
+        if given[:2] == ["zk", "prove"] and (proof := import_module("accelerant.cli.zk_prove").plain(given[2:])):
+            proof()
+            sys.exit(0)
         named = given[:1] if given and given[0] in GROUPS else GROUPS  # importing the others takes up to 0.1 s
         build_app(named)(args=given, prog_name="accelerant")
     except AccelerantError as error:

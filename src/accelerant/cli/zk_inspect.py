@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["EPILOG", "inspect", "shown"]
+from accelerant.cli.zk_files import shown
+
+__all__ = ["EPILOG", "inspect"]
 
 EPILOG = (
     "Examples:  accelerant zk inspect circuit.zkey   |   accelerant zk inspect circuit.r1cs --json   |   "
@@ -83,8 +85,3 @@ def _contribution(index: int, kind: str, name: str, beacon: str = "", iterations
         hashed = "" if iterations_exp is None else f", hashed 2^{iterations_exp} times"
         what += f"  beacon {beacon}{hashed}"
     return what
-
-
-def shown(text: object) -> str:
-    """Text of strangers, names of files among it, without what a terminal would obey or cannot print."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in str(text))

@@ -83,6 +83,10 @@ class KernelCache:
             _warn_once(self.root, f"kernel cache {self.root} cannot be written, so kernels are compiled anew: {error}")
         return binary, False
 
+    def has(self, key: str) -> bool:
+        """Whether there is an entry, which may yet be found damaged."""
+        return (self.root / key / "code").is_file()
+
     def remove(self, key: str) -> None:
         """Forget an entry, if it is there and may be removed."""
         place = self.root / key

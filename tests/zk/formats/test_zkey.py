@@ -70,6 +70,22 @@ def test_a_key_is_what_snarkjs_says_of_it(family):
         }  # fmt: skip
 
 
+@pytest.mark.parametrize("rows", [1, 4, 1000])
+def test_chunks_are_the_sections(family, rows):
+    """Pages that were given back come again: what is read before, after and in between is the same."""
+    with Zkey.open(path_of(family.name)) as key:
+        before = {name: np.array(words) for name, words in key.points.items()}
+        for name, words in before.items():
+            chunks = list(key.chunks(name, rows))
+            assert [len(chunk) for chunk in chunks[:-1]] == [rows] * (len(chunks) - 1)
+            assert (np.concatenate(chunks) == words).all()
+            assert all(chunk.flags.aligned and chunk.flags.owndata for chunk in chunks)
+            assert (key.points[name] == words).all()
+        entries = np.array(key.coefficients)
+        key.forget()
+        assert (key.coefficients == entries).all()
+
+
 def test_contributions_are_told(family):
     with Zkey.open(path_of(family.name)) as key:
         assert [each.label for each in key.contributions] == [Label(0, "one"), Label(1, "two", 10, BEACON)]

@@ -51,3 +51,15 @@ def test_what_the_kernel_would_not_find_is_refused():
     with pytest.raises(ShapeError, match="n at least 6, got"):
         matrix.times(np.zeros((5, 4), np.uint64))
     assert not matrix.times(np.zeros((6, 4), np.uint64)).any()
+
+
+def test_the_product_may_go_to_memory_that_is_there():
+    at, values = np.arange(3), encode(FR, [value << 256 for value in (1, 2, 3)], reduce=True)
+    matrix = SparseMatrix(FR, 3, at, at, values)
+    x, storage = encode(FR, [5, 6, 7]), np.full((2, 3, 4), 9, np.uint64)
+    assert matrix.times(x, out=storage[1]) is not None
+    assert decode(FR, storage[1]) == [5, 12, 21]
+    assert (storage[0] == 9).all()
+    for wrong in (storage[1, :2], storage[:, 0], np.empty((3, 4)), np.empty((4, 3), np.uint64).T):
+        with pytest.raises(ShapeError, match=r"out must be \(3, 4\), uint64, contiguous"):
+            matrix.times(x, out=wrong)

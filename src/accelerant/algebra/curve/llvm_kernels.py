@@ -50,6 +50,9 @@ class CurveKernels:
     entry: str = ""
     form: str = ""
 
+    written_out = True
+    """LLVM has little to do: see runtime/providers/cpu.py."""
+
     @property
     def key(self) -> str:
         """See builder_key; the text depends on the target in nothing else."""

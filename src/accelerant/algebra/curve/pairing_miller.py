@@ -15,6 +15,7 @@ from accelerant.algebra.curve.pairing_checks import VERDICT_SIZE, add_checks, be
 from accelerant.algebra.curve.pairing_power import signed_windows, unary_segment
 from accelerant.algebra.curve.parameters import Family
 from accelerant.algebra.curve.tape import Program, Recorder, Segment, Tape
+from accelerant.algebra.curve.tape_store import kept
 from accelerant.algebra.curve.tower import (
     FQ12_SIZE,
     Fq2,
@@ -60,6 +61,11 @@ def miller_tape(family: Family, size: int) -> MillerTape:
 
     Four at most are sensible: the code grows with them.
     """
+    field = FIELDS[f"{family.name}_fq"]
+    return kept(MillerTape, f"miller_{family.name}_{size}", field, lambda: _recorded_loop(family, size))
+
+
+def _recorded_loop(family: Family, size: int) -> MillerTape:
     program = Program(FIELDS[f"{family.name}_fq"])
     f = program.window(FQ12_SIZE)
     each = [

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from accelerant.algebra.curve.parameters import Family
 from accelerant.algebra.curve.tape import Program, Recorder, Segment, Tape
+from accelerant.algebra.curve.tape_store import kept
 from accelerant.algebra.curve.tower import FQ12_SIZE, Fq12, flat12, recorded
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.program import montgomery_radix
@@ -192,6 +193,10 @@ def _hard_bls(machine: _Machine, f: int) -> int:
 @functools.cache
 def final_tape(family: Family) -> FinalTape:
     """f^((q^12 - 1) / r), canonical: (q^6 - 1) (q^2 + 1), then the exact (q^4 - q^2 + 1) / r. f is not zero."""
+    return kept(FinalTape, f"final_{family.name}", FIELDS[f"{family.name}_fq"], lambda: _recorded_power(family))
+
+
+def _recorded_power(family: Family) -> FinalTape:
     machine = _Machine(family)
     f = machine.new()
     start = machine.copy(f)
@@ -211,6 +216,10 @@ def final_tape(family: Family) -> FinalTape:
 @functools.cache
 def product_tape(family: Family) -> FinalTape:
     """The product of two, in Montgomery form."""
+    return kept(FinalTape, f"product_{family.name}", FIELDS[f"{family.name}_fq"], lambda: _recorded_product(family))
+
+
+def _recorded_product(family: Family) -> FinalTape:
     machine = _Machine(family)
     f, g = machine.new(), machine.new()
     machine.mul(f, g)

@@ -37,6 +37,9 @@ class TapeKernel:
 
     field: str
 
+    written_out = True
+    """LLVM has little to do: see runtime/providers/cpu.py."""
+
     @property
     def least_share(self) -> int:
         """An index is a millisecond of work: two are worth two threads."""

@@ -85,6 +85,11 @@ class FieldKernels:
     form: str = ""
 
     @property
+    def written_out(self) -> bool:
+        """Whether LLVM has little to do: see runtime/providers/cpu.py."""
+        return field_of(self.field).limbs > 1
+
+    @property
     def key(self) -> str:
         """See builder_key; the text depends on the target in nothing else."""
         return builder_key(replace(self, form=self.form or host_form(field_of(self.field))))

@@ -151,6 +151,14 @@ class Container:
         with contextlib.suppress(BufferError):
             self._map.close()
 
+    def forget(self) -> None:
+        """Give the pages that were read back to the system; they are read again where they are asked for again.
+
+        Until then they count as this process's memory. Where the system has no such call they stay.
+        """
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def _found(self) -> dict[int, Section]:
         if self.size < PREFIX.size:
             raise FormatError(f"{self.path} was shortened while it was opened")

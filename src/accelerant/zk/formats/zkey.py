@@ -20,7 +20,7 @@ and a canonical witness value is in Montgomery form. Source: files of snarkjs 0.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,6 +224,23 @@ class Zkey(MappedFile):
     def points(self) -> dict[str, U64]:
         """All sections of points by name: IC, A, B1, B2, C, H."""
         return {_NAMES[number]: self._points(number) for number in self._counts()}
+
+    def chunks(self, name: str, rows: int) -> Iterator[U64]:
+        """Copies of a section's points, so many at a time: aligned, and the file's pages are given back in between.
+
+        Args:
+            name: as points has them.
+            rows: of a chunk, at most.
+        """
+        words = self.points[name]
+        for start in range(0, len(words), rows):
+            chunk = np.array(words[start : start + rows])
+            self.forget()
+            yield chunk
+
+    def forget(self) -> None:
+        """Give the pages that were read back to the system: they count as this process's memory until then."""
+        self._container.forget()
 
     @property
     def coefficients(self) -> npt.NDArray[np.void]:

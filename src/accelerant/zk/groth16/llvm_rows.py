@@ -34,6 +34,9 @@ class RowsKernel:
 
     field: str
 
+    written_out = True
+    """LLVM has little to do: see runtime/providers/cpu.py."""
+
     least_share = 512
     """Rows that are worth another thread."""
 

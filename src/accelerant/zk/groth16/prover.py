@@ -1,4 +1,4 @@
-"""The prover of Groth16 on the CPU, with a key kept ready for many proofs.
+"""The prover of Groth16, with a key kept ready for many proofs.
 
     pi_A = alpha1 + sum w_i A_i + r delta1
     pi_B = beta2 + sum w_i B2_i + s delta2              pi_B1 the same of beta1, B1, delta1
@@ -12,9 +12,9 @@ their time and memory accesses depend on the witness.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +27,22 @@ from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field import launch as field_launch
 from accelerant.algebra.field import words as host
-from accelerant.algebra.field.places import HOST
+from accelerant.algebra.field.places import HOST, Place
 from accelerant.algebra.ntt import LOG_MOST
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
-from accelerant.runtime.cores import usable_cores
-from accelerant.zk.formats.elements import first_not_below
 from accelerant.zk.formats.wtns import Witness
 from accelerant.zk.formats.zkey import Zkey
+from accelerant.zk.groth16.chosen import Devices, chosen_places
+from accelerant.zk.groth16.host_key import HostKey
+from accelerant.zk.groth16.keys import Progress, ProvingKey, Stages, UnreducedError
 from accelerant.zk.groth16.proof import Proof
-from accelerant.zk.groth16.quotient import constraint_rows, quotient, scalars_of
+from accelerant.zk.groth16.quotient import scalars_of
 from accelerant.zk.groth16.verification_key import VerificationKey
 from accelerant.zk.groth16.verifier import verify
-from accelerant.zk.msm.cpu import Bases, plan
-from accelerant.zk.msm.op import summed
 
 __all__ = ["Prover", "prove"]
 
 U64 = npt.NDArray[np.uint64]
-Progress = Callable[[str], None]
-
-_SMALL_BITS = 32
-"""Scalars below 2^32 have few digits: they are not counted where digits are chosen."""
 
 
 class Prover:
@@ -68,53 +63,67 @@ class Prover:
         n_public: public inputs.
         domain_size: points of the transforms.
         verification_key: that of the circuit.
-        timings: stage -> seconds, of reading the key and of the last proof.
+        timings: stage -> seconds of the CPU's clock, of reading the key and of the last proof.
+        spans: part -> seconds that the device spent on it for the last proof; parts overlap. Empty on the CPU.
     """
 
-    def __init__(self, zkey: Zkey | str | Path, *, progress: Progress | None = None) -> None:
-        """Read a key.
+    def __init__(self, zkey: Zkey | str | Path, *, device: Devices = "auto", progress: Progress | None = None) -> None:
+        """Read a key, and bring it to a device.
 
         Args:
             zkey: a Groth16 .zkey file, or one that is open, which need not stay so.
+            device: "cpu", "cuda", "cuda:1", "opencl", or what accelerant.devices() lists; several of them, as in
+                ["cuda:0", "cuda:1"], share each sum. "auto" is what the setting backend (ACCELERANT_BACKEND) names;
+                without one an NVIDIA GPU, if it is there, and torch imported already or the domain of 2^16 points or
+                more; else the CPU.
             progress: called with the name of each stage before it begins.
 
         Raises:
             FormatError: the file is not what it claims to be, or a point of its header is infinity, off its curve or
                 out of the subgroup; names section and offset.
             UnsupportedCase: a domain of one point, which snarkjs does not make, or of more than 2^27.
+            ConfigError: no backend has that name, or no device that number.
+            BackendUnavailable: the backend is not there; says why.
+            OutOfMemory: the device's is not even enough for the constraints and the vectors of a proof.
         """
         if not isinstance(zkey, Zkey):
             with Zkey.open(zkey) as opened:
-                self._read(opened, progress)
+                self._read(opened, device, progress)
         else:
-            self._read(zkey, progress)
+            self._read(zkey, device, progress)
 
-    def _read(self, zkey: Zkey, progress: Progress | None) -> None:
+    def _read(self, zkey: Zkey, device: Devices, progress: Progress | None) -> None:
         if not 2 <= zkey.domain_size <= 1 << LOG_MOST:
             raise UnsupportedCase(f"{zkey.path}: a domain of {zkey.domain_size} points; it may have 2 to 2^{LOG_MOST}")
+        stages = Stages(progress)
         self._progress = progress
         self._path = zkey.path
         self._pairing = family_of(zkey.family)
         self.family, self.n_vars, self.n_public = zkey.family, zkey.n_vars, zkey.n_public
         self.domain_size = zkey.domain_size
-        self.timings: dict[str, float] = {}
-        with self._stage("key: header"):
+        self._field = scalars_of(self._pairing)
+        with stages("key: header"):
             # Checks the header's points: with delta1 = beta1 = 0 proofs verify under the genuine key and hide nothing
             self.verification_key = VerificationKey.from_zkey(zkey)
-        with self._stage("key: constraints"):
-            self._field = scalars_of(self._pairing)
-            self._rows = constraint_rows(self._field, zkey.domain_size, zkey.coefficients)
-        with self._stage("key: points"):
-            g1, g2 = self._pairing.g1, self._pairing.g2
-            of_g1 = {"A": zkey.a, "B1": zkey.b1, "C": zkey.c, "H": zkey.h}
-            self._bases = {name: _Section(g1, words) for name, words in of_g1.items()}
-            self._bases["B2"] = _Section(g2, zkey.b2)
-            self._g1 = {name: _one(g1, getattr(zkey, name)) for name in ("alpha1", "beta1", "delta1")}
-            self._g2 = {name: _one(g2, getattr(zkey, name)) for name in ("beta2", "delta2")}
-        self._key_timings = self.timings
+        self._key = _key(zkey, chosen_places(device, zkey.domain_size), stages)
+        g1, g2 = self._pairing.g1, self._pairing.g2
+        self._g1 = {name: _one(g1, getattr(zkey, name)) for name in ("alpha1", "beta1", "delta1")}
+        self._g2 = {name: _one(g2, getattr(zkey, name)) for name in ("beta2", "delta2")}
+        self._key_timings = self.timings = stages.timings
+        self.spans: dict[str, float] = {}
 
     def __repr__(self) -> str:
-        return f"Prover({str(self._path)!r}, {self.family}, {self.n_vars} signals, domain {self.domain_size})"
+        sizes = f"{self.n_vars} signals, domain {self.domain_size}"
+        return f"Prover({str(self._path)!r}, {self.family}, {sizes}, {self.device})"
+
+    @property
+    def device(self) -> str:
+        """Where the key is: "cpu", "cuda:0", ..."""
+        return self._key.label
+
+    def explain(self) -> str:
+        """Where the key's sections are, and how sums are made, in words."""
+        return self._key.explain()
 
     def prove(
         self,
@@ -136,43 +145,63 @@ class Prover:
             FormatError: the file is not what it claims to be, of another curve or circuit; or the proof does not
                 verify, since the witness does not satisfy the constraints.
         """
-        randomness = self._randomness(insecure_randomness_for_tests)
-        self.timings = dict(self._key_timings)
-        with self._stage("witness"):
-            words = self._witness(witness)
-            public = tuple(host.decode(self._field, words[1 : self.n_public + 1]))
-        with self._stage("quotient"):
-            scalars = quotient(self._field, self._rows, words)
-        sums = {}
-        for name, factors in (
-            *((name, words) for name in ("A", "B1", "B2")),
-            ("C", words[self.n_public + 1 :]),
-            ("H", scalars),
-        ):
-            with self._stage(f"sum {name}"):
-                sums[name] = self._bases[name].msm(factors)
-        with self._stage("proof"):
-            proof = self._assembled(sums, randomness, public)
-        if verified:
-            with self._stage("verification"):
-                self._verify(proof, public)
-        return proof
+        return self._begin(witness, self._randomness(insecure_randomness_for_tests))(verified)
+
+    def prove_many(self, witnesses: Iterable[Witness | str | Path], *, verified: bool = True) -> Iterator[Proof]:
+        """Proofs of witnesses, in their order.
+
+        On a device the next witness is read, copied and begun with before the last one's proof is put together and
+        verified, so that the device has work all the time. On the CPU it is as calling prove for each.
+
+        Args:
+            witnesses: .wtns files; one ahead is taken.
+            verified: as prove.
+
+        Raises:
+            FormatError: as prove, when it is that witness's turn: the proofs before it have been handed out. Those
+                after it are not made.
+        """
+        ends: deque[Callable[[bool], Proof]] = deque()
+        for witness in witnesses:
+            try:
+                ends.append(self._begin(witness, self._randomness(None)))
+            except Exception:
+                yield from (end(verified) for end in ends)
+                raise
+            if len(ends) > 1:
+                yield ends.popleft()(verified)
+        yield from (end(verified) for end in ends)
 
     # --- parts ---------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        if self._progress is not None:
-            self._progress(name)
-        start = time.perf_counter()
-        yield
-        self.timings[name] = time.perf_counter() - start
+    def _begin(self, witness: Witness | str | Path, randomness: U64) -> Callable[[bool], Proof]:
+        """Begin with a witness; what is returned ends it, verified or not."""
+        stages, files = Stages(self._progress), ExitStack()
+        with files:
+            opened = witness if isinstance(witness, Witness) else files.enter_context(Witness.open(witness))
+            self._check_witness(opened)
+            with _reduced(opened):
+                summed = self._key.begin(opened.values, stages)
+            open_until_the_end = files.pop_all()
 
-    def _witness(self, witness: Witness | str | Path) -> U64:
-        """(n_vars, 4) canonical words below r, aligned."""
-        if not isinstance(witness, Witness):
-            with Witness.open(witness) as opened:
-                return self._witness(opened)
+        def end(verified: bool) -> Proof:
+            with open_until_the_end:
+                with stages("blinding"):
+                    blinds = self._blinds(randomness)
+                with _reduced(opened):
+                    found = summed()
+            with stages("proof"):
+                public = tuple(host.decode(self._field, found.public))
+                proof = self._assembled(found.sums, randomness, blinds, public)
+            if verified:
+                with stages("verification"):
+                    self._verify(proof, public)
+            self.timings, self.spans = self._key_timings | stages.timings, found.spans
+            return proof
+
+        return end
+
+    def _check_witness(self, witness: Witness) -> None:
         if witness.family != self.family:
             raise FormatError(f"{witness.path} is a witness on {witness.family}; {self._path} is on {self.family}")
         if witness.n_values != self.n_vars:
@@ -180,11 +209,6 @@ class Prover:
                 f"{witness.path} has {witness.n_values} values, {self._path} has {self.n_vars} signals: "
                 "the witness is of another circuit"
             )
-        words = np.array(witness.values, np.uint64)
-        if first_not_below(words, self._field.modulus) is not None:  # of the copy: the file may change meanwhile
-            witness.check()
-            raise FormatError(f"{witness.path} has changed while it was read")
-        return words
 
     def _randomness(self, given: tuple[int, int] | None) -> U64:
         """R, s: (2, 4) canonical words."""
@@ -195,17 +219,26 @@ class Prover:
             raise ConfigError("insecure_randomness_for_tests must be two Python integers from 0 to below the order r")
         return host.encode(field, list(given))
 
-    def _assembled(self, sums: dict[str, U64], randomness: U64, public: tuple[int, ...]) -> Proof:
+    def _blinds(self, randomness: U64) -> tuple[U64, U64]:
+        """What of a proof depends on no witness: delta1 times r, s and -r s, and delta2 times s."""
         g1, g2, field = self._pairing.g1, self._pairing.g2, self._field
         r, s = randomness[:1], randomness[1:]
         rs = field_launch.binary(HOST, field, "mul", r, s, "canonical")
         minus_rs = field_launch.unary(HOST, field, "neg", rs, "canonical")
-        blinds = launch.multiply(HOST, g1, self._g1["delta1"], np.concatenate([r, s, minus_rs]))
-        a = _added(g1, self._g1["alpha1"], sums["A"], blinds[:1])
-        b1 = _added(g1, self._g1["beta1"], sums["B1"], blinds[1:2])
-        b2 = _added(g2, self._g2["beta2"], sums["B2"], launch.multiply(HOST, g2, self._g2["delta2"], s))
-        mixed = launch.multiply(HOST, g1, np.concatenate([a, b1]), np.concatenate([s, r]))
-        c = _added(g1, sums["C"], sums["H"], mixed[:1], mixed[1:], blinds[2:])
+        of_delta1: U64 = launch.multiply(HOST, g1, self._g1["delta1"], np.concatenate([r, s, minus_rs]))
+        of_delta2: U64 = launch.multiply(HOST, g2, self._g2["delta2"], s)
+        return of_delta1, of_delta2
+
+    def _assembled(
+        self, sums: dict[str, U64], randomness: U64, blinds: tuple[U64, U64], public: tuple[int, ...]
+    ) -> Proof:
+        g1, g2 = self._pairing.g1, self._pairing.g2
+        of_delta1, s_delta2 = blinds
+        a = _added(g1, self._g1["alpha1"], sums["A"], of_delta1[:1])
+        b1 = _added(g1, self._g1["beta1"], sums["B1"], of_delta1[1:2])
+        b2 = _added(g2, self._g2["beta2"], sums["B2"], s_delta2)
+        mixed = launch.multiply(HOST, g1, np.concatenate([a, b1]), np.ascontiguousarray(randomness[::-1]))
+        c = _added(g1, mixed[:1], mixed[1:], of_delta1[2:], sums["C"], sums["H"])
         (pi_a, pi_c), (pi_b,) = _affine(g1, np.concatenate([a, c])), _affine(g2, b2)
         return Proof(self.family, pi_a, pi_b, pi_c, public)
 
@@ -221,7 +254,7 @@ class Prover:
             )
 
 
-def prove(zkey: Zkey | str | Path, witness: Witness | str | Path) -> Proof:
+def prove(zkey: Zkey | str | Path, witness: Witness | str | Path, *, device: Devices = "auto") -> Proof:
     """One proof; a Prover is for many.
 
     >>> proof = prove("circuit.zkey", "witness.wtns")
@@ -229,32 +262,31 @@ def prove(zkey: Zkey | str | Path, witness: Witness | str | Path) -> Proof:
     Args:
         zkey: a Groth16 .zkey file.
         witness: a .wtns file.
+        device: as Prover.
 
     Raises:
-        FormatError: as Prover and Prover.prove.
+        As Prover and Prover.prove.
     """
-    return Prover(zkey).prove(witness)
+    return Prover(zkey, device=device).prove(witness)
 
 
-class _Section:
-    """Points of a section of the key without those at infinity, as kernels take them."""
+def _key(zkey: Zkey, places: Sequence[Place], stages: Stages) -> ProvingKey:
+    if list(places) == [HOST]:
+        return HostKey(zkey, stages)
+    from accelerant.zk.groth16.device_key import DeviceKey
+    from accelerant.zk.groth16.split_key import SplitKey
 
-    def __init__(self, curve: Curve[Any], words: U64) -> None:
-        """Montgomery words (n, words of a point) as they lie in the file."""
-        aligned = np.array(words, np.uint64)
-        finite = aligned.any(axis=1)
-        self._kept = None if finite.all() else np.flatnonzero(finite)
-        self._curve = curve
-        self._bases = Bases(curve, aligned if self._kept is None else aligned[self._kept])
+    return DeviceKey(zkey, places[0], stages) if len(places) == 1 else SplitKey(zkey, places, stages)
 
-    def msm(self, scalars: U64) -> U64:
-        """The sum, (1, *shape), Montgomery form, of scalars (n, 4) below the order."""
-        rows = scalars if self._kept is None else scalars[self._kept]
-        large = rows[:, 1:].any(axis=1) | (rows[:, 0] >> np.uint64(_SMALL_BITS) != 0)
-        chosen = plan(self._curve.order, max(1, int(np.count_nonzero(large))), usable_cores())
-        words = HOST.contiguous(rows)
-        found: U64 = summed(HOST, self._curve, [words], lambda row: self._bases.msm(row, chosen))
-        return found
+
+@contextmanager
+def _reduced(witness: Witness) -> Iterator[None]:
+    """Word the error where a value in the file is not below r."""
+    try:
+        yield
+    except UnreducedError:
+        witness.check()
+        raise FormatError(f"{witness.path} has changed while it was read") from None
 
 
 def _below(value: object, modulus: int) -> bool:
@@ -266,10 +298,10 @@ def _one(curve: Curve[Any], words: U64) -> U64:
 
 
 def _added(curve: Curve[Any], *points: U64) -> U64:
-    """The sum of points (1, *shape)."""
+    """The sum of points, the first (1, *shape), the others of as many words."""
     total, *rest = points
     for point in rest:
-        total = launch.add(HOST, curve, total, HOST.contiguous(point))
+        total = launch.add(HOST, curve, total, HOST.contiguous(point.reshape(total.shape)))
     return total
 
 

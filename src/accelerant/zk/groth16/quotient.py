@@ -21,6 +21,7 @@ from accelerant.algebra.field import launch
 from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.algebra.field.places import HOST
 from accelerant.algebra.ntt.launch import transform
+from accelerant.zk.groth16.csr import stacked_coefficients
 from accelerant.zk.groth16.sparse import SparseMatrix
 
 __all__ = ["constraint_rows", "quotient", "scalars_of"]
@@ -44,8 +45,7 @@ def constraint_rows(field: Field, domain_size: int, coefficients: npt.NDArray[np
         domain_size: rows of each.
         coefficients: (n,) of zk.formats.COEFFICIENT, in range; values are x R^2.
     """
-    rows = coefficients["matrix"].astype(np.int64) * domain_size + coefficients["row"]
-    return SparseMatrix(field, 2 * domain_size, rows, coefficients["signal"], coefficients["value"])
+    return SparseMatrix.of(field, stacked_coefficients(domain_size, coefficients))
 
 
 def quotient(field: Field, rows: SparseMatrix, witness: U64) -> U64:
@@ -58,7 +58,7 @@ def quotient(field: Field, rows: SparseMatrix, witness: U64) -> U64:
     """
     n = rows.n_rows // 2
     values = np.empty((3, n, field.limbs), np.uint64)
-    values[:2] = rows.times(witness).reshape(2, n, field.limbs)
+    rows.times(witness, out=values[:2].reshape(2 * n, field.limbs))
     values[2] = launch.binary(HOST, field, "mul", values[0], values[1], "montgomery")
     transform(HOST, field, values, inverse=True, coset=1, order="natural_to_bit_reversed", out=values)
     g = field.root_of_unity(2 * n)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ from accelerant.errors import UnsupportedCase
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.formats import COEFFICIENT, TERM, Contribution, Label, R1cs, write_zkey
 from accelerant.zk.formats.writing import writable_target
+from accelerant.zk.groth16.multiples import Multiples
 from accelerant.zk.groth16.quotient import scalars_of
 from accelerant.zk.groth16.sparse import SparseMatrix
 
-__all__ = ["LABEL", "setup_with_known_tau"]
+__all__ = ["LABEL", "Constraints", "setup_with_known_tau"]
 
 U64 = npt.NDArray[np.uint64]
 Terms = npt.NDArray[np.void]
@@ -45,13 +47,49 @@ LABEL = "INSECURE: accelerant zk setup, tau known; tests only"
 """Name of the one contribution that such a key has."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Constraints:
+    """A circuit in memory: (A w)_i (B w)_i = (C w)_i for each row i.
+
+    Attributes:
+        family: "bn254" or "bls12_381".
+        n_wires: of a witness w; w_0 = 1, then the public ones.
+        n_public: public inputs and outputs.
+        n_constraints: rows.
+        matrices: entries of A, B and C, (n,) of zk.formats.TERM each, values canonical; believed to be in range.
+    """
+
+    family: str
+    n_wires: int
+    n_public: int
+    n_constraints: int
+    matrices: tuple[Terms, Terms, Terms]
+
+    @property
+    def domain(self) -> int:
+        """Points of the transforms: a power of two above the rows, those of public inputs among them."""
+        return 1 << (self.n_constraints + self.n_public).bit_length()
+
+    @classmethod
+    def of(cls, r1cs: R1cs) -> Constraints:
+        """Those of a file, read.
+
+        Raises:
+            FormatError: the file is not what it claims to be.
+            UnsupportedCase: it has custom gates.
+        """
+        if r1cs.n_custom_gate_uses:
+            raise UnsupportedCase(f"{r1cs.path} uses custom gates, which Groth16 cannot prove")
+        return cls(r1cs.family, r1cs.n_wires, r1cs.n_public, r1cs.n_constraints, r1cs.matrices())
+
+
 def setup_with_known_tau(
-    r1cs: R1cs | str | Path, zkey: str | Path, *, progress: Callable[[str], None] | None = None
+    r1cs: R1cs | Constraints | str | Path, zkey: str | Path, *, progress: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
     """Make a proving key without a ceremony: for tests and benchmarks, never to be relied on.
 
     Args:
-        r1cs: of the circuit.
+        r1cs: of the circuit: a file, one that is open, or constraints in memory.
         zkey: file to write, whole or not at all.
         progress: called with the name of each stage before it begins.
 
@@ -64,35 +102,41 @@ def setup_with_known_tau(
         ConfigError: zkey names no regular file; before anything is computed.
         OSError: the file cannot be written.
     """
-    if not isinstance(r1cs, R1cs):
+    if isinstance(r1cs, str | Path):
         with R1cs.open(r1cs) as opened:
             return setup_with_known_tau(opened, zkey, progress=progress)
     writable_target(zkey)
-    if r1cs.n_custom_gate_uses:
-        raise UnsupportedCase(f"{r1cs.path} uses custom gates, which Groth16 cannot prove")
-    family = family_of(r1cs.family)
-    size = 1 << (r1cs.n_constraints + r1cs.n_public).bit_length()
-    most = scalars_of(family).two_adicity - 1
-    if size > 1 << most or size < 2:
-        raise UnsupportedCase(f"{r1cs.path}: a domain of {size} points; {family.name} has 2 to 2^{most}")
     say = progress or (lambda _: None)
     say("constraints")
-    a, b, c = r1cs.matrices()
-    public = np.zeros(r1cs.n_public + 1, TERM)
-    public["wire"] = np.arange(len(public))
-    public["row"] = r1cs.n_constraints + public["wire"]
-    public["value"][:, 0] = 1
-    matrices = (np.concatenate([a, public]), b, c)
-    arrays = _key(family, r1cs.n_wires, r1cs.n_public, size, matrices, say)
+    circuit = r1cs if isinstance(r1cs, Constraints) else Constraints.of(r1cs)
+    family, size = family_of(circuit.family), circuit.domain
+    most = scalars_of(family).two_adicity - 1
+    if size > 1 << most or size < 2:
+        raise UnsupportedCase(
+            f"{circuit.n_constraints} constraints take a domain of {size} points; {family.name} has 2 to 2^{most}"
+        )
+    a, b, c = circuit.matrices
+    matrices = (np.concatenate([a, _public_rows(circuit)]), b, c)
+    arrays = _key(family, circuit.n_wires, circuit.n_public, size, matrices, say)
     say("writing")
-    write_zkey(zkey, family.name, n_public=r1cs.n_public, coefficients=_coefficients(family, *matrices[:2]), **arrays)
+    coefficients = _coefficients(family, *matrices[:2])
+    write_zkey(zkey, family.name, n_public=circuit.n_public, coefficients=coefficients, **arrays)
     return {
         "curve": family.name,
-        "constraints": r1cs.n_constraints,
-        "signals": r1cs.n_wires,
-        "public_inputs": r1cs.n_public,
+        "constraints": circuit.n_constraints,
+        "signals": circuit.n_wires,
+        "public_inputs": circuit.n_public,
         "domain": size,
     }
+
+
+def _public_rows(circuit: Constraints) -> Terms:
+    """The rows of A beyond the constraints."""
+    found = np.zeros(circuit.n_public + 1, TERM)
+    found["wire"] = np.arange(len(found))
+    found["row"] = circuit.n_constraints + found["wire"]
+    found["value"][:, 0] = 1
+    return found
 
 
 def _key(
@@ -111,24 +155,19 @@ def _key(
     k = fr.add(fr.add(fr.mul(u, beta), fr.mul(v, alpha)), w)
     over_delta = pow(delta, -1, fr.modulus)
     h = _lagrange(fr, roots.root_of_unity(2 * size), 2 * size, tau)[1::2]
+    secret, one = fr.encode([alpha, beta, delta]), fr.encode([1])
     of_g1 = {
         "a": u,
         "b1": v,
         "ic": k[: n_public + 1],
         "c": fr.mul(k[n_public + 1 :], over_delta),
         "h": fr.mul(np.ascontiguousarray(h), over_delta),
+        "fixed": np.concatenate([secret, one]),
     }
-    found: dict[str, Any] = {}
-    for name, scalars in of_g1.items():
-        say(f"points {name}")
-        found[name] = _multiples(family.g1, scalars)
-    say("points b2")
-    found["b2"] = _multiples(family.g2, v)
-    secret = fr.encode([alpha, beta, delta])
-    one = fr.encode([1])
-    found["alpha1"], found["beta1"], found["delta1"] = _multiples(family.g1, secret)
-    found["beta2"], found["delta2"] = _multiples(family.g2, secret[1:])
-    (g1,), (found["gamma2"],) = _multiples(family.g1, one), _multiples(family.g2, one)
+    found = _multiples(family.g1, of_g1, say)
+    found |= _multiples(family.g2, {"b2": v, "fixed2": np.concatenate([secret[1:], one])}, say)
+    found["alpha1"], found["beta1"], found["delta1"], g1 = found.pop("fixed")
+    found["beta2"], found["delta2"], found["gamma2"] = found.pop("fixed2")
     found["contributions"] = (
         Contribution(Label(name=LABEL), found["delta1"], g1, found["delta1"], found["delta2"], bytes(64)),
     )
@@ -159,12 +198,17 @@ def _montgomery(fr: PrimeField, values: U64) -> U64:
     return found
 
 
-def _multiples(curve: Curve[Any], scalars: U64) -> U64:
-    """The generator times each scalar, (n, words of a point), Montgomery form."""
+def _multiples(curve: Curve[Any], scalars: Mapping[str, U64], say: Callable[[str], None]) -> dict[str, Any]:
+    """The generator times each scalar, by name: (n, words of a point), Montgomery form."""
     group = curve_named(curve.name)
+    say(f"multiples of {curve.name}'s generator")
     base = launch.to_montgomery(HOST, curve, group.generator[None])
-    points = launch.multiply(HOST, curve, base, HOST.contiguous(scalars))
-    return np.asarray(points).reshape(len(scalars), math.prod(curve.shape))
+    multiples = Multiples(curve, base, sum(map(len, scalars.values())))
+    found = {}
+    for name, each in scalars.items():
+        say(f"points {name}")
+        found[name] = multiples.of(each).reshape(len(each), math.prod(curve.shape))
+    return found
 
 
 def _coefficients(family: Family, a: Terms, b: Terms) -> npt.NDArray[np.void]:

@@ -13,6 +13,7 @@ from accelerant.algebra.field.places import HOST
 from accelerant.errors import ShapeError
 from accelerant.runtime.kernel import Kernel
 from accelerant.runtime.ledger import OpRecord, ledger
+from accelerant.zk.groth16.csr import Csr, sorted_by_row
 from accelerant.zk.groth16.llvm_rows import kernel_source
 
 __all__ = ["SparseMatrix"]
@@ -44,29 +45,37 @@ class SparseMatrix:
         Raises:
             ShapeError: a row is not there: the kernel would write elsewhere.
         """
-        if len(rows) and int(rows.max()) >= n_rows:
-            raise ShapeError(f"an entry is in row {int(rows.max())} of {n_rows}")
-        self.field, self.n_rows, self.n_entries = field, n_rows, len(rows)
-        order = np.argsort(rows, kind="stable")
-        self._starts = np.zeros(n_rows + 1, np.int64)
-        np.cumsum(np.bincount(rows, minlength=n_rows), out=self._starts[1:])
-        self._columns = np.ascontiguousarray(columns[order], np.uint32)
-        self._least = 1 + int(self._columns.max()) if len(rows) else 0
-        self._values = np.ascontiguousarray(values[order], np.uint64)
+        self._take(field, sorted_by_row(n_rows, rows, columns, values))
 
-    def times(self, x: U64) -> U64:
+    @classmethod
+    def of(cls, field: Field, rows: Csr) -> SparseMatrix:
+        """A matrix whose entries are sorted."""
+        made = cls.__new__(cls)
+        made._take(field, rows)
+        return made
+
+    def _take(self, field: Field, rows: Csr) -> None:
+        self.field, self.n_rows, self.n_entries = field, rows.n_rows, len(rows.columns)
+        self._rows, self._least = rows, rows.least_columns
+
+    def times(self, x: U64, out: U64 | None = None) -> U64:
         """The product, (n_rows, 4): its element i is the sum of values x / R over row i, R = 2^256.
 
         Args:
             x: (n, 4), below the modulus, contiguous; more than any column.
+            out: (n_rows, 4) for the product, contiguous and apart from x; new by default.
 
         Raises:
-            ShapeError: fewer: the kernel would read elsewhere.
+            ShapeError: fewer, or another shape of `out`: the kernel would read or write elsewhere.
         """
         if x.shape[1:] != (self.field.limbs,) or len(x) < self._least:
             raise ShapeError(f"x must be (n, {self.field.limbs}) with n at least {self._least}, got {x.shape}")
-        z = np.empty((self.n_rows, self.field.limbs), np.uint64)
-        pointers = map(HOST.pointer, (self._values, self._columns, self._starts, x, z))
+        shape = (self.n_rows, self.field.limbs)
+        z = np.empty(shape, np.uint64) if out is None else out
+        if z.shape != shape or z.dtype != np.uint64 or not z.flags.carray:
+            raise ShapeError(f"out must be {shape}, uint64, contiguous; got {z.shape}, {z.dtype}")
+        rows = self._rows
+        pointers = map(HOST.pointer, (rows.values, rows.columns, rows.starts, x, z))
         with counted(HOST, _record(self.field, self.n_rows, len(x), self.n_entries)):
             HOST.provider.launch(_kernel(self.field.name), (self.n_rows,), (1,), (*pointers, self.n_rows))
         return z

@@ -1,0 +1,68 @@
+"""Tapes on disk: what comes back is what was recorded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from accelerant.algebra.curve import pairing_miller, pairing_power, tape_store
+from accelerant.algebra.curve.parameters import family_of
+from accelerant.algebra.field.parameters import FIELDS
+from accelerant.runtime.cache import KernelCache
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty cache."""
+    monkeypatch.setattr(tape_store, "KernelCache", lambda: KernelCache(tmp_path))
+    return tmp_path
+
+
+def same(a, b):
+    """Tapes have no equality of their own."""
+    plain = [(t.field, t.registers, t.constants, t.products, t.code.tolist(), t.schedule.tolist()) for t in (a, b)]
+    return plain[0] == plain[1]
+
+
+KINDS = {
+    "miller": (pairing_miller.MillerTape, lambda family: pairing_miller._recorded_loop(family, 2)),
+    "product": (pairing_power.FinalTape, pairing_power._recorded_product),
+    "final": (pairing_power.FinalTape, pairing_power._recorded_power),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["bn254", "bls12_381"])
+def test_what_is_read_is_what_was_recorded(folder, kind, name):
+    family, calls = family_of(name), []
+    of, record = KINDS[kind]
+    made = record(family)
+
+    def make():
+        calls.append(kind)
+        return made
+
+    for _ in range(2):
+        found = tape_store.kept(of, f"{kind}_{name}", FIELDS[f"{name}_fq"], make)
+        assert same(found.tape, made.tape)
+        assert found.tape.code.dtype == np.int32
+        assert found.tape.schedule.dtype == np.int64
+        places = [field for field in of.__dataclass_fields__ if field != "tape"]
+        assert [getattr(found, place) for place in places] == [getattr(made, place) for place in places]
+    assert len(calls) == 1
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_a_damaged_entry_is_recorded_again(folder):
+    family = family_of("bn254")
+    field, calls = FIELDS["bn254_fq"], []
+
+    def make():
+        calls.append(1)
+        return pairing_power._recorded_product(family)
+
+    first = tape_store.kept(pairing_power.FinalTape, "t", field, make)
+    code = next(folder.iterdir()) / "code"
+    code.write_bytes(bytes([code.read_bytes()[0] ^ 1]) + code.read_bytes()[1:])
+    assert same(tape_store.kept(pairing_power.FinalTape, "t", field, make).tape, first.tape)
+    assert len(calls) == 2

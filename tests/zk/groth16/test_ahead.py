@@ -1,0 +1,76 @@
+"""Kernels that a process beside this one compiles."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from accelerant.algebra.curve.parameters import family_of
+from accelerant.algebra.curve.program import kernel_source
+from accelerant.config import override
+from accelerant.runtime.cache import KernelCache
+from accelerant.runtime.providers.cpu import CpuProvider
+from accelerant.zk.groth16 import ahead
+
+
+@pytest.fixture
+def provider(monkeypatch):
+    """One of its own, as the registry has it."""
+    made = CpuProvider()
+    monkeypatch.setattr(ahead.registry, "create", lambda _: made)
+    monkeypatch.setattr(ahead, "usable_cores", lambda: 2)
+    return made
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERANT_CACHE_DIR", str(tmp_path))  # for the other process
+    with override(cache_dir=tmp_path):
+        yield tmp_path
+
+
+def beside(monkeypatch, program):
+    monkeypatch.setattr(ahead, "_PROGRAM", program)
+    return ahead._Beside("bn254", 8)
+
+
+def test_a_kernel_at_work_is_waited_for(monkeypatch):
+    process = beside(monkeypatch, "import time; print('a', flush=True); time.sleep(1); print('b', flush=True)")
+    with process._changed:
+        assert process._changed.wait_for(lambda: process._at == "a", 20)
+    process.wait("another")
+    assert process._at == "a"
+    process.wait("a")
+    assert process._at != "a"
+    process.wait("b")  # until the process has ended
+    assert process._at == ""
+
+
+@pytest.mark.parametrize("program", ["raise SystemExit(3)", "no program", "print('a')"])
+def test_a_process_that_fails_is_not_waited_for(monkeypatch, program):
+    process = beside(monkeypatch, program)
+    ended = threading.Thread(target=process.wait, args=("a",), daemon=True)
+    ended.start()
+    ended.join(20)
+    assert not ended.is_alive()
+
+
+def test_nothing_is_started_where_there_is_nothing_to_gain(provider, empty, monkeypatch):
+    monkeypatch.setattr(ahead, "_Beside", None)
+    monkeypatch.setattr(ahead, "usable_cores", lambda: 1)
+    ahead.compile_ahead("bn254", 8)
+    monkeypatch.setattr(ahead, "usable_cores", lambda: 2)
+    monkeypatch.setattr(KernelCache, "has", lambda *_: True)
+    ahead.compile_ahead("bn254", 8)
+    assert provider.wait_for is None
+
+
+@pytest.mark.slow
+def test_what_it_compiles_is_found(provider, empty):
+    ahead.compile_ahead("bn254", 1024)
+    provider.wait_for.__self__._process.wait()
+    curve = family_of("bn254").g2
+    for entry in ("curve_mul", "curve_add"):
+        assert provider.compile(kernel_source(curve, entry)).from_cache
+    assert sum(path.is_dir() for path in (empty / "kernels").iterdir()) >= 12

@@ -1,0 +1,387 @@
+"""Proofs on devices are those of the CPU, exactly: on PoCL, on NVIDIA where there is a GPU.
+
+PoCL takes half a minute to compile a family's programs, so what makes proofs there is slow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+
+import circuits
+import numpy as np
+import pytest
+
+from accelerant.algebra.curve.parameters import family_of
+from accelerant.algebra.field.parameters import FIELDS
+from accelerant.algebra.field.places import HOST, place_at
+from accelerant.algebra.field.words import encode, random
+from accelerant.cli.app import main
+from accelerant.config import override
+from accelerant.errors import BackendUnavailable, ConfigError, FormatError
+from accelerant.runtime import registry
+from accelerant.runtime.ledger import ledger
+from accelerant.zk.formats import TERM, Witness, Zkey, write_r1cs, write_wtns
+from accelerant.zk.groth16 import Prover, chosen, device_key, verify
+from accelerant.zk.groth16.csr import sorted_by_row
+from accelerant.zk.groth16.device_key import DeviceKey
+from accelerant.zk.groth16.device_rows import DeviceRows, gathered, unreduced
+from accelerant.zk.groth16.device_sections import Budgets, Points, budgets
+from accelerant.zk.groth16.keys import SECTIONS, Stages
+from accelerant.zk.groth16.lanes import Lanes
+from accelerant.zk.groth16.program import BLOCK, EACH, LONG, kernel_source
+from accelerant.zk.groth16.quotient import quotient, scalars_of
+from accelerant.zk.groth16.setup import setup_with_known_tau
+from accelerant.zk.groth16.sparse import SparseMatrix
+from accelerant.zk.msm import device as msm_device
+
+KNOWN = (12345, 2**200 + 7)
+
+
+def backend_is_here(name):
+    reason = registry.reason_absent(name)
+    if reason:
+        pytest.fail(reason) if os.environ.get("CI") == "true" and name == "opencl" else pytest.skip(reason)
+    return name
+
+
+@pytest.fixture(params=["opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request):
+    return place_at(backend_is_here(request.param))
+
+
+@pytest.fixture(params=[pytest.param("opencl", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """The name of a device that takes its time to compile."""
+    return backend_is_here(request.param)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A folder with a circuit of 60 constraints, and three witnesses of it."""
+    folder = tmp_path_factory.mktemp("small")
+    wires = circuits.write_circuit(folder, "bn254", 60, 3)
+    setup_with_known_tau(folder / "circuit.r1cs", folder / "circuit.zkey")
+    write_wtns(folder / "other.wtns", "bn254", encode(FIELDS["bn254_fr"], wires))
+    wires[5] += 1
+    write_wtns(folder / "wrong.wtns", "bn254", encode(FIELDS["bn254_fr"], wires))
+    return folder
+
+
+def same_on_both(key, witness, device):
+    there, here = Prover(key, device=device), Prover(key, device="cpu")
+    expected = here.prove(witness, insecure_randomness_for_tests=KNOWN)
+    assert there.prove(witness, insecure_randomness_for_tests=KNOWN) == expected
+    proof = there.prove(witness)
+    assert proof != expected
+    assert verify(there.verification_key, proof.public, proof)
+    return there
+
+
+# --- the kernels around sums and transforms --------------------------------------------------------------------------
+
+
+def test_rows_and_quotient_are_the_cpus(device):
+    """Rows of no entry, of few, and of just more and many more than a thread takes; any words as values."""
+    field, n, signals = scalars_of(family_of("bn254")), 16, 40
+    rng = np.random.default_rng(3)
+    lengths = [0, 1, 2, 3, LONG - 1, LONG, LONG + 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3]
+    rows = np.concatenate([np.full(length, i + 3) for i, length in enumerate(lengths)] + [rng.integers(0, 2 * n, 50)])
+    rng.shuffle(rows)
+    values = rng.integers(0, 2**64, (len(rows), 4), np.uint64)
+    sorted_rows = sorted_by_row(2 * n, rows, rng.integers(0, signals, len(rows)), values)
+    witness = random(field, (signals,))
+    place = place_at(device)
+    lanes = Lanes(place, 1)
+    found = place.store(DeviceRows(lanes, field, sorted_rows).quotient(lanes.load(0, witness)))
+    assert np.array_equal(found, quotient(field, SparseMatrix.of(field, sorted_rows), witness))
+
+
+def test_gathered_and_unreduced(place):
+    field, n = scalars_of(family_of("bn254")), 2 * BLOCK * EACH + 5
+    x = random(field, (n,))
+    which = np.array([7, 0, n - 1, 7], np.uint32)
+    assert np.array_equal(place.store(gathered(place, field, place.load(x), place.load(which), 4)), x[which])
+    assert not place.store(unreduced(place, field, place.load(x), n)).any()
+    modulus = encode(field, [field.modulus - 1]) + np.array([1, 0, 0, 0], np.uint64)
+    for index in (0, BLOCK * EACH - 1, BLOCK * EACH, n - 1):
+        wrong = x.copy()
+        wrong[index] = modulus
+        blocks = place.store(unreduced(place, field, place.load(wrong), n))
+        assert np.flatnonzero(blocks).tolist() == [index // (BLOCK * EACH)]
+
+
+# --- proofs ----------------------------------------------------------------------------------------------------------
+
+
+def test_proofs_of_snarkjs_keys(circuit, device):
+    ledger().reset()
+    prover = same_on_both(circuit / "circuit.zkey", circuit / "witness.wtns", device)
+    stages = ["witness", "launches", "blinding", "device", "proof", "verification"]
+    assert list(prover.timings) == ["key: header", "key: constraints", "key: points", *stages]
+    parts = {"quotient", *(f"sum {name}" for name in SECTIONS)} if device == "cuda" else set()
+    assert set(prover.spans) == parts
+    assert all(seconds >= 0 for seconds in prover.spans.values())
+    assert repr(prover).endswith(f"{device}:0)")
+    assert [line.partition(":")[0] for line in prover.explain().splitlines()] == list(SECTIONS)
+    rows = {(row["op"], row["device"]) for row in ledger().to_dict()["ops"]}
+    assert {(op, f"{device}:0") for op in ("sparse_mul", "ntt", "msm")} <= rows
+
+
+@pytest.mark.parametrize(("n_constraints", "n_public"), [(1, 0), (2, 1), (3, 3), (1, 7), (300, 100)])
+def test_generated_circuits(tmp_path, device, n_constraints, n_public):
+    """From a domain of two points on; public inputs that no constraint has, so infinities in A and B."""
+    circuits.write_circuit(tmp_path, "bn254", n_constraints, n_public)
+    setup_with_known_tau(tmp_path / "circuit.r1cs", tmp_path / "circuit.zkey")
+    with Zkey.open(tmp_path / "circuit.zkey") as zkey:
+        assert zkey.domain_size >= 2
+        assert not zkey.b1.any(axis=1).all()
+    same_on_both(tmp_path / "circuit.zkey", tmp_path / "witness.wtns", device)
+
+
+@pytest.mark.parametrize("family", [pytest.param("bls12_381", marks=pytest.mark.soak)])
+def test_the_other_family(tmp_path, device, family):
+    circuits.write_circuit(tmp_path, family, 20, 2)
+    setup_with_known_tau(tmp_path / "circuit.r1cs", tmp_path / "circuit.zkey")
+    same_on_both(tmp_path / "circuit.zkey", tmp_path / "witness.wtns", device)
+
+
+def test_sections_of_no_points(tmp_path, device):
+    """No private signal, so C is empty; B has one finite point."""
+    one = np.zeros(1, TERM)
+    one["wire"], one["value"][:, 0] = 1, 1
+    constant = one.copy()
+    constant["wire"] = 0
+    counts = {"n_wires": 3, "n_pub_out": 0, "n_pub_in": 2, "n_prv_in": 0, "n_constraints": 1}
+    write_r1cs(tmp_path / "c.r1cs", "bn254", **counts, a=one, b=constant, c=one)
+    write_wtns(tmp_path / "c.wtns", "bn254", encode(FIELDS["bn254_fr"], [1, 0, 9]))
+    setup_with_known_tau(tmp_path / "c.r1cs", tmp_path / "c.zkey")
+    prover = same_on_both(tmp_path / "c.zkey", tmp_path / "c.wtns", device)
+    assert "\nC: 0 points" in prover.explain()
+
+
+# --- several proofs --------------------------------------------------------------------------------------------------
+
+
+def given(folder, names, taken):
+    for name in names:
+        taken.append(name)
+        yield folder / f"{name}.wtns"
+
+
+def check_many(folder, prover):
+    """In order; the one ahead is not lost where a witness is refused, and those after it are not made."""
+    taken = []
+    proofs = list(prover.prove_many(given(folder, ["witness", "other", "witness"], taken)))
+    assert len({proof.c for proof in proofs}) == 3
+    assert all(verify(prover.verification_key, proof.public, proof) for proof in proofs)
+    for bad, match in (("wrong", "does not verify and is not handed out"), ("absent", r"absent\.wtns")):
+        taken.clear()
+        many = prover.prove_many(given(folder, ["witness", "other", bad, *["witness"] * 3], taken))
+        found = [next(many), next(many)]
+        with pytest.raises((FormatError, OSError), match=match):
+            next(many)
+        assert all(verify(prover.verification_key, proof.public, proof) for proof in found)
+        assert len(taken) <= 4
+        assert list(many) == []
+    assert list(prover.prove_many([])) == []
+    (one,) = prover.prove_many([folder / "witness.wtns"])
+    assert verify(prover.verification_key, one.public, one)
+
+
+def test_many_proofs_on_the_cpu(small):
+    check_many(small, Prover(small / "circuit.zkey", device="cpu"))
+
+
+def test_many_proofs_on_a_device(small, device):
+    check_many(small, Prover(small / "circuit.zkey", device=device))
+
+
+def test_threads_share_a_key(small, device):
+    """Lanes and scratch memory are one proof's after the other."""
+    prover, found = Prover(small / "circuit.zkey", device=device), []
+    expected = prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN)
+
+    def run():
+        for _ in range(3):
+            found.append(prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 9
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_witness_makes_no_proof(small, product, tmp_path, device):
+    prover = Prover(small / "circuit.zkey", device=device)
+    with pytest.raises(FormatError, match="does not verify and is not handed out"):
+        prover.prove(small / "wrong.wtns")
+    _, folder = product
+    with pytest.raises(FormatError, match=r"of another circuit|is a witness on bls12_381"):
+        prover.prove(folder / "product.wtns")
+    data = bytearray((small / "witness.wtns").read_bytes())
+    data[-32:] = FIELDS["bn254_fr"].modulus.to_bytes(32, "little")
+    (tmp_path / "large.wtns").write_bytes(bytes(data))
+    with pytest.raises(FormatError, match="not below the modulus") as refused:
+        prover.prove(tmp_path / "large.wtns")
+    assert "large.wtns" in str(refused.value)
+    with pytest.raises(FormatError, match="not below the modulus"):
+        list(prover.prove_many([small / "witness.wtns", tmp_path / "large.wtns"]))
+    assert verify(prover.verification_key, *proved(prover, small))
+
+
+def proved(prover, folder):
+    proof = prover.prove(folder / "witness.wtns")
+    return proof.public, proof
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_damaged_key_makes_no_proof(small, tmp_path, device, section):
+    """A coordinate is off by one: the last finite point's."""
+    data = bytearray((small / "circuit.zkey").read_bytes())
+    with Zkey.open(small / "circuit.zkey") as zkey, Witness.open(small / "witness.wtns") as witness:
+        words = zkey.points[section]
+        multiplied = witness.values[-len(words) :].any(axis=1) if section != "H" else True
+        row = int(np.flatnonzero(words.any(axis=1) & multiplied)[-1])
+        at = data.find(words.tobytes()) + row * words.itemsize * words.shape[1]
+    data[at] ^= 1
+    (tmp_path / "damaged.zkey").write_bytes(bytes(data))
+    with pytest.raises(FormatError, match="does not verify and is not handed out"):
+        Prover(tmp_path / "damaged.zkey", device=device).prove(small / "witness.wtns")
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", ["", "AH", "CB1B2"])
+def test_what_has_no_room_is_streamed(small, device, monkeypatch, kept):
+    """In pieces of a few points, after which a proof is the same."""
+    monkeypatch.setattr(msm_device, "STREAMED_BYTES", 1 << 12)
+    if kept:
+        points = {name: 0 if name in kept else None for name in SECTIONS}
+        monkeypatch.setattr(device_key, "budgets", lambda points_, room: Budgets(points, 1 << 24))
+    prover = Prover(small / "circuit.zkey", device="cpu")
+    expected = prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN)
+    with Zkey.open(small / "circuit.zkey") as zkey:
+        prover._key = DeviceKey(zkey, place_at(device), Stages(), free_bytes=1)
+    streamed = [line[:2].strip(":") for line in prover.explain().splitlines() if "streamed" in line]
+    assert streamed == [name for name in SECTIONS if name not in kept]
+    for _ in range(2):
+        assert prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN) == expected
+
+
+def test_budgets():
+    g1 = family_of("bn254").g1
+    points = {
+        name: Points(g1, np.ones((n, 8), np.uint64)) for name, n in zip(SECTIONS, (9000, 50, 70, 0, 10**5), strict=True)
+    }
+    plain = {name: each.words.nbytes for name, each in points.items()}
+    scratch = sum(each.scratch_bytes(len(each.words)) for each in points.values())
+    all_kept = budgets(points, sum(plain.values()) + scratch)
+    assert (dict(all_kept.points), all_kept.scratch) == (plain, None)
+    more = budgets(points, 10 * (sum(plain.values()) + scratch))
+    assert all(more.points[name] > size for name, size in plain.items() if size)
+    assert sum(more.points.values()) + scratch <= 10 * (sum(plain.values()) + scratch)
+    streamed = budgets(points, 0)
+    assert set(streamed.points.values()) - {None} <= {0}
+    assert streamed.scratch == max(each.scratch_bytes(each.piece) for each in points.values())
+
+
+def test_points_without_infinity():
+    g1 = family_of("bn254").g1
+    words = np.ones((5, 8), np.uint64)
+    assert Points(g1, words).which is None
+    assert Points(g1, words, 3).which.tolist() == [3, 4, 5, 6, 7]
+    words[[0, 3]] = 0
+    assert Points(g1, words).which.tolist() == [1, 2, 4]
+    found = Points(g1, words, 3)
+    assert found.which.tolist() == [4, 5, 7]
+    assert len(found.words) == 3
+    assert found.words.all()
+
+
+# --- several devices, and which -------------------------------------------------------------------------------------
+
+
+def test_several_devices_share_a_proof(small, device):
+    """The same one three times: each adds up a third of the points."""
+    expected = Prover(small / "circuit.zkey", device="cpu").prove(
+        small / "witness.wtns", insecure_randomness_for_tests=KNOWN
+    )
+    prover = Prover(small / "circuit.zkey", device=[device, f"{device}:0", place_at(device).provider.devices()[0]])
+    assert prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN) == expected
+    assert prover.device == "+".join([f"{device}:0"] * 3)
+    assert len(prover.explain().splitlines()) == 15
+    with pytest.raises(FormatError, match="does not verify and is not handed out"):
+        prover.prove(small / "wrong.wtns")
+    check_many(small, prover)
+
+
+def test_parts_are_all_points():
+    g1, words = family_of("bn254").g1, np.arange(11 * 8, dtype=np.uint64).reshape(11, 8)
+    words[4] = 0
+    for count in (1, 2, 3, 20):
+        parts = [Points(g1, words, 2, (index, count)) for index in range(count)]
+        assert np.array_equal(np.concatenate([part.words for part in parts]), words[words.any(axis=1)])
+        assert np.concatenate([part.which for part in parts]).tolist() == [i + 2 for i in range(11) if i != 4]
+
+
+@pytest.mark.parametrize("wrong", [[], ["cpu", "cpu"], ["opencl", "cpu"], "cpu:1", "gpu", "cuda:x"])
+def test_devices_that_cannot_be(small, wrong):
+    with pytest.raises(ConfigError):
+        Prover(small / "circuit.zkey", device=wrong)
+
+
+def test_the_automatic_choice(small, monkeypatch):
+    """Without a GPU's driver it is the CPU; with one, where torch is imported anyway or the circuit is large."""
+    monkeypatch.setattr(chosen, "place_at", lambda name: name)
+    monkeypatch.setattr(chosen, "_NODES", ())
+    assert chosen.chosen_places("auto", 1 << 20) == (HOST,)
+    monkeypatch.setattr(chosen, "_NODES", (str(small),))
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    assert chosen.chosen_places("auto", 2) == ("cuda",)
+    monkeypatch.delitem(sys.modules, "torch")
+    assert chosen.chosen_places("auto", 1 << 15) == (HOST,)
+    assert chosen.chosen_places("auto", 1 << 16) == ("cuda",)
+
+    def absent(name):
+        raise BackendUnavailable(name, "it does not start")
+
+    monkeypatch.setattr(chosen, "place_at", absent)
+    assert chosen.chosen_places("auto", 1 << 16) == (HOST,)
+    with pytest.raises(BackendUnavailable):
+        chosen.chosen_places("cuda", 2)
+    monkeypatch.setattr(chosen, "place_at", lambda name: name)
+    with override(backend="opencl"):
+        assert chosen.chosen_places("auto", 2) == ("opencl",)
+        assert chosen.chosen_places("cpu", 2) == ("cpu",)
+
+
+@pytest.mark.parametrize("family", ["bn254", "bls12_381"])
+def test_nvrtc_compiles_with_few_registers(family):
+    pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
+    from accelerant.runtime.providers.cuda_compile import compile_cuda
+
+    for entry, resources in compile_cuda(kernel_source(scalars_of(family_of(family))), "sm_90a").resources.items():
+        assert 0 < resources.registers <= 64, entry
+        assert resources.spill_bytes <= 8, entry
+        assert resources.shared_bytes <= 32 * BLOCK
+
+
+def test_the_command_says_where(small, tmp_path, capsys):
+    arguments = [str(small / "circuit.zkey"), str(small / "witness.wtns"), *(str(tmp_path / name) for name in "pq")]
+    with pytest.raises(SystemExit):
+        main(["zk", "prove", *arguments, "--device", "cpu", "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["device"], facts["device_seconds"]) == ("cpu", {})
+    with pytest.raises(SystemExit) as ended:
+        main(["zk", "prove", *arguments, "--device", "abacus"])
+    assert ended.value.code == 2
+    assert "unknown backend 'abacus'" in capsys.readouterr().err
