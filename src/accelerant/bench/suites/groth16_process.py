@@ -1,0 +1,134 @@
+"""Programs of the suite groth16 in processes of their own: what one takes, and the peer snarkjs.
+
+snarkjs is run, never vendored: `npm install snarkjs`, or the one that the tests of a checkout pin.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerant.errors import AccelerantError
+
+__all__ = ["Ran", "Snarkjs", "accelerant", "environment", "find_snarkjs", "run"]
+
+_CHECKOUT = Path("tests/interop/snarkjs/node_modules/snarkjs/build/cli.cjs")
+_SCRIPTS = (".js", ".cjs", ".mjs")
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A process that has ended.
+
+    Attributes:
+        wall_ms: from its start to its end.
+        cpu_ms: user and system time of it and its children.
+        status: exit status; below 0 the signal that ended it.
+        output: standard output and error.
+    """
+
+    wall_ms: float
+    cpu_ms: float
+    status: int
+    output: str
+
+    def checked(self, what: str) -> Ran:
+        """Itself.
+
+        Raises:
+            AccelerantError: it failed; with the last line that it printed.
+        """
+        if self.status:
+            last = (self.output.strip().splitlines() or ["it printed nothing"])[-1]
+            raise AccelerantError(f"{what} ended with status {self.status}: {last}")
+        return self
+
+
+def run(command: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> Ran:
+    """Run a program to its end.
+
+    Args:
+        command: program and arguments.
+        limit_s: seconds after which it is killed.
+        env: its environment; this process's by default.
+
+    Raises:
+        AccelerantError: it took too long, or this system does not tell what a child took.
+    """
+    if not hasattr(os, "wait4"):
+        raise AccelerantError("this system does not say what CPU time a process took")
+    with tempfile.TemporaryFile() as output:
+        began = time.perf_counter()
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env) as child:
+            alarm = threading.Timer(limit_s, child.kill)
+            alarm.start()
+            try:
+                _, status, usage = os.wait4(child.pid, 0)
+            finally:
+                in_time = alarm.is_alive()
+                alarm.cancel()
+            child.returncode = os.waitstatus_to_exitcode(status)  # Popen must not wait for it, too
+            wall_ms = (time.perf_counter() - began) * 1e3
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    if not in_time:
+        raise AccelerantError(f"{Path(command[0]).name} {' '.join(command[1:3])} took longer than {limit_s:g} s")
+    return Ran(wall_ms, (usage.ru_utime + usage.ru_stime) * 1e3, child.returncode, text)
+
+
+def accelerant(*arguments: object) -> list[str]:
+    """Our command line as it is started by hand."""
+    return [sys.executable, "-P", "-m", "accelerant", *map(str, arguments)]
+
+
+def environment(backend: str, folder: Path, **more: str) -> dict[str, str]:
+    """That of our processes, which prove on a backend.
+
+    Bytecode is kept in the folder where this process writes none, since an installation has it.
+    """
+    found = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    if sys.dont_write_bytecode:
+        found["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
+    return found | {"ACCELERANT_BACKEND": backend} | more
+
+
+@dataclass(frozen=True, slots=True)
+class Snarkjs:
+    """snarkjs as it is run.
+
+    Attributes:
+        command: its program and first arguments.
+        version: of it and of Node.
+        missing: why it cannot be run; "" where it can.
+    """
+
+    command: tuple[str, ...] = ()
+    version: str = ""
+    missing: str = ""
+
+
+def find_snarkjs(named: Path | None = None) -> Snarkjs:
+    """The snarkjs of this machine: the named file, a checkout's here, or what PATH has."""
+    node = shutil.which("node")
+    if node is None:
+        return Snarkjs(missing="Node is not here")
+    if named is not None and not named.is_file():
+        return Snarkjs(missing=f"there is no {named}")
+    on_path = shutil.which("snarkjs")
+    path = named or (_CHECKOUT if _CHECKOUT.is_file() else on_path and Path(on_path))
+    if not path:
+        return Snarkjs(missing="snarkjs is not here: npm install snarkjs, then --snarkjs .../snarkjs/build/cli.cjs")
+    command = (node, str(path)) if path.suffix in _SCRIPTS else (str(path),)
+    said = run([*command, "--version"], 60).output.split()
+    name = next((word for word in said if word.startswith("snarkjs@")), "")
+    if not name:
+        return Snarkjs(missing=f"{path} does not say that it is snarkjs")
+    return Snarkjs(command, f"{name.replace('@', ' ')}, node {run([node, '--version'], 60).output.strip()}")
