@@ -358,7 +358,7 @@ def test_fixed_points_are_summed_in_what_is_free(stand_in, options):
     curve = curve_of("bn254_g1")
     bases = DeviceBases(stand_in, curve, SimpleNamespace(shape=(1 << 20, 8)), **options)
     size = bases.plan.size_bytes(curve)
-    for free_bytes in (1 << 36, size, size // 4, 1 << 36):
+    for free_bytes in (1 << 36, size, size // 3, 1 << 36):
         stand_in.free_bytes = free_bytes
         bases.msm(None)
         plan = _Summing.plans[-1]
