@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["RowPlan", "as_rows", "ceil_div", "multiprocessors", "next_power_of_2", "whole_rows"]
+__all__ = ["RowPlan", "as_rows", "ceil_div", "multiprocessors", "next_power_of_2", "split_rows", "whole_rows"]
 
 _INTERPRETED_MULTIPROCESSORS = 2  # so that the interpreter, too, runs persistent loops more than once
 
@@ -56,6 +56,22 @@ def as_rows(x: Tensor, N: int) -> tuple[Tensor, int]:
     if N > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
     return rows, rows.stride(0)
+
+
+_SPLIT = 4
+"""Programs a multiprocessor, about, that few long rows are shared among."""
+
+
+def split_rows(M: int, N: int, block_n: int, device: torch.device) -> tuple[int, int]:
+    """Into how many parts each of M rows is cut, and how many columns a part has: whole blocks, the last one's fewer.
+
+    One part where a row a program keeps every multiprocessor busy.
+    """
+    blocks, processors = ceil_div(N, block_n), multiprocessors(device)
+    if processors <= M:
+        return 1, blocks * block_n
+    span = ceil_div(blocks, min(blocks, ceil_div(_SPLIT * processors, M)))
+    return ceil_div(blocks, span), span * block_n
 
 
 def ceil_div(a: int, b: int) -> int:

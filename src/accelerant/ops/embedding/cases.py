@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, Tolerance
-from accelerant.ops.embedding.launch import CHUNK, constants, embedding_plan
+from accelerant.ops.embedding.launch import AT_ONCE, CHUNK, FEW, constants, embedding_plan
 from accelerant.ops.embedding.launch import KERNELS as _KERNELS
 
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
@@ -87,7 +87,13 @@ KERNELS = (
     Compilation(
         _KERNELS["bwd_join"],
         {"sorted_ptr": "*i64", "dweight_ptr": "*bf16", "parts_ptr": "*fp32", **_SIZES, "PADDING": "i32"},
-        _SORTED,
+        {**_SORTED, "AT_ONCE": AT_ONCE},
         1,
+    ),
+    Compilation(
+        _KERNELS["bwd_few"],
+        {"dy_ptr": "*bf16", "indices_ptr": "*i64", "dweight_ptr": "*bf16", **_SIZES, "PADDING": "i32"},
+        {"FEW": FEW, "BLOCK_D": 256},
+        4,
     ),
 )

@@ -57,6 +57,7 @@ def _compilation(kind: str, N: int) -> Compilation:
     return Compilation(_KERNELS["fwd"], types, constants(plan, N), plan.num_warps)
 
 
+_SPLIT = dict.fromkeys(("N", "x_stride", "span"), "i32")
 KERNELS = (
     _compilation("*bf16", 4096),
     _compilation("*bf16", 768),
@@ -66,6 +67,18 @@ KERNELS = (
         _KERNELS["wide"],
         {"x_ptr": "*bf16", "q_ptr": "*i8", "scale_ptr": "*fp32", "N": "i32", "x_stride": "i32"},
         {"BLOCK_N": WIDE.block_n},
+        WIDE.num_warps,
+    ),
+    Compilation(
+        _KERNELS["part"],
+        {"x_ptr": "*bf16", "peaks_ptr": "*i32", **_SPLIT},
+        {"BLOCK_N": WIDE.block_n},
+        WIDE.num_warps,
+    ),
+    Compilation(
+        _KERNELS["join"],
+        {"x_ptr": "*bf16", "peaks_ptr": "*i32", "q_ptr": "*i8", "scale_ptr": "*fp32", **_SPLIT},
+        {"BLOCK_N": WIDE.block_n, "PARTS": 128},
         WIDE.num_warps,
     ),
 )

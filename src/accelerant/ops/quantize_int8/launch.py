@@ -7,14 +7,14 @@ import functools
 import torch
 from torch import Tensor
 
-from accelerant.ops._rows import RowPlan, as_rows, ceil_div, next_power_of_2
+from accelerant.ops._rows import RowPlan, as_rows, ceil_div, next_power_of_2, split_rows
 from accelerant.runtime.triton import TritonKernel
 
 __all__ = ["KERNELS", "PLANS", "WIDE", "WIDE_FROM", "constants", "launch", "row_plan"]
 
 KERNELS = {
     name: TritonKernel("accelerant.ops.quantize_int8.triton_kernels", f"quantize_int8_{name}")
-    for name in ("fwd", "wide")
+    for name in ("fwd", "wide", "part", "join")
 }
 
 WIDE_FROM = 16384
@@ -58,9 +58,23 @@ def launch(x: Tensor, dim: int, plan: RowPlan | None = None) -> tuple[Tensor, Te
         return (q if last else q.movedim(-1, dim).contiguous()), scale
     lines, stride = as_rows(rows, N)
     if plan is None and N > WIDE_FROM:
-        KERNELS["wide"].launch((M,), (lines, q, scale, N, stride), {"BLOCK_N": WIDE.block_n}, num_warps=WIDE.num_warps)
+        _launch_wide(lines, q, scale, stride)
     else:
         plan = plan or row_plan(N)
         args = (lines, q, scale, M, N, stride)
         KERNELS["fwd"].launch((ceil_div(M, plan.rows),), args, constants(plan, N), num_warps=plan.num_warps)
     return (q if last else q.movedim(-1, dim).contiguous()), scale
+
+
+def _launch_wide(lines: Tensor, q: Tensor, scale: Tensor, stride: int) -> None:
+    """Rows that do not stay in registers, shared among programs where they are few."""
+    M, N = scale.numel(), q.shape[-1]
+    fixed = {"BLOCK_N": WIDE.block_n}
+    parts, span = split_rows(M, N, WIDE.block_n, q.device)
+    if parts == 1:
+        KERNELS["wide"].launch((M,), (lines, q, scale, N, stride), fixed, num_warps=WIDE.num_warps)
+        return
+    peaks = torch.empty((M, parts), dtype=torch.int32, device=q.device)
+    KERNELS["part"].launch((parts, M), (lines, peaks, N, stride, span), fixed, num_warps=WIDE.num_warps)
+    args = (lines, peaks, q, scale, N, stride, span)
+    KERNELS["join"].launch((parts, M), args, fixed | {"PARTS": next_power_of_2(parts)}, num_warps=WIDE.num_warps)

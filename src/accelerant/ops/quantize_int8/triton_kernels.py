@@ -8,6 +8,7 @@ Source: Jacob et al. 2018, arXiv:1712.05877, section 2, with the zero point at 0
 Layout: x (M, N), rows of N contiguous elements x_stride apart; q (M, N) int8 without gaps; scale (M,) float32. Largest
         magnitudes are compared as bit patterns, in which NaN is above infinity: either is the row's scale, and its q 0.
 Grid:   fwd: ROWS rows a program, kept in registers. _wide: one row a program, read twice, the second time from L2.
+        _part, _join: the same of a row shared among programs, each with `span` columns of it; peaks (M, parts) int32.
 Bound:  memory: x read and q written once, 3 bytes an element of bfloat16; about 15 operations, the division among them.
 """
 
@@ -52,18 +53,47 @@ def quantize_int8_fwd(
 
 
 @triton.jit
+def _peak(x_ptr, first, end, BLOCK_N: tl.constexpr):
+    """Bits of the largest magnitude from first to end."""
+    peak = tl.zeros([BLOCK_N], dtype=tl.int32)
+    for start in range(first, end, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + at, mask=at < end, other=0.0).to(tl.float32)
+        peak = tl.maximum(peak, _magnitude(x))
+    return tl.max(peak, 0)
+
+
+@triton.jit
+def _write(x_ptr, q_ptr, scale, first, end, BLOCK_N: tl.constexpr):
+    for start in range(first, end, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + at, mask=at < end, other=0.0).to(tl.float32)
+        tl.store(q_ptr + at, _quantized(x, tl.broadcast_to(scale, x.shape)), mask=at < end)
+
+
+@triton.jit
 def quantize_int8_wide(x_ptr, q_ptr, scale_ptr, N, x_stride, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
-    q_ptr += row * N
-    columns = tl.arange(0, BLOCK_N)
-    peak = tl.zeros([BLOCK_N], dtype=tl.int32)
-    for start in range(0, N, BLOCK_N):
-        x = tl.load(x_ptr + start + columns, mask=start + columns < N, other=0.0).to(tl.float32)
-        peak = tl.maximum(peak, _magnitude(x))
-    scale = _scale(tl.max(peak, 0))
+    scale = _scale(_peak(x_ptr, 0, N, BLOCK_N))
     tl.store(scale_ptr + row, scale)
-    for start in range(0, N, BLOCK_N):
-        inside = start + columns < N
-        x = tl.load(x_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(q_ptr + start + columns, _quantized(x, tl.broadcast_to(scale, x.shape)), mask=inside)
+    _write(x_ptr, q_ptr + row * N, scale, 0, N, BLOCK_N)
+
+
+@triton.jit
+def quantize_int8_part(x_ptr, peaks_ptr, N, x_stride, span, BLOCK_N: tl.constexpr):
+    part, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    peak = _peak(x_ptr + row * x_stride, part * span, tl.minimum(part * span + span, N), BLOCK_N)
+    tl.store(peaks_ptr + row * tl.num_programs(0) + part, peak)
+
+
+@triton.jit
+def quantize_int8_join(
+    x_ptr, peaks_ptr, q_ptr, scale_ptr, N, x_stride, span, BLOCK_N: tl.constexpr, PARTS: tl.constexpr
+):
+    part, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    parts, each = tl.num_programs(0), tl.arange(0, PARTS)
+    scale = _scale(tl.max(tl.load(peaks_ptr + row * parts + each, mask=each < parts, other=0), 0))
+    tl.store(scale_ptr + row, scale, mask=part == 0)
+    end = tl.minimum(part * span + span, N)
+    _write(x_ptr + row * x_stride, q_ptr + row * N, scale, part * span, end, BLOCK_N)

@@ -91,6 +91,14 @@ _WIDE = {"LOG": False, "BLOCK_N": WIDE.block_n}
 _INNER = {"LOG": False, "BLOCK_N": inner_plan(64).block_n, "BLOCK_I": INNER_COLUMNS}
 _FORWARD = {"x_ptr": "*bf16", "y_ptr": "*bf16", "N": "i32"}
 _BACKWARD = {"dy_ptr": "*bf16", "y_ptr": "*bf16", "dx_ptr": "*bf16", "N": "i32"}
+
+
+def _shared(types: dict[str, str], first: str, without: str = "") -> dict[str, str]:
+    """Of the kernels of a row that several programs share."""
+    kept = {name: kind for name, kind in types.items() if name != without}
+    return {**kept, "sums_ptr": "*fp32", f"{first}_stride": "i32", "span": "i32"}
+
+
 KERNELS = (
     *_compilations("*bf16", 4096),
     *_compilations("*bf16", 4096, eviction="evict_last"),
@@ -100,6 +108,10 @@ KERNELS = (
     *_compilations("*fp16", 1000),
     Compilation(_KERNELS["fwd_wide"], {**_FORWARD, "x_stride": "i32"}, _WIDE, WIDE.num_warps),
     Compilation(_KERNELS["bwd_wide"], {**_BACKWARD, "dy_stride": "i32"}, _WIDE, WIDE.num_warps),
+    Compilation(_KERNELS["fwd_part"], _shared(_FORWARD, "x", "y_ptr"), {"BLOCK_N": WIDE.block_n}, WIDE.num_warps),
+    Compilation(_KERNELS["fwd_join"], _shared(_FORWARD, "x"), {**_WIDE, "PARTS": 128}, WIDE.num_warps),
+    Compilation(_KERNELS["bwd_part"], _shared(_BACKWARD, "dy", "dx_ptr"), _WIDE, WIDE.num_warps),
+    Compilation(_KERNELS["bwd_join"], _shared(_BACKWARD, "dy"), {**_WIDE, "PARTS": 128}, WIDE.num_warps),
     Compilation(_KERNELS["fwd_inner"], {**_FORWARD, "inner": "i32"}, _INNER, inner_plan(64).num_warps),
     Compilation(_KERNELS["bwd_inner"], {**_BACKWARD, "inner": "i32"}, _INNER, inner_plan(64).num_warps),
 )

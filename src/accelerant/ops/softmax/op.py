@@ -12,7 +12,15 @@ from torch import Tensor
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import name_of
-from accelerant.ops.softmax.launch import launch_backward, launch_forward
+from accelerant.ops._rows import ceil_div, multiprocessors
+from accelerant.ops.softmax.launch import (
+    INNER_COLUMNS,
+    NARROW,
+    WIDE_FROM,
+    inner_plan,
+    launch_backward,
+    launch_forward,
+)
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 from accelerant.runtime.triton import refuses_triton
 
@@ -20,11 +28,49 @@ __all__ = ["log_softmax", "softmax"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+# Where torch is faster out of the box. Measured on an H200 in bfloat16, ms of ours against torch's: softmax, its
+# gradient, log_softmax, its gradient. No other dtype and no sizes in between were measured.
+_SHORT = 8
+"""Rows of at most so many elements are torch's: ours has 16 lanes a row. 1000003 rows of 3: 0.048 against 0.014, 0.039
+against 0.021, 0.069 against 0.015, 0.045 against 0.014. Of 768 ours is ahead, 0.052 against 0.091."""
 
-def _refuses(case: Case) -> str | None:
+_FEW_WIDE = 2
+"""Wide rows, of which a program takes one where a multiprocessor has one or more, are torch's up to so many a
+multiprocessor, but for the gradient of softmax. 257 rows of 50257: 0.041 against 0.033, 0.047 against 0.050, 0.039
+against 0.026, 0.056 against 0.034; more were not measured. Fewer are shared among programs, which was not measured
+either: taken one by a program, 3 rows of 1000003 were twice as slow as torch's 0.241, 0.142, 0.161 and 0.258."""
+
+_STEPS = 4
+"""A dimension before at most NARROW columns, with fewer programs than multiprocessors, is torch's where a program takes
+more steps than these along it: below, a launch is what takes the time. 1x70001x3 over 70001, which is turned now: 2.864
+against 0.224, 2.056 against 0.118, 2.274 against 0.210, 2.742 against 0.226, all in proportion to the steps.
+129x1025x130 over 1025 is ours, 0.084 against 0.936."""
+
+
+def _refuses(few_wide: int, case: Case) -> str | None:
     if case.dtype == torch.float64:
         return "computes in float32, not float64"
-    return refuses_triton(case.device)
+    return refuses_triton(case.device) or _slower(few_wide, case)
+
+
+def _slower(few_wide: int, case: Case) -> str | None:
+    """Why torch is preferred; few_wide: see _FEW_WIDE, 0 where it does not hold."""
+    n = math.prod(case.shape)
+    if case.device.type != "cuda" or not n:
+        return None
+    dim = int(case.options[0].removeprefix("dim ")) if case.options else len(case.shape) - 1
+    N, inner = case.shape[dim], math.prod(case.shape[dim + 1 :])
+    M = n // (N * inner)
+    if dim < len(case.shape) - 1:
+        programs, steps = M * ceil_div(inner, INNER_COLUMNS), ceil_div(N, inner_plan(N).block_n)
+        if inner <= NARROW and N <= WIDE_FROM and steps > _STEPS and programs < multiprocessors(case.device):
+            return f"{programs} programs for {inner} columns {N} long: torch shares each among threads, faster"
+        return None
+    if N <= _SHORT:
+        return f"rows of {N} elements: torch packs more of them into a warp, faster"
+    if N > WIDE_FROM and (processors := multiprocessors(case.device)) <= M <= few_wide * processors:
+        return f"{M} rows of {N} elements, one a program, are few to hide each other's waiting: torch is faster"
+    return None
 
 
 def _cost(accesses: int, flops: int, case: Case) -> Cost:
@@ -121,14 +167,14 @@ def _op(
         Operation(
             f"{name}_{suffix}",
             (
-                Implementation("triton", partial(ours, log), refuses=_refuses, own=True),
+                Implementation("triton", partial(ours, log), refuses=partial(_refuses, few_wide), own=True),
                 Implementation("torch", theirs, differentiable=theirs is composite),
             ),
             cost=partial(_cost, *work),
         )
-        for suffix, ours, theirs, work in (
-            ("fwd", launch_forward, composite, (2, 5)),
-            ("bwd", launch_backward, torch_backward, (3, 4)),
+        for suffix, ours, theirs, work, few_wide in (
+            ("fwd", launch_forward, composite, (2, 5), _FEW_WIDE),
+            ("bwd", launch_backward, torch_backward, (3, 4), _FEW_WIDE if log else 0),
         )
     )
 

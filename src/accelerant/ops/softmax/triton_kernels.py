@@ -5,7 +5,7 @@
 
 Source: Bridle 1990, "Training stochastic model recognition algorithms as networks", section 3; the looped kernels
         take maximum and sum in one pass, as Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3.
-Layout: fwd, bwd, _wide: rows of N contiguous elements, inputs with a distance between rows. _inner: dense memory
+Layout: all but _inner: rows of N contiguous elements, inputs with a distance between rows. _inner: dense memory
         (outer, N, inner) with inner > 1. Computed in float32.
 Grid:   fwd and bwd: ROWS rows a program, kept in registers; _wide: one program a row, which reads it twice, the second
         time from L2; _inner: one program for BLOCK_I neighbouring columns of one outer index, reading them twice.
@@ -84,25 +84,79 @@ def _shift(largest):
 
 
 @triton.jit
-def softmax_fwd_wide(x_ptr, y_ptr, N, x_stride, LOG: tl.constexpr, BLOCK_N: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * x_stride
-    y_ptr += row * N
+def _sums(x_ptr, first, end, BLOCK_N: tl.constexpr):
+    """The maximum of a piece of a row, and the sum of exp(x - maximum): 0 where all is -inf."""
     largest = tl.full([BLOCK_N], float("-inf"), dtype=tl.float32)  # of each lane, joined at the end
     total = tl.zeros([BLOCK_N], dtype=tl.float32)
-    for start in range(0, N, BLOCK_N):
+    for start in range(first, end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
-        x = tl.load(x_ptr + at, mask=at < N, other=float("-inf")).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=at < end, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, x, propagate_nan=tl.PropagateNan.ALL)
         total = total * tl.exp(largest - _shift(larger)) + tl.exp(x - _shift(larger))
         largest = larger
     peak = tl.max(largest, 0)
-    total = tl.sum(total * tl.exp(largest - peak), 0)
-    for start in range(0, N, BLOCK_N):
+    return peak, tl.sum(total * tl.exp(largest - _shift(peak)), 0)
+
+
+@triton.jit
+def _write(x_ptr, y_ptr, peak, total, first, end, LOG: tl.constexpr, BLOCK_N: tl.constexpr):
+    for start in range(first, end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
-        x = tl.load(x_ptr + at, mask=at < N, other=float("-inf")).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=at < end, other=float("-inf")).to(tl.float32)
         y = _normalised(x - peak, tl.exp(x - peak), total, LOG)
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < end)
+
+
+@triton.jit
+def softmax_fwd_wide(x_ptr, y_ptr, N, x_stride, LOG: tl.constexpr, BLOCK_N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    peak, total = _sums(x_ptr, 0, N, BLOCK_N)
+    _write(x_ptr, y_ptr + row * N, peak, total, 0, N, LOG, BLOCK_N)
+
+
+@triton.jit
+def softmax_fwd_part(x_ptr, sums_ptr, N, x_stride, span, BLOCK_N: tl.constexpr):
+    part, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    peak, total = _sums(x_ptr + row * x_stride, part * span, tl.minimum(part * span + span, N), BLOCK_N)
+    parts = tl.num_programs(0)
+    sums_ptr += row * 2 * parts + part
+    tl.store(sums_ptr, peak)
+    tl.store(sums_ptr + parts, total)
+
+
+@triton.jit
+def softmax_fwd_join(
+    x_ptr, sums_ptr, y_ptr, N, x_stride, span, LOG: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr
+):
+    part, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    parts, each = tl.num_programs(0), tl.arange(0, PARTS)
+    sums_ptr += row * 2 * parts + each
+    peaks = tl.load(sums_ptr, mask=each < parts, other=float("-inf"))
+    totals = tl.load(sums_ptr + parts, mask=each < parts, other=0.0)
+    peak = tl.max(peaks, 0)
+    total = tl.sum(totals * tl.exp(peaks - peak), 0)
+    end = tl.minimum(part * span + span, N)
+    _write(x_ptr + row * x_stride, y_ptr + row * N, peak, total, part * span, end, LOG, BLOCK_N)
+
+
+@triton.jit
+def _gradient_sum(dy_ptr, y_ptr, first, end, LOG: tl.constexpr, BLOCK_N: tl.constexpr):
+    total = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for start in range(first, end, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        y = tl.load(y_ptr + at, mask=at < end, other=0.0).to(tl.float32)
+        total += _term(tl.load(dy_ptr + at, mask=at < end, other=0.0).to(tl.float32), y, LOG)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _write_gradient(dy_ptr, y_ptr, dx_ptr, whole, first, end, LOG: tl.constexpr, BLOCK_N: tl.constexpr):
+    for start in range(first, end, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        y = tl.load(y_ptr + at, mask=at < end, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=at < end, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, _gradient(dy, y, whole, LOG).to(dx_ptr.dtype.element_ty), mask=at < end)
 
 
 @triton.jit
@@ -110,18 +164,29 @@ def softmax_bwd_wide(dy_ptr, y_ptr, dx_ptr, N, dy_stride, LOG: tl.constexpr, BLO
     row = tl.program_id(0).to(tl.int64)
     dy_ptr += row * dy_stride
     y_ptr += row * N
-    dx_ptr += row * N
-    total = tl.zeros([BLOCK_N], dtype=tl.float32)
-    for start in range(0, N, BLOCK_N):
-        at = start + tl.arange(0, BLOCK_N)
-        y = tl.load(y_ptr + at, mask=at < N, other=0.0).to(tl.float32)
-        total += _term(tl.load(dy_ptr + at, mask=at < N, other=0.0).to(tl.float32), y, LOG)
-    whole = tl.sum(total, 0)
-    for start in range(0, N, BLOCK_N):
-        at = start + tl.arange(0, BLOCK_N)
-        y = tl.load(y_ptr + at, mask=at < N, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + at, mask=at < N, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + at, _gradient(dy, y, whole, LOG).to(dx_ptr.dtype.element_ty), mask=at < N)
+    whole = _gradient_sum(dy_ptr, y_ptr, 0, N, LOG, BLOCK_N)
+    _write_gradient(dy_ptr, y_ptr, dx_ptr + row * N, whole, 0, N, LOG, BLOCK_N)
+
+
+@triton.jit
+def softmax_bwd_part(dy_ptr, y_ptr, sums_ptr, N, dy_stride, span, LOG: tl.constexpr, BLOCK_N: tl.constexpr):
+    part, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    end = tl.minimum(part * span + span, N)
+    total = _gradient_sum(dy_ptr + row * dy_stride, y_ptr + row * N, part * span, end, LOG, BLOCK_N)
+    tl.store(sums_ptr + row * tl.num_programs(0) + part, total)
+
+
+@triton.jit
+def softmax_bwd_join(
+    dy_ptr, y_ptr, sums_ptr, dx_ptr, N, dy_stride, span,
+    LOG: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    part, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    parts, each = tl.num_programs(0), tl.arange(0, PARTS)
+    whole = tl.sum(tl.load(sums_ptr + row * parts + each, mask=each < parts, other=0.0), 0)
+    end = tl.minimum(part * span + span, N)
+    dy_ptr += row * dy_stride
+    _write_gradient(dy_ptr, y_ptr + row * N, dx_ptr + row * N, whole, part * span, end, LOG, BLOCK_N)
 
 
 @triton.jit
