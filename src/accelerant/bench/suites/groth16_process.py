@@ -63,7 +63,8 @@ def run(command: Sequence[str], limit_s: float, env: Mapping[str, str] | None = 
     Raises:
         AccelerantError: it took too long, or this system does not tell what a child took.
     """
-    if not hasattr(os, "wait4"):
+    wait = getattr(os, "wait4", None)
+    if wait is None:
         raise AccelerantError("this system does not say what CPU time a process took")
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
@@ -71,7 +72,7 @@ def run(command: Sequence[str], limit_s: float, env: Mapping[str, str] | None = 
             alarm = threading.Timer(limit_s, child.kill)
             alarm.start()
             try:
-                _, status, usage = os.wait4(child.pid, 0)
+                _, status, usage = wait(child.pid, 0)
             finally:
                 in_time = alarm.is_alive()
                 alarm.cancel()
