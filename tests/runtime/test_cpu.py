@@ -265,3 +265,7 @@ def test_a_kernel_that_another_process_compiles_is_waited_for(cpu):
     assert asked == [cpu.key_of(made)]
     assert KernelCache().has(asked[0])
     assert not KernelCache().has("0" * 64)
+
+
+def test_a_cache_that_cannot_be_read_has_nothing(tmp_path):
+    assert not KernelCache(tmp_path / ("x" * 300)).has("0" * 64)

@@ -116,7 +116,7 @@ def emulate(instructions, limbs, *operands):
         else:
             if not 0 <= result <= WORD:
                 wrapped.append(operation)
-            flag = None if base in ("add", "addc", "sub", "subc", "mad", "madc") else flag
+            flag = None if base in ("add", "addc", "subc", "mad", "madc") else flag  # m is found within a chain
         registers[target] = result & WORD
     return [registers[f"%{i}"] for i in range(limbs)], wrapped
 
@@ -129,8 +129,8 @@ def test_carry_chains_are_exact(field):
 
     def run(name, *operands):
         found, lost = emulate(chains(field)[name], limbs, *(field.words(operand, 32, limbs) for operand in operands))
-        # the borrow mask is 0 - 1, and a difference below 0 plus p wraps back into range
-        assert set(lost) <= ({"subc.u32", "addc.u32"} if name == "SUB" else {"subc.u32"})
+        # the borrow mask is 0 - 1, m may be 0 - the lowest limb, and a difference below 0 plus p wraps back into range
+        assert set(lost) <= ({"subc.u32", "addc.u32"} if name == "SUB" else {"subc.u32", "sub.u32"})
         return sum(limb << 32 * i for i, limb in enumerate(found))
 
     for x, y in zip(values * 2, values[1:] + values[:1] + values[::-1], strict=True):
@@ -142,23 +142,89 @@ def test_carry_chains_are_exact(field):
     for x in values[::4]:
         for y in (p, radix - 1, radix // 2):  # any number of the limbs, as second factor
             assert run("MUL", x, y) == x * y * back % p
-    assert ("DOT2" in chains(field)) == (p < radix >> 2)
+    assert ("DOT2" in chains(field)) == ("SHOUP" in chains(field)) == (p < radix >> 2)
     for x, y, v, w in zip(values, values[::-1], values[7:] + values[:7], values[3:] + values[:3], strict=True):
         if "DOT2" in chains(field):
             assert run("DOT2", x, y, v, w) == (x * y + v * w) * back % p
             assert run("DOT2", p - 1, p - 1, p - 1, w) == (1 - w) * back % p
 
 
+def shoup(field, x, w, cut=True):
+    """X w - q p, with q as a product by a constant sums it; its lower half, where it is cut."""
+    n = 2 * field.limbs
+    radix = 1 << 32 * n
+    v = w * radix // field.modulus
+    limbs, others = field.words(x, 32, n), field.words(v, 32, n)
+    q = sum(a * b << 32 * (i + j) for i, a in enumerate(limbs) for j, b in enumerate(others) if i + j >= n - 2) // radix
+    return (x * w - q * field.modulus) % radix if cut else x * w - q * field.modulus
+
+
+def unreduced_pairs(field):
+    """Numbers of so many limbs, close to multiples of p, of 2^32 and to the end, with factors below p."""
+    p, radix = field.modulus, montgomery_radix(field)
+    draw = random.Random(field.name)
+    some = elements(field, 14)
+    ends = [k * p + more for k in range(1, 5) for more in (-2, -1, 0, 1)] + [radix - 1, radix - 2, radix >> 1]
+    ends += [radix - (1 << 32 * i) for i in range(1, 2 * field.limbs)]
+    first = [x for x in [*some, *ends, *(draw.randrange(4 * p) for _ in range(20))] if x < radix]
+    second = [0, 1, p - 1, p >> 1, *some[:4]]
+    return [(x, w) for x in first for w in second]
+
+
+LAZY = [field for field in LARGE if field.bits <= 64 * field.limbs - 2]
+
+
+@pytest.mark.parametrize("field", LAZY, ids=lambda field: field.name)
+def test_carry_chains_of_what_is_not_reduced(field):
+    """Products by constants, whose highest limb alone loses carries, and lazy sums."""
+    n, p, radix = 2 * field.limbs, field.modulus, montgomery_radix(field)
+
+    def run(name, *operands, lost=()):
+        found, wrapped = emulate(chains(field)[name], n, *(field.words(operand, 32, n) for operand in operands))
+        assert set(wrapped) <= set(lost)
+        return sum(limb << 32 * i for i, limb in enumerate(found))
+
+    highest = ("madc.hi.u32", "madc.lo.u32", "mad.lo.u32", "addc.u32")
+    for x, w in unreduced_pairs(field):
+        found = run("SHOUP", x, w, w * radix // p, lost=highest)
+        assert found == shoup(field, x, w) == shoup(field, x, w, cut=False)
+        assert found % p == x * w % p
+        assert (found - p) * radix < (x + (radix >> 28)) * p  # below (1 + x / R + 2^-28) p
+        assert run("LAZY_REDUCE", x, lost=("subc.u32",)) == (x - 2 * p if x >= 2 * p else x)
+        if x < 2 * p:
+            assert run("LAZY_ADD", x, 2 * p - 1 - w) == x + 2 * p - 1 - w
+            assert run("LAZY_SUB", x, 2 * p - 1 - w) == x + w + 1
+            assert run("LAZY_SUB", 2 * p - 1 - w, x) == 4 * p - 1 - w - x
+
+
+@pytest.mark.parametrize("field", LAZY, ids=lambda field: field.name)
+def test_products_by_any_limbs(field):
+    """The instruction itself, of factors and quotients that belong to no constant: all limbs set, and single ones."""
+    n, p, radix = 2 * field.limbs, field.modulus, montgomery_radix(field)
+    single = [WORD << 32 * i for i in range(n)]
+    values = [0, radix - 1, *single[::2], *(radix - 1 - each for each in single)]
+    for i, x in enumerate(values):
+        for v in values:
+            w = values[i * 7 % len(values)]
+            limbs, others = field.words(x, 32, n), field.words(v, 32, n)
+            kept = (a * b << 32 * (j + k) for j, a in enumerate(limbs) for k, b in enumerate(others) if j + k >= n - 2)
+            found, _ = emulate(chains(field)["SHOUP"], n, limbs, field.words(w, 32, n), others)
+            assert sum(limb << 32 * k for k, limb in enumerate(found)) == (x * w - sum(kept) // radix * p) % radix
+
+
 @pytest.mark.parametrize("field", LARGE, ids=lambda field: field.name)
 def test_carry_chains_are_as_short_as_said(field):
-    """Wide products: 2 n^2 a multiply, n (n + 1) / 2 + n^2 a square, and n low ones; each wide one is two of PTX's."""
+    """Wide products, each of which is two of PTX's, and low ones: see ptx.py."""
     n = 2 * field.limbs
-    for name, wide in (("MUL", 2 * n * n), ("SQUARE", n * (n + 1) // 2 + n * n), ("DOT2", 3 * n * n)):
-        if name not in chains(field):
-            continue
+    each = 0 if field.modulus & WORD == 1 else n  # for m, or differences
+    said = {"MUL": (2 * n * n, each), "SQUARE": (n * (n + 1) // 2 + n * n, each)}
+    if field in LAZY:
+        said |= {"DOT2": (3 * n * n, each), "SHOUP": (n * n - (n - 2) * (n - 1) // 2 + n * (n - 1), 2 * n)}
+        assert n != 8 or said["SHOUP"] == (99, 16)
+    for name, (wide, low) in said.items():
         kinds = [line[0].split(".") for line in chains(field)[name]]
         assert sum(kind[0] in ("mul", "mad", "madc") and "hi" in kind for kind in kinds) == wide
-        assert sum(kind[0] in ("mul", "mad", "madc") and "lo" in kind for kind in kinds) == wide + n
+        assert sum(kind[0] in ("mul", "mad", "madc") and "lo" in kind for kind in kinds) == wide + low
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
@@ -286,6 +352,41 @@ def test_arithmetic_in_a_program_of_ones_own(provider, name):
     for k, call in enumerate(functions):
         expected = [FUNCTIONS[call](a, b, p, radix, back) for a, b in pairs]
         assert found[k * len(x) : (k + 1) * len(x)] == expected, call
+
+
+LAZY_CALLS = {
+    "F_shoup(x, w, v)": shoup,
+    "F_lazy_reduce(x)": lambda field, x, w: x - 2 * field.modulus * (x >= 2 * field.modulus),
+    "F_lazy_add(F_lazy_reduce(x), w)": lambda field, x, w: x - 2 * field.modulus * (x >= 2 * field.modulus) + w,
+    "F_lazy_sub(F_lazy_reduce(w), w)": lambda field, x, w: 2 * field.modulus,
+    "F_lazy_sub(w, F_shoup(x, w, v))": lambda field, x, w: w - shoup(field, x, w) + 2 * field.modulus,
+}
+
+
+@pytest.mark.parametrize(
+    ("provider", "name"),
+    [slow_but({("opencl", "bn254_fr")}, backend, each.name) for backend in ("opencl", "cuda") for each in LAZY],
+    indirect=["provider"],
+)
+def test_what_is_not_reduced_in_a_program(provider, name):
+    """Products by constants and lazy sums, of numbers below 4 p."""
+    field = FIELDS[name]
+    stores = "".join(f"F_store(z, {k} * n + i, {call});" for k, call in enumerate(LAZY_CALLS))
+    loads = "".join(f"F {each} = F_load({each}s, i); " for each in "xwv")
+    arguments = "".join(f"ACL_GLOBAL const F_WORD *{each}s, " for each in "xwv")
+    kernel = f"ACL_KERNEL void probe({arguments}ACL_GLOBAL F_WORD *z, i64 n) {{ i64 i = acl_global_id(); "
+    kernel += f"if (i < n) {{ {loads}{stores} }} }}"
+    dialects = {"portable": field_text(field, "F", "portable") + kernel}
+    if provider.name == "cuda":
+        dialects["cuda"] = portable_header() + field_text(field, "F", "cuda") + kernel
+    source = KernelSource("probe", dialects, {"probe": (*["*u64"] * 4, "i64")})
+    pairs = [(x, w) for x, w in unreduced_pairs(field) if x < 4 * field.modulus]
+    arrays = [[x for x, _ in pairs], [w for _, w in pairs]]
+    arrays.append([w * montgomery_radix(field) // field.modulus for w in arrays[1]])
+    n = len(pairs)
+    found = run(provider, source, "probe", field, arrays, len(LAZY_CALLS) * n, (n,), n)
+    for k, (call, expected) in enumerate(LAZY_CALLS.items()):
+        assert found[k * n : (k + 1) * n] == [expected(field, x, w) for x, w in pairs], call
 
 
 def expected_of(entry, field, x, y, exponent):

@@ -72,3 +72,30 @@ ACL_DEVICE FIELD FIELD_mul_sub(FIELD x, FIELD y, FIELD v, FIELD w) {
     return FIELD_sub(FIELD_mul(x, y), FIELD_mul(v, w));
 #endif
 }
+
+/* What follows is of elements that are not reduced, any number of n limbs but where a bound is said; see limbs_c.h. */
+#if defined(FIELD_PTX_SHOUP)
+ACL_DEVICE FIELD FIELD_shoup(FIELD x, FIELD w, FIELD quotient) {
+    FIELD z;
+    FIELD_PTX_SHOUP(z, x, w, quotient);
+    return z;
+}
+
+ACL_DEVICE FIELD FIELD_lazy_add(FIELD x, FIELD y) {
+    FIELD z;
+    FIELD_PTX_LAZY_ADD(z, x, y);
+    return z;
+}
+
+ACL_DEVICE FIELD FIELD_lazy_sub(FIELD x, FIELD y) {
+    FIELD z;
+    FIELD_PTX_LAZY_SUB(z, x, y);
+    return z;
+}
+
+ACL_DEVICE FIELD FIELD_lazy_reduce(FIELD x) {
+    FIELD z;
+    FIELD_PTX_LAZY_REDUCE(z, x);
+    return z;
+}
+#endif

@@ -10,8 +10,13 @@ With n limbs and p < 2^(32 n - 1) the sum stays below 2 p 2^32 (see limbs_c.h), 
 but the even one carries out. Multiply: 2 n^2 wide multiply-adds and n low products; square: n (n + 1) / 2 + n^2, and n.
 A sum of two products has two such rows before each m p, 3 n^2 and n in all: below 3 p 2^32, with p < 2^(32 n - 2).
 
+A product x w by a constant, of which v = floor(w R / p) is known, needs no m: it is the lower half of x w - q p, with q
+the upper half of x v. For q products x_j v_i with i + j < n - 2 are left out, so that x w - q p is below
+(1 + x / R + 2^-28) p. In the lower half products at limb n - 1 are low ones. For n = 8: 99 wide and 16 low products.
+
 Each operation is one asm statement that reads all its operands before it writes one, branches on nothing and has no
-effect but its result. Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS", for the rows.
+effect but its result. Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS", for the rows; Shoup's product by a
+constant as in Harvey 2014, J. Symbolic Computation 60.
 """
 
 from __future__ import annotations
@@ -52,26 +57,30 @@ class _Chains:
         """Sums += (factors[0] + factors[1] 2^64 + ...) y 2^(32 at), in one chain.
 
         Args:
-            sums: limbs; changed.
+            sums: limbs; changed. Where the highest product has one limb there, its upper half is lost.
             at: where the chain begins.
             factors: of the 64-bit products.
             y: their other factor.
             carry: the flag holds a carry into the chain.
             last: nothing is carried out.
         """
-        if not carry and all(limb is None for limb in sums[at : at + 2 * len(factors)]):
+        end = at + 2 * len(factors)
+        wide, low = (factors[:-1], factors[-1]) if end > len(sums) else (factors, None)
+        if not carry and all(limb is None for limb in sums[at:end]):
             for k, factor in enumerate(factors):
                 sums[at + 2 * k] = self.do("mul.lo.u32", factor, y)
-                sums[at + 2 * k + 1] = self.do("mul.hi.u32", factor, y)
+                if factor is not low:
+                    sums[at + 2 * k + 1] = self.do("mul.hi.u32", factor, y)
             return
-        end = at + 2 * len(factors)
-        out = not last and sums[end - 1] is not None  # else the highest product has room for the carry
-        for k, factor in enumerate(factors):
-            low, high = at + 2 * k, at + 2 * k + 1
-            final = "" if high == end - 1 and not out else ".cc"
-            sums[low] = self.do(f"mad{'c' if carry or k else ''}.lo.cc.u32", factor, y, sums[low])
+        out = low is not None or (not last and sums[end - 1] is not None)  # else the highest has room for the carry
+        for k, factor in enumerate(wide):
+            start, high = at + 2 * k, at + 2 * k + 1
+            final = "" if factor is wide[-1] and not out else ".cc"
+            sums[start] = self.do(f"mad{'c' if carry or k else ''}.lo.cc.u32", factor, y, sums[start])
             sums[high] = self.do(f"madc.hi{final}.u32", factor, y, sums[high])
-        if out:
+        if low is not None:
+            sums[-1] = self.do(f"mad{'c' if carry or wide else ''}.lo.u32", low, y, sums[-1])
+        elif out:
             sums[end] = self.do("addc.u32", sums[end], None)
 
     def chain(self, operation: str, x: Sequence[str | None], y: Sequence[str | None], out: bool = False) -> Limbs:
@@ -111,13 +120,23 @@ class _Field:
 
     def __init__(self, field: Field) -> None:
         self.limbs = field.limbs * field.word_bits // _BITS
-        self.p = [f"0x{limb:08x}" for limb in field.words(field.modulus, _BITS, self.limbs)]
+        self.field = field
+        self.p = self.multiple(1)
         self.inverse = f"0x{field.montgomery_inverse(_BITS):08x}"
+
+    def multiple(self, k: int) -> Limbs:
+        """The limbs of k p mod R."""
+        value = k * self.field.modulus % (1 << _BITS * self.limbs)
+        return [f"0x{limb:08x}" for limb in self.field.words(value, _BITS, self.limbs)]
+
+    def below(self, do: _Chains, t: Limbs, bound: Limbs) -> Limbs:
+        """The chains of t - bound where t >= bound."""
+        less = do.chain("sub", t, bound, out=True)
+        return do.at_least_zero(less, t, do.borrow())
 
     def below_p(self, do: _Chains, t: Limbs) -> Limbs:
         """The chains of t - p where t >= p, with t < 2 p."""
-        less = do.chain("sub", t, self.p, out=True)
-        return do.at_least_zero(less, t, do.borrow())
+        return self.below(do, t, self.p)
 
     def add(self, name: str) -> str:
         do = _Chains(2, self.limbs)
@@ -130,9 +149,19 @@ class _Field:
         back = [do.do("and.b32", limb, negative) for limb in self.p]
         return do.statement(name, do.chain("add", difference, back))
 
+    def negated_quotient(self, do: _Chains, lowest: str | None) -> str:
+        """M = -lowest / p mod 2^32; a difference where 1 / p is 1, as of BLS12-381's scalars.
+
+        Of a product by 2^32 - 1, and of neg, NVIDIA's compiler makes the same difference, but then splits 48 of the 128
+        wide products of a multiply in a low and a high one (CUDA 13, sm_90a).
+        """
+        if self.inverse == "0xffffffff":
+            return do.do("sub.u32", None, lowest)
+        return do.do("mul.lo.u32", lowest, self.inverse)
+
     def step(self, do: _Chains, even: list[str | None], odd: list[str | None]) -> None:
         """Add m p with m so that the lowest limb becomes 0."""
-        m = do.do("mul.lo.u32", even[0], self.inverse)
+        m = self.negated_quotient(do, even[0])
         do.products(odd, 0, self.p[1::2], m, last=True)
         do.products(even, 0, self.p[0::2], m)
 
@@ -183,6 +212,43 @@ class _Field:
         t = do.chain("add", even[: 2 * n], odd[: 2 * n])
         return do.statement(name, self.below_p(do, self._reduced(do, t)))
 
+    def shoup(self, name: str) -> str:
+        """X, w, floor(w R / p); any x."""
+        n = self.limbs
+        do = _Chains(3, n)
+        x, w = do.operand(0), do.operand(1)
+        q = self._upper_half(do, x, do.operand(2))
+        even: list[str | None] = [None] * n
+        odd: list[str | None] = [None] * n
+        for factors, y in ((x, w), (self.multiple(-1), q)):
+            for i in range(n):
+                do.products(even, i + i % 2, factors[i % 2 : n - i : 2], y[i], last=True)
+                do.products(odd, i + 1 - i % 2, factors[1 - i % 2 : n - i : 2], y[i])
+        lowest = do.do("mov.u32", even[0])
+        return do.statement(name, [lowest, *do.chain("add", even[1:], odd[1:])])
+
+    def _upper_half(self, do: _Chains, x: Limbs, y: Limbs) -> Limbs:
+        """The chains of x y / R, without the products that stand below limb n - 2."""
+        n = self.limbs
+        sums: tuple[list[str | None], ...] = ([None] * (2 * n + 1), [None] * (2 * n + 1))
+        for i in range(n):
+            first = max(0, n - 2 - i)
+            for j in range(first, min(first + 2, n)):
+                do.products(sums[(i + j) % 2], i + j, x[j::2], y[i])
+        return do.chain("add", sums[0][n - 1 : 2 * n], sums[1][n - 1 : 2 * n])[1:]
+
+    def lazy_add(self, name: str) -> str:
+        do = _Chains(2, self.limbs)
+        return do.statement(name, do.chain("add", do.operand(0), do.operand(1)))
+
+    def lazy_sub(self, name: str) -> str:
+        do = _Chains(2, self.limbs)
+        return do.statement(name, do.chain("sub", do.chain("add", do.operand(0), self.multiple(2)), do.operand(1)))
+
+    def lazy_reduce(self, name: str) -> str:
+        do = _Chains(1, self.limbs)
+        return do.statement(name, self.below(do, do.operand(0), self.multiple(2)))
+
     def _reduced(self, do: _Chains, t: Limbs) -> Limbs:
         """The chains of t / R mod p, below 2 p, with t < p^2: its lower half in n steps, then the upper is added."""
         n = self.limbs
@@ -191,7 +257,7 @@ class _Field:
         self.step(do, even, odd)
         for _ in range(1, n):
             even, odd = self.shifted(do, even, odd)
-            m = do.do("mul.lo.u32", even[0], self.inverse)
+            m = self.negated_quotient(do, even[0])
             do.products(odd, 0, self.p[1::2], m, carry=True, last=True)
             do.products(even, 0, self.p[0::2], m)
         lower = do.chain("add", even[1:], odd)
@@ -202,7 +268,12 @@ def ptx_macros(field: Field, prefix: str) -> str:
     """Macros PREFIX_PTX_ADD, _SUB, _MUL (z, x, y), _SQUARE (z, x) and _DOT2 (z, x, y, v, w), of variables with `.limb`.
 
     Operands are below p, but y of a multiply may be any number of n limbs; results are below p. In Montgomery form,
-    R = 2^(32 n). _DOT2, x y + v w, is there where p has two spare bits, p < 2^(32 n - 2).
+    R = 2^(32 n). _DOT2, x y + v w, is there where p has two spare bits, p < 2^(32 n - 2), and so are:
+
+        _SHOUP (z, x, y, v)   x y mod p, below (1 + x / R + 2^-28) p; v = floor(y R / p), y < p, and any x
+        _LAZY_ADD (z, x, y)   x + y
+        _LAZY_SUB (z, x, y)   x + 2 p - y, of y below 2 p
+        _LAZY_REDUCE (z, x)   x - 2 p where x is no less
 
     Args:
         field: with an even number n of 32-bit limbs and a spare bit, p < 2^(32 n - 1).
@@ -211,5 +282,6 @@ def ptx_macros(field: Field, prefix: str) -> str:
     made = _Field(field)
     operations = {"ADD": made.add, "SUB": made.sub, "MUL": made.mul, "SQUARE": made.square}
     if field.bits <= _BITS * made.limbs - 2:
-        operations["DOT2"] = made.dot2
+        operations |= {"DOT2": made.dot2, "SHOUP": made.shoup, "LAZY_ADD": made.lazy_add}
+        operations |= {"LAZY_SUB": made.lazy_sub, "LAZY_REDUCE": made.lazy_reduce}
     return "\n".join(operation(f"{prefix}_PTX_{name}") for name, operation in operations.items()) + "\n"

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.places import Place
-from accelerant.algebra.field.program import montgomery_radix
+from accelerant.algebra.ntt.device_tables import device_tables
 from accelerant.algebra.ntt.host import scalars
 from accelerant.algebra.ntt.plan import Pass, Variant, make_passes
 from accelerant.algebra.ntt.program import Tile, kernel_source
-from accelerant.algebra.ntt.tables import pass_tables
 from accelerant.runtime.kernel import Kernel
 
 __all__ = ["DevicePasses", "Division", "division_of"]
 
 _THREADS = 8
 """Log2 of the threads of a block, at most: what every device has."""
+
+
+_SIZES_LIMIT = 256
+"""Numbers of elements, times passes, whose launches a plan keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Division:
     Attributes:
         rows: of a pass, at most, where three passes are enough; else of a third of the points.
         tile: elements of a block, and of a transform of one pass.
-        radix: elements of a thread.
+        radix: elements of a thread; at most 4.
         table: elements of a table of twiddles, at most; above, a twiddle is the product of two.
         resident: see Tile.
     """
@@ -55,19 +59,20 @@ class Division:
 def division_of(field: Field) -> Division:
     """What is used for a field.
 
-    Chosen by what NVIDIA's compiler takes, for five blocks of 128 threads, four of 256 and four of 256 to a
-    multiprocessor, without spills; not yet by times.
+    Of several limbs: 80 registers, six blocks of 128 threads to a multiprocessor of NVIDIA. Goldilocks: radix 16, whose
+    inner factors are shifts, in three or four blocks of 256 (two in passes along the rows), and all twiddles in tables.
+    Measured on an H200 at 2^20 and 2^24 points (benchmarks/tune_zk.py), with the kernels before these.
     """
     if field.limbs > 1:
         return Division(rows=8, tile=9, radix=2, table=24)
     if field.word_bits == 64:
-        return Division(rows=8, tile=11, radix=3, table=16)
+        return Division(rows=8, tile=12, radix=4, table=24)
     return Division(rows=8, tile=12, radix=4, table=16, resident=4)  # left alone it takes 32 registers, and spills
 
 
 @functools.cache
-def _kernel(field: Field, variant: Variant, tile: Tile, place: Place) -> Kernel:
-    return place.provider.compile(kernel_source(field, variant, tile), device=place.index)
+def _kernel(field: Field, variant: Variant, tile: Tile, inverse: bool, place: Place) -> Kernel:
+    return place.provider.compile(kernel_source(field, variant, tile, inverse), device=place.index)
 
 
 class DevicePasses:
@@ -100,24 +105,51 @@ class DevicePasses:
         )
         self._tiles = [division.shape(step) for step in self.passes]
         self._kernels = [
-            _kernel(field, step.variant, tile, place) for step, tile in zip(self.passes, self._tiles, strict=True)
+            _kernel(field, step.variant, tile, inverse and field.name == "goldilocks", place)
+            for step, tile in zip(self.passes, self._tiles, strict=True)
         ]
-        self._tables: list[list[Any]] = []
+        self._tables: list[list[Any]] = []  # launches read their memory
+        self._pointers: list[tuple[Any, ...]] = []
+        self._starts: dict[tuple[int, int], Callable[[Any, Any], None]] = {}
         self.size_bytes = 0
-        for step in self.passes:
-            tables = pass_tables(field, step, montgomery_radix(field))
-            roots = place.load(tables.roots)
+        for step, tile in zip(self.passes, self._tiles, strict=True):
+            roots_words, tables = device_tables(field, step, tile)
+            roots = place.load(roots_words)
             rest = (tables.before, tables.after, tables.low, tables.high)
-            self.size_bytes += sum(table.nbytes for table in (tables.roots, *rest) if table is not None)
+            self.size_bytes += sum(table.nbytes for table in (roots_words, *rest) if table is not None)
             self._tables.append([roots, *(roots if table is None else place.load(table) for table in rest)])
+            self._pointers.append(tuple(map(place.pointer, self._tables[-1])))
 
     def launch(self, number: int, x: Any, z: Any, elements: int) -> None:
         """One pass of so many elements, from x to z."""
-        step, tile = self.passes[number], self._tiles[number]
-        count, _, *rest = scalars(step, elements)
-        pointers = map(self._place.pointer, (x, z, *self._tables[number]))
-        blocks = -(-count // (1 << tile.columns))
-        self._place.provider.launch(self._kernels[number], (blocks,), (tile.threads,), (*pointers, count, *rest))
+        start = self._starts.get((number, elements)) or self._prepare(number, x, z, elements)
+        start(x, z)
+
+    def _prepare(self, number: int, x: Any, z: Any, elements: int) -> Callable[[Any, Any], None]:
+        """A launch of all but the elements, kept: a call of small transforms is mostly what the host does.
+
+        Where the provider prepares launches, numbers are converted and checked once: 2 us in place of 11.
+        """
+        kernel, tile, place, tables = self._kernels[number], self._tiles[number], self._place, self._pointers[number]
+        count, _, *rest = scalars(self.passes[number], elements)
+        grid, values = (-(-count // (1 << tile.columns)),), (count, *rest)
+        if (prepare := getattr(kernel.handle, "prepare", None)) is not None:
+            ready = prepare(grid, (x, z, *tables, *values), place.index, tile.threads)
+            fixed = tuple(table.data_ptr() for table in tables)
+
+            def start(x: Any, z: Any) -> None:
+                ready.start((x.data_ptr(), z.data_ptr(), *fixed))
+
+        else:
+
+            def start(x: Any, z: Any) -> None:
+                args = (place.pointer(x), place.pointer(z), *tables, *values)
+                place.provider.launch(kernel, grid, (tile.threads,), args)
+
+        if len(self._starts) >= _SIZES_LIMIT:
+            self._starts.clear()
+        self._starts[number, elements] = start
+        return start
 
     def give_up(self) -> None:
         """Wait for what reads the tables on any stream, before their memory is given to others.

@@ -1,46 +1,75 @@
-/* Goldilocks with NVIDIA's carry flag, in place of goldilocks.h's functions in what follows: 9, 5 and 25 instructions instead
- * of 13, 6 and 28, a fifth of a pass's. e = 2^32 - 1, p = 2^64 - e; an element is b 2^32 + a below p.
+/* Goldilocks with NVIDIA's carry flag, in place of goldilocks.h's functions of algebra/field in what follows: 4, 5 and 16
+ * instructions instead of 13, 6 and 28. e = 2^32 - 1, p = 2^64 - e; a word is b 2^32 + a. Of a sum or difference x is any
+ * word, y is below p, and so is the result any word; a product's are any, and it is below p.
  *
- * Sums: s + e carries out of 64 bits, or s did already, where s >= p; what is left is then s - p, since s < p + 2^64. */
-#define GOLDILOCKS_BELOW_P(low, high)                                                                  \
-    "add.cc.u32 v, " low ", 0xFFFFFFFF; addc.cc.u32 w, " high ", 0; addc.u32 e, e, 0; "                \
-    "setp.ne.u32 q, e, 0; selp.u32 a, v, " low ", q; selp.u32 b, w, " high ", q; mov.b64 %0, {a, b}; "
+ * A pass is bound by adders, while the multiplier has time: a carry, 0 or 1, is paid back by e times it in a wide
+ * multiply-add, and so is what is above 64 bits of a product. The compiler must not know e: it makes additions of it. A
+ * pair of mad.lo and madc.hi becomes one instruction; mad.wide with a sum from elsewhere three. */
+ACL_CONSTANT u32 goldilocks_epsilon = 0xFFFFFFFFU;
 
 #define GOLDILOCKS_BEGIN                                                                               \
-    ".reg .u32 a, b, c, d, e, m, r, s, t, u, v, w; .reg .pred q; mov.b64 {a, b}, %1; mov.b64 {c, d}, %2; "
+    ".reg .u32 a, b, c, d, f, m, r, s, t, u; mov.b64 {a, b}, %1; mov.b64 {c, d}, %2; "
+
+/* r + 2^32 s and f e. */
+#define GOLDILOCKS_PAID "mad.lo.cc.u32 r, f, %3, r; madc.hi.u32 s, f, %3, s; mov.b64 %0, {r, s}; }"
+
+/* f = 1 where r + 2^32 s is p or more: where adding e carries out of 64 bits. Then e is added, which takes p off. */
+#define GOLDILOCKS_BELOW_P                                                                             \
+    "add.cc.u32 a, r, 0xFFFFFFFF; addc.cc.u32 b, s, 0; addc.u32 f, f, 0; "                             \
+    GOLDILOCKS_PAID
+
+#define GOLDILOCKS_DO(lines)                                                                           \
+    asm("{ " GOLDILOCKS_BEGIN lines : "=l"(z) : "l"(x), "l"(y), "r"(goldilocks_epsilon));              \
+    return z
 
 ACL_DEVICE F goldilocks_add(F x, F y) {
     F z;
-    asm("{ " GOLDILOCKS_BEGIN
-        "add.cc.u32 r, a, c; addc.cc.u32 s, b, d; addc.u32 e, 0, 0; "
-        GOLDILOCKS_BELOW_P("r", "s") "}" : "=l"(z) : "l"(x), "l"(y));
-    return z;
+    GOLDILOCKS_DO("add.cc.u32 r, a, c; addc.cc.u32 s, b, d; addc.u32 f, 0, 0; " GOLDILOCKS_PAID);
 }
 
-/* m is e where the difference wrapped by 2^64 = p + e. */
+/* m is e where the difference wrapped by 2^64 = p + e: e^2 + 2^32 = 2^64 - e. */
+#define GOLDILOCKS_UNWRAPPED                                                                           \
+    "subc.u32 m, 0, 0; mad.lo.cc.u32 r, m, %3, r; madc.hi.u32 s, m, %3, s; sub.u32 s, s, m; "
+
 ACL_DEVICE F goldilocks_sub(F x, F y) {
     F z;
-    asm("{ " GOLDILOCKS_BEGIN
-        "sub.cc.u32 r, a, c; subc.cc.u32 s, b, d; subc.u32 m, 0, 0; "
-        "sub.cc.u32 a, r, m; subc.u32 b, s, 0; mov.b64 %0, {a, b}; }" : "=l"(z) : "l"(x), "l"(y));
-    return z;
+    GOLDILOCKS_DO("sub.cc.u32 r, a, c; subc.cc.u32 s, b, d; " GOLDILOCKS_UNWRAPPED "mov.b64 %0, {r, s}; }");
 }
 
-/* x y = r + 2^32 s + 2^64 t + 2^96 u = (r + 2^32 s - u) + e t, as goldilocks.h has it; e t is (t 2^32 - t). */
+/* r + 2^32 s + 2^64 t + 2^96 u = (r + 2^32 s - u) + e t, as goldilocks.h of algebra/field has it. A carry excludes a sum
+ * that is p or more: what is left is at most 2^64 - 2^33. */
+#define GOLDILOCKS_FOLDED "sub.cc.u32 r, r, u; subc.cc.u32 s, s, 0; " GOLDILOCKS_UNWRAPPED GOLDILOCKS_RAISED
+#define GOLDILOCKS_RAISED                                                                              \
+    "mad.lo.cc.u32 r, t, %3, r; madc.hi.cc.u32 s, t, %3, s; addc.u32 f, 0, 0; " GOLDILOCKS_BELOW_P
+
 ACL_DEVICE F goldilocks_mul(F x, F y) {
     F z;
-    asm("{ " GOLDILOCKS_BEGIN
-        "mul.lo.u32 r, a, c; mul.hi.u32 s, a, c; mad.lo.cc.u32 s, a, d, s; madc.hi.u32 t, a, d, 0; "
-        "mad.lo.cc.u32 s, b, c, s; madc.hi.cc.u32 t, b, c, t; addc.u32 u, 0, 0; "
-        "mad.lo.cc.u32 t, b, d, t; madc.hi.u32 u, b, d, u; "
-        "sub.cc.u32 r, r, u; subc.cc.u32 s, s, 0; subc.u32 m, 0, 0; sub.cc.u32 r, r, m; subc.u32 s, s, 0; "
-        "sub.cc.u32 v, 0, t; subc.u32 w, t, 0; "
-        "add.cc.u32 r, r, v; addc.cc.u32 s, s, w; addc.u32 e, 0, 0; "
-        GOLDILOCKS_BELOW_P("r", "s") "}" : "=l"(z) : "l"(x), "l"(y));
-    return z;
+    GOLDILOCKS_DO("mul.lo.u32 r, a, c; mul.hi.u32 s, a, c; mad.lo.cc.u32 s, a, d, s; madc.hi.u32 t, a, d, 0; "
+                  "mad.lo.cc.u32 s, b, c, s; madc.hi.cc.u32 t, b, c, t; addc.u32 u, 0, 0; "
+                  "mad.lo.cc.u32 t, b, d, t; madc.hi.u32 u, b, d, u; " GOLDILOCKS_FOLDED);
+}
+
+ACL_DEVICE F goldilocks_reduced(F x) {
+    const F y = 0;
+    F z;
+    GOLDILOCKS_DO("mov.u32 r, a; mov.u32 s, b; mov.u32 f, 0; " GOLDILOCKS_BELOW_P);
+}
+
+/* As in goldilocks.h of this directory. */
+#define NTT_FOLDED
+ACL_DEVICE F ntt_raised(u64 x, u64 y) {
+    F z;
+    GOLDILOCKS_DO("mov.u32 r, a; mov.u32 s, b; mov.u32 t, c; " GOLDILOCKS_RAISED);
+}
+
+ACL_DEVICE F ntt_folded(u64 x, u32 middle, u32 high) {
+    const u64 y = (u64)high << 32 | middle;
+    F z;
+    GOLDILOCKS_DO("mov.u32 r, a; mov.u32 s, b; mov.u32 t, c; mov.u32 u, d; " GOLDILOCKS_FOLDED);
 }
 
 #define F_add goldilocks_add
 #define F_sub goldilocks_sub
 #define F_mul goldilocks_mul
+#define F_reduced goldilocks_reduced
 

@@ -63,6 +63,11 @@ class PassKernel:
         return builder_key(self)
 
     @property
+    def written_out(self) -> bool:
+        """Whether LLVM has little to do: see runtime/providers/cpu.py."""
+        return field_of(self.field).limbs > 1
+
+    @property
     def least_share(self) -> int:
         """Elements below which another thread costs more than it gives."""
         return 2048 if field_of(self.field).limbs > 1 else 16384

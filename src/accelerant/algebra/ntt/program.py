@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.field.program import field_text
+from accelerant.algebra.field.program import defined, field_text, montgomery_radix
 from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS
 from accelerant.algebra.ntt.plan import Variant
+from accelerant.errors import ConfigError
 from accelerant.runtime.kernel import KernelSource
 from accelerant.runtime.portable import portable_header
 
-__all__ = ["Tile", "kernel_source"]
+__all__ = ["Tile", "has_quotients", "kernel_source"]
+
+_LOG_TURN = 4
+"""Log2 of the order of Goldilocks's roots that are powers of two, which have order 192."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,7 @@ class Tile:
     Attributes:
         rows: of a column.
         columns: of a block.
-        radix: elements of a thread, in registers; at most rows.
+        radix: elements of a thread, in registers; at most rows, and 4.
         resident: blocks of an NVIDIA multiprocessor that registers shall suffice for; 0: as the compiler likes.
     """
 
@@ -39,14 +42,30 @@ class Tile:
         return 1 << self.rows + self.columns - self.radix
 
 
+def has_quotients(field: Field) -> bool:
+    """Whether roots have quotients beside them: see limbs.h, whose bounds need p < 2^(32 n - 2) by some margin."""
+    return field.limbs > 1 and 5 * field.modulus < montgomery_radix(field)
+
+
 @functools.cache
-def kernel_source(field: Field, variant: Variant, tile: Tile) -> KernelSource:
-    """Entry ntt_pass: the arguments of llvm_kernels.py without log_rows, tables all words of x R mod p."""
+def kernel_source(field: Field, variant: Variant, tile: Tile, inverse: bool = False) -> KernelSource:
+    """Entry ntt_pass: the arguments of llvm_kernels.py without log_rows, tables as device_tables.py makes them.
+
+    Args:
+        field: of the elements.
+        variant: of the pass.
+        tile: see there.
+        inverse: of the transform; only of matter to Goldilocks, whose program has roots.
+
+    Raises:
+        ConfigError: the radix is above 4.
+    """
+    if tile.radix > _LOG_TURN:
+        raise ConfigError(f"a pass takes a radix of at most {_LOG_TURN} (log2), got {tile.radix}")
     e = f"*u{field.word_bits}"
-    special = ["goldilocks_cuda.h"] if field.name == "goldilocks" else []
     dialects = {
-        "portable": _text(field, variant, tile, "portable", ["device_c.h"]),
-        "cuda": f"{portable_header()}\n{_text(field, variant, tile, 'cuda', [*special, 'device_cuda.h'])}",
+        "portable": _text(field, variant, tile, inverse, "portable"),
+        "cuda": f"{portable_header()}\n{_text(field, variant, tile, inverse, 'cuda')}",
     }
     return KernelSource(
         name=f"ntt_{field.name}_{tile.rows}",
@@ -55,15 +74,15 @@ def kernel_source(field: Field, variant: Variant, tile: Tile) -> KernelSource:
     )
 
 
-def _text(field: Field, variant: Variant, tile: Tile, dialect: str, device: Sequence[str]) -> str:
+def _text(field: Field, variant: Variant, tile: Tile, inverse: bool, dialect: str) -> str:
     values = {
         "LOG_ROWS": tile.rows,
         "LOG_COLUMNS": tile.columns,
         "LOG_RADIX": tile.radix,
+        "RADIX": 1 << tile.radix,
         "THREADS": tile.threads,
         "RESIDENT": tile.resident,
         "WORDS": field.limbs,
-        "WORD_BITS": field.word_bits,
         "ALONG_IN": variant.along_in,
         "ALONG_OUT": variant.along_out,
         "REVERSED_IN": variant.reversed_in,
@@ -74,6 +93,18 @@ def _text(field: Field, variant: Variant, tile: Tile, dialect: str, device: Sequ
         "TWIDDLE_AFTER": variant.twiddle == "after",
         "SPLIT": variant.split,
     }
-    defined = "".join(f"#define NTT_{name} {int(value)}\n" for name, value in values.items())
-    texts = ((Path(__file__).parent / name).read_text(encoding="utf-8") for name in (*device, "kernel.c"))
-    return field_text(field, "F", dialect) + defined + "".join(texts)
+    constants = {f"NTT_{name}": str(int(value)) for name, value in values.items()}
+    levels = ["limbs.h" if has_quotients(field) else "levels.h"]
+    if field.name == "goldilocks":
+        levels = ["goldilocks_cuda.h"] * (dialect == "cuda") + ["goldilocks.h"]
+        constants["NTT_SHIFT"] = str(_shift(field, inverse))
+    device = "device_c.h" if dialect == "portable" else "device_cuda.h"
+    texts = ((Path(__file__).parent / name).read_text(encoding="utf-8") for name in (device, *levels, "kernel.c"))
+    return field_text(field, "F", dialect) + defined(constants) + "".join(texts)
+
+
+def _shift(field: Field, inverse: bool) -> int:
+    """The logarithm to base 2 of the root of order 2^_LOG_TURN, which is a power of two."""
+    order = 1 << _LOG_TURN
+    root = pow(field.root_of_unity(order), -1 if inverse else 1, field.modulus)
+    return next(k for k in range(0, 192, 192 // order) if pow(2, k, field.modulus) == root)

@@ -109,15 +109,15 @@ class LoadedKernel:
         config = self._configs.get((grid, block)) or self._configure(grid, block)
         self._enqueue(config, self._converted(args), stream)
 
-    def prepare(self, grid: tuple[int, ...], args: Sequence[Any], device: int) -> PreparedLaunch:
-        """A launch of `threads` threads a block that lacks only the pointers.
+    def prepare(self, grid: tuple[int, ...], args: Sequence[Any], device: int, threads: int = 0) -> PreparedLaunch:
+        """A launch that lacks only the pointers, of so many threads a block, or as many as the compiler fixed.
 
         Raises:
             LaunchError: an argument or the grid does not fit.
         """
         values = self._converted(args)
         places = [i for i, convert in enumerate(self._converters) if convert is None]
-        return PreparedLaunch(self, self._configure(grid, (self.threads,)), values, places, device)
+        return PreparedLaunch(self, self._configure(grid, (threads or self.threads,)), values, places, device)
 
     def pack(
         self, grid: tuple[int, int, int], args: Sequence[Any], device: int, together: bool = False
