@@ -268,6 +268,23 @@ def test_proofs_of_the_memory_program(tmp_path):
     assert found["device"] == 0
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux's kernel counts memory as it is counted")
+def test_a_warning_beside_the_memory_program_s_figures(tmp_path, monkeypatch):
+    """A cache that cannot be written makes one, in the same output."""
+    case = suite._Case(3, False, registry.choose("cpu"), tmp_path, 2, None)
+    case.folder.mkdir()
+    case.zkey.write_bytes(bytes(2**20))
+    figures = json.dumps({"base": 0, "peak": 2**21, "anonymous": 2**20, "device": 0})
+    ran = groth16_process.Ran(1.0, 1.0, 0, f"kernel cache /nowhere cannot be written\n{figures}\n")
+    monkeypatch.setattr(suite, "run", lambda *_: ran)
+    monkeypatch.setattr(suite, "_files", lambda *_, **__: None)
+    record = Record.__new__(Record)
+    record.rows = []
+    suite._memory(case, record, lambda _: None)
+    (row,) = record.rows
+    assert (row.p50, row.note.partition(";")[0]) == (2.0, "2.00 times the key")
+
+
 def test_proof_files_are_those_of_the_command(small, tmp_path):
     """What is judged is what the command wrote."""
     case = suite._Case(3, False, registry.choose("cpu"), tmp_path, 2, None)

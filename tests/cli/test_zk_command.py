@@ -433,3 +433,23 @@ def test_which_arguments_are_plain(arguments, wanted):
         *paths, flags = wanted
         assert found.args == tuple(map(Path, paths))
         assert found.keywords == {"self_verify": True, "json_output": False} | flags
+
+
+@pytest.mark.parametrize("option", [(), ("--device", "cpu")])
+def test_what_typer_does_is_done_without_it(folder, option):
+    """A reader who has enough, and output that is closed: no words, and the same status."""
+    files = [PRODUCT / "product.zkey", PRODUCT / "product.wtns"]
+    prove = [sys.executable, "-u", "-m", "accelerant", "zk", "prove", *map(str, files), *option]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(prove, stdout=writing, stderr=subprocess.PIPE, timeout=120, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+    (folder / "proof.json").unlink()
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *prove]
+    assert subprocess.run(closed, timeout=120, check=False).returncode == 0
+    assert (folder / "proof.json").is_file()
+
+
+def test_several_devices_are_documented(run):
+    assert "cuda:0,cuda:1" in run("prove", "--help")[1]

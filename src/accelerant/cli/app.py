@@ -76,6 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
         build_app(named)(args=given, prog_name="accelerant")
     except AccelerantError as error:
         _fail(error, 2 if isinstance(error, _BAD_INPUT) else 1)
+    except BrokenPipeError:  # who read the output has enough; typer says nothing, either
+        sys.exit(1)
     except OSError as error:
         _fail(error, 1)
     except KeyboardInterrupt:

@@ -61,7 +61,11 @@ def prove(
         bool, typer.Option("--self-verify/--no-self-verify", help="Verify the proof before it is written.")
     ] = True,
     device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda, cuda:1, opencl. auto: a GPU for large circuits, if it is there.")
+        str,
+        typer.Option(
+            help="auto, cpu, cuda, cuda:1, opencl; cuda:0,cuda:1 share each sum. "
+            "auto: a GPU for large circuits, if it is there."
+        ),
     ] = "auto",
     json_output: _Json = False,
 ) -> None:

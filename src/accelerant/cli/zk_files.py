@@ -86,7 +86,7 @@ class Progress:
     """The stage at work, on one line of a terminal's stderr; nothing elsewhere."""
 
     def __init__(self, quiet: bool) -> None:
-        self._live = sys.stderr.isatty() and not quiet
+        self._live = not quiet and sys.stderr is not None and sys.stderr.isatty()  # None: it was closed
 
     def __call__(self, stage: str) -> None:
         """Show the stage that begins."""

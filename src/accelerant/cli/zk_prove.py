@@ -49,7 +49,15 @@ def prove_files(
     json_output: bool = False,
     device: str = "auto",
 ) -> None:
-    """Write a proof and its public inputs, and say what was done; see zk.prove."""
+    """Write a proof and its public inputs, and say what was done; see zk.prove.
+
+    Args:
+        zkey, witness: to read.
+        proof, public: to write.
+        self_verify: verify the proof first.
+        json_output: print one JSON object.
+        device: as Prover has it; several with commas between.
+    """
     targets = targets_of([proof, public], [zkey, witness])
     from accelerant.zk.formats import Zkey
     from accelerant.zk.groth16 import Prover
@@ -58,7 +66,7 @@ def prove_files(
     with Progress(quiet=json_output) as progress:
         with Zkey.open(zkey) as opened:
             compile_ahead(opened.family, opened.domain_size)
-            prover = Prover(opened, device=device, progress=progress)
+            prover = Prover(opened, device=_devices(device), progress=progress)
         made = prover.prove(witness, verified=self_verify)
     write_all(dict(zip(targets, (made.to_json(), made.public_json()), strict=True)))
     facts: dict[str, Any] = {
@@ -85,3 +93,8 @@ def prove_files(
         print(f"  on {prover.device}, {part:<10} {seconds * 1e3:9.1f} ms")
     checked = "verified, " if self_verify else ""
     print(f"{shown(proof)} and {shown(public)}: {checked}{prover.n_public} public inputs, {prover.family}")
+
+
+def _devices(text: str) -> str | list[str]:
+    names = [name.strip() for name in text.split(",")]
+    return names if len(names) > 1 else text

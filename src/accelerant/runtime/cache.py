@@ -84,8 +84,11 @@ class KernelCache:
         return binary, False
 
     def has(self, key: str) -> bool:
-        """Whether there is an entry, which may yet be found damaged."""
-        return (self.root / key / "code").is_file()
+        """Whether there is an entry, which may yet be found damaged; none in a folder that cannot be read."""
+        try:
+            return (self.root / key / "code").is_file()
+        except OSError:
+            return False
 
     def remove(self, key: str) -> None:
         """Forget an entry, if it is there and may be removed."""

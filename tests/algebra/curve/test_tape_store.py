@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -66,3 +68,16 @@ def test_a_damaged_entry_is_recorded_again(folder):
     code.write_bytes(bytes([code.read_bytes()[0] ^ 1]) + code.read_bytes()[1:])
     assert same(tape_store.kept(pairing_power.FinalTape, "t", field, make).tape, first.tape)
     assert len(calls) == 2
+
+
+def test_nothing_that_a_tape_is_lies_beside_the_checksum(folder):
+    """With other constants, or registers beyond the memory, all would be computed wrong."""
+    family = family_of("bn254")
+    field, first = FIELDS["bn254_fq"], pairing_power._recorded_product(family)
+    tape_store.kept(pairing_power.FinalTape, "t", field, lambda: first)
+    path = next(folder.iterdir()) / "report.json"
+    report = json.loads(path.read_text())
+    assert not report["metadata"]
+    report["metadata"] = {"schedule": 0, "registers": 1, "constants": ["5"], "products": 0, "places": {}}
+    path.write_text(json.dumps(report))
+    assert same(tape_store.kept(pairing_power.FinalTape, "t", field, lambda: first).tape, first.tape)

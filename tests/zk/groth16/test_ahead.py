@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import threading
 
 import pytest
@@ -36,6 +38,7 @@ def beside(monkeypatch, program):
 
 
 def test_a_kernel_at_work_is_waited_for(monkeypatch):
+    monkeypatch.setattr(KernelCache, "has", lambda *_: True)
     process = beside(monkeypatch, "import time; print('a', flush=True); time.sleep(1); print('b', flush=True)")
     with process._changed:
         assert process._changed.wait_for(lambda: process._at == "a", 20)
@@ -54,6 +57,44 @@ def test_a_process_that_fails_is_not_waited_for(monkeypatch, program):
     ended.start()
     ended.join(20)
     assert not ended.is_alive()
+
+
+def test_a_process_whose_kernels_are_not_found_is_ended(monkeypatch, empty):
+    """Where the cache cannot be written each kernel would be compiled twice, one time after the other."""
+    process = beside(
+        monkeypatch, "import time; print('a', flush=True); time.sleep(1); print('b', flush=True); time.sleep(60)"
+    )
+    with process._changed:
+        assert process._changed.wait_for(lambda: process._at == "a", 20)
+    process.wait("a")
+    assert process._process.wait(20) == -signal.SIGKILL
+    process.wait("b")
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr(ahead, "_PATIENCE_S", 0.2)
+    process = beside(monkeypatch, "import os, signal; print('a', flush=True); os.kill(os.getpid(), signal.SIGSTOP)")
+    with process._changed:
+        assert process._changed.wait_for(lambda: process._at == "a", 20)
+    process.wait("a")
+    assert process._process.wait(20) == -signal.SIGKILL
+    assert process._at == ""
+
+
+@pytest.mark.parametrize("executable", ["", None, "/nowhere/python"])
+def test_where_no_process_can_start_all_is_compiled_here(provider, empty, monkeypatch, executable):
+    monkeypatch.setattr(ahead.sys, "executable", executable)
+    ahead.compile_ahead("bn254", 8)
+    assert provider.wait_for is None
+
+
+def test_where_no_more_processes_are_allowed(provider, empty, monkeypatch):
+    def refused(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    ahead.compile_ahead("bn254", 8)
+    assert provider.wait_for is None
 
 
 def test_nothing_is_started_where_there_is_nothing_to_gain(provider, empty, monkeypatch):

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import circuits
 import numpy as np
@@ -20,7 +21,7 @@ from accelerant.algebra.field.places import HOST, place_at
 from accelerant.algebra.field.words import encode, random
 from accelerant.cli.app import main
 from accelerant.config import override
-from accelerant.errors import BackendUnavailable, ConfigError, FormatError
+from accelerant.errors import BackendUnavailable, ConfigError, FormatError, ShapeError
 from accelerant.runtime import registry
 from accelerant.runtime.ledger import ledger
 from accelerant.zk.formats import TERM, Witness, Zkey, write_r1cs, write_wtns
@@ -35,6 +36,7 @@ from accelerant.zk.groth16.program import BLOCK, EACH, LONG, kernel_source
 from accelerant.zk.groth16.quotient import quotient, scalars_of
 from accelerant.zk.groth16.setup import setup_with_known_tau
 from accelerant.zk.groth16.sparse import SparseMatrix
+from accelerant.zk.groth16.split_key import SplitKey
 from accelerant.zk.msm import device as msm_device
 
 KNOWN = (12345, 2**200 + 7)
@@ -97,6 +99,15 @@ def test_rows_and_quotient_are_the_cpus(device):
     lanes = Lanes(place, 1)
     found = place.store(DeviceRows(lanes, field, sorted_rows).quotient(lanes.load(0, witness)))
     assert np.array_equal(found, quotient(field, SparseMatrix.of(field, sorted_rows), witness))
+
+
+def test_rows_of_more_columns_than_there_are_values(place):
+    """A key's file may change after its entries were found in range: the kernel would read elsewhere."""
+    field = scalars_of(family_of("bn254"))
+    rows = sorted_by_row(4, np.array([1, 2]), np.array([0, 9]), np.ones((2, 4), np.uint64))
+    lanes = Lanes(place, 1)
+    with pytest.raises(ShapeError, match="at least 10 values, got 9"):
+        DeviceRows(lanes, field, rows).quotient(lanes.load(0, random(field, (9,))))
 
 
 def test_gathered_and_unreduced(place):
@@ -186,9 +197,24 @@ def check_many(folder, prover):
         assert all(verify(prover.verification_key, proof.public, proof) for proof in found)
         assert len(taken) <= 4
         assert list(many) == []
+    check_a_source_that_fails(folder, prover)
     assert list(prover.prove_many([])) == []
     (one,) = prover.prove_many([folder / "witness.wtns"])
     assert verify(prover.verification_key, one.public, one)
+
+
+def check_a_source_that_fails(folder, prover):
+    """What was begun with is not lost."""
+
+    def failing():
+        yield from given(folder, ["witness", "other"], [])
+        raise RuntimeError("no more of them")
+
+    many = prover.prove_many(failing())
+    found = [next(many), next(many)]
+    with pytest.raises(RuntimeError, match="no more of them"):
+        next(many)
+    assert all(verify(prover.verification_key, proof.public, proof) for proof in found)
 
 
 def test_many_proofs_on_the_cpu(small):
@@ -214,6 +240,52 @@ def test_threads_share_a_key(small, device):
     for thread in threads:
         thread.join()
     assert found == [expected] * 9
+
+
+def test_proofs_that_are_given_up(small, device):
+    """Their kernels may still run when the next proof begins, with the same lanes and scratch memory."""
+    prover = Prover(small / "circuit.zkey", device=device)
+    expected = prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN)
+    for _ in range(3):
+        many = prover.prove_many(given(small, ["other"] * 9, []))
+        next(many)
+        many.close()
+        assert prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN) == expected
+
+
+def test_what_a_lane_reads_it_loaded_itself(small, place, monkeypatch):
+    """CUDA's allocator waits for the lanes that loaded memory before it gives that to others, and for no more."""
+    loaded, load = [], Lanes.load
+
+    def noted(self, number, words):
+        loaded.append((number, words))
+        return load(self, number, words)
+
+    monkeypatch.setattr(Lanes, "load", noted)
+    monkeypatch.setattr(device_key, "budgets", lambda *_: Budgets(dict.fromkeys(SECTIONS), None))
+    with Zkey.open(small / "circuit.zkey") as zkey:
+        key = DeviceKey(zkey, place, Stages())
+    assert key._input == len(SECTIONS)
+    assert [number for number, words in loaded if words.tolist() == [1, 2, 3]] == [key._input]
+
+
+def test_all_devices_add_up_one_copy_of_a_witness():
+    """The file may change between two devices' reading."""
+    seen = []
+
+    class Part:
+        label = "x:0"
+
+        def begin(self, values, stages):
+            seen.append(values)
+
+    key = SplitKey.__new__(SplitKey)
+    key._keys, key._threads = [Part(), Part()], ThreadPoolExecutor(2)
+    values = np.arange(8, dtype=np.uint64).reshape(2, 4)
+    key.begin(values, Stages())
+    assert seen[0] is seen[1]
+    assert np.array_equal(seen[0], values)
+    assert not np.shares_memory(seen[0], values)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -385,3 +457,31 @@ def test_the_command_says_where(small, tmp_path, capsys):
         main(["zk", "prove", *arguments, "--device", "abacus"])
     assert ended.value.code == 2
     assert "unknown backend 'abacus'" in capsys.readouterr().err
+
+
+def test_the_command_shares_a_proof_among_devices(small, tmp_path, capsys, device):
+    """The same one twice."""
+    arguments = [str(small / "circuit.zkey"), str(small / "witness.wtns"), *(str(tmp_path / name) for name in "pq")]
+    with pytest.raises(SystemExit) as ended:
+        main(["zk", "prove", *arguments, "--device", f"{device}:0, {device}", "--json"])
+    assert not ended.value.code
+    assert json.loads(capsys.readouterr().out)["device"] == f"{device}:0+{device}:0"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("cpu,abacus", "unknown backend 'abacus'; known are cuda,"),
+        ("cpu,", "unknown backend ''; known are cuda,"),
+        ("cpu,cpu", "several of which none is the CPU; got ['cpu', 'cpu']"),
+        ("cpu,cpu:7", "backend 'cpu' has 1 device; there is no number 7"),
+        ("cpu,cpu:x", "device 'cpu:x': wanted a backend's name"),
+    ],
+)
+def test_lists_of_devices_that_cannot_be(small, tmp_path, capsys, names, message):
+    arguments = [str(small / "circuit.zkey"), str(small / "witness.wtns"), *(str(tmp_path / name) for name in "pq")]
+    with pytest.raises(SystemExit) as ended:
+        main(["zk", "prove", *arguments, "--device", names])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,12 +1,14 @@
 """Tapes (tape.py) in the disk cache of kernels: recording those of a pairing takes 60 ms, reading them 1.
 
-An entry's code is the tape's code, then its schedule, as they lie in memory; the rest is in the report. What is said of
-machine code in runtime/cache.py holds for them: an altered entry is made again, and a key is of all that a tape depends
-on, which is the code below algebra.
+An entry's code is a line of JSON, then the tape's code and its schedule as they lie in memory. Nothing of it is in the
+report: the cache's checksum is the code's, and with another constant a verifier would accept other proofs. So what is
+said of machine code in runtime/cache.py holds for tapes: an altered entry is made again, and a key is of all that a
+tape depends on, which is the code below algebra.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -49,28 +51,30 @@ def kept(kind: Callable[..., _T], name: str, field: Field, make: Callable[[], _T
 
 def _binary(taped: _Taped) -> Binary:
     tape = taped.tape
-    metadata = {
+    rest = {
         "schedule": len(tape.schedule),
         "registers": tape.registers,
         "constants": [f"{value:x}" for value in tape.constants],
         "products": tape.products,
         "places": {name: getattr(taped, name) for name in _places(type(taped))},
     }
-    return Binary(code=tape.code.tobytes() + tape.schedule.tobytes(), symbols={}, resources={}, metadata=metadata)
+    code = json.dumps(rest).encode() + b"\n" + tape.code.tobytes() + tape.schedule.tobytes()
+    return Binary(code=code, symbols={}, resources={})
 
 
 def _taped(kind: Callable[..., _T], field: Field, binary: Binary) -> _T:
-    metadata = binary.metadata
-    size = len(binary.code) - 16 * metadata["schedule"]
+    line, _, words = binary.code.partition(b"\n")
+    rest = json.loads(line)
+    size = len(words) - 16 * rest["schedule"]
     tape = Tape(
         field=field,
-        code=np.frombuffer(binary.code[:size], np.int32),
-        schedule=np.frombuffer(binary.code[size:], np.int64).reshape(-1, 2),
-        registers=metadata["registers"],
-        constants=tuple(int(value, 16) for value in metadata["constants"]),
-        products=metadata["products"],
+        code=np.frombuffer(words[:size], np.int32),
+        schedule=np.frombuffer(words[size:], np.int64).reshape(-1, 2),
+        registers=rest["registers"],
+        constants=tuple(int(value, 16) for value in rest["constants"]),
+        products=rest["products"],
     )
-    places = {name: _plain(metadata["places"][name]) for name in _places(kind)}
+    places = {name: _plain(rest["places"][name]) for name in _places(kind)}
     return kind(tape=tape, **places)
 
 

@@ -1,12 +1,13 @@
 """The first proof on a machine: a process beside this one compiles half of the kernels, the other half is done here.
 
-LLVM, as llvmlite has it, works on one thread at a time. What the other process compiles goes to the disk cache;
-whatever goes wrong with it costs the time to compile here. It is for programs of our own, which know that
-sys.executable is a Python that has this package; a library does not start processes.
+LLVM, as llvmlite has it, works on one thread at a time. What the other process compiles goes to the disk cache. That it
+cannot start, dies or hangs, or that the cache cannot be written, costs the time to compile here. It is for programs of
+our own, which know that sys.executable is a Python that has this package; a library does not start processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -35,6 +36,9 @@ _PROGRAM = "import sys; from accelerant.zk.groth16.ahead import work; work(sys.a
 _PAIRINGS = 4
 """Of a verification."""
 
+_PATIENCE_S = 30.0
+"""For one kernel, which takes a second or two, or some more on a busy machine: the process may hang or be stopped."""
+
 _MOST_POINTS = 1 << 17
 """Of a domain whose transforms are tried there: larger ones take as long as compiling them does."""
 
@@ -47,9 +51,11 @@ def compile_ahead(family: str, domain_size: int) -> None:
         domain_size: points of the transforms.
     """
     provider = registry.create("cpu")
-    if not isinstance(provider, CpuProvider) or usable_cores() == 1:
+    if not isinstance(provider, CpuProvider) or usable_cores() == 1 or not sys.executable:
         return
-    if not KernelCache().has(provider.key_of(kernel_source(family_of(family).g1, "curve_mul"))):
+    if KernelCache().has(provider.key_of(kernel_source(family_of(family).g1, "curve_mul"))):
+        return
+    with contextlib.suppress(OSError):  # no more processes are allowed, or no program has that name
         provider.wait_for = _Beside(family, domain_size).wait
 
 
@@ -81,7 +87,7 @@ class _Beside:
     """The process."""
 
     def __init__(self, family: str, domain_size: int) -> None:
-        self._at = ""
+        self._at, self._useless = "", False
         self._changed = threading.Condition()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, family, str(domain_size)],
@@ -93,9 +99,21 @@ class _Beside:
         threading.Thread(target=self._listen, name="accelerant-ahead", daemon=True).start()
 
     def wait(self, key: str) -> None:
-        """Return when that process is not at work on a kernel: it may have made it, or not begun."""
+        """Return when that process is not at work on a kernel: it may have made it, or not begun.
+
+        A process that takes too long, or whose kernel is not in the cache afterwards, is ended.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._at != key)
+            if self._at != key:
+                return
+            in_time = self._changed.wait_for(lambda: self._at != key, _PATIENCE_S)
+        if not in_time or not KernelCache().has(key):
+            self._end()
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._useless = True
+        self._now("")
 
     def _listen(self) -> None:
         with self._process:
@@ -105,5 +123,5 @@ class _Beside:
 
     def _now(self, key: str) -> None:
         with self._changed:
-            self._at = key
+            self._at = "" if self._useless else key
             self._changed.notify_all()

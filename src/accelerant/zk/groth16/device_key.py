@@ -82,7 +82,6 @@ class DeviceKey:
         room = int(_MEMORY_SHARE * place.provider.memory(place.index).free_bytes) if free_bytes is None else free_bytes
         with stages("key: constraints"):
             self._rows = DeviceRows(self._lanes, field, stacked_coefficients(zkey.domain_size, zkey.coefficients))
-            self._public = self._lanes.load(0, np.arange(1, 1 + zkey.n_public, dtype=np.uint32))
         with stages("key: points"):
             first, words = {"C": zkey.n_public + 1}, zkey.points
             points = {
@@ -93,6 +92,8 @@ class DeviceKey:
             allowed = budgets(points, room - self._rows.size_bytes - vectors)
             overlap = overlap and allowed.scratch is None  # where memory is short, one sum after the other
             lanes, self._input = (_LANES, _INPUT) if overlap else (dict.fromkeys(SECTIONS, 0), 0)
+            # By the lane that reads it: its memory is not given to others before, also where a proof is given up
+            self._public = self._lanes.load(self._input, np.arange(1, 1 + zkey.n_public, dtype=np.uint32))
             self._sections = {
                 name: Section(self._lanes, lanes[name], field, points.pop(name), allowed, name) for name in _ORDER
             }

@@ -11,6 +11,7 @@ from accelerant.algebra.counted import counted
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.places import Place
 from accelerant.algebra.ntt.launch import transform
+from accelerant.errors import ShapeError
 from accelerant.runtime.ledger import OpRecord, ledger
 from accelerant.zk.groth16.csr import Csr
 from accelerant.zk.groth16.lanes import Lanes
@@ -39,6 +40,7 @@ class DeviceRows:
             rows: csr.stacked_coefficients.
         """
         self._place, self._field, self._n, self._n_entries = lanes.place, field, rows.n_rows // 2, len(rows.columns)
+        self._least = rows.least_columns
         long = np.flatnonzero(np.diff(rows.starts) > LONG).astype(np.uint32)
         arrays = (rows.values, rows.columns, rows.starts, long)
         self._values, self._columns, self._starts, self._long = (lanes.load(0, array) for array in arrays)
@@ -46,7 +48,13 @@ class DeviceRows:
         self.size_bytes = sum(array.nbytes for array in arrays)
 
     def quotient(self, witness: Words) -> Words:
-        """Launch what quotient.quotient does; of a canonical witness, with a value for each column."""
+        """Launch what quotient.quotient does; of a canonical witness, with a value for each column.
+
+        Raises:
+            ShapeError: fewer values: the kernel would read elsewhere.
+        """
+        if witness.shape[0] < self._least:
+            raise ShapeError(f"the witness must have at least {self._least} values, got {witness.shape[0]}")
         place, field, n = self._place, self._field, self._n
         values = place.empty((3, n, field.limbs), _U64)
         with counted(place, _record(place, field, n, self._n_entries)):

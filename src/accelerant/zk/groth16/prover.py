@@ -160,11 +160,15 @@ class Prover:
         Raises:
             FormatError: as prove, when it is that witness's turn: the proofs before it have been handed out. Those
                 after it are not made.
+            Exception: what `witnesses` raises, likewise.
         """
         ends: deque[Callable[[bool], Proof]] = deque()
-        for witness in witnesses:
+        left = iter(witnesses)
+        while True:
             try:
-                ends.append(self._begin(witness, self._randomness(None)))
+                ends.append(self._begin(next(left), self._randomness(None)))
+            except StopIteration:
+                break
             except Exception:
                 yield from (end(verified) for end in ends)
                 raise

@@ -39,9 +39,15 @@ class SplitKey:
         self._threads = ThreadPoolExecutor(len(places), thread_name_prefix="accelerant-groth16")
 
     def begin(self, values: U64, stages: Stages) -> Callable[[], Summed]:
-        """See keys.ProvingKey; a thread for each device copies and launches."""
+        """See keys.ProvingKey; a thread for each device copies and launches.
+
+        All sums are of one copy: where the file changes, parts of two witnesses are those of none, and r and s do not
+        hide them.
+        """
+        with stages("witness"):
+            copied = np.array(values, np.uint64)
         with stages("launches"):
-            ends = list(self._threads.map(lambda key: key.begin(values, Stages()), self._keys))
+            ends = list(self._threads.map(lambda key: key.begin(copied, Stages()), self._keys))
 
         def end() -> Summed:
             with stages("device"):
