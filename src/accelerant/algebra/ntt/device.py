@@ -35,6 +35,7 @@ class Division:
         radix: elements of a thread; at most 4.
         table: elements of a table of twiddles, at most; above, a twiddle is the product of two.
         resident: see Tile.
+        resident_along: the same of passes along the rows on both sides, if it differs.
     """
 
     rows: int
@@ -42,6 +43,7 @@ class Division:
     radix: int
     table: int
     resident: int = 0
+    resident_along: int | None = None
 
     def logs(self, log_n: int) -> tuple[int, ...]:
         """Rows of each pass, the larger first: one pass of points that fit in a block, else two or three."""
@@ -53,20 +55,22 @@ class Division:
     def shape(self, step: Pass) -> Tile:
         """A block's: columns that differ in their lowest digit alone."""
         rows, radix = step.log_rows, min(self.radix, step.log_rows)
-        return Tile(rows, max(0, min(self.tile - rows, _THREADS + radix - rows, step.digits[0])), radix, self.resident)
+        columns = max(0, min(self.tile - rows, _THREADS + radix - rows, step.digits[0]))
+        along = step.variant.along_in and step.variant.along_out and self.resident_along is not None
+        return Tile(rows, columns, radix, (self.resident_along or 0) if along else self.resident)
 
 
 def division_of(field: Field) -> Division:
-    """What is used for a field.
+    """What is used for a field: the best of benchmarks/tune_zk.py on an H200.
 
-    Of several limbs: 80 registers, six blocks of 128 threads to a multiprocessor of NVIDIA. Goldilocks: radix 16, whose
-    inner factors are shifts, in three or four blocks of 256 (two in passes along the rows), and all twiddles in tables.
-    Measured on an H200 at 2^20 and 2^24 points (benchmarks/tune_zk.py), with the kernels before these.
+    Milliseconds of 2^20 and 2^24 points there: bn254_fr 0.193 and 3.17. Goldilocks, radix 16 with shifts as inner
+    factors, all twiddles in tables, 0.031 and 0.382; with registers for three blocks of 256 threads 0.028 and 0.364,
+    though the last pass, which spills then, takes longer. BabyBear 0.016, and 0.089 of 2^23.
     """
     if field.limbs > 1:
         return Division(rows=8, tile=9, radix=2, table=24)
     if field.word_bits == 64:
-        return Division(rows=8, tile=12, radix=4, table=24)
+        return Division(rows=8, tile=12, radix=4, table=24, resident=3, resident_along=0)
     return Division(rows=8, tile=12, radix=4, table=16, resident=4)  # left alone it takes 32 registers, and spills
 
 
