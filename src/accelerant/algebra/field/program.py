@@ -29,11 +29,9 @@ __all__ = [
     "defined",
     "entries",
     "field_text",
-    "hexadecimal",
     "kernel_source",
     "launch",
     "montgomery_radix",
-    "prefixed",
 ]
 
 BLOCK = 256
@@ -148,10 +146,10 @@ def field_text(field: Field, prefix: str, dialect: str) -> str:
         raise ConfigError(f"field_text knows the dialects portable and cuda, got {dialect!r}")
     if not _has_limbs(field):
         names = ["goldilocks.h" if _is_goldilocks(field) else "babybear.h"]
-        return prefixed(_constants(field) + _texts(names), prefix)
+        return _prefixed(_constants(field) + _texts(names), prefix)
     names = ["limbs.h", "limbs_ptx.h" if dialect == "cuda" else "limbs_c.h"]
     macros = ptx_macros(field, prefix) if dialect == "cuda" else ""
-    return prefixed(_constants(field), prefix) + macros + prefixed(_texts(names), prefix)
+    return _prefixed(_constants(field), prefix) + macros + _prefixed(_texts(names), prefix)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -180,9 +178,9 @@ def _kernels(field: Field, dialect: str, entry: str | None) -> str:
         "FIELD_BLOCK": str(BLOCK),
         "FIELD_INVERSES": str(INVERSES),
         "FIELD_BITS": str(field.bits),
-        "FIELD_P_MINUS_2": hexadecimal(field.words(field.modulus - 2, 64, -(-field.bits // 64)), "UL"),
+        "FIELD_P_MINUS_2": _hexadecimal(field.words(field.modulus - 2, 64, -(-field.bits // 64)), "UL"),
     }
-    return field_text(field, field.name, dialect) + prefixed(
+    return field_text(field, field.name, dialect) + _prefixed(
         defined(sizes) + _ENTRY.sub(kept, _texts(["kernel.c"])), field.name
     )
 
@@ -200,12 +198,12 @@ def _constants(field: Field) -> str:
     radix = montgomery_radix(field)
 
     def listed(value: int) -> str:
-        return hexadecimal(field.words(value, 32, limbs), "U")
+        return _hexadecimal(field.words(value, 32, limbs), "U")
 
     return defined(
         {
             "FIELD_LIMBS": str(limbs),
-            "FIELD_INVERSE": hexadecimal((field.montgomery_inverse(32),), "U"),
+            "FIELD_INVERSE": _hexadecimal((field.montgomery_inverse(32),), "U"),
             "FIELD_MODULUS": listed(field.modulus),
             "FIELD_ONE": listed(radix % field.modulus),
             "FIELD_R2": listed(radix**2 % field.modulus),
@@ -218,8 +216,7 @@ def defined(values: dict[str, str]) -> str:
     return "".join(f"#define {name} {value}\n" for name, value in values.items())
 
 
-def hexadecimal(words: tuple[int, ...], suffix: str) -> str:
-    """Words as C lists them."""
+def _hexadecimal(words: tuple[int, ...], suffix: str) -> str:
     return ", ".join(f"0x{word:x}{suffix}" for word in words)
 
 
@@ -227,6 +224,6 @@ def _texts(names: list[str]) -> str:
     return "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names)
 
 
-def prefixed(text: str, prefix: str) -> str:
+def _prefixed(text: str, prefix: str) -> str:
     """FIELD as a word, or before an underscore, is the prefix."""
     return re.sub(r"\bFIELD(?=_|\b)", prefix, text)
