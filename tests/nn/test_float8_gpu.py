@@ -27,8 +27,10 @@ def losses(precision, steps=30, graph=None):
         graph=graph,
     )
     torch.manual_seed(1)
-    rows = torch.randint(0, 500, (4, CONFIG.context + 1)).cuda()
-    found = [step([(rows[:, :-1], rows[:, 1:])], RATE).loss for _ in range(steps)]
+    found = []
+    for _ in range(steps):  # new rows each time: a batch learnt by heart has a loss near 0, where curves part by percents
+        rows = torch.randint(0, 500, (4, CONFIG.context + 1)).cuda()
+        found.append(step([(rows[:, :-1], rows[:, 1:])], RATE).loss)
     return torch.stack(found), step
 
 
@@ -41,7 +43,7 @@ def test_a_captured_step_beside_bfloat16():
     assert {calls[name] for name in ("fp8_rows", "fp8_gelu", "fp8_dgelu", "fp8_weight")} == {"triton"}
     bf16, _ = losses(torch.bfloat16)
     assert not torch.equal(fp8, bf16)
-    assert float(fp8[-1]) < 0.8 * float(fp8[0])
+    assert float(fp8[-1]) < 0.85 * float(fp8[0])
     torch.testing.assert_close(fp8, bf16, rtol=0.03, atol=0.03)
 
 
