@@ -17,6 +17,7 @@ from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.nn._precision import float8_of, lowered
 from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain
+from accelerant.ops._per_example import is_traced
 from accelerant.ops.linear_fp8.op import Float8Weight
 from accelerant.ops.transformer.block import BlockShape, fused_attention, fused_block, fused_linear, fused_mlp
 
@@ -47,7 +48,7 @@ def fuses(x: Tensor, dtype: torch.dtype, *layers: nn.Module) -> bool:
     if torch.compiler.is_compiling() or x.device.type not in FUSED or not is_plain(x) or x.numel() == 0:
         return False
     for layer in layers:
-        if type(layer) not in (Linear, LayerNorm) or has_hooks(layer):
+        if type(layer) not in (Linear, LayerNorm) or has_hooks(layer, feeds_sinks=True):
             return False
         for parameter in layer._parameters.values():
             if parameter is None:
@@ -57,19 +58,24 @@ def fuses(x: Tensor, dtype: torch.dtype, *layers: nn.Module) -> bool:
     return True
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling a module does something besides its class's forward."""
+def has_hooks(module: nn.Module, *, feeds_sinks: bool = False) -> bool:
+    """Whether calling a module does something besides its class's forward.
+
+    A sink of its parameters (accelerant.ops._per_example) counts, unless what is run instead feeds sinks too: it has a
+    forward and a hook in the module.
+    """
     everywhere = torch.nn.modules.module
+    traced = feeds_sinks and is_traced(module)
     return bool(
         module._forward_hooks
-        or module._forward_pre_hooks
+        or len(module._forward_pre_hooks) > traced
         or module._backward_hooks
         or module._backward_pre_hooks
         or everywhere._global_forward_hooks
         or everywhere._global_forward_pre_hooks
         or everywhere._global_backward_hooks
         or everywhere._global_backward_pre_hooks
-        or "forward" in module.__dict__  # as gradient checkpointing puts it there
+        or ("forward" in module.__dict__ and not traced)  # as gradient checkpointing puts it there
         or module._compiled_call_impl is not None
     )
 

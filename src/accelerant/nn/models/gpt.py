@@ -1,6 +1,6 @@
-"""GPT: a decoder-only transformer in GPT-2's form, with learned positions and a tied output layer.
+"""GPT: a decoder-only transformer in GPT-2's form, with learned positions and an output layer that is the embedding.
 
-logits = norm(blocks(wte[tokens] + wpe[positions])) @ wte^T
+logits = norm(blocks(wte[tokens] + wpe[positions])) @ wte^T    (lm_head^T where it is not tied)
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; initialisation as in its
 section 2.3 (residual projections scaled by 1/sqrt(2 * layers)).
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn._precision import lowered
-from accelerant.nn.layers import LayerNorm, TransformerBlock, compute_dtype, fuses, has_hooks
+from accelerant.nn.layers import LayerNorm, Linear, TransformerBlock, compute_dtype, fuses, has_hooks
 from accelerant.nn.models.generation import Cache, CacheShape, require_tokens
 from accelerant.nn.models.gpt_checkpoint import LAYOUT
 from accelerant.nn.models.gpt_decode import can_cache, decode_hidden, prefill_hidden
 from accelerant.nn.models.language_model import LanguageModel
 from accelerant.ops._library import is_plain
+from accelerant.ops._per_example import sink_of
 from accelerant.ops.transformer.block import fused_embed, tied_loss
 
 __all__ = ["GPT", "GPTConfig"]
@@ -44,6 +45,7 @@ class GPTConfig:
         width: features of each position.
         bias: whether linear maps and norms have a bias.
         eps: added to the variance in each norm.
+        tied: whether the output layer is the embedding.
     """
 
     vocab_size: int = 50257
@@ -53,6 +55,7 @@ class GPTConfig:
     width: int = 768
     bias: bool = True
     eps: float = 1e-5
+    tied: bool = True
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "layers", "heads", "width"):
@@ -74,7 +77,8 @@ class GPTConfig:
 class GPT(LanguageModel):
     """A language model: tokens in, logits of the next token out.
 
-    Rows of `wte` past `vocab_size` are zero, get no gradient, and are left out of `state_dict()`.
+    Rows of `wte`, and of `lm_head` where there is one, past `vocab_size` are zero, get no gradient, and are left out of
+    `state_dict()`.
     """
 
     _layout = LAYOUT
@@ -89,6 +93,7 @@ class GPT(LanguageModel):
             TransformerBlock(config.width, config.heads, bias=config.bias, eps=config.eps) for _ in range(config.layers)
         )
         self.norm = LayerNorm(config.width, eps=config.eps, bias=config.bias)
+        self.lm_head = None if config.tied else Linear(config.width, config.padded_vocab_size, bias=False)
         self.reset_parameters()
         self.register_state_dict_post_hook(_strip_padding)  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.register_load_state_dict_pre_hook(_restore_padding)  # type: ignore[no-untyped-call]  # as above
@@ -97,8 +102,11 @@ class GPT(LanguageModel):
         """Draw GPT-2's initial weights with torch's global generator."""
         nn.init.normal_(self.wte.weight, std=0.02)
         nn.init.normal_(self.wpe.weight, std=0.01)
+        if self.lm_head is not None:
+            self.lm_head.reset_parameters()
         with torch.no_grad():
             self.wte.weight[self.config.vocab_size :].zero_()
+            self._output_weight()[self.config.vocab_size :].zero_()
         residual_std = 0.02 / math.sqrt(2 * self.config.layers)
         for block in self.blocks:
             assert isinstance(block, TransformerBlock)  # for the type checker: ModuleList is untyped
@@ -108,7 +116,11 @@ class GPT(LanguageModel):
     def parameter_count(self) -> int:
         """Number of trained values, padding left out."""
         padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.width
-        return super().parameter_count() - padding
+        return super().parameter_count() - (padding if self.lm_head is None else 2 * padding)
+
+    def _output_weight(self) -> Tensor:
+        """(padded vocabulary, width), of the output layer."""
+        return self.wte.weight if self.lm_head is None else self.lm_head.weight
 
     def hidden(self, idx: Tensor) -> Tensor:
         """The final, normalised features of each position: (B, T) tokens to (B, T, width)."""
@@ -137,11 +149,17 @@ class GPT(LanguageModel):
         """The sum of both embeddings in the dtype to compute in, and the vocabulary matrix."""
         table, places = self.wte.weight, self.wpe.weight
         dtype = compute_dtype(table)
-        usual = not any(type(each) is not nn.Embedding or has_hooks(each) for each in (self.wte, self.wpe))
-        if fuses(table, dtype) and usual and is_plain(idx) and is_plain(places):
+        if self._fuses_ends(idx):
             return fused_embed(idx, table, places, dtype)
         positions = torch.arange(idx.shape[1], device=idx.device)
         return (self.wte(idx) + self.wpe(positions)).to(dtype), table
+
+    def _fuses_ends(self, idx: Tensor) -> bool:
+        """Whether embeddings and loss run as functions with both passes written out, past the embeddings' forward."""
+        table, places = self.wte.weight, self.wpe.weight
+        both = (self.wte, self.wpe)
+        usual = not any(type(each) is not nn.Embedding or has_hooks(each, feeds_sinks=True) for each in both)
+        return fuses(table, compute_dtype(table)) and usual and is_plain(idx) and is_plain(places)
 
     def forward(self, idx: Tensor) -> Tensor:
         """Score every token as the next one, at each position.
@@ -178,9 +196,13 @@ class GPT(LanguageModel):
             raise ShapeError(f"targets must have the shape of idx, {tuple(idx.shape)}, got {tuple(targets.shape)}")
         self._require_fits(idx)
         hidden, table = self._hidden(idx)
-        if fuses(hidden, hidden.dtype) and is_plain(targets) and is_plain(table):
+        head = () if self.lm_head is None else (self.lm_head,)
+        if fuses(hidden, hidden.dtype, *head) and is_plain(targets) and is_plain(table):
             rows = hidden.reshape(-1, self.config.width)
-            low = lowered(self.wte.weight, hidden.dtype)
+            weight = self._output_weight()
+            low = lowered(weight, hidden.dtype)
+            if weight is not self.wte.weight or sink_of(weight) is not None:
+                table = weight  # not the embedding's, whose gradients meet in Embed
             return tied_loss(rows, table, low, targets.reshape(-1), self.config.vocab_size, -100)
         logits = self._padded_logits(hidden)
         if self.config.padded_vocab_size != self.config.vocab_size:
@@ -214,19 +236,28 @@ class GPT(LanguageModel):
         return self._padded_logits(hidden)[:, : self.config.vocab_size].float()
 
     def _padded_logits(self, hidden: Tensor) -> Tensor:
+        if self.lm_head is not None:
+            logits: Tensor = self.lm_head(hidden)
+            return logits.reshape(-1, self.config.padded_vocab_size)
         rows = hidden.reshape(-1, self.config.width)
         return ops.matmul(rows, self.wte.weight.to(rows.dtype).t())
 
 
 def _strip_padding(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
     assert isinstance(module, GPT)  # for the type checker: registered on GPT alone
-    key = f"{prefix}wte.weight"
-    state[key] = state[key][: module.config.vocab_size]
+    for name in _padded(module):
+        state[prefix + name] = state[prefix + name][: module.config.vocab_size]
 
 
 def _restore_padding(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     assert isinstance(module, GPT)  # for the type checker: registered on GPT alone
-    weight = state.get(f"{prefix}wte.weight")
-    if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == module.config.vocab_size:
-        missing = module.config.padded_vocab_size - module.config.vocab_size
-        state[f"{prefix}wte.weight"] = F.pad(weight, (0, 0, 0, missing))
+    for name in _padded(module):
+        weight = state.get(prefix + name)
+        if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == module.config.vocab_size:
+            missing = module.config.padded_vocab_size - module.config.vocab_size
+            state[prefix + name] = F.pad(weight, (0, 0, 0, missing))
+
+
+def _padded(model: GPT) -> tuple[str, ...]:
+    """Names of the parameters with a row for each token."""
+    return ("wte.weight",) if model.config.tied else ("wte.weight", "lm_head.weight")

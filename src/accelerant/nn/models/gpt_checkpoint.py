@@ -30,7 +30,6 @@ def _config_of(given: Fields) -> GPTConfig:
     given.require("reorder_and_upcast_attn", False)
     given.require("add_cross_attention", False)
     given.require("is_causal", True)
-    given.require("tie_word_embeddings", True)
     width = given.integer("n_embd", 768)
     given.require("n_inner", None, 4 * width)
     return GPTConfig(
@@ -40,6 +39,7 @@ def _config_of(given: Fields) -> GPTConfig:
         heads=given.integer("n_head", 12),
         width=width,
         eps=given.number("layer_norm_epsilon", 1e-5),
+        tied=given.boolean("tie_word_embeddings", True),
     )
 
 
@@ -62,7 +62,7 @@ def _config_to(config: GPTConfig) -> dict[str, Any]:
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "reorder_and_upcast_attn": False,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": config.tied,
     }
 
 
@@ -87,6 +87,8 @@ def _parts(config: GPTConfig) -> dict[str, tuple[Part, ...]]:
             found[f"{ours}{name}.bias"] = Part(f"{theirs}{conv}.bias", (outer,))
     found["norm.weight"] = Part("ln_f.weight", (width,))
     found["norm.bias"] = Part("ln_f.bias", (width,))
+    if not config.tied:
+        found["lm_head.weight"] = Part("lm_head.weight", (config.vocab_size, width))
     return {ours: (part,) for ours, part in found.items()}
 
 
@@ -97,6 +99,6 @@ LAYOUT: Layout[GPTConfig] = Layout(
     config_of=_config_of,
     config_to=_config_to,
     parts=_parts,
-    tied=lambda _: ("lm_head.weight", "wte.weight"),
+    tied=lambda config: ("lm_head.weight", "wte.weight") if config.tied else None,
     ignored=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)"),  # masks, which older versions saved
 )

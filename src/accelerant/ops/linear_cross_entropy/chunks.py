@@ -96,10 +96,9 @@ def _rows_at_once(hidden: Tensor, weight: Tensor) -> int:
     return chunk_rows(hidden.shape[0], weight.shape[0], hidden.element_size(), max(limit, 4 * weight.numel()))
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Each chunk's rows and their logits, all in one buffer whose rows are aligned whatever V is."""
+def _chunks(hidden: Tensor, weight: Tensor, R: int) -> Iterator[tuple[slice, Tensor]]:
+    """Each R rows and their logits, all in one buffer whose rows are aligned whatever V is."""
     (M, _), V = hidden.shape, weight.shape[0]
-    R = _rows_at_once(hidden, weight)
     buffer = torch.empty(R, ceil_div(V, _ALIGNED) * _ALIGNED, dtype=hidden.dtype, device=hidden.device)
     if hidden.device.type == "cpu":  # oneDNN's products of bfloat16 read one column past an odd V: NaN times 0 is NaN
         buffer[:, V:].zero_()
@@ -125,19 +124,23 @@ def _run(
     needs: Sequence[bool],
     each: Callable[[slice, Tensor], None],
     narrow: bool = False,
+    examples: int | None = None,
 ) -> _Gradients:
     """Let `each` turn every chunk's logits into their gradient, and make the gradients of hidden and weight of that.
 
     Returns:
         dhidden in the dtype of hidden, dweight in float32 (float64 for float64); None where not needed. If `narrow`,
-        dweight in its own dtype where there is one chunk, so that nothing is rounded but the whole sum.
+        dweight in its own dtype where there is one chunk, so that nothing is rounded but the whole sum. With examples
+        see _run_apart.
     """
+    if examples is not None and needs[1]:
+        return _run_apart(hidden, weight, needs, each, examples)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     if narrow and _rows_at_once(hidden, weight) >= hidden.shape[0]:
         wide = weight.dtype
     dhidden = torch.empty_like(hidden) if needs[0] else None
     dweight = torch.empty(weight.shape, dtype=wide, device=weight.device) if needs[1] else None
-    for rows, logits in _chunks(hidden, weight):
+    for rows, logits in _chunks(hidden, weight, _rows_at_once(hidden, weight)):
         each(rows, logits)
         parts = _split(weight.shape[0])
         for part in reversed(parts):  # the short one first: what is rounded before the sum is then small
@@ -148,6 +151,31 @@ def _run(
     if dweight is not None and not hidden.shape[0]:
         dweight.zero_()
     return dhidden, dweight
+
+
+def _run_apart(
+    hidden: Tensor, weight: Tensor, needs: Sequence[bool], each: Callable[[slice, Tensor], None], examples: int
+) -> _Gradients:
+    """As _run, but the gradient of weight example by example; M / examples = T rows are one's.
+
+    Returns:
+        dhidden; and (examples, V, K) gradients in the dtype of weight, or where those are larger, T < K, the gradient
+        of all logits, (M, V), which with hidden makes them up.
+    """
+    (M, K), V = hidden.shape, weight.shape[0]
+    T = M // examples if examples else 0
+    dhidden = torch.empty_like(hidden) if needs[0] else None
+    formed = hidden.new_empty(examples, V, K) if T >= K else None
+    at_once = M if formed is None else max(1, _rows_at_once(hidden, weight) // T) * T
+    logits = hidden.new_empty(0, V)
+    for rows, logits in _chunks(hidden, weight, at_once):
+        each(rows, logits)
+        if dhidden is not None:
+            _product(logits, weight, dhidden[rows])
+        if formed is not None:
+            part = slice(rows.start // T, rows.stop // T)
+            torch.bmm(logits.view(-1, T, V).mT, hidden[rows].view(-1, T, K), out=formed[part])
+    return dhidden, logits if formed is None else formed
 
 
 def run_triton(
@@ -163,6 +191,7 @@ def run_triton(
     dy: Tensor | None = None,
     classes: int | None = None,
     narrow: bool = False,
+    examples: int | None = None,
 ) -> _Gradients:
     """Losses, and the gradients of hidden and weight that are needed; on Hopper by row.cu where that serves.
 
@@ -175,6 +204,7 @@ def run_triton(
         dy: gradients are multiplied by it; a scalar or (M,).
         classes: how many rows of weight are classes, the first ones; None for all. The others get a gradient of 0.
         narrow: the gradient of weight may be of its dtype, as _run has it; of no effect here.
+        examples: whose rows hidden is, as many each; the gradient of weight is then as _run_apart has it.
     """
     gradient = any(needs)
     classes = weight.shape[0] if classes is None else classes
@@ -198,7 +228,7 @@ def run_triton(
         )  # fmt: skip
 
     statistics = torch.empty(2, hidden.shape[0] if on_chip else 0, dtype=torch.float32, device=hidden.device)
-    return _run(hidden, weight, needs, each)
+    return _run(hidden, weight, needs, each, examples=examples)
 
 
 def run_torch(
@@ -214,6 +244,7 @@ def run_torch(
     dy: Tensor | None = None,
     classes: int | None = None,
     narrow: bool = False,
+    examples: int | None = None,
 ) -> _Gradients:
     """As run_triton, from torch's functions; with an effect of `narrow`."""
     gradient = any(needs)
@@ -225,4 +256,4 @@ def run_torch(
         if losses is not None:
             losses[rows] = found
 
-    return _run(hidden, weight, needs, each, narrow)
+    return _run(hidden, weight, needs, each, narrow, examples)

@@ -13,6 +13,8 @@ A backward pass that is itself differentiated (create_graph=True) runs the plain
 
 A weight may come as 8-bit numbers instead (Float8Weight): its product forward, and the one back to its input, are then
 of those; the product that is the weight's gradient stays in the dtype of x.
+
+Parameters that have a sink (accelerant.ops._per_example) get no gradient here: it is given what theirs is made of.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from accelerant.ops._per_example import PerExampleSink, examples_of, sink_of
 from accelerant.ops.linear_fp8 import op as float8
 from accelerant.ops.linear_fp8.op import Float8Weight, flattened, unflattened
 from accelerant.ops.linear_gelu.op import linear_gelu_fwd
@@ -59,10 +62,35 @@ def _weight_gradients(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool], sums: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Those of a linear layer's parameters, in their dtypes; sums are those of dy's columns, where they are known."""
+    sink = _sink((weight, bias))
+    if sink is not None:
+        weight_there, bias_there = _wanted((weight, bias), needs)
+        sink.linear(weight_there, bias_there, dy, x, examples_of(sink, dy.shape[0]))
+        return None, None
     dbias = None
     if needs[1] and bias is not None:
         dbias = op.column_sums(dy, bias.dtype) if sums is None or sums.dtype != bias.dtype else sums
     return op.linear_dw(dy, x, weight.dtype) if needs[0] else None, dbias
+
+
+def _sink(params: Sequence[Tensor | None]) -> PerExampleSink | None:
+    """Where per-example gradients of a layer's parameters go, if any does."""
+    for param in params:
+        sink = sink_of(param)
+        if sink is not None:
+            return sink
+    return None
+
+
+def _expect(params: Sequence[Tensor | None]) -> None:
+    """Tell the parameters' sink that each will come once more."""
+    sink = _sink(params)
+    if sink is not None:
+        sink.expect(*params)
+
+
+def _wanted(params: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+    return [param if need else None for param, need in zip(params, needs, strict=True)]
 
 
 def _refuse_twice(low: _Weight) -> None:
@@ -93,6 +121,7 @@ class FusedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: _Weight, low_bias: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, *flattened([low]))
+        _expect((weight, bias))
         return op.linear(_rows(x), low, low_bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -133,7 +162,7 @@ def _mlp_backward(
     """The gradient of the MLP's rows y, and of weight and bias of up and down."""
     up, up_bias, down, down_bias = params
     assert up is not None and down is not None  # noqa: PT018  for the type checker: weights are there
-    sums = up_bias.dtype if up_bias is not None and needs[1] else None
+    sums = up_bias.dtype if up_bias is not None and needs[1] and sink_of(up_bias) is None else None
     low_up, low_down = lows
     rounded: float8.Rounded | None = None
     if isinstance(low_up, Float8Weight) and isinstance(low_down, Float8Weight):
@@ -143,7 +172,11 @@ def _mlp_backward(
         dz, a, dup_bias = op.linear_dz(dm, low_down, z, sums)
     ddown, ddown_bias = _weight_gradients(dm, a, down, down_bias, needs[2:4], dm_sums)
     del a
-    dup = op.linear_dw(dz, y, up.dtype) if needs[0] else None
+    dup: Tensor | None
+    if _sink((up, up_bias)) is None:
+        dup = op.linear_dw(dz, y, up.dtype) if needs[0] else None
+    else:
+        dup, dup_bias = _weight_gradients(dz, y, up, up_bias, needs[:2])
     if isinstance(low_up, Float8Weight) and rounded is not None:
         return float8.rounded_dx(rounded, low_up, dz.dtype), (dup, dup_bias, ddown, ddown_bias)
     return op.linear_dx(dz, low_up), (dup, dup_bias, ddown, ddown_bias)
@@ -157,6 +190,7 @@ class FusedMLP(torch.autograd.Function):
         params, (up, up_bias, down, down_bias) = given[:4], given[4:]
         m, z = _mlp_forward(_rows(x), up, up_bias, down, down_bias, any(ctx.needs_input_grad))
         ctx.save_for_backward(x, z, *params, *flattened([up, down]))
+        _expect(params)
         return m.view(*x.shape[:-1], m.shape[-1])
 
     @staticmethod
@@ -250,6 +284,7 @@ class Block(torch.autograd.Function):
         m, z = _mlp_forward(_rows(y2), up, up_bias, down, down_bias, any(ctx.needs_input_grad))
         lows = flattened([qkv_weight, projection, up, down])
         ctx.save_for_backward(s1, t1, y1, qkv, o, lse, s2, t2, y2, z, *params, *lows)
+        _expect(params)
         ctx.block, ctx.alone = shape, residual is None
         ctx.set_materialize_grads(False)
         return m.view(B, T, W), s2
@@ -274,9 +309,9 @@ class Block(torch.autograd.Function):
             found = _again(partial(_plain_block, shape), given, s1, params, (True, *needs))
             return found[0], None, None, *found[1:], *((None,) * 8)
         dy2, mlp = _mlp_backward(_rows(dm), _rows(y2), z, lows[2:], params[8:], needs[8:], _noted(dm))
-        sums = None if params[5] is None or not needs[5] else params[5].dtype
-        g2, dn2, dc2, g2_sums = op.norm_backward(
-            dy2.view_as(s2), ds, s2, params[6], params[7], t2, shape.eps[1], (True, *needs[6:8]), sums
+        sums = None if params[5] is None or not needs[5] or sink_of(params[5]) is not None else params[5].dtype
+        g2, dn2, dc2, g2_sums = _norm_gradients(
+            dy2.view_as(s2), ds, s2, params[6:8], t2, shape.eps[1], needs[6:8], sums
         )
         g2_rows = _rows(g2)
         projected = _weight_gradients(g2_rows, _rows(_joined(o)), params[4], params[5], needs[4:6], g2_sums)
@@ -284,12 +319,27 @@ class Block(torch.autograd.Function):
         dqkv = packed.attend_backward(_split(do, qkv), qkv, o, lse).view(B * T, -1)
         mixed = _weight_gradients(dqkv, _rows(y1), params[2], params[3], needs[2:4])
         dy1 = op.linear_dx(dqkv, lows[0]).view_as(s1)
-        sums = None if ctx.alone or params[11] is None else params[11].dtype  # the block before has such a bias, too
-        g1, dn1, dc1, g1_sums = op.norm_backward(
-            dy1, g2, s1, params[0], params[1], t1, shape.eps[0], (True, *needs[:2]), sums
-        )
+        last = params[11]  # the block before has such a bias, too
+        sums = None if ctx.alone or last is None or sink_of(last) is not None else last.dtype
+        g1, dn1, dc1, g1_sums = _norm_gradients(dy1, g2, s1, params[:2], t1, shape.eps[0], needs[:2], sums)
         _note(g1, g1_sums)
         return g1, None if ctx.alone else g1, None, dn1, dc1, *mixed, *projected, dn2, dc2, *mlp, *((None,) * 8)
+
+
+def _norm_gradients(
+    dy: Tensor, ds: Tensor | None, s: Tensor, params: Sequence[Tensor | None], statistics: Tensor, eps: float,
+    needs: Sequence[bool], sums: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """As op.norm_backward; scale and shift may have a sink."""
+    weight, bias = params
+    assert weight is not None  # for the type checker: a block's norms have one
+    sink = _sink(params)
+    if sink is None:
+        return op.norm_backward(dy, ds, s, weight, bias, statistics, eps, (True, *needs), sums)
+    found = op.norm_backward(dy, ds, s, weight, bias, statistics, eps, (True, False, False), sums)
+    rows, (weight_there, bias_there) = _rows(dy), _wanted(params, needs)
+    sink.norm(weight_there, bias_there, rows, _rows(s), statistics, examples_of(sink, rows.shape[0]))
+    return found
 
 
 def _plain_block(shape: BlockShape, x: Tensor, params: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
@@ -325,6 +375,7 @@ class Embed(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, table: Tensor, places: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(tokens, table, places)
         ctx.set_materialize_grads(False)
+        _expect((table, places))
         return ends.embed(tokens, table, places, dtype), table.view_as(table)
 
     @staticmethod
@@ -334,6 +385,15 @@ class Embed(torch.autograd.Function):
         dplaces = None
         if dy is None:
             return None, dtable, None, None
+        sink = _sink((table, places))
+        if sink is not None:
+            B, T, D = dy.shape
+            rows, (table, places) = _rows(dy), _wanted((table, places), ctx.needs_input_grad[1:3])
+            if table is not None:
+                sink.embedding(table, rows, tokens, B)
+            if places is not None:
+                sink.embedding(places, rows, torch.arange(T, device=dy.device), B, distinct=True)
+            return None, None, None, None
         if ctx.needs_input_grad[1]:
             if dtable is None:
                 dtable = torch.zeros_like(table)
@@ -350,6 +410,9 @@ class TiedLoss(torch.autograd.Function):
 
     The gradients are made with the loss (see accelerant.ops.linear_cross_entropy), and given away by the first backward
     pass; another one makes them again. Rows of the table from `classes` on get a gradient of 0.
+
+    Where the table has a sink it gets each example's gradient, formed with the loss too; or, where sequences are
+    shorter than the table is wide, the gradient of all logits, which is then the smaller.
     """
 
     @staticmethod
@@ -357,22 +420,33 @@ class TiedLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, table: Tensor, low: Tensor, targets: Tensor, classes: int, ignore_index: int
     ) -> Tensor:
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        loss, *ctx.gradients = ends.tied_loss(hidden, low, targets, classes, ignore_index, needs)
-        ctx.save_for_backward(hidden, low, targets)
-        ctx.rest, ctx.dtypes = (classes, ignore_index, needs), (hidden.dtype, table.dtype)
+        sink = sink_of(table) if needs[1] else None
+        examples = None
+        if sink is not None:
+            examples = examples_of(sink, hidden.shape[0])
+            _expect((table,))
+        loss, *ctx.gradients = ends.tied_loss(hidden, low, targets, classes, ignore_index, needs, examples)
+        ctx.save_for_backward(hidden, table, low, targets)
+        ctx.rest, ctx.dtypes = (classes, ignore_index, needs, examples), (hidden.dtype, table.dtype)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> _Gradients:
+        hidden, table, *others = ctx.saved_tensors
         made, ctx.gradients = ctx.gradients, None
         if made is None:
-            _, *made = ends.tied_loss(*ctx.saved_tensors, *ctx.rest)
-        found = [
-            None if each is None else ends.scaled(each, dy).to(dtype)
-            for each, dtype in zip(made, ctx.dtypes, strict=True)
-        ]
-        return *found, None, None, None, None
+            _, *made = ends.tied_loss(hidden, *others, *ctx.rest)
+        found = [None if each is None else ends.scaled(each, dy) for each in made]
+        examples, sink = ctx.rest[3], sink_of(table)
+        if examples is not None and sink is not None and found[1] is not None:
+            if found[1].dim() == 3:
+                sink.gradients(table, found[1])
+            else:
+                sink.linear(table, None, found[1], hidden, examples)
+            found[1] = None
+        low = [None if each is None else each.to(dtype) for each, dtype in zip(found, ctx.dtypes, strict=True)]
+        return *low, None, None, None, None
 
 
 fused_linear: Callable[..., Tensor] = FusedLinear.apply

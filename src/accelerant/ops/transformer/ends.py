@@ -97,14 +97,16 @@ def embed_backward(dy: Tensor, tokens: Tensor, dtable: Tensor) -> None:
 
 
 def _tied_loss(
-    hidden: Tensor, table: Tensor, targets: Tensor, classes: int, ignore_index: int, needs: Sequence[bool], own: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    hidden: Tensor, table: Tensor, targets: Tensor, classes: int, ignore_index: int, needs: Sequence[bool],
+    examples: int | None, own: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     losses = torch.empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
     counts = count(targets, ignore_index) if own else (targets != ignore_index).sum()
     run = run_triton if own else run_torch
     dhidden, dtable = run(
-        hidden, table, targets, ignore_index, 0.0, needs, losses=losses, counts=counts, classes=classes
-    )
+        hidden, table, targets, ignore_index, 0.0, needs,
+        losses=losses, counts=counts, classes=classes, examples=examples,
+    )  # fmt: skip
     loss = reduce(losses, counts, losses.dtype) if own else losses.sum() / counts.sum()
     return loss, dhidden, dtable
 
@@ -122,8 +124,9 @@ _tied_loss_fwd = Operation(
 
 
 def tied_loss(
-    hidden: Tensor, table: Tensor, targets: Tensor, classes: int, ignore_index: int, needs: Sequence[bool]
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    hidden: Tensor, table: Tensor, targets: Tensor, classes: int, ignore_index: int, needs: Sequence[bool],
+    examples: int | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Mean cross entropy of hidden (M, K) times table (V, K) transposed, and its gradients.
 
     Args:
@@ -132,14 +135,16 @@ def tied_loss(
         classes: so many rows of table are classes, the first ones; the others get a gradient of 0.
         ignore_index: rows of this class do not count.
         needs: whether the gradients of hidden and of table are wanted.
+        examples: whose rows hidden is, M / examples each, where their gradients are wanted one by one.
 
     Returns:
         the loss, in float32 or better; dhidden in the dtype of hidden and dtable in float32, None where not wanted.
+        With examples, as accelerant.ops.linear_cross_entropy.chunks has it.
     """
     wanted = tuple(name for name, need in zip(("hidden", "table"), needs, strict=True) if need)
     case = Case(hidden.device, hidden.dtype, (hidden.shape[0], *table.shape), wanted)
     found: tuple[Tensor, Tensor | None, Tensor | None] = _tied_loss_fwd(
-        case, hidden, table, targets, classes, ignore_index, needs
+        case, hidden, table, targets, classes, ignore_index, needs, examples
     )
     return found
 

@@ -1,0 +1,113 @@
+"""Where a backward pass leaves what a parameter's per-example gradients are made of.
+
+Private training wants each example's gradient by itself. So an autograd function whose parameters have a sink does not
+make their gradients: it gives the sink the two factors that each would be the product of, and autograd None.
+
+    sink = sink_of(weight)
+    if sink is None:
+        dw = linear_dw(dy, x, weight.dtype)
+    else:
+        sink.linear(weight, bias, dy, x, examples)
+        dw = None
+
+A sink is an attribute of the parameter: without one the question costs one failed look-up, 0.1 us. Whoever owns the
+sink counts the calls of a backward pass, and ends it by autograd's callback (accelerant.privacy.dp.clipping).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+__all__ = ["PerExampleSink", "attach", "detach", "examples_of", "is_traced", "mark_traced", "sink_of"]
+
+_NAME = "_per_example_sink"
+_MARK = "_per_example_forward"
+
+
+class PerExampleSink(Protocol):
+    """Takes the pieces of per-example gradients during a backward pass.
+
+    Rows are example-major: the T rows of example i stand together, from i T on. Tensors that are given stay unchanged
+    until the pass is over. A parameter that is None, or that the sink does not clip, costs nothing. All calls of a
+    pass are for the same examples, and what several calls give of one parameter is summed for each example.
+    """
+
+    @property
+    def examples(self) -> int | None:
+        """Of the forward pass that runs: rows of the batch; None where it is not known."""
+
+    def begin(self, *inputs: object) -> None:
+        """Say that a forward pass of these inputs begins, where that is not seen from a call of the model.
+
+        The first tensor among them has the examples in front.
+        """
+
+    def expect(self, *parameters: Tensor | None) -> None:
+        """Say in the forward pass that each of these will be given once more: then a norm need not wait for the end."""
+
+    def wants(self, parameter: Tensor | None) -> bool:
+        """Whether it clips a parameter: what it does not want need not be kept for it."""
+
+    def linear(self, weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, examples: int) -> None:
+        """Of y = x weight^T + bias: dy (examples T, N), x (examples T, K), of one dtype."""
+
+    def embedding(
+        self,
+        weight: Tensor,
+        dy: Tensor,
+        tokens: Tensor,
+        examples: int,
+        padding_idx: int | None = None,
+        distinct: bool = False,
+    ) -> None:
+        """Of y = weight[tokens]: dy (examples T, D), tokens (examples T,), or (T,) where all examples have the same.
+
+        `distinct` says that no token stands twice in an example, as positions do not.
+        """
+
+    def norm(
+        self, weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, statistics: Tensor, examples: int
+    ) -> None:
+        """Of a norm's scale and shift: dy and x (examples T, N); statistics (examples T, 1 or 2): [mean,] 1 / std."""
+
+    def columns(self, bias: Tensor | None, dy: Tensor, examples: int) -> None:
+        """Of a sum with a vector, y = x + bias: dy (examples T, N)."""
+
+    def gradients(self, parameter: Tensor, each: Tensor) -> None:
+        """The per-example gradients themselves: (examples, *shape of the parameter); given away, may be overwritten."""
+
+
+def sink_of(parameter: Tensor | None) -> PerExampleSink | None:
+    """The sink of a parameter; None where its gradient is autograd's business."""
+    return None if parameter is None else getattr(parameter, _NAME, None)
+
+
+def attach(sink: PerExampleSink, parameters: Iterable[Tensor]) -> None:
+    """Give parameters a sink."""
+    for parameter in parameters:
+        setattr(parameter, _NAME, sink)
+
+
+def detach(parameters: Iterable[Tensor]) -> None:
+    """Take their sink from parameters; those that have none stay as they are."""
+    for parameter in parameters:
+        parameter.__dict__.pop(_NAME, None)
+
+
+def mark_traced(forward: object) -> None:
+    """Mark a function as a module's forward that differs from its class's only in feeding a sink."""
+    setattr(forward, _MARK, True)
+
+
+def is_traced(module: object) -> bool:
+    """Whether a module's own forward was put there for a sink: a fused function that feeds the sink may replace it."""
+    return getattr(module.__dict__.get("forward"), _MARK, False)
+
+
+def examples_of(sink: PerExampleSink, rows: int) -> int:
+    """The batch's examples, for a function that only sees so many rows of them; all rows where nobody knows."""
+    found = sink.examples
+    return rows if found is None else found
