@@ -53,6 +53,51 @@ def test_column_sums_of_a_matrix_with_gaps(interpreted):
     close(op.column_sums(x.t(), F32), x.t().double().sum(0), F32)
 
 
+EACH = pytest.mark.parametrize(("examples", "T", "N"), [(1, 1, 5), (3, 7, 24), (2, 260, 130), (4, 33, 768), (0, 3, 8)])
+
+
+@BOTH
+@EACH
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_column_sums_of_each_example(examples, T, N, dtype, chosen):
+    x = draw((examples * T, N), dtype)
+    close(op.column_sums_each(x, examples), x.double().view(examples, T, N).sum(1), dtype)
+    assert ran("column_sums_each") == {chosen}
+
+
+@BOTH
+@EACH
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, False, True)])
+def test_norm_backward_of_each_example(examples, T, N, residual, wanted, chosen):
+    s, dy, ds = (draw((examples, T, N), F32, seed=seed) for seed in range(3))
+    ds = ds if residual else None
+    weight = draw((N,), F32, seed=3)
+    rows = s.view(-1, N).double()
+    mean, rstd = rows.mean(1), (rows.var(1, correction=0) + 1e-5).rsqrt()
+    statistics = torch.stack([mean, rstd], 1).float()
+    g, *sums = op.norm_backward_each(dy, ds, s, weight, statistics, 1e-5, examples, wanted)
+    expected = op.norm_backward(dy, ds, s, weight, None, statistics, 1e-5, (True, False, False), None)[0]
+    close(g, expected.double(), F32)
+    h = ((rows - mean[:, None]) * rstd[:, None]).view(s.shape)
+    for found, want, full in zip(sums, wanted, (h * dy, dy.double(), expected.double()), strict=True):
+        if want:
+            close(found, full.double().sum(1), F32)
+        else:
+            assert found is None
+    assert ran("block_norm_bwd_each") == {chosen if examples else "torch"}
+
+
+@BOTH
+@pytest.mark.parametrize(("examples", "T"), [(2, 32), (3, 7)])
+def test_dz_sums_of_each_example(examples, T, chosen):
+    dy, weight, z = draw((examples * T, 24), F32), draw((24, 40), F32, seed=1), draw((examples * T, 40), F32, seed=2)
+    whole = op.linear_dz(dy, weight, z, F32)
+    found = op.linear_dz(dy, weight, z, F32, examples)
+    assert torch.equal(found[0], whole[0])
+    close(found[2], whole[0].double().view(examples, T, 40).sum(1), F32)
+
+
 def test_many_partial_sums_take_narrow_strips(interpreted):
     from accelerant.ops.transformer.launch import launch_join
 

@@ -118,14 +118,17 @@ def _forward(
     return Compilation(_KERNELS["fwd"], types, constants, plan.num_warps)
 
 
-def _backward(kind: str, N: int, *, centre: bool, residual: bool = False, dxsum: bool = False) -> Compilation:
+def _backward(
+    kind: str, N: int, *, centre: bool, residual: bool = False, dxsum: bool = False, apart: bool = False
+) -> Compilation:
     plan = backward_plan(N, residual, centre)
     types = {"dy_ptr": kind, "x_ptr": kind, "weight_ptr": "*fp32", "statistics_ptr": "*fp32", "dx_ptr": kind}
     types |= {"parts_ptr": "*fp32", **_SIZES, "dy_stride": "i32", "ds_stride": "i32", "x_stride": "i32"}
+    types |= {"span": "i32", "splits": "i32"}
     if residual:
         types |= {"ds_ptr": kind}
     absent = {} if residual else {"ds_ptr": None}
-    constants = {**absent, **backward_constants(plan, N, centre, True, centre, dxsum)}
+    constants = {**absent, **backward_constants(plan, N, centre, True, centre, dxsum, apart)}
     return Compilation(_KERNELS["bwd"], types, constants, plan.num_warps)
 
 
@@ -139,6 +142,7 @@ KERNELS = (
     *(_backward("*bf16", N, centre=centre) for N in (768, 4096) for centre in (True, False)),
     *(_backward("*bf16", N, centre=centre, residual=True) for N, centre in ((768, True), (4096, False))),
     _backward("*bf16", 768, centre=True, residual=True, dxsum=True),
+    _backward("*bf16", 768, centre=True, residual=True, dxsum=True, apart=True),
     _backward("*fp32", 4096, centre=True, residual=True),
     _backward("*fp32", 8192, centre=True),
     Compilation(

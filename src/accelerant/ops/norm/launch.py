@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from accelerant.errors import UnsupportedCase
 from accelerant.ops._l2 import eviction
 from accelerant.ops._rows import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2, whole_rows
 from accelerant.runtime.choices import rounded
@@ -26,6 +27,7 @@ __all__ = [
     "forward_plan",
     "forward_plans",
     "launch_backward",
+    "launch_backward_each",
     "launch_forward",
     "reduce_plan",
 ]
@@ -153,7 +155,7 @@ def forward_constants(plan: RowPlan, N: int, centre: bool, eviction: str) -> Con
 
 
 def backward_constants(
-    plan: RowPlan, N: int, centre: bool, dweight: bool, dbias: bool, dxsum: bool = False
+    plan: RowPlan, N: int, centre: bool, dweight: bool, dbias: bool, dxsum: bool = False, apart: bool = False
 ) -> Constants:
     """The compile-time arguments of norm_bwd."""
     warps_along_rows = plan.block_n < 256 * plan.num_warps  # a warp reads 256 elements of a row: 16 bytes a thread
@@ -167,6 +169,7 @@ def backward_constants(
         "EXACT": plan.block_n == N,
         "STAGES": plan.stages,
         "KEPT": plan.rows if warps_along_rows else 1,
+        "APART": apart,
     }
 
 
@@ -286,7 +289,7 @@ def launch_backward(
         programs = plan.grid(M, x.device)
         sums += dxsum is not None
         parts = torch.empty((sums, programs, N), dtype=torch.float32, device=x.device) if sums else None
-        args = (dy, ds_rows, rows, weight, statistics, dx, parts, M, N, dy_stride, ds_stride, stride)
+        args = (dy, ds_rows, rows, weight, statistics, dx, parts, M, N, dy_stride, ds_stride, stride, M, 1)
         constants = backward_constants(plan, N, centre, wanted["DWEIGHT"], wanted["DBIAS"], dxsum is not None)
         KERNELS["bwd"].launch((programs,), args, constants, num_warps=plan.num_warps)
     if sums:
@@ -296,6 +299,48 @@ def launch_backward(
         summed = (parts, dweight, dbias, dxsum, programs, N)
         KERNELS["bwd_reduce"].launch(grid, summed, constants, num_warps=reduce.num_warps)
     return dx, dweight, dbias
+
+
+def launch_backward_each(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    examples: int,
+    wanted: tuple[bool, bool, bool],
+    ds: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """As launch_backward, the sums over rows apart for each example, whose rows stand together.
+
+    Args:
+        examples: at least 1; divides the rows.
+        wanted: whether the sums are that are the gradients of weight, of bias, and of a vector that was added to x.
+
+    Returns:
+        dx; those sums, (examples, N) in float32, or None.
+
+    Raises:
+        UnsupportedCase: more columns than a program holds, WIDE_BACKWARD.
+    """
+    N, centre = x.shape[-1], statistics.shape[1] == 2
+    if N > WIDE_BACKWARD:
+        raise UnsupportedCase(f"sums apart are made for at most {WIDE_BACKWARD} columns, got {N}")
+    M, dx = x.numel() // N, torch.empty_like(x, memory_format=torch.contiguous_format)
+    span = M // examples
+    rows, stride = as_rows(x, N)
+    dy, dy_stride = as_rows(dy, N)
+    ds_rows, ds_stride = (None, 0) if ds is None else as_rows(ds, N)
+    plan = backward_plan(N, ds is not None, centre)
+    splits = max(1, min(ceil_div(span, plan.rows), ceil_div(plan.grid(M, x.device), examples)))
+    parts = torch.empty((sum(wanted), examples, splits, N), dtype=torch.float32, device=x.device)
+    KERNELS["bwd"].launch(
+        (examples * splits,),
+        (dy, ds_rows, rows, _dense(weight), statistics, dx, parts, M, N, dy_stride, ds_stride, stride, span, splits),
+        backward_constants(plan, N, centre, *wanted, apart=True),
+        num_warps=plan.num_warps,
+    )
+    sums = iter(parts.sum(2) if splits > 1 else parts.flatten(1, 2))
+    return dx, *(next(sums) if want else None for want in wanted)  # type: ignore[return-value]  # three of them
 
 
 def _dense(vector: Tensor | None) -> Tensor | None:

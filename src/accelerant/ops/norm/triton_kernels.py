@@ -89,10 +89,12 @@ def _centred(x, mean, columns, N, MASKED: tl.constexpr):
 @triton.jit
 def norm_bwd(
     dy_ptr, ds_ptr, x_ptr, weight_ptr, statistics_ptr, dx_ptr, parts_ptr,
-    M, N, dy_stride, ds_stride, x_stride,
+    M, N, dy_stride, ds_stride, x_stride, span, splits,
     CENTRE: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DXSUM: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, KEPT: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
+    # APART: sums are wanted of each `span` rows, so `splits` programs share these and no program has rows of two spans.
     # KEPT: rows of the running sums, 1 or ROWS. Where warps lie along the columns, adding a group's rows at once is
     # free and saves registers; where they lie along the rows it would cost a shuffle a step.
     columns = tl.arange(0, BLOCK_N)[None, :]
@@ -104,9 +106,15 @@ def norm_bwd(
     dxsum = tl.zeros([KEPT, BLOCK_N], dtype=tl.float32)
     first = tl.program_id(0).to(tl.int64) * ROWS
     step = tl.num_programs(0).to(tl.int64) * ROWS
-    for start in tl.range(first, M, step, num_stages=STAGES):
+    end = M
+    if APART:
+        begin = (tl.program_id(0) // splits).to(tl.int64) * span
+        first = begin + (tl.program_id(0) % splits) * ROWS
+        step = splits * ROWS
+        end = begin + span
+    for start in tl.range(first, end, step, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
-        in_rows = rows < M
+        in_rows = rows < end
         inside = in_rows[:, None] & in_row
         x = tl.load(x_ptr + rows[:, None] * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + columns, mask=inside, other=0.0).to(tl.float32)

@@ -61,10 +61,16 @@ def _rows(x: Tensor) -> Tensor:
 def _weight_gradients(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool], sums: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of a linear layer's parameters, in their dtypes; sums are those of dy's columns, where they are known."""
+    """Those of a linear layer's parameters, in their dtypes; sums are those of dy's columns, where they are known.
+
+    Where the parameters have a sink it gets them, and sums are of each example.
+    """
     sink = _sink((weight, bias))
     if sink is not None:
         weight_there, bias_there = _wanted((weight, bias), needs)
+        if bias_there is not None and sums is not None:
+            sink.gradients(bias_there, sums)
+            bias_there = None
         sink.linear(weight_there, bias_there, dy, x, examples_of(sink, dy.shape[0]))
         return None, None
     dbias = None
@@ -162,21 +168,23 @@ def _mlp_backward(
     """The gradient of the MLP's rows y, and of weight and bias of up and down."""
     up, up_bias, down, down_bias = params
     assert up is not None and down is not None  # noqa: PT018  for the type checker: weights are there
-    sums = up_bias.dtype if up_bias is not None and needs[1] and sink_of(up_bias) is None else None
+    sums = up_bias.dtype if up_bias is not None and needs[1] else None
+    sink = _sink((up, up_bias))
     low_up, low_down = lows
     rounded: float8.Rounded | None = None
     if isinstance(low_up, Float8Weight) and isinstance(low_down, Float8Weight):
-        dz, a, dup_bias, rounded = float8.linear_dz(dm, low_down, z, low_up, sums)
+        dz, a, dup_bias, rounded = float8.linear_dz(dm, low_down, z, low_up, None if sink is not None else sums)
     else:
         assert isinstance(low_down, Tensor)  # for the type checker: weights are of one kind
-        dz, a, dup_bias = op.linear_dz(dm, low_down, z, sums)
+        examples = None if sink is None else examples_of(sink, z.shape[0])
+        dz, a, dup_bias = op.linear_dz(dm, low_down, z, sums, examples)
     ddown, ddown_bias = _weight_gradients(dm, a, down, down_bias, needs[2:4], dm_sums)
     del a
     dup: Tensor | None
-    if _sink((up, up_bias)) is None:
+    if sink is None:
         dup = op.linear_dw(dz, y, up.dtype) if needs[0] else None
     else:
-        dup, dup_bias = _weight_gradients(dz, y, up, up_bias, needs[:2])
+        dup, dup_bias = _weight_gradients(dz, y, up, up_bias, needs[:2], dup_bias)
     if isinstance(low_up, Float8Weight) and rounded is not None:
         return float8.rounded_dx(rounded, low_up, dz.dtype), (dup, dup_bias, ddown, ddown_bias)
     return op.linear_dx(dz, low_up), (dup, dup_bias, ddown, ddown_bias)
@@ -309,9 +317,8 @@ class Block(torch.autograd.Function):
             found = _again(partial(_plain_block, shape), given, s1, params, (True, *needs))
             return found[0], None, None, *found[1:], *((None,) * 8)
         dy2, mlp = _mlp_backward(_rows(dm), _rows(y2), z, lows[2:], params[8:], needs[8:], _noted(dm))
-        sums = None if params[5] is None or not needs[5] or sink_of(params[5]) is not None else params[5].dtype
         g2, dn2, dc2, g2_sums = _norm_gradients(
-            dy2.view_as(s2), ds, s2, params[6:8], t2, shape.eps[1], needs[6:8], sums
+            dy2.view_as(s2), ds, s2, params[6:8], t2, shape.eps[1], needs[6:8], params[5] if needs[5] else None
         )
         g2_rows = _rows(g2)
         projected = _weight_gradients(g2_rows, _rows(_joined(o)), params[4], params[5], needs[4:6], g2_sums)
@@ -319,27 +326,30 @@ class Block(torch.autograd.Function):
         dqkv = packed.attend_backward(_split(do, qkv), qkv, o, lse).view(B * T, -1)
         mixed = _weight_gradients(dqkv, _rows(y1), params[2], params[3], needs[2:4])
         dy1 = op.linear_dx(dqkv, lows[0]).view_as(s1)
-        last = params[11]  # the block before has such a bias, too
-        sums = None if ctx.alone or last is None or sink_of(last) is not None else last.dtype
-        g1, dn1, dc1, g1_sums = _norm_gradients(dy1, g2, s1, params[:2], t1, shape.eps[0], needs[:2], sums)
+        last = None if ctx.alone else params[11]  # the block before has such a bias, too
+        g1, dn1, dc1, g1_sums = _norm_gradients(dy1, g2, s1, params[:2], t1, shape.eps[0], needs[:2], last)
         _note(g1, g1_sums)
         return g1, None if ctx.alone else g1, None, dn1, dc1, *mixed, *projected, dn2, dc2, *mlp, *((None,) * 8)
 
 
 def _norm_gradients(
     dy: Tensor, ds: Tensor | None, s: Tensor, params: Sequence[Tensor | None], statistics: Tensor, eps: float,
-    needs: Sequence[bool], sums: torch.dtype | None,
+    needs: Sequence[bool], before: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """As op.norm_backward; scale and shift may have a sink."""
+    """The gradients of s + ds, of scale and shift, and the sums that `before` wants, the bias that s ended with."""
     weight, bias = params
     assert weight is not None  # for the type checker: a block's norms have one
-    sink = _sink(params)
+    sink = _sink((*params, before))
     if sink is None:
+        sums = None if before is None else before.dtype
         return op.norm_backward(dy, ds, s, weight, bias, statistics, eps, (True, *needs), sums)
-    found = op.norm_backward(dy, ds, s, weight, bias, statistics, eps, (True, False, False), sums)
-    rows, (weight_there, bias_there) = _rows(dy), _wanted(params, needs)
-    sink.norm(weight_there, bias_there, rows, _rows(s), statistics, examples_of(sink, rows.shape[0]))
-    return found
+    wanted = (sink.wants(weight), sink.wants(bias), sink.wants(before))
+    examples = examples_of(sink, statistics.shape[0])
+    g, dweight, dbias, each = op.norm_backward_each(dy, ds, s, weight, statistics, eps, examples, wanted)
+    for param, found in ((weight, dweight), (bias, dbias)):
+        if param is not None and found is not None:
+            sink.gradients(param, found)
+    return g, None, None, each
 
 
 def _plain_block(shape: BlockShape, x: Tensor, params: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:

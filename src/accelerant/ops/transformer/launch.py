@@ -11,8 +11,8 @@ from accelerant.ops.embedding.launch import embedding_plan
 from accelerant.runtime.triton import TritonKernel
 
 __all__ = [
-    "COLUMNS", "JOINS", "KERNELS", "SQUARE", "STRIP", "launch_columns", "launch_dgelu", "launch_embed", "launch_join",
-    "launch_turn",
+    "COLUMNS", "JOINS", "KERNELS", "SQUARE", "STRIP", "launch_columns", "launch_columns_each", "launch_dgelu",
+    "launch_embed", "launch_join", "launch_turn",
 ]  # fmt: skip
 
 _NAMES = ("columns", "dgelu", "join", "turn", "embed")
@@ -60,6 +60,26 @@ def launch_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
         num_warps=_WARPS,
     )
     return partial[0].to(dtype) if parts == 1 else launch_join(partial, dtype)
+
+
+def launch_columns_each(x: Tensor, examples: int) -> Tensor:
+    """The sum of each column over each example's rows, which stand together: (examples, N) in float32."""
+    M, N = x.shape
+    if not M or not N:
+        return torch.zeros(examples, N, dtype=torch.float32, device=x.device)
+    rows, stride = as_rows(x, N)
+    strips = ceil_div(N, COLUMNS["BLOCK_N"])
+    span, splits = M // examples, 1
+    while span % 2 == 0 and span > _LEAST_SPAN and examples * splits * strips < 2 * multiprocessors(x.device):
+        span, splits = span // 2, splits * 2
+    partial = torch.empty(examples, splits, N, dtype=torch.float32, device=x.device)
+    KERNELS["columns"].launch(
+        (examples * splits * strips,),
+        (rows, partial, M, N, stride, span),
+        COLUMNS,
+        num_warps=_WARPS,
+    )
+    return partial[:, 0] if splits == 1 else partial.sum(1)
 
 
 def launch_turn(x: Tensor) -> Tensor:

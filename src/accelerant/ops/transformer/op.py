@@ -15,21 +15,29 @@ from torch.nn import functional
 
 from accelerant.ops.linear_fp8 import op as float8
 from accelerant.ops.linear_fp8.op import Float8Weight
-from accelerant.ops.norm.launch import launch_backward
+from accelerant.ops.norm.launch import WIDE_BACKWARD, launch_backward, launch_backward_each
 from accelerant.ops.norm.torch_ops import torch_backward
 from accelerant.ops.transformer import hopper
-from accelerant.ops.transformer.launch import launch_columns, launch_dgelu, launch_join, launch_turn
+from accelerant.ops.transformer.launch import (
+    launch_columns,
+    launch_columns_each,
+    launch_dgelu,
+    launch_join,
+    launch_turn,
+)
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.triton import refuses_triton
 
 __all__ = [
     "column_sums",
+    "column_sums_each",
     "dgelu",
     "linear",
     "linear_dw",
     "linear_dx",
     "linear_dz",
     "norm_backward",
+    "norm_backward_each",
     "refuses_triton_kernels",
 ]
 
@@ -114,6 +122,30 @@ def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     return sums
 
 
+def _torch_columns_each(x: Tensor, examples: int) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.view(examples, -1, x.shape[1]).sum(1, dtype=wide) if examples else x.new_zeros(0, x.shape[1], dtype=wide)
+
+
+_columns_each = Operation(
+    "column_sums_each",
+    (
+        Implementation("triton", launch_columns_each, refuses=refuses_triton_kernels, own=True),
+        Implementation("torch", _torch_columns_each),
+    ),
+    cost=lambda case: Cost(math.prod(case.shape) * case.dtype.itemsize, math.prod(case.shape)),
+)
+
+
+def column_sums_each(x: Tensor, examples: int) -> Tensor:
+    """The sums of x's columns over each example's rows, (M, N) to (examples, N), in float32 or better.
+
+    The rows of an example stand together, M / examples of them.
+    """
+    sums: Tensor = _columns_each(Case(x.device, x.dtype, x.shape, (f"examples {examples}",)), x, examples)
+    return sums
+
+
 # --- gelu's gradient, and gelu anew ----------------------------------------------------------------------------------
 
 
@@ -142,13 +174,28 @@ def dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> 
 # --- the product before it, too --------------------------------------------------------------------------------------
 
 
-def _hopper_dz(dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None) -> _WithSums:
+_PARTIAL_ROWS = 32
+"""Of dz to a partial sum of its columns, as the Hopper kernel leaves them."""
+
+
+def _hopper_dz(dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None) -> _WithSums:
     dz, a, partial = hopper.launch_dz(dy, launch_turn(weight), z)
-    return dz, a, None if sums is None else launch_join(partial, sums)
+    if sums is None:
+        return dz, a, None
+    if examples is None:
+        return dz, a, launch_join(partial, sums)
+    M, N = z.shape
+    if M % (examples * _PARTIAL_ROWS):
+        return dz, a, launch_columns_each(dz, examples)
+    return dz, a, partial[: M // _PARTIAL_ROWS].view(examples, -1, N).sum(1)
 
 
-def _apart(dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None) -> _WithSums:
-    return dgelu(linear_dx(dy, weight), z, "tanh", sums)
+def _apart(dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None) -> _WithSums:
+    dx = linear_dx(dy, weight)
+    if sums is None or examples is None:
+        return dgelu(dx, z, "tanh", sums)
+    dz, a, _ = dgelu(dx, z, "tanh", None)
+    return dz, a, column_sums_each(dz, examples)
 
 
 def _dz_cost(case: Case) -> Cost:
@@ -163,7 +210,9 @@ _linear_dz = Operation(
 )
 
 
-def linear_dz(dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None) -> _WithSums:
+def linear_dz(
+    dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None = None
+) -> _WithSums:
     """For linear(gelu(z)) by the tanh approximation: the gradient of z (M, N), gelu(z), sums of the former's columns.
 
     Args:
@@ -171,9 +220,10 @@ def linear_dz(dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None) -
         weight: (K, N).
         z: contiguous.
         sums: their dtype; None for none.
+        examples: where the sums are wanted for each of so many, (examples, N) and float32 or better.
     """
     case = Case(dy.device, dy.dtype, (*z.shape, weight.shape[0]), ("tanh", "" if sums is None else "sums"))
-    found: _WithSums = _linear_dz(case, dy, weight, z, sums)
+    found: _WithSums = _linear_dz(case, dy, weight, z, sums, examples)
     return found
 
 
@@ -219,4 +269,67 @@ def norm_backward(
     found: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] = _norm_bwd(
         case, dy, ds, s, weight, bias, statistics, eps, needs, sums
     )
+    return found
+
+
+# --- the same, the sums over the rows apart for each example ---------------------------------------------------------
+
+_Each = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _torch_norm_each(
+    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, statistics: Tensor, eps: float, examples: int,
+    wanted: tuple[bool, bool, bool],
+) -> _Each:  # fmt: skip
+    dx, _, _ = torch_backward(True, dy, s, weight, None, statistics, eps, (True, False, False), ds)
+    N = s.shape[-1]
+    rows, h = dy.reshape(-1, N), s.reshape(-1, N).to(statistics.dtype)
+    dweight = None
+    if wanted[0]:
+        h = (h - statistics[:, :1]) * statistics[:, 1:]
+        dweight = _torch_columns_each(h * rows, examples)
+    dbias = _torch_columns_each(rows, examples) if wanted[1] else None
+    return dx, dweight, dbias, _torch_columns_each(dx.view(-1, N), examples) if wanted[2] else None
+
+
+def _own_norm_each(
+    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, statistics: Tensor, eps: float, examples: int,
+    wanted: tuple[bool, bool, bool],
+) -> _Each:  # fmt: skip
+    return launch_backward_each(dy, s, weight, statistics, examples, wanted, ds)
+
+
+def _refuses_each(case: Case) -> str | None:
+    if case.shape[-1] > WIDE_BACKWARD:
+        return f"takes at most {WIDE_BACKWARD} columns"
+    if not math.prod(case.shape):
+        return "has nothing to sum"
+    return refuses_triton_kernels(case)
+
+
+_norm_bwd_each = Operation(
+    "block_norm_bwd_each",
+    (
+        Implementation("triton", _own_norm_each, refuses=_refuses_each, own=True),
+        Implementation("torch", _torch_norm_each),
+    ),
+    cost=lambda case: Cost(4 * math.prod(case.shape) * case.dtype.itemsize, 19 * math.prod(case.shape)),
+)
+
+
+def norm_backward_each(
+    dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, statistics: Tensor, eps: float, examples: int,
+    wanted: tuple[bool, bool, bool],
+) -> _Each:  # fmt: skip
+    """The gradient of what a layer_norm normalised, s (..., N), plus ds; and sums over each example's rows.
+
+    Args:
+        wanted: which of the sums: those that make up the gradients of weight, of bias, and of a bias that s ended with.
+
+    Returns:
+        the gradient; (examples, N) of each sum that is wanted, in float32 or better.
+    """
+    options = ("" if ds is None else "residual", f"examples {examples}")
+    case = Case(s.device, s.dtype, s.shape, options)
+    found: _Each = _norm_bwd_each(case, dy, ds, s, weight, statistics, eps, examples, wanted)
     return found
