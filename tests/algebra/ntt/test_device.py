@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 import re
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,14 +15,16 @@ import pytest
 
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.places import HOST, place_at
+from accelerant.algebra.field.program import montgomery_radix
 from accelerant.algebra.field.words import decode, encode
 from accelerant.algebra.ntt import device
 from accelerant.algebra.ntt.device import DevicePasses, Division, division_of
-from accelerant.algebra.ntt.device_tables import device_tables
-from accelerant.algebra.ntt.launch import run
+from accelerant.algebra.ntt.device_tables import DeviceTables, device_tables, roots_of
+from accelerant.algebra.ntt.launch import LOG_MOST, run
 from accelerant.algebra.ntt.plan import ORDERS, Variant, make_passes
 from accelerant.algebra.ntt.program import Tile, has_quotients, kernel_source
 from accelerant.algebra.ntt.reference import ntt_reference
+from accelerant.algebra.ntt.tables import pass_tables
 from accelerant.errors import ConfigError, LaunchError
 from accelerant.runtime import registry
 from vectors import TRANSFORM_BASE, field_elements
@@ -74,11 +79,11 @@ def test_three_passes(place, name, order):
 
 @pytest.mark.parametrize(("name", "order"), list(map(slow, NAMES, (ORDERS[1], *ORDERS))))
 def test_three_passes_of_the_blocks_that_devices_use(place, name, order):
-    """As from 2^17 points on, but for the rows of a pass: the tile, radix and tables are those that are used."""
+    """As of many points, but for the rows of a pass: the tile, radix and tables are those that are used."""
     field, used = FIELDS[name], division_of(FIELDS[name])
     log_n = used.tile + 1
     division = replace(used, rows=-(-log_n // 3))
-    assert len(division.logs(log_n)) == len(used.logs(17)) == 3
+    assert len(division.logs(log_n)) == len(used.logs(LOG_MOST)) == 3
     check(place, field, log_n, 1, division, inverse=True, coset=3, order=order)
 
 
@@ -113,6 +118,15 @@ def test_every_radix(place, radix, rows):
     check(place, field, rows + 3, 1, division, inverse=False, coset=1, order="natural_to_bit_reversed")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rows"), [("bn254_fr", 7), pytest.param("bls12_381_fr", 7, marks=pytest.mark.soak)])
+def test_an_odd_number_of_levels(place, name, rows):
+    """The second group has one level where threads have elements for two; before and after it, two."""
+    field, division = FIELDS[name], Division(rows=rows, tile=rows + 1, radix=2, table=20)
+    assert "#define NTT_FIRST 2\n" in kernel_source(field, Variant(), Tile(rows, 1, 2)).dialects["portable"]
+    check(place, field, rows, 3, division, inverse=False, coset=1, order="natural")
+
+
 @pytest.mark.parametrize("field", [FIELDS[name] for name in NAMES], ids=lambda field: field.name)
 @pytest.mark.parametrize("log_n", range(1, 28))
 def test_divisions_fit_every_device(field, log_n):
@@ -135,57 +149,107 @@ def test_a_plan_that_is_given_up_waits_for_the_device(monkeypatch):
     """On another stream its tables may still be read, and their memory is the allocator's next."""
     waits = []
     monkeypatch.setattr(device, "_kernel", lambda *args: None)
-    monkeypatch.setattr(HOST.provider, "synchronize", lambda index: waits.append((index, plan.given_up)))
     plan = DevicePasses(HOST, FIELDS["babybear"], 3, inverse=False, coset=1, order="natural")
+    monkeypatch.setattr(HOST.provider, "synchronize", lambda index: waits.append((index, plan.given_up)))
     assert not plan.given_up
     assert plan.size_bytes == 4 * 4  # half the points' roots
     plan.give_up()
     assert waits == [(0, True)]
 
 
-def test_prepared_launches_have_what_others_have(monkeypatch):
+def test_pointed_launches_have_what_others_have(monkeypatch):
     """NVIDIA's launches, kept but for the elements' pointers, with a driver that notes what it is given."""
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
     torch = pytest.importorskip("torch")
     from accelerant.runtime.providers import cuda_launch
 
     field, given, asked = FIELDS["babybear"], [], []
-    handle = cuda_launch.LoadedKernel(
-        "ntt_pass", None, kernel_source(field, Variant(), Tile(4, 2, 2)).entries["ntt_pass"]
-    )
-    handle._launch = lambda stream, config, core, *values: given.append(
-        (config, [getattr(v, "value", v) for v in values])
-    )
-    handle._wrap_stream, handle._make_config = lambda stream: stream, lambda grid, block, **_: (grid, block)
+    kinds = kernel_source(field, Variant(), Tile(4, 2, 2)).entries["ntt_pass"]
+    handle = cuda_launch.LoadedKernel("ntt_pass", SimpleNamespace(handle=7), kinds)
+
+    def note(shape, address):
+        pointers = (ctypes.c_void_p * len(kinds)).from_address(address)
+        given.append((shape, [ctypes.c_uint64.from_address(each).value for each in pointers]))
+
+    def plainly(function, *arguments):
+        *shape, stream, address, extra = arguments
+        assert (int(function), shape[2:3] + shape[4:], stream, extra) == (7, [1, 1, 1, 0], 0, 0)
+        note((*shape[:1], *shape[3:4]), address)
+        return (0,)
+
+    def overlapping(config, function, address, extra):
+        assert (int(function), int(config.hStream), config.sharedMemBytes, extra) == (7, 0, 0, 0)
+        assert (config.gridDimY, config.gridDimZ, config.blockDimY, config.blockDimZ) == (1, 1, 1, 1)
+        (attribute,) = config.attrs
+        assert attribute.id.name.endswith("PROGRAMMATIC_STREAM_SERIALIZATION")
+        assert attribute.value.programmaticStreamSerializationAllowed == 1
+        note((config.gridDimX, config.blockDimX), address)
+        return (0,)
+
     monkeypatch.setattr(cuda_launch, "_make_ready", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
     def launch(kernel, grid, block, args):
-        asked.append(((grid, block), [arg.data_ptr() if hasattr(arg, "data_ptr") else arg for arg in args]))
+        asked.append(((*grid, *block), [arg.data_ptr() if hasattr(arg, "data_ptr") else arg for arg in args]))
+
+    tables = DeviceTables(*(torch.zeros(4, dtype=torch.int64) for _ in range(5)))
+    monkeypatch.setattr(device, "device_tables", lambda *args: tables)
+    provider = SimpleNamespace(launch=launch, synchronize=lambda index: None)
+    place = SimpleNamespace(provider=provider, index=0, pointer=lambda words: words)
 
     def made(kernel):
         monkeypatch.setattr(device, "_kernel", lambda *_: kernel)
         return DevicePasses(place, field, 13, inverse=True, coset=3, order="natural")
 
-    provider = SimpleNamespace(launch=launch)
-    place = SimpleNamespace(
-        provider=provider,
-        index=0,
-        pointer=lambda words: words,
-        load=lambda words: torch.from_numpy(words.astype(np.int64)),
-    )
-    plain, prepared = made(SimpleNamespace(handle=None)), made(SimpleNamespace(handle=handle))
-    prepared._tables, prepared._pointers = plain._tables, plain._pointers
+    plans = [made(SimpleNamespace(handle=None))]
+    plans += [made(SimpleNamespace(handle=handle, target=target)) for target in ("sm_86", "sm_90a")]
+    from cuda.bindings import driver
+
+    monkeypatch.setattr(driver, "cuLaunchKernel", plainly)
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", overlapping)
     for elements, n in ((1 << 13, 0), (1 << 13, 1), (3 << 13, 1), (1 << 13, 0)):
         x, z = torch.zeros(4), torch.zeros(4)
-        for plan in (plain, prepared):
+        for plan in plans:
             plan.launch(n, x, z, elements)
-        assert given[-1] == asked[-1]
+        assert given[-1] == given[-2] == asked[-1]
         assert asked[-1][1][:2] == [x.data_ptr(), z.data_ptr()]
-    assert len(given) == len(asked) == 4
+    assert (len(given), len(asked)) == (8, 4)
     with pytest.raises(LaunchError, match="wanted a buffer, got int"):
-        prepared.launch(1, 5, torch.zeros(4), 2 << 13)
+        plans[1].launch(1, 5, torch.zeros(4), 2 << 13)
+
+
+def test_a_pointed_launch_of_two_threads(monkeypatch):
+    """Each has pointers of its own, also while the driver reads those of the other."""
+    pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
+    torch = pytest.importorskip("torch")
+    from accelerant.runtime.providers import cuda_launch
+
+    handle = cuda_launch.LoadedKernel("both", SimpleNamespace(handle=7), ("*u64", "*u64", "i64"))
+    monkeypatch.setattr(cuda_launch, "_make_ready", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    found, both = {}, threading.Barrier(2)
+
+    def read(*arguments):
+        both.wait(10)  # both threads have set their pointers
+        pointers = (ctypes.c_void_p * 3).from_address(arguments[-2])
+        mine = [ctypes.c_uint64.from_address(each).value for each in pointers]
+        both.wait(10)
+        found[threading.current_thread().name] = mine
+        return (0,)
+
+    from cuda.bindings import driver
+
+    monkeypatch.setattr(driver, "cuLaunchKernel", read)
+    x = torch.zeros(4)
+    ready = handle.point((1, 1, 1), (x, x, 5), 0, 32)
+    threads = [threading.Thread(target=ready.start, args=(each, each + 1), name=str(each)) for each in (16, 32)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == {"16": [16, 17, 5], "32": [32, 33, 5]}
 
 
 def test_the_portable_text_asks_for_no_compiler():
@@ -208,12 +272,29 @@ def test_goldilocks_shifts_are_roots():
         assert pow(2, shift, p) == pow(root, -1 if inverse else 1, p)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_tables_that_a_device_makes_are_those_of_the_host(place, name, order):
+    """Twiddles whole and split, of a few columns and of many, and what stands before and after; with and without g."""
+    field = FIELDS[name]
+    options = itertools.product((False, True), (1, field.modulus - 2), ((5, 4), (3, 9)), (24, 8))
+    for inverse, coset, logs, log_table in options:
+        steps = make_passes(field, logs, inverse=inverse, coset=coset, order=order, log_table=log_table)
+        for step in steps:
+            found = device_tables(place, field, step, Tile(step.log_rows, 0, 2))
+            wanted = pass_tables(field, step, montgomery_radix(field))
+            for kind in ("before", "after", "low", "high"):
+                here, there = getattr(wanted, kind), getattr(found, kind)
+                assert (here is None) == (there is None)
+                assert here is None or (place.store(there).reshape(here.shape) == here).all(), (kind, logs, inverse)
+
+
 def test_roots_with_quotients():
     """Where 4 p leaves room below R: then each is followed by floor(w R / p), and not in Montgomery form."""
     assert [name for name in NAMES if has_quotients(FIELDS[name])] == ["bn254_fr"]
     field, radix = FIELDS["bn254_fr"], 1 << 256
     (step,) = make_passes(field, (5,), inverse=False, coset=1, order="natural", log_table=24)
-    roots, _ = device_tables(field, step, Tile(5, 0, 2))
+    roots = roots_of(field, step, Tile(5, 0, 2))
     assert roots.shape == (16, 2, 4)
     for block, (w, quotient) in enumerate(roots):
         exponent = int(f"{block:04b}"[::-1], 2)

@@ -33,9 +33,10 @@ def run_pass(step, x, p):
         )
 
         def factor(place, when, tables, c=c):
-            value = tables[place] if tables else 1
+            value = tables.by_place(p)[place] if tables else 1
             if variant.twiddle == when:
-                value = value * step.twiddles.start[place] * pow(step.twiddles.base[place], c, p)
+                start, base = (each.by_place(p)[place] for each in (step.twiddles.start, step.twiddles.base))
+                value = value * start * pow(base, c, p)
             return value
 
         column_in = [

@@ -2,6 +2,7 @@
 #define NTT_BLOCK ACL_BLOCK(NTT_THREADS)
 #define NTT_TABLE ACL_GLOBAL const F_WORD *
 #define NTT_ALIGNED(pointer)
+#define NTT_AHEAD_ENDED()
 
 /* The 32 bits in the opposite order. */
 ACL_DEVICE u32 ntt_turned(u32 x) {

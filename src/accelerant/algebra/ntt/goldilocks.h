@@ -36,7 +36,7 @@ ACL_DEVICE F ntt_shifted(F x, i32 shift) {
     return F_sub((low << 32) - (u32)low, high << 32 | low >> 32);
 }
 
-ACL_DEVICE void ntt_levels(F *v, NTT_TABLE roots, i32 block, i32 done, i32 levels, i32 first) {
+ACL_DEVICE void ntt_levels(F *v, NTT_TABLE roots, i32 block, i32 done, i32 skip, i32 levels, i32 first) {
     if (!first) {
 #pragma unroll
         for (i32 k = 1; k < NTT_RADIX; k++) {

@@ -8,6 +8,7 @@
  *
  *     ntt_levels                          levels of butterflies between a thread's elements
  *     ntt_canonical                       below p, of what levels leave, which is any F
+ *     NTT_AHEAD_ENDED                     waits for the launch ahead where that may still run; tables are older
  *
  * Grid: a block for each NTT_COLUMNS columns, neighbours; NTT_THREADS threads, NTT_RADIX elements each, in registers.
  * Where columns are neighbours in memory, elements go straight between memory and registers, NTT_COLUMNS to an access;
@@ -63,8 +64,8 @@
 #define NTT_ALONG(number, stride) (((number) >> NTT_LOG_ROWS) * (stride) + ((number) & (NTT_ROWS - 1)))
 #endif
 
-/* The first group of levels: as many as leave a multiple of NTT_LOG_RADIX. */
-#define NTT_FIRST ((NTT_LOG_ROWS - 1) % NTT_LOG_RADIX + 1)
+/* Whether the second group has fewer levels than a thread's elements: the last ones, so that places stay NTT_LINEAR. */
+#define NTT_PARTIAL ((NTT_LOG_ROWS - NTT_FIRST) % NTT_LOG_RADIX != 0)
 
 #if NTT_WORDS > 1
 #define NTT_PLANES F_LIMBS
@@ -153,6 +154,7 @@ ACL_KERNEL NTT_BLOCK void ntt_pass(
 #endif
     i64 near = (first & (((i64)1 << digit_0) - 1)) + own;
     i64 begin = ntt_begin(first, digit_0, digit_1, read_0, read_1, read_2);
+    NTT_AHEAD_ENDED();
 
     /* In: a thread has rows group + k NTT_GROUPS of its column. */
 #if NTT_ALONG_IN
@@ -191,23 +193,24 @@ ACL_KERNEL NTT_BLOCK void ntt_pass(
 #endif
 
     /* Levels on the bits below `top` of the rows' numbers, of which a thread's elements differ in the NTT_LOG_RADIX highest. */
-    ntt_levels(v, roots, 0, 0, NTT_FIRST, 1);
+    ntt_levels(v, roots, 0, 0, 0, NTT_FIRST, 1);
 #if NTT_LOG_ROWS > NTT_FIRST
     i32 row = group, shift = NTT_LOG_ROWS - NTT_LOG_RADIX;
 #pragma unroll 1
-    for (i32 top = NTT_LOG_ROWS - NTT_FIRST; top > 0; top -= NTT_LOG_RADIX) {
+    for (i32 top = NTT_LOG_ROWS - NTT_FIRST; top > 0; top = shift) {
 #pragma unroll
         for (i32 k = 0; k < NTT_RADIX; k++) {
             NTT_PUT(NTT_AT_STEP(row, k, shift), v[k]);
         }
         acl_barrier();
-        shift = top - NTT_LOG_RADIX;
-        row = (group >> shift << top) + (group & ((1 << shift) - 1));
+        shift = (top - 1) / NTT_LOG_RADIX * NTT_LOG_RADIX;
+        row = (group >> shift << (shift + NTT_LOG_RADIX)) + (group & ((1 << shift) - 1));
 #pragma unroll
         for (i32 k = 0; k < NTT_RADIX; k++) {
             NTT_GET(NTT_AT_STEP(row, k, shift), v[k]);
         }
-        ntt_levels(v, roots, group >> shift, NTT_LOG_ROWS - top, NTT_LOG_RADIX, 0);
+        const i32 skip = NTT_PARTIAL ? shift + NTT_LOG_RADIX - top : 0;
+        ntt_levels(v, roots, group >> shift, NTT_LOG_ROWS - NTT_LOG_RADIX - shift, skip, NTT_LOG_RADIX, 0);
     }
 #endif
 

@@ -15,13 +15,13 @@
  * Source: Harvey 2014, J. Symbolic Computation 60, algorithms 2 and 4 (there for one word). */
 
 /* See kernel.c. */
-ACL_DEVICE void ntt_levels(F *v, NTT_TABLE roots, i32 block, i32 done, i32 levels, i32 first) {
+ACL_DEVICE void ntt_levels(F *v, NTT_TABLE roots, i32 block, i32 done, i32 skip, i32 levels, i32 first) {
 #pragma unroll
     for (i32 level = 0; level < NTT_LOG_RADIX; level++) {
 #pragma unroll
         for (i32 pair = 0; pair < NTT_RADIX / 2; pair++) {
             const i32 span = NTT_RADIX >> (level + 1), part = pair / span, k = pair + part * span;
-            if (level < levels) {
+            if (level >= skip && level < levels) {
                 F x = v[k], y = v[k + span];
                 if (!first || level) {
                     x = F_lazy_reduce(x);

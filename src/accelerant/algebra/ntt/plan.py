@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.ntt.reference import bit_reversed
 
-__all__ = ["ORDERS", "Pass", "Places", "Twiddles", "Variant", "make_passes"]
+__all__ = ["ORDERS", "Pass", "Places", "Powers", "Twiddles", "Variant", "make_passes"]
 
 ORDERS = ("natural", "natural_to_bit_reversed", "bit_reversed_to_natural")
 """Of input and output; "natural" is both."""
@@ -76,11 +76,36 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
-class Twiddles:
-    """The factor start[place] base[place]^c at a row's place in column c = digit_0."""
+class Powers:
+    """A factor for each place of a row: scale base^r for the row r there.
 
-    start: tuple[int, ...]
-    base: tuple[int, ...]
+    Attributes:
+        scale, base: below p.
+        log_rows: log2 of the rows.
+        by_bits: whether row r stands at place bitrev(r); else at place r.
+    """
+
+    scale: int
+    base: int
+    log_rows: int
+    by_bits: bool = False
+
+    def by_place(self, p: int) -> list[int]:
+        """The factors, in the order of the places."""
+        values, power = [], self.scale
+        for _ in range(1 << self.log_rows):
+            values.append(power)
+            power = power * self.base % p
+        bits = self.log_rows
+        return [values[bit_reversed(i, bits)] for i in range(1 << bits)] if self.by_bits else values
+
+
+@dataclass(frozen=True, slots=True)
+class Twiddles:
+    """The factor start base^c at a row's place in column c = digit_0, both of that place."""
+
+    start: Powers
+    base: Powers
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +129,8 @@ class Pass:
     reads: Places
     writes: Places
     root: int
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
+    before: Powers | None = None
+    after: Powers | None = None
     twiddles: Twiddles | None = None
     log_low: int = 0
 
@@ -151,14 +176,9 @@ class _Whole:
         w = self.field.root_of_unity(order)
         return pow(w, -1, self.p) if self.inverse else w
 
-    def powers(self, base: int, m: int, by_bits: bool, scale: int = 1) -> tuple[int, ...]:
+    def powers(self, base: int, m: int, by_bits: bool, scale: int = 1) -> Powers:
         """Scale base^r for the row r of each place; base may have a negative exponent already taken."""
-        values, power = [], scale % self.p
-        for _ in range(1 << self.logs[m]):
-            values.append(power)
-            power = power * base % self.p
-        bits = self.logs[m]
-        return tuple(values[bit_reversed(i, bits)] for i in range(1 << bits)) if by_bits else tuple(values)
+        return Powers(scale % self.p, base % self.p, self.logs[m], by_bits)
 
 
 def make_passes(
@@ -202,8 +222,8 @@ def _natural_input(whole: _Whole, m: int) -> Pass:
         m,
         by_bits_in=False,
         by_bits_out=by_bits,
-        before=() if before == 1 else whole.powers(before, m, False),
-        after=() if after == (1, 1) else whole.powers(after[1], m, by_bits, after[0]),
+        before=None if before == 1 else whole.powers(before, m, False),
+        after=None if after == (1, 1) else whole.powers(after[1], m, by_bits, after[0]),
         twiddles=twiddles,
         twiddle="" if last else "after",
     )
@@ -232,8 +252,8 @@ def _reversed_input(whole: _Whole, m: int) -> Pass:
         m,
         by_bits_in=True,
         by_bits_out=False,
-        before=() if entering == (1, 1) else whole.powers(entering[1], m, True, entering[0]),
-        after=() if leaving == (1, 1) else whole.powers(leaving[1], m, False, leaving[0]),
+        before=None if entering == (1, 1) else whole.powers(entering[1], m, True, entering[0]),
+        after=None if leaving == (1, 1) else whole.powers(leaving[1], m, False, leaving[0]),
         twiddles=twiddles,
         twiddle="" if last else "before",
     )
@@ -245,8 +265,8 @@ def _pass(
     *,
     by_bits_in: bool,
     by_bits_out: bool,
-    before: tuple[int, ...],
-    after: tuple[int, ...],
+    before: Powers | None,
+    after: Powers | None,
     twiddles: Twiddles | None,
     twiddle: str,
 ) -> Pass:
@@ -259,8 +279,8 @@ def _pass(
             along_out=writes.row == 1,
             reversed_in=by_bits_in,
             reversed_out=by_bits_out,
-            before=bool(before),
-            after=bool(after),
+            before=before is not None,
+            after=after is not None,
             twiddle=twiddle,
             split=twiddles is not None and log_low < log_inner,
         ),

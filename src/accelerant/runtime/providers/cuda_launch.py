@@ -19,7 +19,7 @@ from accelerant.errors import AccelerantError, CompileError, DeviceLost, LaunchE
 from accelerant.runtime.launches import noted, watched
 from accelerant.runtime.provider import check_scalar
 
-__all__ = ["LoadedKernel", "PackedLaunch", "PreparedLaunch", "cuda_error", "load_error"]
+__all__ = ["LoadedKernel", "PackedLaunch", "PointedLaunch", "PreparedLaunch", "cuda_error", "load_error"]
 
 _CTYPES: dict[str, Any] = {
     "i32": ctypes.c_int32,
@@ -131,7 +131,22 @@ class LoadedKernel:
             LaunchError: an argument does not fit.
         """
         values = [_in_memory(a) for a in self._converted(args)]
-        return PackedLaunch(self, grid, values, self._shared_bytes, device, together)
+        return PackedLaunch(self, (*grid, self.threads), values, self._shared_bytes, device, "cooperative" * together)
+
+    def point(
+        self, grid: tuple[int, int, int], args: Sequence[Any], device: int, threads: int, overlaps: bool = False
+    ) -> PointedLaunch:
+        """A launch that lacks the first few pointers, which change from one call to the next.
+
+        Args:
+            overlaps: as of the class, for this launch.
+
+        Raises:
+            LaunchError: an argument does not fit.
+        """
+        values = [_in_memory(a) for a in self._converted(args)]
+        shape, how = (*grid, threads), "programmaticStreamSerializationAllowed" * (overlaps or self._overlaps)
+        return PointedLaunch(self, shape, values, self._shared_bytes, device, how)
 
     def _converted(self, args: Sequence[Any]) -> list[Any]:
         try:
@@ -210,22 +225,21 @@ class PackedLaunch:
     it changes after it is made, but for what it keeps by stream, so threads may share it.
     """
 
-    __slots__ = ("_configs", "_device", "_driver", "_kernel", "_launch", "_shape", "_together", "_where")
+    __slots__ = ("_attribute", "_configs", "_device", "_driver", "_kernel", "_launch", "_shape", "_where")
 
     def __init__(
-        self, kernel: LoadedKernel, grid: tuple[int, int, int], values: list[Any], shared_bytes: int, device: int,
-        together: bool,
+        self, kernel: LoadedKernel, shape: tuple[int, int, int, int], values: list[Any], shared_bytes: int, device: int,
+        attribute: str,
     ) -> None:  # fmt: skip
         from cuda.bindings import driver
 
         self._driver = driver
-        self._together = together
+        self._attribute = attribute
         self._configs: dict[int, Any] = {}
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        self._where = (ctypes.addressof(pointers), pointers, values)
-        self._shape = (driver.CUfunction(int(kernel.core.handle)), *grid, kernel.threads, 1, 1, shared_bytes)
+        self._where = _Arguments(values)
+        self._shape = (driver.CUfunction(int(kernel.core.handle)), *shape, 1, 1, shared_bytes)
         self._kernel = kernel
-        self._launch = driver.cuLaunchKernel
+        self._launch = driver.cuLaunchKernelEx if attribute else driver.cuLaunchKernel
         self._device = device
 
     def start(self) -> None:
@@ -238,23 +252,27 @@ class PackedLaunch:
             with torch.cuda.device(self._device):
                 self.start()
             return
+        self._enqueue(self._where.address)
+
+    def _enqueue(self, arguments: int) -> None:
+        """Launch with the arguments whose addresses are in an array at that address."""
         _make_ready()
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        if self._together:
+        if self._attribute:
             config = self._configs.get(stream) or self._configure(stream)
-            (code,) = self._driver.cuLaunchKernelEx(config, self._shape[0], self._where[0], 0)
+            (code,) = self._launch(config, self._shape[0], arguments, 0)
         else:
-            (code,) = self._launch(*self._shape, stream, self._where[0], 0)
+            (code,) = self._launch(*self._shape, stream, arguments, 0)
         if code:
             raise cuda_error(f"{code.name}".replace("_", " ").lower(), f"kernel {self._kernel.name!r}")
         if watched:
             noted()
 
     def _configure(self, stream: int) -> Any:
-        """The configuration of cooperative launches on a stream."""
+        """The configuration of launches with the attribute on a stream."""
         config, attribute = self._driver.CUlaunchConfig(), self._driver.CUlaunchAttribute()
-        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        attribute.value.cooperative = 1
+        attribute.id = getattr(self._driver.CUlaunchAttributeID, _ATTRIBUTES[self._attribute])
+        setattr(attribute.value, self._attribute, 1)
         config.gridDimX, config.gridDimY, config.gridDimZ = self._shape[1:4]
         config.blockDimX, config.blockDimY, config.blockDimZ = self._shape[4:7]
         config.sharedMemBytes = self._shape[7]
@@ -262,6 +280,65 @@ class PackedLaunch:
         config.attrs, config.numAttrs = [attribute], 1
         self._configs[stream] = config
         return config
+
+
+_ATTRIBUTES = {
+    "cooperative": "CU_LAUNCH_ATTRIBUTE_COOPERATIVE",
+    "programmaticStreamSerializationAllowed": "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION",
+}
+"""What stands in a CUlaunchAttribute's value -> its id."""
+
+
+class PointedLaunch(PackedLaunch):
+    """A launch through the driver with every argument in place but the first few pointers; see LoadedKernel.point.
+
+    The driver reads an argument while it is called, and each thread has memory of its own for them.
+    """
+
+    __slots__ = ("_own",)
+
+    def __init__(
+        self, kernel: LoadedKernel, shape: tuple[int, int, int, int], values: list[Any], shared_bytes: int, device: int,
+        attribute: str,
+    ) -> None:  # fmt: skip
+        super().__init__(kernel, shape, values, shared_bytes, device, attribute)
+        self._own = _ThreadArguments(values)
+
+    def start(self, *pointers: int) -> None:
+        """Launch on the current stream of the kernel's device, with these as the first arguments.
+
+        Raises:
+            LaunchError, DeviceLost: as LoadedKernel.start.
+        """
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                self.start(*pointers)
+            return
+        own = self._own.arguments
+        for cell, pointer in zip(own.values, pointers, strict=False):
+            cell.value = pointer
+        self._enqueue(own.address)
+
+
+class _Arguments:
+    """Arguments as the driver reads them.
+
+    Attributes:
+        values: objects of ctypes.
+        address: of an array of their addresses.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = list(values)
+        self._array = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        self.address = ctypes.addressof(self._array)
+
+
+class _ThreadArguments(threading.local):
+    """Copies of the arguments for each thread, made in it."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.arguments = _Arguments([type(value).from_buffer_copy(value) for value in values])
 
 
 def _make_ready() -> None:
