@@ -28,7 +28,7 @@ def losses(precision, steps=30, graph=None):
     )
     torch.manual_seed(1)
     found = []
-    for _ in range(steps):  # new rows each time: a batch learnt by heart has a loss near 0, where curves part by percents
+    for _ in range(steps):  # new rows each time: of a batch learnt by heart the loss is near 0, where curves part
         rows = torch.randint(0, 500, (4, CONFIG.context + 1)).cuda()
         found.append(step([(rows[:, :-1], rows[:, 1:])], RATE).loss)
     return torch.stack(found), step

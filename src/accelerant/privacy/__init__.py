@@ -1,0 +1,25 @@
+"""Private computing: differential privacy.
+
+>>> private = accelerant.privacy.dp.make_private(model, optimizer, noise_multiplier=1.1, delta=1e-5, max_grad_norm=1.0,
+...                                              sample_rate=256 / 60000)
+
+None of this code has been audited.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelerant.privacy import dp
+
+__all__ = ["dp"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,8 @@
+"""Noise for private releases, and what it costs besides."""
+
+from __future__ import annotations
+
+from accelerant.privacy.dp.noise.charge import Charge, charge, choose_grid, laplace_charge
+from accelerant.privacy.dp.noise.source import FastSource, NoiseSource, SecureSource
+
+__all__ = ["Charge", "FastSource", "NoiseSource", "SecureSource", "charge", "choose_grid", "laplace_charge"]

@@ -1,0 +1,159 @@
+"""What a release on a grid costs beside the noise: rounding, cut tails, rounded tables, smoothing.
+
+Sensitivity. A release rounds each of d coordinates to the nearest multiple of the grid g, which moves it by at most
+g / 2, the vector by at most g sqrt(d) / 2. Two neighbouring sums at distance C are so at most C + g sqrt(d) apart on
+the grid (both are moved), and C + g sqrt(d) is what the noise must cover.
+
+Deviation. With integer data the discrete Gaussian's Renyi divergences are at most the continuous one's of the same
+deviation (Canonne, Kamath and Steinke 2020, arXiv:2004.00010, Proposition 5). For any other accountant: adding the
+continuous Gaussian of variance sigma^2 - r^2 and rounding at random to the integers by a discrete Gaussian of deviation
+r gives the discrete Gaussian of deviation sigma, within the smoothing error of r (Peikert 2010, "An efficient and
+parallel Gaussian sampler for lattices", Theorem 3.1). So it is no less private than the continuous one of deviation
+sqrt(sigma^2 - r^2): Charge.std, with r = 1.58 steps.
+
+Delta. What is drawn differs from the discrete Gaussian twice:
+
+* Its base samples are within total variation t of theirs (plan.distance: tails cut at 11 deviations, weights in units
+  of 2^-118), and five triggers are all that a unit's pool serves. d coordinates of a release are within
+  T = d (terms t + u), u the probability of a sixth trigger for each draw. A mechanism within T of one that is
+  (epsilon, delta) private is (epsilon, delta + (1 + e^epsilon) T) private.
+* With exact base samples its probabilities are within exp(-+ tau) of the discrete Gaussian's (plan.py), a release's
+  within exp(-+ d tau). That adds 2 d tau to epsilon, and whoever is (epsilon + a, delta) private is
+  (epsilon, delta + 1 - e^-a) private: so 2 d tau to delta. The random rounding above has its own tau.
+
+Both add up over releases. (1 + e^epsilon) is taken for a total epsilon of EPSILON_LIMIT.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from accelerant.errors import ConfigError
+from accelerant.privacy.dp.noise.laplace import laplace_distance
+from accelerant.privacy.dp.noise.plan import SMOOTH, log_ratio, make_plan
+from accelerant.privacy.dp.noise.reference import POOL, UNIT_BLOCKS, draws_of_unit
+
+__all__ = [
+    "EPSILON_LIMIT",
+    "FINENESS",
+    "LEAST_STEPS",
+    "Charge",
+    "charge",
+    "choose_grid",
+    "grid_steps",
+    "laplace_charge",
+]
+
+EPSILON_LIMIT = 16.0
+"""Charge.delta holds for what is together at most this epsilon."""
+
+FINENESS = 64
+"""choose_grid's grid: rounding adds at most 1 / FINENESS to the sensitivity."""
+
+LEAST_STEPS = 1024
+"""Steps of choose_grid's grid in a deviation, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What a release costs besides.
+
+    Attributes:
+        delta: added to delta by each release, for a total epsilon up to EPSILON_LIMIT.
+        sensitivity: that rounding adds to the sensitivity, in the units of the released values.
+        std: deviation of the continuous noise that is no more private, in the same units; see the module's docstring.
+            Of Laplace noise the scale itself, whose discrete form is exactly as private.
+        distance: in total variation to the noise of deviation std; delta is at most (1 + exp(EPSILON_LIMIT)) distance,
+            and an accountant that knows its epsilon charges (1 + e^epsilon) distance instead.
+    """
+
+    delta: float
+    sensitivity: float
+    std: float
+    distance: float
+
+
+def choose_grid(std: float, sensitivity: float, dimensions: int, *, most_steps: float = 2.0**24) -> float:
+    """The largest power of two whose rounding adds at most 1/64 to an L2 sensitivity; finer where the noise is narrow.
+
+    Of an L1 sensitivity: give the square of the dimensions.
+
+    Args:
+        std: of the noise, in the units of the values; 0 for none.
+        sensitivity: L2, in the same units.
+        dimensions: coordinates of a release, at least 1.
+        most_steps: of the grid in a deviation; where the noise is wider than that beside the sensitivity, the grid is
+            coarser, and rounding adds more.
+
+    Returns:
+        g with g sqrt(dimensions) <= sensitivity / 64 and g <= std / 1024, unless that is below std / most_steps.
+
+    Raises:
+        ConfigError: a number out of range.
+    """
+    _check("std", std, least=0.0)
+    _check("sensitivity", sensitivity)
+    if dimensions < 1:
+        raise ConfigError(f"dimensions must be at least 1, got {dimensions}")
+    most = sensitivity / (FINENESS * math.sqrt(dimensions))
+    if std > 0:
+        most = max(min(most, std / LEAST_STEPS), 2 * std / most_steps)
+    return math.ldexp(1.0, math.frexp(most)[1] - 1)
+
+
+def grid_steps(std: float, grid: float) -> Fraction:
+    """The deviation in grid steps, exact.
+
+    Raises:
+        ConfigError: the grid is not a power of two, or a number is out of range.
+    """
+    _check("grid", grid)
+    _check("std", std, least=0.0)
+    if math.frexp(grid)[0] != 0.5 or not 2.0**-120 <= grid <= 2.0**120:
+        raise ConfigError(
+            f"grid must be a power of two from 2^-120 to 2^120, so that scaling by it is exact, got {grid!r}"
+        )
+    return Fraction(std) / Fraction(grid)
+
+
+def charge(std: float, grid: float, dimensions: int) -> Charge:
+    """What a release of `dimensions` values with add_gaussian_ costs besides; see the module's docstring.
+
+    Args:
+        std: of the noise; 0 (no noise) has no delta.
+        grid: a power of two.
+        dimensions: values released together.
+
+    Raises:
+        ConfigError: a number out of range, or noise too wide for the grid.
+    """
+    steps = grid_steps(std, grid)
+    rounding = grid * math.sqrt(dimensions)
+    if not steps:
+        return Charge(0.0, rounding, 0.0, 0.0)
+    plan = make_plan(steps)
+    apart = dimensions * (float(plan.distance()) + sixth_trigger(plan.terms))
+    smoothing = 2 * dimensions * (plan.log_ratio + log_ratio(SMOOTH))
+    effective = grid * math.sqrt(max(0.0, float(steps**2) - SMOOTH**2))
+    delta = min(1.0, (1 + math.exp(EPSILON_LIMIT)) * apart + smoothing)
+    return Charge(delta, rounding, effective, min(1.0, apart + smoothing / 2))
+
+
+def sixth_trigger(terms: int) -> float:
+    """Probability that a unit has more triggers than its pool serves, for each of its draws, from above."""
+    words = (UNIT_BLOCKS - 1) * (16 // terms) * terms
+    return math.comb(words, POOL + 1) * 2.0 ** (-22 * (POOL + 1)) / draws_of_unit(terms)
+
+
+def laplace_charge(scale: float, grid: float, dimensions: int) -> Charge:
+    """As charge, of add_laplace_; its sensitivity is L1, to which rounding adds grid * dimensions."""
+    steps = grid_steps(scale, grid)
+    apart = dimensions * laplace_distance(steps) if steps else 0.0
+    return Charge(min(1.0, (1 + math.exp(EPSILON_LIMIT)) * apart), grid * dimensions, scale, apart)
+
+
+def _check(name: str, value: float, least: float | None = None) -> None:
+    if not math.isfinite(value) or value < 0 or (least is None and value == 0):
+        raise ConfigError(f"{name} must be {'above' if least is None else 'at least'} 0 and finite, got {value!r}")

@@ -1,0 +1,107 @@
+"""Random words for what must stay secret: ChaCha20 under a key of the system's entropy.
+
+A stream is a key and a counter of blocks of 64 bits that only grows. What copies a stream (fork, copy, pickle) would
+repeat it, so each of these gives a fresh key: a child process draws other words than its parent, and a checkpoint holds
+no key. A stream is not a thing to be reproduced.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from accelerant.errors import ConfigError
+from accelerant.privacy.random.chacha20 import key_words
+
+__all__ = ["SecureStream"]
+
+_KEY_BYTES = 32
+_LAST = 2**64
+_live: weakref.WeakSet[SecureStream]
+
+
+class SecureStream:
+    """A keystream of ChaCha20 whose blocks are used once.
+
+    Args:
+        key: 32 bytes, for tests; by default from os.urandom. Two streams of one key repeat one another.
+
+    Attributes:
+        states: keys and counters in the memory of CUDA devices, by their number (device.py).
+
+    Copying, pickling and forking give a stream with a fresh key. May be used from several threads.
+
+    Trust: the key is in this process's memory, and in the device's where it draws there; whoever reads either knows the
+    stream. Neither repr nor errors show it.
+
+    Source: RFC 8439 (ChaCha20), with Bernstein's counter of 64 bits.
+    """
+
+    def __init__(self, key: bytes | None = None) -> None:
+        if key is not None and len(key) != _KEY_BYTES:
+            raise ConfigError(f"a key has {_KEY_BYTES} bytes, got {len(key)}")
+        self._lock = threading.Lock()
+        self._counter = 0
+        self._renew(key)
+        _live.add(self)
+
+    def reserve(self, blocks: int) -> tuple[npt.NDArray[np.uint32], int]:
+        """The key, and the first of so many counters that nobody else gets.
+
+        Raises:
+            ConfigError: the counter would pass 2^64.
+        """
+        with self._lock:
+            first = self._counter
+            if blocks < 0 or first + blocks > _LAST:
+                raise ConfigError(f"a stream has 2^64 blocks; {blocks} more than {first} were asked of it")
+            self._counter = first + blocks
+            return self._key, first
+
+    def words(self, n: int, device: Any = None) -> Tensor:
+        """Words of the keystream: (n,) int32 with the bits of uint32, on the CPU or a CUDA device."""
+        from accelerant.privacy.random.device import keystream
+
+        return keystream(self, n, torch.device(device or "cpu"))
+
+    def uniform(self, n: int) -> Tensor:
+        """(n,) float64 in [0, 1) on the CPU: multiples of 2^-53, all equally likely."""
+        wide = self.words(2 * n).numpy().view(np.uint64)
+        return torch.from_numpy((wide >> np.uint64(11)) * 2.0**-53)
+
+    def _renew(self, key: bytes | None = None) -> None:
+        self._key = key_words(os.urandom(_KEY_BYTES) if key is None else key)
+        self._counter = 0
+        self.states: dict[int, Tensor] = {}
+
+    def __copy__(self) -> SecureStream:
+        return SecureStream()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SecureStream:
+        return SecureStream()
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return SecureStream, ()
+
+    def __repr__(self) -> str:
+        return "SecureStream()"
+
+
+_live = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for stream in list(_live):
+        stream._lock = threading.Lock()  # another thread of the parent may have held it
+        stream._renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,186 @@
+"""Plans, grids and charges: the bounds against exact sums of probabilities."""
+
+import math
+from fractions import Fraction
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+
+from accelerant.errors import ConfigError
+from accelerant.privacy.dp.noise import charge, choose_grid, laplace_charge
+from accelerant.privacy.dp.noise.charge import EPSILON_LIMIT, FINENESS, grid_steps, sixth_trigger
+from accelerant.privacy.dp.noise.plan import (
+    BASE_LIMIT,
+    MAX_TERMS,
+    SMOOTH,
+    WIDEST,
+    log_ratio,
+    make_plan,
+    smoothing_widths,
+)
+
+SIGMAS = [0.1, 3.0, 46.4, 46.5, 93.0, 1300.0, 1400.0, 4e4, 5e4, 2.0**20, 1.2e6, 1e7, WIDEST]
+
+
+@pytest.mark.parametrize("sigma", SIGMAS)
+def test_plans_are_exactly_as_wide_as_asked(sigma):
+    plan = make_plan(Fraction(sigma))
+    assert plan.base_variance * sum(k * k for k in plan.factors) == Fraction(sigma) ** 2
+    assert plan.base_variance <= Fraction(BASE_LIMIT) ** 2
+    assert plan.factors[0] == 1
+    assert 1 <= plan.terms <= MAX_TERMS
+    assert 511 * sum(plan.factors) < 2**31
+    widths = smoothing_widths(plan.sigma, plan.factors)
+    assert all(w >= SMOOTH for w in widths)
+    assert plan.log_ratio == sum(map(log_ratio, widths)) <= 4 * log_ratio(SMOOTH) < 2**-67
+
+
+def test_the_gpt_at_multiplier_one_takes_four_terms():
+    """What the time of 2^28 draws is promised for."""
+    grid = choose_grid(1.0, 1.0, 163_000_000)
+    assert grid == 2.0**-20
+    assert make_plan(grid_steps(1.0, grid)).terms == 4
+
+
+@pytest.mark.parametrize("sigma", [0.0, -1.0, WIDEST * 1.01])
+def test_widths_out_of_range_are_refused(sigma):
+    with pytest.raises(ConfigError, match="grid steps wide"):
+        make_plan(Fraction(sigma))
+
+
+def discrete_gaussian(variance, reach):
+    """Probabilities of -reach to reach, in mpmath."""
+    weights = [mpmath.exp(-mpmath.mpf(n * n) / (2 * variance)) for n in range(-reach, reach + 1)]
+    total = mpmath.fsum(weights)
+    return [w / total for w in weights]
+
+
+@pytest.mark.parametrize(
+    ("sigma", "factors"), [(4.0, (1, 3)), (13.0, (1, 3, 9)), (9.0, (1, 2, 5)), (30.0, (1, 3, 8, 24))]
+)
+def test_sums_are_within_the_stated_ratio_of_the_discrete_gaussian(sigma, factors):
+    """Base samplers so narrow that the smoothing error is seen: the exact convolution stays within the bound, and the
+    bound is not far off."""
+    sigma = Fraction(sigma)
+    base = sigma**2 / sum(k * k for k in factors)
+    with mpmath.workdps(60):
+        variance = mpmath.mpf(base.numerator) / base.denominator
+        reach = int(10 * math.sqrt(base)) + 1
+        one = discrete_gaussian(variance, reach)
+        found = {0: mpmath.mpf(1)}
+        for k in factors:
+            step = {}
+            for n, p in found.items():
+                for i, q in enumerate(one):
+                    at = n + k * (i - reach)
+                    step[at] = step.get(at, 0) + p * q
+            found = step
+        wide = int(5 * sigma)
+        ideal = discrete_gaussian(mpmath.mpf(sigma.numerator) ** 2 / sigma.denominator**2, 14 * int(sigma))
+        middle = len(ideal) // 2
+        worst = max(abs(mpmath.log(found[n] / ideal[middle + n])) for n in range(-wide, wide + 1))
+    bound = sum(map(log_ratio, smoothing_widths(sigma, factors)))
+    assert 1e-12 < worst <= bound < 20 * worst
+
+
+def test_the_continuous_gaussian_rounded_at_random_is_the_discrete_one():
+    """What makes Charge.std hold for any accountant; r so small that the smoothing error is seen."""
+    sigma, r, points = 4.0, 0.6, 200_001
+    y = np.linspace(-40, 40, points)
+    continuous = np.exp(-(y**2) / (2 * (sigma**2 - r**2)))
+    integers = np.arange(-60, 61)
+    whole = sum(np.exp(-((n - y) ** 2) / (2 * r**2)) for n in integers)
+    shown = np.arange(-12, 13)
+    found = np.array([(continuous * np.exp(-((n - y) ** 2) / (2 * r**2)) / whole).sum() for n in shown])
+    found /= continuous.sum()
+    weights = np.exp(-(integers**2) / (2 * sigma**2))
+    worst = np.abs(np.log(found / np.exp(-(shown**2) / (2 * sigma**2)) * weights.sum())).max()
+    assert 1e-8 < worst <= log_ratio(r)
+
+
+@pytest.mark.parametrize("std", [0.0, 0.3, 1.0, 40.0])
+@pytest.mark.parametrize("sensitivity", [1e-3, 1.0, 3.7])
+@pytest.mark.parametrize("dimensions", [1, 1000, 163_000_000])
+def test_grids_are_fine_enough_and_no_finer(std, sensitivity, dimensions):
+    std *= sensitivity
+    grid = choose_grid(std, sensitivity, dimensions)
+    assert math.frexp(grid)[0] == 0.5
+    wanted = [sensitivity / (FINENESS * math.sqrt(dimensions))] + [std / 1024] * (std > 0)
+    if std and std / grid > 2**23:  # as wide as allowed: coarser than wanted
+        assert std / grid <= 2**24
+    else:
+        assert grid <= min(wanted) < 2 * grid
+    if std:
+        found = charge(std, grid, dimensions)
+        assert found.sensitivity == grid * math.sqrt(dimensions)
+        assert std * (1 - 2e-6) < found.std <= std
+
+
+def test_the_main_jobs_delta_is_far_below_the_budget():
+    """14,000 releases of 1.6e8 values each, beside a delta of 1e-5; cut at 8 deviations it would be 3e-3."""
+    found = charge(1.0, 2.0**-20, 163_000_000)
+    assert 14_000 * found.delta < 1e-7
+    assert found.delta <= (1 + math.exp(EPSILON_LIMIT)) * found.distance
+
+
+def test_charges_grow_with_what_is_released():
+    small, large = (charge(1.0, 2.0**-20, d) for d in (1000, 1_000_000))
+    assert large.delta == pytest.approx(1000 * small.delta, rel=1e-9)
+    assert large.sensitivity == pytest.approx(math.sqrt(1000) * small.sensitivity)
+    assert charge(0.0, 0.5, 4).delta == 0
+    assert charge(0.0, 0.5, 4).sensitivity == 1
+
+
+@pytest.mark.parametrize("terms", [1, 2, 3, 4, 5])
+def test_a_sixth_trigger_is_as_improbable_as_charged(terms):
+    words, draws = 15 * (16 // terms) * terms, 15 * (16 // terms)
+    with mpmath.workdps(50):
+        p = mpmath.mpf(2) ** -22
+        exact = mpmath.fsum(mpmath.binomial(words, k) * p**k * (1 - p) ** (words - k) for k in range(6, 12)) / draws
+        assert exact <= sixth_trigger(terms) <= exact * 1.001
+    assert sixth_trigger(terms) < 2**-98
+
+
+def test_rounding_moves_neighbours_at_most_as_charged():
+    torch.manual_seed(5)
+    d, grid, bound = 4000, 2.0**-7, 1.0
+    worst = 0.0
+    for _ in range(50):
+        x = torch.randn(d, dtype=torch.float64)
+        y = torch.randn(d, dtype=torch.float64)
+        y = x + y / y.norm() * bound
+        worst = max(worst, float(((x / grid).round() - (y / grid).round()).norm() * grid))
+    assert bound < worst <= bound + charge(0.0, grid, d).sensitivity
+    half = torch.full((d,), 0.5 + 1e-9) * grid, torch.full((d,), 0.5 - 1e-9, dtype=torch.float64) * grid
+    moved = ((half[0].double() / grid).round() - (half[1] / grid).round()).norm() * grid
+    assert float(moved) <= charge(0.0, grid, d).sensitivity * (1 + 1e-12)
+
+
+def test_laplace_charges_are_l1s():
+    found = laplace_charge(1.0, 2.0**-10, 100)
+    assert found.sensitivity == 100 * 2.0**-10
+    assert found.std == 1.0
+    assert 0 < found.delta < 1e-18
+
+
+@pytest.mark.parametrize(
+    ("std", "grid", "message"),
+    [
+        (1.0, 0.3, "power of two"),
+        (1.0, 0.0, "grid must be above 0"),
+        (-1.0, 0.5, "std must be at least 0"),
+        (math.nan, 0.5, "std must be at least 0"),
+        (1.0, math.inf, "grid must be above 0"),
+        (1.0, 2.0**-130, "2\\^-120 to 2\\^120"),
+    ],
+)
+def test_numbers_without_meaning_are_refused(std, grid, message):
+    with pytest.raises(ConfigError, match=message):
+        charge(std, grid, 10)
+
+
+def test_dimensions_without_meaning_are_refused():
+    with pytest.raises(ConfigError, match="dimensions must be at least 1"):
+        choose_grid(1.0, 1.0, 0)

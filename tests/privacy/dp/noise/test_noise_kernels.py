@@ -1,0 +1,223 @@
+"""Every backend's sampler against the reference in NumPy's integers, bit for bit."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from accelerant.privacy.dp.noise import llvm_gaussian, reference
+from accelerant.privacy.dp.noise.laplace import digits_of, laplace_blocks, laplace_reference, thresholds
+from accelerant.privacy.dp.noise.launch import add_steps, table_words
+from accelerant.privacy.dp.noise.plan import make_plan
+from accelerant.privacy.dp.noise.program import BLOCK, fused_source, gaussian_source, laplace_source, philox_source
+from accelerant.privacy.dp.noise.reference import GROUP, draws_of_unit, gaussian_reference, groups_of
+from accelerant.privacy.dp.noise.table import make_tables
+from accelerant.privacy.random.chacha20 import key_words
+from accelerant.privacy.random.llvm_kernels import lanes
+from accelerant.runtime import registry
+from accelerant.runtime.kernel import KernelSource
+from accelerant.runtime.providers.cuda_compile import compile_cuda
+
+KEY = bytes(range(32))
+NONCE = 0x0123456789ABCDEF
+FIRST = 2**32 - 5
+BY_TERMS = {1: 20.0, 2: 100.0, 3: 2e3, 4: 2.0**20, 5: 5e6}
+OFTEN = 0x003F0000
+"""A trigger of probability 1/64, so that a unit has about 4, and often more than its pool serves."""
+
+STATE = np.concatenate(
+    [key_words(KEY), np.array([NONCE & 0xFFFFFFFF, NONCE >> 32, 0, 0], np.uint32)]
+).view(np.int32)  # fmt: skip
+
+
+def expected(plan, n):
+    return gaussian_reference(key_words(KEY), NONCE, FIRST, plan, n)
+
+
+def arguments(plan, n):
+    """Tables, and the scalars."""
+    factors = (*plan.factors[1:], 0, 0, 0, 0)[:4]
+    return table_words(make_tables(plan.weights())).view(np.int32), (n, *factors, 1)
+
+
+def on_cpu(source, plan, out, *numbers):
+    table, scalars = arguments(plan, out.numel())
+    provider = registry.create("cpu")
+    indices = groups_of(out.numel(), plan.terms) * (GROUP // lanes())
+    pointers = (torch.from_numpy(STATE), torch.tensor([FIRST]), torch.from_numpy(table), out)
+    provider.launch(provider.compile(source), (indices,), (1,), (*pointers, *scalars, *numbers))
+    return out
+
+
+def on_opencl(opencl, source, plan, array, *numbers):
+    table, scalars = arguments(plan, array.size)
+    held = [opencl.copy_to_device(each) for each in (STATE, np.array([FIRST], np.int64), table, array)]
+    threads = groups_of(array.size, plan.terms) * GROUP
+    opencl.launch(opencl.compile(source), (-(-threads // BLOCK),), (BLOCK,), (*held, *scalars, *numbers))
+    return opencl.copy_to_host(held[3], array.dtype, array.shape)
+
+
+def values(n):
+    """Floats of all sizes, and those that are no numbers."""
+    x = torch.from_numpy(np.random.default_rng(3).standard_normal(n).astype(np.float32)) * 100
+    edges = [np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0, -0.0, 2.0**-11, 3 * 2.0**-11, -(2.0**-11), 2.0**23 + 1, 1e-40]
+    x[: len(edges)] = torch.tensor(edges)
+    return x
+
+
+@pytest.mark.parametrize("terms", BY_TERMS)
+@pytest.mark.parametrize("whole", [True, False])
+def test_llvm_draws_equal_the_reference(terms, whole):
+    plan = make_plan(Fraction(BY_TERMS[terms]))
+    assert plan.terms == terms
+    n = GROUP * draws_of_unit(terms) * 2 - (0 if whole else 37)
+    out = torch.full((n + 64,), 7, dtype=torch.int64)
+    on_cpu(gaussian_source(terms, False), plan, out[:n])
+    assert np.array_equal(out[:n].numpy(), expected(plan, n))
+    assert (out[n:] == 7).all()
+
+
+@pytest.mark.parametrize("n", [1, 15, 33, 2000])
+def test_llvm_adds_as_torch_does(n):
+    plan, grid, scale = make_plan(Fraction(BY_TERMS[4])), 2.0**-10, 0.3
+    x = values(max(n, 16))[:n].clone()
+    wanted = x.clone()
+    add_steps(wanted, torch.from_numpy(expected(plan, n)), grid, scale)
+    on_cpu(gaussian_source(4, True), plan, x, 1 / grid, grid * scale)
+    assert torch.equal(x, wanted)
+    assert x.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("terms", BY_TERMS)
+def test_portable_draws_equal_the_reference(opencl, terms):
+    plan = make_plan(Fraction(BY_TERMS[terms]))
+    n = GROUP * draws_of_unit(terms) + 37
+    found = on_opencl(opencl, gaussian_source(terms, False), plan, np.zeros(n, np.int64))
+    assert np.array_equal(found, expected(plan, n))
+
+
+def test_portable_adds_as_torch_does(opencl):
+    plan, grid, scale = make_plan(Fraction(BY_TERMS[4])), 2.0**-10, 0.3
+    x = values(2000)
+    wanted = x.clone()
+    add_steps(wanted, torch.from_numpy(expected(plan, 2000)), grid, scale)
+    found = on_opencl(opencl, gaussian_source(4, True), plan, x.numpy(), 1 / grid, grid * scale)
+    assert np.array_equal(found, wanted.numpy())
+
+
+# --- triggers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Triggers of probability 1/64 in the reference: of 2^-22, no test would see one."""
+    usual = expected(make_plan(Fraction(BY_TERMS[4])), 5000)
+    monkeypatch.setattr(reference, "TRIGGER", OFTEN)
+    assert (expected(make_plan(Fraction(BY_TERMS[4])), 5000) != usual).mean() > 0.03
+    return usual
+
+
+def test_llvm_takes_triggers_from_the_pool(often, monkeypatch):
+    monkeypatch.setattr(llvm_gaussian, "TRIGGER", OFTEN)
+    plan = make_plan(Fraction(BY_TERMS[4]))
+    program = llvm_gaussian.GaussianKernel(4, False)
+    source = KernelSource("often", {"llvm": program}, {program.entry: gaussian_source(4, False).entries[program.entry]})
+    out = on_cpu(source, plan, torch.zeros(5000, dtype=torch.int64))
+    assert np.array_equal(out.numpy(), expected(plan, 5000))
+
+
+def test_portable_kernels_take_triggers_from_the_pool(often, opencl):
+    plan, usual = make_plan(Fraction(BY_TERMS[4])), gaussian_source(4, False)
+    text = f"#define TRIGGER {OFTEN:#x}u\n{usual.dialects['portable']}"
+    source = KernelSource("often", {"portable": text}, usual.entries)
+    assert np.array_equal(on_opencl(opencl, source, plan, np.zeros(5000, np.int64)), expected(plan, 5000))
+
+
+@pytest.mark.parametrize("count", [4, 8, 16])
+def test_by_addresses_the_same_comes_out(monkeypatch, count):
+    """What processors without permutations of two registers run, with vectors of 128 and 256 bits."""
+    monkeypatch.setattr(llvm_gaussian, "has_wide_permutes", lambda: False)
+    monkeypatch.setattr(llvm_gaussian, "lanes", lambda: count)
+    monkeypatch.setitem(on_cpu.__globals__, "lanes", lambda: count)
+    plan = make_plan(Fraction(BY_TERMS[4]))
+    program = llvm_gaussian.GaussianKernel(4, False)
+    assert "masked.gather" in program.key
+    source = KernelSource(
+        "gather", {"llvm": program}, {program.entry: gaussian_source(4, False).entries[program.entry]}
+    )
+    out = on_cpu(source, plan, torch.zeros(3000, dtype=torch.int64))
+    assert np.array_equal(out.numpy(), expected(plan, 3000))
+
+
+# --- Laplace ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0.25, 3.0, 1e6, 2.0**29])
+def test_llvm_laplace_equals_the_reference(steps):
+    steps, n = Fraction(steps), 300
+    digits, indices = digits_of(steps), -(-n // lanes())
+    out = torch.empty(indices * lanes(), dtype=torch.int64)
+    provider = registry.create("cpu")
+    pointers = (
+        torch.from_numpy(STATE),
+        torch.tensor([FIRST]),
+        torch.from_numpy(thresholds(steps).view(np.int32).copy()),
+    )
+    scalars = (n, digits, laplace_blocks(digits), 1)
+    provider.launch(provider.compile(laplace_source()), (indices,), (1,), (*pointers, out, *scalars))
+    assert np.array_equal(out[:n].numpy(), laplace_reference(key_words(KEY), NONCE, FIRST, steps, n))
+
+
+@pytest.mark.parametrize("steps", [3.0, 1e6])
+def test_portable_laplace_equals_the_reference(opencl, steps):
+    steps, n = Fraction(steps), 300
+    digits = digits_of(steps)
+    held = [opencl.copy_to_device(each) for each in (STATE, np.array([FIRST], np.int64), thresholds(steps))]
+    out = opencl.allocate(8 * n)
+    kernel = opencl.compile(laplace_source())
+    opencl.launch(kernel, (-(-n // BLOCK),), (BLOCK,), (*held, out, n, digits, laplace_blocks(digits), 1))
+    wanted = laplace_reference(key_words(KEY), NONCE, FIRST, steps, n)
+    assert np.array_equal(opencl.copy_to_host(out, np.int64, (n,)), wanted)
+
+
+def test_laplace_decides_equal_words_by_the_pool():
+    """With thresholds that are words of the keystream every digit is decided by the pool: as often as not."""
+    from accelerant.privacy.random.chacha20 import chacha20_words
+
+    steps = Fraction(1000)
+    digits = digits_of(steps)
+    words = chacha20_words(key_words(KEY), FIRST, laplace_blocks(digits), NONCE).T.reshape(-1)
+    table = np.zeros((3, digits), np.uint32)
+    table[0] = words[6 : 6 + digits]
+    table[1] = 0x80000000
+    provider, out = registry.create("cpu"), torch.empty(lanes(), dtype=torch.int64)
+    pointers = (torch.from_numpy(STATE), torch.tensor([FIRST]), torch.from_numpy(table.view(np.int32)))
+    scalars = (1, digits, laplace_blocks(digits), 1)
+    provider.launch(provider.compile(laplace_source()), (1,), (1,), (*pointers, out, *scalars))
+    pool = [*(int(words[2 * i]) << 32 | int(words[2 * i + 1]) for i in range(3))] + [0] * digits
+    first = sum((pool[j] < 1 << 63) << j for j in range(digits))
+    second = sum(int(words[6 + digits + j] < table[0, j]) << j for j in range(digits))
+    assert int(out[0]) == first - second
+
+
+# --- machine code ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize(("terms", "kind"), [(4, "float32"), (5, "bfloat16"), (4, "int64")])
+def test_the_cuda_kernel_compiles_without_spills(target, terms, kind):
+    """1024 threads share the registers of a multiprocessor: 64 each."""
+    resources = compile_cuda(fused_source(terms, kind), target).resources["gaussian"]
+    assert resources.registers <= 64
+    assert resources.spill_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"laplace": True}, {"fills": True}])
+def test_philox_compiles_without_spills(options):
+    resources = compile_cuda(philox_source("float32", **options), "sm_90").resources["philox_add"]
+    assert resources.registers <= 64  # four blocks of 256 threads a multiprocessor
+    assert resources.spill_bytes == 0
