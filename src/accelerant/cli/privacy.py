@@ -1,0 +1,157 @@
+"""`accelerant privacy`: what noise costs, the noise for an epsilon, and a ledger's statement."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from accelerant.cli.zk_files import shown
+from accelerant.errors import ConfigError
+
+__all__ = ["calibrate", "epsilon", "register", "statement"]
+
+_MOST_STEPS = 10**9
+
+_Q = Annotated[float, typer.Option("--q", help="Sampling rate: each record's probability to be in a step; 1: all.")]
+_Steps = Annotated[int, typer.Option(help="Number of steps.")]
+_Delta = Annotated[float, typer.Option(help="Of (epsilon, delta); well below one over the number of records.")]
+_Method = Annotated[str, typer.Option(help="pld (privacy loss distributions) or rdp (Renyi divergence; looser).")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group."""
+    group = typer.Typer(
+        name="privacy", help="Differential privacy: epsilon, noise and the ledger.", no_args_is_help=True
+    )
+    group.command(
+        "epsilon",
+        epilog="Example:  accelerant privacy epsilon --sigma 1.1 --q 0.00426667 --steps 14062 --delta 1e-5",
+    )(epsilon)
+    group.command(
+        "calibrate",
+        epilog="Example:  accelerant privacy calibrate --target-epsilon 3 --delta 1e-5 --q 0.00426667 --steps 14062",
+    )(calibrate)
+    group.command("statement", epilog="Example:  accelerant privacy statement privacy.jsonl --delta 1e-5 --markdown")(
+        statement
+    )
+    app.add_typer(group)
+
+
+def epsilon(
+    sigma: Annotated[float, typer.Option(help="Noise multiplier: standard deviation over the clipping norm.")],
+    q: _Q,
+    steps: _Steps,
+    delta: _Delta,
+    method: _Method = "pld",
+    json_output: _Json = False,
+) -> None:
+    """Epsilon of steps of DP-SGD: Poisson sampling, Gaussian noise, one record added or removed.
+
+    Without noise, or with too little for delta, it is infinite, and the answer says why.
+    """
+    _check(0 <= sigma < math.inf, "--sigma must be 0 or more, and finite", sigma)
+    _check_run(q, steps, delta, method)
+    from accelerant.privacy.dp.accounting import spent
+    from accelerant.privacy.dp.events import Event
+
+    events = [Event("gaussian", sigma, "poisson", q, steps)]
+    found = {way: spent(events, delta, method=way) for way in ("pld", "rdp")}
+    chosen, other = found[method], "rdp" if method == "pld" else "pld"
+    if json_output:
+        facts = {
+            "epsilon": _plain(chosen.epsilon),
+            "delta": delta,
+            "method": method,
+            f"epsilon_{other}": _plain(found[other].epsilon),
+            "reason": chosen.reason,
+            "sigma": sigma,
+            "q": q,
+            "steps": steps,
+            "sampling": "poisson",
+            "neighbouring": "add-or-remove-one",
+        }
+        print(json.dumps(facts))
+        return
+    why = f": {chosen.reason}" if chosen.reason else ""
+    print(f"epsilon {_plain(chosen.epsilon, 6)} at delta {delta:g} ({method.upper()}){why}")
+    print(f"cross-check by {other.upper()}: {_plain(found[other].epsilon, 6)}")
+    print("for Poisson sampling, one record added or removed; shuffled batches are not covered")
+
+
+def calibrate(
+    target_epsilon: Annotated[float, typer.Option(help="Epsilon that the steps together must stay within.")],
+    delta: _Delta,
+    q: _Q,
+    steps: _Steps,
+    method: _Method = "pld",
+    json_output: _Json = False,
+) -> None:
+    """The least noise multiplier for an epsilon: never too small, and at most 0.1 per cent too large."""
+    _check(0 < target_epsilon < math.inf, "--target-epsilon must be above 0, and finite", target_epsilon)
+    _check_run(q, steps, delta, method)
+    from accelerant.privacy.dp.accounting import spent
+    from accelerant.privacy.dp.calibrate import calibrate as least_noise
+    from accelerant.privacy.dp.events import Event
+
+    sigma = least_noise(target_epsilon, delta, q, steps, method)
+    events = [Event("gaussian", sigma, "poisson", q, steps)]
+    found = {way: spent(events, delta, method=way).epsilon for way in ("pld", "rdp")}
+    if json_output:
+        facts = {"sigma": sigma, "target_epsilon": target_epsilon, "epsilon": found[method], "method": method}
+        facts |= {f"epsilon_{way}": cost for way, cost in found.items() if way != method}
+        print(json.dumps(facts | {"delta": delta, "q": q, "steps": steps}))
+        return
+    place = 10 ** (5 - math.floor(math.log10(sigma)))
+    upwards = math.ceil(sigma * place) / place  # the digits shown are enough noise as well
+    print(f"sigma {upwards:.6g}")
+    costs = ", ".join(f"{cost:.6g} ({way.upper()})" for way, cost in found.items())
+    print(f"epsilon at delta {delta:g} is then {costs}, for Poisson sampling, one record added or removed")
+
+
+def statement(
+    ledger: Annotated[Path, typer.Argument(metavar="LEDGER", help="The ledger's file.")],
+    delta: Annotated[float | None, typer.Option(help="Of (epsilon, delta); 1e-5 where it is not given.")] = None,
+    json_output: _Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a section for a report.")] = False,
+) -> None:
+    """What a reviewer needs of a ledger: unit of privacy, epsilon at delta, events, and what it all rests on.
+
+    Exit status 2 where the file was cut or edited. A ledger that is being written can be read.
+    """
+    if json_output and markdown:
+        raise ConfigError("--json and --markdown: give one of them")
+    if delta is not None:
+        _check(0 < delta < 1, "--delta must be in (0, 1)", delta)
+    from accelerant.privacy.dp.ledger import Ledger
+
+    found = Ledger.read(ledger).statement(delta)
+    if json_output:
+        print(found.to_json())
+    elif markdown:
+        print(found.to_markdown(), end="")
+    else:
+        print("\n".join(shown(line) for line in str(found).splitlines()))
+
+
+def _check_run(q: float, steps: int, delta: float, method: str) -> None:
+    _check(0 < q <= 1, "--q must be in (0, 1]", q)
+    _check(1 <= steps <= _MOST_STEPS, f"--steps must be from 1 to {_MOST_STEPS}", steps)
+    _check(0 < delta < 1, "--delta must be in (0, 1)", delta)
+    _check(method in ("pld", "rdp"), "--method must be pld or rdp", method)
+
+
+def _check(holds: bool, rule: str, value: object) -> None:
+    if not holds:
+        raise ConfigError(f"{rule}, got {value!r}")
+
+
+def _plain(value: float, digits: int = 0) -> float | str:
+    """For JSON, which has no infinity; with digits, for people."""
+    if math.isinf(value):
+        return "infinite" if digits else "inf"
+    return f"{value:.{digits}g}" if digits else value

@@ -1,0 +1,235 @@
+"""An append-only file of JSON records that a crash cannot shorten unnoticed.
+
+A line is {"record": {...}, "chain": "<hex>"}, chain the SHA-256 of the chain before it and of the record: a line that
+was edited, moved or taken out breaks it. What was cut off at the end shows in `<file>.head`, which holds the number of
+lines and the last chain; a crash may leave it behind by one line, never ahead. There is no key: this finds accidents,
+and not who makes a new file from a record of their own.
+
+One process writes, under the kernel's lock on the file, which ends with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import sys
+import weakref
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from accelerant.errors import ConfigError, FormatError
+
+__all__ = ["Journal", "read_journal"]
+
+_START: Final = "0" * 64
+_HEAD_SUFFIX: Final = ".head"
+
+Record = dict[str, Any]
+
+
+_OPEN: weakref.WeakSet[Journal] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A child gives its copies of the descriptors back: a worker that outlives its parent must not hold the lock."""
+    for journal in list(_OPEN):
+        journal.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class Journal:
+    """The right to append to a file; its records so far.
+
+    Args:
+        path: made where it is not there, readable by all and writable by its owner, less what the umask takes.
+
+    Attributes:
+        records: of the file when it was opened.
+        torn_bytes: of a last line that a crash cut short; they were dropped. Nothing that `append` returned from.
+
+    Raises:
+        ConfigError: another process writes to it, or it cannot be opened or locked.
+        FormatError: it was cut or edited; the message names the line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = -1
+        self._process = os.getpid()
+        try:
+            made = not path.exists()
+            _OPEN.add(self)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            _lock(self._file, path)
+            self.records, self._chain, self._size = read_journal(path)
+            self.torn_bytes = os.fstat(self._file).st_size - self._size
+            if self.torn_bytes:
+                os.ftruncate(self._file, self._size)
+            if made:
+                _sync_folder(path.parent)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"cannot write to the ledger {path}: {error.strerror or error}") from None
+        except BaseException:
+            self.close()
+            raise
+        self._lines = len(self.records)
+
+    def append(self, record: Record) -> None:
+        """Add a record; it is on the disk when this returns.
+
+        Raises:
+            ConfigError: the journal is closed, or was opened by the process that this one is a fork of.
+            OSError: the disk is full or fails; the file is as before, or takes no more records.
+        """
+        self.require_open()
+        chain = _next_chain(self._chain, record)
+        line = json.dumps({"record": record, "chain": chain}, separators=(",", ":")).encode() + b"\n"
+        try:
+            os.lseek(self._file, self._size, os.SEEK_SET)
+            written = os.write(self._file, line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            os.fsync(self._file)
+        except OSError:
+            self._take_back()
+            raise
+        self._chain, self._size, self._lines = chain, self._size + len(line), self._lines + 1
+        self._write_head()
+
+    def require_open(self) -> None:
+        """Check that this process may append; errors as of `append`."""
+        if os.getpid() != self._process:
+            raise ConfigError(
+                f"the ledger {self.path} was opened by process {self._process}: only that one writes to it"
+            )
+        if self._file < 0:
+            raise ConfigError(f"the ledger {self.path} is closed: open it again to add to it")
+
+    def close(self) -> None:
+        """Give the lock back."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(f"the ledger {self.path} is open: it can be neither copied nor pickled")
+
+    def _take_back(self) -> None:
+        """After a failed write: half a line, or one that may not be on the disk, must not be followed by others."""
+        try:
+            os.ftruncate(self._file, self._size)
+            os.fsync(self._file)
+        except OSError:
+            self.close()
+
+    def _write_head(self) -> None:
+        """Not synced: after a power failure it may be old or empty, which only weakens the check."""
+        with contextlib.suppress(OSError):  # a folder that takes no new files
+            head = os.open(_head_path(self.path), os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                os.write(head, f"{self._lines:012d} {self._chain}\n".encode())  # always as long
+            finally:
+                os.close(head)
+
+
+def read_journal(path: Path) -> tuple[list[Record], str, int]:
+    """The records of a file, its last chain, and how many bytes they take; what follows them is a torn line.
+
+    Raises:
+        FormatError: a line that was edited, is missing or no record at all; the message names it.
+        OSError: the file cannot be read.
+    """
+    head = _read_head(path)  # before the file: a writer may be at work
+    data = path.read_bytes()
+    *lines, _ = data.split(b"\n")
+    records: list[Record] = []
+    chain = _START
+    for number, line in enumerate(lines, 1):
+        record, claimed = _parsed(line, path, number)
+        chain = _next_chain(chain, record)
+        if chain != claimed:
+            raise FormatError(
+                f"{path}, line {number}: its checksum does not follow from the lines before it: the file was edited, "
+                "or lines were taken out. Go back to an untouched copy"
+            )
+        if head is not None and number == head[0] and chain != head[1]:
+            raise FormatError(f"{path}, line {number}: {_head_path(path).name} belongs to another ledger")
+        records.append(record)
+    if head is not None and head[0] > len(lines):
+        raise FormatError(
+            f"{path}, line {len(lines) + 1}: the file ends here, and had {head[0]} lines: it was cut. Go back to an "
+            "untouched copy"
+        )
+    return records, chain, sum(len(line) + 1 for line in lines)
+
+
+def _parsed(line: bytes, path: Path, number: int) -> tuple[Record, str]:
+    try:
+        found = json.loads(line)
+        record, chain = found["record"], found["chain"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise FormatError(f"{path}, line {number}: no record of a privacy ledger") from None
+    if not isinstance(record, dict) or not isinstance(chain, str):
+        raise FormatError(f"{path}, line {number}: no record of a privacy ledger")
+    return record, chain
+
+
+def _next_chain(chain: str, record: Record) -> str:
+    canonical = json.dumps(record, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(f"{chain}{canonical}".encode()).hexdigest()
+
+
+def _head_path(path: Path) -> Path:
+    return path.with_name(path.name + _HEAD_SUFFIX)
+
+
+def _read_head(path: Path) -> tuple[int, str] | None:
+    """How many lines there were, and the last one's chain; None where that is not known."""
+    try:
+        count, chain = _head_path(path).read_text(encoding="ascii").split()
+        return int(count), chain
+    except (OSError, ValueError):
+        return None
+
+
+def _sync_folder(folder: Path) -> None:
+    """So that the file's name survives a power failure, too."""
+    if sys.platform == "win32":  # folders cannot be opened there
+        return
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _lock(file: int, path: Path) -> None:
+    """Take the kernel's lock on an open file; it goes with the last descriptor.
+
+    Raises:
+        ConfigError: it is taken.
+        OSError: the file system has no locks.
+    """
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            os.lseek(file, 1 << 40, os.SEEK_SET)  # beyond the end: locked bytes cannot be read there
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
+            raise ConfigError(
+                f"the ledger {path} is open in another process, or elsewhere in this one: one at a time writes to it"
+            ) from None
+        raise
