@@ -32,12 +32,17 @@ class PerExampleSink(Protocol):
 
     Rows are example-major: the T rows of example i stand together, from i T on. Tensors that are given stay unchanged
     until the pass is over. A parameter that is None, or that the sink does not clip, costs nothing. All calls of a
-    pass are for the same examples, and what several calls give of one parameter is summed for each example.
+    pass are for the same examples, and what several calls give of one parameter is summed for each example. Where an
+    example is left out, for a mask or a norm that is not finite, its rows of dy may be set to 0 when the pass is over.
     """
 
     @property
     def examples(self) -> int | None:
         """Of the forward pass that runs: rows of the batch; None where it is not known."""
+
+    @property
+    def batch(self) -> int | None:
+        """The same, while the model's own call is under way; None outside of one."""
 
     def begin(self, *inputs: object) -> None:
         """Say that a forward pass of these inputs begins, where that is not seen from a call of the model.
@@ -46,7 +51,10 @@ class PerExampleSink(Protocol):
         """
 
     def expect(self, *parameters: Tensor | None) -> None:
-        """Say in the forward pass that each of these will be given once more: then a norm need not wait for the end."""
+        """Say in the forward pass that each of these will be given once more.
+
+        What was not announced is refused: a graph was gone through twice. And a norm need not wait for the pass's end.
+        """
 
     def wants(self, parameter: Tensor | None) -> bool:
         """Whether it clips a parameter: what it does not want need not be kept for it."""

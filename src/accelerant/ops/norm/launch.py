@@ -331,7 +331,7 @@ def launch_backward_each(
     dy, dy_stride = as_rows(dy, N)
     ds_rows, ds_stride = (None, 0) if ds is None else as_rows(ds, N)
     plan = backward_plan(N, ds is not None, centre)
-    splits = max(1, min(ceil_div(span, plan.rows), ceil_div(plan.grid(M, x.device), examples)))
+    splits = max(1, min(ceil_div(span, plan.rows), plan.grid(M, x.device) // examples))  # one wave, not a bit more
     parts = torch.empty((sum(wanted), examples, splits, N), dtype=torch.float32, device=x.device)
     KERNELS["bwd"].launch(
         (examples * splits,),

@@ -1,0 +1,30 @@
+"""Per-example clipping by book-keeping: the sum of clipped per-example gradients from one backward pass.
+
+>>> clipper = PerExampleClipper(model, max_grad_norm=1.0)
+>>> loss.backward()                       # p.grad: sum over examples of min(1, C / ||g_i||) g_i
+>>> clipper.norms, clipper.factors        # (B,) each
+
+The backward pass makes the gradients of activations alone. Of each layer it keeps what the parameter's gradient would
+be the product of; when it is over, norms are known, and one more product gives the clipped sum. An example is an entry
+of the first dimension of what the model takes.
+
+Exact per-example gradients of
+    torch.nn    Linear, Embedding (padding_idx too), LayerNorm, RMSNorm, GroupNorm, InstanceNorm without running
+                statistics, Conv1d, Conv2d (groups, stride, padding in every mode, dilation), MultiheadAttention
+                (batch_first), LSTM and GRU (batch_first; no projections, no packed sequences)
+    accelerant  Linear, LayerNorm, RMSNorm, Conv2d, LSTM, GRU; GPT and Llama with all that is inside
+    transformers  Conv1D, the RMS norms of Llama, Mistral, Qwen2 and Qwen3, ViT's embeddings; so GPT-2, Llama, BERT, ViT
+and of whatever is made of these: biases, LoRA adapters, parameters that several layers share (an embedding tied to an
+output layer with its cross term), layers called several times. Frozen parameters cost nothing.
+
+Refused by name: BatchNorm (it mixes examples), a bare parameter of a module that is not listed, layers of another kind.
+A parameter that is used outside of its layer is found in the backward pass, and refused there.
+
+Source: Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038 (book-keeping); Abadi et al. 2016, arXiv:1607.00133 (DP-SGD).
+"""
+
+from __future__ import annotations
+
+from accelerant.privacy.dp.clipping.clipper import PerExampleClipper
+
+__all__ = ["PerExampleClipper"]

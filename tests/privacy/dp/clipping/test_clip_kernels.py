@@ -1,0 +1,172 @@
+"""The kernels, in Triton's interpreter where there is no GPU, against torch's functions in float64."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from clip_checks import MODES, Chain, check, loss_of
+from torch import nn
+
+from accelerant.privacy.dp.clipping import launch
+from accelerant.privacy.dp.clipping.pieces import Rows
+from accelerant.runtime.ledger import ledger
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this system"),
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encount:RuntimeWarning"),
+]
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(launch, "SPAN", 128)  # several programs for an example, and several steps in each
+    monkeypatch.setattr(launch, "BLOCK", 32)
+    ledger().reset()
+    torch.manual_seed(0)
+
+
+def served(op):
+    """By what an op was served last."""
+    return {row["op"]: row["implementation"] for row in ledger().to_dict()["ops"]}.get(op)
+
+
+def drawn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(3, 7), (2, 128), (2, 5, 60), (1, 1), (4, 0), (0, 3)])
+def test_squares(shape, dtype):
+    x = drawn(*shape, dtype=dtype)
+    expected = x.double().square().flatten(1).sum(1) if x.numel() else x.new_zeros(shape[0]).double()
+    found = launch.squares(x)
+    assert found.dtype == torch.float32
+    assert served("clip_squares") == "triton"
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(3, 7), (9, 300), (17, 5, 13), (1, 1), (2, 0), (0, 3)])
+def test_weighted_sum(shape, dtype):
+    x, weights = drawn(*shape, dtype=dtype), torch.rand(shape[0], device=DEVICE)
+    if shape[0] > 2:
+        weights[1] = 0
+        x[1] = float("nan")
+    drop = weights == 0
+    used = torch.nan_to_num(x.double()) * weights.double().view(-1, *[1] * (x.dim() - 1))
+    found = launch.weighted_sum(x, weights, drop)
+    assert found.dtype == torch.float32
+    assert served("clip_sum") == "triton"
+    torch.testing.assert_close(found.double(), used.sum(0), rtol=1e-6, atol=1e-6)
+    into = drawn(*shape[1:])
+    expected = into.double() + used.sum(0)
+    assert launch.weighted_sum(x, weights, drop, into) is into
+    torch.testing.assert_close(into.double(), expected, rtol=1e-6, atol=1e-6)
+    into = torch.rand(shape[1:], device=DEVICE)
+    expected = into.double() + used.sum(0)
+    assert launch.weighted_sum(x, weights, drop, into) is into
+    torch.testing.assert_close(into.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(3, 7), (4, 6, 40), (1, 1), (2, 0)])
+def test_scaled_and_cleared(shape, dtype):
+    x, weights = drawn(*shape, dtype=dtype), torch.rand(shape[0], device=DEVICE)
+    if shape[0] > 2:
+        weights[1] = 0
+        x[1] = float("inf")
+    drop = weights == 0
+    expected = torch.where(drop.view(-1, *[1] * (x.dim() - 1)), 0, x.float() * weights.view(-1, *[1] * (x.dim() - 1)))
+    for out in (dtype, torch.float32):
+        found = launch.scaled(x, weights, drop, out)
+        # The interpreter cuts bfloat16 where a GPU rounds it.
+        rounding = 1e-2 if out != torch.float32 else 1e-6
+        torch.testing.assert_close(found.float(), expected.to(out).float(), rtol=rounding, atol=1e-7)
+        assert served("clip_scale") == "triton"
+    kept = x.clone()
+    found = launch.clear_(x, drop)
+    assert torch.equal(found[~drop], kept[~drop])
+    assert int((found[drop] != 0).sum()) == 0
+    assert served("clip_clear") == "triton"
+
+
+@dtypes
+@pytest.mark.parametrize(("B", "T", "K", "N"), [(2, 2, 3, 5), (3, 17, 70, 20), (2, 40, 33, 65), (1, 130, 8, 8)])
+def test_ghost(B, T, K, N, dtype):
+    a, g = drawn(B, T, K, dtype=dtype), drawn(B, T, N, dtype=dtype)
+    expected = torch.bmm(g.double().mT, a.double()).square().sum((1, 2))
+    torch.testing.assert_close(launch.ghost_squares(a, g).double(), expected, rtol=1e-5, atol=0)
+    assert served("clip_ghost") == "triton"
+
+
+@dtypes
+def test_form(dtype):
+    a, g = drawn(5, 6, 10, dtype=dtype), drawn(5, 6, 12, dtype=dtype)
+    each, squares = launch.form(a, g)
+    torch.testing.assert_close(each, torch.bmm(g.mT, a))
+    torch.testing.assert_close(squares.double(), each.double().square().sum((1, 2)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("norms", MODES)
+@pytest.mark.skipif(DEVICE != "cpu", reason="models are compared on the CPU")
+def test_a_model_by_the_kernels(norms):
+    model = Chain(nn.Embedding(7, 6), nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4))
+    check(model, [torch.randint(7, (4, 5))], loss_of, norms=norms, dtype=torch.float32, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_example_left_out_leaves_nothing(dtype):
+    a, g = drawn(3, 4, 5, dtype=dtype), drawn(3, 4, 6, dtype=dtype)
+    weights = torch.tensor([0.5, 0.0, 2.0], device=DEVICE)
+    expected = torch.einsum("b,btn,btk->nk", weights.double(), g.double(), a.double())
+    a[1, 0], g[1, 1] = float("nan"), float("inf")
+    found = Rows(a, g).total(weights, weights == 0, torch.Size((6, 5)))
+    rounding = 5e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found.double(), expected, rtol=rounding, atol=rounding)
+
+
+_COMPILE = """
+import json, re, subprocess, tempfile, pathlib, triton
+from accelerant.privacy.dp.clipping.launch import KERNELS
+wide = {"SPAN": 16384, "BLOCK": 2048}
+cases = [
+    ("squares", {"x_ptr": "*bf16", "parts_ptr": "*fp32", "P": "i32", "chunks": "i32"}, wide, 4),
+    ("scale", {"x_ptr": "*bf16", "weights_ptr": "*fp32", "y_ptr": "*bf16", "P": "i32", "chunks": "i32"}, wide, 4),
+    ("clear", {"x_ptr": "*bf16", "drop_ptr": "*u8", "P": "i32", "chunks": "i32"}, wide, 4),
+    ("sum", {"x_ptr": "*bf16", "weights_ptr": "*fp32", "y_ptr": "*fp32", "B": "i32", "P": "i32"},
+     {"ADDS": True, "BLOCK_P": 1024, "UNROLL": 8}, 4),
+    ("ghost", {"a_ptr": "*bf16", "g_ptr": "*bf16", "parts_ptr": "*fp32", "T": "i32", "K": "i32", "N": "i32",
+               "tiles": "i32"}, {"BLOCK_T": 128, "BLOCK_K": 64, "WIDEN": False}, 8),
+    ("ghost", {"a_ptr": "*fp32", "g_ptr": "*fp32", "parts_ptr": "*fp32", "T": "i32", "K": "i32", "N": "i32",
+               "tiles": "i32"}, {"BLOCK_T": 64, "BLOCK_K": 32, "WIDEN": False}, 4),
+]
+tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+for name, types, constants, warps in cases:
+    binary = KERNELS[name].source(types, constants, num_warps=warps).dialects["triton"].build("sm_90")
+    row = {"kernel": name, "bytes": len(binary.code), "shared": binary.metadata["shared_bytes"]}
+    if tool.is_file():
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(binary.code); file.flush()
+            text = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True).stdout
+        row["registers"], row["stack"] = (int(re.search(key + r":(\\d+)", text)[1]) for key in ("REG", "STACK"))
+    print(json.dumps(row))
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_hopper_without_spills():
+    """In a process of its own: here Triton's functions are decorated for the interpreter."""
+    clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, env=clean)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 6
+    assert all(row.get("stack", 0) == 0 for row in rows), rows

@@ -1,0 +1,279 @@
+import pytest
+import torch
+from clip_checks import MODES, Chain, check, loss_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from accelerant import nn as our
+from accelerant.privacy.dp.clipping import PerExampleClipper
+
+modes = pytest.mark.parametrize("norms", MODES)
+dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+quick = settings(max_examples=8, deadline=None, derandomize=True)
+few = st.integers(1, 6)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@dtypes
+@modes
+@given(B=few, T=few, K=few, N=few, bias=st.booleans(), ours=st.booleans())
+@quick
+def test_linear(B, T, K, N, bias, ours, norms, dtype):
+    layer = (our.Linear if ours else nn.Linear)(K, N, bias=bias)
+    check(Chain(layer), [torch.randn(B, T, K)], loss_of, norms=norms, dtype=dtype)
+
+
+@dtypes
+@modes
+@pytest.mark.parametrize("shape", [(3,), (2, 4, 3), (0, 3)])
+def test_linear_of_other_dimensions(shape, norms, dtype):
+    model = Chain(nn.Linear(3, 5))
+    if 0 in shape:  # no positions: every gradient is 0, and so is every norm
+        x = torch.randn(2, *shape, dtype=dtype)
+        with_clipper(model.to(dtype), x, norms)
+        assert float(model.layers[0].weight.grad.abs().sum()) == 0
+    else:
+        check(model, [torch.randn(4, *shape)], loss_of, norms=norms, dtype=dtype)
+
+
+def with_clipper(model, x, norms="auto"):
+    clipper = PerExampleClipper(model, max_grad_norm=1.0, norms=norms)
+    model(x).sum().backward()
+    clipper.detach()
+    return clipper
+
+
+@modes
+def test_a_batch_of_no_examples_adds_nothing(norms):
+    model = Chain(nn.Linear(3, 5), nn.LayerNorm(5))
+    clipper = with_clipper(model, torch.randn(0, 4, 3), norms)
+    assert clipper.norms.shape == (0,)
+    assert all(float(each.grad.abs().sum()) == 0 for each in model.parameters())
+
+
+@dtypes
+@modes
+@given(B=few, T=few, V=few, D=few, padding=st.booleans())
+@quick
+def test_embedding(B, T, V, D, padding, norms, dtype):
+    layer = nn.Embedding(V + 1, D, padding_idx=0 if padding else None)
+    tokens = torch.randint(V + 1, (B, T))
+    tokens[:, 0] = V  # an example of padding alone has no gradient, and no relative error
+    check(Chain(layer, nn.Linear(D, 2)), [tokens], loss_of, norms=norms, dtype=dtype)
+
+
+class Positions(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.table, self.places, self.shape = nn.Embedding(7, 4), nn.Embedding(9, 4), shape
+
+    def forward(self, tokens):
+        return self.table(tokens) + self.places(torch.arange(tokens.shape[1]).view(self.shape))
+
+
+@modes
+@pytest.mark.parametrize("shape", [(-1,), (1, -1)])
+def test_positions_that_all_examples_share(shape, norms):
+    check(Positions(shape), [torch.randint(7, (3, 5))], loss_of, norms=norms)
+
+
+def test_a_vector_that_could_be_positions_or_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"give positions as \(1, T\)"):
+        with_clipper(Positions((-1,)), torch.randint(7, (5, 5)))
+
+
+@modes
+def test_a_token_for_each_example(norms):
+    check(Chain(nn.Embedding(5, 3)), [torch.tensor([4, 1, 1, 3])], loss_of, norms=norms)
+
+
+@dtypes
+@modes
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.LayerNorm(6),
+        lambda: nn.LayerNorm(6, bias=False),
+        lambda: nn.LayerNorm((5, 6)),
+        lambda: our.LayerNorm(6),
+        lambda: our.LayerNorm(6, bias=False),
+        lambda: nn.RMSNorm(6),
+        lambda: nn.RMSNorm((5, 6), eps=1e-3),
+        lambda: our.RMSNorm(6),
+        lambda: nn.GroupNorm(1, 5),
+        lambda: nn.InstanceNorm1d(5, affine=True),
+    ],
+)
+def test_norms(layer, norms, dtype):
+    layer = layer()
+    with torch.no_grad():
+        for each in layer.parameters():
+            each.add_(torch.rand_like(each))
+    check(Chain(nn.Linear(4, 6), layer), [torch.randn(4, 5, 4)], loss_of, norms=norms, dtype=dtype)
+
+
+convolution_options = st.fixed_dictionaries(
+    {
+        "kernel_size": st.integers(1, 3),
+        "stride": st.integers(1, 2),
+        "padding": st.integers(0, 2),
+        "dilation": st.integers(1, 2),
+        "groups": st.sampled_from([1, 2]),
+        "bias": st.booleans(),
+    }
+)
+
+
+@pytest.mark.parametrize("dimensions", [1, 2])
+@modes
+@given(B=few, options=convolution_options, mode=st.sampled_from(["zeros", "reflect", "circular"]))
+@quick
+def test_convolutions(dimensions, B, options, mode, norms):
+    layer = (nn.Conv1d, nn.Conv2d)[dimensions - 1](4, 6, padding_mode=mode, **options)
+    check(Chain(layer), [torch.randn(B, 4, *(7, 6)[:dimensions])], loss_of, norms=norms)
+
+
+@dtypes
+@modes
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.Conv2d(4, 6, (3, 2), padding="same", dilation=2),
+        lambda: nn.Conv2d(4, 6, 3, padding="valid", groups=2),
+        lambda: our.Conv2d(4, 6, (3, 2), padding="same"),
+        lambda: our.Conv2d(4, 6, 3, stride=2, padding=1, groups=2),
+        lambda: nn.Conv1d(6, 4, 2, padding="same"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_convolutions_that_pad_by_name(layer, norms, dtype):
+    layer = layer()
+    shape = (6, 9) if isinstance(layer, nn.Conv1d) else (4, 7, 6)
+    check(Chain(layer), [torch.randn(3, *shape)], loss_of, norms=norms, dtype=dtype)
+
+
+@modes
+def test_what_follows_a_layer_may_change_it_in_place(norms):
+    model = Chain(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(),
+                  nn.Linear(64, 5), nn.ReLU(inplace=True), nn.Linear(5, 2))  # fmt: skip
+    check(model, [torch.randn(3, 3, 6, 6)], loss_of, norms=norms)
+
+
+@modes
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True),
+        lambda: nn.LSTM(3, 4, batch_first=True, bias=False),
+        lambda: nn.GRU(3, 4, 2, batch_first=True, bidirectional=True),
+        lambda: nn.GRU(3, 4, batch_first=True, bias=False),
+        lambda: our.LSTM(3, 4, 2),
+        lambda: our.GRU(3, 4, bidirectional=True),
+    ],
+)
+def test_recurrent(layer, norms):
+    layer = layer()
+    width = 4 * (2 if layer.bidirectional else 1)
+    check(Chain(nn.Linear(2, 3), layer, nn.Linear(width, 2)), [torch.randn(4, 5, 2)], loss_of, norms=norms)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_states_of_recurrent_layers(kind):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = kind(3, 4, batch_first=True), kind(3, 4, batch_first=True)
+
+        def forward(self, x):
+            y, state = self.first(x)
+            z, last = self.second(x, state)
+            last = last if kind is nn.GRU else torch.cat(last)
+            return torch.cat((y, z, last.transpose(0, 1)), 1)
+
+    check(Twice(), [torch.randn(4, 5, 3)], loss_of)
+
+
+class Attends(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.own = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.cross = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+        self.into = nn.Linear(3, 8)
+
+    def forward(self, x):
+        h = self.into(x)
+        memory = x[:, :4] if self.cross.kdim == 3 else h[:, :4]
+        late = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        y, weights = self.own(h, h, h, attn_mask=late)
+        padded = torch.zeros(x.shape[0], 4, dtype=torch.bool)
+        padded[:, 3] = True
+        z, _ = self.cross(y, memory, memory, key_padding_mask=padded, need_weights=False)
+        return torch.cat((z.flatten(1), weights.flatten(1)), 1)
+
+
+@modes
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 3, "vdim": 3}])
+def test_attention(options, norms):
+    check(Attends(**options), [torch.randn(3, 5, 3)], loss_of, norms=norms)
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 3, "vdim": 3}])
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_gives_what_torch_gives(options, training):
+    model, x = Attends(**options).train(training), torch.randn(3, 5, 3)
+    expected = model(x)
+    PerExampleClipper(model, max_grad_norm=1.0)
+    torch.testing.assert_close(model(x), expected)
+
+
+@modes
+def test_a_transformer_of_torch(norms):
+    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dropout=0.0)
+    check(nn.TransformerEncoder(layer, 2), [torch.randn(3, 5, 8)], loss_of, norms=norms)
+
+
+def test_low_precision_norms_are_of_what_is_summed():
+    """In bfloat16 a formed gradient is rounded before its norm is taken, so that the clipped one has the bound's
+    length exactly, but for the rounding of the sum itself."""
+    model = Chain(nn.Linear(64, 64, bias=False)).bfloat16()
+    weight = model.layers[0].weight
+    x = torch.randn(1, 8, 64, dtype=torch.bfloat16)
+    plain = torch.autograd.grad(loss_of(model, x), weight)[0]
+    clipper = PerExampleClipper(model, max_grad_norm=1.0, norms="instantiate")
+    loss_of(model, x).backward()
+    assert float(clipper.norms[0]) == pytest.approx(float(plain.double().norm()), rel=1e-6)
+    assert not clipper.idealised
+    torch.testing.assert_close(weight.grad, (plain.float() / plain.double().norm().float()).bfloat16())
+
+
+@modes
+def test_autocast(norms):
+    """Layers compute in bfloat16 as they do without a clipper; gradients stay in the parameters' dtype."""
+    model = Chain(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), our.Linear(16, 4))
+    x = torch.randn(4, 6, 8)
+    rows = []
+    for i in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, x[i : i + 1])
+        rows.append(torch.cat([g.double().flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
+        with torch.autocast("cpu", torch.bfloat16):
+            plain = model(x)
+    rows = torch.stack(rows)
+    bound = float(rows.norm(dim=1).median())
+    clipper = PerExampleClipper(model, max_grad_norm=bound, norms=norms)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+        assert y.dtype == plain.dtype
+        torch.testing.assert_close(y, plain, rtol=2e-2, atol=2e-2)
+        loss = loss_of(model, x)
+    loss.backward()
+    assert all(each.grad.dtype == torch.float32 for each in model.parameters())
+    torch.testing.assert_close(clipper.norms.double(), rows.norm(dim=1), rtol=2e-2, atol=0)
+    found = torch.cat([each.grad.double().flatten() for each in model.parameters()])
+    expected = (rows * (bound / rows.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
+    assert float((found - expected).norm() / expected.norm()) < 2e-2

@@ -1,0 +1,162 @@
+import pytest
+import torch
+from clip_checks import MODES, check
+from torch import nn
+
+from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
+
+modes = pytest.mark.parametrize("norms", MODES)
+V = 13
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def tokens(B, T):
+    return [torch.randint(V, (B, T)), torch.randint(V, (B, T))]
+
+
+def by_method(model, idx, targets):
+    return model.loss(idx, targets)
+
+
+def by_logits(model, idx, targets):
+    return nn.functional.cross_entropy(model(idx).flatten(0, 1), targets.flatten())
+
+
+@modes
+@pytest.mark.parametrize("T", [3, 4, 5])  # of 4 examples: as many positions as examples, too
+@pytest.mark.parametrize("loss", [by_method, by_logits])
+def test_gpt_with_its_tied_output_layer(T, loss, norms):
+    model = GPT(GPTConfig(vocab_size=V, context=6, layers=2, heads=2, width=8))
+    check(model, tokens(4, T), loss, norms=norms)
+
+
+@pytest.mark.parametrize("B", [1, 4])
+def test_gpt_in_float32(B):
+    model = GPT(GPTConfig(vocab_size=V, context=6, layers=1, heads=2, width=8))
+    check(model, tokens(B, 5), by_method, dtype=torch.float32, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("frozen", ["wte", "wpe", "norm_1", "qkv"])
+def test_gpt_with_a_frozen_part(frozen):
+    model = GPT(GPTConfig(vocab_size=V, context=6, layers=1, heads=2, width=8))
+    for name, each in model.named_parameters():
+        each.requires_grad_(frozen not in name)
+    check(model, tokens(4, 4), by_method)
+
+
+@modes
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("loss", [by_method, by_logits])
+def test_llama(tied, loss, norms):
+    config = LlamaConfig(vocab_size=V, context=8, layers=2, heads=2, kv_heads=1, width=8, hidden=12, tied=tied)
+    check(Llama(config), tokens(4, 4), loss, norms=norms)
+
+
+@modes
+def test_a_tied_table_of_torch(norms):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(V, 6), nn.Linear(6, V, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, idx):
+            return self.head(self.table(idx).tanh())
+
+    check(Tied(), tokens(4, 5), by_logits, norms=norms)
+
+
+# --- transformers ----------------------------------------------------------------------------------------------------
+
+
+def of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": V, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 12}
+    none = {"bos_token_id": None, "eos_token_id": None}
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=V,
+            n_positions=8,
+            n_embd=8,
+            n_layer=2,
+            n_head=2,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            **none,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config)
+    if name == "llama":
+        config = transformers.LlamaConfig(**small, intermediate_size=12, num_key_value_heads=1, **none)
+        return transformers.LlamaForCausalLM(config)
+    if name == "vit":
+        del small["vocab_size"]
+        config = transformers.ViTConfig(**small, **quiet, image_size=8, patch_size=4, num_labels=3)
+        return transformers.ViTForImageClassification(config)
+    config = transformers.BertConfig(**small, **quiet, max_position_embeddings=8)
+    kind = transformers.BertForMaskedLM if name == "bert" else transformers.BertForSequenceClassification
+    return kind(config)
+
+
+@modes
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_language_models_of_transformers(name, norms):
+    model = of_transformers(name)
+    check(model, tokens(4, 4)[:1], lambda model, idx: model(input_ids=idx, labels=idx).loss, norms=norms)
+
+
+@modes
+def test_classifiers_of_transformers(norms):
+    labels = torch.tensor([0, 1, 1, 0])
+
+    def loss(model, x, y):
+        key = "input_ids" if x.dtype == torch.int64 else "pixel_values"
+        return model(**{key: x}, labels=y).loss
+
+    check(of_transformers("bert classifier"), [*tokens(4, 5)[:1], labels], loss, norms=norms)
+    check(of_transformers("vit"), [torch.randn(4, 3, 8, 8), labels], loss, norms=norms)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_adapters_of_low_rank(layers):
+    """LoRA: the base is frozen, and costs nothing: its forward stays its own."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(8, 8).requires_grad_(False)
+            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    model = nn.Sequential(*(Adapted() for _ in range(layers)))
+    clipper = check(model, [torch.randn(4, 5, 8)], lambda model, x: model(x).sin().sum((1, 2)).mean())
+    assert [name for name, _ in clipper.parameters] == [
+        f"{i}.{part}.weight" for i in range(layers) for part in ("down", "up")
+    ]
+
+
+def test_a_copy_of_a_model_has_its_own_weights():
+    import copy
+
+    from accelerant.privacy.dp.clipping import PerExampleClipper
+
+    model = GPT(GPTConfig(vocab_size=V, context=6, layers=1, heads=2, width=8)).double()
+    PerExampleClipper(model, max_grad_norm=1.0)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for each in other.parameters():
+            each.add_(1)
+    idx = torch.randint(V, (2, 4))
+    plain = GPT(model.config).double()
+    plain.load_state_dict(other.state_dict())
+    torch.testing.assert_close(other(idx), plain(idx))
+    other.loss(idx, idx).backward()
+    plain.loss(idx, idx).backward()
+    torch.testing.assert_close(other.wte.weight.grad, plain.wte.weight.grad)

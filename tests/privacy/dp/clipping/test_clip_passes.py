@@ -1,0 +1,590 @@
+"""What a pass may meet: masks, norms that are not finite, several passes, what is refused."""
+
+import copy
+import io
+
+import pytest
+import torch
+from clip_checks import MODES, Chain, check, clipped, gradient_of, loss_of, per_example
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
+from accelerant.ops._per_example import sink_of
+from accelerant.privacy.dp.clipping import PerExampleClipper
+
+modes = pytest.mark.parametrize("norms", MODES)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def small():
+    """Every kind of piece: rows, a lookup, formed gradients."""
+    return Chain(nn.Embedding(7, 4), nn.Linear(4, 6), nn.LayerNorm(6), nn.Conv1d(3, 2, 2)).double()
+
+
+def batch(B=5):
+    return torch.randint(7, (B, 3))
+
+
+def run(model, x, **options):
+    """The sum that a pass leaves, and its clipper."""
+    model.zero_grad()
+    settings = {key: options.pop(key) for key in ("mask", "loss_scale") if key in options}
+    clipper = PerExampleClipper(model, **{"max_grad_norm": 1.0, **options})
+    for key, value in settings.items():
+        setattr(clipper, key, value)
+    loss_of(model, x).backward()
+    clipper.detach()
+    return gradient_of(model), clipper
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+# --- what comes out --------------------------------------------------------------------------------------------------
+
+
+@modes
+def test_microbatches_make_no_difference(norms):
+    model, x = small(), batch(6)
+    whole, _ = run(model, x, norms=norms)
+    for size in (1, 2, 3, 4):
+        clipper = PerExampleClipper(model, max_grad_norm=1.0, norms=norms)
+        model.zero_grad()
+        for part in x.split(size):
+            loss_of(model, part).backward()
+        clipper.detach()
+        assert_same(gradient_of(model), whole)
+
+
+@modes
+def test_the_same_bits_each_time(norms):
+    """Also in another order of the parameters in memory: nothing follows their addresses."""
+    model, x = small().float(), batch(6)
+    found = [run(copy.deepcopy(model), x, norms=norms)[0] for _ in range(4)]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@modes
+def test_nobody_is_clipped_under_a_large_bound(norms):
+    model, x = small(), batch()
+    found, clipper = run(model, x, norms=norms, max_grad_norm=1e9)
+    assert_same(found, per_example(model, [x], loss_of).sum(0))
+    assert clipper.factors.tolist() == [1.0] * 5
+
+
+@modes
+def test_an_example_without_gradient_is_not_divided_by(norms):
+    model = Chain(nn.Embedding(4, 3, padding_idx=0)).double()
+    found, clipper = run(model, torch.tensor([[0, 0], [1, 2]]), norms=norms)
+    assert clipper.norms[0] == 0
+    assert clipper.factors[0] == 1
+    assert torch.isfinite(found).all()
+
+
+@modes
+def test_loss_reduction(norms):
+    model, x = small(), batch()
+    mean, _ = run(model, x, norms=norms)
+    model.zero_grad()
+    clipper = PerExampleClipper(model, max_grad_norm=1.0, norms=norms, loss_reduction="sum")
+    (loss_of(model, x) * 5).backward()
+    clipper.detach()
+    assert_same(gradient_of(model), mean)
+
+
+@pytest.mark.parametrize("scale", [1024.0, torch.tensor(1024.0)])
+def test_loss_scale(scale):
+    model, x = small(), batch()
+    expected, plain = run(model, x)
+    model.zero_grad()
+    clipper = PerExampleClipper(model, max_grad_norm=1.0)
+    clipper.loss_scale = scale
+    (loss_of(model, x) * scale).backward()
+    clipper.detach()
+    assert_same(gradient_of(model), expected)
+    assert_same(clipper.norms, plain.norms)
+
+
+@modes
+def test_masked_examples_add_exactly_nothing(norms):
+    model, x = small(), batch()
+    rows = per_example(model, [x], loss_of)
+    mask = torch.tensor([True, False, True, True, False])
+    expected, _ = clipped(rows[mask], 1.0)
+    found, clipper = run(model, x, norms=norms, mask=mask)
+    assert_same(found, expected)
+    assert clipper.factors[~mask].tolist() == [0, 0]
+    nothing, _ = run(model, x, norms=norms, mask=torch.zeros(5, dtype=torch.bool))
+    assert nothing.abs().sum() == 0
+
+
+class Poisoned(nn.Module):
+    """Examples with a negative token give what is not finite in every layer."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.inner, self.value = small(), value
+
+    def forward(self, x):
+        poison = torch.zeros(x.shape[0], 1, 1, dtype=torch.float64)
+        poison[(x < 0).any(1)] = self.value
+        h = x.clamp(min=0)
+        for layer in self.inner.layers:
+            h = layer(h) + poison
+        return h
+
+
+@modes
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_left_out_and_counted(value, masked, norms):
+    model, x = Poisoned(value), batch()
+    good = torch.tensor([True, False, True, True, True])
+    expected, _ = run(model, x, norms=norms, mask=good)
+    x[1, 0] = -1
+    found, clipper = run(model, x, norms=norms, mask=good if masked else None)
+    assert_same(found, expected)
+    assert torch.isfinite(found).all()
+    assert clipper.factors[1] == 0
+    assert int(clipper.nonfinite) == (0 if masked else 1)
+
+
+def test_nonfinite_counts_over_passes():
+    model, x = Poisoned(float("nan")), batch()
+    x[:2, 0] = -1
+    clipper = PerExampleClipper(model, max_grad_norm=1.0)
+    for _ in range(3):
+        loss_of(model, x).backward()
+    assert int(clipper.nonfinite) == 6
+
+
+def test_what_is_called_after_a_pass():
+    model, x = small(), batch()
+    seen = []
+    clipper = PerExampleClipper(model, max_grad_norm=1.0)
+    clipper.on_backward = lambda norms, factors: seen.append((norms, factors))
+    loss_of(model, x).backward()
+    ((norms, factors),) = seen
+    assert norms is clipper.norms
+    assert factors is clipper.factors
+    torch.testing.assert_close(factors, (1 / norms).clamp(max=1))
+
+
+# --- shared layers ---------------------------------------------------------------------------------------------------
+
+
+@modes
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.Linear(4, 4),
+        lambda: nn.LayerNorm(4),
+        lambda: nn.Conv1d(3, 3, 1),
+        lambda: nn.GRU(4, 4, batch_first=True),
+        lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+    ],
+)
+def test_a_layer_called_several_times(layer, norms):
+    layer = layer()
+
+    def call(x):
+        if isinstance(layer, nn.MultiheadAttention):
+            return layer(x, x, x)[0]
+        y = layer(x)
+        return y[0] if isinstance(y, tuple) else y
+
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return call(call(x).tanh() + call(x * x))
+
+    check(Again(), [torch.randn(4, 3, 4)], loss_of, norms=norms)
+
+
+@modes
+def test_an_embedding_called_several_times(norms):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(5, 3)
+
+        def forward(self, x):
+            return self.table(x).sin() * self.table(x.flip(1))
+
+    check(Twice(), [torch.randint(5, (4, 6))], loss_of, norms=norms)
+
+
+@modes
+def test_the_model_called_twice_before_one_backward(norms):
+    model = Chain(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def both(model, a, b):
+        return (model(a) * model(b)).sum((1, 2)).mean()
+
+    check(model, [torch.randn(4, 2, 3), torch.randn(4, 2, 3)], both, norms=norms)
+
+
+@modes
+def test_checkpointing(norms):
+    class Saves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return checkpoint(lambda h: self.second(h.tanh()), self.first(x), use_reentrant=False)
+
+    for clipping in ("flat", "per_layer"):
+        model, x = Saves().double(), torch.randn(4, 2, 3, dtype=torch.float64)
+        found, _ = run(model, x, norms=norms, clipping=clipping)
+        model_2 = copy.deepcopy(model)
+        model_2.forward = lambda x, m=model_2: m.second(m.first(x).tanh())
+        expected, _ = run(model_2, x, norms=norms, clipping=clipping)
+        assert_same(found, expected)
+
+
+# --- by layer --------------------------------------------------------------------------------------------------------
+
+
+@modes
+@pytest.mark.parametrize("named", [False, True])
+def test_per_layer(named, norms):
+    model, x = small(), batch()
+    names = ["layers.0", "layers.1", "layers.2", "layers.3"]
+    bounds = dict(zip(names, (0.1, 0.2, 0.3, 0.4) if named else (0.5,) * 4, strict=True))
+    rows = per_example(model, [x], loss_of)
+    sizes = [sum(each.numel() for each in layer.parameters()) for layer in model.layers]
+    parts = rows.split(sizes, 1)
+    expected = torch.cat([clipped(part, bounds[name])[0] for part, name in zip(parts, names, strict=True)])
+    found, clipper = run(model, x, norms=norms, clipping="per_layer", max_grad_norm=bounds if named else 1.0)
+    assert_same(found, expected)
+    assert clipper.sensitivity == pytest.approx(sum(bound**2 for bound in bounds.values()) ** 0.5)
+    assert_same(clipper.norms, rows.norm(dim=1))
+    for name, part in zip(names, parts, strict=True):
+        assert_same(clipper.layer_norms[name], part.norm(dim=1))
+        assert (clipper.factors <= (bounds[name] / part.norm(dim=1)).clamp(max=1) + 1e-12).all()
+
+
+def test_per_layer_keeps_nothing_of_layers_that_are_done():
+    """Each layer's sum is in its gradient before the pass is over."""
+    model, x = small(), batch()
+    clipper = PerExampleClipper(model, max_grad_norm=1.0, clipping="per_layer")
+    seen = []
+    y = model.layers[0](x)
+    y.register_hook(lambda _: seen.append([layer.weight.grad is not None for layer in model.layers]))
+    clipper.begin(x)
+    for layer in model.layers[1:]:
+        y = layer(y)
+    y.sum().backward()
+    assert seen == [[False, True, True, True]]
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_the_bound_may_change_between_passes():
+    model, x = small(), batch()
+    clipper = PerExampleClipper(model, max_grad_norm=1.0)
+    clipper.max_grad_norm = 0.25
+    assert clipper.sensitivity == 0.25
+    loss_of(model, x).backward()
+    clipper.detach()
+    expected, _ = clipped(per_example(model, [x], loss_of), 0.25)
+    assert_same(gradient_of(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"max_grad_norm": 0.0}, "above 0"),
+        ({"max_grad_norm": -1.0}, "above 0"),
+        ({"max_grad_norm": float("nan")}, "above 0"),
+        ({"max_grad_norm": float("inf")}, "above 0"),
+        ({"max_grad_norm": {"layers.0": 1.0}}, "flat clipping takes one number"),
+        ({"max_grad_norm": {"layers.0": 1.0}, "clipping": "per_layer"}, r"missing \['layers.1'"),
+        ({"clipping": "global"}, "'flat' or 'per_layer', got 'global'"),
+        ({"loss_reduction": "none"}, "'mean' or 'sum', got 'none'"),
+        ({"norms": "fast"}, "auto, ghost, instantiate"),
+    ],
+)
+def test_settings_without_meaning(options, match):
+    model = small()
+    with pytest.raises(ConfigError, match=match):
+        PerExampleClipper(model, **{"max_grad_norm": 1.0, **options})
+    assert all(sink_of(each) is None for each in model.parameters())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("norms", ["ghost", "instantiate"])
+def test_idealised(norms):
+    """Only where some layer's gradients were not formed; of an embedding the rows that an example uses are."""
+    model = small()
+    _, clipper = run(model, batch(), norms=norms)
+    assert clipper.idealised == (norms == "ghost")
+    _, clipper = run(Chain(model.layers[0]), batch())
+    assert not clipper.idealised
+    _, clipper = run(Chain(nn.Linear(2, 50)).double(), torch.randn(3, 1, 2, dtype=torch.float64))
+    assert clipper.idealised
+
+
+def test_detach_gives_the_model_back():
+    model, x = small(), batch()
+    expected = gradient_after(model, x)
+    before = [set(module.__dict__) for module in model.modules()]
+    _, clipper = run(model, x)
+    clipper.detach()
+    assert [set(module.__dict__) for module in model.modules()] == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert_same(gradient_after(model, x), expected)
+
+
+def gradient_after(model, x):
+    model.zero_grad()
+    loss_of(model, x).backward()
+    return gradient_of(model)
+
+
+def test_one_clipper_at_a_time():
+    model = small()
+    PerExampleClipper(model, max_grad_norm=1.0)
+    with pytest.raises(ConfigError, match="clipped already"):
+        PerExampleClipper(model, max_grad_norm=1.0)
+
+
+def test_copies_and_files_have_no_sink():
+    model, x = small(), batch()
+    expected = gradient_after(model, x)
+    PerExampleClipper(model, max_grad_norm=1e-3)
+    file = io.BytesIO()
+    torch.save(model.layers, file)
+    file.seek(0)
+    again = Chain()
+    again.layers = torch.load(file, weights_only=False)
+    for other in (copy.deepcopy(model), again):
+        assert all(sink_of(each) is None for each in other.parameters())
+        assert_same(gradient_after(other, x), expected)
+    assert sink_of(model.layers[1].weight) is not None
+
+
+# --- passes that cannot be, and those that are not ours ---------------------------------------------------------------
+
+
+def test_without_gradients_the_model_is_as_it_was():
+    model, x = small(), batch()
+    expected = model(x)
+    PerExampleClipper(model, max_grad_norm=1.0)
+    with torch.no_grad():
+        found = model(x)
+    assert_same(found, expected)
+    assert not found.requires_grad
+
+
+def test_a_forward_pass_that_was_dropped():
+    model, x = small(), batch()
+    expected, _ = run(model, x, clipping="per_layer")
+    model.zero_grad()
+    clipper = PerExampleClipper(model, max_grad_norm=1.0, clipping="per_layer")
+    model(batch())
+    loss_of(model, x).backward()
+    clipper.detach()
+    assert_same(gradient_of(model), expected)
+
+
+def test_gradients_of_inputs_alone_touch_no_parameter():
+    model = Chain(nn.Linear(3, 4), nn.LayerNorm(4)).double()
+    x = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(loss_of(model, x), x)
+    clipper = PerExampleClipper(model, max_grad_norm=1.0)
+    (found,) = torch.autograd.grad(loss_of(model, x), x)
+    assert_same(found, expected)
+    assert clipper.norms is None
+    assert all(each.grad is None for each in model.parameters())
+    loss_of(model, x).backward()  # and those of the input beside the clipped ones
+    assert_same(x.grad, expected)
+    assert clipper.norms is not None
+
+
+def test_a_second_pass_through_one_graph_is_refused():
+    model, x = small(), batch()
+    PerExampleClipper(model, max_grad_norm=1.0)
+    loss = loss_of(model, x)
+    loss.backward(retain_graph=True)
+    with pytest.raises(UnsupportedCase, match="call backward\\(\\) once"):
+        loss.backward()
+
+
+def test_a_second_pass_is_refused_to_functions_that_do_not_look():
+    """As those of accelerant.ops that feed a sink do not: what was not announced is not taken."""
+
+    class Feeds(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            sink_of(weight).expect(weight)
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, weight = ctx.saved_tensors
+            sink_of(weight).linear(weight, None, dy, x, dy.shape[0])
+            return None, None
+
+    model = nn.Linear(3, 2, bias=False)
+    clipper = PerExampleClipper(model, max_grad_norm=1.0)
+    first, second = (Feeds.apply(torch.randn(4, 3), model.weight).sum() for _ in range(2))
+    first.backward(retain_graph=True)
+    second.backward(retain_graph=True)
+    assert clipper.norms is not None
+    with pytest.raises(UnsupportedCase, match="call backward\\(\\) once"):
+        first.backward()
+
+
+def test_a_pass_to_be_differentiated_is_refused():
+    model, x = small(), batch()
+    PerExampleClipper(model, max_grad_norm=1.0)
+    with pytest.raises(UnsupportedCase, match="create_graph"):
+        loss_of(model, x).backward(create_graph=True)
+
+
+def test_reentrant_checkpointing_is_refused():
+    model = Chain(nn.Linear(3, 4), nn.Linear(4, 2))
+    PerExampleClipper(model, max_grad_norm=1.0)
+    x = torch.randn(2, 3, requires_grad=True)
+    y = checkpoint(model, x, use_reentrant=True)
+    with pytest.raises(UnsupportedCase, match="use_reentrant=False"):
+        y.sum().backward()
+
+
+def test_a_parameter_used_past_its_layer_is_refused_in_the_pass():
+    class Untold(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(7, 4)
+
+        def forward(self, x):
+            return self.table(x) @ self.table.weight.t()
+
+    model = Untold()
+    PerExampleClipper(model, max_grad_norm=1.0)
+    with pytest.raises(UnsupportedCase, match=r"table\.weight is used outside"):
+        model(batch()).sum().backward()
+    assert model.table.weight.grad is None
+
+
+def test_after_an_error_the_next_pass_is_whole():
+    model, x = small(), batch()
+    expected, _ = run(model, x)
+    model.zero_grad()
+    clipper = PerExampleClipper(model, max_grad_norm=1.0)
+    y = loss_of(model, x)
+    model.layers[0].weight.register_hook(lambda _: None)
+    clipper.mask = torch.ones(3, dtype=torch.bool)
+    with pytest.raises(ShapeError, match=r"mask must be \(5,\)"):
+        y.backward()
+    clipper.mask = None
+    loss_of(model, x).backward()
+    clipper.detach()
+    assert_same(gradient_of(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("layer", "match"),
+    [
+        (lambda: nn.BatchNorm2d(3), r"layers\.0 \(BatchNorm2d\): it mixes the examples.*GroupNorm"),
+        (lambda: nn.BatchNorm1d(3, affine=False), "it mixes the examples"),
+        (lambda: nn.SyncBatchNorm(3), "it mixes the examples"),
+        (lambda: nn.InstanceNorm1d(3, track_running_stats=True), "track_running_stats=False"),
+        (lambda: nn.Embedding(4, 3, max_norm=1.0), "max_norm"),
+        (lambda: nn.Embedding(4, 3, sparse=True), "sparse=False"),
+        (lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (lambda: nn.LSTM(3, 4), "batch_first=True"),
+        (lambda: nn.LSTM(3, 4, proj_size=2, batch_first=True), "proj_size=0"),
+        (lambda: nn.MultiheadAttention(4, 2), "batch_first=True"),
+        (lambda: nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True), "bias_k"),
+        (lambda: nn.Bilinear(3, 3, 2), r"layers\.0\.weight of Bilinear: no rule"),
+        (lambda: nn.PReLU(), r"layers\.0\.weight of PReLU: no rule"),
+        (lambda: nn.Conv3d(3, 3, 1), r"layers\.0\.weight of Conv3d: no rule"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "no rule"),
+    ],
+)
+def test_layers_that_cannot_be_exact_are_refused_by_name(layer, match):
+    model = Chain(layer())
+    with pytest.raises(UnsupportedCase, match=f"(?s){match}"):
+        PerExampleClipper(model, max_grad_norm=1.0)
+
+
+def test_every_refusal_is_in_one_message():
+    with pytest.raises(UnsupportedCase) as caught:
+        PerExampleClipper(Chain(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.PReLU()), max_grad_norm=1.0)
+    assert "layers.0" in str(caught.value)
+    assert "layers.2" in str(caught.value)
+    assert "layers.1" not in str(caught.value)
+
+
+def test_a_frozen_layer_of_an_unknown_kind_is_none_of_its_business():
+    model = Chain(nn.Linear(3, 3), nn.PReLU().requires_grad_(False))
+    check(model, [torch.randn(3, 4, 3)], loss_of)
+
+
+def test_a_subclass_with_its_own_forward_is_another_layer():
+    class Odd(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    with pytest.raises(UnsupportedCase, match="Odd: no rule"):
+        PerExampleClipper(Chain(Odd(3, 3)), max_grad_norm=1.0)
+
+
+def test_examples_must_come_first():
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.inner(x.transpose(0, 1))
+
+    model = Turned()
+    PerExampleClipper(model, max_grad_norm=1.0)
+    with pytest.raises(ShapeError, match="the batch of 4 examples"):
+        model(torch.randn(4, 5, 3))
+
+
+def test_a_part_of_the_model_called_after_the_whole():
+    """Its input alone says how many examples there are: one is not taken for a piece that all of four share."""
+    model = Chain(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    clipper = PerExampleClipper(model, max_grad_norm=1e-3)
+    x = torch.randn(4, 5, 3, dtype=torch.float64)
+    loss_of(model, x).backward()
+    model.zero_grad()
+    y = model.layers[0](x[:1])
+    assert y.shape == (1, 5, 4)
+    y.sin().sum().backward()
+    assert clipper.norms.shape == (1,)
+    total = torch.cat([each.grad.flatten() for each in model.layers[0].parameters()])
+    assert float(total.norm()) == pytest.approx(1e-3)
+
+
+def test_a_forward_pass_that_fails_is_over():
+    model = Chain(nn.Linear(3, 4), nn.Linear(5, 2))
+    clipper = PerExampleClipper(model, max_grad_norm=1.0)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(4, 5, 3))
+    assert clipper.batch is None
+
+
+def test_packed_sequences_are_refused():
+    layer = nn.LSTM(3, 4, batch_first=True)
+    PerExampleClipper(layer, max_grad_norm=1.0)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 4, 3), torch.tensor([4, 2]), batch_first=True)
+    with pytest.raises(UnsupportedCase, match="PackedSequence: packed sequences are not covered"):
+        layer(packed)

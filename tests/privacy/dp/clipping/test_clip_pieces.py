@@ -1,0 +1,140 @@
+"""Norms and sums of pieces against the gradients that they stand for, formed in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerant.privacy.dp.clipping import norms
+from accelerant.privacy.dp.clipping.pieces import Dense, Lookup, Rows, cross, merged
+
+quick = settings(max_examples=15, deadline=None, derandomize=True)
+few = st.integers(1, 6)
+seeds = st.integers(0, 100)
+
+
+def rows(B, T, N, K, dtype=torch.float64):
+    return Rows(torch.randn(B, T, K, dtype=dtype), torch.randn(B, T, N, dtype=dtype))
+
+
+def lookup(B, T, V, D, dtype=torch.float64):
+    return Lookup(torch.randint(V, (B, T)), torch.randn(B, T, D, dtype=dtype), V)
+
+
+def exact(piece):
+    """(B, ...) in float64."""
+    if isinstance(piece, Dense):
+        return piece.each.double()
+    if isinstance(piece, Rows):
+        return piece.g.double().mT @ piece.a.double()
+    found = torch.zeros(piece.g.shape[0], piece.V, piece.g.shape[2], dtype=torch.float64)
+    for each, tokens, g in zip(found, piece.tokens, piece.g.double(), strict=True):
+        each.index_add_(0, tokens, g)
+    return found
+
+
+def assert_stands_for(piece, expected, tolerance=1e-12):
+    torch.testing.assert_close(
+        piece.squares().double(), expected.square().flatten(1).sum(1), rtol=tolerance, atol=1e-12
+    )
+    weights = torch.rand(expected.shape[0], dtype=norms.wide(expected.dtype))
+    total = (expected * weights.view(-1, 1, 1)).sum(0)
+    for drop in (None, torch.zeros(expected.shape[0], dtype=torch.bool)):
+        found = piece.total(weights, drop, total.shape)
+        torch.testing.assert_close(found.double(), total, rtol=max(tolerance, 1e-12), atol=1e-12)
+        grad = torch.ones_like(found)
+        piece.add_to(grad, weights, drop)
+        torch.testing.assert_close(grad.double(), total + 1, rtol=max(tolerance, 1e-12), atol=1e-12)
+
+
+@given(B=few, T=few, N=few, K=few, seed=seeds)
+@quick
+def test_rows(B, T, N, K, seed):
+    torch.manual_seed(seed)
+    piece = rows(B, T, N, K)
+    assert_stands_for(piece, exact(piece))
+    assert_stands_for(piece.dense(), exact(piece))
+
+
+@given(B=few, T=few, V=few, D=few, seed=seeds)
+@quick
+def test_lookups(B, T, V, D, seed):
+    torch.manual_seed(seed)
+    piece = lookup(B, T, V, D)
+    compact = piece.compact()
+    assert compact.formed
+    torch.testing.assert_close(exact(compact), exact(piece))
+    for each in (piece, compact, piece.dense()):
+        assert_stands_for(each, exact(piece))
+
+
+@given(B=few, T=few, S=few, V=few, D=few, seed=seeds)
+@quick
+def test_the_cross_term_of_a_tied_table(B, T, S, V, D, seed):
+    torch.manual_seed(seed)
+    a, b = lookup(B, T, V, D), rows(B, S, V, D)
+    expected = (exact(a) * exact(b)).flatten(1).sum(1)
+    torch.testing.assert_close(cross(a, b), expected, rtol=1e-11, atol=1e-12)
+
+
+@given(kinds=st.lists(st.sampled_from("rld"), min_size=1, max_size=5), seed=seeds)
+@quick
+def test_merged_pieces_stand_for_the_sum(kinds, seed):
+    torch.manual_seed(seed)
+    made = {
+        "r": lambda: rows(3, 2, 5, 4),
+        "l": lambda: lookup(3, 4, 5, 4),
+        "d": lambda: Dense(torch.randn(3, 5, 4).double()),
+    }
+    pieces = [made[kind]() for kind in kinds]
+    expected = sum(exact(piece) for piece in pieces)
+    found = merged(list(pieces))
+    assert len(found) == len({type(piece) for piece in found})
+    assert len(found) == 1 or not any(isinstance(piece, Dense) for piece in found)
+    torch.testing.assert_close(sum(exact(piece) for piece in found), expected)
+
+
+def test_chunks_of_examples_change_nothing(monkeypatch):
+    torch.manual_seed(0)
+    a, b = lookup(7, 4, 5, 3), rows(7, 4, 5, 3)
+    expected = [a.squares(), b.squares(), cross(a, b)]
+    monkeypatch.setattr(norms, "_CHUNK_BYTES", 200)
+    assert len(list(norms.chunks(7, 32))) > 1
+    for found, whole in zip([a.squares(), b.squares(), cross(a, b)], expected, strict=True):
+        torch.testing.assert_close(found, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_adds_in_float32(dtype):
+    torch.manual_seed(0)
+    piece = rows(4, 16, 24, 40, dtype)
+    expected = exact(piece)
+    torch.testing.assert_close(piece.squares().double(), expected.square().sum((1, 2)), rtol=1e-5, atol=0)
+    formed = piece.dense()
+    assert formed.each.dtype == dtype
+    torch.testing.assert_close(formed.squares().double(), exact(formed).square().sum((1, 2)), rtol=1e-6, atol=0)
+    weights = torch.rand(4)
+    total = (exact(formed) * weights.double().view(-1, 1, 1)).sum(0)
+    torch.testing.assert_close(formed.total(weights, None, total.shape).double(), total, rtol=1e-5, atol=1e-5)
+    one = lookup(4, 6, 3, 8, dtype)
+    torch.testing.assert_close(one.squares().double(), exact(one).square().sum((1, 2)), rtol=1e-5, atol=0)
+
+
+def test_norms_in_float32_are_exact_to_1e_6():
+    torch.manual_seed(0)
+    each = torch.randn(3, 300, 400)
+    expected = each.double().square().sum((1, 2))
+    torch.testing.assert_close(norms.squares(each).double(), expected, rtol=1e-6, atol=0)
+    piece = rows(3, 64, 96, 128, torch.float32)
+    expected = exact(piece).square().sum((1, 2))
+    torch.testing.assert_close(piece.squares().double(), expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close(piece.dense().squares().double(), expected, rtol=2e-6, atol=0)
+
+
+def test_the_choice():
+    """PRIVACY.md's: of 768 x 768 on a GPU the ghost norm for 128 positions, not for 1024; of one position always."""
+    assert norms.prefers_ghost(64, 128, 768, 768, 2, "cuda")
+    assert not norms.prefers_ghost(64, 1024, 768, 768, 2, "cuda")
+    for device in ("cpu", "cuda", "other"):
+        assert norms.prefers_ghost(8, 1, 10, 10, 4, device)
+        assert not norms.prefers_ghost(8, 4096, 64, 64, 4, device)

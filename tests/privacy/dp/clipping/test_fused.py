@@ -1,0 +1,74 @@
+"""The fused blocks of a GPU, run on the CPU: what they give the sink."""
+
+import pytest
+import torch
+
+from accelerant.nn import GPT, GPTConfig, layers
+from accelerant.privacy.dp.clipping import PerExampleClipper
+
+BOUND = 0.5
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    monkeypatch.setattr(layers, "FUSED", {"cpu"})
+
+
+def nodes(loss):
+    found, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [each for each, _ in node.next_functions]
+    return {type(node).__name__ for node in found}
+
+
+def one_by_one(model, idx, targets):
+    """The sum of clipped gradients, each example in a pass of its own."""
+    sums = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
+    for i in range(len(idx)):
+        model.zero_grad()
+        model.loss(idx[i : i + 1], targets[i : i + 1]).backward()
+        norm = sum(each.grad.double().square().sum() for each in model.parameters()).sqrt()
+        for name, each in model.named_parameters():
+            sums[name] += min(1.0, BOUND / float(norm)) * each.grad
+    model.zero_grad()
+    return sums
+
+
+@pytest.mark.parametrize(("bias", "tied"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    "T", [8, 40]
+)  # shorter and longer than the width: the output layer's gradients unformed, formed
+def test_a_gpt_of_fused_blocks(fused, T, bias, tied):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=50, context=64, layers=2, heads=2, width=32, bias=bias, tied=tied))
+    rows = torch.randint(0, 50, (5, T + 1))
+    idx, targets = rows[:, :-1], rows[:, 1:]
+    wanted = one_by_one(model, idx, targets)
+    clipper = PerExampleClipper(model, max_grad_norm=BOUND)
+    loss = model.loss(idx, targets)
+    assert {"BlockBackward", "EmbedBackward", "TiedLossBackward"} <= nodes(loss)
+    loss.backward()
+    for name, each in model.named_parameters():
+        error = (each.grad - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-12)
+        assert error < 2e-6, name
+    clipper.detach()
+    model.zero_grad()
+    model.loss(idx, targets).backward()  # an ordinary pass again, still fused
+    assert "BlockBackward" in nodes(model.loss(idx, targets))
+    assert all(each.grad is not None for each in model.parameters())
+
+
+def test_frozen_parameters_cost_nothing(fused):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=50, context=64, layers=2, heads=2, width=32))
+    for name, each in model.named_parameters():
+        each.requires_grad_("blocks.1" in name)
+    rows = torch.randint(0, 50, (3, 9))
+    clipper = PerExampleClipper(model, max_grad_norm=BOUND)
+    model.loss(rows[:, :-1], rows[:, 1:]).backward()
+    assert {name for name, each in model.named_parameters() if each.grad is not None} == {
+        name for name, _ in clipper.parameters
+    }
