@@ -71,7 +71,7 @@ def division_of(field: Field) -> Division:
     if field.limbs > 1:
         return Division(rows=8, tile=9, radix=2, table=24)
     if field.word_bits == 64:
-        return Division(rows=8, tile=12, radix=4, table=24, resident=3, resident_along=0)
+        return Division(rows=8, tile=12, radix=4, table=24, resident=2, resident_along=2)
     return Division(rows=8, tile=12, radix=4, table=16, resident=4)  # left alone it takes 32 registers, and spills
 
 
