@@ -229,6 +229,11 @@ def test_multiplies_are_counted_by_the_formulas():
     assert zk_multiplier.msm_multiplies(g1, n) == 136 * products + 108 * squares
     fixed = zk_multiplier.msm_multiplies(g1, n, precomputed=True)
     assert fixed < zk_multiplier.msm_multiplies(g1, n)
+    n, r = 2**22, 2  # affine rounds of a device
+    entries, buckets = 16 * n, 16 * 2**15
+    units = entries // 2**r + buckets * (2**r - 1) // 2 ** (r + 1)
+    products = 5 * (entries - units) + 8 * units + 24 * buckets, (entries - units) + 2 * units + 4 * buckets
+    assert zk_multiplier.msm_products(curve_of("bls12_381_g1"), n) == products
 
 
 def interpreted(text, operands):

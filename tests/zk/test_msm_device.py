@@ -23,17 +23,29 @@ import pytest
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.curve.reference import msm_buckets, multiply
-from accelerant.algebra.field.places import place_at
+from accelerant.algebra.field.places import HOST, place_at
 from accelerant.algebra.field.program import montgomery_radix
-from accelerant.errors import ConfigError, OutOfMemory
+from accelerant.errors import ConfigError, FormatError, OutOfMemory
 from accelerant.runtime import registry
 from accelerant.runtime.kernel import CUDA_TARGETS
 from accelerant.runtime.portable import portable_header
 from accelerant.runtime.provider import MemoryInfo
 from accelerant.zk.msm import device
+from accelerant.zk.msm import device_plan as device_plan_module
 from accelerant.zk.msm.device import DeviceBases, _Work, device_msm
 from accelerant.zk.msm.device_plan import MOST_INDICES, DevicePlan, device_plan
-from accelerant.zk.msm.program import LONGEST, accumulate_source, fold_source, multiples_source, sort_source
+from accelerant.zk.msm.fixed import FixedBase
+from accelerant.zk.msm.op import msm, summed
+from accelerant.zk.msm.program import (
+    LONGEST,
+    accumulate_source,
+    affine_source,
+    fold_source,
+    invert_block,
+    multiples_source,
+    sort_source,
+)
+from accelerant.zk.msm.steps import Piece, prepared, shapes, sort_launches
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 import vectors  # the inputs of known answers
@@ -56,6 +68,10 @@ PLACES = [
     for backend in ("opencl", "cuda")
     for name in CURVES
 ]
+
+
+NONE = 2**32 - 1
+"""What makes a bucket's last unit whole."""
 
 
 def scaled(curve, points, factor):
@@ -111,6 +127,7 @@ def cases(curve):
     found.append(([i % 2 for i in range(300)], some(curve, 300)[1]))
     found.append((some(curve, 40)[0], [0] * 40))
     found.append(([5] * 40, [log, r - log] * 20))
+    found.append(([5] * 300, [log, log, r - log, 0] * 75))
     return found
 
 
@@ -134,23 +151,29 @@ def check(place, curve, scalars, logarithms, there, **options):
 def sorted_by(place, curve, plan, scalars):
     """What sort.c makes of scalars: the keys' sums as lists of (place, sign), after checks that hold for all."""
     work, n = _Work(place, curve, plan), len(scalars)
-    work._sort(place.load(words_of(scalars)), 0, n, n)
+    launches = prepared(place, sort_launches(curve, plan, Piece(n, n, 0, 0)))
+    work.run(launches, {"scalars": place.load(words_of(scalars))})
     counts, places, segments, heavy, sums = (
-        place.store(words) for words in (work.counts, work.places, work.segments, work.heavy, work.sums)
+        place.store(work.array(name)) for name in ("counts", "places", "segments", "heavy", "sums")
     )
     counters = counts[plan.keys :]
     segments, heavy = segments[: counters[LONGEST + 1]].tolist(), heavy[: counters[LONGEST + 2]].tolist()
     lengths = [length for _, length, _ in segments]
     assert lengths == sorted(lengths, reverse=True)
     assert all(0 < length <= plan.segment for length in lengths)
-    at = {target: places[begin : begin + length].tolist() for begin, length, target in segments}
+    units = places[: int(counters[LONGEST + 4]) << plan.rounds].reshape(-1, 1 << plan.rounds)
+    assert len(units) == sum(lengths)
+    assert (units[:, 0] != NONE).all()
+    assert ((units[:, 1:] == NONE) >= (units[:, :-1] == NONE)).all()
+    at = {target: units[begin : begin + length].ravel().tolist() for begin, length, target in segments}
+    at = {target: [entry for entry in entries if entry != NONE] for target, entries in at.items()}
     assert len(at) == len(segments)
     assert sorted(begin for begin, _, _ in segments) == list(itertools.accumulate([0, *sorted_lengths(segments)]))[:-1]
     content = {target: entries for target, entries in at.items() if target < plan.keys}
     for key, first, parts in heavy:
         assert parts > 1
         content[key] = [entry for part in range(parts) for entry in at[first + part]]
-        assert all(len(at[first + part]) == plan.segment for part in range(parts - 1))
+        assert all(len(at[first + part]) == plan.segment << plan.rounds for part in range(parts - 1))
     assert len(content) == len(segments) - sum(parts - 1 for _, _, parts in heavy)
     empty = [key for key in range(plan.keys) if key not in content]
     assert not sums[empty].any()
@@ -166,7 +189,15 @@ def sorted_lengths(segments):
 def test_the_sort_fills_the_buckets(place):
     """Each point is where its digits say: the weighted sums of logarithms are the scalars' sum."""
     curve = curve_of("bn254_g1")
-    cuts = ({}, {"window": 5, "segment": 3}, {"shared": True}, {"window": 11, "segment": 16, "shared": True})
+    cuts = (
+        {},
+        {"window": 5, "segment": 3},
+        {"shared": True},
+        {"window": 11, "segment": 16, "shared": True},
+        {"window": 4, "segment": 2, "rounds": 2},
+        {"window": 6, "rounds": 3, "shared": True},
+        {"window": 8, "rounds": 1},
+    )
     for scalars, logarithms in cases(curve):
         for options in cuts if scalars else ():
             n, plan = len(scalars), device_plan(curve, len(scalars), 1 << 30, **options)
@@ -190,9 +221,35 @@ def test_sums_are_exact(place, name):
     for i, (scalars, logarithms) in enumerate(cases(curve)):
         options = {} if i % 3 else {"window": 5, "segment": 3}
         check(place, curve, scalars, logarithms, there=i % 2 == 0, **options)
+        for rounds in (1, 2, 5):
+            check(place, curve, scalars, logarithms, there=i % 2 == 0, rounds=rounds, **options)
     scalars, logarithms = some(curve, 33)
     points = [point(curve, log) for log in logarithms]
     assert expected_of(curve, scalars, logarithms) == msm_buckets(curve, scalars, points)
+
+
+@pytest.mark.parametrize(("place", "name"), PLACES, indirect=["place"])
+def test_inverses_are_exact(place, name):
+    """Of one element alone, which is what divsteps.h gets; then of many, by threads that have some, one or none."""
+    curve = curve_of(name)
+    k, p, radix = curve.coordinates, curve.coordinates.base.modulus, montgomery_radix(curve.coordinates.base)
+    draw, width = random.Random(name), invert_block(curve)
+    kernel = place.provider.compile(affine_source(curve), entry="msm_affine_invert", device=place.index)
+    edges = [1, 2, p - 1, p - 2, (p + 1) // 2, 2**30, 2**30 - 1, 2**240 + 1, radix % p, pow(radix, -1, p)]
+    edges += [draw.randrange(1, p) for _ in range(6)]
+    values = [k.join((value,)) for value in edges] if k.degree == 1 else [(value, 0) for value in edges]
+    if k.degree == 2:
+        values += [(0, value) for value in edges] + [(value, edges[0]) for value in edges]
+    for chosen in (*([value] for value in values), (values * 300)[: 16 * width + 3]):
+        parts = [part for value in chosen for part in k.parts(k.times(value, radix))]
+        words = [word for part in parts for word in k.base.words(part, 64, k.base.limbs)]
+        totals = place.load(np.array(words, np.uint64).reshape(len(chosen), -1))
+        groups, each = (1, 1) if len(chosen) == 1 else (3, 8)
+        place.provider.launch(kernel, (groups,), (width,), (place.pointer(totals), len(chosen), each))
+        rows = place.store(totals).reshape(len(parts), -1).tolist()
+        found = [sum(word << 64 * i for i, word in enumerate(row)) * pow(radix, -1, p) % p for row in rows]
+        for i, value in enumerate(chosen):
+            assert k.mul(value, k.join(found[i * k.degree : (i + 1) * k.degree])) == k.one
 
 
 @pytest.mark.parametrize(("place", "name"), PLACES, indirect=["place"])
@@ -201,7 +258,7 @@ def test_sums_in_pieces_are_exact(place, name):
     curve = curve_of(name)
     for n, piece in ((300, 100), (300, 299), (33, 1)):
         for there in (False, True):
-            check(place, curve, *some(curve, n), there=there, window=7, piece=piece)
+            check(place, curve, *some(curve, n), there=there, window=7, piece=piece, rounds=2 * there)
 
 
 @pytest.mark.parametrize(("place", "name"), PLACES, indirect=["place"])
@@ -213,9 +270,14 @@ def test_every_cut_gives_the_same(place, name):
         check(place, curve, scalars, logarithms, there=True, window=window)
     for segment in (1, 2, 16, 17, LONGEST):
         check(place, curve, [1] * 290 + scalars[290:], logarithms, there=True, window=9, segment=segment)
+    for rounds in range(6):
+        check(place, curve, scalars, logarithms, there=True, window=4, segment=2, rounds=rounds)
+        check(place, curve, [1] * 290 + scalars[290:], logarithms, there=True, window=9, rounds=rounds)
     for per_thread in (0, 1, 5):
         check(place, curve, scalars, logarithms, there=True, window=13, per_thread=per_thread)
-    check(place, curve, scalars, logarithms, there=True, written_out=True, resident=256, fold_written_out=True)
+    options = {"written_out": True, "resident": 256, "fold_written_out": True}
+    check(place, curve, scalars, logarithms, there=True, **options)
+    check(place, curve, scalars, logarithms, there=True, rounds=3, **options)
 
 
 @pytest.mark.parametrize(("place", "name"), PLACES, indirect=["place"])
@@ -225,7 +287,8 @@ def test_sums_over_fixed_points_are_exact(place, name):
     for scalars, logarithms in cases(curve):
         expected = expected_of(curve, scalars, logarithms)
         points = [point(curve, log) for log in logarithms]
-        for options in ({}, {"window": 5, "segment": 7}, {"window": 6, "piece": 50}, {"free_bytes": 0}):
+        cuts = ({}, {"window": 5, "segment": 7}, {"window": 6, "piece": 50, "rounds": 2}, {"free_bytes": 0})
+        for options in cuts:
             bases = DeviceBases(place, curve, packed(curve, points), **options)
             assert unpacked(curve, bases.msm(place.load(words_of(scalars)))) == expected
             assert unpacked(curve, bases.msm(words_of(scalars))) == expected
@@ -246,12 +309,14 @@ def test_known_answers(place, name):
     curve, n = curve_of(name), 1 << 14
     scalars, points = words_of(vectors.msm_scalars(curve, n)), packed(curve, vectors.msm_points(curve, n))
     expected = vectors.MSM_ANSWERS[name, 14]
-    assert unpacked(curve, device_msm(place, curve, scalars, points)) == expected
-    assert unpacked(curve, DeviceBases(place, curve, points).msm(scalars)) == expected
+    for rounds in (0, 3):
+        assert unpacked(curve, device_msm(place, curve, scalars, points, rounds=rounds)) == expected
+        assert unpacked(curve, DeviceBases(place, curve, points, rounds=rounds).msm(scalars)) == expected
     # All scalars the same: few buckets, of many segments.
     last = np.tile(words_of([curve.order - 1]), (n, 1))
-    total = unpacked(curve, device_msm(place, curve, last, points))
-    assert total == multiply(curve, -sum(vectors.msm_multipliers(n)) % curve.order, curve.generator)
+    expected = multiply(curve, -sum(vectors.msm_multipliers(n)) % curve.order, curve.generator)
+    for rounds in (0, 3):
+        assert unpacked(curve, device_msm(place, curve, last, points, rounds=rounds)) == expected
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------
@@ -270,9 +335,12 @@ def test_plans_have_room_for_the_worst_scalars(name, shared):
         draw = random.Random(n)
         for share in (0.0, 0.5, 1.0):  # so much of the entries is in one bucket, the others spread over some
             left = plan.entries - int(share * plan.entries)
-            counts = [plan.entries - left, *(draw.randrange(4 * plan.segment) for _ in range(min(plan.keys - 1, 500)))]
+            most = 4 * plan.segment << plan.rounds
+            counts = [plan.entries - left, *(draw.randrange(most) for _ in range(min(plan.keys - 1, 500)))]
             counts = [count for count in counts if (left := left - count) > 0 or count == counts[0]]
-            parts = [-(-count // plan.segment) for count in counts if count]
+            units = [-(-count >> plan.rounds) for count in counts if count]
+            parts = [-(-count // plan.segment) for count in units]
+            assert sum(units) <= plan.units
             assert sum(parts) <= plan.segments
             assert sum(part for part in parts if part > 1) <= plan.sums - plan.keys
             assert sum(part > 1 for part in parts) <= plan.heavy
@@ -283,7 +351,8 @@ def worst_fillings(plan):
     """(points of a bucket, how many such buckets): sizes just beyond a segment's, and all of one size otherwise."""
     most = plan.entries - min(plan.keys, plan.entries) + 1
     yield [(most, 1), (1, plan.entries - most)]
-    for size in (1, plan.segment, *(k * plan.segment + 1 for k in (1, 2, 3, 7))):
+    units = 1 << plan.rounds
+    for size in (1, plan.segment, units + 1, *(k * plan.segment * units + 1 for k in (1, 2, 3, 7))):
         count = min(plan.keys - 1, plan.entries // size)
         rest = plan.entries - size * count
         yield [(size, count), (rest, 1)]
@@ -291,7 +360,17 @@ def worst_fillings(plan):
         yield [(size, count), (1, short), (rest - short, 1)]
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 2, "segment": 1}, {"window": 4, "segment": 2}, {"segment": 5}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 2, "segment": 1},
+        {"window": 4, "segment": 2},
+        {"segment": 5},
+        {"rounds": 1},
+        {"segment": 3, "rounds": 4},
+    ],
+)
 @pytest.mark.parametrize("shared", [False, True])
 def test_plans_have_room_for_buckets_just_beyond_a_segment(shared, options):
     """Buckets of k L + 1 points are the most segments for their points, of L + 1 the most partial sums."""
@@ -299,7 +378,9 @@ def test_plans_have_room_for_buckets_just_beyond_a_segment(shared, options):
         plan = device_plan(curve_of("bn254_g1"), n, 1 << 42, shared=shared, **options)
         for filling in worst_fillings(plan):
             assert sum(size * count for size, count in filling) == plan.entries
-            parts = [(-(-size // plan.segment), count) for size, count in filling]
+            units = [(-(-size >> plan.rounds), count) for size, count in filling]
+            assert sum(size * count for size, count in units) <= plan.units
+            parts = [(-(-size // plan.segment), count) for size, count in units]
             assert sum(part * count for part, count in parts) <= plan.segments
             assert sum(part * count for part, count in parts if part > 1) <= plan.sums - plan.keys
             assert sum(count for part, count in parts if part > 1) <= plan.heavy
@@ -308,7 +389,7 @@ def test_plans_have_room_for_buckets_just_beyond_a_segment(shared, options):
 class _Device:
     """A place and its provider: the memory of a device, and what is asked of it in turn."""
 
-    index = 0
+    backend, index = "cuda", 0
 
     def __init__(self, free_bytes):
         self.free_bytes, self.calls = free_bytes, []
@@ -372,6 +453,99 @@ def test_fixed_points_are_summed_in_what_is_free(stand_in, options):
         bases.msm(None)
 
 
+def test_rounds_fit_their_memory(monkeypatch):
+    """By the table where buckets have points enough and the memory room, else none: never smaller pieces for them."""
+    monkeypatch.setattr(device_plan_module, "ROUNDS", {8: ((1 << 25, 2), (1 << 20, 1)), 12: ((1 << 20, 1),)})
+    device_plan_module._cut.cache_clear()
+    curve = curve_of("bn254_g1")
+    try:
+        plans = {k: device_plan(curve, 1 << k, 1 << 40) for k in (10, 18, 20, 22)}
+        assert {k: plan.rounds for k, plan in plans.items()} == {10: 0, 18: 0, 20: 1, 22: 2}
+        assert "2 rounds of affine additions in pairs, segments" in plans[22].explain(curve)
+        assert "rounds" not in plans[10].explain(curve)
+        assert device_plan(curve_of("bls12_381_g1"), 1 << 22, 1 << 40).rounds == 1
+        crowded = device_plan(curve, 1 << 18, 1 << 40, window=18)
+        assert crowded.rounds == 0  # 2 points a bucket
+        without = device_plan(curve, 1 << 22, plans[22].size_bytes(curve) - 1)
+        assert (without.rounds, without.points) == (0, 1 << 22)
+        assert without.size_bytes(curve) < plans[22].size_bytes(curve) / 2
+    finally:
+        device_plan_module._cut.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "log_n", "shared", "rounds"),
+    [
+        ("bn254_g1", 22, False, 0),
+        ("bn254_g1", 22, True, 0),
+        ("bls12_381_g1", 20, False, 0),
+        ("bls12_381_g1", 20, True, 0),
+        ("bls12_381_g1", 22, False, 2),
+        ("bls12_381_g1", 22, True, 2),
+        ("bls12_381_g1", 23, False, 0),  # 16 points a bucket
+        ("bn254_g2", 22, False, 0),
+        ("bls12_381_g2", 22, False, 0),
+    ],
+)
+def test_rounds_are_where_they_were_measured_to_pay(name, log_n, shared, rounds):
+    assert device_plan(curve_of(name), 1 << log_n, 1 << 40, shared=shared).rounds == rounds
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_a_plan_counts_its_memory(name):
+    """Every array, and what the kernels give."""
+    curve = curve_of(name)
+    for options in ({}, {"rounds": 1}, {"rounds": 3}, {"rounds": 2, "shared": True}, {"window": 13}):
+        plan = device_plan(curve, 1 << 16, 1 << 40, **options)
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes(name, plan).values()]
+        results = plan.sets * 3 * math.prod(curve.shape) // 2 * 8
+        assert sum(sizes) + results == plan.size_bytes(curve)
+
+
+@pytest.mark.parametrize("rounds", range(6))
+def test_threads_have_all_units(rounds):
+    """Of every number of units that a plan allows for; pairs of all rounds have room, two rounds' at a time."""
+    for n in (1, 3, 1000, 1 << 18):
+        plan = device_plan(curve_of("bn254_g1"), n, 1 << 40, rounds=rounds)
+        assert plan.places == plan.units << rounds
+        assert plan.affine_threads * plan.affine_units >= plan.units * (rounds > 0)
+        for k in range(rounds):
+            assert plan.affine_threads * plan.affine_units << rounds - 1 - k <= plan.affine_pairs[k % 2]
+
+
+def test_scalars_are_checked_while_their_sum_is_made():
+    """The check waits for the device, which has the sums to do by then; no sum is left unfinished."""
+    events = []
+
+    def run(row):
+        events.append("start")
+        return SimpleNamespace(finish=lambda: events.append("finish") or np.zeros(8, np.uint64))
+
+    def check():
+        events.append("check")
+        return FormatError("a scalar is wrong")
+
+    rows = [np.zeros((3, 4), np.uint64)] * 2
+    with pytest.raises(FormatError, match="a scalar is wrong"):
+        summed(HOST, curve_of("bn254_g1"), rows, run, check)
+    assert events == ["start", "start", "check", "finish", "finish"]
+    assert not summed(HOST, curve_of("bn254_g1"), rows, run).any()
+
+
+@pytest.mark.gpu
+def test_scalars_on_a_gpu_are_checked():
+    import torch
+
+    if registry.reason_absent("cuda"):
+        pytest.skip(registry.reason_absent("cuda"))
+    curve = curve_of("bn254_g1")
+    points = torch.from_numpy(encode_points(curve, [point(curve, log) for log in few(curve)])).cuda()
+    scalars = words_of([1, 2, 3, curve.order, 5, curve.order + 1])
+    for run in (lambda s: msm(s, points, curve.name), FixedBase(curve.name, points).msm):
+        with pytest.raises(FormatError, match=r"^scalars\[3\] \(flattened\) is not below the order of bn254_g1$"):
+            run(torch.from_numpy(scalars).cuda())
+
+
 def test_windows_grow_with_the_points():
     curve = curve_of("bn254_g1")
     windows = [device_plan(curve, 1 << k, 1 << 40).window for k in range(0, 25, 4)]
@@ -393,7 +567,11 @@ def test_a_plan_keeps_to_the_memory():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"window": 1}, "window must be 2 to 22 bits, got 1"), ({"segment": 1025}, "segment must be 1 to 1024 points")],
+    [
+        ({"window": 1}, "window must be 2 to 22 bits, got 1"),
+        ({"segment": 1025}, "segment must be 1 to 1024 units"),
+        ({"rounds": 6}, "rounds must be 0 to 5, got 6"),
+    ],
 )
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
@@ -408,24 +586,36 @@ BUDGETS = {
         "msm_combine": (104, 0),
         "msm_reduce": (144, 0),
         "msm_multiples": (104, 16),
+        "msm_affine_begin": (96, 0),
+        "msm_affine_invert": (88, 0),
+        "msm_affine_round": (128, 0),
     },
     "bn254_g2": {
         "msm_accumulate": (255, 0),
         "msm_combine": (176, 8),
         "msm_reduce": (255, 0),
         "msm_multiples": (200, 0),
+        "msm_affine_begin": (152, 0),
+        "msm_affine_invert": (136, 0),
+        "msm_affine_round": (240, 0),
     },
     "bls12_381_g1": {
         "msm_accumulate": (168, 48),
         "msm_combine": (144, 32),
         "msm_reduce": (192, 0),
         "msm_multiples": (152, 0),
+        "msm_affine_begin": (128, 0),
+        "msm_affine_invert": (136, 0),
+        "msm_affine_round": (168, 0),
     },
     "bls12_381_g2": {
         "msm_accumulate": (255, 512),
         "msm_combine": (255, 0),
         "msm_reduce": (255, 80),
         "msm_multiples": (255, 128),
+        "msm_affine_begin": (216, 0),
+        "msm_affine_invert": (184, 0),
+        "msm_affine_round": (255, 128),
     },
 }
 """Registers of a thread and bytes that it spills, at most: just above what ptxas 13.0 gives for sm_80 and sm_90a. For
@@ -457,7 +647,8 @@ def test_nvrtc_compiles_the_sort(target):
 )
 def test_nvrtc_compiles_with_few_registers(target, name):
     curve = curve_of(name)
-    for make in (accumulate_source, fold_source, multiples_source):
+    of_rows = functools.partial(accumulate_source, rows=True)
+    for make in (accumulate_source, of_rows, affine_source, fold_source, multiples_source):
         for entry, resources in resources_of(make(curve), target).items():
             registers, spill_bytes = BUDGETS[name][entry]
             assert 0 < resources.registers <= registers, entry
@@ -468,7 +659,7 @@ def test_nvrtc_compiles_with_few_registers(target, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 def test_nvrtc_compiles_for_each_target(target):
-    for source in (sort_source(), accumulate_source(curve_of("bn254_g1"))):
+    for source in (sort_source(), *(make(curve_of("bn254_g1")) for make in (accumulate_source, affine_source))):
         assert target in source.targets
         for entry, resources in resources_of(source, target).items():
             assert 0 < resources.registers <= 128, entry
@@ -496,7 +687,8 @@ def test_barriers_on_amd_have_a_fence_on_either_side(tmp_path):
 def test_the_texts_ask_for_no_compiler():
     """Whatever differs between compilers stands in the header, or in the field's text."""
     curve = curve_of("bls12_381_g2")
-    for source in (sort_source(), *(make(curve) for make in (accumulate_source, fold_source, multiples_source))):
+    makes = (accumulate_source, affine_source, fold_source, multiples_source)
+    for source in (sort_source(), *(make(curve) for make in makes)):
         text = source.dialects["portable"].partition("#define MSM_LENGTH")[2]
         assert "ACL_KERNEL" in text
         assert not re.search(r"#\s*if|#\s*el|defined|\b__\w+|get_global_id|threadIdx", text)

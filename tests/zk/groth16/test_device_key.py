@@ -366,6 +366,24 @@ def test_budgets():
     assert streamed.scratch == max(each.scratch_bytes(each.piece) for each in points.values())
 
 
+def test_rounds_are_the_last_to_get_room():
+    """No key is streamed, and none goes without its points' multiples, for the scratch of affine rounds."""
+    g1 = family_of("bls12_381").g1
+    ones = Points(g1, np.broadcast_to(np.ones(12, np.uint64), (1 << 21, 12)))
+    points = dict.fromkeys(SECTIONS, ones)
+    scratch, with_rounds = (ones.scratch_bytes(1 << 21, rounds) for rounds in (0, None))
+    assert ones.scratch_bytes(1 << 21) == scratch < with_rounds / 4
+    plain = budgets(points, len(SECTIONS) * (ones.words.nbytes + scratch))
+    assert (set(plain.points.values()), plain.scratch, plain.rounds) == ({ones.words.nbytes}, None, 0)
+    room = len(SECTIONS) * (ones.multiples_bytes + with_rounds)
+    for less, rounds, used in ((1, 0, scratch), (0, None, with_rounds)):
+        found = budgets(points, room - less)
+        assert (found.scratch, found.rounds) == (None, rounds)
+        assert all(ones.multiples_bytes <= size for size in found.points.values())
+        assert sum(found.points.values()) + len(SECTIONS) * used <= room - less
+    assert budgets(points, 0).rounds == 0
+
+
 def test_points_without_infinity():
     g1 = family_of("bn254").g1
     words = np.ones((5, 8), np.uint64)

@@ -18,9 +18,13 @@ Counted are the multiply-adds of the textbook's way, whatever a kernel does:
     transform of N points                       N / 2 log2 N products
     sum of N multiples of points                W N additions of an affine point to (X, Y, ZZ, ZZZ), 8 products and 2
                                                 squares each; then 2 B additions of two such, 12 and 2 each
+    the same with r affine rounds               W N - U additions in pairs, 5 products and 1 square each; U as above,
+                                                U = W N / 2^r + B (1 - 2^-r) / 2; then 2 B
 
 The sum's scalars of b bits are read in W = ceil((b + 1) / c) signed digits of c bits. B is W 2^(c - 1), the number of
-buckets, or 2^(c - 1) with precomputed multiples of the points by 2^(c j); c is the one that takes the least.
+buckets, or 2^(c - 1) with precomputed multiples of the points by 2^(c j); c is the one that takes the least. Rounds are
+counted where a device has them (zk/msm/device_plan.py): a bucket's points become as many as there are units of 2^r of
+them, the last of which is half full on the average; a pair's 3 products for a share of one inverse are among the 5.
 
 Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS"; the explicit-formulas database, short Weierstrass,
 xyzz, madd-2008-s and add-2008-s.
@@ -41,6 +45,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.kernel import Kernel, KernelSource
 from accelerant.runtime.portable import portable_header
 from accelerant.runtime.provider import ComputeDevice
+from accelerant.zk.msm.device_plan import device_plan
 
 __all__ = [
     "CARRY",
@@ -74,6 +79,9 @@ def square_multiplies(field: Field) -> int:
     return n * (n + 1) // 2 + n * n + n
 
 
+_ANY_BYTES = 1 << 62
+
+
 def _limbs(field: Field) -> int:
     return field.limbs * field.word_bits // 32
 
@@ -91,11 +99,13 @@ def msm_products(curve: Curve[int], n: int, *, precomputed: bool = False) -> tup
         n: how many.
         precomputed: with multiples of the points by 2^(c j), which share one set of buckets.
     """
+    rounds = device_plan(curve, n, _ANY_BYTES, shared=precomputed).rounds
 
     def counted(c: int) -> tuple[int, int]:
         windows = -(-(curve.scalars.bits + 1) // c)
         added, folded = windows * n, (1 if precomputed else windows) * 2**c
-        return 8 * added + 12 * folded, 2 * added + 2 * folded
+        units = (4 * added + folded * ((1 << rounds) - 1)) >> rounds + 2
+        return 5 * added + 3 * units + 12 * folded, added + units + 2 * folded
 
     return min(map(counted, range(2, 25)), key=sum)
 

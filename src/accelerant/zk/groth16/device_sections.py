@@ -61,10 +61,16 @@ class Points:
         self.words = words if whole else words[finite]
         self.which = None if whole and not first and count == 1 else (first + np.flatnonzero(finite)).astype(np.uint32)
 
-    def scratch_bytes(self, most: int) -> int:
-        """Memory of a sum in pieces of so many points."""
+    def scratch_bytes(self, most: int, rounds: int | None = 0) -> int:
+        """Memory of a sum in pieces of so many points, with so many affine rounds; None for as many as pay."""
         n = min(len(self.words), most)
-        return device_plan(self.curve, n, _ANY).size_bytes(self.curve) if n else 0
+        return device_plan(self.curve, n, _ANY, rounds=rounds).size_bytes(self.curve) if n else 0
+
+    @property
+    def multiples_bytes(self) -> int:
+        """Memory of the points with their multiples."""
+        n = len(self.words)
+        return self.words.nbytes * device_plan(self.curve, n, _ANY, shared=True).windows if n else 0
 
     @property
     def piece(self) -> int:
@@ -78,24 +84,30 @@ class Budgets(NamedTuple):
     Attributes:
         points: section -> bytes for its points with their multiples; None where it is streamed.
         scratch: bytes for any sum; None where all sections have theirs, from one sum to the next.
+        rounds: of sums over points that are kept, 0 or as many as pay.
     """
 
     points: Mapping[str, int | None]
     scratch: int | None
+    rounds: int | None = 0
 
 
 def budgets(points: Mapping[str, Points], room: int) -> Budgets:
     """Points with their multiples where those have room, plain ones where they have, and else as many as have.
+
+    Affine rounds are the last to get room, since their scratch is some eight times as much: multiples save more.
 
     Args:
         points: section -> points.
         room: bytes.
     """
     plain = {name: each.words.nbytes for name, each in points.items()}
-    left = room - sum(plain.values()) - sum(each.scratch_bytes(len(each.words)) for each in points.values())
+    with_rounds = sum(each.scratch_bytes(len(each.words), None) + each.multiples_bytes for each in points.values())
+    rounds = None if with_rounds <= room else 0
+    left = room - sum(plain.values()) - sum(each.scratch_bytes(len(each.words), rounds) for each in points.values())
     if left >= 0:
         total = max(1, sum(plain.values()))
-        return Budgets({name: size + left * size // total for name, size in plain.items()}, None)
+        return Budgets({name: size + left * size // total for name, size in plain.items()}, None, rounds)
     scratch = max(each.scratch_bytes(each.piece) for each in points.values())
     room -= scratch + _PIECES * device.STREAMED_BYTES
     kept: dict[str, int | None] = {}
@@ -130,7 +142,9 @@ class Section:
         with lanes.lane(lane):
             words = lanes.load(lane, points.words)
             keep = allowed.scratch is None
-            self._kept = DeviceBases(lanes.place, points.curve, words, free_bytes=free_bytes, keep_scratch=keep)
+            self._kept = DeviceBases(
+                lanes.place, points.curve, words, free_bytes=free_bytes, keep_scratch=keep, rounds=allowed.rounds
+            )
 
     def begin(self, values: Words, after: Mark, spans: Spans) -> Callable[[], U64]:
         """Launch a sum; what is returned ends it: words of one point, affine in Montgomery form.

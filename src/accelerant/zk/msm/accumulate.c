@@ -1,6 +1,6 @@
 /* Sums of multiples, second part: the sum of each segment's points. Before this stands the curve's point.h, with COORD
- * replaced; what goes in is as sort.c says. Another way to add up (many affine additions that share an inversion) would take
- * this file's place.
+ * replaced; what goes in is as sort.c says, or what rounds of affine.c leave of it: then MSM_ENTRY(places, k) is k, else
+ * places[k].
  *
  * Points are affine, in Montgomery form, infinity all zeros; sums in XYZZ coordinates, four a point.
  * Bound by arithmetic: 8M + 2S an entry. */
@@ -15,17 +15,17 @@ ACL_KERNEL ACL_BLOCK(MSM_RESIDENT) void msm_accumulate(ACL_GLOBAL const u64 *poi
     if (i >= counts[keys + MSM_SEGMENTS]) {
         return;
     }
-    ACL_GLOBAL const u32 *place = places + segments[3 * i];
-    ACL_GLOBAL const u32 *end = place + segments[3 * i + 1];
+    u32 place = segments[3 * i];
+    u32 end = place + segments[3 * i + 1];
     COORD_xyzz sum = COORD_xyzz_infinity();
-    u32 which = *place;
+    u32 which = MSM_ENTRY(places, place);
     COORD_affine next = COORD_affine_load(points, first + (which & 0x7fffffff));
 #pragma unroll 1
     while (place < end) {
         COORD_affine p = COORD_affine_negate(0 - (which >> 31), next);
         place++;
         if (place < end) {
-            which = *place;
+            which = MSM_ENTRY(places, place);
             next = COORD_affine_load(points, first + (which & 0x7fffffff));
         }
         sum = COORD_xyzz_add_affine(sum, p);

@@ -1,4 +1,4 @@
-"""A sum of multiples on a device with C kernels, by buckets; sort.c, accumulate.c and fold.c say how.
+"""A sum of multiples on a device with C kernels, by buckets; sort.c, affine.c, accumulate.c and fold.c say how.
 
 The host launches, and at the end adds up the sums of windows by Horner's rule, with a CPU kernel; in between it need
 not wait (Started). How a sum is cut up is a plan (device_plan.py). Points that many sums share are kept with their
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,19 +27,8 @@ from accelerant.runtime.kernel import Kernel
 from accelerant.zk.launching import launch
 from accelerant.zk.msm.device_plan import MOST_INDICES, DevicePlan, coordinate_words, device_plan
 from accelerant.zk.msm.llvm_kernels import kernel_source as llvm_source
-from accelerant.zk.msm.program import (
-    ACCUMULATE_BLOCK,
-    COUNTERS,
-    EACH,
-    MULTIPLES_BLOCK,
-    SORT_BLOCK,
-    TOGETHER,
-    accumulate_source,
-    fold_source,
-    multiples_source,
-    reduce_block,
-    sort_source,
-)
+from accelerant.zk.msm.program import MULTIPLES_BLOCK, TOGETHER, multiples_source
+from accelerant.zk.msm.steps import Piece, Step, shapes, steps
 
 __all__ = ["STREAMED_BYTES", "DeviceBases", "Started", "device_msm", "start_msm"]
 
@@ -47,7 +36,7 @@ U64 = npt.NDArray[np.uint64]
 Words = Any
 Load = Callable[[npt.NDArray[Any]], Words]
 
-_U32, _U64 = np.dtype(np.uint32), np.dtype(np.uint64)
+_U64 = np.dtype(np.uint64)
 _MEMORY_SHARE = 0.8
 """Of the free memory, what the scratch of a sum takes at most."""
 
@@ -57,7 +46,9 @@ _MULTIPLES_SHARE = 0.5
 _ANY, _NOT_ASKED_BYTES = 1 << 62, 1 << 31
 """Scratch below so many bytes is taken without asking how much is free, which takes up to a millisecond."""
 
-_COMBINE_GROUPS = 1024
+_fitted: set[tuple[Place, int]] = set()
+"""(place, bytes) that had room when it was asked: so much is taken without asking again."""
+
 STREAMED_BYTES = 1 << 28
 """Points on the host go to the device in pieces of at most so many bytes."""
 
@@ -128,8 +119,11 @@ def start_msm(
     if free_bytes is not None:
         return _Work(place, curve, device_plan(curve, n, free_bytes, **options), load).start(scalars, points, n)
     plan = device_plan(curve, n, _ANY, **options)
-    work = _work_where_it_fits(place, curve, plan, lambda free: device_plan(curve, n, free, **options), load)
-    return work.start(scalars, points, n)
+
+    def smaller(free: int) -> DevicePlan:
+        return device_plan(curve, n, free, **options)
+
+    return _where_it_fits(place, curve, plan, smaller, lambda work: work.start(scalars, points, n), load)
 
 
 class DeviceBases:
@@ -183,6 +177,7 @@ class DeviceBases:
         self._options = {**options, "shared": True, "window": plan.window} if plan.shared else options
         if keep_scratch:
             self._work = _Work(place, curve, plan)
+            self._work.reserve()
         place.provider.synchronize(place.index)  # launches are ordered on the stream that is current here alone
 
     def msm(self, scalars: Words) -> U64:
@@ -201,8 +196,13 @@ class DeviceBases:
         """
         if self.plan is None:
             return Started(self._place, self._curve, 0, ())
-        work = self._work or _work_where_it_fits(self._place, self._curve, self.plan, self._smaller)
-        return work.start(scalars, self._points, self.n)
+
+        def start(work: _Work) -> Started:
+            return work.start(scalars, self._points, self.n)
+
+        if self._work:
+            return start(self._work)
+        return _where_it_fits(self._place, self._curve, self.plan, self._smaller, start)
 
     @property
     def size_bytes(self) -> int:
@@ -244,15 +244,20 @@ class _Work:
     def __init__(self, place: Place, curve: Curve[Any], plan: DevicePlan, load: Load | None = None) -> None:
         self.place, self.curve, self.plan = place, curve, plan
         self.load = load or place.load
-        self.blocks = plan.blocks(reduce_block(curve))
-        self.digits, self.ranks, self.places = (place.empty((plan.entries,), _U32) for _ in range(3))
-        self.counts = place.empty((plan.keys + COUNTERS,), _U32)
-        self.tiles = place.empty((plan.tiles,), _U32)
-        self.segments = place.empty((plan.segments, 3), _U32)
-        self.heavy = place.empty((max(1, plan.heavy), 3), _U32)
-        width = 4 * coordinate_words(curve)
-        self.sums = place.empty((plan.sums, width), _U64)
-        self.plain, self.weighted = (place.empty((plan.sets * self.blocks, width), _U64) for _ in range(2))
+        self._shapes = shapes(curve.name, plan)
+        self._arrays: dict[str, Words] = {}
+
+    def reserve(self) -> None:
+        """Take the memory now, not when a kernel first needs it."""
+        for name in self._shapes:
+            self.array(name)
+
+    def array(self, name: str) -> Words:
+        """Scratch, by its name in steps.shapes; taken when it is first asked for: the first kernels need not wait."""
+        found = self._arrays.get(name)
+        if found is None:
+            found = self._arrays[name] = self.place.empty(*self._shapes[name])
+        return found
 
     def start(self, scalars: Words, points: Words, n: int) -> Started:
         """The sum of n points; where the plan shares buckets, `points` are the multiples."""
@@ -267,61 +272,44 @@ class _Work:
             scalars, at_scalars = self.load(scalars[first : first + count]), 0
         if isinstance(points, np.ndarray):
             points, at_points = self.load(points[first : first + count]), 0
-        self._sort(scalars, at_scalars, count, n)
-        self._accumulate(points, at_points)
         results = self.place.empty((self.plan.sets, 3 * coordinate_words(self.curve)), _U64)
-        self._fold(results)
+        piece = Piece(count, n, at_scalars, at_points)
+        given = {"scalars": scalars, "points": points, "results": results}
+        self.run(steps(self.place, self.curve.name, self.plan, piece), given)
         return results
 
-    def _sort(self, scalars: Words, first: int, n: int, stride: int) -> None:
-        p, run = self.plan, functools.partial(launch, self.place, sort_source())
-        scalar_blocks, blocks = -(-n // SORT_BLOCK), -(-n // (SORT_BLOCK * EACH))
-        spread, stride = (0, stride) if p.shared else (p.buckets, 0)
-        cut = (first, n, p.window, p.windows, p.keys + COUNTERS, scalar_blocks * SORT_BLOCK)
-        run("msm_digits", scalar_blocks, SORT_BLOCK, (scalars, self.digits, self.counts), *cut)
-        counted = (self.digits, self.ranks, self.counts)
-        run("msm_rank", p.windows * blocks, SORT_BLOCK, counted, n, blocks, spread)
-        run("msm_tiles", p.tiles, SORT_BLOCK, (self.counts, self.tiles), p.keys, p.segment)
-        run("msm_scan", 1, SORT_BLOCK, (self.counts, self.tiles), p.keys, p.tiles, p.segment)
-        lists = (self.counts, self.tiles, self.segments, self.heavy, self.sums)
-        run("msm_segments", p.tiles, SORT_BLOCK, lists, p.keys, p.segment, 4 * coordinate_words(self.curve))
-        run("msm_scatter", p.windows * blocks, SORT_BLOCK, (*counted, self.places), n, blocks, spread, stride)
-
-    def _accumulate(self, points: Words, first: int) -> None:
-        """The sums of the segments; whatever fills self.sums from self.places and self.segments may stand here."""
-        source = accumulate_source(self.curve, self.plan.written_out, self.plan.resident)
-        blocks = -(-self.plan.segments // ACCUMULATE_BLOCK)
-        lists = (points, self.places, self.segments, self.counts, self.sums)
-        launch(self.place, source, "msm_accumulate", blocks, ACCUMULATE_BLOCK, lists, self.plan.keys, first)
-
-    def _fold(self, results: Words) -> None:
-        p, threads = self.plan, reduce_block(self.curve)
-        run = functools.partial(launch, self.place, fold_source(self.curve, p.fold_written_out))
-        groups = min(_COMBINE_GROUPS, p.heavy)
-        if groups:
-            run("msm_combine", groups, threads, (self.heavy, self.counts, self.sums), p.keys, groups)
-        alone = int(self.blocks == 1)
-        once = (results if alone else self.plain, self.weighted)
-        cut = (p.buckets, self.blocks, p.per_thread, 0, alone)
-        run("msm_reduce", p.sets * self.blocks, threads, (self.sums, self.sums, *once), *cut)
-        if not alone:
-            each = ((self.blocks - 1) // threads).bit_length()
-            cut = (self.blocks, 1, each, p.per_thread + threads.bit_length() - 1, 1)
-            run("msm_reduce", p.sets, threads, (self.plain, self.weighted, results, self.weighted), *cut)
+    def run(self, launches: Iterable[Step], given: Mapping[str, Words]) -> None:
+        """Launch steps on scratch and what is given by name."""
+        launch, pointer = self.place.provider.launch, self.place.pointer
+        pointers = {name: pointer(words) for name, words in given.items()}
+        for kernel, grid, block, names, numbers in launches:
+            for name in names:
+                if name not in pointers:
+                    pointers[name] = pointer(self.array(name))
+            launch(kernel, grid, block, (*[pointers[name] for name in names], *numbers))
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _work_where_it_fits(
-    place: Place, curve: Curve[Any], plan: DevicePlan, smaller: Callable[[int], DevicePlan], load: Load | None = None
-) -> _Work:
-    """The plan's scratch, or that of `smaller`, given the free bytes, where it has no room."""
-    if plan.size_bytes(curve) <= _NOT_ASKED_BYTES:
+def _where_it_fits(
+    place: Place,
+    curve: Curve[Any],
+    plan: DevicePlan,
+    smaller: Callable[[int], DevicePlan],
+    start: Callable[[_Work], Started],
+    load: Load | None = None,
+) -> Started:
+    """A sum started on the plan's scratch, or on that of `smaller`, given the free bytes, where it has no room."""
+    size = plan.size_bytes(curve)
+    if size <= _NOT_ASKED_BYTES or (place, size) in _fitted:
         with contextlib.suppress(OutOfMemory):
-            return _Work(place, curve, plan, load)
+            return start(_Work(place, curve, plan, load))
     free = _free(place, _MEMORY_SHARE)
-    return _Work(place, curve, plan if plan.size_bytes(curve) <= free else smaller(free), load)
+    if size > free:
+        return start(_Work(place, curve, smaller(free), load))
+    _fitted.add((place, size))
+    return start(_Work(place, curve, plan, load))
 
 
 def _free(place: Place, share: float) -> int:
@@ -342,14 +330,21 @@ def _horner(curve: Curve[Any], window: int, sums: U64) -> U64:
     """
     pieces, windows = sums.shape[:2]
     partials = np.ascontiguousarray(sums[:, ::-1].swapaxes(0, 1))
-    doublings = np.where(np.arange(windows * pieces) % pieces == 0, window, 0).astype(np.int64)
     z = np.empty(2 * coordinate_words(curve), np.uint64)
-    arrays = (HOST.pointer(partials), HOST.pointer(doublings))
-    HOST.provider.launch(_finish(curve), (1,), (1,), (*arrays, windows * pieces, HOST.pointer(z)))
+    arrays = (HOST.pointer(partials), HOST.pointer(_doublings(pieces, windows, window)))
+    HOST.provider.launch(_finish(curve.name), (1,), (1,), (*arrays, windows * pieces, HOST.pointer(z)))
     return z
 
 
+@functools.lru_cache(maxsize=256)
+def _doublings(pieces: int, windows: int, window: int) -> npt.NDArray[np.int64]:
+    """Before each partial sum, those of the highest window first, which need none; not to be written."""
+    found = np.where(np.arange(windows * pieces) % pieces == 0, window, 0).astype(np.int64)
+    found[0] = 0
+    return found
+
+
 @functools.cache
-def _finish(curve: Curve[Any]) -> Kernel:
+def _finish(curve: str) -> Kernel:
     """Of the scalar form, which keeps elements as the C kernels do."""
-    return HOST.provider.compile(llvm_source(curve.name, "msm_finish", "scalar"))
+    return HOST.provider.compile(llvm_source(curve, "msm_finish", "scalar"))

@@ -78,8 +78,9 @@ class FixedBase:
         Raises:
             As msm.
         """
-        rows, leading = scalars_words(self._group, scalars, self.place, self.n)
-        total = summed(self.place, self._group.parameters, rows, self._bases.msm)
+        rows, leading, check = scalars_words(self._group, scalars, self.place, self.n)
+        run = self._bases.msm if self.place is HOST else self._bases.start
+        total = summed(self.place, self._group.parameters, rows, run, check)
         return points_outward(self._group.parameters, total, self.place, leading, self._kind)
 
     def explain(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.msm.cpu import Bases, plan
 from accelerant.zk.operands import plain_scalars, point_operand, points_inward, points_outward, scalar_words
 
-__all__ = ["msm", "msm_record", "points_words", "scalars_words", "summed", "summer"]
+__all__ = ["Pending", "msm", "msm_record", "nothing", "points_words", "scalars_words", "summed", "summer"]
 
 Words = Any
 
@@ -60,15 +60,23 @@ def msm(scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool = Tru
     """
     group = curve_named(curve)
     operand = point_operand(group.parameters, points, "points")
-    rows, leading = scalars_words(group, scalars, operand.place, _count(group, operand))
+    rows, leading, check_scalars = scalars_words(group, scalars, operand.place, _count(group, operand))
     # Last, since check takes longer than all before; held by none but the summer, which on the CPU copies them.
     run = summer(operand.place, group.parameters, points_words(group, operand, operand.place, check))
-    total = summed(operand.place, group.parameters, rows, run)
+    total = summed(operand.place, group.parameters, rows, run, check_scalars)
     return points_outward(group.parameters, total, operand.place, leading, operand)
 
 
-def summer(place: Place, curve: Curve[Any], points: Words) -> Callable[[Words], Words]:
-    """What makes a sum of scalars, (n, 4) at the place: the host's words of one point, Montgomery form.
+@runtime_checkable
+class Pending(Protocol):
+    """A sum that a device is still at."""
+
+    def finish(self) -> Words:
+        """The host's words of one point, Montgomery form."""
+
+
+def summer(place: Place, curve: Curve[Any], points: Words) -> Callable[[Words], Words | Pending]:
+    """What makes a sum of scalars, (n, 4) at the place, or starts one: the host's words of one point, Montgomery form.
 
     Args:
         place: of the points.
@@ -77,20 +85,41 @@ def summer(place: Place, curve: Curve[Any], points: Words) -> Callable[[Words], 
     """
     if place is HOST:
         return Bases(curve, points).msm
-    from accelerant.zk.msm.device import device_msm
+    from accelerant.zk.msm.device import start_msm
 
-    return functools.partial(_on_device, device_msm, place, curve, points)
-
-
-def _on_device(run: Callable[..., Words], place: Place, curve: Curve[Any], points: Words, scalars: Words) -> Words:
-    return run(place, curve, scalars, points)
+    return lambda scalars: start_msm(place, curve, scalars, points)
 
 
-def summed(place: Place, curve: Curve[Any], rows: Sequence[Words], run: Callable[[Words], Words]) -> Words:
-    """The sums of rows of scalars, (b, *shape) at the place, Montgomery form; counted in the ledger."""
+def nothing() -> FormatError | None:
+    """What is wrong with scalars that were checked."""
+    return None
+
+
+def summed(
+    place: Place,
+    curve: Curve[Any],
+    rows: Sequence[Words],
+    run: Callable[[Words], Words | Pending],
+    check: Callable[[], FormatError | None] = nothing,
+) -> Words:
+    """The sums of rows of scalars, (b, *shape) at the place, Montgomery form; counted in the ledger.
+
+    Args:
+        place, curve: of the points.
+        rows: (n, 4) each.
+        run: what makes a sum, or starts one.
+        check: what is wrong with the scalars; it may wait for the device, and is asked when all sums are started.
+
+    Raises:
+        FormatError: what `check` found.
+    """
     n = int(rows[0].shape[0]) if rows else 0
     with counted(place, msm_record(place, curve, n, len(rows))):
-        found = [run(row) for row in rows]
+        started = [run(row) for row in rows]
+        wrong = check()
+        found = [each.finish() if isinstance(each, Pending) else each for each in started]
+    if wrong is not None:
+        raise wrong
     return place.load(np.array(found, np.uint64).reshape(len(rows), *curve.shape))
 
 
@@ -115,13 +144,19 @@ def _count(group: EllipticCurve, operand: Any) -> int:
     return n
 
 
-def scalars_words(group: EllipticCurve, scalars: Any, place: Place, n: int) -> tuple[list[Words], tuple[int, ...]]:
-    """Rows of n scalars at a place, (n, 4) each, and the dimensions that the sums have before a point's own.
+def scalars_words(
+    group: EllipticCurve, scalars: Any, place: Place, n: int
+) -> tuple[list[Words], tuple[int, ...], Callable[[], FormatError | None]]:
+    """Rows of n scalars at a place, (n, 4) each, the dimensions that the sums have before a point's own, and a check.
+
+    The check gives the error of scalars that are not below the order, where that waits for the device. Sums may be
+    started before: kernels take any scalars, of which then the sums mean nothing. Other scalars are checked here.
 
     Raises:
         UnsupportedDtype, ShapeError, FormatError: as msm.
     """
     field = group.parameters.scalars
+    check: Callable[[], FormatError | None] = nothing
     if isinstance(scalars, (list, tuple)):
         words, home = scalar_words(scalars, field.modulus, "the order"), HOST
         _check_rows(tuple(words.shape), n)
@@ -132,15 +167,24 @@ def scalars_words(group: EllipticCurve, scalars: Any, place: Place, n: int) -> t
         host.check_words(field, dtype, tuple(scalars.shape), "scalars")
         _check_rows(tuple(scalars.shape), n)
         words = home.contiguous(words)
-        index = first_unreduced(home, field, words)
-        if index is not None:
-            raise FormatError(f"scalars[{index}] (flattened) is not below the order of {group.name}")
+        check = functools.partial(_wrong_scalar, group, home, words)
+    if home is HOST or home != place:
+        wrong, check = check(), nothing
+        if wrong is not None:
+            raise wrong
     shape = tuple(words.shape)
     if home != place:
         words = place.load(home.store(words))
     if len(shape) == 2:
-        return [words], ()
-    return [place.cut(words, (i,)) for i in range(shape[0])], (shape[0],)
+        return [words], (), check
+    return [place.cut(words, (i,)) for i in range(shape[0])], (shape[0],), check
+
+
+def _wrong_scalar(group: EllipticCurve, home: Place, words: Words) -> FormatError | None:
+    index = first_unreduced(home, group.parameters.scalars, words)
+    return (
+        None if index is None else FormatError(f"scalars[{index}] (flattened) is not below the order of {group.name}")
+    )
 
 
 def _check_rows(shape: tuple[int, ...], n: int) -> None:

@@ -1,11 +1,11 @@
-"""The programs of sums of multiples on a device: sort.c, the same for all curves; accumulate.c, fold.c, multiples.c."""
+"""The programs of sums of multiples on a device: sort.c, the same for all curves, and those of a curve's points."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerant.algebra.curve.program import point_text, prefixed
 from accelerant.algebra.curve.weierstrass import Curve
@@ -15,15 +15,20 @@ from accelerant.runtime.portable import portable_header
 __all__ = [
     "ACCUMULATE_BLOCK",
     "ACCUMULATION",
+    "AFFINE_BLOCK",
     "COUNTERS",
     "EACH",
+    "INVERT_EACH",
     "LONGEST",
     "MULTIPLES_BLOCK",
     "SORT_BLOCK",
     "TILE",
     "TOGETHER",
+    "Launch",
     "accumulate_source",
+    "affine_source",
     "fold_source",
+    "invert_block",
     "multiples_source",
     "reduce_block",
     "sort_source",
@@ -39,13 +44,19 @@ TILE = 1024
 """Keys of a block of msm_tiles and msm_segments; a multiple of SORT_BLOCK."""
 
 LONGEST = 1024
-"""The most points of a segment."""
+"""The most units of a segment."""
 
-COUNTERS = LONGEST + 4
+COUNTERS = LONGEST + 5
 """Numbers behind the keys in counts."""
 
 ACCUMULATE_BLOCK = 128
 """Threads of a block of msm_accumulate, as it is launched."""
+
+AFFINE_BLOCK = 128
+"""Threads of a block of msm_affine_begin and msm_affine_round, as they are launched."""
+
+INVERT_EACH = 8
+"""Products that a thread of msm_affine_invert takes, at most."""
 
 MULTIPLES_BLOCK = 128
 """Threads of a block of multiples.c."""
@@ -59,12 +70,17 @@ one multiprocessor of NVIDIA's shall hold, which is said as the bound of a block
 _SORT = {
     "msm_digits": ("*u64", "*u32", "*u32", "i64", "i64", "i32", "i32", "i64", "i64"),
     "msm_rank": ("*u32", "*u32", "*u32", "i64", "i64", "i64"),
-    "msm_tiles": ("*u32", "*u32", "i64", "i32"),
+    "msm_tiles": ("*u32", "*u32", "i64", "i32", "i32"),
     "msm_scan": ("*u32", "*u32", "i64", "i64", "i32"),
-    "msm_segments": ("*u32", "*u32", "*u32", "*u32", "*u64", "i64", "i32", "i32"),
+    "msm_segments": ("*u32", "*u32", "*u32", "*u32", "*u64", "*u32", "i64", "i32", "i32", "i32"),
     "msm_scatter": ("*u32", "*u32", "*u32", "*u32", "i64", "i64", "i64", "i64"),
 }
 _ACCUMULATE = {"msm_accumulate": ("*u64", "*u32", "*u32", "*u32", "*u64", "i64", "i64")}
+_AFFINE = {
+    "msm_affine_begin": ("*u64", "*u32", "*u32", "*u64", "*u64", "i64", "i64", "i64", "i32", "i32"),
+    "msm_affine_invert": ("*u64", "i64", "i32"),
+    "msm_affine_round": ("*u64", "*u32", "*u32", "*u64", "*u64", "*u64", "*u64", *("i64",) * 3, *("i32",) * 3),
+}
 _FOLD = {
     "msm_combine": ("*u32", "*u32", "*u64", "i64", "i64"),
     "msm_reduce": ("*u64", "*u64", "*u64", "*u64", "i64", "i64", "i32", "i32", "i32"),
@@ -74,8 +90,25 @@ _MULTIPLES = {"msm_multiples": ("*u64", "*u64", "i64", "i64", "i64", "i32")}
 TOGETHER = 8
 """Points that a thread of multiples.c takes together, for one inversion."""
 
+_DIGIT_BITS = 30
+"""Of divsteps.h."""
+
+_MORE = 128
+"""Threads more of msm_affine_begin, which waits for memory, than of msm_affine_round; but over Fq2 of 12 limbs."""
+
 _FEW = 16
 """Segments of a bucket that one thread adds up; above, a block does."""
+
+
+class Launch(NamedTuple):
+    """An entry of a program to be launched: blocks, threads of a block, arrays by their names, then numbers."""
+
+    source: KernelSource
+    entry: str
+    grid: int
+    block: int
+    arrays: tuple[str, ...]
+    numbers: tuple[int, ...]
 
 
 def reduce_block(curve: Curve[Any]) -> int:
@@ -90,14 +123,48 @@ def sort_source() -> KernelSource:
     return KernelSource(name="msm_sort", dialects={"portable": text}, entries=_SORT)
 
 
+def invert_block(curve: Curve[Any]) -> int:
+    """Threads of a block of msm_affine_invert: as many as have room for two elements each in 25 KiB."""
+    return 128 if curve.coordinates.degree * curve.coordinates.base.limbs <= 12 else 64
+
+
 @functools.cache
-def accumulate_source(curve: Curve[Any], written_out: bool | None = None, resident: int | None = None) -> KernelSource:
-    """accumulate.c; the two as ACCUMULATION has them for the curve, if not given."""
-    usual = ACCUMULATION[2 * curve.coordinates.degree * curve.coordinates.base.limbs]
-    written_out = usual[0] if written_out is None else written_out
-    resident = resident or usual[1]
-    name = f"accumulate_{resident}" + "_written_out" * written_out
-    return _source(curve, name, "accumulate.c", _ACCUMULATE, {"MSM_RESIDENT": resident}, written_out)
+def accumulate_source(
+    curve: Curve[Any], written_out: bool | None = None, resident: int | None = None, rows: bool = False
+) -> KernelSource:
+    """accumulate.c; the two as ACCUMULATION has them for the curve, if not given.
+
+    Args:
+        rows: the points of segments stand side by side, as rounds of affine.c leave them; else entries name them.
+    """
+    written_out, resident = _compiled(curve, written_out, resident)
+    name = "accumulate" + "_rows" * rows + f"_{resident}" + "_written_out" * written_out
+    sizes: dict[str, int | str] = {
+        "MSM_RESIDENT": resident,
+        "MSM_ENTRY(places, k)": "(u32)(k)" if rows else "places[k]",
+    }
+    return _source(curve, name, ("accumulate.c",), _ACCUMULATE, sizes, written_out)
+
+
+@functools.cache
+def affine_source(curve: Curve[Any], written_out: bool | None = None, resident: int | None = None) -> KernelSource:
+    """affine.c; the two as for accumulate_source."""
+    written_out, resident = _compiled(curve, written_out, resident)
+    base, limbs = curve.coordinates.base, 2 * curve.coordinates.degree * curve.coordinates.base.limbs
+    digits = -(-(base.bits + 6) // _DIGIT_BITS)  # a sign, and room for 16 p
+    listed = ", ".join(f"0x{digit:x}" for digit in base.words(base.modulus, _DIGIT_BITS, digits))
+    sizes: dict[str, int | str] = {
+        "MSM_RESIDENT": resident,
+        "MSM_BEGIN_RESIDENT": resident + _MORE * (limbs < 24),
+        "MSM_INVERT_BLOCK": invert_block(curve),
+        "MSM_INVERT_EACH": INVERT_EACH,
+        "BASE_DIGITS": digits,
+        "BASE_MODULUS_DIGITS": listed,
+        "BASE_MODULUS_INVERSE": f"{pow(base.modulus, -1, 1 << _DIGIT_BITS)}U",
+    }
+    name = f"affine_{resident}" + "_written_out" * written_out
+    inverses = ("divsteps.h", "divsteps_quadratic.h")[: curve.coordinates.degree]
+    return _source(curve, name, (*inverses, "affine.c"), _AFFINE, sizes, written_out)
 
 
 @functools.cache
@@ -108,41 +175,50 @@ def fold_source(curve: Curve[Any], written_out: bool = False) -> KernelSource:
     some five times as long.
     """
     sizes = {"MSM_REDUCE_BLOCK": reduce_block(curve), "MSM_FEW": _FEW}
-    return _source(curve, "fold" + "_written_out" * written_out, "fold.c", _FOLD, sizes, written_out)
+    return _source(curve, "fold" + "_written_out" * written_out, ("fold.c",), _FOLD, sizes, written_out)
 
 
 @functools.cache
 def multiples_source(curve: Curve[Any]) -> KernelSource:
     """multiples.c."""
     sizes = {"MSM_MULTIPLES_BLOCK": MULTIPLES_BLOCK, "MSM_TOGETHER": TOGETHER}
-    return _source(curve, "multiples", "multiples.c", _MULTIPLES, sizes, False)
+    return _source(curve, "multiples", ("multiples.c",), _MULTIPLES, sizes, False)
+
+
+def _compiled(curve: Curve[Any], written_out: bool | None, resident: int | None) -> tuple[bool, int]:
+    """Both as ACCUMULATION has them, where they are not given."""
+    usual = ACCUMULATION[2 * curve.coordinates.degree * curve.coordinates.base.limbs]
+    return usual[0] if written_out is None else written_out, resident or usual[1]
 
 
 def _source(
     curve: Curve[Any],
     name: str,
-    file: str,
+    files: tuple[str, ...],
     entries: Mapping[str, tuple[str, ...]],
-    sizes: dict[str, int],
+    sizes: Mapping[str, int | str],
     written_out: bool,
 ) -> KernelSource:
     def text(dialect: str) -> str:
         called = dialect == "portable" or not written_out
-        return point_text(curve, dialect, called=called) + prefixed(curve, _defined(sizes) + _text(file))
+        texts = (_defined(sizes), *map(_text, files))
+        return point_text(curve, dialect, called=called) + prefixed(curve, "".join(texts))
 
     dialects = {"portable": text("portable"), "cuda": f"{portable_header()}\n{text('cuda')}"}
     return KernelSource(name=f"msm_{name}_{curve.name}", dialects=dialects, entries=entries)
 
 
-def _defined(sizes: dict[str, int]) -> str:
-    fixed = {
+def _defined(sizes: Mapping[str, int | str]) -> str:
+    fixed: dict[str, int | str] = {
         "MSM_LENGTH": LONGEST,
         "MSM_SEGMENTS": LONGEST + 1,
         "MSM_HEAVY": LONGEST + 2,
         "MSM_PARTIALS": LONGEST + 3,
+        "MSM_UNITS": LONGEST + 4,
+        "MSM_NONE": "0xffffffffU",
         "MSM_COUNTERS": COUNTERS,
     }
-    return "".join(f"#define {name} {size}\n" for name, size in (fixed | sizes).items())
+    return "".join(f"#define {name} {size}\n" for name, size in {**fixed, **sizes}.items())
 
 
 def _text(name: str) -> str:

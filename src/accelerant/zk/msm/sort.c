@@ -7,20 +7,29 @@
  *
  *   msm_digits     digits[w n + i] = |d| | sign << 31
  *   msm_rank       counts[key]: the points of a bucket; ranks[entry]: how many came before, in any order
- *   msm_tiles      sums of counts over tiles of keys, and how many segments of each length there are
+ *   msm_tiles      sums of units over tiles of keys, and how many segments of each length there are
  *   msm_scan       both to sums of what comes before
- *   msm_segments   counts[key] becomes the place where the bucket's points begin; the segments, the longest first
+ *   msm_segments   counts[key] becomes the place where the bucket's points begin; the segments, the longest first; padding
  *   msm_scatter    places[counts[key] + rank] = i + w stride | sign << 31
  *
- * A segment is at most `length` points of one bucket, which one thread adds up: (begin, points, where the sum goes). A bucket
+ * Where rounds of affine.c come between, 2^rounds entries of a bucket are a unit, of which they leave one point; entries of
+ * MSM_NONE make the last one whole. Without rounds a unit is an entry.
+ *
+ * A segment is at most `length` units of one bucket, which one thread adds up: (begin, units, where the sum goes). A bucket
  * of one segment has its sum at its key; a heavy one, of more, has one partial sum a segment behind all buckets, and a line
  * (key, first partial sum, how many) in `heavy`. An empty one has its sum, infinity, written here.
  *
- * In memory: counts has the keys, then MSM_COUNTERS numbers: at l how many segments have l points, then where the next of them
- * goes; at MSM_SEGMENTS, MSM_HEAVY and MSM_PARTIALS how many segments, heavy buckets and partial sums there are.
+ * In memory: counts has the keys, then MSM_COUNTERS numbers: at l how many segments have l units, then where the next of them
+ * goes; at MSM_SEGMENTS, MSM_HEAVY, MSM_PARTIALS and MSM_UNITS how many segments, heavy buckets, partial sums and units there
+ * are.
  * Bound by memory: 28 bytes an entry, and an atomic addition with a random address. Of the digits that are frequent in a block
  * msm_rank counts one alone by itself, that of the thread whose write to `common` stands last; where two to some hundred digits
  * share most entries, all other additions meet in few counters. What that costs is not measured yet. */
+
+/* The units of so many entries. */
+ACL_DEVICE u32 msm_units(u32 entries, i32 rounds) {
+    return (u32)(((u64)entries + ((u64)1 << rounds) - 1) >> rounds);
+}
 
 /* Grid: any; `threads` of them. Also sets counts, which has `zeros` numbers, to 0. */
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_digits(ACL_GLOBAL const u64 *scalars, ACL_GLOBAL u32 *digits, ACL_GLOBAL u32 *counts,
@@ -90,7 +99,8 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_rank(ACL_GLOBAL const u32 *digits, ACL_
 }
 
 /* Grid: one block a tile of MSM_TILE keys. */
-ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_tiles(ACL_GLOBAL u32 *counts, ACL_GLOBAL u32 *tiles, i64 keys, i32 length) {
+ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_tiles(ACL_GLOBAL u32 *counts, ACL_GLOBAL u32 *tiles, i64 keys, i32 length,
+                                               i32 rounds) {
     ACL_LOCAL u32 of_length[MSM_LENGTH + 1];
     ACL_LOCAL u32 total;
     i32 thread = acl_local_id();
@@ -104,7 +114,7 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_tiles(ACL_GLOBAL u32 *counts, ACL_GLOBA
     u32 sum = 0;
     for (i32 k = thread; k < MSM_TILE; k += acl_local_size()) {
         i64 key = acl_group_id() * MSM_TILE + k;
-        u32 count = key < keys ? counts[key] : 0;
+        u32 count = key < keys ? msm_units(counts[key], rounds) : 0;
         sum += count;
         if (count >= (u32)length) {
             acl_atomic_add_u32(&of_length[length], count / length);
@@ -151,6 +161,9 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_scan(ACL_GLOBAL u32 *counts, ACL_GLOBAL
         of_length[l] = counts[keys + l];
     }
     MSM_BEFORE(tile, sum, before)
+    if (thread == acl_local_size() - 1) {
+        counts[keys + MSM_UNITS] = tile[thread];
+    }
     for (i64 k = thread * each; k < end; k++) {
         u32 here = tiles[k];
         tiles[k] = before;
@@ -168,8 +181,8 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_scan(ACL_GLOBAL u32 *counts, ACL_GLOBAL
 
 /* Grid: one block a tile, as msm_tiles; a thread has consecutive keys. A point of `sums` has `words` words. */
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GLOBAL const u32 *tiles, ACL_GLOBAL u32 *segments,
-                                                  ACL_GLOBAL u32 *heavy, ACL_GLOBAL u64 *sums, i64 keys, i32 length,
-                                                  i32 words) {
+                                                  ACL_GLOBAL u32 *heavy, ACL_GLOBAL u64 *sums, ACL_GLOBAL u32 *places,
+                                                  i64 keys, i32 length, i32 words, i32 rounds) {
     ACL_LOCAL u32 tile[MSM_BLOCK];
     ACL_LOCAL u32 of_length[MSM_LENGTH + 1];
     i32 thread = acl_local_id();
@@ -180,12 +193,12 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GL
     }
     u32 sum = 0;
     for (i64 key = first; key < first + each && key < keys; key++) {
-        sum += counts[key];
+        sum += msm_units(counts[key], rounds);
     }
     MSM_BEFORE(tile, sum, before)
     /* How many segments of each length the block has; then, in their place, where its first of that length goes. */
     for (i64 key = first; key < first + each && key < keys; key++) {
-        u32 count = counts[key];
+        u32 count = msm_units(counts[key], rounds);
         if (count >= (u32)length) {
             acl_atomic_add_u32(&of_length[length], count / length);
         }
@@ -200,10 +213,14 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GL
     acl_barrier();
     u32 begin = tiles[acl_group_id()] + before;
     for (i64 key = first; key < first + each && key < keys; key++) {
-        u32 count = counts[key];
+        u32 count = msm_units(counts[key], rounds);
+        i64 place = (i64)begin << rounds;
+        for (i64 k = counts[key]; k < (i64)count << rounds; k++) {
+            places[place + k] = MSM_NONE;
+        }
         u32 full = count / length, rest = count % length, parts = full + (rest > 0);
         u32 target = (u32)key;
-        counts[key] = begin;
+        counts[key] = (u32)place;
         if (parts == 0) {
             for (i32 k = 0; k < words; k++) {
                 sums[key * words + k] = 0;
@@ -219,12 +236,12 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GL
         }
         i64 at = full ? acl_atomic_add_u32(&of_length[length], full) : 0;
         for (u32 part = 0; part < parts; part++) {
-            u32 points = part < full ? (u32)length : rest;
-            i64 place = part < full ? at + part : acl_atomic_add_u32(&of_length[rest], 1);
-            segments[3 * place] = begin;
-            segments[3 * place + 1] = points;
-            segments[3 * place + 2] = target + part;
-            begin += points;
+            u32 units = part < full ? (u32)length : rest;
+            i64 line = part < full ? at + part : acl_atomic_add_u32(&of_length[rest], 1);
+            segments[3 * line] = begin;
+            segments[3 * line + 1] = units;
+            segments[3 * line + 2] = target + part;
+            begin += units;
         }
     }
 }
