@@ -17,7 +17,7 @@ from accelerant import errors
 from accelerant._version import __version__
 
 if TYPE_CHECKING:
-    from accelerant import algebra, nn, ops, zk
+    from accelerant import algebra, nn, ops, privacy, zk
     from accelerant.accelerator import Accelerator, AcceleratorConfig
     from accelerant.runtime.batch_size import optimal_batch_size
     from accelerant.runtime.dispatch import explain
@@ -38,10 +38,11 @@ __all__ = [
     "ops",
     "optimal_batch_size",
     "predict_peak",
+    "privacy",
     "zk",
 ]
 
-_SUBPACKAGES = ("algebra", "nn", "ops", "zk")
+_SUBPACKAGES = ("algebra", "nn", "ops", "privacy", "zk")
 _NAMES = {
     "Accelerator": "accelerant.accelerator",
     "AcceleratorConfig": "accelerant.accelerator",

@@ -16,6 +16,7 @@ from accelerant.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from accelerant.nn.train.extension import Extension
     from accelerant.nn.train.presets import RunConfig
 
 __all__ = ["register", "train"]
@@ -62,6 +63,35 @@ _Precision = Annotated[
         show_default=False,
     ),
 ]
+_Private = Annotated[
+    bool,
+    typer.Option("--private", help="Differentially private steps (DP-SGD); needs a target or a noise multiplier."),
+]
+_Target = Annotated[
+    float | None,
+    typer.Option("--target-epsilon", help="With --private: epsilon at the end; the noise is found for it."),
+]
+_Delta = Annotated[float | None, typer.Option(help="With --private: delta. Default: 1e-5.", show_default=False)]
+_Norm = Annotated[
+    float | None,
+    typer.Option(help="With --private: norm to which a window's gradient is clipped. Default: 1.", show_default=False),
+]
+_Noise = Annotated[
+    float | None,
+    typer.Option("--noise-multiplier", help="With --private: noise over the clipping norm. With a target: stop at it."),
+]
+_Insecure = Annotated[
+    bool, typer.Option("--insecure-noise", help="With --private: noise from Philox, for research; the ledger says so.")
+]
+_Spent = Annotated[
+    str | None,
+    typer.Option(
+        "--ledger",
+        metavar="FILE",
+        help="With --private: privacy ledger to add to, of all trainings on these data. Default: one in the folder.",
+        show_default=False,
+    ),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no progress.")]
 
 
@@ -85,6 +115,13 @@ def train(
     profile: _Profile = False,
     log: _Log = None,
     precision: _Precision = None,
+    private: _Private = False,
+    target_epsilon: _Target = None,
+    delta: _Delta = None,
+    max_grad_norm: _Norm = None,
+    noise_multiplier: _Noise = None,
+    insecure_noise: _Insecure = False,
+    ledger: _Spent = None,
     json_output: _Json = False,
 ) -> None:
     """Train a GPT on text and write model, metrics, sample and report to a folder.
@@ -94,6 +131,11 @@ def train(
     chosen = {"--preset": preset, "--data": data, "--steps": steps, "--out": out, "--seed": seed}
     chosen |= {"--micro-batch": micro_batch, "--deterministic": deterministic, "--recompute": recompute or None}
     chosen |= {"--profile": profile or None, "--log": log, "--precision": precision}
+    wanted: dict[str, Any] = {"--target-epsilon": target_epsilon, "--delta": delta, "--max-grad-norm": max_grad_norm}
+    wanted |= {"--noise-multiplier": noise_multiplier, "--insecure-noise": insecure_noise or None, "--ledger": ledger}
+    if not private and (alone := [name for name, value in wanted.items() if value is not None]):
+        raise ConfigError(f"{alone[0]} goes with --private")
+    chosen |= {"--private": private or None}
     if more and not data:
         raise ConfigError(f"unexpected argument {more[0]!r}: name paths after --data")
     for name, value in (("--data", [*(data or ()), *(more or ())]), ("--out", [out]), ("--resume", [resume])):
@@ -103,7 +145,7 @@ def train(
         given = [name for name, value in chosen.items() if value is not None]
         if given:
             raise ConfigError(f"--resume continues a run as it was: leave out {given[0]}")
-        _run(Path(resume), None, device, json_output)
+        _run(Path(resume), None, device, json_output, extension=_resumed(Path(resume)))
         return
     from accelerant.nn.train.presets import RunConfig
     from accelerant.nn.train.presets import preset as recipe_of
@@ -123,7 +165,41 @@ def train(
         profile=_PROFILED_STEPS if profile else 0,
         precision="auto" if precision is None else precision,  # type: ignore[arg-type]  # as above
     )
-    _run(Path("runs") / recipe.name if out is None else Path(out), run, device, json_output, deterministic)
+    folder = Path("runs") / recipe.name if out is None else Path(out)
+    extension = _extension(folder, wanted) if private else None
+    _run(folder, run, device, json_output, deterministic, extension)
+
+
+def _extension(folder: Path, wanted: dict[str, Any]) -> Extension:
+    """What makes a run private.
+
+    Args:
+        folder: the run's.
+        wanted: options by their names; None where not given.
+
+    Raises:
+        ConfigError: a value that has no meaning.
+    """
+    from accelerant.nn.train.folder import RunFolder
+    from accelerant.privacy.dp.training import PrivateRun, PrivateSettings
+
+    given = {name: value for name, value in wanted.items() if value is not None}
+    secure, ledger = not given.pop("--insecure-noise", False), given.pop("--ledger", None)
+    path = folder / RunFolder.LEDGER if ledger is None else Path(ledger).expanduser()
+    values = {name.removeprefix("--").replace("-", "_"): value for name, value in given.items()}
+    return PrivateRun(PrivateSettings(str(path.absolute()), secure=secure, **values))
+
+
+def _resumed(folder: Path) -> Extension | None:
+    """The same of a run that was begun before; None of an ordinary one."""
+    from accelerant.nn.train.folder import RunFolder
+
+    config = RunFolder(folder).read_config()
+    if "private" not in config:
+        return None
+    from accelerant.privacy.dp.training import PrivateRun
+
+    return PrivateRun.of(config["private"])
 
 
 def _sources(names: list[str]) -> tuple[str, ...]:
@@ -136,12 +212,18 @@ def _sources(names: list[str]) -> tuple[str, ...]:
 
 
 def _run(
-    out: Path, run: RunConfig | None, backend: str | None, as_json: bool, deterministic: bool | None = None
+    out: Path,
+    run: RunConfig | None,
+    backend: str | None,
+    as_json: bool,
+    deterministic: bool | None = None,
+    extension: Extension | None = None,
 ) -> None:
     """Start a run, or continue the one in `out` where run is None; then print how it ended.
 
     Args:
         deterministic: of a new run; None: where it costs nothing, on the CPU.
+        extension: what makes the steps, where it is not the Trainer.
     """
     if run is None or deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
@@ -169,9 +251,9 @@ def _run(
 
     try:
         if run is None:
-            outcome = resume_training(out, device, progress=view, ledger=ledger)
+            outcome = resume_training(out, device, progress=view, ledger=ledger, extension=extension)
         else:
-            outcome = run_training(run, out, device, progress=view, ledger=ledger)
+            outcome = run_training(run, out, device, progress=view, ledger=ledger, extension=extension)
     finally:
         view.close()
     if as_json:

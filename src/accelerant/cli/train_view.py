@@ -72,6 +72,12 @@ def _summary_text(summary: dict[str, Any]) -> str:
         f"peak memory      {_memory(summary)}",
         f"report           {summary['report']}",
     ]
+    if private := summary.get("private"):
+        whose = private["unit"] + ("" if private["secure"] else ", noise NOT secure")
+        lines.append(f"privacy          epsilon {private['epsilon']} at delta {private['delta']:g} for each {whose}")
+        lines.append(f"statement        {private['statement']}")
+    if summary.get("stopped"):
+        lines.append(f"stopped early    {summary['stopped']}")
     if summary.get("profile"):
         lines.append(f"profile          {', '.join(summary['profile'])}")
     return "\n".join(lines)

@@ -38,7 +38,11 @@ class RunFolder:
         "trace.json",
         "kernels.txt",
         "kernels.json",
+        "privacy.json",
     )
+
+    LEDGER = "privacy-ledger.jsonl"
+    """Of a private run. It is never removed: what was spent on the data stays spent when the model is gone."""
 
     EVENT_LOGS = "tensorboard"
 
@@ -77,7 +81,8 @@ class RunFolder:
     def start(self) -> str | None:
         """Make the folder ready for a new run.
 
-        A finished run's files go; an unfinished one's are moved into a folder inside.
+        A finished run's files go, but for a privacy ledger, which is kept under another name; an unfinished one's are
+        moved into a folder inside.
 
         Returns:
             What to tell the user, if anything.
@@ -94,7 +99,7 @@ class RunFolder:
             if Checkpoints(self.path).exist and not self.finished:
                 kept = self._free_name()
                 kept.mkdir()
-                for file in (*old, *self._event_logs()):
+                for file in (*old, *self.path.glob(f"{self.LEDGER}*"), *self._event_logs()):
                     file.rename(kept / file.name)
                 note = f"kept the unfinished run that was here: {RunFolder(kept).resume_command}"
             else:
@@ -102,6 +107,7 @@ class RunFolder:
                     file.unlink()  # the summary first: a run half removed is not a finished one
                 for log in self._event_logs():
                     shutil.rmtree(log)
+                note = self._keep_ledger()
         except OSError as error:
             raise ConfigError(f"cannot write to {self.path}: {error.strerror or error}") from None
         return note
@@ -157,8 +163,21 @@ class RunFolder:
             return False
         return True
 
-    def _free_name(self) -> Path:
+    def _keep_ledger(self) -> str | None:
+        """Give the ledger of the run that was here another name; what to tell of it."""
+        ledger = self.path / self.LEDGER
+        if not ledger.is_file():
+            return None
+        kept = self._free_name(ledger.stem, ledger.suffix)
+        for file in self.path.glob(f"{self.LEDGER}*"):  # and what its writer keeps beside it
+            file.rename(kept.with_name(kept.name + file.name.removeprefix(self.LEDGER)))
+        return (
+            f"kept the privacy ledger of the run that was here as {kept.name}: this run begins a new one. Trainings on "
+            "the same data add up: give --ledger to go on with one"
+        )
+
+    def _free_name(self, stem: str = "unfinished", suffix: str = "") -> Path:
         number = 1
-        while (self.path / f"unfinished-{number}").exists():
+        while (self.path / f"{stem}-{number}{suffix}").exists():
             number += 1
-        return self.path / f"unfinished-{number}"
+        return self.path / f"{stem}-{number}{suffix}"

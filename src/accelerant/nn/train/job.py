@@ -9,6 +9,7 @@ import platform
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from accelerant._version import __version__
-from accelerant.errors import AccelerantError, FormatError, OutOfMemory
+from accelerant.errors import AccelerantError, ConfigError, FormatError, OutOfMemory
 from accelerant.nn._float8 import require_float8
 from accelerant.nn.models.gpt import GPT, GPTConfig
 from accelerant.nn.train.batches import Tokens
@@ -26,6 +27,7 @@ from accelerant.nn.train.callbacks import Callback, TensorBoard
 from accelerant.nn.train.checkpoint import Checkpoints, write_atomic, write_tensors
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import numerics
+from accelerant.nn.train.extension import Extension
 from accelerant.nn.train.folder import RunFolder
 from accelerant.nn.train.history import History
 from accelerant.nn.train.lock import RunLock
@@ -34,6 +36,7 @@ from accelerant.nn.train.metrics import StepRecord
 from accelerant.nn.train.objective import Evaluation, autocast
 from accelerant.nn.train.presets import RunConfig
 from accelerant.nn.train.report import build_report
+from accelerant.nn.train.source import Source
 from accelerant.nn.train.sources import TokenSource
 from accelerant.nn.train.trainer import Trainer
 
@@ -86,6 +89,7 @@ def run_training(
     *,
     progress: Progress,
     ledger: Callable[[], Mapping[str, Any]],
+    extension: Extension | None = None,
 ) -> Outcome:
     """Train from the beginning and write everything to a folder.
 
@@ -95,6 +99,7 @@ def run_training(
         device: where to train.
         progress: is told what happens.
         ledger: gives the ledger's dictionary, for the report.
+        extension: what makes the steps in place of the Trainer's own; closed at the end.
 
     Returns:
         The summary; after SIGINT or SIGTERM, with a checkpoint written.
@@ -107,19 +112,22 @@ def run_training(
     """
     if run.precision == "fp8":
         require_float8(device)
+    extension = extension or Extension()
+    extension.require(run)
     folder = RunFolder(out)
     folder.require_usable()
     if run.log == "tensorboard":
         TensorBoard(out)  # says that it is not installed before an older run is removed
-    with RunLock(out) as lock:
+    with RunLock(out) as lock, closing(extension):
         material = prepare_material(run, progress, tokenizer_from=None)
+        source = extension.source(material.train, _configured(run, out, device, extension), material.sha256)
         lock.take()
         folder.require_usable()  # others may have written while the text was read
         note = folder.start()
         if note:
             progress.note(note)
         with numerics(deterministic=run.deterministic, cpu_threads=run.recipe.cpu_threads):
-            session = _Session(run, folder, material, device, progress, ledger)
+            session = _Session(run, folder, material, device, progress, ledger, extension, source)
             folder.write_config(session.description())
             tokenizer_json = material.tokenizer.to_json()
             if tokenizer_json is not None:
@@ -133,6 +141,7 @@ def resume_training(
     *,
     progress: Progress,
     ledger: Callable[[], Mapping[str, Any]],
+    extension: Extension | None = None,
 ) -> Outcome:
     """Continue an interrupted run where its last checkpoint stands.
 
@@ -142,6 +151,7 @@ def resume_training(
         out: the run's folder; the rest as for `run_training`.
 
     Raises:
+        ConfigError: the run had an extension, and this is none or another.
         FormatError: there is no run or checkpoint, or it is torn, of another shape, or of other data.
         ConfigError: the data cannot be read any more, or another process has the run.
         OutOfMemory: a micro-batch does not fit the device.
@@ -151,24 +161,31 @@ def resume_training(
     folder.read_config()
     if folder.finished:  # perhaps in a folder that cannot be written: no lock
         return Outcome(folder.read_summary(), already_finished=True)
-    with RunLock(out):
-        return _resume(folder, device, progress, ledger)
+    with RunLock(out), closing(extension or Extension()) as chosen:
+        return _resume(folder, device, progress, ledger, chosen)
 
 
 def _resume(
-    folder: RunFolder, device: torch.device, progress: Progress, ledger: Callable[[], Mapping[str, Any]]
+    folder: RunFolder,
+    device: torch.device,
+    progress: Progress,
+    ledger: Callable[[], Mapping[str, Any]],
+    extension: Extension,
 ) -> Outcome:
     config = folder.read_config()
+    if config.get("extension", Extension.name) != extension.name:
+        raise ConfigError(f"the run in {folder.path} is one of {config['extension']}: go on with --resume")
     if folder.finished:
         return Outcome(folder.read_summary(), already_finished=True)
     run = RunConfig.from_dict(config.get("run", {}))
     if not Checkpoints(folder.path).exist:
-        command = run.command(str(folder.path), device.type)
+        command = run.command(str(folder.path), device.type, extension.words())
         advice = f": start again with: {command}" if command else ": start it again"
         raise FormatError(f"no checkpoint {folder.checkpoint}: none was written yet{advice}")
     material = prepare_material(run, progress, tokenizer_from=folder.tokenizer)
+    source = extension.source(material.train, _configured(run, folder.path, device, extension), material.sha256)
     with numerics(deterministic=run.deterministic, cpu_threads=run.recipe.cpu_threads):
-        return _Session(run, folder, material, device, progress, ledger).run(resume=True)
+        return _Session(run, folder, material, device, progress, ledger, extension, source).run(resume=True)
 
 
 class _Told(Callback):
@@ -207,8 +224,11 @@ class _Session:
         device: torch.device,
         progress: Progress,
         ledger: Callable[[], Mapping[str, Any]],
+        extension: Extension,
+        source: Source | None,
     ) -> None:
         self._run = run
+        self._extension = extension
         self._folder = folder
         self._material = material
         self._device = device
@@ -225,11 +245,16 @@ class _Session:
         )
         self._model = GPT(self._config)  # drawn on the host: the same weights for every device
         told = _Told(progress, self._device_name())
-        self._trainer = Trainer(self._model, _train_config(run, folder.path, device), callbacks=[told])
+        config = _configured(run, folder.path, device, extension)
+        self._trainer = Trainer(self._model, config, callbacks=[told, extension])
+        self._training = self._source(material.train, "training") if source is None else source
+        self._trainer.step = extension.attach(self._trainer)
 
     def description(self) -> dict[str, Any]:
         """What config.json says."""
+        more = self._extension.description()
         return {
+            **({"extension": self._extension.name, self._extension.name: more} if more else {}),
             "run": self._run.to_dict(),
             "model": self._config.to_dict(),
             "parameters": self._model.parameter_count(),
@@ -251,7 +276,7 @@ class _Session:
         sizes, count = recipe.validation_sizes, recipe.validations
         try:
             history = self._trainer.run(
-                self._source(self._material.train, "training"),
+                self._training,
                 self._source(self._material.held_out, "held-out", sizes[0]),
                 folder=self._folder.path,
                 resume=resume,
@@ -310,8 +335,8 @@ class _Session:
             "preset": self._run.recipe.name,
             "device": self._device_name(),
             "parameters": self._model.parameter_count(),
-            "steps": self._run.recipe.steps,
-            "tokens": self._run.recipe.steps * self._run.recipe.tokens_per_step,
+            "steps": history.steps,
+            "tokens": history.steps * self._run.recipe.tokens_per_step,
             "train_loss": round(float(np.mean([r.loss for r in records[-20:]])), 4) if records else None,
             "validation_loss": round(validation.loss, 4),
             "validation_nats_per_byte": round(per_byte, 4),
@@ -326,6 +351,11 @@ class _Session:
             "out": str(self._folder.path),
             "report": str(self._folder.report),
         }
+        more = self._extension.results()
+        if more:
+            summary[self._extension.name] = more
+        if history.reason:
+            summary["stopped"] = history.reason
         if self._trainer.profile:
             summary["profile"] = [str(self._folder.path / name) for name in ("kernels.txt", "trace.json")]
         self._write_results(tensors, sample, summary, records)
@@ -338,7 +368,13 @@ class _Session:
         write_tensors(folder.model, tensors, {"format": "pt"})
         write_atomic(folder.sample, sample.encode())
         html = build_report(
-            summary=summary, config=self.description(), records=records, ledger=self._ledger(), sample=sample
+            summary=summary,
+            config=self.description(),
+            records=records,
+            ledger=self._ledger(),
+            sample=sample,
+            curves=self._extension.curves(),
+            remarks=self._extension.remarks(),
         )
         write_atomic(folder.report, html.encode())
         folder.write_json(folder.summary, summary)  # last: it says that the run is whole
@@ -359,6 +395,10 @@ class _Session:
             return f"{self._device} ({torch.cuda.get_device_name(self._device)})"
         threads = torch.get_num_threads()
         return f"{self._device} ({threads} thread{'s' * (threads != 1)})"
+
+
+def _configured(run: RunConfig, folder: Path, device: torch.device, extension: Extension) -> TrainConfig:
+    return extension.configured(_train_config(run, folder, device))
 
 
 def _train_config(run: RunConfig, folder: Path, device: torch.device) -> TrainConfig:

@@ -15,7 +15,7 @@ import torch
 from accelerant.nn.train.batches import Batch
 from accelerant.nn.train.metrics import PendingStep, StepRecord, StepTimer, peak_memory_bytes
 from accelerant.nn.train.objective import Evaluation
-from accelerant.nn.train.step import TrainStep
+from accelerant.nn.train.step import StepResult
 
 __all__ = ["Loop", "LoopEvents", "NotFinite", "Pace", "split"]
 
@@ -97,7 +97,13 @@ class Loop:
     """
 
     def __init__(
-        self, step: TrainStep, *, device: torch.device, micro_batch: int | None, pace: Pace, events: LoopEvents
+        self,
+        step: Callable[[Sequence[Batch], float], StepResult],
+        *,
+        device: torch.device,
+        micro_batch: int | None,
+        pace: Pace,
+        events: LoopEvents,
     ) -> None:
         self._step = step
         self._device = device

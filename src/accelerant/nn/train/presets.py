@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -228,12 +229,13 @@ class RunConfig:
         if "" in self.data:
             raise ConfigError("data names an empty path: give stdlib, files or folders")
 
-    def command(self, out: str, backend: str) -> str:
+    def command(self, out: str, backend: str, more: Sequence[str] = ()) -> str:
         """The command line that starts this run from the beginning; empty where none does.
 
         Args:
             out: the run's folder.
             backend: where it runs.
+            more: options of an extension.
         """
         known = PRESETS.get(self.recipe.name)
         if known is None:
@@ -252,7 +254,7 @@ class RunConfig:
             words += ["--log", self.log]
         if self.precision != "auto":
             words += ["--precision", self.precision]
-        return shlex.join([*words, "--out", out])
+        return shlex.join([*words, *more, "--out", out])
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values; `from_dict` is its inverse."""

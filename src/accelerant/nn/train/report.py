@@ -10,11 +10,13 @@ from html import escape
 from typing import Any
 
 from accelerant.nn.train.charts import Line, Reference, line_chart, smoothed
+from accelerant.nn.train.extension import Curve
 from accelerant.nn.train.metrics import StepRecord
 from accelerant.nn.train.page import document
 
 __all__ = ["build_report"]
 
+_MOST_DOTS = 40  # on a curve
 _ROWS_SHOWN = 16  # of the ledger; a sample adds many cases of few calls each
 
 _STYLE = """
@@ -23,7 +25,8 @@ _STYLE = """
 .line.held { stroke: var(--two); } .line.speed { stroke: var(--three); }
 .dot.each, .dot.mean { fill: var(--one); } .dot.held { fill: var(--two); } .dot.speed { fill: var(--three); }
 i.each { background: var(--one-soft); } i.mean { background: var(--one); } i.held { background: var(--two); }
-i.speed { background: var(--three); }
+i.speed { background: var(--three); } .line.more { stroke: var(--four); } .dot.more { fill: var(--four); }
+i.more { background: var(--four); }
 table { font-size: 13.5px; } th, td { padding: 6px 14px 6px 0; } .wrap { overflow-wrap: anywhere; }
 .number, .word { white-space: nowrap; }
 td.case { font-family: ui-monospace, monospace; font-size: 12px; color: var(--soft); }
@@ -40,6 +43,8 @@ def build_report(
     records: Sequence[StepRecord],
     ledger: Mapping[str, Any],
     sample: str,
+    curves: Sequence[Curve] = (),
+    remarks: Sequence[str] = (),
 ) -> str:
     """The whole page.
 
@@ -49,6 +54,8 @@ def build_report(
         records: a record a step.
         ledger: as `Ledger.to_dict()` gives it: "ops" and "fallbacks".
         sample: text that the model wrote.
+        curves: more charts, beside the loss.
+        remarks: sentences on what the figures mean, under the facts.
 
     Returns:
         HTML; every text from outside is escaped.
@@ -59,11 +66,13 @@ def build_report(
         f"{millions:.1f} million parameters, trained on {escape(str(config['corpus']['source']))}, "
         f"on {escape(str(summary['device']))}"
     )
+    charts = [_loss_card(summary, config, records), *map(_curve_card, curves), _speed_card(records)]
     body = [
         f"<h1>Training report: {preset}</h1>",
         f'<p class="lead">{lead}</p>',
         _facts(summary),
-        f'<div class="row">{_loss_card(summary, config, records)}{_speed_card(records)}</div>',
+        *[f'<p class="card">{escape(text)}</p>' for text in remarks],
+        f'<div class="row">{"".join(charts)}</div>',
         _ledger_card(ledger),
         _card("What the model writes", f"<pre>{escape(sample)}</pre>"),
         f'<div class="row">{_table_card("Settings", _settings(config))}{_table_card("Data", _data(config))}</div>',
@@ -120,6 +129,11 @@ def _loss_card(summary: Mapping[str, Any], config: Mapping[str, Any], records: S
             Reference("bigram", summary["bigram_nats_per_byte"]),
         ]
     return _card("Loss", line_chart(lines, x_label="step", y_label="nats a token", references=references))
+
+
+def _curve_card(curve: Curve) -> str:
+    line = Line(curve.label, curve.points, "more", dots=len(curve.points) <= _MOST_DOTS)
+    return _card(escape(curve.title), line_chart([line], x_label="step", y_label=curve.y_label, zero=True))
 
 
 def _speed_card(records: Sequence[StepRecord]) -> str:

@@ -45,6 +45,7 @@ class Rescue:
         checkpoints: of its folder; None without one.
         rate: the learning rate of a step.
         start, position: where this run began.
+        watches: whether steps are the Trainer's own, which can be looked into and done again.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class Rescue:
         rate: Callable[[int], float],
         start: int,
         position: dict[str, int],
+        *,
+        watches: bool = True,
     ) -> None:
         self._trainer = trainer
         self._source = source
@@ -63,12 +66,12 @@ class Rescue:
         self._position = position
         self._step = start
         self._saved = start
-        self._waits = trainer.device.type in _LOOKED_AT
+        self._waits = watches and trainer.device.type in _LOOKED_AT
         self._seen: list[tuple[Batch, Tensor]] = []
         self._random: Tensor | None = None
         self._handle: Any = None
         self._first: tuple[dict[str, Tensor], dict[str, Any]] | None = None
-        if not self._waits and not start:
+        if watches and not self._waits and not start:
             tensors, values = gathered(trainer.model, trainer.optimizer, trainer.device)
             self._first = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}, values
 
@@ -107,14 +110,16 @@ class Rescue:
 
         return run
 
-    def diagnosis(self, step: TrainStep, failed: int, loss: Callable[..., Tensor]) -> str:
+    def diagnosis(self, step: object, failed: int, loss: Callable[..., Tensor]) -> str:
         """What to tell of a step that failed: the module, the last good checkpoint. The model goes back to before it.
 
         Args:
-            step: does the steps since the last checkpoint again, on a GPU.
+            step: does the steps since the last checkpoint again, on a GPU; another than TrainStep is not asked to.
             failed: the step, 0 the first.
             loss: of a batch, in the training's precision.
         """
+        if not isinstance(step, TrainStep):
+            return f"not diagnosed: the steps are not the Trainer's own; {self._last_good()}"
         try:
             parts = [batch for batch, _ in self._seen] if self._waits else self._before(step, failed)
         except (FormatError, StopIteration) as error:

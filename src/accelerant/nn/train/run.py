@@ -142,9 +142,10 @@ class Run:
             self._profiler = StepProfiler(self._folder, trainer.config.profile, steps, trainer.device)
         pin = trainer.device.type == "cuda"
         with ExitStack() as opened:
-            self._rescue = Rescue(trainer, source, self._checkpoints, pace.rate, start, position)
+            own = trainer.step is None
+            self._rescue = Rescue(trainer, source, self._checkpoints, pace.rate, start, position, watches=own)
             opened.enter_context(self._rescue)
-            step = self._step()
+            step = self._step() if trainer.step is None else trainer.step
             batches = opened.enter_context(closing(source.batches(range(start, pace.steps), position, pin=pin)))
             events = LoopEvents(
                 records=self._records,

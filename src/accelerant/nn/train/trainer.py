@@ -26,6 +26,7 @@ from accelerant.nn.train.callbacks import Callback, TensorBoard
 from accelerant.nn.train.checkpoint import Checkpoints, write_atomic
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import numerics
+from accelerant.nn.train.extension import Step
 from accelerant.nn.train.history import History
 from accelerant.nn.train.lock import RunLock
 from accelerant.nn.train.objective import (
@@ -86,6 +87,7 @@ class Trainer:
         precision: the dtype to compute in; None for the parameters' own.
         history: of the present or the last run.
         profile: the table by kernel, where a profile was taken.
+        step: what makes the steps in place of a TrainStep (extension.py); None.
 
     Raises:
         ConfigError: a value that has no meaning for this model.
@@ -119,6 +121,7 @@ class Trainer:
         self.precision = precision_of(self.config, self.device)
         self.history = History()
         self.profile: list[KernelTime] = []
+        self.step: Step | None = None
         self._stop = ""
 
     def stop(self, reason: str) -> None:

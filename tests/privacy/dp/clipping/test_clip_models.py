@@ -94,6 +94,13 @@ def of_transformers(name):
     if name == "llama":
         config = transformers.LlamaConfig(**small, intermediate_size=12, num_key_value_heads=1, **none)
         return transformers.LlamaForCausalLM(config)
+    if name in ("mistral", "qwen2", "qwen3"):
+        title = name.capitalize()
+        head_dim = {} if name == "qwen2" else {"head_dim": 4}
+        config = getattr(transformers, f"{title}Config")(
+            **small, intermediate_size=12, num_key_value_heads=1, **head_dim, **none
+        )
+        return getattr(transformers, f"{title}ForCausalLM")(config)
     if name == "vit":
         del small["vocab_size"]
         config = transformers.ViTConfig(**small, **quiet, image_size=8, patch_size=4, num_labels=3)
@@ -108,6 +115,12 @@ def of_transformers(name):
 def test_language_models_of_transformers(name, norms):
     model = of_transformers(name)
     check(model, tokens(4, 4)[:1], lambda model, idx: model(input_ids=idx, labels=idx).loss, norms=norms)
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3"])
+def test_other_language_models_of_transformers(name):
+    model = of_transformers(name)
+    check(model, tokens(4, 4)[:1], lambda model, idx: model(input_ids=idx, labels=idx).loss)
 
 
 @modes
@@ -160,3 +173,22 @@ def test_a_copy_of_a_model_has_its_own_weights():
     other.loss(idx, idx).backward()
     plain.loss(idx, idx).backward()
     torch.testing.assert_close(other.wte.weight.grad, plain.wte.weight.grad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compile_leaves_what_feeds_the_sink_to_python(backend):
+    from accelerant.privacy.dp.clipping import PerExampleClipper
+
+    torch._dynamo.reset()
+    model = GPT(GPTConfig(vocab_size=V, context=6, layers=1, heads=2, width=8)).double()
+    idx, targets = tokens(3, 4)
+    clipper = PerExampleClipper(model, max_grad_norm=0.1)
+    by_logits(model, idx, targets).backward()
+    expected, norms = [each.grad.clone() for each in model.parameters()], clipper.norms
+    model.zero_grad()
+    clipper.norms = None
+    by_logits(torch.compile(model, backend=backend), idx, targets).backward()
+    torch.testing.assert_close(clipper.norms, norms)
+    for each, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(each.grad, grad)

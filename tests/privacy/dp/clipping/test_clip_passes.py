@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
-from accelerant.ops._per_example import sink_of
+from accelerant.ops._per_example import announce, sink_of
 from accelerant.privacy.dp.clipping import PerExampleClipper
 
 modes = pytest.mark.parametrize("norms", MODES)
@@ -448,6 +448,7 @@ def test_a_second_pass_is_refused_to_functions_that_do_not_look():
         first.backward()
 
 
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
 def test_a_pass_to_be_differentiated_is_refused():
     model, x = small(), batch()
     PerExampleClipper(model, max_grad_norm=1.0)
@@ -580,6 +581,57 @@ def test_a_forward_pass_that_fails_is_over():
     with pytest.raises(RuntimeError):
         model(torch.randn(4, 5, 3))
     assert clipper.batch is None
+
+
+def test_what_is_unfrozen_later_is_not_left_unclipped():
+    model, x = small(), batch()
+    model.layers[1].requires_grad_(False)
+    PerExampleClipper(model, max_grad_norm=1.0)
+    loss_of(model, x).backward()
+    model.layers[1].requires_grad_(True)
+    with pytest.raises(UnsupportedCase, match=r"layers\.1\.weight takes gradients, but did not"):
+        loss_of(model, x).backward()
+
+
+def test_a_layer_put_in_later_is_not_left_unclipped():
+    model, x = small(), batch()
+    PerExampleClipper(model, max_grad_norm=1.0)
+    model.layers[3] = nn.Linear(6, 2).double()
+    with pytest.raises(UnsupportedCase, match=r"layers\.3\.weight takes gradients"):
+        loss_of(model, x).backward()
+
+
+@modes
+def test_what_is_frozen_later_gets_no_gradient(norms):
+    model, x = small(), batch()
+    clipper = PerExampleClipper(model, max_grad_norm=1.0, norms=norms)
+    model.layers[1].requires_grad_(False)
+    loss_of(model, x).backward()
+    clipper.detach()
+    assert all(each.grad is None for each in model.layers[1].parameters())
+    expected, _ = clipped(per_example(model, [x], loss_of), 1.0)
+    assert_same(gradient_of(model), expected)
+
+
+def test_announcing_checks_where_the_examples_are():
+    """For functions that see (examples, ...) and feed a sink of their own accord."""
+
+    class Announces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 2, bias=False)
+            self.seen = None
+
+        def forward(self, x, turned):
+            self.seen = announce(sink_of(self.inner.weight), x.transpose(0, 1) if turned else x, self.inner.weight)
+            return x
+
+    model = Announces()
+    PerExampleClipper(model, max_grad_norm=1.0)
+    model(torch.randn(4, 5, 3), False)
+    assert model.seen == 4
+    with pytest.raises(ShapeError, match=r"got \(5, 4, 3\).*batch of 4 examples"):
+        model(torch.randn(4, 5, 3), True)
 
 
 def test_packed_sequences_are_refused():

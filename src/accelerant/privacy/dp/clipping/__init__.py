@@ -17,6 +17,13 @@ Exact per-example gradients of
 and of whatever is made of these: biases, LoRA adapters, parameters that several layers share (an embedding tied to an
 output layer with its cross term), layers called several times. Frozen parameters cost nothing.
 
+Kept until the pass is over, beside what the backward pass of activations keeps: of a layer both factors (its inputs and
+the gradients of its outputs), or its per-example gradients, B times its size in the dtype that it computes in, whatever
+takes less time (norms.py). By layers (`clipping="per_layer"`) nothing is kept longer than a layer takes.
+
+Works with autocast, CUDA graphs, checkpointing (use_reentrant=False), several passes before a step, and torch.compile,
+which leaves these layers to Python.
+
 Refused by name: BatchNorm (it mixes examples), a bare parameter of a module that is not listed, layers of another kind.
 A parameter that is used outside of its layer is found in the backward pass, and refused there.
 

@@ -201,13 +201,13 @@ class PerExampleClipper:
     def expect(self, *parameters: Tensor | None) -> None:
         """See PerExampleSink."""
         for parameter in parameters:
-            if parameter is not None and id(parameter) in self._plan.names:
+            if parameter is not None and self.wants(parameter):
                 for counts in (self._expected, self._announced):
                     counts[id(parameter)] = counts.get(id(parameter), 0) + 1
 
     def wants(self, parameter: Tensor | None) -> bool:
         """See PerExampleSink."""
-        return parameter is not None and id(parameter) in self._plan.names
+        return parameter is not None and parameter.requires_grad and id(parameter) in self._plan.names
 
     def linear(self, weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, examples: int) -> None:
         """See PerExampleSink."""
@@ -286,6 +286,7 @@ class PerExampleClipper:
         self._expected.clear()
         if done is None:
             return
+        self._require_known()
         done.finish()
         found = done.clipped
         if not found:
@@ -302,6 +303,15 @@ class PerExampleClipper:
             self.nonfinite = done.nonfinite if self.nonfinite is None else self.nonfinite.add_(done.nonfinite)
         if self.on_backward is not None:
             self.on_backward(self.norms, self.factors)
+
+    def _require_known(self) -> None:
+        """Raises UnsupportedCase where a parameter got an ordinary gradient, of all examples as they are."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._plan.names:
+                raise UnsupportedCase(
+                    f"{name} takes gradients, but did not, or was not there, when the clipper was attached: nothing "
+                    "clips them. detach() it and make another"
+                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of a parameter that is sent elsewhere has no sink."""

@@ -140,6 +140,8 @@ class _Method:
         self._module, self._name, self._call = module, name, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _uncompiled(self._call, *args, **kwargs)
         return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -152,6 +154,13 @@ class _Method:
 def _bound(module: nn.Module, name: str) -> Any:
     """A module's method as its class has it."""
     return MethodType(getattr(type(module), name), module)
+
+
+def _uncompiled(call: Forward, *args: Any, **kwargs: Any) -> Any:
+    """A call that torch.compile leaves to Python: the sink is fed as the backward pass runs, not as it is traced."""
+    import torch._dynamo
+
+    return torch._dynamo.disable(call)(*args, **kwargs)
 
 
 def _put(module: nn.Module, methods: Mapping[str, _Method]) -> Callable[[], None]:

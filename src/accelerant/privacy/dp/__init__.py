@@ -1,0 +1,91 @@
+"""Differential privacy: private training, mechanisms, and the ledger that says what was spent.
+
+>>> private = dp.make_private(model, optimizer, target_epsilon=8, steps=2000, delta=1e-5, max_grad_norm=1.0,
+...                           sample_rate=256 / 60000)
+>>> for batch in private.batches((images, labels), microbatch=64):
+...     loss = cross_entropy(private.model(batch.tensors[0]), batch.tensors[1])
+...     loss.backward()
+...     private.optimizer.step()
+...     private.optimizer.zero_grad()
+>>> print(private.ledger.statement())
+
+Trust: whoever trains sees the data and is trusted; the drawn batches and the noise are secret. One record is one entry
+of a batch's first dimension, and neighbouring data sets differ by one record added or removed. None of this code has
+been audited. Names load on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelerant.privacy.dp.adaptive import AdaptiveClipping
+    from accelerant.privacy.dp.batches import DrawnBatch, PoissonBatches
+    from accelerant.privacy.dp.clipping import PerExampleClipper
+    from accelerant.privacy.dp.events import Event
+    from accelerant.privacy.dp.gradients import GradientPrivatizer
+    from accelerant.privacy.dp.ledger import Budget, Ledger
+    from accelerant.privacy.dp.local import LocalGaussian, LocalLaplace, RandomizedResponse
+    from accelerant.privacy.dp.mechanisms import gaussian_noise_, laplace_noise_, release
+    from accelerant.privacy.dp.private import PrivateTraining, make_private
+    from accelerant.privacy.dp.sampling import GroupedSampler, PoissonSampler
+    from accelerant.privacy.dp.statement import Statement
+    from accelerant.privacy.dp.step import PrivateStep
+
+_NAMES = {
+    "AdaptiveClipping": "adaptive",
+    "Budget": "ledger",
+    "DrawnBatch": "batches",
+    "Event": "events",
+    "GradientPrivatizer": "gradients",
+    "GroupedSampler": "sampling",
+    "Ledger": "ledger",
+    "LocalGaussian": "local",
+    "LocalLaplace": "local",
+    "PerExampleClipper": "clipping",
+    "PoissonBatches": "batches",
+    "PoissonSampler": "sampling",
+    "PrivateStep": "step",
+    "PrivateTraining": "private",
+    "RandomizedResponse": "local",
+    "Statement": "statement",
+    "gaussian_noise_": "mechanisms",
+    "laplace_noise_": "mechanisms",
+    "make_private": "private",
+    "release": "mechanisms",
+}
+"""Public names and the modules of this folder that have them."""
+
+__all__ = [
+    "AdaptiveClipping",
+    "Budget",
+    "DrawnBatch",
+    "Event",
+    "GradientPrivatizer",
+    "GroupedSampler",
+    "Ledger",
+    "LocalGaussian",
+    "LocalLaplace",
+    "PerExampleClipper",
+    "PoissonBatches",
+    "PoissonSampler",
+    "PrivateStep",
+    "PrivateTraining",
+    "RandomizedResponse",
+    "Statement",
+    "gaussian_noise_",
+    "laplace_noise_",
+    "make_private",
+    "release",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

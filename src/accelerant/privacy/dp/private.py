@@ -1,0 +1,388 @@
+"""`make_private`: an ordinary training loop made differentially private, and what comes with it.
+
+    private = make_private(model, optimizer, target_epsilon=8, steps=2000, delta=1e-5, max_grad_norm=1.0,
+                           sample_rate=256 / 60000)
+    for batch in private.batches((images, labels), microbatch=64):
+        loss = cross_entropy(private.model(batch.tensors[0]), batch.tensors[1])
+        loss.backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    print(private.epsilon(), private.ledger.statement())
+
+DP-SGD: Abadi et al. 2016, arXiv:1607.00133, algorithm 1, with Poisson sampling and add-or-remove-one neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from accelerant.errors import BudgetExceeded, ConfigError, FormatError, UnsupportedCase
+from accelerant.privacy.dp.adaptive import AdaptiveClipping, AdaptiveNorm
+from accelerant.privacy.dp.arguments import Arguments, clipping_of, require_fit
+from accelerant.privacy.dp.calibrate import calibrate
+from accelerant.privacy.dp.clipping import PerExampleClipper
+from accelerant.privacy.dp.distributed import Processes, ShardSampler
+from accelerant.privacy.dp.ledger import Budget, Ledger
+from accelerant.privacy.dp.noisy_sum import NoisySum, make_source
+from accelerant.privacy.dp.optimizer import PrivateOptimizer
+from accelerant.privacy.dp.sampling import DrawnBatch, PoissonBatches, PoissonSampler
+from accelerant.privacy.dp.tally import Tally
+
+__all__ = ["Clipping", "PrivateTraining", "make_private"]
+
+Clipping = Literal["flat", "per_layer", "adaptive"]
+
+_private: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models that have a clipper: a second one would clip what the first has clipped."""
+
+
+class PrivateTraining:
+    """What `make_private` gives; a context manager that detaches and closes at its end.
+
+    Attributes:
+        model: the same module; its backward passes clip now.
+        optimizer: in the place of the one that was given.
+        ledger: what was spent. In several processes rank 0 writes it, the others keep a copy in memory.
+        clipper: per-example norms and factors of the last backward pass.
+        noise_multiplier: standard deviation of the noise over the sensitivity of the sum.
+        delta, sample_rate, steps: as given.
+    """
+
+    def __init__(
+        self,
+        optimizer: PrivateOptimizer,
+        model: nn.Module,
+        clipper: PerExampleClipper,
+        ledger: Ledger,
+        tally: Tally,
+        processes: Processes,
+        plan: Arguments,
+        *,
+        owns_ledger: bool,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.ledger = ledger
+        self.clipper = clipper
+        self.noise_multiplier = plan.noise_multiplier
+        self.delta, self.sample_rate, self.steps = plan.delta, plan.sample_rate, plan.steps
+        self._microbatch = plan.microbatch
+        self._tally = tally
+        self._processes = processes
+        self._owns_ledger = owns_ledger
+        self._attached = True
+        self._hook = model.register_forward_pre_hook(optimizer.drop_released)
+
+    def batches(
+        self,
+        data: Any,
+        *,
+        microbatch: int | None = None,
+        steps: int | None = None,
+        sampler: PoissonSampler | None = None,
+    ) -> Generator[DrawnBatch, None, None]:
+        """Draws from the data by Poisson sampling, each in one or more parts, for an ordinary loop.
+
+        Each row is in each draw with probability sample_rate, independently: batches vary in size and may be empty. The
+        padding of a part is masked in the clipper. In several processes each draws from its own rows: rank, rank +
+        size, ...
+
+        Args:
+            data: tensors of as many rows each in a tuple, a Dataset, or whatever PoissonBatches takes.
+            microbatch: rows of a part; None: as `make_private` was told, else a draw is one part.
+            steps: draws; None: those that are left of the steps that were planned, else one pass (1 / sample_rate).
+            sampler: another of `sampling` that draws at sample_rate: a GroupedSampler with records=1, for privacy by
+                user.
+
+        Raises:
+            ConfigError: a value that has no meaning; later, when a draw was not stepped.
+        """
+        drawn = self.draws(data, microbatch=microbatch, steps=steps, sampler=sampler)
+        return self._watched(drawn)
+
+    def draws(
+        self,
+        data: Any,
+        *,
+        microbatch: int | None = None,
+        steps: int | None = None,
+        sampler: PoissonSampler | None = None,
+    ) -> PoissonBatches:
+        """As `batches`, for a loop that calls `use` itself before the forward pass of each part."""
+        if not self._attached:
+            raise ConfigError("this private training was detached: call make_private again")
+        if steps is None:
+            steps = round(1 / self.sample_rate) if self.steps is None else max(0, self.steps - self.optimizer.steps)
+        drawn: Any = sampler
+        if sampler is None:
+            rows = _rows_of(data)
+            drawn = PoissonSampler(ShardSampler.share(rows, self._processes), self.sample_rate, steps=steps)
+        else:
+            rows = sampler.size
+            self._require_same_rate(sampler)
+        if self._processes.size > 1:
+            drawn = ShardSampler(drawn, self._processes)
+        if self.optimizer.expected_batch_size is None:
+            self.optimizer.expected_batch_size = self.sample_rate * rows
+        return PoissonBatches(data, drawn, microbatch=microbatch or self._microbatch)
+
+    def use(self, batch: DrawnBatch, origin: object = None) -> None:
+        """Say that the next forward and backward pass is of this part of a draw; `batches` does it by itself.
+
+        Args:
+            batch: the part.
+            origin: the same object for all parts of a draw, where draws may be left unfinished.
+
+        Raises:
+            ConfigError: the draw before it was summed and not stepped.
+        """
+        self._tally.begin(rows=batch.rows, examples=batch.examples, last=batch.last, origin=origin)
+        mask = batch.mask
+        self.clipper.mask = None if mask is None else mask.to(self.clipper.parameters[0][1].device)
+
+    def _watched(self, batches: PoissonBatches) -> Generator[DrawnBatch, None, None]:
+        try:
+            for batch in batches:
+                self.optimizer.require_clear()
+                self.use(batch, batches)
+                yield batch
+        finally:
+            self.clipper.mask = None
+
+    def _require_same_rate(self, sampler: PoissonSampler) -> None:
+        if self._processes.size > 1:
+            raise UnsupportedCase("several processes share rows among them: leave sampler out")
+        if not math.isclose(sampler.sample_rate, self.sample_rate, rel_tol=1e-9):
+            raise ConfigError(f"the sampler draws at {sampler.sample_rate}, make_private was told {self.sample_rate}")
+        if sampler.rows_per_unit != 1:
+            raise ConfigError(
+                f"a unit of the sampler has up to {sampler.rows_per_unit} rows in a draw, and would count as often: "
+                "records must be 1"
+            )
+
+    def step(self) -> bool:
+        """optimizer.step() and optimizer.zero_grad(); whether it made a step: not while parts of a draw are to come."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.optimizer.stepped
+
+    def epsilon(self, delta: float | None = None, method: Literal["pld", "rdp"] = "pld") -> float:
+        """What all recorded events together have spent; infinity where a step had no noise.
+
+        Args:
+            delta: None: that of `make_private`.
+            method: of the accountant.
+        """
+        return float(self.ledger.epsilon(self.delta if delta is None else delta, method=method))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into a checkpoint: optimiser, clipping norm, steps, where the ledger is; no key and no noise.
+
+        The noise and the draws of a resumed training are fresh: a repeated key would let two noisy sums be subtracted.
+        """
+        norm = self.clipper.max_grad_norm
+        return {
+            "version": 1,
+            "optimizer": self.optimizer.state_dict(),
+            "max_grad_norm": dict(norm) if isinstance(norm, Mapping) else norm,
+            "noise_multiplier": self.noise_multiplier,
+            "expected_batch_size": self.optimizer.expected_batch_size,
+            "steps": self.optimizer.steps,
+            "ledger": None if self.ledger.path is None else str(self.ledger.path),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave. The ledger is not rewound: steps done since then stay spent.
+
+        Raises:
+            FormatError: it is of something else, or of another noise multiplier.
+        """
+        lacking = {"optimizer", "max_grad_norm", "noise_multiplier", "expected_batch_size", "steps"} - state.keys()
+        if state.get("version") != 1 or lacking:
+            raise FormatError(f"not the state of a private training: version {state.get('version')!r}, lacks {lacking}")
+        if state["noise_multiplier"] != self.noise_multiplier:
+            raise FormatError(
+                f"the state is of noise_multiplier {state['noise_multiplier']}, this training has "
+                f"{self.noise_multiplier}: "
+                "give make_private the same"
+            )
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.clipper.max_grad_norm = state["max_grad_norm"]
+        self.optimizer.expected_batch_size = state["expected_batch_size"]
+        self.optimizer.steps = int(state["steps"])
+
+    def detach(self) -> None:
+        """Take the clipper off: backward passes of the model are ordinary again. The ledger stays open."""
+        if self._attached:
+            self._attached = False
+            self._hook.remove()
+            self.clipper.detach()
+            self.clipper.on_backward = None
+            _private.discard(self.model)
+
+    def close(self) -> None:
+        """Detach, and close the ledger if `make_private` opened it."""
+        self.detach()
+        if self._owns_ledger:
+            self.ledger.close()
+
+    def __enter__(self) -> PrivateTraining:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"PrivateTraining({type(self.model).__name__}, noise_multiplier={self.noise_multiplier:.6g}, "
+            f"sample_rate={self.sample_rate:.6g}, delta={self.delta:g}, steps done {self.optimizer.steps})"
+        )
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    noise_multiplier: float | None = None,
+    target_epsilon: float | None = None,
+    steps: int | None = None,
+    delta: float,
+    max_grad_norm: float | Mapping[str, float],
+    sample_rate: float,
+    expected_batch_size: float | None = None,
+    loss_reduction: Literal["mean", "sum"] = "mean",
+    clipping: Clipping | AdaptiveClipping = "flat",
+    secure: bool = True,
+    microbatch: int | None = None,
+    ledger: Ledger | str | Path | None = None,
+) -> PrivateTraining:
+    """Make the training of a model differentially private.
+
+    One example is one entry of dimension 0 of a batch (of a language model: a row of tokens). Neighbouring data sets
+    differ by one example added or removed. The update is (sum of clipped gradients + noise) / expected batch size.
+    Trust: who trains sees the data; draws and noise stay secret. What is private is the parameters, and what is
+    computed from them and from other data; the losses of the training itself are not.
+
+    Args:
+        model: of layers whose gradients can be taken for each example; BatchNorm and the like are refused by name.
+        optimizer: of torch or of accelerant.nn.optim, over all parameters that require a gradient.
+        noise_multiplier: standard deviation of the noise over the sensitivity, max_grad_norm; 0 is allowed and gives no
+            privacy: epsilon is infinite. Give this or target_epsilon.
+        target_epsilon: of `steps` steps, with what the ledger holds already; the noise multiplier is found for it, and
+            the step that would pass it raises BudgetExceeded.
+        steps: planned; needed with target_epsilon.
+        delta: of (epsilon, delta); below one over the number of examples.
+        max_grad_norm: the L2 norm to which each example's gradient is clipped; by layer names with "per_layer".
+        sample_rate: the probability of each example to be in a batch.
+        expected_batch_size: None: sample_rate times the rows of the data that `batches` is given. Of all processes
+            together.
+        loss_reduction: whether a batch's loss is the "mean" or the "sum" of its examples' losses.
+        clipping: "flat": over all parameters; "per_layer": sensitivity is the root of the sum of squares; "adaptive":
+            the norm follows the median of the gradients' norms, `AdaptiveClipping` has its settings.
+        secure: noise from ChaCha20 on an integer grid. False: Philox and floating point, for research; the ledger says
+            so.
+        microbatch: rows of a part of a draw (virtual steps); None: `batches` says it, else a draw is one part.
+        ledger: a Ledger or the path of its file, which may hold earlier trainings on the same data; None: in memory
+            alone.
+
+    Raises:
+        ConfigError: a value that has no meaning; parameters and optimiser do not go together.
+        UnsupportedCase: a layer whose per-example gradients cannot be exact, a wrapped model.
+        BudgetExceeded: the target cannot be reached with what the ledger holds.
+        MissingDependency: dp-accounting is not installed, which target_epsilon needs.
+    """
+    arguments = Arguments.checked(
+        noise_multiplier, target_epsilon, steps, delta, max_grad_norm, sample_rate, expected_batch_size, microbatch
+    )
+    if loss_reduction not in ("mean", "sum"):
+        raise ConfigError(f"loss_reduction must be mean or sum, got {loss_reduction!r}")
+    adaptive = clipping_of(clipping, max_grad_norm)
+    if isinstance(model, nn.Module) and model in _private:
+        raise ConfigError("the model is private already: detach() the PrivateTraining first")
+    dimensions = require_fit(model, optimizer)
+    processes = Processes()
+    source = make_source(secure)
+    book, owned = _opened(ledger, arguments, processes)
+    try:
+        if arguments.noise_multiplier < 0:  # to be found
+            arguments = dataclasses.replace(
+                arguments, noise_multiplier=processes.on_first(lambda: _found(arguments, book, secure, dimensions))
+            )
+        clipper = PerExampleClipper(
+            model,
+            max_grad_norm=max_grad_norm,
+            clipping="per_layer" if clipping == "per_layer" else "flat",
+            loss_reduction=loss_reduction,
+        )
+    except BaseException:
+        if owned:
+            book.close()
+        raise
+    processes.from_first_([tensor.data for tensor in (*model.parameters(), *model.buffers())])
+    tally = Tally()
+    private = PrivateOptimizer(
+        optimizer,
+        clipper,
+        NoisySum(source, arguments.noise_multiplier, dimensions),
+        book,
+        tally=tally,
+        processes=processes,
+        sample_rate=arguments.sample_rate,
+        expected_batch_size=arguments.expected_batch_size,
+        adaptive=None if adaptive is None else AdaptiveNorm(adaptive, source, arguments.noise_multiplier),
+    )
+    _private.add(model)
+    return PrivateTraining(private, model, clipper, book, tally, processes, arguments, owns_ledger=owned)
+
+
+def _opened(ledger: Ledger | str | Path | None, arguments: Arguments, processes: Processes) -> tuple[Ledger, bool]:
+    """The ledger to write, and whether it is ours to close."""
+    if isinstance(ledger, Ledger):
+        return ledger, False
+    if ledger is not None and not isinstance(ledger, str | Path):
+        raise ConfigError(f"ledger must be a Ledger, a path or None, got {type(ledger).__name__}")
+    budget = None if arguments.target_epsilon is None else Budget(arguments.target_epsilon, arguments.delta)
+    if processes.first:
+        return Ledger(ledger, budget=budget), True
+    return Ledger(), True
+
+
+def _found(arguments: Arguments, ledger: Ledger, secure: bool, dimensions: int) -> float:
+    """The noise multiplier for the target, with what the ledger holds already and what the noise itself is charged.
+
+    Raises:
+        BudgetExceeded: what the ledger holds has spent the target.
+    """
+    target, steps, delta, rate = (
+        arguments.target_epsilon,
+        arguments.steps,
+        arguments.delta,
+        arguments.sample_rate,
+    )
+    assert target is not None and steps is not None  # noqa: PT018  for the type checker: checked before
+    # Twice the distance: the count of adaptive clipping has noise of its own.
+    charged = 2 * NoisySum(make_source(secure), 1.0, dimensions).plan(arguments.sensitivity).distance
+    if ledger.events and (before := ledger.epsilon(delta)) >= target:
+        raise BudgetExceeded(
+            f"the ledger holds epsilon {before:.4g} at delta {delta:g} already: {steps} more steps cannot end at "
+            f"{target:g}"
+        )
+    return calibrate(target, delta, rate, steps, charged=charged, before=ledger.events)
+
+
+def _rows_of(data: Any) -> int:
+    """How many rows some data have."""
+    if isinstance(data, Mapping) and data:
+        data = tuple(data.values())
+    return len(data[0]) if isinstance(data, tuple | list) and data else len(data)

@@ -1,0 +1,109 @@
+"""Which examples went through backward since the last step, and whether they are a whole draw of our sampler.
+
+The claim of a step rests on each example adding at most one clipped gradient to the sum. The tally holds a loop to
+that: one backward pass for each row of a drawn batch, one step for each draw.
+"""
+
+from __future__ import annotations
+
+from accelerant.errors import ConfigError
+
+__all__ = ["Tally"]
+
+
+class Tally:
+    """Counts rows through backward passes, beside those of the batch that is being used.
+
+    Attributes:
+        passes: backward passes since the last step.
+        examples: rows of them.
+    """
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self.examples = 0
+        self._rows = 0
+        self._seen = 0
+        self._last = True
+        self._open = False
+        self._drawn = 0
+        self._origin: object = None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether what is summed is of a draw of our sampler."""
+        return self._open
+
+    @property
+    def complete(self) -> bool:
+        """Whether a step may follow: the last part of the draw is here, or the batches are the user's own."""
+        return self._last or not self._open
+
+    @property
+    def held(self) -> bool:
+        """Whether parts of an unfinished draw are in the gradients: they must not be cleared."""
+        return self.passes > 0 and self._open and not (self._last and self._seen)
+
+    def begin(self, *, rows: int, examples: int, last: bool, origin: object = None) -> None:
+        """A part of a draw is handed to the loop.
+
+        Args:
+            rows: of its tensors, padding included.
+            examples: that were drawn, in this part.
+            last: whether the draw ends with it.
+            origin: what hands the parts out; a draw of another begins, even if the last one is not complete.
+
+        Raises:
+            ConfigError: the draw before it was summed and not stepped, or gradients of other batches are there.
+        """
+        new = self._last or not self._open or origin is not self._origin
+        if new and self.passes:
+            self._open = False  # so that zero_grad clears them
+            raise ConfigError(
+                f"{self.passes} backward pass(es) without optimizer.step() before the next draw: one step belongs to "
+                "each draw. zero_grad() gives these up. For larger batches raise sample_rate; for less memory give "
+                "microbatch"
+            )
+        if self._open and self._seen > self._rows:
+            self._refuse_more()
+        if new:
+            self._drawn = 0
+        self._rows, self._seen, self._last, self._open, self._origin = rows, 0, last, True, origin
+        self._drawn += examples
+
+    def add(self, rows: int) -> None:
+        """A backward pass over so many rows has ended."""
+        self.passes += 1
+        self.examples += rows
+        self._seen += rows
+
+    def require_step(self) -> None:
+        """Check that what is summed may be released.
+
+        Raises:
+            ConfigError: no backward pass since the last step, unless an empty batch was drawn; or more rows than drawn.
+        """
+        if self._open and self._seen > self._rows:
+            self._refuse_more()
+        if not self.passes and not (self._open and self._drawn == 0):
+            raise ConfigError(
+                "optimizer.step() without a backward pass since the last step: only an empty batch that our sampler "
+                "drew "
+                "makes a step of noise alone"
+            )
+
+    def forget(self) -> None:
+        """The sums were cleared without a step."""
+        self.passes = self.examples = self._seen = 0
+
+    def released(self) -> None:
+        """The sums were released: the draw is used up."""
+        self.forget()
+        self._open = False
+
+    def _refuse_more(self) -> None:
+        raise ConfigError(
+            f"{self._seen} rows went through backward passes, the batch has {self._rows}: an example would count "
+            f"more than "
+            "once. Add the losses up and call backward once for each batch"
+        )

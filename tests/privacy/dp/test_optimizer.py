@@ -1,0 +1,401 @@
+"""The private step: what it releases, what it refuses, what it leaves alone."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from loops import classify, clipped_sums, mlp, parameters, points, private, tiny_gpt
+from torch.nn import functional as F
+
+from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedCase
+from accelerant.nn.optim import AdamW
+from accelerant.privacy import dp
+
+BOUND = 0.5
+
+
+def drawn_steps(training, data, loss, **options):
+    """An ordinary loop; the parts of each draw, in tensors without padding."""
+    draws, parts = [], []
+    for batch in training.batches(data, **options):
+        loss(training.model, *batch.tensors).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        keep = slice(None) if batch.mask is None else batch.mask
+        parts.append(tuple(each[keep] for each in batch.tensors))
+        if batch.last:
+            draws.append(tuple(torch.cat(column) for column in zip(*parts, strict=True)))
+            parts = []
+    return draws
+
+
+@pytest.mark.parametrize("microbatch", [None, 1, 3, 64])
+def test_an_ordinary_loop_is_a_loop_of_microbatches_of_one(microbatch):
+    data, model = points(), mlp()
+    plain = copy.deepcopy(model)
+    with private(model, 0.2, lr=0.3) as training:
+        draws = drawn_steps(training, data, classify, microbatch=microbatch, steps=4)
+    for rows in draws:
+        for p, total in zip(plain.parameters(), clipped_sums(plain, classify, rows, BOUND), strict=True):
+            p.data -= (0.3 * total / (0.2 * 40)).float()
+    assert len({len(rows[0]) for rows in draws}) > 1  # the realised size is not the expected one
+    for ours, theirs in zip(parameters(model), parameters(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_losses_that_are_sums():
+    data, model = points(), mlp()
+    plain = copy.deepcopy(model)
+
+    def total(model, x, y):
+        return F.cross_entropy(model(x), y, reduction="sum")
+
+    with private(model, 1.0, loss_reduction="sum") as training:
+        drawn_steps(training, data, total, microbatch=7, steps=1)
+    for p, each in zip(plain.parameters(), clipped_sums(plain, total, data, BOUND), strict=True):
+        p.data -= (each / 40).float()
+    for ours, theirs in zip(parameters(model), parameters(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_a_gpt_by_its_own_loss_is_a_loop_of_microbatches_of_one():
+    model = tiny_gpt()
+    plain = copy.deepcopy(model)
+    tokens = torch.randint(11, (10, 9), generator=torch.Generator().manual_seed(3))
+    data = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+    def loss(model, x, y):
+        return model.loss(x, y)
+
+    with private(model, 0.5, lr=0.5, max_grad_norm=0.7) as training:
+        draws = drawn_steps(training, data, loss, microbatch=4, steps=2)
+    for rows in draws:
+        for p, total in zip(plain.parameters(), clipped_sums(plain, loss, rows, 0.7), strict=True):
+            p.data -= (0.5 * total / 5).float()
+    for ours, theirs in zip(parameters(model), parameters(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_what_is_added_is_the_noise_and_only_once_a_draw():
+    """The same draw in parts of 1 and of 40: noise of std * C / expected in each parameter, whatever the parts."""
+    data, spread = points(), {}
+    for microbatch in (1, 40):
+        found = []
+        for _ in range(12):
+            model = mlp()
+            with private(model, 1.0, noise_multiplier=2.0, microbatch=microbatch) as training:
+                clean = clipped_sums(mlp(), classify, data, BOUND)
+                before = parameters(model)
+                for batch in training.batches(data, steps=1):
+                    classify(model, *batch.tensors).backward()
+                    training.optimizer.step()
+                    training.optimizer.zero_grad()
+            after = parameters(model)
+            found += [(b - a) * 40 - c for b, a, c in zip(before, after, clean, strict=True)]
+        drawn = torch.cat([each.flatten() for each in found])
+        spread[microbatch] = float(drawn.std())
+        assert abs(float(drawn.mean())) < 5 * 1.0 / len(drawn) ** 0.5
+    for std in spread.values():  # 996 draws: 5 deviations of an estimated deviation are 11%
+        assert std == pytest.approx(2.0 * BOUND * (1 + 1 / 64), rel=0.11)
+
+
+def test_an_empty_draw_is_a_step_of_noise():
+    data, model = points(5), mlp()
+    with private(model, 1e-9, noise_multiplier=1.0, expected_batch_size=4.0) as training:
+        before = parameters(model)
+        for batch in training.batches(data, steps=3):
+            assert batch.examples == 0
+            classify(model, *batch.tensors).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        assert training.optimizer.steps == 3
+        assert sum(event.count for event in training.ledger.events) == 3
+    assert all(bool((a != b).any()) for a, b in zip(before, parameters(model), strict=True))
+
+
+def test_an_empty_draw_needs_no_backward_pass():
+    data, model = points(5), mlp()
+    with private(model, 1e-9, expected_batch_size=4.0) as training:
+        for _ in training.batches(data, steps=2):
+            training.optimizer.step()
+        assert training.optimizer.steps == 2
+
+
+def test_a_parameter_that_the_batch_does_not_reach_gets_noise():
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Flatten(), torch.nn.Linear(4, 2))
+    data = (torch.zeros(6, 1, dtype=torch.long), torch.zeros(6, dtype=torch.long))
+    before = model[0].weight.detach().clone()
+    with private(model, 1.0, noise_multiplier=1.0) as training:
+        drawn_steps(training, data, classify, steps=1)
+    assert bool((model[0].weight[1:] != before[1:]).all())
+
+
+def test_a_clipping_norm_set_between_backward_and_step_lowers_no_noise():
+    data, model = points(), mlp()
+    with private(model, 1.0, noise_multiplier=1.0, max_grad_norm=100.0) as training:
+        before = parameters(model)
+        for batch in training.batches(data, steps=1):
+            classify(model, *batch.tensors).backward()
+            training.clipper.max_grad_norm = 1e-3
+            training.optimizer.step()
+        moved = torch.cat([(b - a).flatten() for b, a in zip(before, parameters(model), strict=True)])
+        assert float(moved.std()) * 40 > 60
+
+
+def test_virtual_steps_say_when_they_step():
+    data, model = points(), mlp()
+    with private(model, 1.0) as training:
+        stepped = []
+        for batch in training.batches(data, microbatch=16, steps=2):
+            classify(model, *batch.tensors).backward()
+            training.optimizer.step()
+            stepped.append(training.optimizer.stepped)
+            training.optimizer.zero_grad()
+    assert stepped == [False, False, True] * 2
+
+
+def test_the_noisy_mean_is_in_grad_until_the_next_forward_pass():
+    (x, y), model = points(), mlp()
+    before = parameters(model)
+    with private(model, 1.0, noise_multiplier=1.0, expected_batch_size=40) as training:
+        for batch in training.batches((x, y), steps=2):  # without zero_grad: each step is of its own draw
+            classify(model, *batch.tensors).backward()
+            training.optimizer.step()
+            after = parameters(model)
+            for a, b, p in zip(before, after, model.parameters(), strict=True):
+                torch.testing.assert_close(a - b, p.grad.double(), rtol=1e-3, atol=1e-6)
+            before = after
+        model(x)
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_sum_on_top_of_the_last_step_is_refused():
+    """A model's own `loss` is no forward pass that a hook would see, and the batches are not ours."""
+    model, tokens = tiny_gpt(), torch.randint(11, (6, 9))
+    with private(model, 1.0, noise_multiplier=1.0, expected_batch_size=6) as training:
+        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        with pytest.warns(UserWarning, match="not drawn"):
+            training.optimizer.step()
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        with pytest.raises(ConfigError, match="noisy mean of the last step"):
+            loss.backward()
+        training.optimizer.zero_grad()
+        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        training.optimizer.step()
+        assert training.optimizer.steps == 2
+
+
+def test_step_of_the_training_is_step_and_zero_grad():
+    data, model = points(), mlp()
+    with private(model, 1.0) as training:
+        made = []
+        for batch in training.batches(data, microbatch=16, steps=1):
+            classify(model, *batch.tensors).backward()
+            made.append(training.step())
+        assert made == [False, False, True]
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_zero_grad_before_backward_serves_as_well():
+    data, results = points(), []
+    for first in (True, False):
+        model = mlp()
+        with private(model, 1.0) as training:
+            for batch in training.batches(data, microbatch=16, steps=2):
+                if first:
+                    training.optimizer.zero_grad()
+                classify(model, *batch.tensors).backward()
+                training.optimizer.step()
+        results.append(parameters(model))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_a_batch_of_ones_own_is_accounted_without_amplification_and_said_once():
+    x, y = points()
+    model = mlp()
+    with private(model, 0.1, noise_multiplier=5.0, expected_batch_size=10) as training:
+        classify(model, x[:10], y[:10]).backward()
+        with pytest.warns(UserWarning, match="not drawn by the sampler"):
+            training.optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            classify(model, x[10:20], y[10:20]).backward()
+            training.optimizer.step()
+        (event,) = training.ledger.events
+        assert (event.sampling, event.sample_rate, event.count) == ("unknown", 1.0, 2)
+
+
+def test_no_noise_is_infinite_epsilon():
+    data, model = points(), mlp()
+    with private(model, 0.1) as training:
+        drawn_steps(training, data, classify, steps=1)
+        assert training.epsilon() == float("inf")
+
+
+def test_the_budget_ends_the_training_before_the_step():
+    data, model = points(), mlp()
+    ledger = dp.Ledger(budget=dp.Budget(2.0, 1e-5, "rdp"))
+    with private(model, 0.5, noise_multiplier=2.0, ledger=ledger) as training:
+        with pytest.raises(BudgetExceeded):
+            drawn_steps(training, data, classify, steps=500)
+        kept, steps = parameters(model), training.optimizer.steps
+        assert 0 < steps < 500
+        assert training.epsilon() <= 2.0
+        assert sum(event.count for event in ledger.events) == steps
+    assert all(torch.equal(a, b) for a, b in zip(kept, parameters(model), strict=True))
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, AdamW])
+def test_optimisers_and_schedulers_of_torch_and_of_ours(make):
+    data, model = points(), mlp()
+    inner = make(model.parameters(), lr=0.01)
+    with private(model, 0.5, optimizer=inner, noise_multiplier=1.0) as training:
+        scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 1, gamma=0.5)
+        for batch in training.batches(data, steps=2):
+            classify(model, *batch.tensors).backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                training.optimizer.step()
+                scheduler.step()
+        assert inner.param_groups[0]["lr"] == pytest.approx(0.0025)
+        assert training.optimizer.param_groups is inner.param_groups
+        saved = training.optimizer.state_dict()
+        training.optimizer.load_state_dict(saved)
+
+
+def test_our_optimiser_clips_the_noisy_mean():
+    data, model = points(), mlp()
+    inner = AdamW(model.parameters(), lr=0.01, max_grad_norm=1e-3)
+    with private(model, 0.5, optimizer=inner, noise_multiplier=1.0) as training:
+        drawn_steps(training, data, classify, steps=1)
+        assert float(training.optimizer.grad_norm) > 1e-3
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_second_backward_pass_over_the_same_rows_is_refused():
+    data, model = points(), mlp()
+    with private(model, 0.5) as training:
+        for batch in training.batches(data, steps=1):
+            classify(model, *batch.tensors).backward()
+            classify(model, *batch.tensors).backward()
+            with pytest.raises(ConfigError, match="more than once"):
+                training.optimizer.step()
+            break
+
+
+def test_two_draws_in_one_step_are_refused():
+    data, model = points(), mlp()
+    with private(model, 0.5) as training:
+        batches = training.batches(data, steps=2)
+        classify(model, *next(batches).tensors).backward()
+        with pytest.raises(ConfigError, match="one step belongs to each draw"):
+            next(batches)
+
+
+def test_a_draw_that_was_left_does_not_run_into_the_next():
+    """Parts of two draws in one sum could hold an example twice."""
+    data, model = points(), mlp()
+    with private(model, 1.0) as training:
+        for batch in training.batches(data, microbatch=16, steps=1):
+            classify(model, *batch.tensors).backward()
+            break
+        again = training.batches(data, microbatch=16, steps=1)
+        with pytest.raises(ConfigError, match="gives these up"):
+            next(again)
+        training.optimizer.zero_grad()
+        for batch in training.batches(data, microbatch=16, steps=1):
+            classify(model, *batch.tensors).backward()
+            training.optimizer.step()
+        assert training.optimizer.steps == 1
+
+
+def test_a_step_without_backward_is_refused():
+    data, model = points(), mlp()
+    with private(model, 1.0, expected_batch_size=40) as training:
+        with pytest.raises(ConfigError, match="without a backward pass"):
+            training.optimizer.step()
+        for _ in training.batches(data, steps=1):
+            with pytest.raises(ConfigError, match="without a backward pass"):
+                training.optimizer.step()
+
+
+def test_gradients_from_before_are_not_released():
+    data, model = points(), mlp()
+    classify(model, *data).backward()
+    with private(model, 1.0) as training:
+        assert all(p.grad is None for p in model.parameters())
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        with pytest.raises(ConfigError, match="before the draw's first backward"):
+            next(training.batches(data, steps=1))
+        training.optimizer.zero_grad()
+        next(training.batches(data, steps=1))
+
+
+def test_a_parameter_that_was_frozen_is_not_updated_unclipped():
+    data, model = points(), mlp()
+    model[0].weight.requires_grad_(False)
+    with private(model, 1.0) as training:
+        kept = model[0].weight.detach().clone()
+        drawn_steps(training, data, classify, steps=1)
+        assert torch.equal(model[0].weight, kept)
+        for batch in training.batches(data, steps=1):
+            loss = classify(model, *batch.tensors)
+            loss.backward()
+            model[0].weight.requires_grad_(True)
+            model[0].weight.grad = torch.ones_like(kept)
+            with pytest.raises(ConfigError, match="not clipped"):
+                training.optimizer.step()
+
+
+def test_a_gradient_changed_by_hand_is_refused():
+    data, model = points(), mlp()
+    with private(model, 1.0) as training:
+        for batch in training.batches(data, steps=1):
+            classify(model, *batch.tensors).backward()
+            model[0].weight.grad.mul_(2)
+            with pytest.raises(ConfigError, match="changed or cleared"):
+                training.optimizer.step()
+
+
+def test_gradients_cleared_between_parts_are_found():
+    data, model = points(), mlp()
+    with private(model, 1.0) as training:
+        batches = training.batches(data, microbatch=16, steps=1)
+        classify(model, *next(batches).tensors).backward()
+        model.zero_grad()
+        loss = classify(model, *next(batches).tensors)
+        with pytest.raises(ConfigError, match="changed or cleared"):
+            loss.backward()
+
+
+def test_closures_scalers_groups_and_copies_are_refused():
+    model = mlp()
+    x, y = points()
+    with private(model, 1.0, expected_batch_size=40) as training:
+        optimizer = training.optimizer
+        with pytest.raises(UnsupportedCase, match="closure"):
+            optimizer.step(lambda: None)
+        with pytest.raises(UnsupportedCase, match="cannot be added"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+        for duplicate in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(TypeError, match="state_dict"):
+                duplicate(optimizer)
+        optimizer.grad_scale = torch.ones(())
+        classify(model, x, y).backward()
+        with pytest.raises(UnsupportedCase, match="GradScaler"):
+            optimizer.step()
+        del optimizer.grad_scale
+
+
+def test_batches_of_ones_own_need_an_expected_size():
+    x, y = points()
+    model = mlp()
+    with private(model, 1.0) as training:
+        F.cross_entropy(model(x), y).backward()
+        with pytest.raises(ConfigError, match="expected_batch_size"):
+            training.optimizer.step()

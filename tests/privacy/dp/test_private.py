@@ -1,0 +1,239 @@
+"""make_private: what it checks before anything is attached, what it finds, what a checkpoint holds."""
+
+import pickle
+
+import pytest
+import torch
+from loops import classify, mlp, parameters, points, private
+from torch import nn
+
+from accelerant.errors import BudgetExceeded, ConfigError, FormatError, UnsupportedCase
+from accelerant.privacy import dp
+
+
+def train(training, data, steps=None, **options):
+    for batch in training.batches(data, steps=steps, **options):
+        classify(training.model, *batch.tensors).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+
+GOOD = {"noise_multiplier": 1.0, "delta": 1e-5, "max_grad_norm": 1.0, "sample_rate": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noise_multiplier": None}, "either noise_multiplier or target_epsilon"),
+        ({"target_epsilon": 1.0, "steps": 5}, "either noise_multiplier or target_epsilon"),
+        ({"noise_multiplier": None, "target_epsilon": 1.0}, "give steps"),
+        ({"noise_multiplier": None, "target_epsilon": 0.0, "steps": 5}, "target_epsilon must be .*0"),
+        ({"noise_multiplier": -0.5}, "noise_multiplier must be .*-0.5"),
+        ({"noise_multiplier": float("inf")}, "noise_multiplier must be .*inf"),
+        ({"steps": 0}, "steps must be .*0"),
+        ({"microbatch": 2.5}, "microbatch must be .*2.5"),
+        ({"delta": 0.0}, "delta must be .*0"),
+        ({"delta": 1.5}, "delta must be .*1.5"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be .*0"),
+        ({"max_grad_norm": {}}, "names no layer"),
+        ({"sample_rate": 0.0}, "sample_rate must be .*0"),
+        ({"sample_rate": 1.1}, "sample_rate must be .*1.1"),
+        ({"expected_batch_size": -3}, "expected_batch_size must be .*-3"),
+        ({"loss_reduction": "none"}, "loss_reduction must be .*'none'"),
+        ({"clipping": "round"}, "clipping must be .*'round'"),
+        ({"clipping": 3}, "clipping must be .*3"),
+        ({"ledger": 7}, "ledger must be .*int"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_attached(changes, message):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(ConfigError, match=message):
+        dp.make_private(model, optimizer, **{**GOOD, **changes})
+    x, y = points()
+    classify(model, x, y).backward()
+    ordinary = [p.grad.clone() for p in model.parameters()]
+    plain = mlp()
+    classify(plain, x, y).backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(ordinary, plain.parameters(), strict=True))
+
+
+def test_model_and_optimizer_must_fit():
+    model, other = mlp(), mlp()
+    with pytest.raises(ConfigError, match="is not the model's"):
+        private(model, optimizer=torch.optim.SGD([*model.parameters(), other[0].weight], lr=1.0))
+    with pytest.raises(ConfigError, match="bias requires a gradient and is not in the optimizer"):
+        private(model, optimizer=torch.optim.SGD([model[0].weight, *model[2].parameters()], lr=1.0))
+    with pytest.raises(ConfigError, match=r"must be a torch\.optim\.Optimizer"):
+        private(model, optimizer="sgd")
+    with pytest.raises(ConfigError, match=r"must be a torch\.nn\.Module"):
+        dp.make_private("model", torch.optim.SGD(model.parameters(), lr=1.0), **GOOD)
+    for p in other.parameters():
+        p.requires_grad_(False)
+    with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
+        private(other)
+    training = private(model)
+    with pytest.raises(ConfigError, match="private already"):
+        private(model)
+    training.close()
+    private(model).close()
+
+
+def test_layers_that_mix_examples_are_refused_by_name():
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    with pytest.raises(UnsupportedCase, match="BatchNorm"):
+        private(model)
+    x, y = points()
+    classify(model, x, y).backward()  # as it was
+    wrapped = nn.DataParallel(mlp())
+    with pytest.raises(UnsupportedCase, match="give its module"):
+        private(wrapped)
+
+
+@pytest.mark.slow
+def test_the_noise_for_a_target_is_enough_and_no_more(tmp_path):
+    data, model = points(), mlp()
+    options = {"target_epsilon": 3.0, "steps": 12, "ledger": tmp_path / "spent.jsonl"}
+    with private(model, 0.1, **options) as training:
+        train(training, data)  # the planned steps
+        assert training.optimizer.steps == 12
+        assert 2.95 < training.epsilon() <= 3.0
+        first = training.noise_multiplier
+        with pytest.raises(BudgetExceeded):
+            train(training, data, steps=3)
+    # The same data again: what was spent counts, so the noise is more.
+    options["target_epsilon"] = 3.5
+    with private(mlp(), 0.1, **options) as training:
+        assert training.noise_multiplier > 1.05 * first
+        train(training, data)
+        assert 3.4 < training.epsilon() <= 3.5
+    with pytest.raises(BudgetExceeded, match="holds epsilon"):
+        private(mlp(), 0.1, **{**options, "target_epsilon": 2.0})
+
+
+def test_the_expected_batch_size_is_that_of_the_data():
+    data, model = points(40), mlp()
+    with private(model, 0.25) as training:
+        assert training.optimizer.expected_batch_size is None
+        next(iter(training.batches(data)))
+        assert training.optimizer.expected_batch_size == 10.0
+
+
+def test_a_pass_is_as_many_draws_as_the_rate_says():
+    data, model = points(40), mlp()
+    with private(model, 0.25) as training:
+        assert sum(batch.last for batch in _stepped(training, data)) == 4
+
+
+def _stepped(training, data):
+    for batch in training.batches(data):
+        classify(training.model, *batch.tensors).backward()
+        training.optimizer.step()
+        yield batch
+
+
+def test_datasets_and_mappings_are_data_too():
+    x, y = points(20)
+    for data in (torch.utils.data.TensorDataset(x, y), {"x": x, "y": y}):
+        model = mlp()
+        with private(model, 0.5) as training:
+            for batch in training.batches(data, steps=2):
+                named = batch.tensors
+                pair = (named["x"], named["y"]) if isinstance(named, dict) else named
+                classify(model, *pair).backward()
+                training.optimizer.step()
+            assert training.optimizer.steps == 2
+
+
+def test_privacy_by_user():
+    data, model = points(30), mlp()
+    users = torch.arange(30) // 3
+    with private(model, 0.5) as training:
+        sampler = dp.GroupedSampler(users, 0.5, steps=3)
+        for batch in training.batches(data, sampler=sampler):
+            assert batch.examples <= 10
+            classify(model, *batch.tensors).backward()
+            training.optimizer.step()
+        assert training.optimizer.expected_batch_size == 5.0
+        with pytest.raises(ConfigError, match="records must be 1"):
+            training.batches(data, sampler=dp.GroupedSampler(users, 0.5, records=2))
+        with pytest.raises(ConfigError, match="make_private was told"):
+            training.batches(data, sampler=dp.GroupedSampler(users, 0.25))
+
+
+def test_per_layer_clipping_has_the_sensitivity_of_all_layers():
+    data, model = points(), mlp()
+    with private(model, 0.5, clipping="per_layer", max_grad_norm={"0": 0.3, "2": 0.4}) as training:
+        train(training, data, steps=1)
+        assert training.clipper.sensitivity == pytest.approx(0.5)
+
+
+def test_a_checkpoint_goes_on_and_holds_no_key():
+    data, model = points(), mlp()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ledger = dp.Ledger()
+    with private(model, 0.5, optimizer=inner, noise_multiplier=1.0, ledger=ledger) as training:
+        train(training, data, steps=3)
+        state = training.state_dict()
+        weights = model.state_dict()
+        source = training.optimizer._release.source
+        assert source._stream._key.tobytes() not in pickle.dumps(state)
+    again = mlp(seed=5)
+    again.load_state_dict(weights)
+    inner = torch.optim.AdamW(again.parameters(), lr=0.5)
+    with private(again, 0.5, optimizer=inner, noise_multiplier=1.0, ledger=ledger) as training:
+        training.load_state_dict(state)
+        assert training.optimizer.param_groups[0]["lr"] == 0.01
+        assert training.optimizer.steps == 3
+        assert float(inner.state[again[0].weight]["step"]) == 3
+        train(training, data, steps=2)
+        assert sum(event.count for event in ledger.events) == 5
+    with private(mlp(), 0.5, noise_multiplier=2.0) as other:
+        with pytest.raises(FormatError, match="noise_multiplier 1"):
+            other.load_state_dict(state)
+        with pytest.raises(FormatError, match="not the state"):
+            other.load_state_dict({"optimizer": {}})
+
+
+def test_detached_the_model_is_ordinary_again():
+    x, y = points()
+    model = mlp()
+    training = private(model, 0.5)
+    training.detach()
+    classify(model, x, y).backward()
+    plain = mlp()
+    classify(plain, x, y).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    with pytest.raises(ConfigError, match="detached"):
+        training.batches((x, y))
+
+
+@pytest.mark.slow
+def test_it_learns_at_epsilon_8():
+    """Two classes on a spiral of 600 points: 0.9 right without noise in training, three quarters with it."""
+    generator = torch.Generator().manual_seed(0)
+    angle = torch.rand(600, generator=generator) * 6.0
+    label = torch.arange(600) % 2
+    turn = angle + label * torch.pi
+    x = torch.stack([turn.cos(), turn.sin()], 1) * (angle[:, None] / 6 + 0.2)
+    features = torch.cat([x, x[:, :1] * x[:, 1:], x**2, torch.sin(3 * x), torch.cos(3 * x)], 1)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(9, 32), nn.Tanh(), nn.Linear(32, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
+    options = {"noise_multiplier": None, "target_epsilon": 8.0, "steps": 150, "max_grad_norm": 1.0}
+    with private(model, 0.2, optimizer=optimizer, **options) as training:
+        train(training, (features, label))
+        assert training.epsilon() <= 8.0
+    assert float((model(features).argmax(1) == label).double().mean()) > 0.75
+
+
+def test_parameters_change_only_by_steps():
+    data, model = points(), mlp()
+    with private(model, 0.5) as training:
+        before = parameters(model)
+        for batch in training.batches(data, microbatch=4, steps=1):
+            classify(model, *batch.tensors).backward()
+            if not batch.last:
+                training.optimizer.step()
+                assert all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
