@@ -21,7 +21,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["PerExampleSink", "attach", "detach", "examples_of", "is_traced", "mark_traced", "sink_of"]
+from accelerant.errors import ShapeError
+
+__all__ = ["PerExampleSink", "announce", "attach", "detach", "examples_of", "is_traced", "mark_traced", "sink_of"]
 
 _NAME = "_per_example_sink"
 _MARK = "_per_example_forward"
@@ -113,6 +115,24 @@ def mark_traced(forward: object) -> None:
 def is_traced(module: object) -> bool:
     """Whether a module's own forward was put there for a sink: a fused function that feeds the sink may replace it."""
     return getattr(module.__dict__.get("forward"), _MARK, False)
+
+
+def announce(sink: PerExampleSink, x: Tensor, *parameters: Tensor | None) -> int:
+    """Expect parameters once more, in a forward pass over x (examples, ...); returns how many examples.
+
+    To be kept for the backward pass: until then another forward pass may begin, of other examples.
+
+    Raises:
+        ShapeError: the first dimension of x is not that of the model's input.
+    """
+    batch = sink.batch
+    if batch is not None and x.shape[0] != batch:
+        raise ShapeError(
+            f"a layer got {tuple(x.shape)}, whose first dimension is not the batch of {batch} examples that the model "
+            "got: per-example gradients need the examples first in each layer"
+        )
+    sink.expect(*parameters)
+    return x.shape[0]
 
 
 def examples_of(sink: PerExampleSink, rows: int) -> int:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from accelerant.ops._per_example import PerExampleSink, examples_of, sink_of
+from accelerant.ops._per_example import PerExampleSink, announce, examples_of, sink_of
 from accelerant.ops.linear_fp8 import op as float8
 from accelerant.ops.linear_fp8.op import Float8Weight, flattened, unflattened
 from accelerant.ops.linear_gelu.op import linear_gelu_fwd
@@ -59,8 +59,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _weight_gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool], sums: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None]:
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool], examples: int,
+    sums: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Those of a linear layer's parameters, in their dtypes; sums are those of dy's columns, where they are known.
 
     Where the parameters have a sink it gets them, and sums are of each example.
@@ -71,7 +72,7 @@ def _weight_gradients(
         if bias_there is not None and sums is not None:
             sink.gradients(bias_there, sums)
             bias_there = None
-        sink.linear(weight_there, bias_there, dy, x, examples_of(sink, dy.shape[0]))
+        sink.linear(weight_there, bias_there, dy, x, examples)
         return None, None
     dbias = None
     if needs[1] and bias is not None:
@@ -88,11 +89,10 @@ def _sink(params: Sequence[Tensor | None]) -> PerExampleSink | None:
     return None
 
 
-def _expect(params: Sequence[Tensor | None]) -> None:
-    """Tell the parameters' sink that each will come once more."""
+def _announce(x: Tensor, params: Sequence[Tensor | None]) -> int:
+    """Tell the parameters' sink, if there is one, that each will come once more; the examples x is of, else 0."""
     sink = _sink(params)
-    if sink is not None:
-        sink.expect(*params)
+    return 0 if sink is None else announce(sink, x, *params)
 
 
 def _wanted(params: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
@@ -127,7 +127,7 @@ class FusedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: _Weight, low_bias: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, *flattened([low]))
-        _expect((weight, bias))
+        ctx.examples = _announce(x, (weight, bias))
         return op.linear(_rows(x), low, low_bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -142,7 +142,7 @@ class FusedLinear(torch.autograd.Function):
             db = None if bias is None else dy.sum(0).to(bias.dtype)
             return dx, (dy.t() @ rows).to(weight.dtype), db, None, None
         dx = op.linear_dx(dy, low).view(x.shape) if needs[0] else None
-        return dx, *_weight_gradients(dy, rows, weight, bias, needs[1:3]), None, None
+        return dx, *_weight_gradients(dy, rows, weight, bias, needs[1:3], ctx.examples), None, None
 
 
 # --- the MLP ---------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def _mlp_forward(
 
 def _mlp_backward(
     dm: Tensor, y: Tensor, z: Tensor, lows: Sequence[_Weight], params: Sequence[Tensor | None], needs: Sequence[bool],
-    dm_sums: Tensor | None = None,
+    examples: int, dm_sums: Tensor | None = None,
 ) -> tuple[Tensor, _Gradients]:  # fmt: skip
     """The gradient of the MLP's rows y, and of weight and bias of up and down."""
     up, up_bias, down, down_bias = params
@@ -176,15 +176,14 @@ def _mlp_backward(
         dz, a, dup_bias, rounded = float8.linear_dz(dm, low_down, z, low_up, None if sink is not None else sums)
     else:
         assert isinstance(low_down, Tensor)  # for the type checker: weights are of one kind
-        examples = None if sink is None else examples_of(sink, z.shape[0])
-        dz, a, dup_bias = op.linear_dz(dm, low_down, z, sums, examples)
-    ddown, ddown_bias = _weight_gradients(dm, a, down, down_bias, needs[2:4], dm_sums)
+        dz, a, dup_bias = op.linear_dz(dm, low_down, z, sums, None if sink is None else examples)
+    ddown, ddown_bias = _weight_gradients(dm, a, down, down_bias, needs[2:4], examples, dm_sums)
     del a
     dup: Tensor | None
     if sink is None:
         dup = op.linear_dw(dz, y, up.dtype) if needs[0] else None
     else:
-        dup, dup_bias = _weight_gradients(dz, y, up, up_bias, needs[:2], dup_bias)
+        dup, dup_bias = _weight_gradients(dz, y, up, up_bias, needs[:2], examples, dup_bias)
     if isinstance(low_up, Float8Weight) and rounded is not None:
         return float8.rounded_dx(rounded, low_up, dz.dtype), (dup, dup_bias, ddown, ddown_bias)
     return op.linear_dx(dz, low_up), (dup, dup_bias, ddown, ddown_bias)
@@ -198,7 +197,7 @@ class FusedMLP(torch.autograd.Function):
         params, (up, up_bias, down, down_bias) = given[:4], given[4:]
         m, z = _mlp_forward(_rows(x), up, up_bias, down, down_bias, any(ctx.needs_input_grad))
         ctx.save_for_backward(x, z, *params, *flattened([up, down]))
-        _expect(params)
+        ctx.examples = _announce(x, params)
         return m.view(*x.shape[:-1], m.shape[-1])
 
     @staticmethod
@@ -209,7 +208,7 @@ class FusedMLP(torch.autograd.Function):
         if torch.is_grad_enabled():
             _refuse_twice(lows[0])
             return *_again(_plain_mlp, dm, x, params, ctx.needs_input_grad[:5]), *nothing
-        dx, gradients = _mlp_backward(_rows(dm), _rows(x), z, lows, params, ctx.needs_input_grad[1:5])
+        dx, gradients = _mlp_backward(_rows(dm), _rows(x), z, lows, params, ctx.needs_input_grad[1:5], ctx.examples)
         return dx.view(x.shape), *gradients, *nothing
 
 
@@ -292,7 +291,7 @@ class Block(torch.autograd.Function):
         m, z = _mlp_forward(_rows(y2), up, up_bias, down, down_bias, any(ctx.needs_input_grad))
         lows = flattened([qkv_weight, projection, up, down])
         ctx.save_for_backward(s1, t1, y1, qkv, o, lse, s2, t2, y2, z, *params, *lows)
-        _expect(params)
+        ctx.examples = _announce(x, params)
         ctx.block, ctx.alone = shape, residual is None
         ctx.set_materialize_grads(False)
         return m.view(B, T, W), s2
@@ -316,25 +315,34 @@ class Block(torch.autograd.Function):
             given = (dm, torch.zeros_like(s2) if ds is None else ds)
             found = _again(partial(_plain_block, shape), given, s1, params, (True, *needs))
             return found[0], None, None, *found[1:], *((None,) * 8)
-        dy2, mlp = _mlp_backward(_rows(dm), _rows(y2), z, lows[2:], params[8:], needs[8:], _noted(dm))
+        examples: int = ctx.examples
+        dy2, mlp = _mlp_backward(_rows(dm), _rows(y2), z, lows[2:], params[8:], needs[8:], examples, _noted(dm))
         g2, dn2, dc2, g2_sums = _norm_gradients(
-            dy2.view_as(s2), ds, s2, params[6:8], t2, shape.eps[1], needs[6:8], params[5] if needs[5] else None
+            dy2.view_as(s2),
+            ds,
+            s2,
+            params[6:8],
+            t2,
+            shape.eps[1],
+            needs[6:8],
+            params[5] if needs[5] else None,
+            examples,
         )
         g2_rows = _rows(g2)
-        projected = _weight_gradients(g2_rows, _rows(_joined(o)), params[4], params[5], needs[4:6], g2_sums)
+        projected = _weight_gradients(g2_rows, _rows(_joined(o)), params[4], params[5], needs[4:6], examples, g2_sums)
         do = op.linear_dx(g2_rows, lows[1]).view(B, T, -1)
         dqkv = packed.attend_backward(_split(do, qkv), qkv, o, lse).view(B * T, -1)
-        mixed = _weight_gradients(dqkv, _rows(y1), params[2], params[3], needs[2:4])
+        mixed = _weight_gradients(dqkv, _rows(y1), params[2], params[3], needs[2:4], examples)
         dy1 = op.linear_dx(dqkv, lows[0]).view_as(s1)
         last = None if ctx.alone else params[11]  # the block before has such a bias, too
-        g1, dn1, dc1, g1_sums = _norm_gradients(dy1, g2, s1, params[:2], t1, shape.eps[0], needs[:2], last)
+        g1, dn1, dc1, g1_sums = _norm_gradients(dy1, g2, s1, params[:2], t1, shape.eps[0], needs[:2], last, examples)
         _note(g1, g1_sums)
         return g1, None if ctx.alone else g1, None, dn1, dc1, *mixed, *projected, dn2, dc2, *mlp, *((None,) * 8)
 
 
 def _norm_gradients(
     dy: Tensor, ds: Tensor | None, s: Tensor, params: Sequence[Tensor | None], statistics: Tensor, eps: float,
-    needs: Sequence[bool], before: Tensor | None,
+    needs: Sequence[bool], before: Tensor | None, examples: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of s + ds, of scale and shift, and the sums that `before` wants, the bias that s ended with."""
     weight, bias = params
@@ -344,7 +352,6 @@ def _norm_gradients(
         sums = None if before is None else before.dtype
         return op.norm_backward(dy, ds, s, weight, bias, statistics, eps, (True, *needs), sums)
     wanted = (sink.wants(weight), sink.wants(bias), sink.wants(before))
-    examples = examples_of(sink, statistics.shape[0])
     g, dweight, dbias, each = op.norm_backward_each(dy, ds, s, weight, statistics, eps, examples, wanted)
     for param, found in ((weight, dweight), (bias, dbias)):
         if param is not None and found is not None:
@@ -385,7 +392,7 @@ class Embed(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, table: Tensor, places: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(tokens, table, places)
         ctx.set_materialize_grads(False)
-        _expect((table, places))
+        _announce(tokens, (table, places))
         return ends.embed(tokens, table, places, dtype), table.view_as(table)
 
     @staticmethod
@@ -434,7 +441,7 @@ class TiedLoss(torch.autograd.Function):
         examples = None
         if sink is not None:
             examples = examples_of(sink, hidden.shape[0])
-            _expect((table,))
+            sink.expect(table)
         loss, *ctx.gradients = ends.tied_loss(hidden, low, targets, classes, ignore_index, needs, examples)
         ctx.save_for_backward(hidden, table, low, targets)
         ctx.rest, ctx.dtypes = (classes, ignore_index, needs, examples), (hidden.dtype, table.dtype)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from accelerant.nn import GPT, GPTConfig, layers
+from accelerant.errors import ShapeError
+from accelerant.nn import GPT, MLP, GPTConfig, layers
 from accelerant.privacy.dp.clipping import PerExampleClipper
 
 BOUND = 0.5
@@ -72,3 +73,32 @@ def test_frozen_parameters_cost_nothing(fused):
     assert {name for name, each in model.named_parameters() if each.grad is not None} == {
         name for name, _ in clipper.parameters
     }
+
+
+def test_another_forward_pass_may_come_between(fused):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=50, context=64, layers=1, heads=2, width=32))
+    rows = torch.randint(0, 50, (4, 9))
+    idx, targets = rows[:, :-1], rows[:, 1:]
+    wanted = one_by_one(model, idx, targets)
+    PerExampleClipper(model, max_grad_norm=BOUND)
+    loss = model.loss(idx, targets)
+    model.loss(idx[:2], targets[:2])  # of two examples, and dropped
+    loss.backward()
+    for name, each in model.named_parameters():
+        assert (each.grad - wanted[name]).norm() < 2e-6 * wanted[name].norm().clamp(min=1e-12) + 1e-7, name
+
+
+def test_a_layer_that_does_not_get_the_examples_first_is_refused(fused):
+    class Turned(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = MLP(32)
+
+        def forward(self, x):
+            return self.mlp(x.transpose(0, 1))
+
+    model = Turned()
+    PerExampleClipper(model, max_grad_norm=BOUND)
+    with pytest.raises(ShapeError, match="batch of 3 examples"):
+        model(torch.randn(3, 5, 32))
