@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GROUPS", "build_app", "main"]
 
-GROUPS = ("devices", "train", "data", "bench", "tune", "doctor", "top", "compile", "cache", "zk")
+GROUPS = ("devices", "train", "data", "bench", "tune", "doctor", "top", "compile", "cache", "zk", "privacy")
 """Modules of this package; `register(app)` of each adds the command of its name. A new one: a file, a name here."""
 
 _BAD_INPUT = (ConfigError, FormatError, BackendUnavailable, MissingDependency)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerant.cli import bench_curve, bench_decode, bench_groth16, bench_patch, bench_train, bench_zk
+from accelerant.cli import bench_curve, bench_decode, bench_dp, bench_groth16, bench_patch, bench_train, bench_zk
 from accelerant.errors import AccelerantError, ConfigError, FormatError
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def register(app: typer.Typer) -> None:
     group.command("decode", epilog=bench_decode.EPILOG)(bench_decode.decode)
     group.command("train", epilog=bench_train.EPILOG)(bench_train.train)
     group.command("curve", epilog=bench_curve.EPILOG)(bench_curve.curve)
+    group.command("dp", epilog=bench_dp.EPILOG)(bench_dp.dp)
     group.command("zk", epilog=bench_zk.EPILOG)(bench_zk.zk)
     group.command("groth16", epilog=bench_groth16.EPILOG)(bench_groth16.groth16)
     app.add_typer(group, name="bench")

@@ -202,6 +202,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def finish(self) -> None:
         """The end of a step; its gradients stay where they are."""
         self._marks, self._bound = [], 0.0
+        if self._tally.sampled:
+            self._clipper.mask = None  # it was the draw's
         self._tally.released()
         if self._adaptive is not None:
             self._adaptive.forget()
@@ -257,15 +259,16 @@ class PrivateOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             grads = []
             for param in self._params:
-                if param.grad is None:
+                if param.grad is None and param.requires_grad:  # one that was frozen since stays as it is
                     param.grad = torch.zeros_like(param)
-                grads.append(param.grad)
+                if param.grad is not None:
+                    grads.append(param.grad)
             self._processes.sum_to_first_(grads)
             if self._processes.first:
                 self._release.add_(grads, plan, 1.0 / expected)
             self._processes.from_first_(grads)
             if self._adaptive is not None:
-                self._adaptive.update(self._clipper, self._processes, expected, grads[0].device)
+                self._adaptive.update(self._clipper, self._processes, expected, self._params[0].device)
 
     def drop_released(self, *_: object) -> None:
         """Clear what the last step left in .grad: before a forward pass, or a draw."""

@@ -156,7 +156,8 @@ class PrivateTraining:
                 self.use(batch, batches)
                 yield batch
         finally:
-            self.clipper.mask = None
+            if not self._tally.awaited:  # next(batches(...)) ends this before the batch is used: its padding stays out
+                self.clipper.mask = None
 
     def _require_same_rate(self, sampler: PoissonSampler) -> None:
         if self._processes.size > 1:

@@ -141,7 +141,7 @@ class PrivateStep:
             mask = torch.ones(batch.rows, dtype=torch.bool)
         mask = mask.to(self._device, non_blocking=True)
         for param in self._params:  # graphs add to memory that stays
-            if param.grad is None:
+            if param.grad is None and param.requires_grad:
                 param.grad = torch.zeros_like(param)
         if not self._wants_graph:
             return self._run(tensors, mask)

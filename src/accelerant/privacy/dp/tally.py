@@ -40,6 +40,11 @@ class Tally:
         return self._last or not self._open
 
     @property
+    def awaited(self) -> bool:
+        """Whether a part was handed out and has not been through backward."""
+        return self._open and not self._seen
+
+    @property
     def held(self) -> bool:
         """Whether parts of an unfinished draw are in the gradients: they must not be cleared."""
         return self.passes > 0 and self._open and not (self._last and self._seen)
@@ -54,8 +59,14 @@ class Tally:
             origin: what hands the parts out; a draw of another begins, even if the last one is not complete.
 
         Raises:
-            ConfigError: the draw before it was summed and not stepped, or gradients of other batches are there.
+            ConfigError: the draw before it was summed and not stepped, or gradients of other batches are there; the
+                part before it was left out, or is still to be used.
         """
+        if self.awaited and origin is not None and origin is self._origin:
+            raise ConfigError(
+                f"the batch before this one ({self._rows} rows) has not been through backward: take batches one at a "
+                "time, without list() or fetching ahead, and leave none out; an empty draw makes a step, too"
+            )
         new = self._last or not self._open or origin is not self._origin
         if new and self.passes:
             self._open = False  # so that zero_grad clears them
@@ -64,8 +75,8 @@ class Tally:
                 "each draw. zero_grad() gives these up. For larger batches raise sample_rate; for less memory give "
                 "microbatch"
             )
-        if self._open and self._seen > self._rows:
-            self._refuse_more()
+        if not new:
+            self._require_all()
         if new:
             self._drawn = 0
         self._rows, self._seen, self._last, self._open, self._origin = rows, 0, last, True, origin
@@ -81,10 +92,10 @@ class Tally:
         """Check that what is summed may be released.
 
         Raises:
-            ConfigError: no backward pass since the last step, unless an empty batch was drawn; or more rows than drawn.
+            ConfigError: no backward pass since the last step, unless an empty batch was drawn; or other rows than drawn.
         """
-        if self._open and self._seen > self._rows:
-            self._refuse_more()
+        if self.passes and not (self.awaited and self._drawn == 0):
+            self._require_all()
         if not self.passes and not (self._open and self._drawn == 0):
             raise ConfigError(
                 "optimizer.step() without a backward pass since the last step: only an empty batch that our sampler "
@@ -101,9 +112,16 @@ class Tally:
         self.forget()
         self._open = False
 
-    def _refuse_more(self) -> None:
+    def _require_all(self) -> None:
+        """Check that each row of the part went through backward once."""
+        if not self._open or self._seen == self._rows:
+            return
+        if self._seen < self._rows:
+            raise ConfigError(
+                f"{self._seen} rows went through backward passes, the batch has {self._rows}: the model's input must "
+                "have the examples in its first dimension, and each of them; rows to leave out are for clipper.mask"
+            )
         raise ConfigError(
             f"{self._seen} rows went through backward passes, the batch has {self._rows}: an example would count "
-            f"more than "
-            "once. Add the losses up and call backward once for each batch"
+            "more than once. Add the losses up and call backward once for each batch"
         )

@@ -1,6 +1,7 @@
 """SecureSource and FastSource: what they do to tensors, what they refuse, and that no two draw the same."""
 
 import copy
+import dataclasses
 import math
 import os
 import pickle
@@ -12,9 +13,10 @@ import torch
 
 from accelerant.errors import ConfigError, UnsupportedDtype
 from accelerant.ops.dropout.reference import philox_reference
-from accelerant.privacy.dp.noise import FastSource, SecureSource
+from accelerant.privacy.dp.noise import FastSource, SecureSource, launch, reference
 from accelerant.privacy.dp.noise.launch import RANGE, add_steps
 from accelerant.privacy.dp.noise.plan import make_plan
+from accelerant.privacy.dp.noise.program import fused_source
 from accelerant.privacy.dp.noise.reference import GROUP, UNIT_BLOCKS, gaussian_reference, groups_of
 from accelerant.privacy.random import SecureStream
 from accelerant.privacy.random.chacha20 import chacha20_words, key_words
@@ -321,6 +323,23 @@ def test_seeds_out_of_range_are_refused(seed):
 
 
 # --- a GPU -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_triggers_on_a_gpu_take_the_remainder_from_the_pool(monkeypatch):
+    """Of 2^-22 no small test would see one: they are made as frequent as 1/64, there and in the reference."""
+    often = 0x003F0000
+    usual = fused_source(4, "int64")
+    program = usual.dialects["cuda"]
+    text = f"#define TRIGGER {often:#x}u\n{program.text}"
+    source = dataclasses.replace(usual, name="often", dialects={"cuda": dataclasses.replace(program, text=text)})
+    monkeypatch.setattr(launch, "fused_source", lambda *_: source)
+    key, plan = chacha20_words(key_words(KEY), 0, 1)[:8, 0], make_plan(Fraction(2**20))
+    (plain,) = drawn(key, plan, [20_000])
+    monkeypatch.setattr(reference, "TRIGGER", often)
+    (wanted,) = drawn(key, plan, [20_000])
+    assert not torch.equal(plain, wanted)
+    assert torch.equal(secure().integers((20_000,), 2.0**20, "cuda").cpu(), wanted)
 
 
 @pytest.mark.gpu

@@ -11,9 +11,10 @@
  *         them ChaCha's, beside 90 of the multiplier's. */
 #define DRAWS (16 / TERMS)
 
-/* Entries of the remainder's tables, of four lanes at a time: each quarter of a bank's row is one of four copies. */
-ACL_DEVICE void rest_entries(u32 at, u32 lane, u32 *entry) {
-    u32 where = at + 16384 * 4;
+/* Entries of the remainder's tables, of four lanes at a time: each quarter of a bank's row is one of four copies.
+ * rest: where they begin, in shared memory's own addresses, of which the first are not the kernel's. */
+ACL_DEVICE void rest_entries(u32 rest, u32 at, u32 lane, u32 *entry) {
+    u32 where = rest + at;
     entry[0] = entry[1] = entry[2] = 0;
 #pragma unroll
     for (u32 pass = 0; pass < 8; pass++) {
@@ -37,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gaussian(
         table[16384 + i] = tables[512 + (i >> 2)];
     }
     __syncthreads();
+    u32 rest = (u32)__cvta_generic_to_shared(table + 16384);
     u32 lane = threadIdx.x & 31, own = 4 * lane;
     u32 start[12], word[16];
     chacha20_start(start, state, 0);
@@ -64,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gaussian(
 #pragma unroll
                 for (i32 slot = 0; slot < 5; slot++) {
                     u32 entry[3];
-                    rest_entries(((word[3 * slot] & CELL_FIELD) >> 3) | (own & 12), lane, entry);
+                    rest_entries(rest, ((word[3 * slot] & CELL_FIELD) >> 3) | (own & 12), lane, entry);
                     pool |= (u64)rest_sample(
                                 word[3 * slot], word[3 * slot + 1], word[3 * slot + 2], entry[0], entry[1], entry[2])
                             << 9 * slot;
