@@ -40,6 +40,7 @@ def dp(
     case: Annotated[
         list[str] | None,
         typer.Option(
+            "--case",
             metavar="CASE",
             help="BATCHxLENGTH, BATCHxLENGTH/PART with virtual batches of PART rows, tiny (the preset), or noise; may "
             "be repeated. By default on a GPU 64x1024/16, noise, 16x1024, 128x128; on a CPU tiny, noise.",
