@@ -48,7 +48,7 @@ OUT_OF_MEMORY = "out of memory: "
 _OURS = "accelerant"
 _PACKAGES = (
     "torch", "triton", "cuda-core", "numpy", "llvmlite", "transformers", "liger-kernel", "quack-kernels",
-    "flash-attn-4",
+    "flash-attn-4", "opacus", "dp-accounting",
 )  # fmt: skip
 
 

@@ -64,9 +64,9 @@ class Division:
 def division_of(field: Field) -> Division:
     """What is used for a field: the best of benchmarks/tune_zk.py on an H200.
 
-    Milliseconds of 2^20 and 2^24 points there: bn254_fr 0.193 and 3.17. Goldilocks, radix 16 with shifts as inner
-    factors, all twiddles in tables, 0.031 and 0.382; with registers for three blocks of 256 threads 0.028 and 0.364,
-    though the last pass, which spills then, takes longer. BabyBear 0.016, and 0.089 of 2^23.
+    Milliseconds of 2^20 and 2^24 points there, the memory cold: bn254_fr 0.195 and 3.16. Goldilocks, radix 16 with
+    shifts as inner factors, all twiddles in tables, registers for two blocks of 256 threads, 0.034 and 0.380; for three
+    0.037 and 0.36. BabyBear 0.021, and 0.094 of 2^23.
     """
     if field.limbs > 1:
         return Division(rows=8, tile=9, radix=2, table=24)
