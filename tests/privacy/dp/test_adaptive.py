@@ -1,5 +1,6 @@
 """The adaptive clipping norm: it finds the quantile, and what it costs is in the event."""
 
+import itertools
 import math
 
 import pytest
@@ -99,3 +100,14 @@ def test_too_little_noise_on_the_count_is_refused_before_the_step():
         train(training, data, 1)
     with pytest.raises(ConfigError, match="starts from one max_grad_norm"):
         private(mlp(), 0.5, clipping="adaptive", max_grad_norm={"0": 1.0, "2": 1.0})
+
+
+def test_few_expected_examples_move_the_norm_by_no_more_than_it_can_bear():
+    """A thousandth of an example a draw: the count over it is noise in the thousands, and exp of that no number."""
+    data, model = points(), mlp()
+    with private(model, 0.1, noise_multiplier=1.0, clipping="adaptive", expected_batch_size=1e-3) as training:
+        norms = [training.clipper.max_grad_norm]
+        for _ in range(3):
+            train(training, data, 1)
+            norms.append(training.clipper.max_grad_norm)
+    assert all(abs(math.log(b / a)) <= 2.0 + 1e-9 for a, b in itertools.pairwise(norms))

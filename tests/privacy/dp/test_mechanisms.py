@@ -125,3 +125,10 @@ def test_values_that_cannot_be_released():
         dp.gaussian_noise_(torch.zeros(2), 1.0, ledger=dp.Ledger())
     with pytest.raises(ConfigError, match="std must be a number"):
         dp.gaussian_noise_(torch.zeros(2), 0.0)
+
+
+def test_counts_of_bytes_do_not_wrap():
+    found = dp.release(torch.ones(200, dtype=torch.uint8), mechanism="laplace", sensitivity=1, epsilon=0.1)
+    assert found.dtype == torch.uint8
+    assert int((found == 0).sum()) > 20  # a third of the answers are below 0
+    assert int((found > 200).sum()) == 0  # exp(-20) each

@@ -35,12 +35,12 @@ def drawn_steps(training, data, loss, **options):
 def test_an_ordinary_loop_is_a_loop_of_microbatches_of_one(microbatch):
     data, model = points(), mlp()
     plain = copy.deepcopy(model)
-    with private(model, 0.2, lr=0.3) as training:
+    expected = 7.5  # which no realised size is
+    with private(model, 0.2, lr=0.3, expected_batch_size=expected) as training:
         draws = drawn_steps(training, data, classify, microbatch=microbatch, steps=4)
     for rows in draws:
         for p, total in zip(plain.parameters(), clipped_sums(plain, classify, rows, BOUND), strict=True):
-            p.data -= (0.3 * total / (0.2 * 40)).float()
-    assert len({len(rows[0]) for rows in draws}) > 1  # the realised size is not the expected one
+            p.data -= (0.3 * total / expected).float()
     for ours, theirs in zip(parameters(model), parameters(plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
@@ -330,7 +330,7 @@ def test_gradients_from_before_are_not_released():
     with private(model, 1.0) as training:
         assert all(p.grad is None for p in model.parameters())
         model[0].weight.grad = torch.ones_like(model[0].weight)
-        with pytest.raises(ConfigError, match="before the draw's first backward"):
+        with pytest.raises(ConfigError, match="before the first backward pass"):
             next(training.batches(data, steps=1))
         training.optimizer.zero_grad()
         next(training.batches(data, steps=1))
@@ -399,3 +399,178 @@ def test_batches_of_ones_own_need_an_expected_size():
         F.cross_entropy(model(x), y).backward()
         with pytest.raises(ConfigError, match="expected_batch_size"):
             training.optimizer.step()
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_no_optimizer_steps_past_the_private_one(second):
+    """The habit of calling step() on the variable of before: neither noise nor ledger would have part in it."""
+    (x, y), model = points(), mlp()
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    with private(model, 1.0, optimizer=inner, noise_multiplier=1.0, expected_batch_size=40) as training:
+        other = torch.optim.Adam(model.parameters()) if second else inner
+        before = parameters(model)
+        classify(model, x, y).backward()
+        with pytest.raises(ConfigError, match=f"{type(other).__name__}.step.. would update by a sum"):
+            other.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
+        with pytest.warns(UserWarning, match="not drawn"):
+            training.optimizer.step()
+        other.step()  # by the noisy mean, which is public
+        classify(model, x, y).backward()
+    assert all(p.grad is None for p in model.parameters())  # what no step released
+    classify(model, x, y).backward()
+    inner.step()  # an ordinary training again
+
+
+def test_the_padding_of_a_batch_stays_out_when_its_iterator_is_gone():
+    data, model = points(), mlp()
+    with private(model, 0.2) as training:
+        batch = next(training.batches(data, microbatch=64))
+        classify(model, *batch.tensors).backward()
+        assert torch.equal(training.clipper.factors > 0, batch.mask)
+        training.optimizer.step()
+        assert training.clipper.mask is None
+        (event,) = training.ledger.events
+        assert event.sampling == "poisson"
+
+
+@pytest.mark.parametrize("rate", [0.2, 1e-9])
+def test_batches_are_taken_one_at_a_time(rate):
+    """Fetched ahead, a batch would be clipped with the mask of the next."""
+    data, model = points(), mlp()
+    with private(model, rate, expected_batch_size=8) as training:
+        with pytest.raises(ConfigError, match="one at a time"):
+            list(training.batches(data, microbatch=64, steps=2))
+        batches = training.batches(data, microbatch=64, steps=2)
+        next(batches)
+        with pytest.raises(ConfigError, match="leave none out"):
+            next(batches)
+
+
+class Turned(torch.nn.Module):
+    """Its input has the examples second, and so have its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_fewer_rows_than_were_drawn_are_refused():
+    """Five positions of all examples would be clipped in place of 40 examples."""
+    model = Turned()
+    with private(model, 1.0) as training:
+        batch = next(training.batches((torch.randn(40, 5, 6),), steps=1))
+        model(batch.tensors[0].transpose(0, 1)).mean().backward()
+        with pytest.raises(ConfigError, match="5 rows went through backward passes, the batch has 40"):
+            training.optimizer.step()
+    data, model = points(), mlp()
+    with private(model, 1.0) as training:
+        batches = training.batches(data, microbatch=32, steps=1)
+        classify(model, *next(batches).tensors).backward()
+        next(batches)  # 8 rows, which get no backward pass
+        with pytest.raises(ConfigError, match="0 rows went through"):
+            training.optimizer.step()
+
+
+def test_a_parameter_that_was_frozen_since_stays_as_it_is():
+    data, model = points(), mlp()
+    with private(model, 1.0, noise_multiplier=1.0) as training:
+        drawn_steps(training, data, classify, steps=1)
+        kept = model[0].weight.detach().clone()
+        model[0].weight.requires_grad_(False)
+        drawn_steps(training, data, classify, steps=1)
+        assert torch.equal(model[0].weight, kept)
+
+
+class Failing(torch.autograd.Function):
+    """Passes values on; its backward pass fails, as one that finds no memory does."""
+
+    fails = True
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        if Failing.fails:
+            raise RuntimeError("no memory")
+        return dy
+
+
+def test_what_a_failed_pass_has_summed_is_not_released():
+    """By layer, sums are made on the way: the same batch again would count its examples twice."""
+    (x, y), model = points(), mlp()
+
+    def loss():
+        return F.cross_entropy(model[2](Failing.apply(model[1](model[0](x)))), y)
+
+    with private(model, 1.0, clipping="per_layer", expected_batch_size=40) as training:
+        Failing.fails = True
+        first = loss()
+        with pytest.raises(RuntimeError, match="no memory"):
+            first.backward()
+        assert model[2].weight.grad is not None
+        Failing.fails = False
+        again = loss()
+        with pytest.raises(ConfigError, match="a pass that failed"):
+            again.backward()
+        training.optimizer.zero_grad()
+        loss().backward()
+        model[0].weight.grad.add_(1.0)
+        again = loss()
+        with pytest.raises(ConfigError, match="changed or cleared"):  # of several passes, likewise
+            again.backward()
+
+
+def test_a_gradient_set_by_hand_is_not_released():
+    (x, y), model = points(), mlp()
+    with private(model, 1.0, expected_batch_size=40):
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        loss = classify(model, x, y)
+        with pytest.raises(ConfigError, match="set by hand"):
+            loss.backward()
+
+
+def test_a_draw_makes_one_step():
+    """A list of draws, gone through in each epoch, is no new sample each time."""
+    data, model = points(), mlp()
+    with private(model, 0.5, noise_multiplier=1.0) as training:
+        kept = list(training.draws(data, microbatch=8, steps=2))
+
+        def epoch():
+            for batch in kept:
+                training.use(batch)
+                classify(model, *batch.tensors).backward()
+                training.step()
+
+        epoch()
+        assert training.optimizer.steps == 2
+        with pytest.raises(ConfigError, match="has made a step already"):
+            epoch()
+
+
+def test_a_target_holds_beside_other_trainings_in_the_ledger():
+    data = points()
+    ledger = dp.Ledger()
+    with private(mlp(), 0.1, target_epsilon=3.0, steps=8, ledger=ledger) as first:
+        drawn_steps(first, data, classify, steps=2)
+        with private(mlp(), 0.1, noise_multiplier=2.0, ledger=ledger) as second:
+            drawn_steps(second, data, classify, steps=20)
+        with pytest.raises(BudgetExceeded, match="budget is epsilon 3"):
+            drawn_steps(first, data, classify, steps=6)
+        assert first.optimizer.steps < 8
+        assert ledger.epsilon(1e-5) <= 3.0
+
+
+def test_parts_of_two_draws_do_not_meet_where_the_loop_says_what_it_uses():
+    data, model = points(), mlp()
+    with private(model, 1.0) as training:
+        first, second = (next(iter(training.draws(data, microbatch=16, steps=1))) for _ in range(2))
+        training.use(first)
+        classify(model, *first.tensors).backward()
+        with pytest.raises(ConfigError, match="one step belongs to each draw"):
+            training.use(second)

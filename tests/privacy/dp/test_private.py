@@ -1,5 +1,6 @@
 """make_private: what it checks before anything is attached, what it finds, what a checkpoint holds."""
 
+import copy
 import pickle
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError, UnsupportedCase
 from accelerant.privacy import dp
+from accelerant.privacy.dp.noise.charge import charge
 
 
 def train(training, data, steps=None, **options):
@@ -77,6 +79,43 @@ def test_model_and_optimizer_must_fit():
         private(model)
     training.close()
     private(model).close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_of_16_bits_are_refused(dtype):
+    """Eight bits of a sum of 1024 clipped gradients of norm 1: rounding moves it by more than an example does."""
+    with pytest.raises(UnsupportedCase, match=r"0\.weight is torch.*autocast"):
+        private(mlp().to(dtype))
+    model = mlp().to(dtype).requires_grad_(False)
+    private(torch.nn.Sequential(model, torch.nn.Linear(3, 2))).detach()  # frozen ones have no sum
+
+
+def test_a_ledger_of_others_keeps_the_training_to_its_own_target():
+    data, model = points(), mlp()
+    ledger = dp.Ledger(budget=dp.Budget(50.0, 1e-5))
+    with private(model, 0.1, target_epsilon=2.0, steps=3, ledger=ledger) as training:
+        for batch in training.batches(data):
+            classify(model, *batch.tensors).backward()
+            training.step()
+        assert training.optimizer.steps == 3
+        batch = next(training.batches(data, steps=1))
+        classify(model, *batch.tensors).backward()
+        assert not training.optimizer.affordable()
+        with pytest.raises(BudgetExceeded, match="the budget is epsilon 2"):
+            training.step()
+        assert training.epsilon() <= 2.0
+
+
+def test_the_ledger_is_charged_for_tables_and_tails():
+    """In delta, at the epsilon that events are charged for: no bare distance in total variation."""
+    data, model = points(), mlp()
+    with private(model, 0.5, noise_multiplier=1.0) as training:
+        for batch in training.batches(data, steps=1):
+            classify(model, *batch.tensors).backward()
+            plan = training.optimizer.prepare()
+        (event,) = training.ledger.events
+        cost = charge(plan.scale, plan.grid, sum(p.numel() for p in model.parameters()))
+        assert cost.delta <= event.delta <= 2 * cost.delta
 
 
 def test_layers_that_mix_examples_are_refused_by_name():
@@ -237,3 +276,43 @@ def test_parameters_change_only_by_steps():
             if not batch.last:
                 training.optimizer.step()
                 assert all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
+
+
+def test_a_checkpoint_brings_what_was_spent_to_a_ledger_that_lacks_it():
+    data, model = points(), mlp()
+    with private(model, 0.5, noise_multiplier=1.0) as training:
+        train(training, data, steps=3)
+        state, spent = training.state_dict(), training.epsilon()
+    with private(mlp(), 0.5, noise_multiplier=1.0) as training:  # another ledger, in memory
+        for _ in range(2):  # once, however often it is loaded
+            training.load_state_dict(state)
+            assert training.epsilon() == spent
+        train(training, data, steps=1)
+        assert sum(event.count for event in training.ledger.events) == 4
+
+
+def test_a_ledger_of_replaced_units_is_refused():
+    """Clipping to C bounds what an example adds; replaced, it changes the sum by up to 2 C."""
+    ledger = dp.Ledger(neighbouring="replace-one")
+    with pytest.raises(ConfigError, match="add-or-remove-one"):
+        private(mlp(), 1.0, noise_multiplier=1.0, ledger=ledger)
+    with pytest.raises(ConfigError, match="add-or-remove-one"):
+        dp.GradientPrivatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4, ledger=ledger)
+
+
+def test_a_copy_of_the_model_is_an_ordinary_one():
+    """An average of the parameters, or the best so far, is kept beside the training."""
+    (x, y), model = points(), mlp()
+    with private(model, 0.5, noise_multiplier=1.0) as training:
+        average = torch.optim.swa_utils.AveragedModel(model)
+        train(training, (x, y), steps=1)
+        average.update_parameters(model)
+        twin = copy.deepcopy(model)
+        batch = next(training.batches((x, y), steps=1))
+        classify(model, *batch.tensors).backward()
+        training.optimizer.step()
+        noisy = model[0].weight.grad.clone()
+        classify(twin, x, y).backward()
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+        assert torch.equal(model[0].weight.grad, noisy)
+        assert sum(event.count for event in training.ledger.events) == 2

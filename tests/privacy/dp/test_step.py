@@ -93,6 +93,24 @@ def test_a_step_past_the_budget_changes_nothing():
     assert torch.equal(weights(private), before)
 
 
+def test_gradients_that_were_cleared_come_back_to_their_memory():
+    """A captured graph writes to it: what it holds is released, and must hold nothing of a draw that was given up."""
+    private = private_gpt()
+    step = PrivateStep(private, private.model.loss)
+    step(next(parts(rows(4), 4, microbatch=4)), 0.0)
+    kept = [each.grad for each in private.model.parameters()]
+    given_up = next(parts(rows(4), 4, microbatch=4))
+    private.use(given_up)
+    step._parted(given_up)
+    private.optimizer.zero_grad()
+    assert all(each.grad is None for each in private.model.parameters())
+    found = []
+    private.optimizer.register_step_pre_hook(lambda *_: found.extend(g.clone() for g in kept))
+    step(next(parts(rows(4), 4, microbatch=4)), 0.0)
+    assert all(each.grad is grad for each, grad in zip(private.model.parameters(), kept, strict=True))
+    assert 0 < float(torch.stack([each.norm() for each in found]).norm()) <= 4 * 0.5 / 6 + 1e-6
+
+
 def test_refusals():
     private = private_gpt()
     with pytest.raises(ConfigError, match="float16"):

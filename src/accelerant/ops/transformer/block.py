@@ -64,9 +64,12 @@ def _weight_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Those of a linear layer's parameters, in their dtypes; sums are those of dy's columns, where they are known.
 
-    Where the parameters have a sink it gets them, and sums are of each example.
+    Where the parameters have a sink it gets them, and sums are of each example; sums that a block of the other kind has
+    left, a frozen one say, are not used.
     """
     sink = _sink((weight, bias))
+    if sums is not None and sums.dim() != (1 if sink is None else 2):
+        sums = None
     if sink is not None:
         weight_there, bias_there = _wanted((weight, bias), needs)
         if bias_there is not None and sums is not None:

@@ -27,6 +27,9 @@ _COUNT_SENSITIVITY = 0.5
 _LEAST_SHARE = 5.0
 """The count's multiplier over the whole's, at least: the gradients then get 2.1% more noise than without the count."""
 
+_LARGEST_CHANGE, _LARGEST_NORM = 2.0, 2.0**60
+"""Of a step, in natural logarithms, and of the norm: where few examples are expected, the count is noise alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveClipping:
@@ -95,9 +98,9 @@ class AdaptiveNorm:
         return 1.0 / math.sqrt(z**-2 - self._prepared.noise_multiplier**-2) if z else 0.0
 
     @property
-    def distance(self) -> float:
-        """What the noise on the count costs besides, as a distance."""
-        return self._prepared.plan(_COUNT_SENSITIVITY).distance
+    def delta(self) -> float:
+        """What the noise on the count charges of delta besides."""
+        return self._prepared.plan(_COUNT_SENSITIVITY).delta
 
     @property
     def note(self) -> str:
@@ -124,7 +127,9 @@ class AdaptiveNorm:
         share = 0.5 + float(count) / expected
         norm = clipper.max_grad_norm
         assert isinstance(norm, float)  # as above
-        clipper.max_grad_norm = norm * math.exp(-self.settings.learning_rate * (share - self.settings.quantile))
+        change = -self.settings.learning_rate * (share - self.settings.quantile)
+        moved = norm * math.exp(min(_LARGEST_CHANGE, max(-_LARGEST_CHANGE, change)))
+        clipper.max_grad_norm = min(_LARGEST_NORM, max(1.0 / _LARGEST_NORM, moved))
         self.forget()
 
     def forget(self) -> None:

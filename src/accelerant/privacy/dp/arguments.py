@@ -112,6 +112,12 @@ def require_fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
             f"{named[key]} requires a gradient and is not in the optimizer: freeze it by requires_grad_(False), or "
             f"add it"
         )
+    for key, parameter in wanted.items():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            raise UnsupportedCase(
+                f"{named[key]} is {parameter.dtype}, and so would be its sum of clipped gradients, whose rounding may "
+                "exceed what one example adds: keep the parameters in float32 and compute under torch.autocast"
+            )
     if not wanted:
         raise ConfigError(f"{type(model).__name__} has no parameter that requires a gradient")
     return sum(parameter.numel() for parameter in wanted.values())

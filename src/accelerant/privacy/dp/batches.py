@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -18,6 +19,8 @@ __all__ = ["DrawnBatch", "PoissonBatches"]
 
 Rows = Callable[[Tensor], Any]
 
+_numbers = itertools.count(1)
+
 
 @dataclass(frozen=True, slots=True)
 class DrawnBatch:
@@ -29,6 +32,7 @@ class DrawnBatch:
         last: whether the draw ends with it: then step.
         examples: rows that were drawn.
         rows: rows of the tensors, padding included.
+        number: of the draw, in this process; parts of one draw have the same. 0 where it is not known.
     """
 
     tensors: Any
@@ -36,6 +40,7 @@ class DrawnBatch:
     last: bool
     examples: int
     rows: int
+    number: int = 0
 
 
 class _Draws(Protocol):
@@ -82,6 +87,7 @@ class PoissonBatches:
     def _of_draw(self, drawn: Tensor) -> Iterator[DrawnBatch]:
         rows = self._microbatch or max(1, len(drawn))
         parts = max(1, -(-len(drawn) // rows))
+        number = next(_numbers)
         for part in range(parts):
             index = drawn[part * rows : (part + 1) * rows]
             examples = len(index)
@@ -92,7 +98,7 @@ class PoissonBatches:
             tensors = self._rows(index)
             if isinstance(tensors, Tensor):
                 tensors = (tensors,)
-            yield DrawnBatch(tensors, mask, part == parts - 1, examples, rows)
+            yield DrawnBatch(tensors, mask, part == parts - 1, examples, rows, number)
 
 
 def _check_size(sampler: Any, size: int | None) -> None:

@@ -59,7 +59,8 @@ class Allowance:
             BudgetExceeded: it does not.
         """
         one = event.times(1)
-        if counts.get(one, 0) + event.count <= self._fits[one]:
+        known = all(count <= self._fits[other] for other, count in counts.items())  # others may have written, too
+        if known and counts.get(one, 0) + event.count <= self._fits[one]:
             return
         after = Counter(counts)
         after[one] += event.count

@@ -16,7 +16,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy.dp.events import Sampling
 from accelerant.privacy.dp.ledger import Ledger
-from accelerant.privacy.dp.noisy_sum import NoisySum, make_source, require_number
+from accelerant.privacy.dp.noisy_sum import NoisySum, make_source, require_clipped_unit, require_number
 
 __all__ = ["GradientPrivatizer"]
 
@@ -76,7 +76,7 @@ class GradientPrivatizer:
         self._sampling: Sampling = sampling
         self._rate = 1.0 if sample_rate is None else require_number("sample_rate", sample_rate, most=1.0)
         self._source = make_source(secure)
-        self.ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
+        self.ledger = require_clipped_unit(ledger if isinstance(ledger, Ledger) else Ledger(ledger))
         self.clipped = 0.0
         self.dropped = 0
 

@@ -36,7 +36,7 @@ _OPEN: weakref.WeakSet[Journal] = weakref.WeakSet()
 def _after_fork() -> None:
     """A child gives its copies of the descriptors back: a worker that outlives its parent must not hold the lock."""
     for journal in list(_OPEN):
-        journal.close()
+        journal.close(unlock=False)  # the lock is the parent's, too
 
 
 if hasattr(os, "register_at_fork"):
@@ -112,10 +112,12 @@ class Journal:
         if self._file < 0:
             raise ConfigError(f"the ledger {self.path} is closed: open it again to add to it")
 
-    def close(self) -> None:
-        """Give the lock back."""
+    def close(self, *, unlock: bool = True) -> None:
+        """Give the file back, and the lock with it."""
         file, self._file = self._file, -1
         if file >= 0:
+            if unlock:
+                _unlock(file)
             os.close(file)
 
     def __reduce__(self) -> NoReturn:
@@ -210,8 +212,16 @@ def _sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
+def _unlock(file: int) -> None:
+    """Give the lock back at once, also where a child that was just forked has the file open still."""
+    if sys.platform != "win32":
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
 def _lock(file: int, path: Path) -> None:
-    """Take the kernel's lock on an open file; it goes with the last descriptor.
+    """Take the kernel's lock on an open file; it goes with the last descriptor, if not before.
 
     Raises:
         ConfigError: it is taken.

@@ -168,7 +168,7 @@ class LocalGaussian:
         self.dimensions = dimensions
         self.epsilon, self.delta = require_number("epsilon", epsilon), require_number("delta", delta, most=0.5)
         source = make_source(secure)
-        charged = NoisySum(source, 1.0, dimensions).plan(2 * self.max_norm).distance
+        charged = NoisySum(source, 1.0, dimensions).plan(2 * self.max_norm).delta
         multiplier = calibrate(self.epsilon, self.delta, 1.0, 1, sampling="none", charged=charged)
         self._noisy = NoisySum(source, multiplier, dimensions)
         self._plan = self._noisy.plan(2 * self.max_norm)

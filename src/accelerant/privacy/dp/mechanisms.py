@@ -24,7 +24,7 @@ from accelerant.privacy.dp.calibrate import calibrate
 from accelerant.privacy.dp.ledger import Ledger
 from accelerant.privacy.dp.noise.charge import charge as gaussian_charge
 from accelerant.privacy.dp.noise.charge import choose_grid, laplace_charge
-from accelerant.privacy.dp.noisy_sum import Kind, NoisySum, Plan, distance_of, make_source, require_number
+from accelerant.privacy.dp.noisy_sum import Kind, NoisySum, Plan, delta_of, make_source, require_number
 
 __all__ = ["gaussian_noise_", "laplace_noise_", "release"]
 
@@ -118,7 +118,7 @@ def release(
     flat = answer.reshape(-1)
     if flat.numel():
         noisy.add_([flat], plan, 1.0)
-    return _as_given(value, (flat.round() if whole else flat).reshape(exact.shape).to(exact.dtype))
+    return _as_given(value, (_whole(flat, exact.dtype) if whole else flat).reshape(exact.shape).to(exact.dtype))
 
 
 def _noise_(x: _T, kind: Kind, scale: float, sensitivity: float | None, secure: bool, ledger: Ledger | None) -> _T:
@@ -136,12 +136,12 @@ def _noise_(x: _T, kind: Kind, scale: float, sensitivity: float | None, secure: 
     source = make_source(secure)
     grid = choose_grid(scale, bound, dimensions**2 if kind == "laplace" else dimensions) if secure else 0.0
     if ledger is not None:
-        rounding, distance = 0.0, 0.0
+        rounding, delta = 0.0, 0.0
         if secure:
             cost = laplace_charge if kind == "laplace" else gaussian_charge
-            rounding, distance = cost(scale, grid, dimensions).sensitivity, distance_of(kind, scale, grid, dimensions)
+            rounding, delta = cost(scale, grid, dimensions).sensitivity, delta_of(kind, scale, grid, dimensions)
         named = NoisySum(source, scale / (bound + rounding), dimensions, kind)
-        ledger.record(named.event(Plan(scale, grid, distance), "none", 1.0))
+        ledger.record(named.event(Plan(scale, grid, delta), "none", 1.0))
     with torch.no_grad():
         NoisySum(source, 1.0, dimensions, kind).add_(tensors, Plan(scale, grid, 0.0), 1.0)
     return x
@@ -175,7 +175,13 @@ def _whole_plan(noisy: NoisySum, sensitivity: float) -> Plan:
     if not noisy.source.secure or not noisy.dimensions:
         return Plan(scale, 0.0, 0.0)
     grid = min(1.0, 2.0 ** math.floor(math.log2(scale / 8)))
-    return Plan(scale, grid, distance_of(noisy.kind, scale, grid, noisy.dimensions))
+    return Plan(scale, grid, delta_of(noisy.kind, scale, grid, noisy.dimensions))
+
+
+def _whole(answer: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whole numbers that the dtype holds: noise takes a count of bytes below 0, which would come out as 253."""
+    limits = torch.iinfo(dtype)
+    return answer.round().clamp_(max(-_EXACT, limits.min), min(_EXACT, limits.max))
 
 
 def _as_given(value: Any, answer: Tensor) -> Any:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError
 from accelerant.privacy.dp.events import Event, Mechanism, Sampling
+from accelerant.privacy.dp.ledger import Ledger
 from accelerant.privacy.dp.noise import FastSource, NoiseSource, SecureSource
-from accelerant.privacy.dp.noise.charge import EPSILON_LIMIT, charge, choose_grid, grid_steps, laplace_charge
-from accelerant.privacy.dp.noise.plan import make_plan
+from accelerant.privacy.dp.noise.charge import charge, choose_grid, laplace_charge
 
-__all__ = ["Kind", "NoisySum", "Plan", "distance_of", "make_source", "require_number"]
+__all__ = ["Kind", "NoisySum", "Plan", "delta_of", "make_source", "require_clipped_unit", "require_number"]
 
 Kind = Literal["gaussian", "laplace"]
 
@@ -51,6 +51,20 @@ def require_number(
     raise ConfigError(f"{name} must be a number, {below} and {above}; got {value!r}")
 
 
+def require_clipped_unit(ledger: Ledger) -> Ledger:
+    """The ledger, if clipping to C bounds what one of its units changes.
+
+    Raises:
+        ConfigError: its units are replaced, which changes a sum by up to 2 C: epsilon would come out too small.
+    """
+    if ledger.neighbouring != "add-or-remove-one":
+        raise ConfigError(
+            f"the ledger is of neighbouring={ledger.neighbouring!r}, the clipping norm bounds what an example changes "
+            'that is added or removed: make the ledger with neighbouring="add-or-remove-one"'
+        )
+    return ledger
+
+
 def make_source(secure: bool) -> NoiseSource:
     """ChaCha20 and integers where the noise must hold; Philox and floating point where it is research."""
     return SecureSource() if secure else FastSource()
@@ -63,12 +77,12 @@ class Plan:
     Attributes:
         scale: of the noise, standard deviation or b, in the units of the sum; 0 without noise.
         grid: on which a secure source works, a power of two; 0 where there is none.
-        distance: in total variation, to the mechanism that is accounted: tails, tables, smoothing.
+        delta: charged besides what is accounted, as an Event has it: tails, tables, smoothing.
     """
 
     scale: float
     grid: float
-    distance: float
+    delta: float
 
 
 class NoisySum:
@@ -110,7 +124,7 @@ class NoisySum:
         else:  # rounding adds grid * dimensions in L1
             grid = choose_grid(scale, sensitivity, self.dimensions**2)
             scale = multiplier * (sensitivity + laplace_charge(scale, grid, self.dimensions).sensitivity)
-        return Plan(scale, grid, distance_of(self.kind, scale, grid, self.dimensions))
+        return Plan(scale, grid, delta_of(self.kind, scale, grid, self.dimensions))
 
     def add_(self, tensors: Sequence[Tensor], plan: Plan, factor: float) -> None:
         """Add the noise and multiply by a factor, in place."""
@@ -138,7 +152,7 @@ class NoisySum:
             self.noise_multiplier,
             sampling,
             sample_rate,
-            delta=plan.distance,
+            delta=plan.delta,
             note=note,
             source=self.source.name,
             secure=self.source.secure,
@@ -146,17 +160,11 @@ class NoisySum:
         )
 
 
-def distance_of(kind: Kind, scale: float, grid: float, dimensions: int) -> float:
-    """What tails, tables and smoothing come to as a distance in total variation, as events want it.
+def delta_of(kind: Kind, scale: float, grid: float, dimensions: int) -> float:
+    """What tails, tables and smoothing charge of delta, as events want it: for a total epsilon of EPSILON_LIMIT.
 
-    The charges are given for a total epsilon of EPSILON_LIMIT; a distance t costs (1 + exp(epsilon)) t at the epsilon
-    that is found in the end. The smoothing error costs the same at each epsilon: half of it as a distance covers it.
     Rounded up to a power of two, so that steps of an adaptive norm are equal events.
     """
-    worst = 1 + math.exp(EPSILON_LIMIT)
-    if kind == "laplace":
-        found = laplace_charge(scale, grid, dimensions).delta / worst
-    else:
-        smoothing = 2 * dimensions * make_plan(grid_steps(scale, grid)).log_ratio
-        found = max(0.0, charge(scale, grid, dimensions).delta - smoothing) / worst + smoothing / 2
-    return 2.0 ** math.ceil(math.log2(found)) if found else 0.0
+    cost = laplace_charge if kind == "laplace" else charge
+    found = cost(scale, grid, dimensions).delta
+    return min(1.0, 2.0 ** math.ceil(math.log2(found))) if found else 0.0

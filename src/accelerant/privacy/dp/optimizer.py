@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedCase
 from accelerant.privacy.dp.adaptive import AdaptiveNorm
+from accelerant.privacy.dp.budget import Allowance, Budget
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.distributed import Processes
 from accelerant.privacy.dp.events import Event, Sampling
@@ -30,7 +34,8 @@ __all__ = ["PrivateOptimizer"]
 
 _NOT_OURS = (
     "this batch was not drawn by the sampler of make_private: its steps are accounted without amplification by "
-    "sampling, which costs far more epsilon. Take batches from PrivateTraining.batches(data)"
+    "sampling, which costs far more epsilon, and an example must not be in two backward passes of a step, which nobody "
+    "checks here. Take batches from PrivateTraining.batches(data)"
 )
 
 
@@ -48,6 +53,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         steps: steps made so far.
         expected_batch_size: what the sum is divided by.
         inner: the wrapped optimiser.
+        keeps_gradients: whether gradients are zeroed, and not dropped, after a step: PrivateStep, for its graphs.
     """
 
     _step_supports_amp_scaling = True  # GradScaler shows itself to step, which refuses it
@@ -64,6 +70,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         sample_rate: float,
         expected_batch_size: float | None,
         adaptive: AdaptiveNorm | None,
+        budget: Budget | None = None,
     ) -> None:
         self.inner = optimizer
         self.stepped = False
@@ -76,12 +83,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._processes = processes
         self._sample_rate = sample_rate
         self._adaptive = adaptive
+        self._allowance = None if budget is None else Allowance(budget, ledger.neighbouring)
         self._params: list[nn.Parameter] = [parameter for _, parameter in clipper.parameters]
         self._clipped = {id(param) for param in self._params}
         self._marks: list[tuple[int, int] | None] = []
         self._bound = 0.0
         self._released = False
+        self._updating = False
         self._warned = False
+        self._unwatch = _watched(self)
+        self.keeps_gradients = False
+        clipper.on_begin = self._backward_begins
         clipper.on_backward = self._backward_ended
         for param in self._params:
             param.grad = None  # of backward passes before this one, unclipped
@@ -176,8 +188,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if not self._tally.complete:
             self._require_untouched()
             return None
-        if self._processes.size == 1:
-            self._tally.require_step()  # of several processes, one may have drawn no example while others did
+        if self._processes.size == 1 or self._tally.sampled:
+            self._tally.require_step()  # of several processes, one may have no batch of its own while others do
         if self.expected_batch_size is None:
             raise ConfigError(
                 "the expected batch size is not known: give expected_batch_size, or take batches from batches(data)"
@@ -192,7 +204,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """What it does on the device: noise, division, the wrapped step. Gradients are left as the update saw them."""
         assert self.expected_batch_size is not None  # for the type checker: prepare looked
         self._noise(plan, self.expected_batch_size)
-        self.inner.step()
+        self._updating = True
+        try:
+            self.inner.step()
+        finally:
+            self._updating = False
 
     def summed(self, rows: int) -> None:
         """A backward pass over so many rows was replayed: what one that runs tells by itself."""
@@ -220,7 +236,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if self.expected_batch_size is None:
             return True
         try:
-            self._ledger.require(self._event(self._planned(self.expected_batch_size), "poisson"))
+            event = self._event(self._planned(self.expected_batch_size), "poisson")
+            self._require_allowed(event)
+            self._ledger.require(event)
         except BudgetExceeded:
             return False
         return True
@@ -239,9 +257,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         note = ""
         if self._adaptive is not None:
             note = self._adaptive.note
-            plan = dataclasses.replace(plan, distance=plan.distance + self._adaptive.distance)
+            plan = dataclasses.replace(plan, delta=plan.delta + self._adaptive.delta)
         rate = self._sample_rate if sampling == "poisson" else 1.0
-        return self._release.event(plan, sampling, rate, idealised=self._clipper.idealised, note=note)
+        return self._release.event(plan, sampling, rate, idealised=True, note=note)  # summed in floating point
 
     def _spend(self, plan: Plan) -> None:
         """Record the step in the ledger, before anything of it is seen."""
@@ -250,9 +268,18 @@ class PrivateOptimizer(torch.optim.Optimizer):
             self._warned = True
             warnings.warn(_NOT_OURS, UserWarning, stacklevel=4)
         event = self._event(plan, sampling)
-        self._processes.on_first(lambda: self._ledger.record(event))
+        self._processes.on_first(lambda: self._record(event))
         if not self._processes.first:
             self._ledger.record(event)  # in memory: what this process answers when it is asked for epsilon
+
+    def _record(self, event: Event) -> None:
+        self._require_allowed(event)
+        self._ledger.record(event)
+
+    def _require_allowed(self, event: Event) -> None:
+        """Check the training's own target, where the ledger, which may serve others, has no budget as tight."""
+        if self._allowance is not None:
+            self._allowance.require(Counter({each.times(1): each.count for each in self._ledger.events}), event)
 
     def _noise(self, plan: Plan, expected: float) -> None:
         """The noisy mean into .grad of every clipped parameter, whether this batch reached it or not."""
@@ -270,6 +297,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
             if self._adaptive is not None:
                 self._adaptive.update(self._clipper, self._processes, expected, self._params[0].device)
 
+    def detach(self) -> None:
+        """Give the wrapped optimiser back; a sum that no step has released is cleared."""
+        self._unwatch()
+        if not self._released:
+            self._clear()
+            self._tally.forget()
+
     def drop_released(self, *_: object) -> None:
         """Clear what the last step left in .grad: before a forward pass, or a draw."""
         if self._released:
@@ -286,15 +320,20 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     # --- what happens between steps ----------------------------------------------------------------------------------
 
-    def _backward_ended(self, norms: Tensor, factors: Tensor) -> None:
-        """A backward pass has added its clipped gradients."""
+    def _backward_begins(self) -> None:
+        """Nothing but what was summed may be in the gradients: a pass that failed half-way leaves some there."""
         if self._released:
             raise ConfigError(
-                "the noisy mean of the last step was still in .grad, and this backward pass added to it: call "
+                "the noisy mean of the last step is still in .grad, and this backward pass would add to it: call "
                 "optimizer.zero_grad() after the step"
             )
         if self._tally.passes:
-            self._require_same_memory()
+            self._require_untouched()
+        elif not self.keeps_gradients:
+            self._require_none()
+
+    def _backward_ended(self, norms: Tensor, factors: Tensor) -> None:
+        """A backward pass has added its clipped gradients."""
         self._tally.add(norms.numel())
         if self._adaptive is not None:
             self._adaptive.see(norms, self._clipper)
@@ -304,11 +343,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Remember what was summed: the memory and versions of the gradients, and the bound they were clipped to."""
         self._bound = max(self._bound, self._clipper.sensitivity)
         self._marks = [None if param.grad is None else (id(param.grad), param.grad._version) for param in self._params]
-
-    def _require_same_memory(self) -> None:
-        for param, mark in zip(self._params, self._marks, strict=True):
-            if mark is not None and (param.grad is None or id(param.grad) != mark[0]):
-                self._refuse_changed()
 
     def _require_untouched(self) -> None:
         if not self._marks:  # an empty draw: there is nothing to release but noise
@@ -325,11 +359,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
             ConfigError: there is one.
         """
         self.drop_released()
-        if not self._tally.passes and any(param.grad is not None for param in self._params):
+        if not self._tally.passes:
+            self._require_none()
+
+    def _require_none(self) -> None:
+        if any(param.grad is not None for param in self._params):
             raise ConfigError(
-                "a parameter has a gradient before the draw's first backward pass, which no clipping has seen: clear "
-                "it "
-                "with optimizer.zero_grad()"
+                "a parameter has a gradient before the first backward pass of a step, set by hand or by a pass that "
+                "failed: clear it with optimizer.zero_grad()"
             )
 
     def _require_clipped(self) -> None:
@@ -340,6 +377,23 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     raise ConfigError(
                         f"a parameter {tuple(param.shape)} of the optimizer has a gradient that is not clipped: it was "
                         "frozen or not there when make_private was called; call it again after detach()"
+                    )
+
+    def require_own(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check, before the step of any optimiser, that it does not update by a sum that has no noise yet.
+
+        Raises:
+            ConfigError: it would: the wrapped optimiser was stepped past this one, or a second one is over its
+                parameters.
+        """
+        if self._updating or self._released:
+            return
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and id(param) in self._clipped:
+                    raise ConfigError(
+                        f"{type(optimizer).__name__}.step() would update by a sum of gradients without noise, and no "
+                        "ledger would know: call step() and zero_grad() of PrivateTraining.optimizer"
                     )
 
     def _refuse_changed(self) -> NoReturn:
@@ -356,3 +410,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise UnsupportedCase(
                 "a GradScaler scales the losses, and so what is clipped: use bfloat16 autocast without a scaler"
             )
+
+
+def _watched(optimizer: PrivateOptimizer) -> Callable[[], None]:
+    """Have it look at each step of any optimiser, until the function that is returned is called."""
+    known = weakref.ref(optimizer)
+
+    def before(other: torch.optim.Optimizer, *_: Any) -> None:
+        private = known()
+        if private is not None:
+            private.require_own(other)
+
+    remove: Callable[[], None] = register_optimizer_step_pre_hook(before).remove
+    weakref.finalize(optimizer, remove)
+    return remove

@@ -17,7 +17,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Generator, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -31,8 +32,9 @@ from accelerant.privacy.dp.arguments import Arguments, clipping_of, require_fit
 from accelerant.privacy.dp.calibrate import calibrate
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.distributed import Processes, ShardSampler
+from accelerant.privacy.dp.events import Event
 from accelerant.privacy.dp.ledger import Budget, Ledger
-from accelerant.privacy.dp.noisy_sum import NoisySum, make_source
+from accelerant.privacy.dp.noisy_sum import NoisySum, make_source, require_clipped_unit
 from accelerant.privacy.dp.optimizer import PrivateOptimizer
 from accelerant.privacy.dp.sampling import DrawnBatch, PoissonBatches, PoissonSampler
 from accelerant.privacy.dp.tally import Tally
@@ -80,7 +82,7 @@ class PrivateTraining:
         self._processes = processes
         self._owns_ledger = owns_ledger
         self._attached = True
-        self._hook = model.register_forward_pre_hook(optimizer.drop_released)
+        self._hook = model.register_forward_pre_hook(_dropping(optimizer, model))
 
     def batches(
         self,
@@ -145,7 +147,7 @@ class PrivateTraining:
         Raises:
             ConfigError: the draw before it was summed and not stepped.
         """
-        self._tally.begin(rows=batch.rows, examples=batch.examples, last=batch.last, origin=origin)
+        self._tally.begin(rows=batch.rows, examples=batch.examples, last=batch.last, origin=origin, number=batch.number)
         mask = batch.mask
         self.clipper.mask = None if mask is None else mask.to(self.clipper.parameters[0][1].device)
 
@@ -186,7 +188,7 @@ class PrivateTraining:
         return float(self.ledger.epsilon(self.delta if delta is None else delta, method=method))
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into a checkpoint: optimiser, clipping norm, steps, where the ledger is; no key and no noise.
+        """What goes into a checkpoint: optimiser, clipping norm, steps, the ledger's events; no key and no noise.
 
         The noise and the draws of a resumed training are fresh: a repeated key would let two noisy sums be subtracted.
         """
@@ -199,13 +201,17 @@ class PrivateTraining:
             "expected_batch_size": self.optimizer.expected_batch_size,
             "steps": self.optimizer.steps,
             "ledger": None if self.ledger.path is None else str(self.ledger.path),
+            "spent": [event.to_dict() for event in self.ledger.events],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave. The ledger is not rewound: steps done since then stay spent.
 
+        What was spent by then and is not in the ledger (of a training in memory, or of another file) is recorded.
+
         Raises:
             FormatError: it is of something else, or of another noise multiplier.
+            BudgetExceeded: what was spent by then passes the ledger's budget.
         """
         lacking = {"optimizer", "max_grad_norm", "noise_multiplier", "expected_batch_size", "steps"} - state.keys()
         if state.get("version") != 1 or lacking:
@@ -216,6 +222,10 @@ class PrivateTraining:
                 f"{self.noise_multiplier}: "
                 "give make_private the same"
             )
+        held = Counter({event.times(1): event.count for event in self.ledger.events})
+        for event in map(Event.from_dict, state.get("spent", ())):
+            if event.count > held[event.times(1)]:
+                self.ledger.record(event.times(event.count - held[event.times(1)]))
         self.optimizer.load_state_dict(state["optimizer"])
         self.clipper.max_grad_norm = state["max_grad_norm"]
         self.optimizer.expected_batch_size = state["expected_batch_size"]
@@ -227,7 +237,8 @@ class PrivateTraining:
             self._attached = False
             self._hook.remove()
             self.clipper.detach()
-            self.clipper.on_backward = None
+            self.clipper.on_begin = self.clipper.on_backward = None
+            self.optimizer.detach()
             _private.discard(self.model)
 
     def close(self) -> None:
@@ -288,7 +299,10 @@ def make_private(
         sample_rate: the probability of each example to be in a batch.
         expected_batch_size: None: sample_rate times the rows of the data that `batches` is given. Of all processes
             together.
-        loss_reduction: whether a batch's loss is the "mean" or the "sum" of its examples' losses.
+        loss_reduction: whether a batch's loss is the "mean" or the "sum" of its examples' losses. Each example's loss
+            must be of that example alone, its share the same whatever the others are: not a mean over all tokens of the
+            batch that are not masked (average those of a row first), nor a loss that compares examples. Nothing
+            checks it.
         clipping: "flat": over all parameters; "per_layer": sensitivity is the root of the sum of squares; "adaptive":
             the norm follows the median of the gradients' norms, `AdaptiveClipping` has its settings.
         secure: noise from ChaCha20 on an integer grid. False: Philox and floating point, for research; the ledger says
@@ -342,21 +356,43 @@ def make_private(
         sample_rate=arguments.sample_rate,
         expected_batch_size=arguments.expected_batch_size,
         adaptive=None if adaptive is None else AdaptiveNorm(adaptive, source, arguments.noise_multiplier),
+        budget=_own_budget(arguments, book),
     )
     _private.add(model)
     return PrivateTraining(private, model, clipper, book, tally, processes, arguments, owns_ledger=owned)
 
 
+def _dropping(optimizer: PrivateOptimizer, model: nn.Module) -> Callable[[nn.Module, Any], None]:
+    """A hook that clears the last step's noisy mean; a copy of the model, which has it too, copies no optimiser."""
+    known, own = weakref.ref(optimizer), weakref.ref(model)
+
+    def drop(module: nn.Module, args: Any) -> None:
+        private = known()
+        if private is not None and module is own():
+            private.drop_released()
+
+    return drop
+
+
 def _opened(ledger: Ledger | str | Path | None, arguments: Arguments, processes: Processes) -> tuple[Ledger, bool]:
     """The ledger to write, and whether it is ours to close."""
     if isinstance(ledger, Ledger):
-        return ledger, False
+        return require_clipped_unit(ledger), False
     if ledger is not None and not isinstance(ledger, str | Path):
         raise ConfigError(f"ledger must be a Ledger, a path or None, got {type(ledger).__name__}")
     budget = None if arguments.target_epsilon is None else Budget(arguments.target_epsilon, arguments.delta)
     if processes.first:
         return Ledger(ledger, budget=budget), True
     return Ledger(), True
+
+
+def _own_budget(arguments: Arguments, ledger: Ledger) -> Budget | None:
+    """The target as a budget, unless the ledger's own is as tight."""
+    if arguments.target_epsilon is None:
+        return None
+    budget, held = Budget(arguments.target_epsilon, arguments.delta), ledger.budget
+    tight = held is not None and held.delta == budget.delta and held.epsilon <= budget.epsilon
+    return None if tight else budget
 
 
 def _found(arguments: Arguments, ledger: Ledger, secure: bool, dimensions: int) -> float:
@@ -372,8 +408,8 @@ def _found(arguments: Arguments, ledger: Ledger, secure: bool, dimensions: int) 
         arguments.sample_rate,
     )
     assert target is not None and steps is not None  # noqa: PT018  for the type checker: checked before
-    # Twice the distance: the count of adaptive clipping has noise of its own.
-    charged = 2 * NoisySum(make_source(secure), 1.0, dimensions).plan(arguments.sensitivity).distance
+    # Twice: the count of adaptive clipping has noise of its own.
+    charged = 2 * NoisySum(make_source(secure), 1.0, dimensions).plan(arguments.sensitivity).delta
     if ledger.events and (before := ledger.epsilon(delta)) >= target:
         raise BudgetExceeded(
             f"the ledger holds epsilon {before:.4g} at delta {delta:g} already: {steps} more steps cannot end at "

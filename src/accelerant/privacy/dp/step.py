@@ -89,6 +89,8 @@ class PrivateStep:
         self._inputs: list[Tensor] = []
         self._mask: Tensor | None = None
         self._loss: Tensor | None = None
+        self._gradients: list[Tensor | None] = [None] * len(self._params)
+        self._optimizer.keeps_gradients = True
         self._end: Graph | None = None
         self._eager_updates = 0
         self._planned: Plan | None = None
@@ -140,9 +142,7 @@ class PrivateStep:
         if mask is None:
             mask = torch.ones(batch.rows, dtype=torch.bool)
         mask = mask.to(self._device, non_blocking=True)
-        for param in self._params:  # graphs add to memory that stays
-            if param.grad is None and param.requires_grad:
-                param.grad = torch.zeros_like(param)
+        self._place_gradients()
         if not self._wants_graph:
             return self._run(tensors, mask)
         shape = tuple([(each.shape, each.dtype) for each in tensors])
@@ -159,6 +159,17 @@ class PrivateStep:
         loss = self._replay(tensors, mask)
         self._optimizer.summed(batch.rows)
         return loss
+
+    def _place_gradients(self) -> None:
+        """Memory that stays, since graphs add to it: zero_grad() takes it from the parameters, and nothing else may."""
+        for at, param in enumerate(self._params):
+            if param.grad is None and param.requires_grad:
+                kept = self._gradients[at]
+                param.grad = torch.zeros_like(param) if kept is None else kept.zero_()
+            if param.grad is not self._gradients[at]:
+                self._part = self._end = None
+                self._eager = 0
+                self._gradients[at] = param.grad
 
     def _run(self, tensors: Sequence[Tensor], mask: Tensor) -> Tensor:
         self.private.clipper.mask = mask

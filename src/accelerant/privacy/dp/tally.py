@@ -28,6 +28,8 @@ class Tally:
         self._open = False
         self._drawn = 0
         self._origin: object = None
+        self._number = 0
+        self._used: set[int] = set()
 
     @property
     def sampled(self) -> bool:
@@ -49,7 +51,7 @@ class Tally:
         """Whether parts of an unfinished draw are in the gradients: they must not be cleared."""
         return self.passes > 0 and self._open and not (self._last and self._seen)
 
-    def begin(self, *, rows: int, examples: int, last: bool, origin: object = None) -> None:
+    def begin(self, *, rows: int, examples: int, last: bool, origin: object = None, number: int = 0) -> None:
         """A part of a draw is handed to the loop.
 
         Args:
@@ -58,16 +60,23 @@ class Tally:
             last: whether the draw ends with it.
             origin: what hands the parts out; a draw of another begins, even if the last one is not complete.
 
+            number: of the draw, 0 where it is not known: each makes one step.
+
         Raises:
             ConfigError: the draw before it was summed and not stepped, or gradients of other batches are there; the
-                part before it was left out, or is still to be used.
+                part before it was left out, or is still to be used; the draw made a step before.
         """
+        if number in self._used:
+            raise ConfigError(
+                "this draw has made a step already: amplification by sampling is for a draw of its own in each step. "
+                "Iterate batches(data) or draws(data) anew, and keep no list of them"
+            )
         if self.awaited and origin is not None and origin is self._origin:
             raise ConfigError(
                 f"the batch before this one ({self._rows} rows) has not been through backward: take batches one at a "
                 "time, without list() or fetching ahead, and leave none out; an empty draw makes a step, too"
             )
-        new = self._last or not self._open or origin is not self._origin
+        new = self._last or not self._open or origin is not self._origin or number != self._number
         if new and self.passes:
             self._open = False  # so that zero_grad clears them
             raise ConfigError(
@@ -80,6 +89,7 @@ class Tally:
         if new:
             self._drawn = 0
         self._rows, self._seen, self._last, self._open, self._origin = rows, 0, last, True, origin
+        self._number = number
         self._drawn += examples
 
     def add(self, rows: int) -> None:
@@ -92,7 +102,7 @@ class Tally:
         """Check that what is summed may be released.
 
         Raises:
-            ConfigError: no backward pass since the last step, unless an empty batch was drawn; or other rows than drawn.
+            ConfigError: no backward pass since the last step, unless an empty batch was drawn; or not each row once.
         """
         if self.passes and not (self.awaited and self._drawn == 0):
             self._require_all()
@@ -110,6 +120,8 @@ class Tally:
     def released(self) -> None:
         """The sums were released: the draw is used up."""
         self.forget()
+        if self._open and self._number:
+            self._used.add(self._number)
         self._open = False
 
     def _require_all(self) -> None:

@@ -515,6 +515,7 @@ def test_after_an_error_the_next_pass_is_whole():
         (lambda: nn.PReLU(), r"layers\.0\.weight of PReLU: no rule"),
         (lambda: nn.Conv3d(3, 3, 1), r"layers\.0\.weight of Conv3d: no rule"),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "no rule"),
+        (lambda: nn.utils.spectral_norm(nn.Conv1d(3, 3, 1)), r"its weight is computed from weight_orig"),
     ],
 )
 def test_layers_that_cannot_be_exact_are_refused_by_name(layer, match):

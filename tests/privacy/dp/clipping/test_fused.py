@@ -75,6 +75,27 @@ def test_frozen_parameters_cost_nothing(fused):
     }
 
 
+@pytest.mark.parametrize("B", [5, 32])  # 32: the width, which a mistaken shape would pass for
+def test_a_frozen_block_behind_one_that_learns(fused, B):
+    """What it leaves for the bias before it are sums over all examples."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=50, context=64, layers=2, heads=2, width=32))
+    rows = torch.randint(0, 50, (B, 9))
+    for name, each in model.named_parameters():
+        each.requires_grad_("blocks.0" in name)
+    found = {}
+    for kind in ("cpu", "none"):
+        layers.FUSED = {kind}
+        model.zero_grad()
+        clipper = PerExampleClipper(model, max_grad_norm=BOUND)
+        loss = model.loss(rows[:, :-1], rows[:, 1:])
+        assert ("BlockBackward" in nodes(loss)) == (kind == "cpu")
+        loss.backward()
+        clipper.detach()
+        found[kind] = torch.cat([each.grad.flatten() for _, each in clipper.parameters])
+    assert (found["cpu"] - found["none"]).norm() < 2e-6 * found["none"].norm()
+
+
 def test_another_forward_pass_may_come_between(fused):
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=50, context=64, layers=1, heads=2, width=32))

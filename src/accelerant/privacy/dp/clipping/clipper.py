@@ -50,6 +50,7 @@ class PerExampleClipper:
         factors: (B,) c_i; of "per_layer" the smallest of the layers'.
         layer_norms: by layer, of "per_layer" (B,) each; of "flat" one entry, under "".
         nonfinite: how many examples were left out for norms that were not finite, a scalar on the device.
+        on_begin: called before a backward pass leaves anything; what it raises ends the pass.
         on_backward: called after each finished backward pass with norms and factors.
 
     Raises:
@@ -86,6 +87,7 @@ class PerExampleClipper:
         self.factors: Tensor | None = None
         self.layer_norms: dict[str, Tensor] = {}
         self.nonfinite: Tensor | None = None
+        self.on_begin: Callable[[], object] | None = None
         self.on_backward: Callable[[Tensor, Tensor], object] | None = None
         self._clipping = clipping
         self._pass: BackwardPass | None = None
@@ -273,6 +275,8 @@ class PerExampleClipper:
                 self._ignored = task
                 return
             self._ignored = None
+            if self.on_begin is not None:
+                self.on_begin()
             now = self._pass = BackwardPass(task, self._plan, self._expected, self.mask, self.loss_scale)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         left = self._announced.get(id(parameter), 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, NamedTuple
@@ -99,7 +99,7 @@ def survey(model: nn.Module) -> Survey:
             continue
         if not own:
             continue
-        why = kind.refuses(module)
+        why = kind.refuses(module) or _computes(module, own)
         if why is None and "forward" in module.__dict__:
             why = "its forward was replaced by another library: undo that first"
         if why is not None:
@@ -130,6 +130,16 @@ def _mixes(module: nn.Module) -> str | None:
         return "it mixes the examples of a batch: take GroupNorm or LayerNorm"
     if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
         return "its running statistics keep what examples held: take track_running_stats=False"
+    return None
+
+
+def _computes(module: nn.Module, own: Iterable[str]) -> str | None:
+    """Why not, where torch.nn.utils put a tensor in the place of a parameter: weight of weight_g and weight_v, say."""
+    for key in own:
+        for ending in ("_g", "_v", "_orig"):
+            place = key.removesuffix(ending)
+            if place != key and isinstance(module.__dict__.get(place), Tensor):
+                return f"its {place} is computed from {key} (weight_norm, spectral_norm, pruning): remove that first"
     return None
 
 
