@@ -68,7 +68,7 @@ def test_the_preset_aims_at_a_share_of_its_speed_without_privacy(cpu, monkeypatc
     plain, secure, philox = measured(cpu, cases=["tiny"], against=["torch"]).rows  # no peer has its tied layer
     assert ", tied, " in plain.case
     assert plain.target is None
-    assert secure.target == philox.target == plain.p50 * 1.25
+    assert secure.target == philox.target == plain.p50 / 0.8  # times 1.25 may round otherwise
     assert "(asked: 0.80)" in secure.note
 
 

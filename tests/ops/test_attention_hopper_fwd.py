@@ -102,7 +102,7 @@ def test_a_packed_launch_has_structs_and_numbers_in_place():
     kernel = LoadedKernel("k", SimpleNamespace(handle=7), ("struct", "*f32", "i32", "f32"), shared_bytes=99, threads=64)
     x = torch.zeros(3)
     packed = kernel.pack((1, 2, 3), (b"\1\2\3", x, -5, 0.5), 0)
-    _, pointers, _ = packed._where
+    pointers = (ctypes.c_void_p * 4).from_address(packed._where.address)
     assert ctypes.string_at(pointers[0], 3) == b"\1\2\3"
     assert ctypes.c_uint64.from_address(pointers[1]).value == x.data_ptr()
     assert ctypes.c_int32.from_address(pointers[2]).value == -5

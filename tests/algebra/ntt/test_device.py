@@ -312,7 +312,11 @@ NATURAL = Variant(along_in=True)
 @pytest.mark.parametrize("variant", [FORWARD, LAST, NATURAL], ids=["first", "last", "natural"])
 @pytest.mark.parametrize("name", ["bn254_fr", "bls12_381_fr", "goldilocks", "babybear"])
 def test_registers_on_nvidia(name, variant, architecture):
-    """None spilt, and on a multiprocessor of 65,536 registers six blocks of 128 threads, two to four of 256."""
+    """On a multiprocessor of 65,536 registers six blocks of 128 threads, two to four of 256.
+
+    None is spilt but in Goldilocks' last pass, which is faster so all the same: 2^20 points in 33.7 us with two blocks
+    and 48 bytes spilt, 43.6 left alone, 37.2 with registers for three blocks in the other passes (H200).
+    """
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
     from accelerant.runtime.providers.cuda_compile import compile_cuda
 
@@ -323,5 +327,6 @@ def test_registers_on_nvidia(name, variant, architecture):
         resident = division.resident_along
     tile = Tile(8, division.tile - 8, division.radix, resident)
     found = compile_cuda(kernel_source(field, variant, tile), architecture).resources["ntt_pass"]
-    assert found.spill_bytes == 0
-    assert found.registers <= (112 if name == "goldilocks" and variant == LAST else 80)
+    spills = name == "goldilocks" and variant == LAST
+    assert found.spill_bytes <= (48 if spills else 0)
+    assert found.registers <= (128 if name == "goldilocks" else 80)

@@ -48,6 +48,7 @@ def test_without_noise_it_is_the_clipped_mean(bounds, dtype):
     assert privatizer.sensitivity == pytest.approx(wanted)
 
 
+@pytest.mark.usefixtures("fixed_entropy")
 def test_a_tensor_alone_and_an_empty_batch():
     named = gradients()["bias"]
     assert make()(named).shape == (2,)
@@ -67,6 +68,7 @@ def test_what_comes_out_is_on_the_grid_of_the_noise():
     assert torch.equal(steps, steps.round())
 
 
+@pytest.mark.usefixtures("fixed_entropy")
 def test_the_noise_is_that_of_the_multiplier():
     privatizer = make(noise_multiplier=3.0, max_grad_norm=2.0, expected_batch_size=1.0)
     found = torch.cat([privatizer(torch.zeros(1, 500)) for _ in range(4)])

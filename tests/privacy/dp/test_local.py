@@ -10,6 +10,7 @@ from accelerant.privacy import dp
 
 
 @pytest.mark.parametrize("choices", [2, 5])
+@pytest.mark.usefixtures("fixed_entropy")
 def test_randomised_response_has_its_probabilities(choices):
     response = dp.RandomizedResponse(choices, epsilon=1.0)
     truth = math.e / (math.e + choices - 1)
@@ -22,6 +23,7 @@ def test_randomised_response_has_its_probabilities(choices):
     assert float((shares - wanted).abs().max()) < 5 * 0.5 / 20000**0.5
 
 
+@pytest.mark.usefixtures("fixed_entropy")
 def test_the_estimate_is_unbiased():
     response = dp.RandomizedResponse(4, epsilon=2.0)
     answers = torch.tensor([0] * 5000 + [1] * 3000 + [3] * 2000)
@@ -37,6 +39,7 @@ def test_the_shape_is_kept_and_empty_answers_are_none():
     assert response.randomize(torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 
+@pytest.mark.usefixtures("fixed_entropy")
 def test_numbers_between_bounds():
     local = dp.LocalLaplace(-1.0, 3.0, epsilon=1.0)
     reports = local.randomize(torch.full((5000,), 9.0))  # clamped to 3
@@ -44,6 +47,7 @@ def test_numbers_between_bounds():
     assert float((reports - 3).abs().mean()) == pytest.approx(4.0 * (1 + 1 / 64), rel=0.08)
 
 
+@pytest.mark.usefixtures("fixed_entropy")
 def test_vectors_in_a_ball():
     local = dp.LocalGaussian(2.0, 3, epsilon=1.0, delta=1e-5)
     reports = local.randomize(torch.tensor([[30.0, 0.0, 40.0]]).expand(3000, 3))

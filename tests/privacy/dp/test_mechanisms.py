@@ -11,6 +11,7 @@ from accelerant.privacy import dp
 
 
 @pytest.mark.parametrize("secure", [True, False])
+@pytest.mark.usefixtures("fixed_entropy")
 def test_gaussian_noise_in_place(secure):
     x = torch.full((2000,), 5.0)
     assert dp.gaussian_noise_(x, 2.0, secure=secure) is x
@@ -19,6 +20,7 @@ def test_gaussian_noise_in_place(secure):
 
 
 @pytest.mark.parametrize("secure", [True, False])
+@pytest.mark.usefixtures("fixed_entropy")
 def test_laplace_noise_in_place(secure):
     x = torch.zeros(4000)
     dp.laplace_noise_(x, 1.5, secure=secure)
@@ -26,6 +28,7 @@ def test_laplace_noise_in_place(secure):
     assert float(x.mean()) == pytest.approx(0.0, abs=5 * 1.5 * (2 / 4000) ** 0.5)
 
 
+@pytest.mark.usefixtures("fixed_entropy")
 def test_several_tensors_are_one_release():
     ledger = dp.Ledger()
     tensors = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64), torch.zeros(0)]
@@ -53,6 +56,7 @@ def test_a_gaussian_release_of_epsilon_and_delta_costs_them():
 
 
 @pytest.mark.parametrize("mechanism", ["gaussian", "laplace"])
+@pytest.mark.usefixtures("fixed_entropy")
 def test_whole_numbers_stay_whole_and_need_no_rounding(mechanism):
     values = torch.arange(400) * 3
     found = dp.release(values, mechanism=mechanism, sensitivity=1, noise_multiplier=20.0)
@@ -63,6 +67,7 @@ def test_whole_numbers_stay_whole_and_need_no_rounding(mechanism):
     assert isinstance(dp.release(7, mechanism=mechanism, sensitivity=1, noise_multiplier=1.0), int)
 
 
+@pytest.mark.usefixtures("fixed_entropy")
 def test_a_count_under_little_noise_is_right_in_distribution():
     """b = 0.5: P(0) of the rounded Laplace variable is 1 - exp(-1) = 0.632."""
     found = dp.release(torch.zeros(3000, dtype=torch.int64), mechanism="laplace", sensitivity=1, noise_multiplier=0.5)
@@ -127,6 +132,7 @@ def test_values_that_cannot_be_released():
         dp.gaussian_noise_(torch.zeros(2), 0.0)
 
 
+@pytest.mark.usefixtures("fixed_entropy")
 def test_counts_of_bytes_do_not_wrap():
     found = dp.release(torch.ones(200, dtype=torch.uint8), mechanism="laplace", sensitivity=1, epsilon=0.1)
     assert found.dtype == torch.uint8

@@ -78,6 +78,7 @@ def test_a_gpt_by_its_own_loss_is_a_loop_of_microbatches_of_one():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.usefixtures("fixed_entropy")
 def test_what_is_added_is_the_noise_and_only_once_a_draw():
     """The same draw in parts of 1 and of 40: noise of std * C / expected in each parameter, whatever the parts."""
     data, spread = points(), {}
@@ -123,6 +124,7 @@ def test_an_empty_draw_needs_no_backward_pass():
         assert training.optimizer.steps == 2
 
 
+@pytest.mark.usefixtures("fixed_entropy")
 def test_a_parameter_that_the_batch_does_not_reach_gets_noise():
     model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Flatten(), torch.nn.Linear(4, 2))
     data = (torch.zeros(6, 1, dtype=torch.long), torch.zeros(6, dtype=torch.long))

@@ -505,7 +505,7 @@ def test_kill_9_at_any_moment_never_under_counts(path, tmp_path, turns):
         assert counted - total <= out.stat().st_size * 33 / 32 + 4
         total = counted
     server.stdin.close()
-    assert server.wait(10) == 0
+    assert server.wait(120) == 0
     assert happened >= 3 * sum(turn % 40 for turn in range(1, turns, 2))
     assert any(not run.closed for run in now.runs)
     Ledger(path).close()
@@ -526,7 +526,7 @@ def _when_unlocked(path):
 
 
 def _until(holds):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120  # a limit for what never comes, on a loaded machine and a slow disk too
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.0005)

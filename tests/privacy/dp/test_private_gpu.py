@@ -43,6 +43,7 @@ def test_an_ordinary_loop_is_a_loop_of_microbatches_of_one():
 
 
 @pytest.mark.parametrize("secure", [True, False])
+@pytest.mark.usefixtures("fixed_entropy")
 def test_a_gpt_in_bfloat16_takes_noise_of_the_right_size(secure):
     model = tiny_gpt(width=32, heads=2).cuda()
     before = torch.cat([p.flatten() for p in parameters(model)])
@@ -71,6 +72,7 @@ def test_adaptive_clipping_and_our_optimiser():
         assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+@pytest.mark.usefixtures("fixed_entropy")
 def test_a_privatizer_on_the_device():
     make = dp.GradientPrivatizer(noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=2.0)
     grads = torch.randn(5, 7, device="cuda")
@@ -81,6 +83,7 @@ def test_a_privatizer_on_the_device():
 
 
 @pytest.mark.parametrize("secure", [True, False])
+@pytest.mark.usefixtures("fixed_entropy")
 def test_replays_draw_anew(secure):
     """A captured update at zero gradients: each step is noise alone, and no step repeats another."""
     model = tiny_gpt().cuda()

@@ -159,6 +159,7 @@ def test_replays_are_the_eager_steps(precision):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("secure", [True, False])
+@pytest.mark.usefixtures("fixed_entropy")
 def test_each_replay_has_its_own_noise(secure):
     model = nn.Linear(300, 300).cuda()
     nn.init.zeros_(model.weight)
@@ -181,6 +182,6 @@ def test_each_replay_has_its_own_noise(secure):
         before = model.weight.detach().clone()
     assert step.captured
     stacked = torch.stack(jumps).double()
-    assert stacked.std(1).sub(2.0 * 0.5 / 4).abs().max() < 0.25 * 0.02
+    assert stacked.std(1).sub(2.0 * 0.5 / 4).abs().max() < 0.25 * 0.02  # secure noise is 0.9 % wider, for rounding
     close = torch.corrcoef(stacked) - torch.eye(12, device="cuda")
     assert close.abs().max() < 0.02  # 90,000 numbers: 6 standard deviations of a correlation
