@@ -57,6 +57,14 @@ def test_the_count_costs_two_per_cent_by_default():
         assert 2.0 < z_delta <= 2.0 * 1.0207
 
 
+def test_a_whole_number_is_a_norm_too():
+    with private(mlp(), 0.5, max_grad_norm=1, clipping="adaptive", noise_multiplier=1.0) as training:
+        train(training, points(), 2)
+        training.clipper.max_grad_norm = 2
+        train(training, points(), 2)
+        assert training.clipper.max_grad_norm != 2
+
+
 def test_padding_is_not_counted():
     """All norms are below the clipping norm: it falls by exp(-0.2 (1 - 0.5)) a step, whatever the padding."""
     data, model = points(10), mlp()

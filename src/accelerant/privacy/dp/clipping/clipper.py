@@ -138,7 +138,7 @@ class PerExampleClipper:
                 raise ConfigError(f"max_grad_norm must be above 0 and finite, got {value!r}")
         for group, bound in zip(groups, bounds, strict=True):
             group.set(bound)
-        self._max_grad_norm = value
+        self._max_grad_norm = value if isinstance(value, Mapping) else float(value)
 
     @property
     def sensitivity(self) -> float:
