@@ -186,7 +186,7 @@ def test_pointed_launches_have_what_others_have(monkeypatch):
         note((config.gridDimX, config.blockDimX), address)
         return (0,)
 
-    monkeypatch.setattr(cuda_launch, "_make_ready", lambda: None)
+    monkeypatch.setattr(cuda_launch, "make_ready", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
@@ -226,7 +226,7 @@ def test_a_pointed_launch_of_two_threads(monkeypatch):
     from accelerant.runtime.providers import cuda_launch
 
     handle = cuda_launch.LoadedKernel("both", SimpleNamespace(handle=7), ("*u64", "*u64", "i64"))
-    monkeypatch.setattr(cuda_launch, "_make_ready", lambda: None)
+    monkeypatch.setattr(cuda_launch, "make_ready", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     found, both = {}, threading.Barrier(2)

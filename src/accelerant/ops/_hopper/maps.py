@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import LaunchError
+from accelerant.runtime.providers.cuda_launch import make_ready
 
 __all__ = ["tensor_map"]
 
@@ -31,6 +32,7 @@ def tensor_map(x: Tensor, rows: int) -> bytes:
     """
     room = (ctypes.c_char * 192)()
     to = (ctypes.addressof(room) + 63) & -64  # the driver asks for a multiple of 64
+    make_ready()  # the driver makes no map in a thread without a context
     fixed = _map_arguments(x.dtype, x.shape, x.stride(), rows)
     code = _encode()(to, fixed[0], _RANK, ctypes.c_void_p(x.data_ptr()), *fixed[1:], *_BOX_LAYOUT)
     if code:

@@ -19,7 +19,7 @@ from accelerant.errors import AccelerantError, CompileError, DeviceLost, LaunchE
 from accelerant.runtime.launches import noted, watched
 from accelerant.runtime.provider import check_scalar
 
-__all__ = ["LoadedKernel", "PackedLaunch", "PointedLaunch", "PreparedLaunch", "cuda_error", "load_error"]
+__all__ = ["LoadedKernel", "PackedLaunch", "PointedLaunch", "PreparedLaunch", "cuda_error", "load_error", "make_ready"]
 
 _CTYPES: dict[str, Any] = {
     "i32": ctypes.c_int32,
@@ -161,7 +161,7 @@ class LoadedKernel:
         wrapped = _streams.get(stream)
         if wrapped is None:
             wrapped = _streams[stream] = self._wrap_stream(stream)
-        _make_ready()
+        make_ready()
         try:
             self._launch(wrapped, config, self.core, *values, *self._extra)
         except Exception as error:
@@ -256,7 +256,7 @@ class PackedLaunch:
 
     def _enqueue(self, arguments: int) -> None:
         """Launch with the arguments whose addresses are in an array at that address."""
-        _make_ready()
+        make_ready()
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         if self._attribute:
             config = self._configs.get(stream) or self._configure(stream)
@@ -341,8 +341,8 @@ class _ThreadArguments(threading.local):
         self.arguments = _Arguments([type(value).from_buffer_copy(value) for value in values])
 
 
-def _make_ready() -> None:
-    """See to it that the calling thread has a CUDA context."""
+def make_ready() -> None:
+    """See to it that the calling thread has a CUDA context: one of autograd's has none before its first work."""
     if not hasattr(_thread, "ready"):
         torch.cuda.set_device(torch.cuda.current_device())
         _thread.ready = True

@@ -23,8 +23,8 @@
  * goes; at MSM_SEGMENTS, MSM_HEAVY, MSM_PARTIALS and MSM_UNITS how many segments, heavy buckets, partial sums and units there
  * are.
  * Bound by memory: 28 bytes an entry, and an atomic addition with a random address. Of the digits that are frequent in a block
- * msm_rank counts one alone by itself, that of the thread whose write to `common` stands last; where two to some hundred digits
- * share most entries, all other additions meet in few counters. What that costs is not measured yet. */
+ * msm_rank counts one alone by itself, that of the thread that comes first; where two to some hundred digits share most
+ * entries, all other additions meet in few counters. What that costs is not measured yet. */
 
 /* The units of so many entries. */
 ACL_DEVICE u32 msm_units(u32 entries, i32 rounds) {
@@ -58,7 +58,7 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_digits(ACL_GLOBAL const u64 *scalars, A
  * it, whichever, by itself, and adds it once. */
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_rank(ACL_GLOBAL const u32 *digits, ACL_GLOBAL u32 *ranks, ACL_GLOBAL u32 *counts,
                                               i64 n, i64 blocks, i64 spread) {
-    ACL_LOCAL u32 common, times, before;
+    ACL_LOCAL u32 common, claims, times, before;
     i32 thread = acl_local_id(), threads = acl_local_size();
     i64 w = acl_group_id() / blocks;
     i64 first = acl_group_id() % blocks * threads * MSM_EACH + thread;
@@ -70,11 +70,12 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_rank(ACL_GLOBAL const u32 *digits, ACL_
     }
     if (thread == 0) {
         common = 0;
+        claims = 0;
         times = 0;
     }
     acl_barrier();
-    if (buckets[0]) {
-        common = buckets[0]; /* one of the block's threads wins */
+    if (thread % 32 == 0 && buckets[0] && acl_atomic_add_u32(&claims, 1) == 0) {
+        common = buckets[0]; /* of the first that comes; of one thread in 32, so that few wait for the counter */
     }
     acl_barrier();
 #pragma unroll
