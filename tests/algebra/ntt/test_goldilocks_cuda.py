@@ -17,7 +17,7 @@ WORD = 2**32 - 1
 
 def instructions(name):
     """Of the asm statement of a function, its macros replaced: [operation, operands...]."""
-    text = kernel_source(FIELDS["goldilocks"], Variant(), Tile(4, 2, 2)).dialects["cuda"]
+    text = kernel_source(FIELDS["goldilocks"], Variant(), Tile(4, 2, 2)).dialects["cuda"].build("sm_90")
     joined = text.replace("\\\n", " ")
     macros = dict(re.findall(r"#define (GOLDILOCKS_\w+) (.*)", joined))
     body = re.search(rf" F {name}\([^)]*\) {{[^}}]*?GOLDILOCKS_DO\((.*?)\);\n}}", joined, re.DOTALL)[1]

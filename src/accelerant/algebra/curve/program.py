@@ -13,18 +13,28 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from accelerant.algebra.curve.endomorphism import endomorphism
 from accelerant.algebra.curve.llvm_kernels import CurveKernels
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.program import field_text, montgomery_radix
+from accelerant.algebra.field.program import CudaProgram, field_text, montgomery_radix
 from accelerant.errors import ConfigError
 from accelerant.runtime.kernel import KernelSource, LazyDialects
-from accelerant.runtime.portable import portable_header
 
-__all__ = ["ADDS", "BLOCK", "coordinate", "entries", "kernel_source", "launch", "point_text", "prefixed"]
+__all__ = [
+    "ADDS",
+    "BLOCK",
+    "coordinate",
+    "cuda_program",
+    "entries",
+    "kernel_source",
+    "launch",
+    "point_text",
+    "prefixed",
+]
 
 BLOCK = 128
 """Threads of a block in the C dialects, at most; a power of two. A thread may so have 255 registers and more."""
@@ -79,7 +89,7 @@ def kernel_source(curve: Curve[Any], entry: str | None = None) -> KernelSource:
     dialects = LazyDialects(
         portable=lambda: _kernels(curve, "portable", entry),
         llvm=lambda: CurveKernels(curve.name, entry or ""),
-        cuda=lambda: f"{portable_header()}\n{_kernels(curve, 'cuda', entry)}",
+        cuda=lambda: cuda_program(curve, f"{entry}", functools.partial(_kernels, curve, "cuda", entry)),
     )
     kept = _ENTRIES if entry is None else {entry: _ENTRIES[entry]}
     return KernelSource(name=f"{entry or 'curve'}_{curve.name}", dialects=dialects, entries=kept)
@@ -96,6 +106,18 @@ def launch(entry: str, n: int, chunk: int = 1) -> tuple[tuple[int], tuple[int]]:
     by_chunk = entry in _BY_CHUNK and chunk > 1  # chunks of one point are a thread's
     points = chunk if by_chunk else BLOCK * (ADDS if entry == "curve_add" else 1)
     return (-(-n // points),), (BLOCK,)
+
+
+def cuda_program(curve: Curve[Any], arguments: str, write: Callable[[], str], *folders: str) -> CudaProgram:
+    """A program of a curve, which is written only to be compiled.
+
+    Args:
+        curve: any.
+        arguments: whatever else decides the text, but the sources.
+        write: gives the text that stands behind portable.h.
+        folders: of the package, with sources beside those of fields and curves.
+    """
+    return CudaProgram(curve.canonical_text() + arguments, ("algebra/field", "algebra/curve", *folders), write)
 
 
 def point_text(curve: Curve[Any], dialect: str, *, called: bool = True) -> str:

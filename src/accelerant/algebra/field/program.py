@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from accelerant.algebra.field.llvm_kernels import FieldKernels
@@ -22,10 +23,12 @@ from accelerant.algebra.field.ptx import ptx_macros
 from accelerant.errors import ConfigError
 from accelerant.runtime.kernel import Builder, KernelSource, LazyDialects
 from accelerant.runtime.portable import portable_header
+from accelerant.runtime.sources import sources_hash
 
 __all__ = [
     "BLOCK",
     "INVERSES",
+    "CudaProgram",
     "defined",
     "entries",
     "field_text",
@@ -84,6 +87,31 @@ def entries(field: Field) -> dict[str, tuple[str, ...]]:
     return found | {"field_sum": (e, e, "i64", "i64"), "field_unreduced": (e, "*i64", "i64", "i64")}
 
 
+@dataclass(frozen=True, slots=True)
+class CudaProgram:
+    """A Builder (see runtime/kernel.py) of CUDA C++ that is written, in 2 ms and more, only to be compiled.
+
+    Attributes:
+        arguments: all that decides the text beside the sources, in words.
+        folders: of the package, with the code and the texts that the program is made of.
+        write: gives the text that stands behind portable.h.
+    """
+
+    arguments: str
+    folders: tuple[str, ...]
+    write: Callable[[], str]
+
+    @property
+    def key(self) -> str:
+        """The arguments, and the sources."""
+        hashes = (sources_hash(folder, endings=(".py", ".c", ".h")) for folder in self.folders)
+        return " ".join((self.arguments, *hashes, portable_header()))
+
+    def build(self, target: str) -> str:
+        """The text, the same for each target."""
+        return f"{portable_header()}\n{self.write()}"
+
+
 @functools.cache
 def montgomery_radix(field: Field) -> int:
     """R of the form x R mod p that programs keep elements in; 1 of Goldilocks, whose products need none."""
@@ -110,7 +138,8 @@ def kernel_source(field: Field, entry: str | None = None) -> KernelSource:
         "llvm": lambda: FieldKernels(field.name, entry or ""),
     }
     if _has_limbs(field):
-        makers["cuda"] = lambda: f"{portable_header()}\n{_kernels(field, 'cuda', entry)}"
+        write = functools.partial(_kernels, field, "cuda", entry)
+        makers["cuda"] = lambda: CudaProgram(f"{field} {entry}", ("algebra/field",), write)
     kept = known if entry is None else {entry: known[entry]}
     return KernelSource(name=f"{entry or 'field'}_{field.name}", dialects=LazyDialects(**makers), entries=kept)
 

@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.field.program import BLOCK, defined, field_text, montgomery_radix
+from accelerant.algebra.field.program import BLOCK, CudaProgram, defined, field_text, montgomery_radix
 from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS
 from accelerant.algebra.ntt.plan import Variant
 from accelerant.errors import ConfigError
 from accelerant.runtime.kernel import KernelSource, LazyDialects
-from accelerant.runtime.portable import portable_header
 
 __all__ = ["LADDER", "Tile", "has_quotients", "kernel_source", "powers_source"]
 
 LADDER = 28
 """Squares of each number in powers.c: exponents are below 2^28, since transforms have at most 2^27 points."""
+
+_FOLDERS = ("algebra/field", "algebra/ntt")
+"""With the sources of all programs here."""
 
 _LOG_TURN = 4
 """Log2 of the order of Goldilocks's roots that are powers of two, which have order 192."""
@@ -68,7 +70,9 @@ def kernel_source(field: Field, variant: Variant, tile: Tile, inverse: bool = Fa
     e = f"*u{field.word_bits}"
     dialects = LazyDialects(
         portable=lambda: _text(field, variant, tile, inverse, "portable"),
-        cuda=lambda: f"{portable_header()}\n{_text(field, variant, tile, inverse, 'cuda')}",
+        cuda=lambda: CudaProgram(
+            f"{field} {variant} {tile} {inverse}", _FOLDERS, lambda: _text(field, variant, tile, inverse, "cuda")
+        ),
     )
     return KernelSource(
         name=f"ntt_{field.name}_{tile.rows}",
@@ -87,14 +91,17 @@ def powers_source(field: Field) -> KernelSource:
 
     return KernelSource(
         name=f"ntt_powers_{field.name}",
-        dialects=LazyDialects(portable=lambda: text("portable"), cuda=lambda: f"{portable_header()}\n{text('cuda')}"),
+        dialects=LazyDialects(
+            portable=lambda: text("portable"),
+            cuda=lambda: CudaProgram(f"{field} powers", _FOLDERS, lambda: text("cuda")),
+        ),
         entries={"ntt_powers": (f"*u{field.word_bits}",) * 2 + ("i64",) * 7},
     )
 
 
 @functools.cache
 def _field_text(field: Field, dialect: str) -> str:
-    """The field with the prefix F: 2 ms of a first call, and the same for all programs of a plan."""
+    """The field with the prefix F, the same for all programs of a plan."""
     return field_text(field, "F", dialect)
 
 

@@ -1,8 +1,8 @@
 """A sum of multiples on a device with C kernels, by buckets; sort.c, affine.c, accumulate.c and fold.c say how.
 
-The host launches, and at the end adds up the sums of windows by Horner's rule, with a CPU kernel; in between it need
-not wait (Started). How a sum is cut up is a plan (device_plan.py). Points that many sums share are kept with their
-multiples by 2^(c w) (DeviceBases): then all windows fill one set of buckets, and Horner's rule falls away.
+The host launches, and at the end adds up the sums of windows (horner.py); in between it need not wait (Started). How a
+sum is cut up is a plan (device_plan.py). Points that many sums share are kept with their multiples by 2^(c w)
+(DeviceBases): then all windows fill one set of buckets, and there is but one sum to add up.
 
 Time and memory accesses depend on the scalars and the points.
 
@@ -13,7 +13,6 @@ multiples; Botrel and El Housni, eprint 2022/1400, for signed digits and XYZZ co
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,12 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.places import HOST, Place
+from accelerant.algebra.field.places import Place
 from accelerant.errors import OutOfMemory
-from accelerant.runtime.kernel import Kernel
 from accelerant.zk.launching import launch
 from accelerant.zk.msm.device_plan import MOST_INDICES, DevicePlan, coordinate_words, device_plan
-from accelerant.zk.msm.llvm_kernels import kernel_source as llvm_source
+from accelerant.zk.msm.horner import horner
 from accelerant.zk.msm.program import MULTIPLES_BLOCK, TOGETHER, multiples_source
 from accelerant.zk.msm.steps import Piece, Step, shapes, steps
 
@@ -74,7 +72,7 @@ class Started:
         if not self.results:
             return np.zeros(2 * coordinate_words(self._curve), np.uint64)
         stored = [self._place.store(words) for words in self.results] if stored is None else stored
-        return _horner(self._curve, self._window, np.stack(stored))
+        return horner(self._curve, self._window, np.stack(stored))
 
 
 def device_msm(place: Place, curve: Curve[Any], scalars: Words, points: Words, **options: Any) -> U64:
@@ -316,35 +314,3 @@ def _free(place: Place, share: float) -> int:
     """That share of what is free, with what the process's pool holds unused."""
     memory = place.provider.memory(place.index)
     return int(share * (memory.free_bytes + max(0, memory.reserved_bytes - memory.allocated_bytes)))
-
-
-def _horner(curve: Curve[Any], window: int, sums: U64) -> U64:
-    """The sum over windows w and pieces of 2^(window w) times a window's sum; one core takes 0.1 ms for 254 bits.
-
-    On the device the doublings, one after the other, would take longer than all sums of 2^16 points.
-
-    Args:
-        curve: of the points.
-        window: bits of a digit.
-        sums: (pieces, windows, 3 coordinates), projective, Montgomery form, the lowest window first.
-    """
-    pieces, windows = sums.shape[:2]
-    partials = np.ascontiguousarray(sums[:, ::-1].swapaxes(0, 1))
-    z = np.empty(2 * coordinate_words(curve), np.uint64)
-    arrays = (HOST.pointer(partials), HOST.pointer(_doublings(pieces, windows, window)))
-    HOST.provider.launch(_finish(curve.name), (1,), (1,), (*arrays, windows * pieces, HOST.pointer(z)))
-    return z
-
-
-@functools.lru_cache(maxsize=256)
-def _doublings(pieces: int, windows: int, window: int) -> npt.NDArray[np.int64]:
-    """Before each partial sum, those of the highest window first, which need none; not to be written."""
-    found = np.where(np.arange(windows * pieces) % pieces == 0, window, 0).astype(np.int64)
-    found[0] = 0
-    return found
-
-
-@functools.cache
-def _finish(curve: str) -> Kernel:
-    """Of the scalar form, which keeps elements as the C kernels do."""
-    return HOST.provider.compile(llvm_source(curve, "msm_finish", "scalar"))

@@ -10,8 +10,8 @@ from accelerant.algebra.field.places import HOST, Place, place_at
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.msm.cpu import Bases, shared_plan
-from accelerant.zk.msm.op import points_words, scalars_words, summed
-from accelerant.zk.operands import point_operand, points_outward
+from accelerant.zk.msm.op import points_words, scalars_words, summed, sums_outward
+from accelerant.zk.operands import point_operand
 
 __all__ = ["FixedBase"]
 
@@ -81,7 +81,7 @@ class FixedBase:
         rows, leading, check = scalars_words(self._group, scalars, self.place, self.n)
         run = self._bases.msm if self.place is HOST else self._bases.start
         total = summed(self.place, self._group.parameters, rows, run, check)
-        return points_outward(self._group.parameters, total, self.place, leading, self._kind)
+        return sums_outward(self._group.parameters, total, self.place, leading, self._kind)
 
     def explain(self) -> str:
         """How sums are made here, in words."""

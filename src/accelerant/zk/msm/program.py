@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accelerant.algebra.curve.program import point_text, prefixed
+from accelerant.algebra.curve.program import cuda_program, point_text, prefixed
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.runtime.kernel import KernelSource
-from accelerant.runtime.portable import portable_header
+from accelerant.runtime.kernel import KernelSource, LazyDialects
 
 __all__ = [
     "ACCUMULATE_BLOCK",
@@ -204,7 +203,10 @@ def _source(
         texts = (_defined(sizes), *map(_text, files))
         return point_text(curve, dialect, called=called) + prefixed(curve, "".join(texts))
 
-    dialects = {"portable": text("portable"), "cuda": f"{portable_header()}\n{text('cuda')}"}
+    dialects = LazyDialects(
+        portable=lambda: text("portable"),
+        cuda=lambda: cuda_program(curve, f"{files} {written_out} {_defined(sizes)}", lambda: text("cuda"), "zk/msm"),
+    )
     return KernelSource(name=f"msm_{name}_{curve.name}", dialects=dialects, entries=entries)
 
 
