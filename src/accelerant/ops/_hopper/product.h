@@ -5,11 +5,21 @@
 // turns: while one multiplies, the other finishes its tile. Tiles go in groups of rows for reuse in the L2 cache, block
 // by block: block i has tiles i, i + gridDim.x and so on, by turns its first and its second warpgroup's.
 //
-// Constants of the program: HEIGHT, wgmmas of 64 rows a tile; WIDTH; STAGES; MMA, the wrapper for 64 x WIDTH.
+// ACROSS: x^T W of each of a batch instead, x (T, M), W (T, N), both stored across the sum: a step is 64 rows of both,
+// in panels of 64 columns. All tiles of one product come before those of the next.
+//
+// Constants of the program: HEIGHT, wgmmas of 64 rows a tile; WIDTH; STAGES; MMA, the wrapper for 64 x WIDTH; ACROSS if
+// it is not 0.
 // Shared memory begins with the buffers; the kernel's own parts begin at OFF_SLOTS. Named barriers 1 and 2 are the turns.
 // Source: PTX ISA 8.7, section 9.7.15 (wgmma); taking turns: CUTLASS's documentation, "Efficient GEMM in CUDA".
 
+#ifndef ACROSS
+#define ACROSS 0
+#endif
+
 constexpr int TILE_M = 64 * HEIGHT;
+constexpr int PANEL = 64 * 128;                          // 64 of the sum by 64 columns
+constexpr int NEXT_16 = ACROSS ? 128 : 2;                // of the sum, in a descriptor
 constexpr int A_BYTES = TILE_M * 128, B_BYTES = WIDTH * 128;
 constexpr int OFF_A = 0, OFF_B = OFF_A + STAGES * A_BYTES, OFF_SLOTS = OFF_B + STAGES * B_BYTES;
 constexpr int SLOT_BYTES = 16 * 128;                     // a box of 16 rows by 64 columns, on its way in or out
@@ -20,13 +30,18 @@ struct Tiles {
     int down, across, group, items;                      // tiles, how many go down together, all of them
 };
 
-struct Place { int row, column; };
+struct Place { int row, column, batch; };
 
 // The item-th tile: `group` down, then one to the right.
 __device__ __forceinline__ Place locate(const Tiles& s, int item) {
+    int batch = 0;
+    if (ACROSS) {
+        batch = item / (s.down * s.across);
+        item -= batch * s.down * s.across;
+    }
     int in_group = s.group * s.across, g = item / in_group, rest = item - g * in_group;
     int height = min(s.group, s.down - g * s.group), across = rest / height;
-    return {(g * s.group + rest - across * height) * TILE_M, across * WIDTH};
+    return {(g * s.group + rest - across * height) * TILE_M, across * WIDTH, batch};
 }
 
 struct Position {                                        // in the ring of buffers
@@ -49,6 +64,17 @@ __device__ __forceinline__ void ring_init(u32 full, u32 empty) {
     }
 }
 
+#if ACROSS
+// A step of both operands, from a row of theirs, in panels.
+__device__ __forceinline__ void fetch(u32 x, u32 w, u32 got, const TensorMap* map_x, const TensorMap* map_w,
+                                      const Place& p, int row) {
+#pragma unroll
+    for (int j = 0; j < HEIGHT; ++j) load_tile(x + j * PANEL, map_x, got, p.row + 64 * j, row, 0, p.batch);
+#pragma unroll
+    for (int j = 0; j < WIDTH / 64; ++j) load_tile(w + j * PANEL, map_w, got, p.column + 64 * j, row, 0, p.batch);
+}
+#endif
+
 // The producer, one thread.
 __device__ __forceinline__ void produce(u32 base, u32 full, u32 empty, const TensorMap* map_x, const TensorMap* map_w,
                                         const Tiles& tiles, int first, int stride) {
@@ -60,8 +86,12 @@ __device__ __forceinline__ void produce(u32 base, u32 full, u32 empty, const Ten
             u32 got = full + 8 * at.stage;
             barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
             barrier_expect(got, A_BYTES + B_BYTES);
+#if ACROSS
+            fetch(base + OFF_A + at.stage * A_BYTES, base + OFF_B + at.stage * B_BYTES, got, map_x, map_w, p, 64 * k);
+#else
             load_tile(base + OFF_A + at.stage * A_BYTES, map_x, got, 64 * k, p.row, 0, 0);
             load_tile(base + OFF_B + at.stage * B_BYTES, map_w, got, 64 * k, p.column, 0, 0);
+#endif
         }
     }
 }
@@ -76,7 +106,7 @@ struct Multiplier {
 
     __device__ __forceinline__ Multiplier(u32 base, u32 full, u32 empty, int group, int lane)
         : full(full), empty(empty), group(group), lane(lane), a_first(descriptor(base + OFF_A)),
-          b_first(descriptor(base + OFF_B)) {
+          b_first(descriptor(base + OFF_B, ACROSS ? PANEL : 16)) {
         // The compiler must not see into these, or it adds to their halves apart: twice the instructions.
         asm volatile("" : "+l"(a_first), "+l"(b_first));
     }
@@ -99,7 +129,7 @@ struct Multiplier {
 #pragma unroll
         for (int d = 0; d < 4; ++d)
 #pragma unroll
-            for (int h = 0; h < HEIGHT; ++h) MMA(sums[h], a + h * 512 + 2 * d, b + 2 * d, d ? 1 : k);
+            for (int h = 0; h < HEIGHT; ++h) MMA(sums[h], a + h * 512 + NEXT_16 * d, b + NEXT_16 * d, d ? 1 : k);
         wgmma_commit();
     }
     // Waits for the turn, starts all products of a tile and hands the turn on; `more`: the other has a tile to come.

@@ -1,8 +1,9 @@
-"""What the launches of kernels with product.h share: x W^T of x (M, K) and W (N, K) with an epilogue of their own."""
+"""What the launches of kernels with product.h share: x W^T, or x^T W of a batch, with an epilogue of their own."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,22 +11,29 @@ from torch import Tensor
 from accelerant.ops._rows import ceil_div
 from accelerant.runtime.dispatch import Case
 
-__all__ = ["HEADER", "THREADS", "readable", "refuses", "ring_bytes", "tiles"]
+__all__ = ["HEADER", "THREADS", "readable", "refuses", "ring_bytes", "tiles", "unfit"]
 
 HEADER = "product.h"
 THREADS = 384
 """A block: the producer's warpgroup and two that multiply."""
 
 
+def unfit(case: Case, dtypes: Sequence[torch.dtype]) -> str | None:
+    """Why no such kernel can serve a case of this device, dtype and emptiness; None if one may."""
+    if case.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(case.device) != (9, 0):
+        return "is for sm_90"
+    if case.dtype not in dtypes:
+        names = [str(each).removeprefix("torch.") for each in (*dtypes, case.dtype)]
+        return f"takes {' and '.join(names[:-1])}, not {names[-1]}"
+    return None if math.prod(case.shape) else "takes no empty tensor"
+
+
 def refuses(case: Case) -> str | None:
     """Why no such kernel can serve a case of shape (M, N, K); None if it can."""
     M, N, K = case.shape
-    if case.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(case.device) != (9, 0):
-        return "is for sm_90"
-    if case.dtype != torch.bfloat16:  # float16 compiles, but has not been run on a GPU yet
-        return f"takes bfloat16, not {str(case.dtype).removeprefix('torch.')}"
-    if not math.prod(case.shape):
-        return "takes no empty tensor"
+    reason = unfit(case, (torch.bfloat16,))  # float16 compiles, but has not been run on a GPU yet
+    if reason:
+        return reason
     if N % 8 or K % 8:
         return f"rows of {K if K % 8 else N} elements do not begin on 16-byte boundaries"
     if max(M, N, K) >= 2**30 or ceil_div(M, 64) * ceil_div(N, 64) >= 2**30:
@@ -39,8 +47,9 @@ def ring_bytes(stages: int, tile_m: int, tile_n: int) -> int:
 
 
 def readable(x: Tensor) -> Tensor:
-    """The matrix where the copy engine can read it, else a copy."""
-    if x.stride(1) == 1 and x.data_ptr() % 16 == 0 and (x.shape[0] == 1 or (x.stride(0) > 0 and x.stride(0) % 8 == 0)):
+    """The matrix, or batch of them, where the copy engine can read it, else a copy."""
+    steps = (step for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size != 1)
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 8 == 0 for step in steps):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

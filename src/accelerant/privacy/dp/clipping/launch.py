@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelerant.ops._rows import ceil_div, next_power_of_2
 from accelerant.ops.transformer.ends import embed_backward
-from accelerant.privacy.dp.clipping import norms
+from accelerant.privacy.dp.clipping import hopper, norms
 from accelerant.privacy.dp.clipping.norms import chunks
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.triton import TritonKernel, interpreting, refuses_triton
@@ -123,13 +123,41 @@ def ghost_squares(a: Tensor, g: Tensor) -> Tensor:
     return found
 
 
+def _own_form(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    each, parts = hopper.launch_form(a, g)
+    return each, parts.sum(1)
+
+
+def _torch_form(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    each = torch.bmm(g.mT, a)
+    return each, squares(each)
+
+
+def _form_cost(case: Case) -> Cost:
+    B, T, K, N = case.shape
+    return Cost(B * (T * (K + N) + N * K) * case.dtype.itemsize, 2 * B * T * N * K)
+
+
+_form = Operation(
+    "clip_form",
+    (Implementation("hopper", _own_form, refuses=hopper.refuses, own=True), Implementation("torch", _torch_form)),
+    cost=_form_cost,
+)
+
+
 def form(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Each g_i^T a_i, (B, N, K) in the factors' dtype, and the squared norms of these rounded values, (B,).
 
     All at once: to form a part and take its norm while it is in a cache of 50 MiB made a step 1% slower on an H200.
+
+    Args:
+        a: (B, T, K) inputs.
+        g: (B, T, N) gradients of the outputs.
     """
-    each = torch.bmm(g.mT, a)
-    return each, squares(each)
+    if _plain(a):
+        return _torch_form(a, g)
+    found: tuple[Tensor, Tensor] = _form(Case(a.device, a.dtype, (*a.shape, g.shape[2])), a, g)
+    return found
 
 
 # --- sums ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,116 @@
+"""The launch of the kernel for Hopper (hopper.cu): per-example gradients of a matrix, and their squared norms."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from accelerant.ops._hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, tensor_map
+from accelerant.ops._hopper.product import HEADER, THREADS, readable, ring_bytes, tiles, unfit
+from accelerant.ops._rows import ceil_div, multiprocessors
+from accelerant.runtime.dispatch import Case
+from accelerant.runtime.kernel import Kernel
+
+if TYPE_CHECKING:
+    from accelerant.runtime.providers.cuda_launch import PackedLaunch
+
+__all__ = ["KINDS", "launch_form", "program", "refuses"]
+
+KINDS = ("struct", "struct", "struct", "*f32", "struct")
+"""Of the kernel's arguments: maps of g, a and the result; partial sums of squares; struct Tiles."""
+
+_TILE_M, _TILE_N = 128, 192
+_STAGES, _SLOTS = 4, 4
+"""Steps of the sum in flight; buffers of a warp, for results on their way out."""
+
+_BOX = 16
+"""Rows of a box of the result."""
+
+_GROUP = 8
+_SHARED_BYTES = ring_bytes(_STAGES, _TILE_M, _TILE_N) + 8 * _SLOTS * _BOX * 128
+"""The steps in flight and the warps' buffers."""
+
+_PREPARED_LIMIT = 4096
+_FILE = Path(__file__).with_name("hopper.cu")
+
+
+def refuses(case: Case) -> str | None:
+    """Why the kernel cannot serve a case of shape (B, T, K, N); None if it can."""
+    B, T, K, N = case.shape
+    reason = unfit(case, tuple(ELEMENTS))
+    if reason:
+        return reason
+    if N % 8 or K % 8:
+        return f"rows of {K if K % 8 else N} elements do not begin on 16-byte boundaries"
+    if max(T, N, K, B * ceil_div(N, 64) * ceil_div(K, 64)) >= 2**27:
+        return "counts tiles in 32 bits"
+    return None
+
+
+@functools.cache
+def program(dtype: torch.dtype) -> HopperProgram:
+    """The kernel's text for bfloat16 or float16."""
+    mma = Mma(_TILE_N, a_across=True, b_across=True)
+    constants: dict[str, int | str] = {
+        "HEIGHT": _TILE_M // 64, "WIDTH": _TILE_N, "STAGES": _STAGES, "SLOTS": _SLOTS, "MMA": mma.name, "ACROSS": 1,
+        "IS_BF16": int(dtype == torch.bfloat16), "GIVE": 40, "TAKE": 232,
+    }  # fmt: skip
+    text = hopper_program(_FILE, ELEMENTS[dtype], (mma,), constants, (HEADER,))
+    return HopperProgram("clip_form", text, THREADS, _SHARED_BYTES)
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, device: int) -> Kernel:
+    return load(program(dtype), KINDS, device)
+
+
+def launch_form(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Form each g_i^T a_i on the current stream.
+
+    Args:
+        a: (B, T, K), bfloat16 or float16.
+        g: (B, T, N), in its dtype.
+
+    Returns:
+        (B, N, K) in their dtype; (B, P) float32, whose sums over P are the squared norms of these.
+
+    Raises:
+        CompileError, LaunchError: see LoadedKernel.
+    """
+    a, g = readable(a), readable(g)
+    (B, _, K), N = a.shape, g.shape[2]
+    each = torch.empty(B, N, K, dtype=a.dtype, device=a.device)
+    count = 4 * ceil_div(N, _TILE_M) * ceil_div(K, _TILE_N)
+    partial = torch.empty(B, count, dtype=torch.float32, device=a.device)
+    key = (
+        a.data_ptr(), g.data_ptr(), each.data_ptr(), partial.data_ptr(), a.dtype, a.shape, a.stride(), N, g.stride(),
+        a.get_device(),
+    )  # fmt: skip
+    packed = _packed.get(key)
+    if packed is None:
+        if len(_packed) >= _PREPARED_LIMIT:
+            _packed.clear()
+        packed = _packed[key] = _pack(a, g, each, partial)
+    packed.start()
+    return each, partial
+
+
+_packed: dict[tuple[object, ...], PackedLaunch] = {}
+"""Launches by all that they depend on: an allocator hands out the same few addresses again and again."""
+
+
+def _pack(a: Tensor, g: Tensor, each: Tensor, partial: Tensor) -> PackedLaunch:
+    """The launch with everything in place."""
+    B, N, K = each.shape
+    device = a.get_device()
+    *shape, count = tiles(N, K, a.shape[1], _TILE_M, _TILE_N, _GROUP)
+    work = (ctypes.c_int32 * 5)(*shape, B * count)
+    maps = [tensor_map(tensor[:, None], rows) for tensor, rows in ((g, 64), (a, 64), (each, _BOX))]
+    grid = (min(B * count, multiprocessors(a.device)), 1, 1)
+    packed: PackedLaunch = _kernel(a.dtype, device).handle.pack(grid, (*maps, partial, bytes(work)), device)
+    return packed
