@@ -482,7 +482,10 @@ def test_rounds_fit_their_memory(monkeypatch):
         ("bls12_381_g1", 20, True, 0),
         ("bls12_381_g1", 22, False, 2),
         ("bls12_381_g1", 22, True, 2),
-        ("bls12_381_g1", 23, False, 0),  # 16 points a bucket
+        ("bls12_381_g1", 21, False, 2),
+        ("bls12_381_g1", 21, True, 2),
+        ("bls12_381_g1", 23, False, 2),
+        ("bls12_381_g1", 23, True, 2),
         ("bn254_g2", 22, False, 0),
         ("bls12_381_g2", 22, False, 0),
     ],

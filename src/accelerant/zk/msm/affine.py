@@ -27,6 +27,9 @@ both, 0.6 + 1.3 and 3.1 + 1.8 at 4.28 TB/s. The multiplier waits there for reads
 32-bit moves between products. Where rows stand side by side the paper is right to within 12%. BLS12-381's products cost
 2.2 times as much, its bytes 1.5 times: there two rounds gain 6 to 9% at 2^22 points. device_plan.ROUNDS has all that
 was measured, and decides.
+
+Also tried, for BN254: blocks that make their own inverses, so that a round is one kernel and no product is written or
+read again. Round 0 then takes 7.3 to 8.5 ms: a block waits for its inverse, and there is no room for another.
 """
 
 from __future__ import annotations

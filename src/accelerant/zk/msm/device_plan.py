@@ -31,7 +31,7 @@ _SHORTEST = 8
 
 _SMALLEST_PIECE = 1024
 
-ROUNDS: dict[int, tuple[tuple[int, int], ...]] = {8: (), 12: ((1 << 25, 2),), 16: (), 24: ()}
+ROUNDS: dict[int, tuple[tuple[int, int], ...]] = {8: (), 12: ((3 << 23, 2),), 16: (), 24: ()}
 """32-bit limbs of a coordinate -> (entries of a piece, rounds of affine.c), the most entries first: from so many on, so
 many rounds. Scratch grows with them: 2^22 points of BLS12-381 take 8.4 GB for 1.0. Measured on an H200, ms without
 rounds and with 1, 2, 3 or 4, "kept" over points whose multiples are there:
@@ -42,16 +42,23 @@ rounds and with 1, 2, 3 or 4, "kept" over points whose multiples are there:
                    kept  2^20    3.70   2: 4.21
                          2^22   12.77   2: 13.64
     BLS12-381 G1         2^20    8.30   1: 8.11    2: 8.22
+                         2^21   15.20   2: 14.41
                          2^22   29.04   2: 26.29   3: 26.63   4: 27.9
                    kept  2^20    7.09   2: 7.54
+                         2^21   13.53   2: 12.62
                          2^22   24.67   2: 23.24   3: 23.50   4: 24.5
+                         2^23   46.97   2: 44.16
 
 Those with rounds that are not "kept" had another sort, since dropped, with which those at 2^22, 2^23 and 2^22 without
 rounds took 13.50, 27.74 and 28.77. Over Fq2, 16 and 24 limbs, nothing is measured. Why BN254 loses is in affine.py."""
 
-_ROUNDS_FILL = 16
+_ROUNDS_FILL = 13
 """Units of a bucket, on the average: with fewer, rounds pad too much. Above, 2^20 points of BLS12-381 have buckets of
-26 points ("kept") and of 32, and two rounds lose 6% and gain 1%; 2^22 have those of 104 and 128, and gain 6% and 9%."""
+26 points ("kept") and of 32, and two rounds lose 6% and gain 1%; 2^21 have those of 52 and 64, and gain 7% and 5%."""
+
+_ROUNDS_SHARE = (1.0, 0.97, 0.9)
+"""Of an entry's products, what it costs in time with no round, one, and more: 19.8 and 17.9 ms with none and two, over
+2^22 points of BLS12-381 whose multiples are there."""
 
 _MOST_ROUNDS = 5
 _AFFINE_ENTRIES = 64
@@ -263,10 +270,11 @@ def _cut(
             most = min(4 * found.units // found.keys, most // 4)
         return replace(found, segment=min(LONGEST, 1 << max(_SHORTEST, most - 1).bit_length()))
 
-    def products(found: DevicePlan) -> int:
+    def products(found: DevicePlan) -> float:
         highest = bits - (found.windows - 1) * found.window  # bits of the last digit
         crowded = sum(highest < few for few in _CROWDED_BITS) * n
-        return _PRODUCTS_PER_ENTRY * (found.entries + crowded) + _PRODUCTS_PER_BUCKET * found.keys
+        per_entry = _PRODUCTS_PER_ENTRY * _ROUNDS_SHARE[min(found.rounds, 2)]
+        return per_entry * (found.entries + crowded) + _PRODUCTS_PER_BUCKET * found.keys
 
     return min((cut(c) for c in ([window] if window else range(2, _LARGEST_WINDOW + 1))), key=products)
 
