@@ -105,6 +105,13 @@ def test_the_tables_come_first_in_their_own_dtype_with_all_peers():
     assert all(each.estimate_s > 0 for each in found)
 
 
+def test_without_the_tables_the_other_parts_are_the_same():
+    options = {"dtypes": (torch.bfloat16, torch.float32), "odd": True, "sweep": (2**14,)}
+    whole, rest = planned("gelu", "softmax", **options), planned("gelu", "softmax", **options, tables=False)
+    assert rest == [each for each in whole if each.part]
+    assert {each.part for each in rest} == {"odd", "sweep"}
+
+
 def test_what_names_something_to_reach_comes_first_in_whatever_dtype():
     found = planned(dtypes=(torch.bfloat16, torch.float32))
     aims = [plan._aims(each.benchmark) and each.dtype == each.benchmark.dtype for each in found]

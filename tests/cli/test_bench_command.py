@@ -235,6 +235,9 @@ def test_neural_lists_its_cases_without_measuring(monkeypatch, capsys):
     assert total.startswith(f"{len(cases)} cases, about ")
     assert status(*arguments, "--json") == 0
     assert len(json.loads(capsys.readouterr().out)) == len(cases)
+    assert status(*arguments, "--no-tables") == 0
+    *rest, _ = capsys.readouterr().out.splitlines()
+    assert rest == [case for case in cases if "figures  softmax 16384x4096" not in case]
 
 
 @pytest.mark.parametrize(
@@ -242,6 +245,7 @@ def test_neural_lists_its_cases_without_measuring(monkeypatch, capsys):
     [
         (["neural", "--device", "cpu", "--resume"], "--resume: --out must name the folder"),
         (["neural", "--device", "cpu", "--dtypes", "bf16,int4"], "--dtype: wanted float32, bfloat16 or float16"),
+        (["neural", "--device", "cpu", "--no-tables"], "--no-tables: nothing is left to measure; add --odd or --sweep"),
         (["all", "--suite", "abacus"], "no suite 'abacus'; there are neural, algebra"),
         (["all", "--op", "abacus"], "no op 'abacus'"),
         (["bandwidth", "--sizes", "1MB"], "got '1MB'"),

@@ -54,7 +54,8 @@ _NEURAL_EPILOG = (
     "accelerant bench neural --op attention --against torch,cudnn,flash,flash_attn_4   |   "
     "accelerant bench neural --out now.json --compare before.json   |   "
     "accelerant bench neural --device cpu   |   "
-    "accelerant bench neural --dtypes bf16,fp16,fp32 --odd --sweep --out folder"
+    "accelerant bench neural --dtypes bf16,fp16,fp32 --odd --sweep --out folder   |   "
+    "accelerant bench neural --no-tables --odd --sweep --out folder"
 )
 _ALL_EPILOG = (
     "Examples:  accelerant bench all --out now.json --report report.html   |   "
@@ -93,6 +94,7 @@ def neural(
         ),
     ] = None,
     against: _Against = None,
+    tables: Annotated[bool, typer.Option(help="The ops' tables; without them odd sizes or the sweep alone.")] = True,
     odd: Annotated[bool, typer.Option("--odd", help="Odd sizes too, beside torch.")] = False,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Ops of rows from 2^10 to 2^28 elements too, beside torch and compile.")
@@ -129,6 +131,8 @@ def neural(
     wanted = _dtypes(dtype)
     _check_ops(op)
     chosen = _peers(against)
+    if not (tables or odd or sweep):
+        raise ConfigError("--no-tables: nothing is left to measure; add --odd or --sweep")
     folder = out if out is not None and (out.is_dir() or not out.suffix) else None
     if resume and folder is None:
         raise ConfigError("--resume: --out must name the folder of the run to go on with")
@@ -139,8 +143,8 @@ def neural(
     gpu = session.device.torch_device.startswith("cuda")
     named = _peers_on(session.device) if chosen is None else chosen
     planned = plan(
-        op or (), dtypes=[each for _, each in wanted], against=named, budget_s=budget_s, gpu=gpu, odd=odd,
-        sweep=sweep_sizes(sweep_to) if sweep else (),
+        op or (), dtypes=[each for _, each in wanted], against=named, budget_s=budget_s, gpu=gpu, tables=tables,
+        odd=odd, sweep=sweep_sizes(sweep_to) if sweep else (),
     )  # fmt: skip
     processes = jobs or (_compiling_jobs() if gpu and "compile" in named else 1)
     if listed:
@@ -170,9 +174,11 @@ def neural(
             record, session.device, planned, journal=journal, budget_s=budget_s, until=until, progress=session.show
         )
 
+    parts = {part for part, is_asked in (("", tables), ("odd", odd), ("sweep", sweep)) if is_asked}
+
     def asked(row: Row) -> bool:
         of_dtype = not wanted or any(f" {name}" in row.case for name, _ in wanted)
-        return row.suite == "neural" and (not op or row.op in op) and of_dtype
+        return row.suite == "neural" and row.part in parts and (not op or row.op in op) and of_dtype
 
     session.run([("neural", measure)], asked)
 

@@ -109,6 +109,7 @@ def plan(
     against: Sequence[str],
     budget_s: float,
     gpu: bool,
+    tables: bool = True,
     odd: bool = False,
     sweep: Sequence[int] = (),
 ) -> list[Planned]:
@@ -121,19 +122,20 @@ def plan(
             sweep torch and torch.compile; at odd sizes torch.
         budget_s: seconds of calls behind each figure of the tables' first dtype; fewer behind the others.
         gpu: whether for a GPU.
+        tables: with the tables.
         odd: with odd sizes.
         sweep: with the ops that work row by row at these numbers of elements, in the first dtype.
     """
     ops = list(names) or list(OPS)
     first = dtypes[0] if dtypes else None
-    tables: list[list[Planned]] = []
-    for i, dtype in enumerate(dtypes or (None,)):
+    of_dtypes: list[list[Planned]] = []
+    for i, dtype in enumerate((dtypes or (None,)) if tables else ()):
         peers = tuple(name for name in against if not i or _again(name, dtype))
         budget = budget_s * (_OTHER_DTYPE if i else 1.0)
         cases = [(op, each) for op in ops for each in benchmarks_of(op)]
         if not gpu:
             cases = [(op, for_cpu(op, each)) for op, each in cases]
-        tables.append(
+        of_dtypes.append(
             [
                 Planned("", op, each, _dtype(dtype, each, gpu), peers, budget, deterministic=gpu and not i, race=gpu)
                 for op, each in cases
@@ -155,9 +157,10 @@ def plan(
                 several = (resized.sample.shapes[0] or ())[0] > 1
                 there = tuple(name for name in peers if several or name != "compile")
                 swept.append(Planned("sweep", op, resized, _dtype(first, resized, gpu), there, few))
-    others = [each for table in tables[1:] for each in table]
-    aimed = [each for each in (*tables[0], *others) if _aims(each.benchmark) and each.dtype == each.benchmark.dtype]
-    found = [*aimed, *tables[0], *uneven, *others, *swept]
+    main = of_dtypes[0] if tables else []
+    others = [each for table in of_dtypes[1:] for each in table]
+    aimed = [each for each in (*main, *others) if _aims(each.benchmark) and each.dtype == each.benchmark.dtype]
+    found = [*aimed, *main, *uneven, *others, *swept]
     return list({each.key: each for each in found}.values())
 
 
