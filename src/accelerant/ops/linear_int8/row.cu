@@ -6,7 +6,8 @@
 //         times as many are on their way while as many are multiplied.
 // Start:  a block may begin while the kernel before it in the stream ends (programmatic dependent launch). Until that
 //         kernel's results may be read it asks for the first AHEAD bytes of its rows to come to the L2 cache, and for x
-//         and the scales, which reads nothing yet; and its own end lets the next kernel begin.
+//         and the scales, which reads nothing yet. It lets the next kernel begin as soon as all its blocks run: those of
+//         the next take the places that are given back, and ask for their own first bytes while the last rows are summed.
 // Order:  x comes with the weights that it is multiplied by, a step ahead, and the scales come first: each waited for
 //         where it is needed cost 0.5 us and 1 us of the 19 that 8192 x 8192 took on an H200, with all of it in memory.
 // Bound:  memory, N K bytes of weight. An integer becomes a float by its bits: a byte permutation and a subtraction, where
@@ -73,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         if (part < 2ll * K) bring_to_l2((const char*)x + part, (int)min((long long)X_PART, 2ll * K - part));
         asm volatile("prefetch.global.L2 [%0];" ::"l"((const char*)scale + (long long)SCALE_BYTES * first));
     }
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 
     const float own_scale = lane < ROWS ? at<SCALE_BYTES>(scale, own) : 0.0f;
@@ -100,7 +102,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         }
         now = next;
     }
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll

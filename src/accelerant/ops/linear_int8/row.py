@@ -43,7 +43,7 @@ class Plan:
     ahead: int
 
 
-PLANS = (Plan(4, 2, 4, 1024), Plan(1, 4, 4, 1024))
+PLANS = (Plan(4, 2, 4, 512), Plan(1, 4, 4, 1024))
 """What is worth timing; the second is for weights of few rows, see usual_plan."""
 
 _LEAST_BLOCKS = 3
