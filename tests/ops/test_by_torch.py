@@ -35,6 +35,11 @@ CALLS = {
     "add_rms_norm": lambda x, w: ops.add_rms_norm(x, x, w[0])[0],
     "linear_gelu": lambda x, w: ops.linear_gelu(x, w),
     "embedding": lambda x, w: ops.embedding(TARGETS.clamp(0), x),
+    "conv2d": lambda x, w: ops.conv2d(x[None, None], w[None, None, :3, :3]),
+    "max_pool2d": lambda x, w: ops.max_pool2d(x[None, None], 2),
+    "avg_pool2d": lambda x, w: ops.avg_pool2d(x[None, None], 2),
+    "rope": lambda x, w: ops.rope(x[None, None], w[:, :3], w[:, 3:]),
+    "rope interleaved": lambda x, w: ops.rope(x[None, None], w[:, :3], w[:, 3:], interleaved=True),
     "cross_entropy": lambda x, w: ops.cross_entropy(x, TARGETS),
     "linear_cross_entropy": lambda x, w: ops.linear_cross_entropy(x, w, TARGETS),
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import math
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +13,10 @@ import pytest
 import torch
 
 from accelerant.errors import CompileError, DeviceLost, LaunchError, OutOfMemory
+from accelerant.ops.norm import cases as norm_cases
+from accelerant.ops.norm import launch as norm_launch
+from accelerant.ops.softmax import cases as softmax_cases
+from accelerant.ops.softmax import launch as softmax_launch
 from accelerant.runtime import triton
 from accelerant.runtime.kernel import Binary, KernelSource
 from accelerant.runtime.providers import cuda_compile
@@ -54,7 +61,7 @@ def test_the_preferred_dialect_is_cuda():
 # --- keys ------------------------------------------------------------------------------------------------------------
 
 PLAIN = KernelSource("k", {"cuda": "text"}, {"k": ("*f32",)})
-SPECIAL = triton.Specialisation("some.module", "k", ("*fp32", "i32", "constexpr"), (("BLOCK", 64),), (0,), 4, 3)
+SPECIAL = triton.Specialisation("some.module", "k", ("*fp32", "i32", "constexpr"), (("BLOCK", 64),), ((0, 16),), 4, 3)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +106,8 @@ def test_the_key_changes_with_target_compiler_and_fixed_options(dialects, monkey
         {"name": "l"},
         {"kinds": ("*bf16", "i32", "constexpr")},
         {"constants": (("BLOCK", 128),)},
-        {"multiples_of_16": ()},
+        {"multiples": ()},
+        {"multiples": ((0, 8),)},
         {"num_warps": 8},
         {"num_stages": 2},
     ],
@@ -116,6 +124,96 @@ def test_the_key_of_a_specialisation_changes_with_triton_and_its_sources(monkeyp
             patch.setattr(triton, name, lambda: "another")
             assert SPECIAL.key != before
     assert SPECIAL.key == before
+
+
+# --- widths ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "multiple", "of_a_width"),
+    [(1024, 16, 16), (0, 16, 16), (1000, 1, 8), (-1000, 1, 8), (12, 1, 4), (6, 1, 2), (7, 1, 1), (1, 1, 1)],
+)
+def test_what_an_integer_is_taken_to_be_a_multiple_of(value, multiple, of_a_width):
+    assert triton._describe(value) == ("i32", multiple)
+    assert triton._describe(value, True) == ("i32", of_a_width)
+    assert value % of_a_width == 0
+
+
+def test_an_integer_of_64_bits_is_no_width():
+    assert triton._describe(2**40, True) == ("i64", 1)
+
+
+def test_a_pointer_is_aligned_or_not():
+    x = torch.zeros(64, dtype=torch.float16)
+    assert [triton._describe(x[at:], True) for at in (0, 8, 4)] == [("*fp16", 16), ("*fp16", 16), ("*fp16", 1)]
+
+
+WIDE = ("cross_entropy", "elementwise", "embedding", "norm", "quantize_int8", "rope", "softmax", "swiglu")
+LENGTHS = {"N", "D", "HALF", "inner"}
+DISTANCES = re.compile(r"stride|\w+_stride|[xy]_[bhs]|table_b")
+
+
+def kernels_with_widths():
+    for folder in WIDE:
+        kernels = importlib.import_module(f"accelerant.ops.{folder}.launch").KERNELS
+        for kernel in kernels.values():
+            if kernel.widths:
+                yield pytest.param(kernel, id=kernel.name)
+
+
+@pytest.mark.parametrize("kernel", list(kernels_with_widths()))
+def test_widths_are_row_lengths_and_distances(kernel):
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    names = getattr(importlib.import_module(kernel.module), kernel.name).arg_names
+    widths = {names[at] for at in kernel.widths}
+    assert all(name in LENGTHS or DISTANCES.fullmatch(name) for name in widths)
+    others = set(names) - widths - {"dy_stride"}  # of the gradient of a loss: from number to number
+    if widths & LENGTHS != {"inner"}:  # a sum along another dimension, whose N is no row's length
+        assert not [name for name in others if name in LENGTHS or DISTANCES.fullmatch(name)]
+
+
+@pytest.fixture
+def sources(monkeypatch):
+    """What would be compiled for the launches of a test, which run nothing."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    found = []
+
+    def launch(self, grid, args, constants, *, num_warps=4, num_stages=3):
+        self._compile(args, constants, num_warps, num_stages)
+
+    monkeypatch.setattr(triton.TritonKernel, "launch", launch)
+    monkeypatch.setattr(triton, "_cuda", lambda: SimpleNamespace(compile=lambda source, device: found.append(source)))
+    return found
+
+
+def run_rows(M, N):
+    """Softmax and layer_norm of M float16 rows, and their gradients."""
+    x, vector = torch.zeros(M, N, dtype=torch.float16), torch.zeros(N)
+    softmax_launch.launch_forward(False, x, 1)
+    softmax_launch.launch_backward(False, x, x, 1)
+    _, statistics = norm_launch.launch_forward(True, x, vector, vector, 1e-5)
+    norm_launch.launch_backward(True, x, x, vector, vector, statistics, 1e-5, (True, True, True))
+
+
+@pytest.mark.parametrize("N", [1024, 1000, 1004, 1002, 1001])
+def test_what_was_compiled_ahead_is_found_when_it_runs(N, sources):
+    run_rows(16, N)
+    ahead = [*softmax_cases._compilations("*fp16", N), norm_cases._forward("*fp16", N, centre=True)]
+    keys = {each.source().dialects["triton"].key for each in ahead}
+    assert len(keys) == 3
+    assert keys <= {source.dialects["triton"].key for source in sources}
+    assert (4, math.gcd(N, 16)) in ahead[0].source().dialects["triton"].multiples or N % 2
+
+
+def test_the_number_of_rows_is_not_compiled_for(sources):
+    def kinds(rows):
+        sources.clear()
+        for M in rows:
+            run_rows(M, 1000)
+        return {source.dialects["triton"].key for source in sources if source.name != "norm_bwd_reduce"}
+
+    assert len(kinds([17, 18, 20, 24, 1001])) == 4  # each of the two, forward and backward
+    assert len(kinds([16, 48, 1024])) == 4
 
 
 # --- what fails ------------------------------------------------------------------------------------------------------

@@ -420,7 +420,7 @@ def test_a_call_is_left_to_torch_where_torch_alone_serves_it(book):
         dispatch.observers.remove(seen.append)
     (row,) = book.to_dict()["ops"]
     assert (row["calls"], row["failures"]) == (1, 0)
-    assert row["reason"] == "the only one that serves this case; torch on the CPU: its own autograd"
+    assert row["reason"] == "the only one that serves this case; torch on the CPU: its own autograd where that serves"
     assert [(each.implementation, each.refused) for each in seen] == [("torch", (("fast", "not here"),))]
 
 

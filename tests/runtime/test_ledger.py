@@ -167,3 +167,28 @@ def test_a_capture_that_fails_counts_nothing(book):
     with pytest.raises(ValueError, match="no"):
         Graph("step", book=book).capture(step, warm_up=0)
     assert book.to_dict() == {"ops": [], "fallbacks": [], "graphs": []}
+
+
+def test_calls_are_counted_without_a_device_except_those_to_time(book, op):
+    op(case(4))
+    (record,) = book.records()
+    usual = []
+    for _ in range(2, 130):
+        if not book.count(record):
+            usual.append(record.calls + 1)
+            op(case(4))
+    assert usual == [2, 3, 4, 64, 128]
+    assert record.calls == 129
+
+
+def test_a_count_that_is_taken_back_never_falls_below_none(book, op):
+    for _ in range(5):
+        op(case(4))
+    (record,) = book.records()
+    assert book.count(record)
+    book.discount(record)
+    assert record.calls == 5
+    book.reset()
+    book.discount(record)
+    assert record.calls == 0
+    assert not book.records()

@@ -78,6 +78,7 @@ class Compilation:
         types: argument -> Triton type; absent tensors left out.
         constants: constexpr arguments by name, absent tensors among them as None.
         num_warps, num_stages: as launched.
+        multiple: what row lengths and distances are multiples of, see TritonKernel.
     """
 
     kernel: TritonKernel
@@ -85,16 +86,25 @@ class Compilation:
     constants: Mapping[str, Any]
     num_warps: int
     num_stages: int = 3
+    multiple: int = 16
 
     @property
     def name(self) -> str:
         """The kernel with what sets this specialisation apart."""
         kinds = sorted({kind for kind in self.types.values() if kind.startswith("*")})
-        return " ".join([self.kernel.name, *kinds, *(f"{key}={value}" for key, value in self.constants.items())])
+        widths = [f"widths of {self.multiple}"] if self.multiple != 16 else []
+        fixed = (f"{key}={value}" for key, value in self.constants.items())
+        return " ".join([self.kernel.name, *kinds, *widths, *fixed])
 
     def source(self) -> KernelSource:
         """What a provider compiles."""
-        return self.kernel.source(self.types, self.constants, num_warps=self.num_warps, num_stages=self.num_stages)
+        return self.kernel.source(
+            self.types,
+            self.constants,
+            multiple=self.multiple,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,10 +62,11 @@ class StreamKernel(TritonKernel):
     Args:
         module, name: as TritonKernel.
         usual: what a program takes where nothing was measured.
+        widths: as TritonKernel.
     """
 
-    def __init__(self, module: str, name: str, usual: Elementwise = STREAM) -> None:
-        super().__init__(module, name)
+    def __init__(self, module: str, name: str, usual: Elementwise = STREAM, widths: Sequence[int] = ()) -> None:
+        super().__init__(module, name, widths=widths)
         self.usual = usual
         self.plan: Tuned[Elementwise] = Tuned(name, default=lambda n: usual, candidates=lambda n: STREAMS)
 

@@ -24,6 +24,7 @@ around. What ran, what refused and what fell back goes into the ledger.
 from __future__ import annotations
 
 import copy
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -64,6 +65,7 @@ __all__ = [
     "force",
     "operations",
     "saved_by",
+    "taken_by_torch",
 ]
 
 RECOVERABLE = (CompileError, LaunchError, OutOfMemory, UnsupportedCase, torch.OutOfMemoryError)
@@ -94,6 +96,17 @@ class _Plan:
     by_torch: bool = False
 
 
+class _Taken(threading.local):
+    """What the last call that `Operation.by_torch` made is counted as, in this thread."""
+
+    record: OpRecord | None = None
+
+    def clear(self) -> None:
+        """Forget it."""
+        self.record = None
+
+
+taken_by_torch = _Taken()
 _operations: dict[str, Operation] = {}
 
 
@@ -191,12 +204,17 @@ class Operation:
             _ledger.end(plan.record, start, plan.provider, plan.device)
         if observers:
             _notify(self, case, plan)
+        taken_by_torch.record = plan.record
         return result
 
     def forget(self) -> None:
         """Choose anew from the next call on; for tests and after a change of settings."""
         self._plans.forget()
         self._broken.clear()
+
+    def also_forgets(self, made: dict[Any, Any]) -> None:
+        """Clear this, too, whenever plans are dropped: it was made of those under the settings as loaded."""
+        self._plans.also_forgets(made)
 
     def run(self, implementation: str, *args: Any) -> Any:
         """Run one implementation by name, past choice and ledger; for tests and benchmarks.
@@ -248,7 +266,7 @@ class Operation:
         against = {name: why for name, why in refusals if why and (alone or name in before or name in broken)}
         by_torch = alone and case not in self._broken and _left_to_torch(case, choice.implementation)
         if by_torch:
-            choice.reason += "; torch on the CPU: its own autograd"
+            choice.reason += "; torch on the CPU: its own autograd where that serves"
         plan = self._plan(case, choice, tuple((dict(choice.refused) | against).items()))
         plan.by_torch = by_torch
         if not choice.forced:

@@ -174,6 +174,20 @@ class Ledger:
             return None
         return provider.record_event(device)
 
+    def count(self, record: OpRecord) -> bool:
+        """Count a call; False, and nothing is counted, where it should be timed: then `begin` is the one to ask."""
+        with self._lock:
+            calls = record.calls + 1
+            if calls > 4 and calls % SAMPLE_EVERY:
+                record.calls = calls
+                return True
+        return False
+
+    def discount(self, record: OpRecord) -> None:
+        """Take a counted call back: another way makes it."""
+        with self._lock:
+            record.calls = max(0, record.calls - 1)  # it may have been reset in between
+
     def end(self, record: OpRecord, start: Event, provider: ComputeProvider, device: int) -> None:
         """Close a timed call."""
         stop = provider.record_event(device)

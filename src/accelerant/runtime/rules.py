@@ -77,6 +77,7 @@ class Plans(Generic[V]):
     def __init__(self) -> None:
         self.usual: dict[Any, V] = {}
         self._others: dict[Rules, dict[Any, V]] = {}
+        self._made_of_usual: list[dict[Any, Any]] = []
 
     def now(self) -> dict[Any, V]:
         """Those under the rules in force."""
@@ -90,8 +91,15 @@ class Plans(Generic[V]):
             found = self._others.setdefault(key, {})
         return found
 
+    def also_forgets(self, made: dict[Any, Any]) -> None:
+        """From now on clear this, too, when plans are dropped: it was made of the usual ones."""
+        if all(made is not each for each in self._made_of_usual):
+            self._made_of_usual.append(made)
+
     def forget(self, case: Hashable | None = None) -> None:
-        """Drop the plans of a case, or all."""
+        """Drop the plans of a case, or all; and whatever was made of the usual ones."""
+        for made in self._made_of_usual:
+            made.clear()
         for plans in (self.usual, *list(self._others.values())):
             if case is None:
                 plans.clear()

@@ -5,7 +5,7 @@ So a warm start imports no Triton and needs no C compiler, and a launch costs wh
 TRITON_INTERPRET=1 the function runs on CPU tensors instead, which is how the tests reach it without a GPU.
 
 A specialisation is: the element types of the pointers, whether each pointer and integer is a multiple of 16 (wider
-loads), and the compile-time constants.
+loads), for row lengths and distances whether of 8, 4 or 2, and the compile-time constants.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -92,7 +93,7 @@ class Specialisation:
         module, name: where the function is.
         kinds: Triton type of each argument in order ("*bf16", "i32"), "constexpr" for constants.
         constants: constant argument, by name or position, and its value.
-        multiples_of_16: positions of the arguments that are.
+        multiples: positions of arguments, and what each of them is a multiple of: 16, 8, 4 or 2.
         num_warps, num_stages: warps a block; depth of software pipelining.
     """
 
@@ -100,7 +101,7 @@ class Specialisation:
     name: str
     kinds: tuple[str, ...]
     constants: tuple[tuple[str | int, Any], ...]
-    multiples_of_16: tuple[int, ...]
+    multiples: tuple[tuple[int, int], ...]
     num_warps: int
     num_stages: int
 
@@ -129,7 +130,7 @@ class Specialisation:
             fn=function,
             signature=dict(zip(names, self.kinds, strict=True)),
             constexprs={(at if isinstance(at, int) else names.index(at),): value for at, value in self.constants},
-            attrs={(position,): [["tt.divisibility", 16]] for position in self.multiples_of_16},
+            attrs={(position,): [["tt.divisibility", divisor]] for position, divisor in self.multiples},
         )
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, **_FIXED}
         try:
@@ -171,15 +172,21 @@ class TritonKernel:
         module: that holds it; imported only to compile or to interpret.
         name: of the function.
         targets: the architectures it is meant for.
+        widths: positions of the integers that are row lengths or distances between rows: loads are as wide as these
+            are known to allow. Rows of 1000 float16 taken one number at a time took an H200 twice as long. Of other
+            integers 16 alone counts, lest each number of rows be compiled for.
 
     >>> gelu_fwd = TritonKernel("accelerant.ops.gelu.triton_kernels", "gelu_fwd")
     >>> gelu_fwd.launch((blocks,), (x, y, n), {"BLOCK": 4096}, num_warps=8)
     """
 
-    def __init__(self, module: str, name: str, *, targets: tuple[str, ...] = CUDA_TARGETS) -> None:
+    def __init__(
+        self, module: str, name: str, *, targets: tuple[str, ...] = CUDA_TARGETS, widths: Sequence[int] = ()
+    ) -> None:
         self.module = module
         self.name = name
         self.targets = targets
+        self.widths = frozenset(widths)
         self._kernels: dict[tuple[Any, ...], Kernel | CompileError] = {}
         self._prepared: dict[tuple[object, ...], PreparedLaunch] = {}
 
@@ -238,7 +245,7 @@ class TritonKernel:
     ) -> PreparedLaunch:
         """A launch with everything but the pointers in place; kept by what it depends on."""
         device = next(arg for arg in args if isinstance(arg, torch.Tensor)).get_device()
-        described = tuple(_describe(arg) for arg in args)
+        described = tuple(_describe(arg, at in self.widths) for at, arg in enumerate(args))
         variant = (device, num_warps, num_stages, *constants.values(), *described)
         kernel = self._kernels.get(variant)
         if kernel is None:
@@ -261,7 +268,7 @@ class TritonKernel:
         types: Mapping[str, str],
         constants: Mapping[str, Any],
         *,
-        multiples_of_16: bool = True,
+        multiple: int = 16,
         num_warps: int = 4,
         num_stages: int = 3,
     ) -> KernelSource:
@@ -270,29 +277,28 @@ class TritonKernel:
         Args:
             types: argument -> Triton type ("*bf16", "i32", "fp32"); absent tensors left out.
             constants: constexpr arguments by name, absent tensors among them as None.
-            multiples_of_16: whether every pointer and integer is.
+            multiple: of what the widths are multiples; every pointer and other integer is one of 16.
             num_warps: warps a program.
             num_stages: depth of software pipelining.
         """
         names = list(getattr(importlib.import_module(self.module), self.name).arg_names)
         kinds = tuple(types.get(name, "constexpr") for name in names)
-        aligned = tuple(
-            i for i, kind in enumerate(kinds) if multiples_of_16 and (kind[0] == "*" or kind in ("i32", "i64"))
-        )
+        known = [(i, multiple if i in self.widths else 16) for i, kind in enumerate(kinds) if kind[0] in "*i"]
+        multiples = tuple((i, each) for i, each in known if each > 1)
         present = [(name, value) for name, value in constants.items() if value is not None]
         absent = sorted((names.index(name), None) for name, value in constants.items() if value is None)
         # In the order of _compile, so that a kernel that was compiled ahead is found again at run time.
-        return self._source(kinds, (*present, *absent), aligned, num_warps, num_stages)
+        return self._source(kinds, (*present, *absent), multiples, num_warps, num_stages)
 
     def _source(
         self,
         kinds: tuple[str, ...],
         constants: tuple[tuple[str | int, Any], ...],
-        aligned: tuple[int, ...],
+        multiples: tuple[tuple[int, int], ...],
         num_warps: int,
         num_stages: int,
     ) -> KernelSource:
-        special = Specialisation(self.module, self.name, kinds, constants, aligned, num_warps, num_stages)
+        special = Specialisation(self.module, self.name, kinds, constants, multiples, num_warps, num_stages)
         types = tuple(_LAUNCH_TYPES.get(kind, kind) for kind in kinds if kind != "constexpr")
         return KernelSource(self.name, {"triton": special}, {self.name: types}, targets=self.targets)
 
@@ -300,33 +306,35 @@ class TritonKernel:
         self, args: Sequence[_Argument], constants: Mapping[str, Any], num_warps: int, num_stages: int
     ) -> Kernel:
         kinds: list[str] = []
-        aligned: list[int] = []
+        multiples: list[tuple[int, int]] = []
         fixed: list[tuple[str | int, Any]] = list(constants.items())
         for position, arg in enumerate(args):
-            kind, multiple = _describe(arg)
+            kind, multiple = _describe(arg, position in self.widths)
             kinds.append(kind)
             if arg is None:
                 fixed.append((position, None))
-            if multiple:
-                aligned.append(position)
+            if multiple > 1:
+                multiples.append((position, multiple))
         kinds += ["constexpr"] * len(constants)
         tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
-        source = self._source(tuple(kinds), tuple(fixed), tuple(aligned), num_warps, num_stages)
+        source = self._source(tuple(kinds), tuple(fixed), tuple(multiples), num_warps, num_stages)
         return _cuda().compile(source, device=tensor.device.index or 0)
 
 
 _LAUNCH_TYPES = {"fp32": "f32", "fp64": "f64"}
 
 
-def _describe(arg: _Argument) -> tuple[str, bool]:
-    """Triton's type of an argument, and whether it is a multiple of 16."""
+def _describe(arg: _Argument, width: bool = False) -> tuple[str, int]:
+    """Triton's type of an argument, and what the code may take it to be a multiple of: 16 or 1; a width, 8, 4 or 2."""
     if arg is None:
-        return "constexpr", False
+        return "constexpr", 1
     if isinstance(arg, torch.Tensor):
-        return _POINTERS[arg.dtype], arg.data_ptr() % 16 == 0
+        return _POINTERS[arg.dtype], 1 if arg.data_ptr() % 16 else 16
     if isinstance(arg, int):
-        return ("i32", arg % 16 == 0) if -(2**31) <= arg < 2**31 else ("i64", False)
-    return "fp32", False
+        if not -(2**31) <= arg < 2**31:
+            return "i64", 1
+        return "i32", math.gcd(arg, 16) if width or arg % 16 == 0 else 1
+    return "fp32", 1
 
 
 @functools.cache

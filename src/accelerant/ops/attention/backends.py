@@ -381,4 +381,4 @@ EFFICIENT = (
     Implementation("efficient", _efficient_forward, refuses=_refuses_efficient),
     Implementation("efficient", _efficient_backward, refuses=_refuses_efficient, deterministic=False),
 )
-TORCH = (Implementation("torch", torch_forward), Implementation("torch", torch_backward))
+TORCH = (Implementation("torch", torch_forward, differentiable=True), Implementation("torch", torch_backward))

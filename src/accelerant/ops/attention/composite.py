@@ -12,14 +12,23 @@ from torch import Tensor
 
 from accelerant.ops.attention.launch import like, with_rows
 
-__all__ = ["attend", "dense_backward", "graded", "laid", "torch_backward", "torch_forward"]
+__all__ = ["attend", "dense_backward", "graded", "laid", "torch_backward", "torch_forward", "unfolded"]
 
 aten = torch.ops.aten
+_unsafe_view = aten._unsafe_view.default
+_forward, _backward = (
+    getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{end}").default for end in ("", "_backward")
+)
+
+
+def _alike(y: Tensor, x: Tensor) -> bool:
+    """Whether both lie in memory in one way; the stride of a dimension of 1 says nothing."""
+    return y.stride() == x.stride() or (y.is_contiguous() and x.is_contiguous())
 
 
 def laid(y: Tensor, as_: Tensor) -> Tensor:
     """The same y in the strides that a fake result says it has."""
-    if y.stride() == as_.stride():
+    if _alike(y, as_):
         return y
     target = like(as_)
     return y if y.stride() == target.stride() else target.copy_(y)
@@ -29,7 +38,7 @@ def graded(gradients: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[T
     """Gradients in the strides that torch.empty_like gives."""
     found = []
     for gradient, x in zip(gradients, inputs, strict=True):
-        if gradient.stride() != x.stride():
+        if not _alike(gradient, x):
             target = torch.empty_like(x)
             gradient = gradient if gradient.stride() == target.stride() else target.copy_(gradient)
         found.append(gradient)
@@ -95,14 +104,25 @@ def _grouped(q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     return (q.reshape(B * Hkv, group, *q.shape[2:]), *keys)
 
 
-def _folded(*tensors: Tensor) -> tuple[Tensor, ...] | None:
-    """Each head as a batch of its own, where memory lies so; None where it does not.
+def _folds(*tensors: Tensor) -> bool:
+    """Whether each head may go as a batch of its own: of contiguous tensors with as many heads each, above one.
 
-    Torch's backward pass gives gradients as (B, S, H, D) lies in memory: for contiguous heads that saves three copies.
+    Torch's functions give results and gradients as (B, S, H, D) lies in memory: for contiguous heads that saves a copy
+    in the forward pass and three in the backward one.
     """
-    if not all(x.is_contiguous() for x in tensors):
-        return None
-    return tuple(x.reshape(-1, 1, *x.shape[2:]) for x in tensors)
+    heads = tensors[0].shape[1]
+    return heads > 1 and all(x.is_contiguous() and x.shape[1] == heads for x in tensors)
+
+
+def _fold(x: Tensor) -> Tensor:
+    B, H, S, D = x.shape
+    return x.view(B * H, 1, S, D)
+
+
+def unfolded(o: Tensor, q: Tensor) -> Tensor:
+    """A result of folded heads in the shape of q; no view, so that it may be changed in place."""
+    found: Tensor = _unsafe_view(o, tuple(q.shape))
+    return found
 
 
 def torch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
@@ -116,11 +136,18 @@ def torch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, w
         o, lse = attend(q, k, v, causal, scale, window)
         return laid(o, q), lse.contiguous()
     flag, mask = _additive(q, k, causal, window)
-    args: tuple[Tensor, ...] = (with_rows(q), with_rows(k), with_rows(v))
-    if Hq != Hkv:
-        args = _grouped(*args)
-    o, lse = aten._scaled_dot_product_flash_attention_for_cpu(*args, 0.0, flag, attn_mask=mask, scale=scale)
-    if Hq != Hkv:
+    args: tuple[Tensor, ...]
+    folded = _folds(q, k, v)
+    if folded:
+        args = _fold(q), _fold(k), _fold(v)
+    else:
+        args = with_rows(q), with_rows(k), with_rows(v)
+        if Hq != Hkv:
+            args = _grouped(*args)
+    o, lse = _forward(*args, 0.0, flag, attn_mask=mask, scale=scale)
+    if folded:
+        o, lse = unfolded(o, q), lse.view(B, Hq, S)
+    elif Hq != Hkv:
         o, lse = o.reshape(q.shape), lse.reshape(B, Hq, S)
     lse = lse.contiguous()
     if causal and Skv < S:
@@ -140,17 +167,24 @@ def torch_backward(
     flag, mask = _additive(q, k, causal, window)
     if causal and q.shape[2] > k.shape[2]:
         lse = lse.masked_fill(lse == -math.inf, 0)
-    do, *rows = (with_rows(x) for x in (do, q, k, v))
-    args = _folded(*rows) if Hq == Hkv and o.is_contiguous() else None
-    args = args or (_grouped(*rows) if Hq != Hkv else tuple(rows))
-    shape = args[0].shape
-    do, o, lse = do.reshape(shape), o.reshape(shape), lse.reshape(shape[:3])
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, *args, o, lse, 0.0, flag, attn_mask=mask, scale=scale
-    )
+    args: tuple[Tensor, ...]
+    folded = _folds(q, k, v, o)
+    if folded:
+        args = _fold(q), _fold(k), _fold(v)
+    else:
+        args = with_rows(q), with_rows(k), with_rows(v)
+        if Hq != Hkv:
+            args = _grouped(*args)
+    do, shape = with_rows(do), args[0].shape
+    if folded or Hq != Hkv:
+        do, o, lse = do.reshape(shape), o.reshape(shape), lse.reshape(shape[:3])
+    dq, dk, dv = _backward(do, *args, o, lse, 0.0, flag, attn_mask=mask, scale=scale)
     if Hq != Hkv:
         dk, dv = dk.sum(1), dv.sum(1)
-    dq, dk, dv = dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+    if folded:
+        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+    if Hq != Hkv:
+        dq, dk, dv = dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
     return graded((dq, dk, dv), (q, k, v))
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops._straight import straight
 from accelerant.ops.attention.backends import (
     CUDNN,
     EFFICIENT,
@@ -23,7 +24,7 @@ from accelerant.ops.attention.backends import (
     is_half,
     window_of,
 )
-from accelerant.ops.attention.composite import attend
+from accelerant.ops.attention.composite import attend, unfolded
 from accelerant.ops.attention.launch import MAX_WIDTH, launch_backward, launch_forward, like
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.rules import rules
@@ -32,6 +33,7 @@ from accelerant.runtime.triton import refuses_triton
 __all__ = ["attention", "attention_bwd", "attention_fwd"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_on_cpu: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
@@ -149,6 +151,47 @@ attention_bwd = Operation(
 # --- the public function ---------------------------------------------------------------------------------------------
 
 
+def _torchs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    return_lse: bool = False,
+) -> Tensor:
+    """By torch's function, with each head as a batch of its own if they are contiguous: so its result is, too.
+
+    Not by scaled_dot_product_attention, which follows torch's choice of a backend: so do results and their layout.
+    """
+    (B, H, S, D), keys = q.shape, k.shape[2]
+    causal = bool(causal) and S != 1
+    if H == 1 or not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+        return _on_cpu(q, k, v, 0.0, causal, scale=scale)[0]
+    folded = q.view(B * H, 1, S, D), k.view(B * H, 1, keys, D), v.view(B * H, 1, keys, D)
+    return unfolded(_on_cpu(*folded, 0.0, causal, scale=scale)[0], q)
+
+
+def _is_torchs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    return_lse: bool = False,
+    **_: Any,
+) -> bool:
+    """Whether torch's function gives what ours does: without shared keys, in a layout that it gives its result in."""
+    contiguous = all(x.is_contiguous() for x in (q, k, v))
+    turned = all(x.transpose(1, 2).is_contiguous() for x in (q, k, v))
+    place = not causal or q.shape[2] in (1, k.shape[2])
+    there = q.numel() > 0 and k.numel() > 0
+    return there and (contiguous or turned) and place and q.shape[1] == k.shape[1] and window is None and not return_lse
+
+
+@straight("attention_fwd", _torchs, serves=_is_torchs, learns=True, strided=True)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -267,6 +310,12 @@ def _case(q: Tensor, k: Tensor, causal: bool, window: int) -> Case:
     return Case(q.device, q.dtype, (B, Hq, k.shape[1], S, k.shape[2], D), options_of(causal, window))
 
 
+def _case_by_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> Case | None:
+    """None with a gradient to come: torch's function can be differentiated once, and this op twice."""
+    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return None if learns else _case(q, k, causal, window)
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
     result: tuple[Tensor, Tensor] = attention_fwd(_case(q, k, causal, window), q, k, v, causal, scale, window)
     return result
@@ -309,4 +358,5 @@ _attention = DifferentiableOp(
     fake=_fake,
     public=2,
     keeps_layout=True,
+    by_torch=ByTorch(attention_fwd, _case_by_torch),
 )

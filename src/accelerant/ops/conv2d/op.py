@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._elementwise import check_dtype
 from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops._straight import straight
 from accelerant.ops._windows import Pair, as_images, output_sizes, pair
 from accelerant.ops.conv2d import ways
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.rules import rules
 
 __all__ = ["conv2d", "conv2d_bwd", "conv2d_fwd"]
 
@@ -87,7 +89,7 @@ conv2d_fwd = Operation(
     "conv2d_fwd",
     (
         Implementation("patches", ways.patches, refuses=ways.refuses_patches),
-        Implementation("torch", torch.conv2d),
+        Implementation("torch", torch.conv2d, differentiable=True),
         Implementation("channels-last", ways.channels_last, refuses=ways.refuses_channels_last),
     ),
     cost=_cost,
@@ -106,6 +108,32 @@ conv2d_bwd = Operation(
 )
 
 
+def _torchs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
+
+def _is_torchs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> bool:
+    """Whether both sides are padded alike: where one gets more, torch warns."""
+    return padding != "same" or all(total % 2 == 0 for total in _padding(weight, pair("dilation", dilation, 1)))
+
+
+@straight("conv2d_fwd", _torchs, serves=_is_torchs)
 def conv2d(
     x: Tensor,
     weight: Tensor,
@@ -199,9 +227,14 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tenso
     return images
 
 
+def _padding(weight: Tensor, dilation: list[int]) -> list[int]:
+    """Rows and columns that keep height and width, of both sides together."""
+    return [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+
+
 def _same(x: Tensor, weight: Tensor, dilation: list[int]) -> tuple[Tensor, list[int]]:
     """The padding that keeps height and width; x gets one more row or column where that is odd."""
-    totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    totals = _padding(weight, dilation)
     odd = [total % 2 for total in totals]
     return F.pad(x, (0, odd[1], 0, odd[0])) if any(odd) else x, [total // 2 for total in totals]
 
@@ -252,6 +285,11 @@ def _case(
     return Case(x.device, x.dtype, x.shape, options)
 
 
+def _case_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Case | None:
+    """None where sums in a fixed order are asked for: what torch chooses for its gradient is not known."""
+    return None if rules().deterministic else _case(x, weight, *settings)
+
+
 def _channels_first(x: Tensor) -> bool:
     """Whether torch takes x for contiguous; that of one channel whose stride is 1 it takes for channels last."""
     return x.is_contiguous() and (x.shape[1] != 1 or x.stride(1) != 1)
@@ -269,4 +307,5 @@ _conv2d = DifferentiableOp(
     fake=torch.conv2d,
     keeps_layout=True,
     decomposes=True,
+    by_torch=ByTorch(conv2d_fwd, _case_by_torch),
 )

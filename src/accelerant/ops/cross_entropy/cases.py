@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,7 +78,8 @@ def _forward(name: str, kind: str, num_warps: int, *, gradient: bool = True, **c
 
 def _narrow(kind: str, N: int) -> Compilation:
     plan = row_plan(N)
-    return _forward("fwd", kind, plan.num_warps, ROWS=plan.rows, BLOCK_N=plan.block_n)
+    found = _forward("fwd", kind, plan.num_warps, ROWS=plan.rows, BLOCK_N=plan.block_n)
+    return replace(found, multiple=math.gcd(N, 16))
 
 
 _BACKWARD = backward_plan(50304)

@@ -34,8 +34,12 @@ __all__ = [
 ]
 
 _NAMES = ("count", "reduce", "scale", "fwd", "fwd_wide", "bwd")
+_WIDTHS = {"fwd": (8, 9, 10), "bwd": (7, 8, 9)}  # fwd_wide begins each row on a boundary itself
 KERNELS = {
-    name: TritonKernel("accelerant.ops.cross_entropy.triton_kernels", f"cross_entropy_{name}") for name in _NAMES
+    name: TritonKernel(
+        "accelerant.ops.cross_entropy.triton_kernels", f"cross_entropy_{name}", widths=_WIDTHS.get(name, ())
+    )
+    for name in _NAMES
 }
 
 COUNTS = 64

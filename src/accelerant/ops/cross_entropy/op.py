@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._ahead import AheadOp
 from accelerant.ops._differentiable import ByTorch
 from accelerant.ops._library import autocast_dtype, is_plain, name_of
+from accelerant.ops._straight import straight
 from accelerant.ops.cross_entropy import row
 from accelerant.ops.cross_entropy.launch import COUNTS, launch_backward, launch_forward
 from accelerant.ops.cross_entropy.row import launch_forward_row
@@ -76,6 +78,26 @@ cross_entropy_bwd = Operation(
 # --- the public function ---------------------------------------------------------------------------------------------
 
 
+def _torchs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    inplace_backward: bool = False,
+) -> Tensor:
+    return functional.cross_entropy(
+        logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+    )
+
+
+def _is_torchs(logits: Tensor, targets: Tensor, **_: object) -> bool:
+    """Whether torch's function is ours: of rows that are there, in a dtype that the loss is computed in."""
+    return logits.dim() == 2 and logits.numel() > 0 and not is_low(logits.dtype) and targets.dtype == torch.int64
+
+
+@straight("cross_entropy_fwd", _torchs, serves=_is_torchs, learns=True)
 def cross_entropy(
     logits: Tensor,
     targets: Tensor,

@@ -12,6 +12,7 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._elementwise import accesses, check_dtype, refuses_float64
 from accelerant.ops._library import is_plain, name_of
+from accelerant.ops._straight import straight
 from accelerant.ops.dropout.launch import (
     empty_mask,
     launch,
@@ -75,6 +76,7 @@ _native_bwd = Operation(
 )
 
 
+@straight("dropout_native_fwd", lambda x, p=0.5, **_: torch.dropout(x, p, True), learns=True)
 def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Tensor | None = None) -> Tensor:
     """Set each element to zero with probability p, and scale the others so that the mean stays.
 

@@ -16,6 +16,7 @@ from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._elementwise import accesses, check_dtype, refuses_float64
 from accelerant.ops._library import name_of
+from accelerant.ops._straight import straight
 from accelerant.ops.elementwise.launch import (
     add_row_backward,
     is_row,
@@ -112,6 +113,7 @@ mul_bwd = _operation("mul_bwd", _own_mul_backward, _torch_mul_backward, _cost(5,
 mul_constant_bwd = _operation("mul_constant_bwd", _own_mul_backward, _torch_mul_backward, _cost(3, 1))
 
 
+@straight("add_fwd", lambda a, b: torch.add(a, b))
 def add(a: Tensor, b: Tensor | float) -> Tensor:
     """Sum of two tensors, or of a tensor and a number.
 
@@ -138,6 +140,7 @@ def add(a: Tensor, b: Tensor | float) -> Tensor:
     return y
 
 
+@straight("mul_fwd", lambda a, b: torch.mul(a, b))
 def mul(a: Tensor, b: Tensor | float) -> Tensor:
     """Elementwise product of two tensors, or of a tensor and a number.
 

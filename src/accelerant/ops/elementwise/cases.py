@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Tolerance
@@ -92,10 +94,12 @@ def _compilations(kind: str, N: int) -> tuple[Compilation, ...]:
         types = dict.fromkeys(_POINTERS.get(f"{op} {way}") or _POINTERS[way], kind)
         if way == "row_fwd":
             types |= {"M": "i32", "N": "i32"}
-            found.append(Compilation(kernel, types, {"ROWS": rows, "BLOCK_N": columns}, ROW_WARPS))
+            found.append(
+                Compilation(kernel, types, {"ROWS": rows, "BLOCK_N": columns}, ROW_WARPS, multiple=math.gcd(N, 16))
+            )
         elif way == "row_bwd":
             types |= {"db_ptr": "*fp32", "M": "i32", "N": "i32", "part_rows": "i32"}
-            found.append(Compilation(kernel, types, summing.constants(), summing.num_warps))
+            found.append(Compilation(kernel, types, summing.constants(), summing.num_warps, multiple=math.gcd(N, 16)))
         else:
             usual = STREAM_KERNELS[name].usual
             found += [
@@ -124,4 +128,4 @@ _WITHOUT_DA = Compilation(
     {**sum_plan(4096).constants(), "da_ptr": None},
     sum_plan(4096).num_warps,
 )
-KERNELS = (*_compilations("*bf16", 4096), *_compilations("*fp32", 768), *_compilations("*fp16", 100), _WITHOUT_DA)
+KERNELS = (*_compilations("*bf16", 4096), *_compilations("*fp32", 768), *_compilations("*fp16", 1000), _WITHOUT_DA)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._elementwise import accesses, check_dtype, launch_map, launch_map_backward, refuses_float64
+from accelerant.ops._straight import straight
 from accelerant.ops.elementwise.launch import STREAM_KERNELS
 from accelerant.runtime.dispatch import Case, Implementation, Operation, case_of
 
@@ -89,6 +91,7 @@ _tanh = _unary("tanh", torch.tanh, _aten.tanh_backward, saves="y", flops=(15, 3)
 _silu = _unary("silu", torch.nn.functional.silu, _aten.silu_backward, saves="x", flops=(3, 8), again=_silu_backward)
 
 
+@straight("relu_fwd", lambda x: torch.relu(x))
 def relu(x: Tensor) -> Tensor:
     """Set what is negative to zero.
 
@@ -112,6 +115,7 @@ def relu(x: Tensor) -> Tensor:
     return y
 
 
+@straight("sigmoid_fwd", lambda x: torch.sigmoid(x))
 def sigmoid(x: Tensor) -> Tensor:
     """Apply the logistic function.
 
@@ -133,6 +137,7 @@ def sigmoid(x: Tensor) -> Tensor:
     return y
 
 
+@straight("tanh_fwd", lambda x: torch.tanh(x))
 def tanh(x: Tensor) -> Tensor:
     """Apply the hyperbolic tangent.
 
@@ -155,6 +160,7 @@ def tanh(x: Tensor) -> Tensor:
     return y
 
 
+@straight("silu_fwd", lambda x: functional.silu(x))
 def silu(x: Tensor) -> Tensor:
     """Multiply each element of x by the logistic function of it.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, Tolerance
@@ -63,8 +65,8 @@ def _gathers(kind: str, index: str, D: int) -> tuple[Compilation, ...]:
     forward = {"indices_ptr": index, "weight_ptr": kind, "y_ptr": kind, **_SIZES, "stride": "i32"}
     backward = {"dy_ptr": kind, "indices_ptr": index, "sums_ptr": "*fp32", **_SIZES, "PADDING": "i32"}
     return (
-        Compilation(_KERNELS["fwd"], forward, fixed, plan.num_warps),
-        Compilation(_KERNELS["bwd_atomic"], backward, fixed, plan.num_warps),
+        Compilation(_KERNELS["fwd"], forward, fixed, plan.num_warps, multiple=math.gcd(D, 16)),
+        Compilation(_KERNELS["bwd_atomic"], backward, fixed, plan.num_warps, multiple=math.gcd(D, 16)),
     )
 
 

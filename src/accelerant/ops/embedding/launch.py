@@ -29,8 +29,11 @@ __all__ = [
     "launch_forward",
 ]
 
-_NAMES = ("fwd", "bwd", "bwd_atomic", "bwd_few", "bwd_join")
-KERNELS = {name: TritonKernel("accelerant.ops.embedding.triton_kernels", f"embedding_{name}") for name in _NAMES}
+_WIDTHS = {"fwd": (5, 6), "bwd": (7,), "bwd_atomic": (5,), "bwd_few": (5,), "bwd_join": (5,)}
+KERNELS = {
+    name: TritonKernel("accelerant.ops.embedding.triton_kernels", f"embedding_{name}", widths=widths)
+    for name, widths in _WIDTHS.items()
+}
 
 CHUNK = 32
 """Tokens that a program of the sorted backward pass adds up."""

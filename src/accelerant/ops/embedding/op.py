@@ -11,6 +11,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import is_plain, name_of
+from accelerant.ops._straight import straight
 from accelerant.ops.embedding.launch import launch_backward_atomic, launch_backward_sorted, launch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.triton import refuses_triton
@@ -25,6 +26,11 @@ _MANY = 2**17
 """Elements of table and gradient from which on the sums of bags are quicker than torch's gradient in float32."""
 
 
+def _torchs(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
+    return torch.embedding(weight, indices, -1 if padding_idx is None else padding_idx % len(weight))
+
+
+@straight("embedding_fwd", _torchs, serves=lambda indices, weight, **_: not _is_low(weight.dtype))
 def embedding(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
     """Rows of a table by their numbers.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._elementwise import accesses, check_dtype, refuses_float64
+from accelerant.ops._straight import straight
 from accelerant.ops.gelu.launch import launch_backward, launch_forward
 from accelerant.runtime.dispatch import Case, Implementation, Operation, case_of
 
@@ -46,6 +47,7 @@ gelu_bwd = Operation(
 )
 
 
+@straight("gelu_fwd", lambda x, approximate="none": F.gelu(x, approximate=approximate))
 def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """Multiply each element of x by the standard normal distribution function at it.
 

@@ -13,6 +13,7 @@ from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._ahead import AheadOp
 from accelerant.ops._differentiable import ByTorch
 from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops._straight import straight
 from accelerant.ops.cross_entropy import launch
 from accelerant.ops.cross_entropy.op import check_loss, check_targets
 from accelerant.ops.cross_entropy.torch_ops import torch_composite
@@ -191,6 +192,17 @@ def _composite(
 # --- the public function ---------------------------------------------------------------------------------------------
 
 
+def _torchs(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    return functional.cross_entropy(functional.linear(hidden, weight), targets, **options)
+
+
+def _is_torchs(hidden: Tensor, weight: Tensor, targets: Tensor, **_: object) -> bool:
+    """Whether torch's functions are ours: of rows that are there, in a dtype that the loss is computed in."""
+    plain = hidden.dim() == 2 and hidden.numel() > 0 and targets.dtype == torch.int64
+    return plain and hidden.dtype in (torch.float32, torch.float64)
+
+
+@straight("linear_cross_entropy_fwd", _torchs, serves=_is_torchs, learns=True)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

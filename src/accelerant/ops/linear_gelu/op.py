@@ -12,6 +12,7 @@ from torch.nn import functional
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops._straight import straight
 from accelerant.ops.linear_gelu import hopper
 from accelerant.ops.linear_gelu.launch import launch_dz, launch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
@@ -170,6 +171,13 @@ linear_gelu_bwd = Operation(
 # --- the public function ---------------------------------------------------------------------------------------------
 
 
+def _torchs(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
+    if x.dim() == 2:
+        return functional.gelu(functional.linear(x, weight, bias), approximate=approximate)
+    return _torchs(x.reshape(-1, x.shape[-1]), weight, bias, approximate).view(*x.shape[:-1], weight.shape[0])
+
+
+@straight("linear_gelu_fwd", _torchs)
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
     """A linear layer, then gelu.
 

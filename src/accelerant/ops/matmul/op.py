@@ -14,6 +14,7 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._library import autocast_dtype, below_autograd, define, is_ordinary, is_plain, name_of
+from accelerant.ops._straight import straight
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = ["matmul", "matmul_op"]
@@ -37,6 +38,16 @@ def _sizes(case: Case) -> tuple[int, int, int, int, int, int]:
 matmul_op = Operation("matmul", (Implementation("torch", torch.matmul, differentiable=True),), cost=_cost)
 
 
+def _torchs(a: Tensor, b: Tensor) -> Tensor:
+    """Vectors as matrices, as in the function itself: torch takes other products for them."""
+    if a.dim() == 1:
+        return _torchs(a.unsqueeze(0), b).squeeze(-2 if b.dim() > 1 else -1)
+    if b.dim() == 1:
+        return torch.matmul(a, b.unsqueeze(1)).squeeze(-1)
+    return torch.matmul(a, b)
+
+
+@straight("matmul", _torchs)
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Multiply matrices, or batches of them.
 
@@ -76,7 +87,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad) and not a.is_cpu:
         y = _apply(a, b)
     else:  # on a CPU with torch's own autograd
-        y = _product(a, b)
+        found = matmul_op.by_torch(_case(a, b), (a, b))
+        y = _product(a, b) if found is NotImplemented else found
     return y
 
 
@@ -149,6 +161,11 @@ def _again(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
+    y: Tensor = matmul_op(_case(a, b), a, b)
+    return y
+
+
+def _case(a: Tensor, b: Tensor) -> Case:
     shape: tuple[int, ...] = (a.shape[-2], b.shape[-1], a.shape[-1])
     options: tuple[Any, ...] = ()
     if a.dim() > 2 or b.dim() > 2:
@@ -158,8 +175,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         else:
             shape = (torch.broadcast_shapes(batch_a, batch_b).numel(), *shape)
             options = ((batch_a.numel(), batch_b.numel()),)
-    y: Tensor = matmul_op(Case(a.device, a.dtype, shape, options), a, b)
-    return y
+    return Case(a.device, a.dtype, shape, options)
 
 
 _apply: Callable[..., Any] = Matmul.apply

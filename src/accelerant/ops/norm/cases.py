@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -115,7 +116,7 @@ def _forward(
         types |= {"bias_ptr": "*fp32"}
     absent += [name for name in ("weight_ptr", "bias_ptr") if name not in types]
     constants = {**dict.fromkeys(absent), **forward_constants(plan, N, centre, eviction)}
-    return Compilation(_KERNELS["fwd"], types, constants, plan.num_warps)
+    return Compilation(_KERNELS["fwd"], types, constants, plan.num_warps, multiple=math.gcd(N, 16))
 
 
 def _backward(
@@ -129,7 +130,7 @@ def _backward(
         types |= {"ds_ptr": kind}
     absent = {} if residual else {"ds_ptr": None}
     constants = {**absent, **backward_constants(plan, N, centre, True, centre, dxsum, apart)}
-    return Compilation(_KERNELS["bwd"], types, constants, plan.num_warps)
+    return Compilation(_KERNELS["bwd"], types, constants, plan.num_warps, multiple=math.gcd(N, 16))
 
 
 _WIDE = {"CENTRE": True, "BLOCK_N": WIDE.block_n}
@@ -139,12 +140,16 @@ KERNELS = (
     *(_forward("*bf16", N, centre=True, eviction="evict_last") for N in (768, 4096)),
     _forward("*fp32", 8192, centre=True),
     _forward("*fp16", 16000, centre=True, vectors=False),
+    _forward("*fp16", 1000, centre=True),
+    _forward("*bf16", 520, centre=False, residual=True),
     *(_backward("*bf16", N, centre=centre) for N in (768, 4096) for centre in (True, False)),
     *(_backward("*bf16", N, centre=centre, residual=True) for N, centre in ((768, True), (4096, False))),
     _backward("*bf16", 768, centre=True, residual=True, dxsum=True),
     _backward("*bf16", 768, centre=True, residual=True, dxsum=True, apart=True),
     _backward("*fp32", 4096, centre=True, residual=True),
     _backward("*fp32", 8192, centre=True),
+    _backward("*fp16", 1000, centre=True),
+    _backward("*bf16", 520, centre=False, residual=True),
     Compilation(
         _KERNELS["bwd_reduce"],
         {**dict.fromkeys(("parts_ptr", "dweight_ptr", "dbias_ptr", "dxsum_ptr"), "*fp32"), "P": "i32", "N": "i32"},

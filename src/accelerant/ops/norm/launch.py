@@ -32,8 +32,18 @@ __all__ = [
     "reduce_plan",
 ]
 
-_NAMES = ("fwd", "bwd", "bwd_reduce", "fwd_wide", "bwd_wide", "bwd_columns")
-KERNELS = {name: TritonKernel("accelerant.ops.norm.triton_kernels", f"norm_{name}") for name in _NAMES}
+_WIDTHS = {
+    "fwd": (8, 9, 10),
+    "bwd": (8, 9, 10, 11),
+    "bwd_reduce": (5,),
+    "fwd_wide": (8, 9, 10),
+    "bwd_wide": (6, 7, 8, 9),
+    "bwd_columns": (5, 6, 7),
+}
+KERNELS = {
+    name: TritonKernel("accelerant.ops.norm.triton_kernels", f"norm_{name}", widths=widths)
+    for name, widths in _WIDTHS.items()
+}
 
 WIDE_FORWARD = 16384
 """Above this many columns a row does not stay in registers, forward: 64 float32 values a thread of 8 warps."""
@@ -205,7 +215,7 @@ def launch_forward(
                 lambda plan: launch_forward(centre, x, weight, bias, eps, statistics, residual, plan),
             )
         rows, stride = as_rows(x, N)
-        others, residual_stride = (None, 0) if residual is None else as_rows(residual, N)
+        others, residual_stride = (None, stride) if residual is None else as_rows(residual, N)
         constants: Constants = {"CENTRE": centre, "BLOCK_N": plan.block_n}
         if not wide:
             constants = forward_constants(plan, N, centre, eviction(x, 2 if residual is None else 4))
@@ -258,7 +268,7 @@ def launch_backward(
         return dx, None if dweight is None else dweight.zero_(), None if dbias is None else dbias.zero_()
     rows, stride = as_rows(x, N)
     dy, dy_stride = as_rows(dy, N)
-    ds_rows, ds_stride = (None, 0) if ds is None else as_rows(ds, N)
+    ds_rows, ds_stride = (None, dy_stride) if ds is None else as_rows(ds, N)
     weight = _dense(weight)
     sums = (dweight is not None) + (dbias is not None)
     wanted = {"CENTRE": centre, "DWEIGHT": dweight is not None, "DBIAS": dbias is not None}
@@ -329,7 +339,7 @@ def launch_backward_each(
     span = M // examples
     rows, stride = as_rows(x, N)
     dy, dy_stride = as_rows(dy, N)
-    ds_rows, ds_stride = (None, 0) if ds is None else as_rows(ds, N)
+    ds_rows, ds_stride = (None, dy_stride) if ds is None else as_rows(ds, N)
     plan = backward_plan(N, ds is not None, centre)
     splits = max(1, min(ceil_div(span, plan.rows), plan.grid(M, x.device) // examples))  # one wave, not a bit more
     parts = torch.empty((sum(wanted), examples, splits, N), dtype=torch.float32, device=x.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import name_of
+from accelerant.ops._straight import straight
 from accelerant.ops.norm.launch import launch_backward, launch_forward
 from accelerant.ops.norm.torch_ops import torch_backward, torch_composite, torch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
@@ -26,6 +27,37 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # --- the public functions --------------------------------------------------------------------------------------------
 
 
+def _torchs_layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _torchs_rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
+    return torch.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _torchs_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    s = x + residual
+    return torch.layer_norm(s, s.shape[-1:], weight, bias, eps), s
+
+
+def _torchs_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    s = x + residual
+    return torch.rms_norm(s, s.shape[-1:], weight, eps), s
+
+
+def _all_wide(*args: Any, **options: Any) -> bool:
+    """Whether torch computes in the dtype that everything has."""
+    dtypes = {x.dtype for x in (*args, *options.values()) if isinstance(x, Tensor)}
+    return len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64}
+
+
+@straight("layer_norm_fwd", _torchs_layer_norm, serves=_all_wide)
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
     """Centre each row of x, scale it to unit variance, then scale by weight and shift by bias.
 
@@ -55,6 +87,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return y
 
 
+@straight("rms_norm_fwd", _torchs_rms_norm, serves=_all_wide)
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
     """Scale each row of x to unit root mean square, then by weight.
 
@@ -81,6 +114,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> T
     return y
 
 
+@straight("add_layer_norm_fwd", _torchs_add_layer_norm, serves=_all_wide)
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
@@ -113,6 +147,7 @@ def add_layer_norm(
     return y, s
 
 
+@straight("add_rms_norm_fwd", _torchs_add_rms_norm, serves=_all_wide)
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:

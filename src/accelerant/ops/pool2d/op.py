@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError
-from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._elementwise import check_dtype
+from accelerant.ops._straight import straight
 from accelerant.ops._windows import Pair, as_images, output_sizes, pair
 from accelerant.ops.pool2d.launch import Window, launch_backward, launch_forward, layout_of
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.rules import rules
 from accelerant.runtime.triton import interpreting, refuses_triton
 
 __all__ = ["avg_pool2d", "max_pool2d"]
@@ -29,6 +31,25 @@ _MOST_ACROSS = 2**21
 """Columns, or channels: a grid has 65535 programs across, of 64 at the most."""
 
 
+def _is_batch(x: Tensor, *args: Any, **options: Any) -> bool:
+    """Whether nothing is added to the shape and taken off again, which torch does in another way."""
+    return x.dim() == 4
+
+
+def _torchs_max(
+    x: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    run = _aten.max_pool2d_with_indices if return_indices else torch.max_pool2d
+    return run(x, kernel_size, kernel_size if stride is None else stride, padding, dilation, ceil_mode)
+
+
+@straight("max_pool2d_fwd", _torchs_max, serves=_is_batch)
 def max_pool2d(
     x: Tensor,
     kernel_size: Pair,
@@ -80,6 +101,7 @@ def max_pool2d(
     return y, places if x.dim() == 4 else places.squeeze(0)
 
 
+@straight("avg_pool2d_fwd", F.avg_pool2d, serves=_is_batch)
 def avg_pool2d(
     x: Tensor,
     kernel_size: Pair,
@@ -269,7 +291,10 @@ def _triton_max_backward(
 
 max_pool2d_fwd = Operation(
     "max_pool2d_fwd",
-    (Implementation("triton", _triton_max, refuses=_refuses_max, own=True), Implementation("torch", _torch_max)),
+    (
+        Implementation("triton", _triton_max, refuses=_refuses_max, own=True),
+        Implementation("torch", _torch_max, differentiable=True),
+    ),
     cost=_cost,
 )
 max_pool2d_bwd = Operation(
@@ -299,11 +324,23 @@ def _max_forward(
     x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil: bool,
     flat: bool | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    settings = (kernel, stride, padding, dilation, ceil)
+    case = _max_case(x, kernel, stride, padding, dilation, ceil, flat)
+    found: tuple[Tensor, Tensor] = max_pool2d_fwd(case, x, kernel, stride, padding, dilation, ceil, flat)
+    return found
+
+
+def _max_case(
+    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil: bool,
+    flat: bool | None,
+) -> Case:  # fmt: skip
     y = (*x.shape[:2], *output_sizes(x, kernel, stride, padding, dilation, ceil=ceil))
     kept = "" if flat is None else "indices" if flat else "places"
-    found: tuple[Tensor, Tensor] = max_pool2d_fwd(_case(x, y, *settings, kept, _layout(x)), x, *settings, flat)
-    return found
+    return _case(x, y, kernel, stride, padding, dilation, ceil, kept, _layout(x))
+
+
+def _max_case_by_torch(x: Tensor, *settings: Any) -> Case | None:
+    """None where places are kept in our form, or sums in a fixed order are asked for."""
+    return _max_case(x, *settings) if settings[-1] and not rules().deterministic else None
 
 
 def _max_infer(
@@ -343,6 +380,7 @@ _max_pool2d = DifferentiableOp(
     public=2,
     keeps_layout=True,
     decomposes=True,
+    by_torch=ByTorch(max_pool2d_fwd, _max_case_by_torch),
 )
 
 
@@ -388,7 +426,10 @@ def _torch_avg_backward(
 
 avg_pool2d_fwd = Operation(
     "avg_pool2d_fwd",
-    (Implementation("triton", _triton_avg, refuses=_refuses_avg, own=True), Implementation("torch", _aten.avg_pool2d)),
+    (
+        Implementation("triton", _triton_avg, refuses=_refuses_avg, own=True),
+        Implementation("torch", _aten.avg_pool2d, differentiable=True),
+    ),
     cost=_cost,
 )
 avg_pool2d_bwd = Operation(
@@ -406,9 +447,16 @@ def _avg_forward(
     divisor: int | None,
 ) -> Tensor:  # fmt: skip
     settings = (kernel, stride, padding, ceil, count_include_pad, divisor)
-    sizes = (*x.shape[:2], *output_sizes(x, kernel, stride, padding, [1, 1], ceil=ceil))
-    y: Tensor = avg_pool2d_fwd(_case(x, sizes, *settings, _layout(x)), x, *settings)
+    y: Tensor = avg_pool2d_fwd(_avg_case(x, *settings), x, *settings)
     return y
+
+
+def _avg_case(
+    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil: bool, count_include_pad: bool,
+    divisor: int | None,
+) -> Case:  # fmt: skip
+    sizes = (*x.shape[:2], *output_sizes(x, kernel, stride, padding, [1, 1], ceil=ceil))
+    return _case(x, sizes, kernel, stride, padding, ceil, count_include_pad, divisor, _layout(x))
 
 
 def _avg_backward(
@@ -431,4 +479,5 @@ _avg_pool2d = DifferentiableOp(
     fake=F.avg_pool2d,
     keeps_layout=True,
     decomposes=True,
+    by_torch=ByTorch(avg_pool2d_fwd, _avg_case),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
@@ -54,7 +56,7 @@ TOLERANCES = dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.b
 def _compilation(kind: str, N: int) -> Compilation:
     plan = row_plan(N)
     types = {"x_ptr": kind, "q_ptr": "*i8", "scale_ptr": "*fp32", **dict.fromkeys(("M", "N", "x_stride"), "i32")}
-    return Compilation(_KERNELS["fwd"], types, constants(plan, N), plan.num_warps)
+    return Compilation(_KERNELS["fwd"], types, constants(plan, N), plan.num_warps, multiple=math.gcd(N, 16))
 
 
 _SPLIT = dict.fromkeys(("N", "x_stride", "span"), "i32")

@@ -13,8 +13,8 @@ from accelerant.runtime.triton import TritonKernel
 __all__ = ["KERNELS", "PLANS", "WIDE", "WIDE_FROM", "constants", "launch", "row_plan"]
 
 KERNELS = {
-    name: TritonKernel("accelerant.ops.quantize_int8.triton_kernels", f"quantize_int8_{name}")
-    for name in ("fwd", "wide", "part", "join")
+    name: TritonKernel("accelerant.ops.quantize_int8.triton_kernels", f"quantize_int8_{name}", widths=widths)
+    for name, widths in {"fwd": (4, 5), "wide": (3, 4), "part": (2, 3), "join": (4, 5)}.items()
 }
 
 WIDE_FROM = 16384

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
@@ -62,7 +64,7 @@ def _compilation(
     plan = usual_plan(H, D // 2, adjacent)
     types = {"x_ptr": kind, "y_ptr": kind, "cos_ptr": table, "sin_ptr": table, **dict.fromkeys(_INTEGERS, "i32")}
     fixed = constants(plan, D // 2, interleaved=interleaved, inverse=inverse)
-    return Compilation(_KERNELS["fwd"], types, fixed, plan.num_warps)
+    return Compilation(_KERNELS["fwd"], types, fixed, plan.num_warps, multiple=math.gcd(D // 2, 16))
 
 
 KERNELS = (
@@ -73,4 +75,5 @@ KERNELS = (
     _compilation("*bf16", "*fp32", 1, 64),
     _compilation("*fp32", "*fp32", 8, 128),
     _compilation("*fp16", "*fp16", 12, 96, interleaved=True, inverse=True),
+    _compilation("*bf16", "*fp32", 16, 80),
 )

@@ -14,7 +14,7 @@ from accelerant.runtime.tuning import Tuned
 
 __all__ = ["KERNELS", "TUNED", "RopePlan", "constants", "launch", "rope_plan", "rope_plans", "usual_plan"]
 
-KERNELS = {"fwd": TritonKernel("accelerant.ops.rope.triton_kernels", "rope_fwd")}
+KERNELS = {"fwd": TritonKernel("accelerant.ops.rope.triton_kernels", "rope_fwd", widths=range(7, 15))}
 
 _PAIRS = 1024  # a program's: 8 a thread of 4 warps, 16 bytes of each half
 _MOST_WARPS = 8

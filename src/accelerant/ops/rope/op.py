@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import name_of
+from accelerant.ops._straight import straight
 from accelerant.ops.rope.launch import launch
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.triton import refuses_triton
@@ -20,10 +21,14 @@ __all__ = ["rope"]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CHUNK = 2**18
 """Elements at a time on a CPU: 1 MiB of float32."""
+_FEW, _FEW_INTERLEAVED = 2**15, 2**11
+"""Elements up to which, on a CPU, torch's functions with torch's own autograd are quicker than fewer passes over memory
+with autograd in Python."""
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
+@straight("rope_fwd", lambda x, cos, sin, *, interleaved=False: _composite(x, cos, sin, interleaved))
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Turn each pair of a head's features by the angle of its position.
 
@@ -103,9 +108,19 @@ def _broadcast(table: Tensor, dtype: torch.dtype) -> Tensor:
     return table.unsqueeze(1) if table.dim() == 3 else table
 
 
+def _is_few(x: Tensor, interleaved: bool) -> bool:
+    return x.is_cpu and x.numel() <= (_FEW_INTERLEAVED if interleaved else _FEW)
+
+
 def _torch_forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False) -> Tensor:
-    """In float32 at least; on a CPU so many positions at a time that what lies between the passes stays in cache."""
+    """In float32 at least, and differentiable for few elements.
+
+    Of many, a CPU takes so many positions at a time that what lies between the passes stays in cache.
+    """
     wide = _wide(x.dtype)
+    if not inverse and _is_few(x, interleaved):
+        y = _composite(x, cos, sin, interleaved)
+        return y if x.is_contiguous() else torch.empty_like(x).copy_(y)
     y = torch.empty_like(x)
     cos, sin = _broadcast(cos, wide), _broadcast(sin, wide)
     if inverse:
@@ -152,12 +167,15 @@ def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> None:
 
 
 def _composite(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    wide = _wide(x.dtype)
-    x1, x2 = _halves(x.to(wide), interleaved)
-    cos, sin = _broadcast(cos, wide), _broadcast(sin, wide)
+    dtype, wide = x.dtype, _wide(x.dtype)
+    if dtype != wide or cos.dtype != wide:
+        x, cos, sin = x.to(wide), cos.to(wide), sin.to(wide)
+    if cos.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
     turned = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
     y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return y.to(x.dtype)
+    return y if dtype == wide else y.to(dtype)
 
 
 def _tables(
@@ -208,19 +226,32 @@ def _cost(case: Case) -> Cost:
     return Cost(2 * n * case.dtype.itemsize + batches * S * D * itemsize, 3 * n)
 
 
-_fwd, _bwd = (
-    Operation(
-        f"rope_{suffix}",
-        (Implementation("triton", ours, refuses=_refuses, own=True), Implementation("torch", theirs)),
-        cost=_cost,
-    )
-    for suffix, ours, theirs in (("fwd", launch, _torch_forward), ("bwd", _own_backward, _torch_backward))
+_fwd = Operation(
+    "rope_fwd",
+    (
+        Implementation("triton", launch, refuses=_refuses, own=True),
+        Implementation("torch", _torch_forward, differentiable=True),
+    ),
+    cost=_cost,
+)
+_bwd = Operation(
+    "rope_bwd",
+    (
+        Implementation("triton", _own_backward, refuses=_refuses, own=True),
+        Implementation("torch", _torch_backward),
+    ),
+    cost=_cost,
 )
 
 
 def _case(x: Tensor, cos: Tensor, interleaved: bool) -> Case:
     pairs = "interleaved" if interleaved else "halves"
     return Case(x.device, x.dtype, x.shape, (pairs, cos.dtype, cos.dim()))
+
+
+def _case_by_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Case | None:
+    """None for many elements, of which fewer passes over memory are quicker."""
+    return _case(x, cos, interleaved) if _is_few(x, interleaved) else None
 
 
 def _forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -246,4 +277,5 @@ _rope = DifferentiableOp(
     composite_backward=_composite_backward,
     fake=lambda x, cos, sin, interleaved: torch.empty_like(x),
     keeps_layout=True,
+    by_torch=ByTorch(_fwd, _case_by_torch),
 )

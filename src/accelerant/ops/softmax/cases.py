@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Tolerance
@@ -77,12 +79,14 @@ def _compilations(kind: str, N: int, log: bool = False, eviction: str = "") -> t
             {"x_ptr": kind, "y_ptr": kind, **_SIZES, "x_stride": "i32"},
             constants(plan, N, log, eviction),
             plan.num_warps,
+            multiple=math.gcd(N, 16),
         ),
         Compilation(
             _KERNELS["bwd"],
             {"dy_ptr": kind, "y_ptr": kind, "dx_ptr": kind, **_SIZES, "dy_stride": "i32"},
             constants(back, N, log, eviction),
             back.num_warps,
+            multiple=math.gcd(N, 16),
         ),
     )
 

@@ -14,8 +14,22 @@ from accelerant.runtime.tuning import Tuned
 
 __all__ = ["KERNELS", "TUNED", "WIDE_FROM", "constants", "launch_backward", "launch_forward", "row_plan"]
 
-_NAMES = [way + kind for way in ("fwd", "bwd") for kind in ("", "_wide", "_part", "_join", "_inner")]
-KERNELS = {name: TritonKernel("accelerant.ops.softmax.triton_kernels", f"softmax_{name}") for name in _NAMES}
+_WIDTHS = {
+    "fwd": (3, 4),
+    "fwd_wide": (2, 3),
+    "fwd_part": (2, 3),
+    "fwd_join": (3, 4),
+    "fwd_inner": (3,),
+    "bwd": (4, 5),
+    "bwd_wide": (3, 4),
+    "bwd_part": (3, 4),
+    "bwd_join": (4, 5),
+    "bwd_inner": (4,),
+}
+KERNELS = {
+    name: TritonKernel("accelerant.ops.softmax.triton_kernels", f"softmax_{name}", widths=widths)
+    for name, widths in _WIDTHS.items()
+}
 
 WIDE_FROM = 16384
 """Above this many columns a row does not stay in registers."""

@@ -13,6 +13,7 @@ from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import name_of
 from accelerant.ops._rows import ceil_div, multiprocessors
+from accelerant.ops._straight import straight
 from accelerant.ops.softmax.launch import (
     INNER_COLUMNS,
     NARROW,
@@ -78,6 +79,7 @@ def _cost(accesses: int, flops: int, case: Case) -> Cost:
     return Cost(accesses * n * case.dtype.itemsize, flops * n)
 
 
+@straight("softmax_fwd", lambda x, dim=-1: torch.softmax(x, dim), serves=lambda x, dim=-1: x.dim() > 0)
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
     """Exponentials of x, divided by their sum along a dimension.
 
@@ -108,6 +110,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     return y
 
 
+@straight("log_softmax_fwd", lambda x, dim=-1: torch.log_softmax(x, dim), serves=lambda x, dim=-1: x.dim() > 0)
 def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
     """The logarithm of softmax, exact where softmax would underflow.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
@@ -63,9 +65,13 @@ def _compilations(kind: str, N: int) -> tuple[Compilation, ...]:
     forward = {**dict.fromkeys(("gate_ptr", "up_ptr", "y_ptr"), kind), **sizes}
     backward = dict.fromkeys(("dy_ptr", "gate_ptr", "up_ptr", "dgate_ptr", "dup_ptr"), kind)
     return (
-        Compilation(_KERNELS["fwd"], forward, {"BLOCK": plan.block}, plan.num_warps),
+        Compilation(_KERNELS["fwd"], forward, {"BLOCK": plan.block}, plan.num_warps, multiple=math.gcd(N, 16)),
         Compilation(
-            _KERNELS["bwd"], {**backward, **sizes, "gradient_stride": "i32"}, {"BLOCK": back.block}, back.num_warps
+            _KERNELS["bwd"],
+            {**backward, **sizes, "gradient_stride": "i32"},
+            {"BLOCK": back.block},
+            back.num_warps,
+            multiple=math.gcd(N, 16),
         ),
     )
 
@@ -73,5 +79,5 @@ def _compilations(kind: str, N: int) -> tuple[Compilation, ...]:
 KERNELS = (
     *_compilations("*bf16", STREAM.block),
     *_compilations("*fp32", STREAM.block),
-    *_compilations("*fp16", 512),
+    *_compilations("*fp16", 1000),
 )

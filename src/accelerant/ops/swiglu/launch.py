@@ -14,8 +14,8 @@ from accelerant.runtime.tuning import Tuned
 __all__ = ["KERNELS", "PACKED", "launch_backward", "launch_forward", "packed_backward", "packed_forward", "row_plan"]
 
 KERNELS = {
-    way: StreamKernel("accelerant.ops.swiglu.triton_kernels", f"swiglu_{way}", usual)
-    for way, usual in (("fwd", STREAM), ("bwd", SHORT))
+    way: StreamKernel("accelerant.ops.swiglu.triton_kernels", f"swiglu_{way}", usual, widths)
+    for way, usual, widths in (("fwd", STREAM, (3, 4, 5)), ("bwd", SHORT, (5, 6, 7, 8)))
 }
 
 

@@ -12,6 +12,7 @@ from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._elementwise import accesses, check_dtype, refuses_float64
 from accelerant.ops._library import name_of
+from accelerant.ops._straight import straight
 from accelerant.ops.swiglu.launch import launch_backward, launch_forward, packed_backward, packed_forward
 from accelerant.runtime.dispatch import Case, Implementation, Operation, case_of
 
@@ -74,6 +75,7 @@ swiglu_bwd = Operation(
 )
 
 
+@straight("swiglu_fwd", lambda gate, up=None: _torch_forward(gate, up))
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """Multiply up by gate times the logistic function of gate.
 

@@ -1,0 +1,498 @@
+"""Calls that go straight to torch's function: which do, that nobody can tell, and that each is counted."""
+
+import contextlib
+import threading
+import warnings
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from accelerant import ops
+from accelerant.config import override
+from accelerant.errors import ConfigError, ShapeError
+from accelerant.ops import _straight
+from accelerant.ops._straight import straight
+from accelerant.runtime import dispatch
+from accelerant.runtime.decisions import explain_quietly
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of, force
+from accelerant.runtime.ledger import SAMPLE_EVERY, ledger
+
+
+@pytest.fixture(autouse=True)
+def _uninterpreted(uninterpreted):
+    """Triton's interpreter would serve CPU tensors too."""
+
+
+# --- the decorator, by an op of its own ------------------------------------------------------------------------------
+
+
+class Probe:
+    """An op that doubles, and what each call of it ran: "function" or "torch"."""
+
+    def __init__(self, **options):
+        run = Implementation("torch", lambda x: x * 2, differentiable=True)
+        self.operation = Operation("straight_probe", (run,), cost=lambda case: Cost(bytes=1, flops=1))
+        self.ran = []
+        self.fails = None
+        self.call = straight("straight_probe", self.torchs, **options)(self.function)
+
+    def torchs(self, x, scale=1):
+        self.ran.append("torch")
+        if self.fails is not None:
+            raise self.fails
+        return x * 2
+
+    def function(self, x, scale=1):
+        self.ran.append("function")
+        if self.fails is not None:
+            raise ShapeError("in the op's words")
+        return self.operation.by_torch(case_of((x.device, x.dtype, tuple(x.shape), ())), (x,))
+
+    def by(self, *args, **options):
+        """What a call runs."""
+        self.ran.clear()
+        self.call(*args, **options)
+        return self.ran
+
+    def learn(self, *args, **options):
+        """Past the first calls, which are timed."""
+        for _ in range(4):
+            self.call(*args, **options)
+        assert self.by(*args, **options) == ["torch"]
+
+
+@pytest.fixture
+def probes():
+    yield Probe
+    dispatch._operations.pop("straight_probe", None)
+
+
+@pytest.fixture
+def probe(probes):
+    return probes()
+
+
+def counted(op):
+    rows = [row for row in ledger().to_dict()["ops"] if row["op"] == op]
+    return sum(row["calls"] for row in rows), sum(row["failures"] for row in rows)
+
+
+X = torch.ones(3, 4)
+
+
+def test_a_known_kind_goes_straight_unless_it_is_to_be_timed(probe):
+    for _ in range(2 * SAMPLE_EVERY + 1):
+        probe.call(X)
+    usual = [number for number, ran in enumerate(probe.ran, 1) if ran == "function"]
+    assert usual == [1, 2, 3, 4, SAMPLE_EVERY, 2 * SAMPLE_EVERY]
+    assert counted("straight_probe") == (2 * SAMPLE_EVERY + 1, 0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda by: by(torch.ones(4, 3)),
+        lambda by: by(X.double()),
+        lambda by: by(X, 2),
+        lambda by: by(X, scale=2),
+    ],
+    ids=["shape", "dtype", "option", "named option"],
+)
+def test_another_kind_is_checked_first(call, probe):
+    probe.learn(X)
+    assert call(probe.by) == ["function"]
+
+
+def test_a_gradient_to_come_is_part_of_the_kind_where_it_matters(probes):
+    probe = probes(learns=True)
+    probe.learn(X)
+    wants = X.clone().requires_grad_()
+    assert probe.by(wants) == ["function"]
+    with torch.no_grad():
+        assert probe.by(X) == ["function"]
+        assert probe.by(wants) == ["function"]
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    """A tensor that somebody may watch."""
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def explained():
+    dispatch.observers.append(told := [].append)
+    try:
+        yield
+    finally:
+        dispatch.observers.remove(told)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: override(race="first_use"),
+        lambda: force(gelu_fwd="torch"),
+        deterministic,
+        explained,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        Seen,
+        torch.autograd.forward_ad.dual_level,
+    ],
+    ids=["race", "force", "deterministic", "explained", "autocast", "mode", "forward mode"],
+)
+def test_who_is_to_be_asked_is_asked(around, probe):
+    probe.learn(X)
+    with around():
+        assert probe.by(X) == ["function"]
+    assert probe.by(X) == ["torch"]
+
+
+def test_a_transform_sees_the_function(probe):
+    probe.learn(X)
+    probe.ran.clear()
+    torch.func.vmap(probe.call)(torch.ones(2, 3, 4))
+    torch.func.jvp(probe.call, (X,), (X,))
+    assert probe.ran == ["function", "function"]
+
+
+@pytest.mark.parametrize(
+    "x",
+    [X.t().contiguous().t(), torch.ones(1, 4).expand(3, 4), X.as_subclass(Subclass), X.to("meta"), X.to_sparse_csr()],
+    ids=["transposed", "expanded", "subclass", "meta", "sparse"],
+)
+def test_a_tensor_that_is_not_plain_takes_the_usual_way(x, probe):
+    probe.learn(X)
+    with contextlib.suppress(RuntimeError):  # no kernel for a device without data is the function's own error
+        assert probe.by(x) == ["function"]
+    assert probe.ran[0] == "function"
+
+
+@pytest.mark.parametrize("option", [[2], (1, [2]), {2}, 1 + 0j], ids=["list", "list in a tuple", "set", "complex"])
+def test_an_option_that_says_nothing_by_its_value_takes_the_usual_way(option, probe):
+    probe.learn(X)
+    for _ in range(3):
+        assert probe.by(X, option) == ["function"]
+
+
+def test_strides_are_part_of_the_kind_where_any_are_taken(probes):
+    probe = probes(strided=True)
+    probe.learn(X)
+    assert probe.by(X.t().contiguous().t()) == ["function"]
+    probe.learn(X.t().contiguous().t())
+
+
+def test_what_torch_does_not_serve_is_never_learnt(probes):
+    probe = probes(serves=lambda x, scale=1: scale == 1)
+    probe.learn(X)
+    for _ in range(6):
+        assert probe.by(X, 2) == ["function"]
+
+
+def test_another_op_that_ran_is_not_taken_for_this_one(probe):
+    other = straight("some_other_op", probe.torchs)(probe.function)
+    for _ in range(6):
+        other(X)
+    assert set(probe.ran) == {"function"}
+
+
+def test_plans_that_are_dropped_take_what_was_learnt_along(probe):
+    probe.learn(X)
+    probe.operation.forget()
+    assert probe.by(X) == ["function"]
+
+
+def test_kinds_are_kept_up_to_a_limit(probe, monkeypatch):
+    monkeypatch.setattr(_straight, "_KINDS_LIMIT", 3)
+    probe.learn(X)
+    for size in range(1, 5):
+        probe.learn(torch.ones(size))
+    assert probe.by(X) == ["function"]
+
+
+def test_an_error_is_in_the_words_of_the_op_and_counted_once(probe):
+    probe.learn(X)
+    before = counted("straight_probe")
+    for error in (RuntimeError(), TypeError(), ValueError(), IndexError(), OverflowError()):
+        probe.fails = error
+        with pytest.raises(ShapeError, match="in the op's words") as raised:
+            probe.call(X)
+        assert raised.value.__context__ is None
+    assert counted("straight_probe") == before  # the function raised before anything ran
+
+
+def test_an_error_that_is_not_torchs_goes_through(probe):
+    class OtherError(Exception):
+        pass
+
+    probe.learn(X)
+    calls, failures = counted("straight_probe")
+    probe.fails = OtherError()
+    with pytest.raises(OtherError):
+        probe.call(X)
+    assert probe.ran[-1] == "torch"
+    assert counted("straight_probe") == (calls + 1, failures + 1)
+
+
+def test_the_count_is_exact_whoever_calls(probe):
+    def run():
+        for _ in range(500):
+            probe.call(X)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counted("straight_probe") == (2000, 0)
+    assert "torch" in probe.ran
+
+
+# --- the ops ---------------------------------------------------------------------------------------------------------
+
+DRAW = torch.Generator().manual_seed(3)
+
+
+def drawn(*shape, grad=True):
+    return torch.randn(shape, generator=DRAW).requires_grad_(grad)
+
+
+A, B, ROW, CUBE, SCALAR = drawn(5, 6), drawn(5, 6), drawn(6), drawn(2, 5, 6), drawn()
+IMAGES, IMAGE, WEIGHT = drawn(2, 3, 8, 8), drawn(3, 8, 8), drawn(4, 3, 3, 3)
+HEADS, TABLES = drawn(1, 2, 6, 8), (drawn(6, 4, grad=False), drawn(6, 4, grad=False))
+TARGETS = torch.tensor([1, 4, -100, 0, 2])
+Q = drawn(2, 3, 4, 8, grad=False)
+TURNED = Q.transpose(1, 2).contiguous().transpose(1, 2)
+CALLS = {
+    "add": (ops.add, (A, B), {}),
+    "add row": (ops.add, (CUBE, ROW), {}),
+    "add number": (ops.add, (A, 2), {}),
+    "mul": (ops.mul, (A, B), {}),
+    "relu": (ops.relu, (A,), {}),
+    "sigmoid": (ops.sigmoid, (A,), {}),
+    "tanh": (ops.tanh, (A,), {}),
+    "silu": (ops.silu, (A,), {}),
+    "gelu": (ops.gelu, (A, "tanh"), {}),
+    "swiglu": (ops.swiglu, (A, B), {}),
+    "swiglu packed": (ops.swiglu, (A,), {}),
+    "softmax": (ops.softmax, (A,), {}),
+    "softmax of a scalar": (ops.softmax, (SCALAR, 0), {}),
+    "log_softmax": (ops.log_softmax, (A,), {"dim": 0}),
+    "layer_norm": (ops.layer_norm, (CUBE, ROW, ROW), {"eps": 1e-3}),
+    "rms_norm": (ops.rms_norm, (CUBE, ROW), {}),
+    "add_layer_norm": (ops.add_layer_norm, (A, B, ROW), {}),
+    "add_rms_norm": (ops.add_rms_norm, (A, B, ROW), {}),
+    "linear_gelu": (ops.linear_gelu, (A, B), {}),
+    "linear_gelu of rows of rows": (ops.linear_gelu, (CUBE, B), {}),
+    "matmul": (ops.matmul, (A, drawn(6, 3)), {}),
+    "matmul of rows of rows": (ops.matmul, (CUBE, drawn(6, 3)), {}),
+    "matmul with a vector": (ops.matmul, (CUBE, ROW), {}),
+    "matmul of vectors": (ops.matmul, (ROW, ROW), {}),
+    "embedding": (ops.embedding, (TARGETS.clamp(0), A), {"padding_idx": -1}),
+    "cross_entropy": (ops.cross_entropy, (A, TARGETS), {"label_smoothing": 0.1}),
+    "linear_cross_entropy": (ops.linear_cross_entropy, (A, B, TARGETS), {"reduction": "none"}),
+    "conv2d": (ops.conv2d, (IMAGES, WEIGHT, drawn(4)), {"padding": 1}),
+    "conv2d same": (ops.conv2d, (IMAGES, WEIGHT), {"padding": "same"}),
+    "conv2d of one image": (ops.conv2d, (IMAGE, WEIGHT), {"stride": (2, 1)}),
+    "max_pool2d": (ops.max_pool2d, (IMAGES, 2), {"return_indices": True}),
+    "avg_pool2d": (ops.avg_pool2d, (IMAGES, 3, 2), {}),
+    "rope": (ops.rope, (HEADS, *TABLES), {}),
+    "rope interleaved": (ops.rope, (HEADS, *TABLES), {"interleaved": True}),
+    "attention": (ops.attention, (Q, Q, Q), {"causal": True}),
+    "attention turned": (ops.attention, (TURNED, TURNED, TURNED), {"scale": 0.5}),
+    "attention of one query": (ops.attention, (Q[:, :, :1].contiguous(), TURNED, TURNED), {}),
+    "attention of one head": (ops.attention, (Q[:, :1].contiguous(),) * 3, {}),
+}
+USUAL = {  # what torch's function does in another way, or with a warning
+    "conv2d same, one side more": (ops.conv2d, (IMAGES, drawn(4, 3, 2, 3)), {"padding": "same"}),
+    "max_pool2d of one image": (ops.max_pool2d, (IMAGE, 2), {}),
+    "avg_pool2d of one image": (ops.avg_pool2d, (IMAGE, 2), {}),
+    "attention with a gradient to come": (ops.attention, (HEADS, HEADS, HEADS), {}),
+    "attention of later queries": (ops.attention, (Q[:, :, :2].contiguous(), Q, Q), {"causal": True}),
+}
+
+
+def calls():
+    """How many the ledger counts, of all ops."""
+    return sum(row["calls"] for row in ledger().to_dict()["ops"])
+
+
+@pytest.fixture
+def entered(monkeypatch):
+    """The Operations that are called, the usual way."""
+    names = []
+    for way in ("__call__", "by_torch"):
+        usual = getattr(Operation, way)
+
+        def call(self, *args, usual=usual):
+            names.append(self.name)
+            return usual(self, *args)
+
+        monkeypatch.setattr(Operation, way, call)
+    return names
+
+
+def differentiated(function, args, options):
+    """Results, and gradients of what asks for them."""
+    ys = function(*args, **options)
+    ys = ys if isinstance(ys, tuple) else (ys,)
+    wanted = list({id(x): x for x in args if isinstance(x, torch.Tensor) and x.requires_grad}.values())
+    loss = sum((y * y).sum() for y in ys if y.requires_grad)
+    return [*ys, *(torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ())]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_straight_call_gives_what_the_function_gives(name, entered):
+    function, args, options = CALLS[name]
+    usual = differentiated(function.__wrapped__, args, options)
+    for _ in range(5):
+        function(*args, **options)
+    entered.clear()
+    before = calls()
+    found = differentiated(function, args, options)
+    assert not entered
+    assert calls() == before + 1
+    for one, other in zip(usual, found, strict=True):
+        assert (one.dtype, one.stride(), one.requires_grad) == (other.dtype, other.stride(), other.requires_grad)
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_what_torch_does_in_another_way_is_not_its(name, entered):
+    function, args, options = USUAL[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):
+            entered.clear()
+            function(*args, **options)
+            assert entered
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("attention")])
+def test_a_checkpoint_may_run_it_straight_once_and_once_not(name):
+    """It ends the second run by an error of its own, and compares what the two keep."""
+    function, args, options = CALLS[name]
+    for _ in range(5):
+        function(*args, **options)
+    ledger().reset()  # so that the first calls are timed again
+    function(*args, **options)
+
+    def run(x):
+        y = function(*args, **options)
+        return (y[0] if isinstance(y, tuple) else y) * x
+
+    for _ in range(3):
+        checkpoint(run, SCALAR, use_reentrant=False).sum().backward()
+    assert calls() == 7
+
+
+def test_dropout_draws_the_same():
+    def drawn_from(function):
+        torch.manual_seed(5)
+        return differentiated(function, (A, 0.25), {})
+
+    usual = drawn_from(ops.dropout.__wrapped__)
+    for _ in range(6):
+        found = drawn_from(ops.dropout)
+        assert all(torch.equal(one, other) for one, other in zip(usual, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("call", "match", "began"),
+    [
+        (lambda at: ops.embedding(torch.tensor([0, at]), A), r"indices must be in \[0, 5\), got 9", 1),
+        (lambda at: ops.cross_entropy(A[:2], torch.tensor([0, at])), r"targets must be in \[0, 6\)", 1),
+        (lambda at: ops.linear_cross_entropy(A[:2], B, torch.tensor([0, at])), r"targets must be in \[0, 5\)", 1),
+        (lambda at: ops.max_pool2d(IMAGES, 2.0 if at else 2), "kernel_size must be one or two integers", 0),
+        (lambda at: ops.conv2d(IMAGES, WEIGHT, None, 1.0 if at else 1), "stride must be one or two integers", 0),
+    ],
+    ids=["embedding", "cross_entropy", "linear_cross_entropy", "max_pool2d", "conv2d"],
+)
+def test_what_a_kind_does_not_say_is_refused_in_the_words_of_the_op(call, match, began):
+    for _ in range(6):
+        call(0)
+    before = calls()
+    for count in (1, 2):
+        with pytest.raises(ConfigError, match=match):
+            call(9)
+        assert calls() == before + count * began
+
+
+def test_a_number_of_any_size():
+    for b in (1, 2**70, 2**70):
+        for _ in range(6):
+            assert torch.equal(ops.add(A, b), A + float(b))
+
+
+def test_attention_is_in_the_layout_of_q_whatever_backend_torch_is_to_choose():
+    for _ in range(5):
+        usual = ops.attention(TURNED, TURNED, TURNED)
+    with sdpa_kernel(SDPBackend.MATH):
+        found = ops.attention(TURNED, TURNED, TURNED)
+    assert found.stride() == TURNED.stride()
+    assert torch.equal(found, usual)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["contiguous", "turned"])
+def test_the_second_derivative_of_attention_stays_right(turned):
+    """Of one tensor as all three, of some of them alone, and where what is saved is packed."""
+    x = torch.randn(2, 3, 4, 2, dtype=torch.float64).transpose(1, 2 if turned else 1).requires_grad_()
+    k = torch.randn(x.shape, dtype=torch.float64)
+
+    def twice(function, of):
+        (first,) = torch.autograd.grad(function(*of(x)).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    def composed(q, k, v):
+        return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v
+
+    for of in (lambda x: (x, x, x), lambda x: (x, k, k), lambda x: (k, x.sin(), x)):
+        torch.testing.assert_close(twice(ops.attention, of), twice(composed, of))
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+            packed = twice(ops.attention, of)
+        torch.testing.assert_close(packed, twice(composed, of))
+
+
+def test_explain_sees_a_call_that_would_go_straight():
+    for _ in range(6):
+        ops.relu(A)
+    (decision,) = explain_quietly(ops.relu, A).decisions
+    assert decision.implementation == "torch"
+
+
+def test_torch_compile_sees_the_function():
+    for _ in range(6):
+        ops.relu(A)
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    before = calls()
+    torch.compile(ops.relu, backend=backend, fullgraph=True)(A.detach())
+    assert seen
+    assert calls() == before
+
+
+def test_a_case_is_made_of_what_it_was():
+    """The record that straight calls are counted in is the one of the usual calls."""
+    for _ in range(10):
+        ops.relu(A)
+    (row,) = ledger().to_dict()["ops"]
+    assert (row["op"], row["calls"], row["case"]) == ("relu_fwd", 10, str(Case(A.device, A.dtype, A.shape)))
