@@ -61,9 +61,13 @@ def learn(learn_from: Data, epsilon: float, steps: int, seed: int = 0) -> tuple[
 
 
 def held_out_loss(model: GPT, data: Data, rows: int = 1024) -> float:
-    """Nats a byte of so many windows. Of other people's text it is no release; of the same people's it is."""
+    """Nats a byte of so many windows. Of other people's text it is no release; of the same people's it is.
+
+    They are spread evenly: neighbours are of one file, and the first 1,024 of the standard library's are 0.3 harder.
+    """
+    chosen = torch.linspace(0, len(data[0]) - 1, min(rows, len(data[0]))).long()
     with torch.no_grad():
-        return float(model.loss(data[0][:rows], data[1][:rows]))
+        return float(model.loss(data[0][chosen], data[1][chosen]))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -111,6 +111,16 @@ def test_several_paths_and_the_seed(accelerant, text, tmp_path):
     )
 
 
+def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
+    given = ("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", "--batch-size", 24)
+    for more, sizes in (((), [24, 12]), (("--micro-batch", 8), [24, 8])):  # of at most the preset's 16, what divides 24
+        status, output, _ = accelerant(*given, *more, "--out", "out")
+        assert status == 0
+        recipe = json.loads(Path("out/config.json").read_text())["run"]["recipe"]
+        assert [recipe["batch_size"], recipe["micro_batch"]] == sizes
+        assert json.loads(output)["tokens"] == 24 * 64
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -124,6 +134,10 @@ def test_several_paths_and_the_seed(accelerant, text, tmp_path):
         (["--seed", "-1"], "seed must be 0 to"),
         (["--log", "paper"], "log must be jsonl or tensorboard, got 'paper'"),
         (["--micro-batch", "5"], "micro_batch must divide the batch of 16, got 5"),
+        (["--batch-size", "24", "--micro-batch", "16"], "micro_batch must divide the batch of 24, got 16"),
+        (["--batch-size", "0"], "batch_size must be above 0, got 0"),
+        (["--batch-size", "-8"], "batch_size must be above 0, got -8"),
+        (["--resume", "absent", "--batch-size", "8"], "leave out --batch-size"),
         (["--device", "abacus"], "--device must be auto, cuda or cpu, got 'abacus'"),
         (["--data", "text.txt", "--out", "text.txt/run"], "cannot write to text.txt/run: text.txt is not a folder"),
         (["--data", "text.txt", "--out", "text.txt"], "cannot write to text.txt: text.txt is not a folder"),

@@ -7,6 +7,7 @@ from accelerant.config import override
 from accelerant.errors import ConfigError, FallbackWarning, LaunchError, ShapeError
 from accelerant.nn import GPT, GPTConfig, layers, optim
 from accelerant.nn._precision import LowWeights, lowered
+from accelerant.nn.train.graphed import Same
 from accelerant.nn.train.step import StepResult, TrainStep
 from accelerant.runtime.ledger import ledger
 
@@ -88,6 +89,28 @@ def test_the_rate_is_rounded_to_float32_as_that_of_a_graph():
     assert optimizer.param_groups[0]["lr"] == torch.tensor(0.1, dtype=torch.float32).double().item() != 0.1
 
 
+def test_states_are_the_same_by_identity_wherever_they_lie():
+    """CPython gives an object the memory, and so the id, of one that is gone."""
+    state, other = {}, {}
+    assert Same([state, other]) == Same([state, other])
+    assert hash(Same([state])) == hash(Same([state]))
+    assert Same([state]) != Same([other])
+    assert Same([state]) != Same([state, state])
+    assert Same([state]) != state
+    assert Same([{}]) != Same([{}])
+
+
+def test_a_step_knows_state_that_was_loaded():
+    one = model()
+    optimizer = optim.AdamW(one.parameters())
+    step = TrainStep(one, optimizer, one.loss)
+    step(batches(1), 0.1)
+    seen = step._signature(batches(1))
+    assert seen == step._signature(batches(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen != step._signature(batches(1))
+
+
 def test_the_rate_is_memory_inside_a_step_for_a_graph_and_a_number_after_it(monkeypatch):
     """As on a GPU, where what is captured reads it at its address."""
     one = model()
@@ -95,9 +118,9 @@ def test_the_rate_is_memory_inside_a_step_for_a_graph_and_a_number_after_it(monk
     step = TrainStep(one, optimizer, one.loss)
     seen = []
 
-    def aside(batches):
+    def aside(run):
         seen.append(optimizer.param_groups[0]["lr"])
-        return step._result(step._run(step._moved(batches)))
+        return run()
 
     monkeypatch.setattr(step, "_wants_graph", True)
     monkeypatch.setattr(step, "_aside", aside)

@@ -115,7 +115,9 @@ def calibrate(
 
 def statement(
     ledger: Annotated[Path, typer.Argument(metavar="LEDGER", help="The ledger's file.")],
-    delta: Annotated[float | None, typer.Option(help="Of (epsilon, delta); 1e-5 where it is not given.")] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="Of (epsilon, delta). Default: of the last budget, or 1e-5.")
+    ] = None,
     json_output: _Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a section for a report.")] = False,
 ) -> None:

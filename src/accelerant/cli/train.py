@@ -38,7 +38,18 @@ _Device = Annotated[
 _Out = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: runs/PRESET.")]
 _Resume = Annotated[str | None, typer.Option(metavar="DIR", help="Continue the interrupted run in this folder.")]
 _Seed = Annotated[int | None, typer.Option(help="Of weights, batches and sample. Default: 0.")]
-_MicroBatch = Annotated[int | None, typer.Option(help="Windows on the device at once. Default: the preset's.")]
+_Batch = Annotated[
+    int | None,
+    typer.Option(
+        "--batch-size",
+        help="Windows in a step; with --private on average. Default: the preset's.",
+        show_default=False,
+    ),
+]
+_MicroBatch = Annotated[
+    int | None,
+    typer.Option(help="Windows on the device at once. Default: the preset's, or what divides --batch-size."),
+]
 _Deterministic = Annotated[
     bool | None,
     typer.Option(
@@ -109,6 +120,7 @@ def train(
     out: _Out = None,
     resume: _Resume = None,
     seed: _Seed = None,
+    batch_size: _Batch = None,
     micro_batch: _MicroBatch = None,
     deterministic: _Deterministic = None,
     recompute: _Recompute = False,
@@ -129,7 +141,8 @@ def train(
     Ctrl-C writes a checkpoint, prints the command that continues the run, and exits with status 130.
     """
     chosen = {"--preset": preset, "--data": data, "--steps": steps, "--out": out, "--seed": seed}
-    chosen |= {"--micro-batch": micro_batch, "--deterministic": deterministic, "--recompute": recompute or None}
+    chosen |= {"--batch-size": batch_size, "--micro-batch": micro_batch}
+    chosen |= {"--deterministic": deterministic, "--recompute": recompute or None}
     chosen |= {"--profile": profile or None, "--log": log, "--precision": precision}
     wanted: dict[str, Any] = {"--target-epsilon": target_epsilon, "--delta": delta, "--max-grad-norm": max_grad_norm}
     wanted |= {"--noise-multiplier": noise_multiplier, "--insecure-noise": insecure_noise or None, "--ledger": ledger}
@@ -138,9 +151,16 @@ def train(
     chosen |= {"--private": private or None}
     if more and not data:
         raise ConfigError(f"unexpected argument {more[0]!r}: name paths after --data")
-    for name, value in (("--data", [*(data or ()), *(more or ())]), ("--out", [out]), ("--resume", [resume])):
+    for name, value in (
+        ("--data", [*(data or ()), *(more or ())]),
+        ("--out", [out]),
+        ("--resume", [resume]),
+        ("--ledger", [ledger]),
+    ):
         if "" in value:  # an unset variable of a shell; a path made of it would be the current folder
-            raise ConfigError(f"{name} must not be empty: name a {'path' if name == '--data' else 'folder'}")
+            raise ConfigError(
+                f"{name} must not be empty: name a {'folder' if name in ('--out', '--resume') else 'path'}"
+            )
     if resume is not None:
         given = [name for name, value in chosen.items() if value is not None]
         if given:
@@ -150,11 +170,9 @@ def train(
     from accelerant.nn.train.presets import RunConfig
     from accelerant.nn.train.presets import preset as recipe_of
 
-    recipe = recipe_of("tiny" if preset is None else preset)
+    recipe = recipe_of("tiny" if preset is None else preset).resized(batch_size, micro_batch)
     if steps is not None:
         recipe = dataclasses.replace(recipe, steps=steps)
-    if micro_batch is not None:
-        recipe = dataclasses.replace(recipe, micro_batch=micro_batch)
     sources = _sources([*(data or ["stdlib"]), *(more or ())])
     run = RunConfig(
         recipe,

@@ -43,7 +43,7 @@ class Marked(Extension):
     def description(self):
         return {"rate": 0.1}
 
-    def words(self):
+    def words(self, folder):
         return ["--marked"]
 
     def state(self):

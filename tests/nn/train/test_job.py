@@ -414,10 +414,13 @@ def test_a_run_without_a_checkpoint_says_how_to_start_again(train, interrupted, 
     with pytest.raises(FormatError, match=r"none was written yet: start it again$"):
         resume()  # its recipe is no preset
     config = json.loads((interrupted / "config.json").read_text())
-    recipe = dataclasses.replace(preset("tiny"), steps=7)
+    recipe = dataclasses.replace(preset("tiny").resized(48, None), steps=7)
     config["run"] = dataclasses.replace(run, recipe=recipe).to_dict()
     (interrupted / "config.json").write_text(json.dumps(config))
-    command = f"accelerant train --preset tiny --data {text} --device cpu --steps 7 --seed 3 --out {interrupted}"
+    command = (
+        f"accelerant train --preset tiny --data {text} --device cpu --steps 7 --batch-size 48 --seed 3 "
+        f"--out {interrupted}"
+    )
     with pytest.raises(FormatError, match=f"none was written yet: start again with: {command}$"):
         resume()
 

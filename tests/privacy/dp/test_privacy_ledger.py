@@ -406,6 +406,25 @@ def test_other_files_are_no_ledger(path, text):
         Ledger.read(path)
 
 
+@pytest.mark.parametrize("text", [b'{"summary": "of a run, in one line"}', b"\x89PNG", b'{"record":{"sort":1}'])
+def test_a_file_of_one_line_without_an_end_is_not_taken_for_a_torn_ledger(path, text):
+    path.write_bytes(text)
+    for use in (Ledger, Ledger.read):
+        with pytest.raises(FormatError, match="line 1: no record of a privacy ledger"):
+            use(path)
+    assert path.read_bytes() == text
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"rec', b'{"record":{"kind":"ledger","vers', b"\0\0\0", b'{"record":\0\0'])
+def test_a_first_line_that_a_crash_cut_short_begins_a_ledger(path, torn):
+    path.write_bytes(torn)
+    with pytest.raises(FormatError, match="not one whole record"):
+        Ledger.read(path)
+    with Ledger(path) as ledger:
+        ledger.record(STEP)
+    assert counts(Ledger.read(path)) == {STEP: 1}
+
+
 # --- crashes ---------------------------------------------------------------------------------------------------------
 
 

@@ -2,13 +2,16 @@
 
 import copy
 import pickle
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from loops import classify, mlp, parameters, points, private
 from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from accelerant.errors import BudgetExceeded, ConfigError, FormatError, UnsupportedCase
+from accelerant.errors import BudgetExceeded, ConfigError, FormatError, ShapeError, UnsupportedCase
 from accelerant.privacy import dp
 from accelerant.privacy.dp.noise.charge import charge
 
@@ -90,6 +93,69 @@ def test_parameters_of_16_bits_are_refused(dtype):
     private(torch.nn.Sequential(model, torch.nn.Linear(3, 2))).detach()  # frozen ones have no sum
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_that_become_16_bits_wide_are_refused_before_the_next_draw(dtype):
+    (x, y), model = points(), mlp()
+    with private(model, 0.5, noise_multiplier=1.0) as training:
+        train(training, (x, y), steps=1)
+        batches = training.batches((x, y), sampler=(sampler := dp.PoissonSampler(len(x), 0.5)))
+        draws = training.draws((x, y))
+        batch = next(iter(draws))
+        model[2].to(dtype)
+        for refused in (
+            lambda: next(batches),
+            lambda: training.draws((x, y)),
+            lambda: training.use(batch, draws),
+            lambda: model(x),
+        ):
+            with pytest.raises(UnsupportedCase, match=rf"2\.weight is {dtype}.*autocast"):
+                refused()
+        assert sampler.draws == 0
+        model[2].float()
+        train(training, (x, y), steps=1)
+        batch = next(training.batches((x, y), steps=1))
+        classify(model, *batch.tensors).backward()
+        model.to(dtype)  # in place, the gradients, too
+        before = [each.detach().clone() for each in model.parameters()]
+        with pytest.raises(UnsupportedCase, match=r"0\.weight is"):
+            training.step()
+        assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
+        assert sum(event.count for event in training.ledger.events) == 2
+
+
+def test_a_frozen_batch_norm_trains_until_it_is_put_to_train_mode():
+    (x, y), model = points(), mlp()
+    model.insert(1, torch.nn.BatchNorm1d(8).eval().requires_grad_(False))
+    with private(model, 0.5, noise_multiplier=1.0) as training:
+        train(training, (x, y), steps=1)
+        model.train()
+        with pytest.raises(UnsupportedCase, match=r"1 \(BatchNorm1d\) was put into train mode"):
+            next(training.batches((x, y), steps=1))
+        model[1].eval()
+        batch = next(training.batches((x, y), steps=1))
+        classify(model, *batch.tensors).backward()
+        model.train()
+        with pytest.raises(UnsupportedCase, match="train mode"):
+            training.step()
+        training.optimizer.zero_grad()
+        model[1].eval().running_mean = model[1].running_var = None
+        with pytest.raises(UnsupportedCase, match=r"1 \(BatchNorm1d\) has no running statistics"):
+            training.draws((x, y))
+        assert sum(event.count for event in training.ledger.events) == 1
+
+
+def test_a_private_training_is_not_pickled_and_its_model_is():
+    model = mlp()
+    with private(model) as training:
+        for duplicate in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(TypeError, match=r"save state_dict\(\)"):
+                duplicate(training)
+        other = pickle.loads(pickle.dumps(model))
+        with private(other):  # ordinary, and so may be made private itself
+            pass
+
+
+@pytest.mark.slow
 def test_a_ledger_of_others_keeps_the_training_to_its_own_target():
     data, model = points(), mlp()
     ledger = dp.Ledger(budget=dp.Budget(50.0, 1e-5))
@@ -185,19 +251,187 @@ def test_datasets_and_mappings_are_data_too():
 
 
 def test_privacy_by_user():
+    """Users are drawn, of each one row; epsilon, the divisor and the statement are of users."""
     data, model = points(30), mlp()
     users = torch.arange(30) // 3
-    with private(model, 0.5) as training:
-        sampler = dp.GroupedSampler(users, 0.5, steps=3)
-        for batch in training.batches(data, sampler=sampler):
-            assert batch.examples <= 10
-            classify(model, *batch.tensors).backward()
-            training.optimizer.step()
+    numbered = (*data, torch.arange(30))
+    with private(model, 0.5, noise_multiplier=1.0, groups=users) as training:
+        seen = set()
+        for batch in training.batches(numbered, steps=8):
+            rows = batch.tensors[2][: batch.examples]
+            assert len(set(users[rows].tolist())) == batch.examples  # of a user one row at most
+            seen.update(rows.tolist())
+            classify(model, *batch.tensors[:2]).backward()
+            training.step()
+        assert len(seen) > 10  # not the same row of a user each time
         assert training.optimizer.expected_batch_size == 5.0
+        assert training.ledger.unit == "user"
+        assert "one user added or removed" in str(training.ledger.statement())
+        (event,) = training.ledger.events
+        assert (event.sampling, event.sample_rate, event.count) == ("poisson", 0.5, 8)
+        with pytest.raises(ShapeError, match="each of the 29 rows of the data, got 30"):
+            training.batches(tuple(each[1:] for each in data))
+        with pytest.raises(ConfigError, match="leave sampler out"):
+            training.batches(data, sampler=dp.PoissonSampler(30, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "message"),
+    [
+        ([0.0, 1.0], ShapeError, r"groups must be \(N,\) integers or texts, got \(2,\) of float64"),
+        ([[0, 1], [2, 3]], ShapeError, r"got \(2, 2\) of int64"),
+        ([], ShapeError, r"got \(0,\)"),
+        ([1, "1", 2], ShapeError, "integers or texts, got both"),
+        (torch.zeros(3), ShapeError, r"groups must be \(N,\) integers, got \(3,\) of torch.float32"),
+        (torch.zeros(3, 1, dtype=torch.int64), ShapeError, r"got \(3, 1\)"),
+        (torch.zeros(0, dtype=torch.int64), ShapeError, r"got \(0,\)"),
+    ],
+)
+def test_groups_are_checked_before_anything_is_attached(groups, error, message):
+    model = mlp()
+    with pytest.raises(error, match=message):
+        private(model, groups=groups)
+    private(model).close()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        list,
+        np.array,
+        lambda users: [f"user {each}" for each in users],
+        lambda users: np.array([f"user {each}" for each in users], dtype=object),
+    ],
+)
+def test_groups_are_integers_or_texts(names):
+    users = names([7, 7, 3, 3, 3, -1])
+    with private(mlp(), 1.0, groups=users) as training:
+        (batch,) = training.batches((torch.arange(6),), steps=1)
+        assert batch.examples == 3
+        first, second, third = batch.tensors[0].tolist()
+        assert first < 2 <= second < 5 == third
+
+
+def test_groups_that_are_changed_later_are_those_that_were_given():
+    users = torch.arange(40) // 4
+    with private(mlp(), 1.0, groups=users) as training:
+        users.zero_()
+        (batch,) = training.batches(points(), steps=1)
+        assert batch.examples == 10
+
+
+@pytest.mark.parametrize("told", ["make_private", "a sampler"])
+def test_of_groups_only_what_was_drawn_is_stepped(told):
+    """A batch of one's own may hold many rows of a user: the sum moves by more than the ledger would say."""
+    (x, y), users, model = points(), torch.arange(40) // 20, mlp()
+    if told == "make_private":
+        training = private(model, 0.5, noise_multiplier=1.0, groups=users, expected_batch_size=1)
+    else:
+        training = private(model, 0.5, noise_multiplier=1.0, ledger=dp.Ledger(unit="user"))
+        training.draws((x, y), sampler=dp.GroupedSampler(users, 0.5))
+    with training:
+        before = parameters(model)
+        classify(model, x, y).backward()
+        with pytest.raises(ConfigError, match="several rows of a group"):
+            training.step()
+        assert not training.ledger.events
+        assert all(torch.equal(now, then) for now, then in zip(parameters(model), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "groups", "message"),
+    [
+        (dp.PoissonSampler(40, 1.0), None, r"draws at 1\.0, make_private was told 0\.5"),
+        (dp.GroupedSampler(torch.arange(40) // 4, 0.5, records=2), None, "records must be 1"),
+        (dp.GroupedSampler(torch.arange(40) // 4, 0.5), None, "unit is an example"),
+        (dp.PoissonSampler(40, 0.5), torch.arange(40) // 4, "draws from them: leave sampler out"),
+    ],
+)
+def test_a_draw_of_another_sampler_is_looked_at_before_it_is_used(sampler, groups, message):
+    """The ledger would be told this training's rate and unit, whatever drew the batch."""
+    with private(mlp(), 0.5, groups=groups) as training:
+        batch = next(iter(dp.PoissonBatches(points(), sampler)))
+        with pytest.raises(ConfigError, match=message):
+            training.use(batch)
+        training.use(next(iter(training.draws(points()))))
+    with private(mlp(), 0.5) as training:
+        training.use(next(iter(dp.PoissonBatches(points(), dp.PoissonSampler(40, 0.5)))))
+
+
+def test_a_checkpoint_of_other_units_is_refused():
+    """What it spent is of rows, say: in a ledger of users it would be too small an epsilon."""
+    data, users = points(), torch.arange(40) // 4
+    states = {}
+    for name, groups in (("rows", None), ("users", users)):
+        with private(mlp(), 0.5, noise_multiplier=1.0, groups=groups) as training:
+            train(training, data, steps=1)
+            states[name] = training.state_dict()
+    for groups, refused in ((users, "rows"), (None, "users")):
+        with private(mlp(), 0.5, noise_multiplier=1.0, groups=groups) as training:
+            with pytest.raises(FormatError, match=r"unit is '(example|user)', this one's is '(user|example)'"):
+                training.load_state_dict(states[refused])
+            assert not training.ledger.events
+    unsaid = {key: value for key, value in states["rows"].items() if key not in ("unit", "grouped")}
+    for ledger in (dp.Ledger(unit="user"), None):
+        with (
+            private(mlp(), 0.5, noise_multiplier=1.0, groups=users, ledger=ledger) as training,
+            pytest.raises(FormatError, match="with groups of rows"),
+        ):
+            training.load_state_dict(unsaid)
+    renamed = [f"user {each}" for each in users.tolist()]
+    with private(mlp(), 0.5, noise_multiplier=1.0, groups=renamed) as training:
+        training.load_state_dict(states["users"])
+        assert sum(event.count for event in training.ledger.events) == 1
+    with private(mlp(), 0.5, noise_multiplier=1.0) as training:
+        training.load_state_dict(unsaid)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "error", "message"),
+    [
+        (DataLoader(TensorDataset(torch.zeros(4)), shuffle=True), {}, UnsupportedCase, "give its dataset"),
+        (iter(range(4)), {}, UnsupportedCase, "range_iterator: a stream"),
+        (None, {}, UnsupportedCase, "NoneType"),
+        (torch.zeros(4), {"sampler": RandomSampler(range(4))}, UnsupportedCase, "RandomSampler shuffles"),
+        (torch.zeros(4), {"sampler": [[0, 1]]}, UnsupportedCase, "list does not say how it draws"),
+        (torch.zeros(4), {"microbatch": 0}, ConfigError, "microbatch must be a whole number, 1 or more, got 0"),
+        (torch.zeros(0), {}, ConfigError, "size must be"),
+    ],
+)
+def test_data_and_samplers_that_are_no_poisson_draws_are_refused(data, options, error, message):
+    with private(mlp(), 0.5) as training, pytest.raises(error, match=message):
+        training.batches(data, **options)
+
+
+def test_who_is_counted_stands_in_the_ledger():
+    users = torch.arange(40) // 4
+    with pytest.raises(ConfigError, match="unit is an example"):
+        private(mlp(), groups=users, ledger=dp.Ledger())
+    with private(mlp(), groups=users, ledger=dp.Ledger(unit="patient")) as training:
+        assert training.ledger.unit == "patient"
+    with private(mlp(), 0.5, ledger=dp.Ledger(unit="user")) as training:
+        training.batches(points(), sampler=dp.GroupedSampler(users, 0.5))
         with pytest.raises(ConfigError, match="records must be 1"):
-            training.batches(data, sampler=dp.GroupedSampler(users, 0.5, records=2))
+            training.batches(points(), sampler=dp.GroupedSampler(users, 0.5, records=2))
         with pytest.raises(ConfigError, match="make_private was told"):
-            training.batches(data, sampler=dp.GroupedSampler(users, 0.25))
+            training.batches(points(), sampler=dp.GroupedSampler(users, 0.25))
+    with private(mlp(), 0.5) as training, pytest.raises(ConfigError, match="unit is an example"):
+        training.batches(points(), sampler=dp.GroupedSampler(users, 0.5))
+
+
+def test_a_delta_that_is_not_below_one_over_the_units_is_said_once():
+    with private(mlp(), 0.5, delta=0.03) as training:
+        with pytest.warns(
+            UserWarning, match=r"not below one over the 40 units \(example\).*one in 33 .*0\.001 or less"
+        ):
+            training.draws(points())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            training.draws(points())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with private(mlp(), 0.5, delta=0.02) as training:
+            training.draws(points())
 
 
 def test_per_layer_clipping_has_the_sensitivity_of_all_layers():

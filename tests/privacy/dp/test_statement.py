@@ -119,3 +119,14 @@ def test_markdown_is_not_broken_by_names(tmp_path):
 def test_delta_without_meaning():
     with pytest.raises(ConfigError, match="delta must be in"):
         Ledger().statement(2.0)
+
+
+def test_without_a_delta_that_of_the_last_budget_is_shown(tmp_path):
+    path = tmp_path / "privacy.jsonl"
+    for budget in (Budget(2.0, 1e-6), Budget(3.0, 1e-7), None):
+        with Ledger(path, budget=budget) as ledger:
+            ledger.record(Event("gaussian", 20.0, "poisson", 0.01))
+    statement = Ledger.read(path).statement()
+    assert (statement.delta, statement.budget) == (1e-7, (3.0, 1e-7, "pld"))
+    assert "No delta was chosen" not in str(statement)
+    assert Ledger.read(path).statement(1e-5).delta == 1e-5

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerant.errors import BudgetExceeded, ConfigError, FallbackWarning, LaunchError
+from accelerant.errors import BudgetExceeded, ConfigError, FallbackWarning, LaunchError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import SGD
 from accelerant.privacy.dp import make_private
@@ -109,6 +109,44 @@ def test_gradients_that_were_cleared_come_back_to_their_memory():
     step(next(parts(rows(4), 4, microbatch=4)), 0.0)
     assert all(each.grad is grad for each, grad in zip(private.model.parameters(), kept, strict=True))
     assert 0 < float(torch.stack([each.norm() for each in found]).norm()) <= 4 * 0.5 / 6 + 1e-6
+
+
+def test_graphs_of_a_model_that_was_changed_are_dropped():
+    """A replay would write to the memory where they were."""
+    private = private_gpt()
+    step = PrivateStep(private, private.model.loss)
+    step(next(parts(rows(4), 4, microbatch=4)), 0.1)
+    weight = next(private.model.parameters())
+    for change in (
+        lambda: setattr(weight, "data", weight.data.clone()),
+        lambda: setattr(weight.grad, "data", weight.grad.data.clone()),
+        private.model.eval,
+        lambda: weight.requires_grad_(False),
+    ):
+        step._part, step._placed = object(), step._placement()
+        step._place_gradients()
+        assert step.captured
+        change()
+        step._place_gradients()
+        assert not step.captured
+
+
+def test_the_rate_is_a_number_of_32_bits_before_and_after_a_step():
+    private = private_gpt()
+    step = PrivateStep(private, private.model.loss)
+    step(next(parts(rows(4), 4, microbatch=4)), 0.1)
+    assert [group["lr"] for group in private.optimizer.param_groups] == [torch.tensor(0.1).item()]
+
+
+def test_a_model_that_became_16_bits_wide_is_refused_before_the_step():
+    private = private_gpt(noise=1.0)
+    step = PrivateStep(private, private.model.loss)
+    private.model.to(torch.bfloat16)
+    before = weights(private)
+    with pytest.raises(UnsupportedCase, match=r"wte\.weight is torch.bfloat16"):
+        step(next(parts(rows(4), 4, microbatch=4)), 0.1)
+    assert torch.equal(weights(private), before)
+    assert not private.ledger.events
 
 
 def test_refusals():

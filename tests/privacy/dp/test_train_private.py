@@ -4,12 +4,14 @@ import dataclasses
 import json
 import os
 import signal
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from accelerant.cli import main
-from accelerant.errors import BudgetExceeded, ConfigError
+from accelerant.errors import BudgetExceeded, ConfigError, FormatError
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.job import resume_training, run_training
 from accelerant.nn.train.presets import Recipe, RunConfig
@@ -171,6 +173,51 @@ def test_an_interrupted_run_goes_on_in_the_same_ledger(run, tmp_path):
     )
 
 
+def test_what_a_checkpoint_has_spent_is_counted_where_the_ledger_is_gone(run, tmp_path):
+    """Deleted, or left on another machine: a new file that begins at nothing would state too small an epsilon."""
+    out = tmp_path / "out"
+    train(run, out, Watcher(2, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    before = counted(out)
+    for file in out.glob("privacy-ledger.jsonl*"):
+        file.unlink()
+    assert resume(out).summary["steps"] == 4
+    assert counted(out) == 4 > before >= 2
+
+
+def test_the_ledger_of_a_run_goes_where_its_folder_goes(run, tmp_path):
+    """A new run in the folder moves an unfinished one aside; what is resumed there is no part of the new one's."""
+    out = tmp_path / "out"
+    train(run, out, Watcher(2, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    train(run, out)
+    assert counted(out) == 4
+    moved = out.rename(tmp_path / "elsewhere") / "unfinished-1"
+    summary = resume(moved).summary
+    assert summary["private"]["ledger"] == str(moved / "privacy-ledger.jsonl")
+    assert (counted(moved), counted(moved.parent)) == (4, 4)
+
+
+def test_a_ledger_of_another_name_may_be_made_in_the_folder(run, tmp_path):
+    out = tmp_path / "out"
+    for steps in (4, 8):
+        extension = PrivateRun(PrivateSettings(str(out / "mine.jsonl"), noise_multiplier=2.0))
+        run_training(run, out, CPU, progress=Watcher(), ledger=dict, extension=extension)
+        assert sum(event.count for event in dp.Ledger.read(out / "mine.jsonl").events) == steps
+
+
+def test_a_ledger_that_was_cut_ends_the_resumption_before_a_step(run, tmp_path):
+    out = tmp_path / "out"
+    train(run, out, Watcher(2, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    ledger = out / "privacy-ledger.jsonl"
+    whole = ledger.read_bytes()
+    ledger.write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 1])
+    checkpoint = (out / "checkpoint.safetensors").read_bytes()
+    with pytest.raises(FormatError, match=r"it was cut\. Go back to an untouched copy"):
+        resume(out)
+    assert (out / "checkpoint.safetensors").read_bytes() == checkpoint
+    ledger.write_bytes(whole)
+    assert resume(out).summary["steps"] == 4
+
+
 def _rate(run):
     tokens = int(os.path.getsize(run.data[0]) * 0.9)
     return 4 / (tokens // 17)
@@ -222,6 +269,61 @@ def test_one_ledger_for_several_runs_composes_them(run, tmp_path):
         results.append(outcome.summary["private"]["epsilon"])
     assert results[1] > 1.2 * results[0]
     assert (tmp_path / "a" / "privacy.json").is_file()
+
+
+def test_a_ledger_that_cannot_be_written_leaves_the_finished_run_in_the_folder(run, tmp_path):
+    out = tmp_path / "out"
+    train(run, out)
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    other = tmp_path / "other.jsonl"
+    dp.Ledger(other, unit="window of 17 tokens", dataset="another text").close()
+    with dp.Ledger(tmp_path / "taken.jsonl", unit="window of 17 tokens"):
+        for path, error, message in (
+            (tmp_path / "nowhere" / "l.jsonl", ConfigError, "cannot write to the ledger"),
+            (tmp_path, ConfigError, "cannot write to the ledger"),
+            (tmp_path / "taken.jsonl", ConfigError, "one at a time"),
+            (other, ConfigError, "of the data set 'another text'"),
+            (tmp_path / "text.txt", FormatError, "no record of a privacy ledger"),
+        ):
+            extension = PrivateRun(PrivateSettings(str(path), noise_multiplier=2.0))
+            with pytest.raises(error, match=message):
+                run_training(run, out, CPU, progress=Watcher(), ledger=dict, extension=extension)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+
+
+def test_the_ledger_of_others_is_given_back_where_the_folder_cannot_be_used(run, tmp_path):
+    out, shared = tmp_path / "out", tmp_path / "shared.jsonl"
+    out.mkdir()
+    (out / "config.json").write_text("somebody else's")
+    extension = PrivateRun(PrivateSettings(str(shared), noise_multiplier=2.0))
+    with pytest.raises(ConfigError, match="something else"):
+        run_training(run, out, CPU, progress=Watcher(), ledger=dict, extension=extension)
+    dp.Ledger(shared, unit="window of 17 tokens").close()
+
+
+def test_the_command_that_starts_a_run_again_names_the_ledger_of_others(tmp_path):
+    shared, out = tmp_path / "shared.jsonl", tmp_path / "out"
+    given = ["--private", "--delta", "1e-05", "--max-grad-norm", "1.0", "--noise-multiplier", "2.0"]
+    assert PrivateRun(settings(out)).words(out) == given
+    assert PrivateRun(PrivateSettings(str(shared), noise_multiplier=2.0)).words(out) == [
+        *given,
+        "--ledger",
+        str(shared),
+    ]
+
+
+def test_a_delta_that_is_not_below_one_over_the_windows_is_said(run, tmp_path):
+    out, watcher = tmp_path / "out", Watcher()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        summary = train(run, out, watcher, delta=0.1).summary
+    windows = summary["private"]["windows"]
+    (note,) = watcher.notes
+    assert f"delta 0.1 is not below one over the {windows:,} units (window of 17 tokens)" in note
+    assert note in (out / "report.html").read_text()
+    watcher = Watcher()
+    train(run, tmp_path / "other", watcher)
+    assert not watcher.notes
 
 
 def test_a_ledger_that_does_not_go_with_the_run_is_refused_before_the_folder_is_touched(run, tmp_path):
@@ -276,8 +378,11 @@ def accelerant(capsys, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_command(accelerant, run):
     given = ("train", "--private", "--data", run.data[0], "--steps", 3, "--device", "cpu", "--out", "out")
-    status, output, _ = accelerant(*given, "--target-epsilon", 20, "--delta", "1e-5", "--insecure-noise")
+    more = ("--batch-size", 24, "--micro-batch", 6)
+    status, output, _ = accelerant(*given, *more, "--target-epsilon", 20, "--delta", "1e-5", "--insecure-noise")
     assert status == 0
+    private = json.loads(Path("out/summary.json").read_text())["private"]
+    assert private["sample_rate"] == 24 / private["windows"]
     assert "at delta 1e-05 for each window of 65 tokens, noise NOT secure" in output
     status, output, _ = accelerant(*given, "--noise-multiplier", 3, "--json")
     assert status == 0
@@ -295,6 +400,7 @@ def test_the_command(accelerant, run):
         (["--private", "--target-epsilon", "-1"], "target_epsilon must be"),
         (["--private", "--noise-multiplier", "1", "--delta", "2"], "delta must be"),
         (["--private", "--resume", "out"], "leave out --private"),
+        (["--private", "--noise-multiplier", "1", "--ledger", ""], "--ledger must not be empty: name a path"),
     ],
 )
 def test_options_are_checked(accelerant, options, message):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -86,8 +87,8 @@ class Extension(Callback):
         """For config.json: what is needed to go on with the run."""
         return {}
 
-    def words(self) -> list[str]:
-        """What the command line needs to start the run again."""
+    def words(self, folder: Path) -> list[str]:
+        """What the command line needs to start the run of a folder again."""
         return []
 
     def results(self) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def _resume(
         return Outcome(folder.read_summary(), already_finished=True)
     run = RunConfig.from_dict(config.get("run", {}))
     if not Checkpoints(folder.path).exist:
-        command = run.command(str(folder.path), device.type, extension.words())
+        command = run.command(str(folder.path), device.type, extension.words(folder.path))
         advice = f": start again with: {command}" if command else ": start it again"
         raise FormatError(f"no checkpoint {folder.checkpoint}: none was written yet{advice}")
     material = prepare_material(run, progress, tokenizer_from=folder.tokenizer)

@@ -85,6 +85,24 @@ class Recipe:
         if self.batch_size % self.micro_batch:
             raise ConfigError(f"micro_batch must divide the batch of {self.batch_size}, got {self.micro_batch}")
 
+    def resized(self, batch_size: int | None, micro_batch: int | None) -> Recipe:
+        """The recipe with other sizes of a step.
+
+        Args:
+            batch_size: None: as it is.
+            micro_batch: None: as it is, or as much of that as divides another batch.
+
+        Raises:
+            ConfigError: a size below 1; a micro-batch that does not divide the batch.
+        """
+        batch = self.batch_size if batch_size is None else batch_size
+        if batch < 1:
+            raise ConfigError(f"batch_size must be above 0, got {batch}")
+        rows = micro_batch
+        if rows is None:
+            rows = next(count for count in range(min(batch, self.micro_batch), 0, -1) if batch % count == 0)
+        return dataclasses.replace(self, batch_size=batch, micro_batch=rows)
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimiser step learns from."""
@@ -241,7 +259,7 @@ class RunConfig:
         if known is None:
             return ""
         words = ["accelerant", "train", "--preset", known.name, "--data", *self.data, "--device", backend]
-        for name in ("steps", "micro_batch"):
+        for name in ("steps", "batch_size", "micro_batch"):
             if getattr(self.recipe, name) != getattr(known, name):
                 words += [f"--{name.replace('_', '-')}", str(getattr(self.recipe, name))]
         if self.seed:

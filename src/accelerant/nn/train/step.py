@@ -12,27 +12,21 @@ after them is captured, and from there on every step is a replay over the same m
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from accelerant.config import settings
-from accelerant.errors import ConfigError, FallbackWarning, LaunchError, ShapeError
+from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn._float8 import float8_weights, require_float8
 from accelerant.nn._optimizer import MultiTensorOptimizer
 from accelerant.nn._precision import LowWeights
 from accelerant.nn.optim import clip_grad_norm_
+from accelerant.nn.train.graphed import EAGER_STEPS, GraphedStep, Same
 from accelerant.runtime.graphs import Graph
-from accelerant.runtime.ledger import FallbackRecord, ledger
 
 __all__ = ["StepResult", "TrainStep", "require_scalar"]
-
-_EAGER_STEPS = 3
-"""Steps before the capture: compiling and tables in the first, addresses that come back in the others."""
 
 Batch = tuple[Tensor, ...]
 
@@ -65,7 +59,7 @@ def require_scalar(loss: Any) -> Tensor:
     )
 
 
-class TrainStep:
+class TrainStep(GraphedStep):
     """Forward, backward, clipping and update of a model.
 
     Args:
@@ -119,23 +113,19 @@ class TrainStep:
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.accumulate = accumulate
         self._weigh = weigh if accumulate > 1 else None
-        float8 = precision == torch.float8_e4m3fn
-        self._precision = torch.bfloat16 if float8 else None if precision == torch.float32 else precision
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         if not self._params:
             raise ConfigError("the optimizer has no parameters")
-        self._device: torch.device = self._params[0].device
+        device, low = self._params[0].device, None
         self._own = isinstance(optimizer, MultiTensorOptimizer)
         self._max_norm = self._fused_norm(max_grad_norm)
-        self._low = None
-        if float8:
-            require_float8(self._device)
-            self._low = LowWeights(torch.bfloat16, float8_weights(model))
-        elif self._precision is not None:
-            self._low = LowWeights(self._precision)
-        self._rate: Tensor | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self._wants_graph = self._graph_wanted(graph)
+        if precision == torch.float8_e4m3fn:
+            require_float8(device)
+            precision, low = torch.bfloat16, LowWeights(torch.bfloat16, float8_weights(model))
+        elif precision == torch.bfloat16:
+            low = LowWeights(precision)
+        super().__init__("train_step", "training", model, optimizer, device, None if low is None else precision, low)
+        self._decide(graph, self._obstacle_of(automatic=graph is None))
         self.reset()
 
     def reset(self) -> None:
@@ -179,19 +169,19 @@ class TrainStep:
     def _step(self, batches: Sequence[Batch]) -> StepResult:
         """By a replay where there is one for these shapes, else eagerly; after enough eager ones, captured."""
         if not self._wants_graph:
-            return self._result(self._run(self._moved(batches)))
+            return self._result(self._run(self._moved_all(batches)))
         seen = self._signature(batches)
         if self._graph is not None and seen[1:] != self._seen[1:]:
             self.reset()  # what the captured step stands on was replaced
         if self._graph is not None:
-            return self._replay(batches) if seen == self._seen else self._aside(batches)
+            return self._replay(batches) if seen == self._seen else self._eager_step(batches)
         self._eager = self._eager + 1 if self._seen is not None and seen[0] == self._seen[0] else 1
         self._seen = seen
-        if self._eager <= _EAGER_STEPS:
-            result = self._aside(batches)
+        if self._eager <= EAGER_STEPS:
+            result = self._eager_step(batches)
             self._seen = self._signature(batches)  # the first step makes the optimiser's state
             return result
-        return self._replay(batches) if self._capture(batches) else self._result(self._run(self._moved(batches)))
+        return self._replay(batches) if self._capture(batches) else self._result(self._run(self._moved_all(batches)))
 
     # --- the step itself ---------------------------------------------------------------------------------------------
 
@@ -219,16 +209,6 @@ class TrainStep:
         assert total is not None and norm is not None  # noqa: PT018  for the type checker: both are there by now
         return torch.stack([total.float().reshape(()), norm.float().to(total.device)])
 
-    def _precision_context(self) -> AbstractContextManager[object]:
-        if self._low is None:
-            return nullcontext()
-        return self._low.refreshed()
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self._precision is None:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=self._precision)
-
     def _fused_norm(self, max_norm: float | None) -> float | None:
         """Hand the clipping to an optimiser of ours, which finds the norm on the way; infinity finds it alone."""
         if not self._own:
@@ -240,24 +220,8 @@ class TrainStep:
             raise ConfigError(f"max_grad_norm is {max_norm} here and {theirs} in the optimizer: give it once")
         return max_norm
 
-    def _set_rate(self, rate: float) -> None:
-        """A number for eager steps, memory for those that are replayed; of float32 both, so that they give the same."""
-        if not self._wants_graph:
-            self._put_rate(rate)
-            return
-        if self._rate is None:
-            self._rate = torch.zeros((), dtype=torch.float32, device=self._device)
-        self._rate.fill_(rate)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._rate
-
-    def _put_rate(self, rate: float) -> None:
-        rate = torch.tensor(rate, dtype=torch.float32).item()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-
-    def _moved(self, batches: Sequence[Batch]) -> list[list[Tensor]]:
-        return [[each.to(self._device, non_blocking=True) for each in batch] for batch in batches]
+    def _moved_all(self, batches: Sequence[Batch]) -> list[list[Tensor]]:
+        return [self._moved(batch) for batch in batches]
 
     def _result(self, pair: Tensor) -> StepResult:
         loss, norm = pair.unbind()
@@ -265,24 +229,12 @@ class TrainStep:
 
     # --- the graph ---------------------------------------------------------------------------------------------------
 
-    def _graph_wanted(self, graph: bool | None) -> bool:
-        if graph is False:
-            return False
-        reason = self._obstacle(automatic=graph is None)
-        if reason is None:
-            return True
-        if graph:
-            self._refuse(reason)
-        return False
-
-    def _obstacle(self, *, automatic: bool) -> str | None:
+    def _obstacle_of(self, *, automatic: bool) -> str | None:
         """Why no step can be captured, as far as is known before the first."""
-        if self._device.type != "cuda" or torch.version.hip is not None:
-            return f"parameters are on {self._device}: graphs are CUDA's"
+        if (known := self._obstacle(self.optimizer)) is not None:
+            return known
         if any(param.device != self._device for param in self._params):
             return "parameters are on several devices"
-        if not self._own and not self.optimizer.defaults.get("capturable"):
-            return f"{type(self.optimizer).__name__} was not made with capturable=True"
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if automatic and distributed and torch.distributed.get_world_size() > 1:
             return "processes train together: graph=True captures their collectives too"
@@ -292,23 +244,16 @@ class TrainStep:
         """What a captured step stands on: shapes; and what may be replaced under it."""
         return (
             tuple([tuple([(each.shape, each.dtype) for each in batch]) for batch in batches]),
-            tuple([id(state) for state in self.optimizer.state.values()]),
+            Same(self.optimizer.state.values()),
             tuple([param.data_ptr() for param in self._params]),
             tuple([param.requires_grad for param in self._params]),
             tuple([module.training for module in self.model.modules()]),
         )
 
-    def _aside(self, batches: Sequence[Batch]) -> StepResult:
-        """An eager step on a stream of its own, as those before a capture must be."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        current = torch.cuda.current_stream(self._device)
-        moved = self._moved(batches)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            pair = self._run(moved)
-        current.wait_stream(self._stream)
-        return self._result(pair.clone())  # in memory of the current stream
+    def _eager_step(self, batches: Sequence[Batch]) -> StepResult:
+        """One on a stream of its own, as those before a capture must be."""
+        moved = self._moved_all(batches)
+        return self._result(self._aside(lambda: self._run(moved)).clone())  # in memory of the current stream
 
     def _capture(self, batches: Sequence[Batch]) -> bool:
         """Record the step, which does not run; whether that went well."""
@@ -317,14 +262,12 @@ class TrainStep:
             self.optimizer.refresh()
         self.optimizer.zero_grad(set_to_none=True)
         graph = Graph("train_step")
-        try:
+
+        def capture() -> None:
             self._output = graph.capture(self._run, self._inputs, warm_up=0)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ConfigError, LaunchError) as error:  # torch's errors of a capture are RuntimeErrors
-            self.optimizer.zero_grad(set_to_none=True)  # of memory that nothing was written to
-            self._wants_graph = False
-            self._refuse(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+        # A capture that failed leaves gradients of memory that nothing was written to.
+        if not self._recorded(capture, undo=lambda: self.optimizer.zero_grad(set_to_none=True)):
             return False
         self._grads = [param.grad for param in self._params]
         self._graph = graph
@@ -343,14 +286,3 @@ class TrainStep:
                 param.grad = grad
         torch.autograd.graph.increment_version(self._params)
         return self._result(self._output.clone())
-
-    def _refuse(self, reason: str) -> None:
-        """Say in the ledger, and once in words, that steps run eagerly; or raise, as the fallback policy has it."""
-        if settings().fallback == "forbid":
-            raise LaunchError(f"the training step cannot be a CUDA graph: {reason}")
-        case = f"{type(self.model).__name__} on {self._device}"
-        entry = FallbackRecord("train_step", case, "graph", "eager", reason)
-        if ledger().fallback(entry) or settings().fallback == "warn":
-            warnings.warn(
-                f"train_step ({case}): no CUDA graph, steps run eagerly. {reason}", FallbackWarning, stacklevel=4
-            )

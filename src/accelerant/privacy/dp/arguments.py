@@ -11,7 +11,7 @@ from torch import nn
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.privacy.dp.adaptive import AdaptiveClipping
 from accelerant.privacy.dp.noisy_sum import require_number
-from accelerant.privacy.dp.optimizer import PrivateOptimizer
+from accelerant.privacy.dp.optimizer import PrivateOptimizer, require_wide
 
 __all__ = ["Arguments", "clipping_of", "require_fit"]
 
@@ -113,11 +113,7 @@ def require_fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
             f"add it"
         )
     for key, parameter in wanted.items():
-        if parameter.dtype in (torch.bfloat16, torch.float16):
-            raise UnsupportedCase(
-                f"{named[key]} is {parameter.dtype}, and so would be its sum of clipped gradients, whose rounding may "
-                "exceed what one example adds: keep the parameters in float32 and compute under torch.autocast"
-            )
+        require_wide(named[key], parameter)
     if not wanted:
         raise ConfigError(f"{type(model).__name__} has no parameter that requires a gradient")
     return sum(parameter.numel() for parameter in wanted.values())

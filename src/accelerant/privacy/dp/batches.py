@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.privacy.dp.events import check_whole
 
-__all__ = ["DrawnBatch", "PoissonBatches"]
+__all__ = ["DrawnBatch", "PoissonBatches", "require_rows"]
 
 Rows = Callable[[Tensor], Any]
 
@@ -33,6 +33,7 @@ class DrawnBatch:
         examples: rows that were drawn.
         rows: rows of the tensors, padding included.
         number: of the draw, in this process; parts of one draw have the same. 0 where it is not known.
+        sampler: that drew it; None where it is not known.
     """
 
     tensors: Any
@@ -41,6 +42,7 @@ class DrawnBatch:
     examples: int
     rows: int
     number: int = 0
+    sampler: Any = field(default=None, repr=False, compare=False)
 
 
 class _Draws(Protocol):
@@ -98,7 +100,7 @@ class PoissonBatches:
             tensors = self._rows(index)
             if isinstance(tensors, Tensor):
                 tensors = (tensors,)
-            yield DrawnBatch(tensors, mask, part == parts - 1, examples, rows, number)
+            yield DrawnBatch(tensors, mask, part == parts - 1, examples, rows, number, self._sampler)
 
 
 def _check_size(sampler: Any, size: int | None) -> None:
@@ -123,15 +125,28 @@ def _reader(data: Any) -> tuple[Rows, int | None]:
         named = {name: _reader(_column(column)) for name, column in data.items()}
         size = _equal([size for _, size in named.values()])
         return lambda index: {name: read(index) for name, (read, _) in named.items()}, size
-    if not hasattr(data, "__getitem__"):
-        raise UnsupportedCase(
-            f"data must be tensors or an object that can be indexed, got {type(data).__name__}: a stream of "
-            "records cannot be sampled, since each draw is from all of them"
-        )
+    require_rows(data)
     size = len(data) if hasattr(data, "__len__") else None
     if isinstance(data, Dataset):
         return lambda index: default_collate(_items(data, index.tolist())), size
     return lambda index: data[index], size
+
+
+def require_rows(data: Any) -> None:
+    """Check that an object has rows that can be drawn.
+
+    Raises:
+        UnsupportedCase: it is a loader, or cannot be indexed.
+    """
+    if isinstance(data, DataLoader):
+        raise UnsupportedCase(
+            "a DataLoader makes batches of its own, which are no Poisson draws, shuffled or not: give its dataset"
+        )
+    if not hasattr(data, "__getitem__") or isinstance(data, IterableDataset):
+        raise UnsupportedCase(
+            f"data must be tensors or an object that can be indexed, got {type(data).__name__}: a stream of "
+            "records cannot be sampled, since each draw is from all of them"
+        )
 
 
 def _column(column: Any) -> Any:

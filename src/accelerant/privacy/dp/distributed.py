@@ -63,6 +63,13 @@ class Processes:
         result: _T = answer[0]
         return result
 
+    def agree(self, value: str) -> bool:
+        """Whether every process has the same text here."""
+        found = [value] * self.size
+        if self.size > 1:
+            torch.distributed.all_gather_object(found, value)
+        return len(set(found)) == 1
+
     def sum_to_first_(self, tensors: Sequence[Tensor]) -> None:
         """Add each tensor up over the processes, in place, on rank 0; elsewhere it is left undefined."""
         self._all(torch.distributed.reduce, tensors)
@@ -83,29 +90,24 @@ class Processes:
 
 
 class ShardSampler:
-    """Turns draws from this process's share of the rows into numbers of the whole: rows rank, rank + size, ...
+    """Turns draws from this process's share of the rows into numbers of the whole.
 
-    The shares are disjoint and each is sampled at the same rate, so the union of the draws is a Poisson sample of all
-    rows.
+    The shares are disjoint, have whole units, and each is sampled at the same rate, so the union of the draws is a
+    Poisson sample of all units.
 
     Args:
         sampler: of a share's rows, numbered from 0.
-        processes: whose.
+        rows: int64, the share's rows in the whole.
     """
 
-    def __init__(self, sampler: Any, processes: Processes) -> None:
+    def __init__(self, sampler: Any, rows: Tensor) -> None:
         self._sampler = sampler
-        self._processes = processes
+        self._rows = rows
 
     def __iter__(self) -> Iterator[Tensor]:
         """Index tensors, int64."""
         for drawn in self._sampler:
-            yield drawn * self._processes.size + self._processes.rank
+            yield self._rows[drawn]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
-
-    @staticmethod
-    def share(rows: int, processes: Processes) -> int:
-        """How many of the rows belong to this process."""
-        return len(range(processes.rank, rows, processes.size))

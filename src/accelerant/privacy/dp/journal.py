@@ -26,6 +26,7 @@ __all__ = ["Journal", "read_journal"]
 
 _START: Final = "0" * 64
 _HEAD_SUFFIX: Final = ".head"
+_LINE: Final = b'{"record":{"kind":"'
 
 Record = dict[str, Any]
 
@@ -150,7 +151,7 @@ def read_journal(path: Path) -> tuple[list[Record], str, int]:
     """
     head = _read_head(path)  # before the file: a writer may be at work
     data = path.read_bytes()
-    *lines, _ = data.split(b"\n")
+    *lines, torn = data.split(b"\n")
     records: list[Record] = []
     chain = _START
     for number, line in enumerate(lines, 1):
@@ -164,6 +165,9 @@ def read_journal(path: Path) -> tuple[list[Record], str, int]:
         if head is not None and number == head[0] and chain != head[1]:
             raise FormatError(f"{path}, line {number}: {_head_path(path).name} belongs to another ledger")
         records.append(record)
+    begun = torn.rstrip(b"\0")  # a power failure may leave zeros
+    if not _LINE.startswith(begun[: len(_LINE)]):  # whoever opens it to write drops what is torn
+        raise FormatError(f"{path}, line {len(lines) + 1}: no record of a privacy ledger")
     if head is not None and head[0] > len(lines):
         raise FormatError(
             f"{path}, line {len(lines) + 1}: the file ends here, and had {head[0]} lines: it was cut. Go back to an "

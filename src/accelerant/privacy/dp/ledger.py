@@ -16,6 +16,7 @@ import os
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -99,7 +100,7 @@ class Ledger:
             raise ConfigError(f"the ledger {path} cannot be read: {error.strerror or error}") from None
         book = Book.of(records, path)
         if not book.facts:
-            raise FormatError(f"{path}: an empty file, no privacy ledger")
+            raise FormatError(f"{path}: no privacy ledger, it has not one whole record")
         ledger = cls(unit=book.facts["unit"], neighbouring=book.facts["neighbouring"], dataset=book.facts["dataset"])
         ledger.path, ledger._book, ledger._past = path, book, book.counts
         return ledger
@@ -122,6 +123,16 @@ class Ledger:
             if self.path is not None:
                 self._written().reserve(event, self._block(event))
             self._used[event.times(1)] += event.count
+
+    def record_missing(self, events: Iterable[Event]) -> None:
+        """Record of events, as a checkpoint holds them, what the ledger does not: it was of memory, or is another file.
+
+        Raises: as `record`.
+        """
+        held = Counter({event.times(1): event.count for event in self.events})
+        for event in events:
+            if event.count > held[event.times(1)]:
+                self.record(event.times(event.count - held[event.times(1)]))
 
     def require(self, event: Event) -> None:
         """Check that an event fits the budget; nothing is recorded.
@@ -189,7 +200,7 @@ class Ledger:
         """What a reviewer needs: unit, relation, epsilon at delta, events, sampling, noise, what is assumed.
 
         Args:
-            delta: None: the budget's, or else 1e-5.
+            delta: None: the budget's, or that of the last run that had one, or else 1e-5.
         """
         from accelerant.privacy.dp.statement import make_statement
 

@@ -30,12 +30,17 @@ from accelerant.privacy.dp.ledger import Ledger
 from accelerant.privacy.dp.noisy_sum import NoisySum, Plan
 from accelerant.privacy.dp.tally import Tally
 
-__all__ = ["PrivateOptimizer"]
+__all__ = ["PrivateOptimizer", "require_wide"]
 
 _NOT_OURS = (
     "this batch was not drawn by the sampler of make_private: its steps are accounted without amplification by "
     "sampling, which costs far more epsilon, and an example must not be in two backward passes of a step, which nobody "
     "checks here. Take batches from PrivateTraining.batches(data)"
+)
+
+_SEVERAL_ROWS = (
+    "this batch was not drawn by the sampler of make_private: it may hold several rows of a group, each with a clipped "
+    "gradient, where the ledger counts one. Take batches from PrivateTraining.batches(data)"
 )
 
 
@@ -53,6 +58,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         steps: steps made so far.
         expected_batch_size: what the sum is divided by.
         inner: the wrapped optimiser.
+        grouped: whether the ledger's unit has several rows: then only what our sampler drew is stepped.
         keeps_gradients: whether gradients are zeroed, and not dropped, after a step: PrivateStep, for its graphs.
     """
 
@@ -71,6 +77,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         expected_batch_size: float | None,
         adaptive: AdaptiveNorm | None,
         budget: Budget | None = None,
+        grouped: bool = False,
     ) -> None:
         self.inner = optimizer
         self.stepped = False
@@ -93,6 +100,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._warned = False
         self._unwatch = _watched(self)
         self.keeps_gradients = False
+        self.grouped = grouped
         clipper.on_begin = self._backward_begins
         clipper.on_backward = self._backward_ended
         for param in self._params:
@@ -165,8 +173,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         Raises:
             BudgetExceeded: the step would pass the budget; nothing was changed.
-            ConfigError: no backward pass, an example used twice, gradients changed by hand, no expected batch size.
-            UnsupportedCase: a closure, or a GradScaler.
+            ConfigError: no backward pass, an example used twice, gradients changed by hand, no expected batch size; of
+                groups, a batch that our sampler did not draw.
+            UnsupportedCase: a closure, or a GradScaler; the model is no longer as it was attached.
         """
         self._require_plain(closure)
         self.stepped = False
@@ -194,6 +203,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 "the expected batch size is not known: give expected_batch_size, or take batches from batches(data)"
             )
+        if self.grouped and not self._tally.sampled:
+            raise ConfigError(_SEVERAL_ROWS)
+        self.require_as_attached()
         self._require_untouched()
         self._require_clipped()
         plan = self._planned(self.expected_batch_size)
@@ -318,6 +330,16 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if self._adaptive is not None:
             self._adaptive.forget()
 
+    def require_as_attached(self) -> None:
+        """Check, before a draw, a pass or a step, that the model is still one whose steps can be private.
+
+        Raises:
+            UnsupportedCase: a parameter became 16 bits wide, a frozen BatchNorm was put into train mode; by name.
+        """
+        for name, parameter in self._clipper.parameters:
+            require_wide(name, parameter)
+        self._clipper.require_frozen()
+
     # --- what happens between steps ----------------------------------------------------------------------------------
 
     def _backward_begins(self) -> None:
@@ -410,6 +432,19 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise UnsupportedCase(
                 "a GradScaler scales the losses, and so what is clipped: use bfloat16 autocast without a scaler"
             )
+
+
+def require_wide(name: str, parameter: Tensor) -> None:
+    """Check that a parameter's gradients can be summed and noised.
+
+    Raises:
+        UnsupportedCase: it has 16 bits.
+    """
+    if parameter.dtype in (torch.bfloat16, torch.float16):
+        raise UnsupportedCase(
+            f"{name} is {parameter.dtype}, and so would be its sum of clipped gradients, whose rounding may exceed "
+            "what one example adds: keep the parameters in float32 and compute under torch.autocast"
+        )
 
 
 def _watched(optimizer: PrivateOptimizer) -> Callable[[], None]:

@@ -15,29 +15,31 @@ DP-SGD: Abadi et al. 2016, arXiv:1607.00133, algorithm 1, with Poisson sampling 
 from __future__ import annotations
 
 import dataclasses
-import math
+import warnings
 import weakref
-from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
-from accelerant.errors import BudgetExceeded, ConfigError, FormatError, UnsupportedCase
+from accelerant.errors import BudgetExceeded, ConfigError, FormatError
 from accelerant.privacy.dp.adaptive import AdaptiveClipping, AdaptiveNorm
 from accelerant.privacy.dp.arguments import Arguments, clipping_of, require_fit
 from accelerant.privacy.dp.calibrate import calibrate
 from accelerant.privacy.dp.clipping import PerExampleClipper
+from accelerant.privacy.dp.clipping.copies import mark
 from accelerant.privacy.dp.distributed import Processes, ShardSampler
 from accelerant.privacy.dp.events import Event
 from accelerant.privacy.dp.ledger import Budget, Ledger
 from accelerant.privacy.dp.noisy_sum import NoisySum, make_source, require_clipped_unit
 from accelerant.privacy.dp.optimizer import PrivateOptimizer
-from accelerant.privacy.dp.sampling import DrawnBatch, PoissonBatches, PoissonSampler
+from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
 from accelerant.privacy.dp.tally import Tally
+from accelerant.privacy.dp.units import Units, delta_remark, require_sampler, rows_of
 
 __all__ = ["Clipping", "PrivateTraining", "make_private"]
 
@@ -68,6 +70,7 @@ class PrivateTraining:
         tally: Tally,
         processes: Processes,
         plan: Arguments,
+        units: Units,
         *,
         owns_ledger: bool,
     ) -> None:
@@ -78,11 +81,14 @@ class PrivateTraining:
         self.noise_multiplier = plan.noise_multiplier
         self.delta, self.sample_rate, self.steps = plan.delta, plan.sample_rate, plan.steps
         self._microbatch = plan.microbatch
+        self._units = units
         self._tally = tally
         self._processes = processes
         self._owns_ledger = owns_ledger
+        self._told_of_delta = False
+        self._samplers: weakref.WeakSet[PoissonSampler | ShardSampler] = weakref.WeakSet()
         self._attached = True
-        self._hook = model.register_forward_pre_hook(_dropping(optimizer, model))
+        self._hook = model.register_forward_pre_hook(mark(_before_forward(optimizer, model)))
 
     def batches(
         self,
@@ -94,19 +100,19 @@ class PrivateTraining:
     ) -> Generator[DrawnBatch, None, None]:
         """Draws from the data by Poisson sampling, each in one or more parts, for an ordinary loop.
 
-        Each row is in each draw with probability sample_rate, independently: batches vary in size and may be empty. The
-        padding of a part is masked in the clipper. In several processes each draws from its own rows: rank, rank +
-        size, ...
+        Each row is in each draw with probability sample_rate, independently: batches vary in size and may be empty. Of
+        groups each is, with one of its rows, chosen anew for each draw. The padding of a part is masked in the clipper.
+        In several processes each draws from its own rows (rank, rank + size, ...), or groups.
 
         Args:
             data: tensors of as many rows each in a tuple, a Dataset, or whatever PoissonBatches takes.
             microbatch: rows of a part; None: as `make_private` was told, else a draw is one part.
             steps: draws; None: those that are left of the steps that were planned, else one pass (1 / sample_rate).
-            sampler: another of `sampling` that draws at sample_rate: a GroupedSampler with records=1, for privacy by
-                user.
+            sampler: another of `sampling` that draws at sample_rate.
 
         Raises:
             ConfigError: a value that has no meaning; later, when a draw was not stepped.
+            ShapeError: groups are of other data.
         """
         drawn = self.draws(data, microbatch=microbatch, steps=steps, sampler=sampler)
         return self._watched(drawn)
@@ -122,20 +128,28 @@ class PrivateTraining:
         """As `batches`, for a loop that calls `use` itself before the forward pass of each part."""
         if not self._attached:
             raise ConfigError("this private training was detached: call make_private again")
+        self.optimizer.require_as_attached()
         if steps is None:
             steps = round(1 / self.sample_rate) if self.steps is None else max(0, self.steps - self.optimizer.steps)
-        drawn: Any = sampler
+        drawn: PoissonSampler | ShardSampler
         if sampler is None:
-            rows = _rows_of(data)
-            drawn = PoissonSampler(ShardSampler.share(rows, self._processes), self.sample_rate, steps=steps)
+            rows = rows_of(data)
+            count = self._units.number(rows)
+            drawn = self._units.sampler(rows, self.sample_rate, steps, self._processes)
+            self._samplers.add(drawn)
         else:
-            rows = sampler.size
-            self._require_same_rate(sampler)
-        if self._processes.size > 1:
-            drawn = ShardSampler(drawn, self._processes)
+            self._require_sampler(sampler)
+            count, drawn = sampler.size, sampler
+        if not self._told_of_delta and (remark := self.remark_on_delta(count)):
+            warnings.warn(remark, UserWarning, stacklevel=3)
         if self.optimizer.expected_batch_size is None:
-            self.optimizer.expected_batch_size = self.sample_rate * rows
-        return PoissonBatches(data, drawn, microbatch=microbatch or self._microbatch)
+            self.optimizer.expected_batch_size = self.sample_rate * count
+        return PoissonBatches(data, drawn, microbatch=self._microbatch if microbatch is None else microbatch)
+
+    def remark_on_delta(self, count: int) -> str:
+        """What is wrong with delta for so many units, empty where nothing is; `draws` does not warn of it again."""
+        self._told_of_delta = True
+        return delta_remark(self.delta, count, self.ledger.unit)
 
     def use(self, batch: DrawnBatch, origin: object = None) -> None:
         """Say that the next forward and backward pass is of this part of a draw; `batches` does it by itself.
@@ -145,15 +159,24 @@ class PrivateTraining:
             origin: the same object for all parts of a draw, where draws may be left unfinished.
 
         Raises:
-            ConfigError: the draw before it was summed and not stepped.
+            ConfigError: the draw before it was summed and not stepped; it was drawn at another rate, or from rows where
+                groups are drawn.
+            UnsupportedCase: the model is no longer as it was attached (16-bit parameters, BatchNorm in train mode).
         """
+        self.optimizer.require_as_attached()
+        if batch.sampler is not None and batch.sampler not in self._samplers:
+            self._require_sampler(batch.sampler)
         self._tally.begin(rows=batch.rows, examples=batch.examples, last=batch.last, origin=origin, number=batch.number)
         mask = batch.mask
         self.clipper.mask = None if mask is None else mask.to(self.clipper.parameters[0][1].device)
 
     def _watched(self, batches: PoissonBatches) -> Generator[DrawnBatch, None, None]:
         try:
-            for batch in batches:
+            parts = iter(batches)
+            while True:
+                self.optimizer.require_as_attached()
+                if (batch := next(parts, None)) is None:
+                    return
                 self.optimizer.require_clear()
                 self.use(batch, batches)
                 yield batch
@@ -161,16 +184,11 @@ class PrivateTraining:
             if not self._tally.awaited:  # next(batches(...)) ends this before the batch is used: its padding stays out
                 self.clipper.mask = None
 
-    def _require_same_rate(self, sampler: PoissonSampler) -> None:
-        if self._processes.size > 1:
-            raise UnsupportedCase("several processes share rows among them: leave sampler out")
-        if not math.isclose(sampler.sample_rate, self.sample_rate, rel_tol=1e-9):
-            raise ConfigError(f"the sampler draws at {sampler.sample_rate}, make_private was told {self.sample_rate}")
-        if sampler.rows_per_unit != 1:
-            raise ConfigError(
-                f"a unit of the sampler has up to {sampler.rows_per_unit} rows in a draw, and would count as often: "
-                "records must be 1"
-            )
+    def _require_sampler(self, sampler: PoissonSampler) -> None:
+        """Check one that was not made here: the ledger is told this training's rate, whatever drew a batch."""
+        require_sampler(sampler, self.sample_rate, self.ledger, self._units, self._processes)
+        self.optimizer.grouped = self.optimizer.grouped or isinstance(sampler, GroupedSampler)
+        self._samplers.add(sampler)
 
     def step(self) -> bool:
         """optimizer.step() and optimizer.zero_grad(); whether it made a step: not while parts of a draw are to come."""
@@ -200,6 +218,8 @@ class PrivateTraining:
             "noise_multiplier": self.noise_multiplier,
             "expected_batch_size": self.optimizer.expected_batch_size,
             "steps": self.optimizer.steps,
+            "unit": self.ledger.unit,
+            "grouped": self._units.groups is not None,  # no digest of them: who knows all but one user could check it
             "ledger": None if self.ledger.path is None else str(self.ledger.path),
             "spent": [event.to_dict() for event in self.ledger.events],
         }
@@ -207,10 +227,13 @@ class PrivateTraining:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave. The ledger is not rewound: steps done since then stay spent.
 
-        What was spent by then and is not in the ledger (of a training in memory, or of another file) is recorded.
+        What was spent by then and is not in the ledger (of a training in memory, or of another file) is recorded; equal
+        events that are in it are taken for the same ones.
 
         Raises:
-            FormatError: it is of something else, or of another noise multiplier.
+            FormatError: it is of something else, of another noise multiplier, of another unit; of groups where there
+                are none here, or the other way round. That groups are the same ones cannot be seen: a state that told
+                of them would not be private.
             BudgetExceeded: what was spent by then passes the ledger's budget.
         """
         lacking = {"optimizer", "max_grad_norm", "noise_multiplier", "expected_batch_size", "steps"} - state.keys()
@@ -222,10 +245,17 @@ class PrivateTraining:
                 f"{self.noise_multiplier}: "
                 "give make_private the same"
             )
-        held = Counter({event.times(1): event.count for event in self.ledger.events})
-        for event in map(Event.from_dict, state.get("spent", ())):
-            if event.count > held[event.times(1)]:
-                self.ledger.record(event.times(event.count - held[event.times(1)]))
+        if (unit := state.get("unit", self.ledger.unit)) != self.ledger.unit:
+            raise FormatError(
+                f"the state is of a training whose unit is {unit!r}, this one's is {self.ledger.unit!r}: what it spent "
+                "does not add up with what is spent here"
+            )
+        if state.get("grouped", False) != (self._units.groups is not None):
+            raise FormatError(
+                "the state is of a training with groups of rows, or this one has some and it had none: what it spent "
+                "is of other units. Give make_private the same groups"
+            )
+        self.ledger.record_missing(map(Event.from_dict, state.get("spent", ())))
         self.optimizer.load_state_dict(state["optimizer"])
         self.clipper.max_grad_norm = state["max_grad_norm"]
         self.optimizer.expected_batch_size = state["expected_batch_size"]
@@ -255,6 +285,9 @@ class PrivateTraining:
     ) -> None:
         self.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a PrivateTraining is not pickled or copied: save state_dict(), and the model for itself")
+
     def __repr__(self) -> str:
         return (
             f"PrivateTraining({type(self.model).__name__}, noise_multiplier={self.noise_multiplier:.6g}, "
@@ -278,16 +311,18 @@ def make_private(
     secure: bool = True,
     microbatch: int | None = None,
     ledger: Ledger | str | Path | None = None,
+    groups: Tensor | Sequence[int | str] | NDArray[Any] | None = None,
 ) -> PrivateTraining:
     """Make the training of a model differentially private.
 
     One example is one entry of dimension 0 of a batch (of a language model: a row of tokens). Neighbouring data sets
-    differ by one example added or removed. The update is (sum of clipped gradients + noise) / expected batch size.
-    Trust: who trains sees the data; draws and noise stay secret. What is private is the parameters, and what is
-    computed from them and from other data; the losses of the training itself are not.
+    differ by one example added or removed; with groups, by one group of them. The update is (sum of clipped
+    gradients + noise) / expected batch size. Trust: who trains sees the data; draws and noise stay secret. What is
+    private is the parameters, and what is computed from them and from other data; the losses of the training are not.
 
     Args:
-        model: of layers whose gradients can be taken for each example; BatchNorm and the like are refused by name.
+        model: of layers whose gradients can be taken for each example; what mixes examples is refused by name
+            (BatchNorm, unless it is frozen and in eval mode). Copies of it, and files, are ordinary models.
         optimizer: of torch or of accelerant.nn.optim, over all parameters that require a gradient.
         noise_multiplier: standard deviation of the noise over the sensitivity, max_grad_norm; 0 is allowed and gives no
             privacy: epsilon is infinite. Give this or target_epsilon.
@@ -296,9 +331,9 @@ def make_private(
         steps: planned; needed with target_epsilon.
         delta: of (epsilon, delta); below one over the number of examples.
         max_grad_norm: the L2 norm to which each example's gradient is clipped; by layer names with "per_layer".
-        sample_rate: the probability of each example to be in a batch.
-        expected_batch_size: None: sample_rate times the rows of the data that `batches` is given. Of all processes
-            together.
+        sample_rate: the probability of each example, or group, to be in a batch.
+        expected_batch_size: None: sample_rate times the rows, or groups, of the data that `batches` is given. Of all
+            processes together.
         loss_reduction: whether a batch's loss is the "mean" or the "sum" of its examples' losses. Each example's loss
             must be of that example alone, its share the same whatever the others are: not a mean over all tokens of the
             batch that are not masked (average those of a row first), nor a loss that compares examples. Nothing
@@ -310,9 +345,14 @@ def make_private(
         microbatch: rows of a part of a draw (virtual steps); None: `batches` says it, else a draw is one part.
         ledger: a Ledger or the path of its file, which may hold earlier trainings on the same data; None: in memory
             alone.
+        groups: (N,), whose each row of the data is, a user's number or name, say. Epsilon is then that of a user with
+            all rows: users are drawn, and of each one row, at random; batches of one's own are refused. A ledger that
+            is made here says "user", one that is given must not say "example". The same in all processes. None: each
+            row stands for itself.
 
     Raises:
         ConfigError: a value that has no meaning; parameters and optimiser do not go together.
+        ShapeError: groups are neither N integers nor N texts.
         UnsupportedCase: a layer whose per-example gradients cannot be exact, a wrapped model.
         BudgetExceeded: the target cannot be reached with what the ledger holds.
         MissingDependency: dp-accounting is not installed, which target_epsilon needs.
@@ -326,9 +366,12 @@ def make_private(
     if isinstance(model, nn.Module) and model in _private:
         raise ConfigError("the model is private already: detach() the PrivateTraining first")
     dimensions = require_fit(model, optimizer)
+    units = Units.of(groups)
     processes = Processes()
+    if not processes.agree(units.digest):
+        raise ConfigError("groups must be those of all rows, the same in each process: a unit would be in two shares")
     source = make_source(secure)
-    book, owned = _opened(ledger, arguments, processes)
+    book, owned = _opened(ledger, arguments, processes, units)
     try:
         if arguments.noise_multiplier < 0:  # to be found
             arguments = dataclasses.replace(
@@ -357,33 +400,39 @@ def make_private(
         expected_batch_size=arguments.expected_batch_size,
         adaptive=None if adaptive is None else AdaptiveNorm(adaptive, source, arguments.noise_multiplier),
         budget=_own_budget(arguments, book),
+        grouped=units.groups is not None,
     )
     _private.add(model)
-    return PrivateTraining(private, model, clipper, book, tally, processes, arguments, owns_ledger=owned)
+    return PrivateTraining(private, model, clipper, book, tally, processes, arguments, units, owns_ledger=owned)
 
 
-def _dropping(optimizer: PrivateOptimizer, model: nn.Module) -> Callable[[nn.Module, Any], None]:
-    """A hook that clears the last step's noisy mean; a copy of the model, which has it too, copies no optimiser."""
+def _before_forward(optimizer: PrivateOptimizer, model: nn.Module) -> Callable[[nn.Module, Any], None]:
+    """A hook that looks at the model, and clears the last step's noisy mean."""
     known, own = weakref.ref(optimizer), weakref.ref(model)
 
-    def drop(module: nn.Module, args: Any) -> None:
+    def before(module: nn.Module, args: Any) -> None:
         private = known()
         if private is not None and module is own():
+            if torch.is_grad_enabled():
+                private.require_as_attached()
             private.drop_released()
 
-    return drop
+    return before
 
 
-def _opened(ledger: Ledger | str | Path | None, arguments: Arguments, processes: Processes) -> tuple[Ledger, bool]:
+def _opened(
+    ledger: Ledger | str | Path | None, arguments: Arguments, processes: Processes, units: Units
+) -> tuple[Ledger, bool]:
     """The ledger to write, and whether it is ours to close."""
     if isinstance(ledger, Ledger):
+        units.require_ledger(ledger)
         return require_clipped_unit(ledger), False
     if ledger is not None and not isinstance(ledger, str | Path):
         raise ConfigError(f"ledger must be a Ledger, a path or None, got {type(ledger).__name__}")
     budget = None if arguments.target_epsilon is None else Budget(arguments.target_epsilon, arguments.delta)
     if processes.first:
-        return Ledger(ledger, budget=budget), True
-    return Ledger(), True
+        return Ledger(ledger, unit=units.name, budget=budget), True
+    return Ledger(unit=units.name), True
 
 
 def _own_budget(arguments: Arguments, ledger: Ledger) -> Budget | None:
@@ -416,10 +465,3 @@ def _found(arguments: Arguments, ledger: Ledger, secure: bool, dimensions: int) 
             f"{target:g}"
         )
     return calibrate(target, delta, rate, steps, charged=charged, before=ledger.events)
-
-
-def _rows_of(data: Any) -> int:
-    """How many rows some data have."""
-    if isinstance(data, Mapping) and data:
-        data = tuple(data.values())
-    return len(data[0]) if isinstance(data, tuple | list) and data else len(data)

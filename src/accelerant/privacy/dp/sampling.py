@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final, Literal, Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ __all__ = [
     "PoissonBatches",
     "PoissonSampler",
     "Stream",
+    "require_groups",
     "require_poisson",
     "sampling_of",
 ]
@@ -155,7 +156,7 @@ class GroupedSampler(PoissonSampler):
     and with records=1 (the default, and the best for equal noise) over C as ever.
 
     Args:
-        groups: (N,) integers: the unit of each row of the data. Any numbers.
+        groups: (N,) integers, or texts in an array or list: the unit of each row of the data.
         sample_rate: of units, in (0, 1].
         records: rows of a unit in a draw, at most.
         steps, stream: as for `PoissonSampler`.
@@ -166,23 +167,21 @@ class GroupedSampler(PoissonSampler):
         rows_per_unit: `records`.
 
     Raises:
-        ConfigError, ShapeError: a value without meaning; groups are not N integers.
+        ConfigError, ShapeError: a value without meaning; groups are neither N integers nor N texts.
     """
 
     def __init__(
         self,
-        groups: Tensor,
+        groups: Tensor | Sequence[int | str] | NDArray[Any],
         sample_rate: float,
         *,
         records: int = 1,
         steps: int | None = None,
         stream: Stream | None = None,
     ) -> None:
-        if groups.ndim != 1 or not len(groups) or groups.is_floating_point() or groups.is_complex():
-            raise ShapeError(f"groups must be (N,) integers, got {tuple(groups.shape)} of {groups.dtype}")
         check_whole("records", records, 1)
-        found = groups.cpu().numpy()
-        _, counts = np.unique(found, return_counts=True)
+        found = require_groups(groups).numpy()
+        counts = np.bincount(found)
         super().__init__(len(counts), sample_rate, steps=steps, stream=stream)
         self.rows = len(found)
         self.rows_per_unit = records
@@ -198,6 +197,30 @@ class GroupedSampler(PoissonSampler):
         rows = self._by_unit[np.repeat(self._starts[units], counts) + place]
         order = np.lexsort((self._integers(total), np.repeat(np.arange(len(units)), counts)))
         return np.sort(rows[order][place < self.rows_per_unit])  # in order of units, as place is
+
+
+def require_groups(groups: Any) -> Tensor:
+    """The unit of each row, numbered from 0 in order of appearance: (N,) int64 on the CPU, in memory of its own.
+
+    Args:
+        groups: a tensor of integers, or an array or list of integers or texts.
+
+    Raises:
+        ShapeError: it is nothing of the kind; texts and numbers are mixed, of which 1 and "1" would be one unit.
+    """
+    if isinstance(groups, Tensor):
+        if groups.ndim != 1 or not len(groups) or groups.is_floating_point() or groups.is_complex():
+            raise ShapeError(f"groups must be (N,) integers, got {tuple(groups.shape)} of {groups.dtype}")
+        groups = groups.cpu().numpy()
+    names = np.asarray(groups)
+    if names.dtype.kind == "O" and all(isinstance(name, str) for name in names.flat):  # a column of pandas
+        names = names.astype(str)
+    if names.ndim != 1 or not len(names) or names.dtype.kind not in "biuUS":
+        raise ShapeError(f"groups must be (N,) integers or texts, got {names.shape} of {names.dtype}")
+    if names.dtype.kind == "U" and not all(isinstance(name, str) for name in groups):
+        raise ShapeError("groups must be integers or texts, got both: the number 1 and the text '1' would be one unit")
+    _, first, number = np.unique(names, return_index=True, return_inverse=True)
+    return torch.from_numpy(first.argsort().argsort()[number].astype(np.int64))
 
 
 def sampling_of(loader: Any) -> Sampling:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from accelerant.privacy.dp.accounting import spent
 from accelerant.privacy.dp.book import versions
+from accelerant.privacy.dp.budget import Budget
 from accelerant.privacy.dp.events import Event, check_delta
 
 if TYPE_CHECKING:
@@ -128,13 +129,13 @@ class Statement:
 
 
 def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
-    """The statement of a ledger at delta; None: its budget's, or else 1e-5.
+    """The statement of a ledger at delta; None: its budget's, or its last run's that had one, or else 1e-5.
 
     Raises:
         ConfigError: delta is not in (0, 1).
         MissingDependency: dp-accounting is not installed.
     """
-    budget = ledger.budget
+    budget = ledger.budget or _last_budget(ledger)
     chosen = delta if delta is not None else budget.delta if budget is not None else _DELTA
     check_delta(chosen)
     events = ledger.events
@@ -166,6 +167,12 @@ def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
         remarks=tuple(_remarks(events, len(datasets), chosen_by_default=delta is None and budget is None)),
         versions=versions(),
     )
+
+
+def _last_budget(ledger: Ledger) -> Budget | None:
+    """The budget of the last run that had one: of a ledger that is only read."""
+    found = [run.facts["budget"] for run in ledger.runs if isinstance(run.facts.get("budget"), list)]
+    return Budget(*found[-1]) if found and len(found[-1]) == 3 else None
 
 
 def _remarks(events: tuple[Event, ...], datasets: int, *, chosen_by_default: bool) -> Iterator[str]:

@@ -11,31 +11,23 @@ and recorded on the host stays there, before each replay.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from accelerant.config import settings
-from accelerant.errors import ConfigError, FallbackWarning, LaunchError
+from accelerant.errors import ConfigError
 from accelerant.nn._optimizer import MultiTensorOptimizer
 from accelerant.nn._precision import LowWeights
+from accelerant.nn.train.graphed import EAGER_STEPS, GraphedStep, Same
 from accelerant.nn.train.step import require_scalar
 from accelerant.privacy.dp.noisy_sum import Plan
 from accelerant.privacy.dp.private import PrivateTraining
 from accelerant.privacy.dp.sampling import DrawnBatch
 from accelerant.runtime.graphs import Graph
-from accelerant.runtime.ledger import FallbackRecord, ledger
 
 __all__ = ["PrivateResult", "PrivateStep"]
-
-T = TypeVar("T")
-
-_EAGER = 3
-"""Parts, and updates, before a capture: compiling and tables in the first, addresses that come back in the others."""
 
 
 class PrivateResult(NamedTuple):
@@ -50,7 +42,7 @@ class PrivateResult(NamedTuple):
     examples: int
 
 
-class PrivateStep:
+class PrivateStep(GraphedStep):
     """Forward, backward, clipping, noise and update of a private training.
 
     Args:
@@ -76,14 +68,15 @@ class PrivateStep:
         if precision not in (None, torch.float32, torch.bfloat16):
             raise ConfigError(f"precision must be bfloat16, float32 or None, got {precision}")
         self.private, self.loss = private, loss
-        self._precision = None if precision == torch.float32 else precision
-        self._low = None if self._precision is None else LowWeights(self._precision)
+        low = None if precision in (None, torch.float32) else LowWeights(precision)
         self._optimizer = private.optimizer
         self._params = [each for _, each in private.clipper.parameters]
-        self._device = self._params[0].device
-        self._stream: torch.cuda.Stream | None = None
-        self._rate: Tensor | None = None
+        device = self._params[0].device
+        precision = None if low is None else precision
+        super().__init__("private_step", "private", private.model, private.optimizer, device, precision, low)
         self._shape: Any = None
+        self._placed: Any = None
+        self._states = Same(())
         self._eager = 0
         self._part: Graph | None = None
         self._inputs: list[Tensor] = []
@@ -95,7 +88,7 @@ class PrivateStep:
         self._eager_updates = 0
         self._planned: Plan | None = None
         self._examples = 0
-        self._wants_graph = self._graph_wanted(graph)
+        self._decide(graph, self._obstacle_of())
 
     @property
     def captured(self) -> bool:
@@ -137,7 +130,7 @@ class PrivateStep:
     # --- a part ------------------------------------------------------------------------------------------------------
 
     def _parted(self, batch: DrawnBatch) -> Tensor:
-        tensors = [each.to(self._device, non_blocking=True) for each in batch.tensors]
+        tensors = self._moved(batch.tensors)
         mask = batch.mask
         if mask is None:
             mask = torch.ones(batch.rows, dtype=torch.bool)
@@ -154,7 +147,7 @@ class PrivateStep:
             return self._aside(lambda: self._run(tensors, mask)).clone()
         self._eager = self._eager + 1 if shape == self._shape else 1
         self._shape = shape
-        if self._eager <= _EAGER or not self._capture(tensors, mask):
+        if self._eager <= EAGER_STEPS or not self._capture(tensors, mask):
             return self._aside(lambda: self._run(tensors, mask)).clone()
         loss = self._replay(tensors, mask)
         self._optimizer.summed(batch.rows)
@@ -162,6 +155,9 @@ class PrivateStep:
 
     def _place_gradients(self) -> None:
         """Memory that stays, since graphs add to it: zero_grad() takes it from the parameters, and nothing else may."""
+        if self._part is not None and self._placement() != self._placed:  # what the graphs stand on was changed
+            self._part = self._end = None
+            self._eager = 0
         for at, param in enumerate(self._params):
             if param.grad is None and param.requires_grad:
                 kept = self._gradients[at]
@@ -171,31 +167,36 @@ class PrivateStep:
                 self._eager = 0
                 self._gradients[at] = param.grad
 
+    def _placement(self) -> tuple[Any, ...]:
+        """Where parameters and gradients are, which parameters are trained, and the modes of the modules."""
+        return (
+            [(param.data_ptr(), param.requires_grad) for param in self._params],
+            [None if gradient is None else gradient.data_ptr() for gradient in self._gradients],
+            [module.training for module in self.private.model.modules()],
+        )
+
     def _run(self, tensors: Sequence[Tensor], mask: Tensor) -> Tensor:
         self.private.clipper.mask = mask
-        with nullcontext() if self._low is None else self._low.refreshed():
+        with self._precision_context():
             with self._autocast():
                 loss = require_scalar(self.loss(*tensors))
             loss.backward()
         return loss.detach().float()
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._precision is None else torch.autocast(self._device.type, dtype=self._precision)
-
     def _capture(self, tensors: Sequence[Tensor], mask: Tensor) -> bool:
         self._inputs, self._mask = [each.clone() for each in tensors], mask.clone()
         graph = Graph("private_part")
         told, self.private.clipper.on_backward = self.private.clipper.on_backward, None  # nothing runs in a capture
-        try:
+
+        def capture() -> None:
             self._loss = graph.capture(self._run, self._inputs, self._mask, warm_up=0)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ConfigError, LaunchError) as error:
-            self._refuse(error)
-            return False
+
+        try:
+            if not self._recorded(capture):
+                return False
         finally:
             self.private.clipper.on_backward = told
-        self._part = graph
+        self._part, self._placed = graph, self._placement()
         return True
 
     def _replay(self, tensors: Sequence[Tensor], mask: Tensor) -> Tensor:
@@ -213,9 +214,15 @@ class PrivateStep:
         """Noise, division and the optimiser; then the gradients are 0."""
         self._set_rate(learning_rate)
         try:
-            if self._end is not None and plan != self._planned:  # the clipping norm moved
-                self._end = None
-            if self._end is None and self._part is not None and self._eager_updates >= _EAGER and self._wants_graph:
+            states = Same(self._optimizer.state.values())
+            if self._end is not None and (plan != self._planned or states != self._states):
+                self._end = None  # the clipping norm moved, or a checkpoint was loaded
+            if (
+                self._end is None
+                and self._part is not None
+                and self._eager_updates >= EAGER_STEPS
+                and self._wants_graph
+            ):
                 self._capture_update(plan)
             if self._end is None:
                 self._aside(lambda: self._update(plan))
@@ -238,69 +245,15 @@ class PrivateStep:
         if isinstance(inner, MultiTensorOptimizer):
             inner.refresh()
         graph = Graph("private_update")
-        try:
-            graph.capture(self._update, plan, warm_up=0)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ConfigError, LaunchError) as error:
-            self._refuse(error)
-            return
-        self._end, self._planned = graph, plan
+        if self._recorded(lambda: graph.capture(self._update, plan, warm_up=0)):
+            self._end, self._planned = graph, plan
+            self._states = Same(self._optimizer.state.values())
 
-    def _set_rate(self, rate: float) -> None:
-        if not self._wants_graph:
-            self._put_rate(rate)
-            return
-        if self._rate is None:
-            self._rate = torch.zeros((), dtype=torch.float32, device=self._device)
-        self._rate.fill_(rate)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._rate
-
-    def _put_rate(self, rate: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-
-    # --- graphs ------------------------------------------------------------------------------------------------------
-
-    def _aside(self, run: Callable[[], T]) -> T:
-        """Run on a stream of its own, as what comes before a capture must be."""
-        if self._device.type != "cuda" or not self._wants_graph:
-            return run()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            found = run()
-        current.wait_stream(self._stream)
-        return found
-
-    def _graph_wanted(self, graph: bool | None) -> bool:
-        if graph is False:
-            return False
-        why = None
-        inner = self._optimizer.inner
-        if self._device.type != "cuda" or torch.version.hip is not None:
-            why = f"parameters are on {self._device}: graphs are CUDA's"
-        elif self._optimizer.follows_norms:
-            why = "adaptive clipping reads each backward pass's norms on the host"
-        elif not isinstance(inner, MultiTensorOptimizer) and not inner.defaults.get("capturable"):
-            why = f"{type(inner).__name__} was not made with capturable=True"
-        elif torch.distributed.is_available() and torch.distributed.is_initialized():
-            why = "processes train together"
-        if why is not None and graph:
-            self._refuse(why)
-        return why is None
-
-    def _refuse(self, reason: object) -> None:
-        """Say in the ledger of ops, and once in words, that steps run eagerly; or raise, as the policy has it."""
-        self._wants_graph = False
-        text = f"{type(reason).__name__}: {str(reason).splitlines()[0]}" if isinstance(reason, Exception) else reason
-        if settings().fallback == "forbid":
-            raise LaunchError(f"the private step cannot be a CUDA graph: {text}")
-        case = f"{type(self.private.model).__name__} on {self._device}"
-        if ledger().fallback(FallbackRecord("private_step", case, "graph", "eager", str(text))):
-            warnings.warn(
-                f"private_step ({case}): no CUDA graph, steps run eagerly. {text}", FallbackWarning, stacklevel=4
-            )
+    def _obstacle_of(self) -> str | None:
+        if (known := self._obstacle(self._optimizer.inner)) is not None:
+            return known
+        if self._optimizer.follows_norms:
+            return "adaptive clipping reads each backward pass's norms on the host"
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return "processes train together"
+        return None

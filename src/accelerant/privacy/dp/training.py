@@ -3,7 +3,8 @@
 The unit of privacy is one window: context + 1 tokens in a row, cut from the training part at multiples of context + 1,
 so that each token belongs to exactly one window and the windows do not depend on the steps. A document that fills
 several windows has several times the epsilon. The number of windows, the corpus's other sizes and the held-out part
-are not covered; nor are the losses of the training, which are measured on it and not noised.
+are not covered; nor are the losses of the training, which are measured on it and not noised, nor the SHA-256 that names
+the text in checkpoints and in the ledger.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from accelerant.nn.train.batches import Tokens
 from accelerant.nn.train.checkpoint import write_atomic
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.extension import Curve, Extension, Step
+from accelerant.nn.train.folder import RunFolder
 from accelerant.nn.train.presets import RunConfig
 from accelerant.nn.train.source import Source
 from accelerant.nn.train.step import StepResult
@@ -42,10 +44,10 @@ _CURVE_POINTS = 12
 _NO_TARGET = -100  # what a loss leaves out
 _SPENT = "the privacy budget is spent"
 _NOT_COVERED = (
-    "Private are the parameters, and what was made from them: model, checkpoints, sample. Not covered are "
-    "metrics.jsonl and "
-    "this page: training losses, n-gram models and sizes are computed from the text without noise. Keep them to "
-    "yourself."
+    "Private are the parameters, and what was made from them: model and sample. Not covered are metrics.jsonl and this "
+    "page: training losses, n-gram models and sizes are computed from the text without noise. Keep them to yourself. "
+    "Checkpoints, config.json and the ledger name the text by its SHA-256: who knows all of it but one window could "
+    "check a guess."
 )
 
 
@@ -59,7 +61,7 @@ class PrivateSettings:
         delta: of (epsilon, delta).
         max_grad_norm: to which each window's gradient is clipped.
         secure: ChaCha20 on an integer grid; False: Philox.
-        ledger: path of the ledger's file.
+        ledger: path of the ledger's file; empty for the one in the run's folder, wherever that is moved.
 
     Raises:
         ConfigError: a value that has no meaning.
@@ -97,6 +99,8 @@ class PrivateRun(Extension):
         self._asked = settings
         self._private: PrivateTraining | None = None
         self._source: WindowSource | None = None
+        self._ledger_of_others: Ledger | None = None
+        self._delta_remark = ""
         self._dataset = ""
         self._unit = ""
         self._folder = Path()
@@ -143,24 +147,27 @@ class PrivateRun(Extension):
         """Windows drawn by Poisson sampling.
 
         Raises:
-            ConfigError: fewer windows than a batch has; the ledger is of another unit.
+            ConfigError: fewer windows than a batch has; the ledger cannot be written, or is of another unit or data.
+            FormatError: the ledger is none, or was cut or edited.
             BudgetExceeded: what the ledger holds has spent the target.
             MissingDependency: dp-accounting is not installed.
         """
         self._source = WindowSource(tokens, config, fingerprint)
         self._dataset = fingerprint
         self._unit = f"window of {config.context + 1} tokens"
+        self.settings = replace(self.settings, ledger=str(self._ledger_path(Path(config.folder))))
         spent([Event("gaussian", 1.0)], self.settings.delta, method="rdp")  # says where there is no accountant
-        if Path(self.settings.ledger).parent != Path(config.folder).absolute():
+        if not self._is_own_ledger(Path(config.folder)):
             self._check_ledger()
+            if not self._comes_with(Path(config.folder)):
+                self._ledger_of_others = self._open_ledger()
         return self._source
 
     def attach(self, trainer: Trainer) -> Step:
         """Clip the model's backward passes, open the ledger, find the noise."""
         config, source, settings = trainer.config, self._source, self.settings
         assert source is not None  # for the type checker: source was called before
-        budget = None if settings.target_epsilon is None else Budget(settings.target_epsilon, settings.delta)
-        ledger = Ledger(settings.ledger, unit=self._unit, budget=budget, dataset=self._dataset)
+        ledger = self._ledger_of_others or self._open_ledger()
         found, self._folder = settings.noise_multiplier, Path(config.folder)
         try:
             self._private = make_private(
@@ -183,6 +190,9 @@ class PrivateRun(Extension):
         source.private = self._private
         self.settings = replace(settings, noise_multiplier=self._private.noise_multiplier)
         self._marked = frozenset(round(config.steps * k / _CURVE_POINTS) for k in range(1, _CURVE_POINTS + 1))
+        self._delta_remark = self._private.remark_on_delta(source.windows)
+        if self._delta_remark:
+            trainer.tell("note", self._delta_remark)
         trainer.optimizer.defaults["max_grad_norm"] = math.inf  # finds the norm of the noisy mean on the way
         return _LoopStep(trainer, self._private, source, self._stepped)
 
@@ -191,9 +201,10 @@ class PrivateRun(Extension):
         if self._source is None:
             return {}
         more = {"windows": self._source.windows, "sample_rate": self._source.rate, "unit": self._ledger.unit}
-        return {"settings": asdict(self.settings), **more}
+        kept = replace(self.settings, ledger="") if self._is_own_ledger(self._folder) else self.settings
+        return {"settings": asdict(kept), **more}
 
-    def words(self) -> list[str]:
+    def words(self, folder: Path) -> list[str]:
         """The options of the command line."""
         asked = self._asked
         words = ["--private", "--delta", str(asked.delta), "--max-grad-norm", str(asked.max_grad_norm)]
@@ -201,14 +212,34 @@ class PrivateRun(Extension):
             words += ["--target-epsilon", str(asked.target_epsilon)]
         else:
             words += ["--noise-multiplier", str(asked.noise_multiplier)]
+        if not self._is_own_ledger(folder):
+            words += ["--ledger", asked.ledger]
         return words if asked.secure else [*words, "--insecure-noise"]
+
+    def _is_own_ledger(self, folder: Path) -> bool:
+        """Whether the ledger is the one that is made, or moved away, with the run's folder."""
+        return self._ledger_path(folder).resolve() == (folder / RunFolder.LEDGER).resolve()
+
+    def _comes_with(self, folder: Path) -> bool:
+        """Whether the ledger is to be made in the run's folder, which may not be there yet."""
+        path = self._ledger_path(folder)
+        return path.parent.resolve() == folder.resolve() and not path.exists()
+
+    def _ledger_path(self, folder: Path) -> Path:
+        return Path(self.settings.ledger or folder.absolute() / RunFolder.LEDGER)
+
+    def _open_ledger(self) -> Ledger:
+        settings = self.settings
+        budget = None if settings.target_epsilon is None else Budget(settings.target_epsilon, settings.delta)
+        return Ledger(settings.ledger, unit=self._unit, budget=budget, dataset=self._dataset)
 
     def _check_ledger(self) -> None:
         """Look at a ledger of other runs, before anything is written."""
         settings = self.settings
-        if not Path(settings.ledger).is_file():
+        path = Path(settings.ledger)
+        if not path.is_file() or not path.stat().st_size:
             return
-        ledger = Ledger.read(settings.ledger)
+        ledger = Ledger.read(path)
         if ledger.unit != self._unit:
             raise ConfigError(f"the ledger {settings.ledger} is of a {ledger.unit}, the run's unit is a {self._unit}")
         if settings.target_epsilon is not None and settings.noise_multiplier is None:
@@ -231,12 +262,20 @@ class PrivateRun(Extension):
         self._ledger.settle()
 
     def state(self) -> Mapping[str, Any]:
-        """For a checkpoint: how many steps the ledger held, by step."""
-        return {"marks": [list(mark) for mark in self._marks]} if self._private is not None else {}
+        """For a checkpoint: what the ledger holds, and how many steps it held, by step."""
+        if self._private is None:
+            return {}
+        spent_now = [event.to_dict() for event in self._ledger.events]
+        return {"marks": [list(mark) for mark in self._marks], "spent": spent_now}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` gave."""
+        """Take back what `state` gave; what of it is in no ledger any more is recorded again.
+
+        Raises:
+            BudgetExceeded: it passes the budget.
+        """
         self._marks = [(int(step), int(count)) for step, count in state["marks"]]
+        self._ledger.record_missing(map(Event.from_dict, state.get("spent", ())))
 
     def _stepped(self, trainer: Trainer) -> None:
         """A step was made: mark it, and end the training where the budget allows no other (what a crash cost)."""
@@ -262,6 +301,7 @@ class PrivateRun(Extension):
             "max_grad_norm": settings.max_grad_norm,
             "sample_rate": private.sample_rate,
             "unit": ledger.unit,
+            "windows": 0 if self._source is None else self._source.windows,
             "secure": settings.secure,
             "ledger": settings.ledger,
             "statement": str(path),
@@ -293,13 +333,15 @@ class PrivateRun(Extension):
             f"removed; noise multiplier {settings.noise_multiplier:.4g}, clipping norm {settings.max_grad_norm:g}, "
             f"{noise}."
         )
-        return [first, _NOT_COVERED]
+        return [first, *([f"{self._delta_remark}."] if self._delta_remark else []), _NOT_COVERED]
 
     def close(self) -> None:
         """Detach the clipper and close the ledger."""
         if self._private is not None:
             self._private.close()
             self._ledger.close()
+        elif self._ledger_of_others is not None:
+            self._ledger_of_others.close()
 
     @property
     def _ledger(self) -> Ledger:

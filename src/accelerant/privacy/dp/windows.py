@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -54,8 +55,7 @@ class WindowSource(TokenSource):
         if self.rate > 1:
             raise ConfigError(
                 f"not enough data: the training part has {self.windows} windows of {config.context + 1} tokens, a "
-                f"batch "
-                f"draws {config.batch_size} of them; give --data more text"
+                f"batch draws {config.batch_size} of them; give --data more text, or a smaller --batch-size"
             )
 
     def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
@@ -76,4 +76,7 @@ def split_draw(draw: DrawnBatch, rows: int) -> list[DrawnBatch]:
     parts = list(zip(*(each.split(rows) for each in draw.tensors), strict=True))
     sizes = [len(part[0]) for part in parts]
     numbered = enumerate(zip(parts, sizes, strict=True), 1)
-    return [DrawnBatch(part, None, number == len(parts), size, size) for number, (part, size) in numbered]
+    return [
+        replace(draw, tensors=part, mask=None, last=number == len(parts), examples=size, rows=size)
+        for number, (part, size) in numbered
+    ]

@@ -12,12 +12,25 @@ from __future__ import annotations
 
 import functools
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from accelerant.privacy.random.chacha20 import CONSTANTS
 
-__all__ = ["BLOCK_FUNCTION", "KeystreamKernel", "block_function", "has_wide_permutes", "lanes", "splat", "start_lines"]
+__all__ = [
+    "BLOCK_FUNCTION",
+    "LOOP_END",
+    "KeystreamKernel",
+    "VectorKernel",
+    "block_function",
+    "has_wide_permutes",
+    "lanes",
+    "next_block",
+    "prologue",
+    "splat",
+    "spread",
+]
 
 BLOCK_FUNCTION = "chacha20_block"
 
@@ -112,9 +125,13 @@ def _double_round(count: int) -> str:
     return re.sub(r"%t\d+", lambda found: last.get(found[0], found[0]), _each(lines))
 
 
-def start_lines(count: int) -> str:
-    """The key and nonce of %state into %start, 12 vectors of which 8 and 9 (the counter) are left."""
-    V, lines = f"<{count} x i32>", []
+def prologue(count: int) -> str:
+    """What a program of blocks begins with: memory for a block in %word, and %start with key and nonce of %state.
+
+    The counter, vectors 8 and 9 of %start, is left to `next_block`; %base is the first one's.
+    """
+    V = f"<{count} x i32>"
+    lines = [f"%start = alloca [12 x {V}], align {4 * count}", f"%word = alloca [16 x {V}], align {4 * count}"]
     for j, word in [*((j, j) for j in range(8)), (10, 8), (11, 9)]:
         lines += [
             f"%key_at{j} = getelementptr inbounds i32, ptr %state, i64 {word}",
@@ -124,19 +141,53 @@ def start_lines(count: int) -> str:
             f"%to{j} = getelementptr inbounds {V}, ptr %start, i64 {j}",
             f"store {V} %keys{j}, ptr %to{j}, align {4 * count}",
         ]
-    return _each(lines)
+    lines += [f"%p{half} = getelementptr inbounds {V}, ptr %start, i64 {at}" for half, at in (("low", 8), ("high", 9))]
+    return _each([*lines, "%base = load i64, ptr %first, align 8"])
+
+
+def next_block(count: int, counters: str, name: str = "") -> str:
+    """The blocks of a vector of counters into %word; `name` keeps values of several apart."""
+    V, Q = f"<{count} x i32>", f"<{count} x i64>"
+    return _each(
+        [
+            f"%low{name} = trunc {Q} {counters} to {V}",
+            f"%highs{name} = lshr {Q} {counters}, {splat('i64', 32, count)}",
+            f"%high{name} = trunc {Q} %highs{name} to {V}",
+            f"store {V} %low{name}, ptr %plow, align {4 * count}",
+            f"store {V} %high{name}, ptr %phigh, align {4 * count}",
+            f"call void @{BLOCK_FUNCTION}(ptr %word, ptr %start)",
+        ]
+    )
+
+
+def spread(count: int, name: str, kind: str = "i64") -> str:
+    """%names, a vector, from the scalar %name."""
+    V = f"<{count} x {kind}>"
+    return _each(
+        [
+            f"%{name}_0 = insertelement {V} poison, {kind} %{name}, i64 0",
+            f"%{name}s = shufflevector {V} %{name}_0, {V} poison, <{count} x i32> zeroinitializer",
+        ]
+    )
 
 
 def _each(lines: Iterator[str] | list[str]) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-@dataclass(frozen=True, slots=True)
-class KeystreamKernel:
-    """A Builder (see runtime/kernel.py) of chacha20_keystream(begin, end, state, first, words, n, one).
+LOOP_END = """
+  %next = add nuw nsw i64 %index, 1
+  %again = icmp slt i64 %next, %end
+  br i1 %again, label %loop, label %done
+done:
+  ret void
+}"""
+"""Of a function that goes from %begin to %end."""
 
-    An index stands for lanes() blocks; words has room for whole blocks of all of them.
-    """
+
+@dataclass(frozen=True, slots=True)
+class VectorKernel(ABC):
+    """A Builder (see runtime/kernel.py) whose program is written out in vectors."""
 
     @property
     def key(self) -> str:
@@ -144,20 +195,32 @@ class KeystreamKernel:
         return self.build("")
 
     @property
-    def least_share(self) -> int:
-        """Indices from which on another thread is worth while: 16 KiB of keystream, about 10 us."""
-        return 256 // lanes()
-
-    @property
     def written_out(self) -> bool:
         """All is vectors already, and but for inlining there is nothing to find."""
         return True
+
+    @abstractmethod
+    def build(self, target: str) -> str:
+        """LLVM IR."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeystreamKernel(VectorKernel):
+    """A Builder (see runtime/kernel.py) of chacha20_keystream(begin, end, state, first, words, n, one).
+
+    An index stands for lanes() blocks; words has room for whole blocks of all of them.
+    """
+
+    @property
+    def least_share(self) -> int:
+        """Indices from which on another thread is worth while: 16 KiB of keystream, about 10 us."""
+        return 256 // lanes()
 
     def build(self, target: str) -> str:
         """LLVM IR."""
         count = lanes()
         each = "\n".join(
-            f"""  %w{j}p = getelementptr inbounds <{count} x i32>, ptr %block, i64 {j}
+            f"""  %w{j}p = getelementptr inbounds <{count} x i32>, ptr %word, i64 {j}
   %w{j} = load <{count} x i32>, ptr %w{j}p, align {4 * count}
 """
             + "\n".join(
@@ -169,15 +232,15 @@ class KeystreamKernel:
             for j in range(16)
         )
         return _PROGRAM.format(
-            V=f"<{count} x i32>",
             Q=f"<{count} x i64>",
             count=count,
             words=16 * count,
-            align=4 * count,
             numbers=f"<{', '.join(f'i64 {i}' for i in range(count))}>",
-            upper=splat("i64", 32, count),
-            start=start_lines(count),
+            prologue=prologue(count),
+            froms=spread(count, "from"),
+            block=next_block(count, "%counters"),
             each=each,
+            end=LOOP_END,
             function=block_function(count),
         )
 
@@ -186,35 +249,19 @@ _PROGRAM = """
 define void @chacha20_keystream(i64 %begin, i64 %end, ptr noalias readonly %state, ptr noalias readonly %first,
                                 ptr noalias %words, i64 %n, i32 %one) {{
 entry:
-  %start = alloca [12 x {V}], align {align}
-  %block = alloca [16 x {V}], align {align}
-{start}
-  %base = load i64, ptr %first, align 8
+{prologue}
   %any = icmp slt i64 %begin, %end
   br i1 %any, label %loop, label %done
 loop:
   %index = phi i64 [ %begin, %entry ], [ %next, %loop ]
   %blocks = mul i64 %index, {count}
   %from = add i64 %base, %blocks
-  %from_0 = insertelement {Q} poison, i64 %from, i64 0
-  %froms = shufflevector {Q} %from_0, {Q} poison, <{count} x i32> zeroinitializer
+{froms}
   %counters = add {Q} %froms, {numbers}
-  %low = trunc {Q} %counters to {V}
-  %highs = lshr {Q} %counters, {upper}
-  %high = trunc {Q} %highs to {V}
-  %plow = getelementptr inbounds {V}, ptr %start, i64 8
-  %phigh = getelementptr inbounds {V}, ptr %start, i64 9
-  store {V} %low, ptr %plow, align {align}
-  store {V} %high, ptr %phigh, align {align}
-  call void @chacha20_block(ptr %block, ptr %start)
+{block}
   %at = mul i64 %index, {words}
   %to = getelementptr inbounds i32, ptr %words, i64 %at
 {each}
-  %next = add nuw nsw i64 %index, 1
-  %again = icmp slt i64 %next, %end
-  br i1 %again, label %loop, label %done
-done:
-  ret void
-}}
+{end}
 {function}
 """

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accelerant import nn as our
+from accelerant.errors import UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
 
 modes = pytest.mark.parametrize("norms", MODES)
@@ -277,3 +278,41 @@ def test_autocast(norms):
     found = torch.cat([each.grad.double().flatten() for each in model.parameters()])
     expected = (rows * (bound / rows.norm(dim=1)).clamp(max=1)[:, None]).sum(0)
     assert float((found - expected).norm() / expected.norm()) < 2e-2
+
+
+def frozen(layer):
+    """A BatchNorm with statistics of its own, as after training elsewhere."""
+    layer(torch.randn(64, layer.num_features, *[5] * (not isinstance(layer, nn.BatchNorm1d)) * 2))
+    if layer.affine:
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+    return layer.eval().requires_grad_(False)
+
+
+@modes
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_that_is_frozen_is_a_constant_map(affine, norms):
+    image = Chain(nn.Conv2d(2, 3, 3), frozen(nn.BatchNorm2d(3, affine=affine)), nn.Flatten(), nn.Linear(27, 4))
+    check(image, [torch.randn(5, 2, 5, 5)], loss_of, norms=norms)
+    row = Chain(nn.Linear(6, 4), frozen(nn.BatchNorm1d(4, affine=affine)), nn.Tanh(), nn.Linear(4, 3))
+    check(row, [torch.randn(5, 6)], loss_of, norms=norms, dtype=torch.float32)
+
+
+def test_batch_norm_that_is_put_back_to_train_mode_is_refused_by_name():
+    norm = frozen(nn.BatchNorm1d(4))
+    model, x, kept = Chain(nn.Linear(6, 4), norm, nn.Linear(4, 3)), torch.randn(5, 6), norm.running_mean.clone()
+    clipper = PerExampleClipper(model, max_grad_norm=1.0)
+    loss_of(model, x).backward()
+    model.train()
+    for context in (torch.enable_grad(), torch.no_grad()):
+        with context, pytest.raises(UnsupportedCase, match=r"layers\.1 \(BatchNorm1d\) was put into train mode"):
+            model(x)
+    with pytest.raises(UnsupportedCase, match=r"layers\.1"):
+        clipper.require_frozen()
+    assert torch.equal(norm.running_mean, kept)
+    norm.eval()
+    loss_of(model, x).backward()
+    clipper.detach()
+    model.train()
+    model(x)
+    assert not torch.equal(norm.running_mean, kept)

@@ -497,12 +497,29 @@ def test_after_an_error_the_next_pass_is_whole():
     assert_same(gradient_of(model), expected)
 
 
+class OtherBatchNorm(nn.BatchNorm1d):
+    """By the batch's own mean, in eval mode too."""
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def replaced(layer):
+    layer.forward = lambda x: x - x.mean(0)
+    return layer
+
+
 @pytest.mark.parametrize(
     ("layer", "match"),
     [
         (lambda: nn.BatchNorm2d(3), r"layers\.0 \(BatchNorm2d\): it mixes the examples.*GroupNorm"),
         (lambda: nn.BatchNorm1d(3, affine=False), "it mixes the examples"),
         (lambda: nn.SyncBatchNorm(3), "it mixes the examples"),
+        (lambda: nn.BatchNorm1d(3).eval(), r"layers\.0 \(BatchNorm1d\): in eval mode it must be frozen"),
+        (lambda: nn.BatchNorm1d(3).requires_grad_(False), "it mixes the examples"),
+        (lambda: nn.BatchNorm1d(3, track_running_stats=False).eval().requires_grad_(False), "it mixes the examples"),
+        (lambda: OtherBatchNorm(3).eval().requires_grad_(False), "it mixes the examples"),
+        (lambda: replaced(nn.BatchNorm1d(3).eval().requires_grad_(False)), "it mixes the examples"),
         (lambda: nn.InstanceNorm1d(3, track_running_stats=True), "track_running_stats=False"),
         (lambda: nn.Embedding(4, 3, max_norm=1.0), "max_norm"),
         (lambda: nn.Embedding(4, 3, sparse=True), "sparse=False"),

@@ -24,8 +24,9 @@ takes less time (norms.py). By layers (`clipping="per_layer"`) nothing is kept l
 Works with autocast, CUDA graphs, checkpointing (use_reentrant=False), several passes before a step, and torch.compile,
 which leaves these layers to Python.
 
-Refused by name: BatchNorm (it mixes examples), a bare parameter of a module that is not listed, layers of another kind.
-A parameter that is used outside of its layer is found in the backward pass, and refused there.
+Refused by name: BatchNorm (it mixes examples) unless it is in eval mode and frozen, a bare parameter of a module that
+is not listed, layers of another kind. A parameter that is used outside of its layer is found in the backward pass, and
+refused there. Copies and files of the model are ordinary models.
 
 Source: Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038 (book-keeping); Abadi et al. 2016, arXiv:1607.00133 (DP-SGD).
 """

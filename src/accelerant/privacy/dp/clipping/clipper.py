@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.ops import _per_example
 from accelerant.ops.transformer.op import column_sums_each
-from accelerant.privacy.dp.clipping import attention, convolution, hugging_face, layers, models, recurrent
+from accelerant.privacy.dp.clipping import attention, convolution, frozen, hugging_face, layers, models, recurrent
+from accelerant.privacy.dp.clipping.copies import leave_out, mark
 from accelerant.privacy.dp.clipping.functions import SECOND_PASS
 from accelerant.privacy.dp.clipping.norms import wide
 from accelerant.privacy.dp.clipping.passes import BackwardPass, Group, Plan, require_plain_backward
@@ -98,6 +99,7 @@ class PerExampleClipper:
         self._announced: dict[int, int] = {}
         self._removals: list[Callable[[], None]] = []
         self._idealised = norms == "ghost"
+        self._frozen: list[tuple[str, nn.Module]] = []
         for name, parameter in model.named_parameters():
             if _per_example.sink_of(parameter) is not None:
                 raise ConfigError(f"{name} is clipped already: detach() the other clipper first")
@@ -159,8 +161,11 @@ class PerExampleClipper:
             own = [each for _, each in found.parameters]
             _per_example.attach(self, own)
             self._removals.append(lambda: _per_example.detach(own))
+            self._removals.append(leave_out(self.model))
             for hook in _around(self):
                 self._removals.append(hook.remove)
+            self._frozen = found.frozen
+            self._removals += [frozen.watch(name, module) for name, module in found.frozen]
             for name, parameter in found.parameters:
                 self._removals.append(parameter.register_hook(_stray(name)).remove)
             for module, make in found.replaced:
@@ -178,6 +183,15 @@ class PerExampleClipper:
         self._pass, self._examples, self._inside = None, None, 0
         self._expected.clear()
         self._announced.clear()
+
+    def require_frozen(self) -> None:
+        """Check that each BatchNorm that was frozen is so still, before a pass or a step.
+
+        Raises:
+            UnsupportedCase: one is in train mode, or lost its running statistics; by name.
+        """
+        for name, module in self._frozen:
+            frozen.require(name, module)
 
     def begin(self, *inputs: Any) -> None:
         """Note how many examples a forward pass is for: the first dimension of the first tensor that has one.
@@ -332,7 +346,7 @@ def _by_example(rows: Tensor, examples: int) -> Tensor:
 
 
 def _around(clipper: PerExampleClipper) -> tuple[RemovableHandle, RemovableHandle]:
-    """Hooks around the clipper's model's forward; in a copy of the model they do nothing."""
+    """Hooks around the clipper's model's forward; in a copy of the model they are not."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module is clipper.model:
@@ -344,8 +358,8 @@ def _around(clipper: PerExampleClipper) -> tuple[RemovableHandle, RemovableHandl
             clipper._inside -= 1
 
     model = clipper.model
-    return model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(
-        after, always_call=True
+    return model.register_forward_pre_hook(mark(before), with_kwargs=True), model.register_forward_hook(
+        mark(after), always_call=True
     )
 
 

@@ -16,9 +16,21 @@ from accelerant.nn.layers import compute_dtype
 from accelerant.ops._per_example import PerExampleSink, mark_traced
 from accelerant.ops.norm.op import _layer_norm as _layer_norm_op
 from accelerant.ops.norm.op import _rms_norm as _rms_norm_op
-from accelerant.privacy.dp.clipping import functions
+from accelerant.privacy.dp.clipping import frozen, functions
+from accelerant.privacy.dp.clipping.copies import leave_out, mark
+from accelerant.privacy.dp.clipping.frozen import BatchNorm
 
-__all__ = ["KINDS", "MODELS", "NAMED", "Kind", "Survey", "adapt", "batch_of", "replace", "survey"]
+__all__ = [
+    "KINDS",
+    "MODELS",
+    "NAMED",
+    "Kind",
+    "Survey",
+    "adapt",
+    "batch_of",
+    "replace",
+    "survey",
+]
 
 Forward = Callable[..., Any]
 Make = Callable[[nn.Module, PerExampleSink, Forward], Forward]
@@ -61,11 +73,13 @@ class Survey:
         parameters: by name, each once.
         replaced: modules, and how their forward is made.
         models: modules that use parameters of their layers themselves, and what replaces their methods for it.
+        frozen: BatchNorm in eval mode, by name: exact while it stays in it.
     """
 
     parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     replaced: list[tuple[nn.Module, Make]] = field(default_factory=list)
     models: list[tuple[nn.Module, Adapt]] = field(default_factory=list)
+    frozen: list[tuple[str, nn.Module]] = field(default_factory=list)
 
 
 def survey(model: nn.Module) -> Survey:
@@ -85,6 +99,9 @@ def survey(model: nn.Module) -> Survey:
         why = _mixes(module)
         if why is not None:
             refusals.append(f"{place} ({type(module).__name__}): {why}")
+            continue
+        if isinstance(module, BatchNorm):
+            found.frozen.append((place, module))
             continue
         kind = kind_of(module)
         inside = kind is not None and kind.inside
@@ -126,8 +143,8 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def _mixes(module: nn.Module) -> str | None:
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return "it mixes the examples of a batch: take GroupNorm or LayerNorm"
+    if isinstance(module, BatchNorm):
+        return frozen.why_not(module)
     if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
         return "its running statistics keep what examples held: take track_running_stats=False"
     return None
@@ -144,10 +161,11 @@ def _computes(module: nn.Module, own: Iterable[str]) -> str | None:
 
 
 class _Method:
-    """What stands in a module in place of a method; in a copy of the module, or a pickle, the method itself does."""
+    """What stands in a module in place of a method; in a copy of it, or a pickle, the method itself does."""
 
     def __init__(self, module: nn.Module, name: str, call: Forward) -> None:
         self._module, self._name, self._call = module, name, call
+        mark(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -175,8 +193,10 @@ def _uncompiled(call: Forward, *args: Any, **kwargs: Any) -> Any:
 
 def _put(module: nn.Module, methods: Mapping[str, _Method]) -> Callable[[], None]:
     module.__dict__.update(methods)
+    whole = leave_out(module)
 
     def undo() -> None:
+        whole()
         for name, method in methods.items():
             if module.__dict__.get(name) is method:
                 del module.__dict__[name]
@@ -211,6 +231,7 @@ def adapt(model: nn.Module, adapt: Adapt, sink: PerExampleSink) -> Callable[[], 
     return _put(model, {name: _Method(model, name, method) for name, method in methods.items()})
 
 
+@mark
 def _nothing(module: nn.Module, args: Any) -> None:
     return None
 

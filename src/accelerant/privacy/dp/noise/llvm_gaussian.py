@@ -18,7 +18,17 @@ from dataclasses import dataclass
 from accelerant.privacy.dp.noise.llvm_lines import Lines
 from accelerant.privacy.dp.noise.reference import POOL, draws_of_unit
 from accelerant.privacy.dp.noise.table import CELL_FIELD, COMPARED, COMPARED_REST, TRIGGER
-from accelerant.privacy.random.llvm_kernels import block_function, has_wide_permutes, lanes, splat, start_lines
+from accelerant.privacy.random.llvm_kernels import (
+    LOOP_END,
+    VectorKernel,
+    block_function,
+    has_wide_permutes,
+    lanes,
+    next_block,
+    prologue,
+    splat,
+    spread,
+)
 
 __all__ = ["GaussianKernel"]
 
@@ -116,8 +126,8 @@ def _sample(t: Lines, word: str, entry: str, pool: tuple[str, str]) -> tuple[str
 
 
 @dataclass(frozen=True, slots=True)
-class GaussianKernel:
-    """A Builder (see runtime/kernel.py) of gaussian_steps or gaussian_add; arguments as kernel.c has them.
+class GaussianKernel(VectorKernel):
+    """A Builder of gaussian_steps or gaussian_add; arguments as kernel.c has them.
 
     Attributes:
         terms: base samples of a draw.
@@ -133,19 +143,9 @@ class GaussianKernel:
         return "gaussian_add" if self.adds else "gaussian_steps"
 
     @property
-    def key(self) -> str:
-        """The program itself: it depends on the processor's vectors."""
-        return self.build("")
-
-    @property
     def least_share(self) -> int:
         """Indices from which on another thread is worth while: about 10 us."""
         return 2
-
-    @property
-    def written_out(self) -> bool:
-        """All is vectors already, and but for inlining there is nothing to find."""
-        return True
 
     def build(self, target: str) -> str:
         """LLVM IR."""
@@ -172,10 +172,12 @@ class GaussianKernel:
             V=V,
             Q=f"<{count} x i64>",
             count=count,
-            align=4 * count,
             numbers=f"<{', '.join(f'i64 {16 * i}' for i in range(count))}>",
-            upper=splat("i64", 32, count),
-            start=start_lines(count),
+            prologue=prologue(count),
+            froms=spread(count, "from"),
+            steps=spread(count, "number"),
+            first_block=next_block(count, "%counters", "_0"),
+            block=next_block(count, "%counter", "_1"),
             pool=pool.text(),
             low=low,
             high=high,
@@ -185,6 +187,7 @@ class GaussianKernel:
             parts=32 // count,
             group_elements=32 * draws_of_unit(self.terms),
             stride=32 * (16 // self.terms),
+            end=LOOP_END,
             function=block_function(count),
             declared=declared,
         )
@@ -271,12 +274,7 @@ define void @{entry}(i64 %begin, i64 %end, ptr noalias readonly %state, ptr noal
                      ptr noalias readonly %tables, ptr noalias %x, i64 %n, i32 %k1, i32 %k2, i32 %k3, i32 %k4,
                      i32 %one{more}) {{
 entry:
-  %start = alloca [12 x {V}], align {align}
-  %word = alloca [16 x {V}], align {align}
-{start}
-  %plow = getelementptr inbounds {V}, ptr %start, i64 8
-  %phigh = getelementptr inbounds {V}, ptr %start, i64 9
-  %base = load i64, ptr %first, align 8
+{prologue}
   %any = icmp slt i64 %begin, %end
   br i1 %any, label %loop, label %done
 loop:
@@ -284,20 +282,14 @@ loop:
   %units = mul i64 %index, {count}
   %blocks = mul i64 %units, 16
   %from = add i64 %base, %blocks
-  %from_0 = insertelement {Q} poison, i64 %from, i64 0
-  %froms = shufflevector {Q} %from_0, {Q} poison, <{count} x i32> zeroinitializer
+{froms}
   %counters = add {Q} %froms, {numbers}
   %group = udiv i64 %index, {parts}
   %part = urem i64 %index, {parts}
   %offset = mul i64 %part, {count}
   %elements = mul i64 %group, {group_elements}
   %place = add i64 %elements, %offset
-  %low_0 = trunc {Q} %counters to {V}
-  %highs_0 = lshr {Q} %counters, {upper}
-  %high_0 = trunc {Q} %highs_0 to {V}
-  store {V} %low_0, ptr %plow, align {align}
-  store {V} %high_0, ptr %phigh, align {align}
-  call void @chacha20_block(ptr %word, ptr %start)
+{first_block}
 {pool}
   br label %block
 block:
@@ -305,15 +297,9 @@ block:
   %at = phi i64 [ %place, %loop ], [ %at_next, %block_end ]
   %low = phi {V} [ {low}, %loop ], [ {after_low}, %block_end ]
   %high = phi {V} [ {high}, %loop ], [ {after_high}, %block_end ]
-  %number_0 = insertelement {Q} poison, i64 %number, i64 0
-  %numbers = shufflevector {Q} %number_0, {Q} poison, <{count} x i32> zeroinitializer
+{steps}
   %counter = add {Q} %counters, %numbers
-  %low_1 = trunc {Q} %counter to {V}
-  %highs_1 = lshr {Q} %counter, {upper}
-  %high_1 = trunc {Q} %highs_1 to {V}
-  store {V} %low_1, ptr %plow, align {align}
-  store {V} %high_1, ptr %phigh, align {align}
-  call void @chacha20_block(ptr %word, ptr %start)
+{block}
 {body}
   br label %block_end
 block_end:
@@ -322,12 +308,7 @@ block_end:
   %go_on = icmp ult i64 %number_next, 16
   br i1 %go_on, label %block, label %made
 made:
-  %next = add nuw nsw i64 %index, 1
-  %again = icmp slt i64 %next, %end
-  br i1 %again, label %loop, label %done
-done:
-  ret void
-}}
+{end}
 {function}
 {declared}
 """

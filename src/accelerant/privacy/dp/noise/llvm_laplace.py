@@ -9,32 +9,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accelerant.privacy.random.llvm_kernels import block_function, lanes, splat, start_lines
+from accelerant.privacy.random.llvm_kernels import (
+    LOOP_END,
+    VectorKernel,
+    block_function,
+    lanes,
+    next_block,
+    prologue,
+    splat,
+    spread,
+)
 
 __all__ = ["LaplaceKernel"]
 
 
 @dataclass(frozen=True, slots=True)
-class LaplaceKernel:
-    """A Builder (see runtime/kernel.py) of laplace_steps; arguments as kernel.c has them.
+class LaplaceKernel(VectorKernel):
+    """A Builder of laplace_steps; arguments as kernel.c has them.
 
     The memory of `out` has room for whole vectors.
     """
 
     @property
-    def key(self) -> str:
-        """The program itself: it depends on the processor's vectors."""
-        return self.build("")
-
-    @property
     def least_share(self) -> int:
         """Indices from which on another thread is worth while: about 10 us."""
         return 16
-
-    @property
-    def written_out(self) -> bool:
-        """All is vectors already, and but for inlining there is nothing to find."""
-        return True
 
     def build(self, target: str) -> str:
         """LLVM IR."""
@@ -46,8 +45,14 @@ class LaplaceKernel:
             count=count,
             align=4 * count,
             lanes=f"<{', '.join(f'i64 {i}' for i in range(count))}>",
-            upper=splat("i64", 32, count),
-            start=start_lines(count),
+            prologue=prologue(count),
+            eachs=spread(count, "each"),
+            froms=spread(count, "from"),
+            numbers=spread(count, "number"),
+            block=next_block(count, "%counter"),
+            us=spread(count, "u", "i32"),
+            rests=spread(count, "rest"),
+            signeds=spread(count, "signed"),
             pool="\n".join(
                 f"""  %wide{i} = zext <{count} x i32> %first_word{i} to <{count} x i64>"""
                 + (
@@ -62,6 +67,7 @@ class LaplaceKernel:
                 f"  %first_word{i} = load <{count} x i32>, ptr %first_at{i}, align {4 * count}"
                 for i in range(6)
             ),
+            end=LOOP_END,
             function=block_function(count),
         )
 
@@ -71,18 +77,12 @@ define void @laplace_steps(i64 %begin, i64 %end, ptr noalias readonly %state, pt
                            ptr noalias readonly %thresholds, ptr noalias %out, i64 %n, i32 %digits, i32 %blocks,
                            i32 %one) {{
 entry:
-  %start = alloca [12 x {V}], align {align}
-  %word = alloca [16 x {V}], align {align}
-{start}
-  %plow = getelementptr inbounds {V}, ptr %start, i64 8
-  %phigh = getelementptr inbounds {V}, ptr %start, i64 9
-  %base = load i64, ptr %first, align 8
+{prologue}
   %each = zext i32 %blocks to i64
   %J = zext i32 %digits to i64
   %both = shl i64 %J, 1
   %last = add i64 %both, 6
-  %each_0 = insertelement {Q} poison, i64 %each, i64 0
-  %eachs = shufflevector {Q} %each_0, {Q} poison, <{count} x i32> zeroinitializer
+{eachs}
   %strides = mul {Q} %eachs, {lanes}
   %any = icmp slt i64 %begin, %end
   br i1 %any, label %loop, label %done
@@ -91,8 +91,7 @@ loop:
   %draws = mul i64 %index, {count}
   %used = mul i64 %draws, %each
   %from = add i64 %base, %used
-  %from_0 = insertelement {Q} poison, i64 %from, i64 0
-  %froms = shufflevector {Q} %from_0, {Q} poison, <{count} x i32> zeroinitializer
+{froms}
   %counters = add {Q} %froms, %strides
   br label %block
 block:
@@ -102,15 +101,9 @@ block:
   %a1 = phi {Q} [ zeroinitializer, %loop ], [ %n1, %after_words ]
   %a2 = phi {Q} [ zeroinitializer, %loop ], [ %n2, %after_words ]
   %sum = phi {Q} [ zeroinitializer, %loop ], [ %sum_next, %after_words ]
-  %number_0 = insertelement {Q} poison, i64 %number, i64 0
-  %numbers = shufflevector {Q} %number_0, {Q} poison, <{count} x i32> zeroinitializer
+{numbers}
   %counter = add {Q} %counters, %numbers
-  %low = trunc {Q} %counter to {V}
-  %highs = lshr {Q} %counter, {upper}
-  %high = trunc {Q} %highs to {V}
-  store {V} %low, ptr %plow, align {align}
-  store {V} %high, ptr %phigh, align {align}
-  call void @chacha20_block(ptr %word, ptr %start)
+{block}
 {words}
 {pool}
   %begins = icmp eq i64 %number, 0
@@ -148,10 +141,8 @@ words:
   %lw = zext i32 %l to i64
   %ms = shl i64 %mw, 32
   %rest = or i64 %ms, %lw
-  %u_0 = insertelement {V} poison, i32 %u, i64 0
-  %us = shufflevector {V} %u_0, {V} poison, <{count} x i32> zeroinitializer
-  %rest_0 = insertelement {Q} poison, i64 %rest, i64 0
-  %rests = shufflevector {Q} %rest_0, {Q} poison, <{count} x i32> zeroinitializer
+{us}
+{rests}
   %below = icmp ult {V} %w, %us
   %equal = icmp eq {V} %w, %us
   %lower = icmp ult {Q} %p0, %rests
@@ -163,8 +154,7 @@ words:
   %weight = shl i64 1, %digit
   %against = sub i64 0, %weight
   %signed = select i1 %second, i64 %against, i64 %weight
-  %signed_0 = insertelement {Q} poison, i64 %signed, i64 0
-  %signeds = shufflevector {Q} %signed_0, {Q} poison, <{count} x i32> zeroinitializer
+{signeds}
   %gain = select {B} %is, {Q} %signeds, {Q} zeroinitializer
   %sum_next = add {Q} %total, %gain
   %i_next = add i64 %i, 1
@@ -177,11 +167,6 @@ after_words:
 made:
   %place = getelementptr inbounds i64, ptr %out, i64 %draws
   store {Q} %sum_next, ptr %place, align 8
-  %next = add nuw nsw i64 %index, 1
-  %again = icmp slt i64 %next, %end
-  br i1 %again, label %loop, label %done
-done:
-  ret void
-}}
+{end}
 {function}
 """

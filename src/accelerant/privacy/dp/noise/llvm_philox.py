@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accelerant.privacy.dp.noise.llvm_lines import Lines
-from accelerant.privacy.random.llvm_kernels import lanes, splat
+from accelerant.privacy.random.llvm_kernels import LOOP_END, VectorKernel, lanes, splat
 
 __all__ = ["PhiloxKernel"]
 
@@ -117,8 +117,8 @@ def _joined(t: Lines, kind: str, x: str, y: str, count: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class PhiloxKernel:
-    """A Builder (see runtime/kernel.py) of philox_add(begin, end, x, keys, first, stream, n, width, outward).
+class PhiloxKernel(VectorKernel):
+    """A Builder of philox_add(begin, end, x, keys, first, stream, n, width, outward).
 
     Attributes:
         laplace: the variates are Laplace's.
@@ -127,19 +127,9 @@ class PhiloxKernel:
     laplace: bool = False
 
     @property
-    def key(self) -> str:
-        """The program itself: it depends on the processor's vectors."""
-        return self.build("")
-
-    @property
     def least_share(self) -> int:
         """Indices from which on another thread is worth while: about 10 us."""
         return 8192 // (4 * lanes())
-
-    @property
-    def written_out(self) -> bool:
-        """All is vectors already."""
-        return True
 
     def build(self, target: str) -> str:
         """LLVM IR."""
@@ -169,6 +159,7 @@ class PhiloxKernel:
             places=f"<{', '.join(f'i64 {i}' for i in range(4 * count))}>",
             low=splat("i64", _LOW, count),
             upper=splat("i64", 32, count),
+            end=LOOP_END,
         )
 
 
@@ -216,12 +207,7 @@ rest:
   call void @llvm.masked.store.v{elements}f32.p0({W} %my, ptr %place, i32 4, {B} %in)
   br label %more
 more:
-  %next = add nuw nsw i64 %index, 1
-  %again = icmp slt i64 %next, %end
-  br i1 %again, label %loop, label %done
-done:
-  ret void
-}}
+{end}
 declare {F} @llvm.sqrt.v{count}f32({F})
 declare {F} @llvm.fabs.v{count}f32({F})
 declare {F} @llvm.copysign.v{count}f32({F}, {F})
