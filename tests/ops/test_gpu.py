@@ -22,7 +22,7 @@ from accelerant import ops
 from accelerant.config import override
 from accelerant.runtime.ledger import ledger
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error::accelerant.errors.FallbackWarning")]
 IDS = {"ids": lambda dtype: str(dtype).removeprefix("torch.")}
 
 

@@ -53,12 +53,18 @@ FAMILY = {
 }
 
 
-def _compiled(name: str, window: Window, kind: str, places: str | None = None, *, last: bool = False) -> Compilation:
+def _compiled(
+    name: str, window: Window, kind: str, places: str | None = None, *, last: bool = False, divided: bool = False
+) -> Compilation:
     types = dict.fromkeys(("x_ptr", "y_ptr") if name == "fwd" else ("dy_ptr", "dx_ptr"), kind)
     types |= dict.fromkeys(("B", "C", "H", "W", "OH", "OW"), "i32")
     plan = plan_of(name, 64, 4 if kind == "*fp32" else 2, "cuda", last=last)
     constants: dict[str, int | bool | None] = dict(window.constants(last=last))
-    constants |= {"BLOCK_P": plan.block_p, "BLOCK_Q": plan.block_q, "divisor": None}
+    constants |= {"BLOCK_P": plan.block_p, "BLOCK_Q": plan.block_q}
+    if divided:
+        types["divisor"] = "i32"
+    else:
+        constants["divisor"] = None
     constants |= {"PAIRS": not last} if name == "bwd" else {"ROWS": plan.rows}
     if places:
         types["places_ptr"] = places
@@ -75,6 +81,8 @@ KERNELS = (
     _compiled("fwd", _MAX, "*bf16", "*u8", last=True),
     _compiled("fwd", _AVG, "*fp32"),
     _compiled("fwd", _AVG, "*bf16", last=True),
+    _compiled("fwd", _AVG, "*bf16", divided=True),
+    _compiled("bwd", _AVG, "*bf16", divided=True),
     _compiled("bwd", _MAX, "*bf16", "*u8"),
     _compiled("bwd", _MAX, "*fp32", "*i64"),
     _compiled("bwd", _MAX, "*bf16", "*u8", last=True),

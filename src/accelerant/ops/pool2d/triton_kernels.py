@@ -67,10 +67,12 @@ def _divisor(
     WITH_PAD: tl.constexpr,
 ):  # fmt: skip
     """What sums of windows are divided by."""
-    if divisor is not None:
-        return tl.full([1, 1], 0, tl.float32) + divisor
-    rows = _counted(row * SH - PH, H, PH, KH, WITH_PAD)
-    return (rows * _counted(column * SW - PW, W, PW, KW, WITH_PAD)).to(tl.float32)
+    if divisor is None:
+        rows = _counted(row * SH - PH, H, PH, KH, WITH_PAD)
+        count = rows * _counted(column * SW - PW, W, PW, KW, WITH_PAD)
+    else:  # not after a return: see _tile
+        count = tl.full([1, 1], 0, tl.int32) + divisor
+    return count.to(tl.float32)
 
 
 @triton.jit
