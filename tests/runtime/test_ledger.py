@@ -153,6 +153,19 @@ def test_a_graph_of_real_ops_forward_and_backward(book):
 
 
 @pytest.mark.gpu
+def test_no_garbage_is_collected_during_a_capture(book):
+    x, seen = torch.zeros(8, device="cuda"), []
+
+    def step():
+        seen.append(gc.isenabled())
+        return x + 1
+
+    Graph("step", book=book).capture(step)
+    assert seen == [True, True, True, False]
+    assert gc.isenabled()
+
+
+@pytest.mark.gpu
 def test_a_capture_that_fails_counts_nothing(book):
     import accelerant.ops
 

@@ -8,6 +8,7 @@ graph.replay()
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,6 +44,23 @@ def counting(is_captured: Callable[[torch.device], bool] = capturing) -> Iterato
         yield calls
     finally:
         observers.remove(observe)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave Python's cycles alone meanwhile.
+
+    Pinned memory that an earlier capture used is given back by an event on the capture's stream. Given back by a
+    collection in the middle of another capture, that event belongs to the capture, and the next allocation of pinned
+    memory, .item() included, fails when it asks whether it is over: "invalid argument" (torch 2.11).
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Graph:
@@ -84,7 +102,7 @@ class Graph:
                 fn(*args, **kwargs)
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with counting() as calls:
+        with counting() as calls, _uncollected():
             try:
                 # Other threads go on with what a capture of theirs could not hold, such as pinning the next batch.
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
