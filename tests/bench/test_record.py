@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from accelerant.bench import Environment, Record, Row, host_time_us, time_ms, wall_ms
+from accelerant.bench.timer import covers
 from accelerant.errors import FormatError
 from accelerant.runtime import registry
 
@@ -101,6 +102,12 @@ def test_what_is_no_record_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(FormatError, match=r"x\.json is not a benchmark record"):
         Record.load(path)
+
+
+def test_a_slow_host_is_hidden_by_more_flushes():
+    assert covers(host_s=50e-6, flush_s=230e-6) == 1
+    assert covers(host_s=400e-6, flush_s=230e-6) == 4
+    assert covers(host_s=1.0, flush_s=230e-6) == 8
 
 
 def test_timers_order_quick_and_slow():

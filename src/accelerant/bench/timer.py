@@ -1,11 +1,11 @@
 """Times that can be trusted: warm-up, a cold cache, many repeats, quantiles.
 
 On a GPU a call stands between two events, after a write of many times what the L2 holds: the write empties the cache
-and keeps the device busy (about 0.2 ms on an H200) while the host queues the call, so that host time does not stand in
-the figure; `host_time_us` measures that. What the write leaves in the L2 goes to memory during the call, as what the
-call itself writes does after it: for a call that reads and writes the two are even. A call that writes next to nothing
-would pay for the flush (50 MB, 11 us on an H200), so for it the cache is emptied by reading (`reads=True`). On the CPU
-the clock is read around the call.
+and keeps the device busy (about 0.2 ms on an H200; it is repeated for a slow host) while the host queues the call, so
+that host time does not stand in the figure; `host_time_us` measures that. What the write leaves in the L2 goes to
+memory during the call, as what the call itself writes does after it: for a call that reads and writes the two are
+even. A call that writes next to nothing would pay for the flush (50 MB, 11 us on an H200), so for it the cache is
+emptied by reading (`reads=True`). On the CPU the clock is read around the call.
 
 `rotated_ms` is for calls that a program makes one after the other on other memory each time, as the layers of a model
 do: alone, a call of some 20 us also shows what it costs to start one. `wall_ms` is what somebody waits for: from an
@@ -15,6 +15,7 @@ another from one second to the next: what is compared is called in turns.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Timing", "host_time_us", "rotated_ms", "synchronize", "time_in_turns", "time_ms", "wall_ms"]
+__all__ = ["Timing", "covers", "host_time_us", "rotated_ms", "synchronize", "time_in_turns", "time_ms", "wall_ms"]
 
 _FLUSH_BYTES = 2**30
 _MIN_REPEATS = 10
@@ -213,28 +214,42 @@ def _device_samples(fn: Callable[[], object], budget_s: float, reads: bool) -> l
     memory = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
     flush: Callable[[], object] = memory.sum if reads else memory.zero_
 
-    def took(calls: int) -> float:
+    def took(call: Callable[[], object], calls: int) -> tuple[float, float]:
+        """Seconds of one of several calls, each after a flush: of the host, and of both."""
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(calls):
             flush()
-            fn()
+            call()
+        queued = time.perf_counter()
         torch.cuda.synchronize()
-        return (time.perf_counter() - began) / calls
+        return (queued - began) / calls, (time.perf_counter() - began) / calls
 
     fn()
-    once_s = took(1)
+    host_s, once_s = took(fn, 1)
     if once_s < _SLOW_S:
-        once_s = took(3)
-    repeats = _repeats(once_s, budget_s)
+        host_s, once_s = took(fn, 3)
+    flush_s = took(lambda: None, 3)[1]
+    flushes = covers(host_s, flush_s)
+    repeats = _repeats(once_s + (flushes - 1) * flush_s, budget_s)
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, stop in marks:
-        flush()
+        for _ in range(flushes):
+            flush()
         start.record()
         fn()
         stop.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(stop) for start, stop in marks]
+
+
+_MOST_FLUSHES = 8
+"""Of a call that waits for the device itself, no number would hide the host's part."""
+
+
+def covers(host_s: float, flush_s: float) -> int:
+    """How many flushes keep the device busy while the host queues a call: twice its time, for hosts are uneven."""
+    return max(1, min(_MOST_FLUSHES, math.ceil(2 * host_s / flush_s)))
 
 
 def _host_samples(fn: Callable[[], object], budget_s: float) -> list[float]:

@@ -19,11 +19,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError
 
-__all__ = ["PerExampleSink", "announce", "attach", "detach", "examples_of", "is_traced", "mark_traced", "sink_of"]
+__all__ = [
+    "Forming",
+    "PerExampleSink",
+    "announce",
+    "attach",
+    "detach",
+    "examples_of",
+    "is_traced",
+    "mark_traced",
+    "sink_of",
+]
 
 _NAME = "_per_example_sink"
 _MARK = "_per_example_forward"
@@ -86,8 +97,41 @@ class PerExampleSink(Protocol):
     def columns(self, bias: Tensor | None, dy: Tensor, examples: int) -> None:
         """Of a sum with a vector, y = x + bias: dy (examples T, N)."""
 
-    def gradients(self, parameter: Tensor, each: Tensor) -> None:
-        """The per-example gradients themselves: (examples, *shape of the parameter); given away, may be overwritten."""
+    def gradients(
+        self, parameter: Tensor, each: Tensor, squares: Tensor | None = None, factor: Tensor | None = None
+    ) -> None:
+        """The per-example gradients themselves: (examples, *shape of the parameter); given away, may be overwritten.
+
+        `squares` are their squared norms, (examples,), where these are known. All gradients, and the norms, are yet to
+        be multiplied by `factor`, a scalar.
+        """
+
+    def form(self, a: Tensor, g: Tensor, out: Tensor) -> Tensor:
+        """Form each g_i^T a_i, of a (B, T, K) and g (B, T, N), into out (B, N, K): their squared norms, (B,)."""
+
+
+class Forming:
+    """Forms the gradients of a matrix example by example, a few examples at a time, and keeps their squared norms.
+
+    Args:
+        sink: of the matrix.
+        examples: how many there are.
+
+    Attributes:
+        squares: (examples,) float32, or float64 of that; None before the first call.
+    """
+
+    def __init__(self, sink: PerExampleSink, examples: int) -> None:
+        self.examples = examples
+        self.squares: Tensor | None = None
+        self._sink = sink
+
+    def __call__(self, part: slice, a: Tensor, g: Tensor, out: Tensor) -> None:
+        """Of a part of the examples, as PerExampleSink.form."""
+        found = self._sink.form(a, g, out)
+        if self.squares is None:
+            self.squares = torch.empty(self.examples, dtype=found.dtype, device=found.device)
+        self.squares[part] = found
 
 
 def sink_of(parameter: Tensor | None) -> PerExampleSink | None:

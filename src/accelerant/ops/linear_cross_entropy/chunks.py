@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from accelerant.ops._per_example import Forming
 from accelerant.ops._rows import ceil_div
 from accelerant.ops.cross_entropy import launch, row
 from accelerant.ops.cross_entropy.torch_ops import torch_rows
@@ -124,17 +125,17 @@ def _run(
     needs: Sequence[bool],
     each: Callable[[slice, Tensor], None],
     narrow: bool = False,
-    examples: int | None = None,
+    forming: Forming | None = None,
 ) -> _Gradients:
     """Let `each` turn every chunk's logits into their gradient, and make the gradients of hidden and weight of that.
 
     Returns:
         dhidden in the dtype of hidden, dweight in float32 (float64 for float64); None where not needed. If `narrow`,
-        dweight in its own dtype where there is one chunk, so that nothing is rounded but the whole sum. With examples
+        dweight in its own dtype where there is one chunk, so that nothing is rounded but the whole sum. With `forming`
         see _run_apart.
     """
-    if examples is not None and needs[1]:
-        return _run_apart(hidden, weight, needs, each, examples)
+    if forming is not None and needs[1]:
+        return _run_apart(hidden, weight, needs, each, forming)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     if narrow and _rows_at_once(hidden, weight) >= hidden.shape[0]:
         wide = weight.dtype
@@ -154,7 +155,7 @@ def _run(
 
 
 def _run_apart(
-    hidden: Tensor, weight: Tensor, needs: Sequence[bool], each: Callable[[slice, Tensor], None], examples: int
+    hidden: Tensor, weight: Tensor, needs: Sequence[bool], each: Callable[[slice, Tensor], None], forming: Forming
 ) -> _Gradients:
     """As _run, but the gradient of weight example by example; M / examples = T rows are one's.
 
@@ -162,7 +163,7 @@ def _run_apart(
         dhidden; and (examples, V, K) gradients in the dtype of weight, or where those are larger, T < K, the gradient
         of all logits, (M, V), which with hidden makes them up.
     """
-    (M, K), V = hidden.shape, weight.shape[0]
+    (M, K), V, examples = hidden.shape, weight.shape[0], forming.examples
     T = M // examples if examples else 0
     dhidden = torch.empty_like(hidden) if needs[0] else None
     formed = hidden.new_empty(examples, V, K) if T >= K else None
@@ -174,7 +175,7 @@ def _run_apart(
             _product(logits, weight, dhidden[rows])
         if formed is not None:
             part = slice(rows.start // T, rows.stop // T)
-            torch.bmm(logits.view(-1, T, V).mT, hidden[rows].view(-1, T, K), out=formed[part])
+            forming(part, hidden[rows].view(-1, T, K), logits.view(-1, T, V), formed[part])
     return dhidden, logits if formed is None else formed
 
 
@@ -191,7 +192,7 @@ def run_triton(
     dy: Tensor | None = None,
     classes: int | None = None,
     narrow: bool = False,
-    examples: int | None = None,
+    forming: Forming | None = None,
 ) -> _Gradients:
     """Losses, and the gradients of hidden and weight that are needed; on Hopper by row.cu where that serves.
 
@@ -204,7 +205,7 @@ def run_triton(
         dy: gradients are multiplied by it; a scalar or (M,).
         classes: how many rows of weight are classes, the first ones; None for all. The others get a gradient of 0.
         narrow: the gradient of weight may be of its dtype, as _run has it; of no effect here.
-        examples: whose rows hidden is, as many each; the gradient of weight is then as _run_apart has it.
+        forming: makes the gradient of weight, which is then as _run_apart has it.
     """
     gradient = any(needs)
     classes = weight.shape[0] if classes is None else classes
@@ -228,7 +229,7 @@ def run_triton(
         )  # fmt: skip
 
     statistics = torch.empty(2, hidden.shape[0] if on_chip else 0, dtype=torch.float32, device=hidden.device)
-    return _run(hidden, weight, needs, each, examples=examples)
+    return _run(hidden, weight, needs, each, forming=forming)
 
 
 def run_torch(
@@ -244,7 +245,7 @@ def run_torch(
     dy: Tensor | None = None,
     classes: int | None = None,
     narrow: bool = False,
-    examples: int | None = None,
+    forming: Forming | None = None,
 ) -> _Gradients:
     """As run_triton, from torch's functions; with an effect of `narrow`."""
     gradient = any(needs)
@@ -256,4 +257,4 @@ def run_torch(
         if losses is not None:
             losses[rows] = found
 
-    return _run(hidden, weight, needs, each, narrow, examples)
+    return _run(hidden, weight, needs, each, narrow, forming)

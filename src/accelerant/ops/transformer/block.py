@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from accelerant.ops._per_example import PerExampleSink, announce, examples_of, sink_of
+from accelerant.ops._per_example import Forming, PerExampleSink, announce, examples_of, sink_of
 from accelerant.ops.linear_fp8 import op as float8
 from accelerant.ops.linear_fp8.op import Float8Weight, flattened, unflattened
 from accelerant.ops.linear_gelu.op import linear_gelu_fwd
@@ -441,13 +441,13 @@ class TiedLoss(torch.autograd.Function):
     ) -> Tensor:
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         sink = sink_of(table) if needs[1] else None
-        examples = None
+        forming = None
         if sink is not None:
-            examples = examples_of(sink, hidden.shape[0])
+            forming = Forming(sink, examples_of(sink, hidden.shape[0]))
             sink.expect(table)
-        loss, *ctx.gradients = ends.tied_loss(hidden, low, targets, classes, ignore_index, needs, examples)
+        loss, *ctx.gradients = ends.tied_loss(hidden, low, targets, classes, ignore_index, needs, forming)
         ctx.save_for_backward(hidden, table, low, targets)
-        ctx.rest, ctx.dtypes = (classes, ignore_index, needs, examples), (hidden.dtype, table.dtype)
+        ctx.rest, ctx.dtypes = (classes, ignore_index, needs, forming), (hidden.dtype, table.dtype)
         return loss
 
     @staticmethod
@@ -457,14 +457,14 @@ class TiedLoss(torch.autograd.Function):
         made, ctx.gradients = ctx.gradients, None
         if made is None:
             _, *made = ends.tied_loss(hidden, *others, *ctx.rest)
-        found = [None if each is None else ends.scaled(each, dy) for each in made]
-        examples, sink = ctx.rest[3], sink_of(table)
-        if examples is not None and sink is not None and found[1] is not None:
-            if found[1].dim() == 3:
-                sink.gradients(table, found[1])
+        forming, sink = ctx.rest[3], sink_of(table)
+        if forming is not None and sink is not None and made[1] is not None:
+            if made[1].dim() == 3:  # of the very numbers that were formed: what is scaled after them is not rounded
+                sink.gradients(table, made[1], forming.squares, dy)
             else:
-                sink.linear(table, None, found[1], hidden, examples)
-            found[1] = None
+                sink.linear(table, None, ends.scaled(made[1], dy), hidden, forming.examples)
+            made[1] = None
+        found = [None if each is None else ends.scaled(each, dy) for each in made]
         low = [None if each is None else each.to(dtype) for each, dtype in zip(found, ctx.dtypes, strict=True)]
         return *low, None, None, None, None
 

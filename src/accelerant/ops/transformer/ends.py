@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from accelerant.ops._per_example import Forming
 from accelerant.ops._rows import ceil_div
 from accelerant.ops.cross_entropy.launch import count, reduce, scale_
 from accelerant.ops.embedding.launch import KERNELS as EMBEDDING_KERNELS
@@ -98,14 +99,14 @@ def embed_backward(dy: Tensor, tokens: Tensor, dtable: Tensor) -> None:
 
 def _tied_loss(
     hidden: Tensor, table: Tensor, targets: Tensor, classes: int, ignore_index: int, needs: Sequence[bool],
-    examples: int | None, own: bool,
+    forming: Forming | None, own: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     losses = torch.empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
     counts = count(targets, ignore_index) if own else (targets != ignore_index).sum()
     run = run_triton if own else run_torch
     dhidden, dtable = run(
         hidden, table, targets, ignore_index, 0.0, needs,
-        losses=losses, counts=counts, classes=classes, examples=examples,
+        losses=losses, counts=counts, classes=classes, forming=forming,
     )  # fmt: skip
     loss = reduce(losses, counts, losses.dtype) if own else losses.sum() / counts.sum()
     return loss, dhidden, dtable
@@ -125,7 +126,7 @@ _tied_loss_fwd = Operation(
 
 def tied_loss(
     hidden: Tensor, table: Tensor, targets: Tensor, classes: int, ignore_index: int, needs: Sequence[bool],
-    examples: int | None = None,
+    forming: Forming | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Mean cross entropy of hidden (M, K) times table (V, K) transposed, and its gradients.
 
@@ -135,16 +136,16 @@ def tied_loss(
         classes: so many rows of table are classes, the first ones; the others get a gradient of 0.
         ignore_index: rows of this class do not count.
         needs: whether the gradients of hidden and of table are wanted.
-        examples: whose rows hidden is, M / examples each, where their gradients are wanted one by one.
+        forming: makes the gradients of the table, where they are wanted one by one; M / examples rows are one's.
 
     Returns:
         the loss, in float32 or better; dhidden in the dtype of hidden and dtable in float32, None where not wanted.
-        With examples, as accelerant.ops.linear_cross_entropy.chunks has it.
+        With `forming`, as accelerant.ops.linear_cross_entropy.chunks has it.
     """
     wanted = tuple(name for name, need in zip(("hidden", "table"), needs, strict=True) if need)
     case = Case(hidden.device, hidden.dtype, (hidden.shape[0], *table.shape), wanted)
     found: tuple[Tensor, Tensor | None, Tensor | None] = _tied_loss_fwd(
-        case, hidden, table, targets, classes, ignore_index, needs, examples
+        case, hidden, table, targets, classes, ignore_index, needs, forming
     )
     return found
 

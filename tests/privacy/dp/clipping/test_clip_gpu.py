@@ -17,11 +17,11 @@ def by_method(model, idx, targets):
     return model.loss(idx, targets)
 
 
-def prepared(tied):
+def prepared(tied, context=48):
     torch.manual_seed(0)
-    config = GPTConfig(vocab_size=V, context=48, layers=2, heads=2, width=64, tied=tied)
+    config = GPTConfig(vocab_size=V, context=context, layers=2, heads=2, width=64, tied=tied)
     model = GPT(config).double()
-    data = [torch.randint(V, (6, 48)), torch.randint(V, (6, 48))]
+    data = [torch.randint(V, (6, context)), torch.randint(V, (6, context))]
     rows = per_example(model, data, by_method)
     bound = 0.9 * float(rows.norm(dim=1).median())
     return model, data, rows, bound
@@ -42,6 +42,22 @@ def test_gpt(dtype, tolerance, tied, norms):
     torch.testing.assert_close(clipper.norms.double().cpu(), lengths, rtol=tolerance, atol=0)
     error = float((gradient_of(model).cpu() - expected).norm() / expected.norm())
     assert error < tolerance
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-4), (torch.bfloat16, 5e-2)])
+def test_a_head_that_is_formed_with_the_loss(dtype, tolerance, tied, scale):
+    """Sequences are longer than the model is wide; the loss is scaled after its gradient was made."""
+    model, data, rows, bound = prepared(tied, context=96)
+    expected, lengths = clipped(scale * rows, bound)
+    model = model.float().cuda()
+    clipper = PerExampleClipper(model, max_grad_norm=bound)
+    with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        loss = model.loss(*[x.cuda() for x in data])
+    (scale * loss).backward()
+    torch.testing.assert_close(clipper.norms.double().cpu(), lengths, rtol=tolerance, atol=0)
+    assert float((gradient_of(model).cpu() - expected).norm() / expected.norm()) < tolerance
 
 
 @modes

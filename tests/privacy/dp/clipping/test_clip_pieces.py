@@ -24,7 +24,7 @@ def lookup(B, T, V, D, dtype=torch.float64):
 def exact(piece):
     """(B, ...) in float64."""
     if isinstance(piece, Dense):
-        return piece.each.double()
+        return piece.each.double() * (1.0 if piece.factor is None else piece.factor.double())
     if isinstance(piece, Rows):
         return piece.g.double().mT @ piece.a.double()
     found = torch.zeros(piece.g.shape[0], piece.V, piece.g.shape[2], dtype=torch.float64)
@@ -77,7 +77,7 @@ def test_the_cross_term_of_a_tied_table(B, T, S, V, D, seed):
     torch.testing.assert_close(cross(a, b), expected, rtol=1e-11, atol=1e-12)
 
 
-@given(kinds=st.lists(st.sampled_from("rld"), min_size=1, max_size=5), seed=seeds)
+@given(kinds=st.lists(st.sampled_from("rldf"), min_size=1, max_size=5), seed=seeds)
 @quick
 def test_merged_pieces_stand_for_the_sum(kinds, seed):
     torch.manual_seed(seed)
@@ -85,9 +85,10 @@ def test_merged_pieces_stand_for_the_sum(kinds, seed):
         "r": lambda: rows(3, 2, 5, 4),
         "l": lambda: lookup(3, 4, 5, 4),
         "d": lambda: Dense(torch.randn(3, 5, 4).double()),
+        "f": lambda: Dense(torch.randn(3, 5, 4).double(), factor=torch.tensor(-0.3)),
     }
     pieces = [made[kind]() for kind in kinds]
-    expected = sum(exact(piece) for piece in pieces)
+    expected = sum(exact(piece).clone() for piece in pieces)  # merging may write where they are
     found = merged(list(pieces))
     assert len(found) == len({type(piece) for piece in found})
     assert len(found) == 1 or not any(isinstance(piece, Dense) for piece in found)
@@ -102,6 +103,21 @@ def test_chunks_of_examples_change_nothing(monkeypatch):
     assert len(list(norms.chunks(7, 32))) > 1
     for found, whole in zip([a.squares(), b.squares(), cross(a, b)], expected, strict=True):
         torch.testing.assert_close(found, whole)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_factor_multiplies_sums_and_norms(known):
+    """Of 0.3, which bfloat16 has not: nothing is rounded by it."""
+    torch.manual_seed(0)
+    each, factor, weights = torch.randn(4, 6, 5).bfloat16(), torch.tensor(0.3), torch.rand(4)
+    piece = Dense(each, norms.squares(each) if known else None, factor)
+    whole = each.double() * factor.double()
+    torch.testing.assert_close(piece.squares().double(), whole.square().sum((1, 2)), rtol=1e-6, atol=0)
+    expected = (whole * weights.double().view(-1, 1, 1)).sum(0)
+    grad = torch.ones(6, 5)
+    piece.add_to(grad, weights, None)
+    torch.testing.assert_close(grad.double(), expected + 1, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(piece.total(weights, None, expected.shape).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -13,7 +13,16 @@ from torch.utils.hooks import RemovableHandle
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.ops import _per_example
 from accelerant.ops.transformer.op import column_sums_each
-from accelerant.privacy.dp.clipping import attention, convolution, frozen, hugging_face, layers, models, recurrent
+from accelerant.privacy.dp.clipping import (
+    attention,
+    convolution,
+    frozen,
+    hugging_face,
+    launch,
+    layers,
+    models,
+    recurrent,
+)
 from accelerant.privacy.dp.clipping.copies import leave_out, mark
 from accelerant.privacy.dp.clipping.functions import SECOND_PASS
 from accelerant.privacy.dp.clipping.norms import wide
@@ -267,10 +276,16 @@ class PerExampleClipper:
             else:
                 self.gradients(bias, _by_example(dy, examples).sum(1, dtype=wide(dy.dtype)))
 
-    def gradients(self, parameter: Tensor, each: Tensor) -> None:
+    def gradients(
+        self, parameter: Tensor, each: Tensor, squares: Tensor | None = None, factor: Tensor | None = None
+    ) -> None:
         """See PerExampleSink."""
         if self.wants(parameter):
-            self._add(parameter, Dense(each), each.shape[0])
+            self._add(parameter, Dense(each, squares, factor), each.shape[0])
+
+    def form(self, a: Tensor, g: Tensor, out: Tensor) -> Tensor:
+        """See PerExampleSink."""
+        return launch.form(a, g, out)[1]
 
     def piece(self, parameter: Tensor, piece: Piece, examples: int) -> None:
         """As `gradients`, of a piece made by who knows its kind."""

@@ -69,12 +69,13 @@ def _kernel(dtype: torch.dtype, device: int) -> Kernel:
     return load(program(dtype), KINDS, device)
 
 
-def launch_form(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def launch_form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Form each g_i^T a_i on the current stream.
 
     Args:
         a: (B, T, K), bfloat16 or float16.
         g: (B, T, N), in its dtype.
+        out: contiguous memory of that dtype for the first result; None for new.
 
     Returns:
         (B, N, K) in their dtype; (B, P) float32, whose sums over P are the squared norms of these.
@@ -84,7 +85,7 @@ def launch_form(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """
     a, g = readable(a), readable(g)
     (B, _, K), N = a.shape, g.shape[2]
-    each = torch.empty(B, N, K, dtype=a.dtype, device=a.device)
+    each = torch.empty(B, N, K, dtype=a.dtype, device=a.device) if out is None else out
     count = 4 * ceil_div(N, _TILE_M) * ceil_div(K, _TILE_N)
     partial = torch.empty(B, count, dtype=torch.float32, device=a.device)
     key = (

@@ -224,7 +224,9 @@ SMALL = 8192
 def _is_small(share: _Share) -> bool:
     """Whether a parameter has but one piece, of few formed gradients: a bias, a norm's scale."""
     (first, *others) = share.pieces
-    return isinstance(first, Dense) and not others and first.known is None and first.each.shape[1:].numel() <= SMALL
+    if others or not isinstance(first, Dense) or first.known is not None or first.factor is not None:
+        return False
+    return first.each.shape[1:].numel() <= SMALL
 
 
 def _bundled(shares: dict[int, _Share]) -> list[tuple[Dense, list[int]]]:

@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from accelerant.ops.transformer.ends import scaled
 from accelerant.privacy.dp.clipping import launch
 from accelerant.privacy.dp.clipping.norms import chunks, prefers_ghost, wide
 from accelerant.runtime.tuning import Tuned
@@ -129,15 +130,24 @@ class Rows:
 
 @dataclass(slots=True)
 class Dense:
-    """Per-example gradients, (B, ...), and their squared norms where these are known."""
+    """Per-example gradients, (B, ...), and their squared norms where these are known.
+
+    Both are yet to be multiplied by `factor`, a scalar, and the norms by its square; None for 1.
+    """
 
     each: Tensor
     known: Tensor | None = None
+    factor: Tensor | None = None
     formed: ClassVar[bool] = True
 
     def squares(self) -> Tensor:
-        """Of the values as they are."""
-        return launch.squares(self.each) if self.known is None else self.known
+        """Of the values as they are, and exactly so of what is summed: no product with the factor is rounded."""
+        found = launch.squares(self.each) if self.known is None else self.known
+        return found if self.factor is None else found * self.factor.to(found.dtype).square()
+
+    def multiplied(self) -> Dense:
+        """The same without a factor, in the same memory."""
+        return self if self.factor is None else Dense(scaled(self.each, self.factor))
 
     def dense(self) -> Dense:
         """Itself."""
@@ -149,11 +159,14 @@ class Dense:
 
     def total(self, weights: Tensor, drop: Tensor | None, shape: torch.Size) -> Tensor:
         """One pass over what is kept."""
-        return launch.weighted_sum(self.each, weights, drop).view(shape)
+        return launch.weighted_sum(self.each, self._weighted(weights), drop).view(shape)
 
     def add_to(self, grad: Tensor, weights: Tensor, drop: Tensor | None) -> None:
         """The same pass adds."""
-        launch.weighted_sum(self.each, weights, drop, grad)
+        launch.weighted_sum(self.each, self._weighted(weights), drop, grad)
+
+    def _weighted(self, weights: Tensor) -> Tensor:
+        return weights if self.factor is None else weights * self.factor.to(weights.dtype)
 
 
 @dataclass(slots=True)
@@ -252,7 +265,7 @@ def merged(pieces: list[Piece]) -> list[Piece]:
         found.append(first if len(lookups) == 1 else Lookup(tokens, g, first.V))
     if not others or len(others) + len(found) == 1:
         return [*others, *found]
-    formed = [piece.dense() for piece in (*others, *(piece for piece in found if isinstance(piece, Rows)))]
+    formed = [piece.dense().multiplied() for piece in (*others, *(each for each in found if isinstance(each, Rows)))]
     whole = formed[0] if len(formed) == 1 else Dense(_summed([each.each for each in formed]))
     for lookup in found:
         if isinstance(lookup, Lookup):
