@@ -63,7 +63,7 @@ def learn(learn_from: Data, epsilon: float, steps: int, seed: int = 0) -> tuple[
 def held_out_loss(model: GPT, data: Data, rows: int = 1024) -> float:
     """Nats a byte of so many windows. Of other people's text it is no release; of the same people's it is.
 
-    They are spread evenly: neighbours are of one file, and the first 1,024 of the standard library's are 0.3 harder.
+    They are spread evenly: neighbours are of one file, and the first ones of the standard library's are hard.
     """
     chosen = torch.linspace(0, len(data[0]) - 1, min(rows, len(data[0]))).long()
     with torch.no_grad():

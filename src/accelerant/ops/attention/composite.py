@@ -119,6 +119,14 @@ def _fold(x: Tensor) -> Tensor:
     return x.view(B * H, 1, S, D)
 
 
+def _arguments(q: Tensor, k: Tensor, v: Tensor, *, folded: bool) -> tuple[Tensor, ...]:
+    """The three as torch's functions take them."""
+    if folded:
+        return _fold(q), _fold(k), _fold(v)
+    rows = with_rows(q), with_rows(k), with_rows(v)
+    return rows if q.shape[1] == k.shape[1] else _grouped(*rows)
+
+
 def unfolded(o: Tensor, q: Tensor) -> Tensor:
     """A result of folded heads in the shape of q; no view, so that it may be changed in place."""
     found: Tensor = _unsafe_view(o, tuple(q.shape))
@@ -136,14 +144,8 @@ def torch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, w
         o, lse = attend(q, k, v, causal, scale, window)
         return laid(o, q), lse.contiguous()
     flag, mask = _additive(q, k, causal, window)
-    args: tuple[Tensor, ...]
     folded = _folds(q, k, v)
-    if folded:
-        args = _fold(q), _fold(k), _fold(v)
-    else:
-        args = with_rows(q), with_rows(k), with_rows(v)
-        if Hq != Hkv:
-            args = _grouped(*args)
+    args = _arguments(q, k, v, folded=folded)
     o, lse = _forward(*args, 0.0, flag, attn_mask=mask, scale=scale)
     if folded:
         o, lse = unfolded(o, q), lse.view(B, Hq, S)
@@ -167,14 +169,8 @@ def torch_backward(
     flag, mask = _additive(q, k, causal, window)
     if causal and q.shape[2] > k.shape[2]:
         lse = lse.masked_fill(lse == -math.inf, 0)
-    args: tuple[Tensor, ...]
     folded = _folds(q, k, v, o)
-    if folded:
-        args = _fold(q), _fold(k), _fold(v)
-    else:
-        args = with_rows(q), with_rows(k), with_rows(v)
-        if Hq != Hkv:
-            args = _grouped(*args)
+    args = _arguments(q, k, v, folded=folded)
     do, shape = with_rows(do), args[0].shape
     if folded or Hq != Hkv:
         do, o, lse = do.reshape(shape), o.reshape(shape), lse.reshape(shape[:3])

@@ -47,7 +47,7 @@ rounds and with 1, 2, 3 or 4, "kept" over points whose multiples are there:
                    kept  2^20    7.09   2: 7.54
                          2^21   13.53   2: 12.62
                          2^22   24.67   2: 23.24   3: 23.50   4: 24.5
-                         2^23   46.97   2: 44.16
+                         2^23   47.70   2: 44.81
 
 Those with rounds that are not "kept" had another sort, since dropped, with which those at 2^22, 2^23 and 2^22 without
 rounds took 13.50, 27.74 and 28.77. Over Fq2, 16 and 24 limbs, nothing is measured. Why BN254 loses is in affine.py."""
