@@ -19,10 +19,10 @@ from accelerant._version import __version__
 if TYPE_CHECKING:
     from accelerant import algebra, nn, ops, privacy, zk
     from accelerant.accelerator import Accelerator, AcceleratorConfig
-    from accelerant.runtime.batch_size import optimal_batch_size
     from accelerant.runtime.dispatch import explain
     from accelerant.runtime.ledger import ledger
-    from accelerant.runtime.peak import predict_peak
+    from accelerant.runtime.memory.batch_size import optimal_batch_size
+    from accelerant.runtime.memory.peak import predict_peak
     from accelerant.runtime.registry import devices
 
 __all__ = [
@@ -49,8 +49,8 @@ _NAMES = {
     "devices": "accelerant.runtime.registry",
     "explain": "accelerant.runtime.dispatch",
     "ledger": "accelerant.runtime.ledger",
-    "optimal_batch_size": "accelerant.runtime.batch_size",
-    "predict_peak": "accelerant.runtime.peak",
+    "optimal_batch_size": "accelerant.runtime.memory.batch_size",
+    "predict_peak": "accelerant.runtime.memory.peak",
 }
 
 

@@ -14,9 +14,9 @@ from accelerant.bench.shipped import shipped_kernels
 from accelerant.cli.app import main
 from accelerant.config import override
 from accelerant.runtime import registry
-from accelerant.runtime.cache import KernelCache
-from accelerant.runtime.cache_entries import AheadOfTime, entries
-from accelerant.runtime.kernel import CUDA_TARGETS, KernelSource
+from accelerant.runtime.compilation.cache import KernelCache
+from accelerant.runtime.compilation.cache_entries import AheadOfTime, entries
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -79,7 +79,7 @@ def test_a_damaged_entry_is_listed_and_cleared(run, cache, damage):
 
 
 def fill(cache, *names):
-    from accelerant.runtime.kernel import Binary, Resources
+    from accelerant.runtime.compilation.kernel import Binary, Resources
 
     for name in names:
         binary = Binary(

@@ -15,7 +15,7 @@ import pytest
 from accelerant.cli import top
 from accelerant.cli.app import main
 from accelerant.runtime import registry
-from accelerant.runtime.monitor import ProcessMemory, Sample
+from accelerant.runtime.monitoring.monitor import ProcessMemory, Sample
 
 SOURCE = Path(__file__).parents[2] / "src"
 

@@ -19,9 +19,9 @@ import torch
 from accelerant.algebra.field.op import source as field_add_source
 from accelerant.config import override
 from accelerant.errors import CompileError, ConfigError, LaunchError, OutOfMemory, ShapeError
-from accelerant.runtime.cache import KernelCache
-from accelerant.runtime.kernel import Binary, KernelSource
-from accelerant.runtime.memory import limit, trim
+from accelerant.runtime.compilation.cache import KernelCache
+from accelerant.runtime.compilation.kernel import Binary, KernelSource
+from accelerant.runtime.memory.limits import limit, trim
 from accelerant.runtime.provider import Buffer
 
 MIB = 1 << 20
@@ -143,7 +143,7 @@ def test_a_cache_that_cannot_be_written_is_bypassed_with_one_warning(provider, t
         def refuse(**_):
             raise PermissionError(30, "Read-only file system")
 
-        monkeypatch.setattr("accelerant.runtime.cache.tempfile", SimpleNamespace(mkdtemp=refuse))
+        monkeypatch.setattr("accelerant.runtime.compilation.cache.tempfile", SimpleNamespace(mkdtemp=refuse))
     with override(cache_dir=tmp_path), caplog.at_level(logging.WARNING):
         for _ in range(2):
             kernel = provider.compile(field_add_source())
@@ -190,7 +190,7 @@ from pathlib import Path
 import numpy as np
 from accelerant.algebra.field.op import source
 from accelerant.runtime import registry
-from accelerant.runtime.cache import KernelCache
+from accelerant.runtime.compilation.cache import KernelCache
 
 name, folder, own = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 put = KernelCache._put

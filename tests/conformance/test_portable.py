@@ -21,9 +21,9 @@ from accelerant.ops.gelu.portable import gelu_on
 from accelerant.ops.gelu.portable import source as gelu_source
 from accelerant.ops.gelu.reference import gelu_reference
 from accelerant.runtime import registry
-from accelerant.runtime.kernel import CUDA_TARGETS
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS
+from accelerant.runtime.compilation.portable import portable_header
 from accelerant.runtime.ledger import ledger
-from accelerant.runtime.portable import portable_header
 
 SOURCES = {"field_add": field_add_source, "gelu": gelu_source}
 REGISTERS = {"field_add": 16, "gelu_none": 24, "gelu_tanh": 24}

@@ -14,7 +14,7 @@ from accelerant.algebra.field.op import source as field_add_source
 from accelerant.algebra.field.reference import MODULI, field_add_reference
 from accelerant.config import override, settings
 from accelerant.errors import CompileError, LaunchError, OutOfMemory, ShapeError
-from accelerant.runtime.kernel import KernelSource
+from accelerant.runtime.compilation.kernel import KernelSource
 
 P = MODULI["goldilocks"]
 EDGES = [0, 1, 2**32 - 1, 2**32, 2**63, P - 2, P - 1]

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accelerant import ops
 from accelerant.config import override
 from accelerant.errors import UnsupportedCase
-from accelerant.runtime.decisions import explain_quietly
 from accelerant.runtime.dispatch import force
+from accelerant.runtime.dispatch.decisions import explain_quietly
 from accelerant.runtime.ledger import ledger
 
 TARGETS = torch.tensor([1, 4, -100, 0])

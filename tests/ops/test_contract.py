@@ -36,8 +36,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelerant.ops
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.dispatch import force, operations
-from accelerant.runtime.kernel import CUDA_TARGETS
 from accelerant.runtime.ledger import ledger
 
 TARGETS = ("sm_75", "sm_90", "gfx942")

@@ -14,8 +14,8 @@ from accelerant.config import override
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._layout import to_channels_first, to_channels_last
 from accelerant.ops.conv2d import ways
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.dispatch import Case, force, operations
-from accelerant.runtime.kernel import CUDA_TARGETS
 from accelerant.runtime.ledger import ledger
 
 

@@ -24,8 +24,8 @@ from accelerant.ops.dropout.launch import (
 from accelerant.ops.dropout.llvm_kernels import DropoutKernel
 from accelerant.ops.dropout.llvm_mask import MaskKernel
 from accelerant.ops.dropout.reference import keep_reference, philox_reference
-from accelerant.runtime.case import Case
 from accelerant.runtime.dispatch import force
+from accelerant.runtime.dispatch.case import Case
 from accelerant.runtime.ledger import ledger
 
 # kat_vectors of Random123 1.09 (D. E. Shaw Research), philox4x32 with 10 rounds: counter, key, result.

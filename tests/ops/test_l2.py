@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from accelerant import ops
 from accelerant.ops import _l2
-from accelerant.runtime.triton import TritonKernel
+from accelerant.runtime.compilation.triton import TritonKernel
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ import torch
 
 from accelerant.ops import _rows
 from accelerant.ops.softmax import op as softmax
-from accelerant.runtime import choices, choose
-from accelerant.runtime.dispatch import Case, operations
+from accelerant.runtime.dispatch import Case, choices, choose, operations
 
 DEVICE = torch.device("cuda", 0)
 SOFTMAX = [f"{name}_{way}" for name in ("softmax", "log_softmax") for way in ("fwd", "bwd")]
@@ -18,7 +17,7 @@ def _h200(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(softmax, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr("accelerant.runtime.triton._version", lambda: "3.6.0")
+    monkeypatch.setattr("accelerant.runtime.compilation.triton._version", lambda: "3.6.0")
     monkeypatch.setattr(choices, "model_of", lambda device: "NVIDIA H200")
     store = choices.Choices(tmp_path)
     monkeypatch.setattr(choose, "choices", lambda: store)

@@ -15,9 +15,9 @@ from accelerant.config import override
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops import _straight
 from accelerant.ops._straight import straight
-from accelerant.runtime import dispatch
-from accelerant.runtime.decisions import explain_quietly
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of, force
+from accelerant.runtime.dispatch import operation as dispatch
+from accelerant.runtime.dispatch.decisions import explain_quietly
 from accelerant.runtime.ledger import SAMPLE_EVERY, ledger
 
 

@@ -20,10 +20,10 @@ from accelerant.ops.norm import launch as norm
 from accelerant.ops.rope import launch as rope
 from accelerant.ops.softmax import launch as softmax
 from accelerant.ops.swiglu import launch as swiglu
-from accelerant.runtime import choices
-from accelerant.runtime.choices import Entry, key_of
-from accelerant.runtime.triton import TritonKernel
-from accelerant.runtime.tuning import Tuned
+from accelerant.runtime.compilation.triton import TritonKernel
+from accelerant.runtime.dispatch import choices
+from accelerant.runtime.dispatch.choices import Entry, key_of
+from accelerant.runtime.dispatch.tuning import Tuned
 
 CPU = torch.device("cpu")
 randn = torch.randn

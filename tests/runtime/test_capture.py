@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from accelerant.runtime.capture import capturing
-from accelerant.runtime.race import obstacle
+from accelerant.runtime.dispatch.race import obstacle
+from accelerant.runtime.streams.capture import capturing
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from accelerant.config import override
-from accelerant.runtime import choices as module
-from accelerant.runtime.choices import TABLES, Choices, Entry, choices, key_of, model_of, rounded
+from accelerant.runtime.dispatch import choices as module
+from accelerant.runtime.dispatch.choices import TABLES, Choices, Entry, choices, key_of, model_of, rounded
 
 CPU = torch.device("cpu")
 KEY = "probe float32 4 8"

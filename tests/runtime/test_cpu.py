@@ -16,9 +16,10 @@ import torch
 from accelerant.algebra.field.op import source
 from accelerant.config import override
 from accelerant.errors import CompileError, LaunchError, OutOfMemory
-from accelerant.runtime import cores, memory, registry
-from accelerant.runtime.cache import KernelCache
-from accelerant.runtime.kernel import KernelSource
+from accelerant.runtime import cores, registry
+from accelerant.runtime.compilation.cache import KernelCache
+from accelerant.runtime.compilation.kernel import KernelSource
+from accelerant.runtime.memory import limits as memory
 from accelerant.runtime.providers import cpu as module
 
 MIB = 1 << 20

@@ -13,8 +13,8 @@ import torch
 import accelerant
 from accelerant.config import override
 from accelerant.errors import AccelerantError, CompileError, FallbackWarning, LaunchError, OutOfMemory, UnsupportedCase
-from accelerant.runtime import dispatch
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain, force
+from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.launches import launches, noted, watched
 from accelerant.runtime.ledger import Ledger
 

@@ -15,8 +15,8 @@ import torch
 
 from accelerant.config import override
 from accelerant.errors import CompileError, ConfigError, FallbackWarning, OutOfMemory, UnsupportedCase
-from accelerant.runtime import choices, dispatch
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, choices
+from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.ledger import Ledger
 
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ import torch
 from accelerant.config import override
 from accelerant.errors import DeviceLost, FallbackWarning, LaunchError, OutOfMemory
 from accelerant.nn import GPT, GPTConfig
-from accelerant.runtime import dispatch
+from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, operations
+from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.ledger import ledger
-from accelerant.runtime.triton import TritonKernel
 
 CPU = torch.device("cpu")
 
@@ -173,7 +173,7 @@ import sys, torch
 from accelerant import Accelerator, ops
 from accelerant.errors import DeviceLost
 from accelerant.runtime import registry
-from accelerant.runtime.kernel import KernelSource
+from accelerant.runtime.compilation.kernel import KernelSource
 provider = registry.create("cuda")
 text = 'extern "C" __global__ void trap(int *x) { if (x != nullptr) asm("trap;"); }'
 kernel = provider.compile(KernelSource("trap", {"cuda": text}, {"trap": ("*i32",)}))

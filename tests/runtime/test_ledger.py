@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from accelerant.errors import LaunchError
-from accelerant.runtime import dispatch
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.graphs import Graph, counting
+from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.ledger import Ledger
+from accelerant.runtime.streams.graphs import Graph, counting
 
 CPU = torch.device("cpu")
 

@@ -19,12 +19,10 @@ from torch import nn
 
 from accelerant.config import override
 from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedCase
-from accelerant.runtime import memory, registry
-from accelerant.runtime.batch_size import optimal_batch_size
-from accelerant.runtime.chunks import stream_chunks
-from accelerant.runtime.holders import largest_holders
-from accelerant.runtime.live_set import LiveSet, storage_bytes
-from accelerant.runtime.memory import (
+from accelerant.runtime import registry
+from accelerant.runtime.memory import limits as memory
+from accelerant.runtime.memory.batch_size import optimal_batch_size
+from accelerant.runtime.memory.limits import (
     allocate,
     apply_limit,
     available_bytes,
@@ -36,9 +34,12 @@ from accelerant.runtime.memory import (
     statistics,
     trim,
 )
-from accelerant.runtime.peak import compare_peak, predict_peak
-from accelerant.runtime.stream import Stream, submit
-from accelerant.runtime.transfer import copy_async
+from accelerant.runtime.memory.live_set import LiveSet, storage_bytes
+from accelerant.runtime.memory.owners import largest_holders
+from accelerant.runtime.memory.peak import compare_peak, predict_peak
+from accelerant.runtime.streams.chunks import stream_chunks
+from accelerant.runtime.streams.stream import Stream, submit
+from accelerant.runtime.streams.transfer import copy_async
 
 MIB = 1 << 20
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -548,7 +549,7 @@ def test_the_batch_found_is_the_largest_that_fits(name, optimizer):
 
 def test_a_wrong_prediction_is_corrected_by_running(monkeypatch):
     """Kernels' own memory is not predicted: here the real run takes half as much again, or runs out."""
-    from accelerant.runtime import batch_size
+    from accelerant.runtime.memory import batch_size
 
     model, inputs, _ = case("mlp")
     honest = batch_size.measure_step
@@ -688,7 +689,7 @@ def test_the_text_of_an_out_of_memory_error_on_the_gpu():
 @gpu
 def test_the_fraction_is_enforced_in_a_child_process():
     code = (
-        "import torch; from accelerant.runtime.memory import apply_limit, statistics; "
+        "import torch; from accelerant.runtime.memory.limits import apply_limit, statistics; "
         "size = apply_limit(device='cuda'); assert statistics('cuda').limit_bytes == size; "
         "x = torch.empty(size // 2, dtype=torch.uint8, device='cuda'); "
         "\ntry: torch.empty(size, dtype=torch.uint8, device='cuda')"

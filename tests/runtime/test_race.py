@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from accelerant.errors import DeviceLost
-from accelerant.runtime import race as module
-from accelerant.runtime.race import fastest, obstacle, race
+from accelerant.runtime.dispatch import race as module
+from accelerant.runtime.dispatch.race import fastest, obstacle, race
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from accelerant.errors import BackendUnavailable, ConfigError, OutOfMemory
-from accelerant.runtime import registry, topology
+from accelerant.runtime import registry
+from accelerant.runtime.monitoring import topology
+from accelerant.runtime.monitoring.readers import TableReader
 from accelerant.runtime.provider import ComputeDevice, MemoryInfo
-from accelerant.runtime.readers import TableReader
 
 
 class Two:

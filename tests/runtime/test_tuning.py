@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from accelerant.config import override
-from accelerant.runtime import choices
-from accelerant.runtime.choices import Entry
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, force
-from accelerant.runtime.tuning import Tuned, tune
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, choices, force
+from accelerant.runtime.dispatch.choices import Entry
+from accelerant.runtime.dispatch.tuning import Tuned, tune
 
 CPU = torch.device("cpu")
 

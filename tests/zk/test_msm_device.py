@@ -27,8 +27,8 @@ from accelerant.algebra.field.places import HOST, place_at
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.errors import ConfigError, FormatError, OutOfMemory
 from accelerant.runtime import registry
-from accelerant.runtime.kernel import CUDA_TARGETS
-from accelerant.runtime.portable import portable_header
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS
+from accelerant.runtime.compilation.portable import portable_header
 from accelerant.runtime.provider import MemoryInfo
 from accelerant.zk.msm import device
 from accelerant.zk.msm import device_plan as device_plan_module

@@ -35,10 +35,10 @@ from accelerant.errors import (
 from accelerant.ops.gelu.portable import gelu_on
 from accelerant.runtime import registry
 from accelerant.runtime.arrays import Foreign, to_torch
-from accelerant.runtime.dispatch import RECOVERABLE
+from accelerant.runtime.dispatch.operation import RECOVERABLE
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.provider import ComputeDevice, MemoryInfo
-from accelerant.runtime.stream import Future, Stream, submit
+from accelerant.runtime.streams.stream import Future, Stream, submit
 from accelerant.zk.msm.fixed import FixedBase
 from accelerant.zk.transform import ntt
 

@@ -38,7 +38,7 @@ def counted(place: Place, record: OpRecord) -> Iterator[None]:
         raise lost from error
     if start is not None:
         book.end(record, start, provider, place.index)
-    decisions = sys.modules.get("accelerant.runtime.decisions")
+    decisions = sys.modules.get("accelerant.runtime.dispatch.decisions")
     if decisions is not None and decisions.observers:
         decision = decisions.Decision(
             op=record.op,

@@ -28,8 +28,8 @@ from accelerant.algebra.field import op as field_op
 from accelerant.bench.proof import Check, Status, prove
 from accelerant.config import settings
 from accelerant.runtime import registry
-from accelerant.runtime.cache_entries import entries
-from accelerant.runtime.kernel import Builder
+from accelerant.runtime.compilation.cache_entries import entries
+from accelerant.runtime.compilation.kernel import Builder
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["Check", "Status", "checks"]
@@ -173,7 +173,7 @@ def _nvrtc() -> Iterator[Check]:
         needed: Status = "failed" if _nvidia_is_there() else "ok"
         yield Check("compiler NVRTC", needed, "not installed", "pip install cuda-core cuda-bindings nvidia-cuda-nvrtc")
         return
-    from accelerant.runtime.inspect import compiler_version
+    from accelerant.runtime.compilation.inspect import compiler_version
     from accelerant.runtime.providers.cuda_compile import compile_cuda
 
     began = time.perf_counter()

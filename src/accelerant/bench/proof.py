@@ -18,10 +18,10 @@ import numpy as np
 from accelerant.algebra.field import op as field_op
 from accelerant.algebra.field.reference import MODULI, field_add_reference
 from accelerant.runtime import registry
-from accelerant.runtime.kernel import Kernel
-from accelerant.runtime.monitor import Sample, sample
+from accelerant.runtime.compilation.kernel import Kernel
+from accelerant.runtime.monitoring.monitor import Sample, sample
+from accelerant.runtime.monitoring.readers import nvml_missing
 from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider
-from accelerant.runtime.readers import nvml_missing
 
 __all__ = ["Check", "Status", "prove"]
 

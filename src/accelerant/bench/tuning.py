@@ -20,9 +20,9 @@ from accelerant.bench.suites.plan import plan
 from accelerant.bench.suites.warm import compile_ahead
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError, DeviceLost
-from accelerant.runtime.decisions import Decision, explain_quietly
+from accelerant.runtime.dispatch.decisions import Decision, explain_quietly
+from accelerant.runtime.dispatch.tuning import tune
 from accelerant.runtime.provider import ComputeDevice
-from accelerant.runtime.tuning import tune
 
 __all__ = ["SHRINKS", "Tuned", "count_calls", "tune_ops"]
 

@@ -14,7 +14,7 @@ from accelerant.errors import AccelerantError, ConfigError
 
 if TYPE_CHECKING:
     from accelerant.bench.shipped import Shipped
-    from accelerant.runtime.cache_entries import Entry
+    from accelerant.runtime.compilation.cache_entries import Entry
     from accelerant.runtime.provider import ComputeProvider
 
 __all__ = ["clear", "list_entries", "register", "warm"]
@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
 def list_entries(names: _Names = None, json_output: _Json = False) -> None:
     """List the compiled kernels on disk."""
     from accelerant.config import settings
-    from accelerant.runtime.cache_entries import entries
+    from accelerant.runtime.compilation.cache_entries import entries
 
     found = _selected(entries(), names)
     if json_output:
@@ -77,7 +77,7 @@ def clear(
     json_output: _Json = False,
 ) -> None:
     """Remove compiled kernels; they are compiled again when they are next used."""
-    from accelerant.runtime.cache_entries import entries, remove, remove_leftovers
+    from accelerant.runtime.compilation.cache_entries import entries, remove, remove_leftovers
 
     found = _selected(entries(), names)
     if found and not yes:
@@ -135,7 +135,7 @@ def _providers(arch: list[str] | None, device: str) -> list[tuple[str, ComputePr
     """What to compile for: a label and what compiles for it."""
     from accelerant.cli.compile import known_targets_of
     from accelerant.runtime import registry
-    from accelerant.runtime.cache_entries import AheadOfTime
+    from accelerant.runtime.compilation.cache_entries import AheadOfTime
 
     if arch:
         return [(target, AheadOfTime(target)) for target in known_targets_of(arch)]
@@ -147,7 +147,7 @@ def _providers(arch: list[str] | None, device: str) -> list[tuple[str, ComputePr
 
 def _serves(provider: ComputeProvider, kernel: Shipped) -> bool:
     """Whether the kernel is for what the provider compiles for."""
-    from accelerant.runtime.cache_entries import AheadOfTime
+    from accelerant.runtime.compilation.cache_entries import AheadOfTime
 
     if not any(dialect in kernel.source.dialects for dialect in provider.dialects):
         return False

@@ -12,7 +12,7 @@ import typer
 from accelerant.errors import CompileError, ConfigError
 
 if TYPE_CHECKING:
-    from accelerant.runtime.inspect import EntryPoint, Inspection, Message
+    from accelerant.runtime.compilation.inspect import EntryPoint, Inspection, Message
 
 __all__ = ["compile_file", "known_targets_of", "register"]
 
@@ -93,8 +93,8 @@ def known_targets_of(wanted: list[str]) -> list[str]:
     Raises:
         ConfigError: it knows no such architecture.
     """
-    from accelerant.runtime.inspect import known_targets
-    from accelerant.runtime.kernel import CUDA_TARGETS
+    from accelerant.runtime.compilation.inspect import known_targets
+    from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 
     known = known_targets()
     found: list[str] = []
@@ -173,7 +173,7 @@ class _Report:
             raise typer.Exit(1)
 
     def _compile(self, target: str) -> None:
-        from accelerant.runtime.inspect import Message, inspect_cuda, read_messages
+        from accelerant.runtime.compilation.inspect import Message, inspect_cuda, read_messages
 
         name = str(self.file)
         try:
@@ -236,7 +236,7 @@ class _Report:
         return *cells, str(fits.threads), str(fits.blocks), f"{fits.percent:.0f} %", fits.limited_by
 
     def _to_dict(self, ptx: bool) -> dict[str, Any]:
-        from accelerant.runtime.inspect import compiler_version
+        from accelerant.runtime.compilation.inspect import compiler_version
 
         rows: list[dict[str, Any]] = [
             {

@@ -52,7 +52,7 @@ def devices(
 
 def _peers(found: list[ComputeDevice]) -> dict[tuple[str, int], list[int]]:
     """For each device of a backend that has several: those whose memory it reads directly."""
-    from accelerant.runtime.topology import peer_access
+    from accelerant.runtime.monitoring.topology import peer_access
 
     peers: dict[tuple[str, int], list[int]] = {}
     for backend in {device.backend for device in found if device.index > 0}:
@@ -64,7 +64,7 @@ def _peers(found: list[ComputeDevice]) -> dict[tuple[str, int], list[int]]:
 def _cells(device: ComputeDevice, remark: str) -> tuple[str, ...]:
     from rich.markup import escape
 
-    from accelerant.runtime.topology import free_memory
+    from accelerant.runtime.monitoring.topology import free_memory
 
     if not device.available:
         return device.backend, "-", "", "", escape(f"absent: {device.reason}")

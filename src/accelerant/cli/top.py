@@ -17,7 +17,7 @@ from accelerant.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from accelerant.runtime.monitor import Sample
+    from accelerant.runtime.monitoring.monitor import Sample
     from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["register", "top"]
@@ -44,7 +44,7 @@ def top(
     if not (math.isfinite(interval) and 0.1 <= interval <= 3600):
         raise ConfigError(f"--interval must be 0.1 to 3600 seconds, got {interval}")
     from accelerant.runtime import registry
-    from accelerant.runtime.monitor import sample
+    from accelerant.runtime.monitoring.monitor import sample
 
     devices = [device for device in registry.devices() if device.available]
     if json_output:
@@ -62,7 +62,7 @@ def top(
 def _watch(devices: list[ComputeDevice], interval: float) -> None:
     from rich.live import Live
 
-    from accelerant.runtime.monitor import sample
+    from accelerant.runtime.monitoring.monitor import sample
 
     ended = threading.Event()
     # an exception may be raised where Python drops it, in a finaliser; a flag is never lost

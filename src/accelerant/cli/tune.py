@@ -61,7 +61,7 @@ def tune(
 
     from accelerant.bench.tuning import count_calls, tune_ops
     from accelerant.runtime import registry
-    from accelerant.runtime.choices import choices
+    from accelerant.runtime.dispatch.choices import choices
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     wanted = [part.strip() for part in dtype.split(",") if part.strip()]
@@ -132,7 +132,7 @@ def _write(table: Path, device: torch.device, serves: Sequence[str], before: Map
         device, serves: as for Choices.table.
         before: entries to keep where nothing newer is known.
     """
-    from accelerant.runtime.choices import choices
+    from accelerant.runtime.dispatch.choices import choices
 
     body = choices().table(device, serves=serves)
     body["entries"] = dict(sorted({**before, **body["entries"]}.items()))

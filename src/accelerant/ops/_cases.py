@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from accelerant.runtime.kernel import KernelSource
-from accelerant.runtime.triton import TritonKernel
+from accelerant.runtime.compilation.kernel import KernelSource
+from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = ["Benchmark", "Compilation", "Indices", "OpCases", "Sample", "Stated", "Tolerance", "draw"]
 

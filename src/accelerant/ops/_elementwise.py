@@ -12,9 +12,9 @@ from torch import Tensor
 from accelerant.errors import UnsupportedDtype
 from accelerant.ops._l2 import eviction
 from accelerant.ops._library import name_of
+from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
 from accelerant.runtime.dispatch import Case, Cost
-from accelerant.runtime.triton import TritonKernel, refuses_triton
-from accelerant.runtime.tuning import Tuned
+from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
     "DTYPES",

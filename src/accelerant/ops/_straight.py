@@ -30,10 +30,10 @@ from torch.compiler import is_compiling
 
 from accelerant.config import choice_overrides
 from accelerant.ops._library import is_watched
-from accelerant.runtime.decisions import observers
 from accelerant.runtime.dispatch import operations, taken_by_torch
+from accelerant.runtime.dispatch.decisions import observers
+from accelerant.runtime.dispatch.rules import torch_wants_determinism
 from accelerant.runtime.ledger import OpRecord, ledger
-from accelerant.runtime.rules import torch_wants_determinism
 
 __all__ = ["straight"]
 

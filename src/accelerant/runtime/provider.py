@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.errors import CompileError, ConfigError, DeviceLost, LaunchError, OutOfMemory, ShapeError
-from accelerant.runtime.kernel import Kernel, KernelSource
+from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 
 __all__ = ["Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "Event", "MemoryInfo", "Pointer"]
 

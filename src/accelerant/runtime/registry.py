@@ -124,7 +124,7 @@ def _created_or_reason(name: str) -> ComputeProvider | str:
 def _apply_memory_fraction(name: str) -> None:
     """Keep the new provider's devices to the part of their memory that the settings give this process."""
     if settings().memory_fraction < 1.0:
-        from accelerant.runtime.memory import apply_limit
+        from accelerant.runtime.memory.limits import apply_limit
 
         for device in _created[name].devices():
             apply_limit(device=device)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accelerant.algebra.field.places import Place
-from accelerant.runtime.kernel import Kernel, KernelSource
+from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 
 __all__ = ["launch"]
 

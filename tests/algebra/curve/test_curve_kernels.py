@@ -21,8 +21,8 @@ from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negat
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
-from accelerant.runtime.kernel import CUDA_TARGETS, KernelSource
-from accelerant.runtime.portable import portable_header
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource
+from accelerant.runtime.compilation.portable import portable_header
 
 ENTRIES = list(entries(curve_of("bn254_g1")))
 QUICK = {("opencl", "bn254_g1", entry) for entry in ("curve_add", "curve_mul", "curve_off_curve")}

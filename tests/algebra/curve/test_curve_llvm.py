@@ -20,7 +20,7 @@ from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negat
 from accelerant.algebra.field.places import HOST
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
-from accelerant.runtime.kernel import KernelSource
+from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.providers.cpu import _LEVEL, _PASSES
 
 FORMS = ("scalar", "vector")

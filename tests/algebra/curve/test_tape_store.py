@@ -10,7 +10,7 @@ import pytest
 from accelerant.algebra.curve import pairing_miller, pairing_power, tape_store
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.field.parameters import FIELDS
-from accelerant.runtime.cache import KernelCache
+from accelerant.runtime.compilation.cache import KernelCache
 
 
 @pytest.fixture

@@ -24,8 +24,8 @@ from accelerant.algebra.field.program import (
 )
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
-from accelerant.runtime.kernel import KernelSource
-from accelerant.runtime.portable import portable_header
+from accelerant.runtime.compilation.kernel import KernelSource
+from accelerant.runtime.compilation.portable import portable_header
 
 LARGE = [field for field in FIELDS.values() if field.limbs > 1]
 WORD = 2**32 - 1

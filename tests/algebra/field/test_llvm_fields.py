@@ -19,7 +19,7 @@ from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.program import entries
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
-from accelerant.runtime.kernel import KernelSource
+from accelerant.runtime.compilation.kernel import KernelSource
 
 N, FEW = 10_007, 2_003
 """No multiples of a register's 8 or 16 elements; FEW are more than share an inversion."""

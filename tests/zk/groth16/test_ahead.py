@@ -11,7 +11,7 @@ import pytest
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.program import kernel_source
 from accelerant.config import override
-from accelerant.runtime.cache import KernelCache
+from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.providers.cpu import CpuProvider
 from accelerant.zk.groth16 import ahead
 

@@ -24,7 +24,7 @@ from accelerant.algebra.field.places import Place
 from accelerant.algebra.field.words import dtype_of, modulus_words
 from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime import registry
-from accelerant.runtime.kernel import Kernel
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.ledger import OpRecord, ledger
 
 __all__ = [

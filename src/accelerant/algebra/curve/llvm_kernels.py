@@ -38,7 +38,7 @@ _LEAST_SHARES = {"add": 1024, "neg": 8192, "mul": 8, "off_curve": 64, "off_subgr
 
 @dataclass(frozen=True, slots=True)
 class CurveKernels:
-    """A Builder (see runtime/kernel.py) of a curve's entries.
+    """A Builder (see runtime/compilation/kernel.py) of a curve's entries.
 
     Attributes:
         curve: its name.

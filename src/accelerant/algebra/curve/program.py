@@ -22,7 +22,7 @@ from accelerant.algebra.curve.llvm_kernels import CurveKernels
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.program import CudaProgram, field_text, montgomery_radix
 from accelerant.errors import ConfigError
-from accelerant.runtime.kernel import KernelSource, LazyDialects
+from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
 
 __all__ = [
     "ADDS",

@@ -22,7 +22,7 @@ from accelerant.algebra.field.llvm_text import Body, builder_key, function
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.algebra.field.places import HOST
 from accelerant.runtime import registry
-from accelerant.runtime.kernel import Kernel, KernelSource
+from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 
 __all__ = ["TapeKernel", "kernel_source", "run_tape"]
 
@@ -33,7 +33,7 @@ _ARGUMENTS = ("*u64", "*i32", "*i64", "i64", "i64", "i64")
 
 @dataclass(frozen=True, slots=True)
 class TapeKernel:
-    """A Builder (see runtime/kernel.py) of tape_run; field: its name."""
+    """A Builder (see runtime/compilation/kernel.py) of tape_run; field: its name."""
 
     field: str
 

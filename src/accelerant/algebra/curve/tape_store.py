@@ -2,7 +2,7 @@
 
 An entry's code is a line of JSON, then the tape's code and its schedule as they lie in memory. Nothing of it is in the
 report: the cache's checksum is the code's, and with another constant a verifier would accept other proofs. So what is
-said of machine code in runtime/cache.py holds for tapes: an altered entry is made again, and a key is of all that a
+said of machine code in cache.py holds for tapes: an altered entry is made again, and a key is of all that a
 tape depends on, which is the code below algebra.
 """
 
@@ -19,8 +19,8 @@ import numpy as np
 from accelerant.algebra.curve.tape import Tape
 from accelerant.algebra.field.llvm_text import builder_key
 from accelerant.algebra.field.parameters import Field
-from accelerant.runtime.cache import KernelCache, kernel_key
-from accelerant.runtime.kernel import Binary
+from accelerant.runtime.compilation.cache import KernelCache, kernel_key
+from accelerant.runtime.compilation.kernel import Binary
 
 __all__ = ["kept"]
 

@@ -25,7 +25,7 @@ from accelerant.algebra.field.program import launch as grid_and_block
 from accelerant.algebra.field.words import dtype_of, element_shape, tail_of, unreduced
 from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime import registry
-from accelerant.runtime.kernel import Kernel
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.ledger import OpRecord, ledger
 
 __all__ = ["Form", "binary", "check_reduced", "dotted", "inverse", "power", "reduced", "summed", "unary"]

@@ -72,7 +72,7 @@ def form_of(field: Field, kind: str) -> Form:
 
 @dataclass(frozen=True, slots=True)
 class FieldKernels:
-    """A Builder (see runtime/kernel.py) of a field's entries.
+    """A Builder (see runtime/compilation/kernel.py) of a field's entries.
 
     Attributes:
         field: its name.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 
-from accelerant.runtime.sources import sources_hash
+from accelerant.runtime.compilation.sources import sources_hash
 
 __all__ = ["INLINE", "NOINLINE", "REGISTERS", "Body", "builder_key", "function", "splat"]
 
@@ -62,7 +62,7 @@ def splat(element: str, lanes: int, value: int) -> str:
 
 
 def builder_key(builder: object) -> str:
-    """The key of a builder (see runtime/kernel.py) of LLVM IR: its fields, and the code that writes the text.
+    """The key of a builder (see kernel.py) of LLVM IR: its fields, and the code that writes the text.
 
     Writing the text takes up to 60 ms, which a process that finds machine code on disk need not spend.
 

@@ -9,7 +9,7 @@ from typing import Any
 from accelerant.algebra.field.field import prime_field
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import kernel_source
-from accelerant.runtime.kernel import KernelSource
+from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["add", "add_on", "source"]

@@ -21,9 +21,9 @@ from accelerant.algebra.field.llvm_kernels import FieldKernels
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.ptx import ptx_macros
 from accelerant.errors import ConfigError
-from accelerant.runtime.kernel import Builder, KernelSource, LazyDialects
-from accelerant.runtime.portable import portable_header
-from accelerant.runtime.sources import sources_hash
+from accelerant.runtime.compilation.kernel import Builder, KernelSource, LazyDialects
+from accelerant.runtime.compilation.portable import portable_header
+from accelerant.runtime.compilation.sources import sources_hash
 
 __all__ = [
     "BLOCK",
@@ -89,7 +89,7 @@ def entries(field: Field) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class CudaProgram:
-    """A Builder (see runtime/kernel.py) of CUDA C++ that is written, in 2 ms and more, only to be compiled.
+    """A Builder (see runtime/compilation/kernel.py) of CUDA C++ that is written, in 2 ms and more, only to be compiled.
 
     Attributes:
         arguments: all that decides the text beside the sources, in words.

@@ -14,7 +14,7 @@ from accelerant.algebra.ntt.device_tables import device_tables
 from accelerant.algebra.ntt.host import scalars
 from accelerant.algebra.ntt.plan import Pass, Variant, make_passes
 from accelerant.algebra.ntt.program import Tile, kernel_source
-from accelerant.runtime.kernel import Kernel
+from accelerant.runtime.compilation.kernel import Kernel
 
 __all__ = ["DevicePasses", "Division", "division_of"]
 

@@ -22,7 +22,7 @@ from accelerant.algebra.field.words import dtype_of, tail_of
 from accelerant.algebra.ntt.plan import Pass, Powers
 from accelerant.algebra.ntt.program import LADDER, Tile, has_quotients, powers_source
 from accelerant.algebra.ntt.tables import powers_of, words_of
-from accelerant.runtime.kernel import Kernel
+from accelerant.runtime.compilation.kernel import Kernel
 
 __all__ = ["DeviceTables", "device_tables", "roots_of"]
 

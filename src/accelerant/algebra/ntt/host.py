@@ -13,7 +13,7 @@ from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS, PassKernel
 from accelerant.algebra.ntt.llvm_packs import by_limbs
 from accelerant.algebra.ntt.plan import Pass, Variant, make_passes
 from accelerant.algebra.ntt.tables import limbs_of_52_bits, pass_tables
-from accelerant.runtime.kernel import Kernel, KernelSource
+from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 
 __all__ = ["HostPasses", "scalars"]
 

@@ -44,7 +44,7 @@ SCALARS = (
 
 @dataclass(frozen=True, slots=True)
 class PassKernel:
-    """A Builder (see runtime/kernel.py) of ntt_pass.
+    """A Builder (see runtime/compilation/kernel.py) of ntt_pass.
 
     Attributes:
         field: its name.

@@ -11,7 +11,7 @@ from accelerant.algebra.field.program import BLOCK, CudaProgram, defined, field_
 from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS
 from accelerant.algebra.ntt.plan import Variant
 from accelerant.errors import ConfigError
-from accelerant.runtime.kernel import KernelSource, LazyDialects
+from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
 
 __all__ = ["LADDER", "Tile", "has_quotients", "kernel_source", "powers_source"]
 

@@ -24,7 +24,7 @@ from accelerant.algebra.field.places import HOST
 from accelerant.algebra.field.program import kernel_source, montgomery_radix
 from accelerant.algebra.field.words import dtype_of, tail_of
 from accelerant.algebra.ntt.plan import Pass
-from accelerant.runtime.kernel import Kernel
+from accelerant.runtime.compilation.kernel import Kernel
 
 __all__ = ["Tables", "limbs_of_52_bits", "pass_tables", "powers_of", "words_of"]
 

@@ -16,9 +16,9 @@ from accelerant.bench.record import DEVICE, Environment, Record, Row
 from accelerant.bench.timer import Timing, time_ms, wall_ms
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
-from accelerant.runtime.memory import available_bytes
+from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.provider import ComputeDevice
-from accelerant.runtime.transfer import copy_async
+from accelerant.runtime.streams.transfer import copy_async
 
 __all__ = ["default_sizes", "measure", "parse_sizes", "run", "size_name"]
 

@@ -27,8 +27,8 @@ from accelerant.bench.timer import Timing, rotated_ms, time_in_turns, time_ms
 from accelerant.config import override
 from accelerant.errors import OutOfMemory
 from accelerant.runtime import registry
-from accelerant.runtime.decisions import Decision, explain_quietly
 from accelerant.runtime.dispatch import force, operations
+from accelerant.runtime.dispatch.decisions import Decision, explain_quietly
 
 __all__ = ["lack_of_memory", "own_kernels", "rows_of", "runner_names", "runners_of"]
 

@@ -13,9 +13,9 @@ from accelerant.bench.record import Record, Row
 from accelerant.bench.suites.bandwidth import size_name
 from accelerant.bench.timer import Timing, wall_ms
 from accelerant.errors import AccelerantError
-from accelerant.runtime.chunks import ChunkedRun, stream_chunks
-from accelerant.runtime.memory import available_bytes
+from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.streams.chunks import ChunkedRun, stream_chunks
 
 __all__ = ["rows"]
 

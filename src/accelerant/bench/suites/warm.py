@@ -26,8 +26,8 @@ from accelerant.bench.suites import neural, rows
 from accelerant.bench.suites.cases import Case, call_of
 from accelerant.bench.suites.plan import Planned
 from accelerant.config import override
-from accelerant.runtime.decisions import explain_quietly
 from accelerant.runtime.dispatch import force
+from accelerant.runtime.dispatch.decisions import explain_quietly
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["compile_ahead", "share_caches"]

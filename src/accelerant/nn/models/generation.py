@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.runtime.graphs import Graph
+from accelerant.runtime.streams.graphs import Graph
 
 __all__ = ["Cache", "CacheShape", "Decodable", "Decoding", "Sampling", "generate", "prompt_length", "require_tokens"]
 

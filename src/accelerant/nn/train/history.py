@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from accelerant.nn.train.metrics import StepRecord
 from accelerant.nn.train.objective import Evaluation
-from accelerant.runtime.memory import size_text
+from accelerant.runtime.memory.limits import size_text
 
 __all__ = ["History", "Status"]
 

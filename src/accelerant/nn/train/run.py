@@ -29,8 +29,8 @@ from accelerant.nn.train.rescue import Rescue
 from accelerant.nn.train.source import Source
 from accelerant.nn.train.state import gathered, require_same_config, restored
 from accelerant.nn.train.step import TrainStep
-from accelerant.runtime.memory import available_bytes, peak_recorded, size_text
-from accelerant.runtime.peak import predict_peak
+from accelerant.runtime.memory.limits import available_bytes, peak_recorded, size_text
+from accelerant.runtime.memory.peak import predict_peak
 
 if TYPE_CHECKING:
     from accelerant.nn.train.trainer import Trainer

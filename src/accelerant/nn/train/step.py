@@ -24,7 +24,7 @@ from accelerant.nn._optimizer import MultiTensorOptimizer
 from accelerant.nn._precision import LowWeights
 from accelerant.nn.optim import clip_grad_norm_
 from accelerant.nn.train.graphed import EAGER_STEPS, GraphedStep, Same
-from accelerant.runtime.graphs import Graph
+from accelerant.runtime.streams.graphs import Graph
 
 __all__ = ["StepResult", "TrainStep", "require_scalar"]
 

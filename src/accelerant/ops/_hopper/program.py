@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from accelerant.runtime.kernel import Binary, Kernel, KernelSource
+from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource
 
 __all__ = ["ELEMENTS", "HopperProgram", "Mma", "hopper_program", "load"]
 
@@ -98,7 +98,7 @@ def hopper_program(
 
 @dataclass(frozen=True, slots=True)
 class HopperProgram:
-    """A Builder (see runtime/kernel.py): a kernel's text, and what its launches need.
+    """A Builder (see runtime/compilation/kernel.py): a kernel's text, and what its launches need.
 
     Attributes:
         name: entry point.

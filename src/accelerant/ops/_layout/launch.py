@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._rows import ceil_div
-from accelerant.runtime.triton import TritonKernel
+from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = ["KERNEL", "to_channels_first", "to_channels_last"]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from accelerant.ops._hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, tensor_map
 from accelerant.ops._rows import ceil_div
 from accelerant.ops.attention.launch import as_laid, like
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
-from accelerant.runtime.kernel import Kernel
 
 __all__ = ["KINDS", "PARTS", "Plan", "Shares", "launch_backward", "plan_for", "program", "refuses", "shares_for"]
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from accelerant.ops._hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, tensor_map
 from accelerant.ops._rows import ceil_div
 from accelerant.ops.attention.launch import like
-from accelerant.runtime.capture import capturing
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
-from accelerant.runtime.kernel import Kernel
+from accelerant.runtime.streams.capture import capturing
 
 if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda_launch import PackedLaunch

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._rows import next_power_of_2
-from accelerant.runtime.triton import TritonKernel
-from accelerant.runtime.tuning import Tuned
+from accelerant.runtime.compilation.triton import TritonKernel
+from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
     "CANDIDATES",

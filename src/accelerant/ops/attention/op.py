@@ -26,9 +26,9 @@ from accelerant.ops.attention.backends import (
 )
 from accelerant.ops.attention.composite import attend, unfolded
 from accelerant.ops.attention.launch import MAX_WIDTH, launch_backward, launch_forward, like
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.rules import rules
-from accelerant.runtime.triton import refuses_triton
+from accelerant.runtime.dispatch.rules import rules
 
 __all__ = ["attention", "attention_bwd", "attention_fwd"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accelerant.ops._rows import ceil_div, multiprocessors, next_power_of_2
 from accelerant.ops.attention.launch import capability_of, with_rows
-from accelerant.runtime.triton import TritonKernel
+from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = ["KERNELS", "MAX_WIDTH", "constants", "launch_forward", "splits_for"]
 

@@ -22,7 +22,7 @@ from accelerant.ops._straight import straight
 from accelerant.ops._windows import Pair, as_images, output_sizes, pair
 from accelerant.ops.conv2d import ways
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.rules import rules
+from accelerant.runtime.dispatch.rules import rules
 
 __all__ = ["conv2d", "conv2d_bwd", "conv2d_fwd"]
 

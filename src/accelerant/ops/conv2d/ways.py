@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._layout import to_channels_first, to_channels_last
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case
-from accelerant.runtime.triton import refuses_triton
 
 __all__ = [
     "channels_last",

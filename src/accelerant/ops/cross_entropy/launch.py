@@ -10,9 +10,9 @@ from torch import Tensor
 
 from accelerant.errors import AccelerantError
 from accelerant.ops._rows import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2, whole_rows
-from accelerant.runtime.choices import rounded
-from accelerant.runtime.triton import TritonKernel
-from accelerant.runtime.tuning import Tuned
+from accelerant.runtime.compilation.triton import TritonKernel
+from accelerant.runtime.dispatch.choices import rounded
+from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
     "COUNTS",

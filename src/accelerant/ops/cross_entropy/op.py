@@ -19,8 +19,8 @@ from accelerant.ops.cross_entropy import row
 from accelerant.ops.cross_entropy.launch import COUNTS, launch_backward, launch_forward
 from accelerant.ops.cross_entropy.row import launch_forward_row
 from accelerant.ops.cross_entropy.torch_ops import is_low, torch_backward, torch_composite, torch_forward
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.triton import refuses_triton
 
 __all__ = [
     "check_loss",

@@ -13,8 +13,8 @@ from accelerant.errors import LaunchError
 from accelerant.ops._hopper import ELEMENTS, HopperProgram, hopper_program, load
 from accelerant.ops._rows import ceil_div, multiprocessors
 from accelerant.ops.cross_entropy.launch import COUNTS, launch_forward
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
-from accelerant.runtime.kernel import Kernel
 
 __all__ = ["KINDS", "PLANS", "Plan", "alike", "launch_forward_row", "launch_row", "plan_for", "program", "refuses"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelerant.ops.cross_entropy.launch import COUNTS
-from accelerant.runtime.triton import refuses_triton
+from accelerant.runtime.compilation.triton import refuses_triton
 
 __all__ = ["CHUNK", "is_low", "torch_backward", "torch_composite", "torch_forward", "torch_rows"]
 

@@ -14,8 +14,8 @@ from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._library import name_of
 from accelerant.ops.decode.launch import WORDS_LEAST, launch_linear, launch_rope, launch_words
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.triton import refuses_triton
 
 __all__ = ["append", "decode_linear", "decode_rope", "linear"]
 

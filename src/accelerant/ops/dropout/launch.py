@@ -11,10 +11,10 @@ from accelerant.ops._rows import ceil_div
 from accelerant.ops.dropout.llvm_kernels import COUNTERS, DropoutKernel, refuses_half
 from accelerant.ops.dropout.llvm_mask import LANES, MaskKernel
 from accelerant.runtime import registry
-from accelerant.runtime.case import Case
-from accelerant.runtime.kernel import Kernel, KernelSource
+from accelerant.runtime.compilation.kernel import Kernel, KernelSource
+from accelerant.runtime.compilation.triton import TritonKernel
+from accelerant.runtime.dispatch.case import Case
 from accelerant.runtime.provider import ComputeProvider
-from accelerant.runtime.triton import TritonKernel
 
 __all__ = [
     "GROUP",

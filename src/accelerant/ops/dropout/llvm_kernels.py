@@ -54,7 +54,7 @@ def refuses_half() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class DropoutKernel:
-    """A Builder (see runtime/kernel.py) of dropout_<dtype>(begin, end, x, seed, y, n, threshold, scale).
+    """A Builder (see runtime/compilation/kernel.py) of dropout_<dtype>(begin, end, x, seed, y, n, threshold, scale).
 
     Attributes:
         dtype: of x and y.

@@ -23,7 +23,7 @@ LANES = 32
 
 @dataclass(frozen=True, slots=True)
 class MaskKernel:
-    """A Builder (see runtime/kernel.py) of dropout_<dtype>_unmasked(begin, end, dy, bits, dx, n, scale)."""
+    """A Builder (see runtime/compilation/kernel.py) of dropout_<dtype>_unmasked(begin, end, dy, bits, dx, n, scale)."""
 
     dtype: torch.dtype
 

@@ -24,7 +24,7 @@ from accelerant.ops.dropout.launch import (
     torch_masked,
 )
 from accelerant.runtime.dispatch import Case, Implementation, Operation
-from accelerant.runtime.rules import rules
+from accelerant.runtime.dispatch.rules import rules
 
 __all__ = ["dropout", "dropout_bwd", "dropout_fwd"]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from accelerant.ops._elementwise import SHORT, STREAM, Elementwise, StreamKernel
 from accelerant.ops._l2 import eviction
 from accelerant.ops._rows import ceil_div, multiprocessors, next_power_of_2
-from accelerant.runtime.triton import TritonKernel
-from accelerant.runtime.tuning import Tuned
+from accelerant.runtime.compilation.triton import TritonKernel
+from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
     "KERNELS",

@@ -13,8 +13,8 @@ from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import is_plain, name_of
 from accelerant.ops._straight import straight
 from accelerant.ops.embedding.launch import launch_backward_atomic, launch_backward_sorted, launch_forward
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.triton import refuses_triton
 
 __all__ = ["embedding"]
 

@@ -12,8 +12,8 @@ import torch
 
 from accelerant.errors import ConfigError, UnsupportedDtype
 from accelerant.runtime import registry
+from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.kernel import Kernel, KernelSource
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider, Pointer
 
 __all__ = ["gelu_on", "source"]

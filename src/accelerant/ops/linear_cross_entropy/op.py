@@ -18,8 +18,8 @@ from accelerant.ops.cross_entropy import launch
 from accelerant.ops.cross_entropy.op import check_loss, check_targets
 from accelerant.ops.cross_entropy.torch_ops import torch_composite
 from accelerant.ops.linear_cross_entropy.chunks import run_torch, run_triton
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.triton import refuses_triton
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_bwd", "linear_cross_entropy_fwd"]
 

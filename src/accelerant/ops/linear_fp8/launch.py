@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._rows import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2
-from accelerant.runtime.triton import TritonKernel
+from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = [
     "KERNELS", "LONGEST", "LONGEST_DGELU", "TARGETS", "constants", "dgelu_plan", "gelu_plan", "launch_dgelu",

@@ -24,8 +24,8 @@ from torch import Tensor
 from accelerant.errors import ShapeError
 from accelerant.ops.linear_fp8 import launch, reference
 from accelerant.ops.transformer.launch import launch_join
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.triton import refuses_triton
 
 __all__ = [
     "MULTIPLE", "Float8Weight", "Float8Weights", "flattened", "gelu_linear", "linear", "linear_dx", "linear_dz",

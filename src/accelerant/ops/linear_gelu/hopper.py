@@ -15,7 +15,7 @@ from torch import Tensor
 from accelerant.ops._hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, tensor_map
 from accelerant.ops._hopper.product import HEADER, THREADS, readable, refuses, ring_bytes, tiles
 from accelerant.ops._rows import ceil_div, multiprocessors
-from accelerant.runtime.kernel import Kernel
+from accelerant.runtime.compilation.kernel import Kernel
 
 if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda_launch import PackedLaunch

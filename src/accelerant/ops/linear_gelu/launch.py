@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._rows import as_rows, ceil_div, multiprocessors
-from accelerant.runtime.choices import rounded
-from accelerant.runtime.triton import TritonKernel, interpreting
-from accelerant.runtime.tuning import Tuned
+from accelerant.runtime.compilation.triton import TritonKernel, interpreting
+from accelerant.runtime.dispatch.choices import rounded
+from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
     "BACKWARD",

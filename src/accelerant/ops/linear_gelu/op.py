@@ -15,8 +15,8 @@ from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops._straight import straight
 from accelerant.ops.linear_gelu import hopper
 from accelerant.ops.linear_gelu.launch import launch_dz, launch_forward
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
-from accelerant.runtime.triton import refuses_triton
 
 __all__ = ["linear_gelu", "linear_gelu_bwd", "linear_gelu_fwd"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._rows import ceil_div
-from accelerant.runtime.triton import TritonKernel, interpreting
+from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 
 __all__ = [
     "DYNAMIC_PLANS",

@@ -15,8 +15,8 @@ from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops.linear_int8 import row
 from accelerant.ops.linear_int8.launch import FEW_ROWS, launch_dx, launch_dynamic, launch_forward
 from accelerant.ops.quantize_int8.op import by_torch, quantize_rows
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.triton import refuses_triton
 
 __all__ = ["linear_int8"]
 

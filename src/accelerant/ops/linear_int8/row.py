@@ -12,8 +12,8 @@ from torch import Tensor
 from accelerant.errors import LaunchError
 from accelerant.ops._hopper import ELEMENTS, HopperProgram, hopper_program, load
 from accelerant.ops._rows import ceil_div, multiprocessors
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
-from accelerant.runtime.kernel import Kernel
 
 __all__ = ["KINDS", "PLANS", "UNALIGNED", "Plan", "aligned", "launch_row", "program", "refuses"]
 

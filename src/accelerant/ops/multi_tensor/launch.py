@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accelerant.errors import AccelerantError, CompileError, LaunchError
 from accelerant.ops.multi_tensor.tables import Table, Tensors, Workspace
-from accelerant.runtime.triton import TritonKernel
+from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = [
     "KERNELS",

@@ -22,8 +22,8 @@ from accelerant.ops.multi_tensor.launch import (
 )
 from accelerant.ops.multi_tensor.tables import Share, Table, Tensors, Workspace, check
 from accelerant.ops.multi_tensor.torch_steps import torch_adamw, torch_clip, torch_norm, torch_sgd
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.triton import refuses_triton
 
 __all__ = [
     "AdamWGroup",

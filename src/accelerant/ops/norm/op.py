@@ -16,8 +16,8 @@ from accelerant.ops._library import name_of
 from accelerant.ops._straight import straight
 from accelerant.ops.norm.launch import launch_backward, launch_forward
 from accelerant.ops.norm.torch_ops import torch_backward, torch_composite, torch_forward
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
-from accelerant.runtime.triton import refuses_triton
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 

@@ -16,9 +16,9 @@ from accelerant.ops._elementwise import check_dtype
 from accelerant.ops._straight import straight
 from accelerant.ops._windows import Pair, as_images, output_sizes, pair
 from accelerant.ops.pool2d.launch import Window, launch_backward, launch_forward, layout_of
+from accelerant.runtime.compilation.triton import interpreting, refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.rules import rules
-from accelerant.runtime.triton import interpreting, refuses_triton
+from accelerant.runtime.dispatch.rules import rules
 
 __all__ = ["avg_pool2d", "max_pool2d"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._library import below_autograd, define, is_plain, name_of
 from accelerant.ops.quantize_int8.launch import launch
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.triton import refuses_triton
 
 __all__ = ["quantize_int8", "quantize_rows"]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from accelerant.ops._l2 import eviction
 from accelerant.ops._rows import RowPlan, as_rows, ceil_div, next_power_of_2, split_rows, whole_rows
-from accelerant.runtime.triton import TritonKernel
-from accelerant.runtime.tuning import Tuned
+from accelerant.runtime.compilation.triton import TritonKernel
+from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = ["KERNELS", "TUNED", "WIDE_FROM", "constants", "launch_backward", "launch_forward", "row_plan"]
 

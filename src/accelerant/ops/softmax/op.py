@@ -22,8 +22,8 @@ from accelerant.ops.softmax.launch import (
     launch_backward,
     launch_forward,
 )
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
-from accelerant.runtime.triton import refuses_triton
 
 __all__ = ["log_softmax", "softmax"]
 

@@ -19,8 +19,8 @@ from accelerant.ops.embedding.launch import embedding_plan, launch_backward_sort
 from accelerant.ops.linear_cross_entropy.chunks import run_torch, run_triton
 from accelerant.ops.transformer.launch import launch_embed
 from accelerant.ops.transformer.op import refuses_triton_kernels
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.triton import refuses_triton
 
 __all__ = ["embed", "embed_backward", "scaled", "tied_loss"]
 

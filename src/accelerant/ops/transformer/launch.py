@@ -8,7 +8,7 @@ from torch import Tensor
 from accelerant.ops._rows import as_rows, ceil_div, multiprocessors
 from accelerant.ops.embedding.launch import constants as embedding_constants
 from accelerant.ops.embedding.launch import embedding_plan
-from accelerant.runtime.triton import TritonKernel
+from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = [
     "COLUMNS", "JOINS", "KERNELS", "SQUARE", "STRIP", "launch_columns", "launch_columns_each", "launch_dgelu",

@@ -25,8 +25,8 @@ from accelerant.ops.transformer.launch import (
     launch_join,
     launch_turn,
 )
+from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.triton import refuses_triton
 
 __all__ = [
     "column_sums",

@@ -9,7 +9,7 @@ from accelerant.ops.attention import hopper_bwd
 from accelerant.ops.attention.backends import capability_of
 from accelerant.ops.attention.op import attention_bwd, attention_fwd
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.rules import rules
+from accelerant.runtime.dispatch.rules import rules
 
 __all__ = ["attend", "attend_backward"]
 

@@ -25,7 +25,7 @@ from accelerant.nn.train.step import require_scalar
 from accelerant.privacy.dp.noisy_sum import Plan
 from accelerant.privacy.dp.private import PrivateTraining
 from accelerant.privacy.dp.sampling import DrawnBatch
-from accelerant.runtime.graphs import Graph
+from accelerant.runtime.streams.graphs import Graph
 
 __all__ = ["PrivateResult", "PrivateStep"]
 

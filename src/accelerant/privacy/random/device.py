@@ -20,9 +20,9 @@ from accelerant.privacy.random.llvm_kernels import lanes
 from accelerant.privacy.random.program import KEYSTREAM_BLOCK, keystream_source, reserve_source
 from accelerant.privacy.random.stream import SecureStream
 from accelerant.runtime import registry
-from accelerant.runtime.capture import capturing
-from accelerant.runtime.kernel import Kernel
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.provider import ComputeProvider
+from accelerant.runtime.streams.capture import capturing
 
 __all__ = ["Taken", "compiled_reserve", "keystream", "take"]
 

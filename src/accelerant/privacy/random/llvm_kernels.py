@@ -187,7 +187,7 @@ done:
 
 @dataclass(frozen=True, slots=True)
 class VectorKernel(ABC):
-    """A Builder (see runtime/kernel.py) whose program is written out in vectors."""
+    """A Builder (see runtime/compilation/kernel.py) whose program is written out in vectors."""
 
     @property
     def key(self) -> str:
@@ -206,7 +206,7 @@ class VectorKernel(ABC):
 
 @dataclass(frozen=True, slots=True)
 class KeystreamKernel(VectorKernel):
-    """A Builder (see runtime/kernel.py) of chacha20_keystream(begin, end, state, first, words, n, one).
+    """A Builder (see runtime/compilation/kernel.py) of chacha20_keystream(begin, end, state, first, words, n, one).
 
     An index stands for lanes() blocks; words has room for whole blocks of all of them.
     """

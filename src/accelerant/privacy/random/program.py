@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from accelerant.runtime.kernel import KernelSource
+from accelerant.runtime.compilation.kernel import KernelSource
 
 __all__ = ["KEYSTREAM_BLOCK", "chacha20_text", "keystream_source", "reserve_source"]
 

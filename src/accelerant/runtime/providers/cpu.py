@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.errors import CompileError, LaunchError
-from accelerant.runtime.cache import KernelCache, kernel_key
+from accelerant.runtime.compilation.cache import KernelCache, kernel_key
+from accelerant.runtime.compilation.kernel import Binary, Builder, Kernel, KernelSource, Resources
 from accelerant.runtime.cores import usable_cores
-from accelerant.runtime.kernel import Binary, Builder, Kernel, KernelSource, Resources
 from accelerant.runtime.provider import (
     Buffer,
     ComputeDevice,
@@ -149,7 +149,7 @@ class CpuProvider(ComputeProvider):
         ]
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
-        from accelerant.runtime.memory import check_allocation
+        from accelerant.runtime.memory.limits import check_allocation
 
         check_device(self.name, device, 1)
         check_size(size_bytes)

@@ -20,9 +20,8 @@ import numpy.typing as npt
 import torch
 
 from accelerant.errors import CompileError, DeviceLost, LaunchError
-from accelerant.runtime.cache import KernelCache
-from accelerant.runtime.capture import capturing
-from accelerant.runtime.kernel import Binary, Kernel, KernelSource, Resources
+from accelerant.runtime.compilation.cache import KernelCache
+from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.provider import (
     Buffer,
     ComputeDevice,
@@ -41,6 +40,7 @@ from accelerant.runtime.provider import (
 )
 from accelerant.runtime.providers.cuda_compile import DIALECTS, compile_cuda, compiler_version, cuda_key
 from accelerant.runtime.providers.cuda_launch import LoadedKernel, cuda_error, load_error
+from accelerant.runtime.streams.capture import capturing
 
 __all__ = ["CudaProvider"]
 

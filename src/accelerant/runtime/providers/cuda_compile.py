@@ -9,9 +9,9 @@ import re
 from typing import Any
 
 from accelerant.errors import CompileError
-from accelerant.runtime.cache import kernel_key
-from accelerant.runtime.kernel import Binary, Builder, KernelSource, Resources
-from accelerant.runtime.portable import portable_header
+from accelerant.runtime.compilation.cache import kernel_key
+from accelerant.runtime.compilation.kernel import Binary, Builder, KernelSource, Resources
+from accelerant.runtime.compilation.portable import portable_header
 
 __all__ = ["DIALECTS", "compile_cuda", "compiler_version", "cuda_key"]
 

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.errors import CompileError, DeviceLost, LaunchError
-from accelerant.runtime.cache import KernelCache, kernel_key
-from accelerant.runtime.kernel import Binary, Kernel, KernelSource, Resources
-from accelerant.runtime.portable import portable_header
+from accelerant.runtime.compilation.cache import KernelCache, kernel_key
+from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
+from accelerant.runtime.compilation.portable import portable_header
 from accelerant.runtime.provider import (
     Buffer,
     ComputeDevice,
@@ -144,7 +144,7 @@ class OpenclProvider(ComputeProvider):
         return found
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
-        from accelerant.runtime.memory import check_allocation
+        from accelerant.runtime.memory.limits import check_allocation
 
         slot = self._slot(device)
         check_size(size_bytes)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from accelerant.algebra.field.places import Place
 
 if TYPE_CHECKING:
-    from accelerant.runtime.stream import Event, Stream  # which import torch
+    from accelerant.runtime.streams.stream import Event, Stream  # which import torch
 
 __all__ = ["Lanes", "Mark"]
 
@@ -41,7 +41,7 @@ class Lanes:
         self.place = place
         self._streams: Sequence[Stream] = ()
         if place.backend == "cuda":
-            from accelerant.runtime.stream import Stream
+            from accelerant.runtime.streams.stream import Stream
 
             # One more than asked for: for copies, which are not to wait for what a lane does
             self._streams = [Stream(place.label, priority=-1 if number == 0 else 0) for number in range(count + 1)]
@@ -73,7 +73,7 @@ class Lanes:
         """
         if not self._streams or not words.size:
             return self.place.load(np.ascontiguousarray(words))
-        from accelerant.runtime.transfer import copy_async
+        from accelerant.runtime.streams.transfer import copy_async
 
         if len(self._copied) >= _AHEAD:
             self._copied.popleft().synchronize()

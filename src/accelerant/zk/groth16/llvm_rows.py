@@ -17,7 +17,7 @@ from accelerant.algebra.curve.llvm_flow import Flow
 from accelerant.algebra.field.llvm_limbs import Limbs
 from accelerant.algebra.field.llvm_text import function
 from accelerant.algebra.field.parameters import field_of
-from accelerant.runtime.kernel import KernelSource
+from accelerant.runtime.compilation.kernel import KernelSource
 
 __all__ = ["RowsKernel", "kernel_source"]
 
@@ -26,7 +26,7 @@ _ARGUMENTS = {"values": "*u64", "columns": "*u32", "starts": "*i64", "x": "*u64"
 
 @dataclass(frozen=True, slots=True)
 class RowsKernel:
-    """A Builder (see runtime/kernel.py).
+    """A Builder (see runtime/compilation/kernel.py).
 
     Attributes:
         field: its name; of 64-bit words.

@@ -11,7 +11,7 @@ from accelerant.algebra.counted import counted
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.places import HOST
 from accelerant.errors import ShapeError
-from accelerant.runtime.kernel import Kernel
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.ledger import OpRecord, ledger
 from accelerant.zk.groth16.csr import Csr, sorted_by_row
 from accelerant.zk.groth16.llvm_rows import kernel_source

@@ -29,8 +29,8 @@ from accelerant.algebra.field.llvm_kernels import form_of, host_form
 from accelerant.algebra.field.places import HOST
 from accelerant.errors import OutOfMemory, ShapeError, UnsupportedCase
 from accelerant.runtime import registry
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.cores import usable_cores
-from accelerant.runtime.kernel import Kernel
 from accelerant.zk.msm.llvm_buckets import SIGN, Work
 from accelerant.zk.msm.llvm_kernels import PACKS, SIZES, kernel_source
 

@@ -23,7 +23,7 @@ from accelerant.algebra.curve.reference import jacobian_add, jacobian_double, ja
 from accelerant.algebra.curve.weierstrass import Affine, Curve
 from accelerant.algebra.field.places import HOST
 from accelerant.algebra.field.program import montgomery_radix
-from accelerant.runtime.kernel import Kernel
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.zk.msm.llvm_kernels import kernel_source
 
 __all__ = ["by_kernel", "by_python", "canonical", "horner"]

@@ -33,7 +33,7 @@ from accelerant.algebra.field.llvm_form import Form
 from accelerant.algebra.field.llvm_kernels import form_of
 from accelerant.algebra.field.llvm_text import NOINLINE, function
 from accelerant.errors import ConfigError
-from accelerant.runtime.kernel import KernelSource
+from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.zk.msm.llvm_buckets import SIGN, Task, Work, first_round, next_round, sort
 
 __all__ = ["PACKS", "SIZES", "TASK", "MsmKernels", "kernel_source"]

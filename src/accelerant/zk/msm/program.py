@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from accelerant.algebra.curve.program import cuda_program, point_text, prefixed
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.runtime.kernel import KernelSource, LazyDialects
+from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
 
 __all__ = [
     "ACCUMULATE_BLOCK",

@@ -14,7 +14,7 @@ import numpy as np
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.places import Place
-from accelerant.runtime.kernel import Kernel
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.zk.msm import affine
 from accelerant.zk.msm.device_plan import DevicePlan, coordinate_words
 from accelerant.zk.msm.program import (

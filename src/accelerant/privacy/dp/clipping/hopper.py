@@ -13,8 +13,8 @@ from torch import Tensor
 from accelerant.ops._hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, tensor_map
 from accelerant.ops._hopper.product import HEADER, THREADS, readable, ring_bytes, tiles, unfit
 from accelerant.ops._rows import ceil_div, multiprocessors
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
-from accelerant.runtime.kernel import Kernel
 
 if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda_launch import PackedLaunch

@@ -15,8 +15,8 @@ from accelerant.ops._rows import ceil_div, next_power_of_2
 from accelerant.ops.transformer.ends import embed_backward
 from accelerant.privacy.dp.clipping import hopper, norms
 from accelerant.privacy.dp.clipping.norms import chunks
+from accelerant.runtime.compilation.triton import TritonKernel, interpreting, refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.triton import TritonKernel, interpreting, refuses_triton
 
 __all__ = ["KERNELS", "add_rows_", "clear_", "cleared", "form", "ghost_squares", "scaled", "squares", "weighted_sum"]
 

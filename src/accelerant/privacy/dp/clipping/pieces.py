@@ -17,7 +17,7 @@ from torch import Tensor
 from accelerant.ops.transformer.ends import scaled
 from accelerant.privacy.dp.clipping import launch
 from accelerant.privacy.dp.clipping.norms import chunks, prefers_ghost, wide
-from accelerant.runtime.tuning import Tuned
+from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = ["WAYS", "Dense", "Lookup", "Piece", "Rows", "cross", "merged"]
 

@@ -32,10 +32,10 @@ from accelerant.privacy.random import SecureStream
 from accelerant.privacy.random.device import take
 from accelerant.privacy.random.llvm_kernels import lanes
 from accelerant.runtime import registry
-from accelerant.runtime.capture import capturing
-from accelerant.runtime.kernel import Kernel, KernelSource
+from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.ledger import OpRecord, ledger
 from accelerant.runtime.provider import ComputeProvider
+from accelerant.runtime.streams.capture import capturing
 
 __all__ = [
     "add_steps",

@@ -20,10 +20,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from accelerant.errors import BackendUnavailable, ConfigError
-from accelerant.runtime.host import CpuReader
 from accelerant.runtime.ledger import OpRecord, ledger
-from accelerant.runtime.provider import ComputeDevice
-from accelerant.runtime.readers import (
+from accelerant.runtime.monitoring.host import CpuReader
+from accelerant.runtime.monitoring.readers import (
     FIGURES,
     ProcessMemory,
     Reader,
@@ -32,6 +31,7 @@ from accelerant.runtime.readers import (
     apple_reader,
     cuda_reader,
 )
+from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["Measurement", "OpEnergy", "ProcessMemory", "Sample", "measure", "sample"]
 

@@ -44,13 +44,13 @@ from accelerant.errors import (
     OutOfMemory,
     UnsupportedCase,
 )
-from accelerant.runtime.case import Case, Cost, Implementation, case_of, group_of, saved_by
-from accelerant.runtime.choose import Choice, choose, powers_of_two, reason_of
-from accelerant.runtime.decisions import Decision, Explanation, explain, explain_quietly, observers
+from accelerant.runtime.dispatch.case import Case, Cost, Implementation, case_of, group_of, saved_by
+from accelerant.runtime.dispatch.choose import Choice, choose, powers_of_two, reason_of
+from accelerant.runtime.dispatch.decisions import Decision, Explanation, explain, explain_quietly, observers
+from accelerant.runtime.dispatch.rules import Plans, rules, torch_wants_determinism
 from accelerant.runtime.launches import launches
 from accelerant.runtime.ledger import FallbackRecord, OpRecord, ledger
 from accelerant.runtime.provider import ComputeProvider
-from accelerant.runtime.rules import Plans, rules, torch_wants_determinism
 
 __all__ = [
     "Case",
@@ -383,7 +383,7 @@ class Operation:
         """What an operator needs to know of an error that nothing was left to do about."""
         if not isinstance(error, torch.OutOfMemoryError):
             return error
-        from accelerant.runtime.memory import describe_out_of_memory
+        from accelerant.runtime.memory.limits import describe_out_of_memory
 
         described = OutOfMemory(describe_out_of_memory(self.name, error, case.device))
         described.__cause__ = error

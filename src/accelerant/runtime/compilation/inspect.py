@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerant.errors import CompileError, ConfigError
-from accelerant.runtime.kernel import Resources
-from accelerant.runtime.occupancy import Occupancy, occupancy
-from accelerant.runtime.portable import portable_header
+from accelerant.runtime.compilation.kernel import Resources
+from accelerant.runtime.compilation.occupancy import Occupancy, occupancy
+from accelerant.runtime.compilation.portable import portable_header
 
 __all__ = [
     "DEFAULT_BLOCK",

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from accelerant.errors import ConfigError
+from accelerant.runtime.monitoring.topology import DeviceLike, find_device
 from accelerant.runtime.provider import Buffer, ComputeDevice
-from accelerant.runtime.topology import DeviceLike, find_device
 
 __all__ = ["Holder", "largest_holders"]
 

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, TimeLimitExceeded, UnsupportedDtype
-from accelerant.runtime.memory import available_bytes
-from accelerant.runtime.stream import Event, Stream
-from accelerant.runtime.topology import DeviceLike
-from accelerant.runtime.transfer import HostArray, as_host
+from accelerant.runtime.memory.limits import available_bytes
+from accelerant.runtime.monitoring.topology import DeviceLike
+from accelerant.runtime.streams.stream import Event, Stream
+from accelerant.runtime.streams.transfer import HostArray, as_host
 
 __all__ = ["ChunkedRun", "stream_chunks"]
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerant.runtime.readers import Absent, ProcessMemory, TableReader
+from accelerant.runtime.monitoring.readers import Absent, ProcessMemory, TableReader
 
 __all__ = ["CpuReader"]
 

@@ -12,7 +12,7 @@ from accelerant._version import __version__
 
 __all__ = ["sources_hash"]
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 
 
 @functools.cache

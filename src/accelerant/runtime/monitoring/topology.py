@@ -9,8 +9,8 @@ import torch
 
 from accelerant.errors import ConfigError, OutOfMemory
 from accelerant.runtime import registry
+from accelerant.runtime.monitoring.readers import cuda_reader
 from accelerant.runtime.provider import ComputeDevice
-from accelerant.runtime.readers import cuda_reader
 
 __all__ = [
     "DeviceLike",

@@ -22,11 +22,11 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from accelerant.config import choice_overrides, override
-from accelerant.runtime.choices import Entry, choices, key_of, rounded
-from accelerant.runtime.choose import RACED, reason_of
-from accelerant.runtime.decisions import Explanation, explain_quietly
-from accelerant.runtime.race import fastest, obstacle, race
-from accelerant.runtime.rules import Plans, rules, torch_wants_determinism
+from accelerant.runtime.dispatch.choices import Entry, choices, key_of, rounded
+from accelerant.runtime.dispatch.choose import RACED, reason_of
+from accelerant.runtime.dispatch.decisions import Explanation, explain_quietly
+from accelerant.runtime.dispatch.race import fastest, obstacle, race
+from accelerant.runtime.dispatch.rules import Plans, rules, torch_wants_determinism
 
 __all__ = ["Tuned", "tune"]
 

@@ -32,8 +32,8 @@ from torch.utils import _pytree as pytree
 
 from accelerant.errors import ConfigError, TimeLimitExceeded, UnsupportedCase
 from accelerant.runtime import provider
+from accelerant.runtime.monitoring.topology import DeviceLike, find_device
 from accelerant.runtime.provider import ComputeDevice
-from accelerant.runtime.topology import DeviceLike, find_device
 
 __all__ = ["Event", "Future", "Stream", "submit"]
 

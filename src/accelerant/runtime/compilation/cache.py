@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerant.config import settings
+from accelerant.runtime.compilation.kernel import Binary, Resources
 from accelerant.runtime.json_text import decode_json
-from accelerant.runtime.kernel import Binary, Resources
 
 __all__ = ["KernelCache", "kernel_key"]
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from accelerant.errors import CompileError
-from accelerant.runtime.kernel import CUDA_TARGETS, Binary, Kernel, KernelSource, Resources
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.launches import noted
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def refuses_triton(device: torch.device) -> str | None:
 def _sources_hash() -> str:
     """Of every Triton source in the package: kernels may call one another across modules."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("triton_kernels.py")):
+    for path in sorted(Path(__file__).parents[2].rglob("triton_kernels.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

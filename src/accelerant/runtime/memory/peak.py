@@ -27,9 +27,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from accelerant.errors import ConfigError, UnsupportedCase
-from accelerant.runtime.live_set import CUDA_GRANULARITY, LiveSet, storage_bytes
-from accelerant.runtime.memory import peak_recorded, size_text
-from accelerant.runtime.rehearsal import Step, bound, device_of, run_step, stand_ins, undisturbed
+from accelerant.runtime.memory.dry_run import Step, bound, device_of, run_step, stand_ins, undisturbed
+from accelerant.runtime.memory.limits import peak_recorded, size_text
+from accelerant.runtime.memory.live_set import CUDA_GRANULARITY, LiveSet, storage_bytes
 
 __all__ = [
     "OptimizerLike",

@@ -4,7 +4,7 @@ A source holds the same algorithm in one or more *dialects*; a provider compiles
 
     portable   C with the macro header portable.h: CUDA, HIP and OpenCL from one text
     cuda       CUDA C++
-    triton     a Triton function with its specialisation (runtime/triton.py makes these)
+    triton     a Triton function with its specialisation (runtime/compilation/triton.py makes these)
     llvm       a builder of LLVM IR for the CPU
 
 A dialect's value is the program's text, or a Builder where the program is made for each target.

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, UnsupportedDtype
-from accelerant.runtime.stream import Event, Future, Stream
-from accelerant.runtime.topology import DeviceLike
+from accelerant.runtime.monitoring.topology import DeviceLike
+from accelerant.runtime.streams.stream import Event, Future, Stream
 
 __all__ = ["HostArray", "StagingPool", "as_host", "copy_async", "release_staging"]
 

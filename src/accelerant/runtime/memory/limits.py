@@ -27,11 +27,11 @@ import torch
 from accelerant.config import settings
 from accelerant.errors import ConfigError, OutOfMemory
 from accelerant.runtime import registry
-from accelerant.runtime.holders import Holder, largest_holders
-from accelerant.runtime.live_set import LiveSet
+from accelerant.runtime.memory.live_set import LiveSet
+from accelerant.runtime.memory.owners import Holder, largest_holders
+from accelerant.runtime.monitoring.readers import cuda_reader
+from accelerant.runtime.monitoring.topology import DeviceLike, find_device
 from accelerant.runtime.provider import Buffer, ComputeDevice
-from accelerant.runtime.readers import cuda_reader
-from accelerant.runtime.topology import DeviceLike, find_device
 
 __all__ = [
     "Holder",

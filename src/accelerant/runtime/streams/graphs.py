@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from accelerant.errors import LaunchError
-from accelerant.runtime.capture import capturing
-from accelerant.runtime.decisions import Decision, observers
+from accelerant.runtime.dispatch.decisions import Decision, observers
 from accelerant.runtime.ledger import Ledger, OpKey, ledger
+from accelerant.runtime.streams.capture import capturing
 
 __all__ = ["Graph", "counting"]
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerant.errors import ConfigError, UnsupportedCase
-from accelerant.runtime.case import Case, Implementation
-from accelerant.runtime.choices import Entry, choices, key_of, rounded
-from accelerant.runtime.race import MARGIN, fastest, obstacle, race
-from accelerant.runtime.rules import rules
+from accelerant.runtime.dispatch.case import Case, Implementation
+from accelerant.runtime.dispatch.choices import Entry, choices, key_of, rounded
+from accelerant.runtime.dispatch.race import MARGIN, fastest, obstacle, race
+from accelerant.runtime.dispatch.rules import rules
 
 __all__ = ["Choice", "choose", "powers_of_two", "reason_of"]
 

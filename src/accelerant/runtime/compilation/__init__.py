@@ -1,0 +1,1 @@
+"""Kernels before, during and after compilation: sources, compilers, the disk cache, inspection."""

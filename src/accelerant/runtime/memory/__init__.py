@@ -1,0 +1,1 @@
+"""Device memory: limits, owners, predicted and measured peaks, batch sizes that fit."""

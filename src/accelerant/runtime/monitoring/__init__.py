@@ -1,0 +1,1 @@
+"""State of the devices: load, memory, power, temperature, topology."""

@@ -1,0 +1,1 @@
+"""Work in order: streams, events, copies, chunked streaming, captured CUDA graphs."""
