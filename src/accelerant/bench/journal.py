@@ -19,7 +19,7 @@ from typing import Any
 
 from accelerant.bench.record import Environment, Record, Row
 from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime.json_text import decode_json
+from accelerant.runtime.files import decode_json
 
 __all__ = ["SAME", "Journal"]
 

@@ -8,7 +8,6 @@ build_report(record)           a page with plots: report.py
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import importlib.metadata
 import io
@@ -28,7 +27,7 @@ import torch
 
 from accelerant._version import __version__
 from accelerant.errors import FormatError
-from accelerant.runtime.json_text import decode_json
+from accelerant.runtime.files import decode_json, write_atomic
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["DETERMINISTIC", "DEVICE", "OUT_OF_MEMORY", "OWN", "Environment", "Record", "Row"]
@@ -321,9 +320,7 @@ class Record:
         for row in self.ordered():
             writer.writerow([getattr(row, name) for name in (*names, *derived)])
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(text.getvalue(), encoding="utf-8")
-        temporary.replace(path)
+        write_atomic(path, text.getvalue().encode())
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; see Row.to_dict."""
@@ -349,14 +346,10 @@ class Record:
         Raises:
             OSError: names `path`; nothing is left of what was half-written.
         """
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(self.to_json(), encoding="utf-8")
-            temporary.replace(path)
+            write_atomic(path, self.to_json().encode())
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             raise OSError(error.errno, error.strerror, str(path)) from error
 
     @classmethod

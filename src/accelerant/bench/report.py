@@ -6,7 +6,6 @@ One HTML file that loads nothing from anywhere, for light and dark screens.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from accelerant.bench.record import DETERMINISTIC, DEVICE, OWN, Record, Row
 from accelerant.bench.roofline import roofline
 from accelerant.nn.train.charts import Line, line_chart
 from accelerant.nn.train.page import document
+from accelerant.runtime.files import write_atomic
 
 __all__ = ["build_report", "write_report"]
 
@@ -48,9 +48,7 @@ Cases = dict[tuple[str, ...], list[Row]]
 def write_report(path: Path, record: Record, comparison: Comparison | None = None) -> None:
     """Write the page under a temporary name, then rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(build_report(record, comparison), encoding="utf-8")
-    temporary.replace(path)
+    write_atomic(path, build_report(record, comparison).encode())
 
 
 def build_report(record: Record, comparison: Comparison | None = None) -> str:

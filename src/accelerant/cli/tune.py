@@ -13,7 +13,7 @@ import typer
 
 from accelerant.cli.bench import Progress, check_writable
 from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime.json_text import decode_json
+from accelerant.runtime.files import decode_json, write_atomic
 
 if TYPE_CHECKING:
     import torch
@@ -136,9 +136,7 @@ def _write(table: Path, device: torch.device, serves: Sequence[str], before: Map
 
     body = choices().table(device, serves=serves)
     body["entries"] = dict(sorted({**before, **body["entries"]}.items()))
-    temporary = table.with_name(f".{table.name}.new")
-    temporary.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(table)
+    write_atomic(table, (json.dumps(body, indent=1) + "\n").encode())
     return len(body["entries"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from accelerant.errors import ConfigError, FormatError
+from accelerant.runtime.files import AtomicFile
 
 __all__ = ["Progress", "shown", "targets_of", "text_of", "warn", "write_all"]
 
@@ -66,20 +68,12 @@ def write_all(texts: Mapping[Path, str]) -> None:
     Raises:
         OSError: a folder cannot be written, or the disk is full.
     """
-    from accelerant.zk.formats.writing import temporary_beside
-
-    temporaries = {path: temporary_beside(path) for path in texts}
-    try:
+    with contextlib.ExitStack() as written:
         for path, text in texts.items():
-            with temporaries[path].open("x", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        for path, temporary in temporaries.items():
-            os.replace(temporary, path)
-    finally:
-        for temporary in temporaries.values():
-            temporary.unlink(missing_ok=True)
+            file = written.enter_context(AtomicFile(path))
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
 
 
 class Progress:

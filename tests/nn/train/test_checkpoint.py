@@ -3,7 +3,7 @@ import torch
 from safetensors import SafetensorError
 
 from accelerant.errors import FormatError
-from accelerant.nn.train.checkpoint import load_checkpoint, require_same_shapes, save_checkpoint, write_atomic
+from accelerant.nn.train.checkpoint import load_checkpoint, require_same_shapes, save_checkpoint
 
 TENSORS = {
     "a": torch.arange(6.0).reshape(2, 3),
@@ -90,19 +90,6 @@ def test_a_full_disk_is_an_error_of_the_system_and_names_the_file(path, monkeypa
     with pytest.raises(OSError, match=rf"cannot write {path}: I/O error: No space left"):
         save_checkpoint(path, {"a": torch.zeros(2)}, {})
     assert not list(path.parent.glob("*.tmp")) + list(path.parent.glob(".*.tmp"))
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_other(path):
-    before = path.read_bytes()
-
-    def fails(temporary):
-        temporary.write_bytes(b"half")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        write_atomic(path, fails)
-    assert path.read_bytes() == before
-    assert list(path.parent.iterdir()) == [path]
 
 
 def test_files_have_the_users_mode(path):

@@ -33,7 +33,7 @@ from accelerant.errors import ConfigError, DivergenceError, FormatError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn._float8 import require_float8
 from accelerant.nn.train.batches import Prefetcher, halves, random_windows
-from accelerant.nn.train.checkpoint import Checkpoints, write_atomic
+from accelerant.nn.train.checkpoint import Checkpoints
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import StopRequest, numerics
 from accelerant.nn.train.lock import RunLock
@@ -41,7 +41,7 @@ from accelerant.nn.train.material import Material, Watcher, prepare_material
 from accelerant.nn.train.optim import learning_rate
 from accelerant.nn.train.presets import Recipe, RunConfig, preset
 from accelerant.nn.train.state import gathered, restored
-from accelerant.runtime.json_text import decode_json
+from accelerant.runtime.files import decode_json, write_atomic
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["NOISES", "OURS", "PRECISIONS", "REFERENCE", "Curve", "CurveRecord", "CurveSettings", "run"]

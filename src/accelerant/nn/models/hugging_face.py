@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
-from accelerant.runtime.json_text import decode_json
+from accelerant.runtime.files import decode_json, write_atomic
 
 __all__ = ["Fields", "Layout", "Part", "load", "save"]
 
@@ -476,13 +476,9 @@ def _write_weights(folder: Path, named: Mapping[str, Tensor], max_shard_bytes: i
 def _write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    from accelerant.nn.train.checkpoint import write_atomic
-
     ready = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     write_atomic(path, lambda temporary: save_file(ready, temporary, metadata={"format": "pt"}))
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    from accelerant.nn.train.checkpoint import write_atomic
-
     write_atomic(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())

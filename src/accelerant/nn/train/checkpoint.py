@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and checkpoints that know when they are torn.
+"""Checkpoints that know when they are torn.
 
 `Checkpoints` keeps the last two of a folder: where the newer one is torn, the one before it serves.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +19,11 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import FormatError
-from accelerant.runtime.json_text import decode_json
+from accelerant.runtime.files import decode_json, write_atomic
 
-__all__ = ["Checkpoints", "load_checkpoint", "require_same_shapes", "save_checkpoint", "write_atomic", "write_tensors"]
+__all__ = ["Checkpoints", "load_checkpoint", "require_same_shapes", "save_checkpoint", "write_tensors"]
 
 _FORMAT = "accelerant-checkpoint-1"
-
-
-def write_atomic(path: Path, content: bytes | Callable[[Path], None]) -> None:
-    """Write a file under a temporary name beside it, then rename: a reader sees the old file or the new one.
-
-    Args:
-        path: the file; its folder exists.
-        content: what to write, or a function that writes the file it is given.
-
-    Raises:
-        OSError: the folder cannot be written, or the disk is full; path is as it was.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(b"" if callable(content) else content)
-        if callable(content):
-            mode = temporary.stat().st_mode  # as the user's umask has it; safetensors makes files private
-            content(temporary)
-            temporary.chmod(mode)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerant.errors import ConfigError, FormatError
-from accelerant.nn.train.checkpoint import Checkpoints, write_atomic
-from accelerant.runtime.json_text import decode_json
+from accelerant.nn.train.checkpoint import Checkpoints
+from accelerant.runtime.files import decode_json, write_atomic
 
 __all__ = ["RunFolder"]
 

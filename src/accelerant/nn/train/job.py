@@ -24,7 +24,7 @@ from accelerant.nn._float8 import require_float8
 from accelerant.nn.models.gpt import GPT, GPTConfig
 from accelerant.nn.train.batches import Tokens
 from accelerant.nn.train.callbacks import Callback, TensorBoard
-from accelerant.nn.train.checkpoint import Checkpoints, write_atomic, write_tensors
+from accelerant.nn.train.checkpoint import Checkpoints, write_tensors
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import numerics
 from accelerant.nn.train.extension import Extension
@@ -39,6 +39,7 @@ from accelerant.nn.train.report import build_report
 from accelerant.nn.train.source import Source
 from accelerant.nn.train.sources import TokenSource
 from accelerant.nn.train.trainer import Trainer
+from accelerant.runtime.files import write_atomic
 
 __all__ = ["Outcome", "Progress", "resume_training", "run_training", "windows_at_once"]
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import FormatError
-from accelerant.nn.train.checkpoint import write_atomic
-from accelerant.runtime.json_text import decode_json
+from accelerant.runtime.files import decode_json, write_atomic
 
 __all__ = ["MetricsFile", "StepRecord", "StepTimer", "peak_memory_bytes", "read_metrics", "reserved_memory_bytes"]
 

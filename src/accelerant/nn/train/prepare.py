@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from accelerant.errors import ConfigError, FormatError
-from accelerant.nn.train.checkpoint import write_atomic
 from accelerant.nn.train.corpus import text_files
 from accelerant.nn.train.material import tokenizer_hash, tokenizer_path
 from accelerant.nn.train.tokenfile import TokenFileInfo, TokenWriter, is_token_file
 from accelerant.nn.train.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, last_cut, load_bpe, train_bpe_on
-from accelerant.runtime.json_text import decode_json
+from accelerant.runtime.files import decode_json, write_atomic
 
 __all__ = ["prepare_tokens"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accelerant.nn.train.checkpoint import write_atomic
+from accelerant.runtime.files import write_atomic
 
 __all__ = ["KernelTime", "StepProfiler", "kernel_table"]
 

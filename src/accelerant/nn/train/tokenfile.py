@@ -27,7 +27,7 @@ import numpy as np
 
 from accelerant.errors import ConfigError, FormatError
 from accelerant.nn.train.batches import Tokens
-from accelerant.runtime.json_text import decode_json
+from accelerant.runtime.files import AtomicFile, decode_json
 
 __all__ = ["BYTES", "TokenFile", "TokenFileInfo", "TokenWriter", "is_token_file", "token_dtype"]
 
@@ -158,7 +158,7 @@ class TokenWriter:
     """Writes a token file piece by piece, under a temporary name until `finish`; a context manager.
 
     Leaving without `finish` removes what was written: a reader never sees a part of a file. A process that is killed
-    (SIGTERM, SIGKILL) leaves its temporary file, ".NAME.PROCESS.tmp".
+    (SIGTERM, SIGKILL) leaves its temporary file, ".NAME.PROCESS.RANDOM.tmp".
 
     Args:
         path: where to; an older file of that name stays until `finish`.
@@ -172,7 +172,6 @@ class TokenWriter:
 
     def __init__(self, path: Path, *, vocab_size: int, tokenizer: str, source: Sequence[str]) -> None:
         self._path = path
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._dtype = np.dtype(token_dtype(vocab_size)).newbyteorder("<")
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
@@ -181,7 +180,8 @@ class TokenWriter:
         self.count = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._temporary.open("wb")
+            self._atomic = AtomicFile(path)
+            self._file = self._atomic.file
             self._file.write(bytes(_HEADER))
         except OSError as error:
             raise ConfigError(f"cannot write to {path}: {error.strerror or error}") from None
@@ -192,13 +192,7 @@ class TokenWriter:
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _: TracebackType | None
     ) -> None:
-        try:
-            self._file.close()  # writes what is left of a buffer: on a full disk it fails again
-        except OSError:
-            if _type is None:
-                raise
-        finally:
-            self._temporary.unlink(missing_ok=True)
+        self._atomic.discard()
 
     def append(self, tokens: Tokens) -> None:
         """Write some tokens.
@@ -243,10 +237,8 @@ class TokenWriter:
             self._file.seek(0)
             self._file.write(_FIXED.pack(_MAGIC, _VERSION, len(text), hashlib.sha256(text).digest()) + text)
             self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
         before()
-        os.replace(self._temporary, self._path)
+        self._atomic.commit()
         return info
 
     @contextmanager

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from accelerant.config import settings
 from accelerant.errors import FormatError
-from accelerant.nn.train.checkpoint import write_atomic
 from accelerant.nn.train.corpus import Corpus, Document
+from accelerant.runtime.files import write_atomic
 
 __all__ = ["BPETokenizer", "ByteTokenizer", "Tokenizer", "last_cut", "load_bpe", "train_bpe", "train_bpe_on"]
 

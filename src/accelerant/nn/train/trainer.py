@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from accelerant.errors import ConfigError
 from accelerant.nn._float8 import float8_weights, require_float8
 from accelerant.nn.train.callbacks import Callback, TensorBoard
-from accelerant.nn.train.checkpoint import Checkpoints, write_atomic
+from accelerant.nn.train.checkpoint import Checkpoints
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import numerics
 from accelerant.nn.train.extension import Step
@@ -46,6 +46,7 @@ from accelerant.nn.train.run import Run
 from accelerant.nn.train.source import Source
 from accelerant.nn.train.sources import Data, make_source
 from accelerant.runtime import registry
+from accelerant.runtime.files import write_atomic
 
 __all__ = ["Trainer", "fit"]
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from accelerant.errors import BudgetExceeded, ConfigError
 from accelerant.nn.train.batches import Tokens
-from accelerant.nn.train.checkpoint import write_atomic
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.extension import Curve, Extension, Step
 from accelerant.nn.train.folder import RunFolder
@@ -37,6 +36,7 @@ from accelerant.privacy.dp.noisy_sum import require_number
 from accelerant.privacy.dp.private import PrivateTraining, make_private
 from accelerant.privacy.dp.step import PrivateStep
 from accelerant.privacy.dp.windows import WindowSource
+from accelerant.runtime.files import write_atomic
 
 __all__ = ["PrivateRun", "PrivateSettings"]
 

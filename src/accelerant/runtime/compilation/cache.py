@@ -28,7 +28,7 @@ from typing import Any
 
 from accelerant.config import settings
 from accelerant.runtime.compilation.kernel import Binary, Resources
-from accelerant.runtime.json_text import decode_json
+from accelerant.runtime.files import decode_json
 
 __all__ = ["KernelCache", "kernel_key"]
 

@@ -15,7 +15,7 @@ from typing import Any
 from accelerant.errors import CompileError
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
-from accelerant.runtime.json_text import decode_json
+from accelerant.runtime.files import decode_json
 from accelerant.runtime.providers.cuda import CudaProvider
 
 __all__ = ["AheadOfTime", "Entry", "entries", "remove", "remove_leftovers"]

@@ -17,9 +17,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +28,7 @@ from typing import Any
 import torch
 
 from accelerant.config import settings
-from accelerant.runtime.json_text import decode_json
+from accelerant.runtime.files import decode_json, write_atomic
 
 __all__ = ["Choices", "Entry", "choices", "key_of", "model_of", "rounded", "versions"]
 
@@ -233,15 +231,7 @@ class Choices:
         body = {"format": _FORMAT, "device": model, "stamps": stamps}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(prefix=".new-", dir=path.parent)
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(body, file, indent=1)
-                os.replace(temporary, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
+            write_atomic(path, json.dumps(body, indent=1).encode())
         except OSError as error:  # a full or read-only disk costs the next process a race, not this one
             _log.warning("choices cannot be kept in %s: %s", path, error)
 

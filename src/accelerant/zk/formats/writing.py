@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,17 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.errors import ConfigError
+from accelerant.runtime.files import AtomicFile
 from accelerant.zk.formats.container import HEAD, PREFIX, FilePath, Layout
 
-__all__ = ["Piece", "temporary_beside", "writable_target", "write_container"]
+__all__ = ["Piece", "writable_target", "write_container"]
 
 Piece = bytes | npt.NDArray[Any]
 
 _ANYONE, _OWNER = 0o666, 0o600
 """Permissions of a new file; the first before the umask."""
-
-_NAME_CHARACTERS = 32
-"""Of a target's name in its temporary file's: at most 128 bytes, so that this one is not too long for a folder."""
 
 
 def writable_target(path: FilePath) -> Path:
@@ -64,11 +61,6 @@ def _mode(path: Path) -> int | None:
         return None
 
 
-def temporary_beside(target: Path) -> Path:
-    """A name for a new file in the target's folder."""
-    return target.with_name(f".{target.name[:_NAME_CHARACTERS]}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-
-
 def write_container(
     path: FilePath, layout: Layout, sections: Mapping[int, Sequence[Piece]], *, secret: bool = False
 ) -> None:
@@ -85,7 +77,7 @@ def write_container(
         OSError: the folder cannot be written or the disk is full; path is as it was.
     """
     target = writable_target(path)
-    with _named(Path(path)), _replacing(target, _OWNER if secret else _ANYONE) as file:
+    with _named(Path(path)), AtomicFile(target, mode=_OWNER if secret else _ANYONE) as file:
         file.write(PREFIX.pack(layout.magic, layout.version, len(sections)))
         for number, pieces in sections.items():
             file.write(HEAD.pack(number, sum(map(_size, pieces))))
@@ -100,20 +92,6 @@ def _write_pieces(file: BinaryIO, pieces: Iterable[Piece]) -> None:
     for piece in pieces:
         if _size(piece):
             file.write(piece if isinstance(piece, bytes) else piece.reshape(-1).view(np.uint8).data)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
-    """A new file that takes the path's place once it is on the disk, unless there is an error."""
-    temporary = temporary_beside(path)
-    try:
-        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from accelerant.algebra.curve.parameters import FAMILIES, Family
 from accelerant.errors import FormatError, UnsupportedDtype
-from accelerant.runtime.json_text import decode_json
+from accelerant.runtime.files import decode_json
 
 __all__ = [
     "G1Point",

@@ -1,0 +1,141 @@
+"""Atomic file writes, and JSON that is safe to read from untrusted files.
+
+write_atomic(path, text.encode())            # readers see the old file or the new one
+with AtomicFile(path) as file:               # the same in several writes
+file.write(header)
+settings = decode_json(path.read_bytes())
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+__all__ = ["MAX_DEPTH", "AtomicFile", "decode_json", "temporary_path", "write_atomic"]
+
+MAX_DEPTH = 100
+"""Levels of arrays and objects that `decode_json` reads; real files have fewer than ten."""
+
+_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)  # an unterminated string matches to the end, once
+
+_NAME_CHARACTERS = 32
+"""Characters of a file's name (at most 128 bytes) in its temporary file's name, which then fits any file system."""
+
+
+def temporary_path(path: Path) -> Path:
+    """Return an unused hidden name in the folder of `path`."""
+    return path.with_name(f".{path.name[:_NAME_CHARACTERS]}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+
+
+class AtomicFile:
+    """A new file that replaces `path` when it is committed, and is removed when it is not.
+
+    As a context manager, it yields the open binary file, commits at the end of the block and discards on an exception.
+    A killed process leaves the temporary file, `.NAME.PID.RANDOM.tmp`, and the old file.
+
+    Args:
+        path: the file to replace; its folder exists. A symlink is replaced, not followed.
+        mode: permissions of the new file before the umask.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full; it names `path`, which is as it was.
+    """
+
+    def __init__(self, path: Path, *, mode: int = 0o666) -> None:
+        self.path = path
+        self.temporary = temporary_path(path)
+        try:
+            descriptor = os.open(self.temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0), mode)
+        except OSError as error:
+            raise self._named(error) from None
+        self.file: BinaryIO = os.fdopen(descriptor, "wb")
+
+    def commit(self) -> None:
+        """Flush the file to disk and rename it to `path`."""
+        try:
+            self.file.close()
+            with open(self.temporary, "rb+") as written:  # opened anew: another writer may have replaced it
+                os.fsync(written.fileno())
+            os.replace(self.temporary, self.path)
+        except OSError as error:
+            self.discard()
+            raise self._named(error) from None
+
+    def discard(self) -> None:
+        """Close and remove the temporary file; does nothing after a commit."""
+        with contextlib.suppress(OSError):
+            self.file.close()  # flushes its buffer, which fails again on a full disk
+        self.temporary.unlink(missing_ok=True)
+
+    def _named(self, error: OSError) -> OSError:
+        """Return the error with the name of the file that the caller knows."""
+        return OSError(error.errno, error.strerror, str(self.path)) if error.errno is not None else error
+
+    def __enter__(self) -> BinaryIO:
+        return self.file
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.commit()
+            return
+        self.discard()
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(self.temporary)):
+            raise self._named(error) from None
+
+
+def write_atomic(path: Path, content: bytes | Callable[[Path], None]) -> None:
+    """Write a file under a temporary name in its folder, flush it to disk, then rename it.
+
+    Args:
+        path: the file; its folder exists.
+        content: the bytes, or a function that writes the file whose path it is given.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full; `path` is as it was.
+    """
+    atomic = AtomicFile(path)
+    with atomic as file:
+        if not callable(content):
+            file.write(content)
+            return
+        mode = atomic.temporary.stat().st_mode  # follows the umask; safetensors makes its files private
+        content(atomic.temporary)
+        atomic.temporary.chmod(mode)
+
+
+def decode_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text, refusing one nested too deeply.
+
+    json.loads recurses once a level and stops at the interpreter's recursion limit, which other packages raise beyond
+    what the C stack holds; a deep text then ends the process. The depth is therefore counted first.
+
+    Args:
+        text: JSON; bytes in UTF-8.
+
+    Raises:
+        ValueError: not JSON, or more than `MAX_DEPTH` levels deep.
+    """
+    decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+    if decoded.count("[") + decoded.count("{") > MAX_DEPTH:
+        _check_depth(decoded)
+    return json.loads(decoded)
+
+
+def _check_depth(text: str) -> None:
+    depth = 0
+    for token in _TOKEN.finditer(text):
+        first = token[0][0]
+        if first in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ValueError(f"more than {MAX_DEPTH} levels of arrays and objects")
+        elif first in "]}":
+            depth -= 1

@@ -1,0 +1,127 @@
+"""Atomic writes leave the old file or the new one; JSON reads as json.loads reads it, but for texts nested too deep."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelerant.runtime.files import MAX_DEPTH, AtomicFile, decode_json, write_atomic
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda children: st.lists(children) | st.dictionaries(st.text(), children),
+)
+
+
+@given(_VALUES)
+def test_values_are_those_of_json(value):
+    text = json.dumps(value)
+    assert decode_json(text) == decode_json(text.encode()) == json.loads(text)
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+def test_depth_is_bounded(opening, closing):
+    deepest = opening * MAX_DEPTH + "1" + closing * MAX_DEPTH
+    assert decode_json(deepest) == json.loads(deepest)
+    with pytest.raises(ValueError, match=f"more than {MAX_DEPTH} levels"):
+        decode_json(f"{opening}{deepest}{closing}")
+
+
+def test_brackets_side_by_side_and_in_strings_are_not_depth():
+    value = [[] for _ in range(1000)] + ['[{"' * 1000, "\\" * 7 + '"[' * 500]
+    assert decode_json(json.dumps(value)) == value
+
+
+@pytest.mark.parametrize("text", ["", "[", '"' + "[" * 200, b"\xff[", "]" * 200 + "[" * 50])
+def test_what_is_no_json_is_a_value_error(text):
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated|can't decode"):
+        decode_json(text)
+
+
+def test_a_hostile_text_is_read_in_linear_time():
+    start = time.process_time()
+    for text in ('"' + '\\"' * 500_000 + "[" * 200, "[" * 1_000_000, '"' * 999_999 + "[" * 200):
+        with pytest.raises(ValueError, match=r"."):
+            decode_json(text)
+    assert time.process_time() - start < 5  # quadratic: minutes
+
+
+def test_a_deep_text_ends_no_process_whose_recursion_limit_was_raised():
+    code = (
+        "import sys; sys.setrecursionlimit(10**6)\n"
+        "from accelerant.runtime.files import decode_json\n"
+        "try:\n    decode_json('[' * 10**6)\n"
+        "except ValueError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("more than"), (done.returncode, done.stderr)
+
+
+# --- atomic writes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "kept.txt"
+    path.write_bytes(b"before")
+    return path
+
+
+def test_a_write_replaces_the_file_and_leaves_no_other(path):
+    write_atomic(path, b"after")
+    assert path.read_bytes() == b"after"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_readers_see_the_old_file_until_the_commit(path):
+    with AtomicFile(path) as file:
+        file.write(b"af")
+        assert path.read_bytes() == b"before"
+        file.write(b"ter")
+    assert path.read_bytes() == b"after"
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(path):
+    def fails(temporary):
+        temporary.write_bytes(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomic(path, fails)
+    assert path.read_bytes() == b"before"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_an_error_of_the_system_names_the_file_and_not_the_temporary_one(path, monkeypatch, failing):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "another name")
+
+    monkeypatch.setattr(os, failing, full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/kept.txt'"):
+        write_atomic(path, b"after")
+    assert path.read_bytes() == b"before"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_function_that_writes_a_file_of_another_mode_leaves_the_users_mode(path):
+    def private(temporary):
+        temporary.unlink()
+        temporary.touch(mode=0o600)
+        temporary.write_bytes(b"after")
+
+    mode = path.stat().st_mode
+    write_atomic(path, private)
+    assert (path.read_bytes(), path.stat().st_mode) == (b"after", mode)
+
+
+def test_long_names_and_missing_folders(tmp_path):
+    write_atomic(tmp_path / ("n" * 250), b"")
+    with pytest.raises(FileNotFoundError, match=r"none/file'"):
+        write_atomic(tmp_path / "none" / "file", b"")
