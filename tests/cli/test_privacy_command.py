@@ -5,9 +5,9 @@ import json
 import pytest
 
 from accelerant.cli.app import main
-from accelerant.privacy.dp.accounting import spent
-from accelerant.privacy.dp.events import Event
 from accelerant.privacy.dp.ledger import Ledger
+from accelerant.privacy.dp.ledger.accounting import spent
+from accelerant.privacy.dp.ledger.events import Event
 
 MNIST = ("--q", str(256 / 60000), "--steps", "14062", "--delta", "1e-5")
 

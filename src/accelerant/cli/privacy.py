@@ -56,8 +56,8 @@ def epsilon(
     """
     _check(0 <= sigma < math.inf, "--sigma must be 0 or more, and finite", sigma)
     _check_run(q, steps, delta, method)
-    from accelerant.privacy.dp.accounting import spent
-    from accelerant.privacy.dp.events import Event
+    from accelerant.privacy.dp.ledger.accounting import spent
+    from accelerant.privacy.dp.ledger.events import Event
 
     events = [Event("gaussian", sigma, "poisson", q, steps)]
     found = {way: spent(events, delta, method=way) for way in ("pld", "rdp")}
@@ -94,9 +94,9 @@ def calibrate(
     """The least noise multiplier for an epsilon: never too small, and at most 0.1 per cent too large."""
     _check(0 < target_epsilon < math.inf, "--target-epsilon must be above 0, and finite", target_epsilon)
     _check_run(q, steps, delta, method)
-    from accelerant.privacy.dp.accounting import spent
-    from accelerant.privacy.dp.calibrate import calibrate as least_noise
-    from accelerant.privacy.dp.events import Event
+    from accelerant.privacy.dp.ledger.accounting import spent
+    from accelerant.privacy.dp.ledger.calibrate import calibrate as least_noise
+    from accelerant.privacy.dp.ledger.events import Event
 
     sigma = least_noise(target_epsilon, delta, q, steps, method)
     events = [Event("gaussian", sigma, "poisson", q, steps)]

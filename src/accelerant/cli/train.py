@@ -199,7 +199,7 @@ def _extension(folder: Path, wanted: dict[str, Any]) -> Extension:
         ConfigError: a value that has no meaning.
     """
     from accelerant.nn.train.folder import RunFolder
-    from accelerant.privacy.dp.training import PrivateRun, PrivateSettings
+    from accelerant.privacy.dp.training.run import PrivateRun, PrivateSettings
 
     given = {name: value for name, value in wanted.items() if value is not None}
     secure, ledger = not given.pop("--insecure-noise", False), given.pop("--ledger", None)
@@ -215,7 +215,7 @@ def _resumed(folder: Path) -> Extension | None:
     config = RunFolder(folder).read_config()
     if "private" not in config:
         return None
-    from accelerant.privacy.dp.training import PrivateRun
+    from accelerant.privacy.dp.training.run import PrivateRun
 
     return PrivateRun.of(config["private"])
 

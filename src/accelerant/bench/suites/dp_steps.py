@@ -176,9 +176,9 @@ def without(case: Case, where: torch.device) -> Iterator[Prepared]:
 @contextmanager
 def private_step(case: Case, kind: Kind, where: torch.device) -> Iterator[Prepared]:
     """A private step of ours. Full masks; its ledger is a file."""
-    from accelerant.privacy.dp.private import make_private
     from accelerant.privacy.dp.sampling import DrawnBatch
-    from accelerant.privacy.dp.step import PrivateStep
+    from accelerant.privacy.dp.training.private import make_private
+    from accelerant.privacy.dp.training.step import PrivateStep
 
     torch.manual_seed(0)
     model = GPT(case.config).to(where)

@@ -1,6 +1,6 @@
 """A run whose steps are made elsewhere: what a layer above may put in the place of batches and step.
 
-`accelerant train` hands one to job.py; private training (privacy/dp/training.py) is the one there is. Everything else
+`accelerant train` hands one to job.py; private training (privacy/dp/training/run.py) is the only one. Everything else
 of a run (model, schedule, evaluation, checkpoints, report) stays as it is.
 """
 

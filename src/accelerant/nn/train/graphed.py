@@ -1,4 +1,4 @@
-"""What steps have in common that become CUDA graphs after some that ran eagerly (step.py, privacy/dp/step.py)."""
+"""Code shared by steps that become CUDA graphs after some eager ones (step.py, privacy/dp/training/step.py)."""
 
 from __future__ import annotations
 

@@ -20,42 +20,39 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accelerant.privacy.dp.adaptive import AdaptiveClipping
-    from accelerant.privacy.dp.batches import DrawnBatch, PoissonBatches
     from accelerant.privacy.dp.clipping import PerExampleClipper
-    from accelerant.privacy.dp.events import Event
-    from accelerant.privacy.dp.gradients import GradientPrivatizer
-    from accelerant.privacy.dp.ledger import Budget, Ledger
-    from accelerant.privacy.dp.local import LocalGaussian, LocalLaplace, RandomizedResponse
-    from accelerant.privacy.dp.mechanisms import gaussian_noise_, laplace_noise_, release
-    from accelerant.privacy.dp.private import PrivateTraining, make_private
-    from accelerant.privacy.dp.sampling import GroupedSampler, PoissonSampler
-    from accelerant.privacy.dp.statement import Statement
-    from accelerant.privacy.dp.step import PrivateStep
+    from accelerant.privacy.dp.ledger import Budget, Event, Ledger, Statement
+    from accelerant.privacy.dp.noise.local import LocalGaussian, LocalLaplace, RandomizedResponse
+    from accelerant.privacy.dp.noise.mechanisms import gaussian_noise_, laplace_noise_, release
+    from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
+    from accelerant.privacy.dp.training.adaptive import AdaptiveClipping
+    from accelerant.privacy.dp.training.gradients import GradientPrivatizer
+    from accelerant.privacy.dp.training.private import PrivateTraining, make_private
+    from accelerant.privacy.dp.training.step import PrivateStep
 
 _NAMES = {
-    "AdaptiveClipping": "adaptive",
+    "AdaptiveClipping": "training.adaptive",
     "Budget": "ledger",
-    "DrawnBatch": "batches",
-    "Event": "events",
-    "GradientPrivatizer": "gradients",
+    "DrawnBatch": "sampling",
+    "Event": "ledger",
+    "GradientPrivatizer": "training.gradients",
     "GroupedSampler": "sampling",
     "Ledger": "ledger",
-    "LocalGaussian": "local",
-    "LocalLaplace": "local",
+    "LocalGaussian": "noise.local",
+    "LocalLaplace": "noise.local",
     "PerExampleClipper": "clipping",
-    "PoissonBatches": "batches",
+    "PoissonBatches": "sampling",
     "PoissonSampler": "sampling",
-    "PrivateStep": "step",
-    "PrivateTraining": "private",
-    "RandomizedResponse": "local",
-    "Statement": "statement",
-    "gaussian_noise_": "mechanisms",
-    "laplace_noise_": "mechanisms",
-    "make_private": "private",
-    "release": "mechanisms",
+    "PrivateStep": "training.step",
+    "PrivateTraining": "training.private",
+    "RandomizedResponse": "noise.local",
+    "Statement": "ledger",
+    "gaussian_noise_": "noise.mechanisms",
+    "laplace_noise_": "noise.mechanisms",
+    "make_private": "training.private",
+    "release": "noise.mechanisms",
 }
-"""Public names and the modules of this folder that have them."""
+"""The module below this package that defines each public name."""
 
 __all__ = [
     "AdaptiveClipping",

@@ -12,7 +12,7 @@ from clip_checks import MODES, Chain, check, loss_of
 from torch import nn
 
 from accelerant.privacy.dp.clipping import launch
-from accelerant.privacy.dp.clipping.pieces import Rows
+from accelerant.privacy.dp.clipping.contributions import Rows
 from accelerant.runtime.ledger import ledger
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerant.privacy.dp.clipping import norms
-from accelerant.privacy.dp.clipping.pieces import Dense, Lookup, Rows, cross, merged
+from accelerant.privacy.dp.clipping.contributions import Dense, Lookup, Rows, cross, merged
 
 quick = settings(max_examples=15, deadline=None, derandomize=True)
 few = st.integers(1, 6)

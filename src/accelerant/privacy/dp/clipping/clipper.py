@@ -23,11 +23,11 @@ from accelerant.privacy.dp.clipping import (
     models,
     recurrent,
 )
+from accelerant.privacy.dp.clipping.contributions import Dense, Lookup, Piece, Rows
 from accelerant.privacy.dp.clipping.copies import leave_out, mark
 from accelerant.privacy.dp.clipping.functions import SECOND_PASS
 from accelerant.privacy.dp.clipping.norms import wide
 from accelerant.privacy.dp.clipping.passes import BackwardPass, Group, Plan, require_plain_backward
-from accelerant.privacy.dp.clipping.pieces import Dense, Lookup, Piece, Rows
 
 __all__ = ["PerExampleClipper"]
 

@@ -14,10 +14,10 @@ from accelerant import nn as our
 from accelerant.nn.layers import compute_dtype
 from accelerant.ops._per_example import PerExampleSink
 from accelerant.privacy.dp.clipping import launch
+from accelerant.privacy.dp.clipping.contributions import Dense, Piece
 from accelerant.privacy.dp.clipping.functions import once, to_autocast
 from accelerant.privacy.dp.clipping.layers import KINDS, Forward, Kind, batch_of
 from accelerant.privacy.dp.clipping.norms import chunks, prefers_ghost, wide
-from accelerant.privacy.dp.clipping.pieces import Dense, Piece
 
 __all__ = ["Convolution", "Windows", "register"]
 

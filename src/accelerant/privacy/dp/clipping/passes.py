@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedCase
+from accelerant.privacy.dp.clipping.contributions import Dense, Lookup, Piece, Rows, cross, merged
 from accelerant.privacy.dp.clipping.norms import wide
-from accelerant.privacy.dp.clipping.pieces import Dense, Lookup, Piece, Rows, cross, merged
 
 __all__ = ["BackwardPass", "Group", "Plan", "require_plain_backward"]
 

@@ -1,0 +1,230 @@
+"""What a reviewer needs to know of a ledger: whose privacy, against whom, how much, and what it rests on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from accelerant.privacy.dp.ledger.accounting import spent
+from accelerant.privacy.dp.ledger.budget import Budget
+from accelerant.privacy.dp.ledger.events import Event, check_delta
+from accelerant.privacy.dp.ledger.replay import versions
+
+if TYPE_CHECKING:
+    from accelerant.privacy.dp.ledger import Ledger
+
+__all__ = ["Statement", "make_statement"]
+
+_DELTA: Final = 1e-5
+
+_RELATIONS: Final = {
+    "add-or-remove-one": "neighbouring data sets differ by one {unit} added or removed",
+    "replace-one": "neighbouring data sets differ by one {unit} replaced",
+}
+_SAMPLINGS: Final = {
+    "poisson": "Poisson: each {unit} in each draw independently, probability {rate:.6g}; accounted as amplification",
+    "none": "none: all records are used",
+    "shuffled": "shuffled batches: accounted without amplification, each release as if it used every record",
+    "unknown": "not known: accounted without amplification, each release as if it used every record",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A ledger's statement; `str` gives text, `to_json` and `to_markdown` the same for machines and documents.
+
+    Attributes:
+        unit, neighbouring, relation: whose privacy, and between which data sets; the relation in words.
+        delta: epsilon is at this.
+        epsilon: by privacy loss distributions; may be infinite.
+        epsilon_rdp: the cross-check by Renyi divergence, an upper bound as well.
+        reason: why epsilon is infinite, or empty.
+        charged_delta: of delta, what cut tails and rounding take.
+        budget: (epsilon, delta, method), or None.
+        events: equal ones as one with its count.
+        datasets: names of the data sets, as far as they were given.
+        runs: of the file, in order: time, closed, events, versions.
+        remarks: what holds only under an assumption, in words.
+        versions: of what made the statement.
+    """
+
+    unit: str
+    neighbouring: str
+    relation: str
+    delta: float
+    epsilon: float
+    epsilon_rdp: float
+    reason: str
+    charged_delta: float
+    budget: tuple[float, float, str] | None
+    events: tuple[Event, ...]
+    datasets: tuple[str, ...]
+    runs: tuple[dict[str, Any], ...]
+    remarks: tuple[str, ...]
+    versions: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {value}" for name, value in self._facts()]
+        lines += ["Events:", *(f"  {line}" for line in self._event_lines())]
+        if self.runs:
+            lines += ["Runs:", *(f"  {line}" for line in self._run_lines())]
+        return "\n".join([*lines, "What it rests on:", *(f"  {remark}" for remark in self.remarks)])
+
+    def to_json(self) -> str:
+        """One JSON object; an infinite epsilon is the string "inf"."""
+        found = asdict(self)
+        for name in ("epsilon", "epsilon_rdp"):
+            if math.isinf(found[name]):
+                found[name] = "inf"
+        return json.dumps(found)
+
+    def to_markdown(self) -> str:
+        """A section for a report."""
+        lines = ["# Privacy statement", "", "| | |", "|---|---|"]
+        lines += [f"| {name} | {_cell(value)} |" for name, value in self._facts()]
+        lines += ["", "## Events", "", *(f"- {_cell(line)}" for line in self._event_lines())]
+        if self.runs:
+            lines += ["", "## Runs", "", *(f"- {_cell(line)}" for line in self._run_lines())]
+        return "\n".join([*lines, "", "## What it rests on", "", *(f"- {_cell(line)}" for line in self.remarks), ""])
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        yield "Unit of privacy", self.unit
+        yield "Neighbouring", f"{self.neighbouring}: {self.relation}"
+        if self.datasets:
+            yield "Data", ", ".join(self.datasets)
+        reason = f" ({self.reason})" if self.reason else ""
+        yield "Epsilon", f"{_number(self.epsilon)} at delta {self.delta:g}{reason}"
+        yield "Accountant", "dp-accounting, privacy loss distributions"
+        yield "Cross-check", f"epsilon {_number(self.epsilon_rdp)} by Renyi divergence, a looser bound"
+        yield "Delta charged", f"{self.charged_delta:.3g}, taken off delta before the accountant is asked"
+        if self.budget is not None:
+            yield "Budget", f"epsilon {self.budget[0]:g} at delta {self.budget[1]:g} ({self.budget[2]})"
+        releases = sum(event.count for event in self.events)
+        yield "Composition", f"{releases} releases, {len(self.events)} kind(s); their order does not matter"
+        yield "Versions", ", ".join(f"{name} {version}" for name, version in self.versions.items())
+
+    def _event_lines(self) -> Iterator[str]:
+        for event in self.events:
+            sampling = _SAMPLINGS[event.sampling].format(unit=self.unit, rate=event.sample_rate)
+            parts = [f"{event.count} x {event.mechanism}, noise multiplier {event.noise_multiplier:.6g}"]
+            parts += [f"sampling {sampling}", f"noise {_noise(event)}"]
+            if event.delta:
+                parts.append(f"delta charged each {event.delta:.3g}")
+            if event.idealised:
+                parts.append("idealised sum")
+            if event.note:
+                parts.append(event.note)
+            yield "; ".join(parts)
+        if not self.events:
+            yield "none"
+
+    def _run_lines(self) -> Iterator[str]:
+        for number, run in enumerate(self.runs, 1):
+            end = "ended in order" if run["closed"] else "not closed: all that it reserved is counted"
+            made = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+            yield f"{number}: {run['time']}, {run['releases']} releases, {end} ({made})"
+
+
+def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
+    """The statement of a ledger at delta; None: its budget's, or its last run's that had one, or else 1e-5.
+
+    Raises:
+        ConfigError: delta is not in (0, 1).
+        MissingDependency: dp-accounting is not installed.
+    """
+    budget = ledger.budget or _last_budget(ledger)
+    chosen = delta if delta is not None else budget.delta if budget is not None else _DELTA
+    check_delta(chosen)
+    events = ledger.events
+    found = spent(events, chosen, neighbouring=ledger.neighbouring)
+    runs = tuple(
+        {
+            "time": str(run.facts.get("time", "")),
+            "dataset": str(run.facts.get("dataset", "")),
+            "releases": sum(run.counts.values()),
+            "closed": run.closed,
+            "versions": dict(run.facts.get("versions", {})),
+        }
+        for run in ledger.runs
+    )
+    datasets = dict.fromkeys(name for name in (*(str(run["dataset"]) for run in runs), ledger.dataset) if name)
+    return Statement(
+        unit=ledger.unit,
+        neighbouring=ledger.neighbouring,
+        relation=_RELATIONS[ledger.neighbouring].format(unit=ledger.unit),
+        delta=chosen,
+        epsilon=found.epsilon,
+        epsilon_rdp=spent(events, chosen, method="rdp", neighbouring=ledger.neighbouring).epsilon,
+        reason=found.reason,
+        charged_delta=found.charged,
+        budget=None if budget is None else (budget.epsilon, budget.delta, budget.method),
+        events=events,
+        datasets=tuple(datasets),
+        runs=runs,
+        remarks=tuple(_remarks(events, len(datasets), chosen_by_default=delta is None and budget is None)),
+        versions=versions(),
+    )
+
+
+def _last_budget(ledger: Ledger) -> Budget | None:
+    """The budget of the last run that had one: of a ledger that is only read."""
+    found = [run.facts["budget"] for run in ledger.runs if isinstance(run.facts.get("budget"), list)]
+    return Budget(*found[-1]) if found and len(found[-1]) == 3 else None
+
+
+def _remarks(events: tuple[Event, ...], datasets: int, *, chosen_by_default: bool) -> Iterator[str]:
+    """The assumptions, those of these events only."""
+    done = [event for event in events if event.count]
+    if chosen_by_default:
+        yield f"No delta was chosen: {_DELTA:g} is shown. It should be well below one over the number of units."
+    yield "Who ran the releases saw the data and is trusted; the noise and which records were drawn are secret."
+    yield "Only what is in this ledger is counted: other runs on the same data, trial runs too, cost besides."
+    for event in done:
+        if event.noise_multiplier == 0:
+            yield f"{event.count} releases have no noise: they have no privacy, nor has the whole."
+    insecure = sorted({event.source or event.mechanism for event in done if event.secure is False})
+    if insecure:
+        yield (
+            f"Not secure: noise of {', '.join(insecure)} is no cryptographic one on a grid; who knows part of it, "
+            "or looks at low bits, may learn more than epsilon says. For research."
+        )
+    if any(event.secure is None and event.noise_multiplier for event in done):
+        yield "Of some releases it was not recorded whether their noise is secure."
+    if any(event.idealised for event in done):
+        yield (
+            "Idealised sum: the sum before the noise was in floating point, where rounding has no useful bound; "
+            "epsilon is that of exact sums (Mironov 2012)."
+        )
+    if any(event.sampling in ("shuffled", "unknown") for event in done):
+        yield (
+            "Some releases were of shuffled batches or of draws that are not known: each is accounted as if it used "
+            "all records, which is safe, and far more than Poisson sampling would cost."
+        )
+    if any(event.mechanism == "discrete_gaussian" for event in done):
+        yield (
+            "The discrete Gaussian is accounted as the continuous one of its deviation: exact in Renyi divergence; in "
+            "privacy loss distributions for grids far below the deviation."
+        )
+    if any(event.mechanism == "discrete_laplace" for event in done):
+        yield "The discrete Laplace is accounted by its pure epsilon alone, which holds on every grid."
+    if datasets > 1:
+        yield "Several data sets: epsilon is that of a unit that is in all of them."
+    yield "None of this code has been audited."
+
+
+def _noise(event: Event) -> str:
+    if event.noise_multiplier == 0:
+        return "none"
+    secure = {True: "secure", False: "not secure", None: "security not recorded"}[event.secure]
+    return f"{event.source or 'source not recorded'}, {secure}"
+
+
+def _number(epsilon: float) -> str:
+    return "infinite" if math.isinf(epsilon) else f"{epsilon:.6g}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

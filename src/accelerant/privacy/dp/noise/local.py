@@ -1,0 +1,224 @@
+"""Local differential privacy: each record is made private by its owner, before anybody collects it.
+
+    response = RandomizedResponse(choices=4, epsilon=1.0)
+    reports = response.randomize(answers)                   # each owner does this
+    response.estimate(reports)                              # the collector: unbiased shares of the answers
+
+Epsilon is for each record and each report: any two values of a record give any report with probabilities that differ
+by a factor of exp(epsilon) at most. Nobody has to be trusted with the data. Several reports on one record add up.
+Warner 1965; Kairouz, Oh and Viswanath 2016, arXiv:1407.1338 (k-ary response); Duchi, Jordan and Wainwright 2013.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.privacy.dp.ledger import Ledger
+from accelerant.privacy.dp.ledger.calibrate import calibrate
+from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source, require_number
+from accelerant.privacy.random import SecureStream
+
+__all__ = ["LocalGaussian", "LocalLaplace", "RandomizedResponse"]
+
+_MOST_CHOICES = 1 << 20
+
+
+class RandomizedResponse:
+    """k-ary randomised response: the truth with probability p, else one of the other answers, all alike.
+
+    p = exp(epsilon) / (exp(epsilon) + k - 1), lowered by what 53-bit random numbers round.
+
+    Args:
+        choices: k, how many answers there are, 2 to 2^20.
+        epsilon: of each report.
+
+    Raises:
+        ConfigError: a value that has no meaning.
+    """
+
+    def __init__(self, choices: int, epsilon: float) -> None:
+        if not isinstance(choices, int) or isinstance(choices, bool) or not 2 <= choices <= _MOST_CHOICES:
+            raise ConfigError(f"choices must be a whole number from 2 to {_MOST_CHOICES}, got {choices!r}")
+        self.choices = choices
+        self.epsilon = require_number("epsilon", epsilon)
+        # Another answer has a probability within 2^-53 of 1 / (k - 1): p pays for it, and stays below exp(epsilon).
+        slack = 2.0**-50 + 2 * choices * 2.0**-53
+        self.truth = (1.0 - slack) / (1.0 + (choices - 1) * math.exp(-self.epsilon))
+        self._stream = SecureStream()
+
+    def randomize(self, answers: Tensor, *, ledger: Ledger | None = None) -> Tensor:
+        """A report for each answer.
+
+        Args:
+            answers: whole numbers, 0 to k - 1, any shape; each element is a record.
+            ledger: of replaced records (neighbouring="replace-one"); gets one event for each call.
+
+        Returns:
+            int64, the shape of answers, on the CPU.
+
+        Raises:
+            UnsupportedDtype, ConfigError: not whole numbers, or out of range.
+        """
+        if answers.is_floating_point() or answers.is_complex():
+            raise UnsupportedDtype(f"answers must be whole numbers, got {answers.dtype}")
+        given = answers.detach().to("cpu", torch.int64)
+        if given.numel() and not (int(given.min()) >= 0 and int(given.max()) < self.choices):
+            raise ConfigError(f"answers must be 0 to {self.choices - 1}, got {int(given.min())} to {int(given.max())}")
+        _record(ledger, Event("randomized_response", 1.0 / self.epsilon))
+        count = given.numel()
+        keep = self._stream.uniform(count) < self.truth
+        other = (self._stream.uniform(count) * (self.choices - 1)).floor().long().clamp_(max=self.choices - 2)
+        flat = given.reshape(-1)
+        return torch.where(keep, flat, other + (other >= flat)).reshape(given.shape)
+
+    def estimate(self, reports: Tensor) -> Tensor:
+        """Unbiased estimates of the share of each answer, (k,) float64; single ones may be below 0.
+
+        Raises:
+            ConfigError: no report, or one that is out of range.
+        """
+        flat = reports.detach().to("cpu", torch.int64).reshape(-1)
+        if not flat.numel() or int(flat.min()) < 0 or int(flat.max()) >= self.choices:
+            raise ConfigError(f"reports must be at least one number, each 0 to {self.choices - 1}")
+        seen = torch.bincount(flat, minlength=self.choices).double() / flat.numel()
+        lie = (1.0 - self.truth) / (self.choices - 1)
+        shares: Tensor = (seen - lie) / (self.truth - lie)
+        return shares
+
+    def standard_error(self, reports: int) -> float:
+        """Of one share, from so many reports, where the true share is small: sqrt(lie (1 - lie) / n) / (p - lie)."""
+        lie = (1.0 - self.truth) / (self.choices - 1)
+        return float(math.sqrt(lie * (1.0 - lie) / reports) / (self.truth - lie))
+
+
+class LocalLaplace:
+    """Numbers between two bounds, each with Laplace noise of its own.
+
+    Args:
+        low, high: values outside are clamped; the sensitivity is high - low.
+        epsilon: of each report.
+        secure: as for `gaussian_noise_`.
+
+    Raises:
+        ConfigError: a value that has no meaning.
+    """
+
+    def __init__(self, low: float, high: float, epsilon: float, *, secure: bool = True) -> None:
+        self.low = require_number("low", low, least=-math.inf)
+        self.high = require_number("high", high, least=self.low)
+        self.epsilon = require_number("epsilon", epsilon)
+        self._noisy = NoisySum(make_source(secure), 1.0 / self.epsilon, 1, "laplace")
+        self._plan = self._noisy.plan(self.high - self.low)
+
+    def randomize(self, values: Tensor, *, ledger: Ledger | None = None) -> Tensor:
+        """A report for each value.
+
+        Args:
+            values: any shape; each element is a record.
+            ledger: of replaced records (neighbouring="replace-one").
+
+        Returns:
+            float64, the shape of values.
+
+        Raises:
+            ConfigError: a value is NaN.
+        """
+        wide = values.detach().to(torch.float64).clamp(self.low, self.high)
+        if bool(wide.isnan().any()):
+            raise ConfigError("values must be numbers, got NaN")
+        _record(ledger, self._noisy.event(self._plan, "none", 1.0))
+        flat = wide.reshape(-1).contiguous()
+        if flat.numel():
+            self._noisy.add_([flat], self._plan, 1.0)
+        return flat.reshape(values.shape)
+
+    def mean(self, reports: Tensor) -> float:
+        """Unbiased for the mean of the clamped values."""
+        return float(reports.double().mean())
+
+    def standard_error(self, reports: int) -> float:
+        """What the noise adds to the mean of so many reports: sqrt(2 / n) b."""
+        return math.sqrt(2.0 / reports) * self._plan.scale
+
+
+class LocalGaussian:
+    """Vectors within a ball, each with Gaussian noise of its own.
+
+    Args:
+        max_norm: longer vectors are scaled down to it in L2; the sensitivity is its double: any vector may become any
+            other.
+        dimensions: of a vector.
+        epsilon, delta: of each report.
+        secure: as for `gaussian_noise_`.
+
+    Raises:
+        ConfigError: a value that has no meaning.
+        MissingDependency: dp-accounting is not installed.
+    """
+
+    def __init__(self, max_norm: float, dimensions: int, epsilon: float, delta: float, *, secure: bool = True) -> None:
+        self.max_norm = require_number("max_norm", max_norm)
+        if not isinstance(dimensions, int) or isinstance(dimensions, bool) or dimensions < 1:
+            raise ConfigError(f"dimensions must be a whole number, at least 1, got {dimensions!r}")
+        self.dimensions = dimensions
+        self.epsilon, self.delta = require_number("epsilon", epsilon), require_number("delta", delta, most=0.5)
+        source = make_source(secure)
+        charged = NoisySum(source, 1.0, dimensions).plan(2 * self.max_norm).delta
+        multiplier = calibrate(self.epsilon, self.delta, 1.0, 1, sampling="none", charged=charged)
+        self._noisy = NoisySum(source, multiplier, dimensions)
+        self._plan = self._noisy.plan(2 * self.max_norm)
+
+    def randomize(self, vectors: Tensor, *, ledger: Ledger | None = None) -> Tensor:
+        """A report for each vector.
+
+        Args:
+            vectors: (n, dimensions); each row is a record.
+            ledger: of replaced records (neighbouring="replace-one").
+
+        Returns:
+            (n, dimensions), float64.
+
+        Raises:
+            ShapeError, ConfigError: another shape; a number that is not finite.
+        """
+        if vectors.dim() != 2 or vectors.shape[1] != self.dimensions:
+            raise ShapeError(f"vectors must be (n, {self.dimensions}), got {tuple(vectors.shape)}")
+        wide = vectors.detach().to(torch.float64)
+        norms = wide.norm(dim=1, keepdim=True)
+        if not bool(norms.isfinite().all()):
+            raise ConfigError("vectors must be of finite numbers")
+        clipped: Tensor = wide * (self.max_norm / norms.clamp(min=self.max_norm))
+        _record(ledger, self._noisy.event(self._plan, "none", 1.0))
+        if clipped.numel():
+            self._noisy.add_([clipped], self._plan, 1.0)
+        return clipped
+
+    def mean(self, reports: Tensor) -> Tensor:
+        """Unbiased for the mean of the clipped vectors, (dimensions,)."""
+        mean: Tensor = reports.double().mean(0)
+        return mean
+
+    def standard_error(self, reports: int) -> float:
+        """What the noise adds to each coordinate of the mean of so many reports."""
+        return self._plan.scale / math.sqrt(reports)
+
+
+def _record(ledger: Ledger | None, event: Event) -> None:
+    """One report of each record.
+
+    Raises:
+        ConfigError: the ledger is of records that come and go: the bound here is for a record that is replaced.
+    """
+    if ledger is None:
+        return
+    if ledger.neighbouring != "replace-one":
+        raise ConfigError(
+            f'local privacy is for replaced records: make the ledger with neighbouring="replace-one", got '
+            f"{ledger.neighbouring!r}"
+        )
+    ledger.record(event)

@@ -1,0 +1,193 @@
+"""Noise on tensors and on the answers to queries, with the sensitivity that the caller states.
+
+>>> release(count, mechanism="laplace", sensitivity=1, epsilon=0.5, ledger=ledger)
+>>> release(means, mechanism="gaussian", sensitivity=2 / n, noise_multiplier=4.0, ledger=ledger)
+
+The sensitivity is a promise of the caller: how far the answer moves, in L1 norm (Laplace) or L2 norm (Gaussian), when
+one record is added or removed. Clip each record's share before summing; nothing here can check it.
+Laplace: Dwork, McSherry, Nissim and Smith 2006 (doi:10.1007/11681878_14); Gaussian: Balle and Wang 2018,
+    arXiv:1805.06530.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accelerant.errors import ConfigError, UnsupportedDtype
+from accelerant.privacy.dp.ledger import Ledger
+from accelerant.privacy.dp.ledger.calibrate import calibrate
+from accelerant.privacy.dp.noise.charge import charge as gaussian_charge
+from accelerant.privacy.dp.noise.charge import choose_grid, laplace_charge
+from accelerant.privacy.dp.noise.noisy_sum import Kind, NoisySum, Plan, delta_of, make_source, require_number
+
+__all__ = ["gaussian_noise_", "laplace_noise_", "release"]
+
+_EXACT = 2.0**53
+_T = TypeVar("_T", Tensor, Sequence[Tensor])
+
+
+def gaussian_noise_(
+    x: _T, std: float, *, sensitivity: float | None = None, secure: bool = True, ledger: Ledger | None = None
+) -> _T:
+    """Add Gaussian noise to tensors, in place.
+
+    Args:
+        x: a tensor or several, floating point, on one device.
+        std: standard deviation, in the units of x.
+        sensitivity: L2 norm by which one record changes all of x; with a ledger it is needed.
+        secure: discrete Gaussian from ChaCha20, x rounded to the noise's grid; False: Philox in floating point.
+        ledger: records the event first: std over sensitivity and rounding.
+
+    Returns:
+        x.
+
+    Raises:
+        ConfigError: a value that has no meaning; a ledger without a sensitivity.
+        UnsupportedDtype: x is not floating point.
+        BudgetExceeded: the ledger's budget does not allow it; x is as it was.
+    """
+    return _noise_(x, "gaussian", require_number("std", std), sensitivity, secure, ledger)
+
+
+def laplace_noise_(
+    x: _T, scale: float, *, sensitivity: float | None = None, secure: bool = True, ledger: Ledger | None = None
+) -> _T:
+    """Add Laplace noise to tensors, in place; as `gaussian_noise_`, with b in place of the standard deviation.
+
+    Args:
+        scale: b, in the units of x; the variance is 2 b^2.
+        sensitivity: L1 norm by which one record changes all of x; epsilon is sensitivity (and rounding) over b.
+    """
+    return _noise_(x, "laplace", require_number("scale", scale), sensitivity, secure, ledger)
+
+
+def release(
+    value: Any,
+    *,
+    mechanism: Kind,
+    sensitivity: float,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    noise_multiplier: float | None = None,
+    secure: bool = True,
+    ledger: Ledger | None = None,
+    note: str = "",
+) -> Any:
+    """The answer to a query, with noise; the value itself is not changed.
+
+    Args:
+        value: a number, a NumPy array or a tensor. Whole numbers stay whole.
+        mechanism: "laplace" or "gaussian".
+        sensitivity: how far one record moves the value: L1 norm for laplace, L2 for gaussian.
+        epsilon: of this release. With gaussian, delta is needed too; the least noise is found for the pair.
+        noise_multiplier: scale of the noise (b, or the standard deviation) over the sensitivity, in place of epsilon.
+        secure: as for `gaussian_noise_`.
+        ledger: records the event before anything is drawn.
+        note: for the ledger's reader: which query it was.
+
+    Returns:
+        As value: int, float, array or tensor of its dtype and shape.
+
+    Raises:
+        ConfigError: a value that has no meaning, or is not finite; whole numbers past 2^53.
+        BudgetExceeded: the ledger's budget does not allow it; nothing was drawn.
+    """
+    if mechanism not in ("gaussian", "laplace"):
+        raise ConfigError(f"mechanism must be gaussian or laplace, got {mechanism!r}")
+    multiplier = _multiplier(mechanism, epsilon, delta, noise_multiplier)
+    sensitivity = require_number("sensitivity", sensitivity)
+    exact = torch.as_tensor(value)
+    if exact.is_complex() or exact.dtype == torch.bool:
+        raise ConfigError(f"value must be of real numbers, got {exact.dtype}")
+    answer = exact.detach().to(torch.float64, copy=True)
+    if not bool(answer.isfinite().all()):
+        raise ConfigError("value must be finite: clip it first")
+    whole = not exact.is_floating_point()
+    if whole and answer.numel() and float(answer.abs().max()) >= _EXACT:
+        raise ConfigError("whole numbers must be below 2^53 in absolute value")
+    noisy = NoisySum(make_source(secure), multiplier, answer.numel(), mechanism)
+    plan = _whole_plan(noisy, sensitivity) if whole else noisy.plan(sensitivity)
+    if ledger is not None:
+        ledger.record(noisy.event(plan, "none", 1.0, note=note, idealised=False))
+    flat = answer.reshape(-1)
+    if flat.numel():
+        noisy.add_([flat], plan, 1.0)
+    return _as_given(value, (_whole(flat, exact.dtype) if whole else flat).reshape(exact.shape).to(exact.dtype))
+
+
+def _noise_(x: _T, kind: Kind, scale: float, sensitivity: float | None, secure: bool, ledger: Ledger | None) -> _T:
+    """Noise of a given scale, and its event."""
+    tensors = [x] if isinstance(x, Tensor) else list(x)
+    for each in tensors:
+        if not each.is_floating_point():
+            raise UnsupportedDtype(f"noise is added to floating-point tensors, got {each.dtype}")
+    dimensions = sum(each.numel() for each in tensors)
+    if ledger is not None and sensitivity is None:
+        raise ConfigError("a ledger needs the sensitivity: how far one record moves the tensors")
+    bound = scale if sensitivity is None else require_number("sensitivity", sensitivity)
+    if not dimensions:
+        return x
+    source = make_source(secure)
+    grid = choose_grid(scale, bound, dimensions**2 if kind == "laplace" else dimensions) if secure else 0.0
+    if ledger is not None:
+        rounding, delta = 0.0, 0.0
+        if secure:
+            cost = laplace_charge if kind == "laplace" else gaussian_charge
+            rounding, delta = cost(scale, grid, dimensions).sensitivity, delta_of(kind, scale, grid, dimensions)
+        named = NoisySum(source, scale / (bound + rounding), dimensions, kind)
+        ledger.record(named.event(Plan(scale, grid, delta), "none", 1.0))
+    with torch.no_grad():
+        NoisySum(source, 1.0, dimensions, kind).add_(tensors, Plan(scale, grid, 0.0), 1.0)
+    return x
+
+
+def _multiplier(mechanism: Kind, epsilon: float | None, delta: float | None, given: float | None) -> float:
+    """The noise multiplier, from whichever way it was stated.
+
+    Raises:
+        ConfigError: both or neither, or a delta where it has no place.
+    """
+    if (epsilon is None) == (given is None):
+        raise ConfigError(f"give either epsilon or noise_multiplier; got {epsilon!r} and {given!r}")
+    if given is not None:
+        if delta is not None:
+            raise ConfigError("delta goes with epsilon: leave it out beside noise_multiplier")
+        return require_number("noise_multiplier", given)
+    epsilon = require_number("epsilon", epsilon)
+    if mechanism == "laplace":
+        if delta is not None:
+            raise ConfigError("the Laplace mechanism needs no delta: leave it out")
+        return 1.0 / epsilon
+    if delta is None:
+        raise ConfigError("the Gaussian mechanism needs delta beside epsilon")
+    return calibrate(epsilon, require_number("delta", delta, most=0.5), 1.0, 1, sampling="none")
+
+
+def _whole_plan(noisy: NoisySum, sensitivity: float) -> Plan:
+    """On a grid of 1 or a fraction of it, where whole numbers need no rounding, and none is charged."""
+    scale = noisy.noise_multiplier * sensitivity
+    if not noisy.source.secure or not noisy.dimensions:
+        return Plan(scale, 0.0, 0.0)
+    grid = min(1.0, 2.0 ** math.floor(math.log2(scale / 8)))
+    return Plan(scale, grid, delta_of(noisy.kind, scale, grid, noisy.dimensions))
+
+
+def _whole(answer: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whole numbers that the dtype holds: noise takes a count of bytes below 0, which would come out as 253."""
+    limits = torch.iinfo(dtype)
+    return answer.round().clamp_(max(-_EXACT, limits.min), min(_EXACT, limits.max))
+
+
+def _as_given(value: Any, answer: Tensor) -> Any:
+    """In the kind of the value."""
+    if isinstance(value, Tensor):
+        return answer
+    if isinstance(value, np.ndarray | np.generic):
+        return answer.numpy() if isinstance(value, np.ndarray) else answer.numpy()[()]
+    return answer.item() if not answer.dim() else answer.tolist()

@@ -1,0 +1,170 @@
+"""Noise on a sum of bounded vectors, and the event that it is.
+
+    released = (sum + noise) * scale,   noise of scale noise_multiplier * (C + s)
+
+C bounds what one example adds to the sum (its L2 norm for Gaussian noise, its L1 norm for Laplace), s what rounding to
+the grid adds. The noise is widened by s, so that the multiplier that the ledger gets is the one that was asked for.
+Why a
+grid: Mironov 2012 (doi:10.1145/2382196.2382264); the discrete Gaussian: Canonne, Kamath and Steinke 2020,
+    arXiv:2004.00010.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from accelerant.errors import ConfigError
+from accelerant.privacy.dp.ledger import Ledger
+from accelerant.privacy.dp.ledger.events import Event, Mechanism, Sampling
+from accelerant.privacy.dp.noise import FastSource, NoiseSource, SecureSource
+from accelerant.privacy.dp.noise.charge import charge, choose_grid, laplace_charge
+
+__all__ = ["Kind", "NoisySum", "Plan", "delta_of", "make_source", "require_clipped_unit", "require_number"]
+
+Kind = Literal["gaussian", "laplace"]
+
+
+def require_number(
+    name: str, value: object, *, least: float = 0.0, open_below: bool = True, most: float = math.inf
+) -> float:
+    """A finite number in its range, as a float.
+
+    Args:
+        name: for the message.
+        least, most: the range.
+        open_below: whether `least` itself is outside.
+
+    Raises:
+        ConfigError: it is no number, or not in the range; names value and range.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        number = float(value)
+        if least <= number <= most and not (open_below and number == least):
+            return number
+    below = f"above {least:g}" if open_below else f"at least {least:g}"
+    above = "finite" if most == math.inf else f"at most {most:g}"
+    raise ConfigError(f"{name} must be a number, {below} and {above}; got {value!r}")
+
+
+def require_clipped_unit(ledger: Ledger) -> Ledger:
+    """The ledger, if clipping to C bounds what one of its units changes.
+
+    Raises:
+        ConfigError: its units are replaced, which changes a sum by up to 2 C: epsilon would come out too small.
+    """
+    if ledger.neighbouring != "add-or-remove-one":
+        raise ConfigError(
+            f"the ledger is of neighbouring={ledger.neighbouring!r}, the clipping norm bounds what an example changes "
+            'that is added or removed: make the ledger with neighbouring="add-or-remove-one"'
+        )
+    return ledger
+
+
+def make_source(secure: bool) -> NoiseSource:
+    """ChaCha20 and integers where the noise must hold; Philox and floating point where it is research."""
+    return SecureSource() if secure else FastSource()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one release is made.
+
+    Attributes:
+        scale: of the noise, standard deviation or b, in the units of the sum; 0 without noise.
+        grid: on which a secure source works, a power of two; 0 where there is none.
+        delta: charged besides what is accounted, as an Event has it: tails, tables, smoothing.
+    """
+
+    scale: float
+    grid: float
+    delta: float
+
+
+class NoisySum:
+    """Releases sums of vectors that one example changes by at most a sensitivity.
+
+    Args:
+        source: of the noise.
+        noise_multiplier: scale of the noise over sensitivity; 0: no noise, and no privacy.
+        dimensions: numbers in all tensors of a release together.
+        kind: "gaussian" (sensitivity in L2, scale the standard deviation) or "laplace" (in L1, scale b).
+    """
+
+    def __init__(self, source: NoiseSource, noise_multiplier: float, dimensions: int, kind: Kind = "gaussian") -> None:
+        self.source = source
+        self.noise_multiplier = require_number("noise_multiplier", noise_multiplier, open_below=False)
+        self.dimensions = dimensions
+        self.kind = kind
+        self._plans: dict[tuple[float, float], Plan] = {}
+
+    def plan(self, sensitivity: float, multiplier: float | None = None) -> Plan:
+        """Noise and grid at a sensitivity.
+
+        Args:
+            multiplier: other than the release's own (adaptive clipping shares it out).
+        """
+        multiplier = self.noise_multiplier if multiplier is None else multiplier
+        key = (sensitivity, multiplier)
+        if key not in self._plans:
+            self._plans = {key: self._planned(sensitivity, multiplier)}
+        return self._plans[key]
+
+    def _planned(self, sensitivity: float, multiplier: float) -> Plan:
+        scale = multiplier * sensitivity
+        if not scale or not self.source.secure or not self.dimensions:
+            return Plan(scale, 0.0, 0.0)
+        if self.kind == "gaussian":
+            grid = choose_grid(scale, sensitivity, self.dimensions)
+            scale = multiplier * (sensitivity + charge(scale, grid, self.dimensions).sensitivity)
+        else:  # rounding adds grid * dimensions in L1
+            grid = choose_grid(scale, sensitivity, self.dimensions**2)
+            scale = multiplier * (sensitivity + laplace_charge(scale, grid, self.dimensions).sensitivity)
+        return Plan(scale, grid, delta_of(self.kind, scale, grid, self.dimensions))
+
+    def add_(self, tensors: Sequence[Tensor], plan: Plan, factor: float) -> None:
+        """Add the noise and multiply by a factor, in place."""
+        if not plan.scale:  # nothing to hide: rounding would only blur
+            for tensor in tensors:
+                tensor.mul_(factor)
+        elif self.kind == "gaussian":
+            self.source.add_gaussian_(tensors, plan.scale, grid=plan.grid or 1.0, scale=factor)
+        else:
+            self.source.add_laplace_(tensors, plan.scale, grid=plan.grid or 1.0, scale=factor)
+
+    def event(
+        self, plan: Plan, sampling: Sampling, sample_rate: float, *, idealised: bool = False, note: str = ""
+    ) -> Event:
+        """What the ledger is told of such a release.
+
+        Args:
+            idealised: the sum was taken in floating point, without a bound on its rounding.
+        """
+        mechanism: Mechanism = self.kind
+        if self.source.secure:
+            mechanism = "discrete_gaussian" if self.kind == "gaussian" else "discrete_laplace"
+        return Event(
+            mechanism,
+            self.noise_multiplier,
+            sampling,
+            sample_rate,
+            delta=plan.delta,
+            note=note,
+            source=self.source.name,
+            secure=self.source.secure,
+            idealised=idealised,
+        )
+
+
+def delta_of(kind: Kind, scale: float, grid: float, dimensions: int) -> float:
+    """What tails, tables and smoothing charge of delta, as events want it: for a total epsilon of EPSILON_LIMIT.
+
+    Rounded up to a power of two, so that steps of an adaptive norm are equal events.
+    """
+    cost = laplace_charge if kind == "laplace" else charge
+    found = cost(scale, grid, dimensions).delta
+    return min(1.0, 2.0 ** math.ceil(math.log2(found))) if found else 0.0

@@ -1,0 +1,213 @@
+"""Poisson sampling: each unit is in each draw independently, with exactly the probability that is accounted.
+
+The amplification that the accountant uses holds for such draws alone, and only while nobody learns who was drawn: the
+randomness is the operating system's, read anew for each draw. There is no seed that could come again after a resume,
+in another process or in a copy.
+
+Source: Abadi et al. 2016, arXiv:1607.00133, section 3; Chua et al. 2024, arXiv:2403.17673, on what shuffling costs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Final, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from accelerant.errors import ConfigError, ShapeError
+from accelerant.privacy.dp.ledger.events import check_whole
+from accelerant.privacy.dp.sampling.rare_draws import RareDraws
+
+__all__ = ["GroupedSampler", "PoissonSampler", "Stream", "require_groups"]
+
+_BITS: Final = 53  # a rate is a multiple of 2^-53, so that float64 holds it exactly
+_LOW: Final = _BITS - 8
+_BLOCK_BITS: Final = 12  # blocks of rare draws: longer ones take long to prepare
+_LEAST_BLOCK_BITS: Final = 6
+
+
+class Stream(Protocol):
+    """What a sampler needs of `accelerant.privacy.random.SecureStream`."""
+
+    def uniform(self, n: int) -> Tensor:
+        """(n,) float64 in [0, 1), multiples of 2^-53, on the CPU."""
+
+
+class PoissonSampler:
+    """Iterates draws from size units: each in a draw with probability sample_rate, independently of all else.
+
+    A draw has any length, 0 too. At rates below 1/64 it costs about what it draws and 10^-3 of the size, else one byte
+    of randomness a unit.
+
+    Args:
+        size: units, 1 or more.
+        sample_rate: in (0, 1].
+        steps: draws of one iteration; None: without end.
+        stream: a `SecureStream` instead of the system's randomness; whoever knows its key knows every draw.
+
+    Attributes:
+        sample_rate: the one given, rounded down to a multiple of 2^-53: exactly the probability that is used.
+        draws: how many were drawn so far, by all iterations.
+        rows_per_unit: rows that a unit has in a draw, at most: 1.
+
+    Raises:
+        ConfigError: a value without meaning.
+    """
+
+    sampling: ClassVar[Literal["poisson"]] = "poisson"
+    rows_per_unit = 1
+
+    def __init__(
+        self, size: int, sample_rate: float, *, steps: int | None = None, stream: Stream | None = None
+    ) -> None:
+        check_whole("size", size, 1)
+        if isinstance(sample_rate, bool) or not isinstance(sample_rate, (int, float)) or not 0 < sample_rate <= 1:
+            raise ConfigError(f"sample_rate must be in (0, 1], got {sample_rate!r}")
+        if steps is not None:
+            check_whole("steps", steps, 0)
+        self._threshold = math.floor(float(sample_rate) * 2**_BITS)
+        if not self._threshold:
+            raise ConfigError(f"sample_rate {sample_rate!r} is below 2^-{_BITS}: nothing would ever be drawn")
+        self.size = size
+        self.sample_rate = self._threshold / 2**_BITS
+        self.steps = steps
+        self.draws = 0
+        self._stream = stream
+        self._block_bits = min(_BLOCK_BITS, math.floor(-math.log2(self.sample_rate)))
+        self._rare: RareDraws | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Index tensors: (n,) int64, ascending, on the CPU."""
+        done = 0
+        while self.steps is None or done < self.steps:
+            done += 1
+            self.draws += 1
+            yield torch.from_numpy(self._rows(self._drawn()))
+
+    def _rows(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows of the data that stand for these units."""
+        return units
+
+    def _drawn(self) -> NDArray[np.int64]:
+        """The units of a draw, ascending."""
+        blocks = self.size >> self._block_bits
+        if self._block_bits < _LEAST_BLOCK_BITS or not blocks:
+            return self._compared(self.size)
+        if self._rare is None:
+            self._rare = RareDraws(self._threshold, self._block_bits)
+        whole = blocks << self._block_bits
+        drawn = self._rare.draw(blocks, self._integers)
+        return np.concatenate([drawn, whole + self._compared(self.size - whole)])
+
+    def _compared(self, size: int) -> NDArray[np.int64]:
+        """Of so many units those whose uniform number of 53 bits is below the threshold.
+
+        Compared from the top: its first byte settles all but one in 256, whose other 45 bits are then drawn.
+        """
+        top, rest = divmod(self._threshold, 1 << _LOW)
+        first = self._bytes(size)
+        if top == 256:  # a rate of 1
+            return np.arange(size, dtype=np.int64)
+        (near,) = np.nonzero(first <= np.uint8(top))
+        undecided = first[near] == top
+        count = int(undecided.sum())
+        within = ~undecided
+        if count:
+            within[undecided] = self._integers(count) >> (_BITS - _LOW) < rest
+        found: NDArray[np.int64] = near[within].astype(np.int64, copy=False)
+        return found
+
+    def _bytes(self, count: int) -> NDArray[np.uint8]:
+        """(count,) uniform in 0..255."""
+        if self._stream is None:
+            return np.frombuffer(os.urandom(count), np.uint8)
+        whole = self._integers(-(-count // 6))  # 48 of 53 bits
+        parts = np.stack([(whole >> shift) & 255 for shift in range(0, 48, 8)])
+        return parts.reshape(-1)[:count].astype(np.uint8)
+
+    def _integers(self, count: int) -> NDArray[np.int64]:
+        """(count,) uniform in 0..2^53 - 1."""
+        if self._stream is None:
+            return (np.frombuffer(os.urandom(8 * count), np.uint64) >> np.uint64(64 - _BITS)).astype(np.int64)
+        return (self._stream.uniform(count).numpy() * 2.0**_BITS).astype(np.int64)
+
+
+class GroupedSampler(PoissonSampler):
+    """Draws units that have several records, users say, and of each some of its records: privacy by unit.
+
+    Units are drawn as by `PoissonSampler`. Each drawn unit puts `records` of its records, chosen uniformly without
+    replacement, into the draw (fewer where it has fewer). Whatever a unit holds, it adds at most `records` clipped
+    rows, so that it changes the sum by at most records * C: the noise multiplier to record is the noise over that,
+    and with records=1 (the default, and the best for equal noise) over C as ever.
+
+    Args:
+        groups: (N,) integers, or texts in an array or list: the unit of each row of the data.
+        sample_rate: of units, in (0, 1].
+        records: rows of a unit in a draw, at most.
+        steps, stream: as for `PoissonSampler`.
+
+    Attributes:
+        size: number of units.
+        rows: number of rows of the data.
+        rows_per_unit: `records`.
+
+    Raises:
+        ConfigError, ShapeError: a value without meaning; groups are neither N integers nor N texts.
+    """
+
+    def __init__(
+        self,
+        groups: Tensor | Sequence[int | str] | NDArray[Any],
+        sample_rate: float,
+        *,
+        records: int = 1,
+        steps: int | None = None,
+        stream: Stream | None = None,
+    ) -> None:
+        check_whole("records", records, 1)
+        found = require_groups(groups).numpy()
+        counts = np.bincount(found)
+        super().__init__(len(counts), sample_rate, steps=steps, stream=stream)
+        self.rows = len(found)
+        self.rows_per_unit = records
+        self._by_unit = np.argsort(found, kind="stable")
+        self._counts = counts.astype(np.int64)
+        self._starts = np.cumsum(self._counts) - self._counts
+
+    def _rows(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
+        counts = self._counts[units]
+        total = int(counts.sum())
+        ends = np.cumsum(counts)
+        place = np.arange(total) - np.repeat(ends - counts, counts)
+        rows = self._by_unit[np.repeat(self._starts[units], counts) + place]
+        order = np.lexsort((self._integers(total), np.repeat(np.arange(len(units)), counts)))
+        return np.sort(rows[order][place < self.rows_per_unit])  # in order of units, as place is
+
+
+def require_groups(groups: Any) -> Tensor:
+    """The unit of each row, numbered from 0 in order of appearance: (N,) int64 on the CPU, in memory of its own.
+
+    Args:
+        groups: a tensor of integers, or an array or list of integers or texts.
+
+    Raises:
+        ShapeError: it is nothing of the kind; texts and numbers are mixed, of which 1 and "1" would be one unit.
+    """
+    if isinstance(groups, Tensor):
+        if groups.ndim != 1 or not len(groups) or groups.is_floating_point() or groups.is_complex():
+            raise ShapeError(f"groups must be (N,) integers, got {tuple(groups.shape)} of {groups.dtype}")
+        groups = groups.cpu().numpy()
+    names = np.asarray(groups)
+    if names.dtype.kind == "O" and all(isinstance(name, str) for name in names.flat):  # a column of pandas
+        names = names.astype(str)
+    if names.ndim != 1 or not len(names) or names.dtype.kind not in "biuUS":
+        raise ShapeError(f"groups must be (N,) integers or texts, got {names.shape} of {names.dtype}")
+    if names.dtype.kind == "U" and not all(isinstance(name, str) for name in groups):
+        raise ShapeError("groups must be integers or texts, got both: the number 1 and the text '1' would be one unit")
+    _, first, number = np.unique(names, return_index=True, return_inverse=True)
+    return torch.from_numpy(first.argsort().argsort()[number].astype(np.int64))

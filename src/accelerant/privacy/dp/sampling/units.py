@@ -1,0 +1,169 @@
+"""Whose privacy a training keeps, rows of the data or groups of rows, and who draws them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
+from accelerant.privacy.dp.ledger import Ledger
+from accelerant.privacy.dp.sampling.batches import require_poisson, require_rows
+from accelerant.privacy.dp.sampling.poisson import GroupedSampler, PoissonSampler, require_groups
+
+__all__ = ["ShardSampler", "Units", "delta_remark", "require_sampler", "rows_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of privacy of a data set.
+
+    Attributes:
+        groups: (N,) int64 on the CPU, the unit of each row as `require_groups` numbers it; None where each row is one.
+        digest: of the groups, whatever they are called: SHA-256 of the numbers; empty where there are none. It tells
+            of the data: not to be written anywhere.
+    """
+
+    groups: Tensor | None = None
+    digest: str = ""
+
+    @classmethod
+    def of(cls, groups: Any) -> Units:
+        """The units of such groups, as `require_groups` takes them; errors as there."""
+        if groups is None:
+            return cls()
+        found = require_groups(groups)
+        return cls(found, hashlib.sha256(found.numpy().tobytes()).hexdigest())
+
+    @property
+    def name(self) -> str:
+        """What a ledger calls one, where nobody says more."""
+        return "example" if self.groups is None else "user"
+
+    def number(self, rows: int) -> int:
+        """How many there are in data of so many rows.
+
+        Raises:
+            ShapeError: groups are of other data.
+        """
+        if self.groups is None:
+            return rows
+        if len(self.groups) != rows:
+            raise ShapeError(
+                f"groups must name the unit of each of the {rows} rows of the data, got {len(self.groups)}"
+            )
+        return int(self.groups.max()) + 1
+
+    def sampler(self, rows: int, rate: float, steps: int, *, rank: int, size: int) -> PoissonSampler | ShardSampler:
+        """Draws of them; of several processes, from this one's share: no unit is in two.
+
+        Raises:
+            ConfigError: more processes than units; in each of them, so that none waits for another.
+        """
+        if size > (count := max(1, self.number(rows))):
+            raise ConfigError(f"{size} processes have {count} units among them: start fewer")
+        if self.groups is None:
+            if size == 1:
+                return PoissonSampler(rows, rate, steps=steps)
+            mine = torch.arange(rank, rows, size)
+            return ShardSampler(PoissonSampler(len(mine), rate, steps=steps), mine)
+        if size == 1:
+            return GroupedSampler(self.groups, rate, steps=steps)
+        mine = (self.groups % size == rank).nonzero().flatten()
+        return ShardSampler(GroupedSampler(self.groups[mine], rate, steps=steps), mine)
+
+    def require_ledger(self, ledger: Ledger) -> None:
+        """Check that a ledger says what the unit is.
+
+        Raises:
+            ConfigError: groups of rows are drawn, and it calls the unit an example.
+        """
+        if self.groups is not None:
+            _require_named(ledger)
+
+
+def _require_named(ledger: Ledger) -> None:
+    if ledger.unit == "example":
+        raise ConfigError(
+            "groups of rows are drawn, and the ledger's unit is an example: its statement would be of rows. Make it by "
+            'Ledger(path, unit="user")'
+        )
+
+
+class ShardSampler:
+    """Turns draws from this process's share of the rows into numbers of the whole.
+
+    The shares are disjoint, have whole units, and each is sampled at the same rate, so the union of the draws is a
+    Poisson sample of all units.
+
+    Args:
+        sampler: of a share's rows, numbered from 0.
+        rows: int64, the share's rows in the whole.
+    """
+
+    def __init__(self, sampler: Any, rows: Tensor) -> None:
+        self._sampler = sampler
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Index tensors, int64."""
+        for drawn in self._sampler:
+            yield self._rows[drawn]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+def require_sampler(sampler: PoissonSampler, rate: float, ledger: Ledger, units: Units, processes: int) -> None:
+    """Check a sampler that the user gives against what make_private was told.
+
+    Raises:
+        ConfigError: another rate, units of several rows in a draw, a ledger of other units.
+        UnsupportedCase: several processes; a sampler whose draws are not Poisson's.
+    """
+    require_poisson(sampler)
+    if processes > 1:
+        raise UnsupportedCase("several processes share rows among them: leave sampler out")
+    if units.groups is not None:
+        raise ConfigError("make_private was told the groups, and draws from them: leave sampler out")
+    if not math.isclose(sampler.sample_rate, rate, rel_tol=1e-9):
+        raise ConfigError(f"the sampler draws at {sampler.sample_rate}, make_private was told {rate}")
+    if sampler.rows_per_unit != 1:
+        raise ConfigError(
+            f"a unit of the sampler has up to {sampler.rows_per_unit} rows in a draw, and would count as often: "
+            "records must be 1"
+        )
+    if isinstance(sampler, GroupedSampler):
+        _require_named(ledger)
+
+
+def rows_of(data: Any) -> int:
+    """How many rows some data have.
+
+    Raises:
+        ConfigError: they do not say it.
+        UnsupportedCase: they have no rows that can be drawn.
+    """
+    if isinstance(data, Mapping) and data:
+        data = tuple(data.values())
+    if isinstance(data, tuple | list) and data:
+        return len(data[0])
+    require_rows(data)
+    if not hasattr(data, "__len__"):
+        raise ConfigError(f"{type(data).__name__} has no length: the number of rows to draw from must be known")
+    return len(data)
+
+
+def delta_remark(delta: float, count: int, unit: str) -> str:
+    """What is wrong with delta for so many units; empty where it is below one over their number."""
+    if delta * count < 1:
+        return ""
+    return (
+        f"delta {delta:g} is not below one over the {count:,} units ({unit}): to publish one in {1 / delta:,.0f} as it "
+        f"is would be as private. Choose {10.0 ** math.floor(math.log10(0.1 / count)):g} or less"
+    )

@@ -1,0 +1,1 @@
+"""Private training: `make_private`, its optimizer and steps, and `accelerant train --private`."""

@@ -1,0 +1,143 @@
+"""A clipping norm that follows a quantile of the gradients' norms, itself found privately.
+
+    C <- C * exp(-learning_rate * (b - quantile)),   b = 1/2 + (sum_i (1[||g_i|| <= C] - 1/2) + N(0, count_std^2)) / m
+
+m is the expected batch size. Andrew, Thakkar, McMahan and Ramaswamy 2021, arXiv:1905.03871, algorithm 1 with the
+geometric update. Sum and count together are one Gaussian mechanism: with the multiplier z of the whole, the gradients
+get z_delta = (z^-2 - (2 count_std)^-2)^(-1/2) (theorem 1 there; one example moves the centred count by 1/2).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import ConfigError
+from accelerant.privacy.dp.clipping import PerExampleClipper
+from accelerant.privacy.dp.noise import NoiseSource
+from accelerant.privacy.dp.noise.noisy_sum import NoisySum, require_number
+from accelerant.privacy.dp.training.distributed import Processes
+
+__all__ = ["AdaptiveClipping", "AdaptiveNorm"]
+
+_COUNT_SENSITIVITY = 0.5
+_LEAST_SHARE = 5.0
+"""The count's multiplier over the whole's, at least: the gradients then get 2.1% more noise than without the count."""
+
+_LARGEST_CHANGE, _LARGEST_NORM = 2.0, 2.0**60
+"""Of a step, in natural logarithms, and of the norm: where few examples are expected, the count is noise alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveClipping:
+    """How the clipping norm follows the norms of the gradients.
+
+    Attributes:
+        quantile: of the norms, where the clipping norm goes; above 0 and below 1.
+        learning_rate: of the geometric update.
+        count_std: standard deviation of the noise on the count; None: the larger of a twentieth of the expected batch
+            size (as the paper has it) and 2.5 times the noise multiplier.
+
+    Raises:
+        ConfigError: a value that has no meaning.
+    """
+
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+    count_std: float | None = None
+
+    def __post_init__(self) -> None:
+        require_number("quantile", self.quantile, most=1.0)
+        if self.quantile == 1.0:
+            raise ConfigError("quantile must be below 1, got 1.0")
+        require_number("learning_rate", self.learning_rate)
+        if self.count_std is not None:
+            require_number("count_std", self.count_std)
+
+
+class AdaptiveNorm:
+    """The clipping norm of a training, as it moves.
+
+    Args:
+        settings: how.
+        source: of the count's noise.
+        noise_multiplier: of the whole mechanism.
+    """
+
+    def __init__(self, settings: AdaptiveClipping, source: NoiseSource, noise_multiplier: float) -> None:
+        self.settings = settings
+        self._source = source
+        self._multiplier = noise_multiplier
+        self._counts: NoisySum | None = None
+        self._below: Tensor | None = None
+
+    def prepare(self, expected: float) -> None:
+        """Share the noise out, once the expected batch size is known.
+
+        Raises:
+            ConfigError: count_std leaves nothing for the gradients.
+        """
+        if self._counts is not None:
+            return
+        std = self.settings.count_std
+        if std is None:
+            std = max(expected / 20.0, _LEAST_SHARE * self._multiplier * _COUNT_SENSITIVITY)
+        if std / _COUNT_SENSITIVITY <= self._multiplier:
+            least = self._multiplier * _COUNT_SENSITIVITY
+            raise ConfigError(f"count_std must be above half the noise multiplier, {least:g}; got {std:g}")
+        counts = std / _COUNT_SENSITIVITY if self._multiplier else 0.0
+        self._counts = NoisySum(self._source, counts, 1)
+
+    @property
+    def gradient_multiplier(self) -> float:
+        """What the gradients get of the noise: z_delta."""
+        z = self._multiplier
+        return 1.0 / math.sqrt(z**-2 - self._prepared.noise_multiplier**-2) if z else 0.0
+
+    @property
+    def delta(self) -> float:
+        """What the noise on the count charges of delta besides."""
+        return self._prepared.plan(_COUNT_SENSITIVITY).delta
+
+    @property
+    def note(self) -> str:
+        """Words for the ledger."""
+        return f"with a count of multiplier {self._prepared.noise_multiplier:.6g} for the clipping norm"
+
+    def see(self, norms: Tensor, clipper: PerExampleClipper) -> None:
+        """Count a backward pass's norms; nothing waits for the device."""
+        norm = clipper.max_grad_norm
+        assert isinstance(norm, float)  # for the type checker: adaptive clipping is flat
+        inside = (norms.detach() <= norm).to(torch.float64) - 0.5  # NaN is not inside
+        if clipper.mask is not None:
+            inside = inside * clipper.mask.to(inside.device)
+        total = inside.sum().reshape(1)
+        self._below = total if self._below is None else self._below + total
+
+    def update(self, clipper: PerExampleClipper, processes: Processes, expected: float, device: torch.device) -> None:
+        """Move the clipper's norm by the noisy count of the step."""
+        count = torch.zeros(1, dtype=torch.float64, device=device) if self._below is None else self._below
+        processes.sum_to_first_([count])
+        if processes.first:
+            self._prepared.add_([count], self._prepared.plan(_COUNT_SENSITIVITY), 1.0)
+        processes.from_first_([count])
+        share = 0.5 + float(count) / expected
+        norm = clipper.max_grad_norm
+        assert isinstance(norm, float)  # as above
+        change = -self.settings.learning_rate * (share - self.settings.quantile)
+        moved = norm * math.exp(min(_LARGEST_CHANGE, max(-_LARGEST_CHANGE, change)))
+        clipper.max_grad_norm = min(_LARGEST_NORM, max(1.0 / _LARGEST_NORM, moved))
+        self.forget()
+
+    def forget(self) -> None:
+        """Start the count anew."""
+        self._below = None
+
+    @property
+    def _prepared(self) -> NoisySum:
+        if self._counts is None:
+            raise ConfigError("prepare comes first")
+        return self._counts

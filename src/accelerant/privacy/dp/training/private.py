@@ -1,0 +1,469 @@
+"""`make_private`: an ordinary training loop made differentially private, and what comes with it.
+
+    private = make_private(model, optimizer, target_epsilon=8, steps=2000, delta=1e-5, max_grad_norm=1.0,
+                           sample_rate=256 / 60000)
+    for batch in private.batches((images, labels), microbatch=64):
+        loss = cross_entropy(private.model(batch.tensors[0]), batch.tensors[1])
+        loss.backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    print(private.epsilon(), private.ledger.statement())
+
+DP-SGD: Abadi et al. 2016, arXiv:1607.00133, algorithm 1, with Poisson sampling and add-or-remove-one neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NoReturn
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from accelerant.errors import BudgetExceeded, ConfigError, FormatError
+from accelerant.privacy.dp.clipping import PerExampleClipper
+from accelerant.privacy.dp.clipping.copies import mark
+from accelerant.privacy.dp.ledger import Budget, Ledger
+from accelerant.privacy.dp.ledger.calibrate import calibrate
+from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source, require_clipped_unit
+from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
+from accelerant.privacy.dp.sampling.draw_tracker import Tally
+from accelerant.privacy.dp.sampling.units import ShardSampler, Units, delta_remark, require_sampler, rows_of
+from accelerant.privacy.dp.training.adaptive import AdaptiveClipping, AdaptiveNorm
+from accelerant.privacy.dp.training.arguments import Arguments, clipping_of, require_fit
+from accelerant.privacy.dp.training.distributed import Processes
+from accelerant.privacy.dp.training.optimizer import PrivateOptimizer
+
+__all__ = ["Clipping", "PrivateTraining", "make_private"]
+
+Clipping = Literal["flat", "per_layer", "adaptive"]
+
+_private: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models that have a clipper: a second one would clip what the first has clipped."""
+
+
+class PrivateTraining:
+    """What `make_private` gives; a context manager that detaches and closes at its end.
+
+    Attributes:
+        model: the same module; its backward passes clip now.
+        optimizer: in the place of the one that was given.
+        ledger: what was spent. In several processes rank 0 writes it, the others keep a copy in memory.
+        clipper: per-example norms and factors of the last backward pass.
+        noise_multiplier: standard deviation of the noise over the sensitivity of the sum.
+        delta, sample_rate, steps: as given.
+    """
+
+    def __init__(
+        self,
+        optimizer: PrivateOptimizer,
+        model: nn.Module,
+        clipper: PerExampleClipper,
+        ledger: Ledger,
+        tally: Tally,
+        processes: Processes,
+        plan: Arguments,
+        units: Units,
+        *,
+        owns_ledger: bool,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.ledger = ledger
+        self.clipper = clipper
+        self.noise_multiplier = plan.noise_multiplier
+        self.delta, self.sample_rate, self.steps = plan.delta, plan.sample_rate, plan.steps
+        self._microbatch = plan.microbatch
+        self._units = units
+        self._tally = tally
+        self._processes = processes
+        self._owns_ledger = owns_ledger
+        self._told_of_delta = False
+        self._samplers: weakref.WeakSet[PoissonSampler | ShardSampler] = weakref.WeakSet()
+        self._attached = True
+        self._hook = model.register_forward_pre_hook(mark(_before_forward(optimizer, model)))
+
+    def batches(
+        self,
+        data: Any,
+        *,
+        microbatch: int | None = None,
+        steps: int | None = None,
+        sampler: PoissonSampler | None = None,
+    ) -> Generator[DrawnBatch, None, None]:
+        """Draws from the data by Poisson sampling, each in one or more parts, for an ordinary loop.
+
+        Each row is in each draw with probability sample_rate, independently: batches vary in size and may be empty. Of
+        groups each is, with one of its rows, chosen anew for each draw. The padding of a part is masked in the clipper.
+        In several processes each draws from its own rows (rank, rank + size, ...), or groups.
+
+        Args:
+            data: tensors of as many rows each in a tuple, a Dataset, or whatever PoissonBatches takes.
+            microbatch: rows of a part; None: as `make_private` was told, else a draw is one part.
+            steps: draws; None: those that are left of the steps that were planned, else one pass (1 / sample_rate).
+            sampler: another of `sampling` that draws at sample_rate.
+
+        Raises:
+            ConfigError: a value that has no meaning; later, when a draw was not stepped.
+            ShapeError: groups are of other data.
+        """
+        drawn = self.draws(data, microbatch=microbatch, steps=steps, sampler=sampler)
+        return self._watched(drawn)
+
+    def draws(
+        self,
+        data: Any,
+        *,
+        microbatch: int | None = None,
+        steps: int | None = None,
+        sampler: PoissonSampler | None = None,
+    ) -> PoissonBatches:
+        """As `batches`, for a loop that calls `use` itself before the forward pass of each part."""
+        if not self._attached:
+            raise ConfigError("this private training was detached: call make_private again")
+        self.optimizer.require_as_attached()
+        if steps is None:
+            steps = round(1 / self.sample_rate) if self.steps is None else max(0, self.steps - self.optimizer.steps)
+        drawn: PoissonSampler | ShardSampler
+        if sampler is None:
+            rows = rows_of(data)
+            count = self._units.number(rows)
+            drawn = self._units.sampler(
+                rows, self.sample_rate, steps, rank=self._processes.rank, size=self._processes.size
+            )
+            self._samplers.add(drawn)
+        else:
+            self._require_sampler(sampler)
+            count, drawn = sampler.size, sampler
+        if not self._told_of_delta and (remark := self.remark_on_delta(count)):
+            warnings.warn(remark, UserWarning, stacklevel=3)
+        if self.optimizer.expected_batch_size is None:
+            self.optimizer.expected_batch_size = self.sample_rate * count
+        return PoissonBatches(data, drawn, microbatch=self._microbatch if microbatch is None else microbatch)
+
+    def remark_on_delta(self, count: int) -> str:
+        """What is wrong with delta for so many units, empty where nothing is; `draws` does not warn of it again."""
+        self._told_of_delta = True
+        return delta_remark(self.delta, count, self.ledger.unit)
+
+    def use(self, batch: DrawnBatch, origin: object = None) -> None:
+        """Say that the next forward and backward pass is of this part of a draw; `batches` does it by itself.
+
+        Args:
+            batch: the part.
+            origin: the same object for all parts of a draw, where draws may be left unfinished.
+
+        Raises:
+            ConfigError: the draw before it was summed and not stepped; it was drawn at another rate, or from rows where
+                groups are drawn.
+            UnsupportedCase: the model is no longer as it was attached (16-bit parameters, BatchNorm in train mode).
+        """
+        self.optimizer.require_as_attached()
+        if batch.sampler is not None and batch.sampler not in self._samplers:
+            self._require_sampler(batch.sampler)
+        self._tally.begin(rows=batch.rows, examples=batch.examples, last=batch.last, origin=origin, number=batch.number)
+        mask = batch.mask
+        self.clipper.mask = None if mask is None else mask.to(self.clipper.parameters[0][1].device)
+
+    def _watched(self, batches: PoissonBatches) -> Generator[DrawnBatch, None, None]:
+        try:
+            parts = iter(batches)
+            while True:
+                self.optimizer.require_as_attached()
+                if (batch := next(parts, None)) is None:
+                    return
+                self.optimizer.require_clear()
+                self.use(batch, batches)
+                yield batch
+        finally:
+            if not self._tally.awaited:  # next(batches(...)) ends this before the batch is used: its padding stays out
+                self.clipper.mask = None
+
+    def _require_sampler(self, sampler: PoissonSampler) -> None:
+        """Check one that was not made here: the ledger is told this training's rate, whatever drew a batch."""
+        require_sampler(sampler, self.sample_rate, self.ledger, self._units, self._processes.size)
+        self.optimizer.grouped = self.optimizer.grouped or isinstance(sampler, GroupedSampler)
+        self._samplers.add(sampler)
+
+    def step(self) -> bool:
+        """optimizer.step() and optimizer.zero_grad(); whether it made a step: not while parts of a draw are to come."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.optimizer.stepped
+
+    def epsilon(self, delta: float | None = None, method: Literal["pld", "rdp"] = "pld") -> float:
+        """What all recorded events together have spent; infinity where a step had no noise.
+
+        Args:
+            delta: None: that of `make_private`.
+            method: of the accountant.
+        """
+        return float(self.ledger.epsilon(self.delta if delta is None else delta, method=method))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into a checkpoint: optimiser, clipping norm, steps, the ledger's events; no key and no noise.
+
+        The noise and the draws of a resumed training are fresh: a repeated key would let two noisy sums be subtracted.
+        """
+        norm = self.clipper.max_grad_norm
+        return {
+            "version": 1,
+            "optimizer": self.optimizer.state_dict(),
+            "max_grad_norm": dict(norm) if isinstance(norm, Mapping) else norm,
+            "noise_multiplier": self.noise_multiplier,
+            "expected_batch_size": self.optimizer.expected_batch_size,
+            "steps": self.optimizer.steps,
+            "unit": self.ledger.unit,
+            "grouped": self._units.groups is not None,  # no digest of them: who knows all but one user could check it
+            "ledger": None if self.ledger.path is None else str(self.ledger.path),
+            "spent": [event.to_dict() for event in self.ledger.events],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave. The ledger is not rewound: steps done since then stay spent.
+
+        What was spent by then and is not in the ledger (of a training in memory, or of another file) is recorded; equal
+        events that are in it are taken for the same ones.
+
+        Raises:
+            FormatError: it is of something else, of another noise multiplier, of another unit; of groups where there
+                are none here, or the other way round. That groups are the same ones cannot be seen: a state that told
+                of them would not be private.
+            BudgetExceeded: what was spent by then passes the ledger's budget.
+        """
+        lacking = {"optimizer", "max_grad_norm", "noise_multiplier", "expected_batch_size", "steps"} - state.keys()
+        if state.get("version") != 1 or lacking:
+            raise FormatError(f"not the state of a private training: version {state.get('version')!r}, lacks {lacking}")
+        if state["noise_multiplier"] != self.noise_multiplier:
+            raise FormatError(
+                f"the state is of noise_multiplier {state['noise_multiplier']}, this training has "
+                f"{self.noise_multiplier}: "
+                "give make_private the same"
+            )
+        if (unit := state.get("unit", self.ledger.unit)) != self.ledger.unit:
+            raise FormatError(
+                f"the state is of a training whose unit is {unit!r}, this one's is {self.ledger.unit!r}: what it spent "
+                "does not add up with what is spent here"
+            )
+        if state.get("grouped", False) != (self._units.groups is not None):
+            raise FormatError(
+                "the state is of a training with groups of rows, or this one has some and it had none: what it spent "
+                "is of other units. Give make_private the same groups"
+            )
+        self.ledger.record_missing(map(Event.from_dict, state.get("spent", ())))
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.clipper.max_grad_norm = state["max_grad_norm"]
+        self.optimizer.expected_batch_size = state["expected_batch_size"]
+        self.optimizer.steps = int(state["steps"])
+
+    def detach(self) -> None:
+        """Take the clipper off: backward passes of the model are ordinary again. The ledger stays open."""
+        if self._attached:
+            self._attached = False
+            self._hook.remove()
+            self.clipper.detach()
+            self.clipper.on_begin = self.clipper.on_backward = None
+            self.optimizer.detach()
+            _private.discard(self.model)
+
+    def close(self) -> None:
+        """Detach, and close the ledger if `make_private` opened it."""
+        self.detach()
+        if self._owns_ledger:
+            self.ledger.close()
+
+    def __enter__(self) -> PrivateTraining:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a PrivateTraining is not pickled or copied: save state_dict(), and the model for itself")
+
+    def __repr__(self) -> str:
+        return (
+            f"PrivateTraining({type(self.model).__name__}, noise_multiplier={self.noise_multiplier:.6g}, "
+            f"sample_rate={self.sample_rate:.6g}, delta={self.delta:g}, steps done {self.optimizer.steps})"
+        )
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    noise_multiplier: float | None = None,
+    target_epsilon: float | None = None,
+    steps: int | None = None,
+    delta: float,
+    max_grad_norm: float | Mapping[str, float],
+    sample_rate: float,
+    expected_batch_size: float | None = None,
+    loss_reduction: Literal["mean", "sum"] = "mean",
+    clipping: Clipping | AdaptiveClipping = "flat",
+    secure: bool = True,
+    microbatch: int | None = None,
+    ledger: Ledger | str | Path | None = None,
+    groups: Tensor | Sequence[int | str] | NDArray[Any] | None = None,
+) -> PrivateTraining:
+    """Make the training of a model differentially private.
+
+    One example is one entry of dimension 0 of a batch (of a language model: a row of tokens). Neighbouring data sets
+    differ by one example added or removed; with groups, by one group of them. The update is (sum of clipped
+    gradients + noise) / expected batch size. Trust: who trains sees the data; draws and noise stay secret. What is
+    private is the parameters, and what is computed from them and from other data; the losses of the training are not.
+
+    Args:
+        model: of layers whose gradients can be taken for each example; what mixes examples is refused by name
+            (BatchNorm, unless it is frozen and in eval mode). Copies of it, and files, are ordinary models.
+        optimizer: of torch or of accelerant.nn.optim, over all parameters that require a gradient.
+        noise_multiplier: standard deviation of the noise over the sensitivity, max_grad_norm; 0 is allowed and gives no
+            privacy: epsilon is infinite. Give this or target_epsilon.
+        target_epsilon: of `steps` steps, with what the ledger holds already; the noise multiplier is found for it, and
+            the step that would pass it raises BudgetExceeded.
+        steps: planned; needed with target_epsilon.
+        delta: of (epsilon, delta); below one over the number of examples.
+        max_grad_norm: the L2 norm to which each example's gradient is clipped; by layer names with "per_layer".
+        sample_rate: the probability of each example, or group, to be in a batch.
+        expected_batch_size: None: sample_rate times the rows, or groups, of the data that `batches` is given. Of all
+            processes together.
+        loss_reduction: whether a batch's loss is the "mean" or the "sum" of its examples' losses. Each example's loss
+            must be of that example alone, its share the same whatever the others are: not a mean over all tokens of the
+            batch that are not masked (average those of a row first), nor a loss that compares examples. Nothing
+            checks it.
+        clipping: "flat": over all parameters; "per_layer": sensitivity is the root of the sum of squares; "adaptive":
+            the norm follows the median of the gradients' norms, `AdaptiveClipping` has its settings.
+        secure: noise from ChaCha20 on an integer grid. False: Philox and floating point, for research; the ledger says
+            so.
+        microbatch: rows of a part of a draw (virtual steps); None: `batches` says it, else a draw is one part.
+        ledger: a Ledger or the path of its file, which may hold earlier trainings on the same data; None: in memory
+            alone.
+        groups: (N,), whose each row of the data is, a user's number or name, say. Epsilon is then that of a user with
+            all rows: users are drawn, and of each one row, at random; batches of one's own are refused. A ledger that
+            is made here says "user", one that is given must not say "example". The same in all processes. None: each
+            row stands for itself.
+
+    Raises:
+        ConfigError: a value that has no meaning; parameters and optimiser do not go together.
+        ShapeError: groups are neither N integers nor N texts.
+        UnsupportedCase: a layer whose per-example gradients cannot be exact, a wrapped model.
+        BudgetExceeded: the target cannot be reached with what the ledger holds.
+        MissingDependency: dp-accounting is not installed, which target_epsilon needs.
+    """
+    arguments = Arguments.checked(
+        noise_multiplier, target_epsilon, steps, delta, max_grad_norm, sample_rate, expected_batch_size, microbatch
+    )
+    if loss_reduction not in ("mean", "sum"):
+        raise ConfigError(f"loss_reduction must be mean or sum, got {loss_reduction!r}")
+    adaptive = clipping_of(clipping, max_grad_norm)
+    if isinstance(model, nn.Module) and model in _private:
+        raise ConfigError("the model is private already: detach() the PrivateTraining first")
+    dimensions = require_fit(model, optimizer)
+    units = Units.of(groups)
+    processes = Processes()
+    if not processes.agree(units.digest):
+        raise ConfigError("groups must be those of all rows, the same in each process: a unit would be in two shares")
+    source = make_source(secure)
+    book, owned = _opened(ledger, arguments, processes, units)
+    try:
+        if arguments.noise_multiplier < 0:  # to be found
+            arguments = dataclasses.replace(
+                arguments, noise_multiplier=processes.on_first(lambda: _found(arguments, book, secure, dimensions))
+            )
+        clipper = PerExampleClipper(
+            model,
+            max_grad_norm=max_grad_norm,
+            clipping="per_layer" if clipping == "per_layer" else "flat",
+            loss_reduction=loss_reduction,
+        )
+    except BaseException:
+        if owned:
+            book.close()
+        raise
+    processes.from_first_([tensor.data for tensor in (*model.parameters(), *model.buffers())])
+    tally = Tally()
+    private = PrivateOptimizer(
+        optimizer,
+        clipper,
+        NoisySum(source, arguments.noise_multiplier, dimensions),
+        book,
+        tally=tally,
+        processes=processes,
+        sample_rate=arguments.sample_rate,
+        expected_batch_size=arguments.expected_batch_size,
+        adaptive=None if adaptive is None else AdaptiveNorm(adaptive, source, arguments.noise_multiplier),
+        budget=_own_budget(arguments, book),
+        grouped=units.groups is not None,
+    )
+    _private.add(model)
+    return PrivateTraining(private, model, clipper, book, tally, processes, arguments, units, owns_ledger=owned)
+
+
+def _before_forward(optimizer: PrivateOptimizer, model: nn.Module) -> Callable[[nn.Module, Any], None]:
+    """A hook that looks at the model, and clears the last step's noisy mean."""
+    known, own = weakref.ref(optimizer), weakref.ref(model)
+
+    def before(module: nn.Module, args: Any) -> None:
+        private = known()
+        if private is not None and module is own():
+            if torch.is_grad_enabled():
+                private.require_as_attached()
+            private.drop_released()
+
+    return before
+
+
+def _opened(
+    ledger: Ledger | str | Path | None, arguments: Arguments, processes: Processes, units: Units
+) -> tuple[Ledger, bool]:
+    """The ledger to write, and whether it is ours to close."""
+    if isinstance(ledger, Ledger):
+        units.require_ledger(ledger)
+        return require_clipped_unit(ledger), False
+    if ledger is not None and not isinstance(ledger, str | Path):
+        raise ConfigError(f"ledger must be a Ledger, a path or None, got {type(ledger).__name__}")
+    budget = None if arguments.target_epsilon is None else Budget(arguments.target_epsilon, arguments.delta)
+    if processes.first:
+        return Ledger(ledger, unit=units.name, budget=budget), True
+    return Ledger(unit=units.name), True
+
+
+def _own_budget(arguments: Arguments, ledger: Ledger) -> Budget | None:
+    """The target as a budget, unless the ledger's own is as tight."""
+    if arguments.target_epsilon is None:
+        return None
+    budget, held = Budget(arguments.target_epsilon, arguments.delta), ledger.budget
+    tight = held is not None and held.delta == budget.delta and held.epsilon <= budget.epsilon
+    return None if tight else budget
+
+
+def _found(arguments: Arguments, ledger: Ledger, secure: bool, dimensions: int) -> float:
+    """The noise multiplier for the target, with what the ledger holds already and what the noise itself is charged.
+
+    Raises:
+        BudgetExceeded: what the ledger holds has spent the target.
+    """
+    target, steps, delta, rate = (
+        arguments.target_epsilon,
+        arguments.steps,
+        arguments.delta,
+        arguments.sample_rate,
+    )
+    assert target is not None and steps is not None  # noqa: PT018  for the type checker: checked before
+    # Twice: the count of adaptive clipping has noise of its own.
+    charged = 2 * NoisySum(make_source(secure), 1.0, dimensions).plan(arguments.sensitivity).delta
+    if ledger.events and (before := ledger.epsilon(delta)) >= target:
+        raise BudgetExceeded(
+            f"the ledger holds epsilon {before:.4g} at delta {delta:g} already: {steps} more steps cannot end at "
+            f"{target:g}"
+        )
+    return calibrate(target, delta, rate, steps, charged=charged, before=ledger.events)

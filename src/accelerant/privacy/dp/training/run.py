@@ -1,0 +1,399 @@
+"""`accelerant train --private`: the main job with private steps.
+
+The unit of privacy is one window: context + 1 tokens in a row, cut from the training part at multiples of context + 1,
+so that each token belongs to exactly one window and the windows do not depend on the steps. A document that fills
+several windows has several times the epsilon. The number of windows, the corpus's other sizes and the held-out part
+are not covered; nor are the losses of the training, which are measured on it and not noised, nor the SHA-256 that names
+the text in checkpoints and in the ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import BudgetExceeded, ConfigError
+from accelerant.nn.train.batches import Tokens
+from accelerant.nn.train.config import TrainConfig
+from accelerant.nn.train.extension import Curve, Extension, Step
+from accelerant.nn.train.folder import RunFolder
+from accelerant.nn.train.presets import RunConfig
+from accelerant.nn.train.source import Source
+from accelerant.nn.train.step import StepResult
+from accelerant.nn.train.tokenfile import is_token_file
+from accelerant.nn.train.trainer import Trainer
+from accelerant.privacy.dp.ledger import Budget, Ledger
+from accelerant.privacy.dp.ledger.accounting import spent
+from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.noise.noisy_sum import require_number
+from accelerant.privacy.dp.training.private import PrivateTraining, make_private
+from accelerant.privacy.dp.training.step import PrivateStep
+from accelerant.privacy.dp.training.windows import WindowSource
+from accelerant.runtime.files import write_atomic
+
+__all__ = ["PrivateRun", "PrivateSettings"]
+
+_CURVE_POINTS = 12
+_NO_TARGET = -100  # what a loss leaves out
+_SPENT = "the privacy budget is spent"
+_NOT_COVERED = (
+    "Private are the parameters, and what was made from them: model and sample. Not covered are metrics.jsonl and this "
+    "page: training losses, n-gram models and sizes are computed from the text without noise. Keep them to yourself. "
+    "Checkpoints, config.json and the ledger name the text by its SHA-256: who knows all of it but one window could "
+    "check a guess."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateSettings:
+    """What a private run is asked for.
+
+    Attributes:
+        target_epsilon: at the end, with all that the ledger holds; None for no limit.
+        noise_multiplier: found from the target where it is None; with a target the run stops before the step past it.
+        delta: of (epsilon, delta).
+        max_grad_norm: to which each window's gradient is clipped.
+        secure: ChaCha20 on an integer grid; False: Philox.
+        ledger: path of the ledger's file; empty for the one in the run's folder, wherever that is moved.
+
+    Raises:
+        ConfigError: a value that has no meaning.
+    """
+
+    ledger: str
+    target_epsilon: float | None = None
+    noise_multiplier: float | None = None
+    delta: float = 1e-5
+    max_grad_norm: float = 1.0
+    secure: bool = True
+
+    def __post_init__(self) -> None:
+        if self.target_epsilon is None and self.noise_multiplier is None:
+            raise ConfigError("--private needs --target-epsilon or --noise-multiplier")
+        if self.target_epsilon is not None:
+            require_number("target_epsilon", self.target_epsilon)
+        if self.noise_multiplier is not None:
+            require_number("noise_multiplier", self.noise_multiplier, open_below=False)
+        require_number("delta", self.delta, most=0.5)
+        require_number("max_grad_norm", self.max_grad_norm)
+
+
+class PrivateRun(Extension):
+    """Makes the steps of a run private.
+
+    Args:
+        settings: what is asked for; of a resumed run those of `description`, with the noise that was found then.
+    """
+
+    name = "private"
+
+    def __init__(self, settings: PrivateSettings) -> None:
+        self.settings = settings
+        self._asked = settings
+        self._private: PrivateTraining | None = None
+        self._source: WindowSource | None = None
+        self._ledger_of_others: Ledger | None = None
+        self._delta_remark = ""
+        self._dataset = ""
+        self._unit = ""
+        self._folder = Path()
+        self._step = 0
+        self._marked: frozenset[int] = frozenset()
+        self._marks: list[tuple[int, int]] = []
+
+    @classmethod
+    def of(cls, description: Mapping[str, Any]) -> PrivateRun:
+        """The run that config.json describes.
+
+        Raises:
+            ConfigError: a setting is missing, unknown or without meaning.
+        """
+        try:
+            return cls(PrivateSettings(**description["settings"]))
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"config.json does not say how the run is private: {error}") from None
+
+    # --- what the run asks -------------------------------------------------------------------------------------------
+
+    def require(self, run: RunConfig) -> None:
+        """Check that the run can be private.
+
+        Raises:
+            ConfigError: fp8, recomputation, or a tokenizer that would be trained on the text.
+        """
+        if run.precision == "fp8":
+            raise ConfigError("--private does not go with --precision fp8: per-example gradients are taken in bfloat16")
+        if run.recompute:
+            raise ConfigError("--private does not go with --recompute: lower --micro-batch to save memory")
+        if run.recipe.tokenizer == "bpe" and not any(is_token_file(Path(name)) for name in run.data):
+            raise ConfigError(
+                "a tokenizer trained on the text tells of it, and epsilon would not cover that: make a token file "
+                "with a "
+                "tokenizer from elsewhere (accelerant data prepare --tokenizer PATH) and give it as --data"
+            )
+
+    def configured(self, config: TrainConfig) -> TrainConfig:
+        """Without clipping of the mean, graphs and the prediction of a step's memory, which is of an ordinary step."""
+        return replace(config, clip=0.0, graph="off", predict_memory=False)
+
+    def source(self, tokens: Tokens, config: TrainConfig, fingerprint: str) -> Source:
+        """Windows drawn by Poisson sampling.
+
+        Raises:
+            ConfigError: fewer windows than a batch has; the ledger cannot be written, or is of another unit or data.
+            FormatError: the ledger is none, or was cut or edited.
+            BudgetExceeded: what the ledger holds has spent the target.
+            MissingDependency: dp-accounting is not installed.
+        """
+        self._source = WindowSource(tokens, config, fingerprint)
+        self._dataset = fingerprint
+        self._unit = f"window of {config.context + 1} tokens"
+        self.settings = replace(self.settings, ledger=str(self._ledger_path(Path(config.folder))))
+        spent([Event("gaussian", 1.0)], self.settings.delta, method="rdp")  # says where there is no accountant
+        if not self._is_own_ledger(Path(config.folder)):
+            self._check_ledger()
+            if not self._comes_with(Path(config.folder)):
+                self._ledger_of_others = self._open_ledger()
+        return self._source
+
+    def attach(self, trainer: Trainer) -> Step:
+        """Clip the model's backward passes, open the ledger, find the noise."""
+        config, source, settings = trainer.config, self._source, self.settings
+        assert source is not None  # for the type checker: source was called before
+        ledger = self._ledger_of_others or self._open_ledger()
+        found, self._folder = settings.noise_multiplier, Path(config.folder)
+        try:
+            self._private = make_private(
+                trainer.model,
+                trainer.optimizer,
+                noise_multiplier=found,
+                target_epsilon=settings.target_epsilon if found is None else None,
+                steps=config.steps,
+                delta=settings.delta,
+                max_grad_norm=settings.max_grad_norm,
+                sample_rate=source.rate,
+                expected_batch_size=float(config.batch_size),
+                loss_reduction="sum",
+                secure=settings.secure,
+                ledger=ledger,
+            )
+        except BaseException:
+            ledger.close()
+            raise
+        source.private = self._private
+        self.settings = replace(settings, noise_multiplier=self._private.noise_multiplier)
+        self._marked = frozenset(round(config.steps * k / _CURVE_POINTS) for k in range(1, _CURVE_POINTS + 1))
+        self._delta_remark = self._private.remark_on_delta(source.windows)
+        if self._delta_remark:
+            trainer.tell("note", self._delta_remark)
+        trainer.optimizer.defaults["max_grad_norm"] = math.inf  # finds the norm of the noisy mean on the way
+        return _LoopStep(trainer, self._private, source, self._stepped)
+
+    def description(self) -> dict[str, Any]:
+        """Settings, with the noise that was found, and the unit."""
+        if self._source is None:
+            return {}
+        more = {"windows": self._source.windows, "sample_rate": self._source.rate, "unit": self._ledger.unit}
+        kept = replace(self.settings, ledger="") if self._is_own_ledger(self._folder) else self.settings
+        return {"settings": asdict(kept), **more}
+
+    def words(self, folder: Path) -> list[str]:
+        """The options of the command line."""
+        asked = self._asked
+        words = ["--private", "--delta", str(asked.delta), "--max-grad-norm", str(asked.max_grad_norm)]
+        if asked.target_epsilon is not None:
+            words += ["--target-epsilon", str(asked.target_epsilon)]
+        else:
+            words += ["--noise-multiplier", str(asked.noise_multiplier)]
+        if not self._is_own_ledger(folder):
+            words += ["--ledger", asked.ledger]
+        return words if asked.secure else [*words, "--insecure-noise"]
+
+    def _is_own_ledger(self, folder: Path) -> bool:
+        """Whether the ledger is the one that is made, or moved away, with the run's folder."""
+        return self._ledger_path(folder).resolve() == (folder / RunFolder.LEDGER).resolve()
+
+    def _comes_with(self, folder: Path) -> bool:
+        """Whether the ledger is to be made in the run's folder, which may not be there yet."""
+        path = self._ledger_path(folder)
+        return path.parent.resolve() == folder.resolve() and not path.exists()
+
+    def _ledger_path(self, folder: Path) -> Path:
+        return Path(self.settings.ledger or folder.absolute() / RunFolder.LEDGER)
+
+    def _open_ledger(self) -> Ledger:
+        settings = self.settings
+        budget = None if settings.target_epsilon is None else Budget(settings.target_epsilon, settings.delta)
+        return Ledger(settings.ledger, unit=self._unit, budget=budget, dataset=self._dataset)
+
+    def _check_ledger(self) -> None:
+        """Look at a ledger of other runs, before anything is written."""
+        settings = self.settings
+        path = Path(settings.ledger)
+        if not path.is_file() or not path.stat().st_size:
+            return
+        ledger = Ledger.read(path)
+        if ledger.unit != self._unit:
+            raise ConfigError(f"the ledger {settings.ledger} is of a {ledger.unit}, the run's unit is a {self._unit}")
+        if settings.target_epsilon is not None and settings.noise_multiplier is None:
+            known = ledger.epsilon(settings.delta)
+            if known >= settings.target_epsilon:
+                raise BudgetExceeded(
+                    f"the ledger {settings.ledger} holds epsilon {known:.4g} at delta {settings.delta:g}: the target "
+                    f"is "
+                    f"{settings.target_epsilon:g}"
+                )
+
+    # --- while it goes on --------------------------------------------------------------------------------------------
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """A step comes, 0 the first."""
+        self._step = step + 1
+
+    def saved(self, trainer: Trainer, path: Path, step: int) -> None:
+        """Have the ledger exact where a resumed run begins."""
+        self._ledger.settle()
+
+    def state(self) -> Mapping[str, Any]:
+        """For a checkpoint: what the ledger holds, and how many steps it held, by step."""
+        if self._private is None:
+            return {}
+        spent_now = [event.to_dict() for event in self._ledger.events]
+        return {"marks": [list(mark) for mark in self._marks], "spent": spent_now}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` gave; what of it is in no ledger any more is recorded again.
+
+        Raises:
+            BudgetExceeded: it passes the budget.
+        """
+        self._marks = [(int(step), int(count)) for step, count in state["marks"]]
+        self._ledger.record_missing(map(Event.from_dict, state.get("spent", ())))
+
+    def _stepped(self, trainer: Trainer) -> None:
+        """A step was made: mark it, and end the training where the budget allows no other (what a crash cost)."""
+        assert self._private is not None  # for the type checker: it was attached
+        if self._step in self._marked:
+            self._marks.append((self._step, self._count()))
+        if self._step < trainer.config.steps and not self._private.optimizer.affordable():
+            trainer.stop(_SPENT)
+
+    # --- when it is over ---------------------------------------------------------------------------------------------
+
+    def results(self) -> dict[str, Any]:
+        """Epsilon and what it is of, for summary.json; the statement goes into privacy.json."""
+        private, ledger, settings = self._private, self._ledger, self.settings
+        assert private is not None  # for the type checker: as below, it was attached
+        path = self._folder / "privacy.json"
+        statement = ledger.statement(settings.delta)
+        write_atomic(path, (json.dumps(json.loads(statement.to_json()), indent=2) + "\n").encode())
+        return {
+            "epsilon": "inf" if math.isinf(statement.epsilon) else round(statement.epsilon, 6),
+            "delta": settings.delta,
+            "noise_multiplier": private.noise_multiplier,
+            "max_grad_norm": settings.max_grad_norm,
+            "sample_rate": private.sample_rate,
+            "unit": ledger.unit,
+            "windows": 0 if self._source is None else self._source.windows,
+            "secure": settings.secure,
+            "ledger": settings.ledger,
+            "statement": str(path),
+        }
+
+    def curves(self) -> Sequence[Curve]:
+        """Epsilon by step; none where it is infinite."""
+        ours = self._event()
+        if ours is None:
+            return ()
+        rest = [event for event in self._ledger.events if event.times(1) != ours]
+        points = []
+        for step, count in self._marks:
+            found = spent([*rest, ours.times(count)], self.settings.delta).epsilon
+            if math.isfinite(found):
+                points.append((float(step), found))
+        if not points:
+            return ()
+        return [Curve("Privacy spent", f"epsilon at delta {self.settings.delta:g}", points, "epsilon")]
+
+    def remarks(self) -> Sequence[str]:
+        """What is private, and what is not."""
+        settings = self.settings
+        spent_now = self._ledger.epsilon(settings.delta)
+        noise = "secure noise" if settings.secure else "noise that is NOT secure (Philox): for research alone"
+        first = (
+            f"Private training: epsilon {spent_now:.4g} at delta {settings.delta:g} for each {self._ledger.unit}, "
+            f"added or "
+            f"removed; noise multiplier {settings.noise_multiplier:.4g}, clipping norm {settings.max_grad_norm:g}, "
+            f"{noise}."
+        )
+        return [first, *([f"{self._delta_remark}."] if self._delta_remark else []), _NOT_COVERED]
+
+    def close(self) -> None:
+        """Detach the clipper and close the ledger."""
+        if self._private is not None:
+            self._private.close()
+            self._ledger.close()
+        elif self._ledger_of_others is not None:
+            self._ledger_of_others.close()
+
+    @property
+    def _ledger(self) -> Ledger:
+        assert self._private is not None  # for the type checker: the run was attached
+        return self._private.ledger
+
+    def _event(self) -> Event | None:
+        """This run's event, of which there is one."""
+        assert self._private is not None  # for the type checker: as above
+        noise = self._private.noise_multiplier
+        ours = [event for event in self._ledger.events if event.noise_multiplier == noise and event.amplified]
+        return ours[-1].times(1) if ours else None
+
+    def _count(self) -> int:
+        ours = self._event()
+        return 0 if ours is None else sum(each.count for each in self._ledger.events if each.times(1) == ours)
+
+
+class _LoopStep:
+    """A step of the loop: each part forward and backward, then noise and update; on a GPU from CUDA graphs."""
+
+    def __init__(
+        self, trainer: Trainer, private: PrivateTraining, source: WindowSource, stepped: Callable[[Trainer], None]
+    ) -> None:
+        self._trainer = trainer
+        self._source = source
+        self._stepped = stepped
+        self._optimizer = private.optimizer
+        self._loss = torch.zeros((), device=trainer.device)
+        self._total = torch.zeros((), device=trainer.device)
+        graph = None if trainer.device.type == "cuda" else False
+        self._step = PrivateStep(private, self._summed, precision=trainer.precision, graph=graph)
+
+    def __call__(self, batches: Sequence[tuple[Tensor, ...]], learning_rate: float) -> StepResult:
+        """The loss is the mean over the windows that were drawn; that of the step before, where none was."""
+        if not self._optimizer.affordable():
+            self._trainer.stop(_SPENT)
+            return StepResult(self._loss.clone(), torch.zeros_like(self._loss))
+        self._total.zero_()
+        drawn = self._source.drawn
+        for part, tensors in zip(drawn, batches, strict=True):
+            if part.mask is not None and part.examples:  # padding has no targets, and so no part in the loss
+                tensors[1][part.examples :].fill_(_NO_TARGET)
+            self._step(replace(part, tensors=tensors), learning_rate)
+        if examples := sum(part.examples for part in drawn):
+            self._loss = self._total / examples
+        self._stepped(self._trainer)
+        return StepResult(self._loss.clone(), self._optimizer.grad_norm.float().clone())
+
+    def _summed(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the windows' losses, which is also kept."""
+        windows = (targets[:, 0] != _NO_TARGET).sum()
+        loss = self._trainer.objective(self._trainer.model, inputs, targets) * windows
+        self._total.add_(loss.detach())
+        return loss

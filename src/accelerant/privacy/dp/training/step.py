@@ -1,0 +1,259 @@
+"""A private step as one call for each part of a draw; on a GPU as two CUDA graphs.
+
+    step = PrivateStep(private, private.model.loss, precision=torch.bfloat16)
+    for batch in private.draws(data, microbatch=64):
+        result = step(batch, learning_rate)      # None until the draw's last part
+
+A draw has any number of parts, so the parts are one graph (forward, backward, the clipped sum into .grad) and the
+update another (noise, division, the optimiser): each draw replays the first as often as it has parts. What is checked
+and recorded on the host stays there, before each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import ConfigError
+from accelerant.nn._optimizer import MultiTensorOptimizer
+from accelerant.nn._precision import LowWeights
+from accelerant.nn.train.graphed import EAGER_STEPS, GraphedStep, Same
+from accelerant.nn.train.step import require_scalar
+from accelerant.privacy.dp.noise.noisy_sum import Plan
+from accelerant.privacy.dp.sampling import DrawnBatch
+from accelerant.privacy.dp.training.private import PrivateTraining
+from accelerant.runtime.streams.graphs import Graph
+
+__all__ = ["PrivateResult", "PrivateStep"]
+
+
+class PrivateResult(NamedTuple):
+    """What a step found, on the device.
+
+    Attributes:
+        loss: float32, the mean over the draw's last part. It is of the data: what is private is the parameters.
+        examples: that were drawn.
+    """
+
+    loss: Tensor
+    examples: int
+
+
+class PrivateStep(GraphedStep):
+    """Forward, backward, clipping, noise and update of a private training.
+
+    Args:
+        private: of `make_private`.
+        loss: called with the tensors of a batch, gives a scalar, reduced over the examples as `make_private` was told.
+        precision: bfloat16 for autocast, with each matrix cast once a part; None for the parameters' own dtype.
+        graph: True captures; False never does; None does on a CUDA device. Where it cannot be, steps run eagerly and
+            the ledger of ops has the reason. Batches must be parts of one shape (`draws(..., microbatch=)`); one of
+            another shape runs eagerly.
+
+    Raises:
+        ConfigError: a value that has no meaning.
+    """
+
+    def __init__(
+        self,
+        private: PrivateTraining,
+        loss: Callable[..., Tensor],
+        *,
+        precision: torch.dtype | None = None,
+        graph: bool | None = None,
+    ) -> None:
+        if precision not in (None, torch.float32, torch.bfloat16):
+            raise ConfigError(f"precision must be bfloat16, float32 or None, got {precision}")
+        self.private, self.loss = private, loss
+        low = None if precision in (None, torch.float32) else LowWeights(precision)
+        self._optimizer = private.optimizer
+        self._params = [each for _, each in private.clipper.parameters]
+        device = self._params[0].device
+        precision = None if low is None else precision
+        super().__init__("private_step", "private", private.model, private.optimizer, device, precision, low)
+        self._shape: Any = None
+        self._placed: Any = None
+        self._states = Same(())
+        self._eager = 0
+        self._part: Graph | None = None
+        self._inputs: list[Tensor] = []
+        self._mask: Tensor | None = None
+        self._loss: Tensor | None = None
+        self._gradients: list[Tensor | None] = [None] * len(self._params)
+        self._optimizer.keeps_gradients = True
+        self._end: Graph | None = None
+        self._eager_updates = 0
+        self._planned: Plan | None = None
+        self._examples = 0
+        self._decide(graph, self._obstacle_of())
+
+    @property
+    def captured(self) -> bool:
+        """Whether parts of the last shape are replays."""
+        return self._part is not None
+
+    def __call__(self, batch: DrawnBatch, learning_rate: float) -> PrivateResult | None:
+        """Take a part of a draw; with its last one, make the step. Nothing waits for the device.
+
+        Args:
+            batch: of `PrivateTraining.draws`, a tuple of tensors.
+            learning_rate: of this step, for all groups.
+
+        Returns:
+            None until the draw's last part.
+
+        Raises:
+            BudgetExceeded: the step would pass the budget; parameters and ledger are as they were.
+            ConfigError: a rate that is negative or NaN, a batch that is no tuple of tensors.
+        """
+        if not learning_rate >= 0:
+            raise ConfigError(f"learning_rate must be at least 0, got {learning_rate}")
+        if not isinstance(batch.tensors, tuple):
+            raise ConfigError(f"a batch must be a tuple of tensors, got {type(batch.tensors).__name__}")
+        optimizer = self._optimizer
+        self.private.use(batch)
+        self._examples += batch.examples
+        loss = self._parted(batch)
+        if not batch.last:
+            return None
+        plan = optimizer.prepare()
+        assert plan is not None  # for the type checker: the draw is complete
+        self._updated(plan, learning_rate)
+        optimizer.finish()
+        result = PrivateResult(loss, self._examples)
+        self._examples = 0
+        return result
+
+    # --- a part ------------------------------------------------------------------------------------------------------
+
+    def _parted(self, batch: DrawnBatch) -> Tensor:
+        tensors = self._moved(batch.tensors)
+        mask = batch.mask
+        if mask is None:
+            mask = torch.ones(batch.rows, dtype=torch.bool)
+        mask = mask.to(self._device, non_blocking=True)
+        self._place_gradients()
+        if not self._wants_graph:
+            return self._run(tensors, mask)
+        shape = tuple([(each.shape, each.dtype) for each in tensors])
+        if self._part is not None and shape == self._shape:
+            loss = self._replay(tensors, mask)
+            self._optimizer.summed(batch.rows)  # which an eager pass tells it by itself
+            return loss
+        if self._part is not None:
+            return self._aside(lambda: self._run(tensors, mask)).clone()
+        self._eager = self._eager + 1 if shape == self._shape else 1
+        self._shape = shape
+        if self._eager <= EAGER_STEPS or not self._capture(tensors, mask):
+            return self._aside(lambda: self._run(tensors, mask)).clone()
+        loss = self._replay(tensors, mask)
+        self._optimizer.summed(batch.rows)
+        return loss
+
+    def _place_gradients(self) -> None:
+        """Memory that stays, since graphs add to it: zero_grad() takes it from the parameters, and nothing else may."""
+        if self._part is not None and self._placement() != self._placed:  # what the graphs stand on was changed
+            self._part = self._end = None
+            self._eager = 0
+        for at, param in enumerate(self._params):
+            if param.grad is None and param.requires_grad:
+                kept = self._gradients[at]
+                param.grad = torch.zeros_like(param) if kept is None else kept.zero_()
+            if param.grad is not self._gradients[at]:
+                self._part = self._end = None
+                self._eager = 0
+                self._gradients[at] = param.grad
+
+    def _placement(self) -> tuple[Any, ...]:
+        """Where parameters and gradients are, which parameters are trained, and the modes of the modules."""
+        return (
+            [(param.data_ptr(), param.requires_grad) for param in self._params],
+            [None if gradient is None else gradient.data_ptr() for gradient in self._gradients],
+            [module.training for module in self.private.model.modules()],
+        )
+
+    def _run(self, tensors: Sequence[Tensor], mask: Tensor) -> Tensor:
+        self.private.clipper.mask = mask
+        with self._precision_context():
+            with self._autocast():
+                loss = require_scalar(self.loss(*tensors))
+            loss.backward()
+        return loss.detach().float()
+
+    def _capture(self, tensors: Sequence[Tensor], mask: Tensor) -> bool:
+        self._inputs, self._mask = [each.clone() for each in tensors], mask.clone()
+        graph = Graph("private_part")
+        told, self.private.clipper.on_backward = self.private.clipper.on_backward, None  # nothing runs in a capture
+
+        def capture() -> None:
+            self._loss = graph.capture(self._run, self._inputs, self._mask, warm_up=0)
+
+        try:
+            if not self._recorded(capture):
+                return False
+        finally:
+            self.private.clipper.on_backward = told
+        self._part, self._placed = graph, self._placement()
+        return True
+
+    def _replay(self, tensors: Sequence[Tensor], mask: Tensor) -> Tensor:
+        assert self._part is not None  # for the type checker, as the next
+        assert self._mask is not None and self._loss is not None  # noqa: PT018
+        for to, each in zip(self._inputs, tensors, strict=True):
+            to.copy_(each, non_blocking=True)
+        self._mask.copy_(mask, non_blocking=True)
+        self._part.replay()
+        return self._loss.clone()
+
+    # --- the update --------------------------------------------------------------------------------------------------
+
+    def _updated(self, plan: Plan, learning_rate: float) -> None:
+        """Noise, division and the optimiser; then the gradients are 0."""
+        self._set_rate(learning_rate)
+        try:
+            states = Same(self._optimizer.state.values())
+            if self._end is not None and (plan != self._planned or states != self._states):
+                self._end = None  # the clipping norm moved, or a checkpoint was loaded
+            if (
+                self._end is None
+                and self._part is not None
+                and self._eager_updates >= EAGER_STEPS
+                and self._wants_graph
+            ):
+                self._capture_update(plan)
+            if self._end is None:
+                self._aside(lambda: self._update(plan))
+                self._eager_updates += 1
+                return
+            inner = self._optimizer.inner
+            if isinstance(inner, MultiTensorOptimizer):
+                inner.refresh()
+            self._end.replay()
+            torch.autograd.graph.increment_version(self._params)
+        finally:
+            self._put_rate(learning_rate)
+
+    def _update(self, plan: Plan) -> None:
+        self._optimizer.update(plan)
+        torch._foreach_zero_([param.grad for param in self._params if param.grad is not None])
+
+    def _capture_update(self, plan: Plan) -> None:
+        inner = self._optimizer.inner
+        if isinstance(inner, MultiTensorOptimizer):
+            inner.refresh()
+        graph = Graph("private_update")
+        if self._recorded(lambda: graph.capture(self._update, plan, warm_up=0)):
+            self._end, self._planned = graph, plan
+            self._states = Same(self._optimizer.state.values())
+
+    def _obstacle_of(self) -> str | None:
+        if (known := self._obstacle(self._optimizer.inner)) is not None:
+            return known
+        if self._optimizer.follows_norms:
+            return "adaptive clipping reads each backward pass's norms on the host"
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return "processes train together"
+        return None

@@ -1,0 +1,254 @@
+"""Epsilon: known answers, what is not amplified, charged deltas, bounds that stay bounds."""
+
+import math
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerant.errors import ConfigError, MissingDependency, UnsupportedCase
+from accelerant.privacy.dp.ledger import composition
+from accelerant.privacy.dp.ledger.accounting import last_within, remaining, renyi, spent
+from accelerant.privacy.dp.ledger.events import CHARGED_UP_TO, Event
+
+RATE, DELTA = 256 / 60000, 1e-5
+STEP = Event("gaussian", 1.1, "poisson", RATE)
+
+
+def epsilon(*events, delta=DELTA, **options):
+    return spent(events, delta, **options).epsilon
+
+
+# --- known answers ---------------------------------------------------------------------------------------------------
+
+
+def test_dp_sgd_on_mnist():
+    """TensorFlow Privacy's tutorial; both numbers are Google dp-accounting 0.6.0's."""
+    assert round(epsilon(STEP.times(14062)), 4) == 2.3817
+    assert round(epsilon(STEP.times(14062), method="rdp"), 4) == 2.5966
+
+
+def test_renyi_divergence_of_the_sampled_gaussian():
+    """50 steps at q = 0.01, sigma = 2.5: Opacus's and TensorFlow Privacy's test values."""
+    found = renyi(Event("gaussian", 2.5, "poisson", 0.01), (1.5, 2.5, 5.0))
+    assert [50 * value for value in found] == pytest.approx([6.70579741e-4, 1.08548710e-3, 2.18075656e-3], rel=1e-6)
+
+
+@pytest.mark.parametrize(("sigma", "wanted"), [(1.0, 4.3771781), (4.0, 0.9263415)])
+def test_analytic_gaussian(sigma, wanted):
+    """Balle and Wang 2018, arXiv:1805.06530, theorem 8."""
+    found = epsilon(Event("gaussian", sigma))
+    assert found == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.slow
+@given(sigma=st.floats(0.3, 50), delta=st.sampled_from([1e-9, 1e-5, 1e-2]))
+@settings(max_examples=20, deadline=None)
+def test_a_gaussian_is_never_below_the_exact_value(sigma, delta):
+    from dp_accounting import get_epsilon_gaussian
+
+    exact = get_epsilon_gaussian(sigma, delta)
+    assert exact * (1 - 1e-7) - 1e-9 <= epsilon(Event("gaussian", sigma), delta=delta) <= exact * 1.01 + 1e-4
+
+
+def test_randomised_response_is_exact():
+    """delta(t) = (e^epsilon - e^t) / (1 + e^epsilon)."""
+    pure, delta = 1.0, 1e-2
+    wanted = math.log(math.exp(pure) - delta * (1 + math.exp(pure)))
+    assert epsilon(Event("randomized_response", 1 / pure), delta=delta) == pytest.approx(wanted, abs=2e-4)
+
+
+def test_pure_epsilon_is_amplified_by_sampling():
+    """log(1 + q (e^epsilon - 1)), Li et al. 2012."""
+    found = epsilon(Event("randomized_response", 0.5, "poisson", 0.1), delta=1e-12)
+    assert found == pytest.approx(math.log1p(0.1 * math.expm1(2.0)), abs=2e-4)
+
+
+@pytest.mark.parametrize("mechanism", ["laplace", "discrete_laplace"])
+def test_laplace_is_at_most_its_pure_epsilon(mechanism):
+    found = epsilon(Event(mechanism, 2.0), delta=1e-9)
+    assert 0.4999 < found <= 0.5 + 1e-4
+
+
+def test_several_coordinates_share_a_laplace():
+    """L1 sensitivity in two coordinates costs no more than in one, so the scale over it is what counts."""
+    for delta in (1e-6, 1e-3, 0.1):
+        both = epsilon(Event("laplace", 2.0), Event("laplace", 2.0), delta=delta)
+        assert both <= epsilon(Event("laplace", 1.0), delta=delta) + 2e-4
+
+
+def test_gaussians_compose_by_their_inverse_variances():
+    both = epsilon(Event("gaussian", 3.0), Event("gaussian", 4.0, count=2))
+    assert both == pytest.approx(epsilon(Event("gaussian", (1 / 9 + 2 / 16) ** -0.5)), rel=1e-5)
+
+
+def test_the_discrete_gaussian_on_a_fine_grid_costs_as_the_continuous():
+    """64 steps of the grid to the sensitivity are the coarsest that the noise chooses."""
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    exact = pld.from_discrete_gaussian_mechanism(64, sensitivity=64, use_connect_dots=True)
+    found = epsilon(Event("discrete_gaussian", 1.0))
+    assert found == pytest.approx(exact.get_epsilon_for_delta(DELTA), abs=1e-3)
+
+
+# --- sampling and relations ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", ["shuffled", "unknown"])
+def test_what_is_no_poisson_draw_is_not_amplified(sampling):
+    found = epsilon(Event("gaussian", 2.0, sampling, 0.01, 5))
+    assert found == epsilon(Event("gaussian", 2.0, count=5))
+    assert found > 10 * epsilon(Event("gaussian", 2.0, "poisson", 0.01, 5))
+
+
+def test_poisson_sampling_is_refused_where_records_are_replaced():
+    with pytest.raises(UnsupportedCase, match="added or removed, not replaced"):
+        epsilon(STEP, neighbouring="replace-one")
+    assert epsilon(Event("gaussian", 1.0), neighbouring="replace-one") == epsilon(Event("gaussian", 1.0))
+
+
+# --- no answer, and why ----------------------------------------------------------------------------------------------
+
+
+def test_no_noise_is_no_privacy():
+    found = spent([STEP, Event("gaussian", 0.0, count=3)], DELTA)
+    assert found.epsilon == math.inf
+    assert "3 releases (gaussian) have no noise" in found.reason
+    assert renyi(Event("gaussian", 0.0), (2.0,)) == [math.inf]
+
+
+def test_nothing_done_costs_nothing():
+    assert epsilon() == epsilon(STEP.times(0)) == epsilon(Event("gaussian", 0.0, count=0)) == 0
+
+
+def test_charged_delta_is_taken_off_before_the_accountant_is_asked():
+    charged = Event("gaussian", 1.1, "poisson", RATE, 100, delta=2e-8)
+    assert epsilon(charged) == pytest.approx(epsilon(STEP.times(100), delta=DELTA - 2e-6), rel=1e-9)
+    assert spent([charged], DELTA).charged == pytest.approx(2e-6)
+
+
+def test_delta_used_up():
+    found = spent([Event("gaussian", 1.1, "poisson", RATE, 100, delta=1e-7)], DELTA)
+    assert found.epsilon == math.inf
+    assert "used up by what the events charge" in found.reason
+
+
+def test_charges_grow_beyond_the_epsilon_they_hold_for():
+    """Total variation t costs (1 + e^epsilon) t; an event's delta has that of epsilon 16."""
+    plain = epsilon(Event("gaussian", 0.3))
+    assert plain > CHARGED_UP_TO
+    found = spent([Event("gaussian", 0.3, delta=1e-13)], DELTA)
+    assert found.charged >= 1e-13 * math.exp(found.epsilon - CHARGED_UP_TO)
+    assert found.epsilon >= epsilon(Event("gaussian", 0.3), delta=DELTA - found.charged) >= plain
+
+
+def test_the_limit_of_charges_is_that_of_the_noise():
+    charge = pytest.importorskip("accelerant.privacy.dp.noise.charge", reason="the noise is not here yet")
+    assert charge.EPSILON_LIMIT == CHARGED_UP_TO
+
+
+@pytest.mark.parametrize("noise", [1e-200, 1e-6, 0.01, 1e6, 1e200])
+def test_extreme_noise_has_an_answer(noise):
+    found = epsilon(Event("gaussian", noise))
+    assert found == 0 if noise >= 1e6 else found > 1000
+
+
+# --- bounds ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@given(
+    sigma=st.floats(0.7, 5), rate=st.sampled_from([1e-3, 0.02, 0.3]), count=st.integers(1, 300), more=st.integers(1, 50)
+)
+@settings(max_examples=20, deadline=None)
+def test_more_steps_never_cost_less_and_the_cross_check_is_looser(sigma, rate, count, more):
+    step = Event("gaussian", sigma, "poisson", rate)
+    one, two = epsilon(step.times(count)), epsilon(step.times(count + more))
+    assert one <= two + 1e-5
+    assert one <= epsilon(step.times(count), method="rdp")
+
+
+def test_many_noise_multipliers_are_rounded_to_the_safe_side():
+    events = [Event("gaussian", 20 + index / 10) for index in range(100)]
+    exact = epsilon(Event("gaussian", sum(event.noise_multiplier**-2 for event in events) ** -0.5))
+    assert exact <= epsilon(*events) <= 1.05 * exact
+
+
+def test_a_count_that_changes_reuses_the_distribution_of_one_step():
+    step = Event("gaussian", 1.3, "poisson", 0.01)
+    epsilon(step.times(1000))
+    before = composition._distribution.cache_info().misses
+    for count in range(1001, 1006):
+        epsilon(step.times(count))
+    assert composition._distribution.cache_info().misses == before
+
+
+def test_small_epsilons_are_resolved():
+    """At dp-accounting's usual interval of 1e-4 this is 0.0353."""
+    assert 0.015 < epsilon(Event("gaussian", 5.0, "poisson", 1e-4, 10**5)) < 0.0166
+
+
+def test_more_steps_than_a_block():
+    """A Gaussian composed by its variance, through the blocks that very many steps are composed in."""
+    many = epsilon(Event("gaussian", 1000.0, "poisson", 0.999999, 2**17 + 3))
+    assert many == pytest.approx(epsilon(Event("gaussian", 1000 / (2**17 + 3) ** 0.5)), rel=1e-3)
+
+
+# --- how many more ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+def test_remaining_is_the_last_that_fits(method):
+    done = [STEP.times(500), Event("gaussian", 20.0)]
+    count = remaining(done, STEP, 1.0, DELTA, method=method)
+    assert epsilon(*done, STEP.times(count), method=method) <= 1.0
+    assert epsilon(*done, STEP.times(count + 1), method=method) > 1.0
+
+
+def test_remaining_without_a_limit_or_room():
+    assert remaining([], Event("gaussian", 0.0), 1.0, DELTA) == 0
+    assert remaining([Event("gaussian", 0.5)], STEP, 1.0, DELTA) == 0
+    assert remaining([], Event("gaussian", 1e6, "poisson", 1e-9), 1.0, DELTA, method="rdp") == 10**9
+
+
+@given(limit=st.integers(-1, 10**9), start=st.integers(0, 10**9))
+@settings(max_examples=200, deadline=None, derandomize=True)  # a loaded machine is no error
+def test_last_within_finds_any_step(limit, start):
+    asked = []
+
+    def cost(count):
+        asked.append(count)
+        return math.sqrt(count) if count <= limit else math.sqrt(count) + 1e5
+
+    assert last_within(lambda count: 0.0 if cost(count) < 1e5 and count <= limit else 2.0, 1.0, start) == max(limit, 0)
+    assert len(asked) < 120
+
+
+# --- wrong usage -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"delta": 0}, "delta must be in"),
+        ({"delta": 1.0}, "delta must be in"),
+        ({"delta": math.nan}, "got nan"),
+        ({"method": "gdp"}, "got 'gdp'"),
+        ({"neighbouring": "similar"}, "got 'similar'"),
+    ],
+)
+def test_values_without_meaning(options, message):
+    with pytest.raises(ConfigError, match=message):
+        epsilon(STEP, **options)
+
+
+def test_remaining_wants_an_epsilon():
+    with pytest.raises(ConfigError, match="epsilon must be above 0"):
+        remaining([], STEP, 0.0, DELTA)
+
+
+def test_without_dp_accounting(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting.rdp.rdp_privacy_accountant", None)
+    with pytest.raises(MissingDependency, match=r"pip install 'accelerant\[privacy\]'"):
+        epsilon(Event("gaussian", 1.2345))

@@ -1,0 +1,76 @@
+"""Events: what they refuse, and that JSON gives them back."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerant.errors import ConfigError, FormatError
+from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.ledger.replay import event_record
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mechanism": "exponential"}, "mechanism must be one of .* got 'exponential'"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier must be 0 or more"),
+        ({"noise_multiplier": math.inf}, "finite, got inf"),
+        ({"noise_multiplier": math.nan}, "got nan"),
+        ({"noise_multiplier": "1"}, "noise_multiplier must be a number, got '1'"),
+        ({"sampling": "uniform"}, "sampling must be one of"),
+        ({"sampling": "poisson", "sample_rate": 0.0}, "sample_rate must be in"),
+        ({"sampling": "poisson", "sample_rate": 1.5}, "got 1.5"),
+        ({"sample_rate": 0.5}, "say how the records were drawn"),
+        ({"count": -1}, "count must be a whole number"),
+        ({"count": 1.0}, "got 1.0"),
+        ({"count": True}, "got True"),
+        ({"delta": 1.0}, "delta of an event"),
+    ],
+)
+def test_fields_without_meaning(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        Event(**({"mechanism": "gaussian", "noise_multiplier": 1.0} | fields))
+
+
+events = st.builds(
+    Event,
+    st.sampled_from(["gaussian", "laplace", "discrete_gaussian", "discrete_laplace", "randomized_response"]),
+    st.floats(0, 1e9),
+    st.sampled_from(["poisson", "shuffled", "unknown"]),
+    st.floats(0, 1, exclude_min=True),
+    st.just(1),
+    st.floats(0, 0.5),
+    st.text(max_size=5),
+    st.text(max_size=5),
+    st.sampled_from([True, False, None]),
+    st.booleans(),
+)
+
+
+@given(event=events)
+@settings(deadline=None, derandomize=True)  # a loaded machine is no error
+def test_json_gives_the_same_event_back(event):
+    assert Event.from_dict(json.loads(json.dumps(event.to_dict()))) == event
+    assert Event.from_dict(json.loads(json.dumps(event_record(event)))) == event
+
+
+@pytest.mark.parametrize(
+    "found", [{}, {"mechanism": "gaussian"}, {"mechanism": "gaussian", "noise_multiplier": 1, "more": 2}]
+)
+def test_other_fields_are_no_event(found):
+    with pytest.raises(FormatError, match="an event has the fields"):
+        Event.from_dict(found)
+
+
+def test_a_value_without_meaning_is_no_event():
+    with pytest.raises(FormatError, match="got -1"):
+        Event.from_dict({"mechanism": "gaussian", "noise_multiplier": -1})
+
+
+def test_amplified():
+    assert Event("gaussian", 1.0, "poisson", 0.5).amplified
+    assert not Event("gaussian", 1.0, "poisson", 1.0).amplified
+    assert not Event("gaussian", 1.0, "shuffled", 0.5).amplified

@@ -1,0 +1,184 @@
+"""Opacus as a second opinion: norms, clipped sums, steps without noise, and its accountant.
+
+Opacus 1.6.0. It divides by norm + 1e-6, we by the norm: factors differ by up to 1e-6 over the norm.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from loops import private
+from torch import nn
+from torch.nn import functional as F
+
+from accelerant.privacy import dp
+from accelerant.privacy.dp.ledger.accounting import renyi, spent
+from accelerant.privacy.dp.ledger.events import Event
+
+opacus = pytest.importorskip("opacus")
+accountants = pytest.importorskip("opacus.accountants")
+analysis = pytest.importorskip("opacus.accountants.analysis.rdp")
+optimizers = pytest.importorskip("opacus.optimizers")
+ghosts = pytest.importorskip("opacus.utils.fast_gradient_clipping_utils")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Full backward hook"),
+    pytest.mark.filterwarnings("ignore:Optimal order is the"),
+    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning:opacus"),
+]
+
+B, RATE = 12, 0.3
+BOUNDS = {"mlp": 2.3, "cnn": 2.3, "words": 0.69}
+"""Clipping norms, about the medians of the examples' norms."""
+
+
+class Words(nn.Module):
+    """Embedding, LayerNorm over each position, mean, and a layer without bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 6)
+        self.norm = nn.LayerNorm(6)
+        self.output = nn.Linear(6, 3, bias=False)
+
+    def forward(self, x):
+        return self.output(torch.tanh(self.norm(self.embedding(x))).mean(1))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def cnn():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2),
+        nn.Flatten(), nn.Linear(16, 3),
+    )  # fmt: skip
+
+
+def inputs(name):
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"mlp": (B, 6), "cnn": (B, 2, 8, 8)}
+    if name == "words":  # some words several times in a row
+        return torch.randint(20, (B, 9), generator=generator)
+    return torch.randn(shapes[name], generator=generator)
+
+
+def problem(name):
+    torch.manual_seed(0)
+    model = {"mlp": mlp, "cnn": cnn, "words": Words}[name]()
+    labels = torch.randint(3, (B,), generator=torch.Generator().manual_seed(6))
+    return model, inputs(name), labels, BOUNDS[name]
+
+
+def by_hooks(model, x, y, bound):
+    """Norms and clipped sums of Opacus's GradSampleModule, and the model after a step of plain SGD without noise."""
+    wrapped = opacus.GradSampleModule(model)
+    optimizer = optimizers.DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=RATE), noise_multiplier=0.0, max_grad_norm=bound, expected_batch_size=B
+    )
+    F.cross_entropy(wrapped(x), y).backward()
+    norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in model.parameters()]).norm(dim=0)
+    optimizer.step()
+    return norms, [p.summed_grad for p in model.parameters()]
+
+
+def by_ghosts(model, x, y, bound):
+    """Norms and clipped sums of Opacus's ghost clipping."""
+    wrapped = opacus.GradSampleModuleFastGradientClipping(model, max_grad_norm=bound, use_ghost_clipping=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer.loss_reduction = "mean"  # of a private optimizer, which would step
+    ghosts.DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss())(wrapped(x), y).backward()
+    return wrapped.per_sample_gradient_norms, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("theirs", [by_hooks, by_ghosts])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "words"])
+def test_norms_and_clipped_sums_are_opacus_ones(name, theirs):
+    model, x, y, bound = problem(name)
+    norms, sums = theirs(copy.deepcopy(model), x, y, bound)
+    clipper = dp.PerExampleClipper(model, max_grad_norm=bound)
+    F.cross_entropy(model(x), y).backward()
+    torch.testing.assert_close(clipper.norms, norms, rtol=1e-5, atol=1e-6)
+    assert 0 < int((norms > bound).sum()) < B
+    for param, total in zip(model.parameters(), sums, strict=True):
+        torch.testing.assert_close(param.grad, total, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("microbatch", [None, 5])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "words"])
+def test_a_step_without_noise_is_opacus_step(name, microbatch):
+    model, x, y, bound = problem(name)
+    other = copy.deepcopy(model)
+    by_hooks(other, x, y, bound)
+    with private(model, 1.0, lr=RATE, max_grad_norm=bound) as training:  # rate 1: every example is in the draw
+        for batch in training.batches((x, y), microbatch=microbatch, steps=1):
+            F.cross_entropy(model(batch.tensors[0]), batch.tensors[1]).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_noise_has_opacus_spread():
+    """Both divide sigma C by the batch: 4,000 draws, six standard errors of a deviation."""
+    spread = []
+    for ours in (True, False):
+        model = nn.Linear(1999, 2)
+        before = [p.detach().clone() for p in model.parameters()]
+        x, y = torch.zeros(4, 1999), torch.tensor([0, 1, 0, 1])  # gradients of the weight are zero
+        if ours:
+            with private(model, 1.0, lr=1.0, noise_multiplier=1.5, max_grad_norm=0.5) as training:
+                for batch in training.batches((x, y), steps=1):
+                    F.cross_entropy(model(batch.tensors[0]), batch.tensors[1]).backward()
+                    training.optimizer.step()
+        else:
+            wrapped = opacus.GradSampleModule(model)
+            inner = torch.optim.SGD(model.parameters(), lr=1.0)
+            optimizer = optimizers.DPOptimizer(inner, noise_multiplier=1.5, max_grad_norm=0.5, expected_batch_size=4)
+            F.cross_entropy(wrapped(x), y).backward()
+            optimizer.step()
+        spread.append(float((model.weight.detach() - before[0]).std()))
+    near = 6 / math.sqrt(2 * 3998)
+    for found in spread:  # ours has 1/64 more: what rounding to the grid adds to the sensitivity
+        assert found == pytest.approx(1.5 * 0.5 / 4, rel=near + 1 / 64)
+
+
+CASES = [(256 / 60000, 1.1, 14062), (0.01, 2.5, 50), (0.01, 0.8, 1000), (0.2, 4.0, 300), (1.0, 20.0, 40)]
+
+
+@pytest.mark.parametrize(("rate", "noise", "steps"), CASES)
+def test_renyi_divergences_are_opacus_ones(rate, noise, steps):
+    """At fractional orders dp-accounting adds the sizes of terms of both signs: an upper bound, so never below."""
+    whole, between = [2, 3, 5, 8, 16, 32, 63], [1.5, 2.5, 4.5, 9.5]
+    event = Event("gaussian", noise, "poisson", rate)
+    theirs = analysis.compute_rdp(q=rate, noise_multiplier=noise, steps=steps, orders=whole)
+    assert [steps * each for each in renyi(event, whole)] == pytest.approx(list(theirs), rel=1e-6)
+    theirs = analysis.compute_rdp(q=rate, noise_multiplier=noise, steps=steps, orders=between)
+    assert all(steps * ours >= other * (1 - 1e-6) for ours, other in zip(renyi(event, between), theirs, strict=True))
+
+
+@pytest.mark.parametrize(("rate", "noise", "steps"), CASES)
+def test_epsilon_at_opacus_orders_is_opacus_epsilon(rate, noise, steps):
+    orders = accountants.RDPAccountant.DEFAULT_ALPHAS
+    ours = [steps * each for each in renyi(Event("gaussian", noise, "poisson", rate), orders)]
+    found, _ = analysis.get_privacy_spent(orders=orders, rdp=ours, delta=1e-5)
+    accountant = accountants.RDPAccountant()
+    accountant.history = [(noise, rate, steps)]
+    assert found == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
+
+
+@pytest.mark.parametrize(("rate", "noise", "steps"), CASES)
+def test_epsilon_is_no_larger_than_opacus_and_not_far_below(rate, noise, steps):
+    """RDP over more orders is at most theirs; PLD is what their PRV accountant comes to."""
+    events = [Event("gaussian", noise, "poisson", rate, steps)]
+    theirs = {}
+    for name in ("rdp", "prv"):
+        accountant = accountants.create_accountant(name)
+        accountant.history = [(noise, rate, steps)]
+        theirs[name] = accountant.get_epsilon(1e-5)
+    assert spent(events, 1e-5, method="rdp").epsilon == pytest.approx(theirs["rdp"], rel=0.02)
+    assert spent(events, 1e-5, method="rdp").epsilon <= theirs["rdp"] * 1.001
+    pld = spent(events, 1e-5, method="pld").epsilon
+    assert pld == pytest.approx(theirs["prv"], abs=0.02)  # whose error is 0.01

@@ -1,0 +1,409 @@
+"""`accelerant train --private`: windows, epsilon in every result, resumption, refusals."""
+
+import dataclasses
+import json
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelerant.cli import main
+from accelerant.errors import BudgetExceeded, ConfigError, FormatError
+from accelerant.nn.train.config import TrainConfig
+from accelerant.nn.train.job import resume_training, run_training
+from accelerant.nn.train.presets import Recipe, RunConfig
+from accelerant.privacy import dp
+from accelerant.privacy.dp.ledger.accounting import spent
+from accelerant.privacy.dp.training.run import PrivateRun, PrivateSettings
+from accelerant.privacy.dp.training.windows import WindowSource, split_draw
+
+CPU = torch.device("cpu")
+RECIPE = Recipe(
+    name="micro",
+    tokenizer="bytes",
+    vocab_size=256,
+    context=16,
+    layers=1,
+    heads=2,
+    width=16,
+    batch_size=4,
+    micro_batch=2,
+    steps=4,
+    learning_rate=1e-2,
+    validations=1,
+    validation_tokens=256,
+    sample_tokens=8,
+)
+
+
+class Watcher:
+    """Who watches a run; may act when the numbers of a step arrive."""
+
+    def __init__(self, at=None, action=None):
+        self.at, self.action, self.notes = at, action, []
+
+    def phase(self, text):
+        pass
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def advance(self, share, text=""):
+        pass
+
+    def begin(self, **_):
+        pass
+
+    def records(self, records):
+        if self.action and self.at in [record.step for record in records]:
+            self.action()
+
+    def end(self):
+        pass
+
+
+@pytest.fixture
+def run(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the {n}th line of some text, for learning\n" for n in range(100)))
+    return RunConfig(RECIPE, data=(str(text),), seed=3)
+
+
+def settings(folder, **changes):
+    return PrivateSettings(str(folder / "privacy-ledger.jsonl"), **{"noise_multiplier": 2.0, **changes})
+
+
+def train(run, out, watcher=None, **changes):
+    extension = PrivateRun(settings(out, **changes))
+    return run_training(run, out, CPU, progress=watcher or Watcher(), ledger=dict, extension=extension)
+
+
+def resume(out, watcher=None):
+    described = json.loads((out / "config.json").read_text())["private"]
+    return resume_training(out, CPU, progress=watcher or Watcher(), ledger=dict, extension=PrivateRun.of(described))
+
+
+def counted(out):
+    return sum(event.count for event in dp.Ledger.read(out / "privacy-ledger.jsonl").events)
+
+
+@pytest.mark.slow
+def test_epsilon_stands_in_every_result(run, tmp_path):
+    out = tmp_path / "out"
+    private = train(run, out).summary["private"]
+    ledger = dp.Ledger.read(out / "privacy-ledger.jsonl")
+    assert private["epsilon"] == pytest.approx(ledger.epsilon(1e-5), abs=1e-6)
+    assert private["unit"] == ledger.unit == "window of 17 tokens"
+    assert private["noise_multiplier"] == 2.0
+    assert counted(out) == 4
+    (event,) = {event.sampling for event in ledger.events}
+    assert event == "poisson"
+    page = (out / "report.html").read_text()
+    assert f"epsilon {ledger.epsilon(1e-5):.4g} at delta 1e-05" in page
+    assert 'aria-label="epsilon by step"' in page
+    assert "not covered" in page.lower()
+    statement = json.loads((out / "privacy.json").read_text())
+    assert statement["unit"] == "window of 17 tokens"
+    assert json.loads((out / "summary.json").read_text())["private"] == private
+
+
+def test_windows_are_disjoint_and_each_token_is_in_one():
+    config = TrainConfig(context=4, batch_size=2, accumulate=1, device="cpu")
+    source = WindowSource(torch.arange(23).numpy().astype("uint16"), config, "")
+    assert source.windows == 4
+    assert source.rate == 0.5
+    inputs, targets = source._data[torch.arange(4)]
+    rows = torch.cat([inputs, targets[:, -1:]], 1)
+    assert torch.equal(rows.flatten(), torch.arange(20))
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    with pytest.raises(ConfigError, match="4 windows of 5 tokens, a batch draws 8"):
+        WindowSource(torch.arange(23).numpy().astype("uint16"), dataclasses.replace(config, batch_size=8), "")
+
+
+def test_a_draw_is_split_without_padding():
+    config = TrainConfig(context=4, batch_size=2, accumulate=2, device="cpu")
+    source = WindowSource(torch.arange(100).numpy().astype("uint16"), config, "")
+    whole = dp.DrawnBatch(source._data[torch.arange(5)], None, True, 5, 5)
+    parts = split_draw(whole, 2)
+    assert [(part.rows, part.examples, part.last) for part in parts] == [(2, 2, False), (2, 2, False), (1, 1, True)]
+    assert torch.equal(torch.cat([part.tensors[0] for part in parts]), whole.tensors[0])
+
+
+def test_the_loss_of_a_step_is_that_of_its_windows(run, tmp_path):
+    """Without noise: the recorded loss is the mean over the windows that were drawn, that of before where none was."""
+    seen = []
+
+    class Seen(PrivateRun):
+        def attach(self, trainer):
+            step = super().attach(trainer)
+
+            def watched(batches, rate):
+                rows = [torch.cat(column) for column in zip(*batches, strict=True)]
+                with torch.no_grad():
+                    mean = float(trainer.model.loss(*rows))
+                drawn = sum(part.examples for part in self._source.drawn)  # of an empty draw there is a row of padding
+                seen.append(mean if drawn else seen[-1] if seen else 0.0)
+                return step(batches, rate)
+
+            return watched
+
+    extension = Seen(settings(tmp_path / "out", noise_multiplier=0.0))
+    run_training(run, tmp_path / "out", CPU, progress=Watcher(), ledger=dict, extension=extension)
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert len(seen) == 4
+    assert [json.loads(line)["loss"] for line in lines] == pytest.approx(seen, rel=1e-5)
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["private"]["epsilon"] == "inf"
+
+
+def test_an_interrupted_run_goes_on_in_the_same_ledger(run, tmp_path):
+    out = tmp_path / "out"
+    stop = Watcher(2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert train(run, out, stop).signal == signal.SIGINT
+    before = counted(out)
+    assert 2 <= before < 4
+    summary = resume(out).summary
+    assert counted(out) == 4
+    assert summary["steps"] == 4
+    assert len(dp.Ledger.read(out / "privacy-ledger.jsonl").runs) == 2
+    assert summary["private"]["epsilon"] == pytest.approx(
+        dp.Ledger.read(out / "privacy-ledger.jsonl").epsilon(1e-5), abs=1e-6
+    )
+
+
+def test_what_a_checkpoint_has_spent_is_counted_where_the_ledger_is_gone(run, tmp_path):
+    """Deleted, or left on another machine: a new file that begins at nothing would state too small an epsilon."""
+    out = tmp_path / "out"
+    train(run, out, Watcher(2, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    before = counted(out)
+    for file in out.glob("privacy-ledger.jsonl*"):
+        file.unlink()
+    assert resume(out).summary["steps"] == 4
+    assert counted(out) == 4 > before >= 2
+
+
+def test_the_ledger_of_a_run_goes_where_its_folder_goes(run, tmp_path):
+    """A new run in the folder moves an unfinished one aside; what is resumed there is no part of the new one's."""
+    out = tmp_path / "out"
+    train(run, out, Watcher(2, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    train(run, out)
+    assert counted(out) == 4
+    moved = out.rename(tmp_path / "elsewhere") / "unfinished-1"
+    summary = resume(moved).summary
+    assert summary["private"]["ledger"] == str(moved / "privacy-ledger.jsonl")
+    assert (counted(moved), counted(moved.parent)) == (4, 4)
+
+
+def test_a_ledger_of_another_name_may_be_made_in_the_folder(run, tmp_path):
+    out = tmp_path / "out"
+    for steps in (4, 8):
+        extension = PrivateRun(PrivateSettings(str(out / "mine.jsonl"), noise_multiplier=2.0))
+        run_training(run, out, CPU, progress=Watcher(), ledger=dict, extension=extension)
+        assert sum(event.count for event in dp.Ledger.read(out / "mine.jsonl").events) == steps
+
+
+def test_a_ledger_that_was_cut_ends_the_resumption_before_a_step(run, tmp_path):
+    out = tmp_path / "out"
+    train(run, out, Watcher(2, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    ledger = out / "privacy-ledger.jsonl"
+    whole = ledger.read_bytes()
+    ledger.write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 1])
+    checkpoint = (out / "checkpoint.safetensors").read_bytes()
+    with pytest.raises(FormatError, match=r"it was cut\. Go back to an untouched copy"):
+        resume(out)
+    assert (out / "checkpoint.safetensors").read_bytes() == checkpoint
+    ledger.write_bytes(whole)
+    assert resume(out).summary["steps"] == 4
+
+
+def _rate(run):
+    tokens = int(os.path.getsize(run.data[0]) * 0.9)
+    return 4 / (tokens // 17)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_whose_budget_is_spent_ends_with_its_results(run, tmp_path):
+    """Steps made and lost (a crash after the checkpoint) stay spent: the run ends earlier, not past epsilon."""
+    out = tmp_path / "out"
+    stop = Watcher(2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    target = spent([dp.Event("gaussian", 2.0, "poisson", _rate(run), 4, 1e-20)], 1e-5).epsilon
+    train(run, out, stop, target_epsilon=target)
+    with dp.Ledger(out / "privacy-ledger.jsonl", unit="window of 17 tokens") as ledger:
+        (event,) = [event.times(2) for event in ledger.events]
+        ledger.record(event)
+    summary = resume(out).summary
+    assert summary["stopped"] == "the privacy budget is spent"
+    assert summary["steps"] < 4
+    assert summary["private"]["epsilon"] <= target + 1e-6
+    assert (out / "model.safetensors").is_file()
+
+
+def test_an_ordinary_resumption_of_a_private_run_is_refused(run, tmp_path):
+    out = tmp_path / "out"
+    train(run, out, Watcher(2, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    with pytest.raises(ConfigError, match="one of private"):
+        resume_training(out, CPU, progress=Watcher(), ledger=dict)
+    assert counted(out) < 4
+
+
+@pytest.mark.slow
+def test_a_new_run_in_the_folder_keeps_the_old_ledger(run, tmp_path):
+    out = tmp_path / "out"
+    train(run, out)
+    watcher = Watcher()
+    train(run, out, watcher)
+    assert "privacy-ledger-1.jsonl" in watcher.notes[0]
+    assert counted(out) == 4
+    assert sum(event.count for event in dp.Ledger.read(out / "privacy-ledger-1.jsonl").events) == 4
+
+
+@pytest.mark.slow
+def test_one_ledger_for_several_runs_composes_them(run, tmp_path):
+    shared = tmp_path / "shared.jsonl"
+    results = []
+    for name in ("a", "b"):
+        extension = PrivateRun(PrivateSettings(str(shared), noise_multiplier=2.0))
+        outcome = run_training(run, tmp_path / name, CPU, progress=Watcher(), ledger=dict, extension=extension)
+        results.append(outcome.summary["private"]["epsilon"])
+    assert results[1] > 1.2 * results[0]
+    assert (tmp_path / "a" / "privacy.json").is_file()
+
+
+def test_a_ledger_that_cannot_be_written_leaves_the_finished_run_in_the_folder(run, tmp_path):
+    out = tmp_path / "out"
+    train(run, out)
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    other = tmp_path / "other.jsonl"
+    dp.Ledger(other, unit="window of 17 tokens", dataset="another text").close()
+    with dp.Ledger(tmp_path / "taken.jsonl", unit="window of 17 tokens"):
+        for path, error, message in (
+            (tmp_path / "nowhere" / "l.jsonl", ConfigError, "cannot write to the ledger"),
+            (tmp_path, ConfigError, "cannot write to the ledger"),
+            (tmp_path / "taken.jsonl", ConfigError, "one at a time"),
+            (other, ConfigError, "of the data set 'another text'"),
+            (tmp_path / "text.txt", FormatError, "no record of a privacy ledger"),
+        ):
+            extension = PrivateRun(PrivateSettings(str(path), noise_multiplier=2.0))
+            with pytest.raises(error, match=message):
+                run_training(run, out, CPU, progress=Watcher(), ledger=dict, extension=extension)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+
+
+def test_the_ledger_of_others_is_given_back_where_the_folder_cannot_be_used(run, tmp_path):
+    out, shared = tmp_path / "out", tmp_path / "shared.jsonl"
+    out.mkdir()
+    (out / "config.json").write_text("somebody else's")
+    extension = PrivateRun(PrivateSettings(str(shared), noise_multiplier=2.0))
+    with pytest.raises(ConfigError, match="something else"):
+        run_training(run, out, CPU, progress=Watcher(), ledger=dict, extension=extension)
+    dp.Ledger(shared, unit="window of 17 tokens").close()
+
+
+def test_the_command_that_starts_a_run_again_names_the_ledger_of_others(tmp_path):
+    shared, out = tmp_path / "shared.jsonl", tmp_path / "out"
+    given = ["--private", "--delta", "1e-05", "--max-grad-norm", "1.0", "--noise-multiplier", "2.0"]
+    assert PrivateRun(settings(out)).words(out) == given
+    assert PrivateRun(PrivateSettings(str(shared), noise_multiplier=2.0)).words(out) == [
+        *given,
+        "--ledger",
+        str(shared),
+    ]
+
+
+def test_a_delta_that_is_not_below_one_over_the_windows_is_said(run, tmp_path):
+    out, watcher = tmp_path / "out", Watcher()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        summary = train(run, out, watcher, delta=0.1).summary
+    windows = summary["private"]["windows"]
+    (note,) = watcher.notes
+    assert f"delta 0.1 is not below one over the {windows:,} units (window of 17 tokens)" in note
+    assert note in (out / "report.html").read_text()
+    watcher = Watcher()
+    train(run, tmp_path / "other", watcher)
+    assert not watcher.notes
+
+
+def test_a_ledger_that_does_not_go_with_the_run_is_refused_before_the_folder_is_touched(run, tmp_path):
+    out, shared = tmp_path / "out", tmp_path / "shared.jsonl"
+    with dp.Ledger(shared, unit="window of 17 tokens") as ledger:
+        ledger.record(dp.Event("gaussian", 0.5))
+    for unit, error, message in (
+        ("window of 17 tokens", BudgetExceeded, "holds epsilon"),
+        ("user", ConfigError, "unit"),
+    ):
+        if unit == "user":
+            shared = tmp_path / "other.jsonl"
+            dp.Ledger(shared, unit=unit).close()
+        extension = PrivateRun(PrivateSettings(str(shared), target_epsilon=1.0))
+        with pytest.raises(error, match=message):
+            run_training(run, out, CPU, progress=Watcher(), ledger=dict, extension=extension)
+        assert not (out / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "fp8"}, "fp8"),
+        ({"recompute": True}, "recompute"),
+        ({"recipe": dataclasses.replace(RECIPE, tokenizer="bpe", vocab_size=300)}, "tokenizer trained on the text"),
+        ({"recipe": dataclasses.replace(RECIPE, batch_size=400)}, "not enough data"),
+    ],
+)
+def test_what_cannot_be_private_is_refused(run, tmp_path, changes, message):
+    extension = PrivateRun(settings(tmp_path / "out"))
+    changed = dataclasses.replace(run, **changes)
+    if changes.get("precision") == "fp8":
+        with pytest.raises(ConfigError, match=message):
+            extension.require(changed)
+        return
+    with pytest.raises(ConfigError, match=message):
+        run_training(changed, tmp_path / "out", CPU, progress=Watcher(), ledger=dict, extension=extension)
+
+
+@pytest.fixture
+def accelerant(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def go(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return go
+
+
+@pytest.mark.slow
+def test_the_command(accelerant, run):
+    given = ("train", "--private", "--data", run.data[0], "--steps", 3, "--device", "cpu", "--out", "out")
+    more = ("--batch-size", 24, "--micro-batch", 6)
+    status, output, _ = accelerant(*given, *more, "--target-epsilon", 20, "--delta", "1e-5", "--insecure-noise")
+    assert status == 0
+    private = json.loads(Path("out/summary.json").read_text())["private"]
+    assert private["sample_rate"] == 24 / private["windows"]
+    assert "at delta 1e-05 for each window of 65 tokens, noise NOT secure" in output
+    status, output, _ = accelerant(*given, "--noise-multiplier", 3, "--json")
+    assert status == 0
+    private = json.loads(output)["private"]
+    assert private["secure"] is True
+    assert private["noise_multiplier"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target-epsilon", "8"], "--target-epsilon goes with --private"),
+        (["--insecure-noise"], "--insecure-noise goes with --private"),
+        (["--private"], "needs --target-epsilon or --noise-multiplier"),
+        (["--private", "--target-epsilon", "-1"], "target_epsilon must be"),
+        (["--private", "--noise-multiplier", "1", "--delta", "2"], "delta must be"),
+        (["--private", "--resume", "out"], "leave out --private"),
+        (["--private", "--noise-multiplier", "1", "--ledger", ""], "--ledger must not be empty: name a path"),
+    ],
+)
+def test_options_are_checked(accelerant, options, message):
+    status, _, errors = accelerant("train", *options)
+    assert status == 2
+    assert message in errors
