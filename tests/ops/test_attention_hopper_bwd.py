@@ -12,9 +12,9 @@ from accelerant.ops.attention import hopper_bwd
 from accelerant.ops.attention.hopper_bwd import (
     KINDS,
     PARTS,
-    Plan,
+    BackwardPlan,
     Shares,
-    launch_backward,
+    launch_hopper,
     plan_for,
     program,
     refuses,
@@ -28,7 +28,7 @@ pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
 HALF = (torch.bfloat16, torch.float16)
 IDS = {"ids": lambda value: str(value).removeprefix("torch.")}
 SUMS = ("added", "shared", "whole")
-PLANS = [Plan(width, sums) for width in (64, 128) for sums in SUMS]
+PLANS = [BackwardPlan(width, sums) for width in (64, 128) for sums in SUMS]
 SPILLS = {64: 0, 128: 20}
 """Bytes by width. At 128 the thread that starts the copies keeps a few words in memory, outside of any inner loop."""
 
@@ -87,20 +87,20 @@ def test_variants():
     def variant(B, H, S, D, causal=True, deterministic=False):
         return plan_for((B, H, H, S, S, D), 132, causal, deterministic)
 
-    assert variant(32, 12, 1024, 64) == Plan(64, "shared")  # 4 blocks a head, 33 heads at a time
-    assert variant(16, 12, 2048, 64) == Plan(64, "shared")  # 8 blocks, 16 heads: 12 rounds of 128, as of 132
-    assert variant(2, 8, 8192, 72) == Plan(128, "added")
-    assert variant(1, 12, 4096, 64, causal=False) == Plan(64, "added")
-    assert variant(4, 32, 1600, 64) == Plan(64, "added")  # 7 blocks, 18 heads at a time: 8 rounds for 7
-    assert variant(2, 8, 8192, 64, deterministic=True) == Plan(64, "whole")
-    assert variant(64, 12, 384, 64) == Plan(64, "whole")  # 768 heads fill 6 rounds of 132
-    assert variant(64, 12, 512, 64) == Plan(64, "shared")  # but are too long for a block
-    assert variant(1, 12, 512, 64) == Plan(64, "shared")  # 12 do not fill one
-    assert plan_for((1, 1, 1, 9000, 9000, 64), 8, True, False) == Plan(64, "added")
+    assert variant(32, 12, 1024, 64) == BackwardPlan(64, "shared")  # 4 blocks a head, 33 heads at a time
+    assert variant(16, 12, 2048, 64) == BackwardPlan(64, "shared")  # 8 blocks, 16 heads: 12 rounds of 128, as of 132
+    assert variant(2, 8, 8192, 72) == BackwardPlan(128, "added")
+    assert variant(1, 12, 4096, 64, causal=False) == BackwardPlan(64, "added")
+    assert variant(4, 32, 1600, 64) == BackwardPlan(64, "added")  # 7 blocks, 18 heads at a time: 8 rounds for 7
+    assert variant(2, 8, 8192, 64, deterministic=True) == BackwardPlan(64, "whole")
+    assert variant(64, 12, 384, 64) == BackwardPlan(64, "whole")  # 768 heads fill 6 rounds of 132
+    assert variant(64, 12, 512, 64) == BackwardPlan(64, "shared")  # but are too long for a block
+    assert variant(1, 12, 512, 64) == BackwardPlan(64, "shared")  # 12 do not fill one
+    assert plan_for((1, 1, 1, 9000, 9000, 64), 8, True, False) == BackwardPlan(64, "added")
 
 
 def shares(shape, causal=True, plan=(64, "shared"), multiprocessors=132):
-    return shares_for(Plan(*plan), shape, multiprocessors, causal)
+    return shares_for(BackwardPlan(*plan), shape, multiprocessors, causal)
 
 
 def test_shares():
@@ -146,12 +146,14 @@ def case(shape, dtype=torch.bfloat16, causal=True):
         ((1, 1, 1, 2**29, 2**29, 64), True, "32 bits"),
     ],
 )
-def test_refuses(shape, causal, why):
+def test_refuses(shape, causal, why, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert why in refuses(case(shape, causal=causal))
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 4, 100, 128, 64), (1, 1, 1, 1, 1, 8), (2, 8, 2, 4096, 4096, 128)])
-def test_takes(shape):
+def test_takes(shape, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert refuses(case(shape, causal=shape[3] == shape[4])) is None
 
 
@@ -220,7 +222,7 @@ def check(do, q, k, v, causal, scale=None, deterministic=False):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     o, lse, wanted, allowed = expected(do, q, k, v, causal, scale)
     args = (do, q, k, v, o.to(q.dtype), lse.float(), causal, scale, deterministic)
-    found = launch_backward(*args)
+    found = launch_hopper(*args)
     for x, ours, with_rounding, want in zip((q, k, v), found, allowed, wanted, strict=True):
         assert ours.dtype == x.dtype
         assert ours.shape == x.shape
@@ -233,7 +235,9 @@ def check(do, q, k, v, causal, scale=None, deterministic=False):
 @pytest.fixture(params=SUMS)
 def each_plan(request, monkeypatch):
     """Every test with each way of summing dq."""
-    monkeypatch.setattr(hopper_bwd, "plan_for", lambda shape, *_: Plan(64 if shape[-1] <= 64 else 128, request.param))
+    monkeypatch.setattr(
+        hopper_bwd, "plan_for", lambda shape, *_: BackwardPlan(64 if shape[-1] <= 64 else 128, request.param)
+    )
 
 
 @pytest.mark.gpu
@@ -264,15 +268,15 @@ HELPED = [  # more heads than run at a time, blocks left over
 @pytest.mark.parametrize("dtype", HALF, **IDS)
 @pytest.mark.parametrize(("shape", "causal"), HELPED, **IDS)
 def test_helped_heads_have_the_same_bits(shape, causal, dtype, monkeypatch):
-    plan, count = Plan(64, "shared"), torch.cuda.get_device_properties(0).multi_processor_count
+    plan, count = BackwardPlan(64, "shared"), torch.cuda.get_device_properties(0).multi_processor_count
     monkeypatch.setattr(hopper_bwd, "plan_for", lambda *_: plan)
     assert shares_for(plan, shape, count, causal).helpers > 0
     args, helped = check(*inputs(shape, dtype), causal)
-    again = launch_backward(*args)
+    again = launch_hopper(*args)
     monkeypatch.setattr(hopper_bwd, "shares_for", lambda plan, shape, count, causal: _alone(shape, count, causal))
-    hopper_bwd._packed.clear()
-    alone = launch_backward(*args)
-    hopper_bwd._packed.clear()
+    hopper_bwd._launches.clear()
+    alone = launch_hopper(*args)
+    hopper_bwd._launches.clear()
     for x, y, z in zip(helped[1:], again[1:], alone[1:], strict=True):  # dq is summed in an order that changes
         assert torch.equal(x, y)
         assert torch.equal(x, z)
@@ -309,7 +313,7 @@ def test_layouts():
 def test_repeats_agree(shape):
     args, first = check(*inputs(shape), True)
     for _ in range(50):
-        for x, y in zip(first, launch_backward(*args), strict=True):
+        for x, y in zip(first, launch_hopper(*args), strict=True):
             assert (x.double() - y.double()).norm() <= 1e-4 * x.double().norm()
 
 
@@ -318,7 +322,7 @@ def test_repeats_agree(shape):
 def test_deterministic_repeats_have_the_same_bits(shape):
     args, first = check(*inputs(shape), True, deterministic=True)
     for _ in range(50):
-        assert all(torch.equal(x, y) for x, y in zip(first, launch_backward(*args), strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(first, launch_hopper(*args), strict=True))
 
 
 @pytest.mark.gpu
@@ -333,11 +337,11 @@ def test_on_streams_and_in_a_graph(deterministic):
     for _ in range(10):
         for stream in streams:
             with torch.cuda.stream(stream):
-                found.append(launch_backward(*args))
+                found.append(launch_hopper(*args))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found.append(launch_backward(*args))
+        found.append(launch_hopper(*args))
     graph.replay()
     torch.cuda.synchronize()
     for each in found:
@@ -362,7 +366,7 @@ def test_replays_follow_their_inputs(branches, batch):
 
     held = [arguments(branch)[0] for branch in range(branches)]
     for args in held:
-        launch_backward(*args, True, scale)
+        launch_hopper(*args, True, scale)
     streams = [torch.cuda.Stream() for _ in held]
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -372,7 +376,7 @@ def test_replays_follow_their_inputs(branches, batch):
         for stream, args in zip(streams, held, strict=True):
             stream.wait_stream(begin)
             with torch.cuda.stream(stream):
-                found.append(launch_backward(*args, True, scale))
+                found.append(launch_hopper(*args, True, scale))
         for stream in streams:
             begin.wait_stream(stream)
     for replay in range(3):
@@ -384,7 +388,7 @@ def test_replays_follow_their_inputs(branches, batch):
             wants.append(wanted)
         graph.replay()
         for args, gradients, wanted in zip(held, found, wants, strict=True):
-            eager = launch_backward(*args, True, scale)
+            eager = launch_hopper(*args, True, scale)
             for x, y, want in zip(gradients, eager, wanted, strict=True):
                 assert (x.double() - y.double()).norm() <= 1e-4 * y.double().norm()
                 assert (x.double() - want).norm() <= 0.01 * want.norm()

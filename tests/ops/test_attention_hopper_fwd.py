@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accelerant.errors import LaunchError
-from accelerant.ops.attention.hopper_fwd import KINDS, PLANS, launch_forward, plan_for, program, refuses
+from accelerant.ops.attention.hopper_fwd import KINDS, PLANS, launch_hopper, plan_for, program, refuses
 from accelerant.ops.attention.reference import attention_reference
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_compile import compile_cuda
@@ -82,12 +82,14 @@ def case(shape, dtype=torch.bfloat16, causal=True):
         ((2, 4, 4, 100, 0, 64), False, "empty"),
     ],
 )
-def test_refuses(shape, causal, why):
+def test_refuses(shape, causal, why, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert why in refuses(case(shape, causal=causal))
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 4, 100, 128, 64), (1, 1, 1, 1, 1, 8), (2, 8, 2, 4096, 4096, 128)])
-def test_takes(shape):
+def test_takes(shape, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert refuses(case(shape, causal=shape[3] == shape[4])) is None
 
 
@@ -144,7 +146,7 @@ def check(q, k, v, causal, scale=None):
     k_, v_ = (x.repeat_interleave(share, 1) for x in (k, v))
     with nullcontext() if scale > 0 else sdpa_kernel(SDPBackend.MATH):  # torch's fused kernels give NaN there
         theirs = F.scaled_dot_product_attention(q, k_, v_, is_causal=causal, scale=scale)
-    found, found_lse = launch_forward(q, k, v, causal, scale)
+    found, found_lse = launch_hopper(q, k, v, causal, scale)
     assert found.dtype == q.dtype
     assert found.stride() == torch.empty_like(q).stride()
     size = expected.norm()
@@ -197,7 +199,7 @@ def test_nan_and_infinity_reach_what_torch_lets_them_reach(where, bad):
     tensors[where][0, 1, 90, 3] = bad
     q, k, v = tensors.values()
     expected = attention_reference(q.double(), k.double(), v.double(), causal=True)
-    found, _ = launch_forward(q, k, v, True, 0.125)
+    found, _ = launch_hopper(q, k, v, True, 0.125)
     assert torch.equal(found[0, 1, 90:].isfinite(), expected[0, 1, 90:].isfinite())
     rest = found.isfinite()
     if where == "v":  # a weight of 0 times it: in torch and here NaN for rows before it too, in that column
@@ -209,18 +211,18 @@ def test_nan_and_infinity_reach_what_torch_lets_them_reach(where, bad):
 @pytest.mark.gpu
 def test_the_same_bits_each_time_on_streams_and_in_a_graph():
     q, k, v = inputs((4, 12, 12, 1024, 1024, 64))
-    expected = launch_forward(q, k, v, True, 0.125)
+    expected = launch_hopper(q, k, v, True, 0.125)
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(3)]
     found = []
     for _ in range(20):
         for stream in streams:
             with torch.cuda.stream(stream):
-                found.append(launch_forward(q, k, v, True, 0.125))
+                found.append(launch_hopper(q, k, v, True, 0.125))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = [launch_forward(q, k, v, True, 0.125) for _ in range(2)]
+        captured = [launch_hopper(q, k, v, True, 0.125) for _ in range(2)]
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()

@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional
 
 from accelerant import ops
-from accelerant.ops.linear_gelu.hopper import KINDS, PLANS, launch_hopper, plan_for, program, refuses
+from accelerant.ops._hopper.launch import refuses_product
+from accelerant.ops.linear_gelu.hopper import KINDS, PLANS, launch_hopper, plan_for, program
 from accelerant.runtime.dispatch import Case, force
 from accelerant.runtime.ledger import ledger
 from accelerant.runtime.providers.cuda_compile import compile_cuda
@@ -81,14 +82,14 @@ def case(shape, dtype=torch.bfloat16, device="cuda"):
 )
 def test_refuses(shape, dtype, why, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    assert why in refuses(case(shape, dtype))
-    assert refuses(case((8, 8, 8))) is None
-    assert "sm_90" in refuses(case(shape, dtype, "cpu"))
+    assert why in refuses_product(case(shape, dtype))
+    assert refuses_product(case((8, 8, 8))) is None
+    assert "sm_90" in refuses_product(case(shape, dtype, "cpu"))
 
 
 def test_refuses_other_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
-    assert "sm_90" in refuses(case((8, 8, 8)))
+    assert "sm_90" in refuses_product(case((8, 8, 8)))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Launches of the backward kernels for Hopper (hopper_bwd.cu): variants, arguments, work space."""
+"""Variants and launches of the backward kernels for Hopper (hopper_bwd.cu)."""
 
 from __future__ import annotations
 
@@ -12,45 +12,48 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, tensor_map
-from accelerant.ops._rows import ceil_div
+from accelerant.ops._hopper.launch import LaunchCache, readable, tensor_map
+from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program, load
+from accelerant.ops._rows import ceil_div, multiprocessors
+from accelerant.ops.attention.hopper_fwd import refuses_heads
 from accelerant.ops.attention.launch import as_laid, like
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
 
-__all__ = ["KINDS", "PARTS", "Plan", "Shares", "launch_backward", "plan_for", "program", "refuses", "shares_for"]
+__all__ = [
+    "KINDS", "PARTS", "BackwardPlan", "Shares", "launch_hopper", "plan_for", "program", "refuses", "shares_for",
+]  # fmt: skip
 
 KINDS = ("struct",)
-"""Of each kernel's arguments: one struct by value."""
+"""Kinds of each kernel's arguments: one struct by value."""
 
 PARTS = ("attention_bwd", "attention_bwd_rows", "attention_bwd_dq")
-"""Entry points by the kernel's macro PART."""
+"""Entry points, by the value of the macro PART."""
 
 _TILE_K = 128
 _WHOLE_KEYS = 384
-"""Up to this many keys whole heads a block pay, where there are heads for all multiprocessors. On an H200, causal,
-width 64, milliseconds of whole, shared and added: 768 heads of 512 0.268, 0.255, 0.285; 384 heads of 1024 0.409, 0.363,
-0.410; 192 heads of 2048 0.934, 0.596, 0.661."""
+"""Up to this many keys one block per head pays, if there are heads for all multiprocessors. H200, causal, width 64,
+milliseconds of whole / shared / added: 768 heads of 512 keys 0.268 / 0.255 / 0.285; 384 of 1024 0.409 / 0.363 / 0.410;
+192 of 2048 0.934 / 0.596 / 0.661."""
 
 _SHARED_BLOCKS = 16
-"""Up to this many blocks to a head pay that start and finish its sums themselves: then the zeros and the third kernel
-are a large part. Width 128, 16 heads of 8192 (32 blocks) twice: shared 2.67, added 2.65 ms."""
+"""Up to this many blocks per head, "shared" sums pay: they save the zero fill and the third kernel. H200, width 128,
+2 x 16 heads of 8192 (32 blocks): shared 2.67 ms, added 2.65 ms."""
 
 _HELP_ROWS = 700
-"""Rows whose statistics a block that helps is taken to find in the time of a tile of products, some 2.9 us: 62 GB/s. On
-an H200, 384 heads of 1024, milliseconds of 500, 700, 900: 0.352, 0.347, 0.397; of none who helps: 0.363."""
+"""Rows whose statistics a helper block is assumed to compute in the time of one tile of products (2.9 us: 62 GB/s).
+H200, 384 heads of 1024: 0.352 ms with 500, 0.347 with 700, 0.397 with 900, 0.363 without helpers."""
 
-_PREPARED_LIMIT = 4096
 _FILE = Path(__file__).with_name("hopper_bwd.cu")
 
 
-class Plan(NamedTuple):
+class BackwardPlan(NamedTuple):
     """A variant of the kernels.
 
     Attributes:
-        width: of a head in shared memory, 64 or 128; narrower heads are padded with zeros by the copy engine.
-        sums: how dq is summed (see hopper_bwd.cu): "added" to zeros; "shared", started and finished by the blocks of a
-            head, which wait for each other; "whole", by a block for each head, in a fixed order.
+        width: of a head in shared memory, 64 or 128; the copy engine pads narrower heads with zeros.
+        sums: how dq is summed (see hopper_bwd.cu): "added", atomically to zeros; "shared", started and finished by the
+            blocks of a head, which wait for each other; "whole", by one block per head, in a fixed order.
     """
 
     width: int
@@ -58,61 +61,62 @@ class Plan(NamedTuple):
 
     @property
     def tile_q(self) -> int:
-        """Queries a tile."""
+        """Queries per tile."""
         return 128 if self.width == 64 else 64
 
     @property
     def give(self) -> int:
-        """Registers a thread of the warpgroup that copies."""
+        """Registers per thread of the producer warpgroup."""
         return 40 if self._lean else 24
 
     @property
     def take(self) -> int:
-        """Registers a thread of the warpgroups that compute; the kernel is launched with 168 for all."""
+        """Registers per thread of the compute warpgroups; the kernel is launched with 168 for all."""
         return 232 if self._lean else 240
 
     @property
     def _lean(self) -> bool:
-        """Whether the warps that copy, and convert sums, have 40; 24 make the copying thread spill some words."""
+        """Whether the producer keeps 40 registers: it also converts sums, and spills a few words with 24."""
         return self.width == 64 or self.sums != "added"
 
     @property
     def shared_bytes(self) -> int:
-        """Of attention_bwd: keys and values, queries and dO, dS, dq's fragments, row statistics, barriers, counts."""
+        """Dynamic shared memory of attention_bwd: k, v, q, do, ds, dq's fragments, row statistics, barriers, counts."""
         keys = 2 * (2 if self.width == 64 else 1) * _TILE_K * self.width * 2
         queries = 4 * self.tile_q * self.width * 2
         fragments = self.tile_q * self.width * 4
         return keys + queries + 2 * _TILE_K * self.tile_q * 2 + fragments + 16 * self.tile_q + 128 + 128 + 16
 
 
-def plan_for(case_shape: tuple[int, ...], multiprocessors: int, causal: bool, deterministic: bool) -> Plan:
-    """The variant for a shape (B, Hq, Hkv, S, Skv, D)."""
+def plan_for(case_shape: tuple[int, ...], processors: int, causal: bool, deterministic: bool) -> BackwardPlan:
+    """Return the variant for a shape (B, Hq, Hkv, S, Skv, D) on a device with this many multiprocessors."""
     B, _, Hkv, _, Skv, D = case_shape
     heads = B * Hkv
     width = 64 if D <= 64 else 128
-    filled = heads / (ceil_div(heads, multiprocessors) * multiprocessors)
+    filled = heads / (ceil_div(heads, processors) * processors)
     if deterministic or (D <= 64 and Skv <= _WHOLE_KEYS and filled > 0.9):
-        return Plan(width, "whole")
+        return BackwardPlan(width, "whole")
     blocks = _blocks(Skv, causal)
-    if blocks <= min(_SHARED_BLOCKS, multiprocessors):
-        rounds = ceil_div(heads, multiprocessors // blocks)
-        return Plan(width, "shared" if rounds <= ceil_div(heads * blocks, multiprocessors) else "added")
-    return Plan(width, "added")
+    if blocks <= min(_SHARED_BLOCKS, processors):
+        rounds = ceil_div(heads, processors // blocks)
+        return BackwardPlan(width, "shared" if rounds <= ceil_div(heads * blocks, processors) else "added")
+    return BackwardPlan(width, "added")
 
 
 def _blocks(Skv: int, causal: bool) -> int:
-    """Shares of a head's work unless a block takes it whole: key tiles, in pairs if causal."""
+    """Return the blocks per key/value head unless the sums are "whole": key tiles, in pairs if causal."""
     tiles = ceil_div(Skv, _TILE_K)
     return ceil_div(tiles, 2) if causal else tiles
 
 
 class Shares(NamedTuple):
-    """How the blocks of attention_bwd divide the work.
+    """Division of the work among the blocks of attention_bwd.
 
     Attributes:
-        grid: blocks that multiply.
-        helpers: blocks that find row statistics.
-        first: the first query head, of all batches', whose statistics they find; the rows kernel finds those before.
+        grid: blocks that compute products.
+        helpers: further blocks, which compute row statistics.
+        first: index over all batches' query heads of the first one whose statistics the helpers compute; the rows
+            kernel computes those of the heads before it.
     """
 
     grid: int
@@ -120,79 +124,64 @@ class Shares(NamedTuple):
     first: int
 
 
-def shares_for(plan: Plan, shape: tuple[int, ...], multiprocessors: int, causal: bool) -> Shares:
-    """The shares for a plan and a shape (B, Hq, Hkv, S, Skv, D).
+def shares_for(plan: BackwardPlan, shape: tuple[int, ...], processors: int, causal: bool) -> Shares:
+    """Return the division of the work for a plan and a shape (B, Hq, Hkv, S, Skv, D).
 
-    The blocks of a head run together, so heads go in rounds. Fewer blocks may take as many rounds: what is left helps.
-    A round's statistics must be there when it begins. The blocks that help find as many as they can in the time of all
-    rounds but the last; what they lack is the rows kernel's, and so is the first round's.
+    All blocks of a head run at the same time, so heads are processed in waves. If fewer blocks need no more waves, the
+    remaining multiprocessors get helpers. A wave needs its statistics when it begins: helpers compute as many as fit in
+    the time of all waves but the last, and the rows kernel computes the rest and the first wave's.
     """
     B, Hq, Hkv, S, Skv, _ = shape
     heads, chunks = B * Hkv, _chunks(plan, Skv, causal)
-    grid = min(multiprocessors, heads * chunks)
+    grid = min(processors, heads * chunks)
     if plan.sums == "shared":
         grid -= grid % chunks  # whole heads at a time
-    alone = Shares(grid, 0, B * Hq)
-    if plan.sums != "shared" or plan.width != 64 or S % 4:  # lse is copied by multiples of 16 bytes
-        return alone
-    rounds = ceil_div(heads * chunks, grid)
-    together = ceil_div(heads, rounds)
-    helpers = multiprocessors - together * chunks
-    tiles = ceil_div(Skv, _TILE_K) + 1 if causal else ceil_div(S, plan.tile_q)  # of a block, a head and a round
-    found = helpers * tiles * _HELP_ROWS // (ceil_div(S, plan.tile_q) * plan.tile_q)  # heads, in the time of one
-    first = (Hq // Hkv) * (together + (rounds - 1) * max(0, together - found))
-    return Shares(together * chunks, helpers, first) if helpers and first < B * Hq else alone
+    without = Shares(grid, 0, B * Hq)
+    if plan.sums != "shared" or plan.width != 64 or S % 4:  # lse is copied in multiples of 16 bytes
+        return without
+    waves = ceil_div(heads * chunks, grid)
+    concurrent = ceil_div(heads, waves)
+    helpers = processors - concurrent * chunks
+    tiles = ceil_div(Skv, _TILE_K) + 1 if causal else ceil_div(S, plan.tile_q)  # per block, head and wave
+    helped = helpers * tiles * _HELP_ROWS // (ceil_div(S, plan.tile_q) * plan.tile_q)  # heads in the time of one wave
+    first = (Hq // Hkv) * (concurrent + (waves - 1) * max(0, concurrent - helped))
+    return Shares(concurrent * chunks, helpers, first) if helpers and first < B * Hq else without
 
 
-def _chunks(plan: Plan, Skv: int, causal: bool) -> int:
-    """Blocks to a key/value head."""
+def _chunks(plan: BackwardPlan, Skv: int, causal: bool) -> int:
+    """Return the blocks per key/value head."""
     return 1 if plan.sums == "whole" else _blocks(Skv, causal)
 
 
 def refuses(case: Case) -> str | None:
-    """Why the kernels cannot serve a case of shape (B, Hq, Hkv, S, Skv, D); None if they can."""
-    _, Hq, Hkv, S, Skv, D = case.shape
-    if D % 8 or D > 128:
-        return f"takes heads of a multiple of 8 up to 128 wide, not {D}"
-    if not math.prod(case.shape) or Hq % Hkv:
-        return "takes no empty tensor"
-    if "causal" in case.options and Skv != S:
-        return f"is causal for as many queries as keys, not {S} and {Skv}"
-    if max(case.shape[0] * Hq * ceil_div(max(S, Skv), 64), Hq // Hkv * S, Skv) >= 2**29:
-        return "counts tiles in 32 bits"
-    return None
+    """Return why the kernels cannot serve a case of shape (B, Hq, Hkv, S, Skv, D), or None."""
+    reason = refuses_heads(case)
+    B, Hq, Hkv, S, Skv, _ = case.shape
+    too_large = not reason and max(B * Hq * ceil_div(max(S, Skv), 64), Hq // Hkv * S, Skv) >= 2**29
+    return reason or ("counts tiles in 32 bits" if too_large else None)
 
 
 def _first(mma: Mma) -> str:
-    """The wrapper mma_..._first(d, a, b): D = A B. Nothing of d is read, so its registers are free until then."""
+    """Return the wrapper mma_..._first(d, a, b), D = A B: it does not read d, whose registers are free until then."""
     text = mma.text().replace(f"{mma.name}(", f"{mma.name}_first(").replace(", int accumulate)", ")")
     text = text.replace(', "r"(accumulate)', "").replace('"+f"', '"=f"')
     return re.sub(r"setp\.ne\.b32 p, %\d+, 0;", "setp.ne.b32 p, 0, 0;", text)
 
 
 @functools.cache
-def program(plan: Plan, dtype: torch.dtype, causal: bool, part: str = PARTS[0]) -> HopperProgram:
-    """The text of a kernel for a variant."""
+def program(plan: BackwardPlan, dtype: torch.dtype, causal: bool, part: str = PARTS[0]) -> HopperProgram:
+    """Return the program text of one of the kernels of a variant."""
     scores = Mma(plan.tile_q)
     gradients = Mma(plan.width, a_in_registers=True, b_across=True)
     queries = Mma(64, a_across=True, b_across=True)
     main = part == PARTS[0]
     constants: dict[str, Any] = {
-        "PART": PARTS.index(part),
-        "D": plan.width,
-        "CAUSAL": int(causal),
-        "WHOLE": int(plan.sums == "whole"),
-        "SHARED": int(plan.sums == "shared"),
-        "IS_BF16": int(dtype == torch.bfloat16),
-        "GIVE": plan.give,
-        "TAKE": plan.take,
-        "SHARED_BYTES": plan.shared_bytes,
-        "MMA_S": scores.name,
-        "MMA_S_FIRST": f"{scores.name}_first",
-        "MMA_D": gradients.name,
-        "MMA_Q": queries.name,
+        "PART": PARTS.index(part), "D": plan.width, "CAUSAL": int(causal), "WHOLE": int(plan.sums == "whole"),
+        "SHARED": int(plan.sums == "shared"), "IS_BF16": int(dtype == torch.bfloat16), "GIVE": plan.give,
+        "TAKE": plan.take, "SHARED_BYTES": plan.shared_bytes, "MMA_S": scores.name,
+        "MMA_S_FIRST": f"{scores.name}_first", "MMA_D": gradients.name, "MMA_Q": queries.name,
         "MMA_Q_FIRST": f"{queries.name}_first",
-    }
+    }  # fmt: skip
     text = hopper_program(_FILE, ELEMENTS[dtype], (scores, gradients, queries) if main else (), constants)
     if main:
         at = text.index('#line 1 "hopper_bwd.cu"')
@@ -201,29 +190,27 @@ def program(plan: Plan, dtype: torch.dtype, causal: bool, part: str = PARTS[0]) 
 
 
 @functools.cache
-def _kernel(plan: Plan, dtype: torch.dtype, causal: bool, part: str, device: int) -> Kernel:
+def _kernel(plan: BackwardPlan, dtype: torch.dtype, causal: bool, part: str, device: int) -> Kernel:
     return load(program(plan, dtype, causal, part), KINDS, device)
 
 
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+_launches: LaunchCache[tuple[Any, ...]] = LaunchCache()
 
 
-def launch_backward(
+def launch_hopper(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float,
-    deterministic: bool = False, into: tuple[Tensor, Tensor, Tensor] | None = None,
+    deterministic: bool = False, out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of attention, on the current stream.
+    """Compute the gradients of attention on the current stream.
 
     Args:
         do, q, o: (B, Hq, S, D).
         k, v: (B, Hkv, Skv, D), Hkv a divisor of Hq.
-        lse: (B, Hq, S) float32, as the forward returns it.
-        causal: whether query i sees the keys up to i only; then S = Skv.
-        scale: of the scores.
-        deterministic: the same bits each time: a block for each key/value head, slow where there are few.
-        into: memory for the gradients, of any strides that are multiples of 16 bytes, the last dimension contiguous.
+        lse: (B, Hq, S) float32, from the forward pass.
+        causal: whether query i sees keys 0 to i only; S = Skv then.
+        scale: factor of the scores.
+        deterministic: give the same bits each time, by one block per key/value head; slow where there are few.
+        out: memory for the gradients, with strides that are multiples of 16 bytes, the last dimension contiguous.
 
     Returns:
         dq, dk, dv, in the shapes, dtype and layouts of q, k and v.
@@ -231,67 +218,48 @@ def launch_backward(
     Raises:
         CompileError, LaunchError: see LoadedKernel.
     """
-    given = q, k, v
-    dq, dk, dv = into or (like(q), like(k), like(v))
-    do, q, k, v, o = (_readable(x) for x in (do, q, k, v, o))
+    inputs = q, k, v
+    dq, dk, dv = out or (like(q), like(k), like(v))
+    do, q, k, v, o = (readable(x) for x in (do, q, k, v, o))
     lse = lse.contiguous() if lse.data_ptr() % 16 == 0 else lse.clone(memory_format=torch.contiguous_format)
     B, Hq, S, D = q.shape
     Hkv, Skv = k.shape[1:3]
-    device = q.get_device()
-    multiprocessors = _multiprocessors(device)
-    plan = plan_for((B, Hq, Hkv, S, Skv, D), multiprocessors, causal, deterministic)
+    processors = multiprocessors(q.device)
+    plan = plan_for((B, Hq, Hkv, S, Skv, D), processors, causal, deterministic)
     tiles = ceil_div(S, plan.tile_q)
-    heads = min(multiprocessors, B * Hkv) * (Hq // Hkv) if plan.sums == "whole" else B * Hq
+    heads = min(processors, B * Hkv) * (Hq // Hkv) if plan.sums == "whole" else B * Hq
     stats = 2 * B * Hq * tiles * plan.tile_q
     sums = heads * tiles * plan.tile_q * plan.width
     space = torch.empty(stats + sums + B * Hq * (tiles + 1), dtype=torch.float32, device=q.device)
     key = (
         do.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), dq.data_ptr(),
         dk.data_ptr(), dv.data_ptr(), space.data_ptr(), plan, q.dtype, causal, scale, q.shape, k.shape, do.stride(),
-        q.stride(), k.stride(), v.stride(), o.stride(), dq.stride(), dk.stride(), dv.stride(), device,
+        q.stride(), k.stride(), v.stride(), o.stride(), dq.stride(), dk.stride(), dv.stride(), q.get_device(),
     )  # fmt: skip
-    packed = _packed.get(key)
-    if packed is None:
-        if len(_packed) >= _PREPARED_LIMIT:
-            _packed.clear()
-        packed = _packed[key] = _pack(plan, (do, q, k, v, o, lse), (dq, dk, dv), space, (stats, sums), causal, scale)
-    for launch in packed:
+    launches = _launches.get(key)
+    if launches is None:
+        prepared = _prepare(plan, (do, q, k, v, o, lse), (dq, dk, dv), space, (stats, sums), causal, scale)
+        launches = _launches.keep(key, prepared)
+    for launch in launches:
         launch.start()
-    if into is not None:
-        return into
-    return as_laid(given[0], dq), as_laid(given[1], dk), as_laid(given[2], dv)
+    if out is not None:
+        return out
+    return as_laid(inputs[0], dq), as_laid(inputs[1], dk), as_laid(inputs[2], dv)
 
 
-_packed: dict[tuple[object, ...], tuple[Any, ...]] = {}
-"""Launches by all that they depend on: an allocator hands out the same few addresses again and again."""
-
-
-def _readable(x: Tensor) -> Tensor:
-    """The tensor where the copy engine can read it, else a copy."""
-    if x.data_ptr() % 16 == 0 and _strides_fit(x.shape, x.stride()):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-@functools.lru_cache(_PREPARED_LIMIT)
-def _strides_fit(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    used = [stride for stride, size in zip(strides[:3], shape[:3], strict=True) if size > 1]
-    return strides[3] == 1 and all(stride and stride % 8 == 0 for stride in used)
-
-
-def _pack(
-    plan: Plan, given: tuple[Tensor, ...], found: tuple[Tensor, Tensor, Tensor], space: Tensor,
-    sizes_of: tuple[int, int], causal: bool, scale: float,
+def _prepare(
+    plan: BackwardPlan, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, Tensor, Tensor], space: Tensor,
+    space_sizes: tuple[int, int], causal: bool, scale: float,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The launches with everything in place: struct RowsJob's and struct Job's bytes, as hopper_bwd.cu has them."""
-    do, q, k, v, o, lse = given
+    """Prepare the launches; their arguments are struct RowsJob and struct Job of hopper_bwd.cu."""
+    do, q, k, v, o, lse = inputs
     B, Hq, S, D = q.shape
     Hkv, Skv = k.shape[1:3]
     device = q.get_device()
     tiles, key_tiles = ceil_div(S, plan.tile_q), ceil_div(Skv, _TILE_K)
-    shares = shares_for(plan, (B, Hq, Hkv, S, Skv, D), _multiprocessors(device), causal)
-    sums = space.data_ptr() + 4 * sizes_of[0]
-    counts = sums + 4 * sizes_of[1]
+    shares = shares_for(plan, (B, Hq, Hkv, S, Skv, D), multiprocessors(q.device), causal)
+    sums = space.data_ptr() + 4 * space_sizes[0]
+    counts = sums + 4 * space_sizes[1]
     blocks = ceil_div(S, 128)
     pointers = (do.data_ptr(), o.data_ptr(), lse.data_ptr(), space.data_ptr(), sums, counts)
     row_strides = (*do.stride()[:3], *o.stride()[:3])
@@ -299,19 +267,19 @@ def _pack(
     boxes = ((q, plan.tile_q), (k, _TILE_K), (v, _TILE_K), (do, plan.tile_q), (o, plan.tile_q))
     maps = b"".join(tensor_map(x, n) for x, n in boxes)
     ready = counts + 4 * B * Hq * tiles
-    outputs = [space.data_ptr(), sums, counts, ready, *(x.data_ptr() for x in found), lse.data_ptr()]
-    strides = [stride for x in found for stride in x.stride()[:3]]
+    outputs = [space.data_ptr(), sums, counts, ready, *(x.data_ptr() for x in gradients), lse.data_ptr()]
+    strides = [stride for x in gradients for stride in x.stride()[:3]]
     sizes = (B, Hq, Hkv, S, Skv, D, tiles, key_tiles, _chunks(plan, Skv, causal), shares.grid, shares.first)
     job = maps + struct.pack("=8Q9q11i2f", *outputs, *strides, *sizes, scale, scale * math.log2(math.e))
     job += bytes(-len(job) % 64)
 
-    def packed(part: str, grid: int, argument: bytes, together: bool = False) -> Any:
+    def pack(part: str, grid: int, argument: bytes, together: bool = False) -> Any:
         return _kernel(plan, q.dtype, causal, part, device).handle.pack((grid, 1, 1), (argument,), device, together)
 
     launches = [
-        packed(PARTS[1], shares.first * blocks, rows),
-        packed(PARTS[0], shares.grid + shares.helpers, job, plan.sums == "shared"),
+        pack(PARTS[1], shares.first * blocks, rows),
+        pack(PARTS[0], shares.grid + shares.helpers, job, plan.sums == "shared"),
     ]
     if plan.sums == "added":
-        launches.append(packed(PARTS[2], B * Hq * tiles, job))
+        launches.append(pack(PARTS[2], B * Hq * tiles, job))
     return tuple(launches)

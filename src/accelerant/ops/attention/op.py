@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,16 +12,8 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops._straight import straight
-from accelerant.ops.attention.backends import (
-    CUDNN,
-    EFFICIENT,
-    FLASH,
-    FLASH_4,
-    TORCH,
-    capability_of,
-    is_half,
-    window_of,
-)
+from accelerant.ops.attention import hopper_bwd, hopper_fwd
+from accelerant.ops.attention.backends import CUDNN, EFFICIENT, FLASH, FLASH_4, TORCH, capability_of
 from accelerant.ops.attention.composite import attend, unfolded
 from accelerant.ops.attention.launch import MAX_WIDTH, launch_backward, launch_forward, like
 from accelerant.runtime.compilation.triton import refuses_triton
@@ -56,47 +46,10 @@ def refuses_triton_backward(case: Case) -> str | None:
     return refuses_triton_kernels(case)
 
 
-@functools.cache
-def _hopper(part: str) -> Any:
-    """The module with our kernels for Hopper, or the reason why there is none."""
-    name = f"accelerant.ops.attention.hopper_{part}"
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        return "has no kernel yet"
-
-
-def _refuses_hopper(part: str) -> Callable[[Case], str | None]:
-    """What the kernels of a part ("fwd", "bwd") refuse, and what none of them is asked for."""
-
-    def refuses(case: Case) -> str | None:
-        if capability_of(case.device) != (9, 0):
-            return "is for sm_90"
-        if not is_half(case.dtype):
-            return f"takes bfloat16 and float16, not {name_of(case.dtype)}"
-        if window_of(case):
-            return "has no window"
-        module = _hopper(part)
-        reason: str | None = module if isinstance(module, str) else module.refuses(case)
-        return reason
-
-    return refuses
-
-
-def _hopper_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = _hopper("fwd").launch_forward(q, k, v, causal, scale)
-    return found
-
-
 def _hopper_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = _hopper("bwd").launch_backward(
-        do, q, k, v, o, lse, causal, scale, rules().deterministic
-    )
-    return found
+    return hopper_bwd.launch_hopper(do, q, k, v, o, lse, causal, scale, rules().deterministic)
 
 
 def _pairs(S: int, Skv: int, options: tuple[str, ...]) -> int:
@@ -123,7 +76,7 @@ def _cost(case: Case, *, products: int, tensors: int) -> Cost:
 attention_fwd = Operation(
     "attention_fwd",
     (
-        Implementation("hopper", _hopper_forward, refuses=_refuses_hopper("fwd"), own=True),
+        Implementation("hopper", hopper_fwd.launch_hopper, refuses=hopper_fwd.refuses, own=True),
         CUDNN[0],
         FLASH_4[0],
         FLASH[0],
@@ -136,7 +89,7 @@ attention_fwd = Operation(
 attention_bwd = Operation(
     "attention_bwd",
     (
-        Implementation("hopper", _hopper_backward, refuses=_refuses_hopper("bwd"), own=True),
+        Implementation("hopper", _hopper_backward, refuses=hopper_bwd.refuses, own=True),
         FLASH_4[1],
         CUDNN[1],
         FLASH[1],

@@ -11,9 +11,10 @@ from torch.nn import functional
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
+from accelerant.ops._hopper.launch import refuses_product
 from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops._straight import straight
-from accelerant.ops.linear_gelu import hopper
+from accelerant.ops.linear_gelu.hopper import launch_hopper
 from accelerant.ops.linear_gelu.launch import launch_dz, launch_forward
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
@@ -38,7 +39,7 @@ def _one_row(case: Case) -> str | None:
 
 
 def _refuses_hopper(case: Case) -> str | None:
-    return _one_row(case) or hopper.refuses(case)
+    return _one_row(case) or refuses_product(case)
 
 
 def _refuses(case: Case) -> str | None:
@@ -151,7 +152,7 @@ _matmul = Operation("linear_gelu_matmul", (Implementation("torch", torch.mm),), 
 linear_gelu_fwd = Operation(
     "linear_gelu_fwd",
     (
-        Implementation("hopper", hopper.launch_hopper, refuses=_refuses_hopper, own=True),
+        Implementation("hopper", launch_hopper, refuses=_refuses_hopper, own=True),
         Implementation("triton", launch_forward, refuses=_refuses, own=True),
         Implementation("cublaslt", _epilogue_forward, refuses=_refuses_epilogue),
         Implementation("torch", _torch_forward, differentiable=True),

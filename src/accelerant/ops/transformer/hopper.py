@@ -1,4 +1,4 @@
-"""The launch of the kernel for Hopper (hopper.cu): a product with gelu's gradient in its epilogue."""
+"""Launch of the kernel for Hopper (hopper.cu): a product with the gradient of gelu in its epilogue."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, product, tensor_map
-from accelerant.ops._hopper.product import HEADER, THREADS, readable, ring_bytes, tiles
+from accelerant.ops._hopper.launch import (
+    PRODUCT_HEADER,
+    PRODUCT_THREADS,
+    LaunchCache,
+    product_tiles,
+    readable,
+    refuses_product,
+    ring_bytes,
+    tensor_map,
+)
+from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program, load
 from accelerant.ops._rows import ceil_div, multiprocessors
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
@@ -22,38 +31,33 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "launch_dz", "program", "refuses"]
 
 KINDS = ("struct", "struct", "struct", "struct", "struct", "*f32", "struct")
-"""Of the kernel's arguments: maps of x, weight, z, dz and a; partial sums; struct Shape."""
+"""Kinds of the kernel's arguments: tensor maps of x, weight, z, dz and a; partial sums; struct Shape."""
 
 _TILE_M, _TILE_N = 128, 128
-_STAGES, _HELD = 4, 4
-"""Steps of the sum in flight; boxes of z that a warp holds."""
-
-_BOX = 16
-"""Rows of a box of z, dz or a."""
-
+_STAGES = 4  # steps of K in flight
+_HELD = 4  # boxes of z that a warp holds
+_BOX = 16  # rows of a box of z, dz or a
 _GROUP = 8
 _SHARED_BYTES = ring_bytes(_STAGES, _TILE_M, _TILE_N) + 8 * ((_HELD + 2) * _BOX * 128 + 8)
-"""The steps in flight; boxes of z, two of a and a barrier for each warp."""
+"""Operand tiles in flight; for each warp its boxes of z, two boxes of a and a barrier."""
 
-_PREPARED_LIMIT = 4096
 _FILE = Path(__file__).with_name("hopper.cu")
 
 
 def refuses(case: Case) -> str | None:
-    """Why the kernel cannot serve a case of shape (M, N, K); None if it can."""
-    reason = product.refuses(case)
-    return reason or (None if "tanh" in case.options else "has gelu's approximation by tanh alone")
+    """Return why the kernel cannot serve a case of shape (M, N, K), or None."""
+    return refuses_product(case) or (None if "tanh" in case.options else "computes gelu by the tanh approximation only")
 
 
 @functools.cache
 def program() -> HopperProgram:
-    """The kernel's text."""
+    """Return the program text."""
     mma = Mma(_TILE_N)
     constants: dict[str, int | str] = {
         "HEIGHT": _TILE_M // 64, "WIDTH": _TILE_N, "STAGES": _STAGES, "MMA": mma.name, "GIVE": 24, "TAKE": 240,
     }  # fmt: skip
-    text = hopper_program(_FILE, ELEMENTS[torch.bfloat16], (mma,), constants, (HEADER,))
-    return HopperProgram("transformer_dz", text, THREADS, _SHARED_BYTES)
+    text = hopper_program(_FILE, ELEMENTS[torch.bfloat16], (mma,), constants, (PRODUCT_HEADER,))
+    return HopperProgram("transformer_dz", text, PRODUCT_THREADS, _SHARED_BYTES)
 
 
 @functools.cache
@@ -61,8 +65,11 @@ def _kernel(device: int) -> Kernel:
     return load(program(), KINDS, device)
 
 
+_launches: LaunchCache[PackedLaunch] = LaunchCache()
+
+
 def launch_dz(x: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiply and go back through gelu, on the current stream.
+    """Compute dz = (x weight^T) gelu'(z) and a = gelu(z) on the current stream.
 
     Args:
         x: (M, K) bfloat16.
@@ -70,7 +77,7 @@ def launch_dz(x: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Ten
         z: (M, N), contiguous.
 
     Returns:
-        dz and a, (M, N); float32 partial sums of dz's columns, one row for each 32 of M.
+        dz and a, (M, N); float32 partial sums of dz's columns, one row per 32 rows of M.
 
     Raises:
         CompileError, LaunchError: see LoadedKernel.
@@ -80,32 +87,25 @@ def launch_dz(x: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Ten
     dz, a = torch.empty_like(z), torch.empty_like(z)
     partial = torch.empty(4 * ceil_div(M, _TILE_M), N, dtype=torch.float32, device=z.device)
     if M % _TILE_M:
-        partial[-4:].zero_()  # warps whose rows are all beyond the last write nothing
+        partial[-4:].zero_()  # warps whose rows are all past the end write nothing
     key = (
         x.data_ptr(), weight.data_ptr(), z.data_ptr(), dz.data_ptr(), a.data_ptr(), partial.data_ptr(),
         x.shape, x.stride(), N, weight.stride(), x.get_device(),
     )  # fmt: skip
-    packed = _packed.get(key)
-    if packed is None:
-        if len(_packed) >= _PREPARED_LIMIT:
-            _packed.clear()
-        packed = _packed[key] = _pack(x, weight, z, dz, a, partial)
-    packed.start()
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launches.keep(key, _prepare(x, weight, z, dz, a, partial))
+    launch.start()
     return dz, a, partial
 
 
-_packed: dict[tuple[object, ...], PackedLaunch] = {}
-"""Launches by all that they depend on: an allocator hands out the same few addresses again and again."""
-
-
-def _pack(x: Tensor, weight: Tensor, z: Tensor, dz: Tensor, a: Tensor, partial: Tensor) -> PackedLaunch:
-    """The launch with everything in place."""
+def _prepare(x: Tensor, weight: Tensor, z: Tensor, dz: Tensor, a: Tensor, partial: Tensor) -> PackedLaunch:
     (M, N), K = z.shape, x.shape[1]
     device = x.get_device()
-    work = tiles(M, N, K, _TILE_M, _TILE_N, _GROUP)
-    shape = (ctypes.c_int32 * 7)(N, M, *work)
+    tiles = product_tiles(M, N, K, _TILE_M, _TILE_N, _GROUP)
+    shape = (ctypes.c_int32 * 7)(N, M, *tiles)
     boxes = ((x, _TILE_M), (weight, _TILE_N), (z, _BOX), (dz, _BOX), (a, _BOX))
     maps = [tensor_map(matrix[None, None], rows) for matrix, rows in boxes]
-    grid = (min(work[-1], multiprocessors(x.device)), 1, 1)
-    packed: PackedLaunch = _kernel(device).handle.pack(grid, (*maps, partial, bytes(shape)), device)
-    return packed
+    grid = (min(tiles[-1], multiprocessors(x.device)), 1, 1)
+    launch: PackedLaunch = _kernel(device).handle.pack(grid, (*maps, partial, bytes(shape)), device)
+    return launch

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from accelerant.ops.attention import hopper_bwd
-from accelerant.ops.attention.backends import capability_of
 from accelerant.ops.attention.op import attention_bwd, attention_fwd
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.rules import rules
@@ -32,18 +31,12 @@ def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
     return found
 
 
-def _refuses_packed(case: Case) -> str | None:
-    if capability_of(case.device) != (9, 0) or case.dtype not in (torch.bfloat16, torch.float16):
-        return "is for sm_90, bfloat16 and float16"
-    return hopper_bwd.refuses(case)
-
-
 def _hopper_packed(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool) -> Tensor:
     dqkv = torch.empty_like(qkv)
     q, k, v = _heads(qkv)
     into = _heads(dqkv)
-    hopper_bwd.launch_backward(
-        do, q, k, v, o, lse, causal, q.shape[-1] ** -0.5, rules().deterministic, into=(into[0], into[1], into[2])
+    hopper_bwd.launch_hopper(
+        do, q, k, v, o, lse, causal, q.shape[-1] ** -0.5, rules().deterministic, out=(into[0], into[1], into[2])
     )
     return dqkv
 
@@ -67,7 +60,7 @@ def _attention_cost(case: Case) -> Cost:
 _attend_backward = Operation(
     "attention_packed_bwd",
     (
-        Implementation("hopper", _hopper_packed, refuses=_refuses_packed, own=True),
+        Implementation("hopper", _hopper_packed, refuses=hopper_bwd.refuses, own=True),
         Implementation("copied", _any_packed),
     ),
     cost=_attention_cost,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerant.ops._hopper.product import readable
+from accelerant.ops._hopper.launch import readable
 from accelerant.privacy.dp.clipping import launch
 from accelerant.privacy.dp.clipping.hopper import KINDS, launch_form, program, refuses
 from accelerant.runtime.dispatch import Case

@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper import ELEMENTS, HopperProgram, Mma, hopper_program, load, tensor_map
-from accelerant.ops._hopper.product import HEADER, THREADS, readable, ring_bytes, tiles, unfit
+from accelerant.ops._hopper.launch import (
+    PRODUCT_HEADER,
+    PRODUCT_THREADS,
+    LaunchCache,
+    product_tiles,
+    readable,
+    refuses_device,
+    ring_bytes,
+    tensor_map,
+)
+from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program, load
 from accelerant.ops._rows import ceil_div, multiprocessors
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
@@ -35,14 +44,13 @@ _GROUP = 8
 _SHARED_BYTES = ring_bytes(_STAGES, _TILE_M, _TILE_N) + 8 * _SLOTS * _BOX * 128
 """The steps in flight and the warps' buffers."""
 
-_PREPARED_LIMIT = 4096
 _FILE = Path(__file__).with_name("hopper.cu")
 
 
 def refuses(case: Case) -> str | None:
     """Why the kernel cannot serve a case of shape (B, T, K, N); None if it can."""
     B, T, K, N = case.shape
-    reason = unfit(case, tuple(ELEMENTS))
+    reason = refuses_device(case, tuple(ELEMENTS))
     if reason:
         return reason
     if N % 8 or K % 8:
@@ -60,13 +68,16 @@ def program(dtype: torch.dtype) -> HopperProgram:
         "HEIGHT": _TILE_M // 64, "WIDTH": _TILE_N, "STAGES": _STAGES, "SLOTS": _SLOTS, "MMA": mma.name, "ACROSS": 1,
         "IS_BF16": int(dtype == torch.bfloat16), "GIVE": 40, "TAKE": 232,
     }  # fmt: skip
-    text = hopper_program(_FILE, ELEMENTS[dtype], (mma,), constants, (HEADER,))
-    return HopperProgram("clip_form", text, THREADS, _SHARED_BYTES)
+    text = hopper_program(_FILE, ELEMENTS[dtype], (mma,), constants, (PRODUCT_HEADER,))
+    return HopperProgram("clip_form", text, PRODUCT_THREADS, _SHARED_BYTES)
 
 
 @functools.cache
 def _kernel(dtype: torch.dtype, device: int) -> Kernel:
     return load(program(dtype), KINDS, device)
+
+
+_launches: LaunchCache[PackedLaunch] = LaunchCache()
 
 
 def launch_form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -92,26 +103,19 @@ def launch_form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor
         a.data_ptr(), g.data_ptr(), each.data_ptr(), partial.data_ptr(), a.dtype, a.shape, a.stride(), N, g.stride(),
         a.get_device(),
     )  # fmt: skip
-    packed = _packed.get(key)
-    if packed is None:
-        if len(_packed) >= _PREPARED_LIMIT:
-            _packed.clear()
-        packed = _packed[key] = _pack(a, g, each, partial)
-    packed.start()
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launches.keep(key, _prepare(a, g, each, partial))
+    launch.start()
     return each, partial
 
 
-_packed: dict[tuple[object, ...], PackedLaunch] = {}
-"""Launches by all that they depend on: an allocator hands out the same few addresses again and again."""
-
-
-def _pack(a: Tensor, g: Tensor, each: Tensor, partial: Tensor) -> PackedLaunch:
-    """The launch with everything in place."""
+def _prepare(a: Tensor, g: Tensor, each: Tensor, partial: Tensor) -> PackedLaunch:
     B, N, K = each.shape
     device = a.get_device()
-    *shape, count = tiles(N, K, a.shape[1], _TILE_M, _TILE_N, _GROUP)
+    *shape, count = product_tiles(N, K, a.shape[1], _TILE_M, _TILE_N, _GROUP)
     work = (ctypes.c_int32 * 5)(*shape, B * count)
     maps = [tensor_map(tensor[:, None], rows) for tensor, rows in ((g, 64), (a, 64), (each, _BOX))]
     grid = (min(B * count, multiprocessors(a.device)), 1, 1)
-    packed: PackedLaunch = _kernel(a.dtype, device).handle.pack(grid, (*maps, partial, bytes(work)), device)
-    return packed
+    launch: PackedLaunch = _kernel(a.dtype, device).handle.pack(grid, (*maps, partial, bytes(work)), device)
+    return launch

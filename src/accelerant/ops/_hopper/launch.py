@@ -1,0 +1,166 @@
+"""Host side of a launch on Hopper: tensor maps of the copy engine (TMA), prepared launches, tiles of product.h."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import sys
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import LaunchError
+from accelerant.ops._rows import ceil_div
+from accelerant.runtime.dispatch import Case
+from accelerant.runtime.providers.cuda_launch import make_ready
+
+__all__ = [
+    "PRODUCT_HEADER", "PRODUCT_THREADS", "LaunchCache", "product_tiles", "readable", "refuses_device",
+    "refuses_product", "ring_bytes", "tensor_map",
+]  # fmt: skip
+
+T = TypeVar("T")
+
+
+def refuses_device(case: Case, dtypes: Sequence[torch.dtype]) -> str | None:
+    """Return why a Hopper kernel for these dtypes cannot serve the case's device, dtype or emptiness, or None."""
+    if case.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(case.device) != (9, 0):
+        return "is for sm_90"
+    if case.dtype not in dtypes:
+        *names, wrong = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, case.dtype))
+        return f"takes {' and '.join(names)}, not {wrong}"
+    return None if math.prod(case.shape) else "takes no empty tensor"
+
+
+# --- prepared launches -----------------------------------------------------------------------------------------------
+
+
+class LaunchCache(dict[tuple[Hashable, ...], T]):
+    """Prepared launches, by everything that their arguments depend on: addresses, shapes, strides, options, device.
+
+    Preparing a launch encodes up to five tensor maps, 2 us each. The caching allocator returns the same few addresses
+    again and again, so that a training step finds nearly all its launches here. An entry holds no tensor: it serves
+    whatever tensors are at its addresses. A full cache is emptied.
+
+        launch = _launches.get(key) or _launches.keep(key, _prepare(x, y))
+        launch.start()
+    """
+
+    def __init__(self, limit: int = 4096) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def keep(self, key: tuple[Hashable, ...], launch: T) -> T:
+        """Store a launch, and return it."""
+        if len(self) >= self._limit:
+            self.clear()
+        self[key] = launch
+        return launch
+
+
+# --- tensor maps -----------------------------------------------------------------------------------------------------
+
+_BOX_COLUMNS = 64  # 128 bytes, the width of the swizzle
+_RANK = 4
+_DATA_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_...
+# CU_TENSOR_MAP_INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_L2_256B, _FLOAT_OOB_FILL_NONE
+_BOX_LAYOUT = (0, 3, 3, 0)
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return x if the copy engine can read it, else a contiguous copy.
+
+    The last dimension must be contiguous, the address and the other strides multiples of 16 bytes (16-bit dtypes).
+    """
+    if x.data_ptr() % 16 == 0 and _strides_fit(x.shape, x.stride()):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides_fit(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    used = [stride for size, stride in zip(shape[:-1], strides, strict=False) if size > 1]
+    return strides[-1] == 1 and all(stride and stride % 8 == 0 for stride in used)
+
+
+def tensor_map(x: Tensor, rows: int) -> bytes:
+    """Encode a tensor map of x with boxes of `rows` x 64 elements under the 128-byte swizzle.
+
+    Args:
+        x: (B, H, S, D) of bfloat16 or float16, as `readable` returns it.
+        rows: rows of S in a box, up to 256.
+
+    Raises:
+        LaunchError: the driver refuses the tensor.
+    """
+    buffer = (ctypes.c_char * 192)()
+    address = (ctypes.addressof(buffer) + 63) & -64  # the driver requires a multiple of 64
+    make_ready()  # cuTensorMapEncodeTiled fails in a thread without a context
+    dtype, *sizes = _map_arguments(x.dtype, x.shape, x.stride(), rows)
+    code = _encode()(address, dtype, _RANK, ctypes.c_void_p(x.data_ptr()), *sizes, *_BOX_LAYOUT)
+    if code:
+        raise LaunchError(f"no tensor map of {tuple(x.shape)} with strides {x.stride()}: driver error {code}")
+    return ctypes.string_at(address, 128)
+
+
+@functools.lru_cache(maxsize=4096)
+def _map_arguments(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> tuple[Any, ...]:
+    """Return cuTensorMapEncodeTiled's arguments but the address: innermost dimension first, strides in bytes.
+
+    Source: CUDA driver API 13.0, cuTensorMapEncodeTiled.
+    """
+    batch, heads, length, width = shape
+    # The stride of a dimension of size 1 is never used, but the driver may refuse its value.
+    byte_strides = [2 * strides[dim] if shape[dim] > 1 else 16 * width for dim in (2, 1, 0)]
+    return (
+        _DATA_TYPES[dtype],
+        (ctypes.c_uint64 * 4)(width, length, heads, batch),
+        (ctypes.c_uint64 * 3)(*byte_strides),
+        (ctypes.c_uint32 * 4)(_BOX_COLUMNS, rows, 1, 1),
+        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+    )
+
+
+@functools.cache
+def _encode() -> Any:
+    """Return the driver's cuTensorMapEncodeTiled through ctypes: 2 us a map, where cuda.bindings takes 8."""
+    encode = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1").cuTensorMapEncodeTiled
+    encode.argtypes = (
+        ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int,
+    )  # fmt: skip
+    return encode
+
+
+# --- kernels built on product.h: x W^T, or x^T W of a batch, each with its own epilogue -------------------------------
+
+PRODUCT_HEADER = "product.h"
+PRODUCT_THREADS = 384
+"""Threads of a block: one producer warpgroup and two that multiply."""
+
+
+def refuses_product(case: Case) -> str | None:
+    """Return why no such kernel can serve a case of shape (M, N, K), or None."""
+    M, N, K = case.shape
+    reason = refuses_device(case, (torch.bfloat16,))  # float16 compiles, but has not been run on a GPU yet
+    if reason:
+        return reason
+    if N % 8 or K % 8:
+        return f"rows of {K if K % 8 else N} elements do not begin on 16-byte boundaries"
+    if max(M, N, K) >= 2**30 or ceil_div(M, 64) * ceil_div(N, 64) >= 2**30:
+        return "counts tiles in 32 bits"
+    return None
+
+
+def ring_bytes(stages: int, tile_m: int, tile_n: int) -> int:
+    """Return the shared memory of the ring of operand tiles in flight, barriers included."""
+    return stages * (128 * (tile_m + tile_n) + 16)
+
+
+def product_tiles(M: int, N: int, K: int, tile_m: int, tile_n: int, group: int) -> tuple[int, int, int, int, int]:
+    """Return the fields of struct Tiles: steps of K, tiles down, tiles across, `group`, and the number of tiles."""
+    down, across = ceil_div(M, tile_m), ceil_div(N, tile_n)
+    return ceil_div(K, 64), down, across, group, down * across
