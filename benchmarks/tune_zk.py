@@ -4,7 +4,7 @@
     python benchmarks/tune_zk.py cuda --only ntt --json   # lines for a machine
     python benchmarks/tune_zk.py opencl --smallest        # sizes that tell nothing, to see that it runs
 
-Every answer is compared with the CPU's before it is timed. The best divisions belong in algebra/ntt/device.py
+Every answer is compared with the CPU's before it is timed. The best divisions belong in algebra/ntt/launch.py
 (division_of) and zk/msm/device_plan.py; nothing is written here.
 """
 
@@ -25,9 +25,7 @@ from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.algebra.field.places import HOST, Place, place_at
 from accelerant.algebra.field.words import random
-from accelerant.algebra.ntt.device import DevicePasses, Division, division_of
-from accelerant.algebra.ntt.host import HostPasses
-from accelerant.algebra.ntt.launch import run
+from accelerant.algebra.ntt.launch import DevicePasses, Division, HostPasses, division_of, run
 from accelerant.bench.suites.zk_inputs import msm_answer, msm_points, msm_scalars
 from accelerant.errors import AccelerantError
 from accelerant.zk.elliptic_curve import curve as curve_named

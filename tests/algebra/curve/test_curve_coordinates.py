@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerant.algebra.curve import CURVES, curve_of
-from accelerant.algebra.curve.coordinates import PrimeCoordinates
+from accelerant.algebra.curve.weierstrass import PrimeCoordinates
 from accelerant.algebra.field.parameters import FIELDS
 
 NAMES = list(CURVES)

@@ -14,8 +14,7 @@ import pytest
 from small_orders import of_small_orders, point_out_of_subgroup
 
 from accelerant.algebra.curve.encoding import decode_points, encode_points
-from accelerant.algebra.curve.endomorphism import endomorphism
-from accelerant.algebra.curve.parameters import CURVES, curve_of
+from accelerant.algebra.curve.parameters import CURVES, curve_of, endomorphism
 from accelerant.algebra.curve.program import ADDS, BLOCK, entries, kernel_source, launch, point_text, prefixed
 from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negate
 from accelerant.algebra.field.program import montgomery_radix

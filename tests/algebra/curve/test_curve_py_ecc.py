@@ -4,10 +4,10 @@ import random
 import sys
 
 import pytest
+from pairing_reference import pairing, tower_of
 
 from accelerant.algebra.curve import curve_of, family_of
 from accelerant.algebra.curve.encoding import points_to_bytes
-from accelerant.algebra.curve.pairing_reference import pairing, tower_of
 from accelerant.algebra.curve.reference import add, double, multiply, negate
 
 _limit = sys.getrecursionlimit()

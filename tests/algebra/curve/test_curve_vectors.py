@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from pairing_reference import product_is_one
 
 from accelerant.algebra.curve import curve_of, family_of
 from accelerant.algebra.curve.encoding import point_bytes, points_from_bytes, points_to_bytes
-from accelerant.algebra.curve.pairing_reference import product_is_one
 from accelerant.algebra.curve.reference import add, multiply
 from accelerant.errors import FormatError
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerant.algebra.curve.tape import ADD, MUL, SUB, Program, Recorder
-from accelerant.algebra.curve.tape_kernel import TapeKernel, kernel_source, run_tape
+from accelerant.algebra.curve.tape import ADD, MUL, SUB, Program, Recorder, TapeKernel, kernel_source, run_tape
 from accelerant.algebra.field import words as host
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import montgomery_radix

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from accelerant.algebra.curve import pairing_miller, pairing_power, tape_store
+from accelerant.algebra.curve import pairing, tape
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.runtime.compilation.cache import KernelCache
@@ -16,7 +16,7 @@ from accelerant.runtime.compilation.cache import KernelCache
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty cache."""
-    monkeypatch.setattr(tape_store, "KernelCache", lambda: KernelCache(tmp_path))
+    monkeypatch.setattr(tape, "KernelCache", lambda: KernelCache(tmp_path))
     return tmp_path
 
 
@@ -27,9 +27,9 @@ def same(a, b):
 
 
 KINDS = {
-    "miller": (pairing_miller.MillerTape, lambda family: pairing_miller._recorded_loop(family, 2)),
-    "product": (pairing_power.FinalTape, pairing_power._recorded_product),
-    "final": (pairing_power.FinalTape, pairing_power._recorded_power),
+    "miller": (pairing.MillerTape, lambda family: pairing._recorded_loop(family, 2)),
+    "product": (pairing.FinalTape, pairing._recorded_product),
+    "final": (pairing.FinalTape, pairing._recorded_power),
 }
 
 
@@ -45,7 +45,7 @@ def test_what_is_read_is_what_was_recorded(folder, kind, name):
         return made
 
     for _ in range(2):
-        found = tape_store.kept(of, f"{kind}_{name}", FIELDS[f"{name}_fq"], make)
+        found = tape.kept(of, f"{kind}_{name}", FIELDS[f"{name}_fq"], make)
         assert same(found.tape, made.tape)
         assert found.tape.code.dtype == np.int32
         assert found.tape.schedule.dtype == np.int64
@@ -61,23 +61,23 @@ def test_a_damaged_entry_is_recorded_again(folder):
 
     def make():
         calls.append(1)
-        return pairing_power._recorded_product(family)
+        return pairing._recorded_product(family)
 
-    first = tape_store.kept(pairing_power.FinalTape, "t", field, make)
+    first = tape.kept(pairing.FinalTape, "t", field, make)
     code = next(folder.iterdir()) / "code"
     code.write_bytes(bytes([code.read_bytes()[0] ^ 1]) + code.read_bytes()[1:])
-    assert same(tape_store.kept(pairing_power.FinalTape, "t", field, make).tape, first.tape)
+    assert same(tape.kept(pairing.FinalTape, "t", field, make).tape, first.tape)
     assert len(calls) == 2
 
 
 def test_nothing_that_a_tape_is_lies_beside_the_checksum(folder):
     """With other constants, or registers beyond the memory, all would be computed wrong."""
     family = family_of("bn254")
-    field, first = FIELDS["bn254_fq"], pairing_power._recorded_product(family)
-    tape_store.kept(pairing_power.FinalTape, "t", field, lambda: first)
+    field, first = FIELDS["bn254_fq"], pairing._recorded_product(family)
+    tape.kept(pairing.FinalTape, "t", field, lambda: first)
     path = next(folder.iterdir()) / "report.json"
     report = json.loads(path.read_text())
     assert not report["metadata"]
     report["metadata"] = {"schedule": 0, "registers": 1, "constants": ["5"], "products": 0, "places": {}}
     path.write_text(json.dumps(report))
-    assert same(tape_store.kept(pairing_power.FinalTape, "t", field, lambda: first).tape, first.tape)
+    assert same(tape.kept(pairing.FinalTape, "t", field, lambda: first).tape, first.tape)

@@ -17,14 +17,12 @@ from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.places import HOST, place_at
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.algebra.field.words import decode, encode
-from accelerant.algebra.ntt import device
-from accelerant.algebra.ntt.device import DevicePasses, Division, division_of
-from accelerant.algebra.ntt.device_tables import DeviceTables, device_tables, roots_of
-from accelerant.algebra.ntt.launch import LOG_MOST, run
+from accelerant.algebra.ntt import launch as ntt_launch
+from accelerant.algebra.ntt.launch import LOG_MOST, DevicePasses, Division, division_of, run
 from accelerant.algebra.ntt.plan import ORDERS, Variant, make_passes
 from accelerant.algebra.ntt.program import Tile, has_quotients, kernel_source
 from accelerant.algebra.ntt.reference import ntt_reference
-from accelerant.algebra.ntt.tables import pass_tables
+from accelerant.algebra.ntt.tables import DeviceTables, device_tables, pass_tables, roots_of
 from accelerant.errors import ConfigError, LaunchError
 from accelerant.runtime import registry
 from vectors import TRANSFORM_BASE, field_elements
@@ -148,7 +146,7 @@ def test_divisions_fit_every_device(field, log_n):
 def test_a_plan_that_is_given_up_waits_for_the_device(monkeypatch):
     """On another stream its tables may still be read, and their memory is the allocator's next."""
     waits = []
-    monkeypatch.setattr(device, "_kernel", lambda *args: None)
+    monkeypatch.setattr(ntt_launch, "_device_kernel", lambda *args: None)
     plan = DevicePasses(HOST, FIELDS["babybear"], 3, inverse=False, coset=1, order="natural")
     monkeypatch.setattr(HOST.provider, "synchronize", lambda index: waits.append((index, plan.given_up)))
     assert not plan.given_up
@@ -194,12 +192,12 @@ def test_pointed_launches_have_what_others_have(monkeypatch):
         asked.append(((*grid, *block), [arg.data_ptr() if hasattr(arg, "data_ptr") else arg for arg in args]))
 
     tables = DeviceTables(*(torch.zeros(4, dtype=torch.int64) for _ in range(5)))
-    monkeypatch.setattr(device, "device_tables", lambda *args: tables)
+    monkeypatch.setattr(ntt_launch, "device_tables", lambda *args: tables)
     provider = SimpleNamespace(launch=launch, synchronize=lambda index: None)
     place = SimpleNamespace(provider=provider, index=0, pointer=lambda words: words)
 
     def made(kernel):
-        monkeypatch.setattr(device, "_kernel", lambda *_: kernel)
+        monkeypatch.setattr(ntt_launch, "_device_kernel", lambda *_: kernel)
         return DevicePasses(place, field, 13, inverse=True, coset=3, order="natural")
 
     plans = [made(SimpleNamespace(handle=None))]

@@ -11,9 +11,8 @@ from accelerant.algebra.field.llvm_kernels import host_form
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.places import HOST
 from accelerant.algebra.field.words import decode, encode
-from accelerant.algebra.ntt import host
-from accelerant.algebra.ntt.host import HostPasses
-from accelerant.algebra.ntt.launch import run
+from accelerant.algebra.ntt import launch as ntt_launch
+from accelerant.algebra.ntt.launch import HostPasses, run
 from accelerant.algebra.ntt.plan import ORDERS
 from accelerant.algebra.ntt.reference import ntt_reference
 from accelerant.algebra.ntt.tables import limbs_of_52_bits
@@ -84,8 +83,8 @@ def test_every_direction_coset_and_size(arithmetic, order):
 def test_three_passes_and_split_twiddles(arithmetic, order, monkeypatch):
     """As from 2^21 points on, with few rows to a pass."""
     field, kind = arithmetic
-    monkeypatch.setattr(host, "_LOG_ROWS", 4)
-    monkeypatch.setattr(host, "_LOG_TABLE", 5)
+    monkeypatch.setattr(ntt_launch, "_LOG_ROWS", 4)
+    monkeypatch.setattr(ntt_launch, "_LOG_TABLE", 5)
     x = field_elements(field, 1 << 12, TRANSFORM_BASE)
     for inverse, coset in ((False, 1), (False, 3), (True, 3)):
         options = {"inverse": inverse, "coset": coset, "order": order}

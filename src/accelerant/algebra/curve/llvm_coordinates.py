@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from accelerant.algebra.curve.coordinates import Coordinates
 from accelerant.algebra.curve.llvm_flow import Flow, Variable
 from accelerant.algebra.curve.llvm_packs import Packs, packs_of
+from accelerant.algebra.curve.weierstrass import Coordinates
 from accelerant.algebra.field.llvm_form import Form
 
 __all__ = ["Cell", "Element", "Elements"]

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from accelerant.algebra.curve.endomorphism import endomorphism
 from accelerant.algebra.curve.llvm_coordinates import Element, Elements
 from accelerant.algebra.curve.llvm_flow import Flow
 from accelerant.algebra.curve.llvm_points import Pair, Scratch, batch_add, entered, public_digits
+from accelerant.algebra.curve.parameters import endomorphism
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.llvm_form import Form
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accelerant.algebra.curve.endomorphism import endomorphism
 from accelerant.algebra.curve.llvm_kernels import CurveKernels
+from accelerant.algebra.curve.parameters import endomorphism
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.program import CudaProgram, field_text, montgomery_radix
 from accelerant.errors import ConfigError

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from accelerant.algebra.curve.coordinates import Pair, QuadraticCoordinates
 from accelerant.algebra.curve.parameters import Family
 from accelerant.algebra.curve.tape import Recorder
+from accelerant.algebra.curve.weierstrass import Pair, QuadraticCoordinates
 from accelerant.algebra.field.parameters import FIELDS, FQ2
 
 __all__ = [

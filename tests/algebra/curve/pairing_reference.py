@@ -20,9 +20,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
-from accelerant.algebra.curve.coordinates import Pair, QuadraticCoordinates
 from accelerant.algebra.curve.parameters import Family
-from accelerant.algebra.curve.weierstrass import Affine
+from accelerant.algebra.curve.weierstrass import Affine, Pair, QuadraticCoordinates
 from accelerant.algebra.field.parameters import FQ2
 
 __all__ = ["Fq6", "Fq12", "Tower", "final_exponentiation", "miller_loop", "pairing", "product_is_one", "tower_of"]
