@@ -229,7 +229,6 @@ class QuadraticCoordinates(Coordinates[Pair]):
         return c0, c1
 
 
-E = TypeVar("E")
 Affine = tuple[E, E] | None
 """(x, y), reduced; None is the point at infinity."""
 

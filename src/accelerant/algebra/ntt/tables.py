@@ -179,8 +179,6 @@ def _kernel(field: Field) -> Kernel:
     return HOST.provider.compile(kernel_source(field, "field_mul_montgomery"))
 
 
-Words = npt.NDArray[Any]
-
 _LOG_STEPS = 4
 """Log2 of the factors of a thread, at most."""
 
