@@ -9,7 +9,8 @@ Exit status: 0 done, 1 failed, 2 wrong usage or unusable input, 128 + n ended by
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from accelerant.errors import AccelerantError, BackendUnavailable, ConfigError, 
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["GROUPS", "build_app", "main"]
+__all__ = ["GROUPS", "build_app", "exit_status", "main"]
 
 GROUPS = ("devices", "train", "data", "bench", "tune", "doctor", "top", "compile", "cache", "zk", "privacy")
 """Modules of this package; `register(app)` of each adds the command of its name. A new one: a file, a name here."""
@@ -66,14 +67,21 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: without the program's name; the process's by default.
     """
-    try:
-        settings()  # a setting without meaning is wrong usage of every command
+    with exit_status():
         given = sys.argv[1:] if arguments is None else arguments
         if given[:2] == ["zk", "prove"] and (proof := import_module("accelerant.cli.zk_prove").plain(given[2:])):
             proof()
             sys.exit(0)
         named = given[:1] if given and given[0] in GROUPS else GROUPS  # importing the others takes up to 0.1 s
         build_app(named)(args=given, prog_name="accelerant")
+
+
+@contextmanager
+def exit_status() -> Iterator[None]:
+    """Turn an exception of a command into one line on the error stream and the process's exit status."""
+    try:
+        settings()  # a setting without meaning is wrong usage of every command
+        yield
     except AccelerantError as error:
         _fail(error, 2 if isinstance(error, _BAD_INPUT) else 1)
     except BrokenPipeError:  # who read the output has enough; typer says nothing, either

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerant.cli import bench_curve, bench_decode, bench_dp, bench_groth16, bench_patch, bench_train, bench_zk
 from accelerant.errors import AccelerantError, ConfigError, FormatError
 
 if TYPE_CHECKING:
@@ -71,14 +70,24 @@ def register(app: typer.Typer) -> None:
     group.command("algebra", epilog="Example:  accelerant bench algebra --no-compiled")(algebra)
     group.command("runtime", epilog="Example:  accelerant bench runtime --json")(runtime)
     group.command("bandwidth", epilog="Example:  accelerant bench bandwidth --sizes 1MiB,64MiB,1GiB")(bandwidth)
-    group.command("patch", epilog=bench_patch.EPILOG)(bench_patch.patch)
-    group.command("decode", epilog=bench_decode.EPILOG)(bench_decode.decode)
-    group.command("train", epilog=bench_train.EPILOG)(bench_train.train)
-    group.command("curve", epilog=bench_curve.EPILOG)(bench_curve.curve)
-    group.command("dp", epilog=bench_dp.EPILOG)(bench_dp.dp)
-    group.command("zk", epilog=bench_zk.EPILOG)(bench_zk.zk)
-    group.command("groth16", epilog=bench_groth16.EPILOG)(bench_groth16.groth16)
+    for name in _MOVED:
+        group.command(name, hidden=True, context_settings=_ANY_ARGUMENTS)(_moved(name))
     app.add_typer(group, name="bench")
+
+
+_MOVED = ("patch", "decode", "train", "curve", "dp", "zk", "groth16")
+_ANY_ARGUMENTS = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+def _moved(name: str) -> Callable[[], None]:
+    """Return a command that names the one that replaced it."""
+
+    def command() -> None:
+        raise ConfigError(
+            f"bench {name} is not in the installed package: run `python -m benchmarks {name}` in a checkout"
+        )
+
+    return command
 
 
 def neural(

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from accelerant.bench.record import Environment, Record
-from accelerant.bench.suites import decode as suite
-from accelerant.cli import main
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
+from benchmarks import decode as suite
+from benchmarks.__main__ import main
 
 
 def test_both_dtypes_are_measured_and_right():
@@ -85,15 +85,15 @@ def test_unknown_names():
 
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "record.json"
-    args = ["bench", "decode", "--dtype", "bf16", "--against", "none", "--device", "cpu", "--budget-s", "0"]
+    args = ["decode", "--dtype", "bf16", "--against", "none", "--device", "cpu", "--budget-s", "0"]
     with pytest.raises(SystemExit, match="0"):
         main([*args, "--out", str(out), "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert [row["runner"] for row in printed["rows"]] == ["accelerant"]
     assert Record.load(out).rows[0].op == "Llama, tiny"
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", "decode", "--dtype", "int4", "--device", "cpu"])
+        main(["decode", "--dtype", "int4", "--device", "cpu"])
     assert "--dtype: no dtype 'int4'" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", "decode", "--dtype", ",", "--device", "cpu"])
+        main(["decode", "--dtype", ",", "--device", "cpu"])
     assert "--dtype: name one of bfloat16, int8; got ','" in capsys.readouterr().err

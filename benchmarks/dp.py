@@ -25,9 +25,12 @@ from accelerant.bench.ceilings import measure_ceilings
 from accelerant.bench.journal import Journal
 from accelerant.bench.pieces import Piece, measure_pieces
 from accelerant.bench.record import Environment, Record, Row
-from accelerant.bench.suites import dp_noise
-from accelerant.bench.suites.dp_peers import PEERS, peer_step
-from accelerant.bench.suites.dp_steps import (
+from accelerant.errors import AccelerantError, ConfigError
+from accelerant.nn import GPT, GPTConfig
+from accelerant.runtime.provider import ComputeDevice
+from benchmarks import dp_noise
+from benchmarks.dp_peers import PEERS, peer_step
+from benchmarks.dp_steps import (
     BOUND,
     MODEL,
     NOISE,
@@ -45,10 +48,7 @@ from accelerant.bench.suites.dp_steps import (
     private_step,
     without,
 )
-from accelerant.bench.suites.training import KernelShare, _flops, kernel_shares
-from accelerant.errors import AccelerantError, ConfigError
-from accelerant.nn import GPT, GPTConfig
-from accelerant.runtime.provider import ComputeDevice
+from benchmarks.training import KernelShare, _flops, kernel_shares
 
 __all__ = ["PEERS", "Case", "cases_on", "measure", "parse_case", "run", "step_by_kernel"]
 

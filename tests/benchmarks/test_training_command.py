@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from accelerant.cli.app import main
 from accelerant.cli.bench_pieces import peers_of
+from benchmarks.__main__ import main
 
 
 def status(*arguments):
     with pytest.raises(SystemExit) as exit_:
-        main(["bench", "train", "--device", "cpu", *arguments])
+        main(["train", "--device", "cpu", *arguments])
     return exit_.value.code or 0
 
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from accelerant.bench.suites.dp_peers import Step
-from accelerant.bench.suites.training import _BETAS, _RATE, _Data, _groups, _times, own_step
 from accelerant.bench.timer import Timing, time_in_turns
 from accelerant.errors import ConfigError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.presets import PRESETS
+from benchmarks.dp_peers import Step
+from benchmarks.training import _BETAS, _RATE, _Data, _groups, _times, own_step
 
 __all__ = [
     "BOUND",

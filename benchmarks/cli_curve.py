@@ -48,10 +48,10 @@ def curve(
 
     Writes curve.json, curve.csv, curve.svg and report.html into a folder. Interrupted, the same command goes on.
     """
-    from accelerant.bench import curve_page
-    from accelerant.bench.suites.curve import CurveRecord, CurveSettings, run
     from accelerant.cli.train_view import make_view
     from accelerant.runtime import registry
+    from benchmarks import loss_curve_page as curve_page
+    from benchmarks.loss_curve import CurveRecord, CurveSettings, run
 
     if page is not None:
         record = CurveRecord.load(out / "curve.json")

@@ -73,10 +73,10 @@ def dp(
     json_output: Json = False,
 ) -> None:
     """Measure private steps of GPT-2 124M: time, memory, share of the speed without privacy; and noise alone."""
-    from accelerant.bench.suites import dp as suite
-    from accelerant.bench.suites.training import kernel_table
     from accelerant.nn import GPTConfig
     from accelerant.runtime import registry
+    from benchmarks import dp as suite
+    from benchmarks.training import kernel_table
 
     peers = _peers(against, suite.PEERS)
     model = GPTConfig(vocab, 1024, layers, max(1, width // 64), width, tied=False)
@@ -117,7 +117,7 @@ def _peers(against: str, known: tuple[str, ...]) -> tuple[str, ...]:
 
 def _asked(cases: list[str] | None) -> Callable[[Row], bool]:
     """Whether a baseline's row was asked for in this run."""
-    from accelerant.bench.suites.dp import parse_case
+    from benchmarks.dp import parse_case
 
     named = {parse_case(each).name for each in cases or () if each != "noise"}
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from accelerant.bench.suites.training import _BETAS, _DECAY, _RATE, PlainGPT, plain_step
 from accelerant.errors import UnsupportedCase
 from accelerant.nn import GPT, GPTConfig
+from benchmarks.training import _BETAS, _DECAY, _RATE, PlainGPT, plain_step
 
 __all__ = ["PEERS", "Step", "UntiedGPT", "opacus_step", "peer_step"]
 

@@ -45,7 +45,7 @@ def groth16(
     json_output: Json = False,
 ) -> None:
     """Measure Groth16 proofs: the key warm, by stages; the command from files; memory; snarkjs on the same files."""
-    from accelerant.bench.suites import groth16 as suite
+    from benchmarks import groth16 as suite
 
     sizes, peers = tuple(dict.fromkeys(constraints or suite.CONSTRAINTS)), peers_of(against)
     suite.check_peers(peers)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from accelerant.bench.record import Environment, Record
-from accelerant.bench.suites import training
-from accelerant.bench.suites.training import KernelShare, PlainGPT, kernel_table, own_step, plain_step
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.runtime import registry
+from benchmarks import training
+from benchmarks.training import KernelShare, PlainGPT, kernel_table, own_step, plain_step
 
 TINY = GPTConfig(vocab_size=50, context=8, layers=2, heads=2, width=16)
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from accelerant.bench.suites.curve import REFERENCE, Curve, CurveRecord
 from accelerant.errors import ConfigError
 from accelerant.nn.train.charts import Line, line_chart
 from accelerant.nn.train.page import document
 from accelerant.runtime.files import write_atomic
+from benchmarks.loss_curve import REFERENCE, Curve, CurveRecord
 
 __all__ = ["MARKS", "Comparison", "comparisons", "markdown", "picture", "table", "update_page", "window", "write_curve"]
 

@@ -40,20 +40,20 @@ from accelerant.bench.ceilings import measure_copy
 from accelerant.bench.journal import Journal
 from accelerant.bench.pieces import Piece, Progress, measure_pieces
 from accelerant.bench.record import Environment, Record, Row
-from accelerant.bench.suites import zk_first, zk_inputs
-from accelerant.bench.suites.zk_cases import CPU_CASES, GPU_CASES, Case, chosen
-from accelerant.bench.suites.zk_multiplier import (
+from accelerant.bench.timer import Timing, time_ms
+from accelerant.errors import AccelerantError
+from accelerant.runtime.provider import ComputeDevice
+from accelerant.zk import msm, ntt
+from accelerant.zk.msm.fixed import FixedBase
+from benchmarks import zk_first, zk_inputs
+from benchmarks.zk_cases import CPU_CASES, GPU_CASES, Case, chosen
+from benchmarks.zk_multiplier import (
     CARRY,
     measure_multiplier,
     msm_multiplies,
     msm_products,
     ntt_multiplies,
 )
-from accelerant.bench.timer import Timing, time_ms
-from accelerant.errors import AccelerantError
-from accelerant.runtime.provider import ComputeDevice
-from accelerant.zk import msm, ntt
-from accelerant.zk.msm.fixed import FixedBase
 
 __all__ = ["cases_on", "measure", "run"]
 

@@ -27,8 +27,6 @@ from torch import Tensor, nn
 
 from accelerant.bench.journal import SAME
 from accelerant.bench.record import Environment
-from accelerant.bench.suites.curve_steps import Made, own_run, plain_run
-from accelerant.bench.suites.training import PlainGPT
 from accelerant.errors import ConfigError, DivergenceError, FormatError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn._float8 import require_float8
@@ -43,6 +41,8 @@ from accelerant.nn.train.presets import Recipe, RunConfig, preset
 from accelerant.nn.train.state import gathered, restored
 from accelerant.runtime.files import decode_json, write_atomic
 from accelerant.runtime.provider import ComputeDevice
+from benchmarks.loss_curve_steps import Made, own_run, plain_run
+from benchmarks.training import PlainGPT
 
 __all__ = ["NOISES", "OURS", "PRECISIONS", "REFERENCE", "Curve", "CurveRecord", "CurveSettings", "run"]
 

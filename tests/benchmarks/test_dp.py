@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from accelerant.bench.record import Environment, Record
-from accelerant.bench.suites import dp as suite
-from accelerant.bench.suites import dp_noise, dp_steps
-from accelerant.bench.suites.dp_peers import PEERS, UntiedGPT, peer_step
-from accelerant.cli import main
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig
 from accelerant.runtime import registry
+from benchmarks import dp as suite
+from benchmarks import dp_noise, dp_steps
+from benchmarks.__main__ import main
+from benchmarks.dp_peers import PEERS, UntiedGPT, peer_step
 
 TINY = GPTConfig(vocab_size=50, context=8, layers=2, heads=2, width=16, tied=False)
 SHAPE = "4x8 2 layers of 16, untied, float32"
@@ -178,7 +178,7 @@ def test_peers_begin_at_our_loss_and_learn(name):
 
 
 def test_a_peer_that_is_absent_leaves_a_row_that_says_so(cpu, monkeypatch):
-    monkeypatch.setattr("accelerant.bench.suites.dp_peers.importlib.import_module", _absent)
+    monkeypatch.setattr("benchmarks.dp_peers.importlib.import_module", _absent)
     record = measured(cpu, cases=["2x8"], against=["opacus ghost", "torch"])
     ghost, plain = record.rows[0], record.rows[-1]
     assert (ghost.runner, ghost.p50) == ("opacus ghost", None)
@@ -247,7 +247,7 @@ def test_peers_that_are_none(cpu, capsys):
     with pytest.raises(ConfigError, match="no peer 'jax'"):
         measured(cpu, against=["jax"])
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", "dp", "--against", "jax"])
+        main(["dp", "--against", "jax"])
     assert "there are torch, opacus ghost" in capsys.readouterr().err
 
 
@@ -260,7 +260,7 @@ def test_defaults():
 
 
 def test_the_command(tmp_path, capsys):
-    arguments = ["bench", "dp", "--device", "cpu", "--case", "2x8", "--layers", "1", "--width", "16", "--vocab", "50"]
+    arguments = ["dp", "--device", "cpu", "--case", "2x8", "--layers", "1", "--width", "16", "--vocab", "50"]
     arguments += ["--against", "none", "--budget-s", "0", "--out", str(tmp_path / "run")]
     with pytest.raises(SystemExit, match="0"):
         main([*arguments, "--json"])
@@ -276,5 +276,5 @@ def test_the_command(tmp_path, capsys):
 
 def test_kernels_need_a_gpu(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", "dp", "--device", "cpu", "--kernels"])
+        main(["dp", "--device", "cpu", "--kernels"])
     assert "take --device cuda" in capsys.readouterr().err

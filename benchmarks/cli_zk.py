@@ -39,8 +39,8 @@ def zk(
     json_output: Json = False,
 ) -> None:
     """Measure field products, number-theoretic transforms, sums of multiples of points, pairings, and first calls."""
-    from accelerant.bench.suites import zk as suite
     from accelerant.runtime import registry
+    from benchmarks import zk as suite
 
     texts = tuple(only or ())
     try:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerant.bench.suites.training import PlainGPT
 from accelerant.nn import GPT
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.presets import Recipe
 from accelerant.nn.train.step import TrainStep
+from benchmarks.training import PlainGPT
 
 __all__ = ["Made", "own_run", "plain_run"]
 

@@ -13,10 +13,10 @@ import torch
 
 from accelerant.bench.journal import Journal
 from accelerant.bench.record import Environment, Record
-from accelerant.bench.suites import patch as suite
-from accelerant.cli import main
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedCase
 from accelerant.runtime import registry
+from benchmarks import patch as suite
+from benchmarks.__main__ import main
 
 
 @pytest.fixture(autouse=True)
@@ -134,12 +134,12 @@ def test_unknown_names():
 
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "record.json"
-    args = ["bench", "patch", "--model", "gpt2", "--against", "none", "--device", "cpu", "--budget-s", "0"]
+    args = ["patch", "--model", "gpt2", "--against", "none", "--device", "cpu", "--budget-s", "0"]
     with pytest.raises(SystemExit, match="0"):
         main([*args, "--out", str(out), "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert {row["runner"] for row in printed["rows"]} == {"eager", "accelerant"}
     assert Record.load(out).rows
     with pytest.raises(SystemExit, match="2"):
-        main([*args[:3], "gpt5"])
+        main([*args[:2], "gpt5"])
     assert "--model: no model 'gpt5'" in capsys.readouterr().err

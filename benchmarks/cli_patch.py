@@ -60,7 +60,7 @@ def patch(
     json_output: Json = False,
 ) -> None:
     """Measure a training step of Hugging Face models as they are, patched, compiled and with Liger: time and memory."""
-    from accelerant.bench.suites import patch as suite
+    from benchmarks import patch as suite
 
     names, peers = tuple(model or ()), peers_of(against)
     for option, given in (("--model", (names, ())), ("--against", ((), peers))):

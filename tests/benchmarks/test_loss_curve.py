@@ -7,16 +7,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from accelerant.bench import curve_page
-from accelerant.bench.curve_page import MARKS, comparisons, markdown, picture, table, update_page, write_curve
 from accelerant.bench.record import Environment
-from accelerant.bench.suites import curve
-from accelerant.bench.suites.curve import Curve, CurveRecord, CurveSettings, run
-from accelerant.cli.app import main
 from accelerant.errors import ConfigError, DivergenceError, FormatError
 from accelerant.nn import layers
 from accelerant.nn.train import step as step_module
 from accelerant.runtime import registry
+from benchmarks import loss_curve as curve
+from benchmarks import loss_curve_page as curve_page
+from benchmarks.__main__ import main
+from benchmarks.loss_curve import Curve, CurveRecord, CurveSettings, run
+from benchmarks.loss_curve_page import MARKS, comparisons, markdown, picture, table, update_page, write_curve
 
 
 class Quiet:
@@ -273,7 +273,7 @@ def test_files_and_pages(tmp_path):
 
 def status(*arguments):
     with pytest.raises(SystemExit) as exit_:
-        main(["bench", "curve", *arguments])
+        main(["curve", *arguments])
     return exit_.value.code or 0
 
 

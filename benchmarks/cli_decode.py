@@ -49,7 +49,7 @@ def decode(
     json_output: Json = False,
 ) -> None:
     """Measure decoding of one sequence with a Llama of 8 billion parameters: milliseconds a token, tokens a second."""
-    from accelerant.bench.suites import decode as suite
+    from benchmarks import decode as suite
 
     whole = {"bf16": "bfloat16"}
     dtypes = tuple(whole.get(part.strip(), part.strip()) for part in dtype.split(",") if part.strip())

@@ -32,15 +32,15 @@ from accelerant.algebra.field.parameters import field_of
 from accelerant.bench.journal import Journal
 from accelerant.bench.pieces import Piece, Progress, measure_pieces
 from accelerant.bench.record import Environment, Record, Row
-from accelerant.bench.suites import groth16_memory
-from accelerant.bench.suites.groth16_circuit import Circuit
-from accelerant.bench.suites.groth16_process import Ran, Snarkjs, accelerant, environment, find_snarkjs, run
 from accelerant.bench.timer import Timing
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk.formats import write_wtns
 from accelerant.zk.groth16 import Proof, Prover, VerificationKey, verify
 from accelerant.zk.groth16.setup import setup_with_known_tau
+from benchmarks import groth16_memory
+from benchmarks.groth16_circuit import Circuit
+from benchmarks.groth16_process import Ran, Snarkjs, accelerant, environment, find_snarkjs, run
 
 __all__ = ["CONSTRAINTS", "PEERS", "check_peers", "key_of", "measure", "run_suite"]
 

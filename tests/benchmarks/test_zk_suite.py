@@ -15,15 +15,15 @@ from accelerant.algebra.curve.reference import multiply
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.ntt.reference import bit_reversed
 from accelerant.bench.record import Record
-from accelerant.bench.suites import zk as suite
-from accelerant.bench.suites import zk_first, zk_inputs, zk_multiplier
-from accelerant.bench.suites.zk_cases import CPU_CASES, GPU_CASES, Case, chosen
 from accelerant.bench.timer import Timing
-from accelerant.cli import main
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.providers.cuda_compile import compile_cuda
+from benchmarks import zk as suite
+from benchmarks import zk_first, zk_inputs, zk_multiplier
+from benchmarks.__main__ import main
+from benchmarks.zk_cases import CPU_CASES, GPU_CASES, Case, chosen
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 import vectors
@@ -171,7 +171,7 @@ def test_cases_are_chosen_by_parts_of_their_names():
 
 def test_the_command(tmp_path, capsys, small):
     folder = tmp_path / "run"
-    arguments = ["bench", "zk", "--device", "cpu", "--only", "pairing", "--budget-s", "0", "--out", str(folder)]
+    arguments = ["zk", "--device", "cpu", "--only", "pairing", "--budget-s", "0", "--out", str(folder)]
     with pytest.raises(SystemExit, match="0"):
         main([*arguments, "--json"])
     assert [row["op"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["pairing"]
@@ -181,10 +181,10 @@ def test_the_command(tmp_path, capsys, small):
     assert {each.name for each in folder.iterdir()} == {"record.json", "record.csv", "report.html", "rows.jsonl"}
     capsys.readouterr()
     with pytest.raises(SystemExit, match="0"):
-        main(["bench", "zk", "--device", "cpu", "--list", "--only", "ntt"])
+        main(["zk", "--device", "cpu", "--list", "--only", "ntt"])
     assert capsys.readouterr().out.splitlines() == ["ntt goldilocks 2^6"]
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", "zk", "--device", "cpu", "--only", "stark"])
+        main(["zk", "--device", "cpu", "--only", "stark"])
     assert "--only: no case has 'stark' in its name" in capsys.readouterr().err
 
 

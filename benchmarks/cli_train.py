@@ -54,8 +54,8 @@ def train(
     json_output: Json = False,
 ) -> None:
     """Measure a training step of GPT-2 124M: time, tokens a second, memory. On a CPU, of a small model."""
-    from accelerant.bench.suites import training as suite
     from accelerant.runtime import registry
+    from benchmarks import training as suite
 
     peers = peers_of(against)
     for name in peers:

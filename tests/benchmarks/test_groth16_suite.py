@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from accelerant.algebra.field.parameters import field_of
 from accelerant.bench.record import Record
-from accelerant.bench.suites import groth16 as suite
-from accelerant.bench.suites import groth16_circuit, groth16_process
-from accelerant.bench.suites.groth16_circuit import Circuit
-from accelerant.cli import main
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
 from accelerant.zk.formats import write_wtns
 from accelerant.zk.groth16 import Proof, Prover, verify
 from accelerant.zk.groth16.setup import setup_with_known_tau
+from benchmarks import groth16 as suite
+from benchmarks import groth16_circuit, groth16_process
+from benchmarks.__main__ import main
+from benchmarks.groth16_circuit import Circuit
 
 R = field_of("bn254_fr").modulus
 
@@ -235,7 +235,7 @@ def test_the_first_proof_compiles(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_the_command(small, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "groth16", "--device", "cpu", "--constraints", "3", "--against", "none", "--runs", "2",
+        main(["groth16", "--device", "cpu", "--constraints", "3", "--against", "none", "--runs", "2",
               "--out", str(tmp_path / "out"), "--json"])  # fmt: skip
     assert not ended.value.code
     printed = json.loads(capsys.readouterr().out)
@@ -250,7 +250,7 @@ def test_the_command(small, tmp_path, capsys):
 @pytest.mark.parametrize("arguments", [["--against", "rapidsnark"], ["--constraints", "0"], ["--runs", "1"]])
 def test_wrong_usage(arguments):
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "groth16", "--device", "cpu", *arguments])
+        main(["groth16", "--device", "cpu", *arguments])
     assert ended.value.code == 2
 
 
