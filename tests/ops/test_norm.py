@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._rows import RowPlan
+from accelerant.ops._launch import RowPlan
 from accelerant.ops.norm import launch
 from accelerant.ops.norm.reference import add_layer_norm_reference, add_rms_norm_reference, layer_norm_reference
 

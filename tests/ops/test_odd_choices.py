@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from accelerant.ops import _rows
+from accelerant.ops import _launch
 from accelerant.ops.softmax import op as softmax
 from accelerant.runtime.dispatch import Case, choices, choose, operations
 
@@ -94,13 +94,13 @@ def test_softmax_keeps_what_the_table_says():
 @pytest.mark.parametrize("M", [1, 3, 100, 131])
 @pytest.mark.parametrize("N", [16385, 50257, 1_000_003, 2**31 + 5])
 def test_few_long_rows_are_shared(M, N, monkeypatch):
-    monkeypatch.setattr(_rows, "multiprocessors", lambda device: 132)
-    parts, span = _rows.split_rows(M, N, 4096, DEVICE)
+    monkeypatch.setattr(_launch, "multiprocessors", lambda device: 132)
+    parts, span = _launch.split_rows(M, N, 4096, DEVICE)
     assert span % 4096 == 0
     assert (parts - 1) * span < N <= parts * span
     assert M * parts >= min(132, M * 5)
     assert parts <= 4 * 132
-    assert _rows.split_rows(132, N, 4096, DEVICE)[0] == 1
+    assert _launch.split_rows(132, N, 4096, DEVICE)[0] == 1
 
 
 def test_sum_of_short_rows_is_torchs():

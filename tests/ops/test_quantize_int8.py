@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._rows import RowPlan
+from accelerant.ops._launch import RowPlan
 from accelerant.ops.quantize_int8 import launch
 from accelerant.ops.quantize_int8.op import by_torch
 from accelerant.ops.quantize_int8.reference import quantize_int8_reference

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._rows import RowPlan
+from accelerant.ops._launch import RowPlan
 from accelerant.ops.softmax import launch
 
 SHAPES = pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 import accelerant.ops
 from accelerant.config import override
-from accelerant.ops._elementwise import StreamKernel, launch_map, launch_map_backward
+from accelerant.ops._launch import StreamKernel, launch_map, launch_map_backward
 from accelerant.ops.attention import launch as attention
 from accelerant.ops.cross_entropy import launch as cross_entropy
 from accelerant.ops.decode import launch as decode

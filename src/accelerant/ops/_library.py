@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["autocast_dtype", "below_autograd", "define", "is_ordinary", "is_plain", "is_watched", "name_of"]
+__all__ = [
+    "autocast_dtype",
+    "below_autograd",
+    "cast_for_autocast",
+    "define",
+    "is_ordinary",
+    "is_plain",
+    "is_watched",
+    "name_of",
+]
 
 library = torch.library.Library("accelerant", "DEF")
 """The registrations live as long as this does."""
@@ -111,6 +120,11 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     if device in _WITHOUT_AUTOCAST or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
+
+
+def cast_for_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast x as torch's autocast does: floating dtypes other than float64."""
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import LaunchError
-from accelerant.ops._rows import ceil_div
+from accelerant.ops._launch import ceil_div
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_launch import make_ready
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelerant.ops._rows import ceil_div
+from accelerant.ops._launch import ceil_div
 from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = ["KERNEL", "to_channels_first", "to_channels_last"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accelerant.ops._hopper.launch import LaunchCache, readable, tensor_map
 from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program, load
-from accelerant.ops._rows import ceil_div, multiprocessors
+from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.ops.attention.hopper_fwd import refuses_heads
 from accelerant.ops.attention.launch import as_laid, like
 from accelerant.runtime.compilation.kernel import Kernel

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelerant.ops._hopper.launch import LaunchCache, readable, refuses_device, tensor_map
 from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program, load
-from accelerant.ops._rows import ceil_div, multiprocessors
+from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.ops.attention.launch import like
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.ops._rows import next_power_of_2
+from accelerant.ops._launch import next_power_of_2
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.tuning import Tuned
 

@@ -11,18 +11,17 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops._refusals import FLOATING, check_dtype, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.attention import hopper_bwd, hopper_fwd
 from accelerant.ops.attention.backends import CUDNN, EFFICIENT, FLASH, FLASH_4, TORCH, capability_of
 from accelerant.ops.attention.composite import attend, unfolded
 from accelerant.ops.attention.launch import MAX_WIDTH, launch_backward, launch_forward, like
-from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.rules import rules
 
 __all__ = ["attention", "attention_bwd", "attention_fwd"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _on_cpu: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -31,11 +30,9 @@ _on_cpu: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_
 
 def refuses_triton_kernels(case: Case) -> str | None:
     """Why our Triton kernels cannot serve a case whose last size is the width of a head."""
-    if case.dtype == torch.float64:
-        return "computes in float32, not float64"
     if case.shape[-1] > MAX_WIDTH:
         return f"takes heads up to {MAX_WIDTH} wide, not {case.shape[-1]}"
-    return refuses_triton(case.device)
+    return refuses_triton_kernel(case)
 
 
 def refuses_triton_backward(case: Case) -> str | None:
@@ -214,7 +211,7 @@ def checked(q: Tensor, k: Tensor, v: Tensor, op: str) -> tuple[Tensor, Tensor, T
     if q.device != k.device or q.device != v.device:
         raise ShapeError(f"q, k and v must be on one device; they are on {q.device}, {k.device} and {v.device}")
     dtype = q.dtype
-    if k.dtype is not dtype or v.dtype is not dtype or dtype not in _DTYPES:
+    if k.dtype is not dtype or v.dtype is not dtype or dtype not in FLOATING:
         _check_dtypes(q, k, v, op)
     low = autocast_dtype(q.device.type)
     if low is not None and dtype != torch.float64:
@@ -224,8 +221,7 @@ def checked(q: Tensor, k: Tensor, v: Tensor, op: str) -> tuple[Tensor, Tensor, T
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, op: str) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in _DTYPES:
-            raise UnsupportedDtype(f"{op} takes {', '.join(map(name_of, _DTYPES))}; {name} is {name_of(x.dtype)}")
+        check_dtype(op, x, name)
     if autocast_dtype(q.device.type) is None or torch.float64 in (q.dtype, k.dtype, v.dtype):
         names = ", ".join(name_of(x.dtype) for x in (q, k, v))
         raise UnsupportedDtype(f"q, k and v must have one dtype, got {names}")

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from accelerant.ops._rows import ceil_div, multiprocessors, next_power_of_2
+from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2
 from accelerant.ops.attention.launch import capability_of, with_rows
 from accelerant.runtime.compilation.triton import TritonKernel
 

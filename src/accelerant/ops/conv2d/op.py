@@ -16,8 +16,8 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
-from accelerant.ops._elementwise import check_dtype
-from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops._library import autocast_dtype, cast_for_autocast, name_of
+from accelerant.ops._refusals import check_dtype
 from accelerant.ops._straight import straight
 from accelerant.ops._windows import Pair, as_images, output_sizes, pair
 from accelerant.ops.conv2d import ways
@@ -173,8 +173,8 @@ def conv2d(
     """
     low = autocast_dtype(x.device.type)
     if low is not None:
-        x, weight = _cast(x, low), _cast(weight, low)
-        bias = None if bias is None else _cast(bias, low)
+        x, weight = cast_for_autocast(x, low), cast_for_autocast(weight, low)
+        bias = None if bias is None else cast_for_autocast(bias, low)
     steps, spread = pair("stride", stride, 1), pair("dilation", dilation, 1)
     images = _check(x, weight, bias, groups)
     edges = [0, 0]
@@ -190,11 +190,6 @@ def conv2d(
     output_sizes(images, list(weight.shape[2:]), steps, edges, spread)
     y: Tensor = _conv2d(images, weight, bias, steps, edges, spread, groups)
     return y if x.dim() == 4 else y.squeeze(0)
-
-
-def _cast(x: Tensor, low: torch.dtype) -> Tensor:
-    """As torch's autocast: floating dtypes but float64."""
-    return x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:

@@ -14,12 +14,12 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._ahead import AheadOp
 from accelerant.ops._differentiable import ByTorch
 from accelerant.ops._library import autocast_dtype, is_plain, name_of
+from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.cross_entropy import row
 from accelerant.ops.cross_entropy.launch import COUNTS, launch_backward, launch_forward
 from accelerant.ops.cross_entropy.row import launch_forward_row
 from accelerant.ops.cross_entropy.torch_ops import is_low, torch_backward, torch_composite, torch_forward
-from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "cross_entropy_fwd",
 ]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
 _AHEAD = (torch.bfloat16, torch.float32)
 """Dtypes whose gradient may be made beside the loss; see _ahead."""
@@ -42,12 +41,6 @@ _MANY = 2**18
 # --- implementations -------------------------------------------------------------------------------------------------
 
 
-def _refuses(case: Case) -> str | None:
-    if case.dtype == torch.float64:
-        return "computes in float32, not float64"
-    return refuses_triton(case.device)
-
-
 def _cost(case: Case) -> Cost:
     n = math.prod(case.shape)
     accesses = 2 if "gradient" in case.options or "backward" in case.options else 1
@@ -56,7 +49,7 @@ def _cost(case: Case) -> Cost:
 
 _FORWARD = (
     Implementation("hopper", launch_forward_row, refuses=row.refuses, own=True),
-    Implementation("triton", launch_forward, refuses=_refuses, own=True),
+    Implementation("triton", launch_forward, refuses=refuses_triton_kernel, own=True),
     Implementation("torch", torch_forward, differentiable=True),
 )
 cross_entropy_fwd = Operation("cross_entropy_fwd", _FORWARD, cost=_cost)
@@ -68,7 +61,7 @@ cross_entropy_fwd_inplace = Operation(
 cross_entropy_bwd = Operation(
     "cross_entropy_bwd",
     (
-        Implementation("triton", launch_backward, refuses=_refuses, own=True, mutates=True),
+        Implementation("triton", launch_backward, refuses=refuses_triton_kernel, own=True, mutates=True),
         Implementation("torch", torch_backward, mutates=True),
     ),
     cost=_cost,
@@ -142,10 +135,7 @@ def cross_entropy(
     """
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ShapeError(f"logits must be (..., V), V at least 1, got {tuple(logits.shape)}")
-    if logits.dtype not in _DTYPES:
-        raise UnsupportedDtype(
-            f"cross_entropy takes {', '.join(map(name_of, _DTYPES))}; logits is {name_of(logits.dtype)}"
-        )
+    check_dtype("cross_entropy", logits, "logits")
     check_loss(targets, logits.shape[:-1], label_smoothing, reduction)
     if targets.device != logits.device:
         raise ShapeError(f"targets must be on {logits.device}, where logits is; they are on {targets.device}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accelerant.ops._rows import ceil_div, next_power_of_2
+from accelerant.ops._launch import ceil_div, next_power_of_2
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.tuning import Tuned
 

@@ -13,13 +13,11 @@ from torch import Tensor
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._library import name_of
+from accelerant.ops._refusals import FLOATING, refuses_triton_kernel
 from accelerant.ops.decode.launch import WORDS_LEAST, launch_linear, launch_rope, launch_words
-from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = ["append", "decode_linear", "decode_rope", "linear"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _refuses_words(case: Case) -> str | None:
@@ -30,19 +28,13 @@ def _refuses_words(case: Case) -> str | None:
         return "takes x as whole numbers of 24 bits, which hold 16-bit dtypes but not float32"
     if lines * K < WORDS_LEAST or K % 16 or K > 2**15:
         return f"for weights of {WORDS_LEAST} bytes or more, at most {2**15} columns and a multiple of 16"
-    return _refuses(case)
+    return refuses_triton_kernel(case)
 
 
 def _refuses_rope(case: Case) -> str | None:
     if case.shape[-1] % 2:
         return "heads of an odd width"
-    return _refuses(case)
-
-
-def _refuses(case: Case) -> str | None:
-    if case.dtype == torch.float64:
-        return "computes in float32, not float64"
-    return refuses_triton(case.device)
+    return refuses_triton_kernel(case)
 
 
 def _torch_linear(
@@ -100,7 +92,7 @@ decode_linear = Operation(
     "decode_linear",
     (
         Implementation("triton-words", launch_words, refuses=_refuses_words, own=True),
-        Implementation("triton", launch_linear, refuses=_refuses, own=True),
+        Implementation("triton", launch_linear, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_linear),
     ),
     cost=_linear_cost,
@@ -204,7 +196,7 @@ def _check(
 ) -> None:
     if x.dim() != 2 or weight.dim() != 2 or weight.shape[1] != x.shape[1]:
         raise ShapeError(f"x must be (M, K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if x.dtype not in _DTYPES or weight.dtype not in (x.dtype, torch.int8):
+    if x.dtype not in FLOATING or weight.dtype not in (x.dtype, torch.int8):
         names = f"{name_of(weight.dtype)} for x of {name_of(x.dtype)}"
         raise UnsupportedDtype(f"weight must be of x's dtype or int8, got {names}")
     if (scale is None) != (weight.dtype != torch.int8):

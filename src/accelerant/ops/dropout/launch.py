@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from accelerant.ops._rows import ceil_div
+from accelerant.ops._launch import ceil_div
 from accelerant.ops.dropout.llvm_kernels import COUNTERS, DropoutKernel, refuses_half
 from accelerant.ops.dropout.llvm_mask import LANES, MaskKernel
 from accelerant.runtime import registry

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
-from accelerant.ops._elementwise import accesses, check_dtype, refuses_float64
+from accelerant.ops._launch import accesses
 from accelerant.ops._library import is_plain, name_of
+from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.dropout.launch import (
     empty_mask,
@@ -32,7 +33,7 @@ _FEW, _FEW_LEARNING = 2048, 8192
 """Elements up to which torch's own is quicker on a CPU, without and with a gradient to come."""
 
 _IMPLEMENTATIONS = (
-    Implementation("triton", launch, refuses=refuses_float64, own=True),
+    Implementation("triton", launch, refuses=refuses_triton_kernel, own=True),
     Implementation("llvm", launch_llvm, refuses=refuses_llvm, own=True),
     Implementation("torch", torch_dropout),
 )
@@ -137,7 +138,7 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Ten
 def _is_torchs(x: Tensor) -> bool:
     """Whether no kernel of ours serves x, or the CPU's would take longer than torch's own: it is called from Python."""
     case = Case(x.device, x.dtype, ())
-    if refuses_float64(case) is None:
+    if refuses_triton_kernel(case) is None:
         return False
     if refuses_llvm(case) is not None:
         return True
@@ -150,7 +151,7 @@ def _keeps_mask(x: Tensor) -> bool:
     if not (x.is_cpu and x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return False
     case = Case(x.device, x.dtype, ())
-    return refuses_float64(case) is not None and refuses_llvm(case) is None and not rules().forced
+    return refuses_triton_kernel(case) is not None and refuses_llvm(case) is None and not rules().forced
 
 
 def _checked(seed: int | Tensor, x: Tensor) -> int | Tensor:

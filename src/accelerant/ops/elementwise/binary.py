@@ -14,8 +14,9 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
-from accelerant.ops._elementwise import accesses, check_dtype, refuses_float64
+from accelerant.ops._launch import accesses
 from accelerant.ops._library import name_of
+from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.elementwise.launch import (
     add_row_backward,
@@ -41,7 +42,7 @@ _REFUSALS = {
 def _refuses(case: Case) -> str | None:
     if case.options and case.options[0] in _REFUSALS:
         return _REFUSALS[case.options[0]]
-    return refuses_float64(case)
+    return refuses_triton_kernel(case)
 
 
 _SHORT = 8
@@ -53,7 +54,7 @@ def _refuses_sum(case: Case) -> str | None:
     N = math.prod(case.options[0])
     if case.device.type == "cuda" and 0 < N <= _SHORT:
         return f"rows of {N} elements: torch sums them faster"
-    return refuses_float64(case)
+    return refuses_triton_kernel(case)
 
 
 def _cost(count: int, flops: int) -> Callable[[Case], Cost]:

@@ -9,9 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accelerant.ops._elementwise import SHORT, STREAM, Elementwise, StreamKernel
-from accelerant.ops._l2 import eviction
-from accelerant.ops._rows import ceil_div, multiprocessors, next_power_of_2
+from accelerant.ops._launch import (
+    SHORT,
+    STREAM,
+    Elementwise,
+    StreamKernel,
+    ceil_div,
+    eviction,
+    multiprocessors,
+    next_power_of_2,
+)
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.tuning import Tuned
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
-from accelerant.ops._elementwise import accesses, check_dtype, launch_map, launch_map_backward, refuses_float64
+from accelerant.ops._launch import accesses, launch_map, launch_map_backward
+from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.elementwise.launch import STREAM_KERNELS
 from accelerant.runtime.dispatch import Case, Implementation, Operation, case_of
@@ -38,7 +39,7 @@ def _unary(
     fwd = Operation(
         f"{name}_fwd",
         (
-            Implementation("triton", lambda x: launch_map(own, x), refuses=refuses_float64, own=True),
+            Implementation("triton", lambda x: launch_map(own, x), refuses=refuses_triton_kernel, own=True),
             Implementation("torch", forward, differentiable=True),
         ),
         cost=accesses(2, flops[0]),
@@ -49,7 +50,7 @@ def _unary(
             Implementation(
                 "triton",
                 lambda dy, saved: launch_map_backward(own_backward, dy, saved),
-                refuses=refuses_float64,
+                refuses=refuses_triton_kernel,
                 own=True,
             ),
             Implementation("torch", backward),

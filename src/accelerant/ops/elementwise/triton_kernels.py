@@ -18,7 +18,7 @@ Grid:   one program for each BLOCK elements; a thread holds BLOCK / (32 num_warp
         parts' sums are summed by a second launch of add_row_bwd.
 Bound:  memory: 2 accesses an element (add, mul: 3) forward, 3 backward (mul: 5). tanh's 22 instructions an element come
         close to that on an H200: with 26 it took 0.079 ms for 16384 x 4096 in bfloat16, relu 0.069.
-EVICTION: see ops/_l2.py.
+EVICTION: see ops/_launch.py.
 """
 
 import triton

@@ -11,14 +11,13 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import is_plain, name_of
+from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.embedding.launch import launch_backward_atomic, launch_backward_sorted, launch_forward
-from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = ["embedding"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FEW = 2**14
 """Elements of a table that is quicker copied to float32 on a CPU than served by an autograd function in Python."""
 
@@ -61,8 +60,7 @@ def embedding(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None
     """
     if indices.dtype not in (torch.int64, torch.int32):
         raise UnsupportedDtype(f"indices must be int64 or int32, got {name_of(indices.dtype)}")
-    if weight.dtype not in _DTYPES:
-        raise UnsupportedDtype(f"embedding takes {', '.join(map(name_of, _DTYPES))}; weight is {name_of(weight.dtype)}")
+    check_dtype("embedding", weight, "weight")
     if weight.dim() != 2:
         raise ShapeError(f"weight must be (V, D), got {tuple(weight.shape)}")
     if indices.device != weight.device:
@@ -91,12 +89,6 @@ def _check_range(indices: Tensor, V: int) -> None:
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
-
-
-def _refuses(case: Case) -> str | None:
-    if case.dtype == torch.float64:
-        return "adds in float32, not float64"
-    return refuses_triton(case.device)
 
 
 def _is_low(dtype: torch.dtype) -> bool:
@@ -171,7 +163,7 @@ def _backward_cost(case: Case) -> Cost:
 _fwd = Operation(
     "embedding_fwd",
     (
-        Implementation("triton", launch_forward, refuses=_refuses, own=True),
+        Implementation("triton", launch_forward, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_forward, differentiable=True),
     ),
     cost=_forward_cost,
@@ -179,8 +171,10 @@ _fwd = Operation(
 _bwd = Operation(
     "embedding_bwd",
     (
-        Implementation("triton", launch_backward_sorted, refuses=_refuses, own=True),
-        Implementation("triton-atomic", launch_backward_atomic, refuses=_refuses, own=True, deterministic=False),
+        Implementation("triton", launch_backward_sorted, refuses=refuses_triton_kernel, own=True),
+        Implementation(
+            "triton-atomic", launch_backward_atomic, refuses=refuses_triton_kernel, own=True, deterministic=False
+        ),
         Implementation("torch", _torch_backward),
     ),
     cost=_backward_cost,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from accelerant.ops._elementwise import SHORT, STREAM, Elementwise, StreamKernel, launch_map, launch_map_backward
+from accelerant.ops._launch import SHORT, STREAM, Elementwise, StreamKernel, launch_map, launch_map_backward
 
 __all__ = ["backward_kernel", "forward_kernel", "launch_backward", "launch_forward"]
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
-from accelerant.ops._elementwise import accesses, check_dtype, refuses_float64
+from accelerant.ops._launch import accesses
+from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.gelu.launch import launch_backward, launch_forward
 from accelerant.runtime.dispatch import Case, Implementation, Operation, case_of
@@ -32,7 +33,7 @@ def _torch_forward(x: Tensor, approximate: str) -> Tensor:
 gelu_fwd = Operation(
     "gelu_fwd",
     (
-        Implementation("triton", launch_forward, refuses=refuses_float64, own=True),
+        Implementation("triton", launch_forward, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_forward, differentiable=True),
     ),
     cost=accesses(2, 10),
@@ -40,7 +41,7 @@ gelu_fwd = Operation(
 gelu_bwd = Operation(
     "gelu_bwd",
     (
-        Implementation("triton", launch_backward, refuses=refuses_float64, own=True),
+        Implementation("triton", launch_backward, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_backward),
     ),
     cost=accesses(3, 18),

@@ -13,7 +13,7 @@ Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2. Polynomial: Abra
 Layout: any dense memory, taken as n elements in storage order; computed in float32.
 Grid:   one program for each BLOCK elements; a thread holds BLOCK / (32 num_warps) of them.
 Bound:  memory: 2 accesses an element forward, 3 backward; about 15 operations forward and 25 backward (tanh).
-EVICTION: see ops/_l2.py.
+EVICTION: see ops/_launch.py.
 """
 
 import triton

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from accelerant.ops._launch import ceil_div
 from accelerant.ops._per_example import Forming
-from accelerant.ops._rows import ceil_div
 from accelerant.ops.cross_entropy import launch, row
 from accelerant.ops.cross_entropy.torch_ops import torch_rows
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation

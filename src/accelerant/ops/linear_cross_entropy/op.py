@@ -13,28 +13,21 @@ from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._ahead import AheadOp
 from accelerant.ops._differentiable import ByTorch
 from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.cross_entropy import launch
 from accelerant.ops.cross_entropy.op import check_loss, check_targets
 from accelerant.ops.cross_entropy.torch_ops import torch_composite
 from accelerant.ops.linear_cross_entropy.chunks import run_torch, run_triton
-from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_bwd", "linear_cross_entropy_fwd"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _WHOLE = 2**20
 """Logits that may exist whole on a CPU, where torch's functions are then quicker: 4 MiB of float32."""
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
-
-
-def _refuses(case: Case) -> str | None:
-    if case.dtype == torch.float64:
-        return "computes in float32, not float64"
-    return refuses_triton(case.device)
 
 
 class _Chunked:
@@ -158,7 +151,7 @@ _own, _library = _Chunked(own=True), _Chunked(own=False)
 linear_cross_entropy_fwd = Operation(
     "linear_cross_entropy_fwd",
     (
-        Implementation("triton", _own.forward, refuses=_refuses, own=True),
+        Implementation("triton", _own.forward, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _library.forward, differentiable=True),
     ),
     cost=_cost,
@@ -166,7 +159,7 @@ linear_cross_entropy_fwd = Operation(
 linear_cross_entropy_bwd = Operation(
     "linear_cross_entropy_bwd",
     (
-        Implementation("triton", _own.backward, refuses=_refuses, own=True, mutates=True),
+        Implementation("triton", _own.backward, refuses=refuses_triton_kernel, own=True, mutates=True),
         Implementation("torch", _library.backward, mutates=True),
     ),
     cost=_cost,
@@ -271,10 +264,8 @@ def _check(hidden: Tensor, weight: Tensor, *, mixed: bool) -> None:
         raise ShapeError("hidden must be (..., K), got a scalar")
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
         raise ShapeError(f"weight must be (V, {hidden.shape[-1]}), V at least 1, got {tuple(weight.shape)}")
-    known = ", ".join(map(name_of, _DTYPES))
     for name, tensor in (("hidden", hidden), ("weight", weight)):
-        if tensor.dtype not in _DTYPES:
-            raise UnsupportedDtype(f"linear_cross_entropy takes {known}; {name} is {name_of(tensor.dtype)}")
+        check_dtype("linear_cross_entropy", tensor, name)
     if weight.dtype != hidden.dtype and (not mixed or weight.dtype == torch.float64):
         raise UnsupportedDtype(
             f"hidden and weight must have one dtype, got {name_of(hidden.dtype)} and {name_of(weight.dtype)}"

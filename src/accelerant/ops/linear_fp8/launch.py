@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from accelerant.ops._rows import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2
+from accelerant.ops._launch import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2
 from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = [

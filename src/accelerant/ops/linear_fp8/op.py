@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError
+from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.ops.linear_fp8 import launch, reference
 from accelerant.ops.transformer.launch import launch_join
 from accelerant.runtime.compilation.triton import refuses_triton
@@ -119,12 +120,10 @@ def refuses_device(device: torch.device) -> str | None:
 def _refuses_kernels(case: Case) -> str | None:
     if case.device.type == "cuda" and (why := refuses_device(case.device)) is not None:
         return why
-    if case.dtype == torch.float64:
-        return "computes in float32, not float64"
     longest = launch.LONGEST_DGELU if "dgelu" in case.options else launch.LONGEST
     if case.shape[-1] > longest:
         return f"rows of {case.shape[-1]} elements do not stay in registers"
-    return refuses_triton(case.device)
+    return refuses_triton_kernel(case)
 
 
 def _refuses_scaled_mm(case: Case) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accelerant.ops._rows import as_rows, ceil_div, multiprocessors
+from accelerant.ops._launch import as_rows, ceil_div, multiprocessors
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch.choices import rounded
 from accelerant.runtime.dispatch.tuning import Tuned

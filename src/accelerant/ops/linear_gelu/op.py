@@ -12,16 +12,15 @@ from torch.nn import functional
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._hopper.launch import refuses_product
-from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops._library import autocast_dtype, cast_for_autocast, name_of
+from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.linear_gelu.hopper import launch_hopper
 from accelerant.ops.linear_gelu.launch import launch_dz, launch_forward
-from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 
 __all__ = ["linear_gelu", "linear_gelu_bwd", "linear_gelu_fwd"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _APPROXIMATIONS = ("none", "tanh")
 
 
@@ -43,8 +42,6 @@ def _refuses_hopper(case: Case) -> str | None:
 
 
 def _refuses(case: Case) -> str | None:
-    if case.dtype == torch.float64:
-        return "computes in float32, not float64"
     if case.device.type == "cuda":
         if case.shape[0] == 1:
             return _one_row(case)
@@ -52,13 +49,7 @@ def _refuses(case: Case) -> str | None:
             return "float32 products are left to the library"
         if case.shape[-1] % 8:
             return f"rows of {case.shape[-1]} elements do not begin on 16-byte boundaries"
-    return refuses_triton(case.device)
-
-
-def _refuses_backward(case: Case) -> str | None:
-    if case.dtype == torch.float64:
-        return "computes in float32, not float64"
-    return refuses_triton(case.device)
+    return refuses_triton_kernel(case)
 
 
 def _refuses_epilogue(case: Case) -> str | None:
@@ -162,7 +153,7 @@ linear_gelu_fwd = Operation(
 linear_gelu_bwd = Operation(
     "linear_gelu_bwd",
     (
-        Implementation("triton", _triton_backward, refuses=_refuses_backward, own=True),
+        Implementation("triton", _triton_backward, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_backward),
     ),
     cost=_backward_cost,
@@ -207,8 +198,8 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approxima
     """
     low = autocast_dtype(x.device.type)
     if low is not None:
-        x, weight = _autocast(x, low), _autocast(weight, low)
-        bias = None if bias is None else _autocast(bias, low)
+        x, weight = cast_for_autocast(x, low), cast_for_autocast(weight, low)
+        bias = None if bias is None else cast_for_autocast(bias, low)
     _check(x, weight, bias, approximate)
     if x.dim() == 2:
         y: Tensor = _linear_gelu(x, weight, bias, approximate)
@@ -217,14 +208,8 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approxima
     return rows.view(*x.shape[:-1], weight.shape[0])
 
 
-def _autocast(x: Tensor, low: torch.dtype) -> Tensor:
-    """As torch's autocast: floating dtypes but float64."""
-    return x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x
-
-
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> None:
-    if x.dtype not in _DTYPES:
-        raise UnsupportedDtype(f"linear_gelu takes {', '.join(map(name_of, _DTYPES))}; x is {name_of(x.dtype)}")
+    check_dtype("linear_gelu", x)
     if x.dim() == 0:
         raise ShapeError("x must be (..., K), got a scalar")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accelerant.ops._rows import ceil_div
+from accelerant.ops._launch import ceil_div
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 
 __all__ = [

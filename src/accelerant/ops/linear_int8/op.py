@@ -12,15 +12,14 @@ from torch.nn import functional
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
 from accelerant.ops.linear_int8 import row
 from accelerant.ops.linear_int8.launch import FEW_ROWS, launch_dx, launch_dynamic, launch_forward
 from accelerant.ops.quantize_int8.op import by_torch, quantize_rows
-from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = ["linear_int8"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MOST_PRODUCTS = (2**31 - 1) // (128 * 127)
 """What a sum in int32 holds, of an element of the weight, -128 at least, times one of q, 127 at most."""
 _MOST_ROWS = 512
@@ -70,8 +69,7 @@ def linear_int8(
 
 
 def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> None:
-    if x.dtype not in _DTYPES:
-        raise UnsupportedDtype(f"linear_int8 takes {', '.join(map(name_of, _DTYPES))}; x is {name_of(x.dtype)}")
+    check_dtype("linear_int8", x)
     if weight.dtype != torch.int8:
         raise UnsupportedDtype(f"weight must be int8, got {name_of(weight.dtype)}: see quantize_int8")
     if x.dim() == 0:
@@ -98,8 +96,6 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynami
 
 
 def _refuses(case: Case) -> str | None:
-    if case.dtype == torch.float64:
-        return "computes in float32, not float64"
     if case.device.type == "cuda":
         M, _, K = case.shape
         if K % 16:
@@ -109,18 +105,16 @@ def _refuses(case: Case) -> str | None:
                 return "float32 products of many rows are left to the library"
             if M > _MOST_ROWS:
                 return f"products of more than {_MOST_ROWS} rows are left to the library, with a dequantised weight"
-    return refuses_triton(case.device)
+    return refuses_triton_kernel(case)
 
 
 def _refuses_backward(case: Case) -> str | None:
-    if case.dtype == torch.float64:
-        return "computes in float32, not float64"
     if case.device.type == "cuda":
         if case.dtype == torch.float32:
             return "float32 products are left to the library"
         if case.shape[0] > _MOST_ROWS:
             return f"products of more than {_MOST_ROWS} rows are left to the library, with a dequantised weight"
-    return refuses_triton(case.device)
+    return refuses_triton_kernel(case)
 
 
 def _triton_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:

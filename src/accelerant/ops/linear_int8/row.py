@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accelerant.errors import LaunchError
 from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, hopper_program, load
-from accelerant.ops._rows import ceil_div, multiprocessors
+from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
 

@@ -13,13 +13,20 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._library import autocast_dtype, below_autograd, define, is_ordinary, is_plain, name_of
+from accelerant.ops._library import (
+    autocast_dtype,
+    below_autograd,
+    cast_for_autocast,
+    define,
+    is_ordinary,
+    is_plain,
+    name_of,
+)
+from accelerant.ops._refusals import check_dtype
 from accelerant.ops._straight import straight
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = ["matmul", "matmul_op"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _cost(case: Case) -> Cost:
@@ -72,7 +79,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """
     low = autocast_dtype(a.device.type)
     if low is not None:
-        a, b = _autocast(a, low), _autocast(b, low)
+        a, b = cast_for_autocast(a, low), cast_for_autocast(b, low)
     _check(a, b)
     if torch.compiler.is_compiling():
         return torch.matmul(a, b)
@@ -92,14 +99,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return y
 
 
-def _autocast(x: Tensor, low: torch.dtype) -> Tensor:
-    """As torch's autocast: floating dtypes but float64."""
-    return x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x
-
-
 def _check(a: Tensor, b: Tensor) -> None:
-    if a.dtype not in _DTYPES:
-        raise UnsupportedDtype(f"matmul takes {', '.join(map(name_of, _DTYPES))}; a is {name_of(a.dtype)}")
+    check_dtype("matmul", a, "a")
     if b.dtype != a.dtype:
         raise UnsupportedDtype(f"a and b must have one dtype, got {name_of(a.dtype)} and {name_of(b.dtype)}")
     if a.device != b.device:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from accelerant.ops._refusals import refuses_float64
 from accelerant.ops.multi_tensor.launch import (
     AdamWGroup,
     SGDGroup,
@@ -47,7 +48,7 @@ def _shares(case: Case) -> list[Share]:
 def _refuses(case: Case) -> str | None:
     for share in _shares(case):
         if torch.float64 in (share.param, share.grad, share.state):
-            return "computes in float32, not float64"
+            return refuses_float64(torch.float64)
         if share.layout == "strided":
             return "tensors with gaps, or parameters that lie otherwise than their gradients and state"
     return refuses_triton(case.device)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops._launch import ceil_div
 from accelerant.ops._library import name_of
-from accelerant.ops._rows import ceil_div
 from accelerant.runtime.streams.capture import capturing
 
 __all__ = ["DTYPES", "Part", "Share", "Table", "Tensors", "Values", "Workspace", "alike", "capturing", "check"]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import UnsupportedCase
-from accelerant.ops._l2 import eviction
-from accelerant.ops._rows import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2, whole_rows
+from accelerant.ops._launch import RowPlan, as_rows, ceil_div, eviction, multiprocessors, next_power_of_2, whole_rows
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.choices import rounded
 from accelerant.runtime.dispatch.tuning import Tuned

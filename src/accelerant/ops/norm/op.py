@@ -13,15 +13,13 @@ from torch import Tensor
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import name_of
+from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.norm.launch import launch_backward, launch_forward
 from accelerant.ops.norm.torch_ops import torch_backward, torch_composite, torch_forward
-from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 # --- the public functions --------------------------------------------------------------------------------------------
@@ -177,8 +175,7 @@ def add_rms_norm(
 
 
 def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    if x.dtype not in _DTYPES:
-        raise UnsupportedDtype(f"{op} takes {', '.join(map(name_of, _DTYPES))}; x is {name_of(x.dtype)}")
+    check_dtype(op, x)
     if x.dim() == 0:
         raise ShapeError(f"{op} takes (..., N), got a scalar")
     if weight is not None:
@@ -208,12 +205,6 @@ def _check_residual(x: Tensor, residual: Tensor) -> None:
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
-
-
-def _refuses(case: Case) -> str | None:
-    if case.dtype == torch.float64:
-        return "computes in float32, not float64"
-    return refuses_triton(case.device)
 
 
 def _cost(accesses: int, flops: int, case: Case) -> Cost:
@@ -246,7 +237,7 @@ def _operations(
         Operation(
             f"{name}_{suffix}",
             (
-                Implementation("triton", ours, refuses=_refuses, own=True),
+                Implementation("triton", ours, refuses=refuses_triton_kernel, own=True),
                 Implementation("torch", theirs, differentiable=suffix == "fwd"),
             ),
             cost=partial(_cost, count, work),

@@ -15,7 +15,7 @@ Grid:   fwd takes ROWS rows a program, as CHUNKS pieces of BLOCK_N columns. bwd 
         bwd_columns then takes a strip of columns and a share of the rows.
 Bound:  memory: 2 accesses an element forward, 3 backward, with a residual 4 and 4 (fwd_wide the same if L2 holds the
         row, bwd_wide with bwd_columns 2 more); about 9 operations forward, 18 backward.
-EVICTION: see ops/_l2.py; of no use in bwd, whose loads go through shared memory ahead of their use (measured).
+EVICTION: see ops/_launch.py; of no use in bwd, whose loads go through shared memory ahead of their use (measured).
 """
 
 import triton

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.ops._rows import ceil_div, next_power_of_2
+from accelerant.ops._launch import ceil_div, next_power_of_2
 from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = ["KERNELS", "PoolPlan", "Window", "launch_backward", "launch_forward", "layout_of", "plan_of"]

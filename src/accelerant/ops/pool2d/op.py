@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
-from accelerant.ops._elementwise import check_dtype
+from accelerant.ops._refusals import check_dtype, refuses_float64
 from accelerant.ops._straight import straight
 from accelerant.ops._windows import Pair, as_images, output_sizes, pair
 from accelerant.ops.pool2d.launch import Window, launch_backward, launch_forward, layout_of
@@ -171,8 +171,8 @@ def _unserved(
     dtype: torch.dtype, shape: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> str | None:
     """Why our kernels leave images (B, C, H, W) to the library."""
-    if dtype == torch.float64:
-        return "computes in float32, not float64"
+    if (why := refuses_float64(dtype)) is not None:
+        return why
     spans = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
     for what, (height, width) in (("windows", spans), ("strides", stride)):
         if height * width > _MOST_UNROLLED:

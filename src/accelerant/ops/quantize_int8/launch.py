@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from accelerant.ops._rows import RowPlan, as_rows, ceil_div, next_power_of_2, split_rows
+from accelerant.ops._launch import RowPlan, as_rows, ceil_div, next_power_of_2, split_rows
 from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = ["KERNELS", "PLANS", "WIDE", "WIDE_FROM", "constants", "launch", "row_plan"]

@@ -7,15 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._library import below_autograd, define, is_plain, name_of
+from accelerant.errors import ShapeError
+from accelerant.ops._library import below_autograd, define, is_plain
+from accelerant.ops._refusals import check_dtype
 from accelerant.ops.quantize_int8.launch import launch
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = ["quantize_int8", "quantize_rows"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def quantize_int8(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:
@@ -39,8 +38,7 @@ def quantize_int8(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:
 
     Source: Jacob et al. 2018, arXiv:1712.05877, section 2.
     """
-    if x.dtype not in _DTYPES:
-        raise UnsupportedDtype(f"quantize_int8 takes {', '.join(map(name_of, _DTYPES))}; x is {name_of(x.dtype)}")
+    check_dtype("quantize_int8", x)
     dims = x.dim() or 1  # a scalar counts as one element along dimension 0
     if not -dims <= dim < dims:
         raise ShapeError(f"dim must be in [{-dims}, {dims - 1}] for x of shape {tuple(x.shape)}, got {dim}")

@@ -11,14 +11,13 @@ from torch import Tensor
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import name_of
+from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.rope.launch import launch
-from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = ["rope"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CHUNK = 2**18
 """Elements at a time on a CPU: 1 MiB of float32."""
 _FEW, _FEW_INTERLEAVED = 2**15, 2**11
@@ -63,8 +62,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    if x.dtype not in _DTYPES:
-        raise UnsupportedDtype(f"rope takes {', '.join(map(name_of, _DTYPES))}; x is {name_of(x.dtype)}")
+    check_dtype("rope", x)
     if x.dim() != 4 or x.shape[3] % 2 or not x.shape[3]:
         raise ShapeError(f"x must be (B, H, S, D) with an even D of at least 2, got {tuple(x.shape)}")
     B, _, S, D = x.shape
@@ -82,12 +80,6 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
-
-
-def _refuses(case: Case) -> str | None:
-    if case.dtype == torch.float64:
-        return "computes in float32, not float64"
-    return refuses_triton(case.device)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -229,7 +221,7 @@ def _cost(case: Case) -> Cost:
 _fwd = Operation(
     "rope_fwd",
     (
-        Implementation("triton", launch, refuses=_refuses, own=True),
+        Implementation("triton", launch, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_forward, differentiable=True),
     ),
     cost=_cost,
@@ -237,7 +229,7 @@ _fwd = Operation(
 _bwd = Operation(
     "rope_bwd",
     (
-        Implementation("triton", _own_backward, refuses=_refuses, own=True),
+        Implementation("triton", _own_backward, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_backward),
     ),
     cost=_cost,

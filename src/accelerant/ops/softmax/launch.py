@@ -7,8 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from accelerant.ops._l2 import eviction
-from accelerant.ops._rows import RowPlan, as_rows, ceil_div, next_power_of_2, split_rows, whole_rows
+from accelerant.ops._launch import RowPlan, as_rows, ceil_div, eviction, next_power_of_2, split_rows, whole_rows
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.tuning import Tuned
 

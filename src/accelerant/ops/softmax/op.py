@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.errors import ShapeError
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
-from accelerant.ops._library import name_of
-from accelerant.ops._rows import ceil_div, multiprocessors
+from accelerant.ops._launch import ceil_div, multiprocessors
+from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.softmax.launch import (
     INNER_COLUMNS,
@@ -22,12 +22,10 @@ from accelerant.ops.softmax.launch import (
     launch_backward,
     launch_forward,
 )
-from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 
 __all__ = ["log_softmax", "softmax"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 # Where torch is faster out of the box. Measured on an H200 in bfloat16, ms of ours against torch's: softmax, its
 # gradient, log_softmax, its gradient. No other dtype and no sizes in between were measured.
@@ -49,9 +47,7 @@ against 0.224, 2.056 against 0.118, 2.274 against 0.210, 2.742 against 0.226, al
 
 
 def _refuses(few_wide: int, case: Case) -> str | None:
-    if case.dtype == torch.float64:
-        return "computes in float32, not float64"
-    return refuses_triton(case.device) or _slower(few_wide, case)
+    return refuses_triton_kernel(case) or _slower(few_wide, case)
 
 
 def _slower(few_wide: int, case: Case) -> str | None:
@@ -142,8 +138,7 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
 
 def _check(op: str, x: Tensor, dim: int) -> int:
     """The dimension counted from 0."""
-    if x.dtype not in _DTYPES:
-        raise UnsupportedDtype(f"{op} takes {', '.join(map(name_of, _DTYPES))}; x is {name_of(x.dtype)}")
+    check_dtype(op, x)
     dims = x.dim() or 1  # a scalar counts as one element along dimension 0, as in torch
     if not -dims <= dim < dims:
         raise ShapeError(f"dim must be in [{-dims}, {dims - 1}] for x of shape {tuple(x.shape)}, got {dim}")

@@ -12,7 +12,7 @@ Grid:   fwd and bwd: ROWS rows a program, kept in registers; _wide: one program 
 Bound:  memory: 2 accesses an element forward, 3 backward (beyond the registers 3 and 5, where L2 does not help);
         about 5 operations forward, 4 backward. log2(e) is not folded into one multiply-add with the maximum: its
         product with a large maximum is rounded, and x = max x would no longer give exp 0.
-EVICTION: see ops/_l2.py.
+EVICTION: see ops/_launch.py.
 """
 
 import triton

@@ -7,7 +7,7 @@ import math
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
-from accelerant.ops._elementwise import STREAM
+from accelerant.ops._launch import STREAM
 from accelerant.ops.swiglu.launch import KERNELS as _KERNELS
 from accelerant.ops.swiglu.launch import row_plan
 

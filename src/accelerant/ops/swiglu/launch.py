@@ -7,8 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from accelerant.ops._elementwise import SHORT, STREAM, STREAMS, Elementwise, StreamKernel
-from accelerant.ops._rows import as_rows, ceil_div, next_power_of_2
+from accelerant.ops._launch import SHORT, STREAM, STREAMS, Elementwise, StreamKernel, as_rows, ceil_div, next_power_of_2
 from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = ["KERNELS", "PACKED", "launch_backward", "launch_forward", "packed_backward", "packed_forward", "row_plan"]

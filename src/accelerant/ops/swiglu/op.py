@@ -10,8 +10,9 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
-from accelerant.ops._elementwise import accesses, check_dtype, refuses_float64
+from accelerant.ops._launch import accesses
 from accelerant.ops._library import name_of
+from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.swiglu.launch import launch_backward, launch_forward, packed_backward, packed_forward
 from accelerant.runtime.dispatch import Case, Implementation, Operation, case_of
@@ -60,7 +61,7 @@ def _silu_into(y: Tensor, x: Tensor) -> Tensor:
 swiglu_fwd = Operation(
     "swiglu_fwd",
     (
-        Implementation("triton", _own_forward, refuses=refuses_float64, own=True),
+        Implementation("triton", _own_forward, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_forward, differentiable=True),
     ),
     cost=accesses(3, 5),
@@ -68,7 +69,7 @@ swiglu_fwd = Operation(
 swiglu_bwd = Operation(
     "swiglu_bwd",
     (
-        Implementation("triton", _own_backward, refuses=refuses_float64, own=True),
+        Implementation("triton", _own_backward, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_backward),
     ),
     cost=accesses(5, 12),

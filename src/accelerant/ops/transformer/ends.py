@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from accelerant.ops._launch import ceil_div
 from accelerant.ops._per_example import Forming
-from accelerant.ops._rows import ceil_div
+from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.ops.cross_entropy.launch import count, reduce, scale_
 from accelerant.ops.embedding.launch import KERNELS as EMBEDDING_KERNELS
 from accelerant.ops.embedding.launch import constants as embedding_constants
 from accelerant.ops.embedding.launch import embedding_plan, launch_backward_sorted
 from accelerant.ops.linear_cross_entropy.chunks import run_torch, run_triton
 from accelerant.ops.transformer.launch import launch_embed
-from accelerant.ops.transformer.op import refuses_triton_kernels
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
@@ -55,7 +55,7 @@ def _add_torch(dy: Tensor, tokens: Tensor, dtable: Tensor) -> None:
 
 
 def _refuses_atomic(case: Case) -> str | None:
-    return refuses_triton_kernels(case) or (None if "float32" in case.options else "adds to float32")
+    return refuses_triton_kernel(case) or (None if "float32" in case.options else "adds to float32")
 
 
 def _embed_case(tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Case:
@@ -65,7 +65,7 @@ def _embed_case(tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Case:
 _embed_fwd = Operation(
     "embed_fwd",
     (
-        Implementation("triton", launch_embed, refuses=refuses_triton_kernels, own=True),
+        Implementation("triton", launch_embed, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_embed),
     ),
     cost=lambda case: Cost(case.shape[0] * case.shape[2] * (8 + case.dtype.itemsize), case.shape[0] * case.shape[2]),
@@ -76,7 +76,7 @@ _embed_bwd = Operation(
         Implementation(
             "triton-atomic", _add_atomic, refuses=_refuses_atomic, own=True, deterministic=False, mutates=True
         ),
-        Implementation("triton", _add_sorted, refuses=refuses_triton_kernels, own=True, mutates=True),
+        Implementation("triton", _add_sorted, refuses=refuses_triton_kernel, own=True, mutates=True),
         Implementation("torch", _add_torch, mutates=True),
     ),
     cost=lambda case: Cost(case.shape[0] * case.shape[2] * (8 + case.dtype.itemsize), case.shape[0] * case.shape[2]),
@@ -115,7 +115,7 @@ def _tied_loss(
 _tied_loss_fwd = Operation(
     "tied_loss_fwd",
     (
-        Implementation("triton", partial(_tied_loss, own=True), refuses=refuses_triton_kernels, own=True),
+        Implementation("triton", partial(_tied_loss, own=True), refuses=refuses_triton_kernel, own=True),
         Implementation("torch", partial(_tied_loss, own=False)),
     ),
     cost=lambda case: Cost(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelerant.ops._rows import as_rows, ceil_div, multiprocessors
+from accelerant.ops._launch import as_rows, ceil_div, multiprocessors
 from accelerant.ops.embedding.launch import constants as embedding_constants
 from accelerant.ops.embedding.launch import embedding_plan
 from accelerant.runtime.compilation.triton import TritonKernel

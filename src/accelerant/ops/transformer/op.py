@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.ops.linear_fp8 import op as float8
 from accelerant.ops.linear_fp8.op import Float8Weight
 from accelerant.ops.norm.launch import WIDE_BACKWARD, launch_backward, launch_backward_each
@@ -25,7 +26,6 @@ from accelerant.ops.transformer.launch import (
     launch_join,
     launch_turn,
 )
-from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = [
@@ -38,17 +38,10 @@ __all__ = [
     "linear_dz",
     "norm_backward",
     "norm_backward_each",
-    "refuses_triton_kernels",
+    "refuses_triton_kernel",
 ]
 
 _WithSums = tuple[Tensor, Tensor, Tensor | None]
-
-
-def refuses_triton_kernels(case: Case) -> str | None:
-    """Why our Triton kernels cannot serve a case; None if they can."""
-    if case.dtype == torch.float64:
-        return "computes in float32, not float64"
-    return refuses_triton(case.device)
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -109,7 +102,7 @@ def _torch_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
 _columns = Operation(
     "column_sums",
     (
-        Implementation("triton", launch_columns, refuses=refuses_triton_kernels, own=True),
+        Implementation("triton", launch_columns, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_columns),
     ),
     cost=lambda case: Cost(math.prod(case.shape) * case.dtype.itemsize, math.prod(case.shape)),
@@ -130,7 +123,7 @@ def _torch_columns_each(x: Tensor, examples: int) -> Tensor:
 _columns_each = Operation(
     "column_sums_each",
     (
-        Implementation("triton", launch_columns_each, refuses=refuses_triton_kernels, own=True),
+        Implementation("triton", launch_columns_each, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_columns_each),
     ),
     cost=lambda case: Cost(math.prod(case.shape) * case.dtype.itemsize, math.prod(case.shape)),
@@ -157,7 +150,7 @@ def _torch_dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | No
 _dgelu = Operation(
     "dgelu",
     (
-        Implementation("triton", launch_dgelu, refuses=refuses_triton_kernels, own=True),
+        Implementation("triton", launch_dgelu, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_dgelu),
     ),
     cost=lambda case: Cost(4 * math.prod(case.shape) * case.dtype.itemsize, 30 * math.prod(case.shape)),
@@ -250,7 +243,7 @@ def _torch_norm(
 _norm_bwd = Operation(
     "block_norm_bwd",
     (
-        Implementation("triton", _own_norm, refuses=refuses_triton_kernels, own=True),
+        Implementation("triton", _own_norm, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_norm),
     ),
     cost=lambda case: Cost(4 * math.prod(case.shape) * case.dtype.itemsize, 19 * math.prod(case.shape)),
@@ -304,7 +297,7 @@ def _refuses_each(case: Case) -> str | None:
         return f"takes at most {WIDE_BACKWARD} columns"
     if not math.prod(case.shape):
         return "has nothing to sum"
-    return refuses_triton_kernels(case)
+    return refuses_triton_kernel(case)
 
 
 _norm_bwd_each = Operation(

@@ -21,7 +21,7 @@ from accelerant.ops._hopper.launch import (
     tensor_map,
 )
 from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program, load
-from accelerant.ops._rows import ceil_div, multiprocessors
+from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
 

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from accelerant.ops._rows import ceil_div, next_power_of_2
+from accelerant.ops._launch import ceil_div, next_power_of_2
 from accelerant.ops.transformer.ends import embed_backward
 from accelerant.privacy.dp.clipping import hopper, norms
 from accelerant.privacy.dp.clipping.norms import chunks

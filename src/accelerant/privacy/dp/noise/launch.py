@@ -15,7 +15,7 @@ from torch import Tensor
 from accelerant.algebra.counted import counted
 from accelerant.algebra.field.places import place_of
 from accelerant.errors import ConfigError
-from accelerant.ops._rows import multiprocessors
+from accelerant.ops._launch import multiprocessors
 from accelerant.privacy.dp.noise.laplace import digits_of, laplace_blocks, thresholds
 from accelerant.privacy.dp.noise.plan import Plan
 from accelerant.privacy.dp.noise.program import (

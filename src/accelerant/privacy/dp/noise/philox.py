@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError
-from accelerant.ops._rows import multiprocessors
+from accelerant.ops._launch import multiprocessors
 from accelerant.privacy.dp.noise.launch import compiled, index_of, noted, packed_rows
 from accelerant.privacy.dp.noise.program import (
     PHILOX_GROUP,

@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from accelerant import ops
-from accelerant.ops import _l2
+from accelerant.ops import _launch
 from accelerant.runtime.compilation.triton import TritonKernel
 
 
 @pytest.fixture
 def fresh():
-    _l2._most_bytes.cache_clear()
+    _launch._l2_bytes.cache_clear()
     yield
-    _l2._most_bytes.cache_clear()
+    _launch._l2_bytes.cache_clear()
 
 
 @pytest.fixture
@@ -40,16 +40,16 @@ def test_only_where_it_was_measured(capability, hip, most, fresh, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=4096))
-    assert _l2._most_bytes(torch.device("cuda", 0)) == most
-    assert _l2._most_bytes(torch.device("cpu")) == float("inf")
+    assert _launch._l2_bytes(torch.device("cuda", 0)) == most
+    assert _launch._l2_bytes(torch.device("cpu")) == float("inf")
 
 
 def test_only_above_what_the_l2_holds(monkeypatch):
-    monkeypatch.setattr(_l2, "_most_bytes", lambda device: 4096.0)
-    assert _l2.eviction(torch.empty(1024, dtype=torch.bfloat16), 2) == ""
-    assert _l2.eviction(torch.empty(1025, dtype=torch.bfloat16), 2) == "evict_last"
-    assert _l2.eviction(torch.empty(1024, dtype=torch.bfloat16), 3) == "evict_last"
-    assert _l2.eviction(torch.empty(1024), 2) == "evict_last"
+    monkeypatch.setattr(_launch, "_l2_bytes", lambda device: 4096.0)
+    assert _launch.eviction(torch.empty(1024, dtype=torch.bfloat16), 2) == ""
+    assert _launch.eviction(torch.empty(1025, dtype=torch.bfloat16), 2) == "evict_last"
+    assert _launch.eviction(torch.empty(1024, dtype=torch.bfloat16), 3) == "evict_last"
+    assert _launch.eviction(torch.empty(1024), 2) == "evict_last"
 
 
 def _all(x, other):
@@ -75,7 +75,7 @@ def test_the_policy_changes_no_result(shape, policies, interpreted, monkeypatch)
     x, other = torch.randn(shape), torch.randn(shape)
     usual = _all(x, other)
     assert set(policies.values()) == {""}
-    monkeypatch.setattr(_l2, "_most_bytes", lambda device: 0.0)
+    monkeypatch.setattr(_launch, "_l2_bytes", lambda device: 0.0)
     found = _all(x, other)
     assert set(policies.values()) == {"evict_last"}
     unary = {f"{op}_{way}" for op in ("relu", "sigmoid", "tanh", "silu", "gelu") for way in ("fwd", "bwd")}
