@@ -151,7 +151,7 @@ def test_what_is_refused(emulated):
 
 def test_a_layer_that_would_not_be_in_fp8_says_so():
     layer = Linear(16, 32)
-    refused = pytest.raises(UnsupportedCase, match=r"Linear\(16, 32, bias=True\) runs as torch's")
+    refused = pytest.raises(UnsupportedCase, match=r"Linear\(16, 32, bias=True\) runs on torch's")
     with LowWeights(BF16, [layer.weight]).refreshed(), torch.autocast("cpu", dtype=BF16), refused:
         layer(torch.randn(3, 16))
 

@@ -295,7 +295,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 class AdamW(MultiTensorOptimizer):
     """Adam with decoupled weight decay, all parameters in one launch.
 
-    Takes the arguments of torch.optim.AdamW and more. Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
+    Takes the arguments of torch.optim.AdamW and those below the star.
+
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
 
     Args:
         params: parameters, named parameters, or groups of them with values of their own.

@@ -304,8 +304,8 @@ def _open(folder: Path, stack: ExitStack) -> _Tensors:
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
         raise FormatError(
-            f"{folder} has its weights as {pickles[0]}: a pickle may execute arbitrary code and is not read; save the model "
-            "as safetensors (transformers: model.save_pretrained(folder))"
+            f"{folder} has its weights as {pickles[0]}: a pickle may execute arbitrary code and is not read; save the "
+            "model as safetensors (transformers: model.save_pretrained(folder))"
         )
     raise FormatError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
 
