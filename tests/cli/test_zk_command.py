@@ -109,8 +109,8 @@ def test_both_files_or_none(run, folder, monkeypatch):
         (("p.json", "p.json"), "another name"),
         (("w.wtns", "q.json"), "also to be read"),
         (("./sub/../k.zkey", "q.json"), "also to be read"),
-        (("nowhere/p.json", "q.json"), "there is no folder"),
-        (("sub", "q.json"), "is a folder"),
+        (("nowhere/p.json", "q.json"), "does not exist"),
+        (("sub", "q.json"), "is a directory"),
     ],
 )
 def test_targets_are_looked_at_first(run, folder, targets, match):
