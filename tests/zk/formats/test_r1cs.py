@@ -182,10 +182,10 @@ def test_custom_gates_that_are_none(altered):
     for number, at, new, message in (
         (GATES, 0, huge, "4294967295 custom gates; at most 65536"),
         (GATES, 0, struct.pack("<I", 2), "name is not terminated by a zero byte"),
-        (GATES, 6, huge, "the section ends within a custom gate's parameters: it needs 137438953440 bytes"),
+        (GATES, 6, huge, "the section ends within a custom gate's parameters: 137438953440 bytes needed"),
         (USES, 0, huge, "the section ends within"),
         (USES, 4, struct.pack("<I", 1), "custom gate 1 of 1"),
-        (USES, 8, huge, "the section ends within a use's wires: it needs 34359738360 bytes"),
+        (USES, 8, huge, "the section ends within a use's wires: 34359738360 bytes needed"),
     ):
         with refused(number, None, message):
             altered(edited(data, number, at, new))

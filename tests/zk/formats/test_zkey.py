@@ -131,7 +131,7 @@ def test_headers_that_no_key_has(altered, data, family):
         (counts, struct.pack("<II", 0, 0), "0 public signals"),
         (counts + 8, struct.pack("<I", 7), "domainSize is 7; it must be a power of two"),
         (counts + 8, struct.pack("<I", 0), "domainSize is 0"),
-        (counts + 8, struct.pack("<I", 2), "domainSize is 2; it must be a power of two over 2"),
+        (counts + 8, struct.pack("<I", 2), "domainSize is 2; it must be a power of two greater than the 2 public"),
         (counts + 12, family.q.to_bytes(size, "little"), "alpha1 is not below the modulus"),
     }
     for at, new, message in wrong:
