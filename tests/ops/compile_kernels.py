@@ -1,8 +1,8 @@
 """Run in its own process: compile the kernels of ops for targets and print what came out as JSON.
 
 A separate process, since Triton's functions are decorated either for the compiler or for the interpreter.
-Usage: python compile_kernels.py; reads lines "folder every|first target...", and answers each with a line of JSON: of every
-specialisation of a kernel, or of the first one only.
+Usage: python compile_kernels.py; reads lines "folder every|first target..." and answers each with a line of JSON: every
+specialisation of a kernel, or only its first one.
 """
 
 import importlib

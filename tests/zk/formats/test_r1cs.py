@@ -194,7 +194,7 @@ def test_custom_gates_that_are_none(altered):
     with refused(GATES, None, "65537 custom gates"):
         altered(put_together(magic, version, [(n, gates if n == GATES else payload) for n, payload in sections]))
     endless = [(n, struct.pack("<I", 1) + b"g" * 100 if n == GATES else payload) for n, payload in sections]
-    with refused(GATES, None, "no zero byte"):
+    with refused(GATES, None, "not terminated by a zero byte"):
         altered(put_together(magic, version, endless))
 
 

@@ -123,7 +123,7 @@ def test_headers_that_no_key_has(altered, data, family):
     counts = 4 + size + 4 + 32
     other = family_of({"bn254": "bls12_381", "bls12_381": "bn254"}[family.name])
     wrong = {
-        (0, struct.pack("<I", 31), "q has 31 bytes; supported sizes are 32 or 48"),
+        (0, struct.pack("<I", 31), "q has 31 bytes; supported sizes are 32 and 48"),
         (0, struct.pack("<I", 2**32 - 1), "q has 4294967295 bytes"),
         (4, (family.q - 2).to_bytes(size, "little"), "not the prime of a supported curve"),
         (4 + size + 4, other.r.to_bytes(32, "little"), f"r is not the group order of {family.name}"),
