@@ -12,14 +12,13 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from accelerant.algebra.field.llvm_entries import ENTRIES
-from accelerant.algebra.field.llvm_kernels import FORMS, FieldKernels, form_of, host_form
-from accelerant.algebra.field.llvm_text import Body, function
+from accelerant.algebra.field.llvm_kernels import ENTRIES, FORMS, FieldKernels, host_form, packed_field
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.program import entries
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource
+from accelerant.runtime.compilation.llvm import FunctionBuilder, program
 
 N, FEW = 10_007, 2_003
 """No multiples of a register's 8 or 16 elements; FEW are more than share an inversion."""
@@ -59,7 +58,7 @@ class Runner:
         self.field, self.form = FIELDS[name], form
         self.p = self.field.modulus
         self.kernels = compiled(name, form)
-        self.radix = form_of(self.field, form).memory_radix
+        self.radix = packed_field(self.field, form).memory_radix
         self.unradix = pow(self.radix, -1, self.p)
         self.top = 1 << 8 * self.field.size_bytes
 
@@ -251,24 +250,24 @@ def test_the_functions_serve_other_kernels(case):
     if form == "vector" and FIELDS[name].limbs > 1 and not llvm.get_host_cpu_features().get("avx512ifma"):
         pytest.skip("this processor has no AVX512-IFMA")
     field = FIELDS[name]
-    arithmetic = form_of(field, form)
-    body = Body()
-    x, y = (arithmetic.load(body, pointer, "%begin", "%end") for pointer in ("%x", "%y"))
-    factors = (arithmetic.call(body, operation, x, y) for operation in ("sub", "add"))
-    arithmetic.store(body, "%z", "%begin", "%end", arithmetic.call(body, "mul", *factors))
-    body.do("ret void")
+    packed = packed_field(field, form)
     arguments = ["i64 %begin", "i64 %end", "ptr %x", "ptr %y", "ptr %z"]
-    text = arithmetic.functions() + function("difference", "void", arguments, body, "", "nounwind")
+    code = FunctionBuilder("difference", arguments, linkage="", attributes="nounwind")
+    x, y = (packed.load(code, pointer, "%begin", "%end") for pointer in ("%x", "%y"))
+    factors = (packed.call(code, operation, x, y) for operation in ("sub", "add"))
+    packed.store(code, "%z", "%begin", "%end", packed.call(code, "mul", *factors))
+    code.ret()
+    text = program([*packed.functions(), code])
     source = KernelSource(f"difference_{name}_{form}", {"llvm": text}, {"difference": ("*u64", "*u64", "*u64")})
     kernel = registry.create("cpu").compile(source)
     words = Runner.words
-    count = arithmetic.lanes
+    count = packed.lanes
     owner = type("Owner", (), {"field": field})
     xs, ys = (values[:count] for values in operands(name))
     a, b = words(owner, xs), words(owner, ys)
     z = np.empty_like(a)
     kernel.handle(0, count, *(array.ctypes.data for array in (a, b, z)))
-    unradix = pow(arithmetic.radix, -1, field.modulus)
+    unradix = pow(packed.radix, -1, field.modulus)
     expected = [(s * s - t * t) * unradix % field.modulus for s, t in zip(xs, ys, strict=True)]
     np.testing.assert_array_equal(z, words(owner, expected))
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from accelerant.algebra.curve.llvm_flow import Flow, Variable
 from accelerant.algebra.curve.llvm_packs import Packs, packs_of
 from accelerant.algebra.curve.weierstrass import Coordinates
-from accelerant.algebra.field.llvm_form import Form
+from accelerant.algebra.field.llvm_packed import PackedField
+from accelerant.runtime.compilation.llvm import FunctionBuilder, Variable
 
 __all__ = ["Cell", "Element", "Elements"]
 
@@ -52,7 +52,13 @@ class Elements:
     """
 
     def __init__(
-        self, field: Coordinates[Any], form: Form, code: Flow, *, far: bool = True, far_sums: bool = False
+        self,
+        field: Coordinates[Any],
+        form: PackedField,
+        code: FunctionBuilder,
+        *,
+        calls: bool = True,
+        call_sums: bool = False,
     ) -> None:
         """Arithmetic that writes to some code.
 
@@ -60,8 +66,8 @@ class Elements:
             field: of the coordinates.
             form: the arithmetic of Fq.
             code: where instructions go.
-            far: products are calls, of FIELD_mul_far and, over Fq2, of quadratic_mul (llvm_points.py).
-            far_sums: over Fq2 sums and differences are calls too: a tenth slower, and half the time to compile.
+            calls: products are calls, of FIELD_mul_call and, over Fq2, of quadratic_mul (llvm_points.py).
+            call_sums: over Fq2 sums and differences are calls too: a tenth slower, and half the time to compile.
         """
         self.code = code
         self.form = form
@@ -70,9 +76,9 @@ class Elements:
         self.size = field.degree * field.base.size_bytes
         self.zero = self.constant([0] * field.degree)
         self.one = self.constant([1] + [0] * (field.degree - 1))
-        self._far = "_far" if far else ""
-        self._called = self.degree == 2 and far
-        self._far_sums = self.degree == 2 and far_sums
+        self._suffix = "_call" if calls else ""
+        self._called = self.degree == 2 and calls
+        self._call_sums = self.degree == 2 and call_sums
         self._passed: list[str] = []
 
     # --- arithmetic --------------------------------------------------------------------------------------------------
@@ -84,13 +90,13 @@ class Elements:
 
     def add(self, a: Element, b: Element) -> Element:
         """The sum a + b."""
-        if self._far_sums:
+        if self._call_sums:
             return self._pass("quadratic_add", a, b)
         return tuple(self._call("add", x, y) for x, y in zip(a, b, strict=True))
 
     def sub(self, a: Element, b: Element) -> Element:
         """The difference a - b."""
-        if self._far_sums:
+        if self._call_sums:
             return self._pass("quadratic_sub", a, b)
         return tuple(self._call("sub", x, y) for x, y in zip(a, b, strict=True))
 
@@ -137,7 +143,7 @@ class Elements:
     def square(self, a: Element) -> Element:
         """The square; in Fq2 (c0 + c1) (c0 - c1) + 2 c0 c1 u."""
         if self.degree == 1:
-            return (self._call(f"square{self._far}", a[0]),)
+            return (self._call(f"square{self._suffix}", a[0]),)
         return self._pass("quadratic_square", a) if self._called else self.complex_square(a)
 
     def complex_square(self, a: Element) -> Element:
@@ -151,9 +157,9 @@ class Elements:
         t = self.form.type
         call = f"call {t} @{self.form.field.name}_inverse({t} "
         if self.degree == 1:
-            return (self.code(f"{call}{a[0]})"),)
-        squares = [self._call(f"square{self._far}", part) for part in a]
-        scale = self.code(f"{call}{self._call('add', *squares)})")
+            return (self.code(f"{call}{a[0]})", t),)
+        squares = [self._call(f"square{self._suffix}", part) for part in a]
+        scale = self.code(f"{call}{self._call('add', *squares)})", t)
         return tuple(self._mul(scale, part) for part in self.conjugate(a))
 
     def product(self, a: Element, factor: int) -> Element:
@@ -171,7 +177,7 @@ class Elements:
         return self.load(self._passed[0], 0)
 
     def _mul(self, x: str, y: str) -> str:
-        return self._call(f"mul{self._far}", x, y)
+        return self._call(f"mul{self._suffix}", x, y)
 
     def _call(self, name: str, *packs: str) -> str:
         return self.form.call(self.code, name, *packs)
@@ -182,7 +188,7 @@ class Elements:
         """The mask of the lanes that are 0."""
         mask = self.packs.is_zero(self.code, a[0])
         for part in a[1:]:
-            mask = self.packs.both(self.code, mask, self.packs.is_zero(self.code, part))
+            mask = self.code.op("and", mask, self.packs.is_zero(self.code, part))
         return mask
 
     def select(self, mask: str, a: Element, b: Element) -> Element:
@@ -221,7 +227,7 @@ class Elements:
 
     def space(self, count: int = 1) -> str:
         """The kernel's own memory of so many elements."""
-        return self.code.space(self.form.type, count * self.degree)
+        return self.code.stack(self.form.type, count * self.degree)
 
     def cell(self, a: Element) -> Cell:
         """Variables with this value."""

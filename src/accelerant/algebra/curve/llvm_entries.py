@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerant.algebra.curve.llvm_coordinates import Element, Elements
-from accelerant.algebra.curve.llvm_flow import Flow
 from accelerant.algebra.curve.llvm_points import Pair, Scratch, batch_add, entered, public_digits
 from accelerant.algebra.curve.parameters import endomorphism
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.llvm_form import Form
+from accelerant.algebra.field.llvm_packed import PackedField
+from accelerant.runtime.compilation.llvm import FunctionBuilder, Value
 
 __all__ = ["ENTRIES", "POINTERS", "Lanes", "lanes_of", "leave", "mine", "theirs"]
 
-Writer = Callable[[Curve[Any], Form, Flow], None]
+Writer = Callable[[Curve[Any], PackedField, FunctionBuilder], None]
 
 _PACKS = 256
 """Packs of pairs over Fq that share an inversion (some 330 products of 254 bits; 5M + 1S for each pack), half as many
@@ -43,10 +43,10 @@ class Lanes:
     So lanes beyond the end compute what the last one does, and write it again.
     """
 
-    def __init__(self, code: Flow, lanes: int, i: str, stop: str) -> None:
+    def __init__(self, code: FunctionBuilder, lanes: int, i: str, stop: str) -> None:
         self._code = code
         last = code.i64("sub nsw", stop, 1)
-        self.indices = [i, *(code.least(code.i64("add nsw", i, lane), last) for lane in range(1, lanes))]
+        self.indices = [i, *(code.smin(code.i64("add nsw", i, lane), last) for lane in range(1, lanes))]
 
     def pointers(self, base: str, size: int, step: str = "") -> list[str]:
         """Addresses of elements of `size` bytes, of index `step` times the lane's."""
@@ -82,18 +82,18 @@ def _read(k: Elements, pointers: Sequence[str]) -> tuple[Element, Element]:
 @contextmanager
 def _each_pack(k: Elements) -> Iterator[Lanes]:
     """Over the packs of [begin, min(end, n))."""
-    stop = k.code.least("%end", "%n")
+    stop = k.code.smin("%end", "%n")
     with k.code.loop("%begin", stop, k.form.lanes) as i:
         yield lanes_of(k, i, stop)
 
 
-def _firsts(k: Elements, bad: Callable[[list[str]], str]) -> None:
+def _firsts(k: Elements, bad: Callable[[list[str]], Value]) -> None:
     """first[c] = the least index of a lane that bad(pointers of the points) sets, of chunk c, else n."""
     code, packs = k.code, k.packs
     with code.loop("%begin", "%end") as c:
         start = code.i64("mul nsw", c, "%chunk")
-        with code.when(code(f"icmp slt i64 {start}, %n")):
-            stop = code.least(code.i64("add nsw", start, "%chunk"), "%n")
+        with code.when(code.compare("slt", start, "%n")):
+            stop = code.smin(code.i64("add nsw", start, "%chunk"), "%n")
             least = code.variable("i64", "%n")
             with code.loop(start, stop, k.form.lanes) as i:
                 lanes = lanes_of(k, i, stop)
@@ -105,15 +105,15 @@ def _firsts(k: Elements, bad: Callable[[list[str]], str]) -> None:
 # --- entries ---------------------------------------------------------------------------------------------------------
 
 
-def _add(curve: Curve[Any], form: Form, code: Flow) -> None:
+def _add(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
     """Blocks of packs, each with an inversion; coordinates stay in memory's representation."""
     k = Elements(curve.coordinates, form, code)
     count = _PACKS // k.degree
     size, block = 2 * k.size, count * form.lanes
-    scratch = Scratch(k.space(count), k.space(count), code.space("i8", count))
-    stop = code.least("%end", "%n")
+    scratch = Scratch(k.space(count), k.space(count), code.stack("i8", count))
+    stop = code.smin("%end", "%n")
     with code.loop("%begin", stop, block) as base:
-        last = code.least(code.i64("add nsw", base, block), stop)
+        last = code.smin(code.i64("add nsw", base, block), stop)
         rounded = code.i64("add nsw", code.i64("sub nsw", last, base), form.lanes - 1)
 
         def pair(i: str) -> Pair:
@@ -129,7 +129,7 @@ def _add(curve: Curve[Any], form: Form, code: Flow) -> None:
         batch_add(k, code.i64("sdiv", rounded, form.lanes), pair, scratch, form.memory_radix)
 
 
-def _neg(curve: Curve[Any], form: Form, code: Flow) -> None:
+def _neg(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
     k = Elements(curve.coordinates, form, code)
     with _each_pack(k) as lanes:
         x, z = (lanes.pointers(pointer, 2 * k.size) for pointer in ("%x", "%z"))
@@ -138,12 +138,12 @@ def _neg(curve: Curve[Any], form: Form, code: Flow) -> None:
         k.write(z, 1, opposite)
 
 
-def _mul(curve: Curve[Any], form: Form, code: Flow) -> None:
+def _mul(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
     """Digits of four bits from the top: four doublings, and the multiple that every table entry is compared for."""
     k = Elements(curve.coordinates, form, code)
     packs, points, t = k.packs, 1 << _WINDOW, form.type
     table, total, chosen = k.space(3 * points), k.space(3), k.space(3)
-    digits = code.space(packs.numbers, _SCALAR_WORDS)
+    digits = code.stack(packs.numbers, _SCALAR_WORDS)
     stride = 3 * k.degree
     with _each_pack(k) as lanes:
         base = lanes.pointers("%x", 2 * k.size, "%x_step")
@@ -165,14 +165,13 @@ def _mul(curve: Curve[Any], form: Form, code: Flow) -> None:
             at = code.i64("mul", step, _WINDOW)
             words = code.load(packs.numbers, digits, code.i64("lshr", at, 6))
             shift = packs.joined(code, [code.i64("and", at, 63)] * form.lanes)
-            shifted = code(f"lshr {packs.numbers} {words}, {shift}")
-            value = code(f"and {packs.numbers} {shifted}, {packs.all(points - 1)}")
+            value = code.op("and", code.op("lshr", words, shift), points - 1)
             _choose(k, table, value, chosen)
             code.do(f"call void @point_add(ptr {total}, ptr {total}, ptr {chosen})")
         leave(k, total, lanes.pointers("%z", 2 * k.size))
 
 
-def _choose(k: Elements, table: str, numbers: str, chosen: str) -> None:
+def _choose(k: Elements, table: str, numbers: Value, chosen: str) -> None:
     """Table[number], lane by lane: every entry is read whole, and masked.
 
     The masks pass through volatile memory, so that LLVM knows nothing of them. Of a select between what is loaded and
@@ -181,16 +180,16 @@ def _choose(k: Elements, table: str, numbers: str, chosen: str) -> None:
     """
     code, number = k.code, k.packs.numbers
     limbs = 3 * k.degree * (k.form.radix.bit_length() // _LIMB_BITS[k.form.lanes])
-    cells = [code.variable(number, "zeroinitializer") for _ in range(limbs)]
-    unknown = code.space(number)
+    cells = [code.variable(number, 0) for _ in range(limbs)]
+    unknown = code.stack(number)
     with code.loop(0, 1 << _WINDOW) as i:
-        mask = k.packs.equal(code, numbers, k.packs.joined(code, [i] * k.form.lanes))
-        code.do(f"store volatile {number} {code(f'sext {k.packs.mask} {mask} to {number}')}, ptr {unknown}")
-        mask = code(f"load volatile {number}, ptr {unknown}")
+        equal = code.compare("eq", numbers, k.packs.joined(code, [i] * k.form.lanes))
+        code.do(f"store volatile {number} {code.convert('sext', equal, 'i64')}, ptr {unknown}")
+        mask = code(f"load volatile {number}, ptr {unknown}", number)
         first = code.i64("mul", i, limbs)
         for j, cell in enumerate(cells):
             limb = code.load(number, table, code.i64("add", first, j))
-            cell.set(code(f"or {number} {cell.get()}, {code(f'and {number} {limb}, {mask}')}"))
+            cell.set(code.op("or", cell.get(), code.op("and", limb, mask)))
     for j, cell in enumerate(cells):
         code.store(number, cell.get(), chosen, j)
 
@@ -202,21 +201,21 @@ def leave(k: Elements, point: str, pointers: Sequence[str]) -> None:
         k.write(pointers, i, theirs(k, k.mul(k.load(point, i), inverse)))
 
 
-def _off_curve(curve: Curve[Any], form: Form, code: Flow) -> None:
+def _off_curve(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
     """y^2 = x^3 + b, or both 0."""
     k = Elements(curve.coordinates, form, code)
     b = k.constant(curve.coordinates.parts(curve.b))
 
-    def bad(pointers: list[str]) -> str:
+    def bad(pointers: list[str]) -> Value:
         x, y = _read(k, pointers)
         on = k.is_zero(k.sub(k.square(y), k.add(k.mul(k.square(x), x), b)))
-        infinite = k.packs.both(code, k.is_zero(x), k.is_zero(y))
-        return k.packs.but(code, k.packs.all_set(), k.packs.either(code, on, infinite))
+        infinite = code.op("and", k.is_zero(x), k.is_zero(y))
+        return k.packs.but(code, k.packs.all_set(), code.op("or", on, infinite))
 
     _firsts(k, bad)
 
 
-def _off_subgroup(curve: Curve[Any], form: Form, code: Flow) -> None:
+def _off_subgroup(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
     """The endomorphism's image against the multiple: endomorphism.py."""
     k = Elements(curve.coordinates, form, code)
     test = endomorphism(curve)
@@ -225,11 +224,11 @@ def _off_subgroup(curve: Curve[Any], form: Form, code: Flow) -> None:
         return
     chain = _chain(curve, test.eigenvalue)
     digits, odd = public_digits(chain[0])
-    listed = code.listed("eigenvalue_digits", digits)
+    listed = code.table("eigenvalue_digits", "i8", digits)
     factors = [curve.coordinates.parts(factor) for factor in (test.x_factor, test.y_factor)]
     point, multiple = k.space(3), k.space(3)
 
-    def bad(pointers: list[str]) -> str:
+    def bad(pointers: list[str]) -> Value:
         affine = _read(k, pointers)
         for i, element in enumerate(entered(k, affine)):
             k.store(point, i, element)
@@ -246,8 +245,8 @@ def _off_subgroup(curve: Curve[Any], form: Form, code: Flow) -> None:
         for i, (coordinate, factor) in enumerate(zip(affine, factors, strict=True)):
             image = k.scaled(k.conjugate(coordinate), factor)
             same = k.is_zero(k.sub(k.load(multiple, i), k.mul(image, z)))
-            good = k.packs.both(code, good, same)
-        return k.packs.but(code, k.packs.all_set(), k.packs.either(code, good, k.is_zero(affine[1])))
+            good = code.op("and", good, same)
+        return k.packs.but(code, k.packs.all_set(), code.op("or", good, k.is_zero(affine[1])))
 
     _firsts(k, bad)
 

@@ -23,12 +23,12 @@ import functools
 from dataclasses import dataclass, replace
 
 from accelerant.algebra.curve.llvm_entries import ENTRIES, POINTERS
-from accelerant.algebra.curve.llvm_flow import Flow
 from accelerant.algebra.curve.llvm_points import functions
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.field.llvm_kernels import form_of, host_form
-from accelerant.algebra.field.llvm_text import builder_key, function
+from accelerant.algebra.field.llvm_kernels import SOURCES, host_form, packed_field
 from accelerant.errors import ConfigError
+from accelerant.runtime.compilation.llvm import FunctionBuilder, program
+from accelerant.runtime.compilation.sources import builder_key
 
 __all__ = ["CurveKernels"]
 
@@ -56,7 +56,7 @@ class CurveKernels:
     @property
     def key(self) -> str:
         """See builder_key; the text depends on the target in nothing else."""
-        return builder_key(replace(self, form=self.kind))
+        return builder_key(replace(self, form=self.kind), *SOURCES)
 
     @property
     def kind(self) -> str:
@@ -83,16 +83,13 @@ def _text(name: str, entry: str, kind: str) -> str:
     wanted = [entry.removeprefix("curve_")] if entry else list(ENTRIES)
     if wanted[0] not in ENTRIES:
         raise ConfigError(f"unknown entry {entry!r}; known are {', '.join(f'curve_{known}' for known in ENTRIES)}")
-    form = form_of(curve.coordinates.base, kind)
-    parts = [functions(name, kind)]
+    form = packed_field(curve.coordinates.base, kind)
+    parts = list(functions(name, kind))
     for known in wanted:
         arguments, write = ENTRIES[known]
-        code = Flow()
+        typed = [f"ptr %{a}" if a in POINTERS else f"i64 %{a}" for a in ("begin", "end", *arguments)]
+        code = FunctionBuilder(f"curve_{known}", typed, linkage="", attributes="nounwind")
         write(curve, form, code)
-        code.do("ret void")
-        typed = [f"ptr %{a}" if a in POINTERS else f"i64 %{a}" for a in arguments]
-        parts.append(
-            code.constants
-            + function(f"curve_{known}", "void", ["i64 %begin", "i64 %end", *typed], code, "", "nounwind")
-        )
-    return "".join(parts)
+        code.ret()
+        parts.append(code)
+    return program(parts)

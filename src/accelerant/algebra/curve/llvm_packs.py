@@ -1,7 +1,7 @@
-"""Packs of field elements that lie apart in memory, and masks of their lanes, for both forms of arithmetic.
+"""Packs of field elements that lie apart in memory, and masks of their lanes.
 
-The forms (algebra/field/llvm_form.py) load elements that stand side by side; coordinates of points do not, and sums of
-buckets gather their points by index. A mask says for each lane of a pack yes or no.
+PackedField (algebra/field/llvm_packed.py) loads neighbouring elements; coordinates of points are not neighbours, and
+sums of buckets gather their points by index. A mask has a bit for each lane of a pack.
 """
 
 from __future__ import annotations
@@ -9,276 +9,233 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from accelerant.algebra.curve.llvm_flow import Flow
-from accelerant.algebra.field.llvm_form import Form
-from accelerant.algebra.field.llvm_text import splat
+from accelerant.algebra.field.llvm_ifma import LIMB_BITS
+from accelerant.algebra.field.llvm_packed import PackedField, hide
+from accelerant.runtime.compilation.llvm import FunctionBuilder, Operand, Value, constant, lane_constants, vector
 
 __all__ = ["LanePacks", "Packs", "ScalarPacks", "packs_of"]
 
 
 class Packs(ABC):
-    """What curves ask of packs beyond arithmetic.
+    """Memory, masks and choices of packs.
 
     Attributes:
-        form: the arithmetic.
+        packed: the arithmetic.
         mask: LLVM's type of a mask.
         numbers: LLVM's type of a 64-bit number for each lane.
     """
 
-    mask: str
-    numbers: str
-
-    def __init__(self, form: Form) -> None:
-        self.form = form
-
-    @abstractmethod
-    def read(self, code: Flow, pointers: Sequence[str], offset: int) -> str:
-        """The pack of the elements at these addresses, one a lane, plus an offset in bytes."""
+    def __init__(self, packed: PackedField) -> None:
+        self.packed = packed
+        self.mask = vector("i1", packed.lanes)
+        self.numbers = vector("i64", packed.lanes)
 
     @abstractmethod
-    def write(self, code: Flow, pointers: Sequence[str], offset: int, pack: str) -> None:
-        """The same outward, lane by lane, so that of equal addresses the last lane counts."""
+    def read(self, code: FunctionBuilder, pointers: Sequence[str], offset: int) -> Value:
+        """Append loads of the elements at these addresses, one a lane, plus an offset in bytes."""
 
     @abstractmethod
-    def is_zero(self, code: Flow, pack: str) -> str:
-        """The mask of the lanes that are 0."""
+    def write(self, code: FunctionBuilder, pointers: Sequence[str], offset: int, pack: str) -> None:
+        """Append stores, lane by lane, so that of equal addresses the last lane counts."""
 
     @abstractmethod
-    def select(self, code: Flow, mask: str, x: str, y: str) -> str:
-        """X where the mask is set, else y; without a branch."""
+    def is_zero(self, code: FunctionBuilder, pack: str) -> Value:
+        """Return the mask of the lanes that are 0."""
 
     @abstractmethod
-    def any(self, code: Flow, mask: str) -> str:
-        """Whether a lane is set, as an i1."""
+    def select(self, code: FunctionBuilder, mask: str, x: str, y: str) -> Value:
+        """Return x where the mask is set, else y; without a branch."""
 
     @abstractmethod
-    def joined(self, code: Flow, values: Sequence[str]) -> str:
-        """A number for each lane, from as many i64."""
+    def any(self, code: FunctionBuilder, mask: Value) -> Value:
+        """Return whether a lane is set, as an i1."""
 
     @abstractmethod
-    def least(self, code: Flow, mask: str, numbers: str, other: str) -> str:
-        """The least number whose lane is set, and at most the i64 `other`."""
+    def joined(self, code: FunctionBuilder, values: Sequence[Operand]) -> Value:
+        """Return a number for each lane, from as many i64."""
 
     @abstractmethod
-    def turned(self, code: Flow, pack: str, step: int) -> str:
-        """The pack with lane l + step in lane l, modulo the lanes."""
+    def least(self, code: FunctionBuilder, mask: Value, numbers: Value, other: Value) -> Value:
+        """Return the least number whose lane is set, and at most the i64 `other`."""
 
     @abstractmethod
-    def lanes(self, chosen: Sequence[bool]) -> str:
-        """The mask of some lanes that are known now."""
+    def rotated(self, code: FunctionBuilder, pack: str, step: int) -> str:
+        """Return the pack with lane l + step in lane l, modulo the lanes."""
 
-    def all(self, value: int) -> str:
-        """A number in all lanes."""
-        return splat("i64", self.form.lanes, value)
+    @abstractmethod
+    def lanes(self, chosen: Sequence[bool]) -> Value:
+        """Return the mask of some lanes that are known now."""
 
-    def all_set(self) -> str:
-        """The mask of all lanes."""
-        return self.lanes([True] * self.form.lanes)
+    def all(self, value: int) -> Value:
+        """Return a number in all lanes."""
+        return constant(self.numbers, value)
 
-    def none_set(self) -> str:
-        """The mask of no lane."""
-        return self.lanes([False] * self.form.lanes)
+    def all_set(self) -> Value:
+        """Return the mask of all lanes."""
+        return constant(self.mask, True)
 
-    def equal(self, code: Flow, numbers: str, value: str) -> str:
-        """The mask of the lanes whose number is that of `value`."""
-        return code(f"icmp eq {self.numbers} {numbers}, {value}")
+    def none_set(self) -> Value:
+        """Return the mask of no lane."""
+        return constant(self.mask, False)
 
-    def both(self, code: Flow, a: str, b: str) -> str:
-        """The mask of the lanes that are set in a and in b."""
-        return code(f"and {self.mask} {a}, {b}")
-
-    def either(self, code: Flow, a: str, b: str) -> str:
-        """The mask of the lanes that are set in a or in b."""
-        return code(f"or {self.mask} {a}, {b}")
-
-    def but(self, code: Flow, a: str, b: str) -> str:
-        """The mask of the lanes that are set in a and not in b."""
-        return self.both(code, a, code(f"xor {self.mask} {b}, {self.all_set()}"))
+    def but(self, code: FunctionBuilder, a: Value, b: Value) -> Value:
+        """Return the mask of the lanes that are set in a and not in b."""
+        return code.op("and", a, code.op("xor", b, True))
 
 
 class ScalarPacks(Packs):
     """One element: a wide integer."""
 
-    mask = "i1"
-    numbers = "i64"
-
-    def read(self, code: Flow, pointers: Sequence[str], offset: int) -> str:
+    def read(self, code: FunctionBuilder, pointers: Sequence[str], offset: int) -> Value:
         """See Packs."""
-        return code(f"load {self.form.type}, ptr {code.at('i8', pointers[0], offset)}, align 8")
+        return code.load(self.packed.type, code.at("i8", pointers[0], offset), align=8)
 
-    def write(self, code: Flow, pointers: Sequence[str], offset: int, pack: str) -> None:
+    def write(self, code: FunctionBuilder, pointers: Sequence[str], offset: int, pack: str) -> None:
         """See Packs."""
-        code.do(f"store {self.form.type} {pack}, ptr {code.at('i8', pointers[0], offset)}, align 8")
+        code.store(self.packed.type, pack, code.at("i8", pointers[0], offset), align=8)
 
-    def is_zero(self, code: Flow, pack: str) -> str:
+    def is_zero(self, code: FunctionBuilder, pack: str) -> Value:
         """See Packs."""
-        return code(f"icmp eq {self.form.type} {pack}, 0")
+        return code.compare("eq", Value(pack, self.packed.type), 0)
 
-    def select(self, code: Flow, mask: str, x: str, y: str) -> str:
-        """By a word that LLVM cannot see to be a mask: else it may make a branch of it."""
-        t = self.form.type
-        word = code(f'call i64 asm "", "=r,0"(i64 {code(f"sext i1 {mask} to i64")})')
-        wide = code(f"sext i64 {word} to {t}")
-        difference = code(f"xor {t} {x}, {y}")
-        return code(f"xor {t} {y}, {code(f'and {t} {wide}, {difference}')}")
+    def select(self, code: FunctionBuilder, mask: str, x: str, y: str) -> Value:
+        """See Packs."""
+        bits = code.convert("sext", hide(code, code.convert("sext", Value(mask, "i1"), "i64")), self.packed.type)
+        x, y = Value(x, self.packed.type), Value(y, self.packed.type)
+        difference = code.op("xor", x, y)
+        return code.op("xor", y, code.op("and", bits, difference))
 
-    def any(self, code: Flow, mask: str) -> str:
+    def any(self, code: FunctionBuilder, mask: Value) -> Value:
         """See Packs."""
         return mask
 
-    def joined(self, code: Flow, values: Sequence[str]) -> str:
+    def joined(self, code: FunctionBuilder, values: Sequence[Operand]) -> Value:
         """See Packs."""
-        return values[0]
+        return Value(str(values[0]), "i64")
 
-    def least(self, code: Flow, mask: str, numbers: str, other: str) -> str:
+    def least(self, code: FunctionBuilder, mask: Value, numbers: Value, other: Value) -> Value:
         """See Packs."""
-        kept = code(f"select i1 {mask}, i64 {numbers}, i64 {other}")
-        return code.least(kept, other)
+        return code.smin(code.select(mask, numbers, other), other)
 
-    def turned(self, code: Flow, pack: str, step: int) -> str:
+    def rotated(self, code: FunctionBuilder, pack: str, step: int) -> str:
         """See Packs."""
         return pack
 
-    def lanes(self, chosen: Sequence[bool]) -> str:
+    def lanes(self, chosen: Sequence[bool]) -> Value:
         """See Packs."""
-        return "true" if chosen[0] else "false"
+        return constant("i1", chosen[0])
 
 
 _V = "<8 x i64>"
-_BITS = 52
-_MASK = (1 << _BITS) - 1
+_PAIR = "<2 x i64>"
 
 
 class LanePacks(Packs):
-    """Eight elements in 52-bit limbs: algebra/field/llvm_lanes.py.
+    """Eight elements in 52-bit limbs: algebra/field/llvm_ifma.py.
 
     An element's words are moved two at a time: `low` has a pair of the lanes 0, 2, 4 and 6, `high` that of the others,
     and unpacking both gives a register of each word.
     """
 
-    mask = "<8 x i1>"
-    numbers = _V
+    def __init__(self, packed: PackedField) -> None:
+        super().__init__(packed)
+        self._pairs = packed.field.limbs // 2
+        self._count = packed.radix.bit_length() // LIMB_BITS
 
-    def __init__(self, form: Form) -> None:
-        super().__init__(form)
-        self._pairs = form.field.limbs // 2
-        self._count = form.radix.bit_length() // _BITS
-
-    def read(self, code: Flow, pointers: Sequence[str], offset: int) -> str:
+    def read(self, code: FunctionBuilder, pointers: Sequence[str], offset: int) -> Value:
         """See Packs."""
         words = []
         for pair in range(self._pairs):
-            places = [code.at("i8", pointer, offset + 16 * pair) for pointer in pointers]
-            halves = [code(f"load <2 x i64>, ptr {place}, align 8") for place in places]
-            low, high = (_joined_pairs(code, halves[first::2]) for first in (0, 1))
-            words += [_unpacked(code, low, high, word) for word in (0, 1)]
-        return self._pack(code, [_limb(code, words, _BITS * k) for k in range(self._count)])
+            halves = [code.load(_PAIR, code.at("i8", pointer, offset + 16 * pair), align=8) for pointer in pointers]
+            low, high = (_join_pairs(code, halves[first::2]) for first in (0, 1))
+            words += [_unpack(code, low, high, word) for word in (0, 1)]
+        return code.array(self.packed.type, [_limb(code, words, LIMB_BITS * k) for k in range(self._count)])
 
-    def write(self, code: Flow, pointers: Sequence[str], offset: int, pack: str) -> None:
+    def write(self, code: FunctionBuilder, pointers: Sequence[str], offset: int, pack: str) -> None:
         """See Packs."""
-        limbs = self._limbs(code, pack)
+        limbs = code.parts(Value(pack, self.packed.type))
         for pair in range(self._pairs):
             even, odd = (_word(code, limbs, 64 * (2 * pair + word)) for word in (0, 1))
-            halves = [_unpacked(code, even, odd, half) for half in (0, 1)]
+            halves = [_unpack(code, even, odd, half) for half in (0, 1)]
             for lane, pointer in enumerate(pointers):
-                at = lane // 2 * 2
-                value = code(f"shufflevector {_V} {halves[lane % 2]}, {_V} poison, <2 x i32> <i32 {at}, i32 {at + 1}>")
-                code.do(f"store <2 x i64> {value}, ptr {code.at('i8', pointer, offset + 16 * pair)}, align 8")
+                first = lane // 2 * 2
+                value = code.shuffle(halves[lane % 2], None, [first, first + 1])
+                code.store(_PAIR, value, code.at("i8", pointer, offset + 16 * pair), align=8)
 
-    def is_zero(self, code: Flow, pack: str) -> str:
+    def is_zero(self, code: FunctionBuilder, pack: str) -> Value:
         """See Packs."""
-        limbs = self._limbs(code, pack)
+        limbs = code.parts(Value(pack, self.packed.type))
         some = limbs[0]
         for limb in limbs[1:]:
-            some = code(f"or {_V} {some}, {limb}")
-        return code(f"icmp eq {_V} {some}, zeroinitializer")
+            some = code.op("or", some, limb)
+        return code.compare("eq", some, 0)
 
-    def select(self, code: Flow, mask: str, x: str, y: str) -> str:
+    def select(self, code: FunctionBuilder, mask: str, x: str, y: str) -> Value:
         """See Packs."""
-        pairs = zip(self._limbs(code, x), self._limbs(code, y), strict=True)
-        return self._pack(code, [code(f"select {self.mask} {mask}, {_V} {a}, {_V} {b}") for a, b in pairs])
+        xs, ys = (code.parts(Value(pack, self.packed.type)) for pack in (x, y))
+        chosen = [code.select(Value(mask, self.mask), a, b) for a, b in zip(xs, ys, strict=True)]
+        return code.array(self.packed.type, chosen)
 
-    def any(self, code: Flow, mask: str) -> str:
+    def any(self, code: FunctionBuilder, mask: Value) -> Value:
         """See Packs."""
-        return code(f"icmp ne i8 {code(f'bitcast {self.mask} {mask} to i8')}, 0")
+        return code.compare("ne", code.bitcast(mask, "i8"), 0)
 
-    def joined(self, code: Flow, values: Sequence[str]) -> str:
+    def joined(self, code: FunctionBuilder, values: Sequence[Operand]) -> Value:
         """See Packs."""
-        found = "poison"
-        for lane, value in enumerate(values):
-            found = code(f"insertelement {_V} {found}, i64 {value}, i64 {lane}")
-        return found
+        return code.join([Value(str(value), "i64") for value in values])
 
-    def least(self, code: Flow, mask: str, numbers: str, other: str) -> str:
+    def least(self, code: FunctionBuilder, mask: Value, numbers: Value, other: Value) -> Value:
         """See Packs."""
-        none = splat("i64", 8, (1 << 63) - 1)
-        kept = code(f"select {self.mask} {mask}, {_V} {numbers}, {_V} {none}")
-        return code.least(code(f"call i64 @llvm.vector.reduce.smin.v8i64({_V} {kept})"), other)
+        kept = code.select(mask, numbers, (1 << 63) - 1)
+        return code.smin(code.intrinsic("i64", "llvm.vector.reduce.smin.v8i64", kept), other)
 
-    def turned(self, code: Flow, pack: str, step: int) -> str:
+    def rotated(self, code: FunctionBuilder, pack: str, step: int) -> str:
         """See Packs."""
-        order = _lanes([(lane + step) % 8 for lane in range(8)])
-        limbs = self._limbs(code, pack)
-        return self._pack(code, [code(f"shufflevector {_V} {limb}, {_V} poison, <8 x i32> {order}") for limb in limbs])
+        order = [(lane + step) % 8 for lane in range(8)]
+        limbs = code.parts(Value(pack, self.packed.type))
+        return code.array(self.packed.type, [code.shuffle(limb, None, order) for limb in limbs])
 
-    def lanes(self, chosen: Sequence[bool]) -> str:
+    def lanes(self, chosen: Sequence[bool]) -> Value:
         """See Packs."""
-        return "<" + ", ".join(f"i1 {'true' if lane else 'false'}" for lane in chosen) + ">"
-
-    def _limbs(self, code: Flow, pack: str) -> list[str]:
-        return [code(f"extractvalue {self.form.type} {pack}, {k}") for k in range(self._count)]
-
-    def _pack(self, code: Flow, limbs: Sequence[str]) -> str:
-        pack = "poison"
-        for k, limb in enumerate(limbs):
-            pack = code(f"insertvalue {self.form.type} {pack}, {_V} {limb}, {k}")
-        return pack
+        return lane_constants("i1", chosen)
 
 
-def _joined_pairs(code: Flow, pairs: Sequence[str]) -> str:
-    """Four registers of two words as one."""
-    halves = []
-    for a, b in (pairs[:2], pairs[2:]):
-        halves.append(code(f"shufflevector <2 x i64> {a}, <2 x i64> {b}, <4 x i32> {_lanes(range(4))}"))
-    return code(f"shufflevector <4 x i64> {halves[0]}, <4 x i64> {halves[1]}, <8 x i32> {_lanes(range(8))}")
+def _join_pairs(code: FunctionBuilder, pairs: Sequence[Value]) -> Value:
+    """Return four registers of two words as one."""
+    halves = [code.shuffle(a, b, range(4)) for a, b in (pairs[:2], pairs[2:])]
+    return code.shuffle(halves[0], halves[1], range(8))
 
 
-def _unpacked(code: Flow, a: str, b: str, odd: int) -> str:
-    """The even or the odd lanes of a and b, in turn."""
-    lanes = [lane + odd + step for lane in range(0, 8, 2) for step in (0, 8)]
-    return code(f"shufflevector {_V} {a}, {_V} {b}, <8 x i32> {_lanes(lanes)}")
+def _unpack(code: FunctionBuilder, a: Value, b: Value, odd: int) -> Value:
+    """Return the even or the odd lanes of a and b, in turn."""
+    return code.shuffle(a, b, [lane + odd + step for lane in range(0, 8, 2) for step in (0, 8)])
 
 
-def _lanes(values: Sequence[int]) -> str:
-    return "<" + ", ".join(f"i32 {value}" for value in values) + ">"
-
-
-def _limb(code: Flow, words: Sequence[str], low: int) -> str:
-    """52 bits of a number in 64-bit words, from bit `low` on."""
+def _limb(code: FunctionBuilder, words: Sequence[Value], low: int) -> Value:
+    """Return 52 bits of a number in 64-bit words, from bit `low` on."""
     word, offset = divmod(low, 64)
-    shift = splat("i64", 8, offset)
     if offset == 0:
-        found = words[word]
+        limb = words[word]
     elif word + 1 == len(words):
-        found = code(f"lshr {_V} {words[word]}, {shift}")
+        limb = code.op("lshr", words[word], offset)
     else:
-        found = code(f"call {_V} @llvm.fshr.v8i64({_V} {words[word + 1]}, {_V} {words[word]}, {_V} {shift})")
-    return code(f"and {_V} {found}, {splat('i64', 8, _MASK)}")
+        limb = code.intrinsic(_V, "llvm.fshr.v8i64", words[word + 1], words[word], constant(_V, offset))
+    return code.op("and", limb, (1 << LIMB_BITS) - 1)
 
 
-def _word(code: Flow, limbs: Sequence[str], low: int) -> str:
-    """64 bits of a number in 52-bit limbs, from bit `low` on."""
-    found = ""
+def _word(code: FunctionBuilder, limbs: Sequence[Value], low: int) -> Value:
+    """Return 64 bits of a number in 52-bit limbs, from bit `low` on."""
+    word: Value | None = None
     for k, limb in enumerate(limbs):
-        left = _BITS * k - low
-        if not -_BITS < left < 64:
+        left = LIMB_BITS * k - low
+        if not -LIMB_BITS < left < 64:
             continue
-        shift = "shl" if left > 0 else "lshr"
-        part = code(f"{shift} {_V} {limb}, {splat('i64', 8, abs(left))}") if left else limb
-        found = code(f"or {_V} {found}, {part}") if found else part
-    return found
+        part = code.op("shl" if left > 0 else "lshr", limb, abs(left)) if left else limb
+        word = part if word is None else code.op("or", word, part)
+    assert word is not None
+    return word
 
 
-def packs_of(form: Form) -> Packs:
-    """The packs of a form."""
-    return ScalarPacks(form) if form.lanes == 1 else LanePacks(form)
+def packs_of(packed: PackedField) -> Packs:
+    """Return the memory and masks of a field's packs."""
+    return ScalarPacks(packed) if packed.lanes == 1 else LanePacks(packed)

@@ -23,11 +23,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from accelerant.algebra.curve.llvm_coordinates import Element, Elements
-from accelerant.algebra.curve.llvm_flow import Flow
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.field.llvm_form import Form
-from accelerant.algebra.field.llvm_kernels import form_of
-from accelerant.algebra.field.llvm_text import NOINLINE, function
+from accelerant.algebra.field.llvm_kernels import packed_field
+from accelerant.algebra.field.llvm_packed import PackedField
+from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, constant
 
 __all__ = [
     "Pair",
@@ -161,13 +160,13 @@ def _multiple(k: Elements) -> None:
     _keep(k, total, (k.zero, k.one, k.zero))
     with code.countdown("%count") as at:
         code.do(f"call void @point_double(ptr {total}, ptr {total})")
-        digit = code(f"sext i8 {code.load('i8', '%digits', at)} to i64")
-        with code.when(code(f"icmp ne i64 {digit}, 0")):
-            size = code(f"call i64 @llvm.abs.i64(i64 {digit}, i1 true)")
+        digit = code.convert("sext", code.load("i8", "%digits", at), "i64")
+        with code.when(code.compare("ne", digit, 0)):
+            size = code.intrinsic("i64", "llvm.abs.i64", digit, constant("i1", True))
             entry = code.at(k.form.type, table, code.i64("mul", code.i64("lshr", size, 1), stride))
             x, y, z = _point(k, entry)
             sign = k.cell(y)
-            with code.when(code(f"icmp slt i64 {digit}, 0")):
+            with code.when(code.compare("slt", digit, 0)):
                 sign.set(k.neg(y))
             _keep(k, chosen, (x, sign.get(), z))
             code.do(f"call void @point_add(ptr {total}, ptr {total}, ptr {chosen})")
@@ -177,39 +176,40 @@ def _multiple(k: Elements) -> None:
 _WINDOW = 4
 
 
-def _inverse(form: Form) -> str:
+def _inverse(form: PackedField) -> FunctionBuilder:
     """The power p - 2 by windows of four bits: for each digit, which is public, four squares and a product."""
-    code, t, field = Flow(), form.type, form.field
+    t, field = form.type, form.field
+    code = FunctionBuilder(f"{field.name}_inverse", [f"{t} %x"], t, attributes=NOINLINE)
     exponent = field.modulus - 2
     digits = [exponent >> at & (1 << _WINDOW) - 1 for at in range(0, exponent.bit_length(), _WINDOW)]
-    name = code.listed(f"{field.name}_digits", digits)
-    table = code.space(t, 1 << _WINDOW)
+    name = code.table(f"{field.name}_digits", "i8", digits)
+    table = code.stack(t, 1 << _WINDOW)
     code.store(t, form.constant(form.radix % field.modulus), table, 0)
     code.store(t, "%x", table, 1)
     power = code.variable(t, "%x")
     with code.loop(2, 1 << _WINDOW) as i:
-        power.set(form.call(code, "mul_far", power.get(), "%x"))
+        power.set(form.call(code, "mul_call", power.get(), "%x"))
         code.store(t, power.get(), table, i)
     power.set(code.load(t, table, digits[-1]))
     with code.countdown(len(digits) - 1) as i:
         for _ in range(_WINDOW):
-            power.set(form.call(code, "square_far", power.get()))
-        digit = code(f"zext i8 {code.load('i8', name, i)} to i64")
-        power.set(form.call(code, "mul_far", power.get(), code.load(t, table, digit)))
-    code.do(f"ret {t} {power.get()}")
-    return code.constants + function(f"{field.name}_inverse", t, [f"{t} %x"], code, attributes=NOINLINE)
+            power.set(form.call(code, "square_call", power.get()))
+        digit = code.convert("zext", code.load("i8", name, i), "i64")
+        power.set(form.call(code, "mul_call", power.get(), code.load(t, table, digit)))
+    code.ret(power.get())
+    return code
 
 
 @functools.cache
-def functions(name: str, kind: str) -> str:
+def functions(name: str, kind: str) -> tuple[FunctionBuilder, ...]:
     """The definitions that the module's docstring lists, and the form's that they call.
 
     Args:
         name: of the curve.
-        kind: of the form, as form_of takes it.
+        kind: of the form, as packed_field takes it.
     """
     curve = curve_of(name)
-    form = form_of(curve.coordinates.base, kind)
+    form = packed_field(curve.coordinates.base, kind)
     b3 = curve.coordinates.parts(curve.coordinates.times(curve.b, 3))
     points: _Writers = {
         "point_add": (_BINARY, lambda k: _add(k, b3)),
@@ -217,14 +217,14 @@ def functions(name: str, kind: str) -> str:
         "point_double": (_UNARY, lambda k: _double(k, b3)),
         "point_multiple": ([*_UNARY, "ptr %digits", "i64 %count", "i64 %odd"], _multiple),
     }
-    parts = [_DECLARATIONS, form.functions(), form.far(), _inverse(form)]
-    for writers, far_sums in ((points, True), (_QUADRATIC if curve.coordinates.degree == 2 else {}, False)):
+    parts = [*form.functions(), *form.called_functions(), _inverse(form)]
+    for writers, call_sums in ((points, True), (_QUADRATIC if curve.coordinates.degree == 2 else {}, False)):
         for known, (arguments, write) in writers.items():
-            code = Flow()
-            write(Elements(curve.coordinates, form, code, far_sums=far_sums))
-            code.do("ret void")
-            parts.append(function(known, "void", arguments, code, attributes=NOINLINE))
-    return "".join(parts)
+            code = FunctionBuilder(known, arguments, attributes=NOINLINE)
+            write(Elements(curve.coordinates, form, code, call_sums=call_sums))
+            code.ret()
+            parts.append(code)
+    return tuple(parts)
 
 
 def _stored(name: str, operands: int = 2) -> Callable[[Elements], None]:
@@ -245,10 +245,6 @@ _QUADRATIC: _Writers = {
     "quadratic_mul": (_BINARY, _stored("karatsuba")),
     "quadratic_square": (_UNARY, _stored("complex_square", 1)),
 }
-_DECLARATIONS = "".join(
-    f"declare i64 @llvm.{line}\n"
-    for line in ("smin.i64(i64, i64)", "abs.i64(i64, i1)", "vector.reduce.smin.v8i64(<8 x i64>)")
-)
 
 
 # --- affine additions ------------------------------------------------------------------------------------------------
@@ -309,7 +305,7 @@ def batch_add(k: Elements, count: str, pair: Callable[[str], Pair], scratch: Scr
     product = k.cell(k.one)
     with code.loop(0, count) as i:
         k.store(scratch.products, i, product.get())
-        later = pair(code.least(code.i64("add nsw", i, _AHEAD), code.i64("sub nsw", count, 1))).fetch
+        later = pair(code.smin(code.i64("add nsw", i, _AHEAD), code.i64("sub nsw", count, 1))).fetch
         if later is not None:
             later()
         denominator = _denominator(k, pair(i), scratch, i)
@@ -319,7 +315,7 @@ def batch_add(k: Elements, count: str, pair: Callable[[str], Pair], scratch: Scr
     with code.countdown(count) as i:
         one = k.mul(inverse.get(), k.load(scratch.products, i))
         inverse.set(k.mul(inverse.get(), k.load(scratch.denominators, i)))
-        special = code(f"trunc i8 {code.load('i8', scratch.special, i)} to i1")
+        special = code.convert("trunc", code.load("i8", scratch.special, i), "i1")
         _sum(k, pair(i), one, special, unit)
 
 
@@ -330,24 +326,24 @@ def _denominator(k: Elements, pair: Pair, scratch: Scratch, i: str) -> Element:
     difference = k.sub(x2, x1)
     found = k.cell(difference)
     zero = k.is_zero(difference)
-    suspects = packs.either(code, zero, packs.either(code, k.is_zero(x1), k.is_zero(x2)))
+    suspects = code.op("or", zero, code.op("or", k.is_zero(x1), k.is_zero(x2)))
     special = packs.any(code, suspects)
-    code.store("i8", code(f"zext i1 {special} to i8"), scratch.special, i)
+    code.store("i8", code.convert("zext", special, "i8"), scratch.special, i)
     with code.when(special):
         y1, y2 = pair.y()
         same = k.is_zero(k.sub(y2, y1))
         kept = k.select(zero, k.select(same, k.times(y1, 2), k.one), difference)
-        infinite = packs.either(code, k.is_zero(y1), k.is_zero(y2))
+        infinite = code.op("or", k.is_zero(y1), k.is_zero(y2))
         found.set(k.select(infinite, k.one, kept))
     return found.get()
 
 
 def _sum(k: Elements, pair: Pair, inverse: Element, special: str, unit: int) -> None:
-    code, packs, radix = k.code, k.packs, k.form.radix
+    code, radix = k.code, k.form.radix
     (x1, x2), (y1, y2) = pair.x(), pair.y()
     numerator = k.cell(k.sub(y2, y1))
     with code.when(special):
-        doubling = packs.both(code, k.is_zero(k.sub(x2, x1)), k.is_zero(k.sub(y2, y1)))
+        doubling = code.op("and", k.is_zero(k.sub(x2, x1)), k.is_zero(k.sub(y2, y1)))
         tangent = k.product(k.times(k.square(x1), 3), radix**2 * pow(unit, -1, k.form.field.modulus))
         numerator.set(k.select(doubling, tangent, numerator.get()))
     slope = k.mul(numerator.get(), inverse)
@@ -355,7 +351,7 @@ def _sum(k: Elements, pair: Pair, inverse: Element, special: str, unit: int) -> 
     y3 = k.sub(k.mul(slope, k.sub(x1, x3)), y1)
     x, y = k.cell(x3), k.cell(y3)
     with code.when(special):
-        opposite = packs.both(code, k.is_zero(k.sub(x2, x1)), k.is_zero(k.add(y1, y2)))
+        opposite = code.op("and", k.is_zero(k.sub(x2, x1)), k.is_zero(k.add(y1, y2)))
         for cell, first, second in ((x, x1, x2), (y, y1, y2)):
             found = k.select(opposite, k.zero, cell.get())
             found = k.select(k.is_zero(y2), first, found)

@@ -57,13 +57,15 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.algebra.field.llvm_limbs import Limbs
-from accelerant.algebra.field.llvm_text import Body, builder_key, function
+from accelerant.algebra.field.llvm_kernels import SOURCES
+from accelerant.algebra.field.llvm_packed import PackedLimbs
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.algebra.field.places import HOST
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource
+from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, program
+from accelerant.runtime.compilation.sources import builder_key
 
 __all__ = [
     "ADD",
@@ -391,7 +393,7 @@ class TapeKernel:
     @property
     def key(self) -> str:
         """See builder_key; the text depends on the target in nothing else."""
-        return builder_key(self)
+        return builder_key(self, *SOURCES)
 
     def build(self, target: str) -> str:
         """LLVM IR."""
@@ -400,69 +402,38 @@ class TapeKernel:
 
 @functools.cache
 def _text(name: str) -> str:
-    form = Limbs(field_of(name))
-    body = Body()
-    body.do(f"%stop = {_smin('%end', '%n')}")
-    body.do("br label %next_index")
-    body.label("next_index")
-    body.do("%i = phi i64 [ %begin, %0 ], [ %i_next, %index_done ]")
-    body.do("br i1 " + body("icmp slt i64 %i, %stop") + ", label %index, label %done")
-    body.label("index")
-    body.do(f"%file = getelementptr inbounds i64, ptr %registers, i64 {body('mul i64 %i, %words')}")
-    body.do("br label %next_part")
-    body.label("next_part")
-    body.do("%part = phi i64 [ 0, %index ], [ %part_next, %next_run ]")
-    body.do("br i1 " + body("icmp slt i64 %part, %parts") + ", label %begin_part, label %index_done")
-    body.label("begin_part")
-    bounds = body("getelementptr inbounds [2 x i64], ptr %schedule, i64 %part")
-    first = body(f"load i64, ptr {bounds}, align 8")
-    last = body(f"load i64, ptr {body(f'getelementptr inbounds i64, ptr {bounds}, i64 1')}, align 8")
-    body.do(f"%code_end = getelementptr inbounds i32, ptr %code, i64 {last}")
-    body.do(f"%code_begin = getelementptr inbounds i32, ptr %code, i64 {first}")
-    body.do("%part_next = add nsw i64 %part, 1")
-    body.do("br label %next_run")
-    body.label("next_run")
-    after = ", ".join(f"[ %{name}_next, %{name} ]" for name in _OPERATIONS.values())
-    body.do(f"%head = phi ptr [ %code_begin, %begin_part ], {after}")
-    body.do("br i1 " + body("icmp ult ptr %head, %code_end") + ", label %run, label %next_part")
-    body.label("run")
-    body.do("%operation = load i32, ptr %head, align 4")
-    count = body(f"load i32, ptr {body('getelementptr inbounds i32, ptr %head, i64 1')}, align 4")
-    body.do("%first = getelementptr inbounds i32, ptr %head, i64 2")
-    body.do(f"%run_end = getelementptr inbounds [3 x i32], ptr %first, i64 {body(f'sext i32 {count} to i64')}")
-    cases = " ".join(f"i32 {number}, label %{name}" for number, name in _OPERATIONS.items() if number != MUL)
-    body.do(f"switch i32 %operation, label %mul [ {cases} ]")
-    for name in _OPERATIONS.values():
-        _loop(form, body, name)
-    body.label("index_done")
-    body.do("%i_next = add nsw i64 %i, 1")
-    body.do("br label %next_index")
-    body.label("done")
-    body.do("ret void")
+    packed = PackedLimbs(field_of(name))
     arguments = ["i64 %begin", "i64 %end", "ptr %registers", "ptr %code", "ptr %schedule"]
     arguments += ["i64 %parts", "i64 %words", "i64 %n"]
-    declared = "declare i64 @llvm.smin.i64(i64, i64)\n"
-    return declared + form.functions() + function(_ENTRY, "void", arguments, body, "", "nounwind")
+    code = FunctionBuilder(_ENTRY, arguments, linkage="", attributes="nounwind")
+    with code.loop("%begin", code.smin("%end", "%n")) as i:
+        file = code.at("i64", "%registers", code.op("mul", i, "%words"))
+        with code.loop(0, "%parts") as part:
+            bounds = code.at("[2 x i64]", "%schedule", part)
+            first, last = (code.load("i64", bounds, k, align=8) for k in (0, 1))
+            end = code.at("i32", "%code", last)
+            head = code.variable("ptr", code.at("i32", "%code", first))
+            with code.loop_while(lambda end=end, head=head: code.compare("ult", head.get(), end)):  # type: ignore[misc]
+                run = head.get()
+                operation, count = (code.load("i32", run, k, align=4) for k in (0, 1))
+                instruction = code.at("i32", run, 2)
+                head.set(code.at("[3 x i32]", instruction, code.convert("sext", count, "i64")))
+                for number in code.switch(operation, list(_OPERATIONS)):
+                    _write_run(packed, code, _OPERATIONS[number], (instruction, head.get()), file)
+    code.ret()
+    return program([*packed.functions(), code])
 
 
-def _loop(form: Limbs, body: Body, name: str) -> None:
-    """A run of one operation, an instruction at least."""
-    body.label(name)
-    body.do(f"%{name}_at = phi ptr [ %first, %run ], [ %{name}_next, %{name} ]")
-    pointers = []
-    for k in range(3):
-        place = body(f"getelementptr inbounds i32, ptr %{name}_at, i64 {k}")
-        offset = body(f"sext i32 {body(f'load i32, ptr {place}, align 4')} to i64")
-        pointers.append(body(f"getelementptr inbounds i64, ptr %file, i64 {offset}"))
-    x, y = (body(f"load {form.type}, ptr {pointer}, align 8") for pointer in pointers[1:])
-    body.do(f"store {form.type} {form.call(body, name, x, y)}, ptr {pointers[0]}, align 8")
-    body.do(f"%{name}_next = getelementptr inbounds i32, ptr %{name}_at, i64 3")
-    more = body(f"icmp ult ptr %{name}_next, %run_end")
-    body.do(f"br i1 {more}, label %{name}, label %next_run")
-
-
-def _smin(x: str, y: str) -> str:
-    return f"call i64 @llvm.smin.i64(i64 {x}, i64 {y})"
+def _write_run(packed: PackedLimbs, code: FunctionBuilder, name: str, run: tuple[Value, Value], file: Value) -> None:
+    """Append a run of one operation."""
+    instruction = code.variable("ptr", run[0])
+    with code.loop_while(lambda: code.compare("ult", instruction.get(), run[1])):
+        current = instruction.get()
+        offsets = [code.convert("sext", code.load("i32", current, k, align=4), "i64") for k in range(3)]
+        z, x, y = (code.at("i64", file, offset) for offset in offsets)
+        operands = [code.load(packed.type, pointer, align=8) for pointer in (x, y)]
+        code.store(packed.type, packed.call(code, name, *operands), z, align=8)
+        instruction.set(code.at("i32", current, 3))
 
 
 @functools.cache
@@ -513,7 +484,7 @@ def kept(kind: Callable[..., _T], name: str, field: Field, make: Callable[[], _T
         field: of its values.
         make: records it.
     """
-    key = kernel_key(tape=builder_key(name), byteorder=sys.byteorder)
+    key = kernel_key(tape=builder_key(name, *SOURCES), byteorder=sys.byteorder)
     found, _ = KernelCache().get_or_build(key, lambda: _binary(make()), name=f"tape_{name}", target="any CPU")
     return _taped(kind, field, found)
 

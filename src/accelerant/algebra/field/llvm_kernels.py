@@ -1,6 +1,6 @@
-"""The CPU's field kernels: LLVM IR of every entry for one field, over whichever form of arithmetic the processor has.
+"""The CPU's field kernels: LLVM IR of every entry for one field.
 
-An entry does the indices [begin, end) that lie below n; see runtime/providers/cpu.py. An element is `limbs` words,
+An entry computes the indices [begin, end) that lie below n; see runtime/providers/cpu.py. An element is `limbs` words,
 contiguous, the least significant first. Arrays may be the same but must not overlap otherwise.
 
     field_add, field_sub                          (x, y, z, n)     canonical or Montgomery, as the operands are
@@ -18,56 +18,63 @@ Here an index is a chunk of `chunk` elements, the chunks at or above n left alon
     field_dot, field_dot_montgomery               (x, y, partial, n, chunk)   of the products, as field_mul has them
     field_unreduced                               (x, first, n, chunk)        first[c]: least i with x_i >= p, else n
 
-Operands are below p, but that field_reduce, field_unreduced, field_to_montgomery and field_from_montgomery take any
+Operands are below p, except that field_reduce, field_unreduced, field_to_montgomery and field_from_montgomery take any
 words, and so does y of a product whose x is below p. Other operands give undefined numbers, and nothing worse.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from accelerant.algebra.field.llvm_entries import ENTRIES, POINTERS
-from accelerant.algebra.field.llvm_form import Form
-from accelerant.algebra.field.llvm_lanes import Lanes
-from accelerant.algebra.field.llvm_limbs import Limbs
-from accelerant.algebra.field.llvm_text import NOINLINE, Body, builder_key, function
-from accelerant.algebra.field.llvm_words import BabyBear, Goldilocks
+from accelerant.algebra.field.llvm_ifma import PackedIfma
+from accelerant.algebra.field.llvm_packed import PackedBabyBear, PackedField, PackedGoldilocks, PackedLimbs
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.errors import ConfigError
+from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, program
+from accelerant.runtime.compilation.sources import builder_key
 
-__all__ = ["FORMS", "FieldKernels", "form_of", "host_form"]
+__all__ = ["ENTRIES", "FORMS", "SOURCES", "FieldKernels", "host_form", "packed_field"]
 
 FORMS = ("scalar", "vector")
 """One element at a time; or several: by AVX512-IFMA, in Goldilocks and BabyBear by any vectors."""
 
+SOURCES = ("algebra", "zk/msm")
+"""Folders of the package with the code that writes kernels over packs: one set for all, so that it is hashed once."""
+
+_PACKS = 128
+"""Packs that share an inversion (some 380 products for 254 bits; three more for each pack). Their prefix products
+lie on the stack: 64 KiB where a pack is eight 512-bit registers."""
+
 
 def host_form(field: Field) -> str:
-    """The faster form on this processor."""
+    """Return the faster form on this processor."""
     return "vector" if _host_has("avx512ifma" if field.limbs > 1 else "avx512dq") else "scalar"
 
 
 @functools.cache
 def _host_has(feature: str) -> bool:
-    """Whether this processor has it; asking takes 2 ms."""
+    """Return whether this processor has a feature; asking takes 2 ms."""
     import llvmlite.binding as llvm
 
     return bool(llvm.get_host_cpu_features().get(feature, False))
 
 
-def form_of(field: Field, kind: str) -> Form:
-    """The arithmetic of a field; kind is one of FORMS.
+def packed_field(field: Field, form: str) -> PackedField:
+    """Return a field's arithmetic; form is one of FORMS.
 
     Raises:
-        ConfigError: unknown kind.
+        ConfigError: unknown form.
     """
-    if kind not in FORMS:
-        raise ConfigError(f"unknown form {kind!r}; known are {', '.join(FORMS)}")
+    if form not in FORMS:
+        raise ConfigError(f"unknown form {form!r}; known are {', '.join(FORMS)}")
     if field.name == "goldilocks":
-        return Goldilocks(field, 8 if kind == "vector" else 1)
+        return PackedGoldilocks(field, 8 if form == "vector" else 1)
     if field.word_bits == 32:
-        return BabyBear(field, 16 if kind == "vector" else 1)
-    return Lanes(field) if kind == "vector" else Limbs(field)
+        return PackedBabyBear(field, 16 if form == "vector" else 1)
+    return PackedIfma(field) if form == "vector" else PackedLimbs(field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ class FieldKernels:
     Attributes:
         field: its name.
         entry: the one entry to build, "field_mul"; all of them where it is "".
-        form: one of FORMS; what this processor is best at where it is "".
+        form: one of FORMS; the faster one on this processor where it is "".
     """
 
     field: str
@@ -92,10 +99,10 @@ class FieldKernels:
     @property
     def key(self) -> str:
         """See builder_key; the text depends on the target in nothing else."""
-        return builder_key(replace(self, form=self.form or host_form(field_of(self.field))))
+        return builder_key(replace(self, form=self.form or host_form(field_of(self.field))), *SOURCES)
 
     def build(self, target: str) -> str:
-        """LLVM IR.
+        """Return LLVM IR.
 
         Raises:
             ConfigError: unknown field, entry or form.
@@ -104,55 +111,237 @@ class FieldKernels:
 
 
 @functools.cache
-def _text(name: str, entry: str, kind: str) -> str:
-    form = form_of(field_of(name), kind)
-    wanted = [entry.removeprefix("field_")] if entry else list(ENTRIES)
-    if wanted[0] not in ENTRIES:
+def _text(name: str, entry: str, form: str) -> str:
+    packed = packed_field(field_of(name), form)
+    names = [entry.removeprefix("field_")] if entry else list(ENTRIES)
+    if names[0] not in ENTRIES:
         raise ConfigError(f"unknown entry {entry!r}; known are {', '.join(f'field_{known}' for known in ENTRIES)}")
-    parts = ["declare i64 @llvm.smin.i64(i64, i64)\n", form.functions(), form.far(), _power(form), _fermat(form)]
-    for known in wanted:
+    functions = [*packed.functions(), *packed.called_functions(), _power(packed)]
+    for known in names:
         arguments, write = ENTRIES[known]
-        body = Body()
-        write(form, body)
-        typed = [f"ptr %{a}" if a in POINTERS else f"i64 %{a}" for a in arguments]
-        parts.append(function(f"field_{known}", "void", ["i64 %begin", "i64 %end", *typed], body, "", "nounwind"))
-    return "".join(parts)
+        typed = [f"ptr %{a}" if a in _POINTERS else f"i64 %{a}" for a in ("begin", "end", *arguments)]
+        code = FunctionBuilder(f"field_{known}", typed, linkage="", attributes="nounwind")
+        write(packed, code)
+        code.ret()
+        functions.append(code)
+    return program(functions)
 
 
-def _power(form: Form) -> str:
-    """FIELD_power(T x, ptr exponent, i64 bits): x^exponent of x in the form's Montgomery representation.
+def _power(packed: PackedField) -> FunctionBuilder:
+    """Return FIELD_power(T x, ptr exponent, i64 bits): x^exponent of x in the pack's Montgomery representation.
 
     From the top bit: a square, and a product where the bit is set. It branches on the exponent, which is public.
     """
-    t, body = form.type, Body()
-    one = form.constant(form.radix % form.field.modulus)
-    body.do(f"br i1 {body('icmp sgt i64 %bits, 0')}, label %loop, label %done")
-    body.label("loop")
-    body.do("%i = phi i64 [ %bits, %0 ], [ %next, %after ]")
-    body.do(f"%power = phi {t} [ {one}, %0 ], [ %power_next, %after ]")
-    body.do("%next = sub nsw i64 %i, 1")
-    square = form.call(body, "square_far", "%power")
-    place = body(f"getelementptr inbounds i64, ptr %exponent, i64 {body('lshr i64 %next, 6')}")
-    word = body(f"load i64, ptr {place}, align 8")
-    shifted = body(f"lshr i64 {word}, {body('and i64 %next, 63')}")
-    bit = body(f"trunc i64 {shifted} to i1")
-    body.do(f"br i1 {bit}, label %multiply, label %after")
-    body.label("multiply")
-    product = form.call(body, "mul_far", square, "%x")
-    body.do("br label %after")
-    body.label("after")
-    body.do(f"%power_next = phi {t} [ {square}, %loop ], [ {product}, %multiply ]")
-    body.do(f"br i1 {body('icmp sgt i64 %next, 0')}, label %loop, label %done")
-    body.label("done")
-    body.do(f"%result = phi {t} [ {one}, %0 ], [ %power_next, %after ]")
-    body.do(f"ret {t} %result")
-    arguments = [f"{t} %x", "ptr %exponent", "i64 %bits"]
-    return function(f"{form.field.name}_power", t, arguments, body, attributes=NOINLINE)
+    arguments = [f"{packed.type} %x", "ptr %exponent", "i64 %bits"]
+    code = FunctionBuilder(f"{packed.field.name}_power", arguments, packed.type, attributes=NOINLINE)
+    power = code.variable(packed.type, packed.constant(packed.radix % packed.field.modulus))
+    with code.countdown("%bits") as i:
+        power.set(packed.call(code, "square_call", power.get()))
+        word = code.load("i64", "%exponent", code.i64("lshr", i, 6), align=8)
+        with code.when(code.convert("trunc", code.op("lshr", word, code.i64("and", i, 63)), "i1")):
+            power.set(packed.call(code, "mul_call", power.get(), "%x"))
+    code.ret(power.get())
+    return code
 
 
-def _fermat(form: Form) -> str:
-    """The words of p - 2, the exponent of an inversion."""
-    exponent = form.field.modulus - 2
-    words = [exponent >> 64 * i & (1 << 64) - 1 for i in range(-(-exponent.bit_length() // 64))]
-    values = ", ".join(f"i64 {word}" for word in words)
-    return f"@{form.field.name}_fermat = internal constant [{len(words)} x i64] [{values}], align 8\n"
+# --- loops -----------------------------------------------------------------------------------------------------------
+
+Writer = Callable[[PackedField, FunctionBuilder], None]
+
+
+@contextmanager
+def _each_pack(packed: PackedField, code: FunctionBuilder) -> Iterator[tuple[str, str]]:
+    """Append a loop over the packs of [begin, min(end, n)); yields a pack's first index, and the last one's end."""
+    stop = code.smin("%end", "%n")
+    with code.loop("%begin", stop, packed.lanes) as i:
+        yield i, stop
+
+
+@contextmanager
+def _each_chunk(code: FunctionBuilder) -> Iterator[tuple[str, str, str]]:
+    """Append a loop over the chunks [begin, end) that begin below n; yields a chunk, its first index and its end."""
+    with code.loop("%begin", "%end") as chunk:
+        first = code.op("mul", chunk, "%chunk")
+        with code.when(code.compare("slt", first, "%n")):
+            yield chunk, first, code.smin("%n", code.op("add", first, "%chunk"))
+
+
+# --- entries ---------------------------------------------------------------------------------------------------------
+
+
+def _elementwise(name: str, pointers: tuple[str, ...]) -> Writer:
+    """Return the writer of z = name(*pointers), name a function of PackedField."""
+
+    def write(packed: PackedField, code: FunctionBuilder) -> None:
+        with _each_pack(packed, code) as (i, stop):
+            operands = [packed.load(code, pointer, i, stop) for pointer in pointers]
+            packed.store(code, "%z", i, stop, packed.call(code, name, *operands))
+
+    return write
+
+
+def _product(packed: PackedField, code: FunctionBuilder, montgomery: bool, i: str, stop: str) -> str:
+    """Append x y / R for the Montgomery entries, else x y / L."""
+    left = "_left" if montgomery and packed.shift else ""
+    x, y = packed.load(code, "%x", i, stop, left), packed.load(code, "%y", i, stop)
+    return packed.call(code, "mul" if montgomery else "mul_call", x, y)
+
+
+def _mul(montgomery: bool) -> Writer:
+    def write(packed: PackedField, code: FunctionBuilder) -> None:
+        with _each_pack(packed, code) as (i, stop):
+            product = _product(packed, code, montgomery, i, stop)
+            if not montgomery:
+                product = packed.times(code, product, packed.radix**2)
+            packed.store(code, "%z", i, stop, product)
+
+    return write
+
+
+def _square(montgomery: bool) -> Writer:
+    def write(packed: PackedField, code: FunctionBuilder) -> None:
+        with _each_pack(packed, code) as (i, stop):
+            half = "_half" if montgomery and packed.shift else ""
+            name = "square" if montgomery else "square_call"
+            square: str = packed.call(code, name, packed.load(code, "%x", i, stop, half))
+            if not montgomery:
+                square = packed.times(code, square, packed.radix**2)
+            packed.store(code, "%z", i, stop, square)
+
+    return write
+
+
+def _scale(factor: Callable[[PackedField], int]) -> Writer:
+    """Return the writer of z = x factor / L; also of x not below p, and so not left out where the factor is L."""
+
+    def write(packed: PackedField, code: FunctionBuilder) -> None:
+        constant = packed.constant(factor(packed) % packed.field.modulus)
+        with _each_pack(packed, code) as (i, stop):
+            product = packed.call(code, "mul_call", constant, packed.load(code, "%x", i, stop))
+            packed.store(code, "%z", i, stop, product)
+
+    return write
+
+
+def _pow(montgomery: bool) -> Writer:
+    """Return the writer of a power: into the pack's own representation x L, the power there, and back."""
+
+    def write(packed: PackedField, code: FunctionBuilder) -> None:
+        unit = packed.memory_radix if montgomery else 1
+        enter = packed.radix**2 * pow(unit, -1, packed.field.modulus)
+        with _each_pack(packed, code) as (i, stop):
+            x = packed.times(code, packed.load(code, "%x", i, stop), enter)
+            arguments = f"({packed.type} {x}, ptr %exponent, i64 %bits)"
+            power = code(f"call {packed.type} @{packed.field.name}_power{arguments}", packed.type)
+            packed.store(code, "%z", i, stop, packed.times(code, power, unit))
+
+    return write
+
+
+def _inv(montgomery: bool) -> Writer:
+    """Return the writer of inverses by Montgomery's trick on blocks of _PACKS packs.
+
+    The products x * y = x y / L of what is in memory make a group with unit L, in which 1/u is L^2 / u; what is wanted
+    is R^2 / u (canonical: 1 / u), so the block's inverse is multiplied by R^2 / L once and all that follow are too.
+    Source: Montgomery 1987, Mathematics of Computation 48(177), section 10.3.1.
+    """
+
+    def write(packed: PackedField, code: FunctionBuilder) -> None:
+        field, t, lanes = packed.field, packed.type, packed.lanes
+        p = field.modulus
+        one = packed.constant(packed.radix % p)
+        unit = packed.memory_radix if montgomery else 1
+        exponent = [p - 2 >> 64 * i & (1 << 64) - 1 for i in range(-(-(p - 2).bit_length() // 64))]
+        fermat = code.table(f"{field.name}_fermat", "i64", exponent, align=8)
+        prefixes = code.stack(t, _PACKS)
+        bound = code.smin("%end", "%n")
+        with code.loop("%begin", bound, _PACKS * lanes) as base:
+            stop = code.smin(code.op("add", base, _PACKS * lanes), bound)
+            packs = code.op("sdiv", code.op("add", code.op("sub nsw", stop, base), lanes - 1), lanes)
+            product = code.variable(t, one)
+
+            def load(k: str, base: str = base, stop: str = stop) -> tuple[str, str, str]:
+                """Append loads of pack k; return its index, the pack, and the pack with 1 for 0."""
+                i = code.i64("add nsw", base, code.i64("mul nsw", k, lanes))
+                x = packed.load(code, "%x", i, stop)
+                return i, x, packed.call(code, "one_for_zero", x, one)
+
+            with code.loop(0, packs) as k:
+                code.store(t, product.get(), prefixes, k)
+                product.set(packed.call(code, "mul_call", product.get(), load(k)[2]))
+            arguments = f"({t} {product.get()}, ptr {fermat}, i64 {(p - 2).bit_length()})"
+            power = code(f"call {t} @{field.name}_power{arguments}", t)
+            inverse = code.variable(t, packed.times(code, power, unit**2 * pow(packed.radix, -1, p)))
+            with code.countdown(packs) as k:
+                prefix = code.load(t, prefixes, k)
+                i, x, factor = load(k)
+                result = packed.call(code, "mul_call", inverse.get(), prefix)
+                packed.store(code, "%z", i, stop, packed.call(code, "keep_zero", x, result))
+                inverse.set(packed.call(code, "mul_call", inverse.get(), factor))
+
+    return write
+
+
+def _total(term: Callable[[PackedField, FunctionBuilder, str, str], str], canonical_products: bool = False) -> Writer:
+    """Return the writer of the sum of a chunk's terms; canonical products are freed of their 1 / L once, at the end."""
+
+    def write(packed: PackedField, code: FunctionBuilder) -> None:
+        with _each_chunk(code) as (chunk, first, stop):
+            total = code.variable(packed.type, packed.constant(0))
+            with code.loop(first, stop, packed.lanes) as i:
+                total.set(packed.call(code, "add", total.get(), term(packed, code, i, stop)))
+            sum_: str = packed.call(code, "fold", total.get())
+            if canonical_products:
+                sum_ = packed.times(code, sum_, packed.radix**2)
+            packed.store(code, "%partial", chunk, code.i64("add", chunk, 1), sum_)
+
+    return write
+
+
+def _dot(montgomery: bool) -> Writer:
+    return _total(
+        lambda packed, code, i, stop: _product(packed, code, montgomery, i, stop), canonical_products=not montgomery
+    )
+
+
+def _unreduced(packed: PackedField, code: FunctionBuilder) -> None:
+    """Search one element at a time, whatever the form: bound by memory."""
+    word = f"i{packed.field.limbs * packed.field.word_bits}"
+    with _each_chunk(code) as (chunk, first, stop):
+        least = code.variable("i64", "%n")
+        with code.loop(first, stop) as i:
+            address = code.at(f"[{packed.field.limbs} x i{packed.field.word_bits}]", "%x", i)
+            value = code.load(word, address, align=packed.field.word_bits // 8)
+            index = code.select(code.compare("uge", value, packed.field.modulus), i, "%n")
+            least.set(code.smin(least.get(), index))
+        code.store("i64", least.get(), "%first", chunk, align=8)
+
+
+def _over_memory_radix(packed: PackedField) -> int:
+    """Return L / R mod p."""
+    return packed.radix * pow(packed.memory_radix, -1, packed.field.modulus)
+
+
+_POINTERS = ("x", "y", "z", "partial", "first", "exponent")
+_BINARY, _UNARY, _POWER = ("x", "y", "z", "n"), ("x", "z", "n"), ("x", "z", "exponent", "bits", "n")
+_DOT = ("x", "y", "partial", "n", "chunk")
+ENTRIES: Mapping[str, tuple[tuple[str, ...], Writer]] = {
+    "add": (_BINARY, _elementwise("add", ("%x", "%y"))),
+    "sub": (_BINARY, _elementwise("sub", ("%x", "%y"))),
+    "neg": (_UNARY, _elementwise("neg", ("%x",))),
+    "mul": (_BINARY, _mul(False)),
+    "mul_montgomery": (_BINARY, _mul(True)),
+    "square": (_UNARY, _square(False)),
+    "square_montgomery": (_UNARY, _square(True)),
+    "to_montgomery": (_UNARY, _scale(lambda packed: packed.memory_radix * packed.radix)),
+    "from_montgomery": (_UNARY, _scale(_over_memory_radix)),
+    "reduce": (_UNARY, _scale(lambda packed: packed.radix)),
+    "pow": (_POWER, _pow(False)),
+    "pow_montgomery": (_POWER, _pow(True)),
+    "inv": (_UNARY, _inv(False)),
+    "inv_montgomery": (_UNARY, _inv(True)),
+    "sum": (("x", "partial", "n", "chunk"), _total(lambda packed, code, i, stop: packed.load(code, "%x", i, stop))),
+    "dot": (_DOT, _dot(False)),
+    "dot_montgomery": (_DOT, _dot(True)),
+    "unreduced": (("x", "first", "n", "chunk"), _unreduced),
+}

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerant.algebra.counted import counted
-from accelerant.algebra.field.llvm_kernels import form_of, host_form
+from accelerant.algebra.field.llvm_kernels import host_form, packed_field
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.places import HOST, Place
 from accelerant.algebra.field.words import dtype_of, element_shape
@@ -85,7 +85,7 @@ class HostPasses:
         kind = kind or _best(field)
         if not self._fills(field, kind, log_n, batch):
             kind = "scalar"
-        form = form_of(field, kind)
+        form = packed_field(field, kind)
         logs = _logs(log_n, form.lanes, batch)
         self.passes = make_passes(field, logs, inverse=inverse, coset=coset, order=order, log_table=_LOG_TABLE)
         self._kernels = [_host_kernel(field, step.variant, kind) for step in self.passes]
@@ -104,7 +104,7 @@ class HostPasses:
     @staticmethod
     def _fills(field: Field, kind: str, log_n: int, batch: int) -> bool:
         """Whether all passes have as many columns, and rows where those are neighbours, as a pack has lanes."""
-        lanes = form_of(field, kind).lanes
+        lanes = packed_field(field, kind).lanes
         return lanes**2 <= 1 << log_n or (batch % lanes == 0 and lanes <= 1 << log_n)
 
     def launch(self, number: int, x: Any, z: Any, elements: int) -> None:

@@ -12,126 +12,100 @@ Source: Gentleman and Sande 1966, AFIPS Fall Joint Computer Conference 29, pages
 
 from __future__ import annotations
 
-from accelerant.algebra.field.llvm_form import Form
-from accelerant.algebra.field.llvm_text import NOINLINE, Body, function
-from accelerant.algebra.ntt.llvm_packs import Loops, each
+from accelerant.algebra.field.llvm_packed import PackedField
+from accelerant.algebra.ntt.llvm_packs import each
+from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Value
 
 __all__ = ["radix_log", "sums"]
 
 
-def radix_log(form: Form) -> int:
-    """Levels of a step: about as many as leave its packs in registers; of single words, as many as LLVM vectorises."""
+def radix_log(form: PackedField) -> int:
+    """Return the levels of a step: about as many as leave its packs in registers; of words, as LLVM vectorises."""
     return 3 if form.field.limbs == 1 else 2
 
 
-def sums(form: Form) -> str:
-    """The definition of FIELD_sums and of its steps."""
-    most = radix_log(form)
-    parts = [_step(form, levels) for levels in range(1, most + 1)]
-    parts += [_last(form, levels) for levels in range(1, most + 1)]
-    return "".join(parts) + _driver(form, most)
+def sums(form: PackedField) -> list[FunctionBuilder]:
+    """Return FIELD_sums and its steps."""
+    levels = range(1, radix_log(form) + 1)
+    return [*(_step(form, count) for count in levels), *(_last(form, count) for count in levels), _driver(form)]
 
 
-def _place(form: Form, body: Body, index: str) -> str:
-    return body(f"getelementptr inbounds {form.type}, ptr %rows, i64 {index}")
-
-
-def _levels(form: Form, body: Body, levels: int, places: list[str], factors: list[list[str]]) -> None:
-    """Load 2^levels packs, transform, store; factors[level][k], "" for 1."""
-    values = [body(f"load {form.type}, ptr {place}") for place in places]
+def _levels(
+    form: PackedField, code: FunctionBuilder, levels: int, places: list[Value], factors: list[list[Value | None]]
+) -> None:
+    """Load 2^levels packs, transform, store; factors[level][k], None for 1."""
+    values: list[Value] = [code.load(form.type, place) for place in places]
     for level in range(levels):
         half = 1 << levels - level - 1
         for first in range(0, 1 << levels, 2 * half):
             for k in range(half):
                 a, b = values[first + k], values[first + k + half]
-                values[first + k] = form.call(body, "add", a, b)
-                difference = form.call(body, "sub", a, b)
+                values[first + k] = form.call(code, "add", a, b)
+                difference = form.call(code, "sub", a, b)
                 factor = factors[level][k]
-                values[first + k + half] = form.call(body, "mul", factor, difference) if factor else difference
+                values[first + k + half] = difference if factor is None else form.call(code, "mul", factor, difference)
     for place, value in zip(places, values, strict=True):
-        body.do(f"store {form.type} {value}, ptr {place}")
+        code.store(form.type, value, place)
 
 
-def _step(form: Form, levels: int) -> str:
-    """FIELD_step<levels>: those levels of all blocks of 2^log_size packs."""
-    body = Body()
-    loops = Loops(body, 2)
-    rows, size = (body(f"shl i64 1, {log}") for log in ("%log_rows", "%log_size"))
-    quarter = body(f"lshr i64 {size}, {levels}")
-    scale = body("sub i64 %log_rows, %log_size")
-
-    def block(first: str) -> None:
-        def inside(j: str) -> None:
-            offsets = [j]
-            for _ in range(1, 1 << levels):
-                offsets.append(body(f"add nsw i64 {offsets[-1]}, {quarter}"))
-            places = [_place(form, body, body(f"add nsw i64 {first}, {offset}")) for offset in offsets]
-            factors = []
-            for level in range(levels):
-                shift = body(f"add i64 {scale}, {level}")
-                half = offsets[: 1 << levels - level - 1]
-                factors.append([each(form, body, "%roots", body(f"shl i64 {offset}, {shift}")) for offset in half])
-            _levels(form, body, levels, places, factors)
-
-        loops("0", quarter, "1", inside)
-
-    loops("0", rows, size, block)
-    body.do("ret void")
+def _step(form: PackedField, levels: int) -> FunctionBuilder:
+    """Return FIELD_step<levels>: those levels of all blocks of 2^log_size packs."""
     arguments = ["ptr noalias %rows", "ptr noalias %roots", "i64 %log_rows", "i64 %log_size"]
-    return function(f"{form.field.name}_step{levels}", "void", arguments, body, attributes=NOINLINE)
+    code = FunctionBuilder(f"{form.field.name}_step{levels}", arguments, attributes=NOINLINE)
+    rows, size = (code.i64("shl", 1, log) for log in ("%log_rows", "%log_size"))
+    quarter = code.op("lshr", size, levels)
+    scale = code.op("sub", "%log_rows", "%log_size")
+    with code.loop(0, rows, size) as first, code.loop(0, quarter) as j:
+        offsets = [j]
+        for _ in range(1, 1 << levels):
+            offsets.append(code.op("add nsw", offsets[-1], quarter))
+        places = [code.at(form.type, "%rows", code.op("add nsw", first, offset)) for offset in offsets]
+        factors: list[list[Value | None]] = []
+        for level in range(levels):
+            shift = code.op("add", scale, level)
+            half = offsets[: 1 << levels - level - 1]
+            factors.append([each(form, code, "%roots", code.op("shl", offset, shift)) for offset in half])
+        _levels(form, code, levels, places, factors)
+    code.ret()
+    return code
 
 
-def _last(form: Form, levels: int) -> str:
-    """FIELD_last<levels>: the last levels, of blocks of 2^levels packs."""
-    body = Body()
-    loops = Loops(body, 1)
-    rows = body("shl i64 1, %log_rows")
-    factors = []
-    for level in range(levels):
-        shift = body(f"add i64 {body(f'sub i64 %log_rows, {levels}')}, {level}")
-        half = range(1 << levels - level - 1)
-        factors.append([each(form, body, "%roots", body(f"shl i64 {k}, {shift}")) if k else "" for k in half])
-
-    def block(first: str) -> None:
-        places = [_place(form, body, body(f"add nsw i64 {first}, {k}")) for k in range(1 << levels)]
-        _levels(form, body, levels, places, factors)
-
-    loops("0", rows, str(1 << levels), block)
-    body.do("ret void")
+def _last(form: PackedField, levels: int) -> FunctionBuilder:
+    """Return FIELD_last<levels>: the last levels, of blocks of 2^levels packs."""
     arguments = ["ptr noalias %rows", "ptr noalias %roots", "i64 %log_rows"]
-    return function(f"{form.field.name}_last{levels}", "void", arguments, body, attributes=NOINLINE)
+    code = FunctionBuilder(f"{form.field.name}_last{levels}", arguments, attributes=NOINLINE)
+    rows = code.i64("shl", 1, "%log_rows")
+    factors: list[list[Value | None]] = []
+    for level in range(levels):
+        shift = code.op("add", code.op("sub", "%log_rows", levels), level)
+        half = range(1 << levels - level - 1)
+        factors.append([each(form, code, "%roots", code.i64("shl", k, shift)) if k else None for k in half])
+    with code.loop(0, rows, 1 << levels) as first:
+        places = [code.at(form.type, "%rows", code.op("add nsw", first, k)) for k in range(1 << levels)]
+        _levels(form, code, levels, places, factors)
+    code.ret()
+    return code
 
 
-def _driver(form: Form, most: int) -> str:
-    """FIELD_sums: a first step of 1 to `most` levels, so that those left are a multiple of `most`."""
-    body, name = Body(), form.field.name
-    loops = Loops(body, 1)
-    left = body("alloca i64")
-    below = body("sub i64 %log_rows, 1")
-    first = body(f"add i64 {body(f'urem i64 {below}, {most}')}, 1")
-    single = body(f"icmp eq i64 {first}, %log_rows")
-    cases = " ".join(f"i64 {levels}, label %first{levels}" for levels in range(1, most + 1))
-    body.do(f"switch i64 {first}, label %done [ {cases} ]")
-    for levels in range(1, most + 1):
-        body.label(f"first{levels}")
-        body.do(f"br i1 {single}, label %only{levels}, label %begin{levels}")
-        body.label(f"only{levels}")
-        body.do(f"call void @{name}_last{levels}(ptr %rows, ptr %roots, i64 %log_rows)")
-        body.do("br label %done")
-        body.label(f"begin{levels}")
-        body.do(f"call void @{name}_step{levels}(ptr %rows, ptr %roots, i64 %log_rows, i64 %log_rows)")
-        body.do("br label %more")
-    body.label("more")
-    body.do(f"store i64 {body(f'sub i64 %log_rows, {first}')}, ptr {left}")
-
-    def inside(_: str) -> None:
-        size = body(f"load i64, ptr {left}")
-        body.do(f"call void @{name}_step{most}(ptr %rows, ptr %roots, i64 %log_rows, i64 {size})")
-        body.do(f"store i64 {body(f'sub i64 {size}, {most}')}, ptr {left}")
-
-    loops(body(f"add i64 {first}, {most}"), "%log_rows", str(most), inside)
-    body.do(f"call void @{name}_last{most}(ptr %rows, ptr %roots, i64 %log_rows)")
-    body.do("br label %done")
-    body.label("done")
-    body.do("ret void")
-    return function(f"{name}_sums", "void", ["ptr %rows", "ptr %roots", "i64 %log_rows"], body, attributes=NOINLINE)
+def _driver(form: PackedField) -> FunctionBuilder:
+    """Return FIELD_sums: a first step of 1 to `most` levels, so that those left are a multiple of `most`."""
+    name, most = form.field.name, radix_log(form)
+    code = FunctionBuilder(f"{name}_sums", ["ptr %rows", "ptr %roots", "i64 %log_rows"], attributes=NOINLINE)
+    rows = "ptr %rows, ptr %roots, i64 %log_rows"
+    first = code.op("add", code.op("urem", code.op("sub", "%log_rows", 1), most), 1)
+    single = code.compare("eq", first, "%log_rows")
+    for levels in code.switch(first, range(1, most + 1)):
+        for alone in code.branches(single):
+            step = f"last{levels}({rows})" if alone else f"step{levels}({rows}, i64 %log_rows)"
+            code.do(f"call void @{name}_{step}")
+    for alone in code.branches(single):
+        if alone:
+            continue
+        left = code.variable("i64", code.op("sub", "%log_rows", first))
+        with code.loop(code.op("add", first, most), "%log_rows", most):
+            size = left.get()
+            code.do(f"call void @{name}_step{most}({rows}, i64 {size})")
+            left.set(code.op("sub", size, most))
+        code.do(f"call void @{name}_last{most}({rows})")
+    code.ret()
+    return code

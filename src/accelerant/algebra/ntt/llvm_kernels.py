@@ -13,13 +13,14 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from accelerant.algebra.field.llvm_form import Form
-from accelerant.algebra.field.llvm_kernels import form_of
-from accelerant.algebra.field.llvm_text import Body, builder_key, function
+from accelerant.algebra.field.llvm_kernels import SOURCES, packed_field
+from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.ntt.llvm_core import sums
-from accelerant.algebra.ntt.llvm_packs import Loops, each, each_function, lane_order, reversed_bits, turned
+from accelerant.algebra.ntt.llvm_packs import each, each_function, lane_order, reversed_bits, transposed
 from accelerant.algebra.ntt.plan import Variant
+from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, program
+from accelerant.runtime.compilation.sources import builder_key
 
 __all__ = ["POINTERS", "SCALARS", "PassKernel"]
 
@@ -60,7 +61,7 @@ class PassKernel:
     @property
     def key(self) -> str:
         """See builder_key; the text depends on the target in nothing else."""
-        return builder_key(self)
+        return builder_key(self, *SOURCES)
 
     @property
     def written_out(self) -> bool:
@@ -83,145 +84,124 @@ class PassKernel:
 
 @functools.lru_cache(maxsize=64)
 def _text(name: str, variant: Variant, kind: str) -> str:
-    form = form_of(field_of(name), kind)
-    declarations = "declare i64 @llvm.smin.i64(i64, i64)\ndeclare i64 @llvm.bitreverse.i64(i64)\n"
-    return declarations + form.functions() + each_function(form) + sums(form) + _Pass(form, variant).text()
+    form = packed_field(field_of(name), kind)
+    return program([*form.functions(), each_function(form), *sums(form), _Pass(form, variant).function()])
 
 
 class _Pass:
     """Writes ntt_pass."""
 
-    def __init__(self, form: Form, variant: Variant) -> None:
+    def __init__(self, form: PackedField, variant: Variant) -> None:
         self.form, self.variant = form, variant
-        self.body = Body()
-
-    def text(self) -> str:
-        form, body = self.form, self.body
-        log_lanes = form.lanes.bit_length() - 1
-        loops = Loops(body, 3)
-        self.rows = body("shl i64 1, %log_rows")
-        self.scratch = body(f"alloca {form.type}, i64 {self.rows}, align 64")
-        log_tile = body(f"add i64 %log_rows, {log_lanes}")
-        above = body(f"sub i64 {body(f'shl i64 1, {log_tile}')}, 1")
-        limit = body(f"call i64 @llvm.smin.i64(i64 %end, i64 {body('shl i64 %count, %log_rows')})")
-        first, stop = (body(f"lshr i64 {body(f'add i64 {bound}, {above}')}, {log_tile}") for bound in ("%begin", limit))
-
-        def tile(number: str) -> None:
-            column = body(f"shl i64 {number}, {log_lanes}")
-            reads, writes = self._digits(column)
-            self._load(loops, reads)
-            body.do(f"call void @{form.field.name}_sums(ptr {self.scratch}, ptr %roots, i64 %log_rows)")
-            self._store(loops, writes)
-
-        loops(first, stop, "1", tile)
-        body.do("ret void")
         typed = [
             "i64 %begin",
             "i64 %end",
             *(f"ptr %{name}" for name in POINTERS),
             *(f"i64 %{name}" for name in SCALARS),
         ]
-        return function("ntt_pass", "void", typed, body, "", "nounwind")
+        self.code = FunctionBuilder("ntt_pass", typed, linkage="", attributes="nounwind")
 
-    def _digits(self, column: str) -> tuple[str, str]:
-        """Where a column is read and written; its lowest digit is kept, for the twiddles."""
-        body = self.body
+    def function(self) -> FunctionBuilder:
+        form, code = self.form, self.code
+        log_lanes = form.lanes.bit_length() - 1
+        self.rows = code.i64("shl", 1, "%log_rows")
+        self.scratch = code(f"alloca {form.type}, i64 {self.rows}, align 64", "ptr")
+        log_tile = code.op("add", "%log_rows", log_lanes)
+        above = code.op("sub", code.i64("shl", 1, log_tile), 1)
+        limit = code.smin("%end", code.op("shl", "%count", "%log_rows"))
+        first, stop = (code.op("lshr", code.op("add", bound, above), log_tile) for bound in ("%begin", limit))
+        with code.loop(first, stop) as tile:
+            reads, writes = self._digits(code.op("shl", tile, log_lanes))
+            self._load(reads)
+            code.do(f"call void @{form.field.name}_sums(ptr {self.scratch}, ptr %roots, i64 %log_rows)")
+            self._store(writes)
+        code.ret()
+        return code
 
-        def cut(value: str, bits: str) -> str:
-            size = body(f"shl i64 1, {bits}")
-            return body(f"and i64 {value}, {body(f'sub i64 {size}, 1')}")
+    def _digits(self, column: Value) -> tuple[Value, Value]:
+        """Return where a column is read and written; its lowest digit is kept, for the twiddles."""
+        code = self.code
 
-        rest = body(f"lshr i64 {column}, %digit_0")
-        self.low_digit = cut(column, "%digit_0")
-        digits = (self.low_digit, cut(rest, "%digit_1"), body(f"lshr i64 {rest}, %digit_1"))
+        def low_bits(value: Value, bits: str) -> Value:
+            return code.op("and", value, code.op("sub", code.i64("shl", 1, bits), 1))
+
+        rest = code.op("lshr", column, "%digit_0")
+        self.low_digit = low_bits(column, "%digit_0")
+        digits = (self.low_digit, low_bits(rest, "%digit_1"), code.op("lshr", rest, "%digit_1"))
         found = []
         for side in ("read", "write"):
-            parts = [body(f"mul i64 {digit}, %{side}_{i}") for i, digit in enumerate(digits)]
-            found.append(body(f"add i64 {parts[0]}, {body(f'add i64 {parts[1]}, {parts[2]}')}"))
+            parts = [code.op("mul", digit, f"%{side}_{i}") for i, digit in enumerate(digits)]
+            found.append(code.op("add", parts[0], code.op("add", parts[1], parts[2])))
         return found[0], found[1]
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def _row(self, place: str, in_bits: bool) -> str:
-        """The pack on the stack that belongs to a place of memory."""
-        body = self.body
-        index = reversed_bits(body, place, "%log_rows") if in_bits else place
-        return body(f"getelementptr inbounds {self.form.type}, ptr {self.scratch}, i64 {index}")
+    def _row(self, place: Value, in_bits: bool) -> Value:
+        """Return the address of the pack on the stack that belongs to a place of memory."""
+        index = reversed_bits(self.code, place, "%log_rows") if in_bits else place
+        return self.code.at(self.form.type, self.scratch, index)
 
-    def _load(self, loops: Loops, start: str) -> None:
-        form, body, order = self.form, self.body, lane_order(self.form)
+    def _load(self, start: Value) -> None:
+        form, code, order = self.form, self.code, lane_order(self.form)
 
-        def keep(place: str, pack: str) -> None:
-            scaled = self._scaled(pack, place, "before")
-            body.do(f"store {form.type} {scaled}, ptr {self._row(place, self.variant.reversed_in)}")
+        def read(index: Value) -> Value:
+            return form.load(code, "%x", index, code.op("add", index, form.lanes))
 
-        if self._turns(self.variant.along_in):
+        def keep(place: Value, pack: Value) -> None:
+            code.store(form.type, self._scaled(pack, place, "before"), self._row(place, self.variant.reversed_in))
 
-            def block(place: str) -> None:
-                packs = []
-                for column in order:
-                    at = self._plus(start, place, body(f"mul i64 {column}, %read_0"))
-                    packs.append(form.load(body, "%x", at, body(f"add i64 {at}, {form.lanes}")))
-                for r, pack in zip(order, turned(form, body, packs), strict=True):
-                    keep(body(f"add i64 {place}, {r}"), pack)
-
-            loops("0", self.rows, str(form.lanes), block)
+        if self._transposes(self.variant.along_in):
+            with code.loop(0, self.rows, form.lanes) as place:
+                packs = [read(self._sum(start, place, code.i64("mul", column, "%read_0"))) for column in order]
+                for r, pack in zip(order, transposed(form, code, packs), strict=True):
+                    keep(code.op("add", place, r), pack)
         else:
+            with code.loop(0, self.rows) as place:
+                keep(place, read(self._sum(start, code.op("mul", place, "%read_row"))))
 
-            def row(place: str) -> None:
-                at = self._plus(start, body(f"mul i64 {place}, %read_row"))
-                keep(place, form.load(body, "%x", at, body(f"add i64 {at}, {form.lanes}")))
+    def _store(self, start: Value) -> None:
+        form, code, order = self.form, self.code, lane_order(self.form)
 
-            loops("0", self.rows, "1", row)
-
-    def _store(self, loops: Loops, start: str) -> None:
-        form, body, order = self.form, self.body, lane_order(self.form)
-
-        def kept(place: str) -> str:
-            pack = body(f"load {form.type}, ptr {self._row(place, not self.variant.reversed_out)}")
+        def kept(place: Value) -> Value:
+            pack = code.load(form.type, self._row(place, not self.variant.reversed_out))
             return self._scaled(pack, place, "after")
 
-        def put(at: str, pack: str) -> None:
-            form.store(body, "%z", at, body(f"add i64 {at}, {form.lanes}"), pack)
+        def write(index: Value, pack: Value) -> None:
+            form.store(code, "%z", index, code.op("add", index, form.lanes), pack)
 
-        if self._turns(self.variant.along_out):
-
-            def block(place: str) -> None:
-                packs = [kept(body(f"add i64 {place}, {r}")) for r in order]
-                for column, pack in zip(order, turned(form, body, packs), strict=True):
-                    put(self._plus(start, place, body(f"mul i64 {column}, %write_0")), pack)
-
-            loops("0", self.rows, str(form.lanes), block)
+        if self._transposes(self.variant.along_out):
+            with code.loop(0, self.rows, form.lanes) as place:
+                packs = [kept(code.op("add", place, r)) for r in order]
+                for column, pack in zip(order, transposed(form, code, packs), strict=True):
+                    write(self._sum(start, place, code.i64("mul", column, "%write_0")), pack)
         else:
+            with code.loop(0, self.rows) as place:
+                write(self._sum(start, code.op("mul", place, "%write_row")), kept(place))
 
-            def row(place: str) -> None:
-                put(self._plus(start, body(f"mul i64 {place}, %write_row")), kept(place))
-
-            loops("0", self.rows, "1", row)
-
-    def _turns(self, along: bool) -> bool:
+    def _transposes(self, along: bool) -> bool:
         return along and self.form.lanes > 1
 
-    def _plus(self, *terms: str) -> str:
+    def _sum(self, *terms: Value) -> Value:
         total = terms[0]
         for term in terms[1:]:
-            total = self.body(f"add i64 {total}, {term}")
+            total = self.code.op("add", total, term)
         return total
 
     # --- factors -----------------------------------------------------------------------------------------------------
 
-    def _scaled(self, pack: str, place: str, when: str) -> str:
-        """A pack of a row's place times the factors that stand before the sums, or after them."""
-        form, body, variant = self.form, self.body, self.variant
+    def _scaled(self, pack: Value, place: Value, when: str) -> Value:
+        """Return a pack of a row times the factors that are due before the sums, or after them."""
+        form, code, variant = self.form, self.code, self.variant
         if getattr(variant, when):
-            pack = form.call(body, "mul", each(form, body, f"%{when}", place), pack)
+            pack = form.call(code, "mul", each(form, code, f"%{when}", place), pack)
         if variant.twiddle == when:
-            mask = body(f"sub i64 {body('shl i64 1, %log_low')}, 1")
-            column = body(f"and i64 {self.low_digit}, {mask}")
-            at = self._plus(body(f"shl i64 {place}, %log_low"), column)
-            pack = form.call(body, "mul", form.load(body, "%low", at, body(f"add i64 {at}, {form.lanes}")), pack)
+            mask = code.op("sub", code.i64("shl", 1, "%log_low"), 1)
+            column = code.op("and", self.low_digit, mask)
+            index = code.op("add", code.op("shl", place, "%log_low"), column)
+            low = form.load(code, "%low", index, code.op("add", index, form.lanes))
+            pack = form.call(code, "mul", low, pack)
             if variant.split:
-                bits = body("sub i64 %digit_0, %log_low")
-                at = self._plus(body(f"shl i64 {place}, {bits}"), body(f"lshr i64 {self.low_digit}, %log_low"))
-                pack = form.call(body, "mul", each(form, body, "%high", at), pack)
+                bits = code.op("sub", "%digit_0", "%log_low")
+                index = code.op("add", code.op("shl", place, bits), code.op("lshr", self.low_digit, "%log_low"))
+                pack = form.call(code, "mul", each(form, code, "%high", index), pack)
         return pack

@@ -1,4 +1,4 @@
-"""What transforms ask of a form of arithmetic besides field/llvm_form.py: packs of equal factors, packs turned, loops.
+"""Packs of equal factors, and transposed packs, for transforms: what they need besides algebra/field/llvm_packed.py.
 
 T    FIELD_each(ptr x, i64 i)      all lanes one factor of a table: words where an element is a word or a pack one
                                    element; 52-bit limbs, contiguous, where a pack has a register for each limb
@@ -6,108 +6,63 @@ T    FIELD_each(ptr x, i64 i)      all lanes one factor of a table: words where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from accelerant.algebra.field.llvm_form import Form
-from accelerant.algebra.field.llvm_lanes import Lanes
-from accelerant.algebra.field.llvm_text import Body
+from accelerant.algebra.field.llvm_ifma import LANE_ORDER, PackedIfma
+from accelerant.algebra.field.llvm_packed import PackedField
+from accelerant.runtime.compilation.llvm import FunctionBuilder, Operand, Value, constant
 
-__all__ = ["Loops", "by_limbs", "each", "each_function", "lane_order", "reversed_bits", "turned"]
-
-
-class Loops:
-    """Counted loops. Counters lie on the stack until LLVM makes registers of them, so that no loop names its blocks.
-
-    The function's first instructions are `counters`, one for each loop that it will write.
-    """
-
-    def __init__(self, body: Body, counters: int) -> None:
-        self._body = body
-        self._used = 0
-        self._counters = [body("alloca i64") for _ in range(counters)]
-
-    def __call__(self, first: str, stop: str, step: str, inside: Callable[[str], None]) -> None:
-        """For i from first to below stop by step (values or numbers of i64): inside(i) writes what is done."""
-        body, counter = self._body, self._counters[self._used]
-        self._used += 1
-        name = f"loop{self._used}"
-        body.do(f"store i64 {first}, ptr {counter}")
-        body.do(f"br label %{name}_head")
-        body.label(f"{name}_head")
-        i = body(f"load i64, ptr {counter}")
-        body.do(f"br i1 {body(f'icmp slt i64 {i}, {stop}')}, label %{name}_body, label %{name}_end")
-        body.label(f"{name}_body")
-        inside(i)
-        body.do(f"store i64 {body(f'add nsw i64 {i}, {step}')}, ptr {counter}")
-        body.do(f"br label %{name}_head")
-        body.label(f"{name}_end")
+__all__ = ["by_limbs", "each", "each_function", "lane_order", "reversed_bits", "transposed"]
 
 
-def by_limbs(form: Form) -> bool:
-    """Whether tables for FIELD_each hold 52-bit limbs."""
-    return isinstance(form, Lanes)
+def by_limbs(form: PackedField) -> bool:
+    """Return whether tables for FIELD_each hold 52-bit limbs."""
+    return isinstance(form, PackedIfma)
 
 
-def _element(form: Form) -> str:
-    return "i64" if by_limbs(form) else f"i{form.field.word_bits}"
+def _registers(form: PackedField, code: FunctionBuilder, pack: Value) -> list[Value]:
+    """Return the registers of a pack that has lanes."""
+    return code.parts(pack) if by_limbs(form) else [pack]
 
 
-def _vectors(form: Form, body: Body, pack: str) -> list[str]:
-    """The registers of a pack that has lanes."""
-    if not by_limbs(form):
-        return [pack]
-    count = int(form.type.partition(" ")[0].removeprefix("["))
-    return [body(f"extractvalue {form.type} {pack}, {k}") for k in range(count)]
+def _joined(form: PackedField, code: FunctionBuilder, registers: Sequence[Value]) -> Value:
+    return code.array(form.type, registers) if by_limbs(form) else registers[0]
 
 
-def _joined(form: Form, body: Body, vectors: Sequence[str]) -> str:
-    if not by_limbs(form):
-        return vectors[0]
-    pack, vector = "poison", f"<{form.lanes} x {_element(form)}>"
-    for k, each_ in enumerate(vectors):
-        pack = body(f"insertvalue {form.type} {pack}, {vector} {each_}, {k}")
-    return pack
-
-
-def each_function(form: Form) -> str:
-    """The definition of FIELD_each."""
-    body = Body()
+def each_function(form: PackedField) -> FunctionBuilder:
+    """Return FIELD_each."""
+    code = FunctionBuilder(f"{form.field.name}_each", ["ptr %x", "i64 %i"], form.type)
     if form.lanes == 1:
-        body.do(f"ret {form.type} {form.load(body, '%x', '%i', body('add i64 %i, 1'))}")
-    else:
-        element = _element(form)
-        vector = f"<{form.lanes} x {element}>"
-        count = len(_vectors(form, Body(), "%x"))
-        vectors = []
-        for k in range(count):
-            place = body(f"getelementptr inbounds [{count} x {element}], ptr %x, i64 %i, i64 {k}")
-            single = body(f"load {element}, ptr {place}, align {form.field.word_bits // 8}")
-            first = body(f"insertelement {vector} poison, {element} {single}, i64 0")
-            vectors.append(
-                body(f"shufflevector {vector} {first}, {vector} poison, <{form.lanes} x i32> zeroinitializer")
-            )
-        body.do(f"ret {form.type} {_joined(form, body, vectors)}")
-    return form.define("each", ["ptr %x", "i64 %i"], body)
+        code.ret(form.load(code, "%x", "%i", code.op("add", "%i", 1)))
+        return code
+    element = f"i{form.field.word_bits}"
+    count = int(form.type[1:].split(" ")[0]) if by_limbs(form) else 1
+    first = code.at(f"[{count} x {element}]", "%x", "%i")
+    registers = []
+    for k in range(count):
+        limb = code.load(element, first, k, align=form.field.word_bits // 8)
+        registers.append(code.broadcast(limb, form.lanes))
+    code.ret(_joined(form, code, registers))
+    return code
 
 
-def each(form: Form, body: Body, pointer: str, i: str) -> str:
-    """Call FIELD_each."""
-    return body(f"call {form.type} @{form.field.name}_each(ptr {pointer}, i64 {i})")
+def each(form: PackedField, code: FunctionBuilder, pointer: str, i: Operand) -> Value:
+    """Append a call of FIELD_each."""
+    return code(f"call {form.type} @{form.field.name}_each(ptr {pointer}, i64 {i})", form.type)
 
 
-def lane_order(form: Form) -> Sequence[int]:
-    """Which of a pack's elements in memory each lane holds: llvm_lanes.py's shuffles leave them interleaved."""
-    return (0, 4, 1, 5, 2, 6, 3, 7) if by_limbs(form) else range(form.lanes)
+def lane_order(form: PackedField) -> Sequence[int]:
+    """Return the element of a pack in memory that each lane holds."""
+    return LANE_ORDER if by_limbs(form) else range(form.lanes)
 
 
-def turned(form: Form, body: Body, packs: Sequence[str]) -> list[str]:
-    """As many packs as lanes, transposed: lane r of pack c is what lane c of pack r was.
+def transposed(form: PackedField, code: FunctionBuilder, packs: Sequence[Value]) -> list[Value]:
+    """Return as many packs as lanes, transposed: lane r of pack c is what lane c of pack r was.
 
     log2(lanes) shuffles for each register of a pack.
     """
     lanes = form.lanes
-    rows = [_vectors(form, body, pack) for pack in packs]
-    vector = f"<{lanes} x {_element(form)}>"
+    rows = [_registers(form, code, pack) for pack in packs]
     step = 1
     while step < lanes:
         low = [lane if not lane & step else lanes + lane - step for lane in range(lanes)]
@@ -116,19 +71,12 @@ def turned(form: Form, body: Body, packs: Sequence[str]) -> list[str]:
             if r & step:
                 continue
             for k, (a, b) in enumerate(zip(rows[r], rows[r + step], strict=True)):
-                rows[r][k], rows[r + step][k] = (
-                    body(f"shufflevector {vector} {a}, {vector} {b}, <{lanes} x i32> {_lanes(order)}")
-                    for order in (low, high)
-                )
+                rows[r][k], rows[r + step][k] = (code.shuffle(a, b, order) for order in (low, high))
         step *= 2
-    return [_joined(form, body, row) for row in rows]
+    return [_joined(form, code, row) for row in rows]
 
 
-def _lanes(order: Sequence[int]) -> str:
-    return "<" + ", ".join(f"i32 {lane}" for lane in order) + ">"
-
-
-def reversed_bits(body: Body, index: str, bits: str) -> str:
-    """The lowest bits of an index in the opposite order; bits is a value of at least 1."""
-    turned_ = body(f"call i64 @llvm.bitreverse.i64(i64 {index})")
-    return body(f"lshr i64 {turned_}, {body(f'sub i64 64, {bits}')}")
+def reversed_bits(code: FunctionBuilder, index: Value, bits: str) -> Value:
+    """Return the lowest bits of an index in the opposite order; bits is a value of at least 1."""
+    reverse = code.intrinsic("i64", "llvm.bitreverse.i64", index)
+    return code.op("lshr", reverse, code.op("sub", constant("i64", 64), bits))

@@ -4,7 +4,7 @@
                                                           values[k] x[columns[k]] / R
 
 An index is a row. Elements are words as everywhere, R = 2^256. With values x R^2 mod p, as a .zkey has them, and a
-canonical x the answer is in Montgomery form. x is below p, values are any words. One element at a time: rows have few
+canonical x the answer is in Montgomery packed. x is below p, values are any words. One element at a time: rows have few
 entries, and each reads x anywhere. Time depends on the matrix alone, which is public.
 """
 
@@ -13,11 +13,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from accelerant.algebra.curve.llvm_flow import Flow
-from accelerant.algebra.field.llvm_limbs import Limbs
-from accelerant.algebra.field.llvm_text import function
+from accelerant.algebra.field.llvm_packed import PackedLimbs
 from accelerant.algebra.field.parameters import field_of
 from accelerant.runtime.compilation.kernel import KernelSource
+from accelerant.runtime.compilation.llvm import FunctionBuilder, program
 
 __all__ = ["RowsKernel", "kernel_source"]
 
@@ -59,18 +58,18 @@ def kernel_source(field: str) -> KernelSource:
 
 @functools.cache
 def _text(name: str) -> str:
-    form, code = Limbs(field_of(name)), Flow()
-    with code.loop("%begin", code.least("%end", "%n")) as row:
+    packed = PackedLimbs(field_of(name))
+    arguments = ["i64 %begin", "i64 %end", *(f"ptr %{name}" for name in _ARGUMENTS), "i64 %n"]
+    code = FunctionBuilder("sparse_rows", arguments, linkage="", attributes="nounwind")
+    with code.loop("%begin", code.smin("%end", "%n")) as row:
         first = code.load("i64", "%starts", row)
         stop = code.load("i64", "%starts", code.i64("add nsw", row, 1))
-        total = code.variable(form.type, form.constant(0))
+        total = code.variable(packed.type, packed.constant(0))
         with code.loop(first, stop) as k:
-            column = code(f"zext i32 {code.load('i32', '%columns', k)} to i64")
-            x = form.load(code, "%x", column, "0")
-            product = form.call(code, "mul", x, form.load(code, "%values", k, "0"))
-            total.set(form.call(code, "add", total.get(), product))
-        form.store(code, "%z", row, "0", total.get())
-    code.do("ret void")
-    arguments = ["i64 %begin", "i64 %end", *(f"ptr %{name}" for name in _ARGUMENTS), "i64 %n"]
-    entry = function("sparse_rows", "void", arguments, code, "", "nounwind")
-    return f"declare i64 @llvm.smin.i64(i64, i64)\n{form.functions()}{entry}"
+            column = code.convert("zext", code.load("i32", "%columns", k), "i64")
+            x = packed.load(code, "%x", column, "0")
+            product = packed.call(code, "mul", x, packed.load(code, "%values", k, "0"))
+            total.set(packed.call(code, "add", total.get(), product))
+        packed.store(code, "%z", row, "0", total.get())
+    code.ret()
+    return program([*packed.functions(), code])

@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.llvm_form import Form
-from accelerant.algebra.field.llvm_kernels import form_of, host_form
+from accelerant.algebra.field.llvm_kernels import host_form, packed_field
+from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.algebra.field.places import HOST
 from accelerant.errors import OutOfMemory, ShapeError, UnsupportedCase
 from accelerant.runtime import registry
@@ -346,7 +346,7 @@ def _free_bytes() -> int:
 def _layout(curve: Curve[Any], kind: str, entries: int, buckets: int) -> tuple[npt.NDArray[np.int64], int]:
     """Offsets in bytes of a worker's arrays (Work, then what a batch of additions needs), and the size of all."""
     base, degree = curve.coordinates.base, curve.coordinates.degree
-    form: Form = form_of(base, kind)
+    form: PackedField = packed_field(base, kind)
     pack = base.size_bytes if form.lanes == 1 else (form.radix.bit_length() - 1) // 52 * 64
     pairs = (entries + buckets) // 2 + 1
     sizes = dict.fromkeys(Work.names(), 4 * pairs)

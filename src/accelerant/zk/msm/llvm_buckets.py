@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from accelerant.algebra.curve.llvm_flow import Flow, Variable
+from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, Variable, constant
 
 __all__ = ["SIGN", "Task", "Work", "first_round", "next_round", "sort"]
 
@@ -84,23 +84,25 @@ class Task:
     sets: str
     step: str
 
-    def all_buckets(self, code: Flow) -> str:
+    def all_buckets(self, code: FunctionBuilder) -> str:
         """How many there are in all sets, with each one's bucket 0."""
         return code.i64("mul", self.sets, code.i64("add", self.buckets, 1))
 
 
-def _load(code: Flow, pointer: str, index: str | int) -> str:
-    return code(f"zext i32 {code.load(_WORD, pointer, index)} to i64")
+def _load(code: FunctionBuilder, pointer: str, index: str | int) -> Value:
+    return code.convert("zext", code.load(_WORD, pointer, index), "i64")
 
 
-def _store(code: Flow, value: str, pointer: str, index: str | int) -> None:
-    code.store(_WORD, code(f"trunc i64 {value} to i32"), pointer, index)
+def _store(code: FunctionBuilder, value: str, pointer: str, index: str | int) -> None:
+    code.store(_WORD, code.convert("trunc", Value(value, "i64"), "i32"), pointer, index)
 
 
-def sort(code: Flow, task: Task, work: Work, columns: str) -> None:
+def sort(code: FunctionBuilder, task: Task, work: Work, columns: str) -> None:
     """Fill work.ends and work.entries; bucket 0, of digits that add nothing, comes first in each set."""
     after = task.all_buckets(code)
-    code.do(f"call void @llvm.memset.p0.i64(ptr {work.ends}, i8 0, i64 {code.i64('mul', after, 4)}, i1 false)")
+    size = code.i64("mul", after, 4)
+    zero, volatile = constant("i8", 0), constant("i1", False)
+    code.intrinsic("void", "llvm.memset.p0.i64", work.ends, zero, size, volatile)
     for distribute in (False, True):
         with code.loop(*task.windows) as window:
             digit = _Digits(code, task, columns, window)
@@ -126,7 +128,7 @@ def sort(code: Flow, task: Task, work: Work, columns: str) -> None:
 class _Digits:
     """A window's digits, from the two columns of words that they may lie in."""
 
-    def __init__(self, code: Flow, task: Task, columns: str, window: str) -> None:
+    def __init__(self, code: FunctionBuilder, task: Task, columns: str, window: str) -> None:
         self._code = code
         at = code.i64("mul", window, task.bits)
         low = code.i64("mul", code.i64("lshr", at, 6), task.n)
@@ -140,13 +142,13 @@ class _Digits:
         """The magnitude of point i's digit, and all ones where the digit is negative, else 0."""
         code = self._code
         low, high = code.load("i64", self._low, i), code.load("i64", self._high, i)
-        word = code(f"call i64 @llvm.fshr.i64(i64 {high}, i64 {low}, i64 {self._shift})")
+        word = code.intrinsic("i64", "llvm.fshr.i64", high, low, self._shift)
         digit = code.i64("sub", code.i64("and", word, self._mask), self._half)
         negative = code.i64("ashr", digit, 63)
         return code.i64("sub", code.i64("xor", digit, negative), negative), negative
 
 
-def first_round(code: Flow, task: Task, work: Work) -> tuple[str, str]:
+def first_round(code: FunctionBuilder, task: Task, work: Work) -> tuple[str, str]:
     """Fill work.slots, work.left, the pairs and what is left over; how many pairs, and how many of the latter."""
     slot, pairs, singles = (code.variable("i64", first) for first in ("1", "0", "0"))
     begin = code.variable("i64", "0")
@@ -163,14 +165,17 @@ def first_round(code: Flow, task: Task, work: Work) -> tuple[str, str]:
 
 
 def _first_pairs(
-    code: Flow, work: Work, bucket: str, entries: tuple[str, str], counts: tuple[Variable, Variable, Variable]
+    code: FunctionBuilder,
+    work: Work,
+    bucket: str,
+    entries: tuple[str, str],
+    counts: tuple[Variable, Variable, Variable],
 ) -> None:
     """Those of a bucket, and how far slots, pairs and singles are filled after it."""
     (start, end), (slot, pairs, singles) = entries, counts
     size, first, at = code.i64("sub", end, start), slot.get(), pairs.get()
     half, count = code.i64("lshr", code.i64("add", size, 1), 1), code.i64("lshr", size, 1)
-    empty = code(f"icmp eq i64 {size}, 0")
-    _store(code, code(f"select i1 {empty}, i64 0, i64 {first}"), work.slots, bucket)
+    _store(code, code.select(code.compare("eq", size, 0), 0, first), work.slots, bucket)
     _store(code, half, work.left, bucket)
     with code.loop(0, count) as k:
         here = code.i64("add", start, k)
@@ -178,7 +183,7 @@ def _first_pairs(
         _store(code, _load(code, work.entries, here), work.a, pair)
         _store(code, _load(code, work.entries, code.i64("add", here, half)), work.b, pair)
         _store(code, code.i64("add", first, k), work.z, pair)
-    with code.when(code(f"icmp ne i64 {half}, {count}")):
+    with code.when(code.compare("ne", half, count)):
         alone = singles.get()
         _store(code, _load(code, work.entries, code.i64("add", start, count)), work.single, alone)
         _store(code, code.i64("add", first, count), work.place, alone)
@@ -187,12 +192,12 @@ def _first_pairs(
     slot.set(code.i64("add", first, half))
 
 
-def next_round(code: Flow, task: Task, work: Work) -> str:
+def next_round(code: FunctionBuilder, task: Task, work: Work) -> str:
     """Fill the pairs and lower work.left; their number, 0 where each bucket has one slot or none."""
     pairs = code.variable("i64", "0")
     with code.loop(1, task.all_buckets(code)) as bucket:
         size = _load(code, work.left, bucket)
-        with code.when(code(f"icmp ugt i64 {size}, 1")):
+        with code.when(code.compare("ugt", size, 1)):
             half = code.i64("lshr", code.i64("add", size, 1), 1)
             _store(code, half, work.left, bucket)
             first, at = _load(code, work.slots, bucket), pairs.get()

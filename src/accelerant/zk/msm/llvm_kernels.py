@@ -24,16 +24,15 @@ from typing import Any
 
 from accelerant.algebra.curve.llvm_coordinates import Element, Elements
 from accelerant.algebra.curve.llvm_entries import lanes_of, leave, mine
-from accelerant.algebra.curve.llvm_flow import Flow
 from accelerant.algebra.curve.llvm_kernels import CurveKernels
 from accelerant.algebra.curve.llvm_points import Pair, Scratch, batch_add, functions
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.llvm_form import Form
-from accelerant.algebra.field.llvm_kernels import form_of
-from accelerant.algebra.field.llvm_text import NOINLINE, function
+from accelerant.algebra.field.llvm_kernels import packed_field
+from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import KernelSource
+from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, constant, program
 from accelerant.zk.msm.llvm_buckets import SIGN, Task, Work, first_round, next_round, sort
 
 __all__ = ["PACKS", "SIZES", "TASK", "MsmKernels", "kernel_source"]
@@ -92,25 +91,24 @@ def kernel_source(curve: str, entry: str, form: str = "") -> KernelSource:
 @functools.cache
 def _text(name: str, entry: str, kind: str) -> str:
     curve = curve_of(name)
-    form = form_of(curve.coordinates.base, kind)
+    form = packed_field(curve.coordinates.base, kind)
     arguments, write = _ENTRIES[entry]
-    code = Flow()
+    typed = [f"ptr %{a}" if a in _POINTERS else f"i64 %{a}" for a in ("begin", "end", *arguments)]
+    code = FunctionBuilder(entry, typed, linkage="", attributes="nounwind")
     write(curve, form, code)
-    code.do("ret void")
-    typed = [f"ptr %{a}" if a in _POINTERS else f"i64 %{a}" for a in arguments]
-    needed = "declare i64 @llvm.smin.i64(i64, i64)\n" if entry == "msm_recode" else functions(name, kind)
-    parts = [needed, _DECLARATIONS]
+    code.ret()
+    parts = [] if entry == "msm_recode" else list(functions(name, kind))
     if entry == "msm_sum":
         parts += [_pairs(curve, form), _copy(curve, form)]
-    return "".join([*parts, function(entry, "void", ["i64 %begin", "i64 %end", *typed], code, "", "nounwind")])
+    return program([*parts, code])
 
 
 # --- entries ---------------------------------------------------------------------------------------------------------
 
 
-def _enter(curve: Curve[Any], form: Form, code: Flow) -> None:
+def _enter(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
     k = Elements(curve.coordinates, form, code)
-    stop = code.least("%end", "%n")
+    stop = code.smin("%end", "%n")
     with code.loop("%begin", stop, form.lanes) as i:
         lanes = lanes_of(k, i, stop)
         x, z = (lanes.pointers(pointer, 2 * k.size) for pointer in ("%x", "%z"))
@@ -119,18 +117,17 @@ def _enter(curve: Curve[Any], form: Form, code: Flow) -> None:
             k.write(z, part, element)
 
 
-def _recode(curve: Curve[Any], form: Form, code: Flow) -> None:
-    shift = code("load i320, ptr %shift, align 8")
-    with code.loop("%begin", code.least("%end", "%n")) as i:
-        scalar = code(f"load i256, ptr {code.at('[4 x i64]', '%scalars', i)}, align 8")
-        total = code(f"add i320 {code(f'zext i256 {scalar} to i320')}, {shift}")
+def _recode(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
+    shift = code.load("i320", "%shift", align=8)
+    with code.loop("%begin", code.smin("%end", "%n")) as i:
+        scalar = code.load("i256", code.at("[4 x i64]", "%scalars", i), align=8)
+        total = code.op("add", code.convert("zext", scalar, "i320"), shift)
         for word in range(6):
-            moved = code(f"lshr i320 {total}, {64 * word}") if word < 5 else "0"
-            value = code(f"trunc i320 {moved} to i64") if word < 5 else "0"
+            value = code.convert("trunc", code.op("lshr", total, 64 * word), "i64") if word < 5 else "0"
             code.store("i64", value, "%columns", code.i64("add", code.i64("mul", "%n", word), i))
 
 
-def _sum(curve: Curve[Any], form: Form, code: Flow) -> None:
+def _sum(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
     k = Elements(curve.coordinates, form, code)
     size = {name: code.load("i64", "%sizes", i) for i, name in enumerate(SIZES)}
     with code.loop("%begin", "%end") as worker:
@@ -140,8 +137,8 @@ def _sum(curve: Curve[Any], form: Form, code: Flow) -> None:
         slots = [work.points] * form.lanes
         k.write(slots, 0, k.zero)
         k.write(slots, 1, k.zero)
-        number = code.variable("i64", code("atomicrmw add ptr %next, i64 1 monotonic"))
-        with code.repeat(lambda: code(f"icmp slt i64 {number.get()}, {size['tasks']}")):
+        number = code.variable("i64", code("atomicrmw add ptr %next, i64 1 monotonic", "i64"))
+        with code.loop_while(lambda: code.compare("slt", number.get(), size["tasks"])):
             t = number.get()
             first = code.i64("mul", t, TASK)
             row = [code.load("i64", "%tasks", code.i64("add", first, i)) for i in range(TASK)]
@@ -162,7 +159,7 @@ def _sum(curve: Curve[Any], form: Form, code: Flow) -> None:
                 place = code.at("i8", "%partials", code.i64("mul", partial, 3 * k.size))
                 zero = code.i64("mul", one, code.i64("add", task.buckets, 1))
                 _weigh(k, task, work, zero, place)
-            number.set(code("atomicrmw add ptr %next, i64 1 monotonic"))
+            number.set(code("atomicrmw add ptr %next, i64 1 monotonic", "i64"))
 
 
 def _add_up(k: Elements, task: Task, work: Work, batch: str) -> None:
@@ -178,7 +175,7 @@ def _add_up(k: Elements, task: Task, work: Work, batch: str) -> None:
     arrays = ", ".join(f"ptr {pointer}" for pointer in ("%points", work.points, work.single, work.place))
     code.do(f"call void @msm_copy({arrays}, i64 {singles})")
     pairs = code.variable("i64", next_round(code, task, work))
-    with code.repeat(lambda: code(f"icmp ne i64 {pairs.get()}, 0")):
+    with code.loop_while(lambda: code.compare("ne", pairs.get(), 0)):
         add_pairs(work.points, pairs.get())
         pairs.set(next_round(code, task, work))
 
@@ -186,8 +183,8 @@ def _add_up(k: Elements, task: Task, work: Work, batch: str) -> None:
 def _signed(k: Elements, array: str, indices: Sequence[str]) -> tuple[list[str], str]:
     """The numbers of a pack of entries, and the mask of their signs."""
     code, packs = k.code, k.packs
-    entries = [code(f"zext i32 {code.load('i32', array, index)} to i64") for index in indices]
-    sign = code(f"icmp uge {packs.numbers} {packs.joined(code, entries)}, {packs.all(SIGN)}")
+    entries = [code.convert("zext", code.load("i32", array, index), "i64") for index in indices]
+    sign = code.compare("uge", packs.joined(code, entries), SIGN)
     return [code.i64("and", entry, SIGN - 1) for entry in entries], sign
 
 
@@ -202,16 +199,17 @@ def _ordinate(k: Elements, places: Sequence[str], sign: str) -> Element:
     return k.select(sign, k.neg(y), y)
 
 
-def _pairs(curve: Curve[Any], form: Form) -> str:
+def _pairs(curve: Curve[Any], form: PackedField) -> FunctionBuilder:
     """msm_pairs(source, target, a, b, z, batch, count): target[z[i]] = +-source[a[i]] +- source[b[i]], each at once."""
-    code = Flow()
+    arguments = [*(f"ptr %{name}" for name in ("source", "target", "a", "b", "z", "batch")), "i64 %count"]
+    code = FunctionBuilder("msm_pairs", arguments, attributes=NOINLINE)
     small = curve.coordinates.degree == 1 and form.field.limbs <= _INLINED
-    k = Elements(curve.coordinates, form, code, far=not small)
+    k = Elements(curve.coordinates, form, code, calls=not small)
     block = PACKS * form.lanes
     denominators = code.at(form.type, "%batch", PACKS * k.degree)
     scratch = Scratch("%batch", denominators, code.at(form.type, denominators, PACKS * k.degree))
     with code.loop(0, "%count", block) as base:
-        last = code.least(code.i64("add nsw", base, block), "%count")
+        last = code.smin(code.i64("add nsw", base, block), "%count")
         rounded = code.i64("add nsw", code.i64("sub nsw", last, base), form.lanes - 1)
 
         def pair(i: str) -> Pair:
@@ -233,20 +231,20 @@ def _pairs(curve: Curve[Any], form: Form) -> str:
             def fetch() -> None:
                 for place in (*sources[0], *sources[1]):
                     for line in range(0, 2 * k.size, _LINE):
-                        at = code.at("i8", place, line)
-                        code.do(f"call void @llvm.prefetch.p0(ptr {at}, i32 0, i32 3, i32 1)")
+                        read, locality, data = (constant("i32", value) for value in (0, 3, 1))
+                        code.intrinsic("void", "llvm.prefetch.p0", code.at("i8", place, line), read, locality, data)
 
             return Pair(lambda: (k.read(sources[0], 0), k.read(sources[1], 0)), ys, write, fetch)
 
         batch_add(k, code.i64("sdiv", rounded, form.lanes), pair, scratch, form.radix)
-    code.do("ret void")
-    arguments = [*(f"ptr %{name}" for name in ("source", "target", "a", "b", "z", "batch")), "i64 %count"]
-    return function("msm_pairs", "void", arguments, code, attributes=NOINLINE)
+    code.ret()
+    return code
 
 
-def _copy(curve: Curve[Any], form: Form) -> str:
+def _copy(curve: Curve[Any], form: PackedField) -> FunctionBuilder:
     """msm_copy(source, target, a, z, count): target[z[i]] = +-source[a[i]]."""
-    code = Flow()
+    arguments = [*(f"ptr %{name}" for name in ("source", "target", "a", "z")), "i64 %count"]
+    code = FunctionBuilder("msm_copy", arguments, attributes=NOINLINE)
     k = Elements(curve.coordinates, form, code)
     with code.loop(0, "%count", form.lanes) as i:
         indices = lanes_of(k, i, "%count").indices
@@ -255,9 +253,8 @@ def _copy(curve: Curve[Any], form: Form) -> str:
         x, y = k.read(source, 0), _ordinate(k, source, sign)
         k.write(target, 0, x)
         k.write(target, 1, y)
-    code.do("ret void")
-    arguments = [*(f"ptr %{name}" for name in ("source", "target", "a", "z")), "i64 %count"]
-    return function("msm_copy", "void", arguments, code, attributes=NOINLINE)
+    code.ret()
+    return code
 
 
 def _weigh(k: Elements, task: Task, work: Work, zero: str, partial: str) -> None:
@@ -272,7 +269,7 @@ def _weigh(k: Elements, task: Task, work: Work, zero: str, partial: str) -> None
     with code.countdown(code.i64("sdiv", task.buckets, lanes)) as j:
         first = code.i64("add", zero, code.i64("add", code.i64("mul", j, lanes), 1))
         slots = [
-            code(f"zext i32 {code.load('i32', work.slots, code.i64('add', first, lane))} to i64")
+            code.convert("zext", code.load("i32", work.slots, code.i64("add", first, lane)), "i64")
             for lane in range(lanes)
         ]
         places = _at(k, work.points, slots)
@@ -304,7 +301,7 @@ def _join_lanes(k: Elements, running: str, total: str) -> None:
     step = lanes // 2
     while step:
         for i in range(3):
-            k.store(chosen, i, tuple(packs.turned(code, pack, step) for pack in k.load(total, i)))
+            k.store(chosen, i, tuple(packs.rotated(code, pack, step) for pack in k.load(total, i)))
         code.do(f"call void @point_add(ptr {total}, ptr {total}, ptr {chosen})")
         step //= 2
 
@@ -315,7 +312,7 @@ def _set_infinity(k: Elements, *points: str) -> None:
             k.store(point, i, element)
 
 
-def _finish(curve: Curve[Any], form: Form, code: Flow) -> None:
+def _finish(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
     """Horner's rule, in every lane the same."""
     k = Elements(curve.coordinates, form, code)
     total, partial = k.space(3), k.space(3)
@@ -335,15 +332,7 @@ _POINTERS = {
     **dict.fromkeys(("tasks", "next", "offsets", "doublings", "sizes"), "i64"),
     "scratch": "u8",
 }
-_DECLARATIONS = "".join(
-    f"declare {line}\n"
-    for line in (
-        "void @llvm.prefetch.p0(ptr, i32, i32, i32)",
-        "i64 @llvm.fshr.i64(i64, i64, i64)",
-        "void @llvm.memset.p0.i64(ptr, i8, i64, i1)",
-    )
-)
-_ENTRIES: Mapping[str, tuple[tuple[str, ...], Callable[[Curve[Any], Form, Flow], None]]] = {
+_ENTRIES: Mapping[str, tuple[tuple[str, ...], Callable[[Curve[Any], PackedField, FunctionBuilder], None]]] = {
     "msm_enter": (("x", "z", "n"), _enter),
     "msm_recode": (("scalars", "columns", "shift", "n"), _recode),
     "msm_sum": (("points", "columns", "tasks", "next", "scratch", "offsets", "partials", "sizes"), _sum),

@@ -1,0 +1,456 @@
+"""Field arithmetic on packs of elements in LLVM IR: the interface, and its implementations without AVX512-IFMA.
+
+A pack is `lanes` elements in registers. The implementations of PackedField are
+
+    PackedLimbs        64-bit limbs, 128-bit products, one element; any processor      BN254, BLS12-381
+    PackedIfma         52-bit limbs, eight elements; AVX512-IFMA (llvm_ifma.py)         the same
+    PackedGoldilocks   one word an element, a vector of them or a single one            Goldilocks
+    PackedBabyBear     the same                                                         BabyBear
+
+Each defines these internal functions, always inlined, where FIELD is the field's name and T the type of a pack. None
+branches on an element or takes an address from one.
+
+    T    FIELD_load(ptr x, i64 i, i64 stop)         elements i .. i + lanes - 1 of an array; 0 from stop on
+    void FIELD_store(ptr x, i64 i, i64 stop, T)     the same; writes nothing from stop on
+    T    FIELD_load_left, FIELD_load_half           times 2^d and 2^(d/2), d = `shift` > 0: for products only
+    T    FIELD_add, FIELD_sub(T x, T y)             x, y < p
+    T    FIELD_neg(T x)                             x < p
+    T    FIELD_mul(T x, T y)                        x y / L mod p, L the implementation's `radix`
+    T    FIELD_square(T x)                          the same with y = x
+    T    FIELD_one_for_zero(T x, T one)             `one` where x is 0, else x
+    T    FIELD_keep_zero(T x, T y)                  0 where x is 0, else y
+    T    FIELD_fold(T x)                            the sum of a pack, in its first element
+
+All results are below p. In mul x is below p, and y any number that fits in the words of an element; in PackedIfma it
+suffices that x y < L p. FIELD_mul_call and FIELD_square_call are the same functions, not inlined. Other operands give
+an undefined number, and nothing worse.
+
+In memory an element is words, the least significant first, contiguous; its Montgomery form there is x R mod p with R =
+`memory_radix`. L and R differ where limbs have 52 bits: L = 2^d R, so a product of Montgomery forms loads one operand
+with load_left.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from accelerant.algebra.field.parameters import Field
+from accelerant.runtime.compilation.llvm import (
+    NOINLINE,
+    REGISTERS,
+    FunctionBuilder,
+    Operand,
+    Value,
+    constant,
+    lane_constants,
+    vector,
+)
+
+__all__ = ["ELEMENT", "PackedBabyBear", "PackedField", "PackedGoldilocks", "PackedLimbs", "hide"]
+
+ELEMENT = ("ptr %x", "i64 %i", "i64 %stop")
+"""Arguments of the functions that read or write elements of an array."""
+
+
+class PackedField(ABC):
+    """A field's arithmetic on packs.
+
+    The private methods write the bodies of the functions that the module's docstring lists, and return their results.
+
+    Attributes:
+        field: its parameters.
+        lanes: elements in a pack.
+        type: LLVM's type of a pack.
+        radix: L, what a product is divided by (not reduced mod p); 1 where it is not divided.
+        memory_radix: R of the Montgomery form in memory; 1 where that is the canonical form.
+        shift: d with L = 2^d R.
+    """
+
+    field: Field
+    lanes: int
+    type: str
+    radix: int
+    memory_radix: int
+    shift: int = 0
+
+    @abstractmethod
+    def constant(self, value: int) -> Value:
+        """Return a pack of equal elements."""
+
+    def functions(self) -> list[FunctionBuilder]:
+        """Return the functions that the module's docstring lists, without the called ones."""
+        unary, binary = [f"{self.type} %x"], [f"{self.type} %x", f"{self.type} %y"]
+        store = FunctionBuilder(f"{self.field.name}_store", [*ELEMENT, f"{self.type} %z"])
+        self._store(store)
+        store.ret()
+        return [
+            self.function("load", ELEMENT, self._load),
+            store,
+            self.function("add", binary, self._add),
+            self.function("sub", binary, self._sub),
+            self.function("neg", unary, self._neg),
+            self.function("mul", binary, self._mul),
+            self.function("square", unary, self._square),
+            self.function("one_for_zero", binary, self._one_for_zero),
+            self.function("keep_zero", binary, self._keep_zero),
+            self.function("fold", unary, self._fold),
+        ]
+
+    def called_functions(self) -> list[FunctionBuilder]:
+        """Return FIELD_mul_call and FIELD_square_call: most of what compilation takes is the bodies of products."""
+        functions = []
+        for name, packs in (("mul", ("%x", "%y")), ("square", ("%x",))):
+            arguments = [f"{self.type} {pack}" for pack in packs]
+            linkage = f"internal {REGISTERS}"
+            code = FunctionBuilder(
+                f"{self.field.name}_{name}_call", arguments, self.type, linkage=linkage, attributes=NOINLINE
+            )
+            code.ret(self.call(code, name, *packs))
+            functions.append(code)
+        return functions
+
+    def function(self, name: str, arguments: Sequence[str], write: Callable[..., Operand]) -> FunctionBuilder:
+        """Return FIELD_name, which returns a pack."""
+        code = FunctionBuilder(f"{self.field.name}_{name}", arguments, self.type)
+        code.ret(write(code))
+        return code
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def call(self, code: FunctionBuilder, name: str, *packs: str) -> Value:
+        """Append a call of FIELD_name on packs."""
+        arguments = ", ".join(f"{self.type} {pack}" for pack in packs)
+        convention = f"{REGISTERS} " if name.endswith("_call") else ""
+        return code(f"call {convention}{self.type} @{self.field.name}_{name}({arguments})", self.type)
+
+    def load(self, code: FunctionBuilder, pointer: str, i: str, stop: str, suffix: str = "") -> Value:
+        """Append a call of FIELD_load, or with the suffix FIELD_load_left or FIELD_load_half."""
+        return code(f"call {self.type} @{self.field.name}_load{suffix}(ptr {pointer}, i64 {i}, i64 {stop})", self.type)
+
+    def store(self, code: FunctionBuilder, pointer: str, i: str, stop: str, pack: str) -> None:
+        """Append a call of FIELD_store."""
+        code.do(f"call void @{self.field.name}_store(ptr {pointer}, i64 {i}, i64 {stop}, {self.type} {pack})")
+
+    def times(self, code: FunctionBuilder, pack: str, factor: int) -> str:
+        """Return the product of a pack and factor / L; the pack itself where the factor is L."""
+        factor %= self.field.modulus
+        if factor == self.radix % self.field.modulus:
+            return pack
+        return self.call(code, "mul_call", self.constant(factor), pack)
+
+    # --- bodies ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _load(self, code: FunctionBuilder) -> Operand: ...
+
+    @abstractmethod
+    def _store(self, code: FunctionBuilder) -> None: ...
+
+    @abstractmethod
+    def _add(self, code: FunctionBuilder) -> Operand: ...
+
+    @abstractmethod
+    def _sub(self, code: FunctionBuilder) -> Operand: ...
+
+    @abstractmethod
+    def _neg(self, code: FunctionBuilder) -> Operand: ...
+
+    @abstractmethod
+    def _mul(self, code: FunctionBuilder) -> Operand: ...
+
+    @abstractmethod
+    def _square(self, code: FunctionBuilder) -> Operand: ...
+
+    @abstractmethod
+    def _one_for_zero(self, code: FunctionBuilder) -> Operand: ...
+
+    @abstractmethod
+    def _keep_zero(self, code: FunctionBuilder) -> Operand: ...
+
+    @abstractmethod
+    def _fold(self, code: FunctionBuilder) -> Operand: ...
+
+
+# --- several limbs, one element --------------------------------------------------------------------------------------
+
+
+class PackedLimbs(PackedField):
+    """One element of a field of several 64-bit limbs, with 128-bit products.
+
+    An element is an LLVM integer of 64 W bits: its words are registers after LLVM has split it, and an addition becomes
+    a chain of carries. p has a spare bit, p < 2^(64 W - 1), so that a sum of two elements fits.
+
+    A product is a row of x times a word of y and a row of p times m, chosen so that the lowest word becomes 0, in turn;
+    for x < p the sum stays below 2 p 2^64, so W + 1 words hold it, whatever y is. A row is added as two wide numbers,
+    the products of even and those of odd words, since LLVM makes carry chains of wide additions and not of single
+    carries. Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS".
+    """
+
+    lanes = 1
+
+    def __init__(self, field: Field) -> None:
+        bits = 64 * field.limbs
+        if field.word_bits != 64 or field.bits >= bits:
+            raise ValueError(f"{field.name}: wanted 64-bit words and a spare bit, p has {field.bits} bits")
+        self.field = field
+        self.type = f"i{bits}"
+        self.radix = self.memory_radix = 1 << bits
+        self._bits = bits
+        self._wide = f"i{bits + 64}"
+
+    def constant(self, value: int) -> Value:
+        """Return the number."""
+        return constant(self.type, value)
+
+    def _load(self, code: FunctionBuilder) -> Operand:
+        return code.load(self.type, code.at(f"[{self.field.limbs} x i64]", "%x", "%i"), align=8)
+
+    def _store(self, code: FunctionBuilder) -> None:
+        code.store(self.type, "%z", code.at(f"[{self.field.limbs} x i64]", "%x", "%i"), align=8)
+
+    def _widen(self, code: FunctionBuilder, value: str) -> Value:
+        return code.convert("zext", value, self._wide)
+
+    def _settle(self, code: FunctionBuilder, difference: Value) -> Value:
+        """Return a wide difference, which lies between -p and p, plus p where it is negative."""
+        mask = hide(code, code.convert("trunc", code.op("lshr", difference, self._bits), "i64"))
+        correction = code.op("and", code.convert("sext", mask, self.type), self.field.modulus)
+        return code.op("add", code.convert("trunc", difference, self.type), correction)
+
+    def _add(self, code: FunctionBuilder) -> Operand:
+        total = code.op("add", self._widen(code, "%x"), self._widen(code, "%y"))
+        return self._settle(code, code.op("sub", total, self.field.modulus))
+
+    def _sub(self, code: FunctionBuilder) -> Operand:
+        return self._settle(code, code.op("sub", self._widen(code, "%x"), self._widen(code, "%y")))
+
+    def _neg(self, code: FunctionBuilder) -> Operand:
+        return self._settle(code, code.op("sub", 0, self._widen(code, "%x")))
+
+    def _word(self, code: FunctionBuilder, value: str, index: int) -> Value:
+        """Return a word of an element, zero-extended to 128 bits."""
+        word = code.convert("trunc", code.op("lshr", value, 64 * index), "i64")
+        return code.convert("zext", word, "i128")
+
+    def _add_row(self, code: FunctionBuilder, total: Value | None, words: list[Value], factor: Value) -> Value:
+        """Return total + factor times the number of these words (128 bits each), as wide numbers."""
+        for first in (0, 1):
+            row: Value | None = None
+            for j in range(first, len(words), 2):
+                part = self._widen(code, code.op("mul", words[j], factor))
+                part = code.op("shl", part, 64 * j) if j else part
+                row = part if row is None else code.op("or", row, part)
+            if row is not None:
+                total = row if total is None else code.op("add", total, row)
+        assert total is not None
+        return total
+
+    def _mul(self, code: FunctionBuilder) -> Operand:
+        count, field = self.field.limbs, self.field
+        x = [self._word(code, "%x", j) for j in range(count)]
+        modulus = [constant("i128", word) for word in field.words(field.modulus, 64, count)]
+        total: Value | None = None
+        for i in range(count):
+            total = self._add_row(code, total, x, self._word(code, "%y", i))
+            factor = code.op("mul", code.convert("trunc", total, "i64"), field.montgomery_inverse(64))
+            total = self._add_row(code, total, modulus, code.convert("zext", factor, "i128"))
+            total = code.op("lshr", total, 64)
+        assert total is not None
+        return self._settle(code, code.op("sub", total, field.modulus))
+
+    def _square(self, code: FunctionBuilder) -> Operand:
+        """A product: of what doubling would save in multiplies, the additions take more."""
+        return self.call(code, "mul", "%x", "%x")
+
+    def _is_zero(self, code: FunctionBuilder) -> Value:
+        """Return all ones where x is 0, else 0, as wide as an element: x - 1 borrows from the word above only at 0."""
+        less = code.op("sub", self._widen(code, "%x"), 1)
+        mask = hide(code, code.convert("trunc", code.op("lshr", less, self._bits), "i64"))
+        return code.convert("sext", mask, self.type)
+
+    def _one_for_zero(self, code: FunctionBuilder) -> Operand:
+        return code.op("or", "%x", code.op("and", self._is_zero(code), "%y"))
+
+    def _keep_zero(self, code: FunctionBuilder) -> Operand:
+        return code.op("and", code.op("xor", self._is_zero(code), -1), "%y")
+
+    def _fold(self, code: FunctionBuilder) -> Operand:
+        return "%x"
+
+
+def hide(code: FunctionBuilder, mask: Value) -> Value:
+    """Return a mask that LLVM cannot see to be one: else it may make a branch of it."""
+    return code(f'call i64 asm "", "=r,0"(i64 {mask})', "i64")
+
+
+# --- one word an element ---------------------------------------------------------------------------------------------
+
+
+class _PackedWords(PackedField):
+    """Elements of one word each: eight of 64 bits or sixteen of 32, one AVX-512 register, or a single one.
+
+    Plain LLVM vector arithmetic, which takes several registers where they are shorter. Subclasses have _add, _sub and
+    _product of any two values.
+    """
+
+    def __init__(self, field: Field, lanes: int) -> None:
+        self.field = field
+        self.lanes = lanes
+        self._word = f"i{field.word_bits}"
+        self._size = field.word_bits // 8
+        self.type = vector(self._word, lanes)
+        self._p = self.constant(field.modulus)
+
+    def constant(self, value: int) -> Value:
+        """Return the number, in all lanes."""
+        return constant(self.type, value)
+
+    def _mask(self, code: FunctionBuilder) -> Value:
+        """Return the lanes that lie before stop."""
+        bound = code.broadcast(code.op("sub", "%stop", "%i"), self.lanes)
+        return code.compare("sgt", bound, lane_constants("i64", range(self.lanes)))
+
+    def _load(self, code: FunctionBuilder) -> Operand:
+        address = code.at(self._word, "%x", "%i")
+        if self.lanes == 1:
+            return code.load(self.type, address, align=self._size)
+        return code.masked_load(self.type, address, self._mask(code), self._size)
+
+    def _store(self, code: FunctionBuilder) -> None:
+        address = code.at(self._word, "%x", "%i")
+        if self.lanes == 1:
+            code.store(self.type, "%z", address, align=self._size)
+        else:
+            code.masked_store("%z", address, self._mask(code), self._size)
+
+    def _where(self, code: FunctionBuilder, relation: str, x: Operand, y: Operand, value: Operand) -> Value:
+        """Return the value where x and y are so related, else 0."""
+        return code.op("and", code.convert("sext", code.compare(relation, x, y), self._word), value)
+
+    def _neg(self, code: FunctionBuilder) -> Operand:
+        return self._sub(code, self.constant(0), "%x")
+
+    def _mul(self, code: FunctionBuilder) -> Operand:
+        return self._product(code, "%x", "%y")
+
+    def _square(self, code: FunctionBuilder) -> Operand:
+        return self._product(code, "%x", "%x")
+
+    @abstractmethod
+    def _add(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value: ...
+
+    @abstractmethod
+    def _sub(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value: ...
+
+    @abstractmethod
+    def _product(self, code: FunctionBuilder, x: str, y: str) -> Value: ...
+
+    def _one_for_zero(self, code: FunctionBuilder) -> Operand:
+        return code.op("or", "%x", self._where(code, "eq", "%x", 0, "%y"))
+
+    def _keep_zero(self, code: FunctionBuilder) -> Operand:
+        return self._where(code, "ne", "%x", 0, "%y")
+
+    def _fold(self, code: FunctionBuilder) -> Operand:
+        value: Operand = "%x"
+        step = self.lanes // 2
+        while step:
+            rotated = code.shuffle(value, None, [(lane + step) % self.lanes for lane in range(self.lanes)])
+            value = self._add(code, value, rotated)
+            step //= 2
+        return value
+
+
+class PackedGoldilocks(_PackedWords):
+    """p = 2^64 - 2^32 + 1, no Montgomery form (L = R = 1); operands of mul may be any 64-bit numbers.
+
+    With e = 2^32 - 1 = 2^64 - p, 2^64 = e and 2^96 = -1 mod p, so a product lo + 2^64 hl + 2^96 hh is lo - hh + e hl,
+    and a carry out is paid by adding e. Source: Hamburg 2015, eprint 2015/625, with phi = 2^32.
+    """
+
+    radix = memory_radix = 1
+
+    def __init__(self, field: Field, lanes: int = 8) -> None:
+        super().__init__(field, lanes)
+        self._e = self.constant(2**64 - field.modulus)
+
+    def _canonical(self, code: FunctionBuilder, x: Value) -> Value:
+        """Return x - p where x >= p; any x."""
+        return code.op("sub", x, self._where(code, "uge", x, self._p, self._p))
+
+    def _add_any(self, code: FunctionBuilder, x: Operand, y: Operand) -> Value:
+        """Return x + y mod p below 2^64, where x + y < 2^64 + p: paying the carry does not carry again."""
+        total = code.op("add", x, y)
+        return code.op("add", total, self._where(code, "ult", total, x, self._e))
+
+    def _add(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value:
+        return self._canonical(code, self._add_any(code, x, y))
+
+    def _sub(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value:
+        return code.op("sub", code.op("sub", x, y), self._where(code, "ult", x, y, self._e))
+
+    def _product(self, code: FunctionBuilder, x: str, y: str) -> Value:
+        low, high = self._halves(code, x, y)
+        upper, lower = code.op("lshr", high, 32), code.op("and", high, 2**32 - 1)
+        # lo - hh: below 2^32 borrows only if lo < 2^32, and then what is left is above e.
+        rest = self._sub(code, low, upper)
+        scaled = code.op("sub", code.op("shl", lower, 32), lower)
+        return self._canonical(code, self._add_any(code, rest, scaled))
+
+    def _halves(self, code: FunctionBuilder, x: str, y: str) -> tuple[Value, Value]:
+        """Return the low and the high word of x y."""
+        if self.lanes == 1:
+            product = code.op("mul", code.convert("zext", x, "i128"), code.convert("zext", y, "i128"))
+            high = code.convert("trunc", code.op("lshr", product, 64), "i64")
+            return code.convert("trunc", product, "i64"), high
+        mask = 2**32 - 1
+        x0, y0 = (code.op("and", value, mask) for value in (x, y))
+        x1, y1 = (code.op("lshr", value, 32) for value in (x, y))
+        lowest = code.op("mul", x0, y0)
+        middle = code.op("add", code.op("mul", x0, y1), code.op("lshr", lowest, 32))
+        other = code.op("add", code.op("mul", x1, y0), code.op("and", middle, mask))
+        high = code.op("add", code.op("mul", x1, y1), code.op("lshr", middle, 32))
+        high = code.op("add", high, code.op("lshr", other, 32))
+        return code.op("or", code.op("shl", other, 32), code.op("and", lowest, mask)), high
+
+
+class PackedBabyBear(_PackedWords):
+    """p = 15 2^27 + 1, Montgomery form with L = R = 2^32.
+
+    Products of even and odd lanes are taken apart, since the processor multiplies the low halves of 64-bit lanes.
+    """
+
+    radix = memory_radix = 1 << 32
+
+    def __init__(self, field: Field, lanes: int = 16) -> None:
+        super().__init__(field, lanes)
+
+    def _add(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value:
+        total = code.op("add", x, y)  # below 2 p < 2^32: it does not wrap
+        return code.op("sub", total, self._where(code, "uge", total, self._p, self._p))
+
+    def _sub(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value:
+        return code.op("add", code.op("sub", x, y), self._where(code, "ult", x, y, self._p))
+
+    def _product(self, code: FunctionBuilder, x: str, y: str) -> Value:
+        """Return the difference of the high halves of x y and m p, whose low halves are equal: m = x y / p mod 2^32."""
+        p, inverse, mask = self.field.modulus, pow(self.field.modulus, -1, 1 << 32), 2**32 - 1
+        if self.lanes == 1:
+            product = code.op("mul", code.convert("zext", x, "i64"), code.convert("zext", y, "i64"))
+            factor = code.op("and", code.op("mul", product, inverse), mask)
+            parts = (product, code.op("mul", factor, p))
+            high, less = (code.convert("trunc", code.op("lshr", part, 32), "i32") for part in parts)
+            return self._sub(code, high, less)
+        pairs = vector("i64", self.lanes // 2)
+        operands = [code.bitcast(value, pairs) for value in (x, y)]
+        halves: list[tuple[Value, Value]] = []
+        for odd in (False, True):
+            a, b = (code.op("lshr", value, 32) if odd else code.op("and", value, mask) for value in operands)
+            product = code.op("mul", a, b)
+            factor = code.op("and", code.op("mul", code.op("and", product, mask), inverse), mask)
+            reduction = code.op("mul", factor, p)
+            halves.append((code.bitcast(product, self.type), code.bitcast(reduction, self.type)))
+        order = [lane for i in range(1, self.lanes, 2) for lane in (i, self.lanes + i)]
+        high, less = (code.shuffle(even, odd, order) for even, odd in zip(*halves, strict=True))
+        return self._sub(code, high, less)
