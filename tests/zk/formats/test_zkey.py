@@ -141,7 +141,7 @@ def test_headers_that_no_key_has(altered, data, family):
         with refused(HEADER, offset, message):
             altered(edited(data, HEADER, at, new))
     if family.name == "bn254":  # 2^28 is the last power of two that divides r - 1
-        with refused(HEADER, None, r"domainSize is 536870912; .* up to 2\^28"):
+        with refused(HEADER, None, r"domainSize is 536870912; .* at most 2\^28"):
             altered(edited(data, HEADER, counts + 8, struct.pack("<I", 1 << 29)))
 
 
