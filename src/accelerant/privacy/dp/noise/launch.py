@@ -35,7 +35,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.ledger import OpRecord, ledger
 from accelerant.runtime.provider import ComputeProvider
-from accelerant.runtime.streams.capture import capturing
+from accelerant.runtime.streams.stream import capturing
 
 __all__ = [
     "add_steps",
