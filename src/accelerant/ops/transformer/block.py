@@ -419,6 +419,8 @@ class Block(torch.autograd.Function):
         else:
             dy1 = op.linear_dx(dqkv, weights[0]).view_as(s1)
             last = None if ctx.before is None else ctx.before.bias
+            if not examples and _sink((last,)) is not None:
+                last = None  # a frozen block does not know the examples whose gradients the sink needs
             dx, dn1, dc1, sums = _norm_gradients(dy1, g, s1, n1, t1, spec.eps[0], needs[:2], last, examples)
             if ctx.before is not None:
                 ctx.before.store(dx, sums)
