@@ -25,7 +25,7 @@ from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.algebra.field.places import HOST, Place, place_at
 from accelerant.algebra.field.words import random
-from accelerant.algebra.ntt.launch import DevicePasses, Division, HostPasses, division_of, run
+from accelerant.algebra.ntt.launch import DeviceNttPlan, Division, HostNttPlan, division_of, run
 from accelerant.errors import AccelerantError
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.msm.device import DeviceBases, device_msm
@@ -69,7 +69,7 @@ def _transforms(place: Place, smallest: bool) -> Iterator[dict[str, Any]]:
         for log_n in (10,) if smallest else sizes:
             x = random(field, (1 << log_n,))
             want = np.empty_like(x)
-            run(HostPasses(field, log_n, 1, inverse=False, coset=1, order=_ORDER), HOST, x, want, 1 << log_n)
+            run(HostNttPlan(field, log_n, 1, inverse=False, coset=1, order=_ORDER), HOST, x, want, 1 << log_n)
             words, out = place.load(x), place.empty(x.shape, x.dtype)
             for division in divisions[:1] if smallest else dict.fromkeys(divisions):
                 row: dict[str, Any] = {"case": f"ntt {name} 2^{log_n}", "division": str(division)}
@@ -82,7 +82,7 @@ def _transforms(place: Place, smallest: bool) -> Iterator[dict[str, Any]]:
 def _one_transform(
     place: Place, field: Field, log_n: int, division: Division, words: Any, out: Any, want: Any
 ) -> dict[str, Any]:
-    plan = DevicePasses(place, field, log_n, inverse=False, coset=1, order=_ORDER, division=division)
+    plan = DeviceNttPlan(place, field, log_n, inverse=False, coset=1, order=_ORDER, division=division)
 
     def call() -> None:
         run(plan, place, words, out, 1 << log_n)

@@ -16,7 +16,7 @@ import pytest
 import accelerant
 from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.parameters import CURVES, curve_of
-from accelerant.algebra.curve.program import entries as curve_entries
+from accelerant.algebra.curve.program import ENTRIES as CURVE_ENTRIES
 from accelerant.algebra.curve.program import kernel_source as curve_source
 from accelerant.algebra.curve.reference import multiply
 from accelerant.algebra.field.parameters import FIELDS, Field
@@ -41,7 +41,7 @@ from accelerant.algebra.curve.launch import first_unreduced
 from accelerant.algebra.field import program
 from accelerant.algebra.field.places import HOST, Place
 from accelerant.runtime import registry
-from accelerant.runtime.compilation import cuda as cuda_compile
+from accelerant.runtime.providers import cuda_compile
 from accelerant.zk.msm.op import summed, summer, sums_outward
 from accelerant.zk.operands import Operand, points_inward
 
@@ -128,7 +128,7 @@ def programs():
         if field.limbs > 1:
             yield from (field_source(field, entry) for entry in (None, *field_entries(field)))
     for curve in map(curve_of, CURVES):
-        yield from (curve_source(curve, entry) for entry in (None, *curve_entries(curve)))
+        yield from (curve_source(curve, entry) for entry in (None, *CURVE_ENTRIES))
         yield from (make(curve) for make in (accumulate_source, affine_source, fold_source, multiples_source))
         for written_out in (True, False):
             yield from (accumulate_source(curve, written_out, 320, rows) for rows in (True, False))

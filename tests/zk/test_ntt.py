@@ -320,7 +320,7 @@ def test_calls_are_in_the_ledger():
     assert (row["op"], row["bytes"], row["flops"], row["calls"]) == ("ntt", 2 * 2 * 32 * 32, 2 * 16 * 5, 1)
 
 
-def test_plans_are_kept_and_given_up(monkeypatch):
+def test_plans_are_kept_and_retired(monkeypatch):
     field = field_of("goldilocks")
     plans = launch._Plans()
     monkeypatch.setattr(launch, "_plans", plans)
@@ -353,10 +353,10 @@ class _Plan:
     """In the place of one with tables on a device."""
 
     def __init__(self, size_bytes=0):
-        self.size_bytes, self.given_up = size_bytes, False
+        self.size_bytes, self.retired = size_bytes, False
 
-    def give_up(self):
-        self.given_up = True
+    def retire(self):
+        self.retired = True
 
 
 def test_a_plan_that_is_there_waits_for_none_that_is_made():
@@ -390,18 +390,18 @@ def test_threads_that_make_one_plan_get_the_same():
     assert plans._size_bytes == 7
 
 
-def test_what_is_given_up_is_told(monkeypatch):
+def test_dropped_plans_are_retired(monkeypatch):
     """A plan of a device waits then for what reads its tables."""
     plans = launch._Plans()
     monkeypatch.setattr(launch, "_TABLES_LIMIT_BYTES", 10)
     first, second, third = (plans.get(size, functools.partial(_Plan, size)) for size in (6, 4, 9))
-    assert [first.given_up, second.given_up, third.given_up] == [True, True, False]
+    assert [first.retired, second.retired, third.retired] == [True, True, False]
     assert plans._size_bytes == 9
     assert plans.get(6, functools.partial(_Plan, 20)) is not first  # one alone may be too large
     assert list(plans._kept) == [6]
 
 
-def test_a_transform_whose_plan_is_given_up_meanwhile_waits(monkeypatch):
+def test_a_transform_whose_plan_is_retired_meanwhile_waits(monkeypatch):
     """Else the tables' memory could be given to others before the device has read them."""
     field, waits = field_of("goldilocks"), []
     monkeypatch.setattr(launch, "_plans", launch._Plans())
@@ -410,7 +410,7 @@ def test_a_transform_whose_plan_is_given_up_meanwhile_waits(monkeypatch):
     y = ntt(x, field)
     assert not waits
     run = launch.run
-    monkeypatch.setattr(launch, "run", lambda plan, *rest: (run(plan, *rest), plan.give_up()))
+    monkeypatch.setattr(launch, "run", lambda plan, *rest: (run(plan, *rest), plan.retire()))
     assert (ntt(x, field) == y).all()
     assert waits == [0]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from accelerant.runtime.provider import ComputeProvider, Event
 
-__all__ = ["FallbackRecord", "Ledger", "Manifest", "OpKey", "OpRecord", "ledger"]
+__all__ = ["Decision", "FallbackRecord", "Ledger", "Manifest", "OpKey", "OpRecord", "ledger", "observers"]
 
 OpKey = tuple[str, str, str, str]
 """Op, implementation, device, case: what a record stands for."""
@@ -103,6 +103,39 @@ class OpRecord:
             "reason": self.reason,
             "refused": [{"implementation": name, "reason": reason} for name, reason in self.refused],
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One dispatch inside an explained call.
+
+    Attributes:
+        op, case, device: what ran on what.
+        implementation: what was chosen.
+        own: Accelerant's own kernel.
+        refused: what was preferred but refused, or failed in the race, with the reason.
+        not_tried: implementations that were neither refused nor timed.
+        reason: why this one: "forced", a race's times, a shipped table, the order of preference.
+        raced: implementation and milliseconds of a call, the chosen one among them; empty where none were timed.
+    """
+
+    op: str
+    case: str
+    device: str
+    implementation: str
+    own: bool
+    refused: tuple[tuple[str, str], ...]
+    not_tried: tuple[str, ...]
+    reason: str = ""
+    raced: tuple[tuple[str, float], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}  {self.case}  on {self.device}"]
+        lines += [f"  refused  {name}: {reason}" for name, reason in self.refused]
+        why = f": {self.reason}" if self.reason else ""
+        lines.append(f"  chosen   {self.implementation}{' (own kernel)' if self.own else ' (library)'}{why}")
+        lines += [f"  not tried  {name}" for name in self.not_tried]
+        return "\n".join(lines)
 
 
 @dataclass(slots=True)
@@ -336,6 +369,9 @@ def _labels(row: dict[str, Any]) -> str:
 
     return ",".join(f'{name}="{escaped(row[name])}"' for name in _LABELS if name in row)
 
+
+observers: list[Callable[[Decision], None]] = []
+"""Functions called with each decision of dispatch and each recorded launch; empty but while `explain` runs."""
 
 _ledger = Ledger()
 

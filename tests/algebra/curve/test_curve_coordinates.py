@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from accelerant.algebra.curve import CURVES, curve_of
 from accelerant.algebra.curve.weierstrass import PrimeCoordinates
-from accelerant.algebra.field.parameters import FIELDS
+from accelerant.algebra.field.parameters import FIELDS, QuadraticField
 
 NAMES = list(CURVES)
 
@@ -78,6 +78,18 @@ def test_conjugate_is_frobenius(name, c0, c1):
     assert k.conjugate(a) == k.power(a, q)
 
 
-def test_fields_without_the_square_root_are_refused():
-    with pytest.raises(ValueError, match="q = 3 mod 4"):
-        PrimeCoordinates(FIELDS["bn254_fr"])
+@pytest.mark.parametrize("name", ["bn254_fr", "bls12_381_fr", "goldilocks"])
+def test_square_roots_for_q_of_1_mod_4(name):
+    field, rng = FIELDS[name], random.Random(3)
+    q, k = field.modulus, PrimeCoordinates(field)
+    assert q % 4 == 1
+    assert k.sqrt(0) == 0
+    for a in [1, 2, 3, 4, q - 1, *(rng.randrange(q) for _ in range(20))]:
+        root = k.sqrt(a * a % q)
+        assert root in (a, q - a)
+        assert k.sqrt(a * a * field.generator % q) is None
+
+
+def test_the_extension_needs_q_of_3_mod_4():
+    with pytest.raises(ValueError, match="-1 is a square"):
+        QuadraticField("bn254_fr2", FIELDS["bn254_fr"])

@@ -15,7 +15,7 @@ from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.llvm_kernels import CurveKernels
 from accelerant.algebra.curve.llvm_points import public_digits
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.curve.program import entries
+from accelerant.algebra.curve.program import ENTRIES
 from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negate
 from accelerant.algebra.field.places import HOST
 from accelerant.errors import ConfigError
@@ -43,7 +43,7 @@ def compiled(name, entry, form):
     source = KernelSource(
         f"{entry}_{name}_{form}",
         {"llvm": CurveKernels(name, entry, form)},
-        {entry: entries(curve_of(name))[entry]},
+        {entry: ENTRIES[entry]},
     )
     return registry.create("cpu").compile(source)
 
@@ -301,4 +301,4 @@ def test_the_key_is_the_program():
 
 def test_a_source_may_have_all_entries():
     text = CurveKernels("bn254_g1", form="scalar").build("")
-    assert all(f"define  void @{entry}(" in text for entry in entries(curve_of("bn254_g1")))
+    assert all(f"define  void @{entry}(" in text for entry in ENTRIES)

@@ -86,7 +86,7 @@ def test_bilinear(family, n):
 
 def test_more_groups_than_are_done_at_once(monkeypatch):
     family = family_of("bn254")
-    monkeypatch.setattr("accelerant.algebra.curve.pairing._AT_ONCE", 2)
+    monkeypatch.setattr("accelerant.algebra.curve.pairing._BATCH", 2)
     ((p, q),) = random_pairs(family, 1)
     assert product_is_one(family, *encoded(family, [(p, q)] * 11 + [(negate(family.g1, p), q)] * 11))
     assert not product_is_one(family, *encoded(family, [(p, q)] * 21 + [(negate(family.g1, p), q)]))

@@ -18,13 +18,14 @@ from accelerant.algebra.field.program import (
     INVERSES,
     entries,
     field_text,
+    grid_and_block,
     kernel_source,
-    launch,
     montgomery_radix,
 )
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import KernelSource, portable_header
+from accelerant.runtime.compilation.kernel import KernelSource
+from accelerant.runtime.compilation.portable import portable_header
 
 LARGE = [field for field in FIELDS.values() if field.limbs > 1]
 WORD = 2**32 - 1
@@ -232,7 +233,7 @@ def test_carry_chains_are_as_short_as_said(field):
 def test_a_program_can_hold_several_fields():
     """Each under its prefix, in one text; here the two fields of a curve, with carry chains."""
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.compilation.cuda import compile_cuda
+    from accelerant.runtime.providers.cuda_compile import compile_cuda
 
     texts = [field_text(FIELDS[f"bn254_{prefix}"], prefix, "cuda") for prefix in ("fq", "fr")]
     kernel = (
@@ -292,7 +293,7 @@ def run(provider, source, entry, field, arrays, count, scalars, n, chunk=1, dtyp
     if provider.name == "cpu":
         grid, block = ((-(-n // chunk),), (1,)) if chunk > 1 else ((-(-n // BLOCK),), (BLOCK,))
     else:
-        grid, block = launch(entry, n, chunk)
+        grid, block = ((size,) for size in grid_and_block(entry, n, chunk))
     pointers = [given[0], out, *given[1:]] if entry.startswith("field_pow") else [*given, out]
     provider.launch(kernel, grid, block, (*pointers, *scalars))
     provider.synchronize()
@@ -512,6 +513,6 @@ def test_words_that_are_aligned_to_eight_bytes_only(field):
     for tensor, values in zip(shifted[:2], (x, y), strict=True):
         tensor.copy_(torch.from_numpy(packed(field, values).reshape(-1).view(np.int64).copy()))
     kernel = provider.compile(kernel_source(field, "field_mul"))
-    provider.launch(kernel, *launch("field_mul", n), (*shifted, n))
+    provider.launch(kernel, *((size,) for size in grid_and_block("field_mul", n)), (*shifted, n))
     found = unpacked(field, shifted[2].cpu().numpy())
     assert found == reference.field_mul_reference(x, y, field=field.name)

@@ -18,7 +18,7 @@ from accelerant.algebra.field.places import HOST, place_at
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.algebra.field.words import decode, encode
 from accelerant.algebra.ntt import launch as ntt_launch
-from accelerant.algebra.ntt.launch import LOG_MOST, DevicePasses, Division, division_of, run
+from accelerant.algebra.ntt.launch import LOG_MOST, DeviceNttPlan, Division, division_of, run
 from accelerant.algebra.ntt.plan import ORDERS, Variant, make_passes
 from accelerant.algebra.ntt.program import Tile, has_quotients, kernel_source
 from accelerant.algebra.ntt.reference import ntt_reference
@@ -41,7 +41,7 @@ def place(request):
 def check(place, field, log_n, batch, division=None, in_place=False, x=None, **options):
     n = 1 << log_n
     x = field_elements(field, batch * n, TRANSFORM_BASE) if x is None else x
-    plan = DevicePasses(place, field, log_n, division=division, **options)
+    plan = DeviceNttPlan(place, field, log_n, division=division, **options)
     words = place.load(encode(field, x))
     out = words if in_place else place.load(np.full_like(encode(field, x), 7))
     run(plan, place, words, out, batch * n)
@@ -147,11 +147,11 @@ def test_a_plan_that_is_given_up_waits_for_the_device(monkeypatch):
     """On another stream its tables may still be read, and their memory is the allocator's next."""
     waits = []
     monkeypatch.setattr(ntt_launch, "_device_kernel", lambda *args: None)
-    plan = DevicePasses(HOST, FIELDS["babybear"], 3, inverse=False, coset=1, order="natural")
-    monkeypatch.setattr(HOST.provider, "synchronize", lambda index: waits.append((index, plan.given_up)))
-    assert not plan.given_up
+    plan = DeviceNttPlan(HOST, FIELDS["babybear"], 3, inverse=False, coset=1, order="natural")
+    monkeypatch.setattr(HOST.provider, "synchronize", lambda index: waits.append((index, plan.retired)))
+    assert not plan.retired
     assert plan.size_bytes == 4 * 4  # half the points' roots
-    plan.give_up()
+    plan.retire()
     assert waits == [(0, True)]
 
 
@@ -198,7 +198,7 @@ def test_pointed_launches_have_what_others_have(monkeypatch):
 
     def made(kernel):
         monkeypatch.setattr(ntt_launch, "_device_kernel", lambda *_: kernel)
-        return DevicePasses(place, field, 13, inverse=True, coset=3, order="natural")
+        return DeviceNttPlan(place, field, 13, inverse=True, coset=3, order="natural")
 
     plans = [made(SimpleNamespace(handle=None))]
     plans += [made(SimpleNamespace(handle=handle, target=target)) for target in ("sm_86", "sm_90a")]
@@ -316,7 +316,7 @@ def test_registers_on_nvidia(name, variant, architecture):
     and 48 bytes spilt, 43.6 left alone, 37.2 with registers for three blocks in the other passes (H200).
     """
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.compilation.cuda import compile_cuda
+    from accelerant.runtime.providers.cuda_compile import compile_cuda
 
     field = FIELDS[name]
     division = division_of(field)

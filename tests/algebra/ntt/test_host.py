@@ -12,7 +12,7 @@ from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.places import HOST
 from accelerant.algebra.field.words import decode, encode
 from accelerant.algebra.ntt import launch as ntt_launch
-from accelerant.algebra.ntt.launch import HostPasses, run
+from accelerant.algebra.ntt.launch import HostNttPlan, run
 from accelerant.algebra.ntt.plan import ORDERS
 from accelerant.algebra.ntt.reference import ntt_reference
 from accelerant.algebra.ntt.tables import limbs_of_52_bits
@@ -49,7 +49,7 @@ def arithmetic(request):
 
 
 def transformed(field, kind, x, log_n, batch, in_place=False, **options):
-    plan = HostPasses(field, log_n, batch, kind=kind, **options)
+    plan = HostNttPlan(field, log_n, batch, kind=kind, **options)
     words = encode(field, x)
     guard = np.full((len(x) + 4, *words.shape[1:]), 7, words.dtype)
     out = words if in_place else guard[: len(x)]
@@ -90,7 +90,7 @@ def test_three_passes_and_split_twiddles(arithmetic, order, monkeypatch):
         options = {"inverse": inverse, "coset": coset, "order": order}
         found = transformed(field, kind, x, 12, 1, **options)
         assert found == expected(field, x, 12, **options)
-    passes = HostPasses(field, 12, 1, kind=kind, **options).passes
+    passes = HostNttPlan(field, 12, 1, kind=kind, **options).passes
     assert [step.log_rows for step in passes] == [4, 4, 4]
     assert sum(step.variant.split for step in passes) == 1
 
@@ -106,7 +106,7 @@ def test_three_passes_as_they_are_used(name):
     x = np.zeros(n, encode(field, [0]).dtype)
     x[list(places)] = encode(field, field_elements(field, len(places), TRANSFORM_BASE))
     y, back = np.empty_like(x), np.empty_like(x)
-    forward, inverse = (HostPasses(field, log_n, 1, inverse=inverse, **options) for inverse in (False, True))
+    forward, inverse = (HostNttPlan(field, log_n, 1, inverse=inverse, **options) for inverse in (False, True))
     assert len(forward.passes) == len(inverse.passes) == 3
     run(forward, HOST, x, y, n)
     for j in (0, 1, 2, 127, 128, 1 << 14, n // 2 + 1, n - 1, 7654321 % n):

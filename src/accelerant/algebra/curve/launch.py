@@ -1,31 +1,28 @@
-"""Launches of the curve kernels (program.py) on points at a place, counted in the ledger.
+"""Launches of the curve kernels (program.py) on arrays of points, recorded in the ledger.
 
-Points here are words that places.py keeps, (n, *curve.shape), contiguous, affine, in Montgomery form, infinity all
-zeros; on the curve, but for what asks whether they are. Scalars are (n, 4), any number below 2^256.
+Points are words (n, *curve.shape) in one of the memory spaces of algebra.field: contiguous, affine, in Montgomery form,
+infinity all zeros, and on the curve, except where a function tests that. Scalars are (n, 4) words, any number below
+2^256.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from math import prod
 from typing import Any, Literal
 
 import numpy as np
 
-from accelerant.algebra.counted import counted
-from accelerant.algebra.curve.program import kernel_source
-from accelerant.algebra.curve.program import launch as grid_and_block
-from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.curve.program import grid_and_block, kernel_source
+from accelerant.algebra.curve.weierstrass import SCALAR_WORDS, Curve
 from accelerant.algebra.field import launch as field_launch
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.places import Place
 from accelerant.algebra.field.words import dtype_of, modulus_words
 from accelerant.errors import FormatError, ShapeError
-from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import Kernel
-from accelerant.runtime.ledger import OpRecord, ledger
+from accelerant.runtime.ledger import OpRecord
+from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
 
 __all__ = [
     "SCALAR_WORDS",
@@ -45,93 +42,86 @@ __all__ = [
 Words = Any
 Test = Literal["off_curve", "off_subgroup"]
 
-SCALAR_WORDS = 4
-"""Of a scalar, in every curve."""
-
 _CHUNKS = {"cpu": 64, "": 128}
-"""Points that become one answer: on the CPU an index does a chunk, elsewhere a block (or, of one point, a thread)."""
+"""Points per partial result of a test: on the CPU an index covers a chunk, elsewhere a block does (or, for chunks of
+one point, a thread)."""
 
 _ADDITION, _DOUBLING, _BITS = 12, 8, 256
 """Multiplications of coordinates that the ledger counts for a step, and steps of a multiplication."""
 
 
 def to_montgomery(place: Place, curve: Curve[Any], points: Words) -> Words:
-    """Of canonical ones."""
+    """Convert canonical points to Montgomery form."""
     return field_launch.unary(place, curve.coordinates.base, "to_montgomery", points, "canonical")
 
 
 def from_montgomery(place: Place, curve: Curve[Any], points: Words) -> Words:
-    """Canonical ones."""
+    """Convert points in Montgomery form to canonical ones."""
     return field_launch.unary(place, curve.coordinates.base, "from_montgomery", points, "montgomery")
 
 
 def add(place: Place, curve: Curve[Any], x: Words, y: Words) -> Words:
-    """The sums of points of one shape.
+    """Add points elementwise.
 
     Raises:
-        ShapeError: not as many of one as of the other.
+        ShapeError: x and y differ in length.
     """
-    if _count(x) != _count(y):
-        raise ShapeError(f"curve addition: wanted as many points on both sides, got {_count(x)} and {_count(y)}")
-    n, z = _count(x), _like(place, curve, x)
-    with _counted(place, curve, "add", n, arrays=3, operations=_ADDITION * n):
-        _launch(place, curve, "curve_add", (x, y, z), (n,), n)
+    n = _count(x)
+    if n != _count(y):
+        raise ShapeError(f"curve addition: wanted as many points on both sides, got {n} and {_count(y)}")
+    z = place.empty(tuple(x.shape), dtype_of(curve.coordinates.base))
+    _run(place, curve, "add", (x, y, z), (n,), n, operations=_ADDITION * n)
     return z
 
 
 def neg(place: Place, curve: Curve[Any], x: Words) -> Words:
-    """The opposites."""
-    n, z = _count(x), _like(place, curve, x)
-    with _counted(place, curve, "neg", n, arrays=2, operations=0):
-        _launch(place, curve, "curve_neg", (x, z), (n,), n)
+    """Negate points."""
+    n, z = _count(x), place.empty(tuple(x.shape), dtype_of(curve.coordinates.base))
+    _run(place, curve, "neg", (x, z), (n,), n)
     return z
 
 
 def multiply(place: Place, curve: Curve[Any], x: Words, scalars: Words) -> Words:
-    """The multiples; one point or one scalar stands for as many as there are of the other.
+    """Multiply points by scalars elementwise; a single point or scalar is broadcast.
 
     Raises:
-        ShapeError: neither is one, and there are not as many of one as of the other.
+        ShapeError: the lengths differ, and neither is 1.
     """
     points, count = _count(x), _count(scalars)
     if points != count and 1 not in (points, count):
         raise ShapeError(f"curve multiplication: {points} points and {count} scalars; wanted as many, or one of either")
     n = points if count == 1 else count
     z = place.empty((n, *curve.shape), dtype_of(curve.coordinates.base))
-    steps = int(points > 1), int(count > 1)
-    with _counted(place, curve, "mul", n, arrays=2, operations=(_DOUBLING * _BITS + _ADDITION * _BITS // 4) * n):
-        _launch(place, curve, "curve_mul", (x, scalars, z), (n, *steps), n)
+    sizes = (n, int(points > 1), int(count > 1))
+    _run(place, curve, "mul", (x, scalars, z), sizes, n, operations=(_DOUBLING * _BITS + _ADDITION * _BITS // 4) * n)
     return z
 
 
 def first_off(place: Place, curve: Curve[Any], test: Test, x: Words) -> int | None:
-    """The least index of a point off the curve, or of one (all on the curve) out of the subgroup; None: there is none.
+    """Return the least index of a point that fails a test, or None; "off_subgroup" takes points of the curve.
 
-    Needs no kernel for the subgroup of a curve all of whose points are in it.
+    Where every point of the curve is in the subgroup, nothing is launched.
     """
     n, chunk = _count(x), _CHUNKS.get(place.backend, _CHUNKS[""])
-    found = place.least(_firsts(place, curve, test, x, chunk)) if n and _asks(curve, test) else n
-    return found if found < n else None
+    if not n or (test == "off_subgroup" and curve.cofactor == 1):
+        return None
+    index = place.least(_firsts(place, curve, test, x, chunk))
+    return index if index < n else None
 
 
 def off(place: Place, curve: Curve[Any], test: Test, x: Words) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which points are off, (n,) on the host."""
+    """Return which points fail a test, (n,) on the host."""
     n = _count(x)
-    if first_off(place, curve, test, x) is None:  # one quick question for all, which mostly is answered so
+    if first_off(place, curve, test, x) is None:  # one result for all points: cheap, and mostly the answer
         return np.zeros(n, np.bool_)
     return np.asarray(place.store(_firsts(place, curve, test, x, 1)).view(np.int64) < n)
 
 
-def _asks(curve: Curve[Any], test: Test) -> bool:
-    return test == "off_curve" or curve.cofactor != 1
-
-
 def _firsts(place: Place, curve: Curve[Any], test: Test, x: Words, chunk: int) -> Words:
-    """For each chunk the least index of a point that is off, else n."""
+    """Return for each chunk the least index of a point that fails a test, else n."""
     n = _count(x)
     firsts = place.empty((-(-n // chunk),), np.dtype(np.int64))
-    with _counted(place, curve, test, n, arrays=1, operations=0):
-        _launch(place, curve, f"curve_{test}", (x, firsts), (n, chunk), n, chunk)
+    _run(place, curve, test, (x, firsts), (n, chunk), n, chunk)
     return firsts
 
 
@@ -139,26 +129,26 @@ def _firsts(place: Place, curve: Curve[Any], test: Test, x: Words, chunk: int) -
 
 
 def first_unreduced(place: Place, field: Field, words: Words) -> int | None:
-    """The least index of an element, (..., limbs) of 64 bits, that is not below the modulus; None: there is none."""
+    """Return the least index of an element, (..., limbs) of 64 bits, that is not below the modulus, or None."""
     try:
         field_launch.check_reduced(place, field, words, "")
-    except FormatError:  # it tells the value too, which may be a secret; the index is looked for again on the host
-        data, bound = (_big_endian(each) for each in (place.store(words), np.array(modulus_words(field), np.uint64)))
+    except FormatError:  # its text has the value, which may be a secret; search for the index again, on the host
+        data, bound = _big_endian(place.store(words)), _big_endian(np.array(modulus_words(field), np.uint64))
         size = len(bound)
         return next(i for i in range(len(data) // size) if data[i * size : (i + 1) * size] >= bound)
     return None
 
 
 def _big_endian(words: np.ndarray[Any, Any]) -> bytes:
-    """Elements' bytes, the most significant first: they compare as the numbers do."""
+    """Return elements' bytes, the most significant first, which compare as the numbers do."""
     return words[..., ::-1].astype(">u8").tobytes()
 
 
 def check_reduced(place: Place, curve: Curve[Any], points: Words, name: str) -> None:
-    """Refuse canonical words of points, (..., *shape), of which a coefficient is not below the modulus.
+    """Check that the coefficients of canonical points, (..., *shape), are below the modulus.
 
     Raises:
-        FormatError: names the first one's point, by its flattened index, its coordinate and its value.
+        FormatError: names the first offending point's flattened index, its coordinate and value.
     """
     field = curve.coordinates.base
     index = first_unreduced(place, field, points)
@@ -170,58 +160,48 @@ def check_reduced(place: Place, curve: Curve[Any], points: Words, name: str) -> 
 
 
 def unreduced_coordinate(curve: Curve[Any], point: str, part: int, value: int) -> FormatError:
-    """The error of a point's coefficient, of number `part`: x before y, c0 before c1."""
+    """Return the error for coefficient number `part` of a point: x before y, c0 before c1."""
     degree, modulus = curve.coordinates.degree, curve.coordinates.base.modulus
     coordinate = "xy"[part // degree] + (f".c{part % degree}" if degree > 1 else "")
     what = "negative" if value < 0 else f"not below the modulus {modulus:#x}"
     return FormatError(f"{point} {coordinate} is {value:#x}, {what}")
 
 
-# --- one launch ------------------------------------------------------------------------------------------------------
+# --- launches --------------------------------------------------------------------------------------------------------
 
 
 def _count(words: Words) -> int:
-    """How many points or scalars."""
     return int(words.shape[0])
 
 
-def _like(place: Place, curve: Curve[Any], x: Words) -> Words:
-    return place.empty(tuple(x.shape), dtype_of(curve.coordinates.base))
-
-
-@functools.cache
-def _kernel(curve: Curve[Any], entry: str, backend: str, device: int) -> Kernel:
-    return registry.create(backend).compile(kernel_source(curve, entry), device=device)
-
-
-def _launch(
-    place: Place, curve: Curve[Any], entry: str, words: Sequence[Words], sizes: Sequence[int], n: int, chunk: int = 1
+def _run(
+    place: Place,
+    curve: Curve[Any],
+    op: str,
+    arrays: Sequence[Words],
+    sizes: Sequence[int],
+    n: int,
+    chunk: int = 1,
+    *,
+    operations: int = 0,
 ) -> None:
-    if n:
-        kernel = _kernel(curve, entry, place.backend, place.index)
-        grid, block = ((-(-n // chunk),), (1,)) if place.backend == "cpu" else grid_and_block(entry, n, chunk)
-        place.provider.launch(kernel, grid, block, (*map(place.pointer, words), *sizes))
+    """Launch entry curve_<op> on n points and record the call."""
+    with RecordedLaunch(_record(curve, op, place, n, operations), place.provider, place.index):
+        if n:
+            entry = f"curve_{op}"
+            blocks, threads = (-(-n // chunk), 1) if place.backend == "cpu" else grid_and_block(entry, n, chunk)
+            launch(place, kernel_source(curve, entry), entry, blocks, threads, arrays, *sizes)
 
 
-def _counted(
-    place: Place, curve: Curve[Any], op: str, n: int, *, arrays: int, operations: int
-) -> AbstractContextManager[None]:
-    return counted(place, _record(curve, f"curve_{op}", place, n, arrays, operations))
+_POINT_ARRAYS = {"add": 3, "neg": 2, "mul": 2, "off_curve": 1, "off_subgroup": 1}
+"""Arrays of points that an entry reads and writes."""
 
 
 @functools.lru_cache(maxsize=4096)
-def _record(curve: Curve[Any], op: str, place: Place, n: int, arrays: int, operations: int) -> OpRecord:
+def _record(curve: Curve[Any], op: str, place: Place, n: int, operations: int) -> OpRecord:
     dialect, _ = kernel_source(curve).pick(place.provider.dialects)
-    return ledger().record(
-        OpRecord(
-            op=op,
-            implementation=dialect,
-            backend=place.backend,
-            device=place.label,
-            case=f"{n} {curve.name}",
-            own=True,
-            bytes_per_call=arrays * n * prod(curve.shape) * dtype_of(curve.coordinates.base).itemsize,
-            flops_per_call=operations,
-            reason=f"the only one on {place.backend}",
-        )
+    size_bytes = _POINT_ARRAYS[op] * n * prod(curve.shape) * dtype_of(curve.coordinates.base).itemsize
+    case = f"{n} {curve.name}"
+    return sole_record(
+        f"curve_{op}", dialect, place.backend, place.label, case, size_bytes=size_bytes, operations=operations
     )

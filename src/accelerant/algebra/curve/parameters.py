@@ -1,59 +1,60 @@
-"""The pairing-friendly curves, as one table, and what follows from it.
+"""The table of curves, the registration of further ones, and endomorphisms for subgroup checks.
 
     bn254       Barreto-Naehrig, y^2 = x^3 + 3; G2 on the twist y^2 = x^3 + 3 / (9 + u)     EIP-196, EIP-197
     bls12_381   Barreto-Lynn-Scott, y^2 = x^3 + 4; G2 on the twist y^2 = x^3 + 4 (1 + u)    EIP-2537, ZCash
 
-Typed in are b, the non-residue of the twist and its kind, and the generators. The fields come from
-algebra/field/parameters.py; the family's parameter, the twists' b and the cofactors are derived. A curve is checked
-when it is made: the generator lies on it and has order r.
-
-
-----
-
-Which points of a curve are in the subgroup of order r, by an endomorphism that is cheap to apply.
-
-There it multiplies by a constant k: one multiplication by k, of 64 to 128 bits, in place of one by r of 254 or 255.
-
-    G1   phi(x, y) = (beta x, y) with beta^3 = 1. For r = x^4 - x^2 + 1 (BLS12) phi = x^2 - 1 in the subgroup; and a
-         point for which that holds has r P = 0, since phi^2 + phi + 1 = 0 and k^2 + k + 1 = r. BN: it is
-         the whole curve.
-    G2   psi(x, y) = (c x^q, d y^q): Frobenius, moved to the twist. psi^2 - t psi + q = 0, so that where psi = t - 1 the
-         point is killed by q + 1 - t, the order of G1's curve. That is r times G1's cofactor, which is prime to G2's
-         cofactor, so that the point is killed by r.
-
-Source: Scott, eprint 2021/1130, sections 3 to 5; Bowe, eprint 2019/814; Galbraith and Scott, Pairing 2008, for psi.
+The table states b, the twist's non-residue and kind, and the generators. Fields come from algebra/field/parameters.py;
+the family's parameter, the twists' b and the cofactors are derived. A curve is checked on first use: its generator lies
+on it and has order r. register_curve adds any other curve y^2 = x^3 + b over a prime field.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from accelerant.algebra.curve.reference import in_subgroup, multiply
-from accelerant.algebra.curve.weierstrass import Affine, Curve, Pair, PrimeCoordinates, QuadraticCoordinates
-from accelerant.algebra.field.parameters import FIELDS, FQ2
+from accelerant.algebra.curve.weierstrass import (
+    SCALAR_WORDS,
+    Affine,
+    Curve,
+    Pair,
+    PrimeCoordinates,
+    QuadraticCoordinates,
+)
+from accelerant.algebra.field.parameters import FIELDS, FQ2, Field, field_of
 from accelerant.errors import ConfigError
 
-__all__ = ["CURVES", "FAMILIES", "Curve", "Endomorphism", "Family", "curve_of", "endomorphism", "family_of"]
+__all__ = [
+    "CURVES",
+    "FAMILIES",
+    "Curve",
+    "Endomorphism",
+    "Family",
+    "curve_of",
+    "endomorphism",
+    "family_of",
+    "register_curve",
+]
 
 E = TypeVar("E")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a pairing's two groups share.
+    """A pairing-friendly curve: the parameters that the two groups of a pairing share.
 
     Attributes:
         name: prefix of the names of its curves and fields.
         kind: Barreto-Naehrig or Barreto-Lynn-Scott of embedding degree 12.
         b: of G1's curve.
         nonresidue: xi of Fq2, neither a square nor a cube: Fq12 = Fq2[w] / (w^6 - xi).
-        twist: "divide" where G2's b is b / xi (a D-twist), "multiply" where it is b xi (an M-twist).
-        g1_generator: affine.
-        g2_generator: affine.
+        twist: "divide" if G2's b is b / xi (a D-twist), "multiply" if it is b xi (an M-twist).
+        g1_generator, g2_generator: affine.
     """
 
     name: str
@@ -65,31 +66,41 @@ class Family:
     g2_generator: tuple[Pair, Pair]
 
     @property
+    def fq(self) -> Field:
+        """Return the field of G1's coordinates."""
+        return FIELDS[f"{self.name}_fq"]
+
+    @property
     def q(self) -> int:
-        """The modulus of G1's coordinates."""
-        return FIELDS[f"{self.name}_fq"].modulus
+        """Return the modulus of G1's coordinates."""
+        return self.fq.modulus
 
     @property
     def r(self) -> int:
-        """The order of both groups."""
+        """Return the order of both groups."""
         return FIELDS[f"{self.name}_fr"].modulus
 
     @property
     def parameter(self) -> int:
-        """The family's x, from q and r: q - r = 6 x^2 (BN), or q = x mod r with x small and of either sign (BLS12)."""
+        """Return the family's x: q - r = 6 x^2 (BN), or q = x mod r with x small and of either sign (BLS12)."""
         if self.kind == "bn":
             return math.isqrt((self.q - self.r) // 6)
         x = self.q % self.r
         return x - self.r if x > self.r // 2 else x
 
     @property
+    def trace(self) -> int:
+        """Return the trace t of Frobenius on G1's curve, whose group has q + 1 - t elements."""
+        return 6 * self.parameter**2 + 1 if self.kind == "bn" else self.parameter + 1
+
+    @property
     def g1_cofactor(self) -> int:
-        """(q + 1 - t) / r with the trace t = 6 x^2 + 1 (BN) or x + 1 (BLS12)."""
+        """Return (q + 1 - t) / r."""
         return (self.q + 1 - self.trace) // self.r
 
     @property
     def g2_cofactor(self) -> int:
-        """Of the twist of degree 6.
+        """Return the cofactor of the twist of degree 6.
 
         BN: 2 q - r. Source: Barreto and Naehrig, SAC 2005.
         BLS12: (x^8 - 4 x^7 + 5 x^6 - 4 x^4 + 6 x^3 - 4 x^2 - 4 x + 13) / 9. Source: EIP-2537, and Budroni and Pintore,
@@ -101,18 +112,13 @@ class Family:
         return (x**8 - 4 * x**7 + 5 * x**6 - 4 * x**4 + 6 * x**3 - 4 * x**2 - 4 * x + 13) // 9
 
     @property
-    def trace(self) -> int:
-        """Of Frobenius on G1's curve: its group has q + 1 - t elements."""
-        return 6 * self.parameter**2 + 1 if self.kind == "bn" else self.parameter + 1
-
-    @property
     def g1(self) -> Curve[int]:
-        """The first group's curve, over Fq."""
+        """Return the first group's curve, over Fq."""
         return _g1(self.name)
 
     @property
     def g2(self) -> Curve[Pair]:
-        """The second group's curve, over Fq2."""
+        """Return the second group's curve, over Fq2."""
         return _g2(self.name)
 
 
@@ -160,21 +166,19 @@ FAMILIES = {
         ),
     )
 }
-"""Name -> Family."""
+"""Families by name."""
 
 
 def _checked(curve: Curve[E]) -> Curve[E]:
-    """The curve, if its generator lies on it and has order r.
+    """Return the curve if its generator lies on it and has order r.
 
     Raises:
-        ValueError: it does not, or the group's order is even, which the formulas' special cases leave out.
+        ConfigError: it does not.
     """
     if not curve.is_on_curve(curve.generator):
-        raise ValueError(f"{curve.name}: the generator {curve.generator} is not on the curve")
+        raise ConfigError(f"{curve.name}: the generator {curve.generator} is not on the curve")
     if not in_subgroup(curve, curve.generator):
-        raise ValueError(f"{curve.name}: {curve.order} times the generator {curve.generator} is not infinity")
-    if curve.cofactor % 2 == 0:
-        raise ValueError(f"{curve.name}: the cofactor {curve.cofactor} is even")
+        raise ConfigError(f"{curve.name}: {curve.order} times the generator {curve.generator} is not infinity")
     return curve
 
 
@@ -184,7 +188,7 @@ def _g1(name: str) -> Curve[int]:
     return _checked(
         Curve(
             name=f"{name}_g1",
-            coordinates=PrimeCoordinates(FIELDS[f"{name}_fq"]),
+            coordinates=PrimeCoordinates(family.fq),
             scalars=FIELDS[f"{name}_fr"],
             b=family.b,
             generator=family.g1_generator,
@@ -215,11 +219,11 @@ CURVES: dict[str, Callable[[], Curve[Any]]] = {
     for family in FAMILIES
     for group, make in (("g1", _g1), ("g2", _g2))
 }
-"""Curve name -> what makes it. Made on first use: the check of the order takes milliseconds."""
+"""Functions that return the curve of a name; the first call takes milliseconds, to check the generator's order."""
 
 
 def curve_of(name: str) -> Curve[Any]:
-    """The curve of that name.
+    """Return the curve of a name.
 
     Raises:
         ConfigError: there is none.
@@ -230,7 +234,7 @@ def curve_of(name: str) -> Curve[Any]:
 
 
 def family_of(name: str) -> Family:
-    """The family of that name, bn254 or bls12_381.
+    """Return the family of a name, bn254 or bls12_381.
 
     Raises:
         ConfigError: there is none.
@@ -240,16 +244,93 @@ def family_of(name: str) -> Family:
     return FAMILIES[name]
 
 
+# --- registration ----------------------------------------------------------------------------------------------------
+
+
+def register_curve(
+    name: str, *, field: str, scalar_field: str, b: int, generator: tuple[int, int], a: int = 0
+) -> Curve[int]:
+    """Register the curve y^2 = x^3 + b over a prime field for this process.
+
+    The cofactor is derived from the orders of the fields.
+
+    Args:
+        name: an identifier.
+        field: name of the field of the coordinates, Fq, with an even number of 64-bit limbs.
+        scalar_field: name of the field of r elements, r the odd prime order of the generator, with 4 limbs.
+        b: constant of the equation, not 0.
+        generator: (x, y), affine.
+        a: must be 0; other curves have no kernels.
+
+    Raises:
+        ConfigError: another curve has the name, a parameter is out of these limits, or the generator is not on the
+            curve or not of order r.
+    """
+    if not (name.isidentifier() and name.isascii()):
+        raise ConfigError(f"a curve's name must be an identifier, got {name!r}")
+    base, scalars = field_of(field), field_of(scalar_field)
+    q, r = base.modulus, scalars.modulus
+    if a % q:
+        raise ConfigError(f"{name}: kernels are for curves y^2 = x^3 + b, with a = 0; got a = {a}")
+    if not b % q:
+        raise ConfigError(f"{name}: b must not be 0 mod q, got {b}: (0, 0) encodes infinity")
+    for purpose, row, fits, limits in (
+        ("coordinates", base, base.limbs % 2 == 0, "an even number of"),
+        ("scalars", scalars, scalars.limbs == SCALAR_WORDS, SCALAR_WORDS),
+    ):
+        if row.word_bits != 64 or not fits:
+            raise ConfigError(f"{name}: {purpose} must have {limits} 64-bit limbs; {row.name} has {row.bits} bits")
+    spread = math.isqrt(4 * q)
+    cofactor = (q + 1 + spread) // r
+    if cofactor * r < q + 1 - spread or r <= 2 * spread:
+        raise ConfigError(f"{name}: not exactly one multiple of r = {r} is in Hasse's interval of {field}")
+    x, y = generator
+    if not (0 <= x < q and 0 <= y < q):
+        raise ConfigError(f"{name}: the generator's coordinates must be from 0 to below q, got {generator}")
+    curve = _checked(Curve(name, PrimeCoordinates(base), scalars, b % q, (x, y), cofactor))
+    point = _random_point(curve)
+    if multiply(curve, cofactor * r, point) is not None:
+        raise ConfigError(f"{name}: the curve's group does not have {cofactor} r elements, r = {r}")
+    if name in CURVES and CURVES[name]().canonical_text() != curve.canonical_text():
+        raise ConfigError(f"{name}: another curve has this name")
+    CURVES.setdefault(name, lambda: curve)
+    return curve_of(name)
+
+
+def _random_point(curve: Curve[int]) -> Affine[int]:
+    rng = random.Random(0)
+    while True:
+        x = rng.randrange(curve.coordinates.base.modulus)
+        y = curve.coordinates.sqrt(curve.right_side(x))
+        if y is not None:
+            return x, y
+
+
+# --- endomorphisms ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Endomorphism:
-    """A point P of the curve is in the subgroup if and only if (x_factor x', y_factor y') = eigenvalue P.
+    """A subgroup test: P is in the subgroup if and only if (x_factor x', y_factor y') = eigenvalue P.
 
-    Over Fq2 x' and y' are the conjugates x^q and y^q, else x and y themselves.
+    x' and y' are the conjugates x^q and y^q over Fq2, else x and y themselves. On the curves of the table the map is an
+    endomorphism that multiplies the subgroup by a constant of 64 to 128 bits, so that the test costs a multiplication
+    by that constant, not by r of 254 or 255 bits:
+
+        G1   phi(x, y) = (beta x, y) with beta^3 = 1. For r = x^4 - x^2 + 1 (BLS12) phi = x^2 - 1 in the subgroup; a
+             point for which that holds has r P = 0, since phi^2 + phi + 1 = 0 and k^2 + k + 1 = r. BN: G1 is the whole
+             curve.
+        G2   psi(x, y) = (c x^q, d y^q): Frobenius, moved to the twist. psi^2 - t psi + q = 0, so a point with
+             psi = t - 1 is annihilated by q + 1 - t, the order of G1's curve. That is r times G1's cofactor, which is
+             prime to G2's, so r annihilates it.
+
+    Of registered curves it is the identity, with eigenvalue r + 1.
 
     Attributes:
-        x_factor: a coordinate.
-        y_factor: a coordinate.
+        x_factor, y_factor: coordinates.
         eigenvalue: above 0.
+
+    Source: Scott, eprint 2021/1130, sections 3 to 5; Bowe, eprint 2019/814; Galbraith and Scott, Pairing 2008, for psi.
     """
 
     x_factor: Any
@@ -257,7 +338,7 @@ class Endomorphism:
     eigenvalue: int
 
     def apply(self, curve: Curve[Any], point: Affine[Any]) -> Affine[Any]:
-        """(x_factor x', y_factor y') on Python integers."""
+        """Return (x_factor x', y_factor y') of a point on Python integers."""
         if point is None:
             return None
         k = curve.coordinates
@@ -267,24 +348,24 @@ class Endomorphism:
 
 @functools.cache
 def endomorphism(curve: Curve[Any]) -> Endomorphism | None:
-    """The curve's; None where every point of the curve is in the subgroup.
+    """Return the curve's subgroup test; None if every point of the curve is in the subgroup.
 
     Raises:
-        ValueError: the curve is none of the table's, or the argument above does not hold for it.
+        ValueError: the endomorphism does not satisfy its definition.
     """
     if curve.cofactor == 1:
         return None
     family = FAMILIES.get(curve.name.removesuffix("_g1").removesuffix("_g2"))
     if family is None or curve not in (family.g1, family.g2):
-        raise ValueError(f"{curve.name}: wanted a curve of the table, got one that is not")
-    found = _of_g1(curve, family) if curve.coordinates.degree == 1 else _of_g2(curve, family)
-    if found.apply(curve, curve.generator) != multiply(curve, found.eigenvalue, curve.generator):
-        raise ValueError(f"{curve.name}: the endomorphism does not multiply the generator by {found.eigenvalue}")
-    return found
+        return Endomorphism(curve.coordinates.one, curve.coordinates.one, curve.order + 1)
+    test = _g1_endomorphism(curve, family) if curve.coordinates.degree == 1 else _g2_endomorphism(curve, family)
+    if test.apply(curve, curve.generator) != multiply(curve, test.eigenvalue, curve.generator):
+        raise ValueError(f"{curve.name}: the endomorphism does not multiply the generator by {test.eigenvalue}")
+    return test
 
 
-def _of_g1(curve: Curve[Any], family: Family) -> Endomorphism:
-    """Of the two cube roots of 1 the one for which the subgroup's eigenvalue is x^2 - 1."""
+def _g1_endomorphism(curve: Curve[Any], family: Family) -> Endomorphism:
+    """Return phi with the cube root of 1 for which the subgroup's eigenvalue is x^2 - 1."""
     k, eigenvalue = curve.coordinates, family.parameter**2 - 1
     if eigenvalue**2 + eigenvalue + 1 != family.r:
         raise ValueError(f"{curve.name}: k^2 + k + 1 is not r for k = {eigenvalue}")
@@ -296,8 +377,8 @@ def _of_g1(curve: Curve[Any], family: Family) -> Endomorphism:
     return Endomorphism(beta, k.one, eigenvalue)
 
 
-def _of_g2(curve: Curve[Any], family: Family) -> Endomorphism:
-    """(x w^(2 (q - 1)), y w^(3 (q - 1))) of conjugates, w^6 = xi of a D-twist and 1 / xi of an M-twist."""
+def _g2_endomorphism(curve: Curve[Any], family: Family) -> Endomorphism:
+    """Return psi: (x w^(2 (q - 1)), y w^(3 (q - 1))) of conjugates, w^6 = xi of a D-twist and 1 / xi of an M-twist."""
     k, q, trace = curve.coordinates, family.q, family.trace
     if math.gcd(family.g1_cofactor, curve.cofactor) != 1 or (q - 1) % 6:
         raise ValueError(f"{curve.name}: the cofactors have a factor in common, or q is not 1 mod 6")

@@ -1,12 +1,12 @@
-"""A curve's programs, put together from its constants and the texts beside this module.
+"""A curve's programs in C, assembled from its constants and the texts in this folder.
 
-One text serves G1 and G2 (kernel.c over point.h and complete.h): COORD in it stands for the prefix of the coordinates'
-field, which is the base field itself (BASE) or its quadratic extension (quadratic.h). Dialects as in
-algebra/field/program.py: "portable" C, and "cuda" with carry chains; "llvm" is built by llvm_kernels.py.
+One text serves G1 and G2 (kernel.c, over point.h and complete.h): COORD in it is the prefix of the coordinates' field,
+which is the base field itself (BASE) or its quadratic extension (quadratic.h). Dialects as in algebra/field/program.py:
+"portable" C, and "cuda" with carry chains; "llvm" is built by llvm_kernels.py.
 
-A program holds one curve, and as a rule one entry. Point arithmetic is large: loops stay loops, and products of
-coordinates are functions that are called (COORD_MUL), so that NVRTC takes 0.5 to 2 s for an entry, not minutes. A call
-costs some 60 instructions beside the 400 and more of a product.
+A program holds one curve, and usually one entry. Point arithmetic is large: loops stay loops, and products of
+coordinates are function calls (COORD_MUL), so that NVRTC takes 0.5 to 2 s for an entry, not minutes. A call costs some
+60 instructions in addition to the 400 and more of a product.
 """
 
 from __future__ import annotations
@@ -20,115 +20,111 @@ from typing import Any
 from accelerant.algebra.curve.llvm_kernels import CurveKernels
 from accelerant.algebra.curve.parameters import endomorphism
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.program import CudaProgram, field_text, montgomery_radix
+from accelerant.algebra.field.program import CudaProgram, defined, field_text, montgomery_radix
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
 
 __all__ = [
     "ADDS",
     "BLOCK",
+    "ENTRIES",
     "coordinate",
     "cuda_program",
-    "entries",
+    "grid_and_block",
     "kernel_source",
-    "launch",
     "point_text",
     "prefixed",
 ]
 
 BLOCK = 128
-"""Threads of a block in the C dialects, at most; a power of two. A thread may so have 255 registers and more."""
+"""Threads of a block in the C dialects, at most; a power of two. Each may use 255 registers and more."""
 
 ADDS = 16
-"""Points that a thread of curve_add takes together, for one inversion."""
+"""Points that a thread of curve_add adds with one inversion."""
 
 _BY_CHUNK = ("curve_off_curve", "curve_off_subgroup")
 
-_ENTRIES: dict[str, tuple[str, ...]] = {
+ENTRIES: dict[str, tuple[str, ...]] = {
     "curve_add": ("*u64", "*u64", "*u64", "i64"),
     "curve_neg": ("*u64", "*u64", "i64"),
     "curve_mul": ("*u64", "*u64", "*u64", "i64", "i64", "i64"),
     "curve_off_curve": ("*u64", "*i64", "i64", "i64"),
     "curve_off_subgroup": ("*u64", "*i64", "i64", "i64"),
 }
+"""Entry point -> the types of its arguments; P is an array of points.
 
+    curve_add            x P, y P, z P, n                                        z may be x or y
+    curve_neg            x P, z P, n
+    curve_mul            x P, scalars *u64, z P, n, x_step, scalar_step          z_i = s_i x_i
+    curve_off_curve      x P, first *i64, n, chunk
+    curve_off_subgroup   x P, first *i64, n, chunk
 
-def entries(curve: Curve[Any]) -> dict[str, tuple[str, ...]]:
-    """Entry point -> the types of its arguments, P = "*u64", an array of points.
+Points are affine, x then y (over Fq2 c0 then c1), in Montgomery form with R of algebra.field.program's
+montgomery_radix, infinity all zeros. Except in curve_off_curve they are on the curve; any two may be equal, opposite or
+infinite. Curves of even order are an exception: curve_add and curve_mul take points of the subgroup only. A scalar is
+four words, any number below 2^256, not reduced mod r. A step is 1, or 0 to broadcast one point or scalar. For chunk c,
+first[c] is the least index in it of a point off the curve, or out of the subgroup of order r, else n.
 
-        curve_add            x P, y P, z P, n                                        z may be x or y
-        curve_neg            x P, z P, n
-        curve_mul            x P, scalars *u64, z P, n, x_step, scalar_step          z_i = s_i x_i
-        curve_off_curve      x P, first *i64, n, chunk
-        curve_off_subgroup   x P, first *i64, n, chunk
-
-    Points are affine, x then y (over Fq2 c0 then c1), in Montgomery form with R of algebra.field.program's
-    montgomery_radix, all zeros at infinity. They are on the curve, but for curve_off_curve; any two may be equal,
-    opposite or infinite. A scalar is four words, any number below 2^256, and not reduced mod r. A step is 1, or 0 for
-    one point or scalar for all. A chunk c gives first[c], the least index in it of a point off the curve, or out of the
-    subgroup of order r, else n.
-
-    Time and addresses of curve_mul depend neither on the scalars nor on the points.
-    """
-    return dict(_ENTRIES)
+Time and addresses of curve_mul depend neither on the scalars nor on the points.
+"""
 
 
 @functools.cache
 def kernel_source(curve: Curve[Any], entry: str | None = None) -> KernelSource:
-    """The curve's functions on arrays, in every dialect.
+    """Return the curve's functions on arrays, in every dialect.
 
     Args:
-        curve: any of the table.
-        entry: one of entries(curve), alone in the source; None for all.
+        curve: any.
+        entry: one of ENTRIES, alone in the source; None for all.
 
     Raises:
         ConfigError: there is no such entry.
     """
-    if entry is not None and entry not in _ENTRIES:
-        raise ConfigError(f"{curve.name} has no entry {entry!r}; it has {', '.join(_ENTRIES)}")
+    if entry is not None and entry not in ENTRIES:
+        raise ConfigError(f"{curve.name} has no entry {entry!r}; it has {', '.join(ENTRIES)}")
     dialects = LazyDialects(
         portable=lambda: _kernels(curve, "portable", entry),
         llvm=lambda: CurveKernels(curve.name, entry or ""),
         cuda=lambda: cuda_program(curve, f"{entry}", functools.partial(_kernels, curve, "cuda", entry)),
     )
-    kept = _ENTRIES if entry is None else {entry: _ENTRIES[entry]}
+    kept = ENTRIES if entry is None else {entry: ENTRIES[entry]}
     return KernelSource(name=f"{entry or 'curve'}_{curve.name}", dialects=dialects, entries=kept)
 
 
-def launch(entry: str, n: int, chunk: int = 1) -> tuple[tuple[int], tuple[int]]:
-    """Grid and block of an entry of the C dialects.
+def grid_and_block(entry: str, n: int, chunk: int = 1) -> tuple[int, int]:
+    """Return the blocks and threads per block of an entry of the C dialects.
 
     Args:
-        entry: see entries.
+        entry: one of ENTRIES.
         n: points, at least 1.
-        chunk: points of a partial result, where the entry has such.
+        chunk: points per partial result, for entries that have such.
     """
-    by_chunk = entry in _BY_CHUNK and chunk > 1  # chunks of one point are a thread's
+    by_chunk = entry in _BY_CHUNK and chunk > 1  # a chunk of one point is one thread's
     points = chunk if by_chunk else BLOCK * (ADDS if entry == "curve_add" else 1)
-    return (-(-n // points),), (BLOCK,)
+    return -(-n // points), BLOCK
 
 
 def cuda_program(curve: Curve[Any], arguments: str, write: Callable[[], str], *folders: str) -> CudaProgram:
-    """A program of a curve, which is written only to be compiled.
+    """Return a curve's program that is written only when it is compiled.
 
     Args:
         curve: any.
-        arguments: whatever else decides the text, but the sources.
-        write: gives the text that stands behind portable.h.
-        folders: of the package, with sources beside those of fields and curves.
+        arguments: everything else that determines the text, except the sources.
+        write: returns the text that follows portable.h.
+        folders: folders of the package with sources, in addition to those of fields and curves.
     """
     return CudaProgram(curve.canonical_text() + arguments, ("algebra/field", "algebra/curve", *folders), write)
 
 
 def point_text(curve: Curve[Any], dialect: str, *, called: bool = True) -> str:
-    """The curve's coordinates and points (point.h) for the C dialects; stands after portable.h.
+    """Return the curve's coordinates and points (point.h) in a C dialect; follows portable.h.
 
-    Types and functions begin with the prefix that `prefixed` puts in for COORD.
+    Types and functions begin with the prefix that `prefixed` substitutes for COORD.
 
     Args:
-        curve: any of the table.
+        curve: any.
         dialect: "portable" or "cuda".
-        called: whether a product of coordinates is a function that is called, not written out at each place.
+        called: whether products of coordinates are function calls; else they are inlined.
     """
     k = curve.coordinates
     exponent = k.base.words(k.base.modulus - 2, 64, k.base.limbs)
@@ -136,24 +132,21 @@ def point_text(curve: Curve[Any], dialect: str, *, called: bool = True) -> str:
         "BASE_EXPONENT": ", ".join(f"0x{word:x}UL" for word in exponent),
         "BASE_NIBBLES": str(-(-k.base.bits // 4)),
     }
-    parts = [_defined(values), _texts(["inverse.h"])]
+    parts = [defined(values), _text("inverse.h")]
     if k.degree == 2:
-        parts += [_products("BASE", 1, called=False), _texts(["quadratic.h"])]
-    parts += [_products("COORD", k.degree, called=called), _texts(["point.h"])]
+        parts += [_products("BASE", 1, called=False), _text("quadratic.h")]
+    parts += [_products("COORD", k.degree, called=called), _text("point.h")]
     return field_text(k.base, _BASE, dialect) + prefixed(curve, "".join(parts))
 
 
 def prefixed(curve: Curve[Any], text: str) -> str:
-    """The text with COORD and BASE replaced by the prefixes of the coordinates' field and of its base field.
-
-    They stand as words, or before an underscore.
-    """
+    """Replace COORD and BASE, as words or before an underscore, by the prefixes of the coordinates' and base field."""
     prefixes = {"BASE": _BASE, "COORD": _BASE if curve.coordinates.degree == 1 else f"{_BASE}2"}
-    return re.sub(r"\b(BASE|COORD)(?=_|\b)", lambda found: prefixes[found[1]], text)
+    return re.sub(r"\b(BASE|COORD)(?=_|\b)", lambda match: prefixes[match[1]], text)
 
 
 def coordinate(curve: Curve[Any], value: Any) -> str:
-    """A coordinate's initialiser in C, in Montgomery form."""
+    """Return a coordinate's initialiser in C, in Montgomery form."""
     base = curve.coordinates.base
     parts = []
     for part in curve.coordinates.parts(value):
@@ -162,16 +155,16 @@ def coordinate(curve: Curve[Any], value: Any) -> str:
     return parts[0] if len(parts) == 1 else "{" + ", ".join(parts) + "}"
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+# --- texts -----------------------------------------------------------------------------------------------------------
 
 _BASE = "fq"
 _ENTRY = re.compile(r"^ACL_KERNEL ACL_BLOCK\(\w+\) void (\w+)\([^{]*\{\n(?:.*\n)*?\}\n", re.MULTILINE)
 
 
 def _kernels(curve: Curve[Any], dialect: str, entry: str | None) -> str:
-    """The curve and its kernels, or the one named."""
-    k, found = curve.coordinates, endomorphism(curve)
-    eigenvalue = 0 if found is None else found.eigenvalue
+    """Return the curve and its kernels, or one of them."""
+    k, test = curve.coordinates, endomorphism(curve)
+    eigenvalue = 0 if test is None else test.eigenvalue
     words = k.base.words(eigenvalue, 64, max(1, -(-eigenvalue.bit_length() // 64)))
     values = {
         "CURVE_BLOCK": str(BLOCK),
@@ -180,24 +173,20 @@ def _kernels(curve: Curve[Any], dialect: str, entry: str | None) -> str:
         "CURVE_EIGENVALUE_BITS": str(eigenvalue.bit_length()),
         "COORD_B": coordinate(curve, curve.b),
         "COORD_3B": coordinate(curve, k.times(curve.b, 3)),
-        "COORD_ENDOMORPHISM_X": coordinate(curve, k.one if found is None else found.x_factor),
-        "COORD_ENDOMORPHISM_Y": coordinate(curve, k.one if found is None else found.y_factor),
+        "COORD_ENDOMORPHISM_X": coordinate(curve, k.one if test is None else test.x_factor),
+        "COORD_ENDOMORPHISM_Y": coordinate(curve, k.one if test is None else test.y_factor),
         "COORD_CONJUGATE(x)": "COORD_conjugate(x)" if k.degree == 2 else "(x)",
     }
-    kernels = _ENTRY.sub(lambda each: each[0] if entry in (None, each[1]) else "", _texts(["kernel.c"]))
-    text = _defined(values) + _texts(["complete.h"]) + kernels
-    return point_text(curve, dialect) + prefixed(curve, text)
-
-
-_PRODUCTS = {"mul": "xy", "square": "x"}
+    kernels = _ENTRY.sub(lambda match: match[0] if entry in (None, match[1]) else "", _text("kernel.c"))
+    return point_text(curve, dialect) + prefixed(curve, defined(values) + _text("complete.h") + kernels)
 
 
 def _products(prefix: str, degree: int, called: bool) -> str:
-    """PREFIX_MUL, _SQUARE and _MUL_SUB: the field's own, or functions of them that are called.
+    """Return the macros PREFIX_MUL, _SQUARE and _MUL_SUB: the field's own functions, or calls of them.
 
     Over Fq2 the last is two products and a difference: no registers are left for more.
     """
-    products = _PRODUCTS | ({"mul_sub": "xyvw"} if degree == 1 else {})
+    products = {"mul": "xy", "square": "x"} | ({"mul_sub": "xyvw"} if degree == 1 else {})
     texts, macros = [], {}
     for name, letters in products.items():
         arguments, far = ", ".join(letters), f"{prefix}_{name}_far" if called else f"{prefix}_{name}"
@@ -207,12 +196,8 @@ def _products(prefix: str, degree: int, called: bool) -> str:
             texts.append(f"ACL_FAR {prefix} {far}({typed}) {{\n    return {prefix}_{name}({arguments});\n}}\n\n")
     if degree == 2:
         macros[f"{prefix}_MUL_SUB(x, y, v, w)"] = f"{prefix}_sub({prefix}_MUL(x, y), {prefix}_MUL(v, w))"
-    return "".join(texts) + _defined(macros)
+    return "".join(texts) + defined(macros)
 
 
-def _defined(values: dict[str, str]) -> str:
-    return "".join(f"#define {name} {value}\n" for name, value in values.items())
-
-
-def _texts(names: list[str]) -> str:
-    return "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names)
+def _text(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """Tapes: straight-line programs of additions, subtractions and products in a prime field, recorded once, run as data.
 
-A Recorder stands for a field: a formula in plain Python that adds and multiplies its values is written down instead of
-computed. What it wrote becomes a Segment, and a Program calls segments one after another, on different registers:
+A Recorder writes down what a formula in plain Python does with its values, instead of computing it. The recording
+becomes a Segment, and a Program calls segments in sequence, on different registers:
 
     recorder = Recorder(field)
     x, y = recorder.inputs("point", 2)
@@ -13,35 +13,24 @@ computed. What it wrote becomes a Segment, and a Program calls segments one afte
     program.call(step, point=q)
     tape = program.assemble()
 
-Registers of a program lie one after another: the constants, the windows in the order in which they were asked for, and
-scratch. A segment names windows, and each call says where they begin; they must not overlap. It may write what it
-reads: every value it reads is that from before the call.
+The registers of a program are the constants, the windows in the order of their allocation, and scratch. A segment names
+windows, and each call binds them to registers; they must not overlap. A segment reads all values as they were before
+the call, so it may write the registers it reads.
 
-Recording leaves out what is not used, computes a repeated expression once and knows 0 and 1. Instructions are ordered
-so that the same operation comes in long runs: the loop that does them then takes few branches that a processor must
-guess, and the products of a run overlap where they do not wait for each other. tape_kernel.py runs tapes.
+Recording drops unused values, shares common subexpressions and folds 0 and 1. Instructions are ordered into long runs
+of
+one operation: the loop that executes them then has few unpredictable branches, and independent products overlap.
 
-
-----
-
-The CPU's kernel that runs tapes (tape.py): one loop over instructions, which are data.
+The CPU's kernel is one loop over instructions:
 
     tape_run    (registers *u64, code *i32, schedule *i64, parts i64, words i64, n i64)
 
-Index i does the parts of the code that the schedule lists, on the registers from word i `words` on. A register is an
-element in Montgomery form, R of algebra.field.program.montgomery_radix. Time depends on the tape alone.
+Index i executes the parts of the code that the schedule lists, on the registers from word i `words` on. A register is
+an element in Montgomery form, R of algebra.field.program.montgomery_radix. Time depends on the tape only. An
+instruction
+loads three register offsets and two elements: some 2 ns in addition to a product's 20 to 40.
 
-An instruction is three loads of a place, two of elements, and the operation: some 2 ns on top of a product's 20 to 40.
-
-
-----
-
-Tapes (tape.py) in the disk cache of kernels: recording those of a pairing takes 60 ms, reading them 1.
-
-An entry's code is a line of JSON, then the tape's code and its schedule as they lie in memory. Nothing of it is in the
-report: the cache's checksum is the code's, and with another constant a verifier would accept other proofs. So what is
-said of machine code in cache.py holds for tapes: an altered entry is made again, and a key is of all that a
-tape depends on, which is the code below algebra.
+Tapes are kept in the disk cache of kernels: recording those of a pairing takes 60 ms, reading them 1.
 """
 
 from __future__ import annotations
@@ -51,8 +40,7 @@ import heapq
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -61,11 +49,11 @@ from accelerant.algebra.field.llvm_kernels import SOURCES
 from accelerant.algebra.field.llvm_packed import PackedLimbs
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.algebra.field.places import HOST
-from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
-from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource
+from accelerant.runtime.compilation.kernel import Binary, KernelSource
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, program
 from accelerant.runtime.compilation.sources import builder_key
+from accelerant.runtime.recorded_launch import launch
 
 __all__ = [
     "ADD",
@@ -75,46 +63,52 @@ __all__ = [
     "Recorder",
     "Segment",
     "Tape",
+    "TapeFunction",
     "TapeKernel",
-    "kept",
+    "cached",
     "kernel_source",
     "run_tape",
 ]
 
 ADD, SUB, MUL = 0, 1, 2
-_LEAF, _CONSTANT = -1, -2
+_INPUT, _CONSTANT = -1, -2
 _ABSOLUTE, _SCRATCH = 0, 1
-"""Windows that every segment has: what is not moved (constants come by their value), and scratch."""
+"""Windows of every segment: absolute registers (constants, by their value), and scratch."""
 
 _Node = tuple[int, int, int]
-"""(operation, operand, operand); (_LEAF, window, place); (_CONSTANT, value, 0)."""
+"""(operation, operand, operand); (_INPUT, window, offset); (_CONSTANT, value, 0)."""
+
+_Register = tuple[int, int]
+"""(window, offset)."""
+
+_Run = tuple[int, tuple[tuple[_Register, ...], ...]]
+"""(operation, instructions): an instruction is the registers of the result and of the operands."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Instructions on windows.
+    """Instructions on windows of registers.
 
     Attributes:
         field: of the values.
-        windows: their names; the numbers below count from 2 on.
-        runs: (operation, instructions) each; an instruction is three registers (window, place), that of the result
-            first. Constants have window 0, and for a place their value.
-        scratch: registers it needs.
+        windows: their names; window numbers of registers start at 2.
+        runs: instructions grouped by operation. Constants have window 0 and their value for an offset.
+        scratch: number of scratch registers.
     """
 
     field: Field
     windows: tuple[str, ...]
-    runs: tuple[tuple[int, tuple[tuple[tuple[int, int], ...], ...]], ...]
+    runs: tuple[_Run, ...]
     scratch: int
 
     @property
     def products(self) -> int:
-        """How many it does."""
+        """Return the number of products."""
         return sum(len(instructions) for operation, instructions in self.runs if operation == MUL)
 
 
 class Recorder:
-    """Writes down what is computed with its values, which are numbers of no other meaning."""
+    """Records operations on values, which are opaque numbers."""
 
     def __init__(self, field: Field) -> None:
         self.field = field
@@ -125,15 +119,15 @@ class Recorder:
     # --- values --------------------------------------------------------------------------------------------------
 
     def inputs(self, window: str, size: int) -> tuple[int, ...]:
-        """The values of a window's first registers before the segment."""
-        return tuple(self._node((_LEAF, self._window(window), i)) for i in range(size))
+        """Return the values of a window's first registers before the segment."""
+        return tuple(self._node((_INPUT, self._window(window), i)) for i in range(size))
 
     def constant(self, value: int) -> int:
-        """A value known beforehand, taken modulo the modulus."""
+        """Return a constant, taken modulo the modulus."""
         return self._node((_CONSTANT, value % self.field.modulus, 0))
 
     def add(self, a: int, b: int) -> int:
-        """The sum a + b."""
+        """Return a + b."""
         if self._is(a, 0):
             return b
         if self._is(b, 0):
@@ -141,15 +135,15 @@ class Recorder:
         return self._node((ADD, min(a, b), max(a, b)))
 
     def sub(self, a: int, b: int) -> int:
-        """The difference a - b."""
+        """Return a - b."""
         return a if self._is(b, 0) else self._node((SUB, a, b))
 
     def neg(self, a: int) -> int:
-        """The opposite, -a."""
+        """Return -a."""
         return self.sub(self.constant(0), a)
 
     def mul(self, a: int, b: int) -> int:
-        """The product a b."""
+        """Return a b."""
         if self._is(a, 1) or self._is(b, 0):
             return b
         if self._is(b, 1) or self._is(a, 0):
@@ -165,39 +159,38 @@ class Recorder:
         return self._windows.index(name) + 2
 
     def _node(self, node: _Node) -> int:
-        found = self._known.get(node)
-        if found is None:
-            found = self._known[node] = len(self._nodes)
+        number = self._known.get(node)
+        if number is None:
+            number = self._known[node] = len(self._nodes)
             self._nodes.append(node)
-        return found
+        return number
 
     # --- segments ------------------------------------------------------------------------------------------------
 
     def segment(self, outputs: Mapping[str, Sequence[int]]) -> Segment:
-        """What was recorded, as far as these values need it.
+        """Return the instructions that compute some values.
 
         Args:
             outputs: window -> the values of its first registers after the segment.
         """
-        targets: dict[int, tuple[int, int]] = {}
+        targets: dict[int, _Register] = {}
         zero = self.constant(0)
         for name, values in outputs.items():
-            for place, value in enumerate(values):
-                target = (self._window(name), place)
-                if self._nodes[value] == (_LEAF, *target):
+            for offset, value in enumerate(values):
+                target = (self._window(name), offset)
+                if self._nodes[value] == (_INPUT, *target):
                     continue
                 if self._nodes[value][0] < 0 or value in targets:  # a copy, which is a node of its own
                     self._nodes.append((ADD, value, zero))
                     value = len(self._nodes) - 1
                 targets[value] = target
-        order = self._ordered(targets)
-        runs, scratch = self._placed(order, targets)
+        runs, scratch = self._allocate(self._schedule(targets), targets)
         return Segment(self.field, tuple(self._windows), runs, scratch)
 
-    def _ordered(self, targets: Mapping[int, tuple[int, int]]) -> list[int]:
-        """The nodes that the targets need: operands first, and one operation as long as there is one that can be done.
+    def _schedule(self, targets: Mapping[int, _Register]) -> list[int]:
+        """Return the nodes that the targets need: operands first, each operation for as long as one of it is ready.
 
-        Greedy; among those that can be done, in the order of recording.
+        Greedy; ready nodes in the order of recording.
         """
         needed, stack = set[int](), list(targets)
         while stack:
@@ -227,52 +220,50 @@ class Recorder:
                         heapq.heappush(ready[self._nodes[user][0]], user)
         return order
 
-    def _placed(
-        self, order: Sequence[int], targets: Mapping[int, tuple[int, int]]
-    ) -> tuple[tuple[tuple[int, tuple[tuple[tuple[int, int], ...], ...]], ...], int]:
-        """Runs with registers, and how many of scratch they take.
+    def _allocate(self, order: Sequence[int], targets: Mapping[int, _Register]) -> tuple[tuple[_Run, ...], int]:
+        """Assign registers; return the runs and the number of scratch registers.
 
-        A value that goes to a register of a window is put there at once if nothing reads what that holds any more; else
-        it waits in scratch for the end.
+        A value that goes to a register of a window is written there at once if nothing reads the register's old value
+        any more; else it stays in scratch until the end.
         """
         last: dict[int, int] = {}
         for time, i in enumerate(order):
             for a in self._nodes[i][1:]:
                 last[a] = time
-        held = {self._nodes[a][1:]: time for a, time in last.items() if self._nodes[a][0] == _LEAF}
-        where: dict[int, tuple[int, int]] = {}
+        held = {self._nodes[a][1:]: time for a, time in last.items() if self._nodes[a][0] == _INPUT}
+        registers: dict[int, _Register] = {}
         free: list[int] = []
         size = 0
-        runs: list[tuple[int, list[tuple[tuple[int, int], ...]]]] = []
-        late: list[tuple[tuple[int, int], tuple[int, int]]] = []
+        runs: list[tuple[int, list[tuple[_Register, ...]]]] = []
+        late: list[tuple[_Register, _Register]] = []
         for time, i in enumerate(order):
             operation, *operands = self._nodes[i]
-            read = [self._register(a, where) for a in operands]
+            read = [self._register(a, registers) for a in operands]
             for a in set(operands):
-                if last[a] == time and where.get(a, (_ABSOLUTE, 0))[0] == _SCRATCH and a not in targets:
-                    heapq.heappush(free, where[a][1])
+                if last[a] == time and registers.get(a, (_ABSOLUTE, 0))[0] == _SCRATCH and a not in targets:
+                    heapq.heappush(free, registers[a][1])
             target = targets.get(i)
             if target is not None and held.get(target, -1) <= time:
-                where[i] = target
+                registers[i] = target
             else:
                 if not free:
                     heapq.heappush(free, size)
                     size += 1
-                where[i] = (_SCRATCH, heapq.heappop(free))
+                registers[i] = (_SCRATCH, heapq.heappop(free))
                 if target is not None:
-                    late.append((target, where[i]))
+                    late.append((target, registers[i]))
             if not runs or runs[-1][0] != operation:
                 runs.append((operation, []))
-            runs[-1][1].append((where[i], *read))
+            runs[-1][1].append((registers[i], *read))
         if late:
             runs.append((ADD, [(target, source, (_ABSOLUTE, 0)) for target, source in late]))
         return tuple((operation, tuple(instructions)) for operation, instructions in runs), size
 
-    def _register(self, a: int, where: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+    def _register(self, a: int, registers: Mapping[int, _Register]) -> _Register:
         kind, first, second = self._nodes[a]
         if kind == _CONSTANT:
             return _ABSOLUTE, first
-        return (first, second) if kind == _LEAF else where[a]
+        return (first, second) if kind == _INPUT else registers[a]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,12 +272,12 @@ class Tape:
 
     Attributes:
         field: of the values.
-        code: int32. Runs one after another: operation, count, and for each instruction the places of result and
-            operands, in words from the first register.
-        schedule: (m, 2), int64: parts of the code, first and end, in the order in which they are done.
-        registers: how many.
-        constants: the values of the first registers; the first one is 0.
-        products: how many it does.
+        code: int32, runs one after another: operation, count, and for each instruction the offsets of the result and of
+            the operands, in words from the first register.
+        schedule: (m, 2), int64: first and end of the parts of the code, in the order of execution.
+        registers: number of registers.
+        constants: values of the first registers; the first one is 0.
+        products: number of products.
     """
 
     field: Field
@@ -297,8 +288,17 @@ class Tape:
     products: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TapeFunction:
+    """A tape, and the first registers of its inputs and outputs."""
+
+    tape: Tape
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
 class Program:
-    """Segments in the order in which they are done."""
+    """Segments in the order of their execution."""
 
     def __init__(self, field: Field) -> None:
         self.field = field
@@ -306,12 +306,12 @@ class Program:
         self._calls: list[tuple[Segment, tuple[int, ...]]] = []
 
     def window(self, size: int) -> int:
-        """The place of new registers, counted from the first one after the constants."""
+        """Allocate registers; return the first one's number, not counting the constants."""
         self._windows += size
         return self._windows - size
 
     def call(self, segment: Segment, **windows: int) -> None:
-        """Do a segment, its windows beginning at these places.
+        """Append a segment, its windows bound to the registers from these numbers on.
 
         Raises:
             ValueError: other windows than the segment's.
@@ -321,14 +321,14 @@ class Program:
         self._calls.append((segment, tuple(windows[name] for name in segment.windows)))
 
     def assemble(self) -> Tape:
-        """The tape. Where a segment is called on the same windows again, its code is there once."""
+        """Return the tape; calls of a segment on the same windows share their code."""
         constants = {0: 0}
         for segment in dict.fromkeys(segment for segment, _ in self._calls):
             for _, instructions in segment.runs:
                 for instruction in instructions:
-                    for window, place in instruction:
+                    for window, offset in instruction:
                         if window == _ABSOLUTE:
-                            constants.setdefault(place, len(constants))
+                            constants.setdefault(offset, len(constants))
         first = len(constants)
         scratch = first + self._windows
         code: list[npt.NDArray[np.int32]] = []
@@ -341,12 +341,12 @@ class Program:
             segment, bases = call
             if segment not in templates:
                 templates[segment] = _template(segment, constants)
-            places, windows = templates[segment]
+            offsets, windows = templates[segment]
             starts = np.array([0, scratch, *(first + base for base in bases), 0])
             words = np.where(windows < 0, 1, self.field.limbs)
-            code.append(((places + starts[windows]) * words).astype(np.int32))
-            parts[call] = size, size + len(places)
-            size += len(places)
+            code.append(((offsets + starts[windows]) * words).astype(np.int32))
+            parts[call] = size, size + len(offsets)
+            size += len(offsets)
         return Tape(
             field=self.field,
             code=np.concatenate(code) if code else np.zeros(0, np.int32),
@@ -358,18 +358,20 @@ class Program:
 
 
 def _template(segment: Segment, constants: Mapping[int, int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Places, and the window that each counts from; -1 for what is no register."""
-    places: list[int] = []
+    """Return the code's offsets within windows, and the windows; -1 for operations and counts."""
+    offsets: list[int] = []
     windows: list[int] = []
     for operation, instructions in segment.runs:
-        places += (operation, len(instructions))
+        offsets += (operation, len(instructions))
         windows += (-1, -1)
         for instruction in instructions:
-            for window, place in instruction:
-                places.append(constants[place] if window == _ABSOLUTE else place)
+            for window, offset in instruction:
+                offsets.append(constants[offset] if window == _ABSOLUTE else offset)
                 windows.append(window)
-    return np.array(places, np.int64), np.array(windows, np.int64)
+    return np.array(offsets, np.int64), np.array(windows, np.int64)
 
+
+# --- kernel ----------------------------------------------------------------------------------------------------------
 
 _ENTRY = "tape_run"
 _OPERATIONS = {ADD: "add", SUB: "sub", MUL: "mul"}
@@ -378,25 +380,23 @@ _ARGUMENTS = ("*u64", "*i32", "*i64", "i64", "i64", "i64")
 
 @dataclass(frozen=True, slots=True)
 class TapeKernel:
-    """A Builder (see runtime/compilation/kernel.py) of tape_run; field: its name."""
+    """A Builder (see runtime/compilation/kernel.py) of tape_run for the field of a name."""
 
     field: str
 
     written_out = True
-    """LLVM has little to do: see runtime/providers/cpu.py."""
+    """LLVM has little to optimise: see runtime/providers/cpu.py."""
 
-    @property
-    def least_share(self) -> int:
-        """An index is a millisecond of work: two are worth two threads."""
-        return 1
+    least_share = 1
+    """An index is a millisecond of work: two are worth two threads."""
 
     @property
     def key(self) -> str:
-        """See builder_key; the text depends on the target in nothing else."""
+        """See builder_key; the text does not depend on the target."""
         return builder_key(self, *SOURCES)
 
     def build(self, target: str) -> str:
-        """LLVM IR."""
+        """Return the LLVM IR."""
         return _text(self.field)
 
 
@@ -438,7 +438,7 @@ def _write_run(packed: PackedLimbs, code: FunctionBuilder, name: str, run: tuple
 
 @functools.cache
 def kernel_source(field: Field) -> KernelSource:
-    """The kernel for a field of several limbs."""
+    """Return the kernel for a field of several limbs."""
     return KernelSource(
         name=f"{_ENTRY}_{field.name}",
         dialects={"llvm": TapeKernel(field.name)},
@@ -447,81 +447,58 @@ def kernel_source(field: Field) -> KernelSource:
     )
 
 
-@functools.cache
-def _kernel(field: Field) -> Kernel:
-    return registry.create("cpu").compile(kernel_source(field))
-
-
 def run_tape(tape: Tape, registers: npt.NDArray[np.uint64]) -> None:
     """Run a tape on the CPU.
 
     Args:
-        tape: what to do.
-        registers: (n, tape.registers, limbs), contiguous: each of the n is run by itself, in place. The constants are
-            in, in Montgomery form.
+        tape: the program.
+        registers: (n, tape.registers, limbs), contiguous, updated in place: n independent register files, with the
+            constants set, in Montgomery form.
     """
-    pointers = [HOST.pointer(array) for array in (registers, tape.code, tape.schedule)]
-    sizes = (len(tape.schedule), tape.registers * tape.field.limbs, len(registers))
-    HOST.provider.launch(_kernel(tape.field), (len(registers),), (1,), (*pointers, *sizes))
+    n, arrays = len(registers), (registers, tape.code, tape.schedule)
+    sizes = (len(tape.schedule), tape.registers * tape.field.limbs, n)
+    launch(HOST, kernel_source(tape.field), _ENTRY, n, 1, arrays, *sizes)
 
 
-class _Taped(Protocol):
-    """A dataclass with a tape; its other fields are places of registers: integers, or tuples of them."""
-
-    @property
-    def tape(self) -> Tape: ...
+# --- disk cache ------------------------------------------------------------------------------------------------------
 
 
-_T = TypeVar("_T", bound=_Taped)
+def cached(name: str, field: Field, make: Callable[[], TapeFunction]) -> TapeFunction:
+    """Return what `make` records, from the disk if it is there.
 
-
-def kept(kind: Callable[..., _T], name: str, field: Field, make: Callable[[], _T]) -> _T:
-    """What `make` gives, from the disk if it is there.
+    An entry is a line of JSON, then the tape's code and schedule as in memory. All of it is covered by the cache's
+    checksum, and none is in the entry's report: with another constant, a verifier would accept other proofs.
 
     Args:
-        kind: a dataclass as _Taped says.
-        name: of the tape; with the code below algebra all that it depends on.
+        name: with the code in SOURCES, everything that the tape depends on.
         field: of its values.
         make: records it.
     """
     key = kernel_key(tape=builder_key(name, *SOURCES), byteorder=sys.byteorder)
-    found, _ = KernelCache().get_or_build(key, lambda: _binary(make()), name=f"tape_{name}", target="any CPU")
-    return _taped(kind, field, found)
-
-
-def _binary(taped: _Taped) -> Binary:
-    tape = taped.tape
-    rest = {
-        "schedule": len(tape.schedule),
-        "registers": tape.registers,
-        "constants": [f"{value:x}" for value in tape.constants],
-        "products": tape.products,
-        "places": {name: getattr(taped, name) for name in _places(type(taped))},
-    }
-    code = json.dumps(rest).encode() + b"\n" + tape.code.tobytes() + tape.schedule.tobytes()
-    return Binary(code=code, symbols={}, resources={})
-
-
-def _taped(kind: Callable[..., _T], field: Field, binary: Binary) -> _T:
+    binary, _ = KernelCache().get_or_build(key, lambda: _binary(make()), name=f"tape_{name}", target="any CPU")
     line, _, words = binary.code.partition(b"\n")
-    rest = json.loads(line)
-    size = len(words) - 16 * rest["schedule"]
+    header = json.loads(line)
+    size = len(words) - 16 * header["schedule"]
     tape = Tape(
         field=field,
         code=np.frombuffer(words[:size], np.int32),
         schedule=np.frombuffer(words[size:], np.int64).reshape(-1, 2),
-        registers=rest["registers"],
-        constants=tuple(int(value, 16) for value in rest["constants"]),
-        products=rest["products"],
+        registers=header["registers"],
+        constants=tuple(int(value, 16) for value in header["constants"]),
+        products=header["products"],
     )
-    places = {name: _plain(rest["places"][name]) for name in _places(kind)}
-    return kind(tape=tape, **places)
+    return TapeFunction(tape, tuple(header["inputs"]), tuple(header["outputs"]))
 
 
-def _places(kind: Any) -> list[str]:
-    return [each.name for each in fields(kind) if each.name != "tape"]
-
-
-def _plain(value: Any) -> Any:
-    """JSON's lists are tuples here."""
-    return tuple(value) if isinstance(value, list) else value
+def _binary(function: TapeFunction) -> Binary:
+    tape = function.tape
+    header = {
+        "schedule": len(tape.schedule),
+        "registers": tape.registers,
+        "constants": [f"{value:x}" for value in tape.constants],
+        "products": tape.products,
+        "inputs": function.inputs,
+        "outputs": function.outputs,
+    }
+    code = json.dumps(header).encode() + b"\n" + tape.code.tobytes() + tape.schedule.tobytes()
+    return Binary(code=code, symbols={}, resources={})

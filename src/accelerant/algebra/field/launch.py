@@ -4,7 +4,7 @@ Words here are what places.py keeps: contiguous, dtype and shape right, every el
 canonical (form "canonical") or in Montgomery form ("montgomery", x R mod p). All functions give new words in the form
 they got.
 
-An op has one implementation for each backend, so nothing is chosen: see algebra/counted.py.
+An op has one implementation for each backend, so nothing is chosen: see runtime/recorded_launch.py.
 """
 
 from __future__ import annotations
@@ -12,21 +12,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import numpy as np
 
-from accelerant.algebra.counted import counted
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.places import Place
-from accelerant.algebra.field.program import kernel_source
-from accelerant.algebra.field.program import launch as grid_and_block
+from accelerant.algebra.field.program import grid_and_block, kernel_source
 from accelerant.algebra.field.words import dtype_of, element_shape, tail_of, unreduced
 from accelerant.errors import FormatError, ShapeError
-from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import Kernel
-from accelerant.runtime.ledger import OpRecord, ledger
+from accelerant.runtime.ledger import OpRecord
+from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
 
 __all__ = ["Form", "binary", "check_reduced", "dotted", "inverse", "power", "reduced", "summed", "unary"]
 
@@ -47,7 +43,7 @@ def binary(place: Place, field: Field, op: str, x: Words, y: Words, form: Form) 
     """Add, sub or mul of words of one shape."""
     z = place.empty(tuple(x.shape), dtype_of(field))
     n = _count(field, x)
-    with _counted(place, field, op, x.shape, form, arrays=3, operations=n):
+    with _recorded(place, field, op, x.shape, form, arrays=3, operations=n):
         _launch(place, field, _entry(op, form), (x, y, z), (n,), n)
     return z
 
@@ -56,7 +52,7 @@ def unary(place: Place, field: Field, op: str, x: Words, form: Form) -> Words:
     """Neg or square; to_montgomery and from_montgomery, which change the form."""
     z = place.empty(tuple(x.shape), dtype_of(field))
     n = _count(field, x)
-    with _counted(place, field, op, x.shape, form, arrays=2, operations=n):
+    with _recorded(place, field, op, x.shape, form, arrays=2, operations=n):
         _launch(place, field, _entry(op, form), (x, z), (n,), n)
     return z
 
@@ -85,7 +81,7 @@ def power(place: Place, field: Field, x: Words, exponent: int, form: Form, name:
     n, bits = _count(field, x), exponent.bit_length()
     words = place.load(np.array(_exponent_words(exponent), np.uint64))
     multiplies = n * max(0, bits + exponent.bit_count() - 2)
-    with _counted(place, field, "pow", x.shape, form, arrays=2, operations=multiplies):
+    with _recorded(place, field, "pow", x.shape, form, arrays=2, operations=multiplies):
         _launch(place, field, _entry("pow", form), (x, z, words), (bits, n), n)
     return z
 
@@ -109,7 +105,7 @@ def summed(place: Place, field: Field, x: Words, axis: int | None, form: Form) -
         axis %= len(shape)
         left = (*shape[:axis], *shape[axis + 1 :])
         x = place.last(x, axis, len(tail))
-    with _counted(place, field, "sum", x.shape, form, arrays=1, operations=_count(field, x)):
+    with _recorded(place, field, "sum", x.shape, form, arrays=1, operations=_count(field, x)):
         return _folded(place, field, "field_sum", (x,), math.prod(left)).reshape((*left, *tail))
 
 
@@ -123,7 +119,7 @@ def dotted(place: Place, field: Field, x: Words, y: Words, form: Form) -> Words:
     if not shape:
         raise ShapeError("dot sums along the last axis; x and y are single elements")
     left = shape[:-1]
-    with _counted(place, field, "dot", x.shape, form, arrays=2, operations=_count(field, x)):
+    with _recorded(place, field, "dot", x.shape, form, arrays=2, operations=_count(field, x)):
         sums = _folded(place, field, _entry("dot", form), (x, y), math.prod(left))
         return sums.reshape((*left, *tail_of(field)))
 
@@ -185,11 +181,6 @@ def _entry(op: str, form: Form) -> str:
     return f"field_{op}_montgomery" if form == "montgomery" and op in _BY_FORM else f"field_{op}"
 
 
-@functools.cache
-def _kernel(field: Field, entry: str, backend: str, device: int) -> Kernel:
-    return registry.create(backend).compile(kernel_source(field, entry), device=device)
-
-
 def _chunk(place: Place) -> int:
     return _CHUNKS.get(place.backend, _CHUNKS[""])
 
@@ -203,18 +194,18 @@ def _launch(
     n: int,
     chunk: int = 1,
 ) -> None:
-    """One entry of the field's program on n elements, chunk of them an index; with pointers before the scalars."""
+    """Launch an entry of the field's program on n elements, `chunk` of them per index or block."""
     if n:
-        kernel = _kernel(field, entry, place.backend, place.index)
-        grid, block = ((-(-n // chunk),), (1,)) if place.backend == "cpu" else grid_and_block(entry, n, chunk)
-        place.provider.launch(kernel, grid, block, (*map(place.pointer, words), *scalars))
+        blocks, threads = (-(-n // chunk), 1) if place.backend == "cpu" else grid_and_block(entry, n, chunk)
+        launch(place, kernel_source(field, entry), entry, blocks, threads, words, *scalars)
 
 
-def _counted(
+def _recorded(
     place: Place, field: Field, op: str, shape: Sequence[int], form: Form, *, arrays: int, operations: int
-) -> AbstractContextManager[None]:
-    """Count and now and then time what the block launches; arrays: how many of that shape it reads and writes."""
-    return counted(place, _record(field, f"field_{op}", place, tuple(shape), form, arrays, operations))
+) -> RecordedLaunch:
+    """Record the block as one call that reads and writes so many arrays of that shape."""
+    record = _record(field, f"field_{op}", place, tuple(shape), form, arrays, operations)
+    return RecordedLaunch(record, place.provider, place.index)
 
 
 @functools.lru_cache(maxsize=_RECORDS_LIMIT)
@@ -223,16 +214,6 @@ def _record(
 ) -> OpRecord:
     dialect, _ = kernel_source(field).pick(place.provider.dialects)
     sizes = "x".join(map(str, element_shape(field, shape))) or "scalar"
-    return ledger().record(
-        OpRecord(
-            op=op,
-            implementation=dialect,
-            backend=place.backend,
-            device=place.label,
-            case=f"{sizes} {field.name}" + " montgomery" * (form == "montgomery"),
-            own=True,
-            bytes_per_call=arrays * math.prod(shape) * dtype_of(field).itemsize,
-            flops_per_call=operations,
-            reason=f"the only one on {place.backend}",
-        )
-    )
+    case = f"{sizes} {field.name}" + " montgomery" * (form == "montgomery")
+    size_bytes = arrays * math.prod(shape) * dtype_of(field).itemsize
+    return sole_record(op, dialect, place.backend, place.label, case, size_bytes=size_bytes, operations=operations)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from accelerant.errors import ConfigError
 
-__all__ = ["FIELDS", "FQ2", "Field", "QuadraticField", "field_of"]
+__all__ = ["FIELDS", "FQ2", "Field", "QuadraticField", "field_of", "register_field"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,4 +152,32 @@ def field_of(name: str) -> Field:
     """
     if name not in FIELDS:
         raise ConfigError(f"unknown field {name!r}; known are {', '.join(FIELDS)}")
+    return FIELDS[name]
+
+
+def register_field(name: str, modulus: int, generator: int) -> Field:
+    """Register a prime field for this process.
+
+    Args:
+        name: an identifier.
+        modulus: p, a prime of an even number of 64-bit words, at least one bit below that.
+        generator: of the multiplicative group, or any quadratic non-residue if roots of unity of orders 2^k suffice.
+
+    Raises:
+        ConfigError: another field has the name, or a parameter is out of these limits.
+    """
+    if not (name.isidentifier() and name.isascii()):
+        raise ConfigError(f"a field's name must be an identifier, got {name!r}")
+    if any(pow(base, modulus - 1, modulus) != 1 for base in (2, 3, 5, 7) if base % modulus):
+        raise ConfigError(f"{name}: the modulus {modulus} is not prime")
+    try:
+        field = Field(name, modulus, generator % modulus)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if field.bits <= 64 or field.limbs % 2 or field.bits % 64 == 0:
+        raise ConfigError(
+            f"{name}: kernels are for moduli of an even number of 64-bit words with a spare bit, got {field.bits} bits"
+        )
+    if FIELDS.setdefault(name, field) != field:
+        raise ConfigError(f"{name}: another field has this name, {FIELDS[name]}")
     return FIELDS[name]

@@ -21,7 +21,8 @@ from accelerant.algebra.field.llvm_kernels import FieldKernels
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.ptx import ptx_macros
 from accelerant.errors import ConfigError
-from accelerant.runtime.compilation.kernel import Builder, KernelSource, LazyDialects, portable_header
+from accelerant.runtime.compilation.kernel import Builder, KernelSource, LazyDialects
+from accelerant.runtime.compilation.portable import portable_header
 from accelerant.runtime.compilation.sources import sources_hash
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "entries",
     "field_text",
     "kernel_source",
-    "launch",
     "montgomery_radix",
 ]
 
@@ -143,17 +143,17 @@ def kernel_source(field: Field, entry: str | None = None) -> KernelSource:
     return KernelSource(name=f"{entry or 'field'}_{field.name}", dialects=LazyDialects(**makers), entries=kept)
 
 
-def launch(entry: str, n: int, chunk: int = 1) -> tuple[tuple[int], tuple[int]]:
-    """Grid and block of an entry of the C dialects.
+def grid_and_block(entry: str, n: int, chunk: int = 1) -> tuple[int, int]:
+    """Return the blocks and threads per block of an entry of the C dialects.
 
     Args:
         entry: see entries.
         n: elements, at least 1.
-        chunk: elements of a partial result, where the entry has such.
+        chunk: elements per partial result, for entries that have such.
     """
     if entry in _BY_CHUNK:
-        return (-(-n // chunk),), (BLOCK,)
-    return (-(-n // (BLOCK * (INVERSES if entry in _BY_SEVERAL else 1))),), (BLOCK,)
+        return -(-n // chunk), BLOCK
+    return -(-n // (BLOCK * (INVERSES if entry in _BY_SEVERAL else 1))), BLOCK
 
 
 def field_text(field: Field, prefix: str, dialect: str) -> str:

@@ -1,7 +1,7 @@
-"""The operations of a transformer block's passes: products, column sums, gradients through GELU and through a norm.
+"""The pieces of a block's two passes as Operations: products, sums of columns, the gradients through gelu and a norm.
 
-They are neither public functions nor torch ops: the autograd functions of block.py call them. Attention is in
-packed.py, embeddings and the loss are in ends.py.
+None is a public function or an op of torch's: the autograd functions of block.py call them. Attention is in packed.py,
+embeddings and loss are in ends.py.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ __all__ = [
     "refuses_triton_kernel",
 ]
 
-_GeluGradient = tuple[Tensor, Tensor, Tensor | None]
-_NormGradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+_WithSums = tuple[Tensor, Tensor, Tensor | None]
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -71,7 +70,7 @@ _linear_dw = Operation("linear_dw", (Implementation("torch", _run_dw),), cost=_p
 
 
 def linear(x: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None) -> Tensor:
-    """Multiply rows x (M, K) by weight (N, K) transposed and add the bias in the product's epilogue: (M, N)."""
+    """The rows x (M, K) times weight (N, K) transposed, plus bias in the product's epilogue: (M, N)."""
     if isinstance(weight, Float8Weight):
         return float8.linear(x, weight, bias)
     y: Tensor = _linear_fwd(Case(x.device, x.dtype, (x.shape[0], *weight.shape)), x, weight, bias)
@@ -79,7 +78,7 @@ def linear(x: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None) -> Ten
 
 
 def linear_dx(dy: Tensor, weight: Tensor | Float8Weight) -> Tensor:
-    """Return the gradient (M, K) of linear's input from that of its result (M, N)."""
+    """The gradient (M, K) of linear's rows, from that of its result (M, N)."""
     if isinstance(weight, Float8Weight):
         return float8.linear_dx(dy, weight)
     dx: Tensor = _linear_dx(Case(dy.device, dy.dtype, (dy.shape[0], weight.shape[1], weight.shape[0])), dy, weight)
@@ -87,13 +86,13 @@ def linear_dx(dy: Tensor, weight: Tensor | Float8Weight) -> Tensor:
 
 
 def linear_dw(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient (N, K) of linear's weight in `dtype`; the sum over the rows is rounded once."""
+    """The gradient (N, K) of linear's weight, in a dtype: the sum over the rows is not rounded before."""
     case = Case(dy.device, dy.dtype, (dy.shape[1], x.shape[1], dy.shape[0]))
     dw: Tensor = _linear_dw(case, dy, x, dtype)
     return dw
 
 
-# --- column sums -----------------------------------------------------------------------------------------------------
+# --- sums of columns -------------------------------------------------------------------------------------------------
 
 
 def _torch_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,7 +110,7 @@ _columns = Operation(
 
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum each column of x (M, N) in float32 or better; the result has `dtype`."""
+    """The sum of each column of x (M, N), in a dtype; added in float32 or better."""
     sums: Tensor = _columns(Case(x.device, x.dtype, x.shape), x, dtype)
     return sums
 
@@ -132,18 +131,18 @@ _columns_each = Operation(
 
 
 def column_sums_each(x: Tensor, examples: int) -> Tensor:
-    """Sum the columns of x over the rows of each example, (M, N) to (examples, N), in float32 or better.
+    """The sums of x's columns over each example's rows, (M, N) to (examples, N), in float32 or better.
 
-    The M / examples rows of an example are consecutive.
+    The rows of an example stand together, M / examples of them.
     """
     sums: Tensor = _columns_each(Case(x.device, x.dtype, x.shape, (f"examples {examples}",)), x, examples)
     return sums
 
 
-# --- the gradient through GELU -------------------------------------------------------------------------------------
+# --- gelu's gradient, and gelu anew ----------------------------------------------------------------------------------
 
 
-def _torch_dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> _GeluGradient:
+def _torch_dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> _WithSums:
     dz = torch.ops.aten.gelu_backward(dy, z, approximate=approximate)
     return dz, functional.gelu(z, approximate=approximate), None if sums is None else _torch_columns(dz, sums)
 
@@ -158,23 +157,21 @@ _dgelu = Operation(
 )
 
 
-def dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> _GeluGradient:
-    """Return the gradient of z (M, N) through GELU, gelu(z), and the gradient's column sums unless `sums` is None."""
+def dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> _WithSums:
+    """The gradient of z (M, N) through gelu, gelu(z), and the sums of the gradient's columns where a dtype is given."""
     case = Case(z.device, z.dtype, z.shape, (approximate, "" if sums is None else "sums"))
-    gradient: _GeluGradient = _dgelu(case, dy, z, approximate, sums)
-    return gradient
+    found: _WithSums = _dgelu(case, dy, z, approximate, sums)
+    return found
 
 
-# --- the same after a product ----------------------------------------------------------------------------------------
+# --- the product before it, too --------------------------------------------------------------------------------------
 
 
 _PARTIAL_ROWS = 32
-"""Rows of dz in each partial column sum of the Hopper kernel."""
+"""Of dz to a partial sum of its columns, as the Hopper kernel leaves them."""
 
 
-def _hopper_dz(
-    dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None, approximate: str
-) -> _GeluGradient:
+def _hopper_dz(dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None) -> _WithSums:
     dz, a, partial = hopper.launch_dz(dy, launch_turn(weight), z)
     if sums is None:
         return dz, a, None
@@ -186,13 +183,11 @@ def _hopper_dz(
     return dz, a, partial[: M // _PARTIAL_ROWS].view(examples, -1, N).sum(1)
 
 
-def _separate_dz(
-    dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None, approximate: str
-) -> _GeluGradient:
+def _apart(dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None) -> _WithSums:
     dx = linear_dx(dy, weight)
     if sums is None or examples is None:
-        return dgelu(dx, z, approximate, sums)
-    dz, a, _ = dgelu(dx, z, approximate, None)
+        return dgelu(dx, z, "tanh", sums)
+    dz, a, _ = dgelu(dx, z, "tanh", None)
     return dz, a, column_sums_each(dz, examples)
 
 
@@ -203,46 +198,44 @@ def _dz_cost(case: Case) -> Cost:
 
 _linear_dz = Operation(
     "linear_dz",
-    (Implementation("hopper", _hopper_dz, refuses=hopper.refuses, own=True), Implementation("separate", _separate_dz)),
+    (Implementation("hopper", _hopper_dz, refuses=hopper.refuses, own=True), Implementation("apart", _apart)),
     cost=_dz_cost,
 )
 
 
 def linear_dz(
-    dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None = None,
-    approximate: str = "tanh",
-) -> _GeluGradient:  # fmt: skip
-    """Return the gradient of z (M, N) through linear(gelu(z)), gelu(z), and the gradient's column sums.
+    dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None = None
+) -> _WithSums:
+    """For linear(gelu(z)) by the tanh approximation: the gradient of z (M, N), gelu(z), sums of the former's columns.
 
     Args:
         dy: (M, K), the gradient of the result.
         weight: (K, N).
         z: contiguous.
-        sums: dtype of the column sums; None for none.
-        examples: number of examples to sum separately, (examples, N) in float32 or better; None for one sum.
-        approximate: form of GELU, "tanh" or "none".
+        sums: their dtype; None for none.
+        examples: where the sums are wanted for each of so many, (examples, N) and float32 or better.
     """
-    case = Case(dy.device, dy.dtype, (*z.shape, weight.shape[0]), (approximate, "" if sums is None else "sums"))
-    gradient: _GeluGradient = _linear_dz(case, dy, weight, z, sums, examples, approximate)
-    return gradient
+    case = Case(dy.device, dy.dtype, (*z.shape, weight.shape[0]), ("tanh", "" if sums is None else "sums"))
+    found: _WithSums = _linear_dz(case, dy, weight, z, sums, examples)
+    return found
 
 
-# --- the gradient through a norm, with its column sums ---------------------------------------------------------------
+# --- the gradient through a norm, with the sums of its columns --------------------------------------------------------
 
 
-def _triton_norm(
+def _own_norm(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, eps: float,
     needs: Sequence[bool], sums: torch.dtype | None,
-) -> _NormGradients:  # fmt: skip
-    column_sums = None if sums is None else torch.empty(s.shape[-1], dtype=sums, device=s.device)
-    gradients = launch_backward(True, dy, s, weight, bias, statistics, eps, needs, ds, dxsum=column_sums)
-    return *gradients, column_sums
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    summed = None if sums is None else torch.empty(s.shape[-1], dtype=sums, device=s.device)
+    found = launch_backward(True, dy, s, weight, bias, statistics, eps, needs, ds, dxsum=summed)
+    return *found, summed
 
 
 def _torch_norm(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, eps: float,
     needs: Sequence[bool], sums: torch.dtype | None,
-) -> _NormGradients:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     dx, dweight, dbias = torch_backward(True, dy, s, weight, bias, statistics, eps, needs, ds)
     return dx, dweight, dbias, None if sums is None else _torch_columns(dx.reshape(-1, dx.shape[-1]), sums)
 
@@ -250,7 +243,7 @@ def _torch_norm(
 _norm_bwd = Operation(
     "block_norm_bwd",
     (
-        Implementation("triton", _triton_norm, refuses=refuses_triton_kernel, own=True),
+        Implementation("triton", _own_norm, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_norm),
     ),
     cost=lambda case: Cost(4 * math.prod(case.shape) * case.dtype.itemsize, 19 * math.prod(case.shape)),
@@ -260,53 +253,57 @@ _norm_bwd = Operation(
 def norm_backward(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, eps: float,
     needs: Sequence[bool], sums: torch.dtype | None,
-) -> _NormGradients:  # fmt: skip
-    """Return the gradients of a layer norm's input s (..., N), plus ds, of weight and bias, and its column sums.
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradient of what a layer_norm normalised, s (..., N), plus ds; of weight and bias; the first one's sums.
 
-    The sums, in dtype `sums` unless None, are the gradient of a bias that was added last to s.
+    The sums over its rows, in a dtype where one is given, are the gradient of a bias that the sum s ended with.
     """
     case = Case(s.device, s.dtype, s.shape, ("" if ds is None else "residual", "" if sums is None else "sums"))
-    gradients: _NormGradients = _norm_bwd(case, dy, ds, s, weight, bias, statistics, eps, needs, sums)
-    return gradients
+    found: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] = _norm_bwd(
+        case, dy, ds, s, weight, bias, statistics, eps, needs, sums
+    )
+    return found
 
 
-# --- the same with sums over each example's rows ---------------------------------------------------------------------
+# --- the same, the sums over the rows apart for each example ---------------------------------------------------------
+
+_Each = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _torch_norm_each(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, statistics: Tensor, eps: float, examples: int,
-    required: tuple[bool, bool, bool],
-) -> _NormGradients:  # fmt: skip
+    wanted: tuple[bool, bool, bool],
+) -> _Each:  # fmt: skip
     dx, _, _ = torch_backward(True, dy, s, weight, None, statistics, eps, (True, False, False), ds)
     N = s.shape[-1]
     rows, h = dy.reshape(-1, N), s.reshape(-1, N).to(statistics.dtype)
     dweight = None
-    if required[0]:
+    if wanted[0]:
         h = (h - statistics[:, :1]) * statistics[:, 1:]
         dweight = _torch_columns_each(h * rows, examples)
-    dbias = _torch_columns_each(rows, examples) if required[1] else None
-    return dx, dweight, dbias, _torch_columns_each(dx.view(-1, N), examples) if required[2] else None
+    dbias = _torch_columns_each(rows, examples) if wanted[1] else None
+    return dx, dweight, dbias, _torch_columns_each(dx.view(-1, N), examples) if wanted[2] else None
 
 
-def _triton_norm_each(
+def _own_norm_each(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, statistics: Tensor, eps: float, examples: int,
-    required: tuple[bool, bool, bool],
-) -> _NormGradients:  # fmt: skip
-    return launch_backward_each(dy, s, weight, statistics, examples, required, ds)
+    wanted: tuple[bool, bool, bool],
+) -> _Each:  # fmt: skip
+    return launch_backward_each(dy, s, weight, statistics, examples, wanted, ds)
 
 
 def _refuses_each(case: Case) -> str | None:
     if case.shape[-1] > WIDE_BACKWARD:
         return f"takes at most {WIDE_BACKWARD} columns"
     if not math.prod(case.shape):
-        return "takes no empty tensor"
+        return "has nothing to sum"
     return refuses_triton_kernel(case)
 
 
 _norm_bwd_each = Operation(
     "block_norm_bwd_each",
     (
-        Implementation("triton", _triton_norm_each, refuses=_refuses_each, own=True),
+        Implementation("triton", _own_norm_each, refuses=_refuses_each, own=True),
         Implementation("torch", _torch_norm_each),
     ),
     cost=lambda case: Cost(4 * math.prod(case.shape) * case.dtype.itemsize, 19 * math.prod(case.shape)),
@@ -315,17 +312,17 @@ _norm_bwd_each = Operation(
 
 def norm_backward_each(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, statistics: Tensor, eps: float, examples: int,
-    required: tuple[bool, bool, bool],
-) -> _NormGradients:  # fmt: skip
-    """Return the gradient of a layer norm's input s (..., N), plus ds, and sums over the rows of each example.
+    wanted: tuple[bool, bool, bool],
+) -> _Each:  # fmt: skip
+    """The gradient of what a layer_norm normalised, s (..., N), plus ds; and sums over each example's rows.
 
     Args:
-        required: which sums: the per-example gradients of weight, of bias, and of a bias that was added last to s.
+        wanted: which of the sums: those that make up the gradients of weight, of bias, and of a bias that s ended with.
 
     Returns:
-        the gradient, and (examples, N) for each required sum, in float32 or better.
+        the gradient; (examples, N) of each sum that is wanted, in float32 or better.
     """
     options = ("" if ds is None else "residual", f"examples {examples}")
     case = Case(s.device, s.dtype, s.shape, options)
-    gradients: _NormGradients = _norm_bwd_each(case, dy, ds, s, weight, statistics, eps, examples, required)
-    return gradients
+    found: _Each = _norm_bwd_each(case, dy, ds, s, weight, statistics, eps, examples, wanted)
+    return found

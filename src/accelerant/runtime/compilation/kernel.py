@@ -1,35 +1,24 @@
-"""A kernel before and after compilation: KernelSource -> Binary -> Kernel.
+"""What a kernel is before and after compilation: KernelSource -> Binary -> Kernel.
 
 A source holds the same algorithm in one or more *dialects*; a provider compiles the first dialect it knows:
 
     portable   C with the macro header portable.h: CUDA, HIP and OpenCL from one text
     cuda       CUDA C++
-    triton     a Triton function with its specialisation (made by triton.py)
+    triton     a Triton function with its specialisation (runtime/compilation/triton.py makes these)
     llvm       a builder of LLVM IR for the CPU
 
-A dialect's value is the program's text, or a Builder that makes the program for each target.
+A dialect's value is the program's text, or a Builder where the program is made for each target.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from accelerant.errors import CompileError
 
-__all__ = [
-    "CUDA_TARGETS",
-    "Binary",
-    "Builder",
-    "Kernel",
-    "KernelSource",
-    "LazyDialects",
-    "Resources",
-    "portable_header",
-]
+__all__ = ["CUDA_TARGETS", "Binary", "Builder", "Kernel", "KernelSource", "LazyDialects", "Resources"]
 
 CUDA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """The NVIDIA architectures that every op serves; Hopper-only kernels declare ("sm_90a",)."""
@@ -37,11 +26,11 @@ CUDA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Resources that one thread or block of a compiled kernel uses; None where the compiler does not report them.
+    """What one thread or block of a compiled kernel takes; None where the compiler does not say.
 
     Attributes:
         registers: 32-bit registers a thread.
-        spill_bytes: bytes a thread stores to local memory for want of registers.
+        spill_bytes: bytes a thread moves to local memory for want of registers (stores).
         stack_bytes: stack frame of a thread.
         shared_bytes: static and dynamic shared memory of a block.
     """
@@ -52,7 +41,7 @@ class Resources:
     shared_bytes: int | None = None
 
     def to_dict(self) -> dict[str, int | None]:
-        """Return the fields by name."""
+        """The fields by name."""
         return asdict(self)
 
 
@@ -64,8 +53,8 @@ class Binary:
         code: a cubin, an object file, or whatever the provider loads.
         symbols: entry name -> symbol in the code (they differ where the compiler mangles names).
         resources: entry name -> Resources.
-        metadata: what the launcher needs besides (threads a block, scratch arguments); JSON values only.
-        log: the compiler's log.
+        metadata: what the launcher must know besides (threads a block, scratch arguments); JSON values only.
+        log: the compiler's words.
     """
 
     code: bytes
@@ -77,7 +66,7 @@ class Binary:
 
 @runtime_checkable
 class Builder(Protocol):
-    """A program that is made for each target. `key` must change whenever the result of `build` would."""
+    """A program that is made for each target. `key` must change whenever what `build` returns would."""
 
     @property
     def key(self) -> str:
@@ -85,7 +74,7 @@ class Builder(Protocol):
         ...
 
     def build(self, target: str) -> Binary | str:
-        """Return machine code, or text that the provider compiles (LLVM IR).
+        """The machine code, or text that the provider compiles (LLVM IR).
 
         Raises:
             CompileError: with the compiler's log.
@@ -94,17 +83,17 @@ class Builder(Protocol):
 
 
 class LazyDialects(Mapping[str, "str | Builder"]):
-    """Dialects whose text is written on first access: a process needs only that of its device."""
+    """Dialects of which each is written when it is first asked for: a process needs the one of its device."""
 
     def __init__(self, **makers: Callable[[], str | Builder]) -> None:
-        """Take functions by dialect, in order of preference."""
+        """Makers by dialect, in order of preference."""
         self._makers = makers
-        self._programs: dict[str, str | Builder] = {}
+        self._made: dict[str, str | Builder] = {}
 
     def __getitem__(self, dialect: str) -> str | Builder:
-        if dialect not in self._programs:
-            self._programs[dialect] = self._makers[dialect]()
-        return self._programs[dialect]
+        if dialect not in self._made:
+            self._made[dialect] = self._makers[dialect]()
+        return self._made[dialect]
 
     def __contains__(self, dialect: object) -> bool:
         return dialect in self._makers
@@ -126,9 +115,8 @@ class KernelSource:
         entries: entry point -> the types of its arguments: "*" for a pointer into device memory
             (any element type: "*u64", "*bf16"), "i32" "u32" "i64" "u64" "f32" "f64" for scalars, "struct" for one
             passed by value as bytes (CUDA only, through LoadedKernel.pack).
-        targets: the architectures it is written for; CI compiles it for each. Empty: any.
-        options: extra options of the compiler, part of the cache's key. NVRTC ("-DWIDTH=8",
-            "--ptxas-options=-O1") and the OpenCL driver get them as they are; Triton and LLVM take none.
+        targets: the architectures it is meant for; CI compiles it for each. Empty: whatever the provider finds.
+        options: extra options of the compiler.
     """
 
     name: str
@@ -138,7 +126,7 @@ class KernelSource:
     options: tuple[str, ...] = ()
 
     def pick(self, known: tuple[str, ...]) -> tuple[str, str | Builder]:
-        """Return the first of the known dialects that this source has, and its program.
+        """The first of the known dialects that this source has.
 
         Raises:
             CompileError: it has none of them.
@@ -160,12 +148,12 @@ class Kernel:
         backend: the provider's name.
         device: index of the device it is loaded on.
         target: architecture it was compiled for.
-        arguments: types, as in KernelSource.entries.
+        arguments: types, as KernelSource.entries gives them.
         resources: registers, spills, shared memory.
-        compile_ms: milliseconds for compiling or reading the disk cache.
+        compile_ms: milliseconds that compiling or reading the disk cache took.
         from_cache: whether it came from the disk cache.
         metadata: see Binary.
-        handle: the provider's own object.
+        handle: the provider's own.
     """
 
     name: str
@@ -178,9 +166,3 @@ class Kernel:
     from_cache: bool
     metadata: Mapping[str, Any]
     handle: Any
-
-
-@functools.cache
-def portable_header() -> str:
-    """Return the text of portable.h, which precedes every kernel in the portable dialect."""
-    return (Path(__file__).parent / "portable.h").read_text(encoding="utf-8")

@@ -10,40 +10,9 @@ from typing import Any
 
 import torch
 
+from accelerant.runtime.ledger import Decision, observers
+
 __all__ = ["Decision", "Explanation", "explain", "explain_quietly", "observers"]
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One dispatch inside an explained call.
-
-    Attributes:
-        op, case, device: what ran on what.
-        implementation: what was chosen.
-        own: Accelerant's own kernel.
-        refused: what was preferred but refused, or failed in the race, with the reason.
-        not_tried: implementations that were neither refused nor timed.
-        reason: why this one: "forced", a race's times, a shipped table, the order of preference.
-        raced: implementation and milliseconds of a call, the chosen one among them; empty where none were timed.
-    """
-
-    op: str
-    case: str
-    device: str
-    implementation: str
-    own: bool
-    refused: tuple[tuple[str, str], ...]
-    not_tried: tuple[str, ...]
-    reason: str = ""
-    raced: tuple[tuple[str, float], ...] = ()
-
-    def __str__(self) -> str:
-        lines = [f"{self.op}  {self.case}  on {self.device}"]
-        lines += [f"  refused  {name}: {reason}" for name, reason in self.refused]
-        why = f": {self.reason}" if self.reason else ""
-        lines.append(f"  chosen   {self.implementation}{' (own kernel)' if self.own else ' (library)'}{why}")
-        lines += [f"  not tried  {name}" for name in self.not_tried]
-        return "\n".join(lines)
 
 
 @dataclass(slots=True)
@@ -67,9 +36,6 @@ class Explanation:
     def __repr__(self) -> str:
         return f"Explanation({len(self.decisions)} decisions, {self.total_ms:.3f} ms)"
 
-
-observers: list[Callable[[Decision], None]] = []
-"""Told of each dispatch while there are any; dispatch looks in here."""
 
 _observers_lock = threading.Lock()
 

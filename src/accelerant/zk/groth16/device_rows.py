@@ -7,16 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from accelerant.algebra.counted import counted
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.places import Place
 from accelerant.algebra.ntt.launch import transform
 from accelerant.errors import ShapeError
-from accelerant.runtime.ledger import OpRecord, ledger
+from accelerant.runtime.ledger import OpRecord
+from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
 from accelerant.zk.groth16.csr import Csr
 from accelerant.zk.groth16.lanes import Lanes
 from accelerant.zk.groth16.program import BLOCK, EACH, LONG, kernel_source
-from accelerant.zk.launching import launch
 
 __all__ = ["DeviceRows", "gathered", "unreduced"]
 
@@ -57,7 +56,8 @@ class DeviceRows:
             raise ShapeError(f"the witness must have at least {self._least} values, got {witness.shape[0]}")
         place, field, n = self._place, self._field, self._n
         values = place.empty((3, n, field.limbs), _U64)
-        with counted(place, _record(place, field, n, self._n_entries)):
+        record = _record(place, field, n, self._n_entries)
+        with RecordedLaunch(record, place.provider, place.index):
             lists = (self._values, self._columns, self._starts)
             _run(place, field, "groth16_rows", 2 * n, (*lists, witness, values), 2 * n)
             if self._n_long:
@@ -94,16 +94,12 @@ def _run(place: Place, field: Field, entry: str, threads: int, arrays: tuple[Wor
 def _record(place: Place, field: Field, n: int, entries: int) -> OpRecord:
     size = field.size_bytes
     dialect, _ = kernel_source(field).pick(place.provider.dialects)
-    return ledger().record(
-        OpRecord(
-            op="sparse_mul",
-            implementation=dialect,
-            backend=place.backend,
-            device=place.label,
-            case=f"{2 * n} rows, {entries} entries {field.name}",
-            own=True,
-            bytes_per_call=entries * (2 * size + 4) + n * (5 * size + 16),
-            flops_per_call=entries + n,
-            reason=f"the only one on {place.backend}",
-        )
+    return sole_record(
+        "sparse_mul",
+        dialect,
+        place.backend,
+        place.label,
+        f"{2 * n} rows, {entries} entries {field.name}",
+        size_bytes=entries * (2 * size + 4) + n * (5 * size + 16),
+        operations=entries + n,
     )

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.algebra.counted import counted
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.parameters import Field
+from accelerant.runtime.recorded_launch import RecordedLaunch
 from accelerant.zk.groth16.device_rows import gathered
 from accelerant.zk.groth16.lanes import Lanes, Mark
 from accelerant.zk.msm import device
@@ -158,7 +158,8 @@ class Section:
         lanes.wait(lane, after)
         with lanes.lane(lane):
             first = lanes.mark(lane)
-            with counted(place, msm_record(place, self._curve, self._n, 1)):
+            record = msm_record(place, self._curve, self._n, 1)
+            with RecordedLaunch(record, place.provider, place.index):
                 if self._which is not None:
                     values = gathered(place, self._field, values, self._which, self._n)
                 started = self._start(values)

@@ -7,12 +7,11 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.algebra.counted import counted
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.places import HOST
 from accelerant.errors import ShapeError
-from accelerant.runtime.compilation.kernel import Kernel
-from accelerant.runtime.ledger import OpRecord, ledger
+from accelerant.runtime.ledger import OpRecord
+from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
 from accelerant.zk.groth16.csr import Csr, sorted_by_row
 from accelerant.zk.groth16.llvm_rows import kernel_source
 
@@ -75,30 +74,22 @@ class SparseMatrix:
         if z.shape != shape or z.dtype != np.uint64 or not z.flags.carray:
             raise ShapeError(f"out must be {shape}, uint64, contiguous; got {z.shape}, {z.dtype}")
         rows = self._rows
-        pointers = map(HOST.pointer, (rows.values, rows.columns, rows.starts, x, z))
-        with counted(HOST, _record(self.field, self.n_rows, len(x), self.n_entries)):
-            HOST.provider.launch(_kernel(self.field.name), (self.n_rows,), (1,), (*pointers, self.n_rows))
+        arrays = (rows.values, rows.columns, rows.starts, x, z)
+        record = _record(self.field, self.n_rows, len(x), self.n_entries)
+        with RecordedLaunch(record, HOST.provider, HOST.index):
+            launch(HOST, kernel_source(self.field.name), "sparse_rows", self.n_rows, 1, arrays, self.n_rows)
         return z
-
-
-@functools.cache
-def _kernel(field: str) -> Kernel:
-    return HOST.provider.compile(kernel_source(field))
 
 
 @functools.lru_cache(maxsize=1024)
 def _record(field: Field, rows: int, columns: int, entries: int) -> OpRecord:
     size = field.size_bytes
-    return ledger().record(
-        OpRecord(
-            op="sparse_mul",
-            implementation="llvm",
-            backend=HOST.backend,
-            device=HOST.label,
-            case=f"{rows}x{columns} {entries} entries {field.name}",
-            own=True,
-            bytes_per_call=entries * (size + 4) + rows * (size + 8) + columns * size,
-            flops_per_call=entries,
-            reason=f"the only one on {HOST.backend}",
-        )
+    return sole_record(
+        "sparse_mul",
+        "llvm",
+        HOST.backend,
+        HOST.label,
+        f"{rows}x{columns} {entries} entries {field.name}",
+        size_bytes=entries * (size + 4) + rows * (size + 8) + columns * size,
+        operations=entries,
     )

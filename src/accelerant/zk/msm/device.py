@@ -22,7 +22,7 @@ import numpy.typing as npt
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.places import Place
 from accelerant.errors import OutOfMemory
-from accelerant.zk.launching import launch
+from accelerant.runtime.recorded_launch import launch
 from accelerant.zk.msm.device_plan import MOST_INDICES, DevicePlan, coordinate_words, device_plan
 from accelerant.zk.msm.horner import horner
 from accelerant.zk.msm.program import MULTIPLES_BLOCK, TOGETHER, multiples_source

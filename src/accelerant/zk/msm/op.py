@@ -13,13 +13,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from accelerant.algebra.counted import counted
 from accelerant.algebra.curve.launch import first_unreduced
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field import words as host
 from accelerant.algebra.field.places import HOST, Place, in_kind, inward, is_tensor, place_of
 from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
-from accelerant.runtime.ledger import OpRecord, ledger
+from accelerant.runtime.ledger import OpRecord
+from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 from accelerant.zk.elliptic_curve import EllipticCurve
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.msm.cpu import Bases, plan
@@ -124,7 +124,7 @@ def summed(
         FormatError: what `check` found.
     """
     n = int(rows[0].shape[0]) if rows else 0
-    with counted(place, msm_record(place, curve, n, len(rows))):
+    with RecordedLaunch(msm_record(place, curve, n, len(rows)), place.provider, place.index):
         started = [run(row) for row in rows]
         wrong = check()
         found = [each.finish() if isinstance(each, Pending) else each for each in started]
@@ -236,16 +236,12 @@ def msm_record(place: Place, curve: Curve[Any], n: int, rows: int) -> OpRecord:
         from accelerant.zk.msm.program import accumulate_source
 
         dialect, _ = accumulate_source(curve).pick(place.provider.dialects)
-    return ledger().record(
-        OpRecord(
-            op="msm",
-            implementation=dialect,
-            backend=place.backend,
-            device=place.label,
-            case=f"{rows}x" * (rows != 1) + f"{n} {curve.name}",
-            own=True,
-            bytes_per_call=n * (2 * degree * base.size_bytes + rows * curve.scalars.size_bytes),
-            flops_per_call=rows * plan(curve.order, n, 1).products(n),
-            reason=f"the only one on {place.backend}",
-        )
+    return sole_record(
+        "msm",
+        dialect,
+        place.backend,
+        place.label,
+        f"{rows}x" * (rows != 1) + f"{n} {curve.name}",
+        size_bytes=n * (2 * degree * base.size_bytes + rows * curve.scalars.size_bytes),
+        operations=rows * plan(curve.order, n, 1).products(n),
     )

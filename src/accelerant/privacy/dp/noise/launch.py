@@ -5,15 +5,12 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from fractions import Fraction
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from accelerant.algebra.counted import counted
-from accelerant.algebra.field.places import place_of
 from accelerant.errors import ConfigError
 from accelerant.ops._launch import multiprocessors
 from accelerant.privacy.dp.noise.laplace import digits_of, laplace_blocks, thresholds
@@ -33,9 +30,10 @@ from accelerant.privacy.random.device import take
 from accelerant.privacy.random.llvm_kernels import lanes
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
-from accelerant.runtime.ledger import OpRecord, ledger
+from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.provider import ComputeProvider
-from accelerant.runtime.streams.stream import capturing
+from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
+from accelerant.runtime.streams.capture import capturing
 
 __all__ = [
     "add_steps",
@@ -152,41 +150,26 @@ def _launch_rows(stream: SecureStream, tensors: Sequence[Tensor], plan: Plan, nu
         kernel.handle.pack((blocks, 1, 1), args, index_of(device)).start()
 
 
-def noted(
-    op: str, tensors: Sequence[Tensor], kernel: Kernel, elements: int, *, accesses: int
-) -> AbstractContextManager[None]:
-    """Count and now and then time a launch in the runtime's ledger.
+def noted(op: str, tensors: Sequence[Tensor], kernel: Kernel, elements: int, *, accesses: int) -> RecordedLaunch:
+    """Record the block as a call in the runtime's ledger.
 
     Args:
-        op: the name it has there.
+        op: its name in the ledger.
         tensors: of one dtype and device.
-        kernel: that is launched.
+        kernel: the kernel that is launched.
         elements: in all tensors.
-        accesses: reads and writes of each.
+        accesses: reads and writes of each element.
     """
     x = tensors[0]
-    place = place_of(x)
-    name = str(x.dtype).removeprefix("torch.")
-    record = _record(
-        op, kernel.name, place.backend, place.label, f"{elements} {name}", accesses * elements * x.itemsize
-    )
-    return counted(place, record)
+    case = f"{elements} {str(x.dtype).removeprefix('torch.')}"
+    record = _record(op, kernel.name, kernel.backend, kernel.device, case, accesses * elements * x.itemsize)
+    return RecordedLaunch(record, registry.create(kernel.backend), kernel.device)
 
 
 @functools.lru_cache(maxsize=1024)
-def _record(op: str, implementation: str, backend: str, label: str, case: str, size_bytes: int) -> OpRecord:
-    return ledger().record(
-        OpRecord(
-            op=op,
-            implementation=implementation,
-            backend=backend,
-            device=label,
-            case=case,
-            own=True,
-            bytes_per_call=size_bytes,
-            reason=f"the only one on {backend}",
-        )
-    )
+def _record(op: str, implementation: str, backend: str, index: int, case: str, size_bytes: int) -> OpRecord:
+    device = backend if backend == "cpu" else f"{backend}:{index}"
+    return sole_record(op, implementation, backend, device, case, size_bytes=size_bytes)
 
 
 def packed_rows(tensors: Sequence[Tensor], group: int) -> tuple[bytes, int]:

@@ -1,0 +1,136 @@
+"""Kernel launches that record themselves in the ledger, for ops with one implementation on each backend.
+
+Such ops need no dispatch, and this module no torch: the zero-knowledge CPU path runs without it. `explain` and the
+ledger show their calls like those of dispatched ops.
+
+    record = sole_record("curve_neg", "llvm", "cpu", "cpu", "8 bn254_g1", size_bytes=1024)      kept by the caller
+    with RecordedLaunch(record, space.provider, space.index):
+        launch(space, source, "curve_neg", blocks, threads, (x, z), n)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from accelerant.runtime.compilation.kernel import Kernel, KernelSource
+from accelerant.runtime.ledger import Decision, OpRecord, ledger, observers
+from accelerant.runtime.provider import ComputeProvider, Pointer
+
+__all__ = ["MemorySpace", "RecordedLaunch", "launch", "sole_record"]
+
+_ledger = ledger()
+_kernels: dict[tuple[str, str, str, int], Kernel] = {}
+"""Compiled kernels, by program, entry point, backend and device."""
+
+
+class MemorySpace(Protocol):
+    """The memory of one device: its provider, the device's index, and the addresses of arrays in it."""
+
+    backend: str
+    index: int
+
+    @property
+    def provider(self) -> ComputeProvider:
+        """Return the provider that computes there."""
+
+    def pointer(self, words: Any, /) -> Pointer:
+        """Return what a launch takes for an array."""
+
+
+def sole_record(
+    op: str, implementation: str, backend: str, device: str, case: str, *, size_bytes: int, operations: int = 0
+) -> OpRecord:
+    """Return the ledger's record of an op's only implementation on a backend.
+
+    The ledger finds it by its fields, under a lock, so callers cache it.
+
+    Args:
+        op, implementation, backend, device, case: see OpRecord.
+        size_bytes: least bytes that a call moves.
+        operations: arithmetic operations of a call.
+    """
+    return _ledger.record(
+        OpRecord(
+            op=op,
+            implementation=implementation,
+            backend=backend,
+            device=device,
+            case=case,
+            own=True,
+            bytes_per_call=size_bytes,
+            flops_per_call=operations,
+            reason=f"the only one on {backend}",
+        )
+    )
+
+
+class RecordedLaunch:
+    """Context manager that counts its block as one call, times a sample of the calls, and notifies `explain`.
+
+    A failure is counted, too; an error after which the device is unusable becomes DeviceLost.
+    """
+
+    __slots__ = ("_index", "_provider", "_record", "_start")
+
+    def __init__(self, record: OpRecord, provider: ComputeProvider, index: int) -> None:
+        self._record, self._provider, self._index = record, provider, index
+
+    def __enter__(self) -> None:
+        self._start = _ledger.begin(self._record, self._provider, self._index)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        record = self._record
+        if error is not None:
+            if isinstance(error, Exception):
+                _ledger.failed(record)
+                lost = self._provider.lost(error)
+                if lost is not None:
+                    raise lost from error
+            return
+        if self._start is not None:
+            _ledger.end(record, self._start, self._provider, self._index)
+        if observers:
+            decision = Decision(
+                op=record.op,
+                case=record.case,
+                device=record.device,
+                implementation=record.implementation,
+                own=True,
+                refused=(),
+                not_tried=(),
+                reason=record.reason,
+            )
+            for observer in list(observers):
+                observer(decision)
+
+
+def launch(
+    space: MemorySpace,
+    source: KernelSource,
+    entry: str,
+    blocks: int,
+    threads: int,
+    arrays: Sequence[Any],
+    *scalars: int,
+) -> None:
+    """Launch an entry point of a program, compiled on first use.
+
+    Args:
+        space: holds the arrays.
+        source: named after everything its text depends on.
+        entry: takes pointers first, then scalars.
+        blocks: blocks of the grid, at least 1; on the CPU, the indices that the kernel iterates over.
+        threads: threads per block; 1 on the CPU.
+        arrays: in the space, contiguous.
+        scalars: the remaining arguments.
+    """
+    provider = space.provider
+    key = (source.name, entry, space.backend, space.index)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        kernel = _kernels[key] = provider.compile(source, entry=entry, device=space.index)
+    provider.launch(kernel, (blocks,), (threads,), (*map(space.pointer, arrays), *scalars))
