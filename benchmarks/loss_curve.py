@@ -29,7 +29,7 @@ from accelerant.bench.journal import SAME
 from accelerant.bench.record import Environment
 from accelerant.errors import ConfigError, DivergenceError, FormatError
 from accelerant.nn import GPT, GPTConfig
-from accelerant.nn._float8 import require_float8
+from accelerant.nn.layers import require_float8
 from accelerant.nn.train.batches import Prefetcher, halves, random_windows
 from accelerant.nn.train.checkpoint import Checkpoints
 from accelerant.nn.train.config import TrainConfig

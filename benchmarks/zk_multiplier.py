@@ -42,8 +42,7 @@ from accelerant.algebra.field.parameters import Field
 from accelerant.bench.timer import time_ms
 from accelerant.errors import AccelerantError
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import Kernel, KernelSource
-from accelerant.runtime.compilation.portable import portable_header
+from accelerant.runtime.compilation.kernel import Kernel, KernelSource, portable_header
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk.msm.device_plan import device_plan
 

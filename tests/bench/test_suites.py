@@ -19,7 +19,7 @@ from accelerant.bench.suites import algebra, bandwidth, batches, neural, streami
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.ops._cases import Benchmark, Sample
 from accelerant.runtime import registry
-from accelerant.runtime.streams.chunks import ChunkedRun
+from accelerant.runtime.streams.transfer import ChunkedRun
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ from accelerant.bench.record import Record
 from accelerant.bench.timer import Timing
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
+from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.provider import ComputeDevice
-from accelerant.runtime.providers.cuda_compile import compile_cuda
 from benchmarks import zk as suite
 from benchmarks import zk_first, zk_inputs, zk_multiplier
 from benchmarks.__main__ import main

@@ -15,8 +15,8 @@ from accelerant.cli.app import main
 from accelerant.config import override
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache
-from accelerant.runtime.compilation.cache_entries import AheadOfTime, entries
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource
+from accelerant.runtime.providers.cuda import OfflineCudaProvider
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -71,7 +71,7 @@ def test_a_damaged_entry_is_listed_and_cleared(run, cache, damage):
             (folder / "report.json").write_text('{"name": "fie')
         case _:
             (folder / "report.json").write_text("[]")
-    (entry,) = entries()
+    (entry,) = KernelCache().entries()
     assert entry.damage
     assert "damaged" in run("list")[1]
     assert run("clear", "--yes")[0] == 0
@@ -92,11 +92,11 @@ def fill(cache, *names):
 
 def test_clear_selects_by_name(run, cache):
     fill(cache, "gelu_fwd", "gelu_bwd", "softmax_fwd")
-    assert [entry.registers for entry in entries()] == [8, 8, 11]
+    assert [entry.registers for entry in KernelCache().entries()] == [8, 8, 11]
     status, output, _ = run("clear", "gelu*", "--yes", "--json")
     assert status == 0
     assert json.loads(output)["removed"] == 2
-    assert [entry.name for entry in entries()] == ["softmax_fwd"]
+    assert [entry.name for entry in KernelCache().entries()] == ["softmax_fwd"]
 
 
 def test_clear_does_not_guess(run, cache):
@@ -107,7 +107,7 @@ def test_clear_does_not_guess(run, cache):
     status, _, errors = run("clear", "glu", "--yes")
     assert status == 2
     assert errors == "accelerant: no kernel 'glu' here; there are gelu_fwd\n"
-    assert len(entries()) == 1
+    assert len(KernelCache().entries()) == 1
 
 
 def test_clear_removes_what_dead_processes_left(run, cache):
@@ -115,7 +115,7 @@ def test_clear_removes_what_dead_processes_left(run, cache):
     for name, age in ((".new-old", 7200), (".new-young", 0)):
         (cache / name).mkdir()
         os.utime(cache / name, (time.time() - age,) * 2)
-    assert [entry.name for entry in entries()] == ["gelu_fwd"]
+    assert [entry.name for entry in KernelCache().entries()] == ["gelu_fwd"]
     assert json.loads(run("clear", "--yes", "--json")[1])["leftovers"] == 1
     assert [path.name for path in cache.iterdir()] == [".new-young"]
 
@@ -145,7 +145,10 @@ def test_warm_for_architectures_without_a_device(run, cache):
         ("field_add", "sm_90", False),
         ("field_add", "sm_80", False),
     ]
-    assert {(entry.name, entry.target) for entry in entries()} == {("field_add", "sm_90"), ("field_add", "sm_80")}
+    assert {(entry.name, entry.target) for entry in KernelCache().entries()} == {
+        ("field_add", "sm_90"),
+        ("field_add", "sm_80"),
+    }
     assert all(row["from_cache"] for row in json.loads(run("warm", "field_add", "--arch", "sm_90", "--json")[1]))
 
 
@@ -164,13 +167,13 @@ def test_warm_with_triton(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert {(row["kernel"], row["target"]) for row in rows} == {("gelu_fwd", "sm_80")}
-    assert len(entries(tmp_path / "kernels")) == len(rows) == len({row["detail"] for row in rows})
+    assert len(KernelCache(tmp_path / "kernels").entries()) == len(rows) == len({row["detail"] for row in rows})
 
 
 def test_ahead_of_time_chooses_the_target_as_a_device_does():
     def target(wanted, *targets):
         made = KernelSource("k", {}, {"k": ()}, targets=targets)
-        provider = AheadOfTime(wanted)
+        provider = OfflineCudaProvider(wanted)
         return provider._target(made, 0) if provider.serves(made) else None
 
     assert target("sm_90", *CUDA_TARGETS) == "sm_90"
@@ -202,7 +205,7 @@ def test_bad_input_is_one_line_and_status_2(run, arguments, message):
 def test_a_device_finds_what_was_compiled_ahead(run, cache):
     device = registry.choose("cuda")
     assert run("warm", "field_add")[0] == 0
-    assert {entry.target for entry in entries()} == {device.architecture}
+    assert {entry.target for entry in KernelCache().entries()} == {device.architecture}
     assert registry.create("cuda").compile(source()).from_cache
 
 
@@ -213,10 +216,10 @@ def test_an_op_finds_its_triton_kernel_compiled_ahead(tmp_path):
     environment["ACCELERANT_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-m", "accelerant", "cache", "warm", "gelu_fwd"]
     subprocess.run(command, env=environment, check=True, timeout=120)
-    before = {entry.key for entry in entries(tmp_path / "kernels")}
+    before = {entry.key for entry in KernelCache(tmp_path / "kernels").entries()}
     script = (
         "import torch, accelerant as acl\n"
         "acl.ops.gelu(torch.randn(4096, 4096, device='cuda', dtype=torch.bfloat16), approximate='tanh')"
     )
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=120)
-    assert {entry.key for entry in entries(tmp_path / "kernels")} == before
+    assert {entry.key for entry in KernelCache(tmp_path / "kernels").entries()} == before

@@ -13,9 +13,8 @@ from accelerant.cli.app import main
 from accelerant.cli.compile import TEMPLATES
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.inspect import inspect_cuda, known_targets, read_messages
+from accelerant.runtime.compilation.inspect import LIMITS, inspect_cuda, known_targets, occupancy, read_messages
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource
-from accelerant.runtime.compilation.occupancy import LIMITS, occupancy
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is for Linux and Windows")
 

@@ -56,8 +56,8 @@ def test_what_is_no_file_exits_with_2(inspect, tmp_path):
     status, out, err = inspect(path)
     assert (status, out) == (2, "")
     where = f"accelerant: {path}: section 4 (coefficients), byte 904"
-    assert err == f"{where}: the section has 356 bytes, the file 84 more\n"
-    assert inspect(tmp_path / "none.zkey") == (2, "", f"accelerant: no file {tmp_path / 'none.zkey'}\n")
+    assert err == f"{where}: the section has 356 bytes, but the file has only 84 more\n"
+    assert inspect(tmp_path / "none.zkey") == (2, "", f"accelerant: {tmp_path / 'none.zkey'} does not exist\n")
 
 
 def test_names_of_strangers_do_not_reach_the_terminal(inspect, tmp_path):

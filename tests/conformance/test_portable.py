@@ -21,8 +21,7 @@ from accelerant.ops.gelu.portable import gelu_on
 from accelerant.ops.gelu.portable import source as gelu_source
 from accelerant.ops.gelu.reference import gelu_reference
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import CUDA_TARGETS
-from accelerant.runtime.compilation.portable import portable_header
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS, portable_header
 from accelerant.runtime.ledger import ledger
 
 SOURCES = {"field_add": field_add_source, "gelu": gelu_source}
@@ -79,7 +78,7 @@ def stack_of(field, entry):
 @pytest.mark.parametrize("name", SOURCES)
 def test_nvrtc_compiles_it_for_each_target(name, target):
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.providers.cuda_compile import compile_cuda
+    from accelerant.runtime.compilation.cuda import compile_cuda
 
     source = SOURCES[name]()
     assert target in source.targets
@@ -96,7 +95,7 @@ def test_nvrtc_compiles_it_for_each_target(name, target):
 def test_nvrtc_compiles_the_fields(target, dialect, field, entry):
     """In C and with carry chains: the second is what CUDA runs, the first what HIP and OpenCL do."""
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.providers.cuda_compile import compile_cuda
+    from accelerant.runtime.compilation.cuda import compile_cuda
 
     source = kernel_source(field, entry)
     assert target in source.targets

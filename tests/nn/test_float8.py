@@ -6,8 +6,8 @@ from torch import nn
 
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig, Linear, Llama, LlamaConfig, layers, optim
-from accelerant.nn import _float8 as chosen
 from accelerant.nn._precision import LowWeights, float8_of
+from accelerant.nn.layers import float8_weights
 from accelerant.nn.train import Callback, TrainConfig, Trainer
 from accelerant.nn.train import step as step_module
 from accelerant.nn.train import trainer as trainer_module
@@ -37,7 +37,7 @@ def tokens(config=SMALL, batch=3):
 
 
 def gradients(one, batch, float8):
-    low = LowWeights(BF16, chosen.float8_weights(one) if float8 else ())
+    low = LowWeights(BF16, float8_weights(one) if float8 else ())
     with low.refreshed(), torch.autocast("cpu", dtype=BF16):
         loss = one.loss(*batch)
     loss.backward()
@@ -91,7 +91,7 @@ def test_weights_are_made_anew_each_step_and_only_in_it(emulated):
 
 def test_weights_changed_between_the_passes_are_noticed(emulated):
     one = model()
-    low = LowWeights(BF16, chosen.float8_weights(one))
+    low = LowWeights(BF16, float8_weights(one))
     with low.refreshed(), torch.autocast("cpu", dtype=BF16):
         loss = one.loss(*tokens())
     with low.refreshed(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -115,7 +115,7 @@ def test_recomputation_takes_the_same_numbers(emulated):
 
     _, expected = gradients(model(), tokens(), True)
     one = model()
-    low = LowWeights(BF16, chosen.float8_weights(one))
+    low = LowWeights(BF16, float8_weights(one))
     with recomputed(one, ("blocks.*",)), low.refreshed(), torch.autocast("cpu", dtype=BF16):
         one.loss(*tokens()).backward()
     for name, param in one.named_parameters():
@@ -125,24 +125,24 @@ def test_recomputation_takes_the_same_numbers(emulated):
 def test_a_llamas_blocks(emulated):
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=50, context=16, layers=2, heads=4, kv_heads=2, width=32, hidden=64)
-    weights = chosen.float8_weights(Llama(config))
+    weights = float8_weights(Llama(config))
     assert len(weights) == 4 * config.layers
 
 
 def test_which_weights():
     one = model()
-    found = chosen.float8_weights(one)
+    found = float8_weights(one)
     assert len(found) == 4 * SMALL.layers
     assert all(each is not one.wte.weight for each in found)
 
 
 def test_what_is_refused(emulated):
     with pytest.raises(ConfigError, match=r"is for the blocks of accelerant\.nn"):
-        chosen.float8_weights(nn.Linear(16, 16))
+        float8_weights(nn.Linear(16, 16))
     with pytest.raises(ConfigError, match=r"multiples of 16; blocks\.0\.attention\.qkv is \(72, 24\)"):
-        chosen.float8_weights(model(GPTConfig(50, 16, 1, 2, 24)))
+        float8_weights(model(GPTConfig(50, 16, 1, 2, 24)))
     one = model()
-    low = LowWeights(BF16, chosen.float8_weights(one))
+    low = LowWeights(BF16, float8_weights(one))
     with low.refreshed(), torch.autocast("cpu", dtype=BF16):
         loss = one.loss(*tokens())
     with pytest.raises(RuntimeError, match="fp8 cannot be differentiated"):
@@ -151,7 +151,7 @@ def test_what_is_refused(emulated):
 
 def test_a_layer_that_would_not_be_in_fp8_says_so():
     layer = Linear(16, 32)
-    refused = pytest.raises(UnsupportedCase, match=r"Linear\(16, 32, bias=True\) runs as torch's")
+    refused = pytest.raises(UnsupportedCase, match=r"Linear\(16, 32, bias=True\) runs on torch's")
     with LowWeights(BF16, [layer.weight]).refreshed(), torch.autocast("cpu", dtype=BF16), refused:
         layer(torch.randn(3, 16))
 

@@ -402,7 +402,7 @@ def test_rejects_what_does_not_fit():
     with pytest.raises(ConfigError, match="max_norm must be a number, at least 0; got -1"):
         clip_grad_norm_(parameter, -1)
     torchs = torch.optim.AdamW([parameter], amsgrad=True)
-    with pytest.raises(ConfigError, match="amsgrad=True is not served"):
+    with pytest.raises(ConfigError, match="amsgrad=True is not supported"):
         AdamW([parameter]).load_state_dict(torchs.state_dict())
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelerant.errors import ConfigError, ShapeError
-from accelerant.nn import GPT, GPTConfig
+from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
 from accelerant.nn.models.generation import Sampling
 
 CONFIG = GPTConfig(vocab_size=70, context=8, layers=2, heads=2, width=16)
@@ -32,6 +32,17 @@ def test_the_cache_changes_nothing(model, prompt, batch):
     cached = model.generate(idx, 25, temperature=0)
     assert torch.equal(cached, model.generate(idx, 25, temperature=0, use_cache=False))
     assert len(set(cached.flatten().tolist())) > 4  # it does not stand still
+
+
+@pytest.mark.parametrize("context", [37, 100])
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_a_context_that_is_no_multiple_of_the_caches_capacity(kind, context):
+    """A cache's capacity is rounded up to 64 tokens, past the context."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 70, "context": context, "layers": 1, "heads": 2, "width": 16}
+    model = GPT(GPTConfig(**shape)) if kind == "gpt" else Llama(LlamaConfig(**shape, kv_heads=1, hidden=32))
+    idx = tokens(2, context - 5)
+    assert torch.equal(model.generate(idx, 12, temperature=0), model.generate(idx, 12, temperature=0, use_cache=False))
 
 
 def test_a_head_of_odd_width_is_cached_too():

@@ -1,8 +1,8 @@
 """Run in its own process: compile the kernels of ops for targets and print what came out as JSON.
 
 A separate process, since Triton's functions are decorated either for the compiler or for the interpreter.
-Usage: python compile_kernels.py ; reads lines of an op's folder and targets, and answers each with a line.
-The target sm_90 compiles every specialisation, the others one a kernel.
+Usage: python compile_kernels.py; reads lines "folder every|first target..." and answers each with a line of JSON: every
+specialisation of a kernel, or only its first one.
 """
 
 import importlib
@@ -96,7 +96,7 @@ def report(compilation, target):
     return row
 
 
-def compile_all(op, targets):
+def compile_all(op, every, targets):
     cases = importlib.import_module(f"accelerant.ops.{op}.cases")
     rows = []
     for target in targets:
@@ -104,7 +104,7 @@ def compile_all(op, targets):
         for compilation in cases.KERNELS:
             if target not in (*compilation.kernel.targets, "gfx942"):
                 continue
-            if target == "sm_90" or compilation.kernel.name not in seen:
+            if every or compilation.kernel.name not in seen:
                 rows.append(report(compilation, target))
             seen.add(compilation.kernel.name)
     return rows
@@ -114,8 +114,8 @@ def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints, an assembler included, stands apart from the answers
     for line in sys.stdin:
-        op, *targets = line.split()
-        print(json.dumps(compile_all(op, targets)), file=answers, flush=True)
+        op, which, *targets = line.split()
+        print(json.dumps(compile_all(op, which == "every", targets)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

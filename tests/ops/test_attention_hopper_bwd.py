@@ -20,8 +20,8 @@ from accelerant.ops.attention.hopper_bwd import (
     refuses,
     shares_for,
 )
+from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.dispatch import Case
-from accelerant.runtime.providers.cuda_compile import compile_cuda
 
 pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
 

@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from accelerant.errors import LaunchError
 from accelerant.ops.attention.hopper_fwd import KINDS, PLANS, launch_hopper, plan_for, program, refuses
 from accelerant.ops.attention.reference import attention_reference
+from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.dispatch import Case
-from accelerant.runtime.providers.cuda_compile import compile_cuda
 from accelerant.runtime.providers.cuda_launch import LoadedKernel
 
 pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")

@@ -40,11 +40,8 @@ from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.ledger import ledger
 
-TARGETS = ("sm_75", "sm_90", "gfx942")
-"""What kernels are compiled for in each run: every specialisation for sm_90, one of each kernel for the others."""
-
-MORE_TARGETS = tuple(target for target in CUDA_TARGETS if target not in TARGETS)
-"""Those between and above. With nothing in Triton's cache they take minutes, so they are tested as slow."""
+OTHER_TARGETS = (*(target for target in CUDA_TARGETS if target != "sm_90"), "gfx942")
+"""Targets for which one specialisation of each kernel is compiled; for sm_90 every one is, in the slow tests."""
 
 
 def public_kernels(folder):
@@ -486,7 +483,7 @@ def test_batched_backward(op):
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory):
-    """(Folder, targets) -> the report of compile_kernels.py.
+    """(Folder, "every" or "first", targets) -> the report of compile_kernels.py.
 
     One process serves all, since its imports take longer than most folders. A process that ended, or
     that took five minutes for a folder, fails the test of that folder; the next has another.
@@ -504,7 +501,7 @@ def compiler(tmp_path_factory):
             process.kill()
             process.communicate()
 
-    def ask(folder, targets):
+    def ask(folder, which, targets):
         if not running:
             with log.open("w") as stderr:
                 running.append(
@@ -521,7 +518,7 @@ def compiler(tmp_path_factory):
         watch = threading.Timer(300, process.kill)
         watch.start()
         try:
-            process.stdin.write(" ".join((folder, *targets)) + "\n")
+            process.stdin.write(" ".join((folder, which, *targets)) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except BrokenPipeError:
@@ -539,12 +536,16 @@ def compiler(tmp_path_factory):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this system")
 @pytest.mark.parametrize(
-    "targets",
-    [pytest.param(TARGETS, id="oldest-hopper-amd"), pytest.param(MORE_TARGETS, id="others", marks=pytest.mark.slow)],
+    ("which", "targets"),
+    [
+        pytest.param("first", ("sm_90",), id="hopper"),
+        pytest.param("every", ("sm_90",), id="hopper-all", marks=pytest.mark.slow),
+        pytest.param("first", OTHER_TARGETS, id="others", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("op", [folder for folder in FOLDERS if public_kernels(folder)])
-def test_kernels_compile(op, targets, compiler):
-    rows = compiler(op, targets)
+def test_kernels_compile(op, which, targets, compiler):
+    rows = compiler(op, which, targets)
     failed = [f"{row['kernel']} for {row['target']}: {row['error']}" for row in rows if row["error"]]
     assert not failed, "\n".join(failed)
     declared = {each.kernel.name: (*each.kernel.targets, "gfx942") for each in cases_of(op).KERNELS}

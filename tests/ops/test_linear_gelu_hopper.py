@@ -12,9 +12,9 @@ from torch.nn import functional
 from accelerant import ops
 from accelerant.ops._hopper.launch import refuses_product
 from accelerant.ops.linear_gelu.hopper import KINDS, PLANS, launch_hopper, plan_for, program
+from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.dispatch import Case, force
 from accelerant.runtime.ledger import ledger
-from accelerant.runtime.providers.cuda_compile import compile_cuda
 
 pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
 

@@ -7,13 +7,22 @@ from torch.nn import functional
 from accelerant.config import override
 from accelerant.ops._cases import draw
 from accelerant.ops.transformer import cases, ends, hopper, op, packed
-from accelerant.ops.transformer.block import Attention, Block, BlockShape, Embed, FusedLinear, FusedMLP, TiedLoss
+from accelerant.ops.transformer.block import (
+    Attention,
+    Block,
+    BlockSpec,
+    ColumnSums,
+    Embed,
+    FusedLinear,
+    FusedMLP,
+    TiedLoss,
+)
 from accelerant.ops.transformer.reference import block_reference, dgelu_reference, embed_reference
 from accelerant.runtime.dispatch import Case, force
 from accelerant.runtime.ledger import ledger
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-EPS = (1e-5, 2e-5)
+SPEC = BlockSpec(2, (1e-5, 2e-5))
 BOTH = pytest.mark.parametrize("implementation", ["triton", "torch"])
 
 
@@ -202,8 +211,8 @@ def test_block_is_the_reference(first, bias, uninterpreted):
     params = parameters(8, F64, bias=bias)
     x = draw((2, 5, 8), F64).requires_grad_()
     residual = None if first else draw((2, 5, 8), F64, seed=3).requires_grad_()
-    found = Block.apply(x, residual, BlockShape(2, EPS), *params, *lows(params, F64))
-    expected = block_reference(x if residual is None else x + residual, 2, EPS, tuple(params))
+    found = Block.apply(x, residual, SPEC, None, None, *params, *lows(params, F64))
+    expected = block_reference(x if residual is None else x + residual, SPEC, params)
     for each, other in zip(found, expected, strict=True):
         torch.testing.assert_close(each, other)
     inputs = [x, residual, *params]
@@ -211,13 +220,40 @@ def test_block_is_the_reference(first, bias, uninterpreted):
         torch.testing.assert_close(each, other)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SPEC._replace(joined=True),
+        SPEC._replace(joined=True, causal=False, approximate="none", scale=0.7),
+        SPEC._replace(post_norm=True, causal=False, approximate="none"),
+        SPEC._replace(post_norm=True, window=2),
+    ],
+    ids=["GPT-2", "ViT", "BERT", "window"],
+)
+def test_block_of_each_kind_is_the_reference(spec, transposed, uninterpreted):
+    """With parameters in the dtype of x, which are not passed twice; transposed as those of transformers' Conv1D."""
+    params = parameters(8, F64)
+    if transposed:
+        params = [p if p.dim() == 1 else p.detach().t().contiguous().t().requires_grad_() for p in params]
+    x = draw((2, 5, 8), F64).requires_grad_()
+    found, residual = Block.apply(x, None, spec, None, None, *params)
+    expected, _ = block_reference(x, spec, params)
+    assert residual is None
+    torch.testing.assert_close(found, expected)
+    dfound = gradients([found], [x, *params])
+    for each, other, param in zip(dfound, gradients([expected], [x, *params]), [x, *params], strict=True):
+        torch.testing.assert_close(each, other)
+        assert each.stride() == param.stride()
+
+
 def test_block_on_our_kernels(interpreted):
     """In float32 through the interpreter; which attention that is, is another test's matter."""
     params = parameters(16, F32)
     x, residual = draw((2, 6, 16), F32).requires_grad_(), draw((2, 6, 16), F32, seed=3).requires_grad_()
-    found = Block.apply(x, residual, BlockShape(2, EPS), *params, *lows(params, F32))
+    found = Block.apply(x, residual, SPEC, None, None, *params, *lows(params, F32))
     wide = [each.detach().double().requires_grad_() for each in (x, residual, *params)]
-    expected = block_reference(wide[0] + wide[1], 2, EPS, tuple(wide[2:]))
+    expected = block_reference(wide[0] + wide[1], SPEC, wide[2:])
     for each, other in zip(found, expected, strict=True):
         torch.testing.assert_close(each.double(), other, rtol=1e-4, atol=1e-4)
     for each, other in zip(gradients(found, (x, residual, *params)), gradients(expected, wide), strict=True):
@@ -237,13 +273,16 @@ def test_sums_go_with_a_gradient_to_the_block_before(changed, uninterpreted):
             branch.register_hook(lambda gradient: gradient.mul_(2.0))
         return block(branch, residual, two)
 
+    between = ColumnSums(one[-1])
+    sums = {id(one): (None, between), id(two): (between, None)}
     found = gradients(
-        run(lambda x, s, params: Block.apply(x, s, BlockShape(2, EPS), *params, *lows(params, F64))), (x, *one, *two)
+        run(lambda x, s, params: Block.apply(x, s, SPEC, *sums[id(params)], *params, *lows(params, F64))),
+        (x, *one, *two),
     )
     summed = sum(row["calls"] for row in ledger().to_dict()["ops"] if row["op"] == "column_sums")
     assert summed == (4 if changed else 3)  # qkv of both, down of the second one
     expected = gradients(
-        run(lambda x, s, params: block_reference(x if s is None else x + s, 2, EPS, tuple(params))), (x, *one, *two)
+        run(lambda x, s, params: block_reference(x if s is None else x + s, SPEC, params)), (x, *one, *two)
     )
     if not changed:  # a hook that writes over a gradient writes over the residual's, too: only the count is of interest
         for each, other in zip(found, expected, strict=True):
@@ -253,7 +292,7 @@ def test_sums_go_with_a_gradient_to_the_block_before(changed, uninterpreted):
 def test_gradients_of_weights_have_the_parameters_dtype(uninterpreted):
     params = parameters(8, F32)
     x = draw((2, 5, 8), BF16).requires_grad_()
-    branch, residual = Block.apply(x, None, BlockShape(2, EPS), *params, *lows(params, BF16))
+    branch, residual = Block.apply(x, None, SPEC, None, None, *params, *lows(params, BF16))
     assert branch.dtype == residual.dtype == BF16
     (branch.float().sum() + residual.float().sum()).backward()
     assert {param.grad.dtype for param in params} == {F32}
@@ -264,7 +303,7 @@ def test_frozen_parameters_cost_nothing(uninterpreted):
     params = parameters(8, F64)
     for param in params[:-2]:
         param.requires_grad_(False)
-    branch, _ = Block.apply(draw((1, 3, 8), F64), None, BlockShape(2, EPS), *params, *lows(params, F64))
+    branch, _ = Block.apply(draw((1, 3, 8), F64), None, SPEC, None, None, *params, *lows(params, F64))
     branch.sum().backward()
     assert [param.grad is None for param in params] == [True] * 10 + [False] * 2
     assert sum(row["calls"] for row in ledger().to_dict()["ops"] if row["op"] == "linear_dw") == 1
@@ -284,13 +323,17 @@ def functions():
         return [each.detach() for each in given]
 
     def block(x, *given):
-        return Block.apply(x, None, BlockShape(2, EPS), *given, *lows(given, F64))
+        return Block.apply(x, None, SPEC, None, None, *given, *lows(given, F64))
+
+    def post_norm(x, *given):
+        return Block.apply(x, None, SPEC._replace(post_norm=True), None, None, *given)[0]
 
     return {
         "linear": (lambda x, *given: FusedLinear.apply(x, *given, *low(given)), (x, *linear)),
         "mlp": (lambda x, *given: FusedMLP.apply(x, *given, *low(given)), (x, *mlp)),
         "attention": (Attention.apply, (qkv,)),
         "block": (block, (x, *params)),
+        "post-norm block": (post_norm, (x, *params)),
         "embed": (lambda *given: Embed.apply(tokens, *given, F64), (table, places)),
         "tied loss": (
             lambda h, t: TiedLoss.apply(h[0], t, t.detach(), torch.tensor([0, 3, -100]), 5, -100),
@@ -305,7 +348,7 @@ def test_gradcheck(name, uninterpreted):
     assert torch.autograd.gradcheck(run, inputs)
 
 
-@pytest.mark.parametrize("name", ["linear", "mlp", "attention", "block"])
+@pytest.mark.parametrize("name", ["linear", "mlp", "attention", "block", "post-norm block"])
 def test_a_backward_pass_can_be_differentiated(name, uninterpreted):
     run, inputs = functions()[name]
 
@@ -319,8 +362,8 @@ def test_a_backward_pass_can_be_differentiated(name, uninterpreted):
 def test_a_block_with_a_residual_apart_is_differentiated_once(uninterpreted):
     params = parameters(4, F64)
     x = draw((1, 3, 4), F64).requires_grad_()
-    branch, _ = Block.apply(x, x.sin(), BlockShape(2, EPS), *params, *lows(params, F64))
-    with pytest.raises(RuntimeError, match="only their sum is kept"):
+    branch, _ = Block.apply(x, x.sin(), SPEC, None, None, *params, *lows(params, F64))
+    with pytest.raises(RuntimeError, match="only their sum is saved"):
         torch.autograd.grad(branch.sum(), x, create_graph=True)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accelerant.runtime.dispatch.race import obstacle
-from accelerant.runtime.streams.capture import capturing
+from accelerant.runtime.streams.stream import capturing
 
 
 @pytest.fixture

@@ -16,10 +16,9 @@ import torch
 from accelerant.algebra.field.op import source
 from accelerant.config import override
 from accelerant.errors import CompileError, LaunchError, OutOfMemory
-from accelerant.runtime import cores, registry
+from accelerant.runtime import host, provider, registry
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.kernel import KernelSource
-from accelerant.runtime.memory import limits as memory
 from accelerant.runtime.providers import cpu as module
 
 MIB = 1 << 20
@@ -132,7 +131,7 @@ def test_launches_work_after_a_fork(cpu):
 
 def test_the_memory_fraction_of_the_settings_holds_from_the_start(monkeypatch):
     monkeypatch.setattr(registry, "_created", {})
-    monkeypatch.setattr(memory, "_ceilings", {})
+    monkeypatch.setattr(provider, "allocation_limits", {})
     total = registry.choose("cpu").memory_bytes
     part = 16 * MIB / total
     monkeypatch.setattr(registry, "_created", {})
@@ -200,9 +199,9 @@ def test_an_entry_that_is_not_in_the_code_is_a_compile_error(cpu):
 @pytest.mark.parametrize(("text", "expected"), [("max 100000", 8), ("350000 100000", 3), ("5000 100000", 1), ("", 8)])
 def test_the_threads_keep_to_the_quota_of_the_control_group(monkeypatch, tmp_path, text, expected):
     (tmp_path / "cpu.max").write_text(text)
-    monkeypatch.setattr(cores, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(host, "_CONTROL_GROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert cores.usable_cores() == expected
+    assert host.usable_cores() == expected
     assert module.CpuProvider().cores == expected
 
 

@@ -17,11 +17,11 @@ from accelerant.ops.norm import cases as norm_cases
 from accelerant.ops.norm import launch as norm_launch
 from accelerant.ops.softmax import cases as softmax_cases
 from accelerant.ops.softmax import launch as softmax_launch
+from accelerant.runtime.compilation import cuda as cuda_compile
 from accelerant.runtime.compilation import triton
+from accelerant.runtime.compilation.cuda import compile_cuda, cuda_key
 from accelerant.runtime.compilation.kernel import Binary, KernelSource
-from accelerant.runtime.providers import cuda_compile
 from accelerant.runtime.providers.cuda import CudaProvider
-from accelerant.runtime.providers.cuda_compile import compile_cuda, cuda_key
 from accelerant.runtime.providers.cuda_launch import cuda_error
 
 pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")

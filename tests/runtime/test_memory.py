@@ -27,7 +27,6 @@ from accelerant.runtime.memory.limits import (
     apply_limit,
     available_bytes,
     bytes_asked_by,
-    check_allocation,
     describe_out_of_memory,
     is_out_of_memory,
     limit,
@@ -37,9 +36,8 @@ from accelerant.runtime.memory.limits import (
 from accelerant.runtime.memory.live_set import LiveSet, storage_bytes
 from accelerant.runtime.memory.owners import largest_holders
 from accelerant.runtime.memory.peak import compare_peak, predict_peak
-from accelerant.runtime.streams.chunks import stream_chunks
 from accelerant.runtime.streams.stream import Stream, submit
-from accelerant.runtime.streams.transfer import copy_async
+from accelerant.runtime.streams.transfer import copy_async, stream_chunks
 
 MIB = 1 << 20
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -133,7 +131,7 @@ def test_a_limited_block_refuses_buffers_and_tensors_and_ends_with_the_block():
             allocate(1000, "cpu")
         allocate(1000, "cpu")
     torch.zeros(MIB)
-    check_allocation(1 << 60, "cpu")
+    registry.create("cpu").check_limit(1 << 60)
     del before
     with pytest.raises(ConfigError, match="-1"), limit(-1, "cpu"):
         pass
@@ -185,7 +183,7 @@ def test_statistics_of_opencl():
 
 
 def test_a_containers_limit_counts(monkeypatch):
-    monkeypatch.setattr(memory, "_control_group_room", lambda: 12345)
+    monkeypatch.setattr(memory, "control_group_room", lambda: 12345)
     assert available_bytes("cpu") == 12345
 
 

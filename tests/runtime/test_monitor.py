@@ -17,9 +17,8 @@ from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.ledger import ledger
 from accelerant.runtime.monitoring import monitor
-from accelerant.runtime.monitoring.host import CpuReader
 from accelerant.runtime.monitoring.monitor import measure, sample
-from accelerant.runtime.monitoring.readers import FIGURES, Absent, ProcessMemory, SmiReader, TableReader
+from accelerant.runtime.monitoring.readers import FIGURES, Absent, CpuReader, ProcessMemory, SmiReader, TableReader
 from accelerant.runtime.provider import ComputeDevice
 
 STAT = "cpu  {0} 0 0 {1} 0 0 0 0 0 0\ncpu0 {0} 0 0 {1} 0 0 0 0 0 0\ncpu1 0 0 0 {1} 0 0 0 0 0 0\nintr 5\n"

@@ -15,11 +15,10 @@ import torch
 from accelerant.errors import ConfigError, DeviceLost, ShapeError, TimeLimitExceeded, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime.math_mode import configure_math, math_mode
 from accelerant.runtime.provider import ComputeDevice
-from accelerant.runtime.streams import chunks
 from accelerant.runtime.streams import stream as stream_module
-from accelerant.runtime.streams.chunks import stream_chunks
+from accelerant.runtime.streams import transfer as chunks
 from accelerant.runtime.streams.stream import Event, Future, Stream, submit
-from accelerant.runtime.streams.transfer import StagingPool, copy_async, release_staging
+from accelerant.runtime.streams.transfer import StagingPool, copy_async, release_staging, stream_chunks
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]

@@ -38,8 +38,8 @@ def two(monkeypatch):
 
 @pytest.mark.parametrize("name", ["cpu", "cpu:0", torch.device("cpu"), ComputeDevice("cpu", 0, "")])
 def test_a_device_is_found_however_it_is_named(name):
-    assert topology.find_device(name).backend == "cpu"
-    assert topology.find_device(name).memory_bytes > 0
+    assert registry.find_device(name).backend == "cpu"
+    assert registry.find_device(name).memory_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ def test_a_device_is_found_however_it_is_named(name):
 )
 def test_names_without_a_device_are_refused(name, text):
     with pytest.raises(ConfigError, match=text):
-        topology.find_device(name)
+        registry.find_device(name)
 
 
 def test_an_absent_backend_says_why():
     absent = next(name for name in registry.BACKENDS if registry.reason_absent(name))
     with pytest.raises(BackendUnavailable, match=absent):
-        topology.find_device(f"{absent}:0")
+        registry.find_device(f"{absent}:0")
 
 
 def test_the_freest_device_is_chosen(two):
@@ -112,6 +112,6 @@ def test_the_gpus_of_this_machine():
     assert len(found.devices) == len(found.peers) == count
     assert all(found.peers[i][i] for i in range(count))
     assert topology.select_by_free_memory("cuda").backend == "cuda"
-    assert topology.find_device("cuda").index == torch.cuda.current_device()
+    assert registry.find_device("cuda").index == torch.cuda.current_device()
     for state in found.devices:
         assert 0 < state.free_bytes <= state.total_bytes

@@ -27,8 +27,7 @@ from accelerant.algebra.field.places import HOST, place_at
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.errors import ConfigError, FormatError, OutOfMemory
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import CUDA_TARGETS
-from accelerant.runtime.compilation.portable import portable_header
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS, portable_header
 from accelerant.runtime.provider import MemoryInfo
 from accelerant.zk.msm import device
 from accelerant.zk.msm import device_plan as device_plan_module
@@ -627,7 +626,7 @@ msm_accumulate what it is told, see program.ACCUMULATION."""
 
 def resources_of(source, target):
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.providers.cuda_compile import compile_cuda
+    from accelerant.runtime.compilation.cuda import compile_cuda
 
     return compile_cuda(source, target).resources
 

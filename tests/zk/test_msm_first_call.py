@@ -41,7 +41,7 @@ from accelerant.algebra.curve.launch import first_unreduced
 from accelerant.algebra.field import program
 from accelerant.algebra.field.places import HOST, Place
 from accelerant.runtime import registry
-from accelerant.runtime.providers import cuda_compile
+from accelerant.runtime.compilation import cuda as cuda_compile
 from accelerant.zk.msm.op import summed, summer, sums_outward
 from accelerant.zk.operands import Operand, points_inward
 

@@ -28,7 +28,7 @@ from accelerant.algebra.field import op as field_op
 from accelerant.bench.proof import Check, Status, prove
 from accelerant.config import settings
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.cache_entries import entries
+from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.kernel import Builder
 from accelerant.runtime.provider import ComputeDevice
 
@@ -173,15 +173,15 @@ def _nvrtc() -> Iterator[Check]:
         needed: Status = "failed" if _nvidia_is_there() else "ok"
         yield Check("compiler NVRTC", needed, "not installed", "pip install cuda-core cuda-bindings nvidia-cuda-nvrtc")
         return
-    from accelerant.runtime.compilation.inspect import compiler_version
-    from accelerant.runtime.providers.cuda_compile import compile_cuda
+    from accelerant.runtime.compilation.cuda import compile_cuda
+    from accelerant.runtime.compilation.inspect import nvrtc_version
 
     began = time.perf_counter()
     binary = compile_cuda(field_op.source(), "sm_90")
     took = (time.perf_counter() - began) * 1e3
     registers = binary.resources["field_add"].registers
     yield Check(
-        "compiler NVRTC", "ok", f"{compiler_version()}: field_add for sm_90 in {took:.0f} ms, {registers} registers"
+        "compiler NVRTC", "ok", f"{nvrtc_version()}: field_add for sm_90 in {took:.0f} ms, {registers} registers"
     )
 
 
@@ -271,7 +271,7 @@ def _cache() -> Iterator[Check]:
     except OSError as error:
         yield Check("disk cache", "warning", f"{root} cannot be written: {error.strerror or error}", advice)
         return
-    found = entries(root)
+    found = KernelCache(root).entries()
     damaged = [entry for entry in found if entry.damage]
     size = sum(entry.size_bytes for entry in found)
     free = shutil.disk_usage(root).free

@@ -14,7 +14,7 @@ from accelerant.errors import AccelerantError, ConfigError
 
 if TYPE_CHECKING:
     from accelerant.bench.shipped import Shipped
-    from accelerant.runtime.compilation.cache_entries import Entry
+    from accelerant.runtime.compilation.cache import CacheEntry
     from accelerant.runtime.provider import ComputeProvider
 
 __all__ = ["clear", "list_entries", "register", "warm"]
@@ -23,7 +23,7 @@ _Names = Annotated[
     list[str] | None, typer.Argument(metavar="[NAME]...", help="Kernels by name; * stands for any text.")
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_Named = TypeVar("_Named", "Entry", "Shipped")
+_Named = TypeVar("_Named", "CacheEntry", "Shipped")
 _PLAIN_WIDTH = 160
 
 
@@ -45,9 +45,9 @@ def register(app: typer.Typer) -> None:
 def list_entries(names: _Names = None, json_output: _Json = False) -> None:
     """List the compiled kernels on disk."""
     from accelerant.config import settings
-    from accelerant.runtime.compilation.cache_entries import entries
+    from accelerant.runtime.compilation.cache import KernelCache
 
-    found = _selected(entries(), names)
+    found = _selected(KernelCache().entries(), names)
     if json_output:
         print(json.dumps([entry.to_dict() for entry in found], indent=1))
         return
@@ -77,15 +77,15 @@ def clear(
     json_output: _Json = False,
 ) -> None:
     """Remove compiled kernels; they are compiled again when they are next used."""
-    from accelerant.runtime.compilation.cache_entries import entries, remove, remove_leftovers
+    from accelerant.runtime.compilation.cache import KernelCache
 
-    found = _selected(entries(), names)
+    found = _selected(KernelCache().entries(), names)
     if found and not yes:
         if json_output or not sys.stdin.isatty():
             raise ConfigError(f"clearing {len(found)} of the cache's entries needs --yes where nobody can be asked")
         typer.confirm(f"Remove {len(found)} of the cache's entries?", abort=True)
-    freed = remove(found)
-    leftovers = 0 if names else remove_leftovers()
+    freed = KernelCache().clear(found)
+    leftovers = 0 if names else KernelCache().remove_leftovers()
     if json_output:
         print(json.dumps({"removed": len(found), "freed_bytes": freed, "leftovers": leftovers}))
     else:
@@ -135,23 +135,23 @@ def _providers(arch: list[str] | None, device: str) -> list[tuple[str, ComputePr
     """What to compile for: a label and what compiles for it."""
     from accelerant.cli.compile import known_targets_of
     from accelerant.runtime import registry
-    from accelerant.runtime.compilation.cache_entries import AheadOfTime
+    from accelerant.runtime.providers.cuda import OfflineCudaProvider
 
     if arch:
-        return [(target, AheadOfTime(target)) for target in known_targets_of(arch)]
+        return [(target, OfflineCudaProvider(target)) for target in known_targets_of(arch)]
     chosen = registry.choose(device)
     if chosen.backend == "cuda":
-        return [(chosen.architecture, AheadOfTime(chosen.architecture))]
+        return [(chosen.architecture, OfflineCudaProvider(chosen.architecture))]
     return [(chosen.backend, registry.create(chosen.backend))]
 
 
 def _serves(provider: ComputeProvider, kernel: Shipped) -> bool:
     """Whether the kernel is for what the provider compiles for."""
-    from accelerant.runtime.compilation.cache_entries import AheadOfTime
+    from accelerant.runtime.providers.cuda import OfflineCudaProvider
 
     if not any(dialect in kernel.source.dialects for dialect in provider.dialects):
         return False
-    return not isinstance(provider, AheadOfTime) or provider.serves(kernel.source)
+    return not isinstance(provider, OfflineCudaProvider) or provider.serves(kernel.source)
 
 
 def _compile(kernel: Shipped, label: str, provider: ComputeProvider) -> dict[str, Any]:

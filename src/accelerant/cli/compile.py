@@ -12,7 +12,7 @@ import typer
 from accelerant.errors import CompileError, ConfigError
 
 if TYPE_CHECKING:
-    from accelerant.runtime.compilation.inspect import EntryPoint, Inspection, Message
+    from accelerant.runtime.compilation.inspect import CompilerMessage, EntryPoint, Inspection
 
 __all__ = ["compile_file", "known_targets_of", "register"]
 
@@ -150,7 +150,7 @@ class _Report:
         self.block = block
         self.shared = shared
         self.done: list[Inspection] = []
-        self.failed: dict[str, tuple[str, list[Message]]] = {}
+        self.failed: dict[str, tuple[str, list[CompilerMessage]]] = {}
 
     def run(self, *, ptx: bool, json_output: bool) -> None:
         """Compile and print.
@@ -173,7 +173,7 @@ class _Report:
             raise typer.Exit(1)
 
     def _compile(self, target: str) -> None:
-        from accelerant.runtime.compilation.inspect import Message, inspect_cuda, read_messages
+        from accelerant.runtime.compilation.inspect import CompilerMessage, inspect_cuda, read_messages
 
         name = str(self.file)
         try:
@@ -187,13 +187,13 @@ class _Report:
             )
         except CompileError as error:
             said = [message for message in read_messages(error.log, name) if message.severity == "error"]
-            self.failed[target] = error.log, said or [Message("error", name, None, error.log)]
+            self.failed[target] = error.log, said or [CompilerMessage("error", name, None, error.log)]
         else:
             self.done.append(found)
 
     def _print_messages(self) -> None:
         """Each message once, with the architectures that it is of where it is not of all."""
-        where: dict[Message, list[str]] = {}
+        where: dict[CompilerMessage, list[str]] = {}
         for each in self.done:
             for message in each.warnings:
                 where.setdefault(message, []).append(each.target)
@@ -236,7 +236,7 @@ class _Report:
         return *cells, str(fits.threads), str(fits.blocks), f"{fits.percent:.0f} %", fits.limited_by
 
     def _to_dict(self, ptx: bool) -> dict[str, Any]:
-        from accelerant.runtime.compilation.inspect import compiler_version
+        from accelerant.runtime.compilation.inspect import nvrtc_version
 
         rows: list[dict[str, Any]] = [
             {
@@ -255,14 +255,14 @@ class _Report:
         ]
         order = {target: place for place, target in enumerate(self.targets)}
         rows.sort(key=lambda row: order[row["target"]])
-        return {"file": str(self.file), "compiler": compiler_version(), "targets": rows}
+        return {"file": str(self.file), "compiler": nvrtc_version(), "targets": rows}
 
 
 def _shown(number: int | None) -> str:
     return "-" if number is None else str(number)
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: CompilerMessage) -> dict[str, Any]:
     return {
         "severity": message.severity,
         "file": message.file,

@@ -24,7 +24,7 @@ def targets_of(targets: list[Path], sources: list[Path]) -> list[Path]:
     Raises:
         ConfigError: one is in no folder, is there and no regular file, or is another or a source.
     """
-    from accelerant.zk.formats.writing import writable_target
+    from accelerant.zk.formats.container import writable_target
 
     seen = {os.path.realpath(source): "is also to be read" for source in sources}
     for target in targets:

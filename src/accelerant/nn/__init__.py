@@ -2,9 +2,8 @@
 
 from accelerant.nn._patch import PatchReport, patch, unpatch
 from accelerant.nn.convolution import AvgPool2d, Conv2d, MaxPool2d
-from accelerant.nn.layers import MLP, LayerNorm, Linear, MultiHeadAttention, TransformerBlock
+from accelerant.nn.layers import MLP, LayerNorm, Linear, MultiHeadAttention, RMSNorm, TransformerBlock
 from accelerant.nn.models import GPT, GPTConfig, Llama, LlamaConfig
-from accelerant.nn.normalization import RMSNorm
 from accelerant.nn.quantization import LinearInt8, QuantizationReport, quantize
 from accelerant.nn.recurrent import GRU, LSTM
 

@@ -1,13 +1,13 @@
-"""The layers a transformer is made of, each over Accelerant's ops.
+"""The layers of a transformer on Accelerant's ops.
 
-Every layer takes `(..., width)` and keeps the leading dimensions. Under `torch.autocast` the layers take and give
-the autocast dtype, so the residual stream travels in the low precision too; parameters and their gradients keep
-the master dtype, and norms accumulate in float32.
+Every layer takes `(..., width)` and keeps the leading dimensions. Under `torch.autocast` the layers take and return
+the autocast dtype, so the residual stream has the low precision too; parameters and their gradients keep the master
+dtype, and norms accumulate in float32.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,32 +18,43 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.nn._precision import float8_of, lowered
 from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain
 from accelerant.ops._per_example import is_traced
-from accelerant.ops.linear_fp8.op import Float8Weight
-from accelerant.ops.transformer.block import BlockShape, fused_attention, fused_block, fused_linear, fused_mlp
+from accelerant.ops.linear_fp8.op import MULTIPLE, Float8Weight, refuses_device
+from accelerant.ops.transformer.block import (
+    BlockSpec,
+    ColumnSums,
+    fused_attention,
+    fused_block,
+    fused_linear,
+    fused_mlp,
+)
 
-__all__ = ["MLP", "LayerNorm", "Linear", "MultiHeadAttention", "TransformerBlock"]
+__all__ = [
+    "MLP", "LayerNorm", "Linear", "MultiHeadAttention", "RMSNorm", "TransformerBlock", "compute_dtype",
+    "float8_weights", "fuses", "has_hooks", "require_float8", "require_width",
+]  # fmt: skip
 
 
 FUSED = {"cuda"}
-"""Types of device where a layer runs as one function; elsewhere torch's own functions serve as well."""
+"""Device types on which a layer runs as one autograd function; elsewhere torch's own functions are as fast."""
 
 
-def _require_width(x: Tensor, width: int, layer: str) -> None:
+def require_width(x: Tensor, width: int, layer: str) -> None:
+    """Raise ShapeError unless the last dimension of x is `width`."""
     if x.dim() == 0 or x.shape[-1] != width:
         raise ShapeError(f"{layer} takes (..., {width}), got {tuple(x.shape)}")
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype to compute in for x: the autocast dtype of its device where autocast is on, else x's own."""
+    """Return the dtype to compute in for x: the autocast dtype of its device if autocast is on, else x's own."""
     low = autocast_dtype(x.device.type) if x.is_floating_point() else None
     return x.dtype if low is None else low
 
 
 def fuses(x: Tensor, dtype: torch.dtype, *layers: nn.Module) -> bool:
-    """Whether layers may run as one function with both passes written out.
+    """Return whether layers may run as one autograd function.
 
-    That is on a GPU, for plain tensors, in the parameters' dtype or from float32 down; and for layers as they are
-    defined here: a hook, a subclass or a parametrization has something to say at each layer.
+    They may on a GPU, for plain tensors, in the parameters' dtype or from float32 down, and if each layer is exactly a
+    class of this module: hooks, subclasses and parametrizations expect each layer to be called.
     """
     if torch.compiler.is_compiling() or x.device.type not in FUSED or not is_plain(x) or x.numel() == 0:
         return False
@@ -59,10 +70,10 @@ def fuses(x: Tensor, dtype: torch.dtype, *layers: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module, *, feeds_sinks: bool = False) -> bool:
-    """Whether calling a module does something besides its class's forward.
+    """Return whether calling a module does more than its class's forward.
 
-    A sink of its parameters (accelerant.ops._per_example) counts, unless what is run instead feeds sinks too: it has a
-    forward and a hook in the module.
+    The forward and the hook that a per-example sink (accelerant.ops._per_example) puts into a module count too, unless
+    `feeds_sinks`: what runs in place of the call feeds the sink itself.
     """
     everywhere = torch.nn.modules.module
     traced = feeds_sinks and is_traced(module)
@@ -75,7 +86,7 @@ def has_hooks(module: nn.Module, *, feeds_sinks: bool = False) -> bool:
         or everywhere._global_forward_pre_hooks
         or everywhere._global_backward_hooks
         or everywhere._global_backward_pre_hooks
-        or ("forward" in module.__dict__ and not traced)  # as gradient checkpointing puts it there
+        or ("forward" in module.__dict__ and not traced)  # set there by gradient checkpointing
         or module._compiled_call_impl is not None
     )
 
@@ -84,12 +95,12 @@ def _pair(layer: Any) -> tuple[Tensor, Tensor | None]:
     return layer.weight, layer.bias
 
 
-def _low_pair(layer: Any, dtype: torch.dtype) -> tuple[Tensor | Float8Weight, Tensor | None]:
-    """Weight and bias as products take them."""
-    low: Tensor | Float8Weight | None = float8_of(layer.weight) if dtype == torch.bfloat16 else None
-    if low is None:
-        low = lowered(layer.weight, dtype)
-    return low, None if layer.bias is None else lowered(layer.bias, dtype)
+def _cast_pair(layer: Any, dtype: torch.dtype) -> tuple[Tensor | Float8Weight, Tensor | None]:
+    """Return weight and bias in the dtype of their products."""
+    weight: Tensor | Float8Weight | None = float8_of(layer.weight) if dtype == torch.bfloat16 else None
+    if weight is None:
+        weight = lowered(layer.weight, dtype)
+    return weight, None if layer.bias is None else lowered(layer.bias, dtype)
 
 
 class Linear(nn.Module):
@@ -97,7 +108,7 @@ class Linear(nn.Module):
 
     Attributes:
         weight: (out_features, in_features), drawn from N(0, 0.02).
-        bias: (out_features,), zero at first, or None.
+        bias: (out_features,), initialised to zero, or None.
     """
 
     bias: nn.Parameter | None
@@ -113,7 +124,7 @@ class Linear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Draw the weight from N(0, std) with torch's global generator and clear the bias."""
+        """Draw the weight from N(0, std) with torch's global generator and zero the bias."""
         nn.init.normal_(self.weight, std=std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -129,16 +140,16 @@ class Linear(nn.Module):
 
         Raises:
             ShapeError: the last dimension is not in_features.
-            UnsupportedCase: its weight is wanted in fp8 where it cannot be.
+            UnsupportedCase: precision fp8 is requested where the layer cannot use it.
         """
-        _require_width(x, self.in_features, "Linear")
+        require_width(x, self.in_features, "Linear")
         dtype = compute_dtype(x)
         if fuses(x, dtype, self):
-            return fused_linear(x.to(dtype), *_pair(self), *_low_pair(self, dtype))
+            return fused_linear(x.to(dtype), *_pair(self), *_cast_pair(self, dtype))
         if float8_of(self.weight) is not None and x.numel():
             raise UnsupportedCase(
-                f"precision fp8 needs layers as functions of ours; {self} runs as torch's, under torch.compile, for a "
-                "subclass of Tensor or on another device: take bfloat16"
+                f"precision fp8 needs a layer that runs as an autograd function of Accelerant; {self} runs on torch's "
+                "(torch.compile, a subclass of Tensor, a hook or another device): use bfloat16"
             )
         rows = x.to(dtype).reshape(-1, self.in_features)
         y = ops.matmul(rows, self.weight.to(dtype).t())
@@ -147,7 +158,7 @@ class Linear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """Sizes, for `print(model)`."""
+        """Describe the module for `print(model)`."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
@@ -155,8 +166,8 @@ class LayerNorm(nn.Module):
     """Centre each row, scale it to unit variance, then scale by `weight` and shift by `bias`.
 
     Attributes:
-        weight: (width,), one at first.
-        bias: (width,), zero at first, or None.
+        weight: (width,), initialised to one.
+        bias: (width,), initialised to zero, or None.
     """
 
     bias: nn.Parameter | None
@@ -180,12 +191,37 @@ class LayerNorm(nn.Module):
         Raises:
             ShapeError: the last dimension is not width.
         """
-        _require_width(x, self.width, "LayerNorm")
+        require_width(x, self.width, "LayerNorm")
         return ops.layer_norm(x.to(compute_dtype(x)), self.weight, self.bias, eps=self.eps)
 
     def extra_repr(self) -> str:
-        """Sizes, for `print(model)`."""
+        """Describe the module for `print(model)`."""
         return f"{self.width}, eps={self.eps}, bias={self.bias is not None}"
+
+
+class RMSNorm(nn.Module):
+    """Scale each row to unit root mean square, then by `weight`; see accelerant.ops.rms_norm.
+
+    Attributes:
+        weight: (width,), initialised to one.
+    """
+
+    def __init__(self, width: int, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        if width < 1:
+            raise ConfigError(f"RMSNorm needs a width of at least 1, got {width}")
+        self.width = width
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension; arguments, result and errors as in LayerNorm."""
+        require_width(x, self.width, "RMSNorm")
+        return ops.rms_norm(x.to(compute_dtype(x)), self.weight, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        """Describe the module for `print(model)`."""
+        return f"{self.width}, eps={self.eps}"
 
 
 class MLP(nn.Module):
@@ -197,18 +233,18 @@ class MLP(nn.Module):
         self.down = Linear(self.up.out_features, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to (..., width)."""
+        """Apply the MLP to the last dimension of x (..., width)."""
         dtype = compute_dtype(x)
         if fuses(x, dtype, self.up, self.down):
-            _require_width(x, self.up.in_features, "MLP")
+            require_width(x, self.up.in_features, "MLP")
             params = (*_pair(self.up), *_pair(self.down))
-            return fused_mlp(x.to(dtype), *params, *_low_pair(self.up, dtype), *_low_pair(self.down, dtype))
+            return fused_mlp(x.to(dtype), *params, *_cast_pair(self.up, dtype), *_cast_pair(self.down, dtype))
         y: Tensor = self.down(ops.gelu(self.up(x), approximate="tanh"))
         return y
 
 
 class MultiHeadAttention(nn.Module):
-    """Causal self-attention: each position reads itself and what stands before it.
+    """Causal self-attention: each position attends to itself and to earlier ones.
 
     softmax(q k^T / sqrt(width / heads)) v in each head, then a projection back to width.
     """
@@ -251,6 +287,8 @@ class MultiHeadAttention(nn.Module):
 class TransformerBlock(nn.Module):
     """The pre-norm block of GPT-2: x + attention(norm(x)), then x + mlp(norm(x))."""
 
+    float8_linears: ClassVar[bool] = True
+
     def __init__(self, width: int, heads: int, *, bias: bool = True, eps: float = 1e-5) -> None:
         super().__init__()
         self.norm_1 = LayerNorm(width, eps=eps, bias=bias)
@@ -259,16 +297,15 @@ class TransformerBlock(nn.Module):
         self.mlp = MLP(width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, width) to (B, T, width)."""
+        """Apply the block to x (B, T, width)."""
         if self.fuses(x):
-            branch, residual = self.split(x)
-            return branch + residual
+            return self._fused(x, None, None, None, joined=True)[0]
         x = x + self.attention(self.norm_1(x))
         y: Tensor = x + self.mlp(self.norm_2(x))
         return y
 
     def fuses(self, x: Tensor) -> bool:
-        """Whether `split` serves x: on a GPU, while the layers inside are as this class makes them."""
+        """Return whether `split` supports x: on a GPU, while the layers inside are as this class makes them."""
         if torch.compiler.is_compiling():
             return False
         inner = (self.attention, self.mlp)
@@ -276,25 +313,77 @@ class TransformerBlock(nn.Module):
             return False
         return x.dim() == 3 and x.shape[-1] == self.attention.width and fuses(x, compute_dtype(x), *self._layers())
 
-    def split(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The block on x + residual, its last sum left to whoever reads it: a norm adds and normalises in one pass.
+    def split(
+        self, x: Tensor, residual: Tensor | None = None, before: ColumnSums | None = None
+    ) -> tuple[Tensor, Tensor, ColumnSums | None]:
+        """Apply the block to x + residual and leave its last addition to the norm that reads the sum.
 
         Args:
             x: (B, T, width), for which `fuses` holds.
             residual: shape of x; None for zeros.
+            before: as returned by the preceding block.
 
         Returns:
-            what the MLP adds, and what it is to be added to.
+            the MLP's result, the residual stream to add it to, and the column sums to share with the following block
+            (see accelerant.ops.transformer.block.ColumnSums).
         """
+        bias = self.mlp.down.bias
+        after = None if bias is None or not bias.requires_grad else ColumnSums(bias)
+        branch, stream = self._fused(x, residual, before, after, joined=False)
+        assert stream is not None  # for the type checker: only a joined block returns one tensor
+        return branch, stream, after
+
+    def _fused(
+        self, x: Tensor, residual: Tensor | None, before: ColumnSums | None, after: ColumnSums | None, *, joined: bool
+    ) -> tuple[Tensor, Tensor | None]:
         dtype = compute_dtype(x)
         layers = self._layers()
-        params = [each for layer in layers for each in _pair(layer)]
-        lows = [each for layer in layers if isinstance(layer, Linear) for each in _low_pair(layer, dtype)]
-        shape = BlockShape(self.attention.heads, (self.norm_1.eps, self.norm_2.eps))
+        params = [tensor for layer in layers for tensor in _pair(layer)]
+        casts = [tensor for layer in layers if isinstance(layer, Linear) for tensor in _cast_pair(layer, dtype)]
+        spec = BlockSpec(self.attention.heads, (self.norm_1.eps, self.norm_2.eps), joined=joined)
         residual = None if residual is None else residual.to(dtype)
-        return fused_block(x.to(dtype), residual, shape, *params, *lows)
+        return fused_block(x.to(dtype), residual, spec, before, after, *params, *casts)
 
     def _layers(self) -> tuple[nn.Module, ...]:
-        """In the order in which Block takes their parameters."""
+        """Return the layers in the order in which Block takes their parameters."""
         attention, mlp = self.attention, self.mlp
         return self.norm_1, attention.qkv, attention.projection, self.norm_2, mlp.up, mlp.down
+
+
+# --- fp8 -------------------------------------------------------------------------------------------------------------
+
+
+def require_float8(device: torch.device) -> None:
+    """Raise ConfigError unless a device multiplies 8-bit floating-point numbers."""
+    reason = refuses_device(device)
+    if reason is not None:
+        raise ConfigError(
+            f"precision fp8 needs an NVIDIA GPU of compute capability 8.9 or more, {reason}: use bfloat16"
+        )
+
+
+def float8_weights(model: nn.Module) -> list[Tensor]:
+    """Return the weights of the linear layers in a model's blocks, each once, without embeddings and output layers.
+
+    Raises:
+        ConfigError: there is none, or a dimension of one is not a multiple of 16.
+    """
+    weights: dict[int, Tensor] = {}
+    for path, block in model.named_modules():
+        if not getattr(block, "float8_linears", False):
+            continue
+        for name, layer in block.named_modules():
+            if isinstance(layer, Linear):
+                shape = tuple(layer.weight.shape)
+                if any(size % MULTIPLE for size in shape):
+                    raise ConfigError(
+                        f"precision fp8 takes weights whose sizes are multiples of {MULTIPLE}; "
+                        f"{f'{path}.{name}'.strip('.')} is {shape}"
+                    )
+                weights[id(layer.weight)] = layer.weight
+    if not weights:
+        raise ConfigError(
+            f"precision fp8 is for the blocks of accelerant.nn (TransformerBlock, those of Llama); "
+            f"{type(model).__name__} has none: use bfloat16"
+        )
+    return list(weights.values())

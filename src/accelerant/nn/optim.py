@@ -1,67 +1,321 @@
 """AdamW and SGD that update all parameters in one launch, and clipping by the global norm.
 
-They are used as torch's are, and their state moves between ours and torch's in both directions:
+They are used as torch's are, and state dictionaries are interchangeable with torch's in both directions:
 
     optimizer = AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, max_grad_norm=1.0)
     loss.backward()
-    optimizer.step()            # norm, clipping and update; nothing waits for the device
-    optimizer.grad_norm         # of the gradients before clipping, on the device
+    optimizer.step()            # norm, clipping and update, without synchronising with the device
+    optimizer.grad_norm         # norm before clipping, on the device
 
-Under CUDA graph capture: run a step or more before the capture, so that the state is there. Each replay then counts a
-step on the device. The values of the parameter groups live on the device too: a learning rate in a float32 tensor
-there is read at each replay (schedulers fill it in place); after a change of a plain number call `refresh()` before
-the replay.
+Under CUDA graph capture, run at least one step before the capture so that the state exists. Each replay then counts a
+step on the device. The hyperparameters of the parameter groups live on the device too: a learning rate in a float32
+tensor is read at each replay (schedulers fill it in place); after changing a plain number, call `refresh()` before the
+replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from accelerant.errors import ConfigError
-from accelerant.nn._optimizer import Entry, MultiTensorOptimizer, check_common, check_not_negative, rate_of
-from accelerant.ops._library import is_ordinary, is_plain
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.ops._library import is_ordinary, is_plain, name_of
 from accelerant.ops.multi_tensor.op import (
     AdamWGroup,
     SGDGroup,
     Tensors,
+    Update,
     Workspace,
     adamw_step,
     case_of,
+    check,
     clip_step,
     global_norm,
     sgd_step,
 )
-from accelerant.ops.multi_tensor.torch_steps import torch_clip, torch_norm
+from accelerant.ops.multi_tensor.tables import DTYPES, capturing
+from accelerant.ops.multi_tensor.torch_steps import torch_adamw, torch_clip, torch_norm, torch_sgd
+from accelerant.runtime.dispatch import Operation
 
 __all__ = ["SGD", "AdamW", "clip_grad_norm_"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_without_dynamo: Callable[[_F], _F] = getattr(torch, "_disable_dynamo")  # noqa: B009  torch does not declare it
+_LOW = (torch.float16, torch.bfloat16)
+_SUBSETS_LIMIT = 64  # cached subsets of parameters that had a gradient
+
+
+@dataclass(slots=True)
+class _DeviceParameters:
+    """The parameters on one device, their states and the indices of their groups.
+
+    Attributes:
+        complete: whether each state has all tensors that its group needs.
+        ordinary: whether no parameter is a tensor subclass or on the meta device.
+    """
+
+    params: list[Tensor] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    complete: bool = False
+    ordinary: bool = True
+
+    def subset(self, indices: list[int]) -> _DeviceParameters:
+        """Return the parameters at these indices."""
+        params, states, groups = ([field[i] for i in indices] for field in (self.params, self.states, self.groups))
+        return _DeviceParameters(params, states, groups, self.complete, self.ordinary)  # type: ignore[arg-type]
+
+
+class MultiTensorOptimizer(torch.optim.Optimizer):
+    """Base class of AdamW and SGD: collects parameters, gradients and state, and calls the multi-tensor op."""
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and the check for infinities to us
+    _names: ClassVar[tuple[str, ...]]  # tensors of a parameter's state
+    _op: ClassVar[Operation]
+    _option: ClassVar[str] = ""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        for name, allowed in (("max_grad_norm", (None,)), ("lr", ())):
+            _check_non_negative(name, defaults[name], allowed)
+        self._reset()
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as torch.optim.Optimizer does, after checking its values.
+
+        Raises:
+            ConfigError: a value is out of range.
+            UnsupportedDtype: a parameter other than float16, bfloat16, float32 or float64.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._reset()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            self._check_group(group)
+        self._reset()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of torch's; moments keep their dtype, counters move to the device."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            saved, state = state_dict["state"].get(number), self.state.get(param)
+            if not saved or not state:
+                continue
+            for name in (*self._names, "master"):  # torch has cast them to the parameter's dtype
+                if name != "step" and isinstance(saved.get(name), Tensor):
+                    dtype = torch.float32 if name == "master" else self._state_dtype(param)
+                    state[name] = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(saved[name])
+            if "step" in state:
+                state["step"] = torch.as_tensor(state["step"]).to(param.device, torch.float32, copy=True)
+        self._reset()
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global gradient norm before clipping, float32 on the device; None unless max_grad_norm is set.
+
+        The next step overwrites it: clone it to keep it.
+        """
+        workspaces = list(self._workspaces.values())
+        return workspaces[0].norm if workspaces and self.defaults["max_grad_norm"] is not None else None
+
+    def refresh(self) -> None:
+        """Copy the groups' current hyperparameters to the device, where replays of a captured step read them."""
+        for device, workspace in self._workspaces.items():
+            workspace.values.refresh(tuple([self._group(group, device).row() for group in self.param_groups]))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Returns:
+            the closure's result.
+
+        Raises:
+            ConfigError: sparse gradients; the first step inside a graph capture; clipping over several devices.
+            ShapeError, UnsupportedDtype: a gradient does not match its parameter.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    # --- hooks for subclasses ---
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _group(self, group: dict[str, Any], device: torch.device) -> AdamWGroup | SGDGroup:
+        raise NotImplementedError
+
+    def _needs(self, param: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the state tensors that a parameter needs."""
+        return (*self._names, "master") if self._has_master(param) else self._names
+
+    def _tensors(self, owned: _DeviceParameters, grads: list[Tensor], new: tuple[int, ...]) -> Tensors:
+        raise NotImplementedError
+
+    # --- a step ---
+
+    def _reset(self) -> None:
+        """Drop what was derived from groups and state; pointer tables stay valid, since addresses key them."""
+        self._by_device: dict[torch.device, _DeviceParameters] = {}
+        self._subsets: dict[tuple[torch.device, tuple[int, ...]], _DeviceParameters] = {}
+        self._seen: tuple[Any, ...] = ()
+        if not hasattr(self, "_workspaces"):
+            self._workspaces: dict[torch.device, Workspace] = {}
+
+    @_without_dynamo
+    def _update(self) -> None:
+        groups = self.param_groups
+        seen = (
+            id(self.state),
+            len(self.state),
+            tuple([(id(param), param.device) for group in groups for param in group["params"]]),
+            tuple([(len(group["params"]), bool(group.get("momentum"))) for group in groups]),
+        )
+        if seen != self._seen:
+            self._by_device, self._subsets = self._group_by_device(), {}
+            self._seen = seen
+        if len(self._by_device) > 1 and self.defaults["max_grad_norm"] is not None:
+            raise ConfigError(
+                f"max_grad_norm clips over one device; parameters are on {', '.join(map(str, self._by_device))}: "
+                "call clip_grad_norm_ before the step instead"
+            )
+        for device, owned in self._by_device.items():
+            grads: list[Tensor] = [param.grad for param in owned.params]  # type: ignore[misc]
+            present = [i for i, grad in enumerate(grads) if grad is not None]
+            if len(present) < len(grads):
+                key = (device, tuple(present))
+                subset = self._subsets.get(key)
+                if subset is None:
+                    if len(self._subsets) >= _SUBSETS_LIMIT:
+                        self._subsets.clear()
+                    subset = self._subsets[key] = owned.subset(present)
+                owned, grads = subset, [grads[i] for i in present]
+            if grads:
+                self._update_on(device, owned, grads)
+
+    def _group_by_device(self) -> dict[torch.device, _DeviceParameters]:
+        by_device: dict[torch.device, _DeviceParameters] = {}
+        for index, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                owned = by_device.setdefault(param.device, _DeviceParameters())
+                owned.params.append(param)
+                owned.states.append(self.state.get(param, {}))
+                owned.groups.append(index)
+                owned.ordinary = owned.ordinary and is_ordinary(param)
+        return by_device
+
+    def _update_on(self, device: torch.device, owned: _DeviceParameters, grads: list[Tensor]) -> None:
+        new = self._complete(device, owned, grads)
+        tensors = self._tensors(owned, grads, new)
+        workspace = self._workspaces.get(device)
+        if workspace is None:
+            workspace = self._workspaces[device] = Workspace(device)
+        groups = [self._group(group, device) for group in self.param_groups]
+        update = Update(
+            tensors,
+            groups,
+            workspace,
+            max_norm=self.defaults["max_grad_norm"],
+            grad_scale=_on(device, getattr(self, "grad_scale", None)),
+            found_inf=_on(device, getattr(self, "found_inf", None)),
+        )
+        if not owned.ordinary or not is_plain(owned.params[0]):
+            (torch_adamw if self._op is adamw_step else torch_sgd)(update)
+            return
+        update.table = workspace.table(tensors)
+        options = (*((self._option,) if self._option else ()), *(("clipped",) if update.max_norm is not None else ()))
+        self._op(case_of(update.table, device, *options), update)
+        torch.autograd.graph.increment_version(owned.params)
+
+    def _complete(self, device: torch.device, owned: _DeviceParameters, grads: list[Tensor]) -> tuple[int, ...]:
+        """Create missing state tensors; return the indices of parameters whose momentum buffer is new."""
+        if owned.complete:
+            return ()
+        check(Tensors(owned.params, grads, [], [], [], [], []))
+        new = []
+        for i, (param, state) in enumerate(zip(owned.params, owned.states, strict=True)):
+            names = self._needs(param, self.param_groups[owned.groups[i]])
+            missing = [name for name in names if state.get(name) is None]
+            if missing and capturing(device):
+                raise ConfigError(
+                    "the first step of a parameter is inside a graph capture, where each replay would start its state "
+                    "afresh: run a step before the capture"
+                )
+            for name in missing:
+                state[name] = self._initial_state(name, param)
+            if missing:
+                self.state[param] = state
+            if "momentum_buffer" in missing:
+                new.append(i)
+        self._seen = (id(self.state), len(self.state), *self._seen[2:])
+        owned.complete = True
+        return tuple(new)
+
+    def _initial_state(self, name: str, param: Tensor) -> Tensor:
+        if name == "step":
+            return torch.zeros((), dtype=torch.float32, device=param.device)
+        if name == "master":
+            return param.detach().to(torch.float32, copy=True)
+        return torch.zeros_like(param, dtype=self._state_dtype(param), requires_grad=False)
+
+    def _state_dtype(self, param: Tensor) -> torch.dtype:
+        wide = self.defaults["state_dtype"] if param.dtype in _LOW else None
+        return param.dtype if wide is None else cast("torch.dtype", wide)
+
+    def _has_master(self, param: Tensor) -> bool:
+        return bool(self.defaults["master_weights"]) and param.dtype in _LOW
+
+    def _masters(self, owned: _DeviceParameters) -> list[Tensor | None]:
+        """Return the float32 master copies; None for a parameter in float32."""
+        return [state.get("master") for state in owned.states] if self.defaults["master_weights"] else []
 
 
 class AdamW(MultiTensorOptimizer):
     """Adam with decoupled weight decay, all parameters in one launch.
 
-    Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2; the arguments of torch.optim.AdamW, and these:
+    Takes the arguments of torch.optim.AdamW and those below the star.
+
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
 
     Args:
         params: parameters, named parameters, or groups of them with values of their own.
         lr: learning rate; a number, or a tensor of one element: float32 on the parameters' device, or on the CPU.
-        betas: decay of the two moments, each at least 0 and below 1.
-        eps: added to the root of the second moment.
-        weight_decay: times lr, taken off the parameter.
-        maximize: ascend.
-        max_grad_norm: clip all gradients together to this norm, as clip_grad_norm_ does, without a pass over them and
-            without changing them.
+        betas: decay rates of the two moments, each in [0, 1).
+        eps: added to the square root of the second moment.
+        weight_decay: multiplied by lr and subtracted from the parameter.
+        maximize: maximise the objective instead of minimising it.
+        max_grad_norm: clip all gradients together to this norm, as clip_grad_norm_ does, without another pass over
+            them and without modifying them.
         master_weights: keep a float32 copy of each float16 or bfloat16 parameter (state["master"]) and update that.
-        state_dtype: of the moments of float16 and bfloat16 parameters; None: the parameter's own, as torch has it.
+        state_dtype: dtype of the moments of float16 and bfloat16 parameters; None: the parameter's own, as in torch.
 
     Raises:
-        ConfigError: a value that has no meaning.
+        ConfigError: a value is out of range.
         UnsupportedDtype: a parameter other than float16, bfloat16, float32 or float64.
 
-    Arithmetic is float32 (float64 for float64); bias corrections float64.
+    Computes in float32 (float64 for float64 parameters); bias corrections in float64.
     """
 
     _names = ("step", "exp_avg", "exp_avg_sq")
@@ -89,7 +343,7 @@ class AdamW(MultiTensorOptimizer):
             "max_grad_norm": max_grad_norm,
             "master_weights": master_weights,
             "state_dtype": state_dtype,
-            # What torch.optim.AdamW looks for when it takes our state:
+            # Keys that torch.optim.AdamW expects when it loads this state:
             "amsgrad": False,
             "foreach": None,
             "capturable": False,
@@ -100,33 +354,33 @@ class AdamW(MultiTensorOptimizer):
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_common(group, ("lr", "eps", "weight_decay"))
-        for place, beta in enumerate(group["betas"]):
+        _check_group_values(group, ("lr", "eps", "weight_decay"))
+        for i, beta in enumerate(group["betas"]):
             if isinstance(beta, Tensor) or not 0.0 <= beta < 1.0:
-                raise ConfigError(f"betas[{place}] must be a number, at least 0 and below 1; got {beta!r}")
+                raise ConfigError(f"betas[{i}] must be a number, at least 0 and below 1; got {beta!r}")
         if group["amsgrad"]:
-            raise ConfigError("amsgrad=True is not served: use torch.optim.AdamW")
+            raise ConfigError("amsgrad=True is not supported: use torch.optim.AdamW")
 
     def _group(self, group: dict[str, Any], device: torch.device) -> AdamWGroup:
         beta1, beta2 = group["betas"]
-        rate = rate_of(group["lr"], device)
+        rate = _learning_rate(group["lr"], device)
         return AdamWGroup(rate, beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])
 
-    def _tensors(self, entry: Entry, grads: list[Tensor], new: tuple[int, ...]) -> Tensors:
-        states = entry.states
+    def _tensors(self, owned: _DeviceParameters, grads: list[Tensor], new: tuple[int, ...]) -> Tensors:
+        states = owned.states
         first, second = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
         counters = [state["step"] for state in states]
-        return Tensors(entry.params, grads, first, second, self._masters(entry), counters, entry.groups)
+        return Tensors(owned.params, grads, first, second, self._masters(owned), counters, owned.groups)
 
 
 class SGD(MultiTensorOptimizer):
     """Stochastic gradient descent with momentum, all parameters in one launch.
 
-    Sutskever et al. 2013 in the form of torch.optim.SGD, with its arguments; the others as AdamW's. `state_dtype` is
-    that of the momentum buffers.
+    Takes the arguments of torch.optim.SGD; the others are as in AdamW, with `state_dtype` the dtype of the momentum
+    buffers. Source: Sutskever et al. 2013, in the form of torch.optim.SGD.
 
     Raises:
-        ConfigError: a value that has no meaning.
+        ConfigError: a value is out of range.
         UnsupportedDtype: a parameter other than float16, bfloat16, float32 or float64.
     """
 
@@ -165,7 +419,7 @@ class SGD(MultiTensorOptimizer):
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_common(group, ("lr", "momentum", "weight_decay"))
+        _check_group_values(group, ("lr", "momentum", "weight_decay"))
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ConfigError(
                 f"nesterov needs a momentum above 0 and no dampening; got {group['momentum']} and {group['dampening']}"
@@ -173,20 +427,20 @@ class SGD(MultiTensorOptimizer):
 
     def _group(self, group: dict[str, Any], device: torch.device) -> SGDGroup:
         names = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
-        return SGDGroup(rate_of(group["lr"], device), *(group[name] for name in names))
+        return SGDGroup(_learning_rate(group["lr"], device), *(group[name] for name in names))
 
     def _needs(self, param: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
         names = super()._needs(param, group)
         return names if group["momentum"] else names[1:]
 
-    def _tensors(self, entry: Entry, grads: list[Tensor], new: tuple[int, ...]) -> Tensors:
+    def _tensors(self, owned: _DeviceParameters, grads: list[Tensor], new: tuple[int, ...]) -> Tensors:
         first: list[Tensor | None] = []
         if any([group["momentum"] for group in self.param_groups]):  # noqa: C419  a list is faster
             first = [
                 state.get("momentum_buffer") if self.param_groups[number]["momentum"] else None
-                for state, number in zip(entry.states, entry.groups, strict=True)
+                for state, number in zip(owned.states, owned.groups, strict=True)
             ]
-        return Tensors(entry.params, grads, first, [], self._masters(entry), [], entry.groups, new)
+        return Tensors(owned.params, grads, first, [], self._masters(owned), [], owned.groups, new)
 
 
 # --- clipping --------------------------------------------------------------------------------------------------------
@@ -198,59 +452,106 @@ _clipping: dict[torch.device, Workspace] = {}
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale all gradients together, in place, so that their Euclidean norm is max_norm at most.
+    """Scale all gradients together, in place, so that their Euclidean norm is at most max_norm.
 
     scale = min(1, max_norm / (norm + 1e-6))
 
     Args:
-        parameters: a tensor or several; those without a gradient are passed over.
+        parameters: a tensor or several; those without a gradient are skipped.
         max_norm: at least 0.
-        error_if_nonfinite: raise where the norm is not finite; waits for the device.
+        error_if_nonfinite: raise if the norm is not finite; synchronises with the device.
 
     Returns:
-        the norm before, a float32 scalar on the first gradient's device (float64 for float64); 0 on the CPU where there
-        are no gradients. Nothing waits for the device. A norm that is NaN makes every gradient NaN, an infinite one
-        makes them 0, infinities NaN.
+        the norm before clipping, a float32 scalar on the first gradient's device (float64 for float64); 0 on the CPU if
+        there are no gradients. Does not synchronise with the device. A NaN norm makes every gradient NaN; an infinite
+        one makes finite entries 0 and infinite ones NaN.
 
     Raises:
         ConfigError: max_norm is negative or NaN; sparse gradients.
         UnsupportedDtype: gradients other than float16, bfloat16, float32 or float64.
-        RuntimeError: the norm is not finite, where that was asked.
+        RuntimeError: the norm is not finite and error_if_nonfinite is set.
 
     Source: Pascanu, Mikolov and Bengio 2013, arXiv:1211.5063, algorithm 1.
     """
-    check_not_negative("max_norm", max_norm)
+    _check_non_negative("max_norm", max_norm)
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [param.grad for param in params if param.grad is not None]
     if not grads:
         return torch.tensor(0.0)
     if not is_plain(grads[0]) or not all(map(is_ordinary, grads)):
-        found = torch_norm(grads, max_norm)
-        _checked(found[0], error_if_nonfinite)
-        torch_clip(grads, found[1])
-        return found[0]
+        norm, scale = torch_norm(grads, max_norm)
+        _require_finite(norm, error_if_nonfinite)
+        torch_clip(grads, scale)
+        return norm
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         by_device.setdefault(grad.device, []).append(grad)
     calls = []
-    for device, own in by_device.items():
+    for device, local in by_device.items():
         workspace = _clipping.get(device)
         if workspace is None:
             workspace = _clipping[device] = Workspace(device)
-        table = workspace.table(Tensors([], own, [], [], [], [], []))
+        table = workspace.table(Tensors([], local, [], [], [], [], []))
         case = case_of(table, device)
-        calls.append((case, own, table, global_norm(case, own, table, float(max_norm))))
+        calls.append((case, local, table, global_norm(case, local, table, float(max_norm))))
     norm, scale = calls[0][3]
     if len(calls) > 1:
-        norm = torch.linalg.vector_norm(torch.stack([found[0].to(norm) for *_, found in calls]))
+        norm = torch.linalg.vector_norm(torch.stack([partial[0].to(norm) for *_, partial in calls]))
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    _checked(norm, error_if_nonfinite)
-    for case, own, table, _ in calls:
-        clip_step(case, own, table, scale.to(case.device))
-        torch.autograd.graph.increment_version(own)
+    _require_finite(norm, error_if_nonfinite)
+    for case, local, table, _ in calls:
+        clip_step(case, local, table, scale.to(case.device))
+        torch.autograd.graph.increment_version(local)
     return cast(Tensor, norm)
 
 
-def _checked(norm: Tensor, error_if_nonfinite: bool) -> None:
+def _require_finite(norm: Tensor, error_if_nonfinite: bool) -> None:
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(f"the norm of the gradients is {norm.item()}: not clipped (error_if_nonfinite=True)")
+
+
+# --- validation ------------------------------------------------------------------------------------------------------
+
+
+def _check_group_values(group: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Raise unless the named values of a group are at least 0 and its parameters' dtypes are supported."""
+    for name in names:
+        _check_non_negative(name, group[name])
+    for i, param in enumerate(group["params"]):
+        if param.dtype not in DTYPES:
+            supported = ", ".join(map(name_of, DTYPES))
+            raise UnsupportedDtype(f"optimisers take {supported}; parameter {i} is {name_of(param.dtype)}")
+
+
+def _check_non_negative(name: str, value: Any, allowed: tuple[Any, ...] = ()) -> None:
+    """Raise unless a value is a number of at least 0, one of `allowed`, or an lr tensor of one element."""
+    if isinstance(value, Tensor) and name == "lr":
+        if value.numel() != 1:
+            raise ShapeError(f"lr must have one element, got {tuple(value.shape)}")
+        return
+    if any(value is option for option in allowed):
+        return
+    if not isinstance(value, (int, float)) or not value >= 0:
+        raise ConfigError(f"{name} must be a number, at least 0; got {value!r}")
+
+
+def _learning_rate(lr: float | Tensor, device: torch.device) -> float | Tensor:
+    """Return the learning rate as a number, or as a tensor that the kernels read on `device`.
+
+    Raises:
+        ConfigError: the tensor has another dtype or is on another device.
+    """
+    if not isinstance(lr, Tensor):
+        return lr
+    if lr.device.type == "cpu" and device.type != "cpu":
+        return float(lr)
+    if lr.device != device or lr.dtype != torch.float32:
+        raise ConfigError(
+            f"lr as a tensor must be float32 on {device} or on the CPU; got {name_of(lr.dtype)} on {lr.device}"
+        )
+    return lr
+
+
+def _on(device: torch.device, value: Tensor | None) -> Tensor | None:
+    """Move a value of torch.amp.GradScaler to a device."""
+    return None if value is None else value.to(device, torch.float32, non_blocking=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant.errors import ConfigError
-from accelerant.nn.layers import Linear, _require_width, compute_dtype
+from accelerant.nn.layers import Linear, compute_dtype, require_width
 
 __all__ = ["LinearInt8", "QuantizationReport", "quantize"]
 
@@ -84,7 +84,7 @@ class LinearInt8(nn.Module):
         Raises:
             ShapeError: the last dimension is not in_features.
         """
-        _require_width(x, self.in_features, "LinearInt8")
+        require_width(x, self.in_features, "LinearInt8")
         dtype = compute_dtype(x)
         bias = self.bias
         if bias is not None and bias.dtype not in (torch.float32, dtype):

@@ -1,31 +1,31 @@
-"""The interface that a backend implements, and what passes through it.
+"""The interface that a backend implements, and the values that pass through it.
 
 A backend author writes one class in `runtime/providers/`, names it in `registry.py`, and runs
 `pytest tests/conformance --backend NAME`. The contract, beyond the signatures:
 
-* A provider is made once a process, by the registry, after `probe()` said that the driver is sound. Its
-  constructor may start the driver; importing its module must not.
-* Devices are numbered from 0, as the driver numbers them. Whatever takes a device's number refuses one that is not
-  there with a ConfigError that names the range (`check_device`).
-* Memory: `allocate` gives a Buffer of at least the asked size (0 is allowed), aligned to 256 bytes where memory has
-  addresses, with undefined content; it lives until `Buffer.free` or until nobody refers to it. Use the pool that the
-  rest of the process uses. A backend whose allocator keeps no limits asks `runtime.memory.check_allocation` first.
-* A buffer that was freed, or that another provider made, is refused with a LaunchError; nothing reaches the device.
-* Optional: `trim(device)` gives what the pool holds for later back to the device.
-* Copies are ordered with launches on the same stream. `copy_to_host` returns when the bytes are there.
-* `compile` goes through the disk cache, under a key of everything that the code depends on (fixed options too),
-  raises CompileError with the compiler's log, and never leaves a broken entry. Two calls with the same source give
-  kernels that compute the same.
-* `launch` checks what it is given before anything reaches the device, does not wait, and raises LaunchError where
-  nothing ran, DeviceLost where the device can no longer be used.
+* The registry makes one provider per process, after `probe()` reported a sound driver. The constructor may start the
+  driver; importing the module must not.
+* Devices are numbered from 0, as the driver numbers them. A method that takes a device number raises ConfigError with
+  the valid range for one that does not exist (`check_device`).
+* `allocate` returns a Buffer of at least the requested size (0 is allowed) with undefined content, aligned to 256 bytes
+  where memory has addresses. It lives until `Buffer.free` or until its last reference goes. Use the pool that the rest
+  of the process uses. A backend whose allocator keeps no limit calls `check_limit` first.
+* A buffer that was freed, or that another provider allocated, is refused with a LaunchError before the device is used.
+* Copies are ordered with launches on the same stream. `copy_to_host` returns when the bytes have arrived.
+* `compile` uses the disk cache, under a key of everything that the code depends on (fixed options too), raises
+  CompileError with the compiler's log, and never leaves a broken entry. Compiling the same source twice gives kernels
+  that compute the same.
+* `launch` checks its arguments before it uses the device, does not wait, and raises LaunchError where nothing ran,
+  DeviceLost where the device can no longer be used.
 * Grid and block are in blocks and threads, one to three numbers each. A device without blocks (the CPU) runs the
-  flattened range grid x block over its cores; kernels compare their index with the length that they are given.
-* Whatever may be called from several threads must hold its own lock. What a `__del__` takes must be a lock that is
-  held for nothing else, and reentrant: the garbage collector runs in any thread, also in one that holds it.
+  flattened range grid x block over its cores; kernels compare their index with the length they are given.
+* Methods that several threads may call hold a lock of their own. A lock that `__del__` takes must be reentrant and held
+  for nothing else: the garbage collector runs in any thread, also in one that holds it.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -43,7 +43,7 @@ ComputeBackend = str
 """The name of a backend: one of registry.BACKENDS."""
 
 Pointer = Any
-"""What a pointer argument may be: a Buffer, or anything with `data_ptr()` on the device (a torch tensor)."""
+"""A pointer argument: a Buffer, or anything with `data_ptr()` on the device (a torch tensor)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,13 @@ class ComputeDevice:
     Attributes:
         backend: "cuda", "cpu", ...
         index: number on its backend; -1 for an absent backend.
-        name: as its driver gives it.
+        name: as its driver reports it.
         available: whether it can be used.
-        reason: why not, if not; empty otherwise.
-        memory_bytes: total memory, 0 where unknown.
-        architecture: "sm_90", "znver4"; what kernels are compiled for.
-        properties: what else its driver says: multiprocessors, clocks, versions.
+        reason: why it cannot be used; empty if it can.
+        memory_bytes: total memory; 0 where unknown.
+        architecture: target that kernels are compiled for: "sm_90", "x86_64".
+        properties: further figures of the driver: multiprocessors, clocks, versions.
+        torch_type: type of torch device that its tensors have; empty where torch has no tensors on it.
     """
 
     backend: ComputeBackend
@@ -69,30 +70,35 @@ class ComputeDevice:
     memory_bytes: int = 0
     architecture: str = ""
     properties: dict[str, Any] = field(default_factory=dict, compare=False)
+    torch_type: str = field(default="", compare=False)
+
+    @property
+    def label(self) -> str:
+        """Backend and index: "cuda:0"."""
+        return f"{self.backend}:{self.index}"
 
     @property
     def torch_device(self) -> str:
-        """What `torch.device` takes: "cuda:0", "cpu". Empty for an absent device and where torch has none."""
-        kind = {"cuda": "cuda", "rocm": "cuda", "apple": "mps", "cpu": "cpu"}.get(self.backend)
-        if not self.available or kind is None:
+        """The argument for `torch.device`: "cuda:0", "cpu". Empty for an absent device and where torch has none."""
+        if not self.available or not self.torch_type:
             return ""
-        return kind if kind == "cpu" else f"{kind}:{self.index}"
+        return self.torch_type if self.torch_type == "cpu" else f"{self.torch_type}:{self.index}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, for JSON."""
+        """Return the fields by name, for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Memory of a device in bytes.
+    """Memory of a device, in bytes.
 
     Attributes:
-        total_bytes: what the device has.
-        free_bytes: what any process could still take.
-        allocated_bytes: what this process's live buffers and tensors hold.
-        reserved_bytes: what this process's pool holds, live or kept for later.
-        peak_bytes: the most that was allocated at once.
+        total_bytes: size of the device's memory.
+        free_bytes: available to any process.
+        allocated_bytes: in live buffers and tensors of this process.
+        reserved_bytes: held by this process's pool, in use or cached.
+        peak_bytes: highest allocated_bytes so far.
     """
 
     total_bytes: int
@@ -103,13 +109,13 @@ class MemoryInfo:
 
 
 class Buffer:
-    """A range of device memory; freed by `free`, or when nobody refers to it.
+    """A range of device memory; released by `free`, or when its last reference goes.
 
     Args:
         pointer: address on the device, or the driver's handle where its memory has no addresses.
         size_bytes: length.
         device: index of the device.
-        owner: whatever must live as long as the memory does.
+        owner: object that keeps the memory alive; tells the provider that allocated it.
     """
 
     __slots__ = ("_pointer", "device", "owner", "size_bytes")
@@ -121,17 +127,17 @@ class Buffer:
         self.owner = owner
 
     def data_ptr(self) -> int:
-        """The address on the device, or the driver's handle.
+        """Return the address on the device, or the driver's handle.
 
         Raises:
-            LaunchError: it was freed.
+            LaunchError: the buffer was freed.
         """
         if self._pointer is None:
             raise LaunchError(f"{self!r} was freed; it cannot be used any more")
         return self._pointer
 
     def free(self) -> None:
-        """Give the memory back now; freeing twice does nothing. Launches that are under way still finish."""
+        """Release the memory now; freeing twice does nothing. Launches under way still finish."""
         self._pointer = self.owner = None
 
     def __repr__(self) -> str:
@@ -139,15 +145,15 @@ class Buffer:
 
 
 class Event(ABC):
-    """A mark on a stream that times what lies between two of its kind."""
+    """A mark on a stream; two of them time the work between."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the device has passed it; does not wait."""
+        """Return whether the device has passed the mark; does not wait."""
 
     @abstractmethod
     def elapsed_ms(self, later: Event) -> float:
-        """Milliseconds from this mark to a later one; both must be done."""
+        """Return the milliseconds from this mark to a later one; both must be done."""
 
 
 class ComputeProvider(ABC):
@@ -155,62 +161,69 @@ class ComputeProvider(ABC):
 
     Attributes:
         name: the backend's name.
-        dialects: kernel dialects it compiles, the preferred first.
+        dialects: kernel dialects it compiles, the preferred first. Empty for a backend without kernels of Accelerant,
+            where torch's own operations run.
+        torch_type: type of `torch.device` whose calls this provider serves; empty for none.
+        has_tensors: whether torch has tensors on its devices.
+        automatic: whether the automatic choice of a backend considers it: every op must run on its tensors.
     """
 
     name: ClassVar[ComputeBackend]
-    dialects: ClassVar[tuple[str, ...]]
+    dialects: ClassVar[tuple[str, ...]] = ()
+    torch_type: ClassVar[str] = ""
+    has_tensors: ClassVar[bool] = False
+    automatic: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
     def probe(cls) -> str:
-        """Why this backend cannot be used here; empty if it can. Must not start a driver in this process."""
+        """Return why this backend cannot be used here; empty if it can. Starts no driver in this process."""
 
     @abstractmethod
     def devices(self) -> list[ComputeDevice]:
-        """The devices that are there, by index."""
+        """Return the devices, by index."""
 
     @abstractmethod
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
-        """Device memory with undefined content.
+        """Allocate device memory with undefined content.
 
         Raises:
             ShapeError: a negative size.
             ConfigError: no device has that number.
-            OutOfMemory: with what was asked and what is free.
+            OutOfMemory: with the size asked for and the size free.
         """
 
     @abstractmethod
     def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
-        """The array's bytes, in C order, on the device.
+        """Copy an array's bytes, in C order, to the device.
 
         Args:
             array: anything NumPy reads.
-            device: where to.
-            out: a buffer to write into; a new one by default.
+            device: target device.
+            out: buffer to write into; a new one by default.
 
         Raises:
             ShapeError: `out` is smaller than the array.
-            LaunchError: `out` was freed, or another provider made it.
+            LaunchError: `out` was freed, or another provider allocated it.
         """
 
     @abstractmethod
     def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
-        """The buffer's first elements as a new NumPy array; waits for them.
+        """Copy the buffer's first elements to a new NumPy array; waits for them.
 
         Raises:
             ShapeError: the buffer is smaller than that.
-            LaunchError: it was freed, or another provider made it.
+            LaunchError: it was freed, or another provider allocated it.
         """
 
     @abstractmethod
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
-        """Compile, or load from the disk cache.
+        """Compile a kernel for a device's architecture, or load it from the disk cache.
 
         Args:
-            source: what to compile.
-            entry: which entry point; may be left out where there is one.
-            device: compiled for its architecture.
+            source: kernel to compile.
+            entry: entry point; optional if there is only one.
+            device: device to load it on.
 
         Raises:
             CompileError: with the compiler's log.
@@ -231,7 +244,7 @@ class ComputeProvider(ABC):
             kernel: from `compile` of this provider.
             grid: blocks, one to three numbers of at least 1.
             block: threads a block, one to three numbers of at least 1.
-            args: as kernel.arguments says.
+            args: of the types in kernel.arguments.
             stream: of this backend; the current one by default.
 
         Raises:
@@ -249,19 +262,91 @@ class ComputeProvider(ABC):
 
     @abstractmethod
     def memory(self, device: int = 0) -> MemoryInfo:
-        """What the device's memory holds now."""
+        """Return the current state of the device's memory."""
 
     @abstractmethod
     def record_event(self, device: int = 0) -> Event | None:
         """Mark the current stream; None where no mark may be made now (a graph is being captured)."""
 
     def lost(self, error: Exception) -> DeviceLost | None:
-        """The error as DeviceLost, if it is one after which this process can no longer use the device."""
+        """Return the error as DeviceLost if this process can no longer use the device after it."""
         return None
+
+    def trim(self, device: int = 0) -> None:
+        """Return the pool's unused memory to the device; does nothing where there is no pool."""
+        return
+
+    def limit_fraction(self, fraction: float, device: ComputeDevice) -> None:
+        """Let this process allocate at most a fraction of a device's memory; 1 lifts the limit."""
+        set_base_limit(device, int(device.memory_bytes * fraction) if fraction < 1.0 else None)
+
+    def check_limit(self, size_bytes: int, device: int = 0) -> None:
+        """Refuse an allocation that would pass a limit; costs a dict look-up where none is set.
+
+        Raises:
+            OutOfMemory: names the size, the bytes held and the limit.
+        """
+        limits = allocation_limits.get((self.name, device))
+        if not limits:
+            return
+        held = self.memory(device).allocated_bytes
+        if held + size_bytes > min(limits):
+            with _limits_lock:
+                allocation_failures.setdefault((self.name, device), [0, 0])[0] += 1
+            raise OutOfMemory(
+                f"{size_bytes:,} bytes asked on {self.name}:{device}; "
+                f"{held:,} are held and the limit is {min(limits):,}"
+            )
+
+
+# --- limits of backends whose allocator keeps none -------------------------------------------------------------------
+
+_limits_lock = threading.Lock()
+
+allocation_limits: dict[tuple[str, int], list[int]] = {}
+"""Backend and index -> limits on the bytes that its provider may have allocated: the process's, then those of blocks of
+code. Torch's CUDA allocator keeps its own."""
+
+allocation_failures: dict[tuple[str, int], list[int]] = {}
+"""Backend and index -> failed and repeated allocations, where the allocator does not count them."""
+
+
+def set_base_limit(device: ComputeDevice, limit_bytes: int | None) -> None:
+    """Set the process's limit on a device; None lifts it."""
+    key = (device.backend, device.index)
+    with _limits_lock:
+        limits = allocation_limits.setdefault(key, [])
+        limits[:1] = [device.memory_bytes if limit_bytes is None else limit_bytes]
+        _drop_unlimited(device)
+
+
+def push_limit(device: ComputeDevice, limit_bytes: int) -> None:
+    """Add a limit for a block of code."""
+    with _limits_lock:
+        allocation_limits.setdefault((device.backend, device.index), [device.memory_bytes]).append(limit_bytes)
+
+
+def pop_limit(device: ComputeDevice, limit_bytes: int) -> None:
+    """Remove a limit that push_limit added."""
+    with _limits_lock:
+        allocation_limits[device.backend, device.index].remove(limit_bytes)
+        _drop_unlimited(device)
+
+
+def _drop_unlimited(device: ComputeDevice) -> None:
+    key = (device.backend, device.index)
+    if allocation_limits[key] == [device.memory_bytes]:
+        del allocation_limits[key]
+
+
+# --- checks shared by the providers ----------------------------------------------------------------------------------
+
+_SCALARS = ("i32", "u32", "i64", "u64", "f32", "f64")
+_INTEGER_RANGES = {"i32": (-(2**31), 2**31), "u32": (0, 2**32), "i64": (-(2**63), 2**63), "u64": (0, 2**64)}
 
 
 def pick_entry(source: KernelSource, entry: str | None) -> str:
-    """The entry point meant, its argument types checked; for providers.
+    """Return the entry point to compile, with its argument types checked.
 
     Raises:
         LaunchError: no such entry, or several to choose from.
@@ -280,7 +365,7 @@ def pick_entry(source: KernelSource, entry: str | None) -> str:
 def check_launch(
     kernel: Kernel, provider: str, grid: Sequence[int], block: Sequence[int], args: Sequence[object]
 ) -> None:
-    """What every provider checks before a launch.
+    """Check the backend, grid, block and number of arguments of a launch.
 
     Raises:
         LaunchError: names what does not fit.
@@ -294,12 +379,8 @@ def check_launch(
         raise LaunchError(f"kernel {kernel.name!r} takes {len(kernel.arguments)} arguments, got {len(args)}")
 
 
-_SCALARS = ("i32", "u32", "i64", "u64", "f32", "f64")
-_INTEGER_RANGES = {"i32": (-(2**31), 2**31), "u32": (0, 2**32), "i64": (-(2**63), 2**63), "u64": (0, 2**64)}
-
-
 def check_scalar(name: str, position: int, kind: str, arg: object) -> int | float:
-    """A scalar argument as a plain number of the declared type; for providers.
+    """Return a scalar argument as a plain number of the declared type.
 
     Raises:
         LaunchError: not a number, or one that the type cannot hold.
@@ -314,7 +395,7 @@ def check_scalar(name: str, position: int, kind: str, arg: object) -> int | floa
 
 
 def host_bytes(array: npt.ArrayLike, out: Buffer | None) -> npt.NDArray[np.uint8]:
-    """The array as a flat array of bytes, checked against the buffer it shall go to; for providers."""
+    """Return the array as flat bytes, checked against the buffer that will take them."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     if out is not None and out.size_bytes < flat.nbytes:
         raise ShapeError(f"a buffer of {out.size_bytes} bytes cannot take an array of {flat.nbytes}")
@@ -322,7 +403,7 @@ def host_bytes(array: npt.ArrayLike, out: Buffer | None) -> npt.NDArray[np.uint8
 
 
 def host_size(buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> int:
-    """Bytes of an array of that kind, checked against the buffer it shall come from; for providers."""
+    """Return the bytes of an array of that dtype and shape, checked against the buffer it is read from."""
     if min(shape, default=0) < 0:
         raise ShapeError(f"a buffer cannot be read as {tuple(shape)}: sizes must be 0 or more")
     size = int(np.dtype(dtype).itemsize * np.prod(shape, dtype=object))
@@ -332,7 +413,7 @@ def host_size(buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> int
 
 
 def check_device(backend: str, index: int, count: int) -> None:
-    """Refuse the number of a device that is not there; for providers.
+    """Refuse a device number that does not exist.
 
     Raises:
         ConfigError: names the range.
@@ -346,25 +427,25 @@ _Owner = TypeVar("_Owner")
 
 
 def check_owner(buffer: Buffer, owner: type[_Owner], backend: str, where: str) -> _Owner:
-    """What holds a buffer's memory, which tells a provider's own buffers from others; for providers.
+    """Return the owner of a buffer's memory, whose type tells a provider's own buffers from others.
 
     Raises:
-        LaunchError: it was freed, or another provider made it.
+        LaunchError: the buffer was freed, or another provider allocated it.
     """
-    buffer.data_ptr()  # a freed one raises
+    buffer.data_ptr()  # raises if it was freed
     if not isinstance(buffer.owner, owner):
         raise LaunchError(f"{where}: {buffer!r} was not allocated by the {backend} backend")
     return buffer.owner
 
 
 def check_size(size_bytes: int) -> None:
-    """Refuse a negative size; for providers."""
+    """Refuse a negative size."""
     if size_bytes < 0:
         raise ShapeError(f"cannot allocate {size_bytes} bytes")
 
 
 def out_of_memory(size_bytes: int, device: str, memory: MemoryInfo) -> OutOfMemory:
-    """The error to raise; for providers."""
+    """Return the error for a failed allocation."""
     return OutOfMemory(
         f"{size_bytes:,} bytes asked on {device}; {memory.free_bytes:,} of {memory.total_bytes:,} free, "
         f"{memory.allocated_bytes:,} held by this process"

@@ -1,87 +1,97 @@
-"""Which backends are here, and which one to use.
+"""The backends of this machine, and the choice of a device.
 
-A driver can take a process down when it is broken, so each backend is first asked, in a child process where that is
-needed, whether it is sound (`ComputeProvider.probe`); only then is its provider made in this process, once.
+A broken driver can end the process that loads it, so `ComputeProvider.probe` first tests each backend, in a child
+process where that is needed; only then is its provider made in this process, once.
+
+This module imports no provider, and nothing that imports it: providers are loaded by name when they are asked for.
 """
 
 from __future__ import annotations
 
 import importlib
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from accelerant.config import settings
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider
 
 if TYPE_CHECKING:
-    import torch  # the integer kernels run on the CPU without it
+    import torch  # the CPU's integer kernels run without it
 
 __all__ = [
-    "AUTOMATIC",
     "BACKENDS",
     "PROVIDERS",
+    "DeviceLike",
+    "automatic_backends",
     "available",
     "choose",
     "create",
     "devices",
+    "find_device",
     "provider_of",
     "reason_absent",
+    "reason_without_kernels",
 ]
 
 BACKENDS = ("cuda", "rocm", "apple", "opencl", "webgpu", "cpu")
-"""Every backend of the design."""
-
-AUTOMATIC = ("cuda", "rocm", "apple", "cpu")
-"""Those that automatic choice considers: they run every op on torch's own tensors."""
+"""Every backend of the design, the preferred first."""
 
 PROVIDERS: dict[str, tuple[str, str]] = {
     "cuda": ("accelerant.runtime.providers.cuda", "CudaProvider"),
+    "rocm": ("accelerant.runtime.providers.torch_devices", "RocmProvider"),
+    "apple": ("accelerant.runtime.providers.torch_devices", "AppleProvider"),
     "opencl": ("accelerant.runtime.providers.opencl", "OpenclProvider"),
     "cpu": ("accelerant.runtime.providers.cpu", "CpuProvider"),
 }
-"""Backend -> module and class of its provider: where a backend author adds a line."""
+"""Backend -> module and class of its provider; a new backend adds a line here."""
+
+DeviceLike: TypeAlias = "str | torch.device | ComputeDevice"
+"""A device's name ("cuda", "cuda:1", "opencl:0"), a torch.device, or a device from the registry."""
 
 _lock = threading.RLock()
 _reasons: dict[str, str] = {}
 _created: dict[str, ComputeProvider] = {}
 
 
-def _class(name: str) -> type[ComputeProvider]:
+def _provider_class(name: str) -> type[ComputeProvider]:
     module, attribute = PROVIDERS[name]
     provider: type[ComputeProvider] = getattr(importlib.import_module(module), attribute)
     return provider
 
 
-def _check_name(name: str) -> None:
-    if name not in BACKENDS:
-        raise ConfigError(f"unknown backend {name!r}; known are {', '.join(BACKENDS)}")
-
-
 def reason_absent(name: str) -> str:
-    """Why a backend cannot be used here; empty if it can. Asked once a process.
+    """Return why a backend cannot be used here; empty if it can. Probed once a process.
 
     Raises:
         ConfigError: no backend has that name.
     """
-    _check_name(name)
+    if name not in BACKENDS:
+        raise ConfigError(f"unknown backend {name!r}; known are {', '.join(BACKENDS)}")
     with _lock:
         if name not in _reasons:
-            _reasons[name] = _class(name).probe() if name in PROVIDERS else "this version has no provider for it"
+            _reasons[name] = (
+                _provider_class(name).probe() if name in PROVIDERS else "this version has no provider for it"
+            )
         return _reasons[name]
 
 
 def available() -> list[str]:
-    """The names of the backends that can be used, the preferred first."""
+    """Return the names of the backends that can be used, the preferred first."""
     return [name for name in BACKENDS if not reason_absent(name)]
 
 
+def automatic_backends() -> list[str]:
+    """Return the backends that the automatic choice considers, the preferred first."""
+    return [name for name in BACKENDS if name in PROVIDERS and _provider_class(name).automatic]
+
+
 def create(name: str) -> ComputeProvider:
-    """The provider of a backend, made on first use.
+    """Return the provider of a backend, made on first use.
 
     Raises:
         ConfigError: no backend has that name.
-        BackendUnavailable: it is not there; says why.
+        BackendUnavailable: the backend is absent or does not start; says why.
     """
     provider = _created.get(name)
     if provider is not None:
@@ -91,50 +101,32 @@ def create(name: str) -> ComputeProvider:
         if reason:
             raise BackendUnavailable(name, reason)
         if name not in _created:
-            _created[name] = _constructed(name)
             try:
-                _apply_memory_fraction(name)
-            except BaseException:
-                del _created[name]  # or the next call would give it without its limit
-                raise
+                provider = _provider_class(name)()
+            except Exception as error:  # its driver answered the probe, and still it does not start
+                first = (str(error).splitlines() or [""])[0]
+                _reasons[name] = f"it does not start: {type(error).__name__}: {first}"
+                raise BackendUnavailable(name, _reasons[name]) from error
+            fraction = settings().memory_fraction
+            if fraction < 1.0:
+                for device in provider.devices():
+                    provider.limit_fraction(fraction, device)
+            _created[name] = provider
         return _created[name]
 
 
-def _constructed(name: str) -> ComputeProvider:
-    """A new provider. One that does not start, though its driver answered the probe, is absent from now on.
-
-    Raises:
-        BackendUnavailable: it does not start; says why.
-    """
-    try:
-        return _class(name)()
-    except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        _reasons[name] = f"it does not start: {type(error).__name__}: {first}"
-        raise BackendUnavailable(name, _reasons[name]) from error
-
-
-def _created_or_reason(name: str) -> ComputeProvider | str:
+def _create_or_reason(name: str) -> ComputeProvider | str:
     try:
         return create(name)
     except BackendUnavailable as error:
         return error.reason
 
 
-def _apply_memory_fraction(name: str) -> None:
-    """Keep the new provider's devices to the part of their memory that the settings give this process."""
-    if settings().memory_fraction < 1.0:
-        from accelerant.runtime.memory.limits import apply_limit
-
-        for device in _created[name].devices():
-            apply_limit(device=device)
-
-
 def devices() -> list[ComputeDevice]:
-    """Every device, the preferred backend's first; an absent backend is one entry that carries `.reason`."""
+    """Return every device, the preferred backend's first; an absent backend is one entry with a `reason`."""
     found: list[ComputeDevice] = []
     for name in BACKENDS:
-        provider = _created_or_reason(name)
+        provider = _create_or_reason(name)
         if isinstance(provider, str):
             found.append(ComputeDevice(backend=name, index=-1, name="", available=False, reason=provider))
         else:
@@ -143,38 +135,96 @@ def devices() -> list[ComputeDevice]:
 
 
 def choose(backend: str = "auto", index: int = 0) -> ComputeDevice:
-    """The device to use.
+    """Return the device to use.
 
     Args:
-        backend: a backend that must be there; "auto" means the setting's (ACCELERANT_BACKEND), and where
-            that is "auto" too, the first of AUTOMATIC that is there and starts.
+        backend: a backend that must be present; "auto" is the setting's (ACCELERANT_BACKEND), and if that is "auto"
+            too, the first of automatic_backends() that starts.
         index: number of the device on its backend.
 
     Raises:
         ConfigError: no backend has that name, or no device that index.
-        BackendUnavailable: the backend is not there; says why.
+        BackendUnavailable: the backend is absent; says why.
     """
-    wanted = settings().backend if backend == "auto" else backend
-    if wanted == "auto":
-        wanted = next((name for name in AUTOMATIC if not isinstance(_created_or_reason(name), str)), "cpu")
-    found = create(wanted).devices()
+    name = settings().backend if backend == "auto" else backend
+    if name == "auto":
+        name = next((name for name in automatic_backends() if not isinstance(_create_or_reason(name), str)), "cpu")
+    found = create(name).devices()
     if not 0 <= index < len(found):
         raise ConfigError(
-            f"backend {wanted!r} has {len(found)} device{'s' * (len(found) != 1)}; there is no number {index}"
+            f"backend {name!r} has {len(found)} device{'s' * (len(found) != 1)}; there is no number {index}"
         )
     return found[index]
 
 
-_BY_TORCH_TYPE = {"cuda": "cuda", "opencl": "opencl", "cpu": "cpu"}
+def find_device(device: DeviceLike = "auto") -> ComputeDevice:
+    """Return the device that a name, a torch.device or a ComputeDevice means.
+
+    Args:
+        device: "auto" is the first device of the setting's backend, "cuda" torch's current CUDA device.
+
+    Raises:
+        ConfigError: no such backend or index.
+        BackendUnavailable: the backend is absent; says why.
+    """
+    import torch
+
+    if isinstance(device, ComputeDevice):
+        return choose(device.backend, device.index)
+    if not isinstance(device, (str, torch.device)):
+        raise ConfigError(f"device: wanted a name like 'cuda:0' or a torch.device, got {device!r}")
+    name, colon, number = str(device).partition(":")
+    if colon and not number.isdecimal():
+        raise ConfigError(f"device: wanted a backend's name and perhaps an index, like 'cuda:0'; got {str(device)!r}")
+    if name not in (*BACKENDS, "auto") or (name == "cuda" and torch.version.hip):
+        name = next((known for known in PROVIDERS if _serves(known, name)), name)
+    if colon:
+        return choose(name, int(number))
+    chosen = choose(name)
+    if chosen.torch_type == "cuda" and torch.cuda.current_device() != chosen.index:
+        return choose(chosen.backend, torch.cuda.current_device())
+    return chosen
 
 
 def provider_of(device: torch.device) -> ComputeProvider:
-    """The provider whose devices torch calls by that name.
+    """Return the provider of the tensors on a torch device.
+
+    An accelerator of torch that no backend serves (xpu, hpu, ...) gets a provider without kernels: torch's own
+    operations run there.
 
     Raises:
-        BackendUnavailable: no provider serves that kind of tensor.
+        BackendUnavailable: torch has no such accelerator either, or the backend does not start.
     """
-    name = _BY_TORCH_TYPE.get(device.type)
-    if name is None:
-        raise BackendUnavailable(device.type, "no provider serves such tensors")
-    return create(name)
+    for name in PROVIDERS:
+        if _serves(name, device.type):
+            return create(name)
+    provider = _created.get(device.type)
+    if provider is None:
+        from accelerant.runtime.providers.torch_devices import torch_provider  # imports torch, as its callers have
+
+        provider = _created[device.type] = torch_provider(device.type)
+    return provider
+
+
+def reason_without_kernels(device: torch.device) -> str:
+    """Return why only torch's operations run on a device's tensors; empty where Accelerant has kernels."""
+    if device.type == "meta":
+        return ""
+    name = next((name for name in PROVIDERS if _serves(name, device.type)), device.type)
+    if name in PROVIDERS and _provider_class(name).dialects:
+        return ""
+    return f"Accelerant has no kernels for {name}: torch's operations run"
+
+
+def _serves(name: str, torch_type: str) -> bool:
+    """Whether a backend's provider serves tensors of that type; ROCm's tensors have the type "cuda", too."""
+    kind = _provider_class(name)
+    if kind.torch_type != torch_type:
+        return False
+    return torch_type != "cuda" or name == _cuda_backend()
+
+
+def _cuda_backend() -> str:
+    import torch
+
+    return "rocm" if torch.version.hip else "cuda"

@@ -20,8 +20,7 @@ from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negat
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource
-from accelerant.runtime.compilation.portable import portable_header
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource, portable_header
 
 QUICK = {("opencl", "bn254_g1", entry) for entry in ("curve_add", "curve_mul", "curve_off_curve")}
 QUICK |= {("opencl", "bls12_381_g1", "curve_off_subgroup")}
@@ -265,7 +264,7 @@ BUDGETS = [
 @pytest.mark.parametrize(("target", "name", "entry"), BUDGETS)
 def test_nvrtc_compiles_with_few_registers(target, name, entry):
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.providers.cuda_compile import compile_cuda
+    from accelerant.runtime.compilation.cuda import compile_cuda
 
     source = kernel_source(curve_of(name), entry)
     assert source.pick(("cuda", "portable", "triton"))[0] == "cuda"
@@ -278,7 +277,7 @@ def test_nvrtc_compiles_with_few_registers(target, name, entry):
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 def test_nvrtc_compiles_for_each_target(target):
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.providers.cuda_compile import compile_cuda
+    from accelerant.runtime.compilation.cuda import compile_cuda
 
     source = kernel_source(curve_of("bn254_g1"), "curve_add")
     assert target in source.targets
@@ -291,7 +290,7 @@ def test_nvrtc_compiles_for_each_target(target):
 def test_the_portable_text_compiles_for_nvidia_too(name):
     """What HIP and OpenCL run; ptxas is the strictest reader at hand."""
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.providers.cuda_compile import compile_cuda
+    from accelerant.runtime.compilation.cuda import compile_cuda
 
     source = kernel_source(curve_of(name), "curve_add")
     portable = dataclasses.replace(source, dialects={"portable": source.dialects["portable"]})
@@ -301,7 +300,7 @@ def test_the_portable_text_compiles_for_nvidia_too(name):
 def test_points_in_a_program_of_ones_own():
     """point.h under its prefix, beside a kernel of the caller's."""
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.providers.cuda_compile import compile_cuda
+    from accelerant.runtime.compilation.cuda import compile_cuda
 
     curve = curve_of("bn254_g1")
     kernel = (

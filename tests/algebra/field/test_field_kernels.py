@@ -24,8 +24,7 @@ from accelerant.algebra.field.program import (
 )
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import KernelSource
-from accelerant.runtime.compilation.portable import portable_header
+from accelerant.runtime.compilation.kernel import KernelSource, portable_header
 
 LARGE = [field for field in FIELDS.values() if field.limbs > 1]
 WORD = 2**32 - 1
@@ -233,7 +232,7 @@ def test_carry_chains_are_as_short_as_said(field):
 def test_a_program_can_hold_several_fields():
     """Each under its prefix, in one text; here the two fields of a curve, with carry chains."""
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.providers.cuda_compile import compile_cuda
+    from accelerant.runtime.compilation.cuda import compile_cuda
 
     texts = [field_text(FIELDS[f"bn254_{prefix}"], prefix, "cuda") for prefix in ("fq", "fr")]
     kernel = (

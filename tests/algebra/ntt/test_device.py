@@ -316,7 +316,7 @@ def test_registers_on_nvidia(name, variant, architecture):
     and 48 bytes spilt, 43.6 left alone, 37.2 with registers for three blocks in the other passes (H200).
     """
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.providers.cuda_compile import compile_cuda
+    from accelerant.runtime.compilation.cuda import compile_cuda
 
     field = FIELDS[name]
     division = division_of(field)

@@ -68,7 +68,7 @@ def test_every_shorter_file_is_refused(kind, opened):
 @every_kind
 def test_bytes_after_the_last_section_are_refused(kind, opened):
     data = real(kind)
-    with pytest.raises(FormatError, match=rf"byte {len(data)}: 1 bytes after the last section"):
+    with pytest.raises(FormatError, match=rf"byte {len(data)}: 1 trailing bytes after the last section"):
         opened(kind, data + b"\0")
 
 
@@ -78,7 +78,9 @@ def test_sizes_past_the_end_are_refused(kind, size, opened):
     data = bytearray(real(kind))
     number = struct.unpack_from("<I", data, 12)[0]
     struct.pack_into("<Q", data, 16, size)
-    with pytest.raises(FormatError, match=rf"section {number} \(.*\), byte 12: the section has {size} bytes, the file"):
+    with pytest.raises(
+        FormatError, match=rf"section {number} \(.*\), byte 12: the section has {size} bytes, but the file"
+    ):
         opened(kind, data)
 
 
@@ -97,7 +99,9 @@ def test_sections_that_come_twice_are_refused(kind, opened):
     magic, version, sections = take_apart(real(kind))
     data = put_together(magic, version, [*sections, sections[0]])
     number, first = sections[0][0], offset_of(data, sections[0][0])
-    message = rf"section {number} \(.*\), byte {len(data) - 12 - len(sections[0][1])}: .* twice; .* byte {first}"
+    message = (
+        rf"section {number} \(.*\), byte {len(data) - 12 - len(sections[0][1])}: duplicate section; .* byte {first}"
+    )
     with pytest.raises(FormatError, match=message):
         opened(kind, data)
 
@@ -124,24 +128,24 @@ def test_more_sections_than_any_format_has_are_refused(kind, count, opened):
 @every_kind
 def test_other_magic_and_version_are_refused(kind, opened):
     data = real(kind)
-    with pytest.raises(FormatError, match=rf"no \.{kind} file: it begins with b'zkex'"):
+    with pytest.raises(FormatError, match=rf"is not a \.{kind} file: it begins with b'zkex'"):
         opened(kind, b"zkex" + data[4:])
-    with pytest.raises(FormatError, match=rf"byte 4: \.{kind} version 99, this program reads version"):
+    with pytest.raises(FormatError, match=rf"byte 4: \.{kind} version 99; only version"):
         opened(kind, data[:4] + struct.pack("<I", 99) + data[8:])
 
 
 def test_no_file_a_folder_a_pipe_an_empty_file(tmp_path):
-    with pytest.raises(FormatError, match=r"no file .*missing.zkey"):
+    with pytest.raises(FormatError, match=r"missing.zkey does not exist"):
         Zkey.open(tmp_path / "missing.zkey")
-    with pytest.raises(FormatError, match="no regular file"):
+    with pytest.raises(FormatError, match="not a regular file"):
         Zkey.open(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(FormatError, match="no regular file"):
+    with pytest.raises(FormatError, match="not a regular file"):
         Zkey.open(tmp_path / "pipe")
     with pytest.raises(FormatError, match="cannot read"):
         Zkey.open("a\0b")
     (tmp_path / "empty").write_bytes(b"")
-    with pytest.raises(FormatError, match="shorter than a file's head"):
+    with pytest.raises(FormatError, match="shorter than the file header"):
         Zkey.open(tmp_path / "empty")
     with pytest.raises(FormatError, match=r"begins with b''"):
         open_file(tmp_path / "empty")
@@ -179,7 +183,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch, failing):
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"none/w.wtns: there is no folder .*/none$"):
+    with pytest.raises(ConfigError, match=r"none/w.wtns: the directory .*/none does not exist$"):
         write_wtns(tmp_path / "none" / "w.wtns", "bn254", ONE)
 
 
@@ -193,7 +197,7 @@ def test_only_files_are_replaced(tmp_path):
         (tmp_path / "pipe", "is a device, a pipe or a socket"),
         (tmp_path / "to the pipe", "is a device, a pipe or a socket"),
         (tmp_path / "a", "is a loop of symlinks"),
-        (tmp_path, "is a folder"),
+        (tmp_path, "is a directory"),
         (tmp_path / ("x" * 300), "File name too long"),
         ("a\0b", "null byte"),
     ):
@@ -240,7 +244,7 @@ def test_a_file_that_is_cut_while_it_is_opened(tmp_path, monkeypatch, left):
         return real_map(*arguments, **options)
 
     monkeypatch.setattr(mmap, "mmap", cut_first)
-    with pytest.raises(FormatError, match="while it was opened"):
+    with pytest.raises(FormatError, match="while it was being opened"):
         Witness.open(path)
 
 

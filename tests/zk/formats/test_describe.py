@@ -58,8 +58,8 @@ def test_a_witness_without_its_values():
 
 def test_files_of_no_format(tmp_path):
     (tmp_path / "a.zkey").write_bytes(b"\x7fELF and so on")
-    message = r"a.zkey begins with b'\\x7fELF', as no .zkey, .wtns, .r1cs, .ptau file does"
+    message = r"a.zkey begins with b'\\x7fELF', which is the magic number of none of .zkey, .wtns, .r1cs, .ptau"
     with pytest.raises(FormatError, match=message):
         describe(tmp_path / "a.zkey")
-    with pytest.raises(FormatError, match="no regular file"):
+    with pytest.raises(FormatError, match="not a regular file"):
         open_file(tmp_path)

@@ -95,24 +95,24 @@ def test_written_again_it_is_the_same_file(powers, family, data, tmp_path):
 
 
 def test_other_names_and_sizes_are_refused(powers):
-    with pytest.raises(ConfigError, match="unknown powers 'tau'; known are tau_g1, tau_g2, alpha_g1, beta_g1"):
+    with pytest.raises(ConfigError, match="unknown powers 'tau'; expected one of tau_g1, tau_g2, alpha_g1, beta_g1"):
         powers.powers("tau")
     for name, log_n in (("tau_g1", 5), ("tau_g2", 4), ("beta_g1", -1)):
-        with pytest.raises(ConfigError, match=f"log_n must be 0 to . of {name}, got {log_n}"):
+        with pytest.raises(ConfigError, match=f"log_n must be 0 to . for {name}, got {log_n}"):
             powers.lagrange(name, log_n)
 
 
 def test_what_no_header_has(altered, data, family):
     size = 8 * -(-family.q.bit_length() // 64)
     for power, of_ceremony in ((0, 3), (4, 3), (2**32 - 1, 2**32 - 1), (3, 64)):
-        message = f"power {power}, ceremonyPower {of_ceremony}; wanted 1 to "
+        message = f"power {power}, ceremonyPower {of_ceremony}; expected 1 <= power"
         with refused(HEADER, offset_of(data, HEADER) + 4 + size, message):
             altered(edited(data, HEADER, 4 + size, struct.pack("<II", power, of_ceremony)))
     most = {"bn254": 28, "bls12_381": 32}[family.name]
     message = f"bytes, {2 ** (most + 1) - 1} points need {(2 ** (most + 1) - 1) * 2 * size}"
     with refused(TAU_G1, offset_of(data, TAU_G1), message):  # found without that much memory
         altered(edited(data, HEADER, 4 + size, struct.pack("<II", most, most)))
-    with refused(HEADER, None, "of no pairing known here"):
+    with refused(HEADER, None, "not the prime of a supported curve"):
         altered(edited(data, HEADER, 4, bytes(size)))
 
 
@@ -142,7 +142,7 @@ def test_powers_of_another_generator_are_found(altered, data, family):
     size = 8 * -(-family.q.bit_length() // 64)
     second = data[offset_of(data, TAU_G1) + 2 * size :][: 2 * size]
     wrong = edited(data, TAU_G1, 0, second)
-    with altered(wrong) as powers, refused(TAU_G1, offset_of(data, TAU_G1), r"tau\^0 is not the generator of"):
+    with altered(wrong) as powers, refused(TAU_G1, offset_of(data, TAU_G1), r"the first power is not the generator of"):
         powers.check()
 
 
@@ -152,22 +152,22 @@ def test_a_last_contribution_of_another_ceremony_is_found(altered, data, family)
     wrong = edited(data, TAU_G1, 2 * size, third)
     with (
         altered(wrong) as powers,
-        refused(CONTRIBUTIONS, None, "contribution leaves another tau_g1 than"),
+        refused(CONTRIBUTIONS, None, "tau_g1 of the last contribution differs"),
     ):
         powers.check()
 
 
 def test_counts_of_contributions_that_would_overflow(altered, data):
-    with refused(CONTRIBUTIONS, None, "the section ends in"):
+    with refused(CONTRIBUTIONS, None, "the section ends within"):
         altered(edited(data, CONTRIBUTIONS, 0, struct.pack("<I", 2**32 - 1)))
-    with refused(CONTRIBUTIONS, None, "bytes more than the section needs"):
+    with refused(CONTRIBUTIONS, None, "trailing bytes"):
         altered(edited(data, CONTRIBUTIONS, 0, struct.pack("<I", 1)))
 
 
 def test_arguments_that_make_no_file(powers, family, tmp_path):
     good = everything(powers)
     for change, error, message in (
-        ({"power": 0}, ConfigError, "power and ceremony_power must be 1 to"),
+        ({"power": 0}, ConfigError, "power and ceremony_power must satisfy 1"),
         ({"power": 4}, ConfigError, "got 4 and 3"),
         ({"tau_g1": powers.powers("tau_g1")[:-1]}, ShapeError, r"tau_g1 must be \(15, \d+\), got \(14,"),
         ({"lagrange": {"tau_g1": powers.powers("tau_g1")}}, ConfigError, "lagrange must have tau_g1, tau_g2,"),

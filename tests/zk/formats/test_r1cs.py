@@ -10,7 +10,8 @@ from parts import VECTORS, edited, offset_of, put_together, refused, resized, ta
 
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedDtype
-from accelerant.zk.formats import TERM, CustomGate, R1cs, r1cs, write_r1cs
+from accelerant.zk.formats import TERM, CustomGate, R1cs, write_r1cs
+from accelerant.zk.formats import circuit as circuit_module
 
 KIND, FILE = R1cs, "product.r1cs"
 HEADER, CONSTRAINTS, LABELS, GATES, USES = range(1, 6)
@@ -97,8 +98,8 @@ def test_what_is_written_is_read(n, family, tmp_path):
 def test_what_no_header_has(altered, data, family):
     for at, new, message in (
         (0, struct.pack("<I", 8), "r has 8 bytes"),
-        (4, (family.r + 2).to_bytes(32, "little"), "of no pairing known here"),
-        (COUNTS, struct.pack("<I", 2), "2 public signals and wire 0 among 2 wires"),
+        (4, (family.r + 2).to_bytes(32, "little"), "not the prime of a supported curve"),
+        (COUNTS, struct.pack("<I", 2), "2 public signals and wire 0 exceed 2 wires"),
         (COUNTS, struct.pack("<II", 6, 2**32 - 1), "4294967296 public signals"),
     ):
         with refused(HEADER, offset_of(data, HEADER) + at, message):
@@ -125,7 +126,7 @@ def test_other_counts_of_constraints(altered, data):
     wrong = edited(data, HEADER, -4, struct.pack("<I", 3))
     with (
         altered(wrong) as circuit,
-        refused(CONSTRAINTS, None, "ends in linear combination 0 of constraint 2 of 3"),
+        refused(CONSTRAINTS, None, "ends within linear combination 0 of constraint 2 of 3"),
     ):
         circuit.matrices()
     wrong = edited(data, HEADER, -4, struct.pack("<I", 1))
@@ -146,7 +147,7 @@ def test_a_last_combination_longer_than_the_section(altered, data):
     wrong = edited(data, CONSTRAINTS, last, struct.pack("<I", 3))
     with (
         altered(wrong) as circuit,
-        refused(CONSTRAINTS, place, "ends in linear combination 2 of constraint 1 of 2"),
+        refused(CONSTRAINTS, place, "ends within linear combination 2 of constraint 1 of 2"),
     ):
         circuit.matrices()
 
@@ -169,7 +170,7 @@ def test_matrices_that_do_not_fit_in_memory(altered, data, monkeypatch):
         raise MemoryError
 
     with altered(data) as circuit:
-        monkeypatch.setattr(r1cs, "array", none_left)
+        monkeypatch.setattr(circuit_module, "array", none_left)
         for read in (circuit.matrices, circuit.check):
             with pytest.raises(OutOfMemory, match=r"altered.r1cs: the matrices of 2 constraints do not fit"):
                 read()
@@ -179,12 +180,12 @@ def test_custom_gates_that_are_none(altered):
     data = (VECTORS / "bn254" / "gates.r1cs").read_bytes()
     huge = struct.pack("<I", 2**32 - 1)
     for number, at, new, message in (
-        (GATES, 0, huge, "4294967295 custom gates; no circuit has over 65536"),
-        (GATES, 0, struct.pack("<I", 2), "no zero byte ends a custom gate's name"),
-        (GATES, 6, huge, "the section ends in a custom gate's parameters: it needs 137438953440 bytes"),
-        (USES, 0, huge, "the section ends in"),
+        (GATES, 0, huge, "4294967295 custom gates; at most 65536"),
+        (GATES, 0, struct.pack("<I", 2), "name is not terminated by a zero byte"),
+        (GATES, 6, huge, "the section ends within a custom gate's parameters: 137438953440 bytes needed"),
+        (USES, 0, huge, "the section ends within"),
         (USES, 4, struct.pack("<I", 1), "custom gate 1 of 1"),
-        (USES, 8, huge, "the section ends in a use's wires: it needs 34359738360 bytes"),
+        (USES, 8, huge, "the section ends within a use's wires: 34359738360 bytes needed"),
     ):
         with refused(number, None, message):
             altered(edited(data, number, at, new))
@@ -193,7 +194,7 @@ def test_custom_gates_that_are_none(altered):
     with refused(GATES, None, "65537 custom gates"):
         altered(put_together(magic, version, [(n, gates if n == GATES else payload) for n, payload in sections]))
     endless = [(n, struct.pack("<I", 1) + b"g" * 100 if n == GATES else payload) for n, payload in sections]
-    with refused(GATES, None, "no zero byte"):
+    with refused(GATES, None, "not terminated by a zero byte"):
         altered(put_together(magic, version, endless))
 
 

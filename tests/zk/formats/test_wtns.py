@@ -62,9 +62,9 @@ def test_many_values_are_checked_to_the_last(tmp_path, family):
 
 def test_what_no_witness_has(altered, data, family):
     for at, new, message in (
-        (0, struct.pack("<I", 48), "r has 48 bytes; those known have 32"),
-        (4, (family.r - 2).to_bytes(32, "little"), "of no pairing known here"),
-        (4, family.q.to_bytes(48, "little")[:32], "of no pairing known here"),
+        (0, struct.pack("<I", 48), "r has 48 bytes; supported sizes are 32"),
+        (4, (family.r - 2).to_bytes(32, "little"), "not the prime of a supported curve"),
+        (4, family.q.to_bytes(48, "little")[:32], "not the prime of a supported curve"),
     ):
         place = offset_of(data, HEADER) + at
         with refused(HEADER, place, message):

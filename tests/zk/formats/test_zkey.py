@@ -123,15 +123,15 @@ def test_headers_that_no_key_has(altered, data, family):
     counts = 4 + size + 4 + 32
     other = family_of({"bn254": "bls12_381", "bls12_381": "bn254"}[family.name])
     wrong = {
-        (0, struct.pack("<I", 31), "q has 31 bytes; those known have 32 or 48"),
+        (0, struct.pack("<I", 31), "q has 31 bytes; supported sizes are 32 and 48"),
         (0, struct.pack("<I", 2**32 - 1), "q has 4294967295 bytes"),
-        (4, (family.q - 2).to_bytes(size, "little"), "of no pairing known here"),
-        (4 + size + 4, other.r.to_bytes(32, "little"), f"r is not that of {family.name}"),
-        (counts, struct.pack("<II", 6, 6), "6 public signals and w\\[0\\] among 6 signals"),
+        (4, (family.q - 2).to_bytes(size, "little"), "not the prime of a supported curve"),
+        (4 + size + 4, other.r.to_bytes(32, "little"), f"r is not the group order of {family.name}"),
+        (counts, struct.pack("<II", 6, 6), "6 public signals and w\\[0\\] exceed 6 signals"),
         (counts, struct.pack("<II", 0, 0), "0 public signals"),
         (counts + 8, struct.pack("<I", 7), "domainSize is 7; it must be a power of two"),
         (counts + 8, struct.pack("<I", 0), "domainSize is 0"),
-        (counts + 8, struct.pack("<I", 2), "domainSize is 2; it must be a power of two over 2"),
+        (counts + 8, struct.pack("<I", 2), "domainSize is 2; it must be a power of two greater than the 2 public"),
         (counts + 12, family.q.to_bytes(size, "little"), "alpha1 is not below the modulus"),
     }
     for at, new, message in wrong:
@@ -163,7 +163,7 @@ def test_counts_that_would_overflow_are_refused_before_anything_is_allocated(alt
     at = offset_of(data, COEFFICIENTS)
     with refused(COEFFICIENTS, at, f"{huge} coefficients need {4 + 44 * huge}"):
         altered(edited(data, COEFFICIENTS, 0, struct.pack("<I", huge)))
-    with refused(CONTRIBUTIONS, None, "the section ends in"):
+    with refused(CONTRIBUTIONS, None, "the section ends within"):
         altered(edited(data, CONTRIBUTIONS, 64, struct.pack("<I", huge)))
 
 
@@ -187,7 +187,7 @@ def test_contributions_that_are_none(altered, data):
         (label + 4, struct.pack("<I", 1000), "1000 bytes of a contribution's parameters"),
         (label + 8, b"\x09", "parameter 9 after 0"),
         (label + 13, b"\x01", "parameter 1 after 1"),
-        (label + 9, b"\xff", "the section ends in a contribution's parameter"),
+        (label + 9, b"\xff", "the section ends within a contribution's parameter"),
         (label + 16, b"\x1e", "parameter 31 after 3|a contribution's parameter"),
     }
     for at, new, message in wrong:
@@ -275,7 +275,7 @@ def test_a_last_contribution_of_another_key_is_found(altered, data, family):
         last = key.contributions[1].delta_after.astype("<u8").tobytes()
     at = dict(take_apart(data)[2])[CONTRIBUTIONS].index(last)
     other = edited(data, CONTRIBUTIONS, at, first)
-    with altered(other) as key, refused(CONTRIBUTIONS, None, "another delta1 than the header's"):
+    with altered(other) as key, refused(CONTRIBUTIONS, None, "delta1 of the last contribution differs"):
         key.check()
 
 
@@ -289,7 +289,7 @@ def test_arguments_that_make_no_key(tmp_path):
             ({"a": key.a[:, :-1]}, ShapeError, r"a must be \(6, 8\), got \(6, 7\)"),
             ({"b2": key.b2[:-1]}, ShapeError, r"b2 must be \(6, 16\), got \(5, 16\)"),
             ({"ic": key.ic.astype(np.int64)}, UnsupportedDtype, "ic must be uint64, got int64"),
-            ({"h": key.h[:7]}, ConfigError, "h must have a power of two of points"),
+            ({"h": key.h[:7]}, ConfigError, "number of points of h must be a power of two"),
             ({"n_public": 6}, ConfigError, "n_public must be 0 to 5"),
             ({"circuit_hash": b"short"}, ConfigError, "circuit_hash must have 64 bytes, got 5"),
             ({"coefficients": np.zeros(3, np.uint32)}, UnsupportedDtype, "coefficients must be"),

@@ -457,7 +457,7 @@ def test_the_automatic_choice(small, monkeypatch):
 @pytest.mark.parametrize("family", ["bn254", "bls12_381"])
 def test_nvrtc_compiles_with_few_registers(family):
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
-    from accelerant.runtime.providers.cuda_compile import compile_cuda
+    from accelerant.runtime.compilation.cuda import compile_cuda
 
     for entry, resources in compile_cuda(kernel_source(scalars_of(family_of(family))), "sm_90a").resources.items():
         assert 0 < resources.registers <= 64, entry

@@ -63,7 +63,7 @@ def test_a_file_of_another_kind(tmp_path):
 
 def test_a_target_that_cannot_be_written_is_found_first(tmp_path):
     seen = []
-    for name, match in (("nowhere/circuit.zkey", "circuit.zkey: there is no folder"), (".", "is a folder")):
+    for name, match in (("nowhere/circuit.zkey", "circuit.zkey: the directory"), (".", "is a directory")):
         with (
             R1cs.open(FORMATS / "bn254" / "product.r1cs") as r1cs,
             pytest.raises(ConfigError, match=match),

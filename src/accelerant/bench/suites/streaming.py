@@ -15,7 +15,7 @@ from accelerant.bench.timer import Timing, wall_ms
 from accelerant.errors import AccelerantError
 from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.provider import ComputeDevice
-from accelerant.runtime.streams.chunks import ChunkedRun, stream_chunks
+from accelerant.runtime.streams.transfer import ChunkedRun, stream_chunks
 
 __all__ = ["rows"]
 

@@ -1,9 +1,9 @@
-"""Continuing sequences token by token, with the keys and values of earlier tokens kept.
+"""Token-by-token generation with a key-value cache.
 
-A model takes part by a few methods (see Decodable): `prefill` reads a prompt, `decode` one more token of each sequence,
-and `cache_shape` says what to keep for them. Everything that changes from token to token is on the device: positions,
-what was drawn, who has ended. So one step of decoding, sampling included, is captured as one CUDA graph and replayed,
-and nothing waits for the device until the end.
+A model implements Decodable: `prefill` reads a prompt, `decode` one more token of each sequence, and `cache_shape`
+gives the dimensions of the cache. All state that changes from token to token is on the device: positions, drawn tokens,
+which sequences have ended. One decoding step, sampling included, is therefore captured as a CUDA graph and replayed,
+without synchronisation until the end.
 """
 
 from __future__ import annotations
@@ -19,29 +19,32 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.runtime.streams.graphs import Graph
 
-__all__ = ["Cache", "CacheShape", "Decodable", "Decoding", "Sampling", "generate", "prompt_length", "require_tokens"]
+__all__ = [
+    "Cache", "CacheShape", "Decodable", "Decoding", "Sampling", "cache_capacity", "generate", "padded_prompt_length",
+    "require_tokens",
+]  # fmt: skip
 
 _STOP_INTERVAL = 16
-"""Tokens between two looks at whether every sequence has ended: a look waits for the device."""
+"""Tokens between two checks whether every sequence has ended: a check synchronises with the device."""
 
-_ROUND = 64
-"""Places of a cache are a multiple of this, so that kernels meet few sizes."""
+_CAPACITY_MULTIPLE = 64
+"""A cache's capacity in tokens is a multiple of this, so that kernels see few sizes."""
 
 _PROMPT_MULTIPLE = 64
-"""Tokens of a prompt are rounded up to this: kernels then see few lengths, not each one."""
+"""Prompt lengths are padded to a multiple of this, so that kernels see few lengths."""
 
-_EAGER = 2
-"""Steps before the capture: in them kernels are compiled and libraries set up."""
+_EAGER_STEPS = 2
+"""Steps before the capture, in which kernels are compiled and libraries initialised."""
 
-_WORTH_CAPTURING = 8
+_MIN_CAPTURED_TOKENS = 8
 
-_PIECE = 256
-"""Of a row of logits whose largest is looked for by itself."""
+_ARGMAX_BLOCK = 256
+"""Logits of a row that the first of two argmax stages reduces."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a model keeps of each token: layers times kv_heads times width keys, and as many values."""
+    """The dimensions of a key-value cache: layers x kv_heads x width keys for each token, and as many values."""
 
     layers: int
     kv_heads: int
@@ -50,11 +53,11 @@ class CacheShape:
 
 @dataclass(slots=True)
 class Cache:
-    """Keys and values of the tokens so far, in memory that stays.
+    """Keys and values of the tokens so far, at fixed addresses.
 
     Attributes:
-        k, v: for each layer (B, kv_heads, places, width), contiguous.
-        lengths: (B,) int32, how many places hold something, on the device.
+        k, v: for each layer (B, kv_heads, capacity, width), contiguous.
+        lengths: (B,) int32, number of tokens in the cache, on the device.
     """
 
     k: list[Tensor]
@@ -62,48 +65,52 @@ class Cache:
     lengths: Tensor
 
     @classmethod
-    def empty(cls, shape: CacheShape, batch: int, places: int, dtype: torch.dtype, device: torch.device) -> Cache:
-        """Room for `places` tokens of each sequence, and a few more."""
-        rounded = -(-places // _ROUND) * _ROUND
-        size = (shape.layers, batch, shape.kv_heads, rounded, shape.width)
+    def empty(cls, shape: CacheShape, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Cache:
+        """Allocate a cache for at least `tokens` tokens of each sequence."""
+        size = (shape.layers, batch, shape.kv_heads, cache_capacity(tokens), shape.width)
         k, v = (torch.zeros(size, dtype=dtype, device=device).unbind(0) for _ in range(2))
         return cls(list(k), list(v), torch.zeros(batch, dtype=torch.int32, device=device))
 
-    def hold(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Put the keys and values of a prompt (B, kv_heads, T, width) at the beginning of a layer."""
+    def store_prompt(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Copy the keys and values of a prompt (B, kv_heads, T, width) to the start of a layer."""
         self.k[layer][:, :, : k.shape[2]] = k
         self.v[layer][:, :, : v.shape[2]] = v
 
 
-class Decodable(Protocol):
-    """A model that can be continued."""
+def cache_capacity(tokens: int) -> int:
+    """Return the capacity of a cache for `tokens` tokens: rounded up to a multiple of 64."""
+    return -(-tokens // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
 
-    config: Any  # with `context`, the most tokens it takes, and `vocab_size`
+
+class Decodable(Protocol):
+    """A model that supports cached generation."""
+
+    config: Any  # with `context`, the longest sequence, and `vocab_size`
 
     def can_cache(self) -> bool:
-        """Whether `decode` does what the whole model does; not so where its parts were replaced, or have hooks."""
+        """Return whether `decode` computes what the model does, which replaced modules or hooks prevent."""
 
     def cache_shape(self) -> CacheShape:
-        """What `prefill` keeps for `decode`."""
+        """Return the dimensions of the cache."""
 
     def activation_dtype(self) -> torch.dtype:
-        """Of activations, and so of the cache: the parameters' dtype, or autocast's."""
+        """Return the dtype of activations and of the cache: the parameters' or autocast's."""
 
     def prefill(self, idx: Tensor, cache: Cache | None) -> Tensor:
-        """Read (B, T) tokens from position 0 on: float32 logits (B, vocab_size) of the next; fills the cache."""
+        """Read a prompt (B, T) into the cache; return float32 logits (B, vocab_size) of the next token."""
 
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Read one more token of each sequence (B,): float32 logits (B, vocab_size) of the next; grows the cache."""
+        """Append one token of each sequence (B,) to the cache; return float32 logits (B, vocab_size) of the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is drawn from logits.
+    """The distribution from which a token is drawn, given logits.
 
     Attributes:
-        temperature: divides the logits; 0 takes the likeliest token always.
-        top_k: keep only that many likeliest tokens; None keeps all.
-        top_p: of these, keep the likeliest whose probabilities reach this sum; None keeps all.
+        temperature: divides the logits; 0 selects the most likely token.
+        top_k: number of most likely tokens to keep; None keeps all.
+        top_p: keep the most likely of these until their probabilities reach this sum; None keeps all.
     """
 
     temperature: float = 1.0
@@ -119,17 +126,17 @@ class Sampling:
             raise ConfigError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 
     def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """One token of each row.
+        """Draw one token for each row by inverting the cumulative distribution.
 
         Args:
             logits: (B, V), float32.
-            uniform: (B,), numbers in [0, 1): where in the cumulated probabilities to draw. Not read at temperature 0.
+            uniform: (B,), uniform draws in [0, 1); not read at temperature 0.
 
         Returns:
             (B,), int64.
         """
         if self.temperature == 0:
-            return _likeliest(logits)
+            return _argmax(logits)
         logits = logits / self.temperature
         k = logits.shape[-1] if self.top_k is None else min(self.top_k, logits.shape[-1])
         if k == logits.shape[-1] and self.top_p is None:
@@ -142,40 +149,40 @@ class Sampling:
         return ids.gather(-1, _draw(probabilities, uniform)[:, None])[:, 0]
 
 
-def _likeliest(logits: Tensor) -> Tensor:
-    """The first of each row's largest, in two steps where a row alone would keep few multiprocessors busy."""
-    if logits.shape[-1] % _PIECE:
+def _argmax(logits: Tensor) -> Tensor:
+    """Return the first maximum of each row; in two stages, since a row alone would occupy few multiprocessors."""
+    if logits.shape[-1] % _ARGMAX_BLOCK:
         return logits.argmax(dim=-1)
-    pieces: Tensor = logits.unflatten(-1, (-1, _PIECE))
-    best, places = pieces.max(dim=-1)
-    piece = best.argmax(dim=-1, keepdim=True)
-    return (piece * _PIECE + places.gather(-1, piece))[:, 0]
+    blocks: Tensor = logits.unflatten(-1, (-1, _ARGMAX_BLOCK))
+    largest, indices = blocks.max(dim=-1)
+    block = largest.argmax(dim=-1, keepdim=True)
+    return (block * _ARGMAX_BLOCK + indices.gather(-1, block))[:, 0]
 
 
 def _draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The first place at which the cumulated probabilities pass a share of their sum."""
-    flat = probabilities.shape[0] == 1  # one row of a table is summed by one multiprocessor, a vector by all
-    cumulated = probabilities[0].cumsum(0)[None] if flat else probabilities.cumsum(-1)
-    places = torch.searchsorted(cumulated, uniform[:, None] * cumulated[:, -1:], right=True)
-    last = (probabilities > 0).long().mul_(torch.arange(probabilities.shape[-1], device=places.device)).amax(-1)
-    return torch.minimum(places[:, 0], last)  # a product may round up to the sum
+    """Return the first index at which the cumulative probability exceeds a fraction of the total."""
+    single = probabilities.shape[0] == 1  # cumsum gives each row of a matrix one multiprocessor, a vector all
+    cumulative = probabilities[0].cumsum(0)[None] if single else probabilities.cumsum(-1)
+    indices = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+    last = (probabilities > 0).long().mul_(torch.arange(probabilities.shape[-1], device=indices.device)).amax(-1)
+    return torch.minimum(indices[:, 0], last)  # the product may round up to the total
 
 
 class Decoding:
-    """Sequences being continued: `start`, then `advance` again and again.
+    """Sequences that grow by one token with each call of `advance`.
 
     Args:
-        model: that continues them.
+        model: the model that continues them.
         idx: (B, T) prompt.
-        max_new_tokens: how many tokens may come.
-        sampling: how each is drawn.
-        generator: the random state to draw from; None for torch's own.
-        stop: tokens after which a sequence ends.
-        use_cache: False: every step reads the whole window anew.
-        graph: whether to capture steps as a CUDA graph; None: on a GPU, where enough of them come.
+        max_new_tokens: most tokens to add.
+        sampling: how each token is drawn.
+        generator: random state to draw from; None for torch's own.
+        stop: tokens that end a sequence.
+        use_cache: False reads the whole window in every step.
+        graph: whether to capture a step as a CUDA graph; None: on a GPU, for at least 8 tokens.
 
-    A window is what the model reads: at first the prompt, or its last `context` tokens if it is longer. It grows by
-    each token; when it would pass the context it is cut to its last context // 2 tokens, which are read anew.
+    The model reads a window: at first the prompt, or its last `context` tokens. The window grows by each token; when it
+    would exceed the context it is cut to its last context // 2 tokens, which are read as a new prompt.
     """
 
     def __init__(
@@ -205,16 +212,16 @@ class Decoding:
         self._done = torch.zeros(batch, dtype=torch.bool, device=device)
         self.cache: Cache | None = None
         if use_cache and max_new_tokens > 1:
-            places = min(model.config.context, time + max_new_tokens)
-            self.cache = Cache.empty(model.cache_shape(), batch, places, model.activation_dtype(), device)
+            tokens = min(model.config.context, time + max_new_tokens)
+            self.cache = Cache.empty(model.cache_shape(), batch, tokens, model.activation_dtype(), device)
         self._graph: Graph | None = None
         self._steps = 0
         if graph is None:
-            graph = device.type == "cuda" and max_new_tokens >= _WORTH_CAPTURING
+            graph = device.type == "cuda" and max_new_tokens >= _MIN_CAPTURED_TOKENS
         self._captures = graph and self.cache is not None
 
     def advance(self) -> None:
-        """Add a token to each sequence; to one that has ended, its stop token again (the first of them)."""
+        """Add a token to each sequence; to one that has ended, the first stop token."""
         window = self.end - self.begin
         if window > self.model.config.context:
             window = max(1, self.model.config.context // 2)
@@ -227,16 +234,16 @@ class Decoding:
         self.end += 1
 
     def has_ended(self) -> bool:
-        """Whether every sequence has met a stop token; waits for the device."""
+        """Return whether every sequence has produced a stop token; synchronises with the device."""
         return self._stop is not None and bool(self._done.all())
 
     def _read(self, window: int) -> None:
-        """Take the window as a prompt."""
+        """Read the window as a prompt."""
         self._accept(self.model.prefill(self.tokens[:, self.end - window : self.end], self.cache))
         self._steps += 1
 
     def _step(self) -> None:
-        if not self._captures or self._steps <= _EAGER:
+        if not self._captures or self._steps <= _EAGER_STEPS:
             self._decode()
         else:
             if self._graph is None:
@@ -246,18 +253,18 @@ class Decoding:
         self._steps += 1
 
     def _decode(self) -> None:
-        assert self.cache is not None  # for the type checker: asked by those who call
+        assert self.cache is not None  # for the type checker: callers have checked
         self._accept(self.model.decode(self._current, self.cache))
 
     def _accept(self, logits: Tensor) -> None:
-        """Draw from the logits and write down what was drawn; device-side alone, so that a graph can hold it."""
+        """Draw a token and record it, on the device alone, so that a graph can capture it."""
         uniform = self._uniform.index_select(0, self._drawn)[0]
-        chosen = self.sampling.choose(logits, uniform)
+        drawn = self.sampling.choose(logits, uniform)
         if self._stop is not None:
-            chosen = torch.where(self._done, self._stop[0], chosen)
-            self._done |= (chosen[:, None] == self._stop).any(-1)
-        self.tokens.index_copy_(1, self._column, chosen[:, None])
-        self._current.copy_(chosen)
+            drawn = torch.where(self._done, self._stop[0], drawn)
+            self._done |= (drawn[:, None] == self._stop).any(-1)
+        self.tokens.index_copy_(1, self._column, drawn[:, None])
+        self._current.copy_(drawn)
         self._column += 1
         if self.sampling.temperature != 0:
             self._drawn += 1
@@ -277,15 +284,15 @@ def generate(
     stop: int | Sequence[int] | None = None,
     use_cache: bool = True,
 ) -> Tensor:
-    """Continue each row of a prompt by one token after another; see the models' `generate`."""
+    """Continue each row of a prompt token by token; see LanguageModel.generate."""
     require_tokens(idx)
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
     sampling = Sampling(temperature, top_k, top_p)
     stops = () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
-    for each in stops:
-        if not 0 <= each < model.config.vocab_size:
-            raise ConfigError(f"stop must be tokens below {model.config.vocab_size}, got {each}")
+    for token in stops:
+        if not 0 <= token < model.config.vocab_size:
+            raise ConfigError(f"stop must be tokens below {model.config.vocab_size}, got {token}")
     if seed is not None:
         if generator is not None:
             raise ConfigError("generate takes seed or generator, not both")
@@ -294,15 +301,15 @@ def generate(
         return idx.long()
     use_cache = use_cache and model.can_cache()
     run = Decoding(model, idx, max_new_tokens, sampling, generator=generator, stop=stops, use_cache=use_cache)
-    for made in range(1, max_new_tokens + 1):
+    for count in range(1, max_new_tokens + 1):
         run.advance()
-        if made % _STOP_INTERVAL == 0 and run.has_ended():
+        if count % _STOP_INTERVAL == 0 and run.has_ended():
             break
-    return _cut(run.tokens[:, : run.end], idx.shape[1], stops)
+    return _trimmed(run.tokens[:, : run.end], idx.shape[1], stops)
 
 
-def _cut(tokens: Tensor, prompt: int, stops: Sequence[int]) -> Tensor:
-    """Without the columns in which every sequence has ended already."""
+def _trimmed(tokens: Tensor, prompt: int, stops: Sequence[int]) -> Tensor:
+    """Drop the columns in which every sequence has already ended."""
     if not stops:
         return tokens
     ended = torch.isin(tokens[:, prompt:], torch.tensor(stops, device=tokens.device))
@@ -311,14 +318,14 @@ def _cut(tokens: Tensor, prompt: int, stops: Sequence[int]) -> Tensor:
     return tokens[:, : prompt + int(first.max())]
 
 
-def prompt_length(time: int, context: int, cache: Cache | None) -> int:
-    """Tokens to read for a prompt of so many: a few more on the right, as far as the context and the cache go."""
+def padded_prompt_length(time: int, context: int, cache: Cache | None) -> int:
+    """Return the length to which a prompt of `time` tokens is padded, within the context and the cache."""
     length = min(-(-time // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE, context)
     return length if cache is None else min(length, cache.k[0].shape[2])
 
 
 def require_tokens(tokens: Tensor, context: int | None = None, name: str = "idx") -> None:
-    """Raise ShapeError unless tokens are (B, T), 1 <= T <= context, UnsupportedDtype unless int32 or int64."""
+    """Raise ShapeError unless tokens are (B, T), 1 <= T <= context; UnsupportedDtype unless int32 or int64."""
     if tokens.dim() != 2 or tokens.shape[1] < 1:
         raise ShapeError(f"{name} must be (batch, time) with at least one token, got {tuple(tokens.shape)}")
     if tokens.dtype not in (torch.int32, torch.int64):

@@ -1,6 +1,6 @@
-"""GPT: a decoder-only transformer in GPT-2's form, with learned positions and an output layer that is the embedding.
+"""GPT: a decoder-only transformer in GPT-2's form, with learned positions and an output layer tied to the embedding.
 
-logits = norm(blocks(wte[tokens] + wpe[positions])) @ wte^T    (lm_head^T where it is not tied)
+logits = norm(blocks(wte[tokens] + wpe[positions])) @ wte^T    (lm_head^T if untied)
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; initialisation as in its
 section 2.3 (residual projections scaled by 1/sqrt(2 * layers)).
@@ -9,6 +9,7 @@ section 2.3 (residual projections scaled by 1/sqrt(2 * layers)).
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,35 +18,43 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accelerant import ops
-from accelerant.errors import ConfigError, ShapeError
+from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.nn._precision import lowered
-from accelerant.nn.layers import LayerNorm, Linear, TransformerBlock, compute_dtype, fuses, has_hooks
-from accelerant.nn.models.generation import Cache, CacheShape, require_tokens
-from accelerant.nn.models.gpt_checkpoint import LAYOUT
-from accelerant.nn.models.gpt_decode import can_cache, decode_hidden, prefill_hidden
+from accelerant.nn.layers import (
+    LayerNorm,
+    Linear,
+    MultiHeadAttention,
+    TransformerBlock,
+    compute_dtype,
+    fuses,
+    has_hooks,
+)
+from accelerant.nn.models.generation import Cache, CacheShape, padded_prompt_length, require_tokens
+from accelerant.nn.models.hugging_face import Fields, Layout, Part
 from accelerant.nn.models.language_model import LanguageModel
 from accelerant.ops._library import is_plain
 from accelerant.ops._per_example import sink_of
-from accelerant.ops.transformer.block import fused_embed, tied_loss
+from accelerant.ops.decode.op import append
+from accelerant.ops.transformer.block import ColumnSums, fused_embed, tied_loss
 
 __all__ = ["GPT", "GPTConfig"]
 
-_PAD_MULTIPLE = 64  # rows of the vocabulary matrix, and tokens while sampling: tensor cores want whole tiles
+_PAD_MULTIPLE = 64  # rows of the vocabulary matrix: tensor cores work on whole tiles
 
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """The shape of a GPT; the defaults are GPT-2 124M.
+    """The dimensions of a GPT; the defaults are GPT-2 124M.
 
     Attributes:
-        vocab_size: number of tokens; padded to a multiple of 64 inside, which is not seen outside.
-        context: the longest sequence, in tokens.
+        vocab_size: number of tokens; padded internally to a multiple of 64.
+        context: longest sequence, in tokens.
         layers: number of transformer blocks.
         heads: attention heads in each block; divides width.
         width: features of each position.
-        bias: whether linear maps and norms have a bias.
+        bias: whether linear layers and norms have a bias.
         eps: added to the variance in each norm.
-        tied: whether the output layer is the embedding.
+        tied: whether the output layer shares the embedding's weight.
     """
 
     vocab_size: int = 50257
@@ -66,18 +75,110 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the vocabulary matrix in memory."""
+        """The number of rows of the vocabulary matrix in memory."""
         return -(-self.vocab_size // _PAD_MULTIPLE) * _PAD_MULTIPLE
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
 
-class GPT(LanguageModel):
-    """A language model: tokens in, logits of the next token out.
+# --- Hugging Face's form ---------------------------------------------------------------------------------------------
 
-    Rows of `wte`, and of `lm_head` where there is one, past `vocab_size` are zero, get no gradient, and are left out of
+
+def _config_from_fields(fields: Fields) -> GPTConfig:
+    """Return the config that the fields of config.json describe; dropout rates are ignored.
+
+    Raises:
+        UnsupportedCase: a field asks for a feature that this model lacks.
+    """
+    fields.require("activation_function", "gelu_new", "gelu_pytorch_tanh")
+    fields.require("scale_attn_weights", True)
+    fields.require("scale_attn_by_inverse_layer_idx", False)
+    fields.require("reorder_and_upcast_attn", False)
+    fields.require("add_cross_attention", False)
+    fields.require("is_causal", True)
+    width = fields.integer("n_embd", 768)
+    fields.require("n_inner", None, 4 * width)
+    return GPTConfig(
+        vocab_size=fields.integer("vocab_size", 50257),
+        context=fields.integer("n_positions", 1024),
+        layers=fields.integer("n_layer", 12),
+        heads=fields.integer("n_head", 12),
+        width=width,
+        eps=fields.number("layer_norm_epsilon", 1e-5),
+        tied=fields.boolean("tie_word_embeddings", True),
+    )
+
+
+def _config_to_fields(config: GPTConfig) -> dict[str, Any]:
+    if not config.bias:
+        raise UnsupportedCase("GPT2LMHeadModel always has biases, this model has none (bias=False)")
+    return {
+        "vocab_size": config.vocab_size,
+        "n_positions": config.context,
+        "n_ctx": config.context,
+        "n_embd": config.width,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": config.eps,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "tie_word_embeddings": config.tied,
+    }
+
+
+def _parts(config: GPTConfig) -> dict[str, tuple[Part, ...]]:
+    width = config.width
+    parts = {
+        "wte.weight": Part("wte.weight", (config.vocab_size, width)),
+        "wpe.weight": Part("wpe.weight", (config.context, width)),
+    }
+    for i in range(config.layers):
+        block, layer = f"blocks.{i}.", f"h.{i}."
+        for name, norm in (("norm_1", "ln_1"), ("norm_2", "ln_2")):
+            parts[f"{block}{name}.weight"] = Part(f"{layer}{norm}.weight", (width,))
+            parts[f"{block}{name}.bias"] = Part(f"{layer}{norm}.bias", (width,))
+        for name, conv, inner, outer in (
+            ("attention.qkv", "attn.c_attn", width, 3 * width),
+            ("attention.projection", "attn.c_proj", width, width),
+            ("mlp.up", "mlp.c_fc", width, 4 * width),
+            ("mlp.down", "mlp.c_proj", 4 * width, width),
+        ):
+            parts[f"{block}{name}.weight"] = Part(f"{layer}{conv}.weight", (inner, outer), transposed=True)
+            parts[f"{block}{name}.bias"] = Part(f"{layer}{conv}.bias", (outer,))
+    parts["norm.weight"] = Part("ln_f.weight", (width,))
+    parts["norm.bias"] = Part("ln_f.bias", (width,))
+    if not config.tied:
+        parts["lm_head.weight"] = Part("lm_head.weight", (config.vocab_size, width))
+    return {name: (part,) for name, part in parts.items()}
+
+
+LAYOUT: Layout[GPTConfig] = Layout(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    prefix="transformer.",
+    config_from_fields=_config_from_fields,
+    config_to_fields=_config_to_fields,
+    parts=_parts,
+    tied=lambda config: ("lm_head.weight", "wte.weight") if config.tied else None,
+    ignored=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)"),  # masks saved by older versions
+)
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+class GPT(LanguageModel):
+    """A GPT language model.
+
+    Rows of `wte` (and of `lm_head` if untied) past `vocab_size` are zero, get no gradient, and are left out of
     `state_dict()`.
     """
 
@@ -114,16 +215,16 @@ class GPT(LanguageModel):
             block.mlp.down.reset_parameters(residual_std)
 
     def parameter_count(self) -> int:
-        """Number of trained values, padding left out."""
+        """Return the number of trained values without padding."""
         padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.width
         return super().parameter_count() - (padding if self.lm_head is None else 2 * padding)
 
     def _output_weight(self) -> Tensor:
-        """(padded vocabulary, width), of the output layer."""
+        """Return the output layer's weight, (padded vocabulary, width)."""
         return self.wte.weight if self.lm_head is None else self.lm_head.weight
 
     def hidden(self, idx: Tensor) -> Tensor:
-        """The final, normalised features of each position: (B, T) tokens to (B, T, width)."""
+        """Return the final normalised features, (B, T, width), of tokens (B, T)."""
         self._require_fits(idx)
         return self._hidden(idx)[0]
 
@@ -131,14 +232,15 @@ class GPT(LanguageModel):
         require_tokens(idx, self.config.context)
 
     def _hidden(self, idx: Tensor) -> tuple[Tensor, Tensor]:
-        """The final features, and the vocabulary matrix for an output layer; see Embed on why it comes from here."""
+        """Return the final features, and the vocabulary matrix for a tied output layer (see Embed)."""
         x, table = self._embedded(idx)
         residual: Tensor | None = None
+        sums: ColumnSums | None = None
         for block in self.blocks:
             if type(block) is TransformerBlock and block.fuses(x) and not has_hooks(block):
-                x, residual = block.split(x, residual)
+                x, residual, sums = block.split(x, residual, sums)
             else:
-                x, residual = block(x if residual is None else x + residual), None
+                x, residual, sums = block(x if residual is None else x + residual), None, None
         norm = self.norm
         if residual is None or type(norm) is not LayerNorm or has_hooks(norm):
             return norm(x if residual is None else x + residual), table
@@ -146,20 +248,21 @@ class GPT(LanguageModel):
         return y, table
 
     def _embedded(self, idx: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of both embeddings in the dtype to compute in, and the vocabulary matrix."""
-        table, places = self.wte.weight, self.wpe.weight
+        """Return the sum of both embeddings in compute dtype, and the vocabulary matrix."""
+        table = self.wte.weight
         dtype = compute_dtype(table)
-        if self._fuses_ends(idx):
-            return fused_embed(idx, table, places, dtype)
+        if self._fuses_embeddings(idx):
+            return fused_embed(idx, table, self.wpe.weight, dtype)
         positions = torch.arange(idx.shape[1], device=idx.device)
         return (self.wte(idx) + self.wpe(positions)).to(dtype), table
 
-    def _fuses_ends(self, idx: Tensor) -> bool:
-        """Whether embeddings and loss run as functions with both passes written out, past the embeddings' forward."""
-        table, places = self.wte.weight, self.wpe.weight
-        both = (self.wte, self.wpe)
-        usual = not any(type(each) is not nn.Embedding or has_hooks(each, feeds_sinks=True) for each in both)
-        return fuses(table, compute_dtype(table)) and usual and is_plain(idx) and is_plain(places)
+    def _fuses_embeddings(self, idx: Tensor) -> bool:
+        """Return whether both embeddings run as one autograd function in place of the modules' forward."""
+        table, positions = self.wte.weight, self.wpe.weight
+        for embedding in (self.wte, self.wpe):
+            if type(embedding) is not nn.Embedding or has_hooks(embedding, feeds_sinks=True):
+                return False
+        return fuses(table, compute_dtype(table)) and is_plain(idx) and is_plain(positions)
 
     def forward(self, idx: Tensor) -> Tensor:
         """Score every token as the next one, at each position.
@@ -178,17 +281,17 @@ class GPT(LanguageModel):
         return logits[:, : self.config.vocab_size].view(*idx.shape, self.config.vocab_size)
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of the targets, in nats a token; the sum is taken in float32 or better.
+        """Return the mean cross entropy of the targets, in nats per token, summed in float32 or better.
 
         Args:
             idx: (B, T), as for `forward`.
-            targets: (B, T), the token that follows each position; -100 leaves a position out.
+            targets: (B, T), the token that follows each position; -100 excludes a position.
 
         Returns:
             A scalar, differentiable in the parameters.
 
         Raises:
-            ShapeError: the shapes differ or do not fit the model.
+            ShapeError: the shapes differ or T exceeds the context.
             UnsupportedDtype: idx or targets are not int32 or int64.
         """
         require_tokens(targets, name="targets")
@@ -200,10 +303,10 @@ class GPT(LanguageModel):
         if fuses(hidden, hidden.dtype, *head) and is_plain(targets) and is_plain(table):
             rows = hidden.reshape(-1, self.config.width)
             weight = self._output_weight()
-            low = lowered(weight, hidden.dtype)
+            cast = lowered(weight, hidden.dtype)
             if weight is not self.wte.weight or sink_of(weight) is not None:
-                table = weight  # not the embedding's, whose gradients meet in Embed
-            return tied_loss(rows, table, low, targets.reshape(-1), self.config.vocab_size, -100)
+                table = weight  # not the table from Embed, where both gradients meet
+            return tied_loss(rows, table, cast, targets.reshape(-1), self.config.vocab_size, -100)
         logits = self._padded_logits(hidden)
         if self.config.padded_vocab_size != self.config.vocab_size:
             logits[:, self.config.vocab_size :] = -math.inf  # in place: a slice would copy the largest tensor
@@ -213,24 +316,59 @@ class GPT(LanguageModel):
     # --- decoding (accelerant.nn.models.generation) ------------------------------------------------------------------
 
     def can_cache(self) -> bool:
-        """Whether `decode` does what the whole model does: its blocks are as it made them."""
-        return can_cache(self)
+        """Return whether `decode` computes what the model does: its blocks are as constructed, without hooks."""
+        for block in self.blocks:
+            if type(block) is not TransformerBlock or type(block.attention) is not MultiHeadAttention:
+                return False
+            if has_hooks(block) or has_hooks(block.attention):
+                return False
+        return not has_hooks(self.wte) and not has_hooks(self.wpe)
 
     def cache_shape(self) -> CacheShape:
-        """What is kept of each token."""
+        """Return the dimensions of the cache."""
         return CacheShape(self.config.layers, self.config.heads, self.config.width // self.config.heads)
 
     def activation_dtype(self) -> torch.dtype:
-        """Of activations: the parameters', or autocast's."""
+        """Return the dtype of activations: the parameters' or autocast's."""
         return compute_dtype(self.wte.weight)
 
     def prefill(self, idx: Tensor, cache: Cache | None) -> Tensor:
-        """Read (B, T) tokens from position 0 on: float32 logits (B, vocab_size) of the next; fills the cache."""
-        return self._next_logits(prefill_hidden(self, idx, cache))
+        """Read a prompt (B, T) into the cache; return float32 logits (B, vocab_size) of the next token.
+
+        The prompt is padded on the right, where causal attention does not look.
+        """
+        time = idx.shape[1]
+        length = padded_prompt_length(time, self.config.context, cache)
+        idx = F.pad(idx, (0, length - time))
+        if cache is None:
+            return self._next_logits(self.hidden(idx)[:, time - 1])
+        x = (self.wte(idx) + self.wpe(torch.arange(length, device=idx.device))).to(self.activation_dtype())
+        for layer, block in enumerate(self.blocks):
+            assert isinstance(block, TransformerBlock)  # for the type checker: ModuleList is untyped
+            attention = block.attention
+            heads: Tensor = attention.qkv(block.norm_1(x)).view(*idx.shape, 3, attention.heads, -1)
+            q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
+            cache.store_prompt(layer, k, v)
+            o = ops.attention(q, k, v, causal=True)
+            assert isinstance(o, Tensor)  # for the type checker: no log-sum-exp was requested
+            x = x + attention.projection(o.transpose(1, 2).reshape(x.shape))
+            x = x + block.mlp(block.norm_2(x))
+        cache.lengths.fill_(time)
+        return self._next_logits(self.norm(x[:, time - 1]))
 
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Read one more token of each sequence (B,): float32 logits (B, vocab_size) of the next; grows the cache."""
-        return self._next_logits(decode_hidden(self, tokens, cache))
+        """Append one token of each sequence (B,) to the cache; return float32 logits (B, vocab_size) of the next."""
+        positions = cache.lengths.clamp(max=self.config.context - 1)
+        x = (self.wte(tokens) + self.wpe(positions)).to(self.activation_dtype())
+        lengths = cache.lengths + 1
+        for block, k, v in zip(self.blocks, cache.k, cache.v, strict=True):
+            assert isinstance(block, TransformerBlock)  # for the type checker: ModuleList is untyped
+            q = append(block.attention.qkv(block.norm_1(x)), cache.lengths, k, v)
+            o = ops.attention_decode(q, k, v, lengths)
+            x = x + block.attention.projection(o.flatten(1))
+            x = x + block.mlp(block.norm_2(x))
+        cache.lengths += 1
+        return self._next_logits(self.norm(x))
 
     def _next_logits(self, hidden: Tensor) -> Tensor:
         return self._padded_logits(hidden)[:, : self.config.vocab_size].float()
@@ -245,19 +383,19 @@ class GPT(LanguageModel):
 
 def _strip_padding(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
     assert isinstance(module, GPT)  # for the type checker: registered on GPT alone
-    for name in _padded(module):
+    for name in _padded_parameters(module):
         state[prefix + name] = state[prefix + name][: module.config.vocab_size]
 
 
 def _restore_padding(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     assert isinstance(module, GPT)  # for the type checker: registered on GPT alone
-    for name in _padded(module):
+    for name in _padded_parameters(module):
         weight = state.get(prefix + name)
         if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == module.config.vocab_size:
             missing = module.config.padded_vocab_size - module.config.vocab_size
             state[prefix + name] = F.pad(weight, (0, 0, 0, missing))
 
 
-def _padded(model: GPT) -> tuple[str, ...]:
-    """Names of the parameters with a row for each token."""
+def _padded_parameters(model: GPT) -> tuple[str, ...]:
+    """Return the names of the parameters with a row for each token of the vocabulary."""
     return ("wte.weight",) if model.config.tied else ("wte.weight", "lm_head.weight")

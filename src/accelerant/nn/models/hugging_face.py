@@ -1,11 +1,11 @@
-"""Weights and configurations as Hugging Face's transformers lays them out in a folder, without needing transformers.
+"""Reading and writing model folders in the format of Hugging Face's transformers, which is not needed for it.
 
-    config.json                                     the model's fields
-    model.safetensors                               its tensors, or
+    config.json                                          the model's configuration
+    model.safetensors                                    its tensors, or
     model.safetensors.index.json, model-*.safetensors    the same in several files ("shards")
 
-A model's Layout says which of those tensors, turned and joined, make each of its own. Everything is checked before a
-model is made: names, shapes, dtypes. Only safetensors are read: a pickle may run any code.
+A model's Layout defines which of those tensors, transposed and concatenated, form each of its own. Names, shapes and
+dtypes are checked before the model is built. Only safetensors are read: a pickle may execute arbitrary code.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-_SHOWN = 4  # names in a message
+_NAMES_IN_MESSAGE = 4
 
 
 class _Config(Protocol):
-    """What all our configs have."""
+    """The part of a model's config that this module reads."""
 
     @property
     def layers(self) -> int: ...
@@ -55,46 +55,46 @@ class Part:
     """One tensor of a checkpoint.
 
     Attributes:
-        name: there, without the prefix that the whole model gives it.
-        shape: there.
-        turned: whether it is the transpose of ours, as the weights of transformers' Conv1D.
+        name: its name in the checkpoint, without the layout's prefix.
+        shape: its shape in the checkpoint.
+        transposed: whether it is the transpose of ours, as the weights of transformers' Conv1D.
     """
 
     name: str
     shape: tuple[int, ...]
-    turned: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Layout(Generic[C]):
-    """How a kind of model stands in a checkpoint.
+    """The checkpoint format of a kind of model.
 
     Attributes:
-        model_type, architecture: in config.json.
-        prefix: before the names of everything but the head; a checkpoint of the bare model lacks it.
-        config_of: Hugging Face's fields -> our config.
-        config_to: the reverse.
-        parts: our config -> for each of our tensors the parts that, one below the other, make it.
-        tied: our config -> (the head's name there, the embedding's) where both are one tensor.
-        ignored: names of what a checkpoint may hold besides.
+        model_type, architecture: as in config.json.
+        prefix: prefix of all names except the head's; a checkpoint of the model without a head lacks it.
+        config_from_fields: fields of config.json -> our config.
+        config_to_fields: the inverse.
+        parts: our config -> for each of our tensors, the parts whose concatenation along rows it is.
+        tied: our config -> (name of the head, name of the embedding) if both are one tensor, else None.
+        ignored: names of tensors that a checkpoint may contain besides.
     """
 
     model_type: str
     architecture: str
     prefix: str
-    config_of: Callable[[Fields], C]
-    config_to: Callable[[C], dict[str, Any]]
+    config_from_fields: Callable[[Fields], C]
+    config_to_fields: Callable[[C], dict[str, Any]]
     parts: Callable[[C], dict[str, tuple[Part, ...]]]
     tied: Callable[[C], tuple[str, str] | None]
     ignored: re.Pattern[str]
 
 
 class Fields:
-    """The fields of a config.json, read with their types.
+    """Typed access to the fields of a config.json.
 
     Args:
         values: name -> value.
-        origin: where they are from, for messages.
+        origin: their source, for messages.
     """
 
     def __init__(self, values: Mapping[str, Any], origin: str) -> None:
@@ -102,32 +102,32 @@ class Fields:
         self.origin = origin
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field as it is."""
+        """Return a field's value unchecked."""
         return self._values.get(name, default)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number; missing without a default, or something else: FormatError."""
+        """Return an integer field; raise FormatError if it has another type, or is missing without a default."""
         value = self._values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise FormatError(f"{self.origin}: {name} must be a whole number, got {value!r}")
+            raise FormatError(f"{self.origin}: {name} must be an integer, got {value!r}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number; missing without a default, or something else: FormatError."""
+        """Return a field that is a finite number; raise FormatError as `integer` does."""
         value = self._values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
             raise FormatError(f"{self.origin}: {name} must be a finite number, got {value!r}")
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
-        """True or false; something else: FormatError."""
+        """Return a field that is true or false; raise FormatError for another type."""
         value = self._values.get(name, default)
         if not isinstance(value, bool):
             raise FormatError(f"{self.origin}: {name} must be true or false, got {value!r}")
         return value
 
     def fields(self, name: str) -> Fields | None:
-        """Fields inside a field; None where there are none."""
+        """Return the fields of a field that is an object; None if it is absent or null."""
         value = self._values.get(name)
         if value is None:
             return None
@@ -135,21 +135,21 @@ class Fields:
             raise FormatError(f"{self.origin}: {name} must be an object, got {value!r}")
         return Fields(value, f"{self.origin}, {name}")
 
-    def require(self, name: str, *wanted: Any) -> None:
-        """Raise UnsupportedCase unless a field has one of the values wanted; where it is missing it has the first."""
-        value = self._values.get(name, wanted[0])
-        if not any(value == each and isinstance(value, type(each)) for each in wanted):
-            raise self.unsupported(name, value, " or ".join(map(repr, wanted)))
+    def require(self, name: str, *supported: Any) -> None:
+        """Raise UnsupportedCase unless a field has one of the supported values; a missing field has the first."""
+        value = self._values.get(name, supported[0])
+        if not any(value == option and isinstance(value, type(option)) for option in supported):
+            raise self.unsupported(name, value, " or ".join(map(repr, supported)))
 
-    def unsupported(self, name: str, value: Any, wanted: str) -> UnsupportedCase:
-        """What to raise for a value that no model of ours serves."""
-        return UnsupportedCase(f"{self.origin}: {name} must be {wanted}, got {value!r}")
+    def unsupported(self, name: str, value: Any, supported: str) -> UnsupportedCase:
+        """Return the error for a field value that no model here supports."""
+        return UnsupportedCase(f"{self.origin}: {name} must be {supported}, got {value!r}")
 
 
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number above every float
+    except OverflowError:  # an integer above every float
         return False
 
 
@@ -157,7 +157,7 @@ def _is_finite(value: float) -> bool:
 
 
 class _Tensors(Protocol):
-    """Named tensors, read one by one."""
+    """Named tensors that are read one at a time."""
 
     def names(self) -> Iterable[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -165,7 +165,7 @@ class _Tensors(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
-class _OfModel:
+class _ModuleTensors:
     """The tensors of a module."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -185,8 +185,8 @@ class _OfModel:
         return self._state[name].detach()
 
 
-class _OfFiles:
-    """The tensors of one safetensors file or several, open as long as the stack is."""
+class _FileTensors:
+    """The tensors of one or several safetensors files, which `stack` keeps open."""
 
     def __init__(self, paths: Iterable[Path], stack: ExitStack) -> None:
         from safetensors import SafetensorError, safe_open
@@ -198,10 +198,10 @@ class _OfFiles:
             except FileNotFoundError:
                 raise FormatError(f"{path}: no such file, though the index names it") from None
             except (SafetensorError, OSError) as error:
-                raise FormatError(f"{path} is no whole safetensors file: {error}") from error
+                raise FormatError(f"{path} is not a complete safetensors file: {error}") from error
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 if name in self._files:
-                    raise FormatError(f"{path}: tensor {name!r} stands in another file too")
+                    raise FormatError(f"{path}: tensor {name!r} is in another file too")
                 self._files[name] = file
 
     def names(self) -> Iterable[str]:
@@ -211,8 +211,8 @@ class _OfFiles:
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | str:
-        found = str(self._files[name].get_slice(name).get_dtype())
-        return _DTYPES.get(found, found)
+        dtype = str(self._files[name].get_slice(name).get_dtype())
+        return _DTYPES.get(dtype, dtype)
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
@@ -220,30 +220,30 @@ class _OfFiles:
 
 
 def load(
-    make: Callable[[C], M],
+    build: Callable[[C], M],
     source: str | os.PathLike[str] | nn.Module,
     layout: Layout[C],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> M:
-    """Make a model of a folder's weights, or of a transformers model's.
+    """Build a model from the weights of a folder or of a transformers model.
 
     Args:
-        make: our config -> the model.
+        build: our config -> the model.
         source: folder, or module with a `config`.
-        layout: of its kind.
-        dtype: of the parameters; None: that of the embedding.
-        device: where to; None: the CPU for a folder, and where the module is.
+        layout: the checkpoint format of this kind of model.
+        dtype: dtype of the parameters; None: that of the embedding.
+        device: device of the parameters; None: the CPU for a folder, the module's device for a module.
 
     Raises:
         ConfigError: no such folder.
-        FormatError: a file that is not what it should be, tensors missing, surplus, or of another shape or dtype.
-        UnsupportedCase: a field of the configuration asks for what our model does not do.
+        FormatError: a malformed file; tensors that are missing, unexpected, or of another shape or dtype.
+        UnsupportedCase: a field of the configuration asks for a feature that our model lacks.
     """
     with ExitStack() as stack:
         tensors: _Tensors
         if isinstance(source, nn.Module):
-            fields, tensors, origin = _fields_of_module(source), _OfModel(source), type(source).__name__
+            fields, tensors, origin = _fields_of_module(source), _ModuleTensors(source), type(source).__name__
         else:
             folder = _folder(source)
             origin = str(folder)
@@ -251,19 +251,19 @@ def load(
         kind = fields.get("model_type")
         if kind != layout.model_type:
             raise fields.unsupported("model_type", kind, repr(layout.model_type))
-        config = layout.config_of(fields)
+        config = layout.config_from_fields(fields)
         if not isinstance(source, nn.Module):
             tensors = _open(folder, stack)
         count = sum(1 for _ in tensors.names())
-        if config.layers > count:  # asked before their names are made, which a nonsensical number would make endless
+        if config.layers > count:  # checked before generating names, of which a nonsensical number would be endless
             raise FormatError(f"{origin} has {count} tensors, too few for the {config.layers} layers of its config")
         names = _matched(tensors, layout, config, origin)
-        wanted = layout.parts(config)
+        parts = layout.parts(config)
         if dtype is None:
-            dtype = _dtype_of(tensors, names[next(iter(wanted.values()))[0].name])
-        state = {ours: _joined(tensors, names, parts, dtype, device) for ours, parts in wanted.items()}
+            dtype = _dtype_of(tensors, names[next(iter(parts.values()))[0].name])
+        state = {name: _concatenated(tensors, names, its, dtype, device) for name, its in parts.items()}
     with torch.device("meta"):
-        model = make(config)
+        model = build(config)
     model.load_state_dict(state, assign=True)
     return model
 
@@ -271,7 +271,7 @@ def load(
 def _folder(path: str | os.PathLike[str]) -> Path:
     folder = Path(path)
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder: name one with {_CONFIG} and {_SINGLE}; nothing is downloaded")
+        raise ConfigError(f"{folder} is not a folder: pass one with {_CONFIG} and {_SINGLE}; nothing is downloaded")
     return folder
 
 
@@ -281,7 +281,7 @@ def _fields_of_module(module: nn.Module) -> Fields:
         raise ConfigError(
             f"{type(module).__name__} has no config: from_pretrained takes a folder or a transformers model"
         )
-    return Fields(config.to_dict(), f"{type(module).__name__}.config")  # type: ignore[union-attr]  # asked above
+    return Fields(config.to_dict(), f"{type(module).__name__}.config")  # type: ignore[union-attr]  # checked above
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def _json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise FormatError(f"{path}: no such file") from None
     except (ValueError, OSError) as error:
-        raise FormatError(f"{path} is no JSON: {error}") from error
+        raise FormatError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise FormatError(f"{path} must hold an object, got {type(value).__name__}")
     return value
@@ -298,14 +298,14 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _open(folder: Path, stack: ExitStack) -> _Tensors:
     if (folder / _SINGLE).is_file():
-        return _OfFiles([folder / _SINGLE], stack)
+        return _FileTensors([folder / _SINGLE], stack)
     if (folder / _INDEX).is_file():
         return _open_shards(folder, stack)
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
         raise FormatError(
-            f"{folder} has its weights as {pickles[0]}: a pickle may run any code and is not read; save the model as "
-            "safetensors (transformers: model.save_pretrained(folder))"
+            f"{folder} has its weights as {pickles[0]}: a pickle may execute arbitrary code and is not read; save the "
+            "model as safetensors (transformers: model.save_pretrained(folder))"
         )
     raise FormatError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
 
@@ -317,40 +317,40 @@ def _open_shards(folder: Path, stack: ExitStack) -> _Tensors:
     files = sorted(set(listed.values()))
     for file in files:
         if Path(file).name != file or file in ("", ".."):
-            raise FormatError(f"{folder / _INDEX}: {file!r} is no name of a file in this folder")
-    tensors = _OfFiles([folder / file for file in files], stack)
-    there = set(tensors.names())
-    missing = [name for name in listed if name not in there]
+            raise FormatError(f"{folder / _INDEX}: {file!r} is not the name of a file in this folder")
+    tensors = _FileTensors([folder / file for file in files], stack)
+    present = set(tensors.names())
+    missing = [name for name in listed if name not in present]
     if missing:
-        raise FormatError(f"{folder / listed[missing[0]]} lacks {_named(missing)}, which the index says is there")
+        raise FormatError(f"{folder / listed[missing[0]]} lacks {_quoted(missing)}, which the index lists")
     return tensors
 
 
 def _matched(tensors: _Tensors, layout: Layout[C], config: C, origin: str) -> dict[str, str]:
-    """Each part's name -> its name there, when everything fits."""
-    there: dict[str, str] = {}
+    """Check a checkpoint against a layout; return each part's name -> its full name in the checkpoint."""
+    full: dict[str, str] = {}
     for name in tensors.names():
-        other = there.setdefault(_bare(name, layout.prefix), name)
+        other = full.setdefault(name.removeprefix(layout.prefix), name)
         if other != name:
             raise FormatError(f"{origin} has both {other!r} and {name!r}")
-    wanted = [part for parts in layout.parts(config).values() for part in parts]
-    missing = [part.name for part in wanted if part.name not in there]
+    required = [part for parts in layout.parts(config).values() for part in parts]
+    missing = [part.name for part in required if part.name not in full]
     if missing:
-        raise FormatError(f"{origin} lacks {_named(missing)}")
+        raise FormatError(f"{origin} lacks {_quoted(missing)}")
     tied = layout.tied(config)
-    known = {part.name for part in wanted} | ({tied[0]} if tied else set())
-    surplus = [name for name in there if name not in known and not layout.ignored.fullmatch(name)]
+    known = {part.name for part in required} | ({tied[0]} if tied else set())
+    surplus = [name for name in full if name not in known and not layout.ignored.fullmatch(name)]
     if surplus:
-        raise FormatError(f"{origin} has {_named(surplus)}, which a {layout.architecture} of its config has not")
-    for part in wanted:
-        name = there[part.name]
+        raise FormatError(f"{origin} has {_quoted(surplus)}, which a {layout.architecture} of its config lacks")
+    for part in required:
+        name = full[part.name]
         if tensors.shape(name) != part.shape:
             raise FormatError(f"{origin}: {name!r} must be {part.shape}, got {tensors.shape(name)}")
         if isinstance(tensors.dtype(name), str):
-            raise FormatError(f"{origin}: {name!r} must be of floating point, got {tensors.dtype(name)}")
-    if tied and tied[0] in there and not _are_equal(tensors, there[tied[0]], there[tied[1]]):
+            raise FormatError(f"{origin}: {name!r} must be floating point, got {tensors.dtype(name)}")
+    if tied and tied[0] in full and not _are_equal(tensors, full[tied[0]], full[tied[1]]):
         raise FormatError(f"{origin}: {tied[0]!r} differs from {tied[1]!r}, though the config ties them")
-    return there
+    return full
 
 
 def _are_equal(tensors: _Tensors, a: str, b: str) -> bool:
@@ -359,31 +359,27 @@ def _are_equal(tensors: _Tensors, a: str, b: str) -> bool:
     return torch.equal(tensors.read(a), tensors.read(b))
 
 
-def _bare(name: str, prefix: str) -> str:
-    return name.removeprefix(prefix)
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(repr, names[:_SHOWN])) + more
+def _quoted(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMES_IN_MESSAGE} more" if len(names) > _NAMES_IN_MESSAGE else ""
+    return ", ".join(map(repr, names[:_NAMES_IN_MESSAGE])) + more
 
 
 def _dtype_of(tensors: _Tensors, name: str) -> torch.dtype:
     dtype = tensors.dtype(name)
-    assert isinstance(dtype, torch.dtype)  # for the type checker: others are refused
+    assert isinstance(dtype, torch.dtype)  # for the type checker: others are refused before
     return dtype
 
 
-def _joined(
+def _concatenated(
     tensors: _Tensors,
     names: Mapping[str, str],
     parts: tuple[Part, ...],
     dtype: torch.dtype,
     device: torch.device | str | None,
 ) -> Tensor:
-    """Memory of our own, with the parts one below the other."""
+    """Return a new tensor with the parts concatenated along rows."""
     read = [tensors.read(names[part.name]) for part in parts]
-    rows = [tensor.t() if part.turned else tensor for part, tensor in zip(parts, read, strict=True)]
+    rows = [tensor.t() if part.transposed else tensor for part, tensor in zip(parts, read, strict=True)]
     whole = torch.empty(
         (sum(row.shape[0] for row in rows), *rows[0].shape[1:]),
         dtype=dtype,
@@ -400,19 +396,17 @@ def _joined(
 
 
 def save(model: nn.Module, config: C, path: str | os.PathLike[str], layout: Layout[C], *, max_shard_bytes: int) -> None:
-    """Write a model as transformers would.
+    """Write a model in the format of transformers.
 
     Args:
-        model: its state has the tensors that the layout's parts make.
-        config: of the model.
-        path: folder, made if it is not there. Weights of another model in it are replaced.
-        layout: of its kind.
-        max_shard_bytes: of a file; where one tensor is larger, it has a file to itself.
+        path: folder, created if absent. Weights of another model in it are replaced.
+        layout: the checkpoint format of this kind of model.
+        max_shard_bytes: size limit of a file; a larger tensor gets a file of its own.
 
     Raises:
         ConfigError: max_shard_bytes below 1.
-        UnsupportedCase: the model has other tensors: quantised layers, say. Nothing is written then.
-        OSError: the folder cannot be written. Each file is whole or absent.
+        UnsupportedCase: the model has other tensors, quantised layers for example. Nothing is written then.
+        OSError: the folder cannot be written. Each file is complete or absent.
     """
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
@@ -420,42 +414,36 @@ def save(model: nn.Module, config: C, path: str | os.PathLike[str], layout: Layo
     state: dict[str, Tensor] = model.state_dict()
     if state.keys() != parts.keys():
         differing = sorted(state.keys() ^ parts.keys())
-        raise UnsupportedCase(f"{layout.architecture} has no place for {_named(differing)} of this model")
-    fields = layout.config_to(config) | {
+        raise UnsupportedCase(f"{layout.architecture} cannot represent {_quoted(differing)} of this model")
+    fields = layout.config_to_fields(config) | {
         "model_type": layout.model_type,
         "architectures": [layout.architecture],
         "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
     }
-    named = {
-        _full(part.name, layout.prefix): piece
-        for ours, its in parts.items()
-        for part, piece in zip(its, _pieces(state[ours], its), strict=True)
+    tensors = {
+        part.name if part.name == "lm_head.weight" else layout.prefix + part.name: tensor
+        for name, its in parts.items()
+        for part, tensor in zip(its, _split(state[name], its), strict=True)
     }
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     before = {file.name for file in folder.iterdir() if _WEIGHTS.fullmatch(file.name) and file.is_file()}
-    written = _write_weights(folder, named, max_shard_bytes)
+    written = _write_weights(folder, tensors, max_shard_bytes)
     _write_json(folder / _CONFIG, fields)
-    for name in before - written:  # of another model: an older model.safetensors would be read in the shards' place
+    for name in before - written:  # another model's: an old model.safetensors would be read instead of the shards
         (folder / name).unlink()
 
 
-def _full(name: str, prefix: str) -> str:
-    """A tensor's name in the whole model: the head stands beside the rest."""
-    return name if name == "lm_head.weight" else prefix + name
+def _split(tensor: Tensor, parts: tuple[Part, ...]) -> list[Tensor]:
+    rows = [part.shape[1] if part.transposed else part.shape[0] for part in parts]
+    return [x.t() if part.transposed else x for part, x in zip(parts, tensor.detach().split(rows), strict=True)]
 
 
-def _pieces(tensor: Tensor, parts: tuple[Part, ...]) -> list[Tensor]:
-    rows = [part.shape[1] if part.turned else part.shape[0] for part in parts]
-    split = tensor.detach().split(rows)
-    return [piece.t() if part.turned else piece for part, piece in zip(parts, split, strict=True)]
-
-
-def _write_weights(folder: Path, named: Mapping[str, Tensor], max_shard_bytes: int) -> set[str]:
-    """One file, or several and an index; gives their names."""
+def _write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int) -> set[str]:
+    """Write one file, or several and an index; return their names."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
-    for name, tensor in named.items():
+    for name, tensor in tensors.items():
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
             shards.append({})
             size = 0
@@ -468,7 +456,7 @@ def _write_weights(folder: Path, named: Mapping[str, Tensor], max_shard_bytes: i
     for file, shard in zip(files, shards, strict=True):
         _write_shard(folder / file, shard)
     weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-    total = sum(tensor.nbytes for tensor in named.values())
+    total = sum(tensor.nbytes for tensor in tensors.values())
     _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return {*files, _INDEX}
 

@@ -1,4 +1,4 @@
-"""What every language model of ours is to its user: continued by tokens, read from Hugging Face's files, written."""
+"""Base class of language models: text generation, loading and saving in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["LanguageModel"]
 
 
 class LanguageModel(nn.Module):
-    """A model made of a config: tokens in, logits of the next token out.
+    """A model built from a config that maps tokens to logits of the next token.
 
-    Subclasses name their layout, and have what generation asks of a model (accelerant.nn.models.generation.Decodable).
+    Subclasses set their checkpoint layout and implement accelerant.nn.models.generation.Decodable.
     """
 
     _layout: ClassVar[hugging_face.Layout[Any]]
     config: Any
 
     def parameter_count(self) -> int:
-        """Number of trained values."""
+        """Return the number of trained values."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def generate(
@@ -41,34 +41,35 @@ class LanguageModel(nn.Module):
         stop: int | Sequence[int] | None = None,
         use_cache: bool = True,
     ) -> Tensor:
-        """Continue each row by sampling one token after another.
+        """Continue each row by sampling token after token.
 
-        The model reads a window: at first the prompt, or its last `context` tokens if it is longer. The window grows by
-        each token; when it would pass the context it is cut to its last context // 2 tokens, which are read anew. On a
-        GPU a step, sampling included, is one CUDA graph.
+        The model reads a window: at first the prompt, or its last `context` tokens. The window grows by each token;
+        when it would exceed the context it is cut to its last context // 2 tokens, which are read as a new prompt. On
+        a GPU a step, sampling included, is one CUDA graph.
 
         Args:
             idx: (B, T) prompt, T at least 1.
-            max_new_tokens: how many tokens to add at most.
-            temperature: divides the logits; 0 takes the likeliest token always.
-            top_k: keep only that many likeliest tokens; None keeps all.
-            top_p: of these, keep the likeliest whose probabilities reach this sum, 0 < top_p <= 1; None keeps all.
+            max_new_tokens: most tokens to add.
+            temperature: divides the logits; 0 selects the most likely token.
+            top_k: number of most likely tokens to keep; None keeps all.
+            top_p: keep the most likely of these until their probabilities reach this sum, 0 < top_p <= 1; None keeps
+                all.
             seed: makes the draw reproducible on one device.
-            generator: the random state to draw from, on idx's device; instead of seed.
-            stop: a token, or several, after which a row ends. A row that ends before the others is filled with the
-                first of them.
-            use_cache: whether to keep keys and values of the window; False reads all of it for each token, for the same
-                tokens but for rounding.
+            generator: random state to draw from, on idx's device; instead of seed.
+            stop: one or several tokens that end a row. A row that ends before the others is filled with the first of
+                them.
+            use_cache: whether to cache keys and values of the window; False reads all of it for each token and yields
+                the same tokens up to rounding.
 
         Returns:
-            (B, T + max_new_tokens), the prompt included, int64; fewer columns where every row has ended.
+            (B, T + max_new_tokens), the prompt included, int64; fewer columns if every row has ended.
 
         Raises:
-            ConfigError: a number is out of range, or both seed and generator are given.
+            ConfigError: a value is out of range, or both seed and generator are given.
             ShapeError: idx is not (B, T).
             UnsupportedDtype: idx is not int32 or int64.
         """
-        modes = {module: module.training for module in self.modules()}  # a part may be frozen, with a mode of its own
+        modes = {module: module.training for module in self.modules()}  # submodules may differ in mode
         self.eval()
         try:
             return generation.generate(
@@ -87,36 +88,36 @@ class LanguageModel(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Self:
-        """Make a model of Hugging Face's weights: a GPT of GPT-2's, a Llama of Llama's.
+        """Build a model from Hugging Face weights: a GPT from GPT-2's, a Llama from Llama's.
 
         Args:
-            source: a folder with config.json and model.safetensors, or shards with their index, as transformers'
-                save_pretrained writes them (transformers itself is not needed); or a transformers model.
-            dtype: of the parameters; None: that of the embedding.
-            device: where to put them; None: the CPU for a folder, and where the model is.
+            source: a folder with config.json and model.safetensors, or shards with their index, as written by
+                transformers' save_pretrained (transformers itself is not needed); or a transformers model.
+            dtype: dtype of the parameters; None: that of the embedding.
+            device: device of the parameters; None: the CPU for a folder, the model's device for a model.
 
         Returns:
-            a model with the same logits, weights of its own.
+            a model with the same logits and its own copy of the weights.
 
         Raises:
             ConfigError: no such folder.
-            FormatError: a file that is torn or not what it should be, a pickled checkpoint; a tensor that is missing,
-                surplus, or of another shape or dtype, by its name.
-            UnsupportedCase: the configuration asks for what this model does not do, by the field's name.
+            FormatError: a truncated or malformed file, a pickled checkpoint; a tensor that is missing, unexpected, or
+                of another shape or dtype. Names the file or tensor.
+            UnsupportedCase: a field of the configuration, which is named, asks for a feature that this model lacks.
         """
         return hugging_face.load(cls, source, cls._layout, dtype, device)
 
     def save_pretrained(self, path: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9) -> None:
-        """Write config.json and safetensors as transformers' model of this kind reads them.
+        """Write config.json and safetensors that transformers can load.
 
         Args:
-            path: folder, made if it is not there; weights in it are replaced.
-            max_shard_bytes: of a file; more makes several files and an index.
+            path: folder, created if absent; weights in it are replaced.
+            max_shard_bytes: size limit of a file; a larger model is written as several files and an index.
 
         Raises:
             ConfigError: max_shard_bytes below 1.
-            UnsupportedCase: the model has layers that are no longer its own, or lacks biases that such a file has;
-                nothing is written then.
+            UnsupportedCase: the model has replaced layers, or lacks biases that the format requires; nothing is written
+                then.
             OSError: the folder cannot be written.
         """
         hugging_face.save(self, self.config, path, self._layout, max_shard_bytes=max_shard_bytes)

@@ -3,27 +3,27 @@
 h = embed[tokens];  h += attention(norm(h)), h += mlp(norm(h)) in each block;  logits = norm(h) @ head^T
 mlp(x) = (silu(x gate^T) * (x up^T)) down^T
 
-Weights that read the same input stand in one matrix: queries, keys and values in `qkv`, gates and what they gate in
-`gate_up`. So training multiplies larger matrices and decoding reads each input once.
+Weights with the same input form one matrix: queries, keys and values in `qkv`, gate and up projections in `gate_up`.
+Training then multiplies larger matrices and decoding reads each input once.
 
 Source: Touvron et al. 2023, arXiv:2302.13971, section 2.2; Grattafiori et al. 2024, arXiv:2407.21783, section 3.2.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError
-from accelerant.nn.layers import Linear, compute_dtype, has_hooks
-from accelerant.nn.models.generation import Cache, CacheShape, prompt_length, require_tokens
+from accelerant.nn.layers import Linear, RMSNorm, compute_dtype, has_hooks
+from accelerant.nn.models.generation import Cache, CacheShape, cache_capacity, padded_prompt_length, require_tokens
+from accelerant.nn.models.hugging_face import Fields, Layout, Part
 from accelerant.nn.models.language_model import LanguageModel
-from accelerant.nn.models.llama_checkpoint import LAYOUT
-from accelerant.nn.normalization import RMSNorm
 from accelerant.nn.quantization import LinearInt8
 from accelerant.ops.decode.op import append, linear
 from accelerant.ops.rope.tables import Llama3Scaling, rope_tables
@@ -33,21 +33,21 @@ __all__ = ["Llama", "LlamaConfig"]
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """The shape of a Llama; the defaults are Llama 3.1 8B.
+    """The dimensions of a Llama; the defaults are Llama 3.1 8B.
 
     Attributes:
         vocab_size: number of tokens.
-        context: the longest sequence, in tokens.
+        context: longest sequence, in tokens.
         layers: number of transformer blocks.
         heads: query heads in each block.
         kv_heads: heads of keys and values; divides heads.
         width: features of each position.
         hidden: features inside each MLP.
         head_width: features of a head, even; None for width / heads.
-        rope_base: of the rotary frequencies.
-        rope_scaling: how they are stretched for a longer context; None for not at all.
+        rope_base: base of the rotary frequencies.
+        rope_scaling: scaling of the frequencies for a longer context; None for none.
         eps: added to the mean square in each norm.
-        tied: whether the output layer is the embedding.
+        tied: whether the output layer shares the embedding's weight.
     """
 
     vocab_size: int = 128256
@@ -78,12 +78,139 @@ class LlamaConfig:
 
     @property
     def head_size(self) -> int:
-        """Features of a head."""
+        """The number of features of a head."""
         return self.width // self.heads if self.head_width is None else self.head_width
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
+
+
+# --- Hugging Face's form ---------------------------------------------------------------------------------------------
+
+
+def _config_from_fields(fields: Fields) -> LlamaConfig:
+    """Return the config that the fields of config.json describe.
+
+    Raises:
+        UnsupportedCase: a field asks for a feature that this model lacks.
+    """
+    fields.require("hidden_act", "silu")
+    fields.require("attention_bias", False)
+    fields.require("mlp_bias", False)
+    fields.require("pretraining_tp", 1)
+    fields.require("is_causal", True)
+    heads = fields.integer("num_attention_heads", 32)
+    kv_heads = fields.get("num_key_value_heads")
+    head_width = fields.get("head_dim")
+    context = fields.integer("max_position_embeddings", 2048)
+    base, scaling = _rope_settings(fields)
+    return LlamaConfig(
+        vocab_size=fields.integer("vocab_size", 32000),
+        context=context,
+        layers=fields.integer("num_hidden_layers", 32),
+        heads=heads,
+        kv_heads=heads if kv_heads is None else fields.integer("num_key_value_heads"),
+        width=fields.integer("hidden_size", 4096),
+        hidden=fields.integer("intermediate_size", 11008),
+        head_width=None if head_width is None else fields.integer("head_dim"),
+        rope_base=base,
+        rope_scaling=scaling,
+        eps=fields.number("rms_norm_eps", 1e-6),
+        tied=fields.boolean("tie_word_embeddings", False),
+    )
+
+
+def _rope_settings(fields: Fields) -> tuple[float, Llama3Scaling | None]:
+    """Return base and scaling from `rope_parameters`, or `rope_theta` and `rope_scaling` of older files."""
+    new = fields.fields("rope_parameters")
+    old = fields.fields("rope_scaling")
+    rope = new if new is not None else old if old is not None else Fields({}, fields.origin)
+    base = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return base, None
+    if kind != "llama3":
+        raise rope.unsupported("rope_type", kind, "'default' or 'llama3'")
+    return base, Llama3Scaling(
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_context=rope.integer("original_max_position_embeddings"),
+    )
+
+
+def _config_to_fields(config: LlamaConfig) -> dict[str, Any]:
+    """Return the fields of config.json, those of rotary embeddings in the new and in the old form."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
+    if config.rope_scaling is not None:
+        scaling = config.rope_scaling
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+    return {
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "hidden_size": config.width,
+        "intermediate_size": config.hidden,
+        "head_dim": config.head_size,
+        "rms_norm_eps": config.eps,
+        "tie_word_embeddings": config.tied,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_parameters": rope,
+        "rope_theta": config.rope_base,
+        "rope_scaling": None if config.rope_scaling is None else rope,
+    }
+
+
+def _parts(config: LlamaConfig) -> dict[str, tuple[Part, ...]]:
+    width, hidden, head = config.width, config.hidden, config.head_size
+    q, kv = config.heads * head, config.kv_heads * head
+    parts: dict[str, tuple[Part, ...]] = {}
+    parts["embed.weight"] = (Part("embed_tokens.weight", (config.vocab_size, width)),)
+    for i in range(config.layers):
+        block, layer = f"blocks.{i}.", f"layers.{i}."
+        parts[f"{block}norm_1.weight"] = (Part(f"{layer}input_layernorm.weight", (width,)),)
+        parts[f"{block}attention.qkv.weight"] = (
+            Part(f"{layer}self_attn.q_proj.weight", (q, width)),
+            Part(f"{layer}self_attn.k_proj.weight", (kv, width)),
+            Part(f"{layer}self_attn.v_proj.weight", (kv, width)),
+        )
+        parts[f"{block}attention.projection.weight"] = (Part(f"{layer}self_attn.o_proj.weight", (width, q)),)
+        parts[f"{block}norm_2.weight"] = (Part(f"{layer}post_attention_layernorm.weight", (width,)),)
+        parts[f"{block}mlp.gate_up.weight"] = (
+            Part(f"{layer}mlp.gate_proj.weight", (hidden, width)),
+            Part(f"{layer}mlp.up_proj.weight", (hidden, width)),
+        )
+        parts[f"{block}mlp.down.weight"] = (Part(f"{layer}mlp.down_proj.weight", (width, hidden)),)
+    parts["norm.weight"] = (Part("norm.weight", (width,)),)
+    if not config.tied:
+        parts["lm_head.weight"] = (Part("lm_head.weight", (config.vocab_size, width)),)
+    return parts
+
+
+LAYOUT: Layout[LlamaConfig] = Layout(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    prefix="model.",
+    config_from_fields=_config_from_fields,
+    config_to_fields=_config_to_fields,
+    parts=_parts,
+    tied=lambda config: ("lm_head.weight", "embed_tokens.weight") if config.tied else None,
+    ignored=re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),  # tables saved by older versions
+)
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
 
 
 class LlamaAttention(nn.Module):
@@ -96,20 +223,20 @@ class LlamaAttention(nn.Module):
         self.projection = Linear(config.heads * self.head_width, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Cache, int] | None = None) -> Tensor:
-        """Attend along the second dimension of x (B, T, width); the cache, and whose layer this is, takes k and v."""
+        """Attend along the second dimension of x (B, T, width); `cache` is a cache and the layer's index in it."""
         heads: Tensor = self.qkv(x).view(*x.shape[:2], self.heads + 2 * self.kv_heads, self.head_width).transpose(1, 2)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
         if cache is not None:
-            cache[0].hold(cache[1], k, v)
-        mixed = ops.attention(q, k, v, causal=True)
-        assert isinstance(mixed, Tensor)  # for the type checker: no log-sum-exp was asked for
-        y: Tensor = self.projection(mixed.transpose(1, 2).reshape(*x.shape[:2], self.heads * self.head_width))
+            cache[0].store_prompt(cache[1], k, v)
+        o = ops.attention(q, k, v, causal=True)
+        assert isinstance(o, Tensor)  # for the type checker: no log-sum-exp was requested
+        y: Tensor = self.projection(o.transpose(1, 2).reshape(*x.shape[:2], self.heads * self.head_width))
         return y
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+    """A gated MLP, down(silu(gate(x)) * up(x)), with gate and up in one matrix."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -117,13 +244,15 @@ class GatedMLP(nn.Module):
         self.down = Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to (..., width)."""
+        """Apply the MLP to the last dimension of x (..., width)."""
         y: Tensor = self.down(ops.swiglu(self.gate_up(x)))
         return y
 
 
 class LlamaBlock(nn.Module):
     """The pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    float8_linears: ClassVar[bool] = True
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -135,20 +264,20 @@ class LlamaBlock(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cache: tuple[Cache, int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The block on x + residual: what its MLP adds, and what that is to be added to, for the norm that follows."""
+        """Apply the block to x + residual; return the MLP's result and the residual stream to add it to."""
         y, s = _add_norm(x, residual, self.norm_1)
         y, s = _add_norm(self.attention(y, cos, sin, cache), s, self.norm_2)
         return self.mlp(y), s
 
 
 class Llama(LanguageModel):
-    """A language model: tokens in, logits of the next token out.
+    """A Llama language model.
 
     Attributes:
-        embed: (vocab_size, width).
-        blocks: of LlamaBlock.
-        norm: before the output layer.
-        lm_head: the output layer, or None where the embedding is.
+        embed: token embedding, (vocab_size, width).
+        blocks: list of LlamaBlock.
+        norm: final norm.
+        lm_head: output layer, or None if tied to the embedding.
     """
 
     _layout = LAYOUT
@@ -166,7 +295,7 @@ class Llama(LanguageModel):
         nn.init.normal_(self.embed.weight, std=0.02)
 
     def hidden(self, idx: Tensor) -> Tensor:
-        """The final, normalised features of each position: (B, T) tokens to (B, T, width)."""
+        """Return the final normalised features, (B, T, width), of tokens (B, T)."""
         return self._hidden(idx, None)
 
     def forward(self, idx: Tensor) -> Tensor:
@@ -185,24 +314,24 @@ class Llama(LanguageModel):
         return self._logits(self.hidden(idx))
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of the targets, in nats a token; the logits never exist whole.
+        """Return the mean cross entropy of the targets, in nats per token, without materialising the logits.
 
         Args:
             idx: (B, T), as for `forward`.
-            targets: (B, T), the token that follows each position; -100 leaves a position out.
+            targets: (B, T), the token that follows each position; -100 excludes a position.
 
         Returns:
             A scalar, differentiable in the parameters.
 
         Raises:
-            ShapeError: the shapes differ or do not fit the model.
+            ShapeError: the shapes differ or T exceeds the context.
             UnsupportedDtype: idx or targets are not int32 or int64.
         """
         if idx.shape != targets.shape:
             raise ShapeError(f"targets must have the shape of idx, {tuple(idx.shape)}, got {tuple(targets.shape)}")
         rows = self.hidden(idx).flatten(0, 1)
         head: nn.Module = self._head()
-        if isinstance(head, LinearInt8):  # quantised: its weight is no matrix of floating point
+        if isinstance(head, LinearInt8):  # its weight is an integer matrix
             return ops.cross_entropy(self._logits(rows), targets.flatten().long())
         assert isinstance(head.weight, Tensor)  # for the type checker
         return ops.linear_cross_entropy(rows, head.weight.to(rows.dtype), targets.flatten().long())
@@ -210,49 +339,49 @@ class Llama(LanguageModel):
     # --- decoding (accelerant.nn.models.generation) ------------------------------------------------------------------
 
     def can_cache(self) -> bool:
-        """Whether `decode` does what the whole model does: its blocks are as it made them, and nothing has hooks."""
-        usual = type(self.norm) is RMSNorm and all(
+        """Return whether `decode` computes what the model does: its modules are as constructed, without hooks."""
+        unmodified = type(self.norm) is RMSNorm and all(
             type(block) is LlamaBlock
             and type(block.attention) is LlamaAttention
             and type(block.mlp) is GatedMLP
             and type(block.norm_1) is type(block.norm_2) is RMSNorm
             for block in self.blocks
         )
-        return usual and not any(has_hooks(module) for module in self.modules() if module is not self)
+        return unmodified and not any(has_hooks(module) for module in self.modules() if module is not self)
 
     def cache_shape(self) -> CacheShape:
-        """What is kept of each token."""
+        """Return the dimensions of the cache."""
         return CacheShape(self.config.layers, self.config.kv_heads, self.config.head_size)
 
     def activation_dtype(self) -> torch.dtype:
-        """Of activations."""
+        """Return the dtype of activations: the parameters' or autocast's."""
         return compute_dtype(self.embed.weight)
 
     def prefill(self, idx: Tensor, cache: Cache | None) -> Tensor:
-        """Read (B, T) tokens from position 0 on: float32 logits (B, vocab_size) of the next; fills the cache."""
+        """Read a prompt (B, T) into the cache; return float32 logits (B, vocab_size) of the next token."""
         time = idx.shape[1]
-        length = prompt_length(time, self.config.context, cache)
+        length = padded_prompt_length(time, self.config.context, cache)
         if cache is not None:
             cache.lengths.fill_(time)
         hidden = self._hidden(nn.functional.pad(idx, (0, length - time)), cache)
         return self._logits(hidden[:, time - 1]).float()
 
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Read one more token of each sequence (B,): float32 logits (B, vocab_size) of the next; grows the cache."""
+        """Append one token of each sequence (B,) to the cache; return float32 logits (B, vocab_size) of the next."""
         dtype = self.activation_dtype()
         s = self.embed(tokens).to(dtype)
         cos, sin = self._rope_tables(s)
         lengths = cache.lengths + 1
         for block, k, v in zip(self.blocks, cache.k, cache.v, strict=True):
             assert isinstance(block, LlamaBlock)  # for the type checker: ModuleList is untyped
-            qkv = _line(block.attention.qkv, s, norm=block.norm_1)
+            qkv = _decode_linear(block.attention.qkv, s, norm=block.norm_1)
             q = append(qkv, cache.lengths, k, v, cos, sin)
             o = ops.attention_decode(q, k, v, lengths)
-            s = _line(block.attention.projection, o.flatten(1), residual=s)
-            h = _line(block.mlp.gate_up, s, norm=block.norm_2, gated=True)
-            s = _line(block.mlp.down, h, residual=s)
+            s = _decode_linear(block.attention.projection, o.flatten(1), residual=s)
+            h = _decode_linear(block.mlp.gate_up, s, norm=block.norm_2, gated=True)
+            s = _decode_linear(block.mlp.down, h, residual=s)
         cache.lengths += 1
-        return _line(self._head(), s, norm=self.norm).float()
+        return _decode_linear(self._head(), s, norm=self.norm).float()
 
     def _hidden(self, idx: Tensor, cache: Cache | None) -> Tensor:
         require_tokens(idx, self.config.context)
@@ -265,7 +394,7 @@ class Llama(LanguageModel):
         return _add_norm(x, residual, self.norm)[0]
 
     def _head(self) -> Linear | nn.Embedding:
-        """The module that has the output layer's weight."""
+        """Return the module that holds the output layer's weight."""
         return self.embed if self.lm_head is None else self.lm_head
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -276,21 +405,25 @@ class Llama(LanguageModel):
         return rows.view(*hidden.shape[:-1], self.config.vocab_size)
 
     def _rope_tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of every position, float32 (float64 for float64), on x's device; made when first asked for."""
+        """Return the rotary tables, float32 (float64 for float64), on the device of x; computed once per device.
+
+        They have a row for each slot of a full cache, whose capacity is the context rounded up.
+        """
         config = self.config
         key = (x.device, torch.float64 if x.dtype == torch.float64 else torch.float32)
-        found = self._tables.get(key)
-        if found is None:
-            with torch.inference_mode(False):  # they outlive whatever mode this call is in
-                found = rope_tables(config.context, config.head_size, config.rope_base, config.rope_scaling, key[1])
-                found = (found[0].to(x.device), found[1].to(x.device))
-            if type(found[0]) is Tensor:  # not one that only stands for another while something is traced
-                self._tables[key] = found
-        return found
+        tables = self._tables.get(key)
+        if tables is None:
+            rows = cache_capacity(config.context)
+            with torch.inference_mode(False):  # the tables outlive the mode of this call
+                cos, sin = rope_tables(rows, config.head_size, config.rope_base, config.rope_scaling, key[1])
+                tables = cos.to(x.device), sin.to(x.device)
+            if type(tables[0]) is Tensor:  # not a proxy that exists only during tracing
+                self._tables[key] = tables
+        return tables
 
 
 def _add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and that sum."""
+    """Return the norm of x + residual, and that sum."""
     if residual is None:
         return norm(x), x
     if norm._forward_hooks or norm._forward_pre_hooks:
@@ -299,21 +432,23 @@ def _add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor
     return ops.add_rms_norm(x, residual, norm.weight, eps=norm.eps)
 
 
-def _line(
+def _decode_linear(
     layer: nn.Module, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None, gated: bool = False
 ) -> Tensor:
-    """A linear layer of a decoding step with what stands around it, in one kernel where the layer is a plain one."""
+    """Apply a linear layer of a decoding step with its norm before and its SwiGLU or residual sum after.
+
+    One kernel does all of it, unless the layer is of another class, which may compute something else, or has a bias.
+    """
     weight, scale = getattr(layer, "weight", None), None
-    plain = type(layer) in (Linear, LinearInt8) or isinstance(layer, nn.Embedding)  # another may do more: it is called
-    plain = plain and getattr(layer, "bias", None) is None
+    fused = type(layer) in (Linear, LinearInt8) or isinstance(layer, nn.Embedding)
+    fused = fused and getattr(layer, "bias", None) is None
     if isinstance(layer, LinearInt8):
-        plain = plain and not layer.dynamic
+        fused = fused and not layer.dynamic
         scale = layer.scale
     elif isinstance(weight, Tensor):
         weight = weight.to(x.dtype)
-    if plain and isinstance(weight, Tensor):
-        gain = None if norm is None else norm.weight
-        eps = 0.0 if norm is None else norm.eps
+    if fused and isinstance(weight, Tensor):
+        gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return linear(x, weight, scale, norm=gain, eps=eps, residual=residual, gated=gated)
     y: Tensor = layer(x if norm is None else norm(x))
     if gated:

@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 
-from accelerant.runtime.cores import usable_cores
+from accelerant.runtime.host import usable_cores
 
 __all__ = ["StopRequest", "numerics"]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from accelerant.config import settings
 from accelerant.errors import ConfigError, FallbackWarning, LaunchError
-from accelerant.nn._optimizer import MultiTensorOptimizer
 from accelerant.nn._precision import LowWeights
+from accelerant.nn.optim import MultiTensorOptimizer
 from accelerant.runtime.ledger import FallbackRecord, ledger
 
 __all__ = ["EAGER_STEPS", "GraphedStep", "Same"]

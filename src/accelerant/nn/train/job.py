@@ -20,7 +20,7 @@ from torch import Tensor
 
 from accelerant._version import __version__
 from accelerant.errors import AccelerantError, ConfigError, FormatError, OutOfMemory
-from accelerant.nn._float8 import require_float8
+from accelerant.nn.layers import require_float8
 from accelerant.nn.models.gpt import GPT, GPTConfig
 from accelerant.nn.train.batches import Tokens
 from accelerant.nn.train.callbacks import Callback, TensorBoard

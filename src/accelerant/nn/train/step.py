@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, ShapeError
-from accelerant.nn._float8 import float8_weights, require_float8
-from accelerant.nn._optimizer import MultiTensorOptimizer
 from accelerant.nn._precision import LowWeights
-from accelerant.nn.optim import clip_grad_norm_
+from accelerant.nn.layers import float8_weights, require_float8
+from accelerant.nn.optim import MultiTensorOptimizer, clip_grad_norm_
 from accelerant.nn.train.graphed import EAGER_STEPS, GraphedStep, Same
 from accelerant.runtime.streams.graphs import Graph
 

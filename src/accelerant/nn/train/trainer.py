@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accelerant.errors import ConfigError
-from accelerant.nn._float8 import float8_weights, require_float8
+from accelerant.nn.layers import float8_weights, require_float8
 from accelerant.nn.train.callbacks import Callback, TensorBoard
 from accelerant.nn.train.checkpoint import Checkpoints
 from accelerant.nn.train.config import TrainConfig

@@ -126,7 +126,7 @@ class HopperProgram:
         Raises:
             CompileError: with its log.
         """
-        from accelerant.runtime.providers.cuda_compile import compile_cuda
+        from accelerant.runtime.compilation.cuda import compile_cuda
 
         binary = compile_cuda(KernelSource(self.name, {"cuda": self.text}, {self.name: ()}), target)
         needs = {"threads": self.threads, "shared_bytes": self.shared_bytes, "overlaps": self.overlaps}

@@ -17,7 +17,7 @@ from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.ops.attention.launch import like
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
-from accelerant.runtime.streams.capture import capturing
+from accelerant.runtime.streams.stream import capturing
 
 if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda_launch import PackedLaunch

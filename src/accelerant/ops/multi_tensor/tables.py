@@ -22,7 +22,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._launch import ceil_div
 from accelerant.ops._library import name_of
-from accelerant.runtime.streams.capture import capturing
+from accelerant.runtime.streams.stream import capturing
 
 __all__ = ["DTYPES", "Part", "Share", "Table", "Tensors", "Values", "Workspace", "alike", "capturing", "check"]
 

@@ -1,7 +1,7 @@
-"""The pieces of a block's two passes as Operations: products, sums of columns, the gradients through gelu and a norm.
+"""The operations of a transformer block's passes: products, column sums, gradients through GELU and through a norm.
 
-None is a public function or an op of torch's: the autograd functions of block.py call them. Attention is in packed.py,
-embeddings and loss are in ends.py.
+They are neither public functions nor torch ops: the autograd functions of block.py call them. Attention is in
+packed.py, embeddings and the loss are in ends.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ __all__ = [
     "refuses_triton_kernel",
 ]
 
-_WithSums = tuple[Tensor, Tensor, Tensor | None]
+_GeluGradient = tuple[Tensor, Tensor, Tensor | None]
+_NormGradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ _linear_dw = Operation("linear_dw", (Implementation("torch", _run_dw),), cost=_p
 
 
 def linear(x: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None) -> Tensor:
-    """The rows x (M, K) times weight (N, K) transposed, plus bias in the product's epilogue: (M, N)."""
+    """Multiply rows x (M, K) by weight (N, K) transposed and add the bias in the product's epilogue: (M, N)."""
     if isinstance(weight, Float8Weight):
         return float8.linear(x, weight, bias)
     y: Tensor = _linear_fwd(Case(x.device, x.dtype, (x.shape[0], *weight.shape)), x, weight, bias)
@@ -78,7 +79,7 @@ def linear(x: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None) -> Ten
 
 
 def linear_dx(dy: Tensor, weight: Tensor | Float8Weight) -> Tensor:
-    """The gradient (M, K) of linear's rows, from that of its result (M, N)."""
+    """Return the gradient (M, K) of linear's input from that of its result (M, N)."""
     if isinstance(weight, Float8Weight):
         return float8.linear_dx(dy, weight)
     dx: Tensor = _linear_dx(Case(dy.device, dy.dtype, (dy.shape[0], weight.shape[1], weight.shape[0])), dy, weight)
@@ -86,13 +87,13 @@ def linear_dx(dy: Tensor, weight: Tensor | Float8Weight) -> Tensor:
 
 
 def linear_dw(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient (N, K) of linear's weight, in a dtype: the sum over the rows is not rounded before."""
+    """Return the gradient (N, K) of linear's weight in `dtype`; the sum over the rows is rounded once."""
     case = Case(dy.device, dy.dtype, (dy.shape[1], x.shape[1], dy.shape[0]))
     dw: Tensor = _linear_dw(case, dy, x, dtype)
     return dw
 
 
-# --- sums of columns -------------------------------------------------------------------------------------------------
+# --- column sums -----------------------------------------------------------------------------------------------------
 
 
 def _torch_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,7 +111,7 @@ _columns = Operation(
 
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of each column of x (M, N), in a dtype; added in float32 or better."""
+    """Sum each column of x (M, N) in float32 or better; the result has `dtype`."""
     sums: Tensor = _columns(Case(x.device, x.dtype, x.shape), x, dtype)
     return sums
 
@@ -131,18 +132,18 @@ _columns_each = Operation(
 
 
 def column_sums_each(x: Tensor, examples: int) -> Tensor:
-    """The sums of x's columns over each example's rows, (M, N) to (examples, N), in float32 or better.
+    """Sum the columns of x over the rows of each example, (M, N) to (examples, N), in float32 or better.
 
-    The rows of an example stand together, M / examples of them.
+    The M / examples rows of an example are consecutive.
     """
     sums: Tensor = _columns_each(Case(x.device, x.dtype, x.shape, (f"examples {examples}",)), x, examples)
     return sums
 
 
-# --- gelu's gradient, and gelu anew ----------------------------------------------------------------------------------
+# --- the gradient through GELU -------------------------------------------------------------------------------------
 
 
-def _torch_dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> _WithSums:
+def _torch_dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> _GeluGradient:
     dz = torch.ops.aten.gelu_backward(dy, z, approximate=approximate)
     return dz, functional.gelu(z, approximate=approximate), None if sums is None else _torch_columns(dz, sums)
 
@@ -157,21 +158,23 @@ _dgelu = Operation(
 )
 
 
-def dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> _WithSums:
-    """The gradient of z (M, N) through gelu, gelu(z), and the sums of the gradient's columns where a dtype is given."""
+def dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> _GeluGradient:
+    """Return the gradient of z (M, N) through GELU, gelu(z), and the gradient's column sums unless `sums` is None."""
     case = Case(z.device, z.dtype, z.shape, (approximate, "" if sums is None else "sums"))
-    found: _WithSums = _dgelu(case, dy, z, approximate, sums)
-    return found
+    gradient: _GeluGradient = _dgelu(case, dy, z, approximate, sums)
+    return gradient
 
 
-# --- the product before it, too --------------------------------------------------------------------------------------
+# --- the same after a product ----------------------------------------------------------------------------------------
 
 
 _PARTIAL_ROWS = 32
-"""Of dz to a partial sum of its columns, as the Hopper kernel leaves them."""
+"""Rows of dz in each partial column sum of the Hopper kernel."""
 
 
-def _hopper_dz(dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None) -> _WithSums:
+def _hopper_dz(
+    dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None, approximate: str
+) -> _GeluGradient:
     dz, a, partial = hopper.launch_dz(dy, launch_turn(weight), z)
     if sums is None:
         return dz, a, None
@@ -183,11 +186,13 @@ def _hopper_dz(dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, 
     return dz, a, partial[: M // _PARTIAL_ROWS].view(examples, -1, N).sum(1)
 
 
-def _apart(dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None) -> _WithSums:
+def _separate_dz(
+    dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None, approximate: str
+) -> _GeluGradient:
     dx = linear_dx(dy, weight)
     if sums is None or examples is None:
-        return dgelu(dx, z, "tanh", sums)
-    dz, a, _ = dgelu(dx, z, "tanh", None)
+        return dgelu(dx, z, approximate, sums)
+    dz, a, _ = dgelu(dx, z, approximate, None)
     return dz, a, column_sums_each(dz, examples)
 
 
@@ -198,44 +203,46 @@ def _dz_cost(case: Case) -> Cost:
 
 _linear_dz = Operation(
     "linear_dz",
-    (Implementation("hopper", _hopper_dz, refuses=hopper.refuses, own=True), Implementation("apart", _apart)),
+    (Implementation("hopper", _hopper_dz, refuses=hopper.refuses, own=True), Implementation("separate", _separate_dz)),
     cost=_dz_cost,
 )
 
 
 def linear_dz(
-    dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None = None
-) -> _WithSums:
-    """For linear(gelu(z)) by the tanh approximation: the gradient of z (M, N), gelu(z), sums of the former's columns.
+    dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None = None,
+    approximate: str = "tanh",
+) -> _GeluGradient:  # fmt: skip
+    """Return the gradient of z (M, N) through linear(gelu(z)), gelu(z), and the gradient's column sums.
 
     Args:
         dy: (M, K), the gradient of the result.
         weight: (K, N).
         z: contiguous.
-        sums: their dtype; None for none.
-        examples: where the sums are wanted for each of so many, (examples, N) and float32 or better.
+        sums: dtype of the column sums; None for none.
+        examples: number of examples to sum separately, (examples, N) in float32 or better; None for one sum.
+        approximate: form of GELU, "tanh" or "none".
     """
-    case = Case(dy.device, dy.dtype, (*z.shape, weight.shape[0]), ("tanh", "" if sums is None else "sums"))
-    found: _WithSums = _linear_dz(case, dy, weight, z, sums, examples)
-    return found
+    case = Case(dy.device, dy.dtype, (*z.shape, weight.shape[0]), (approximate, "" if sums is None else "sums"))
+    gradient: _GeluGradient = _linear_dz(case, dy, weight, z, sums, examples, approximate)
+    return gradient
 
 
-# --- the gradient through a norm, with the sums of its columns --------------------------------------------------------
+# --- the gradient through a norm, with its column sums ---------------------------------------------------------------
 
 
-def _own_norm(
+def _triton_norm(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, eps: float,
     needs: Sequence[bool], sums: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    summed = None if sums is None else torch.empty(s.shape[-1], dtype=sums, device=s.device)
-    found = launch_backward(True, dy, s, weight, bias, statistics, eps, needs, ds, dxsum=summed)
-    return *found, summed
+) -> _NormGradients:  # fmt: skip
+    column_sums = None if sums is None else torch.empty(s.shape[-1], dtype=sums, device=s.device)
+    gradients = launch_backward(True, dy, s, weight, bias, statistics, eps, needs, ds, dxsum=column_sums)
+    return *gradients, column_sums
 
 
 def _torch_norm(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, eps: float,
     needs: Sequence[bool], sums: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+) -> _NormGradients:  # fmt: skip
     dx, dweight, dbias = torch_backward(True, dy, s, weight, bias, statistics, eps, needs, ds)
     return dx, dweight, dbias, None if sums is None else _torch_columns(dx.reshape(-1, dx.shape[-1]), sums)
 
@@ -243,7 +250,7 @@ def _torch_norm(
 _norm_bwd = Operation(
     "block_norm_bwd",
     (
-        Implementation("triton", _own_norm, refuses=refuses_triton_kernel, own=True),
+        Implementation("triton", _triton_norm, refuses=refuses_triton_kernel, own=True),
         Implementation("torch", _torch_norm),
     ),
     cost=lambda case: Cost(4 * math.prod(case.shape) * case.dtype.itemsize, 19 * math.prod(case.shape)),
@@ -253,57 +260,53 @@ _norm_bwd = Operation(
 def norm_backward(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, eps: float,
     needs: Sequence[bool], sums: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradient of what a layer_norm normalised, s (..., N), plus ds; of weight and bias; the first one's sums.
+) -> _NormGradients:  # fmt: skip
+    """Return the gradients of a layer norm's input s (..., N), plus ds, of weight and bias, and its column sums.
 
-    The sums over its rows, in a dtype where one is given, are the gradient of a bias that the sum s ended with.
+    The sums, in dtype `sums` unless None, are the gradient of a bias that was added last to s.
     """
     case = Case(s.device, s.dtype, s.shape, ("" if ds is None else "residual", "" if sums is None else "sums"))
-    found: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] = _norm_bwd(
-        case, dy, ds, s, weight, bias, statistics, eps, needs, sums
-    )
-    return found
+    gradients: _NormGradients = _norm_bwd(case, dy, ds, s, weight, bias, statistics, eps, needs, sums)
+    return gradients
 
 
-# --- the same, the sums over the rows apart for each example ---------------------------------------------------------
-
-_Each = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+# --- the same with sums over each example's rows ---------------------------------------------------------------------
 
 
 def _torch_norm_each(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, statistics: Tensor, eps: float, examples: int,
-    wanted: tuple[bool, bool, bool],
-) -> _Each:  # fmt: skip
+    required: tuple[bool, bool, bool],
+) -> _NormGradients:  # fmt: skip
     dx, _, _ = torch_backward(True, dy, s, weight, None, statistics, eps, (True, False, False), ds)
     N = s.shape[-1]
     rows, h = dy.reshape(-1, N), s.reshape(-1, N).to(statistics.dtype)
     dweight = None
-    if wanted[0]:
+    if required[0]:
         h = (h - statistics[:, :1]) * statistics[:, 1:]
         dweight = _torch_columns_each(h * rows, examples)
-    dbias = _torch_columns_each(rows, examples) if wanted[1] else None
-    return dx, dweight, dbias, _torch_columns_each(dx.view(-1, N), examples) if wanted[2] else None
+    dbias = _torch_columns_each(rows, examples) if required[1] else None
+    return dx, dweight, dbias, _torch_columns_each(dx.view(-1, N), examples) if required[2] else None
 
 
-def _own_norm_each(
+def _triton_norm_each(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, statistics: Tensor, eps: float, examples: int,
-    wanted: tuple[bool, bool, bool],
-) -> _Each:  # fmt: skip
-    return launch_backward_each(dy, s, weight, statistics, examples, wanted, ds)
+    required: tuple[bool, bool, bool],
+) -> _NormGradients:  # fmt: skip
+    return launch_backward_each(dy, s, weight, statistics, examples, required, ds)
 
 
 def _refuses_each(case: Case) -> str | None:
     if case.shape[-1] > WIDE_BACKWARD:
         return f"takes at most {WIDE_BACKWARD} columns"
     if not math.prod(case.shape):
-        return "has nothing to sum"
+        return "takes no empty tensor"
     return refuses_triton_kernel(case)
 
 
 _norm_bwd_each = Operation(
     "block_norm_bwd_each",
     (
-        Implementation("triton", _own_norm_each, refuses=_refuses_each, own=True),
+        Implementation("triton", _triton_norm_each, refuses=_refuses_each, own=True),
         Implementation("torch", _torch_norm_each),
     ),
     cost=lambda case: Cost(4 * math.prod(case.shape) * case.dtype.itemsize, 19 * math.prod(case.shape)),
@@ -312,17 +315,17 @@ _norm_bwd_each = Operation(
 
 def norm_backward_each(
     dy: Tensor, ds: Tensor | None, s: Tensor, weight: Tensor, statistics: Tensor, eps: float, examples: int,
-    wanted: tuple[bool, bool, bool],
-) -> _Each:  # fmt: skip
-    """The gradient of what a layer_norm normalised, s (..., N), plus ds; and sums over each example's rows.
+    required: tuple[bool, bool, bool],
+) -> _NormGradients:  # fmt: skip
+    """Return the gradient of a layer norm's input s (..., N), plus ds, and sums over the rows of each example.
 
     Args:
-        wanted: which of the sums: those that make up the gradients of weight, of bias, and of a bias that s ended with.
+        required: which sums: the per-example gradients of weight, of bias, and of a bias that was added last to s.
 
     Returns:
-        the gradient; (examples, N) of each sum that is wanted, in float32 or better.
+        the gradient, and (examples, N) for each required sum, in float32 or better.
     """
     options = ("" if ds is None else "residual", f"examples {examples}")
     case = Case(s.device, s.dtype, s.shape, options)
-    found: _Each = _norm_bwd_each(case, dy, ds, s, weight, statistics, eps, examples, wanted)
-    return found
+    gradients: _NormGradients = _norm_bwd_each(case, dy, ds, s, weight, statistics, eps, examples, required)
+    return gradients

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from accelerant.ops.attention import hopper_bwd
-from accelerant.ops.attention.op import attention_bwd, attention_fwd
+from accelerant.ops.attention.op import attention_bwd, attention_fwd, options_of
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.rules import rules
 
@@ -18,17 +18,23 @@ def _heads(qkv: Tensor) -> tuple[Tensor, ...]:
     return qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
 
-def _attention_case(qkv: Tensor, causal: bool) -> Case:
+def _attention_case(qkv: Tensor, causal: bool, window: int) -> Case:
     B, T, _, H, D = qkv.shape
-    return Case(qkv.device, qkv.dtype, (B, H, H, T, T, D), ("causal",) if causal and T > 1 else ())
+    return Case(qkv.device, qkv.dtype, (B, H, H, T, T, D), options_of(causal and T > 1, window))
 
 
-def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal self-attention of a packed (B, T, 3, H, D): o (B, H, T, D) whose memory is (B, T, H, D), and lse."""
+def attend(qkv: Tensor, causal: bool = True, window: int = -1, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Return self-attention of a packed (B, T, 3, H, D): o (B, H, T, D) whose memory is (B, T, H, D), and lse.
+
+    Args:
+        window: how many positions back attention reaches; -1 for all.
+        scale: of the scores; None for 1 / sqrt(D).
+    """
     q, k, v = _heads(qkv)
-    case = _attention_case(qkv, True)
-    found: tuple[Tensor, Tensor] = attention_fwd(case, q, k, v, "causal" in case.options, q.shape[-1] ** -0.5, -1)
-    return found
+    case = _attention_case(qkv, causal, window)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    o, lse = attention_fwd(case, q, k, v, "causal" in case.options, scale, window)
+    return o, lse
 
 
 def _hopper_packed(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool) -> Tensor:
@@ -42,8 +48,12 @@ def _hopper_packed(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool
 
 
 def _any_packed(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool) -> Tensor:
+    return _copied(do, qkv, o, lse, causal, -1, qkv.shape[-1] ** -0.5)
+
+
+def _copied(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool, window: int, scale: float) -> Tensor:
     q, k, v = _heads(qkv)
-    gradients = attention_bwd(_attention_case(qkv, causal), do, q, k, v, o, lse, causal, q.shape[-1] ** -0.5, -1)
+    gradients = attention_bwd(_attention_case(qkv, causal, window), do, q, k, v, o, lse, causal, scale, window)
     dqkv = torch.empty_like(qkv)
     for into, gradient in zip(_heads(dqkv), gradients, strict=True):
         into.copy_(gradient)
@@ -67,8 +77,13 @@ _attend_backward = Operation(
 )
 
 
-def attend_backward(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, *, causal: bool = True) -> Tensor:
-    """The gradient of a packed (B, T, 3, H, D), packed the same way; Hopper's kernel writes it in place."""
-    case = _attention_case(qkv, causal)
+def attend_backward(
+    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool = True, window: int = -1, scale: float | None = None
+) -> Tensor:
+    """Return the gradient of a packed (B, T, 3, H, D), packed the same way; the Hopper kernel writes it directly."""
+    case = _attention_case(qkv, causal, window)
+    if window >= 0 or (scale is not None and scale != qkv.shape[-1] ** -0.5):
+        scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+        return _copied(do, qkv, o, lse, "causal" in case.options, window, scale)
     dqkv: Tensor = _attend_backward(case, do, qkv, o, lse, "causal" in case.options)
     return dqkv

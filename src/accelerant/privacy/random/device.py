@@ -22,7 +22,7 @@ from accelerant.privacy.random.stream import SecureStream
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.provider import ComputeProvider
-from accelerant.runtime.streams.capture import capturing
+from accelerant.runtime.streams.stream import capturing
 
 __all__ = ["Taken", "compiled_reserve", "keystream", "take"]
 

@@ -5,10 +5,10 @@ One folder an entry, named by the hash of everything the result depends on:
     <cache_dir>/kernels/<sha256>/code          machine code
     <cache_dir>/kernels/<sha256>/report.json   name, target, compiler, registers, spills, shared memory, log
 
-An entry is written under a temporary name and renamed, so that readers see all of it or none, whatever else runs
-or dies. The report carries the code's checksum: a torn or altered entry is not loaded but compiled again. Whatever is
-wrong with the cache costs time and one warning a process, never a result: a folder that cannot be read or written is
-bypassed, and what dead processes left half-written is removed.
+An entry is written under a temporary name and renamed, so that readers see all of it or nothing, whatever else runs or
+dies. The report carries the code's checksum: a torn or altered entry is compiled again. A problem with the cache costs
+time and one warning a process, never a result: a folder that cannot be read or written is bypassed, and temporary
+folders of dead processes are removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,12 @@ from accelerant.config import settings
 from accelerant.runtime.compilation.kernel import Binary, Resources
 from accelerant.runtime.files import decode_json
 
-__all__ = ["KernelCache", "kernel_key"]
+__all__ = ["CacheEntry", "KernelCache", "kernel_key"]
 
 _FORMAT = 1
 _TEMPORARY = ".new-"
 _LEFTOVER_S = 3600.0
-"""A temporary folder this old belongs to nobody: it is written within milliseconds."""
+"""Age from which a temporary folder is taken for a dead process's: it is renamed within milliseconds."""
 
 _log = logging.getLogger("accelerant.cache")
 _lock = threading.Lock()
@@ -47,9 +48,38 @@ _swept: set[Path] = set()
 
 
 def kernel_key(**parts: object) -> str:
-    """The SHA-256, in hexadecimal, of the named parts; order does not matter."""
+    """Return the SHA-256, in hexadecimal, of the named parts; order does not matter."""
     text = json.dumps({"format": _FORMAT, **parts}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """One compiled kernel source on disk.
+
+    Attributes:
+        key: name of its folder.
+        name: of the kernel source; "" for a damaged entry.
+        target: architecture.
+        compiler: with its version.
+        size_bytes: of the entry's files.
+        age_s: seconds since it was written.
+        registers: the most that an entry point uses a thread; None where the compiler does not say.
+        damage: why it cannot be read; "" for a sound one. The next use compiles it again.
+    """
+
+    key: str
+    name: str
+    target: str
+    compiler: str
+    size_bytes: int
+    age_s: float
+    registers: int | None
+    damage: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, for JSON."""
+        return asdict(self)
 
 
 class KernelCache:
@@ -63,19 +93,19 @@ class KernelCache:
         self.root = root if root is not None else settings().cache_dir / "kernels"
 
     def get_or_build(self, key: str, build: Callable[[], Binary], **report: object) -> tuple[Binary, bool]:
-        """The entry for `key`, built and stored if it is not there.
+        """Return the entry for `key`, built and stored if it is absent.
 
         Args:
             key: from kernel_key.
             build: makes the binary; its errors pass through and nothing is stored.
-            report: what to note beside the code, for people.
+            report: further fields of the report, for people.
 
         Returns:
             the binary, and whether it came from the cache.
         """
-        found = self._read(key)
-        if found is not None:
-            return found, True
+        cached = self._read(key)
+        if cached is not None:
+            return cached, True
         binary = build()
         try:
             self._write(key, binary, report)
@@ -84,25 +114,47 @@ class KernelCache:
         return binary, False
 
     def has(self, key: str) -> bool:
-        """Whether there is an entry, which may yet be found damaged; none in a folder that cannot be read."""
+        """Return whether there is an entry; it may still prove damaged."""
         try:
             return (self.root / key / "code").is_file()
         except OSError:
             return False
 
     def remove(self, key: str) -> None:
-        """Forget an entry, if it is there and may be removed."""
-        place = self.root / key
-        shutil.rmtree(place, ignore_errors=True)
+        """Remove an entry, if it exists and may be removed."""
+        folder = self.root / key
+        shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # a file where a folder should be
-            place.unlink()
+            folder.unlink()
+
+    def entries(self) -> list[CacheEntry]:
+        """Return every entry, by name and target; damaged ones first."""
+        if not self.root.is_dir():
+            return []
+        folders = (folder for folder in self.root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+        return sorted(map(_describe, folders), key=lambda entry: (entry.name, entry.target, entry.age_s))
+
+    def clear(self, entries: Iterable[CacheEntry]) -> int:
+        """Remove entries and return the bytes freed; processes that have loaded them are not affected.
+
+        Raises:
+            OSError: the folder may not be written.
+        """
+        freed = 0
+        for entry in entries:
+            try:
+                shutil.rmtree(self.root / entry.key)
+            except FileNotFoundError:  # another process was first
+                continue
+            freed += entry.size_bytes
+        return freed
 
     def remove_leftovers(self) -> int:
-        """Remove the temporary folders of processes that died while writing; how many went."""
-        old = [each for each in self.root.glob(f"{_TEMPORARY}*") if _age_s(each) > _LEFTOVER_S]
-        for each in old:
-            shutil.rmtree(each, ignore_errors=True)
-        return sum(not each.exists() for each in old)
+        """Remove the temporary folders of processes that died while writing, and return their number."""
+        old = [folder for folder in self.root.glob(f"{_TEMPORARY}*") if _age_s(folder) > _LEFTOVER_S]
+        for folder in old:
+            shutil.rmtree(folder, ignore_errors=True)
+        return sum(not folder.exists() for folder in old)
 
     def _read(self, key: str) -> Binary | None:
         folder = self.root / key
@@ -147,22 +199,36 @@ class KernelCache:
                 "log": binary.log,
             }
             (temporary / "report.json").write_text(json.dumps(body, indent=1), encoding="utf-8")
-            self._put(temporary, key)
+            for last_attempt in (False, True):
+                try:
+                    os.rename(temporary, self.root / key)
+                    break
+                except OSError:  # an entry exists: a sound one, another process's, stays
+                    if self._read(key) is not None:
+                        break
+                    if last_attempt:
+                        raise
+                    self.remove(key)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # there only where it was not put
+            shutil.rmtree(temporary, ignore_errors=True)  # exists only where the rename failed
 
-    def _put(self, temporary: Path, key: str) -> None:
-        """Rename a complete entry to its place; one that is there and sound, another process's, stays."""
-        for last in (False, True):
-            try:
-                os.rename(temporary, self.root / key)
-                return
-            except OSError:
-                if self._read(key) is not None:
-                    return
-                if last:
-                    raise
-                self.remove(key)
+
+def _describe(folder: Path) -> CacheEntry:
+    size, written = 0, time.time()
+    for path in folder.iterdir():
+        stat = path.stat()
+        size += stat.st_size
+        written = min(written, stat.st_mtime)
+    age_s = max(0.0, time.time() - written)
+    try:
+        report = decode_json((folder / "report.json").read_bytes())
+        counts = [entry["registers"] for entry in report["resources"].values() if entry["registers"] is not None]
+        name, target, compiler = (str(report.get(part, "")) for part in ("name", "target", "compiler"))
+        if not (folder / "code").is_file():
+            raise ValueError("no code")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return CacheEntry(folder.name, "", "", "", size, age_s, None, str(error) or type(error).__name__)
+    return CacheEntry(folder.name, name, target, compiler, size, age_s, max(counts, default=None))
 
 
 def _warn_once(about: Path, message: str) -> None:

@@ -1,8 +1,15 @@
-"""What a CUDA C++ file becomes: compiled by NVRTC with no device, its entry points found and described.
+"""Inspection of CUDA C++ files without a device: entry points, their resources and their theoretical occupancy.
 
-Unlike the provider's compile_cuda, which knows a kernel's entry points beforehand, this takes any file: extern "C"
-functions, mangled names and instantiated templates. One run of NVRTC gives machine code, PTX (which has the launch
-bounds) and the log of ptxas (which has registers, spills, stack and shared memory).
+compile_cuda is told a kernel's entry points; `inspect_cuda` finds them in any file: extern "C" functions, mangled names
+and instantiated templates. One run of NVRTC gives machine code, PTX (which has the launch bounds) and the log of ptxas
+(which has registers, spills, stack and shared memory).
+
+A multiprocessor holds blocks until it runs out of warps, blocks, registers, shared memory or barriers. Occupancy is the
+number of resident warps over the most that it can hold: an upper bound on the latency that other warps can hide, not a
+measure of speed.
+
+Sources: CUDA Programming Guide 13, "Compute Capabilities", table of technical specifications (warps, blocks,
+registers, shared memory); CUDA Occupancy API, header cuda_occupancy.h (units of allocation, barriers).
 """
 
 from __future__ import annotations
@@ -13,40 +20,163 @@ import importlib.util
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerant.errors import CompileError, ConfigError
-from accelerant.runtime.compilation.kernel import Resources
-from accelerant.runtime.compilation.occupancy import Occupancy, occupancy
-from accelerant.runtime.compilation.portable import portable_header
+from accelerant.runtime.compilation.cuda import entry_log, load_nvrtc, log_number, read_resources, run_nvrtc
+from accelerant.runtime.compilation.kernel import Resources, portable_header
 
 __all__ = [
     "DEFAULT_BLOCK",
+    "LIMITS",
+    "CompilerMessage",
     "EntryPoint",
     "Inspection",
-    "Message",
-    "compiler_version",
+    "MultiprocessorLimits",
+    "Occupancy",
     "inspect_cuda",
     "known_targets",
+    "nvrtc_version",
+    "occupancy",
     "read_messages",
 ]
 
 DEFAULT_BLOCK = 256
-"""Threads a block that occupancy is reckoned for, where neither the kernel nor the caller says."""
+"""Threads a block that occupancy is computed for, where neither the kernel nor the caller says."""
+
+_WARP = 32
+_REGISTER_UNIT = 256
+_PARTITIONS = 4
+_MAX_THREADS = 1024
+_MAX_REGISTERS = 255
+_REGISTERS = 65536
+KIB = 1024
+
+
+# --- occupancy -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """What the compiler says of a place in the file.
+class MultiprocessorLimits:
+    """Capacity of one multiprocessor.
+
+    Attributes:
+        warps, blocks: the most that are resident at once.
+        shared_bytes: shared memory.
+        reserved_bytes: shared memory that the system keeps for each block.
+        shared_unit_bytes: unit in which shared memory is allocated to blocks.
+        barriers: named barriers; 0 where they are no limit.
+    """
+
+    warps: int
+    blocks: int
+    shared_bytes: int
+    reserved_bytes: int = KIB
+    shared_unit_bytes: int = 128
+    barriers: int = 0
+
+
+LIMITS = {
+    75: MultiprocessorLimits(32, 16, 64 * KIB, reserved_bytes=0, shared_unit_bytes=256),
+    80: MultiprocessorLimits(64, 32, 164 * KIB),
+    86: MultiprocessorLimits(48, 16, 100 * KIB),
+    87: MultiprocessorLimits(48, 16, 164 * KIB),
+    88: MultiprocessorLimits(48, 16, 100 * KIB),
+    89: MultiprocessorLimits(48, 24, 100 * KIB),
+    90: MultiprocessorLimits(64, 32, 228 * KIB, barriers=64),
+    100: MultiprocessorLimits(64, 32, 228 * KIB, barriers=64),
+    103: MultiprocessorLimits(64, 32, 228 * KIB, barriers=64),
+    110: MultiprocessorLimits(48, 24, 228 * KIB, barriers=24),
+    120: MultiprocessorLimits(48, 24, 100 * KIB, barriers=24),
+    121: MultiprocessorLimits(48, 24, 100 * KIB, barriers=24),
+}
+"""Compute capability, times ten -> limits. Each has 65,536 registers, allocated in units of 256 a warp."""
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Blocks and warps of a kernel that are resident on one multiprocessor.
+
+    Attributes:
+        threads: threads a block.
+        blocks: resident blocks; 0 where not even one fits.
+        warps: resident warps.
+        percent: of the warps that the multiprocessor can hold.
+        limited_by: "warps", "blocks", "registers", "shared memory" or "barriers"; several equal limits are joined
+            by " and ".
+    """
+
+    threads: int
+    blocks: int
+    warps: int
+    percent: float
+    limited_by: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+def occupancy(
+    target: str, threads: int, *, registers: int, shared_bytes: int = 0, barriers: int = 0
+) -> Occupancy | None:
+    """Return the theoretical occupancy; None for an architecture that LIMITS does not have.
+
+    Args:
+        target: "sm_90", "sm_90a".
+        threads: a block.
+        registers: a thread.
+        shared_bytes: static and dynamic, a block.
+        barriers: named barriers a block, as ptxas prints.
+    """
+    number = re.fullmatch(r"sm_(\d+)[af]?", target)
+    limits = LIMITS.get(int(number[1])) if number else None
+    if limits is None:
+        return None
+    warps = -(-threads // _WARP)
+    shared = _round_up(shared_bytes + limits.reserved_bytes, limits.shared_unit_bytes)
+    fits = {
+        "warps": limits.warps // warps if threads <= _MAX_THREADS else 0,
+        "blocks": limits.blocks,
+        "registers": _blocks_by_registers(warps, registers),
+        "shared memory": limits.shared_bytes // shared if shared else limits.blocks,
+    }
+    if shared_bytes > limits.shared_bytes - limits.reserved_bytes:
+        fits["shared memory"] = 0
+    if limits.barriers and barriers:
+        fits["barriers"] = limits.barriers // barriers
+    blocks = min(fits.values())
+    binding = " and ".join(name for name, count in fits.items() if count == blocks)
+    return Occupancy(threads, blocks, blocks * warps, 100.0 * blocks * warps / limits.warps, binding)
+
+
+def _blocks_by_registers(warps: int, registers: int) -> int:
+    """Return the blocks that fit the register file: a warp takes units from the quarter of its scheduler."""
+    per_warp = max(_round_up(registers * _WARP, _REGISTER_UNIT), _REGISTER_UNIT)
+    if registers > _MAX_REGISTERS or per_warp * _round_up(warps, _PARTITIONS) > _REGISTERS:
+        return 0
+    return _REGISTERS // _PARTITIONS // per_warp * _PARTITIONS // warps
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+# --- inspection ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CompilerMessage:
+    """An error or warning of the compiler.
 
     Attributes:
         severity: "error" or "warning".
-        file: as it was named to the compiler.
-        line: from 1; None where the assembler speaks, which knows no lines.
-        text: the compiler's words.
-        excerpt: the source line and a mark below it, as the compiler prints them; may be empty.
+        file: name of the file, as given to the compiler.
+        line: from 1; None for messages of the assembler, which knows no lines.
+        text: the message.
+        excerpt: the source line with a mark below it, as the compiler prints them; may be empty.
     """
 
     severity: str
@@ -56,8 +186,8 @@ class Message:
     excerpt: str = ""
 
     def __str__(self) -> str:
-        place = self.file if self.line is None else f"{self.file}:{self.line}"
-        return f"{place}: {self.severity}: {self.text}" + (f"\n{self.excerpt}" if self.excerpt else "")
+        where = self.file if self.line is None else f"{self.file}:{self.line}"
+        return f"{where}: {self.severity}: {self.text}" + (f"\n{self.excerpt}" if self.excerpt else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +195,12 @@ class EntryPoint:
     """A kernel of the file.
 
     Attributes:
-        name: as a person writes it.
+        name: demangled.
         symbol: in the machine code.
-        resources: what a thread or block takes; shared memory is the static part.
+        resources: of a thread or block; shared memory is the static part.
         barriers: named barriers a block.
         max_threads: from __launch_bounds__; None without.
-        occupancy: for `max_threads`, or for the block that was asked for; None for an unknown architecture.
+        occupancy: for `max_threads`, or for the block asked for; None for an unknown architecture.
     """
 
     name: str
@@ -81,7 +211,7 @@ class EntryPoint:
     occupancy: Occupancy | None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, for JSON."""
+        """Return the fields by name, for JSON."""
         return {
             "name": self.name,
             "symbol": self.symbol,
@@ -99,33 +229,32 @@ class Inspection:
     Attributes:
         target: "sm_90a".
         entries: in the order of the PTX.
-        warnings: what the compiler warned of.
+        warnings: of the compiler.
         cubin, ptx: the code.
         compile_ms: milliseconds that NVRTC took.
     """
 
     target: str
     entries: tuple[EntryPoint, ...]
-    warnings: tuple[Message, ...]
+    warnings: tuple[CompilerMessage, ...]
     cubin: bytes
     ptx: str
     compile_ms: float
 
 
 def known_targets() -> tuple[str, ...]:
-    """The architectures that this NVRTC compiles for, without the suffixes a and f.
+    """Return the architectures that this NVRTC compiles for, without the suffixes a and f.
 
     Raises:
         CompileError: there is no NVRTC.
     """
-    nvrtc = _nvrtc()
-    _, numbers = nvrtc.nvrtcGetSupportedArchs()
+    _, numbers = load_nvrtc().nvrtcGetSupportedArchs()
     return tuple(f"sm_{number}" for number in numbers)
 
 
-def compiler_version() -> str:
-    """For example "NVRTC 13.0"."""
-    _, major, minor = _nvrtc().nvrtcVersion()
+def nvrtc_version() -> str:
+    """Return the version of NVRTC: "NVRTC 13.0"."""
+    _, major, minor = load_nvrtc().nvrtcVersion()
     return f"NVRTC {major}.{minor}"
 
 
@@ -147,22 +276,27 @@ def inspect_cuda(
         target: "sm_90", "sm_90a".
         name: of the file, for the compiler's messages.
         include: folders to search for headers, before CUDA's own.
-        block: threads a block to reckon occupancy for; the kernel's launch bounds or 256 by default.
+        block: threads a block for occupancy; the kernel's launch bounds or 256 by default.
         dynamic_shared_bytes: added to the static shared memory for occupancy.
 
     Raises:
-        CompileError: with the log, which `read_messages` takes apart; or there is no NVRTC.
+        CompileError: with the log, which `read_messages` parses; or there is no NVRTC.
         ConfigError: the compiler does not know the architecture.
     """
     if re.search(r"\bACL_KERNEL\b", text):
         text = f'{portable_header()}\n#line 1 "{name}"\n{text}'
     began = time.perf_counter()
-    cubin, ptx, log = _compile(text, target, name, [*include, *_cuda_headers()])
+    folders = (f"--include-path={folder}" for folder in (*include, *_cuda_headers()))
+    result = run_nvrtc(text, target, name, ["--std=c++17", *folders])
     took_ms = (time.perf_counter() - began) * 1e3
-    bounds = dict(_launch_bounds(ptx))
+    if result.status == "NVRTC_ERROR_INVALID_OPTION" or "--nv_arch" in result.log:
+        raise ConfigError(f"{nvrtc_version()} does not compile for {target!r}")
+    if not result.cubin:
+        raise CompileError(f"{name} does not compile for {target}", result.log or result.status)
     entries = []
-    for symbol, threads in bounds.items():
-        resources, barriers = _read_ptxas(log, symbol)
+    for symbol, threads in _launch_bounds(result.ptx):
+        resources = read_resources(result.log, symbol)
+        barriers = log_number(entry_log(result.log, symbol), r"used (\d+) barriers") or 0
         fits = None
         if resources.registers is not None:
             fits = occupancy(
@@ -172,60 +306,15 @@ def inspect_cuda(
                 shared_bytes=(resources.shared_bytes or 0) + dynamic_shared_bytes,
                 barriers=barriers,
             )
-        entries.append(EntryPoint(_demangled(symbol), symbol, resources, barriers, threads, fits))
-    warnings = tuple(message for message in read_messages(log, name) if message.severity == "warning")
-    return Inspection(target, tuple(entries), warnings, cubin, ptx, took_ms)
-
-
-# --- the compiler ----------------------------------------------------------------------------------------------------
-
-
-def _nvrtc() -> Any:
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-        raise CompileError("CUDA C++ needs NVRTC (Linux, Windows): pip install cuda-bindings nvidia-cuda-nvrtc")
-    from cuda.bindings import nvrtc
-
-    return nvrtc
-
-
-def _compile(text: str, target: str, name: str, include: Sequence[Path]) -> tuple[bytes, str, str]:
-    """Machine code, PTX and log."""
-    nvrtc = _nvrtc()
-    # Without its own cache, NVRTC always runs ptxas, whose log has the registers and spills.
-    options = [f"--gpu-architecture={target}", "-std=c++17", "--ptxas-options=-v", "-no-cache"]
-    options += [f"--include-path={folder}" for folder in include]
-    encoded = [option.encode() for option in options]
-    _, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, None, None)
-    try:
-        (code,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-        log = (
-            _fetched(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-            .decode(errors="replace")
-            .replace("\0", "")
-        )
-        if code == nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION or "--nv_arch" in log:
-            raise ConfigError(f"{compiler_version()} does not compile for {target!r}")
-        if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CompileError(f"{name} does not compile for {target}", log.strip() or code.name)
-        cubin = _fetched(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
-        ptx = _fetched(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).decode(errors="replace").rstrip("\0")
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-    return cubin, ptx, log
-
-
-def _fetched(size: Any, get: Any, program: Any) -> bytes:
-    """What NVRTC copies into a buffer of the size that it names."""
-    _, count = size(program)
-    buffer: bytes = b" " * count
-    get(program, buffer)
-    return buffer
+        entries.append(EntryPoint(_demangle(symbol), symbol, resources, barriers, threads, fits))
+    warnings = tuple(message for message in read_messages(result.log, name) if message.severity == "warning")
+    return Inspection(target, tuple(entries), warnings, result.cubin, result.ptx, took_ms)
 
 
 @functools.cache
 def _cuda_headers() -> tuple[Path, ...]:
-    """Where cuda_fp16.h and its kin are: a toolkit, NVIDIA's wheels, or those that Triton brings."""
-    found: list[Path] = []
+    """Return the folders of cuda_fp16.h and its kin: of a toolkit, NVIDIA's wheels, or Triton."""
+    folders: list[Path] = []
     try:
         from cuda.pathfinder import find_nvidia_header_directory
 
@@ -233,14 +322,14 @@ def _cuda_headers() -> tuple[Path, ...]:
     except (ImportError, AttributeError, RuntimeError):
         folder = None
     if folder is not None:
-        found += [Path(folder), Path(folder) / "cccl"]
+        folders += [Path(folder), Path(folder) / "cccl"]
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
-        found.append(Path(triton.origin).parent / "backends" / "nvidia" / "include")
-    return tuple(folder for folder in found if folder.is_dir())
+        folders.append(Path(triton.origin).parent / "backends" / "nvidia" / "include")
+    return tuple(folder for folder in folders if folder.is_dir())
 
 
-# --- reading what it wrote -------------------------------------------------------------------------------------------
+# --- the compiler's output -------------------------------------------------------------------------------------------
 
 _HEAD = re.compile(
     r"^(?P<file>.+?)\((?P<line>\d+)\): (?:catastrophic )?(?P<severity>error|warning|note|remark)"
@@ -249,31 +338,31 @@ _HEAD = re.compile(
 _ASSEMBLER = re.compile(r"^ptxas\b[^:]*?[;\s]\s*(?P<severity>error|fatal|warning)\s*: (?P<text>.*)$")
 
 
-def read_messages(log: str, name: str) -> list[Message]:
-    """The errors and warnings in a log of NVRTC.
+def read_messages(log: str, name: str) -> list[CompilerMessage]:
+    """Return the errors and warnings in a log of NVRTC.
 
     Args:
-        log: what CompileError carries.
+        log: from CompileError.
         name: of the file, for messages of the assembler, which names none.
     """
-    found: list[Message] = []
+    messages: list[CompilerMessage] = []
     lines = log.replace("\0", "").splitlines()
     for number, line in enumerate(lines):
         head = _HEAD.match(line)
         if head is not None and head["severity"] in ("error", "warning"):
-            words, excerpt = _body(lines[number + 1 :])
+            words, excerpt = _message_body(lines[number + 1 :])
             text = " ".join([head["text"], *words])
-            found.append(Message(head["severity"], head["file"], int(head["line"]), text, excerpt))
+            messages.append(CompilerMessage(head["severity"], head["file"], int(head["line"]), text, excerpt))
             continue
         assembler = _ASSEMBLER.match(line)
         if assembler is not None and not assembler["text"].startswith("Ptx assembly aborted"):
             severity = "warning" if assembler["severity"] == "warning" else "error"
-            found.append(Message(severity, name, None, assembler["text"].strip()))
-    return found
+            messages.append(CompilerMessage(severity, name, None, assembler["text"].strip()))
+    return messages
 
 
-def _body(lines: Sequence[str]) -> tuple[list[str], str]:
-    """What follows a message's first line: more words, and the source line with the mark below it."""
+def _message_body(lines: Sequence[str]) -> tuple[list[str], str]:
+    """Return what follows a message's first line: further text, and the source line with the mark below it."""
     words: list[str] = []
     for line in lines:
         if not line.strip() or _HEAD.match(line):
@@ -285,39 +374,18 @@ def _body(lines: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _launch_bounds(ptx: str) -> list[tuple[str, int | None]]:
-    """Each entry point with the most threads a block that it declares."""
-    found = []
+    """Return each entry point with the most threads a block that it declares."""
+    entries = []
     for entry in re.finditer(r"\.entry\s+([\w$]+)(.*?)^\{", ptx, re.DOTALL | re.MULTILINE):
         bound = re.search(r"\.(?:maxntid|reqntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", entry[2])
-        threads = None
-        if bound is not None:
-            threads = int(bound[1]) * int(bound[2] or 1) * int(bound[3] or 1)
-        found.append((entry[1], threads))
-    return found
-
-
-def _read_ptxas(log: str, symbol: str) -> tuple[Resources, int]:
-    """What ptxas -v prints of an entry point: its resources, and its barriers."""
-    head = rf"Compiling entry function '{re.escape(symbol)}'"
-    part = re.search(rf"{head}.*?(?=Compiling entry function|\Z)", log, re.DOTALL)
-    text = "" if part is None else part[0]
-
-    def number(pattern: str) -> int | None:
-        match = re.search(pattern, text)
-        return int(match[1]) if match else None
-
-    resources = Resources(
-        registers=number(r"Used (\d+) registers"),
-        spill_bytes=number(r"(\d+) bytes spill stores"),
-        stack_bytes=number(r"(\d+) bytes stack frame"),
-        shared_bytes=(number(r"(\d+) bytes smem") or 0) if text else None,
-    )
-    return resources, number(r"used (\d+) barriers") or 0
+        threads = int(bound[1]) * int(bound[2] or 1) * int(bound[3] or 1) if bound is not None else None
+        entries.append((entry[1], threads))
+    return entries
 
 
 @functools.cache
 def _demangler() -> Any:
-    """The C++ runtime's own function; None where there is none of that kind."""
+    """Return the C++ runtime's demangling function and the C library's free; None on other systems."""
     try:
         library = ctypes.CDLL("libstdc++.so.6")
         free = ctypes.CDLL(None).free
@@ -329,8 +397,8 @@ def _demangler() -> Any:
     return demangle, free
 
 
-def _demangled(symbol: str) -> str:
-    """A symbol as a person writes it; as it is where it is not mangled or cannot be read."""
+def _demangle(symbol: str) -> str:
+    """Return a symbol's C++ name; the symbol itself where it is not mangled."""
     if not symbol.startswith("_Z") or _demangler() is None:
         return symbol
     demangle, free = _demangler()

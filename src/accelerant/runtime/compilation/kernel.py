@@ -1,24 +1,35 @@
-"""What a kernel is before and after compilation: KernelSource -> Binary -> Kernel.
+"""A kernel before and after compilation: KernelSource -> Binary -> Kernel.
 
 A source holds the same algorithm in one or more *dialects*; a provider compiles the first dialect it knows:
 
     portable   C with the macro header portable.h: CUDA, HIP and OpenCL from one text
     cuda       CUDA C++
-    triton     a Triton function with its specialisation (runtime/compilation/triton.py makes these)
+    triton     a Triton function with its specialisation (made by triton.py)
     llvm       a builder of LLVM IR for the CPU
 
-A dialect's value is the program's text, or a Builder where the program is made for each target.
+A dialect's value is the program's text, or a Builder that makes the program for each target.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from accelerant.errors import CompileError
 
-__all__ = ["CUDA_TARGETS", "Binary", "Builder", "Kernel", "KernelSource", "LazyDialects", "Resources"]
+__all__ = [
+    "CUDA_TARGETS",
+    "Binary",
+    "Builder",
+    "Kernel",
+    "KernelSource",
+    "LazyDialects",
+    "Resources",
+    "portable_header",
+]
 
 CUDA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """The NVIDIA architectures that every op serves; Hopper-only kernels declare ("sm_90a",)."""
@@ -26,11 +37,11 @@ CUDA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one thread or block of a compiled kernel takes; None where the compiler does not say.
+    """Resources that one thread or block of a compiled kernel uses; None where the compiler does not report them.
 
     Attributes:
         registers: 32-bit registers a thread.
-        spill_bytes: bytes a thread moves to local memory for want of registers (stores).
+        spill_bytes: bytes a thread stores to local memory for want of registers.
         stack_bytes: stack frame of a thread.
         shared_bytes: static and dynamic shared memory of a block.
     """
@@ -41,7 +52,7 @@ class Resources:
     shared_bytes: int | None = None
 
     def to_dict(self) -> dict[str, int | None]:
-        """The fields by name."""
+        """Return the fields by name."""
         return asdict(self)
 
 
@@ -53,8 +64,8 @@ class Binary:
         code: a cubin, an object file, or whatever the provider loads.
         symbols: entry name -> symbol in the code (they differ where the compiler mangles names).
         resources: entry name -> Resources.
-        metadata: what the launcher must know besides (threads a block, scratch arguments); JSON values only.
-        log: the compiler's words.
+        metadata: what the launcher needs besides (threads a block, scratch arguments); JSON values only.
+        log: the compiler's log.
     """
 
     code: bytes
@@ -66,7 +77,7 @@ class Binary:
 
 @runtime_checkable
 class Builder(Protocol):
-    """A program that is made for each target. `key` must change whenever what `build` returns would."""
+    """A program that is made for each target. `key` must change whenever the result of `build` would."""
 
     @property
     def key(self) -> str:
@@ -74,7 +85,7 @@ class Builder(Protocol):
         ...
 
     def build(self, target: str) -> Binary | str:
-        """The machine code, or text that the provider compiles (LLVM IR).
+        """Return machine code, or text that the provider compiles (LLVM IR).
 
         Raises:
             CompileError: with the compiler's log.
@@ -83,17 +94,17 @@ class Builder(Protocol):
 
 
 class LazyDialects(Mapping[str, "str | Builder"]):
-    """Dialects of which each is written when it is first asked for: a process needs the one of its device."""
+    """Dialects whose text is written on first access: a process needs only that of its device."""
 
     def __init__(self, **makers: Callable[[], str | Builder]) -> None:
-        """Makers by dialect, in order of preference."""
+        """Take functions by dialect, in order of preference."""
         self._makers = makers
-        self._made: dict[str, str | Builder] = {}
+        self._programs: dict[str, str | Builder] = {}
 
     def __getitem__(self, dialect: str) -> str | Builder:
-        if dialect not in self._made:
-            self._made[dialect] = self._makers[dialect]()
-        return self._made[dialect]
+        if dialect not in self._programs:
+            self._programs[dialect] = self._makers[dialect]()
+        return self._programs[dialect]
 
     def __contains__(self, dialect: object) -> bool:
         return dialect in self._makers
@@ -115,8 +126,9 @@ class KernelSource:
         entries: entry point -> the types of its arguments: "*" for a pointer into device memory
             (any element type: "*u64", "*bf16"), "i32" "u32" "i64" "u64" "f32" "f64" for scalars, "struct" for one
             passed by value as bytes (CUDA only, through LoadedKernel.pack).
-        targets: the architectures it is meant for; CI compiles it for each. Empty: whatever the provider finds.
-        options: extra options of the compiler.
+        targets: the architectures it is written for; CI compiles it for each. Empty: any.
+        options: extra options of the compiler, part of the cache's key. NVRTC ("-DWIDTH=8",
+            "--ptxas-options=-O1") and the OpenCL driver get them as they are; Triton and LLVM take none.
     """
 
     name: str
@@ -126,7 +138,7 @@ class KernelSource:
     options: tuple[str, ...] = ()
 
     def pick(self, known: tuple[str, ...]) -> tuple[str, str | Builder]:
-        """The first of the known dialects that this source has.
+        """Return the first of the known dialects that this source has, and its program.
 
         Raises:
             CompileError: it has none of them.
@@ -148,12 +160,12 @@ class Kernel:
         backend: the provider's name.
         device: index of the device it is loaded on.
         target: architecture it was compiled for.
-        arguments: types, as KernelSource.entries gives them.
+        arguments: types, as in KernelSource.entries.
         resources: registers, spills, shared memory.
-        compile_ms: milliseconds that compiling or reading the disk cache took.
+        compile_ms: milliseconds for compiling or reading the disk cache.
         from_cache: whether it came from the disk cache.
         metadata: see Binary.
-        handle: the provider's own.
+        handle: the provider's own object.
     """
 
     name: str
@@ -166,3 +178,9 @@ class Kernel:
     from_cache: bool
     metadata: Mapping[str, Any]
     handle: Any
+
+
+@functools.cache
+def portable_header() -> str:
+    """Return the text of portable.h, which precedes every kernel in the portable dialect."""
+    return (Path(__file__).parent / "portable.h").read_text(encoding="utf-8")

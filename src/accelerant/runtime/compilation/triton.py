@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from accelerant.errors import CompileError
+from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.launches import noted
 
@@ -339,6 +340,4 @@ def _describe(arg: _Argument, width: bool = False) -> tuple[str, int]:
 
 @functools.cache
 def _cuda() -> CudaProvider:
-    from accelerant.runtime import registry
-
     return cast("CudaProvider", registry.create("cuda"))

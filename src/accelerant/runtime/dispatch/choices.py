@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from accelerant.config import settings
+from accelerant.runtime import registry
 from accelerant.runtime.files import decode_json, write_atomic
 
 __all__ = ["Choices", "Entry", "choices", "key_of", "model_of", "rounded", "versions"]
@@ -91,8 +92,6 @@ def model_of(device: torch.device) -> str:
 
 @functools.cache
 def _described(device: torch.device) -> tuple[str, str]:
-    from accelerant.runtime import registry
-
     found = registry.provider_of(device).devices()[device.index or 0]
     return found.name, str(found.properties.get("driver", ""))
 

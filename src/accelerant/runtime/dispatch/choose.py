@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerant.errors import ConfigError, UnsupportedCase
+from accelerant.runtime import registry
 from accelerant.runtime.dispatch.case import Case, Implementation
 from accelerant.runtime.dispatch.choices import Entry, choices, key_of, rounded
 from accelerant.runtime.dispatch.race import MARGIN, fastest, obstacle, race
@@ -136,8 +137,6 @@ def _race(
     case: Case, serving: Sequence[Implementation], args: tuple[Any, ...]
 ) -> tuple[dict[str, float], dict[str, Exception]] | None:
     """Times and failures; None where another thread is racing."""
-    from accelerant.runtime import registry
-
     runs = [(each.name, _call(each.run, args)) for each in serving]
     outcome = race(runs, case.device, lost=registry.provider_of(case.device).lost)
     return None if outcome is None else (outcome.ms, outcome.failed)

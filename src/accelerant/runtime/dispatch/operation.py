@@ -44,6 +44,7 @@ from accelerant.errors import (
     OutOfMemory,
     UnsupportedCase,
 )
+from accelerant.runtime import registry
 from accelerant.runtime.dispatch.case import Case, Cost, Implementation, case_of, group_of, saved_by
 from accelerant.runtime.dispatch.choose import Choice, choose, powers_of_two, reason_of
 from accelerant.runtime.dispatch.decisions import Decision, Explanation, explain, explain_quietly, observers
@@ -243,6 +244,8 @@ class Operation:
     ) -> str | None:
         if each.name in broken:
             return reason_of(broken[each.name])
+        if each.own and (lacking := registry.reason_without_kernels(case.device)):
+            return lacking
         if deterministic and not each.deterministic:
             return "not deterministic"
         if self.pairs_with:
@@ -278,8 +281,6 @@ class Operation:
         return plan
 
     def _plan(self, case: Case, choice: Choice, refused: tuple[tuple[str, str], ...]) -> _Plan:
-        from accelerant.runtime import registry
-
         provider = registry.provider_of(case.device)
         cost = self._cost(case)
         implementation = choice.implementation

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from accelerant.errors import DeviceLost
-from accelerant.runtime.streams.capture import capturing
+from accelerant.runtime.streams.stream import capturing
 
 __all__ = ["MARGIN", "Outcome", "fastest", "obstacle", "race"]
 

@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from accelerant.config import choice_overrides, override
+from accelerant.runtime import registry
 from accelerant.runtime.dispatch.choices import Entry, choices, key_of, rounded
 from accelerant.runtime.dispatch.choose import RACED, reason_of
 from accelerant.runtime.dispatch.decisions import Explanation, explain_quietly
@@ -123,8 +124,6 @@ class Tuned(Generic[P]):
         run: Callable[[P], object],
     ) -> Entry | None:
         """Times of all plans; None where another thread is racing or none could be launched."""
-        from accelerant.runtime import registry
-
         runs = [(name, _bound(run, plan)) for name, plan in known.items()]
         outcome = race(runs, device, lost=registry.provider_of(device).lost)
         if outcome is None or not outcome.ms:

@@ -21,10 +21,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from accelerant.errors import ConfigError, OutOfMemory
-from accelerant.runtime.memory.dry_run import Step, device_of, resized
 from accelerant.runtime.memory.limits import available_bytes, is_out_of_memory, size_text
 from accelerant.runtime.memory.live_set import CUDA_GRANULARITY, storage_bytes
-from accelerant.runtime.memory.peak import OptimizerLike, PeakPrediction, measure_step, predict_step
+from accelerant.runtime.memory.peak import (
+    OptimizerLike,
+    PeakPrediction,
+    Step,
+    device_of,
+    measure_step,
+    predict_step,
+    resized,
+)
 
 __all__ = ["BatchSizeSearch", "optimal_batch_size"]
 

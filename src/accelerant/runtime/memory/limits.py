@@ -7,7 +7,7 @@
     trim("cuda:0")                             # unused pool memory back to the device
 
 Torch's CUDA allocator keeps limits itself. On the other backends, where nobody does, buffers are checked by
-`check_allocation`, and torch's CPU tensors inside `limit` are counted op by op.
+`ComputeProvider.check_limit`, and torch's CPU tensors inside `limit` are counted op by op.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,11 +25,19 @@ import torch
 from accelerant.config import settings
 from accelerant.errors import ConfigError, OutOfMemory
 from accelerant.runtime import registry
+from accelerant.runtime.host import control_group_room
 from accelerant.runtime.memory.live_set import LiveSet
 from accelerant.runtime.memory.owners import Holder, largest_holders
 from accelerant.runtime.monitoring.readers import cuda_reader
-from accelerant.runtime.monitoring.topology import DeviceLike, find_device
-from accelerant.runtime.provider import Buffer, ComputeDevice
+from accelerant.runtime.provider import (
+    Buffer,
+    ComputeDevice,
+    allocation_failures,
+    allocation_limits,
+    pop_limit,
+    push_limit,
+)
+from accelerant.runtime.registry import DeviceLike, find_device
 
 __all__ = [
     "Holder",
@@ -41,7 +47,6 @@ __all__ = [
     "apply_limit",
     "available_bytes",
     "bytes_asked_by",
-    "check_allocation",
     "describe_out_of_memory",
     "is_out_of_memory",
     "largest_holders",
@@ -55,11 +60,6 @@ __all__ = [
 _CUDA_ROUNDING = 22 << 20
 """The CUDA allocator takes memory from the device in segments of 2 and 20 MiB: so much more than was asked."""
 
-_lock = threading.Lock()
-_ceilings: dict[tuple[str, int], list[int]] = {}
-"""Backend and index -> ceilings of what its provider may have allocated, where its allocator knows no limit."""
-_counts: dict[tuple[str, int], list[int]] = {}
-"""Backend and index -> failed and repeated allocations, where its allocator does not count them."""
 _former_peaks: dict[int, int] = {}
 """CUDA index -> the peak before peak_recorded() started the allocator's own anew."""
 
@@ -136,34 +136,8 @@ def apply_limit(fraction: float | None = None, device: DeviceLike = "auto") -> i
     if not 0.0 < fraction <= 1.0:
         raise ConfigError(f"fraction must be above 0 and at most 1, got {fraction}")
     found = find_device(device)
-    size = int(found.memory_bytes * fraction)
-    if found.backend == "cuda":
-        torch.cuda.set_per_process_memory_fraction(fraction, found.index)
-        return size
-    with _lock:
-        stack = _ceilings.setdefault(_key(found), [])
-        stack[:1] = [size if fraction < 1.0 else found.memory_bytes]
-        if fraction == 1.0 and len(stack) == 1:
-            del _ceilings[_key(found)]
-    return size
-
-
-def check_allocation(size_bytes: int, backend: str, index: int = 0) -> None:
-    """Refuse an allocation that would pass a limit; free of cost where none is set. For providers.
-
-    Raises:
-        OutOfMemory: names the size, what is held and the limit.
-    """
-    ceilings = _ceilings.get((backend, index))
-    if not ceilings:
-        return
-    held = registry.create(backend).memory(index).allocated_bytes
-    if held + size_bytes > min(ceilings):
-        with _lock:
-            _counts.setdefault((backend, index), [0, 0])[0] += 1
-        raise OutOfMemory(
-            f"{size_bytes:,} bytes asked on {backend}:{index}; {held:,} are held and the limit is {min(ceilings):,}"
-        )
+    registry.create(found.backend).limit_fraction(fraction, found)
+    return int(found.memory_bytes * fraction)
 
 
 def allocate(size_bytes: int, device: DeviceLike = "auto") -> Buffer:
@@ -175,11 +149,11 @@ def allocate(size_bytes: int, device: DeviceLike = "auto") -> Buffer:
     """
     found = find_device(device)
     provider = registry.create(found.backend)
-    check_allocation(max(0, size_bytes), found.backend, found.index)
+    provider.check_limit(max(0, size_bytes), found.index)
     with contextlib.suppress(OutOfMemory):
         return provider.allocate(size_bytes, found.index)
     trim(found)
-    counts = _counts.setdefault(_key(found), [0, 0])
+    counts = allocation_failures.setdefault(_key(found), [0, 0])
     try:
         buffer = provider.allocate(size_bytes, found.index)
     except OutOfMemory as error:
@@ -208,18 +182,13 @@ def limit(limit_bytes: int, device: DeviceLike = "auto") -> Iterator[None]:
         with _cuda_limit(limit_bytes, found):
             yield
         return
-    key = _key(found)
     ceiling = registry.create(found.backend).memory(found.index).allocated_bytes + limit_bytes
-    with _lock:
-        _ceilings.setdefault(key, [found.memory_bytes]).append(ceiling)
+    push_limit(found, ceiling)
     try:
         with LiveSet("cpu", limit_bytes=limit_bytes) if found.backend == "cpu" else contextlib.nullcontext():
             yield
     finally:
-        with _lock:
-            _ceilings[key].remove(ceiling)
-            if _ceilings[key] == [found.memory_bytes]:
-                del _ceilings[key]
+        pop_limit(found, ceiling)
 
 
 @contextmanager
@@ -255,8 +224,8 @@ def statistics(device: DeviceLike = "auto") -> MemoryStatistics:
     """
     found = find_device(device)
     info = registry.create(found.backend).memory(found.index)
-    ceilings = _ceilings.get(_key(found))
-    failures, retries = _counts.get(_key(found), (0, 0))
+    ceilings = allocation_limits.get(_key(found))
+    failures, retries = allocation_failures.get(_key(found), (0, 0))
     blocks = segments = fragmentation = None
     most, peak = min(ceilings) if ceilings else None, info.peak_bytes
     if found.backend == "cuda":
@@ -330,7 +299,7 @@ def available_bytes(device: DeviceLike = "auto") -> int:
     if most is not None:
         room = min(room, most - info.allocated_bytes)
     if found.backend == "cpu":
-        room = min(room, _control_group_room())
+        room = min(room, control_group_room())
     return max(0, room)
 
 
@@ -346,10 +315,7 @@ def trim(device: DeviceLike = "auto") -> int:
     found = find_device(device)
     provider = registry.create(found.backend)
     before = provider.memory(found.index).reserved_bytes
-    if found.backend == "cuda":
-        torch.cuda.empty_cache()
-    elif callable(release := getattr(provider, "trim", None)):
-        release(found.index)
+    provider.trim(found.index)
     return max(0, before - provider.memory(found.index).reserved_bytes)
 
 
@@ -454,13 +420,3 @@ def _key(device: ComputeDevice) -> tuple[str, int]:
 
 def _name(device: ComputeDevice) -> str:
     return f"{device.backend}:{device.index}"
-
-
-def _control_group_room() -> int:
-    """What Linux's control group leaves to this process; a container's limit is often far below the machine's."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        most, used = (root / "memory.max").read_text().strip(), (root / "memory.current").read_text().strip()
-        return 1 << 62 if most == "max" else max(0, int(most) - int(used))
-    except (OSError, ValueError):
-        return 1 << 62

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from accelerant.errors import ConfigError
-from accelerant.runtime.monitoring.topology import DeviceLike, find_device
 from accelerant.runtime.provider import Buffer, ComputeDevice
+from accelerant.runtime.registry import DeviceLike, find_device
 
 __all__ = ["Holder", "largest_holders"]
 
@@ -80,8 +80,7 @@ def largest_holders(device: DeviceLike = "auto", n: int = 5) -> list[Holder]:
 def _tensor_place(tensor: Tensor, device: ComputeDevice) -> tuple[int, int] | None:
     """Address and size of a tensor's storage, if it is on the device."""
     where = tensor.device
-    backend = {"mps": "apple"}.get(where.type, where.type)
-    if backend != device.backend or (where.index or 0) != device.index:
+    if where.type != device.torch_type or (where.index or 0) != device.index:
         return None
     try:
         storage = tensor.untyped_storage()

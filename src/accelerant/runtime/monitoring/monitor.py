@@ -20,10 +20,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from accelerant.errors import BackendUnavailable, ConfigError
+from accelerant.runtime import registry
 from accelerant.runtime.ledger import OpRecord, ledger
-from accelerant.runtime.monitoring.host import CpuReader
 from accelerant.runtime.monitoring.readers import (
     FIGURES,
+    CpuReader,
     ProcessMemory,
     Reader,
     TableReader,
@@ -251,8 +252,6 @@ def measure(device: ComputeDevice, interval_s: float = 0.05) -> Iterator[Measure
     """
     if not (math.isfinite(interval_s) and 0.0 < interval_s <= 60.0):
         raise ConfigError(f"interval_s must be above 0 to 60 seconds, got {interval_s}")
-    from accelerant.runtime import registry
-
     sampler = _Sampler(_new_reader(device), interval_s)
     provider = registry.create(device.backend)
     measurement = Measurement(_label(device))

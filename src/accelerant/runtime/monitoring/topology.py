@@ -13,18 +13,13 @@ from accelerant.runtime.monitoring.readers import cuda_reader
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
-    "DeviceLike",
     "DeviceState",
     "Topology",
-    "find_device",
     "free_memory",
     "peer_access",
     "select_by_free_memory",
     "topology",
 ]
-
-DeviceLike = str | torch.device | ComputeDevice
-"""How a device may be named: "cuda", "cuda:1", "opencl:0", torch.device("cuda"), or as the registry gave it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,32 +75,6 @@ class Topology:
             for i, row in enumerate(self.peers):
                 lines.append(f"{i:>{width}}  " + " ".join(f"{'x' if cell else '-':>{width}}" for cell in row))
         return "\n".join(lines)
-
-
-def find_device(device: DeviceLike = "auto") -> ComputeDevice:
-    """The device that is meant.
-
-    Args:
-        device: see DeviceLike. "auto" is the first device of the setting's backend, "cuda" torch's current CUDA device.
-
-    Raises:
-        ConfigError: no such backend or index.
-        BackendUnavailable: the backend is not there; says why.
-    """
-    if isinstance(device, ComputeDevice):
-        return registry.choose(device.backend, device.index)
-    if not isinstance(device, (str, torch.device)):
-        raise ConfigError(f"device: wanted a name like 'cuda:0' or a torch.device, got {device!r}")
-    name, colon, number = str(device).partition(":")
-    if colon and not number.isdecimal():
-        raise ConfigError(f"device: wanted a backend's name and perhaps an index, like 'cuda:0'; got {str(device)!r}")
-    name = {"mps": "apple"}.get(name, name)
-    if colon:
-        return registry.choose(name, int(number))
-    chosen = registry.choose(name)
-    if chosen.backend == "cuda" and torch.cuda.current_device() != chosen.index:
-        return registry.choose("cuda", torch.cuda.current_device())
-    return chosen
 
 
 def free_memory(device: ComputeDevice) -> tuple[int, int]:

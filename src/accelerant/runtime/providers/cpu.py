@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from math import prod
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
@@ -27,7 +26,7 @@ import numpy.typing as npt
 from accelerant.errors import CompileError, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Builder, Kernel, KernelSource, Resources
-from accelerant.runtime.cores import usable_cores
+from accelerant.runtime.host import host_memory, processor_name, usable_cores
 from accelerant.runtime.provider import (
     Buffer,
     ComputeDevice,
@@ -116,6 +115,9 @@ class CpuProvider(ComputeProvider):
 
     name: ClassVar[str] = "cpu"
     dialects: ClassVar[tuple[str, ...]] = ("llvm",)
+    torch_type: ClassVar[str] = "cpu"
+    has_tensors: ClassVar[bool] = True
+    automatic: ClassVar[bool] = True
 
     @classmethod
     def probe(cls) -> str:
@@ -136,24 +138,23 @@ class CpuProvider(ComputeProvider):
         self._peak = 0
 
     def devices(self) -> list[ComputeDevice]:
-        total = _meminfo().get("MemTotal", 0)
+        total = host_memory().get("MemTotal", 0)
         return [
             ComputeDevice(
                 backend="cpu",
                 index=0,
-                name=_processor_name(),
+                name=processor_name(),
                 memory_bytes=total,
                 architecture=platform.machine(),
                 properties={"cores": self.cores, "system": platform.platform(terse=True)},
+                torch_type=self.torch_type,
             )
         ]
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
-        from accelerant.runtime.memory.limits import check_allocation
-
         check_device(self.name, device, 1)
         check_size(size_bytes)
-        check_allocation(size_bytes, self.name)
+        self.check_limit(size_bytes)
         try:
             storage = np.empty(size_bytes + _ALIGNMENT, np.uint8)
         except (MemoryError, ValueError):
@@ -248,7 +249,7 @@ class CpuProvider(ComputeProvider):
 
     def memory(self, device: int = 0) -> MemoryInfo:
         check_device(self.name, device, 1)
-        info = _meminfo()
+        info = host_memory()
         total = info.get("MemTotal", 0)
         return MemoryInfo(
             total_bytes=total,
@@ -414,39 +415,3 @@ def _llvm_version() -> str:
     import llvmlite.binding as llvm
 
     return f"llvmlite {llvmlite.__version__} LLVM {'.'.join(map(str, llvm.llvm_version_info))}"
-
-
-class _MemoryStatus(ctypes.Structure):
-    """MEMORYSTATUSEX of Windows."""
-
-    _fields_ = (
-        ("length", ctypes.c_uint32),
-        ("load_percent", ctypes.c_uint32),
-        ("total", ctypes.c_uint64),
-        ("available", ctypes.c_uint64),
-        ("rest", ctypes.c_uint64 * 5),
-    )
-
-
-def _meminfo() -> dict[str, int]:
-    """Linux's memory figures in bytes; elsewhere the total, and on Windows what is available."""
-    path = Path("/proc/meminfo")
-    if path.is_file():
-        rows = (line.split() for line in path.read_text().splitlines())
-        return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
-    if hasattr(os, "sysconf"):
-        return {"MemTotal": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
-    windows = getattr(ctypes, "windll", None)
-    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
-    if windows is not None and windows.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
-        return {"MemTotal": status.total, "MemAvailable": status.available}
-    return {}
-
-
-def _processor_name() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.is_file():
-        for line in path.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

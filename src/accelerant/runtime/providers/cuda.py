@@ -21,6 +21,7 @@ import torch
 
 from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache
+from accelerant.runtime.compilation.cuda import DIALECTS, compile_cuda, compiler_version, cuda_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.provider import (
     Buffer,
@@ -38,11 +39,10 @@ from accelerant.runtime.provider import (
     out_of_memory,
     pick_entry,
 )
-from accelerant.runtime.providers.cuda_compile import DIALECTS, compile_cuda, compiler_version, cuda_key
 from accelerant.runtime.providers.cuda_launch import LoadedKernel, cuda_error, load_error
-from accelerant.runtime.streams.capture import capturing
+from accelerant.runtime.streams.stream import capturing
 
-__all__ = ["CudaProvider"]
+__all__ = ["CudaProvider", "OfflineCudaProvider"]
 
 _PROBE = """
 import ctypes, sys
@@ -84,6 +84,9 @@ class CudaProvider(ComputeProvider):
 
     name: ClassVar[str] = "cuda"
     dialects: ClassVar[tuple[str, ...]] = DIALECTS
+    torch_type: ClassVar[str] = "cuda"
+    has_tensors: ClassVar[bool] = True
+    automatic: ClassVar[bool] = True
 
     @classmethod
     def probe(cls) -> str:
@@ -128,6 +131,7 @@ class CudaProvider(ComputeProvider):
                         "cuda": torch.version.cuda,
                         "driver": _driver_version(),
                     },
+                    torch_type=self.torch_type,
                 )
             )
         return found
@@ -201,6 +205,14 @@ class CudaProvider(ComputeProvider):
             reserved_bytes=held["reserved_bytes"]["all"]["current"],
             peak_bytes=held["allocated_bytes"]["all"]["peak"],
         )
+
+    def trim(self, device: int = 0) -> None:
+        check_device(self.name, device, self._count)
+        torch.cuda.empty_cache()
+
+    def limit_fraction(self, fraction: float, device: ComputeDevice) -> None:
+        """Limit torch's allocator, which serves tensors as well as buffers."""
+        torch.cuda.set_per_process_memory_fraction(fraction, device.index)
 
     def lost(self, error: Exception) -> DeviceLost | None:
         found = cuda_error(str(error), "the device")
@@ -347,3 +359,45 @@ def _driver_version() -> str:
 
     _, version = driver.cuDriverGetVersion()
     return f"{version // 1000}.{version % 1000 // 10}"
+
+
+# --- without a device ------------------------------------------------------------------------------------------------
+
+
+class OfflineCudaProvider(CudaProvider):
+    """The CUDA provider without a device: `compile` fills the disk cache for an architecture and loads nothing.
+
+    The keys are those of CudaProvider, so a device of that architecture finds the entries.
+
+    Args:
+        target: "sm_90", "sm_90a".
+    """
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def serves(self, source: KernelSource) -> bool:
+        """Return whether a source is written for the architecture."""
+        return not source.targets or bool({self.target, f"{self.target}a"} & set(source.targets))
+
+    def _target(self, source: KernelSource, device: int) -> str:
+        if not self.serves(source):
+            raise CompileError(f"kernel {source.name!r} is for {', '.join(source.targets)}; asked for {self.target}")
+        return self.target if not source.targets or self.target in source.targets else f"{self.target}a"
+
+    def _load(
+        self, source: KernelSource, entry: str, binary: Binary, target: str, device: int, from_cache: bool, began: float
+    ) -> Kernel:
+        """Return a description that cannot be launched."""
+        return Kernel(
+            name=entry,
+            backend=self.name,
+            device=-1,
+            target=target,
+            arguments=source.entries[entry],
+            resources=binary.resources.get(entry, Resources()),
+            compile_ms=(time.perf_counter() - began) * 1e3,
+            from_cache=from_cache,
+            metadata=binary.metadata,
+            handle=None,
+        )

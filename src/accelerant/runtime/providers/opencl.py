@@ -24,8 +24,7 @@ import numpy.typing as npt
 
 from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
-from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
-from accelerant.runtime.compilation.portable import portable_header
+from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources, portable_header
 from accelerant.runtime.provider import (
     Buffer,
     ComputeDevice,
@@ -90,6 +89,7 @@ class OpenclProvider(ComputeProvider):
 
     name: ClassVar[str] = "opencl"
     dialects: ClassVar[tuple[str, ...]] = ("opencl", "portable")
+    torch_type: ClassVar[str] = "opencl"
 
     @classmethod
     def probe(cls) -> str:
@@ -144,11 +144,9 @@ class OpenclProvider(ComputeProvider):
         return found
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
-        from accelerant.runtime.memory.limits import check_allocation
-
         slot = self._slot(device)
         check_size(size_bytes)
-        check_allocation(size_bytes, self.name, device)
+        self.check_limit(size_bytes, device)
         try:
             if size_bytes > slot.device.max_mem_alloc_size:
                 raise self._cl.MemoryError

@@ -20,7 +20,7 @@ import torch
 from accelerant.errors import LaunchError
 from accelerant.runtime.dispatch.decisions import Decision, observers
 from accelerant.runtime.ledger import Ledger, OpKey, ledger
-from accelerant.runtime.streams.capture import capturing
+from accelerant.runtime.streams.stream import capturing
 
 __all__ = ["Graph", "counting"]
 

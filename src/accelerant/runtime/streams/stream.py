@@ -32,10 +32,11 @@ from torch.utils import _pytree as pytree
 
 from accelerant.errors import ConfigError, TimeLimitExceeded, UnsupportedCase
 from accelerant.runtime import provider
-from accelerant.runtime.monitoring.topology import DeviceLike, find_device
 from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.providers.cuda_launch import cuda_error
+from accelerant.runtime.registry import DeviceLike, find_device
 
-__all__ = ["Event", "Future", "Stream", "submit"]
+__all__ = ["Event", "Future", "Stream", "capturing", "submit"]
 
 T = TypeVar("T")
 
@@ -372,6 +373,22 @@ def _check_timeout(timeout_s: float | None) -> None:
 
 
 def _cuda_error(error: RuntimeError) -> Exception:
-    from accelerant.runtime.providers.cuda_launch import cuda_error
-
     return cuda_error(str(error), "waiting for the device")
+
+
+def capturing(device: torch.device | int) -> bool:
+    """Whether the current stream of a device is being captured.
+
+    Args:
+        device: of the tensors; its index for a CUDA device. Devices other than CUDA's capture nothing.
+    """
+    if isinstance(device, torch.device):
+        if device.type != "cuda":
+            return False
+        index = torch.cuda.current_device() if device.index is None else device.index
+    else:
+        index = device
+    if index == torch._C._cuda_getDevice():
+        return torch._C._cuda_isCurrentStreamCapturing()
+    with torch.cuda.device(index):
+        return torch._C._cuda_isCurrentStreamCapturing()

@@ -9,7 +9,13 @@ Arrays larger than the device: chunks.py.
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future as Task
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,11 +23,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from accelerant.errors import ConfigError, UnsupportedDtype
-from accelerant.runtime.monitoring.topology import DeviceLike
+from accelerant.errors import ConfigError, ShapeError, TimeLimitExceeded, UnsupportedDtype
+from accelerant.runtime.memory.limits import available_bytes
+from accelerant.runtime.registry import DeviceLike
 from accelerant.runtime.streams.stream import Event, Future, Stream
 
-__all__ = ["HostArray", "StagingPool", "as_host", "copy_async", "release_staging"]
+__all__ = ["ChunkedRun", "HostArray", "StagingPool", "as_host", "copy_async", "release_staging", "stream_chunks"]
 
 HostArray = npt.NDArray[Any] | Tensor
 """An array in host memory: NumPy's, mapped files included, or torch's on the CPU."""
@@ -158,3 +165,338 @@ def as_host(array: Any, name: str, *, write: bool = False) -> Tensor:
 
 def _flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
+
+
+_CHUNK_BYTES = 64 << 20
+_DEPTH = 4
+"""Chunks in flight: one in each of the three stages, and one whose place the host prepares."""
+
+
+@dataclass(slots=True)
+class ChunkedRun:
+    """What stream_chunks did.
+
+    Attributes:
+        result: one array, or a tuple of them, as the function returns; NumPy's if the first array was.
+        rows, chunks: rows of the arrays, and the chunks they came in.
+        bytes_in, bytes_out: moved to the device and back.
+        elapsed_s: of the whole call.
+        device_s: from the first copy's start to the last one's end, by the device's events.
+        copy_in_s, compute_s, copy_out_s: the parts, by events, each as long as it took beside the others.
+    """
+
+    result: Any = None
+    rows: int = 0
+    chunks: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    elapsed_s: float = 0.0
+    device_s: float = 0.0
+    copy_in_s: float = 0.0
+    compute_s: float = 0.0
+    copy_out_s: float = 0.0
+
+    @property
+    def overlap(self) -> float:
+        """The sum of the parts over the time that they took together: 1 is one after the other, 3 the most."""
+        parts = self.copy_in_s + self.compute_s + self.copy_out_s
+        return parts / self.device_s if self.device_s else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows:,} rows in {self.chunks} chunks, {self.elapsed_s:.3f} s: in {self.copy_in_s:.3f} s, "
+            f"compute {self.compute_s:.3f} s, out {self.copy_out_s:.3f} s, overlap {self.overlap:.2f}"
+        )
+
+
+def stream_chunks(
+    fn: Callable[..., Tensor | tuple[Tensor, ...]],
+    arrays: HostArray | Sequence[HostArray],
+    *,
+    device: DeviceLike = "auto",
+    chunk_bytes: int | None = None,
+    out: HostArray | Sequence[HostArray] | None = None,
+    atomic: bool = True,
+    timeout_s: float | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> ChunkedRun:
+    """Apply a function of rows to arrays that need not fit the device, with copies and work overlapped.
+
+    fn is called under no_grad with one tensor for each array, the same rows of each, and returns one tensor or several
+    with as many rows. Where it computes each row by itself, the result is the same as in one call: exactly so for
+    elementwise functions, and for others as far as their kernels do not depend on the number of rows.
+
+    Args:
+        fn: the function.
+        arrays: one or several, in host memory, with the same first dimension.
+        device: where fn runs.
+        chunk_bytes: input bytes a chunk, at least one row; by default up to 64 MiB, as fits the device.
+        out: arrays to write the result to, instead of new ones.
+        atomic: write `out` only when all is done, at the cost of a second array of its size; if not, an error leaves
+            the rows before it written.
+        timeout_s: checked between chunks; the rows in flight are waited for.
+        progress: called with the rows done and all rows, in order, in the caller's thread.
+
+    Raises:
+        TimeLimitExceeded: the time is over; with atomic, `out` is as it was.
+        ShapeError: the arrays differ in their rows, fn returns another number of rows, or out does not fit.
+        UnsupportedDtype: a dtype that torch, or for the result NumPy, has not.
+        ConfigError: an argument without meaning.
+    """
+    given = [arrays] if isinstance(arrays, (np.ndarray, Tensor)) else list(arrays)
+    sources = [as_host(array, f"array {i}") for i, array in enumerate(given)]
+    _check_rows(sources)
+    if chunk_bytes is not None and chunk_bytes < 1:
+        raise ConfigError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
+    if timeout_s is not None and not timeout_s > 0:
+        raise ConfigError(f"timeout_s must be above 0, or None for no limit; got {timeout_s}")
+    wanted = None if out is None else [out] if isinstance(out, (np.ndarray, Tensor)) else list(out)
+    targets = None if wanted is None else [as_host(each, f"out {i}", write=True) for i, each in enumerate(wanted)]
+    pipeline = _Pipeline(fn, sources, device, chunk_bytes, None if atomic else targets)
+    pipeline.as_numpy = isinstance(given[0], np.ndarray)
+    pipeline.expected = targets
+    run = pipeline.run(timeout_s, progress)
+    if targets is not None and atomic:
+        for target, value in zip(targets, pipeline.results, strict=True):
+            target.copy_(value)
+    results = wanted or [value.numpy() if pipeline.as_numpy else value for value in pipeline.results]
+    run.result = results[0] if pipeline.single else tuple(results)
+    return run
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The memory of a chunk in flight."""
+
+    inputs: list[Tensor]
+    staged: list[Tensor]
+    staged_out: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A chunk under way: which rows, its marks, and the task that brings its rows home."""
+
+    slot: _Slot
+    rows: range
+    marks: list[Event]
+    home: Task[None] | None = None
+    values: tuple[Tensor, ...] = ()
+
+
+class _Pipeline:
+    """The chunks of one call; see stream_chunks."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        sources: list[Tensor],
+        device: DeviceLike,
+        chunk_bytes: int | None,
+        results: list[Tensor] | None,
+    ) -> None:
+        self.fn = fn
+        self.sources = sources
+        self.results: list[Tensor] = results or []
+        self.expected: list[Tensor] | None = None
+        self.single = True
+        self.as_numpy = False
+        self.work = Stream(device)
+        self.into, self.outof = Stream(self.work.device), Stream(self.work.device)
+        self.cuda = self.work.device.backend == "cuda"
+        self.where = torch.device(self.work.device.torch_device)
+        self.rows = sources[0].shape[0]
+        self.step = self._rows_a_chunk(chunk_bytes)
+        self.record = ChunkedRun(rows=self.rows)
+        self.first: Event | None = None
+        self.flights: deque[_Flight] = deque()
+        self.home = ThreadPoolExecutor(1, thread_name_prefix="accelerant-unstage")
+
+    def run(self, timeout_s: float | None, progress: Callable[[int, int], object] | None) -> ChunkedRun:
+        """All chunks; leaves nothing under way, whatever happens."""
+        began = time.perf_counter()
+        guard = torch.cuda.device(self.where) if self.cuda else nullcontext()
+        try:
+            with torch.no_grad(), guard:
+                self.work.wait_stream(Stream.current(self.work.device))
+                spare = [self._slot() for _ in range(min(_DEPTH, max(1, -(-self.rows // self.step))))]
+                for begin in range(0, max(1, self.rows), self.step):
+                    while not spare or (self.flights and self._is_home(self.flights[0])):
+                        spare.append(self._land(progress))
+                    self._check_time(began, timeout_s)
+                    self.flights.append(self._start(spare.pop(), range(begin, min(begin + self.step, self.rows))))
+                while self.flights:
+                    self._land(progress)
+                self._check_time(began, timeout_s)
+        finally:
+            self._settle()
+        self.record.elapsed_s = time.perf_counter() - began
+        return self.record
+
+    # --- a chunk's way -----------------------------------------------------------------------------------------------
+
+    def _start(self, slot: _Slot, rows: range) -> _Flight:
+        """Put a chunk on its way."""
+        inputs = [tensor[: len(rows)] for tensor in slot.inputs]
+        begun = self._copy_in(slot, inputs, rows)
+        arrived = self.into.record()
+        self.work.wait(arrived)
+        with self.work:
+            ready = self.work.record()
+            values = self._checked(self.fn(*inputs), len(rows))
+            computed = self.work.record()
+        self.outof.wait(computed)
+        leaving = self.outof.record()
+        targets = self._copy_out(slot, values, rows)
+        left = self.outof.record()
+        flight = _Flight(slot, rows, [begun, arrived, ready, computed, leaving, left], values=values)
+        if targets:
+            flight.home = self.home.submit(_bring_home, left, targets)
+        self.first = self.first or begun
+        self.record.chunks += 1
+        self.record.bytes_in += sum(tensor.nbytes for tensor in inputs)
+        self.record.bytes_out += sum(value.nbytes for value in values)
+        return flight
+
+    def _copy_in(self, slot: _Slot, inputs: list[Tensor], rows: range) -> Event:
+        """Stage what is not pinned, and start the copies to the device; returns the mark before them."""
+        parts = [source[rows.start : rows.stop] for source in self.sources]
+        for i, staged in enumerate(slot.staged):
+            if staged.numel():
+                parts[i] = staged[: len(rows)].copy_(parts[i])
+        begun = self.into.record()
+        with self.into:
+            for tensor, part in zip(inputs, parts, strict=True):
+                tensor.copy_(part, non_blocking=True)
+        return begun
+
+    def _copy_out(self, slot: _Slot, values: tuple[Tensor, ...], rows: range) -> list[tuple[Tensor, Tensor]]:
+        """Start the copies to the host; returns what must then be moved on from pinned buffers."""
+        onward: list[tuple[Tensor, Tensor]] = []
+        if self.cuda and not slot.staged_out:
+            slot.staged_out = [
+                _pinned((0 if result.is_pinned() else self.step, *result.shape[1:]), result.dtype)
+                for result in self.results
+            ]
+        with self.outof:
+            for i, (result, value) in enumerate(zip(self.results, values, strict=True)):
+                target = result[rows.start : rows.stop]
+                if self.cuda and slot.staged_out[i].numel():
+                    staged = slot.staged_out[i][: len(rows)]
+                    onward.append((staged, target))
+                    target = staged
+                target.copy_(value, non_blocking=True)
+        return onward
+
+    def _is_home(self, flight: _Flight) -> bool:
+        return flight.marks[-1].done() if flight.home is None else flight.home.done()
+
+    def _land(self, progress: Callable[[int, int], object] | None) -> _Slot:
+        """Wait for the oldest chunk, take its times, and give its memory free."""
+        flight = self.flights.popleft()
+        flight.marks[-1].synchronize()
+        if flight.home is not None:
+            flight.home.result()
+        begun, arrived, ready, computed, leaving, left = flight.marks
+        self.record.copy_in_s += begun.elapsed_ms(arrived) / 1e3
+        self.record.compute_s += ready.elapsed_ms(computed) / 1e3
+        self.record.copy_out_s += leaving.elapsed_ms(left) / 1e3
+        if self.first is not None:
+            self.record.device_s = self.first.elapsed_ms(left) / 1e3
+        if progress is not None:
+            progress(flight.rows.stop, self.rows)
+        return flight.slot
+
+    def _settle(self) -> None:
+        """Wait for everything under way, so that no memory is given free under the device's hands."""
+        try:
+            for stream in (self.into, self.work, self.outof):
+                stream.synchronize()
+        finally:
+            self.home.shutdown(wait=True)
+            self.flights.clear()
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _rows_a_chunk(self, chunk_bytes: int | None) -> int:
+        row = sum(source[0].nbytes for source in self.sources) if self.rows else 0
+        if not row:
+            return max(1, self.rows)
+        if chunk_bytes is None:
+            room = available_bytes(self.work.device) // (8 * _DEPTH)  # the function has results and temporaries too
+            chunk_bytes = max(1 << 20, min(_CHUNK_BYTES, room, row * self.rows // 16))
+        return min(self.rows, max(1, chunk_bytes // row))
+
+    def _slot(self) -> _Slot:
+        def of(source: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+            return (self.step, *source.shape[1:]), source.dtype
+
+        with self.into:
+            inputs = [torch.empty(*shape, dtype=dtype, device=self.where) for shape, dtype in map(of, self.sources)]
+        direct = [not self.cuda or (source.is_pinned() and source.is_contiguous()) for source in self.sources]
+        staged = [
+            _pinned((0,), source.dtype) if skip else _pinned(*of(source))
+            for source, skip in zip(self.sources, direct, strict=True)
+        ]
+        return _Slot(inputs, staged)
+
+    def _checked(self, values: Any, rows: int) -> tuple[Tensor, ...]:
+        """What fn returned; the first time, the result's arrays are made after it."""
+        single = isinstance(values, Tensor)
+        checked: tuple[Tensor, ...] = (values,) if single else tuple(values)
+        for i, value in enumerate(checked):
+            if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != rows:
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ShapeError(f"fn was given {rows} rows and must return as many; result {i} is {got}")
+            if self.as_numpy and value.dtype == torch.bfloat16:
+                raise UnsupportedDtype(f"result {i} is bfloat16, which NumPy has not; return float32 or give tensors")
+        if not self.record.chunks:
+            self.single = single
+            self._make_results(checked)
+        for i, (value, result) in enumerate(zip(checked, self.results, strict=True)):
+            if value.shape[1:] != result.shape[1:] or value.dtype != result.dtype:
+                raise ShapeError(
+                    f"fn's result {i} was {tuple(result.shape[1:])} {result.dtype} a row and now is "
+                    f"{tuple(value.shape[1:])} {value.dtype}"
+                )
+        return checked
+
+    def _make_results(self, values: tuple[Tensor, ...]) -> None:
+        wanted = [((self.rows, *value.shape[1:]), value.dtype) for value in values]
+        if self.expected is not None:
+            had = [(tuple(target.shape), target.dtype) for target in self.expected]
+            if had != wanted:
+                raise ShapeError(f"out must be {_listed(wanted)}, got {_listed(had)}")
+        if not self.results:
+            self.results = [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
+
+    def _check_time(self, began: float, timeout_s: float | None) -> None:
+        passed = time.perf_counter() - began
+        if timeout_s is not None and passed > timeout_s:
+            done = self.flights[0].rows.start if self.flights else self.record.chunks * self.step
+            raise TimeLimitExceeded(
+                f"stream_chunks: {timeout_s} s are over after {min(done, self.rows):,} of {self.rows:,} rows"
+            )
+
+
+def _bring_home(left: Event, targets: list[tuple[Tensor, Tensor]]) -> None:
+    """Move a chunk's rows from pinned memory to the result."""
+    left.synchronize()
+    for staged, target in targets:
+        target.copy_(staged)
+
+
+def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=0 not in shape)
+
+
+def _listed(kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype in kinds)
+
+
+def _check_rows(sources: list[Tensor]) -> None:
+    if not sources:
+        raise ConfigError("stream_chunks wants at least one array, got none")
+    shapes = [tuple(source.shape) for source in sources]
+    if any(not shape for shape in shapes) or len({shape[0] for shape in shapes if shape}) != 1:
+        raise ShapeError(f"the arrays must have the same first dimension; got {', '.join(map(str, shapes))}")

@@ -1,15 +1,16 @@
-"""The container that circom and snarkjs keep their binary files in: magic, version, sections.
+"""The binary container of circom and snarkjs files: magic, version, sections.
 
     magic (4 bytes), u32 version, u32 number of sections, then for each section u32 id, u64 size, payload
 
-All little-endian. Sections are looked up by id, in whatever order they come; ids that a format does not know are left
-alone. Source: iden3/binfileutils, and the format of .r1cs that iden3/r1csfile documents.
+All integers are little-endian. Sections may come in any order; unknown section ids are ignored.
+Source: iden3/binfileutils, and the .r1cs format documented in iden3/r1csfile.
 
-Files come from strangers. A file is mapped, not read: nothing is allocated by a size that the file claims before the
-file is known to hold it. Sections that reach past the end, come twice, are missing, or leave bytes over are refused
-with a FormatError that names the file, the section and the offset. What was checked holds for as long as nobody else
-writes to the file: one that another program shortens while it is mapped ends the process (SIGBUS), as with every
-mapped file. write_container never does that: it puts a new file in the place of the old one.
+Files are untrusted. They are mapped, not read: no allocation depends on a size claimed by the file before the file is
+known to contain that many bytes. A section that extends past the end of the file, is duplicated or missing, and
+trailing bytes raise FormatError with the file, the section and the offset. The checks hold as long as no other program
+modifies the
+file: if a mapped file is truncated, reading it ends the process (SIGBUS), as for any mapped file. write_container
+replaces files atomically and never truncates one.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ import os
 import stat
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, BinaryIO, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.errors import FormatError
+from accelerant.errors import ConfigError, FormatError
+from accelerant.runtime.files import AtomicFile
 
 __all__ = [
     "HEAD",
@@ -39,35 +41,38 @@ __all__ = [
     "FilePath",
     "Layout",
     "MappedFile",
+    "Piece",
     "Section",
     "regular_file",
+    "writable_target",
+    "write_container",
 ]
 
 U64 = npt.NDArray[np.uint64]
 FilePath = str | os.PathLike[str]
 
 MAX_SECTIONS = 256
-"""More than any of the formats has: a file of nothing but empty sections shall not become a table larger than it."""
+"""Upper bound on the sections of a file, above what any format uses; bounds the memory of the section table."""
 
 PREFIX = struct.Struct("<4sII")
-"""Of a file: magic, version, number of sections."""
+"""File header: magic, version, number of sections."""
 
 HEAD = struct.Struct("<IQ")
-"""Of a section: id, size in bytes."""
+"""Section header: id, payload size in bytes."""
 
 _WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a format has in the container.
+    """A file format stored in the container.
 
     Attributes:
-        kind: as files of the format end, without the dot.
+        kind: file name extension, without the dot.
         magic: the first four bytes.
-        version: the one that is read and written.
-        names: section id -> what it holds, for messages.
-        required: ids without which a file is refused.
+        version: the supported version.
+        names: section id -> name, for messages.
+        required: ids of the mandatory sections.
     """
 
     kind: str
@@ -79,13 +84,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Where a section's payload lies.
-
-    Attributes:
-        id: its number.
-        offset: of the payload, bytes from the file's start.
-        size: of the payload, bytes.
-    """
+    """The position of a section's payload: byte offset in the file and size in bytes."""
 
     id: int
     offset: int
@@ -93,85 +92,87 @@ class Section:
 
 
 def regular_file(path: FilePath) -> Path:
-    """A regular file's path.
+    """Return path as a Path after checking that it names a regular file.
 
     Raises:
-        FormatError: there is no such file, or it is a folder, a pipe or a device.
+        FormatError: the file does not exist, or is a directory, a pipe or a device.
     """
     found = Path(path)
     try:
         mode = found.stat().st_mode
     except FileNotFoundError:
-        raise FormatError(f"no file {found}") from None
+        raise FormatError(f"{found} does not exist") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise FormatError(f"cannot read {found}: {getattr(error, 'strerror', None) or error}") from None
     if not stat.S_ISREG(mode):
-        raise FormatError(f"{found} is no regular file: it has to be mapped; copy it into one")
+        raise FormatError(f"{found} is not a regular file and cannot be mapped; copy its contents to a file")
     return found
 
 
 class Container:
-    """A file's sections, mapped read-only.
+    """A read-only mapping of a file, with its table of sections.
 
     Attributes:
-        path: of the file.
-        layout: of the format.
-        size: of the file, bytes.
-        sections: id -> where its payload lies.
+        size: file size in bytes.
+        sections: id -> Section.
     """
 
     def __init__(self, path: FilePath, layout: Layout) -> None:
-        """Map the file and find its sections.
+        """Map the file and read its section table.
 
         Raises:
-            FormatError: it is not there, not of this format, or its sections do not fill it exactly.
+            FormatError: the file does not exist, has another format, or its sections do not fill it exactly.
         """
         self.path = regular_file(path)
         self.layout = layout
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < PREFIX.size:
-                    raise FormatError(f"{self.path} is no .{layout.kind} file: it is shorter than a file's head")
+                    raise FormatError(f"{self.path} is not a .{layout.kind} file: it is shorter than the file header")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FormatError:
             raise
         except OSError as error:
             raise FormatError(f"cannot read {self.path}: {error.strerror or error}") from None
-        except ValueError:  # mmap's, of an empty file: it was not empty when it was asked
-            raise FormatError(f"{self.path} was emptied while it was opened") from None
+        except ValueError:  # mmap refuses empty files: it was truncated after fstat
+            raise FormatError(f"{self.path} was truncated while it was being opened") from None
         self.size = len(self._map)
         try:
-            self.sections = self._found()
+            self.sections = self._read_sections()
         except FormatError:
             self.close()
             raise
 
     def close(self) -> None:
-        """Give the mapping back; arrays that are still in use keep it until they go."""
+        """Release the mapping. Arrays that still refer to it keep it alive."""
         with contextlib.suppress(BufferError):
             self._map.close()
 
     def forget(self) -> None:
-        """Give the pages that were read back to the system; they are read again where they are asked for again.
+        """Return the resident pages of the mapping to the system (madvise MADV_DONTNEED, where available).
 
-        Until then they count as this process's memory. Where the system has no such call they stay.
+        Resident pages count towards the memory of this process. Later accesses read them from the file again.
         """
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
-    def _found(self) -> dict[int, Section]:
+    def _read_sections(self) -> dict[int, Section]:
         if self.size < PREFIX.size:
-            raise FormatError(f"{self.path} was shortened while it was opened")
+            raise FormatError(f"{self.path} was truncated while it was being opened")
         magic, version, count = PREFIX.unpack_from(self._map)
         layout = self.layout
         if magic != layout.magic:
-            raise FormatError(f"{self.path} is no .{layout.kind} file: it begins with {magic!r}, not {layout.magic!r}")
+            raise FormatError(
+                f"{self.path} is not a .{layout.kind} file: it begins with {magic!r}, not {layout.magic!r}"
+            )
         if version != layout.version:
             raise FormatError(
-                f"{self.path}: byte 4: .{layout.kind} version {version}, this program reads version {layout.version}"
+                f"{self.path}: byte 4: .{layout.kind} version {version}; only version {layout.version} is supported"
             )
         if count > MAX_SECTIONS:
-            raise FormatError(f"{self.path}: byte 8: {count} sections, no .{layout.kind} file has over {MAX_SECTIONS}")
+            raise FormatError(
+                f"{self.path}: byte 8: {count} sections; a .{layout.kind} file has at most {MAX_SECTIONS}"
+            )
         found: dict[int, Section] = {}
         at = PREFIX.size
         for index in range(count):
@@ -181,24 +182,20 @@ class Container:
             section = Section(number, at + HEAD.size, size)
             if number in found:
                 first = found[number].offset
-                raise self.error(number, at, f"the section comes twice; the first is at byte {first}")
+                raise self.error(number, at, f"duplicate section; the first is at byte {first}")
             if size > self.size - section.offset:
                 left = self.size - section.offset
-                raise self.error(number, at, f"the section has {size} bytes, the file {left} more")
+                raise self.error(number, at, f"the section has {size} bytes, but the file has only {left} more")
             found[number] = section
             at = section.offset + size
         if at != self.size:
-            raise FormatError(f"{self.path}: byte {at}: {self.size - at} bytes after the last section")
+            raise FormatError(f"{self.path}: byte {at}: {self.size - at} trailing bytes after the last section")
         for number in layout.required:
             self._require(number, found)
         return found
 
     def require(self, number: int) -> None:
-        """Refuse a file without a section.
-
-        Raises:
-            FormatError: names it.
-        """
+        """Raise FormatError unless the section exists."""
         self._require(number, self.sections)
 
     def _require(self, number: int, found: Mapping[int, Section]) -> None:
@@ -206,35 +203,31 @@ class Container:
             raise FormatError(f"{self.path}: section {number} ({self.layout.names[number]}) is missing")
 
     def error(self, number: int, offset: int, message: str) -> FormatError:
-        """The error of a section, to raise."""
+        """Return a FormatError for a byte of a section."""
         name = self.layout.names.get(number)
         return FormatError(f"{self.path}: section {number}{f' ({name})' if name else ''}, byte {offset}: {message}")
 
     def cursor(self, number: int) -> Cursor:
-        """What reads a section from its start."""
+        """Return a Cursor at the start of a section."""
         return Cursor(self, self.sections[number])
 
     def expect_size(self, number: int, size: int, why: str) -> None:
-        """Refuse a section that has not exactly these bytes.
-
-        Raises:
-            FormatError: names both, and why so many are wanted.
-        """
+        """Raise FormatError unless the section has exactly `size` bytes; `why` says what needs them."""
         section = self.sections[number]
         if section.size != size:
             raise self.error(number, section.offset, f"{section.size} bytes, {why} need {size}")
 
     def array(self, number: int, dtype: npt.DTypeLike, *, start: int = 0, count: int | None = None) -> Any:
-        """A section's bytes as an array, read-only and not copied; it need not be aligned.
+        """Return a read-only view of a section as an array; it may be unaligned.
 
         Args:
-            number: of a section whose size has been found right.
-            dtype: of the elements.
-            start: of the array in the payload, bytes.
-            count: of elements; as many as there are by default.
+            number: section id; its size has been validated.
+            dtype: element type.
+            start: byte offset of the first element in the payload.
+            count: number of elements; by default all that fit.
 
         Raises:
-            ValueError: the file was closed.
+            ValueError: the file is closed.
         """
         section, kind = self.sections[number], np.dtype(dtype)
         found = (section.size - start) // kind.itemsize if count is None else count
@@ -243,36 +236,36 @@ class Container:
         return np.frombuffer(self._map, kind, found, section.offset + start)
 
     def rows(self, number: int, width: int, *, start: int = 0, count: int | None = None) -> U64:
-        """A section's bytes as rows of 64-bit words, (n, width); as array."""
+        """Return a section as rows of 64-bit words, (n, width); see array."""
         words: U64 = self.array(number, np.dtype(f"({width},)<u8"), start=start, count=count)
         return words
 
     def overlapping(self, number: int, dtype: np.dtype[Any], step: int) -> Any:
-        """Every step bytes of a section an element as long as dtype says; read-only, as array."""
+        """Return a read-only view with an element of `dtype` at every `step` bytes; elements may overlap."""
         section = self.sections[number]
         count = max(0, (section.size - dtype.itemsize) // step + 1)
         return np.ndarray((count,), dtype, self._map, section.offset, (step,))
 
     def words32(self, number: int) -> memoryview:
-        """A section of a multiple of 4 bytes as 32-bit words; what has it releases it."""
+        """Return a section, whose size is a multiple of 4 bytes, as 32-bit words; the caller releases the view."""
         section = self.sections[number]
         with memoryview(self._map) as whole, whole[section.offset : section.offset + section.size] as part:
             return part.cast("I")
 
     def bytes_at(self, offset: int, size: int) -> bytes:
-        """Bytes of the file that are known to be there."""
+        """Return bytes of the file; the range has been validated."""
         return self._map[offset : offset + size]
 
     def find(self, value: bytes, start: int, end: int) -> int:
-        """The offset of bytes between two, -1 where they are not there."""
+        """Return the offset of `value` in [start, end), or -1."""
         return self._map.find(value, start, end)
 
 
 class Cursor:
-    """Reads a section's payload piece by piece; past its end is an error.
+    """A sequential reader of one section; reading past its end raises FormatError.
 
     Attributes:
-        at: the offset of the next byte in the file.
+        at: file offset of the next byte.
     """
 
     def __init__(self, container: Container, section: Section) -> None:
@@ -281,85 +274,71 @@ class Cursor:
         self.at = section.offset
 
     def error(self, message: str, at: int | None = None) -> FormatError:
-        """The error of this place, or of another, to raise."""
+        """Return a FormatError for the current offset, or for `at`."""
         return self.container.error(self.section.id, self.at if at is None else at, message)
 
     @property
     def left(self) -> int:
-        """Bytes of the payload that were not read."""
+        """Unread bytes of the section."""
         return self.section.offset + self.section.size - self.at
 
     def take(self, size: int, what: str) -> bytes:
-        """The next bytes.
-
-        Raises:
-            FormatError: the section ends before.
-        """
+        """Read the next `size` bytes; `what` names them in the error."""
         if size > self.left:
-            raise self.error(f"the section ends in {what}: it needs {size} bytes, {self.left} are left")
+            raise self.error(f"the section ends within {what}: {size} bytes needed, {self.left} left")
         data = self.container.bytes_at(self.at, size)
         self.at += size
         return data
 
     def number(self, size: int, what: str) -> int:
-        """An unsigned integer of so many bytes."""
+        """Read an unsigned integer of `size` bytes."""
         return int.from_bytes(self.take(size, what), "little")
 
     def u32(self, what: str) -> int:
-        """An unsigned integer of four bytes."""
+        """Read an unsigned 32-bit integer."""
         return self.number(4, what)
 
     def words(self, count: int, what: str) -> U64:
-        """So many 64-bit words, copied."""
+        """Read `count` 64-bit words into a new array."""
         data = self.take(count * _WORD_BYTES, what)
         words: U64 = np.frombuffer(data, "<u8").astype(np.uint64)
         return words
 
     def until_zero(self, what: str) -> bytes:
-        """Bytes up to a zero byte, which is passed over.
-
-        Raises:
-            FormatError: the section has none.
-        """
+        """Read bytes up to a zero byte and skip it."""
         size = self.container.find(b"\0", self.at, self.at + self.left) - self.at
         if size < 0:
-            raise self.error(f"no zero byte ends {what}")
+            raise self.error(f"{what} is not terminated by a zero byte")
         return self.take(size + 1, what)[:-1]
 
     def end(self) -> None:
-        """Refuse bytes left over.
-
-        Raises:
-            FormatError: there are.
-        """
+        """Raise FormatError if the section has unread bytes."""
         if self.left:
-            raise self.error(f"{self.left} bytes more than the section needs")
+            raise self.error(f"{self.left} trailing bytes")
 
 
 class MappedFile(ABC):
-    """A file of one of the formats, mapped. A context manager.
+    """A memory-mapped file of one of the formats; a context manager.
 
     Attributes:
-        layout: of the format.
-        path: of the file.
-        family: "bn254" or "bls12_381", by the primes in the file.
+        family: "bn254" or "bls12_381", from the primes in the file.
     """
 
     layout: ClassVar[Layout]
     family: str
 
     def __init__(self, container: Container) -> None:
-        """Of a file's sections; open() is how to make one."""
+        """Read the sections of a container; use open() to construct one."""
         self._container = container
         self.path = container.path
         self._read(container)
 
     @classmethod
     def open(cls, path: FilePath) -> Self:
-        """Map a file: everything is read of which the size does not grow with the circuit, and all sizes are checked.
+        """Map a file, read the parts of fixed size and validate the sizes of all sections.
 
         Raises:
-            FormatError: it is not there, of another format, or not what it claims; names section and offset.
+            FormatError: the file does not exist, has another format, or is inconsistent; names section and offset.
         """
         container = Container(path, cls.layout)
         try:
@@ -370,23 +349,23 @@ class MappedFile(ABC):
 
     @abstractmethod
     def _read(self, container: Container) -> None:
-        """Read what open() reads."""
+        """Read the parts of fixed size and validate all sizes."""
 
     @abstractmethod
     def check(self) -> None:
-        """Read the whole file and refuse what open() did not see.
+        """Read the whole file and validate the contents that open() does not read.
 
         Raises:
-            FormatError: names section and offset.
+            FormatError: names the section and the offset.
         """
 
     @property
     def size_bytes(self) -> int:
-        """Of the file."""
+        """File size in bytes."""
         return self._container.size
 
     def close(self) -> None:
-        """Give the mapping back; arrays still in use keep it."""
+        """Release the mapping. Arrays that still refer to it keep it alive."""
         self._container.close()
 
     def __enter__(self) -> Self:
@@ -394,3 +373,90 @@ class MappedFile(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+Piece = bytes | npt.NDArray[Any]
+
+_ANYONE, _OWNER = 0o666, 0o600
+"""Permissions of a new file: readable by anyone the umask allows, or by its owner only."""
+
+
+def writable_target(path: FilePath) -> Path:
+    """Resolve the path of a file to write; call it before an expensive computation.
+
+    A rename would replace a device or a pipe, and a symlink rather than its target: symlinks are followed, and anything
+    but a regular file is refused.
+
+    Raises:
+        ConfigError: the directory does not exist, the path is invalid, or it names a directory, a device, a pipe or a
+            loop of symlinks.
+    """
+    requested = Path(path)
+    try:
+        target = Path(os.path.realpath(requested))
+        in_directory = os.path.isdir(target.parent)
+        mode = _mode(target) if in_directory else None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        raise ConfigError(f"{requested} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+    if not in_directory:
+        raise ConfigError(f"{requested}: the directory {target.parent} does not exist")
+    if mode is None or stat.S_ISREG(mode):
+        return target
+    if stat.S_ISLNK(mode):
+        raise ConfigError(f"{requested} is a loop of symlinks; expected a file name")
+    if stat.S_ISDIR(mode):
+        raise ConfigError(f"{requested} is a directory; expected a file name")
+    raise ConfigError(f"{requested} is a device, a pipe or a socket; expected a file name")
+
+
+def _mode(path: Path) -> int | None:
+    """Return the mode of a path without following symlinks, or None if it does not exist."""
+    try:
+        return os.lstat(path).st_mode
+    except FileNotFoundError:
+        return None
+
+
+def write_container(
+    path: FilePath, layout: Layout, sections: Mapping[int, Sequence[Piece]], *, secret: bool = False
+) -> None:
+    """Write a file atomically: to a temporary file in the same directory, which is then renamed.
+
+    Args:
+        path: an existing regular file is replaced; of a symlink, its target.
+        layout: file format.
+        sections: id -> bytes and contiguous little-endian arrays, concatenated.
+        secret: make the file readable by its owner only.
+
+    Raises:
+        ConfigError: path does not name a regular file (writable_target).
+        OSError: the directory is not writable or the disk is full; an existing file is unchanged.
+    """
+    target = writable_target(path)
+    with _named(Path(path)), AtomicFile(target, mode=_OWNER if secret else _ANYONE) as file:
+        file.write(PREFIX.pack(layout.magic, layout.version, len(sections)))
+        for number, pieces in sections.items():
+            file.write(HEAD.pack(number, sum(map(_size, pieces))))
+            _write_pieces(file, pieces)
+
+
+def _size(piece: Piece) -> int:
+    return len(piece) if isinstance(piece, bytes) else piece.nbytes
+
+
+def _write_pieces(file: BinaryIO, pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        if _size(piece):
+            file.write(piece if isinstance(piece, bytes) else piece.reshape(-1).view(np.uint8).data)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the target file in errors instead of the temporary one."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -1,16 +1,14 @@
-"""What a file holds, as JSON values: for people and programs that look before they use it."""
+"""Summaries of files as JSON values."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from accelerant.errors import FormatError
+from accelerant.zk.formats.circuit import R1cs, Witness
 from accelerant.zk.formats.container import FilePath, MappedFile, regular_file
-from accelerant.zk.formats.contributions import KINDS, Label
-from accelerant.zk.formats.elements import U64, count_infinities
+from accelerant.zk.formats.elements import KINDS, U64, Label, count_infinities
 from accelerant.zk.formats.ptau import Ptau
-from accelerant.zk.formats.r1cs import R1cs
-from accelerant.zk.formats.wtns import Witness
 from accelerant.zk.formats.zkey import Zkey
 
 __all__ = ["describe", "open_file"]
@@ -19,10 +17,10 @@ _FORMATS: tuple[type[MappedFile], ...] = (Zkey, Witness, R1cs, Ptau)
 
 
 def open_file(path: FilePath) -> MappedFile:
-    """Map a file of any of the formats, told apart by its first bytes.
+    """Map a file of any supported format, detected by its magic number.
 
     Raises:
-        FormatError: it is of none, or not what it claims.
+        FormatError: unknown format, or an inconsistent file.
     """
     found = regular_file(path)
     try:
@@ -30,28 +28,28 @@ def open_file(path: FilePath) -> MappedFile:
             magic = file.read(4)
     except OSError as error:
         raise FormatError(f"cannot read {found}: {error.strerror or error}") from None
-    for each in _FORMATS:
-        if each.layout.magic == magic:
-            return each.open(found)
+    for file_class in _FORMATS:
+        if file_class.layout.magic == magic:
+            return file_class.open(found)
     kinds = ", ".join(f".{each.layout.kind}" for each in _FORMATS)
-    raise FormatError(f"{found} begins with {magic!r}, as no {kinds} file does")
+    raise FormatError(f"{found} begins with {magic!r}, which is the magic number of none of {kinds}")
 
 
 def describe(path: FilePath, *, check: bool = False) -> dict[str, Any]:
-    """What a file of any of the formats holds; of a witness no value.
+    """Summarise a file of any supported format; the values of a witness are not included.
 
     Args:
-        path: of the file.
-        check: call its check() too.
+        path: file to read; all of it is read.
+        check: also call the file's check().
 
     Returns:
-        JSON values: file, kind, size_bytes, curve, checked, and by kind sizes, contributions, and, of each section of
-        points, how many it has and how many of them are infinity; of a key why anyone can forge its proofs, if it is
-        such a one (Zkey.forgeable). Public inputs are those of the proof, outputs of the
-        circuit among them. All of the file is read.
+        JSON values: file, kind, size_bytes, curve, checked, and by kind sizes, contributions and, for each section of
+        points, the number of points and of points at infinity. For a key, `forgeable` says why its proofs can be
+        forged, if they can (Zkey.forgeable). Public inputs are those of the proof, which include the outputs of the
+        circuit.
 
     Raises:
-        FormatError: it is of none of the formats, or not what it claims.
+        FormatError: unknown format, or an inconsistent file.
     """
     with open_file(path) as file:
         if check:

@@ -1,13 +1,17 @@
-"""Primes, field elements and points as the files have them: read, written and checked.
+"""Encoding of primes, field elements, points and contribution labels in the files.
 
-Numbers are little-endian, in as many bytes as the 64-bit words of the prime take (n8: 32, or 48 for the coordinates
-of bls12_381). Points are affine, x then y, over Fq2 c0 then c1, in Montgomery form with R = 2^(64 limbs), which is the
-form of the kernels; infinity is all zeros.
+Numbers are little-endian and take a whole number of 64-bit words (n8 bytes: 32, or 48 for coordinates of bls12_381).
+Points are affine, x then y, over Fq2 c0 then c1, in Montgomery form with R = 2^(64 limbs), the representation that the
+kernels use; infinity is all zeros.
+
+A label is u32 kind (0 contribution, 1 random beacon), u32 length of the parameters, and the parameters in ascending
+order: 1, u8 length, name in UTF-8;  2, u8 log2 of the number of beacon iterations;  3, u8 length, beacon bytes.
 """
 
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -21,16 +25,20 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.zk.formats.container import Container, Cursor
 
 __all__ = [
+    "KINDS",
+    "Label",
     "check_below",
     "check_points",
     "coordinate_field",
     "count_infinities",
     "first_not_below",
     "hash_bytes",
+    "label_bytes",
     "montgomery_points",
     "point_words",
     "prime_bytes",
     "read_family",
+    "read_label",
     "read_point",
     "scalar_field",
     "why_forgeable",
@@ -41,16 +49,16 @@ U64 = npt.NDArray[np.uint64]
 Which = Literal["q", "r"]
 
 _CHUNK_BYTES = 1 << 22
-"""Of a section, at a time: what a check allocates does not grow with the section."""
+"""Bytes of a section validated at a time, so that memory use does not depend on the section's size."""
 
 
 def coordinate_field(family: Family) -> Field:
-    """Of the points' coordinates or of their coefficients, modulus q."""
+    """Return the base field of the curve (modulus q)."""
     return FIELDS[f"{family.name}_fq"]
 
 
 def scalar_field(family: Family) -> Field:
-    """Of witnesses and constraints, modulus r."""
+    """Return the scalar field (modulus r), the field of witnesses and constraints."""
     return FIELDS[f"{family.name}_fr"]
 
 
@@ -59,46 +67,44 @@ def _field(family: Family, which: Which) -> Field:
 
 
 def read_family(cursor: Cursor, which: Which) -> Family:
-    """The pairing whose prime comes next: u32 n8, then n8 bytes.
+    """Read a prime (u32 n8, then n8 bytes) and return the curve family it belongs to.
 
     Args:
-        cursor: moved behind the prime.
-        which: q, the modulus of the points' coordinates, or r, their order.
+        cursor: positioned at the prime.
+        which: "q", the base field modulus, or "r", the order of the groups.
 
     Raises:
-        FormatError: no such prime is known.
+        FormatError: the prime is of no supported family.
     """
     at = cursor.at
     size = cursor.u32(f"the size of {which}")
     sizes = sorted({_field(family, which).size_bytes for family in FAMILIES.values()})
     if size not in sizes:
-        raise cursor.error(f"{which} has {size} bytes; those known have {' or '.join(map(str, sizes))}", at)
+        raise cursor.error(f"{which} has {size} bytes; supported sizes are {' and '.join(map(str, sizes))}", at)
     at = cursor.at
     prime = cursor.number(size, which)
     for family in FAMILIES.values():
         field = _field(family, which)
         if (field.modulus, field.size_bytes) == (prime, size):
             return family
-    raise cursor.error(f"{which} is {prime:#x}, of no pairing known here ({', '.join(FAMILIES)})", at)
+    raise cursor.error(
+        f"{which} is {prime:#x}, which is not the prime of a supported curve ({', '.join(FAMILIES)})", at
+    )
 
 
 def prime_bytes(family: Family, which: Which) -> bytes:
-    """What read_family reads."""
+    """Encode a prime as read_family reads it."""
     field = _field(family, which)
     return struct.pack("<I", field.size_bytes) + field.modulus.to_bytes(field.size_bytes, "little")
 
 
 def point_words(family: Family, degree: int) -> int:
-    """Words of a point of G1 (degree 1) or G2 (degree 2)."""
+    """Return the number of 64-bit words of a point of G1 (degree 1) or G2 (degree 2)."""
     return 2 * degree * coordinate_field(family).limbs
 
 
 def read_point(cursor: Cursor, family: Family, degree: int, what: str) -> U64:
-    """The words of the next point, its coordinates found below q; whether it is on the curve is not asked.
-
-    Raises:
-        FormatError: one is not.
-    """
+    """Read a point and check that its coordinates are below q; curve membership is not checked."""
     at = cursor.at
     words = cursor.words(point_words(family, degree), what)
     _check_words(cursor.container, cursor.section.id, at, coordinate_field(family), words, what)
@@ -106,22 +112,22 @@ def read_point(cursor: Cursor, family: Family, degree: int, what: str) -> U64:
 
 
 def why_forgeable(gamma2: U64, delta2: U64) -> str | None:
-    """Why anyone can make proofs that a key of these two points accepts; None where they do not say so.
+    """Explain why proofs for a key with these points can be forged, or return None.
 
-    With delta2 = gamma2, as snarkjs's `groth16 setup` leaves them until someone contributes, pi_A = alpha1, pi_B =
-    beta2 and pi_C = minus the sum of IC prove any public inputs.
+    snarkjs's `groth16 setup` leaves delta2 = gamma2 until someone contributes. Then pi_A = alpha1, pi_B = beta2 and
+    pi_C = -sum(IC, weighted by the public inputs) is accepted for any public inputs.
     """
     if not np.array_equal(gamma2, delta2):
         return None
-    return "gamma2 equals delta2: nobody contributed to this key, and anyone can make proofs that it accepts"
+    return "gamma2 equals delta2: nobody has contributed to this key, so anyone can forge proofs for it"
 
 
 def words_of(value: Any, width: int, count: int | None, name: str) -> U64:
-    """An argument of a writer as contiguous words: (count, width), or (width,) where count is None.
+    """Return value as a contiguous array of words, (count, width), or (width,) if count is None.
 
     Raises:
         UnsupportedDtype: not uint64.
-        ShapeError: of another shape.
+        ShapeError: another shape.
     """
     array = np.asarray(value)
     if array.dtype != np.uint64:
@@ -133,18 +139,14 @@ def words_of(value: Any, width: int, count: int | None, name: str) -> U64:
 
 
 def hash_bytes(value: bytes, size: int, name: str) -> bytes:
-    """An argument of a writer that is a hash.
-
-    Raises:
-        ConfigError: of another length.
-    """
+    """Return value, after checking that it has `size` bytes."""
     if len(value) != size:
         raise ConfigError(f"{name} must have {size} bytes, got {len(value)}")
     return value
 
 
 def montgomery_points(curve: Curve[Any], points: U64) -> U64:
-    """Canonical points (n, *curve.shape) as rows of words in Montgomery form, (n, words of a point)."""
+    """Convert canonical points (n, *curve.shape) to rows in Montgomery form, (n, words per point)."""
     words: U64 = launch.to_montgomery(HOST, curve, points).reshape(len(points), -1)
     return words
 
@@ -153,9 +155,9 @@ def montgomery_points(curve: Curve[Any], points: U64) -> U64:
 
 
 def first_not_below(words: U64, modulus: int) -> int | None:
-    """The first row of (n, limbs) words that is not below the modulus, None where all are."""
+    """Return the index of the first row of (n, limbs) words that is not below the modulus, or None."""
     limbs = [modulus >> 64 * i & 0xFFFFFFFFFFFFFFFF for i in range(words.shape[1])]
-    rows = np.flatnonzero(words[:, -1] >= np.uint64(limbs[-1]))  # few, but for hostile files
+    rows = np.flatnonzero(words[:, -1] >= np.uint64(limbs[-1]))  # few, except in malicious files
     wrong = np.ones(len(rows), np.bool_)
     for column, limb in enumerate(limbs):  # from the least significant up: the last that differs decides
         found, bound = words[rows, column], np.uint64(limb)
@@ -164,7 +166,7 @@ def first_not_below(words: U64, modulus: int) -> int | None:
 
 
 def _check_words(container: Container, number: int, at: int, field: Field, words: U64, what: str) -> None:
-    """Refuse words, at a byte of the file, of which an element is not below the modulus. It may be secret."""
+    """Raise FormatError if an element is not below the modulus; the message omits the value, which may be secret."""
     index = first_not_below(words.reshape(-1, field.limbs), field.modulus)
     if index is not None:
         message = f"{what} is not below the modulus of {field.name}"
@@ -177,17 +179,17 @@ def _chunks(words: U64) -> list[slice]:
 
 
 def check_below(container: Container, number: int, field: Field, words: U64, start: int = 0) -> None:
-    """Refuse a section of which an element is not below the modulus.
+    """Check that all elements of a section are below the modulus.
 
     Args:
         container: the file.
-        number: of the section.
-        field: of the elements.
-        words: rows of the section, of whole elements.
-        start: of the first row in the section's payload, bytes.
+        number: section id.
+        field: field of the elements.
+        words: rows of the section, each a whole number of elements.
+        start: byte offset of the first row in the payload.
 
     Raises:
-        FormatError: names the first one's offset.
+        FormatError: names the offset of the first invalid element.
     """
     begin = container.sections[number].offset + start
     for chunk in _chunks(words):
@@ -198,18 +200,18 @@ def check_below(container: Container, number: int, field: Field, words: U64, sta
 def check_points(
     container: Container, number: int, curve: Curve[Any], words: U64, start: int = 0, *, subgroup: bool = True
 ) -> None:
-    """Refuse a section of which a point has an unreduced coordinate, is off the curve or out of the subgroup.
+    """Check that the points of a section have reduced coordinates and are on the curve and in the subgroup.
 
     Args:
         container: the file.
-        number: of the section.
-        curve: of the points.
-        words: (n, words of a point), rows of the section.
-        start: of the first point in the section's payload, bytes.
-        subgroup: ask for the subgroup of order r too; infinity is in it.
+        number: section id.
+        curve: curve of the points.
+        words: (n, words per point), rows of the section.
+        start: byte offset of the first point in the payload.
+        subgroup: also check membership in the subgroup of order r, which contains infinity.
 
     Raises:
-        FormatError: names the first one's offset and index.
+        FormatError: names the offset and the index of the first invalid point.
     """
     check_below(container, number, curve.coordinates.base, words, start)
     size = words.shape[1] * words.itemsize
@@ -228,5 +230,87 @@ def check_points(
 
 
 def count_infinities(words: U64) -> int:
-    """How many of (n, words of a point) are infinity."""
+    """Count the points at infinity among (n, words per point)."""
     return sum(int(len(part) - part.any(axis=1).sum()) for part in (words[chunk] for chunk in _chunks(words)))
+
+
+# --- labels of contributions -----------------------------------------------------------------------------------------
+
+KINDS = {0: "contribution", 1: "beacon"}
+_NAME, _ITERATIONS, _BEACON = 1, 2, 3
+_MAX_LENGTH = 255
+"""Bytes of a name or of a beacon: the format gives their length in one byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """The description that a contributor attached to a contribution; it is not authenticated.
+
+    Attributes:
+        kind: 0 for a contribution, 1 for a random beacon.
+        name: chosen by the contributor; may contain any characters.
+        iterations_exp: log2 of the number of hash iterations; beacons only.
+        beacon: the beacon's bytes; beacons only.
+    """
+
+    kind: int = 0
+    name: str = ""
+    iterations_exp: int | None = None
+    beacon: bytes | None = None
+
+
+def read_label(cursor: Cursor) -> Label:
+    """Read a label.
+
+    Raises:
+        FormatError: unknown kind or parameter, parameters out of order or truncated.
+    """
+    at = cursor.at
+    kind = cursor.u32("a contribution's kind")
+    if kind not in KINDS:
+        raise cursor.error(f"contribution of kind {kind}; known kinds are 0 and 1 (a beacon)", at)
+    length = cursor.u32("the length of a contribution's parameters")
+    if length > cursor.left:
+        raise cursor.error(f"{length} bytes of a contribution's parameters, {cursor.left} are left", cursor.at - 4)
+    end, last = cursor.at + length, 0
+    found: dict[int, bytes] = {}
+    while cursor.at < end:
+        at = cursor.at
+        key = cursor.number(1, "a contribution's parameter")
+        if not last < key <= _BEACON:
+            raise cursor.error(f"contribution parameter {key} after {last}; expected 1 to 3 in ascending order", at)
+        size = 1 if key == _ITERATIONS else cursor.number(1, "a parameter's length")
+        found[key] = cursor.take(size, "a contribution's parameter")
+        last = key
+    if cursor.at != end:
+        raise cursor.error("a contribution's parameters are longer than they say", at)
+    # snarkjs truncates names at 64 bytes, possibly within a character
+    name = found.get(_NAME, b"").decode("utf-8", errors="replace")
+    iterations = found.get(_ITERATIONS)
+    return Label(kind, name, None if iterations is None else iterations[0], found.get(_BEACON))
+
+
+def label_bytes(label: Label) -> bytes:
+    """Encode a label as read_label reads it.
+
+    Raises:
+        ConfigError: unknown kind, a name or a beacon of more than 255 bytes, iterations_exp above 255.
+    """
+    if label.kind not in KINDS:
+        raise ConfigError(f"a contribution's kind must be 0 or 1, got {label.kind}")
+    data = b""
+    if label.name:
+        data += _parameter(_NAME, "name", label.name.encode("utf-8", errors="replace"))
+    if label.iterations_exp is not None:
+        if not 0 <= label.iterations_exp <= _MAX_LENGTH:
+            raise ConfigError(f"a beacon's iterations_exp must be 0 to 255, got {label.iterations_exp}")
+        data += bytes((_ITERATIONS, label.iterations_exp))
+    if label.beacon is not None:
+        data += _parameter(_BEACON, "beacon", label.beacon)
+    return struct.pack("<II", label.kind, len(data)) + data
+
+
+def _parameter(key: int, what: str, value: bytes) -> bytes:
+    if len(value) > _MAX_LENGTH:
+        raise ConfigError(f"a contribution's {what} must have at most {_MAX_LENGTH} bytes, got {len(value)}")
+    return bytes((key, len(value))) + value

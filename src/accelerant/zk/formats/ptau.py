@@ -1,4 +1,4 @@
-""".ptau version 1: the powers of tau of a ceremony's first phase.
+"""The powers of tau of a ceremony's first phase: .ptau version 1.
 
      1  u32 n8, q, u32 power, u32 ceremonyPower
      2  tau^i G1          2^(power+1) - 1   points of G1
@@ -6,14 +6,15 @@
      4  alpha tau^i G1    2^power           of G1
      5  beta tau^i G1     2^power           of G1
      6  beta G2           1                 of G2
-     7  u32 count, contributions: tau G1, tau G2, alpha G1, beta G1, beta G2 after it, the public key (g1_s and g1_sx of
-        tau, alpha and beta, then g2_spx of each), a hash's state (216 bytes), next challenge (64 bytes), label
-    12  Lagrange forms of section 2: of 2^0 points, 2^1, ..., 2^(power+1)   of G1
-    13  of section 3: of 2^0, ..., 2^power points                           of G2
-    14, 15  of sections 4 and 5, as 13                                      of G1
+     7  u32 count, contributions: tau G1, tau G2, alpha G1, beta G1, beta G2 after the contribution, the public key
+        (g1_s and g1_sx of tau, alpha and beta, then g2_spx of each), a hash state (216 bytes), next challenge (64
+        bytes), label
+    12  Lagrange forms of section 2, of 2^0, 2^1, ..., 2^(power+1) points   of G1
+    13  Lagrange forms of section 3, of 2^0, ..., 2^power points            of G2
+    14, 15  Lagrange forms of sections 4 and 5, like 13                     of G1
 
-Sections 12 to 15 are there once `snarkjs powersoftau prepare phase2` has run. Points are as elements.py has them.
-Source: files of snarkjs 0.7.6, read byte by byte; the key's points of tau and beta in G1 found by pairings.
+`snarkjs powersoftau prepare phase2` adds sections 12 to 15. elements.py describes the encoding of points and labels.
+Source: files of snarkjs 0.7.6; the order of the public key's points was determined with pairings.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ import numpy.typing as npt
 from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.parameters import Curve, Family, family_of
 from accelerant.errors import ConfigError, FormatError
-from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile
-from accelerant.zk.formats.contributions import Label, label_bytes, read_label
+from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile, Piece, write_container
 from accelerant.zk.formats.elements import (
+    Label,
     check_points,
     hash_bytes,
+    label_bytes,
     montgomery_points,
     point_words,
     prime_bytes,
     read_family,
+    read_label,
     read_point,
     scalar_field,
     words_of,
 )
-from accelerant.zk.formats.writing import Piece, write_container
 
 __all__ = ["CONTRIBUTION_POINTS", "Powers", "Ptau", "PtauContribution", "write_ptau"]
 
@@ -51,10 +53,10 @@ Powers = Literal["tau_g1", "tau_g2", "alpha_g1", "beta_g1"]
 
 _HEADER, _TAU_G1, _TAU_G2, _ALPHA_G1, _BETA_G1, _BETA_G2, _CONTRIBUTIONS = range(1, 8)
 _POWERS: dict[str, tuple[int, int]] = {"tau_g1": (2, 1), "tau_g2": (3, 2), "alpha_g1": (4, 1), "beta_g1": (5, 1)}
-"""Name -> section, degree of its points."""
+"""Name -> section id, degree of the points."""
 
 _LAGRANGE = 10
-"""Added to the section of powers: that of their Lagrange forms."""
+"""Offset from the id of a section of powers to the id of its Lagrange forms."""
 
 _NAMES = {
     _HEADER: "header", **{number: name for name, (number, _) in _POWERS.items()}, _BETA_G2: "beta_g2",
@@ -68,7 +70,7 @@ CONTRIBUTION_POINTS: dict[str, int] = {
     "tau_g1_s": 1, "tau_g1_sx": 1, "alpha_g1_s": 1, "alpha_g1_sx": 1, "beta_g1_s": 1, "beta_g1_sx": 1,
     "tau_g2_spx": 2, "alpha_g2_spx": 2, "beta_g2_spx": 2,
 }  # fmt: skip
-"""What a contribution has, in the file's order: name -> 1 of G1, 2 of G2."""
+"""Points of a contribution in file order: name -> degree, 1 for G1 and 2 for G2."""
 
 _STATE_BYTES, _CHALLENGE_BYTES = 216, 64
 _COUNT = struct.Struct("<I")
@@ -76,12 +78,11 @@ _COUNT = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PtauContribution:
-    """One of the ceremony's first phase, as the file tells it; nothing of it is verified here.
+    """A contribution to the first phase of a ceremony, as recorded in the file; it is not verified.
 
     Attributes:
-        label: its kind and name.
-        points: CONTRIBUTION_POINTS by name, words.
-        partial_hash: 216 bytes, the state of a hash of what was contributed.
+        points: the points of CONTRIBUTION_POINTS by name, words.
+        partial_hash: hash state after the contribution, 216 bytes.
         next_challenge: 64 bytes.
     """
 
@@ -92,17 +93,16 @@ class PtauContribution:
 
 
 class Ptau(MappedFile):
-    """A .ptau file, mapped.
+    """A memory-mapped .ptau file.
 
-    Points are words in Montgomery form; arrays are read-only, lie in the file, and need not begin at a multiple of 8.
+    Points are words in Montgomery form. Arrays are read-only views of the file and may be unaligned.
 
     Attributes:
-        path: of the file.
-        family: "bn254" or "bls12_381", by q.
-        power: log2 of the most constraints of a circuit.
-        ceremony_power: that of the ceremony which the file was cut from.
-        prepared: whether the Lagrange forms are there.
-        contributions: of the ceremony.
+        family: "bn254" or "bls12_381", from q.
+        power: log2 of the largest supported number of constraints.
+        ceremony_power: power of the ceremony that the file was truncated from.
+        prepared: the Lagrange forms are present.
+        contributions: contributions to the ceremony.
     """
 
     layout = _LAYOUT
@@ -114,8 +114,9 @@ class Ptau(MappedFile):
         at = cursor.at
         self.power, self.ceremony_power = cursor.u32("power"), cursor.u32("ceremonyPower")
         most = scalar_field(self._family).two_adicity
-        if not 1 <= self.power <= self.ceremony_power <= most:  # before 2^power is made
-            message = f"power {self.power}, ceremonyPower {self.ceremony_power}; wanted 1 to {most}, ascending"
+        if not 1 <= self.power <= self.ceremony_power <= most:  # before computing 2^power
+            bounds = f"expected 1 <= power <= ceremonyPower <= {most}"
+            message = f"power {self.power}, ceremonyPower {self.ceremony_power}; {bounds}"
             raise cursor.error(message, at)
         cursor.end()
         self._check_sizes()
@@ -137,7 +138,7 @@ class Ptau(MappedFile):
 
     def _read_contributions(self, cursor: Cursor) -> tuple[PtauContribution, ...]:
         found = []
-        for _ in range(cursor.u32("the number of contributions")):  # each takes bytes of the section, which ends them
+        for _ in range(cursor.u32("the number of contributions")):  # bounded by the section: each takes bytes of it
             points = {
                 name: read_point(cursor, self._family, degree, f"a contribution's {name}")
                 for name, degree in CONTRIBUTION_POINTS.items()
@@ -151,47 +152,46 @@ class Ptau(MappedFile):
     # --- sections ------------------------------------------------------------------------------------------------
 
     def powers(self, name: Powers) -> U64:
-        """Points times ascending powers of tau, from tau^0: (2^(power+1) - 1, words) of tau_g1, (2^power, words) else.
+        """Return the multiples of a point by tau^0, tau^1, ...
 
-        Args:
-            name: "tau_g1", "tau_g2", "alpha_g1" or "beta_g1".
+        The shape is (2^(power+1) - 1, words) for tau_g1 and (2^power, words) otherwise.
 
         Raises:
-            ConfigError: another name.
+            ConfigError: unknown name.
         """
         number, degree = _power_section(name)
         return self._container.rows(number, point_words(self._family, degree), count=_count(name, self.power))
 
     def lagrange(self, name: Powers, log_n: int) -> U64:
-        """The Lagrange form of the first 2^log_n powers: (2^log_n, words).
+        """Return the Lagrange form of the first 2^log_n powers: (2^log_n, words).
 
         Args:
-            name: as powers().
-            log_n: 0 to power; of tau_g1 to power + 1.
+            name: as for powers().
+            log_n: 0 to power; to power + 1 for tau_g1.
 
         Raises:
-            ConfigError: another name or size.
-            FormatError: the file was not prepared for the second phase.
+            ConfigError: unknown name, or log_n out of range.
+            FormatError: the file is not prepared for the second phase.
         """
         number, degree = _power_section(name)
         if not self.prepared:
             raise FormatError(f"{self.path} has no Lagrange forms: run snarkjs powersoftau prepare phase2 on it first")
         most = self.power + (name == "tau_g1")
         if not 0 <= log_n <= most:
-            raise ConfigError(f"log_n must be 0 to {most} of {name}, got {log_n}")
+            raise ConfigError(f"log_n must be 0 to {most} for {name}, got {log_n}")
         width = point_words(self._family, degree)
         start = ((1 << log_n) - 1) * width * 8
         return self._container.rows(number + _LAGRANGE, width, start=start, count=1 << log_n)
 
     @property
     def beta_g2(self) -> U64:
-        """(4 limbs,) words of beta G2."""
+        """Beta G2, (4 limbs,) words."""
         words: U64 = self._container.rows(_BETA_G2, point_words(self._family, 2), count=1)[0]
         return words
 
     @property
     def points(self) -> dict[str, U64]:
-        """All sections of points by name, the Lagrange forms whole."""
+        """All sections of points by name; all Lagrange forms of a section are one array."""
         shift = (0, _LAGRANGE) if self.prepared else (0,)
         found = {
             _NAMES[number + more]: self._container.rows(number + more, point_words(self._family, degree))
@@ -201,16 +201,16 @@ class Ptau(MappedFile):
         return found | {"beta_g2": self.beta_g2[None]}
 
     def check(self, *, subgroup: bool = True) -> None:
-        """Read the whole file and refuse points off the curve, and powers of tau that do not begin with the generator.
+        """Check all points, that the powers begin with the generator, and that they match the last contribution.
 
-        That the powers are of one tau is not asked: `snarkjs powersoftau verify` does.
+        That all powers belong to one tau is not checked; `snarkjs powersoftau verify` does that.
 
         Args:
-            subgroup: ask for points out of the subgroup too.
+            subgroup: also check subgroup membership.
 
         Raises:
-            FormatError: a coordinate that is not reduced, a point off the curve or out of the subgroup, another
-                generator, a last contribution that left other points; names section and offset.
+            FormatError: an unreduced coordinate, a point off the curve or outside the subgroup, another generator, or
+                points that differ from the last contribution's; names section and offset.
         """
         container = self._container
         for number, words in ((number, self.points[name]) for number, name in _NAMES.items() if name in self.points):
@@ -220,7 +220,7 @@ class Ptau(MappedFile):
             curve = self._curve(first)
             if not np.array_equal(first, montgomery_points(curve, encode_points(curve, [curve.generator]))):
                 at = container.sections[number].offset
-                raise container.error(number, at, f"tau^0 is not the generator of {curve.name}")
+                raise container.error(number, at, f"the first power is not the generator of {curve.name}")
         self._check_last_contribution()
 
     def _curve(self, words: U64) -> Curve[Any]:
@@ -236,7 +236,7 @@ class Ptau(MappedFile):
         for name, words in left.items():
             if not np.array_equal(self.contributions[-1].points[name], words):
                 at = self._container.sections[_CONTRIBUTIONS].offset
-                message = f"the last contribution leaves another {name} than the powers have"
+                message = f"{name} of the last contribution differs from that of the powers"
                 raise self._container.error(_CONTRIBUTIONS, at, message)
 
     def __repr__(self) -> str:
@@ -245,7 +245,7 @@ class Ptau(MappedFile):
 
 def _power_section(name: str) -> tuple[int, int]:
     if name not in _POWERS:
-        raise ConfigError(f"unknown powers {name!r}; known are {', '.join(_POWERS)}")
+        raise ConfigError(f"unknown powers {name!r}; expected one of {', '.join(_POWERS)}")
     return _POWERS[name]
 
 
@@ -274,10 +274,10 @@ def write_ptau(
     contributions: Sequence[PtauContribution] = (),
     lagrange: Mapping[Powers, Any] | None = None,
 ) -> None:
-    """Write a .ptau, whole or not at all. The arrays are as Ptau has them and are not checked to be points.
+    """Write a .ptau file atomically. Arrays have the layout of Ptau's; points are not validated.
 
     Args:
-        path: of the file; what is there is replaced.
+        path: an existing file is replaced.
         family: "bn254" or "bls12_381".
         power: at least 1.
         ceremony_power: power by default.
@@ -285,11 +285,11 @@ def write_ptau(
         tau_g2: (2^power, 4 limbs).
         alpha_g1, beta_g1: (2^power, 2 limbs).
         beta_g2: (4 limbs,).
-        contributions: of the ceremony.
-        lagrange: all forms of each of the four, one after another; without it the file is not prepared.
+        contributions: contributions to the ceremony.
+        lagrange: all Lagrange forms of each of the four, concatenated; if None, the file is not prepared.
 
     Raises:
-        ConfigError: no such family, a power out of range, hashes of another length, forms of not all four.
+        ConfigError: unknown family, a power out of range, a hash of another length, missing Lagrange forms.
         ShapeError, UnsupportedDtype: an array of another shape or dtype.
         OSError: the file cannot be written.
     """
@@ -297,7 +297,8 @@ def write_ptau(
     of_ceremony = power if ceremony_power is None else ceremony_power
     most = scalar_field(pairing).two_adicity
     if not 1 <= power <= of_ceremony <= most:
-        raise ConfigError(f"power and ceremony_power must be 1 to {most}, ascending, got {power} and {of_ceremony}")
+        bounds = f"1 <= power <= ceremony_power <= {most}"
+        raise ConfigError(f"power and ceremony_power must satisfy {bounds}, got {power} and {of_ceremony}")
     if lagrange is not None and set(lagrange) != set(_POWERS):
         raise ConfigError(f"lagrange must have {', '.join(_POWERS)}, got {', '.join(lagrange) or 'none'}")
     given = {"tau_g1": tau_g1, "tau_g2": tau_g2, "alpha_g1": alpha_g1, "beta_g1": beta_g1}

@@ -1,4 +1,4 @@
-""".zkey version 1, Groth16: a circuit's proving key.
+"""The Groth16 proving key of a circuit: .zkey version 1.
 
      1  u32 1 (Groth16)
      2  u32 n8q, q, u32 n8r, r, u32 nVars, u32 nPublic, u32 domainSize, alpha1 beta1 beta2 gamma2 delta1 delta2
@@ -9,12 +9,12 @@
      7  B2   nVars                 of G2
      8  C    nVars - nPublic - 1   of G1
      9  H    domainSize            of G1
-    10  the circuit's hash (64 bytes), u32 count, contributions: deltaAfter, g1_s, g1_sx of G1, g2_spx of G2,
-        transcript (64 bytes), label (contributions.py)
+    10  circuit hash (64 bytes), u32 count, contributions: deltaAfter, g1_s, g1_sx of G1, g2_spx of G2,
+        transcript (64 bytes), label
 
-Names ending in 1 are of G1, in 2 of G2; points are as elements.py has them. The matrices hold nPublic + 1 more rows of
-A than the circuit has constraints: row nConstraints + s, signal s, value 1. One Montgomery product of an entry's value
-and a canonical witness value is in Montgomery form. Source: files of snarkjs 0.7.6, read byte by byte.
+Names ending in 1 are points of G1, in 2 of G2. elements.py describes the encoding of points and labels. A has nPublic
++ 1 more rows than the circuit has constraints: row nConstraints + s has the value 1 for signal s. The Montgomery
+product of an entry's value and a canonical witness value is in Montgomery form. Source: files of snarkjs 0.7.6.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve.parameters import Family, family_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile
-from accelerant.zk.formats.contributions import Label, label_bytes, read_label
+from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile, Piece, write_container
 from accelerant.zk.formats.elements import (
+    Label,
     check_below,
     check_points,
     coordinate_field,
     first_not_below,
     hash_bytes,
+    label_bytes,
     point_words,
     prime_bytes,
     read_family,
+    read_label,
     read_point,
     scalar_field,
     why_forgeable,
     words_of,
 )
-from accelerant.zk.formats.writing import Piece, write_container
 
 __all__ = ["COEFFICIENT", "Contribution", "Zkey", "write_zkey"]
 
@@ -65,20 +66,19 @@ _COUNT = struct.Struct("<I")
 _CHUNK = 1 << 16
 
 COEFFICIENT = np.dtype([("matrix", "<u4"), ("row", "<u4"), ("signal", "<u4"), ("value", "<u8", (4,))])
-"""An entry of the matrices A (0) and B (1); both pairings have r of four words."""
+"""An entry of the matrices A (0) and B (1); r takes four words in both supported families."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contribution:
-    """One of the ceremony's second phase, as the file tells it; nothing of it is verified here.
+    """A contribution to the second phase of a ceremony, as recorded in the file; it is not verified.
 
     Attributes:
-        label: its kind and name.
-        delta_after: delta1 after it, words of G1.
+        delta_after: delta1 after the contribution, words of G1.
         g1_s: a random point of G1.
-        g1_sx: the same times the contributor's secret.
-        g2_spx: a point of G2 that the transcript gives, times the secret.
-        transcript: hash of what came before.
+        g1_sx: g1_s times the contributor's secret.
+        g2_spx: the point of G2 derived from the transcript, times the secret.
+        transcript: hash of the preceding contributions.
     """
 
     label: Label
@@ -90,22 +90,21 @@ class Contribution:
 
 
 class Zkey(MappedFile):
-    """A Groth16 .zkey file, mapped.
+    """A memory-mapped Groth16 .zkey file.
 
-    Points are words in Montgomery form, the kernels' own; arrays are read-only, lie in the file, and need not begin at
-    a multiple of 8.
+    Points are words in Montgomery form, as the kernels use them. Arrays are read-only views of the file and may be
+    unaligned.
 
     Attributes:
-        path: of the file.
-        family: "bn254" or "bls12_381", by q and r.
-        n_vars: signals, w[0] = 1 included.
-        n_public: outputs and public inputs.
-        domain_size: a power of two, more than the circuit's constraints.
-        n_coefficients: entries of A and B.
+        family: "bn254" or "bls12_381", from q and r.
+        n_vars: number of signals, including w[0] = 1.
+        n_public: number of outputs and public inputs.
+        domain_size: a power of two above the number of constraints.
+        n_coefficients: number of entries of A and B.
         alpha1, beta1, delta1: (2 limbs,) words.
         beta2, gamma2, delta2: (4 limbs,) words.
-        circuit_hash: 64 bytes; empty where the file has no section of contributions.
-        contributions: of the ceremony's second phase.
+        circuit_hash: 64 bytes; empty if the file has no contributions section.
+        contributions: contributions to the second phase of the ceremony.
     """
 
     alpha1: U64
@@ -134,17 +133,17 @@ class Zkey(MappedFile):
         family = read_family(cursor, "q")
         at = cursor.at
         if read_family(cursor, "r") is not family:
-            raise cursor.error(f"r is not that of {family.name}, of which q is", at)
+            raise cursor.error(f"r is not the group order of {family.name}, the curve of q", at)
         at = cursor.at
         self.family = family.name
         self._family = family
         self.n_vars, self.n_public, self.domain_size = (cursor.u32(name) for name in ("nVars", "nPublic", "domainSize"))
         if self.n_public >= self.n_vars:
-            raise cursor.error(f"{self.n_public} public signals and w[0] among {self.n_vars} signals", at)
+            raise cursor.error(f"{self.n_public} public signals and w[0] exceed {self.n_vars} signals", at)
         size, most = self.domain_size, scalar_field(family).two_adicity
         if size & (size - 1) or not self.n_public < size <= 1 << most:
-            wanted = f"a power of two over {self.n_public}, the public signals, and up to 2^{most}"
-            raise cursor.error(f"domainSize is {size}; it must be {wanted}", at + 8)
+            bounds = f"greater than the {self.n_public} public signals and at most 2^{most}"
+            raise cursor.error(f"domainSize is {size}; it must be a power of two {bounds}", at + 8)
         for name, degree in _HEADER_POINTS:
             setattr(self, name, read_point(cursor, family, degree, name))
         cursor.end()
@@ -160,7 +159,7 @@ class Zkey(MappedFile):
         check_below(container, _IC, coordinate_field(self._family), self.ic)
 
     def _counts(self) -> dict[int, tuple[int, int]]:
-        """Section of points -> how many it has, and their words."""
+        """Map each section of points to its number of points and words per point."""
         g1, g2 = (point_words(self._family, degree) for degree in (1, 2))
         return {
             _IC: (self.n_public + 1, g1),
@@ -175,7 +174,7 @@ class Zkey(MappedFile):
         self.circuit_hash = cursor.take(_HASH_BYTES, "the circuit's hash")
         count = cursor.u32("the number of contributions")
         found = []
-        for _ in range(count):  # each takes bytes of the section, which ends them
+        for _ in range(count):  # bounded by the section: each takes bytes of it
             after, s, sx, spx = (
                 read_point(cursor, self._family, degree, "a contribution's point") for degree in (1, 1, 1, 2)
             )
@@ -192,32 +191,32 @@ class Zkey(MappedFile):
 
     @property
     def ic(self) -> U64:
-        """(n_public + 1, 2 limbs): what public inputs multiply."""
+        """Points of the public inputs, (n_public + 1, 2 limbs)."""
         return self._points(_IC)
 
     @property
     def a(self) -> U64:
-        """(n_vars, 2 limbs); infinity occurs."""
+        """A in G1, (n_vars, 2 limbs); may contain infinity."""
         return self._points(_A)
 
     @property
     def b1(self) -> U64:
-        """(n_vars, 2 limbs); infinity occurs."""
+        """B in G1, (n_vars, 2 limbs); may contain infinity."""
         return self._points(_B1)
 
     @property
     def b2(self) -> U64:
-        """(n_vars, 4 limbs); infinity occurs."""
+        """B in G2, (n_vars, 4 limbs); may contain infinity."""
         return self._points(_B2)
 
     @property
     def c(self) -> U64:
-        """(n_vars - n_public - 1, 2 limbs): of the private signals."""
+        """Points of the private signals, (n_vars - n_public - 1, 2 limbs)."""
         return self._points(_C)
 
     @property
     def h(self) -> U64:
-        """(domain_size, 2 limbs)."""
+        """Points of the quotient polynomial, (domain_size, 2 limbs)."""
         return self._points(_H)
 
     @property
@@ -226,12 +225,7 @@ class Zkey(MappedFile):
         return {_NAMES[number]: self._points(number) for number in self._counts()}
 
     def chunks(self, name: str, rows: int) -> Iterator[U64]:
-        """Copies of a section's points, so many at a time: aligned, and the file's pages are given back in between.
-
-        Args:
-            name: as points has them.
-            rows: of a chunk, at most.
-        """
+        """Yield aligned copies of up to `rows` points of a section, releasing the file's pages in between."""
         words = self.points[name]
         for start in range(0, len(words), rows):
             chunk = np.array(words[start : start + rows])
@@ -239,15 +233,15 @@ class Zkey(MappedFile):
             yield chunk
 
     def forget(self) -> None:
-        """Give the pages that were read back to the system: they count as this process's memory until then."""
+        """Return the resident pages of the mapping to the system; they count towards the memory of this process."""
         self._container.forget()
 
     @property
     def coefficients(self) -> npt.NDArray[np.void]:
-        """(n_coefficients,) of COEFFICIENT; the first access finds that matrix, row and signal are in range.
+        """Entries of A and B, (n_coefficients,) of COEFFICIENT; the first access validates matrix, row and signal.
 
         Raises:
-            FormatError: one is not; names its offset.
+            FormatError: an index is out of range; names its offset.
         """
         found: npt.NDArray[np.void] = self._container.array(
             _COEFFICIENTS, COEFFICIENT, start=_COUNT.size, count=self.n_coefficients
@@ -266,34 +260,30 @@ class Zkey(MappedFile):
                 if wrong.any():
                     index = int(wrong.argmax())
                     at = self._container.sections[_COEFFICIENTS].offset + _COUNT.size
-                    at += (start + index) * COEFFICIENT.itemsize + COEFFICIENT.fields[name][1]  # type: ignore[index]  # it has fields
+                    at += (start + index) * COEFFICIENT.itemsize + COEFFICIENT.fields[name][1]  # type: ignore[index]
                     message = f"coefficient {start + index}: {name} {part[name][index]} is not below {bound}"
                     raise self._container.error(_COEFFICIENTS, at, message)
 
     @property
     def n_constraints(self) -> int:
-        """Of the circuit: the last row of A is that of the last public signal.
-
-        Raises:
-            FormatError: an entry is out of range.
-        """
+        """Number of constraints, derived from the last row of A, which belongs to the last public signal."""
         rows = self.coefficients["row"]
         return max(0, int(rows.max()) - self.n_public) if len(rows) else 0
 
     @property
     def forgeable(self) -> str | None:
-        """Why anyone can make proofs that this key accepts; None where its header does not say so."""
+        """Why proofs for this key can be forged; None if the header gives no reason."""
         return why_forgeable(self.gamma2, self.delta2)
 
     def check(self, *, subgroup: bool = True) -> None:
-        """Read the whole key and refuse what no ceremony writes: needed for a key whose source is not trusted.
+        """Validate the whole key; required for a key from an untrusted source.
 
         Args:
-            subgroup: ask for points out of the subgroup too, which takes most of the time.
+            subgroup: also check subgroup membership, which takes most of the time.
 
         Raises:
-            FormatError: a coordinate or a value that is not reduced, a point off the curve or out of the subgroup,
-                infinity in the header, a last contribution that did not leave delta1; names section and offset.
+            FormatError: an unreduced coordinate or value, a point off the curve or outside the subgroup, infinity in
+                the header, or a delta1 that differs from the last contribution's; names section and offset.
         """
         container, family = self._container, self._family
         self.check_header(subgroup=subgroup)
@@ -309,16 +299,16 @@ class Zkey(MappedFile):
                 raise container.error(_COEFFICIENTS, at, f"coefficient {start + index}: the value is not below r")
         if self.contributions and not np.array_equal(self.contributions[-1].delta_after, self.delta1):
             at = container.sections[_CONTRIBUTIONS].offset
-            raise container.error(_CONTRIBUTIONS, at, "the last contribution leaves another delta1 than the header's")
+            raise container.error(_CONTRIBUTIONS, at, "delta1 of the last contribution differs from the header's")
 
     def check_header(self, *, subgroup: bool = True) -> None:
-        """Refuse points of the header that are infinity, off the curve or out of the subgroup: 2 to 6 ms.
+        """Check that the points of the header are finite, on the curve and in the subgroup; takes 2 to 6 ms.
 
-        A key that is used needs it: r delta1 and s delta2 hide the witness in a proof, and do not where delta1 is
-        infinity or has a small order, though such proofs may verify.
+        Proving requires it: r delta1 and s delta2 hide the witness in a proof. If delta1 is infinity or has small order
+        they do not, although the proof may verify.
 
         Args:
-            subgroup: ask for points out of the subgroup too.
+            subgroup: also check subgroup membership.
 
         Raises:
             FormatError: names the point and its offset.
@@ -372,25 +362,25 @@ def write_zkey(
     circuit_hash: bytes = bytes(_HASH_BYTES),
     contributions: Sequence[Contribution] = (),
 ) -> None:
-    """Write a .zkey, whole or not at all. The arrays are as Zkey has them and are not checked to be points.
+    """Write a .zkey file atomically. Arrays have the layout of Zkey's; points are not validated.
 
     Args:
-        path: of the file; what is there is replaced.
+        path: an existing file is replaced.
         family: "bn254" or "bls12_381".
-        n_public: outputs and public inputs.
+        n_public: number of outputs and public inputs.
         alpha1, beta1, delta1: (2 limbs,) uint64, Montgomery form.
         beta2, gamma2, delta2: (4 limbs,).
         ic: (n_public + 1, 2 limbs).
         a, b1: (n_vars, 2 limbs).
         b2: (n_vars, 4 limbs).
         c: (n_vars - n_public - 1, 2 limbs).
-        h: (domain_size, 2 limbs), a power of two.
+        h: (domain_size, 2 limbs); domain_size is a power of two.
         coefficients: (n,) of COEFFICIENT.
         circuit_hash: 64 bytes.
-        contributions: of the ceremony's second phase.
+        contributions: contributions to the second phase of the ceremony.
 
     Raises:
-        ConfigError: no such family, a hash or transcript of another length, sizes that no circuit has, or path names no
+        ConfigError: unknown family, a hash or transcript of another length, impossible sizes, or path does not name a
             regular file.
         ShapeError, UnsupportedDtype: an array of another shape or dtype.
         OSError: the file cannot be written.
@@ -398,9 +388,11 @@ def write_zkey(
     pairing = family_of(family)
     n_vars, domain_size = len(a), len(h)
     if not 0 <= n_public < n_vars:
-        raise ConfigError(f"n_public must be 0 to {n_vars - 1}, below the {n_vars} signals, got {n_public}")
+        raise ConfigError(f"n_public must be 0 to {n_vars - 1}, below the number of signals, got {n_public}")
     if domain_size & (domain_size - 1) or domain_size <= n_public:
-        raise ConfigError(f"h must have a power of two of points, more than n_public = {n_public}, got {domain_size}")
+        raise ConfigError(
+            f"the number of points of h must be a power of two above n_public = {n_public}, got {domain_size}"
+        )
     g1, g2 = (point_words(pairing, degree) for degree in (1, 2))
     given = {"alpha1": alpha1, "beta1": beta1, "beta2": beta2, "gamma2": gamma2, "delta1": delta1, "delta2": delta2}
     header: list[Piece] = [

@@ -23,7 +23,7 @@ from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.places import HOST
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache
-from accelerant.runtime.cores import usable_cores
+from accelerant.runtime.host import usable_cores
 from accelerant.runtime.providers.cpu import CpuProvider
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.groth16.quotient import quotient, scalars_of

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.places import HOST
-from accelerant.runtime.cores import usable_cores
+from accelerant.runtime.host import usable_cores
 from accelerant.zk.formats.elements import first_not_below
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.keys import SECTIONS, Stages, Summed, UnreducedError

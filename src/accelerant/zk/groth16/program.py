@@ -7,8 +7,7 @@ from pathlib import Path
 
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.program import field_text
-from accelerant.runtime.compilation.kernel import KernelSource
-from accelerant.runtime.compilation.portable import portable_header
+from accelerant.runtime.compilation.kernel import KernelSource, portable_header
 
 __all__ = ["BLOCK", "EACH", "LONG", "kernel_source"]
 

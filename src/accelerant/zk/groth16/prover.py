@@ -30,7 +30,7 @@ from accelerant.algebra.field import words as host
 from accelerant.algebra.field.places import HOST, Place
 from accelerant.algebra.ntt import LOG_MOST
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
-from accelerant.zk.formats.wtns import Witness
+from accelerant.zk.formats.circuit import Witness
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.chosen import Devices, chosen_places
 from accelerant.zk.groth16.host_key import HostKey

@@ -33,7 +33,7 @@ from accelerant.algebra.field.places import HOST
 from accelerant.errors import UnsupportedCase
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.formats import COEFFICIENT, TERM, Contribution, Label, R1cs, write_zkey
-from accelerant.zk.formats.writing import writable_target
+from accelerant.zk.formats.container import writable_target
 from accelerant.zk.groth16.multiples import Multiples
 from accelerant.zk.groth16.quotient import scalars_of
 from accelerant.zk.groth16.sparse import SparseMatrix

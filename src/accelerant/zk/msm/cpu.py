@@ -30,7 +30,7 @@ from accelerant.algebra.field.places import HOST
 from accelerant.errors import OutOfMemory, ShapeError, UnsupportedCase
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel
-from accelerant.runtime.cores import usable_cores
+from accelerant.runtime.host import usable_cores
 from accelerant.zk.msm.llvm_buckets import SIGN, Work
 from accelerant.zk.msm.llvm_kernels import PACKS, SIZES, kernel_source
 

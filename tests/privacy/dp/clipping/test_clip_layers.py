@@ -7,7 +7,8 @@ from torch import nn
 
 from accelerant import nn as our
 from accelerant.errors import UnsupportedCase
-from accelerant.privacy.dp.clipping import PerExampleClipper
+from accelerant.privacy.dp.clipping import LayerRule, PerExampleClipper, register, rules
+from accelerant.privacy.dp.clipping.layers import scale_shift
 
 modes = pytest.mark.parametrize("norms", MODES)
 dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -316,3 +317,31 @@ def test_batch_norm_that_is_put_back_to_train_mode_is_refused_by_name():
     model.train()
     model(x)
     assert not torch.equal(norm.running_mean, kept)
+
+
+class Scale(nn.Module):
+    """A layer of the user's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4) + 0.5)
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_a_layer_is_added_by_one_class(monkeypatch):
+    monkeypatch.setattr(rules, "_rules", dict(rules._rules))
+    model, x = Chain(nn.Linear(3, 4), Scale(), nn.Linear(4, 2)).double(), torch.randn(5, 3, dtype=torch.float64)
+    with pytest.raises(UnsupportedCase, match=r"layers.1.weight of Scale: no rule"):
+        PerExampleClipper(model, max_grad_norm=1.0)
+
+    @register
+    class ScaleRule(LayerRule):
+        layers = (Scale,)
+
+        def forward(self, x):
+            x, _ = self.examples_first(x)
+            return scale_shift(x, self.module.weight, None, (x.dim() - 1,), self.sink, x.dtype)
+
+    check(model, [x], loss_of)

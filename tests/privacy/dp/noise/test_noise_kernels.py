@@ -23,8 +23,8 @@ from accelerant.privacy.dp.noise.table import make_tables
 from accelerant.privacy.random.chacha20 import key_words
 from accelerant.privacy.random.llvm_kernels import lanes
 from accelerant.runtime import registry
+from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.compilation.kernel import KernelSource
-from accelerant.runtime.providers.cuda_compile import compile_cuda
 
 KEY = bytes(range(32))
 NONCE = 0x0123456789ABCDEF

@@ -4,9 +4,9 @@
 >>> loss.backward()                       # p.grad: sum over examples of min(1, C / ||g_i||) g_i
 >>> clipper.norms, clipper.factors        # (B,) each
 
-The backward pass makes the gradients of activations alone. Of each layer it keeps what the parameter's gradient would
-be the product of; when it is over, norms are known, and one more product gives the clipped sum. An example is an entry
-of the first dimension of what the model takes.
+The backward pass computes gradients of activations alone, and keeps the factors of each parameter's gradient. At its
+end all norms are known, and one more product gives the clipped sum. An example is an entry of the first dimension of
+the model's input.
 
 Exact per-example gradients of
     torch.nn    Linear, Embedding (padding_idx too), LayerNorm, RMSNorm, GroupNorm, InstanceNorm without running
@@ -15,18 +15,20 @@ Exact per-example gradients of
     accelerant  Linear, LayerNorm, RMSNorm, Conv2d, LSTM, GRU; GPT and Llama with all that is inside
     transformers  Conv1D, the RMS norms of Llama, Mistral, Qwen2 and Qwen3, ViT's embeddings; so GPT-2, Llama, BERT, ViT
 and of whatever is made of these: biases, LoRA adapters, parameters that several layers share (an embedding tied to an
-output layer with its cross term), layers called several times. Frozen parameters cost nothing.
+output layer with its cross term), layers called several times. Frozen parameters cost nothing. `LayerRule` and
+`register` add layers (rules.py).
 
-Kept until the pass is over, beside what the backward pass of activations keeps: of a layer both factors (its inputs and
-the gradients of its outputs), or its per-example gradients, B times its size in the dtype that it computes in, whatever
-takes less time (norms.py). By layers (`clipping="per_layer"`) nothing is kept longer than a layer takes.
+Memory kept until the pass ends, in addition to that of the backward pass of activations: for each layer both factors
+(its inputs and the gradients of its outputs), or its per-example gradients, B times its size in the dtype that it
+computes in, whichever takes less time (contributions.py). By layers (`clipping="per_layer"`) nothing is kept longer
+than a layer takes.
 
 Works with autocast, CUDA graphs, checkpointing (use_reentrant=False), several passes before a step, and torch.compile,
 which leaves these layers to Python.
 
 Refused by name: BatchNorm (it mixes examples) unless it is in eval mode and frozen, a bare parameter of a module that
-is not listed, layers of another kind. A parameter that is used outside of its layer is found in the backward pass, and
-refused there. Copies and files of the model are ordinary models.
+is not listed, layers of another kind. A parameter that is used outside of its layer is detected in the backward pass,
+and refused there. Copies and files of the model are ordinary models.
 
 Source: Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038 (book-keeping); Abadi et al. 2016, arXiv:1607.00133 (DP-SGD).
 """
@@ -34,5 +36,6 @@ Source: Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038 (book-keeping); Abadi e
 from __future__ import annotations
 
 from accelerant.privacy.dp.clipping.clipper import PerExampleClipper
+from accelerant.privacy.dp.clipping.rules import LayerRule, register
 
-__all__ = ["PerExampleClipper"]
+__all__ = ["LayerRule", "PerExampleClipper", "register"]

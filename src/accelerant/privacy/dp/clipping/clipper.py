@@ -1,4 +1,4 @@
-"""PerExampleClipper: attaches to a model, and owns its passes."""
+"""PerExampleClipper: attaches to a model, receives its layers' contributions, and runs its backward passes."""
 
 from __future__ import annotations
 
@@ -8,31 +8,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.ops import _per_example
 from accelerant.ops.transformer.op import column_sums_each
-from accelerant.privacy.dp.clipping import (
-    attention,
-    convolution,
-    frozen,
-    hugging_face,
-    launch,
-    layers,
-    models,
-    recurrent,
-)
-from accelerant.privacy.dp.clipping.contributions import Dense, Lookup, Piece, Rows
-from accelerant.privacy.dp.clipping.copies import leave_out, mark
-from accelerant.privacy.dp.clipping.functions import SECOND_PASS
-from accelerant.privacy.dp.clipping.norms import wide
-from accelerant.privacy.dp.clipping.passes import BackwardPass, Group, Plan, require_plain_backward
+from accelerant.privacy.dp.clipping import convolution, launch, rules, sequences  # noqa: F401  they register rules
+from accelerant.privacy.dp.clipping.backward_pass import BackwardPass, ClippingPlan, Group, makes_gradient
+from accelerant.privacy.dp.clipping.contributions import Contribution, Dense, Lookup, Rows
+from accelerant.privacy.dp.clipping.launch import wide
+from accelerant.privacy.dp.clipping.layers import SECOND_PASS
 
 __all__ = ["PerExampleClipper"]
-
-for _each in (attention, convolution, hugging_face, models, recurrent):
-    _each.register()
 
 _NORMS = ("auto", "ghost", "instantiate")
 
@@ -41,38 +27,39 @@ class PerExampleClipper:
     """Makes backward passes of a model leave sums of clipped per-example gradients.
 
     After `loss.backward()` each parameter's `.grad` has had sum over i of c_i g_i added, c_i = min(1, C / ||g_i||),
-    with g_i the gradient of example i's own loss: no noise yet, nothing divided. Several backward passes add up. An
-    example whose norm is not finite has c_i = 0 and is counted.
+    with g_i the gradient of example i's own loss: no noise, no division. Several backward passes add up. An example
+    whose norm is not finite has c_i = 0 and is counted.
 
     Args:
         model: of supported layers; see the package. Its parameters that require gradients now are clipped.
-        max_grad_norm: C, above 0. Of "per_layer": each layer gets C / sqrt(layers); or a mapping from names of layers
-            (as named_modules has them) to their bounds.
+        max_grad_norm: C, above 0. For "per_layer": each layer gets C / sqrt(layers); or a mapping from names of layers
+            (as in named_modules) to their bounds.
         clipping: "flat": by the norm over all parameters. "per_layer": each layer by its own: nothing is kept longer
             than until the layer is done.
         loss_reduction: "mean": the loss is (1 / B) sum of the examples' losses; "sum": their sum.
-        norms: "ghost" or "instantiate" for all layers that have the choice; "auto": what costs less (norms.py).
+        norms: "ghost" or "instantiate" for all layers with the choice; "auto": what costs less (contributions.py).
 
     Attributes:
         mask: (B,) bool, which rows of a padded batch count; read at the next backward pass. None: all.
-        loss_scale: the loss was multiplied by it (a GradScaler's scale); the gradients are left without it.
+        loss_scale: factor of the loss (a GradScaler's scale); the gradients are left without it.
         norms: (B,) ||g_i|| after each backward pass; None before the first.
-        factors: (B,) c_i; of "per_layer" the smallest of the layers'.
-        layer_norms: by layer, of "per_layer" (B,) each; of "flat" one entry, under "".
+        factors: (B,) c_i; for "per_layer" the smallest of the layers'.
+        layer_norms: by layer, for "per_layer" (B,) each; for "flat" one entry, under "".
         nonfinite: how many examples were left out for norms that were not finite, a scalar on the device.
-        on_begin: called before a backward pass leaves anything; what it raises ends the pass.
+        on_begin: called before a backward pass leaves anything; an exception ends the pass.
         on_backward: called after each finished backward pass with norms and factors.
+        parameters: the clipped ones, with names.
 
     Raises:
         ConfigError: an argument has no meaning.
-        UnsupportedCase: layers whose per-example gradients would not be exact, all by name, and what to use instead.
+        UnsupportedCase: lists the layers whose per-example gradients would not be exact, and what to use instead.
 
     The model and the loss must treat each example by itself: what mixes examples (a loss that compares them, a mean
     over those tokens of a batch that count) has no per-example gradients, and is not noticed.
 
     Neighbouring data sets differ in one example added or removed; the sum's sensitivity in L2 is `sensitivity`. Norms
     and sums accumulate in float32. Where a layer's gradients are not formed (`idealised`) rounding has no useful bound.
-    Kept until the pass is over: see pieces.py. Not thread-safe: one backward pass at a time.
+    Memory kept until the pass ends: see contributions.py. Not thread-safe: one backward pass at a time.
     """
 
     def __init__(
@@ -103,26 +90,26 @@ class PerExampleClipper:
         self._pass: BackwardPass | None = None
         self._ignored: int | None = None
         self._examples: int | None = None
-        self._inside = 0
-        self._expected: dict[int, int] = {}
-        self._announced: dict[int, int] = {}
-        self._removals: list[Callable[[], None]] = []
+        self._calls = 0  # of the model, under way
+        self._expected: dict[int, int] = {}  # contributions of the next pass, by parameter
+        self._announced: dict[int, int] = {}  # those that no pass has brought yet
+        self._undo: list[Callable[[], None]] = []
         self._idealised = norms == "ghost"
         self._frozen: list[tuple[str, nn.Module]] = []
         for name, parameter in model.named_parameters():
             if _per_example.sink_of(parameter) is not None:
                 raise ConfigError(f"{name} is clipped already: detach() the other clipper first")
-        found = layers.survey(model)
-        self.parameters: list[tuple[str, nn.Parameter]] = found.parameters
-        self._plan = Plan(
-            {id(each): name for name, each in found.parameters},
-            {id(each): each for _, each in found.parameters},
-            _groups(found, clipping),
+        survey = rules.survey(model)
+        self.parameters: list[tuple[str, nn.Parameter]] = survey.parameters
+        self._plan = ClippingPlan(
+            {id(parameter): name for name, parameter in survey.parameters},
+            {id(parameter): parameter for _, parameter in survey.parameters},
+            _groups(survey.parameters, clipping),
             norms,
             loss_reduction == "mean",
         )
         self.max_grad_norm = max_grad_norm
-        self._attach(found)
+        self._attach(survey)
 
     # --- settings ----------------------------------------------------------------------------------------------------
 
@@ -148,12 +135,12 @@ class PerExampleClipper:
             if not (bound > 0 and math.isfinite(bound)):
                 raise ConfigError(f"max_grad_norm must be above 0 and finite, got {value!r}")
         for group, bound in zip(groups, bounds, strict=True):
-            group.set(bound)
+            group.set_bound(bound)
         self._max_grad_norm = value if isinstance(value, Mapping) else float(value)
 
     @property
     def sensitivity(self) -> float:
-        """How far one example moves the sum, in L2: C, or sqrt(sum C_l^2) over layers."""
+        """The most that one example moves the sum, in L2: C, or sqrt(sum C_l^2) over layers."""
         if isinstance(self._max_grad_norm, Mapping):
             return math.sqrt(sum(group.bound**2 for group in self._plan.groups))
         return float(self._max_grad_norm)
@@ -165,63 +152,76 @@ class PerExampleClipper:
 
     # --- attaching ---------------------------------------------------------------------------------------------------
 
-    def _attach(self, found: layers.Survey) -> None:
+    def _attach(self, survey: rules.Survey) -> None:
         try:
-            own = [each for _, each in found.parameters]
+            own = [parameter for _, parameter in survey.parameters]
             _per_example.attach(self, own)
-            self._removals.append(lambda: _per_example.detach(own))
-            self._removals.append(leave_out(self.model))
-            for hook in _around(self):
-                self._removals.append(hook.remove)
-            self._frozen = found.frozen
-            self._removals += [frozen.watch(name, module) for name, module in found.frozen]
-            for name, parameter in found.parameters:
-                self._removals.append(parameter.register_hook(_stray(name)).remove)
-            for module, make in found.replaced:
-                self._removals.append(layers.replace(module, make, self))
-            for module, adapt in found.models:
-                self._removals.append(layers.adapt(module, adapt, self))
+            self._undo.append(lambda: _per_example.detach(own))
+            self._undo.append(rules.hide_marked(self.model))
+            self._hook_forward()
+            self._frozen = survey.frozen
+            self._undo += [rules.watch_frozen(name, module) for name, module in survey.frozen]
+            for name, parameter in survey.parameters:
+                self._undo.append(parameter.register_hook(_refuse_gradient(name)).remove)
+            for module, rule in survey.layers:
+                self._undo.append(rules.attach_rule(module, rule, self))
+            for module, methods in survey.models:
+                self._undo.append(rules.adapt_model(module, methods, self))
         except BaseException:
             self.detach()
             raise
 
+    def _hook_forward(self) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module is self.model:  # not a copy of it
+                self._calls += 1
+                self.begin(*args, *kwargs.values())
+
+        def after(module: nn.Module, args: Any, result: Any) -> None:
+            if module is self.model:
+                self._calls -= 1
+
+        model = self.model
+        self._undo.append(model.register_forward_pre_hook(rules.mark(before), with_kwargs=True).remove)
+        self._undo.append(model.register_forward_hook(rules.mark(after), always_call=True).remove)
+
     def detach(self) -> None:
-        """Give the model back as it was: backward passes make ordinary gradients. May be called again."""
-        while self._removals:
-            self._removals.pop()()
-        self._pass, self._examples, self._inside = None, None, 0
+        """Restore the model: backward passes make ordinary gradients. May be called again."""
+        while self._undo:
+            self._undo.pop()()
+        self._pass, self._examples, self._calls = None, None, 0
         self._expected.clear()
         self._announced.clear()
 
     def require_frozen(self) -> None:
-        """Check that each BatchNorm that was frozen is so still, before a pass or a step.
+        """Check that each frozen BatchNorm still is, before a pass or a step.
 
         Raises:
-            UnsupportedCase: one is in train mode, or lost its running statistics; by name.
+            UnsupportedCase: names one that is in train mode, or lost its running statistics.
         """
         for name, module in self._frozen:
-            frozen.require(name, module)
+            rules.require_frozen(name, module)
 
     def begin(self, *inputs: Any) -> None:
-        """Note how many examples a forward pass is for: the first dimension of the first tensor that has one.
+        """Record how many examples a forward pass is of: the first dimension of the first tensor with one.
 
-        Called by the model's `__call__`; to be called first by who calls a part of the model. Without gradients it does
-        nothing: a pass that is under way stays what it is.
+        The model's `__call__` does it; a caller of a part of the model must call this first. Without gradients it has
+        no effect: a pass under way stays what it is.
         """
         if torch.is_grad_enabled():
-            self._examples = _batch(inputs)
+            self._examples = _batch_size(inputs)
 
-    # --- the sink (accelerant.ops._per_example) -----------------------------------------------------------------------
+    # --- the sink (accelerant.ops._per_example.PerExampleSink) -------------------------------------------------------
 
     @property
     def examples(self) -> int | None:
-        """Of the forward pass that runs."""
+        """See PerExampleSink."""
         return self._examples
 
     @property
     def batch(self) -> int | None:
-        """Of the call of the model that is under way; None outside of one, where a layer's input says it."""
-        return self._examples if self._inside else None
+        """See PerExampleSink."""
+        return self._examples if self._calls else None
 
     def expect(self, *parameters: Tensor | None) -> None:
         """See PerExampleSink."""
@@ -237,7 +237,7 @@ class PerExampleClipper:
     def linear(self, weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, examples: int) -> None:
         """See PerExampleSink."""
         if weight is not None and self.wants(weight):
-            self._add(weight, Rows(_by_example(x, examples), _by_example(dy, examples)), examples)
+            self.contribute(weight, Rows(_by_example(x, examples), _by_example(dy, examples)), examples)
         self.columns(bias, dy, examples)
 
     def embedding(
@@ -256,7 +256,7 @@ class PerExampleClipper:
         tokens = tokens.reshape(-1, g.shape[1]).long().expand(examples, -1)
         if padding_idx is not None:
             g = g.masked_fill((tokens == padding_idx).unsqueeze(2), 0)
-        self._add(weight, Lookup(tokens, g, weight.shape[0], distinct), examples)
+        self.contribute(weight, Lookup(tokens, g, weight.shape[0], distinct), examples)
 
     def norm(
         self, weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, statistics: Tensor, examples: int
@@ -280,27 +280,22 @@ class PerExampleClipper:
         self, parameter: Tensor, each: Tensor, squares: Tensor | None = None, factor: Tensor | None = None
     ) -> None:
         """See PerExampleSink."""
-        if self.wants(parameter):
-            self._add(parameter, Dense(each, squares, factor), each.shape[0])
+        self.contribute(parameter, Dense(each, squares, factor), each.shape[0])
 
     def form(self, a: Tensor, g: Tensor, out: Tensor) -> Tensor:
         """See PerExampleSink."""
         return launch.form(a, g, out)[1]
 
-    def piece(self, parameter: Tensor, piece: Piece, examples: int) -> None:
-        """As `gradients`, of a piece made by who knows its kind."""
-        if self.wants(parameter):
-            self._add(parameter, piece, examples)
-
-    # --- a pass ------------------------------------------------------------------------------------------------------
-
-    def _add(self, parameter: Tensor, piece: Piece, examples: int) -> None:
+    def contribute(self, parameter: Tensor, contribution: Contribution, examples: int) -> None:
+        """Take a contribution of any kind to a parameter's per-example gradients."""
+        if not self.wants(parameter):
+            return
         task = torch._C._current_graph_task_id()
         if task == self._ignored:
             return
         now = self._pass
         if now is None or now.task != task:
-            if not require_plain_backward(parameter):
+            if not makes_gradient(parameter):
                 self._ignored = task
                 return
             self._ignored = None
@@ -309,10 +304,12 @@ class PerExampleClipper:
             now = self._pass = BackwardPass(task, self._plan, self._expected, self.mask, self.loss_scale)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         left = self._announced.get(id(parameter), 0)
-        if not left:  # forward passes that were dropped leave some over: their layers' own functions look, too
+        if not left:  # forward passes that were dropped leave some over: the layers' functions check visits, too
             raise UnsupportedCase(SECOND_PASS)
         self._announced[id(parameter)] = left - 1
-        now.add(parameter, piece, examples)
+        now.add(parameter, contribution, examples)
+
+    # --- the end of a pass -------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         done, self._pass = self._pass, None
@@ -321,16 +318,15 @@ class PerExampleClipper:
             return
         self._require_known()
         done.finish()
-        found = done.clipped
-        if not found:
+        clipped = done.clipped
+        if not clipped:
             return
-        self.layer_norms = {name: each.norms for name, each in found.items()}
-        if len(found) == 1:
-            ((_, only),) = found.items()
-            self.norms, self.factors = only.norms, only.factors
+        self.layer_norms = {name: group.norms for name, group in clipped.items()}
+        if len(clipped) == 1:
+            (self.norms, self.factors), *_ = clipped.values()
         else:
-            self.norms = torch.stack([each.norms for each in found.values()]).square().sum(0).sqrt()
-            self.factors = torch.stack([each.factors for each in found.values()]).amin(0)
+            self.norms = torch.stack([group.norms for group in clipped.values()]).square().sum(0).sqrt()
+            self.factors = torch.stack([group.factors for group in clipped.values()]).amin(0)
         self._idealised = self._idealised or not done.formed
         if done.nonfinite is not None:
             self.nonfinite = done.nonfinite if self.nonfinite is None else self.nonfinite.add_(done.nonfinite)
@@ -338,7 +334,7 @@ class PerExampleClipper:
             self.on_backward(self.norms, self.factors)
 
     def _require_known(self) -> None:
-        """Raises UnsupportedCase where a parameter got an ordinary gradient, of all examples as they are."""
+        """Raise UnsupportedCase where a parameter got an ordinary, unclipped gradient."""
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._plan.names:
                 raise UnsupportedCase(
@@ -347,12 +343,12 @@ class PerExampleClipper:
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a parameter that is sent elsewhere has no sink."""
+        """Pickle as None: a copy of a parameter in another process has no sink."""
         return type(None), ()
 
 
 def _by_example(rows: Tensor, examples: int) -> Tensor:
-    """(examples T, N) as (examples, T, N)."""
+    """View (examples T, N) as (examples, T, N)."""
     if not examples:
         return rows.reshape(0, 1, rows.shape[-1])
     if rows.shape[0] % examples:
@@ -360,26 +356,8 @@ def _by_example(rows: Tensor, examples: int) -> Tensor:
     return rows.view(examples, rows.shape[0] // examples, rows.shape[-1])
 
 
-def _around(clipper: PerExampleClipper) -> tuple[RemovableHandle, RemovableHandle]:
-    """Hooks around the clipper's model's forward; in a copy of the model they are not."""
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is clipper.model:
-            clipper._inside += 1
-            clipper.begin(*args, *kwargs.values())
-
-    def after(module: nn.Module, args: Any, result: Any) -> None:
-        if module is clipper.model:
-            clipper._inside -= 1
-
-    model = clipper.model
-    return model.register_forward_pre_hook(mark(before), with_kwargs=True), model.register_forward_hook(
-        mark(after), always_call=True
-    )
-
-
-def _stray(name: str) -> Callable[[Tensor], None]:
-    """A hook for a gradient that autograd makes of a parameter itself."""
+def _refuse_gradient(name: str) -> Callable[[Tensor], None]:
+    """Return a hook that refuses a gradient which autograd makes of a parameter itself."""
 
     def refuse(gradient: Tensor | None) -> None:
         if gradient is not None:
@@ -391,25 +369,25 @@ def _stray(name: str) -> Callable[[Tensor], None]:
     return refuse
 
 
-def _batch(inputs: Any) -> int | None:
-    """The first dimension of the first tensor in there."""
+def _batch_size(inputs: Any) -> int | None:
+    """Return the first dimension of the first tensor in nested inputs."""
     if isinstance(inputs, Tensor):
         return inputs.shape[0] if inputs.dim() else None
     if isinstance(inputs, Mapping):
         inputs = tuple(inputs.values())
     if isinstance(inputs, (tuple, list)):
-        for each in inputs:
-            found = _batch(each)
-            if found is not None:
-                return found
+        for item in inputs:
+            size = _batch_size(item)
+            if size is not None:
+                return size
     return None
 
 
-def _groups(found: layers.Survey, clipping: str) -> list[Group]:
+def _groups(parameters: list[tuple[str, nn.Parameter]], clipping: str) -> list[Group]:
     groups: dict[str, Group] = {}
-    for name, each in found.parameters:
+    for name, parameter in parameters:
         layer = "" if clipping == "flat" else name.rpartition(".")[0]
         if layer not in groups:
-            groups[layer] = Group(layer, [], 0.0, torch.zeros((), dtype=torch.float64, device=each.device))
-        groups[layer].parameters.append(id(each))
+            groups[layer] = Group(layer, [], 0.0, torch.zeros((), dtype=torch.float64, device=parameter.device))
+        groups[layer].parameters.append(id(parameter))
     return list(groups.values())

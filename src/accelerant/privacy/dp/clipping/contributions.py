@@ -1,9 +1,19 @@
-"""What one backward pass leaves of a parameter's per-example gradients, until their weights are known.
+"""Contributions to a parameter's per-example gradients, kept until each example's weight is known.
 
 Kept, in bytes for B examples of T positions, s bytes a value:
     Rows    both factors of a matrix's gradient: B T (N + K) s; the inputs are those that autograd would keep anyway
-    Dense   per-example gradients that were formed: B times the parameter, in the dtype they were computed in
+    Dense   formed per-example gradients: B times the parameter, in the dtype they were computed in
     Lookup  gradients of an embedding's rows: B T D values of float32, or better
+
+Squared norms of a matrix's per-example gradients are computed in one of two ways. With inputs A (B, T, K) and output
+gradients G (B, T, N), example i's gradient is g_i = G_i^T A_i, (N, K):
+
+    ghost        ||g_i||^2 = sum over t, s of (A_it . A_is) (G_it . G_is):  2 T^2 (N + K) operations more
+    instantiate  form g_i, (B, N, K) of it, and keep it for the weighted sum: its memory is written once and read once,
+                 or twice where what forms it does not square it too, as hopper.cu does
+
+Source: Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038, section 2 (book-keeping) and 3.1 (the choice); the ghost norm
+is Goodfellow's, arXiv:1510.01799, for T = 1 and Li et al.'s, arXiv:2110.05679, section 4, for any T.
 """
 
 from __future__ import annotations
@@ -16,33 +26,33 @@ from torch import Tensor
 
 from accelerant.ops.transformer.ends import scaled
 from accelerant.privacy.dp.clipping import launch
-from accelerant.privacy.dp.clipping.norms import chunks, prefers_ghost, wide
+from accelerant.privacy.dp.clipping.launch import chunks, wide
 from accelerant.runtime.dispatch.tuning import Tuned
 
-__all__ = ["WAYS", "Dense", "Lookup", "Piece", "Rows", "cross", "merged"]
+__all__ = ["Contribution", "Dense", "Lookup", "Rows", "cross", "merged", "prefers_ghost"]
 
 
-class Piece(Protocol):
-    """Contributions to one parameter's per-example gradients."""
+class Contribution(Protocol):
+    """A part of one parameter's per-example gradients."""
 
     @property
     def formed(self) -> bool:
-        """Whether per-example gradients were formed, so that norms are of the very numbers that are summed."""
+        """Whether the gradients are formed, so that norms are of the very numbers that are summed."""
 
     def squares(self) -> Tensor:
-        """The squared norm of each example's gradient, (B,)."""
+        """Return the squared norm of each example's gradient, (B,)."""
 
     def dense(self) -> Dense:
-        """The same with the gradients formed."""
+        """Form the gradients."""
 
-    def preferred(self) -> Piece:
-        """As it is or formed, whichever costs less from here on."""
+    def preferred(self) -> Contribution:
+        """Return this contribution or its formed gradients, whichever costs less from here on."""
 
     def total(self, weights: Tensor, drop: Tensor | None, shape: torch.Size) -> Tensor:
-        """The sum over examples of weights[i] times its gradient, in float32 or better, of a shape.
+        """Return the sum over examples of weights[i] times its gradient, in float32 or better.
 
         Args:
-            weights: (B,), 0 where drop is.
+            weights: (B,), 0 where drop is true.
             drop: (B,) bool: these examples add exactly 0, whatever they hold; None where there are none.
             shape: of the parameter.
         """
@@ -51,69 +61,80 @@ class Piece(Protocol):
         """Add that sum to a dense gradient of its dtype: float32 or better."""
 
 
-def _rule(B: int, T: int, N: int, K: int, itemsize: int) -> str:
+_OPERATIONS_PER_BYTE = {"cuda": (300.0, 300.0), "cpu": (10.0, 35.0)}
+"""Operations that a device does while a byte of g_i is written and read; the second for more than _CACHED_BYTES.
+
+cuda: 600 T/s and 4 TB/s, of an H200 in bfloat16, where hopper.cu forms: written once, read once. A product and
+squares apart read twice, which would make it 450; only sums of 340 to 415 positions (at 768 x 768) would choose
+otherwise. cpu: 72 G/s of one core in float32, measured; 0.14 ns a byte, and 0.5 for more than _CACHED_BYTES, which are
+new pages each time."""
+
+_CACHED_BYTES = 16 << 20
+
+
+def prefers_ghost(B: int, T: int, N: int, K: int, itemsize: int, device: str) -> bool:
+    """Return whether the ghost norm over T positions is faster than to form, keep and sum B gradients (N, K).
+
+    Both multiply G_i^T A_i once (the ghost norm in the weighted sum, all examples at once), so that is left out.
+    """
+    small, large = _OPERATIONS_PER_BYTE.get(device, _OPERATIONS_PER_BYTE["cpu"])
+    per_byte = small if B * N * K * itemsize <= _CACHED_BYTES else large
+    return per_byte * N * K * itemsize >= 2.0 * T * T * (N + K)
+
+
+def _default_norm(B: int, T: int, N: int, K: int, itemsize: int) -> str:
     return "ghost" if prefers_ghost(B, T, N, K, itemsize, "cuda") else "instantiate"
 
 
-WAYS: Tuned[str] = Tuned("clip_norm", default=_rule, candidates=lambda *sizes: ("ghost", "instantiate"))
-"""On a GPU which norm a linear map's gradients get: by the rule, or what a race of both, sums included, has shown."""
+_NORMS: Tuned[str] = Tuned("clip_norm", default=_default_norm, candidates=lambda *sizes: ("ghost", "instantiate"))
+"""The norm of a linear map's gradients on a GPU: by the rule, or by the result of a race of both, sums included."""
 
 
 @dataclass(slots=True)
 class Rows:
     """A matrix's gradient by its factors: a (B, T, K), g (B, T, N); example i's is g_i^T a_i.
 
-    `done` says that nobody reads g after the sum: then examples that are left out may be cleared where they lie.
+    Attributes:
+        consumed: nothing reads g after the sum, so that dropped examples may be cleared in place.
     """
 
     a: Tensor
     g: Tensor
-    done: bool = True
+    consumed: bool = True
     formed: ClassVar[bool] = False
 
-    def sizes(self) -> tuple[int, int, int, int, int, str]:
-        """B, T, N, K, bytes of a value, type of device: what the choice between both norms depends on."""
-        return (
-            self.a.shape[0],
-            self.a.shape[1],
-            self.g.shape[2],
-            self.a.shape[2],
-            self.a.element_size(),
-            self.a.device.type,
-        )
-
     def squares(self) -> Tensor:
-        """By the ghost norm."""
+        """Return the ghost norms."""
         return launch.ghost_squares(self.a, self.g)
 
     def dense(self) -> Dense:
-        """(B, N, K) in the dtype of the factors."""
+        """Form (B, N, K) in the dtype of the factors."""
         return Dense(*launch.form(self.a, self.g))
 
-    def preferred(self) -> Piece:
-        """By the rule; on a GPU by a race of both ways, if there was one."""
-        B, T, N, K, itemsize, device = self.sizes()
-        if device != "cuda" or T == 1:
-            return self if prefers_ghost(B, T, N, K, itemsize, device) else self.dense()
+    def preferred(self) -> Contribution:
+        """Choose by the rule; on a GPU by a race of both norms, if there was one."""
+        a, (B, T, K), N = self.a, self.a.shape, self.g.shape[2]
+        itemsize = a.element_size()
+        if a.device.type != "cuda" or T == 1:
+            return self if prefers_ghost(B, T, N, K, itemsize, a.device.type) else self.dense()
 
-        def run(way: str) -> None:
-            piece = self.dense() if way == "instantiate" else self
-            piece.squares()
-            weights = torch.ones(B, dtype=wide(self.a.dtype), device=self.a.device)
-            piece.total(weights, None, torch.Size((N, K)))
+        def run(norm: str) -> None:
+            contribution = self.dense() if norm == "instantiate" else self
+            contribution.squares()
+            weights = torch.ones(B, dtype=wide(a.dtype), device=a.device)
+            contribution.total(weights, None, torch.Size((N, K)))
 
-        way = WAYS(self.a.device, self.a.dtype, (B, T, N, K, itemsize), run)
-        return self if way == "ghost" else self.dense()
+        return self if _NORMS(a.device, a.dtype, (B, T, N, K, itemsize), run) == "ghost" else self.dense()
 
     def total(self, weights: Tensor, drop: Tensor | None, shape: torch.Size) -> Tensor:
-        """One product over all rows, as an ordinary weight gradient."""
+        """Multiply all rows at once, as for an ordinary weight gradient."""
         g, a = self._weighted(weights, drop)
         if a.dtype != wide(a.dtype) and a.is_cuda and torch.version.hip is None:
             return torch.mm(g, a, out_dtype=torch.float32).view(shape)
         return torch.mm(g, a).view(shape)
 
     def add_to(self, grad: Tensor, weights: Tensor, drop: Tensor | None) -> None:
-        """The product adds, where the library's can."""
+        """Add within the product, where the library can."""
         if self.a.dtype == grad.dtype or not self.a.is_cuda or torch.version.hip is not None:
             grad.add_(self.total(weights, drop, grad.shape))
             return
@@ -122,17 +143,20 @@ class Rows:
         torch.ops.aten.addmm.dtype_out(out, g, a, out.dtype, out=out)
 
     def _weighted(self, weights: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Both factors of the sum, (N, B T) and (B T, K)."""
+        """Return both factors of the sum, (N, B T) and (B T, K)."""
         a = launch.scaled(self.a, weights, drop, self.a.dtype)
-        g = (launch.clear_ if self.done else launch.cleared)(self.g, drop)
+        g = (launch.clear_ if self.consumed else launch.cleared)(self.g, drop)
         return g.flatten(0, 1).t(), a.flatten(0, 1)
 
 
 @dataclass(slots=True)
 class Dense:
-    """Per-example gradients, (B, ...), and their squared norms where these are known.
+    """Formed per-example gradients, (B, ...), and their squared norms where these are known.
 
-    Both are yet to be multiplied by `factor`, a scalar, and the norms by its square; None for 1.
+    Attributes:
+        each: the gradients, yet to be multiplied by `factor`.
+        known: (B,), yet to be multiplied by the square of `factor`.
+        factor: a scalar; None for 1.
     """
 
     each: Tensor
@@ -141,28 +165,28 @@ class Dense:
     formed: ClassVar[bool] = True
 
     def squares(self) -> Tensor:
-        """Of the values as they are, and exactly so of what is summed: no product with the factor is rounded."""
-        found = launch.squares(self.each) if self.known is None else self.known
-        return found if self.factor is None else found * self.factor.to(found.dtype).square()
+        """Return norms of exactly what is summed: no product with the factor is rounded."""
+        sums = launch.squares(self.each) if self.known is None else self.known
+        return sums if self.factor is None else sums * self.factor.to(sums.dtype).square()
 
     def multiplied(self) -> Dense:
-        """The same without a factor, in the same memory."""
+        """Apply the factor, in place."""
         return self if self.factor is None else Dense(scaled(self.each, self.factor))
 
     def dense(self) -> Dense:
-        """Itself."""
+        """Return self."""
         return self
 
-    def preferred(self) -> Piece:
-        """Itself."""
+    def preferred(self) -> Contribution:
+        """Return self."""
         return self
 
     def total(self, weights: Tensor, drop: Tensor | None, shape: torch.Size) -> Tensor:
-        """One pass over what is kept."""
+        """Sum in one pass over the gradients."""
         return launch.weighted_sum(self.each, self._weighted(weights), drop).view(shape)
 
     def add_to(self, grad: Tensor, weights: Tensor, drop: Tensor | None) -> None:
-        """The same pass adds."""
+        """Add in the same pass."""
         launch.weighted_sum(self.each, self._weighted(weights), drop, grad)
 
     def _weighted(self, weights: Tensor) -> Tensor:
@@ -171,9 +195,11 @@ class Dense:
 
 @dataclass(slots=True)
 class Lookup:
-    """An embedding's gradient: tokens (B, T), g (B, T, D); row v of example i's sums its g where token v stands.
+    """An embedding's gradient: tokens (B, T), g (B, T, D); row v of example i's is the sum of g where the token is v.
 
-    `distinct` says that no token stands twice in an example, but for rows of 0: then g is the gradient itself.
+    Attributes:
+        V: rows of the table.
+        distinct: no token repeats within an example, except with rows of 0: then g is the gradient itself.
     """
 
     tokens: Tensor
@@ -183,97 +209,97 @@ class Lookup:
 
     @property
     def formed(self) -> bool:
-        """Whether equal tokens' gradients were added."""
+        """Whether gradients of equal tokens are added."""
         return self.distinct or self.g.shape[1] == 1
 
     def compact(self) -> Lookup:
-        """The same with the gradients of equal tokens of an example added, in float32 or better: distinct."""
+        """Add the gradients of equal tokens of an example, in float32 or better."""
         if self.formed:
             return self
         B, T, D = self.g.shape
         numbers, order = torch.sort(self.tokens, dim=1)
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-        # Runs of equal tokens are numbered in each example, so that no size depends on the data; numbers that are left
-        # over have rows of 0, for token 0.
+        # Runs of equal tokens are numbered within each example, so that no size depends on the data; unused numbers
+        # have rows of 0, for token 0.
         runs = begins.cumsum(1) - 1
         tokens = torch.zeros_like(numbers).scatter_(1, runs, numbers)
-        at = torch.empty_like(runs).scatter_(1, order, runs + torch.arange(B, device=runs.device)[:, None] * T)
+        target = torch.empty_like(runs).scatter_(1, order, runs + torch.arange(B, device=runs.device)[:, None] * T)
         g = torch.zeros(B * T, D, dtype=wide(self.g.dtype), device=self.g.device)
-        launch.add_rows_(g, at, self.g)
+        launch.add_rows_(g, target, self.g)
         return Lookup(tokens, g.view(B, T, D), self.V, distinct=True)
 
-    def preferred(self) -> Piece:
-        """Compact."""
+    def preferred(self) -> Contribution:
+        """Return the compact form."""
         return self.compact()
 
     def squares(self) -> Tensor:
-        """Of the sums that make up its gradient."""
+        """Return norms of the compact form."""
         return launch.squares(self.compact().g)
 
     def dense(self) -> Dense:
-        """(B, V, D) in float32 or better."""
+        """Form (B, V, D) in float32 or better."""
         B, _, D = self.g.shape
-        each = torch.zeros(B, self.V, D, dtype=wide(self.g.dtype), device=self.g.device)
-        return self.added(Dense(each))
+        return self.added(Dense(torch.zeros(B, self.V, D, dtype=wide(self.g.dtype), device=self.g.device)))
 
     def added(self, to: Dense) -> Dense:
         """Add these rows to formed gradients (B, V, D), in place."""
         B, _, D = self.g.shape
-        at = self.tokens + torch.arange(B, device=self.tokens.device)[:, None] * self.V
+        target = self.tokens + torch.arange(B, device=self.tokens.device)[:, None] * self.V
         to.known = None
-        to.each.view(B * self.V, D).index_add_(0, at.view(-1), self.g.reshape(-1, D).to(to.each.dtype))
+        to.each.view(B * self.V, D).index_add_(0, target.view(-1), self.g.reshape(-1, D).to(to.each.dtype))
         return to
 
     def total(self, weights: Tensor, drop: Tensor | None, shape: torch.Size) -> Tensor:
-        """Weighted rows, added where their tokens say."""
-        found = torch.zeros(shape, dtype=weights.dtype, device=self.g.device)
-        self.add_to(found, weights, drop)
-        return found
+        """Add weighted rows to a table of zeros."""
+        table = torch.zeros(shape, dtype=weights.dtype, device=self.g.device)
+        self.add_to(table, weights, drop)
+        return table
 
     def add_to(self, grad: Tensor, weights: Tensor, drop: Tensor | None) -> None:
-        """Straight to its rows."""
+        """Add weighted rows directly to the gradient's rows."""
         launch.add_rows_(grad, self.tokens, launch.scaled(self.g, weights, drop, weights.dtype))
 
 
 def cross(lookup: Lookup, rows: Rows) -> Tensor:
-    """The inner product of each example's two gradients of one table, (B,): of an embedding tied to an output layer.
+    """Return the inner products of each example's two gradients of an embedding tied to an output layer, (B,).
 
     <E_i, H_i> = sum over t of e_it . (sum over s of G_is[token t] A_is)
     """
     (B, T, D), S = lookup.g.shape, rows.g.shape[1]
-    found = torch.empty(B, dtype=wide(lookup.g.dtype), device=lookup.g.device)
+    products = torch.empty(B, dtype=wide(lookup.g.dtype), device=lookup.g.device)
     for part in chunks(B, T * S + T * D):
-        at = lookup.tokens[part, None, :].expand(-1, S, -1)
-        scores = torch.gather(rows.g[part], 2, at).to(found.dtype)  # (b, S, T)
-        mixed = torch.bmm(scores.mT, rows.a[part].to(found.dtype))
-        found[part] = (mixed * lookup.g[part].to(found.dtype)).sum((1, 2))
-    return found
+        tokens = lookup.tokens[part, None, :].expand(-1, S, -1)
+        scores = torch.gather(rows.g[part], 2, tokens).to(products.dtype)  # (b, S, T)
+        mixed = torch.bmm(scores.mT, rows.a[part].to(products.dtype))
+        products[part] = (mixed * lookup.g[part].to(products.dtype)).sum((1, 2))
+    return products
 
 
-def merged(pieces: list[Piece]) -> list[Piece]:
-    """Pieces of one parameter as one of each kind: those of several calls side by side, formed ones summed."""
-    rows = [piece for piece in pieces if isinstance(piece, Rows)]
-    lookups = [piece for piece in pieces if isinstance(piece, Lookup)]
-    others = [piece for piece in pieces if not isinstance(piece, (Rows, Lookup))]
-    found: list[Piece] = []
+def merged(contributions: list[Contribution]) -> list[Contribution]:
+    """Merge contributions to one parameter into one of each kind: several calls concatenated, formed ones summed."""
+    rows = [part for part in contributions if isinstance(part, Rows)]
+    lookups = [part for part in contributions if isinstance(part, Lookup)]
+    others = [part for part in contributions if not isinstance(part, (Rows, Lookup))]
+    result: list[Contribution] = []
     if rows:
-        found.append(rows[0] if len(rows) == 1 else Rows(_beside([r.a for r in rows]), _beside([r.g for r in rows])))
+        result.append(rows[0] if len(rows) == 1 else Rows(_concat([r.a for r in rows]), _concat([r.g for r in rows])))
     if lookups:
         first = lookups[0]
-        tokens, g = _beside([each.tokens for each in lookups]), _beside([each.g for each in lookups])
-        found.append(first if len(lookups) == 1 else Lookup(tokens, g, first.V))
-    if not others or len(others) + len(found) == 1:
-        return [*others, *found]
-    formed = [piece.dense().multiplied() for piece in (*others, *(each for each in found if isinstance(each, Rows)))]
-    whole = formed[0] if len(formed) == 1 else Dense(_summed([each.each for each in formed]))
-    for lookup in found:
+        tokens, g = _concat([part.tokens for part in lookups]), _concat([part.g for part in lookups])
+        result.append(first if len(lookups) == 1 else Lookup(tokens, g, first.V))
+    if not others or len(others) + len(result) == 1:
+        return [*others, *result]
+    formed = [part.dense().multiplied() for part in (*others, *(part for part in result if isinstance(part, Rows)))]
+    whole = formed[0] if len(formed) == 1 else Dense(_summed([part.each for part in formed]))
+    for lookup in result:
         if isinstance(lookup, Lookup):
             whole = lookup.added(whole)
     return [whole]
 
 
-def _beside(tensors: list[Tensor]) -> Tensor:
+def _concat(tensors: list[Tensor]) -> Tensor:
+    """Concatenate along positions, in the promoted dtype."""
     dtype = tensors[0].dtype
     for other in tensors[1:]:
         dtype = torch.promote_types(dtype, other.dtype)
@@ -283,7 +309,7 @@ def _beside(tensors: list[Tensor]) -> Tensor:
 def _summed(tensors: list[Tensor]) -> Tensor:
     shape = tensors[0].shape
     dtype = max((tensor.dtype for tensor in tensors), key=lambda dtype: torch.finfo(dtype).bits)
-    found = tensors[0].to(dtype, copy=True)
+    total = tensors[0].to(dtype, copy=True)
     for other in tensors[1:]:
-        found += other.reshape(shape)
-    return found
+        total += other.reshape(shape)
+    return total

@@ -1,4 +1,4 @@
-"""The launch of the kernel for Hopper (hopper.cu): per-example gradients of a matrix, and their squared norms."""
+"""Launch of the Hopper kernel (hopper.cu) that forms per-example gradients of a matrix and their squared norms."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "launch_form", "program", "refuses"]
 
 KINDS = ("struct", "struct", "struct", "*f32", "struct")
-"""Of the kernel's arguments: maps of g, a and the result; partial sums of squares; struct Tiles."""
+"""Argument types: tensor maps of g, a and the result; partial sums of squares; struct Tiles."""
 
 _TILE_M, _TILE_N = 128, 192
 _STAGES, _SLOTS = 4, 4
-"""Steps of the sum in flight; buffers of a warp, for results on their way out."""
+"""Pipeline stages of the sum; output buffers of a warp."""
 
 _BOX = 16
-"""Rows of a box of the result."""
+"""Rows of an output tile of a warp."""
 
 _GROUP = 8
 _SHARED_BYTES = ring_bytes(_STAGES, _TILE_M, _TILE_N) + 8 * _SLOTS * _BOX * 128
-"""The steps in flight and the warps' buffers."""
+"""Pipeline stages and output buffers."""
 
 _FILE = Path(__file__).with_name("hopper.cu")
 
 
 def refuses(case: Case) -> str | None:
-    """Why the kernel cannot serve a case of shape (B, T, K, N); None if it can."""
+    """Return why the kernel cannot serve a case of shape (B, T, K, N); None if it can."""
     B, T, K, N = case.shape
     reason = refuses_device(case, tuple(ELEMENTS))
     if reason:
@@ -62,7 +62,7 @@ def refuses(case: Case) -> str | None:
 
 @functools.cache
 def program(dtype: torch.dtype) -> HopperProgram:
-    """The kernel's text for bfloat16 or float16."""
+    """Return the kernel's program for bfloat16 or float16."""
     mma = Mma(_TILE_N, a_across=True, b_across=True)
     constants: dict[str, int | str] = {
         "HEIGHT": _TILE_M // 64, "WIDTH": _TILE_N, "STAGES": _STAGES, "SLOTS": _SLOTS, "MMA": mma.name, "ACROSS": 1,
@@ -86,7 +86,7 @@ def launch_form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor
     Args:
         a: (B, T, K), bfloat16 or float16.
         g: (B, T, N), in its dtype.
-        out: contiguous memory of that dtype for the first result; None for new.
+        out: contiguous memory for the first result; None for new.
 
     Returns:
         (B, N, K) in their dtype; (B, P) float32, whose sums over P are the squared norms of these.

@@ -1,56 +1,81 @@
-"""Launches of clipping's kernels, and the same from torch's functions: norms, weighted sums, weighted factors.
+"""Norms, weighted sums and weighted factors of per-example gradients: torch's functions and launches of our kernels.
 
-Each is an Operation, so that the ledger has it. On a CPU torch's functions are called straight: an Operation's 4 us are
-much beside a small layer's.
+Each is an Operation, so that the ledger of ops records it. On a CPU torch's functions are called directly: an
+Operation's 4 us are much next to a small layer's time.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from accelerant.ops._launch import ceil_div, next_power_of_2
+from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.ops.transformer.ends import embed_backward
-from accelerant.privacy.dp.clipping import hopper, norms
-from accelerant.privacy.dp.clipping.norms import chunks
-from accelerant.runtime.compilation.triton import TritonKernel, interpreting, refuses_triton
+from accelerant.privacy.dp.clipping import hopper
+from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
-__all__ = ["KERNELS", "add_rows_", "clear_", "cleared", "form", "ghost_squares", "scaled", "squares", "weighted_sum"]
+__all__ = [
+    "KERNELS",
+    "add_rows_",
+    "chunks",
+    "clear_",
+    "cleared",
+    "form",
+    "ghost_squares",
+    "scaled",
+    "squares",
+    "torch_squares",
+    "weighted_sum",
+    "wide",
+]
 
 _NAMES = ("squares", "sum", "scale", "clear", "ghost")
 KERNELS = {name: TritonKernel("accelerant.privacy.dp.clipping.triton_kernels", f"clip_{name}") for name in _NAMES}
 
 SPAN, BLOCK = 16384, 2048
-"""Values of an example that a program of squares, scale and clear takes, and at a time: 16 a thread of 4 warps."""
+"""Values of an example per program of squares, scale and clear, and per iteration: 16 a thread of 4 warps."""
 
 SUM_BLOCK, SUM_WIDE = 1024, 1 << 18
-"""Values that a program of sum takes of each example; an eighth of so few that the device would not be full."""
+"""Columns per program of sum; an eighth of that where there are too few columns to fill the device."""
+
+_CHUNK_BYTES = 64 << 20
+"""Memory limit for temporaries of shape (B, T, T)."""
 
 
-def _plain(x: Tensor) -> bool:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that norms and sums accumulate in: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def chunks(B: int, elements: int) -> Iterator[slice]:
+    """Split B examples of so many float32 elements each into slices of at most 64 MiB."""
+    count = max(1, _CHUNK_BYTES // max(1, 4 * elements))
+    for start in range(0, B, count):
+        yield slice(start, min(B, start + count))
+
+
+def _direct(x: Tensor) -> bool:
     return x.device.type == "cpu" and not interpreting()
 
 
-def _refuses(case: Case) -> str | None:
-    if case.dtype == torch.float64:
-        return "computes in float32, not float64"
-    return refuses_triton(case.device)
-
-
-def _operation(name: str, ours: object, theirs: object, accesses: float, *, mutates: bool = False) -> Operation:
-    """Bound by memory: so many accesses of each value."""
-    implementations = (
-        Implementation("triton", ours, refuses=_refuses, own=True, mutates=mutates),  # type: ignore[arg-type]  # both are callables
-        Implementation("torch", theirs, mutates=mutates),  # type: ignore[arg-type]  # as above
-    )
+def _operation(
+    name: str, triton: Callable[..., Tensor], plain: Callable[..., Tensor], accesses: int, *, mutates: bool = False
+) -> Operation:
+    """Declare an operation bound by memory, with so many accesses of each value."""
 
     def cost(case: Case) -> Cost:
         count = math.prod(case.shape)
-        return Cost(int(accesses * count * case.dtype.itemsize), 2 * count)
+        return Cost(accesses * count * case.dtype.itemsize, 2 * count)
 
+    implementations = (
+        Implementation("triton", triton, refuses=refuses_triton_kernel, own=True, mutates=mutates),
+        Implementation("torch", plain, mutates=mutates),
+    )
     return Operation(name, implementations, cost=cost)
 
 
@@ -58,8 +83,8 @@ def _case(x: Tensor) -> Case:
     return Case(x.device, x.dtype, x.shape)
 
 
-def _grid(x: Tensor) -> tuple[int, int]:
-    """Values of an example, and into how many spans they fall."""
+def _spans(x: Tensor) -> tuple[int, int]:
+    """Return the values of an example, and into how many spans they fall."""
     P = x[0].numel()
     return P, ceil_div(P, SPAN)
 
@@ -67,28 +92,59 @@ def _grid(x: Tensor) -> tuple[int, int]:
 # --- norms -----------------------------------------------------------------------------------------------------------
 
 
-def _own_squares(x: Tensor) -> Tensor:
+def torch_squares(x: Tensor) -> Tensor:
+    """`squares` by torch's functions.
+
+    By the last dimension first: on a CPU one running sum over 65536 values was wrong by 1e-5, a product with itself
+    took eight times as long.
+    """
+    if x.dim() == 1:
+        return x.to(wide(x.dtype)).square()
+    sums: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype)).square_()
+    return sums.flatten(1).sum(1) if sums.dim() > 1 else sums
+
+
+def _triton_squares(x: Tensor) -> Tensor:
     B = x.shape[0]
     if not x.numel():
         return x.new_zeros(B, dtype=torch.float32)
-    P, spans = _grid(x)
+    P, spans = _spans(x)
     parts = torch.empty(B, spans, dtype=torch.float32, device=x.device)
     KERNELS["squares"].launch((B * spans,), (x.contiguous(), parts, P, spans), {"SPAN": SPAN, "BLOCK": BLOCK})
     return parts.sum(1) if spans > 1 else parts.view(B)
 
 
-_squares = _operation("clip_squares", _own_squares, norms.squares, 1)
+_squares = _operation("clip_squares", _triton_squares, torch_squares, 1)
 
 
 def squares(x: Tensor) -> Tensor:
-    """The sum of squares of each x[i], (B, ...) to (B,), in float32 or better."""
-    if _plain(x):
-        return norms.squares(x)
-    found: Tensor = _squares(_case(x), x)
-    return found
+    """Return the sum of squares of each x[i], (B, ...) to (B,), in float32 or better."""
+    if _direct(x):
+        return torch_squares(x)
+    sums: Tensor = _squares(_case(x), x)
+    return sums
 
 
-def _own_ghost(a: Tensor, g: Tensor) -> Tensor:
+def _row_products(a: Tensor) -> Tensor:
+    """Return each a[i] a[i]^T, (B, T, K) to (B, T, T), in float32 or better."""
+    if a.dtype == wide(a.dtype):
+        return torch.bmm(a, a.mT)
+    if a.is_cuda and torch.version.hip is None:
+        return torch.bmm(a, a.mT, out_dtype=torch.float32)
+    return torch.bmm(a.float(), a.float().mT)
+
+
+def _torch_ghost(a: Tensor, g: Tensor) -> Tensor:
+    B, T, _ = a.shape
+    if T == 1:
+        return torch_squares(a) * torch_squares(g)
+    sums = torch.empty(B, dtype=wide(a.dtype), device=a.device)
+    for part in chunks(B, 2 * T * T):
+        torch.sum(_row_products(a[part]).mul_(_row_products(g[part])), (1, 2), out=sums[part])
+    return sums.clamp_(min=0)  # rounding can take a value near 0 below it
+
+
+def _triton_ghost(a: Tensor, g: Tensor) -> Tensor:
     (B, T, K), N = a.shape, g.shape[2]
     if not (a.numel() and g.numel()):
         return a.new_zeros(B, dtype=torch.float32)
@@ -102,35 +158,37 @@ def _own_ghost(a: Tensor, g: Tensor) -> Tensor:
     return parts.sum(1).clamp_(min=0)
 
 
+def _ghost_cost(case: Case) -> Cost:
+    B, T, K, N = case.shape
+    return Cost(B * T * (K + N) * case.dtype.itemsize, 2 * B * T**2 * (K + N))
+
+
 _ghost = Operation(
     "clip_ghost",
     (
-        Implementation("triton", _own_ghost, refuses=_refuses, own=True),
-        Implementation("torch", norms.ghost_squares),
+        Implementation("triton", _triton_ghost, refuses=refuses_triton_kernel, own=True),
+        Implementation("torch", _torch_ghost),
     ),
-    cost=lambda case: Cost(
-        case.shape[0] * case.shape[1] * (case.shape[2] + case.shape[3]) * case.dtype.itemsize,
-        2 * case.shape[0] * case.shape[1] ** 2 * (case.shape[2] + case.shape[3]),
-    ),
+    cost=_ghost_cost,
 )
 
 
 def ghost_squares(a: Tensor, g: Tensor) -> Tensor:
-    """The squared norm of each g_i^T a_i, (B,), without forming it: a (B, T, K), g (B, T, N)."""
-    if _plain(a) or a.shape[1] == 1:
-        return norms.ghost_squares(a, g)
-    found: Tensor = _ghost(Case(a.device, a.dtype, (*a.shape, g.shape[2])), a, g)
-    return found
+    """Return the squared norm of each g_i^T a_i, (B,), without forming it: a (B, T, K), g (B, T, N)."""
+    if _direct(a) or a.shape[1] == 1:
+        return _torch_ghost(a, g)
+    sums: Tensor = _ghost(Case(a.device, a.dtype, (*a.shape, g.shape[2])), a, g)
+    return sums
 
 
-def _own_form(a: Tensor, g: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    each, parts = hopper.launch_form(a, g, out)
-    return each, parts.sum(1)
+def _hopper_form(a: Tensor, g: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    products, parts = hopper.launch_form(a, g, out)
+    return products, parts.sum(1)
 
 
 def _torch_form(a: Tensor, g: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    each = torch.bmm(g.mT, a) if out is None else torch.bmm(g.mT, a, out=out)
-    return each, squares(each)
+    products = torch.bmm(g.mT, a) if out is None else torch.bmm(g.mT, a, out=out)
+    return products, squares(products)
 
 
 def _form_cost(case: Case) -> Cost:
@@ -140,88 +198,86 @@ def _form_cost(case: Case) -> Cost:
 
 _form = Operation(
     "clip_form",
-    (Implementation("hopper", _own_form, refuses=hopper.refuses, own=True), Implementation("torch", _torch_form)),
+    (Implementation("hopper", _hopper_form, refuses=hopper.refuses, own=True), Implementation("torch", _torch_form)),
     cost=_form_cost,
 )
 
 
 def form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Each g_i^T a_i, (B, N, K) in the factors' dtype, and the squared norms of these rounded values, (B,).
+    """Return each g_i^T a_i, (B, N, K) in the factors' dtype, and the squared norms of these rounded values, (B,).
 
     All at once: to form a part and take its norm while it is in a cache of 50 MiB made a step 1% slower on an H200.
 
     Args:
         a: (B, T, K) inputs.
         g: (B, T, N) gradients of the outputs.
-        out: contiguous memory for them; None for new.
+        out: contiguous memory for the products; None for new.
     """
-    if _plain(a):
+    if _direct(a):
         return _torch_form(a, g, out)
-    found: tuple[Tensor, Tensor] = _form(Case(a.device, a.dtype, (*a.shape, g.shape[2])), a, g, out)
-    return found
+    formed: tuple[Tensor, Tensor] = _form(Case(a.device, a.dtype, (*a.shape, g.shape[2])), a, g, out)
+    return formed
 
 
 # --- sums ------------------------------------------------------------------------------------------------------------
 
 
-def _own_sum(each: Tensor, weights: Tensor, drop: Tensor | None, into: Tensor | None) -> Tensor:
-    B, y = each.shape[0], into
-    if not each.numel():
-        return torch.zeros(each.shape[1:], dtype=torch.float32, device=each.device) if y is None else y
+def _triton_sum(x: Tensor, weights: Tensor, drop: Tensor | None, into: Tensor | None) -> Tensor:
+    B, y = x.shape[0], into
+    if not x.numel():
+        return torch.zeros(x.shape[1:], dtype=torch.float32, device=x.device) if y is None else y
     if y is None:
-        y = torch.empty(each.shape[1:], dtype=torch.float32, device=each.device)
+        y = torch.empty(x.shape[1:], dtype=torch.float32, device=x.device)
     P = y.numel()
-    constants = {"ADDS": into is not None, "BLOCK_P": SUM_BLOCK if P >= SUM_WIDE else SUM_BLOCK // 8, "UNROLL": 8}
-    KERNELS["sum"].launch(
-        (ceil_div(P, constants["BLOCK_P"]),), (each.contiguous(), weights.float(), y, B, P), constants
-    )
+    block = SUM_BLOCK if P >= SUM_WIDE else SUM_BLOCK // 8
+    args = (x.contiguous(), weights.float(), y, B, P)
+    KERNELS["sum"].launch((ceil_div(P, block),), args, {"ADDS": into is not None, "BLOCK_P": block, "UNROLL": 8})
     return y
 
 
-def _torch_sum(each: Tensor, weights: Tensor, drop: Tensor | None, into: Tensor | None = None) -> Tensor:
+def _torch_sum(x: Tensor, weights: Tensor, drop: Tensor | None, into: Tensor | None = None) -> Tensor:
     if into is not None:
-        return into.add_(_torch_sum(each, weights, drop))
-    B, P = each.shape[0], each.shape[1:].numel()
-    rows = cleared(each, drop).reshape(B, P)
+        return into.add_(_torch_sum(x, weights, drop))
+    B, P = x.shape[0], x.shape[1:].numel()
+    rows = cleared(x, drop).reshape(B, P)
     if rows.dtype == weights.dtype:
-        return torch.mv(rows.t(), weights).view(each.shape[1:])
-    found = torch.zeros(P, dtype=weights.dtype, device=rows.device)
+        return torch.mv(rows.t(), weights).view(x.shape[1:])
+    total = torch.zeros(P, dtype=weights.dtype, device=rows.device)
     for part in chunks(B, P):
-        found.addmv_(rows[part].to(weights.dtype).t(), weights[part])
-    return found.view(each.shape[1:])
+        total.addmv_(rows[part].to(weights.dtype).t(), weights[part])
+    return total.view(x.shape[1:])
 
 
-_sum = _operation("clip_sum", _own_sum, _torch_sum, 1)
+_sum = _operation("clip_sum", _triton_sum, _torch_sum, 1)
 
 
-def weighted_sum(each: Tensor, weights: Tensor, drop: Tensor | None, into: Tensor | None = None) -> Tensor:
-    """The sum over i of weights[i] each[i], (B, ...) to (...), in the dtype of weights.
+def weighted_sum(x: Tensor, weights: Tensor, drop: Tensor | None, into: Tensor | None = None) -> Tensor:
+    """Return the sum over i of weights[i] x[i], (B, ...) to (...), in the dtype of weights.
 
     Args:
-        each: per-example gradients.
-        weights: (B,), float32 or better; 0 where drop is.
+        x: per-example gradients.
+        weights: (B,), float32 or better; 0 where drop is true.
         drop: (B,) bool, examples that add exactly 0 whatever they hold; None for none.
-        into: dense, float32, of as many elements as each example: the sum is added there, and it is returned.
+        into: dense, float32, of as many elements as each example: the sum is added to it, and it is returned.
     """
-    if _plain(each):
-        return _torch_sum(each, weights, drop, into)
-    found: Tensor = _sum(_case(each), each, weights, drop, into)
-    return found
+    if _direct(x):
+        return _torch_sum(x, weights, drop, into)
+    total: Tensor = _sum(_case(x), x, weights, drop, into)
+    return total
 
 
 def add_rows_(table: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
-    """Add rows (..., D) to those of table (V, D) that tokens (...) name, in place."""
-    if _plain(table) or table.dtype == torch.float64:
-        wide_rows = rows.reshape(-1, table.shape[1]).to(table.dtype)
-        return table.index_add_(0, tokens.reshape(-1), wide_rows)
+    """Add rows (..., D) to the rows of table (V, D) with the indices tokens (...), in place."""
+    if _direct(table) or table.dtype == torch.float64:
+        return table.index_add_(0, tokens.reshape(-1), rows.reshape(-1, table.shape[1]).to(table.dtype))
     embed_backward(rows, tokens, table)
     return table
 
 
-def _own_scale(x: Tensor, weights: Tensor, drop: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _triton_scale(x: Tensor, weights: Tensor, drop: Tensor | None, dtype: torch.dtype) -> Tensor:
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel():
-        P, spans = _grid(x)
+        P, spans = _spans(x)
         args = (x.contiguous(), weights.float(), y, P, spans)
         KERNELS["scale"].launch((x.shape[0] * spans,), args, {"SPAN": SPAN, "BLOCK": BLOCK})
     return y
@@ -235,38 +291,38 @@ def _torch_scale(x: Tensor, weights: Tensor, drop: Tensor | None, dtype: torch.d
     return y.to(dtype)
 
 
-_scale = _operation("clip_scale", _own_scale, _torch_scale, 2)
+_scale = _operation("clip_scale", _triton_scale, _torch_scale, 2)
 
 
 def scaled(x: Tensor, weights: Tensor, drop: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Multiply x (B, ...) by weights (B,), in a dtype; exactly 0 where drop is, also where x is not finite."""
-    if _plain(x):
+    """Return x (B, ...) times weights (B,) in a dtype; exactly 0 where drop is true, also where x is not finite."""
+    if _direct(x):
         return _torch_scale(x, weights, drop, dtype)
-    found: Tensor = _scale(_case(x), x, weights, drop, dtype)
-    return found
+    y: Tensor = _scale(_case(x), x, weights, drop, dtype)
+    return y
 
 
 def cleared(x: Tensor, drop: Tensor | None) -> Tensor:
-    """A copy of x (B, ...), but 0 where drop is: 0 times what is not finite would not be."""
+    """Return x (B, ...) with 0 where drop is true: 0 times a value that is not finite would not be 0."""
     return x if drop is None else x.masked_fill(drop.view(-1, *([1] * (x.dim() - 1))), 0)
 
 
-def _own_clear(x: Tensor, drop: Tensor) -> Tensor:
+def _triton_clear(x: Tensor, drop: Tensor) -> Tensor:
     if not x.is_contiguous():
         return cleared(x, drop)
     if x.numel():
-        P, spans = _grid(x)
+        P, spans = _spans(x)
         args = (x, drop.view(torch.uint8), P, spans)
         KERNELS["clear"].launch((x.shape[0] * spans,), args, {"SPAN": SPAN, "BLOCK": BLOCK})
     return x
 
 
-_clear = _operation("clip_clear", _own_clear, cleared, 0, mutates=True)
+_clear = _operation("clip_clear", _triton_clear, cleared, 0, mutates=True)
 
 
 def clear_(x: Tensor, drop: Tensor | None) -> Tensor:
-    """The same, in place where a kernel serves: nothing is moved where nothing is dropped."""
-    if drop is None or _plain(x):
+    """`cleared`, in place where a kernel runs: examples that are kept are neither read nor written."""
+    if drop is None or _direct(x):
         return cleared(x, drop)
-    found: Tensor = _clear(_case(x), x, drop)
-    return found
+    y: Tensor = _clear(_case(x), x, drop)
+    return y

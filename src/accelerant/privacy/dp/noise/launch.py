@@ -33,7 +33,7 @@ from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.provider import ComputeProvider
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
-from accelerant.runtime.streams.capture import capturing
+from accelerant.runtime.streams.stream import capturing
 
 __all__ = [
     "add_steps",

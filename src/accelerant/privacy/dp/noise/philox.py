@@ -27,7 +27,7 @@ from accelerant.privacy.dp.noise.program import (
 )
 from accelerant.privacy.random.device import compiled_reserve
 from accelerant.privacy.random.llvm_kernels import lanes
-from accelerant.runtime.streams.capture import capturing
+from accelerant.runtime.streams.stream import capturing
 
 __all__ = ["PhiloxState", "add_philox", "round_keys"]
 

@@ -12,8 +12,7 @@ from accelerant.privacy.dp.noise.llvm_laplace import LaplaceKernel
 from accelerant.privacy.dp.noise.llvm_philox import PhiloxKernel
 from accelerant.privacy.dp.noise.plan import MAX_TERMS
 from accelerant.privacy.random.program import chacha20_text
-from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource
-from accelerant.runtime.compilation.portable import portable_header
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource, portable_header
 
 __all__ = [
     "BLOCK",

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError
 from accelerant.privacy.dp.clipping import PerExampleClipper
-from accelerant.privacy.dp.clipping.copies import mark
+from accelerant.privacy.dp.clipping.rules import mark
 from accelerant.privacy.dp.ledger import Budget, Ledger
 from accelerant.privacy.dp.ledger.calibrate import calibrate
 from accelerant.privacy.dp.ledger.events import Event

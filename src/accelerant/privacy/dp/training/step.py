@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError
-from accelerant.nn._optimizer import MultiTensorOptimizer
 from accelerant.nn._precision import LowWeights
+from accelerant.nn.optim import MultiTensorOptimizer
 from accelerant.nn.train.graphed import EAGER_STEPS, GraphedStep, Same
 from accelerant.nn.train.step import require_scalar
 from accelerant.privacy.dp.noise.noisy_sum import Plan

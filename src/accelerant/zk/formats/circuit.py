@@ -1,13 +1,21 @@
-""".r1cs version 1: a circuit's constraints (A w) (B w) = C w, row by row, as circom compiles them.
+"""A compiled circuit: its constraints (.r1cs) and the values of its wires (.wtns).
+
+.r1cs version 1 holds the constraints (A w) (B w) = C w, row by row, as circom compiles them:
 
     1  u32 n8, r (n8 bytes), u32 nWires, nPubOut, nPubIn, nPrvIn, u64 nLabels, u32 mConstraints
     2  for each constraint three linear combinations, of A, B and C: u32 count, then {u32 wire, value (n8 bytes)}
     3  u64 label of each wire
-    4  u32 count of custom gates, each: name ending in a zero byte, u32 count of parameters, n8 bytes each
-    5  u32 count of their uses, each: u32 gate, u32 count of wires, u64 each
+    4  u32 count of custom gates, each: zero-terminated name, u32 count of parameters, n8 bytes each
+    5  u32 count of custom gate uses, each: u32 gate, u32 count of wires, u64 each
 
-Wire 0 is 1; then come outputs, public inputs, private inputs, everything else. Values are canonical. Source: iden3's
-r1csfile/doc/r1cs_bin_format.md (commit 1e48416); sections 4 and 5 compared with files of circom 2.2.
+Wire 0 is the constant 1, followed by outputs, public inputs, private inputs and intermediate wires. Values are
+canonical.
+Source: iden3's r1csfile/doc/r1cs_bin_format.md (commit 1e48416); sections 4 and 5 verified against files of circom 2.2.
+
+.wtns version 2 holds a witness:
+
+    1  u32 n8, r (n8 bytes), u32 number of values
+    2  the values, canonical, n8 bytes each: w[0] = 1, the outputs, the public inputs, the other wires
 """
 
 from __future__ import annotations
@@ -22,18 +30,25 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedDtype
-from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile
-from accelerant.zk.formats.elements import first_not_below, prime_bytes, read_family, scalar_field
-from accelerant.zk.formats.writing import write_container
+from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile, write_container
+from accelerant.zk.formats.elements import (
+    check_below,
+    first_not_below,
+    prime_bytes,
+    read_family,
+    scalar_field,
+    words_of,
+)
 
-__all__ = ["TERM", "CustomGate", "R1cs", "write_r1cs"]
+__all__ = ["TERM", "CustomGate", "R1cs", "Witness", "write_r1cs", "write_wtns"]
 
+U64 = npt.NDArray[np.uint64]
 Terms = npt.NDArray[np.void]
 
 _HEADER, _CONSTRAINTS, _LABELS, _GATES, _USES = range(1, 6)
 _NAMES = {
     _HEADER: "header", _CONSTRAINTS: "constraints", _LABELS: "labels", _GATES: "custom gates",
-    _USES: "custom gates' uses",
+    _USES: "custom gate uses",
 }  # fmt: skip
 _LAYOUT = Layout("r1cs", b"r1cs", 1, _NAMES, (_HEADER, _CONSTRAINTS, _LABELS))
 _COUNT = struct.Struct("<I")
@@ -41,40 +56,34 @@ _COUNT = struct.Struct("<I")
 _IN_FILE = np.dtype([("wire", "<u4"), ("value", "<u8", (4,))])
 _TERM_WORDS = _IN_FILE.itemsize // 4
 TERM = np.dtype([("row", "<u4"), ("wire", "<u4"), ("value", "<u8", (4,))])
-"""An entry of A, B or C; both pairings have r of four words."""
+"""An entry of A, B or C; r takes four words in both supported families."""
 
 _CHUNK = 1 << 16
 
-_MOST_GATES = 1 << 16
-"""Custom gates of a file: one takes 5 bytes of it, and forty times as many as an object."""
+_MAX_GATES = 1 << 16
+"""Upper bound on the custom gates of a file: a 5-byte entry becomes an object forty times as large."""
 
 
 @dataclass(frozen=True, slots=True)
 class CustomGate:
-    """A PLONK gate of the circuit's own, which Groth16 cannot prove.
-
-    Attributes:
-        name: of its template.
-        parameters: of the template.
-    """
+    """A custom PLONK gate (template name and parameters), which Groth16 cannot prove."""
 
     name: str
     parameters: tuple[int, ...]
 
 
 class R1cs(MappedFile):
-    """An .r1cs file, mapped.
+    """A memory-mapped .r1cs file.
 
     Attributes:
-        path: of the file.
-        family: "bn254" or "bls12_381", by r.
-        n_wires: wire 0, which is 1, included.
-        n_pub_out, n_pub_in, n_prv_in: outputs, public inputs, private inputs. Private inputs that no constraint needs
-            are counted and have no wire.
-        n_labels: signals before circom merged them.
+        family: "bn254" or "bls12_381", from r.
+        n_wires: number of wires, including wire 0.
+        n_pub_out, n_pub_in, n_prv_in: outputs, public inputs, private inputs. Private inputs that no constraint uses
+            are counted but have no wire.
+        n_labels: number of signals before circom's simplification.
         n_constraints: rows of A, B and C.
-        custom_gates: that the circuit declares.
-        n_custom_gate_uses: how often it uses them.
+        custom_gates: custom gates declared by the circuit.
+        n_custom_gate_uses: number of their uses.
     """
 
     layout = _LAYOUT
@@ -84,7 +93,7 @@ class R1cs(MappedFile):
         container.expect_size(_LABELS, 8 * self.n_wires, f"labels of {self.n_wires} wires")
         section = container.sections[_CONSTRAINTS]
         if section.size % 4 or section.size < 3 * 4 * self.n_constraints:
-            message = f"{section.size} bytes; {self.n_constraints} constraints have whole u32 words, 3 each at least"
+            message = f"{section.size} bytes; {self.n_constraints} constraints take whole u32 words, at least 3 each"
             raise container.error(_CONSTRAINTS, section.offset, message)
         self.custom_gates: tuple[CustomGate, ...] = ()
         self.n_custom_gate_uses = 0
@@ -95,7 +104,7 @@ class R1cs(MappedFile):
 
     @property
     def n_public(self) -> int:
-        """Outputs and public inputs."""
+        """Number of outputs and public inputs."""
         return self.n_pub_out + self.n_pub_in
 
     def _read_header(self, cursor: Cursor) -> None:
@@ -110,14 +119,14 @@ class R1cs(MappedFile):
         self.n_constraints = cursor.u32("mConstraints")
         cursor.end()
         if self.n_public >= self.n_wires:
-            raise cursor.error(f"{self.n_public} public signals and wire 0 among {self.n_wires} wires", at)
+            raise cursor.error(f"{self.n_public} public signals and wire 0 exceed {self.n_wires} wires", at)
 
     def _read_gates(self, cursor: Cursor) -> tuple[CustomGate, ...]:
         size, found = self._field.size_bytes, []
         at, gates = cursor.at, cursor.u32("the number of custom gates")
-        if gates > _MOST_GATES:
-            raise cursor.error(f"{gates} custom gates; no circuit has over {_MOST_GATES}", at)
-        for _ in range(gates):  # each takes bytes of the section, which ends them
+        if gates > _MAX_GATES:
+            raise cursor.error(f"{gates} custom gates; at most {_MAX_GATES} are supported", at)
+        for _ in range(gates):  # bounded by the section: each takes bytes of it
             name = cursor.until_zero("a custom gate's name").decode("utf-8", errors="replace")
             count = cursor.u32("the number of a custom gate's parameters")
             data = cursor.take(count * size, "a custom gate's parameters")
@@ -141,36 +150,32 @@ class R1cs(MappedFile):
 
     @property
     def labels(self) -> npt.NDArray[np.uint64]:
-        """(n_wires,): the label of each wire, read-only, in the file."""
+        """Labels of the wires, (n_wires,), a read-only view of the file."""
         found: npt.NDArray[np.uint64] = self._container.array(_LABELS, "<u8", count=self.n_wires)
         return found
 
     def matrices(self) -> tuple[Terms, Terms, Terms]:
-        """A, B and C, each (n,) of TERM by ascending row; copied, a little more than the file has.
+        """Return copies of A, B and C, each (n,) of TERM in ascending row order.
 
         Raises:
-            FormatError: linear combinations that do not fill the section, a wire that is not there, a value not below
-                r; names the offset.
-            OutOfMemory: 24 bytes for each constraint and the terms are not to be had.
+            FormatError: the linear combinations do not fill the section, a wire is out of range, or a value is not
+                below r; names the offset.
+            OutOfMemory: the terms and 24 bytes per constraint cannot be allocated.
         """
         try:
-            starts = self._starts()
-            a, b, c = (self._gathered(starts[:-1][k::3], starts[1:][k::3]) for k in range(3))
+            starts = self._combination_starts()
+            a, b, c = (self._read_terms(starts[:-1][k::3], starts[1:][k::3]) for k in range(3))
         except MemoryError:
             message = f"the matrices of {self.n_constraints} constraints do not fit in memory"
             raise OutOfMemory(f"{self.path}: {message}; the file has {self.size_bytes} bytes") from None
         return a, b, c
 
     def check(self) -> None:
-        """Read the whole file and refuse what matrices() refuses.
-
-        Raises:
-            FormatError, OutOfMemory: as matrices().
-        """
+        """Validate the constraints; raises as matrices() does."""
         self.matrices()
 
-    def _starts(self) -> npt.NDArray[np.int64]:
-        """Where each linear combination begins, in 32-bit words of the section, and where the last ends."""
+    def _combination_starts(self) -> npt.NDArray[np.int64]:
+        """Return the start of each linear combination and the end of the last, in 32-bit words of the section."""
         section = self._container.sections[_CONSTRAINTS]
         found = array("q", [0]) * (3 * self.n_constraints + 1)  # the section has 12 bytes for each constraint
         at = 0
@@ -180,18 +185,18 @@ class R1cs(MappedFile):
                     found[index] = at
                     at += 1 + _TERM_WORDS * words[at]
             except IndexError:
-                at = len(words) + 1  # also where the last one that there is says that it is longer
+                at = len(words) + 1  # also if the last combination claims more terms than the section has
             found[-1] = at
             if at > len(words):
                 row, last = index // 3, section.offset + 4 * found[index]
-                message = f"the section ends in linear combination {index % 3} of constraint {row} of "
+                message = f"the section ends within linear combination {index % 3} of constraint {row} of "
                 raise self._container.error(_CONSTRAINTS, last, f"{message}{self.n_constraints}")
             if at < len(words):
                 message = f"{4 * (len(words) - at)} bytes after the last of {self.n_constraints} constraints"
                 raise self._container.error(_CONSTRAINTS, section.offset + 4 * at, message)
         return np.frombuffer(found, np.int64)
 
-    def _gathered(self, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> Terms:
+    def _read_terms(self, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> Terms:
         counts = (ends - starts) // _TERM_WORDS
         before = np.cumsum(counts) - counts
         found = np.empty(int(counts.sum()), TERM)
@@ -241,21 +246,21 @@ def write_r1cs(
     labels: Any = None,
     n_labels: int | None = None,
 ) -> None:
-    """Write an .r1cs without custom gates, whole or not at all.
+    """Write an .r1cs file without custom gates, atomically.
 
     Args:
-        path: of the file; what is there is replaced.
+        path: an existing file is replaced.
         family: "bn254" or "bls12_381".
-        n_wires: wire 0, which is 1, included.
+        n_wires: number of wires, including wire 0.
         n_pub_out, n_pub_in, n_prv_in: outputs, public inputs, private inputs; their wires follow wire 0.
-        n_constraints: rows.
-        a, b, c: (n,) of TERM in any order; one row names a wire once. Values are canonical.
+        n_constraints: number of rows.
+        a, b, c: (n,) of TERM in any order, canonical values, at most one entry per row and wire.
         labels: (n_wires,) uint64; 0, 1, 2, ... by default.
         n_labels: n_wires by default.
 
     Raises:
-        ConfigError: no such family, sizes that no circuit has, a row or wire that is not there, a value not below r, or
-            path names no regular file.
+        ConfigError: unknown family, impossible sizes, a row or wire out of range, a value not below r, or path does not
+            name a regular file.
         ShapeError, UnsupportedDtype: an array of another shape or dtype.
         OSError: the file cannot be written.
     """
@@ -282,7 +287,7 @@ def write_r1cs(
 
 
 def _sorted_terms(name: str, terms: Terms, n_constraints: int, n_wires: int, modulus: int) -> Terms:
-    """By row and, as the format wants it, by wire."""
+    """Validate terms and sort them by row, then by wire, as the format requires."""
     if terms.dtype != TERM:
         raise UnsupportedDtype(f"{name} must be {TERM}, got {terms.dtype}")
     if terms.ndim != 1:
@@ -297,7 +302,7 @@ def _sorted_terms(name: str, terms: Terms, n_constraints: int, n_wires: int, mod
 
 
 def _combinations(matrices: list[Terms], n_constraints: int) -> npt.NDArray[np.uint32]:
-    """The section of constraints, 32-bit words."""
+    """Return the contents of the constraints section as 32-bit words."""
     counts = np.stack([np.bincount(terms["row"], minlength=n_constraints) for terms in matrices], axis=1)
     sizes = 1 + _TERM_WORDS * counts.reshape(-1)
     starts = (np.cumsum(sizes) - sizes).reshape(-1, 3)
@@ -314,3 +319,76 @@ def _combinations(matrices: list[Terms], n_constraints: int) -> npt.NDArray[np.u
         part["wire"], part["value"] = terms["wire"], terms["value"]
         overlapping[starts[rows, k] + 1 + _TERM_WORDS * (np.arange(len(terms)) - before[rows])] = part
     return words
+
+
+# --- .wtns -----------------------------------------------------------------------------------------------------------
+
+_WITNESS_HEADER, _VALUES = 1, 2
+_WITNESS_LAYOUT = Layout("wtns", b"wtns", 2, {_WITNESS_HEADER: "header", _VALUES: "values"}, (_WITNESS_HEADER, _VALUES))
+
+
+class Witness(MappedFile):
+    """A memory-mapped .wtns file. Values are secret and appear in no repr or message.
+
+    Attributes:
+        family: "bn254" or "bls12_381", from r.
+        n_values: number of values, including w[0].
+    """
+
+    layout = _WITNESS_LAYOUT
+
+    def _read(self, container: Container) -> None:
+        cursor = container.cursor(_WITNESS_HEADER)
+        family = read_family(cursor, "r")
+        at = cursor.at
+        count = cursor.u32("the number of values")
+        cursor.end()
+        self._field = scalar_field(family)
+        self.family = family.name
+        self.n_values = count
+        container.expect_size(_VALUES, count * self._field.size_bytes, f"{count} values")
+        if not count:
+            raise cursor.error("no values; expected at least w[0]", at)
+        if not _begins_with_one(self.values):
+            raise container.error(_VALUES, container.sections[_VALUES].offset, "w[0] is not 1")
+
+    @property
+    def values(self) -> U64:
+        """Canonical words (n_values, 4), a read-only view of the file, possibly unaligned."""
+        return self._container.rows(_VALUES, self._field.limbs, count=self.n_values)
+
+    def check(self) -> None:
+        """Check that all values are below r; call it before using them.
+
+        Raises:
+            FormatError: names the offset of the first invalid value.
+        """
+        check_below(self._container, _VALUES, self._field, self.values)
+
+    def __repr__(self) -> str:
+        return f"Witness({str(self.path)!r}, {self.family}, {self.n_values} values)"
+
+
+def _begins_with_one(words: U64) -> bool:
+    return len(words) > 0 and words[0, 0] == 1 and not words[0, 1:].any()
+
+
+def write_wtns(path: FilePath, family: str, values: Any) -> None:
+    """Write a .wtns file atomically, readable by its owner only.
+
+    Args:
+        path: an existing file is replaced.
+        family: "bn254" or "bls12_381".
+        values: (n, 4) uint64, canonical, w[0] = 1.
+
+    Raises:
+        ConfigError: unknown family, w[0] is not 1, or path does not name a regular file.
+        ShapeError, UnsupportedDtype: values of another shape or dtype.
+        OSError: the file cannot be written.
+    """
+    pairing = family_of(family)
+    words = words_of(values, scalar_field(pairing).limbs, len(values), "values")
+    if not _begins_with_one(words):
+        raise ConfigError("values[0] must be 1, the value of wire 0")
+    header = prime_bytes(pairing, "r") + struct.pack("<I", len(words))
+    write_container(path, _WITNESS_LAYOUT, {_WITNESS_HEADER: [header], _VALUES: [words]}, secret=True)

@@ -1,12 +1,12 @@
-"""Norms and sums of pieces against the gradients that they stand for, formed in float64."""
+"""Norms and sums of contributions against the gradients they represent, formed in float64."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerant.privacy.dp.clipping import norms
-from accelerant.privacy.dp.clipping.contributions import Dense, Lookup, Rows, cross, merged
+from accelerant.privacy.dp.clipping import launch
+from accelerant.privacy.dp.clipping.contributions import Dense, Lookup, Rows, cross, merged, prefers_ghost
 
 quick = settings(max_examples=15, deadline=None, derandomize=True)
 few = st.integers(1, 6)
@@ -37,7 +37,7 @@ def assert_stands_for(piece, expected, tolerance=1e-12):
     torch.testing.assert_close(
         piece.squares().double(), expected.square().flatten(1).sum(1), rtol=tolerance, atol=1e-12
     )
-    weights = torch.rand(expected.shape[0], dtype=norms.wide(expected.dtype))
+    weights = torch.rand(expected.shape[0], dtype=launch.wide(expected.dtype))
     total = (expected * weights.view(-1, 1, 1)).sum(0)
     for drop in (None, torch.zeros(expected.shape[0], dtype=torch.bool)):
         found = piece.total(weights, drop, total.shape)
@@ -99,8 +99,8 @@ def test_chunks_of_examples_change_nothing(monkeypatch):
     torch.manual_seed(0)
     a, b = lookup(7, 4, 5, 3), rows(7, 4, 5, 3)
     expected = [a.squares(), b.squares(), cross(a, b)]
-    monkeypatch.setattr(norms, "_CHUNK_BYTES", 200)
-    assert len(list(norms.chunks(7, 32))) > 1
+    monkeypatch.setattr(launch, "_CHUNK_BYTES", 200)
+    assert len(list(launch.chunks(7, 32))) > 1
     for found, whole in zip([a.squares(), b.squares(), cross(a, b)], expected, strict=True):
         torch.testing.assert_close(found, whole)
 
@@ -110,7 +110,7 @@ def test_a_factor_multiplies_sums_and_norms(known):
     """Of 0.3, which bfloat16 has not: nothing is rounded by it."""
     torch.manual_seed(0)
     each, factor, weights = torch.randn(4, 6, 5).bfloat16(), torch.tensor(0.3), torch.rand(4)
-    piece = Dense(each, norms.squares(each) if known else None, factor)
+    piece = Dense(each, launch.torch_squares(each) if known else None, factor)
     whole = each.double() * factor.double()
     torch.testing.assert_close(piece.squares().double(), whole.square().sum((1, 2)), rtol=1e-6, atol=0)
     expected = (whole * weights.double().view(-1, 1, 1)).sum(0)
@@ -140,7 +140,7 @@ def test_norms_in_float32_are_exact_to_1e_6():
     torch.manual_seed(0)
     each = torch.randn(3, 300, 400)
     expected = each.double().square().sum((1, 2))
-    torch.testing.assert_close(norms.squares(each).double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(launch.torch_squares(each).double(), expected, rtol=1e-6, atol=0)
     piece = rows(3, 64, 96, 128, torch.float32)
     expected = exact(piece).square().sum((1, 2))
     torch.testing.assert_close(piece.squares().double(), expected, rtol=2e-6, atol=0)
@@ -149,8 +149,8 @@ def test_norms_in_float32_are_exact_to_1e_6():
 
 def test_the_choice():
     """PRIVACY.md's: of 768 x 768 on a GPU the ghost norm for 128 positions, not for 1024; of one position always."""
-    assert norms.prefers_ghost(64, 128, 768, 768, 2, "cuda")
-    assert not norms.prefers_ghost(64, 1024, 768, 768, 2, "cuda")
+    assert prefers_ghost(64, 128, 768, 768, 2, "cuda")
+    assert not prefers_ghost(64, 1024, 768, 768, 2, "cuda")
     for device in ("cpu", "cuda", "other"):
-        assert norms.prefers_ghost(8, 1, 10, 10, 4, device)
-        assert not norms.prefers_ghost(8, 4096, 64, 64, 4, device)
+        assert prefers_ghost(8, 1, 10, 10, 4, device)
+        assert not prefers_ghost(8, 4096, 64, 64, 4, device)

@@ -1,0 +1,307 @@
+"""One backward pass: contributions are collected by parameter, and summed with each example's weight at its end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from accelerant.errors import ShapeError, UnsupportedCase
+from accelerant.privacy.dp.clipping.contributions import Contribution, Dense, Lookup, Rows, cross, merged
+from accelerant.privacy.dp.clipping.launch import wide
+
+__all__ = ["BackwardPass", "ClippedGroup", "ClippingPlan", "Group", "makes_gradient"]
+
+
+@dataclass(slots=True)
+class Group:
+    """Parameters that are clipped by one norm.
+
+    Attributes:
+        name: of the layer; empty for the whole model.
+        parameters: their identities, in the model's order: sums over them have the same bits in each run.
+        bound: the norm that each example's gradient is clipped to.
+        limit: the same on the device, where CUDA graphs read it at each replay.
+    """
+
+    name: str
+    parameters: list[int]
+    bound: float
+    limit: Tensor
+
+    def set_bound(self, bound: float) -> None:
+        """Change the bound, also on the device."""
+        self.bound = bound
+        self.limit.fill_(bound)
+
+
+@dataclass(slots=True)
+class ClippingPlan:
+    """What all passes of a clipper share.
+
+    Attributes:
+        names: of the parameters, by identity.
+        parameters: themselves, by identity.
+        groups: each parameter is in one.
+        norms: "auto", "ghost" or "instantiate".
+        mean: whether the loss is the mean over examples.
+    """
+
+    names: Mapping[int, str]
+    parameters: Mapping[int, torch.nn.Parameter]
+    groups: Sequence[Group]
+    norms: str
+    mean: bool
+    group_of: Mapping[int, Group] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.group_of = {parameter: group for group in self.groups for parameter in group.parameters}
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether a layer can be summed before the pass ends."""
+        return len(self.groups) > 1
+
+
+class ClippedGroup(NamedTuple):
+    """Norms of a group's per-example gradients, and the factors that clipped them; (B,) each."""
+
+    norms: Tensor
+    factors: Tensor
+
+
+@dataclass(slots=True)
+class _Share:
+    """A parameter's contributions, how many have arrived, and their squared norm once it is known."""
+
+    contributions: list[Contribution] = field(default_factory=list)
+    arrived: int = 0
+    squares: Tensor | None = None
+
+
+class BackwardPass:
+    """Collects contributions; computes norms and adds the weighted sums to the gradients when all are there.
+
+    Args:
+        task: autograd's number of the pass.
+        plan: of the clipper.
+        expected: contributions that each parameter is to get; more may come.
+        mask: (B,) bool, examples that count; None for all.
+        loss_scale: factor of the loss.
+
+    Attributes:
+        clipped: by group name, once it is summed.
+        formed: whether every norm was taken of the very gradients that were summed.
+        nonfinite: how many examples were left out for a norm that is not finite; set by `finish`.
+    """
+
+    def __init__(
+        self,
+        task: int,
+        plan: ClippingPlan,
+        expected: Mapping[int, int],
+        mask: Tensor | None,
+        loss_scale: float | Tensor,
+    ) -> None:
+        self.task = task
+        self.clipped: dict[str, ClippedGroup] = {}
+        self.formed = True
+        self.nonfinite: Tensor | None = None
+        self._examples: int | None = None
+        self._left_out: Tensor | None = None
+        self._plan = plan
+        self._expected = dict(expected)
+        self._mask = mask
+        self._loss_scale = loss_scale
+        self._shares: dict[int, _Share] = {}
+
+    def add(self, parameter: Tensor, contribution: Contribution, examples: int) -> None:
+        """Take a contribution to a parameter's per-example gradients.
+
+        Raises:
+            ShapeError: of other examples than the pass.
+            UnsupportedCase: the layer was clipped already.
+        """
+        key, plan = id(parameter), self._plan
+        self._require_examples(examples, plan.names[key])
+        group = plan.group_of[key]
+        if group.name in self.clipped:
+            raise UnsupportedCase(
+                f"{plan.names[key]} got another contribution after its layer was clipped; forward passes that were "
+                'dropped or recomputed do that: take clipping="flat"'
+            )
+        if plan.by_layer and isinstance(contribution, Rows):
+            contribution.consumed = False  # the layer's input gradient may be computed after its sum
+        share = self._shares.setdefault(key, _Share())
+        share.contributions.append(contribution)
+        share.arrived += 1
+        share.squares = None
+        if share.arrived == self._expected.get(key, 0) and (plan.by_layer or not _is_small(share)):
+            self._settle(share)
+            if plan.by_layer and all(self._is_settled(other) for other in group.parameters):
+                self._sum(group)
+
+    def finish(self) -> None:
+        """Sum the remaining groups."""
+        for group in self._plan.groups:
+            if group.name not in self.clipped and any(key in self._shares for key in group.parameters):
+                self._sum(group)
+        if self._left_out is not None:
+            self.nonfinite = self._left_out.sum()
+
+    def _require_examples(self, examples: int, name: str) -> None:
+        if self._examples is None:
+            self._examples = examples
+            if self._mask is not None and self._mask.shape != (examples,):
+                raise ShapeError(f"mask must be ({examples},), one for each example, got {tuple(self._mask.shape)}")
+        elif self._examples != examples:
+            raise ShapeError(
+                f"all layers must see the same examples: {name} had {examples} in its first dimension, "
+                f"layers after it {self._examples}"
+            )
+
+    def _is_settled(self, key: int) -> bool:
+        share = self._shares.get(key)
+        if share is None:
+            return not self._expected.get(key, 0)
+        return share.squares is not None
+
+    def _settle(self, share: _Share) -> None:
+        """Merge the contributions, form them where that costs less, and compute the squared norm."""
+        merge = [self._choose(part) for part in merged(share.contributions)]
+        if len(merge) > 1 and not all(isinstance(part, (Rows, Lookup)) for part in merge):
+            merge = merged(merge)
+        squares = merge[0].squares()
+        if len(merge) > 1:
+            rows, lookup = merge
+            assert isinstance(rows, Rows)
+            assert isinstance(lookup, Lookup)
+            squares = (squares + lookup.squares() + 2 * cross(lookup, rows)).clamp_(min=0)
+        share.contributions, share.squares = merge, squares
+
+    def _choose(self, part: Contribution) -> Contribution:
+        if isinstance(part, Lookup):
+            return part.compact()
+        if part.formed or self._plan.norms == "ghost":
+            return part
+        return part.dense() if self._plan.norms == "instantiate" else part.preferred()
+
+    def _sum(self, group: Group) -> None:
+        """Clip a group: norms, factors, and the weighted sums into .grad."""
+        shares = {key: self._shares.pop(key) for key in group.parameters if key in self._shares}
+        bundles = _bundled(shares)
+        for share in shares.values():
+            if share.squares is None:
+                self._settle(share)
+        settled = [share.squares for share in shares.values()]
+        total = _added([*settled, *(bundle.squares() for bundle, _ in bundles)])
+        scale = (total.shape[0] if self._plan.mean else 1.0) / self._loss_scale
+        norms = total.sqrt() * scale
+        drop = ~torch.isfinite(norms)
+        left_out = drop
+        if self._mask is not None:
+            counted = self._mask.to(device=drop.device, dtype=torch.bool)
+            left_out, drop = drop & counted, drop | ~counted
+        self._left_out = left_out if self._left_out is None else self._left_out | left_out
+        factors = (group.limit.to(norms.device) / norms).clamp_(max=1.0).masked_fill_(drop, 0.0)
+        weights = factors * scale
+        self.clipped[group.name] = ClippedGroup(norms, factors)
+        # 0 times a number is 0: only values that are not finite need clearing; a CPU can look whether there are any.
+        unsafe = drop if drop.device.type != "cpu" or not bool(torch.isfinite(norms).all()) else None
+        for key, share in shares.items():
+            parameter = self._plan.parameters[key]
+            for part in share.contributions:
+                self.formed = self.formed and part.formed
+                _add_total(parameter, part, weights.to(wide(parameter.dtype)), unsafe)
+            share.contributions.clear()
+        for bundle, keys in bundles:
+            sums = bundle.total(weights.to(wide(bundle.each.dtype)), unsafe, bundle.each.shape[1:])
+            _add_bundle(sums, [self._plan.parameters[key] for key in keys])
+
+
+_SMALL: int = 8192
+"""Largest number of a parameter's values whose formed gradients are bundled with others': a launch takes longer."""
+
+
+def _is_small(share: _Share) -> bool:
+    """Return whether a parameter has one contribution of few formed gradients: a bias, a norm's scale."""
+    (first, *others) = share.contributions
+    if others or not isinstance(first, Dense) or first.known is not None or first.factor is not None:
+        return False
+    return first.each.shape[1:].numel() <= _SMALL
+
+
+def _bundled(shares: dict[int, _Share]) -> list[tuple[Dense, list[int]]]:
+    """Remove the small unsettled shares and concatenate them, one bundle per dtype, with the parameters' keys."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for key, share in shares.items():
+        if share.squares is None and _is_small(share):
+            groups.setdefault(cast(Dense, share.contributions[0]).each.dtype, []).append(key)
+    bundles = []
+    for keys in groups.values():
+        if len(keys) > 1:
+            parts = [cast(Dense, shares.pop(key).contributions[0]).each for key in keys]
+            flat = [part.reshape(part.shape[0], part.shape[1:].numel()) for part in parts]
+            bundles.append((Dense(torch.cat(flat, 1)), keys))
+    return bundles
+
+
+def _add_bundle(sums: Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Add the parts of sums (P,) to the gradients that they belong to."""
+    parts = sums.split([parameter.numel() for parameter in parameters])
+    gradients, added = [], []
+    for parameter, part in zip(parameters, parts, strict=True):
+        shaped = part.view(parameter.shape).to(parameter.dtype)
+        if parameter.grad is None:
+            parameter.grad = shaped.clone()  # memory of its own
+        else:
+            gradients.append(parameter.grad)
+            added.append(shaped)
+    if gradients:
+        torch._foreach_add_(gradients, added)
+
+
+def _added(tensors: Iterable[Tensor | None]) -> Tensor:
+    known = [tensor for tensor in tensors if tensor is not None]
+    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in known) else torch.float32
+    return torch.stack([tensor.to(dtype) for tensor in known]).sum(0)
+
+
+def _add_total(parameter: torch.nn.Parameter, part: Contribution, weights: Tensor, drop: Tensor | None) -> None:
+    grad = parameter.grad
+    if grad is None:
+        parameter.grad = part.total(weights, drop, parameter.shape).to(parameter.dtype)
+    elif grad.dtype == weights.dtype and grad.is_contiguous():
+        part.add_to(grad, weights, drop)
+    else:
+        grad.add_(part.total(weights, drop, parameter.shape))
+
+
+def makes_gradient(parameter: Tensor) -> bool:
+    """Return whether the running backward pass makes a parameter's gradient, and not only that of other tensors.
+
+    Raises:
+        UnsupportedCase: the pass is to be differentiated, or runs within another one.
+    """
+    if torch.is_grad_enabled():
+        raise UnsupportedCase(
+            "per-example clipping cannot be differentiated: call backward() without create_graph=True, or detach() the "
+            "clipper for such a term"
+        )
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            raise UnsupportedCase(
+                "checkpoint(use_reentrant=True) runs a backward pass of its own, in which other layers' norms are not "
+                "known: take use_reentrant=False"
+            )
+        frame = frame.f_back
+    try:
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad: "a leaf node was passed"
+        return False

@@ -1,0 +1,415 @@
+"""The rules by which layers give per-example gradients, and how a clipper attaches them to a model.
+
+A rule is a class for one kind of layer. While a clipper is attached, the rule's `forward` runs in place of the layer's
+own wherever gradients are recorded. It calls functions (layers.py) whose backward pass feeds the clipper instead of
+making parameter gradients. To add a layer, register one class:
+
+    @register
+    class ScaleRule(LayerRule):
+        layers = (Scale,)
+
+        def forward(self, x):
+            x, _ = self.examples_first(x)
+            return scale_shift(x, self.module.weight, None, (x.dim() - 1,), self.sink, x.dtype)
+
+Copies and files of a model with a clipper attached are ordinary models: whatever is attached is marked, and copy,
+pickle and torch.save leave it out, because the module's `__getstate__` does.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any, ClassVar, Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from accelerant.errors import ShapeError, UnsupportedCase
+from accelerant.ops._per_example import PerExampleSink, mark_traced
+
+__all__ = [
+    "LayerRule",
+    "Methods",
+    "Survey",
+    "adapt_model",
+    "attach_rule",
+    "hide_marked",
+    "mark",
+    "register",
+    "register_model",
+    "require_frozen",
+    "survey",
+    "watch_frozen",
+]
+
+Forward = Callable[..., Any]
+Methods = dict[str, Forward]
+Undo = Callable[[], None]
+_T = TypeVar("_T")
+_Rule = TypeVar("_Rule", bound="type[LayerRule]")
+
+
+class LayerRule(ABC):
+    """Per-example gradients of one kind of layer; one instance for each attached layer.
+
+    Attributes:
+        layers: the classes it covers, or "package.module:Class" for packages that may be absent. A subclass of a
+            covered class is covered unless it has its own `forward`; a class named by its path is covered exactly.
+        covers_children: whether the layer's forward uses parameters of its submodules, too.
+        module: the layer.
+        sink: takes the contributions to per-example gradients.
+        plain: the layer's own forward.
+    """
+
+    layers: ClassVar[tuple[type[nn.Module] | str, ...]] = ()
+    covers_children: ClassVar[bool] = False
+
+    def __init__(self, module: nn.Module, sink: PerExampleSink, plain: Forward) -> None:
+        self.module: Any = module
+        self.sink = sink
+        self.plain = plain
+
+    @classmethod
+    def refusal(cls, module: Any) -> str | None:
+        """Return why this module cannot be exact and what to use instead; None if it can."""
+        return None
+
+    @classmethod
+    def matches(cls, path: str) -> bool:
+        """Return whether the class at a path of `layers` has the source that the rule was written for."""
+        return True
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the layer's own forward computes, feeding the sink in the backward pass."""
+
+    def examples_first(self, x: Tensor, least: int = 2) -> tuple[Tensor, int]:
+        """Return a layer's input with the examples in dimension 0, and their number.
+
+        Raises:
+            ShapeError: fewer than `least` dimensions, or the first is not that of the model's input.
+        """
+        examples = self.sink.batch
+        if x.dim() < least:
+            raise ShapeError(
+                f"{type(self.module).__name__} takes {least} dimensions or more with a clipper attached, the examples "
+                f"first, got {tuple(x.shape)}"
+            )
+        if examples is None or x.shape[0] == examples:
+            return x, x.shape[0]
+        if x.shape[0] == 1:
+            return x.expand(examples, *x.shape[1:]), examples
+        raise ShapeError(
+            f"{self.module} got {tuple(x.shape)}, whose first dimension is not the batch of {examples} examples that "
+            "the model got: per-example gradients need the examples first in each layer"
+        )
+
+
+_rules: dict[Any, type[LayerRule]] = {}
+"""By the layer class's forward function, or by "package.module:Class"."""
+
+_models: dict[type, Callable[[Any, PerExampleSink], Methods]] = {}
+
+
+def register(rule: _Rule) -> _Rule:
+    """Add a rule for its layers; a later rule for the same layer replaces the earlier one."""
+    for layer in rule.layers:
+        _rules[layer if isinstance(layer, str) else layer.forward] = rule
+    return rule
+
+
+def register_model(
+    model: type,
+) -> Callable[[Callable[[Any, PerExampleSink], Methods]], Callable[[Any, PerExampleSink], Methods]]:
+    """Add a function for a model class that uses parameters of its layers without calling the layers.
+
+    The function takes the model and the sink and returns replacements for methods by name. Subclasses are not covered:
+    they may use their parameters differently.
+    """
+
+    def add(methods: Callable[[Any, PerExampleSink], Methods]) -> Callable[[Any, PerExampleSink], Methods]:
+        _models[model] = methods
+        return methods
+
+    return add
+
+
+def _rule_for(module: nn.Module) -> type[LayerRule] | None:
+    rule = _rules.get(type(module).forward)
+    if rule is None:
+        path = f"{type(module).__module__}:{type(module).__qualname__}"
+        rule = _rules.get(path)
+        if rule is not None and not rule.matches(path):
+            return None
+    return rule
+
+
+# --- what of a model is clipped --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Survey:
+    """The clipped part of a model.
+
+    Attributes:
+        parameters: with names, each once.
+        layers: modules and their rules.
+        models: modules that use parameters of their layers directly, with their method replacements.
+        frozen: BatchNorm in eval mode, with names: exact while it stays so.
+    """
+
+    parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    layers: list[tuple[nn.Module, type[LayerRule]]] = field(default_factory=list)
+    models: list[tuple[nn.Module, Callable[[Any, PerExampleSink], Methods]]] = field(default_factory=list)
+    frozen: list[tuple[str, nn.Module]] = field(default_factory=list)
+
+
+def survey(model: nn.Module) -> Survey:
+    """Find the rule of each layer.
+
+    Raises:
+        UnsupportedCase: lists each module without exact per-example gradients.
+    """
+    found = Survey()
+    refusals: list[str] = []
+    covered: set[int] = set()
+    uncovered: dict[int, str] = {}
+    for name, module in model.named_modules():
+        path = name or type(model).__name__
+        if type(module) in _models:
+            found.models.append((module, _models[type(module)]))
+        reason = _mixes_examples(module)
+        if reason is not None:
+            refusals.append(f"{path} ({type(module).__name__}): {reason}")
+            continue
+        if isinstance(module, _BatchNorm):
+            found.frozen.append((path, module))
+            continue
+        rule = _rule_for(module)
+        recurse = rule is not None and rule.covers_children
+        own = {key: param for key, param in module.named_parameters(recurse=recurse) if param.requires_grad}
+        if rule is None:
+            for key, param in own.items():
+                uncovered.setdefault(
+                    id(param),
+                    f"{f'{name}.{key}'.strip('.')} of {type(module).__name__}: no rule for its per-example gradients; "
+                    "make it of supported layers, or freeze it",
+                )
+            continue
+        if not own:
+            continue
+        reason = rule.refusal(module) or _reparametrized(module, own)
+        if reason is None and "forward" in module.__dict__:
+            reason = "its forward was replaced by another library: undo that first"
+        if reason is not None:
+            refusals.append(f"{path} ({type(module).__name__}): {reason}")
+        else:
+            found.layers.append((module, rule))
+        covered.update(id(param) for param in own.values())
+    refusals += [text for key, text in uncovered.items() if key not in covered]
+    if refusals:
+        raise UnsupportedCase("per-example clipping cannot be exact for:\n  " + "\n  ".join(refusals))
+    found.parameters = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return found
+
+
+def _mixes_examples(module: nn.Module) -> str | None:
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+        return "its running statistics keep what examples held: take track_running_stats=False"
+    if not isinstance(module, _BatchNorm):
+        return None
+    if module.training or not _has_statistics(module):
+        return (
+            "it mixes the examples of a batch: take GroupNorm or LayerNorm; or keep it as it is, in eval mode with "
+            "its running statistics and frozen (eval(), requires_grad_(False))"
+        )
+    if any(param.requires_grad for param in module.parameters()):
+        return "in eval mode it must be frozen as well: requires_grad_(False)"
+    return None
+
+
+def _reparametrized(module: nn.Module, own: Iterable[str]) -> str | None:
+    """Return a refusal where torch.nn.utils computes a parameter from others, weight from weight_g and weight_v say."""
+    for key in own:
+        for ending in ("_g", "_v", "_orig"):
+            target = key.removesuffix(ending)
+            if target != key and isinstance(module.__dict__.get(target), Tensor):
+                return f"its {target} is computed from {key} (weight_norm, spectral_norm, pruning): remove that first"
+    return None
+
+
+# --- frozen BatchNorm ------------------------------------------------------------------------------------------------
+
+_BatchNorm = nn.modules.batchnorm._BatchNorm
+_BATCH_NORM_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def require_frozen(name: str, module: nn.Module) -> None:
+    """Check that a BatchNorm is still a constant map of each example: in eval mode, with running statistics.
+
+    Raises:
+        UnsupportedCase: it is not; names it.
+    """
+    if module.training:
+        raise UnsupportedCase(
+            f"{name} ({type(module).__name__}) was put into train mode, where it mixes the examples of a batch and "
+            "keeps what they held: call its eval() after the model's train()"
+        )
+    if not _has_statistics(module):
+        raise UnsupportedCase(
+            f"{name} ({type(module).__name__}) has no running statistics any more, or another forward: it would mix "
+            "the examples of a batch. Restore what it had when make_private was called"
+        )
+
+
+def watch_frozen(name: str, module: nn.Module) -> Undo:
+    """Apply `require_frozen` before each forward pass; return what ends that.
+
+    In train mode the running statistics would absorb the examples, whether or not gradients are recorded.
+    """
+
+    def before(module: nn.Module, args: Any) -> None:
+        require_frozen(name, module)
+
+    hook, show = module.register_forward_pre_hook(mark(before)), hide_marked(module)
+
+    def undo() -> None:
+        hook.remove()
+        show()
+
+    return undo
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Return whether, in eval mode, it normalises by numbers that no batch determines."""
+    plain = type(module).forward in _BATCH_NORM_FORWARDS and "forward" not in module.__dict__
+    return plain and module.running_mean is not None
+
+
+# --- attaching -------------------------------------------------------------------------------------------------------
+
+
+def attach_rule(module: nn.Module, rule: type[LayerRule], sink: PerExampleSink) -> Undo:
+    """Replace a module's forward by its rule's wherever gradients are recorded; return what undoes it."""
+    plain = module.forward
+    traced = rule(module, sink, plain).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return traced(*args, **kwargs) if torch.is_grad_enabled() else plain(*args, **kwargs)
+
+    method = _Replacement(module, "forward", forward)
+    mark_traced(method)
+    restore = _replace_methods(module, {"forward": method})
+    # Fused functions that read the parameters without calling the module look for hooks: this one stops them.
+    hook = module.register_forward_pre_hook(_no_op)
+
+    def undo() -> None:
+        hook.remove()
+        restore()
+
+    return undo
+
+
+def adapt_model(model: nn.Module, methods: Callable[[Any, PerExampleSink], Methods], sink: PerExampleSink) -> Undo:
+    """Replace methods of a model (see `register_model`); return what undoes it."""
+    return _replace_methods(
+        model, {name: _Replacement(model, name, method) for name, method in methods(model, sink).items()}
+    )
+
+
+class _Replacement:
+    """A replaced method of a module; a copy or pickle of it is the original method."""
+
+    def __init__(self, module: nn.Module, name: str, call: Forward) -> None:
+        self._module, self._name, self._call = module, name, call
+        mark(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the sink is fed as the backward pass runs, not as it is traced
+            return _call_uncompiled(self._call, *args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _original(memo.get(id(self._module), self._module), self._name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _original, (self._module, self._name)
+
+
+def _original(module: nn.Module, name: str) -> Any:
+    return MethodType(getattr(type(module), name), module)
+
+
+def _call_uncompiled(call: Forward, *args: Any, **kwargs: Any) -> Any:
+    import torch._dynamo
+
+    return torch._dynamo.disable(call)(*args, **kwargs)
+
+
+def _replace_methods(module: nn.Module, methods: Mapping[str, _Replacement]) -> Undo:
+    module.__dict__.update(methods)
+    show = hide_marked(module)
+
+    def undo() -> None:
+        show()
+        for name, method in methods.items():
+            if module.__dict__.get(name) is method:
+                del module.__dict__[name]
+
+    return undo
+
+
+# --- copies and files of a module ------------------------------------------------------------------------------------
+
+_MARK: Final = "_accelerant_attached"
+_STATE: Final = "__getstate__"
+_HOOKS: Final = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+}
+"""Where torch keeps hooks, and the options that it keeps by their numbers."""
+
+
+def mark(call: _T) -> _T:
+    """Mark a function or object as attached by a clipper, so that copies leave it out; return it."""
+    setattr(call, _MARK, True)
+    return call
+
+
+@mark
+def _no_op(module: nn.Module, args: Any) -> None:
+    return None
+
+
+def hide_marked(module: nn.Module) -> Undo:
+    """Make copies and files of a module leave out what is marked; return what undoes it."""
+    if _STATE in module.__dict__:  # ours already, or the user's own
+        return lambda: None
+
+    def state() -> Any:
+        return _without_marked(type(module).__getstate__(module))
+
+    module.__dict__[_STATE] = mark(state)
+
+    def undo() -> None:
+        if module.__dict__.get(_STATE) is state:
+            del module.__dict__[_STATE]
+
+    return undo
+
+
+def _without_marked(state: Any) -> Any:
+    """Return a module's state without what is marked; a state that is no dictionary is its class's own business."""
+    if not isinstance(state, dict):
+        return state
+    kept = {name: value for name, value in state.items() if not getattr(value, _MARK, False)}
+    for name, options in _HOOKS.items():
+        marked = {number for number, hook in kept.get(name, {}).items() if getattr(hook, _MARK, False)}
+        if marked:
+            for key in (name, *options):
+                kept[key] = OrderedDict((n, value) for n, value in kept[key].items() if n not in marked)
+    return kept

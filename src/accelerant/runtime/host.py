@@ -1,0 +1,74 @@
+"""The host: cores that this process may use, memory, the processor's name."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from pathlib import Path
+
+__all__ = ["host_memory", "processor_name", "usable_cores"]
+
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> int:
+    """Return the number of cores this process may keep busy: its affinity, limited by its control group's quota.
+
+    Python and torch see the machine's cores; in a container with a quota, a thread for each would only wait.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    try:
+        quota, period = (_CONTROL_GROUP / "cpu.max").read_text(encoding="ascii").split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass  # no quota ("max"), or not Linux
+    return cores
+
+
+def control_group_room() -> int:
+    """Return the bytes that Linux's control group leaves to this process, often far below the machine's memory."""
+    try:
+        limit = (_CONTROL_GROUP / "memory.max").read_text().strip()
+        used = (_CONTROL_GROUP / "memory.current").read_text().strip()
+        return 1 << 62 if limit == "max" else max(0, int(limit) - int(used))
+    except (OSError, ValueError):
+        return 1 << 62
+
+
+class _MemoryStatus(ctypes.Structure):
+    """MEMORYSTATUSEX of Windows."""
+
+    _fields_ = (
+        ("length", ctypes.c_uint32),
+        ("load_percent", ctypes.c_uint32),
+        ("total", ctypes.c_uint64),
+        ("available", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64 * 5),
+    )
+
+
+def host_memory(proc: Path = Path("/proc")) -> dict[str, int]:
+    """Return Linux's memory figures in bytes; elsewhere "MemTotal", and on Windows "MemAvailable"."""
+    path = proc / "meminfo"
+    if path.is_file():
+        rows = (line.split() for line in path.read_text().splitlines())
+        return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
+    if hasattr(os, "sysconf"):
+        return {"MemTotal": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
+    windows = getattr(ctypes, "windll", None)
+    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
+    if windows is not None and windows.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
+        return {"MemTotal": status.total, "MemAvailable": status.available}
+    return {}
+
+
+def processor_name() -> str:
+    """Return the processor's model name."""
+    path = Path("/proc/cpuinfo")
+    if path.is_file():
+        for line in path.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,171 @@
+"""Accelerators that torch serves and Accelerant has no kernels for: AMD (ROCm builds of torch), Apple silicon, others.
+
+Tensors there run torch's own operations: every op refuses its other implementations with a reason that the
+ledger records (registry.reason_without_kernels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from accelerant.errors import BackendUnavailable, CompileError, LaunchError
+from accelerant.runtime.compilation.kernel import Kernel, KernelSource
+from accelerant.runtime.provider import (
+    Buffer,
+    ComputeDevice,
+    ComputeProvider,
+    Event,
+    MemoryInfo,
+    Pointer,
+    check_device,
+    check_owner,
+    check_size,
+    host_bytes,
+    host_size,
+    out_of_memory,
+)
+
+__all__ = ["AppleProvider", "RocmProvider", "TorchProvider", "torch_provider"]
+
+
+class TorchProvider(ComputeProvider):
+    """A backend whose tensors, memory and streams are torch's, without kernels of Accelerant."""
+
+    has_tensors: ClassVar[bool] = True
+
+    @classmethod
+    def probe(cls) -> str:
+        """Ask torch whether it sees such a device."""
+        module = getattr(torch, cls.torch_type, None)
+        if module is None or not module.is_available():
+            return f"torch {torch.__version__} sees no {cls.torch_type} device"
+        return ""
+
+    def __init__(self) -> None:
+        self._module: Any = torch.get_device_module(self.torch_type)
+        self._count = int(self._module.device_count())
+
+    def devices(self) -> list[ComputeDevice]:
+        return [
+            ComputeDevice(
+                backend=self.name,
+                index=index,
+                name=self._device_name(index),
+                memory_bytes=self.memory(index).total_bytes,
+                torch_type=self.torch_type,
+            )
+            for index in range(self._count)
+        ]
+
+    @property
+    def _no_kernels(self) -> str:
+        return f"Accelerant has no kernels for {self.name}"
+
+    def _device_name(self, index: int) -> str:
+        named = getattr(self._module, "get_device_name", None)
+        return str(named(index)) if named is not None else self.torch_type
+
+    def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
+        check_device(self.name, device, self._count)
+        check_size(size_bytes)
+        self.check_limit(size_bytes, device)
+        try:
+            storage = torch.empty(size_bytes, dtype=torch.uint8, device=f"{self.torch_type}:{device}")
+        except (torch.OutOfMemoryError, MemoryError):
+            raise out_of_memory(size_bytes, f"{self.name}:{device}", self.memory(device)) from None
+        return Buffer(storage.data_ptr(), size_bytes, device, storage)
+
+    def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
+        flat = host_bytes(array, out)
+        buffer = self.allocate(flat.nbytes, device) if out is None else out
+        storage = check_owner(buffer, torch.Tensor, self.name, "out")
+        storage[: flat.nbytes].copy_(torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
+        return buffer
+
+    def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
+        size = host_size(buffer, dtype, shape)
+        storage = check_owner(buffer, torch.Tensor, self.name, "buffer")
+        return storage[:size].cpu().numpy().view(np.dtype(dtype)).reshape(tuple(shape))
+
+    def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
+        raise CompileError(f"kernel {source.name!r}: {self._no_kernels}")
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[Pointer | int | float],
+        stream: object | None = None,
+    ) -> None:
+        raise LaunchError(f"kernel {kernel.name!r}: {self._no_kernels}")
+
+    def synchronize(self, device: int = 0) -> None:
+        check_device(self.name, device, self._count)
+        if self.torch_type == "mps":  # takes no device
+            self._module.synchronize()
+        else:
+            self._module.synchronize(device)
+
+    def memory(self, device: int = 0) -> MemoryInfo:
+        check_device(self.name, device, self._count)
+        module = self._module
+        if self.torch_type == "mps":
+            held, total = int(module.current_allocated_memory()), int(module.recommended_max_memory())
+            reserved = int(module.driver_allocated_memory())
+            return MemoryInfo(total, max(0, total - reserved), held, reserved, held)
+        if not hasattr(module, "mem_get_info"):
+            return MemoryInfo(0, 0, 0, 0, 0)
+        free, total = module.mem_get_info(device)
+        figures = (module.memory_allocated(device), module.memory_reserved(device), module.max_memory_allocated(device))
+        return MemoryInfo(int(total), int(free), *map(int, figures))
+
+    def record_event(self, device: int = 0) -> Event | None:
+        """Return None: calls are counted and not timed."""
+        check_device(self.name, device, self._count)
+        return None
+
+    def trim(self, device: int = 0) -> None:
+        if hasattr(self._module, "empty_cache"):
+            self._module.empty_cache()
+
+
+class RocmProvider(TorchProvider):
+    """AMD GPUs through a ROCm build of torch, whose tensors have the type "cuda"."""
+
+    name: ClassVar[str] = "rocm"
+    torch_type: ClassVar[str] = "cuda"
+    automatic: ClassVar[bool] = True
+
+    @classmethod
+    def probe(cls) -> str:
+        """Ask torch whether it is built for ROCm and sees a device."""
+        if torch.version.hip is None:
+            return f"torch {torch.__version__} is built without ROCm"
+        return super().probe()
+
+
+class AppleProvider(TorchProvider):
+    """The GPU of Apple silicon."""
+
+    name: ClassVar[str] = "apple"
+    torch_type: ClassVar[str] = "mps"
+    automatic: ClassVar[bool] = True
+
+
+def torch_provider(torch_type: str) -> TorchProvider:
+    """Return a provider for another accelerator of torch, named as torch names it: "xpu", "hpu".
+
+    Raises:
+        BackendUnavailable: torch has no such accelerator.
+    """
+    module = getattr(torch, torch_type, None)
+    if module is None or not all(hasattr(module, name) for name in ("device_count", "synchronize")):
+        raise BackendUnavailable(torch_type, "no provider serves such tensors")
+    kind: type[TorchProvider] = type("TorchProvider", (TorchProvider,), {"name": torch_type, "torch_type": torch_type})
+    return kind()
