@@ -21,8 +21,7 @@ from accelerant.ops.dropout.launch import (
     torch_dropout,
     torch_masked,
 )
-from accelerant.ops.dropout.llvm_kernels import DropoutKernel
-from accelerant.ops.dropout.llvm_mask import MaskKernel
+from accelerant.ops.dropout.llvm_kernels import DropoutKernel, MaskKernel
 from accelerant.ops.dropout.reference import keep_reference, philox_reference
 from accelerant.runtime.dispatch import force
 from accelerant.runtime.dispatch.case import Case

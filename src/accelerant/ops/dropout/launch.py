@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._launch import ceil_div
-from accelerant.ops.dropout.llvm_kernels import COUNTERS, DropoutKernel, refuses_half
-from accelerant.ops.dropout.llvm_mask import LANES, MaskKernel
+from accelerant.ops.dropout.llvm_kernels import COUNTERS, LANES, DropoutKernel, MaskKernel, refuses_half
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.compilation.triton import TritonKernel

@@ -12,14 +12,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK_WORDS", "CONSTANTS", "chacha20_blocks", "chacha20_words", "key_words"]
+__all__ = ["BLOCK_WORDS", "CONSTANTS", "DOUBLE_ROUNDS", "QUARTERS", "chacha20_blocks", "chacha20_words", "key_words"]
 
 BLOCK_WORDS = 16
 CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)
 """The characters "expand 32-byte k", little-endian."""
 
-_DOUBLE_ROUNDS = 10
-_QUARTERS = (
+DOUBLE_ROUNDS = 10
+QUARTERS = (
     (0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15),
     (0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14),
 )  # fmt: skip
@@ -48,8 +48,8 @@ def chacha20_blocks(key: Words, inputs: Words) -> Words:
     start[4:12] = key[:, None]
     start[12:] = inputs
     state = list(start.copy())
-    for _ in range(_DOUBLE_ROUNDS):
-        for a, b, c, d in _QUARTERS:
+    for _ in range(DOUBLE_ROUNDS):
+        for a, b, c, d in QUARTERS:
             for left, right, into, bits in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
                 state[left] += state[right]
                 state[into] ^= state[left]

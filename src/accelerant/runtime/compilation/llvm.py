@@ -212,6 +212,11 @@ class FunctionBuilder:
         """Append a binary operation on 64-bit numbers, of which both may be Python's."""
         return self(f"{operation} i64 {x}, {y}", "i64")
 
+    def fneg(self, x: Operand) -> Value:
+        """Append the negative of a floating-point operand."""
+        kind = self._type(x)
+        return self(f"fneg {kind} {x}", kind)
+
     def compare(self, relation: str, x: Operand, y: Operand) -> Value:
         """Append icmp, or fcmp of floating-point operands; the result is i1, or a vector of them."""
         kind = self._type(x, y)
@@ -286,6 +291,11 @@ class FunctionBuilder:
             f"shufflevector {source} {x}, {source} {'poison' if y is None else y}, {lanes.type} {lanes}",
             vector(_split(source)[1], len(order)),
         )
+
+    def lane(self, x: Operand, index: int) -> Value:
+        """Append a vector's element."""
+        kind = self._type(x)
+        return self(f"extractelement {kind} {x}, i64 {index}", _split(kind)[1])
 
     def parts(self, array: Operand) -> list[Value]:
         """Append the elements of an array."""

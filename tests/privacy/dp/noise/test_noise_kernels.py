@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from accelerant.privacy.dp.noise import llvm_gaussian, reference
+from accelerant.privacy.dp.noise import reference
 from accelerant.privacy.dp.noise.laplace import digits_of, laplace_blocks, laplace_reference, thresholds
 from accelerant.privacy.dp.noise.launch import add_steps, table_words
+from accelerant.privacy.dp.noise.llvm_gaussian import GaussianKernel
 from accelerant.privacy.dp.noise.plan import make_plan
 from accelerant.privacy.dp.noise.program import (
     BLOCK,
@@ -21,7 +22,7 @@ from accelerant.privacy.dp.noise.program import (
 from accelerant.privacy.dp.noise.reference import GROUP, draws_of_unit, gaussian_reference, groups_of
 from accelerant.privacy.dp.noise.table import make_tables
 from accelerant.privacy.random.chacha20 import key_words
-from accelerant.privacy.random.llvm_kernels import lanes
+from accelerant.privacy.random.llvm_kernels import Vectors, lanes
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.compilation.kernel import KernelSource
@@ -126,10 +127,9 @@ def often(monkeypatch):
     return usual
 
 
-def test_llvm_takes_triggers_from_the_pool(often, monkeypatch):
-    monkeypatch.setattr(llvm_gaussian, "TRIGGER", OFTEN)
+def test_llvm_takes_triggers_from_the_pool(often):
     plan = make_plan(Fraction(BY_TERMS[4]))
-    program = llvm_gaussian.GaussianKernel(4, False)
+    program = GaussianKernel(4, False, trigger=OFTEN)
     source = KernelSource("often", {"llvm": program}, {program.entry: gaussian_source(4, False).entries[program.entry]})
     out = on_cpu(source, plan, torch.zeros(5000, dtype=torch.int64))
     assert np.array_equal(out.numpy(), expected(plan, 5000))
@@ -145,12 +145,10 @@ def test_portable_kernels_take_triggers_from_the_pool(often, opencl):
 @pytest.mark.parametrize("count", [4, 8, 16])
 def test_by_addresses_the_same_comes_out(monkeypatch, count):
     """What processors without permutations of two registers run, with vectors of 128 and 256 bits."""
-    monkeypatch.setattr(llvm_gaussian, "has_wide_permutes", lambda: False)
-    monkeypatch.setattr(llvm_gaussian, "lanes", lambda: count)
     monkeypatch.setitem(on_cpu.__globals__, "lanes", lambda: count)
     plan = make_plan(Fraction(BY_TERMS[4]))
-    program = llvm_gaussian.GaussianKernel(4, False)
-    assert "masked.gather" in program.key
+    program = GaussianKernel(4, False, vectors=Vectors(count))
+    assert "masked.gather" in program.build("")
     source = KernelSource(
         "gather", {"llvm": program}, {program.entry: gaussian_source(4, False).entries[program.entry]}
     )

@@ -9,6 +9,7 @@ import re
 import time
 from fractions import Fraction
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 import torch
@@ -21,7 +22,7 @@ from accelerant.privacy.dp.noise.plan import make_plan
 from accelerant.privacy.dp.noise.program import gaussian_source
 from accelerant.privacy.dp.noise.reference import GROUP, draws_of_unit
 from accelerant.privacy.random import SecureStream
-from accelerant.privacy.random.llvm_kernels import has_wide_permutes, lanes
+from accelerant.privacy.random.llvm_kernels import host_vectors, lanes
 
 KEY = bytes(range(100, 132))
 DRAWS = 2**21
@@ -127,23 +128,32 @@ def test_fast_draws_fit_the_normal_distribution():
 
 
 @pytest.mark.skipif(
-    not has_wide_permutes(), reason="without AVX-512 tables are read at secret addresses, as documented"
+    not host_vectors().wide_permutes, reason="without AVX-512 tables are read at secret addresses, as documented"
 )
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("terms", [1, 4])
 def test_no_branch_and_no_address_depends_on_a_draw(terms, adds):
-    """In the program itself: branches go by indices and sizes, addresses too; and nothing is gathered."""
-    text = GaussianKernel(terms, adds).key
+    """In the program itself, in SSA form: what is loaded, but for the counter, decides no branch and no address."""
+    module = llvm.parse_assembly(GaussianKernel(terms, adds).build(""))
+    target = llvm.Target.from_default_triple().create_target_machine()
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_sroa_pass()
+    passes.run(module, llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options()))
+    text = str(module.get_function(GaussianKernel(terms, adds).entry))
     assert "gather" not in text
-    conditions = set(re.findall(r"br i1 (%\w+)", text))
-    public = {"%any", "%again", "%go_on"}
-    made = dict(re.findall(r"^  (%\w+) = (.*)$", text, re.MULTILINE))
-    for name in conditions - public:  # the ends of stores: an element's number against n
-        assert re.fullmatch(r"icmp sle i64 %\w+, %n", made[name]), (name, made[name])
-    places = re.findall(r"getelementptr inbounds (?:<\d+ x )?\w+>?, ptr (%\w+), i64 (\S+)", text)
-    assert places
-    for base, index in places:
-        assert index.isdecimal() or (base == "%x" and made[index].startswith("add i64 %at,")), (base, index)
+    values = dict(re.findall(r"^  (%[\w.]+) = (.*)$", text, re.MULTILINE))
+    operands = {name: set(re.findall(r"%[\w.]+", value)) for name, value in values.items()}
+    secret = {name for name, value in values.items() if re.search(r"\bload\b", value) and "%first" not in value}
+    assert len(secret) > 100
+    while found := {name for name, used in operands.items() if name not in secret and used & secret}:
+        secret |= found
+    conditions = re.findall(r"br i1 (%[\w.]+)", text)
+    assert len(conditions) > 2
+    assert not secret.intersection(conditions)
+    addresses = [name for name, value in values.items() if value.startswith("getelementptr")]
+    assert len(addresses) > 16
+    assert not secret.intersection(addresses)
+    assert not any(set(re.findall(r"ptr (%[\w.]+)", line)) & secret for line in text.splitlines())
 
 
 @pytest.mark.slow

@@ -15,20 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accelerant.privacy.dp.noise.llvm_lines import Lines
 from accelerant.privacy.dp.noise.reference import POOL, draws_of_unit
 from accelerant.privacy.dp.noise.table import CELL_FIELD, COMPARED, COMPARED_REST, TRIGGER
-from accelerant.privacy.random.llvm_kernels import (
-    LOOP_END,
-    VectorKernel,
-    block_function,
-    has_wide_permutes,
-    lanes,
-    next_block,
-    prologue,
-    splat,
-    spread,
-)
+from accelerant.privacy.random.chacha20 import BLOCK_WORDS
+from accelerant.privacy.random.llvm_kernels import KeystreamBlocks, VectorKernel, host_vectors
+from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, constant, lane_constants, vector
 
 __all__ = ["GaussianKernel"]
 
@@ -41,88 +32,82 @@ _MOST = 2.0**46
 _INTEGER = 2.0**23
 
 
-def _lookups(t: Lines, tables: list[int], words: list[str]) -> list[str]:
-    """Entries of the words' cells, of table tables[i] (0: the first, 1 to 3: the remainder's) for word i."""
-    shifted = [t.operation("lshr", word, t.word(7)) for word in words]
-    if not has_wide_permutes():
+def _lookups(blocks: KeystreamBlocks, tables: list[int], words: list[Value]) -> list[Value]:
+    """Return the entries of the words' cells, of table tables[i] (0: the first, 1 to 3: the remainder's) for word i."""
+    code = blocks.code
+    shifted = [code.op("lshr", word, 7) for word in words]
+    if not blocks.vectors.wide_permutes:
         return [
-            _gather(t, table, t.operation("and", at, t.word(511))) for table, at in zip(tables, shifted, strict=True)
+            _gather(code, table, code.op("and", cell, _ENTRIES - 1))
+            for table, cell in zip(tables, shifted, strict=True)
         ]
-    V = t.vector("i32")
-    bits = []
-    for word in words:
-        kept = [t.operation("and", word, t.word(1 << bit)) for bit in (12, 13, 14, 15)]
-        bits.append([t.new(f"icmp ne {V} {each}, zeroinitializer") for each in kept])
+    kind = words[0].type
+    bits = [[code.op("and", word, 1 << bit) for bit in (12, 13, 14, 15)] for word in words]
+    chosen = [[code.compare("ne", bit, 0) for bit in of_word] for of_word in bits]
 
-    def tree(level: int, first: int) -> list[str]:
-        """The entries among 32 << level cells from `first` on."""
+    def tree(level: int, first: int) -> list[Value]:
+        """Return the entries among 32 << level cells from `first` on."""
         if level == 0:
             found = []
-            for table, at in zip(tables, shifted, strict=True):
+            for table, cell in zip(tables, shifted, strict=True):
                 base = (table * _ENTRIES + first) // 16
-                low, high = (t.load_word("%tables", base + i, align=4) for i in (0, 1))
-                found.append(t.new(f"call {V} @llvm.x86.avx512.vpermi2var.d.512({V} {low}, {V} {at}, {V} {high})"))
+                low, high = (code.load(kind, "%tables", base + i, align=4) for i in (0, 1))
+                found.append(code.intrinsic(kind, "llvm.x86.avx512.vpermi2var.d.512", low, cell, high))
             return found
         below, above = tree(level - 1, first), tree(level - 1, first + (16 << level))
-        return [t.select(bits[i][level - 1], above[i], below[i]) for i in range(len(words))]
+        return [code.select(chosen[i][level - 1], above[i], below[i]) for i in range(len(words))]
 
     return tree(4, 0)
 
 
-def _gather(t: Lines, table: int, at: str) -> str:
-    """By addresses."""
-    V = t.vector("i32")
-    wide = t.new(f"zext {V} {at} to {t.vector('i64')}")
-    places = t.new(
-        f"getelementptr inbounds i32, ptr %tables, {t.vector('i64')} "
-        f"{t.operation('add', wide, splat('i64', table * _ENTRIES, t.count), 'i64')}"
-    )
-    every = splat("i1", "true", t.count)
-    return t.new(
-        f"call {V} @llvm.masked.gather.v{t.count}i32.v{t.count}p0({t.vector('ptr')} {places}, i32 4, "
-        f"{t.vector('i1')} {every}, {V} poison)"
-    )
+def _gather(code: FunctionBuilder, table: int, cells: Value) -> Value:
+    """Append reads of a table's cells by address."""
+    count = int(cells.type[1:].split(" ")[0])
+    cell = code.op("add", code.convert("zext", cells, "i64"), table * _ENTRIES)
+    pointers = vector("ptr", count)
+    addresses = code(f"getelementptr inbounds i32, ptr %tables, {cell.type} {cell}", pointers)
+    every = constant(vector("i1", count), True)
+    name = f"llvm.masked.gather.v{count}i32.v{count}p0"
+    return code.intrinsic(cells.type, name, addresses, constant("i32", 4), every, Value("poison", cells.type))
 
 
-def _pool(t: Lines) -> tuple[str, str]:
-    """Five magnitudes of 9 bits, from bit 7 on, of 64 in two words; from the block of keystream in %word."""
-    V = t.vector("i32")
-    low, high = "zeroinitializer", "zeroinitializer"
+def _pool(blocks: KeystreamBlocks) -> tuple[Value, Value]:
+    """Return five magnitudes of 9 bits, from bit 7 on, of 64 in two words, of a block of keystream."""
+    code = blocks.code
+    low = high = constant(vector("i32", blocks.lanes), 0)
     for slot in range(POOL):
-        words = [t.load_word("%word", 3 * slot + i) for i in range(3)]
-        entries = _lookups(t, [1, 2, 3], [words[0]] * 3)
-        mine, threshold = (t.operation("and", x, t.word(COMPARED_REST)) for x in (words[0], entries[0]))
-        pairs = [(mine, threshold), (words[1], entries[1]), (words[2], entries[2])]
-        below = t.new(f"icmp ult {V} {pairs[2][0]}, {pairs[2][1]}")
-        for x, y in (pairs[1], pairs[0]):
-            less, equal = t.new(f"icmp ult {V} {x}, {y}"), t.new(f"icmp eq {V} {x}, {y}")
-            both = t.operation("and", equal, below, "i1")
-            below = t.operation("or", less, both, "i1")
-        found = t.operation("and", t.select(below, words[0], entries[0]), t.word(CELL_FIELD))
+        words = [blocks.word(3 * slot + i) for i in range(3)]
+        entries = _lookups(blocks, [1, 2, 3], [words[0]] * 3)
+        compared, threshold = (code.op("and", x, COMPARED_REST) for x in (words[0], entries[0]))
+        below = code.compare("ult", words[2], entries[2])
+        for x, y in ((words[1], entries[1]), (compared, threshold)):
+            less, equal = code.compare("ult", x, y), code.compare("eq", x, y)
+            below = code.op("or", less, code.op("and", equal, below))
+        magnitude = code.op("and", code.select(below, words[0], entries[0]), CELL_FIELD)
         shift = 9 * slot
         if shift < 32:
-            low = t.operation("or", low, t.operation("shl", found, t.word(shift)))
+            low = code.op("or", low, code.op("shl", magnitude, shift))
         if shift + 16 > 32:
-            moved = t.operation("shl" if shift > 32 else "lshr", found, t.word(abs(32 - shift)))
-            high = t.operation("or", high, moved)
+            high = code.op("or", high, code.op("shl" if shift > 32 else "lshr", magnitude, abs(32 - shift)))
     return low, high
 
 
-def _sample(t: Lines, word: str, entry: str, pool: tuple[str, str]) -> tuple[str, tuple[str, str]]:
-    """A base sample, and the pool afterwards."""
-    V, (low, high) = t.vector("i32"), pool
-    compared = t.operation("and", word, t.word(COMPARED))
-    threshold = t.operation("and", entry, t.word(COMPARED))
-    chosen = t.select(t.new(f"icmp ult {V} {compared}, {threshold}"), word, entry)
-    ones = t.operation("and", word, t.word(TRIGGER))
-    trigger = t.new(f"icmp eq {V} {ones}, {t.word(TRIGGER)}")
-    chosen = t.select(trigger, low, chosen)
-    next_low = t.new(f"call {V} @llvm.fshr.v{t.count}i32({V} {high}, {V} {low}, {V} {t.word(9)})")
-    next_high = t.operation("lshr", high, t.word(9))
-    pool = t.select(trigger, next_low, low), t.select(trigger, next_high, high)
-    magnitude = t.operation("lshr", t.operation("and", chosen, t.word(CELL_FIELD)), t.word(7))
-    sign = t.operation("ashr", word, t.word(31))
-    return t.operation("sub", t.operation("xor", magnitude, sign), sign), pool
+def _sample(
+    code: FunctionBuilder, word: Value, entry: Value, pool: tuple[Value, Value], trigger: int
+) -> tuple[Value, tuple[Value, Value]]:
+    """Return a base sample, and the pool afterwards."""
+    low, high = pool
+    compared, threshold = code.op("and", word, COMPARED), code.op("and", entry, COMPARED)
+    chosen = code.select(code.compare("ult", compared, threshold), word, entry)
+    triggered = code.compare("eq", code.op("and", word, trigger), trigger)
+    chosen = code.select(triggered, low, chosen)
+    count = f"v{word.type[1:].split(' ')[0]}i32"
+    next_low = code.intrinsic(word.type, f"llvm.fshr.{count}", high, low, constant(word.type, 9))
+    next_high = code.op("lshr", high, 9)
+    pool = code.select(triggered, next_low, low), code.select(triggered, next_high, high)
+    magnitude = code.op("lshr", code.op("and", chosen, CELL_FIELD), 7)
+    sign = code.op("ashr", word, 31)
+    return code.op("sub", code.op("xor", magnitude, sign), sign), pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +117,12 @@ class GaussianKernel(VectorKernel):
     Attributes:
         terms: base samples of a draw.
         adds: gaussian_add.
+        trigger: the bits of a word that, all set, take the sample from the pool.
     """
 
     terms: int
     adds: bool
+    trigger: int = TRIGGER
 
     @property
     def entry(self) -> str:
@@ -148,167 +135,80 @@ class GaussianKernel(VectorKernel):
         return 2
 
     def build(self, target: str) -> str:
-        """LLVM IR."""
-        count = lanes()
-        pool = Lines(count, prefix="p")
-        low, high = _pool(pool)
-        body = Lines(count)
-        after = self._draws(body)
-        V = f"<{count} x i32>"
-        declared = f"declare {V} @llvm.fshr.v{count}i32({V}, {V}, {V})\n"
-        if has_wide_permutes():
-            declared += f"declare {V} @llvm.x86.avx512.vpermi2var.d.512({V}, {V}, {V})\n"
-        else:
-            declared += (
-                f"declare {V} @llvm.masked.gather.v{count}i32.v{count}p0(<{count} x ptr>, i32, <{count} x i1>, {V})\n"
-            )
-        element, suffix = ("float", "f32") if self.adds else ("i64", "i64")
-        E, B = f"<{count} x {element}>", f"<{count} x i1>"
-        declared += f"declare {E} @llvm.masked.load.v{count}{suffix}.p0(ptr, i32, {B}, {E})\n"
-        declared += f"declare void @llvm.masked.store.v{count}{suffix}.p0({E}, ptr, i32, {B})\n"
-        return _PROGRAM.format(
-            entry=self.entry,
-            more=", float %inverse, float %outward" if self.adds else "",
-            V=V,
-            Q=f"<{count} x i64>",
-            count=count,
-            numbers=f"<{', '.join(f'i64 {16 * i}' for i in range(count))}>",
-            prologue=prologue(count),
-            froms=spread(count, "from"),
-            steps=spread(count, "number"),
-            first_block=next_block(count, "%counters", "_0"),
-            block=next_block(count, "%counter", "_1"),
-            pool=pool.text(),
-            low=low,
-            high=high,
-            body=body.text(),
-            after_low=after[0],
-            after_high=after[1],
-            parts=32 // count,
-            group_elements=32 * draws_of_unit(self.terms),
-            stride=32 * (16 // self.terms),
-            end=LOOP_END,
-            function=block_function(count),
-            declared=declared,
-        )
+        """Return LLVM IR."""
+        arguments = ["i64 %begin", "i64 %end", "ptr noalias readonly %state", "ptr noalias readonly %first"]
+        arguments += ["ptr noalias readonly %tables", "ptr noalias %x", "i64 %n", *(f"i32 %k{i}" for i in range(1, 5))]
+        arguments += ["i32 %one", *(("float %inverse", "float %outward") if self.adds else ())]
+        code = FunctionBuilder(self.entry, arguments, linkage="", attributes="nounwind")
+        blocks = KeystreamBlocks(code, self.vectors or host_vectors())
+        count, words = blocks.lanes, vector("i32", blocks.lanes)
+        parts = 32 // count
+        with code.loop("%begin", "%end") as index:
+            strides = lane_constants("i64", range(0, BLOCK_WORDS * count, BLOCK_WORDS))
+            counters = blocks.counters(code.op("mul", index, BLOCK_WORDS * count), strides)
+            group = code.op("mul", code.op("udiv", index, parts), 32 * draws_of_unit(self.terms))
+            at = code.variable("i64", code.op("add", group, code.op("mul", code.op("urem", index, parts), count)))
+            blocks.generate(counters)
+            pool = [code.variable(words, word) for word in _pool(blocks)]
+            with code.loop(1, 16) as number:
+                blocks.generate(code.op("add", counters, code.broadcast(number, count)))
+                first = at.get()
+                after = self._draws(blocks, first, (pool[0].get(), pool[1].get()))
+                for variable, word in zip(pool, after, strict=True):
+                    variable.set(word)
+                at.set(code.op("add", first, 32 * (BLOCK_WORDS // self.terms)))
+        code.ret()
+        return blocks.program()
 
-    def _draws(self, t: Lines) -> tuple[str, str]:
-        """The draws of a block of keystream in %word, from element %at on; the pool afterwards."""
-        pool = "%low", "%high"
-        factors = [t.broadcast("i32", f"%k{i}") for i in range(1, self.terms)]
-        used = 16 // self.terms * self.terms
-        words: list[str] = []
-        entries: list[str] = []
-        for draw in range(16 // self.terms):
-            z = ""
+    def _draws(self, blocks: KeystreamBlocks, first: Value, pool: tuple[Value, Value]) -> tuple[Value, Value]:
+        """Append the draws of a block of keystream, for elements from `first` on; return the pool afterwards."""
+        code = blocks.code
+        factors = [code.broadcast(f"%k{i}", blocks.lanes) for i in range(1, self.terms)]
+        used = BLOCK_WORDS // self.terms * self.terms
+        words: list[Value] = []
+        entries: list[Value] = []
+        for draw in range(BLOCK_WORDS // self.terms):
+            z: Value | None = None
             for i in range(self.terms):
-                at = self.terms * draw + i
-                if at == len(words):
-                    words += [t.load_word("%word", at + j) for j in range(min(_TOGETHER, used - at))]
-                    entries += _lookups(t, [0] * (len(words) - at), words[at:])
-                sample, pool = _sample(t, words[at], entries[at], pool)
-                z = t.operation("add", z, t.operation("mul", sample, factors[i - 1])) if i else sample
-            self._store(t, draw, z)
+                position = self.terms * draw + i
+                if position == len(words):
+                    words += [blocks.word(position + j) for j in range(min(_TOGETHER, used - position))]
+                    entries += _lookups(blocks, [0] * (len(words) - position), words[position:])
+                sample, pool = _sample(code, words[position], entries[position], pool, self.trigger)
+                z = sample if z is None else code.op("add", z, code.op("mul", sample, factors[i - 1]))
+            assert z is not None
+            self._store(code, code.op("add", first, 32 * draw), z, blocks.lanes)
         return pool
 
-    def _store(self, t: Lines, draw: int, z: str) -> None:
-        """Whole vectors as they are, the last ones with a mask."""
-        at = t.new(f"add i64 %at, {32 * draw}")
-        end = t.new(f"add i64 {at}, {t.count}")
-        inside = t.new(f"icmp sle i64 {end}, %n")
-        element = "float" if self.adds else "i64"
-        place = t.new(f"getelementptr inbounds {element}, ptr %x, i64 {at}")
-        Z = t.new(f"sext {t.vector('i32')} {z} to {t.vector('i64')}")
-        t.add(f"br i1 {inside}, label %whole{draw}, label %rest{draw}")
-        for label, masked in (("whole", False), ("rest", True)):
-            t.add(f"{label}{draw}:")
-            self._access(t, place, at, Z, masked)
-            t.add(f"br label %stored{draw}")
-        t.add(f"stored{draw}:")
-
-    def _access(self, t: Lines, place: str, at: str, Z: str, masked: bool) -> None:
-        element, suffix, size = ("float", "f32", 4) if self.adds else ("i64", "i64", 8)
-        E, B, which = t.vector(element), t.vector("i1"), ""
-        if masked:
-            left = t.broadcast("i64", t.new(f"sub i64 %n, {at}"))
-            lane = f"<{', '.join(f'i64 {i}' for i in range(t.count))}>"
-            which = t.new(f"icmp slt {t.vector('i64')} {lane}, {left}")
-        y = Z
-        if self.adds:
-            where = f"ptr {place}, i32 {size}, {B} {which}, {E} zeroinitializer"
-            x = t.new(
-                f"call {E} @llvm.masked.load.v{t.count}{suffix}.p0({where})"
-                if masked
-                else f"load {E}, ptr {place}, align {size}"
-            )
-            total = t.operation("add", _steps(t, x), Z, "i64")
-            y = t.new(f"sitofp {t.vector('i64')} {total} to {E}")
-            y = t.operation("fmul", y, t.broadcast("float", "%outward"), "float")
-        t.add(
-            f"call void @llvm.masked.store.v{t.count}{suffix}.p0({E} {y}, ptr {place}, i32 {size}, {B} {which})"
-            if masked
-            else f"store {E} {y}, ptr {place}, align {size}"
-        )
+    def _store(self, code: FunctionBuilder, at: Value, z: Value, count: int) -> None:
+        """Append stores of whole vectors as they are, of the last ones with a mask."""
+        element, size = ("float", 4) if self.adds else ("i64", 8)
+        kind = vector(element, count)
+        address = code.at(element, "%x", at)
+        wide = code.convert("sext", z, "i64")
+        for whole in code.branches(code.compare("sle", code.op("add", at, count), "%n")):
+            if not whole:
+                left = code.broadcast(code.op("sub", "%n", at), count)
+                inside = code.compare("slt", lane_constants("i64", range(count)), left)
+            y = wide
+            if self.adds:
+                x = code.load(kind, address, align=size) if whole else code.masked_load(kind, address, inside, size)
+                y = code.convert("sitofp", code.op("add", _steps(code, x, count), wide), "float")
+                y = code.op("fmul", y, code.broadcast("%outward", count))
+            if whole:
+                code.store(kind, y, address, align=size)
+            else:
+                code.masked_store(y, address, inside, size)
 
 
-def _steps(t: Lines, x: str) -> str:
-    """sampler.h's to_steps."""
-    F, number = t.vector("float"), t.number
-
-    def compare(how: str, a: str, b: str) -> str:
-        return t.new(f"fcmp {how} {F} {a}, {b}")
-
-    y = t.operation("fmul", x, t.broadcast("float", "%inverse"), "float")
-    negative = compare("olt", y, "zeroinitializer")
-    size = t.select(negative, t.new(f"fneg {F} {y}"), y, "float")
-    moved = t.operation("fsub", t.operation("fadd", size, number(_INTEGER), "float"), number(_INTEGER), "float")
-    whole = t.select(compare("olt", size, number(_INTEGER)), moved, size, "float")
-    whole = t.select(compare("olt", whole, number(_MOST)), whole, number(_MOST), "float")
-    whole = t.select(compare("oeq", y, y), whole, "zeroinitializer", "float")
-    signed = t.select(negative, t.new(f"fneg {F} {whole}"), whole, "float")
-    return t.new(f"fptosi {F} {signed} to {t.vector('i64')}")
-
-
-_PROGRAM = """
-define void @{entry}(i64 %begin, i64 %end, ptr noalias readonly %state, ptr noalias readonly %first,
-                     ptr noalias readonly %tables, ptr noalias %x, i64 %n, i32 %k1, i32 %k2, i32 %k3, i32 %k4,
-                     i32 %one{more}) {{
-entry:
-{prologue}
-  %any = icmp slt i64 %begin, %end
-  br i1 %any, label %loop, label %done
-loop:
-  %index = phi i64 [ %begin, %entry ], [ %next, %made ]
-  %units = mul i64 %index, {count}
-  %blocks = mul i64 %units, 16
-  %from = add i64 %base, %blocks
-{froms}
-  %counters = add {Q} %froms, {numbers}
-  %group = udiv i64 %index, {parts}
-  %part = urem i64 %index, {parts}
-  %offset = mul i64 %part, {count}
-  %elements = mul i64 %group, {group_elements}
-  %place = add i64 %elements, %offset
-{first_block}
-{pool}
-  br label %block
-block:
-  %number = phi i64 [ 1, %loop ], [ %number_next, %block_end ]
-  %at = phi i64 [ %place, %loop ], [ %at_next, %block_end ]
-  %low = phi {V} [ {low}, %loop ], [ {after_low}, %block_end ]
-  %high = phi {V} [ {high}, %loop ], [ {after_high}, %block_end ]
-{steps}
-  %counter = add {Q} %counters, %numbers
-{block}
-{body}
-  br label %block_end
-block_end:
-  %at_next = add i64 %at, {stride}
-  %number_next = add i64 %number, 1
-  %go_on = icmp ult i64 %number_next, 16
-  br i1 %go_on, label %block, label %made
-made:
-{end}
-{function}
-{declared}
-"""
+def _steps(code: FunctionBuilder, x: Value, count: int) -> Value:
+    """Append sampler.h's to_steps."""
+    y = code.op("fmul", x, code.broadcast("%inverse", count))
+    negative = code.compare("olt", y, 0.0)
+    size = code.select(negative, code.fneg(y), y)
+    rounded = code.op("fsub", code.op("fadd", size, _INTEGER), _INTEGER)
+    whole = code.select(code.compare("olt", size, _INTEGER), rounded, size)
+    whole = code.select(code.compare("olt", whole, _MOST), whole, _MOST)
+    whole = code.select(code.compare("oeq", y, y), whole, 0.0)
+    signed = code.select(negative, code.fneg(whole), whole)
+    return code.convert("fptosi", signed, "i64")
