@@ -29,8 +29,7 @@ def register(app: typer.Typer) -> None:
         name="privacy", help="Differential privacy: epsilon, noise and the ledger.", no_args_is_help=True
     )
     group.command(
-        "epsilon",
-        epilog="Example:  accelerant privacy epsilon --sigma 1.1 --q 0.00426667 --steps 14062 --delta 1e-5",
+        "epsilon", epilog="Example:  accelerant privacy epsilon --sigma 1.1 --q 0.00426667 --steps 14062 --delta 1e-5"
     )(epsilon)
     group.command(
         "calibrate",
@@ -94,8 +93,8 @@ def calibrate(
     """The least noise multiplier for an epsilon: never too small, and at most 0.1 per cent too large."""
     _check(0 < target_epsilon < math.inf, "--target-epsilon must be above 0, and finite", target_epsilon)
     _check_run(q, steps, delta, method)
+    from accelerant.privacy.dp.ledger.accounting import calibrate as least_noise
     from accelerant.privacy.dp.ledger.accounting import spent
-    from accelerant.privacy.dp.ledger.calibrate import calibrate as least_noise
     from accelerant.privacy.dp.ledger.events import Event
 
     sigma = least_noise(target_epsilon, delta, q, steps, method)

@@ -3,8 +3,7 @@
 import pytest
 
 from accelerant.errors import ConfigError, UnsupportedCase
-from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.calibrate import calibrate
+from accelerant.privacy.dp.ledger.accounting import calibrate, spent
 from accelerant.privacy.dp.ledger.events import Event
 
 
@@ -73,7 +72,7 @@ def test_what_cannot_be_reached():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0.0, 1e-5, 0.1, 10), "target_epsilon must be above 0"),
+        ((0.0, 1e-5, 0.1, 10), "target_epsilon must be a number, above 0"),
         ((1.0, 0.0, 0.1, 10), "delta must be in"),
         ((1.0, 1e-5, 0.0, 10), "sample_rate must be in"),
         ((1.0, 1e-5, 0.1, 0), "steps must be a whole number"),

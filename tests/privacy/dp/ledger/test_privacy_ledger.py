@@ -164,7 +164,7 @@ def test_a_budget_over_two_kinds_that_alternate():
 
 
 def test_a_budget_asks_the_accountant_seldom(monkeypatch):
-    from accelerant.privacy.dp.ledger import budget as module
+    from accelerant.privacy.dp.ledger import ledger as module
 
     asked = []
     monkeypatch.setattr(module, "spent", lambda *a, **k: asked.append(1) or spent(*a, **k))
@@ -391,7 +391,7 @@ def test_first_records_without_meaning(path, records, message):
 def test_more_used_than_reserved_is_no_ledger(path):
     ledger = Ledger(path)
     ledger.record(STEP)
-    ledger._pen.used[STEP] += 5
+    ledger._writer.used[STEP] += 5
     ledger.close()
     with pytest.raises(FormatError, match="more was used than was reserved"):
         Ledger.read(path)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from accelerant.privacy.dp.ledger.budget import Budget
 from accelerant.privacy.dp.ledger.events import Event
-from accelerant.privacy.dp.ledger.ledger import Ledger
+from accelerant.privacy.dp.ledger.ledger import Budget, Ledger
 from accelerant.privacy.dp.ledger.statement import Statement
 
 __all__ = ["Budget", "Event", "Ledger", "Statement"]

@@ -1,38 +1,64 @@
-"""Epsilon of what was done: events grouped, charged deltas taken off, then composed by dp-accounting.
+"""From events to epsilon and back, by the package dp-accounting: privacy loss distributions, and Renyi divergence.
 
+Both give upper bounds. Privacy loss distributions (PLD) are tight up to their discretisation, "connect the dots" of
+Doroshenko et al. 2022, arXiv:2207.04380; Renyi divergence (RDP), Mironov 2017, arXiv:1702.07476, and of the sampled
+Gaussian Mironov et al. 2019, arXiv:1908.10530, is faster, looser and independent of it: the cross-check.
+
+Events are grouped into equal releases, their charged deltas are subtracted from delta, and the rest is composed.
 Known answers: sigma 1.1, q = 256/60000, 14,062 steps, delta 1e-5 give 2.3817 by PLD and 2.5966 by RDP.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from functools import lru_cache
+from typing import Any, Final, Literal, NamedTuple, get_args
 
-from accelerant.errors import ConfigError, UnsupportedCase
-from accelerant.privacy.dp.ledger.composition import Release, pld_epsilon, rdp_epsilon, rdp_values
-from accelerant.privacy.dp.ledger.events import CHARGED_UP_TO, Event, check_delta, check_neighbouring
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["Method", "Spent", "check_epsilon", "check_method", "last_within", "remaining", "renyi", "spent"]
+from accelerant.errors import ConfigError, MissingDependency, UnsupportedCase
+from accelerant.privacy.dp.ledger.events import (
+    CHARGED_UP_TO,
+    Event,
+    Mechanism,
+    Sampling,
+    check_delta,
+    check_neighbouring,
+    check_number,
+    check_whole,
+)
+
+__all__ = [
+    "Method", "Release", "Spent", "calibrate", "check_method", "last_within", "pld_epsilon", "rdp_epsilon",
+    "rdp_values", "release_of", "remaining", "spent",
+]  # fmt: skip
 
 Method = Literal["pld", "rdp"]
 
-_MANY: Final = 16  # distinct releases that are composed as they are: each costs 0.3 s once. More are rounded down
-_MOST_NOISE: Final = 1e6  # more is accounted as so much: its square overflows
-_MOST_STEPS: Final = 10**9
-_SLACK: Final = 1e-7  # by how much, relatively, an epsilon under charged deltas may be above the least one
+_MAX_RELEASES: Final = 16  # distinct ones composed as they are: each costs 0.3 s once. More are rounded down
+_MAX_NOISE: Final = 1e6  # larger multipliers are accounted as this one: their squares overflow
+_MAX_STEPS: Final = 10**9
+_SLACK: Final = 1e-7  # relative excess of an epsilon under charged deltas over the least one
+
+
+# --- epsilon of events -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What events cost.
+    """The cost of events.
 
     Attributes:
         epsilon: may be infinite; `reason` then says why.
         delta: that was asked for.
-        charged: part of delta that the charged deltas take.
+        charged: part of delta that the events' charged deltas take.
         method: "pld" or "rdp".
         reason: empty for a finite epsilon.
     """
@@ -47,9 +73,9 @@ class Spent:
 def spent(
     events: Iterable[Event], delta: float, *, method: str = "pld", neighbouring: str = "add-or-remove-one"
 ) -> Spent:
-    """Epsilon at delta of all events together.
+    """Return epsilon at delta of all events together.
 
-    What the events charge of delta is taken off before the accountant is asked. Above an epsilon of CHARGED_UP_TO the
+    What the events charge of delta is subtracted before the accountant is asked. Above an epsilon of CHARGED_UP_TO the
     charge grows with it; the epsilon is then the least that satisfies its own charge.
 
     Args:
@@ -60,7 +86,7 @@ def spent(
             the same relation.
 
     Raises:
-        ConfigError: delta, method or neighbouring without meaning.
+        ConfigError: delta, method or neighbouring is invalid.
         UnsupportedCase: Poisson sampling under "replace-one".
         MissingDependency: dp-accounting is not installed.
     """
@@ -70,16 +96,16 @@ def spent(
     if reason:
         return Spent(math.inf, delta, 0.0, chosen, reason)
     charge = math.fsum(event.count * event.delta for event in done) * (1 + 1e-12)  # products round
-    ask = pld_epsilon if chosen == "pld" else rdp_epsilon
-    epsilon, charged = 0.0, charge
+    accountant = pld_epsilon if chosen == "pld" else rdp_epsilon
+    least, charged = 0.0, charge
     while charged < delta:
-        found = ask(counts, delta - charged)
-        if not math.isfinite(found):
+        epsilon = accountant(counts, delta - charged)
+        if not math.isfinite(epsilon):
             return Spent(math.inf, delta, charged, chosen, "the accountant finds no finite epsilon at this delta")
-        if charge == 0 or found <= max(epsilon, CHARGED_UP_TO):
-            return Spent(max(found, epsilon), delta, charged, chosen)
-        epsilon = found * (1 + _SLACK)
-        charged = charge * math.exp(min(epsilon, 700.0) - CHARGED_UP_TO)
+        if charge == 0 or epsilon <= max(least, CHARGED_UP_TO):
+            return Spent(max(epsilon, least), delta, charged, chosen)
+        least = epsilon * (1 + _SLACK)
+        charged = charge * math.exp(min(least, 700.0) - CHARGED_UP_TO)
     reason = f"delta {delta:g} is used up by what the events charge of it, {charged:.3g}: ask at a larger delta"
     return Spent(math.inf, delta, charged, chosen, reason)
 
@@ -93,12 +119,12 @@ def remaining(
     method: str = "pld",
     neighbouring: str = "add-or-remove-one",
 ) -> int:
-    """How many more of event (its count is ignored) fit epsilon at delta, after events. At most 10^9.
+    """Return how many more of event (its count is ignored) fit epsilon at delta, after events. At most 10^9.
 
     Raises:
         ConfigError, UnsupportedCase, MissingDependency: as for `spent`; or epsilon is not above 0.
     """
-    check_epsilon(epsilon)
+    check_number("epsilon", epsilon)
 
     def cost(more: int, way: str) -> float:
         return spent((*events, event.times(more)), delta, method=way, neighbouring=neighbouring).epsilon
@@ -108,27 +134,27 @@ def remaining(
 
 
 def last_within(cost: Callable[[int], float], limit: float, start: int = 0) -> int:
-    """The largest n in [0, 10^9] with cost(n) <= limit, of a cost that does not fall; 0 where none has.
+    """Return the largest n in [0, 10^9] with cost(n) <= limit, for a nondecreasing cost; 0 where there is none.
 
     Args:
-        cost: of n; each call may take long: the crossing is interpolated, cost about as a square root.
+        cost: may be slow: the crossing is interpolated, assuming that cost grows about as a square root.
         limit: of the cost.
         start: a guess.
     """
-    low, high, step = -1, _MOST_STEPS + 1, max(1, start // 8)
+    low, high, step = -1, _MAX_STEPS + 1, max(1, start // 8)
     cost_low, cost_high = 0.0, math.inf
     probe = start
     turn = 0
     while high - low > 1:
-        found = cost(probe)
-        if found <= limit:
-            low, cost_low = probe, found
+        value = cost(probe)
+        if value <= limit:
+            low, cost_low = probe, value
         else:
-            high, cost_high = probe, found
+            high, cost_high = probe, value
         if high - low <= 1:
             break
-        if high > _MOST_STEPS:
-            probe = min(_MOST_STEPS, low + step)
+        if high > _MAX_STEPS:
+            probe = min(_MAX_STEPS, low + step)
             step *= 4
             continue
         turn += 1
@@ -139,41 +165,36 @@ def last_within(cost: Callable[[int], float], limit: float, start: int = 0) -> i
     return max(low, 0)
 
 
-def renyi(event: Event, orders: Sequence[float]) -> list[float]:
-    """Renyi divergence of one release of event at these orders, in nats.
-
-    Raises:
-        MissingDependency: dp-accounting is not installed.
-    """
-    if event.noise_multiplier == 0:
-        return [math.inf] * len(orders)
-    return [float(value) for value in rdp_values(_release(event), tuple(orders))]
-
-
 def check_method(method: str) -> Method:
-    """method, if it is one that is known.
+    """Return the accountant's name.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is unknown.
     """
     if method not in get_args(Method):
         raise ConfigError(f'method must be "pld" or "rdp", got {method!r}')
     return "pld" if method == "pld" else "rdp"
 
 
-def check_epsilon(epsilon: float, name: str = "epsilon") -> float:
-    """epsilon, if it is above 0 and finite.
+class Release(NamedTuple):
+    """What one release costs, without its count: mechanism, noise and rate of Poisson sampling (1: none)."""
 
-    Raises:
-        ConfigError: it is not.
+    mechanism: str
+    noise_multiplier: float
+    sample_rate: float
+
+
+def release_of(event: Event) -> Release:
+    """Return the cost of one of an event: a shuffled or unknown draw counts as if all records were used.
+
+    A discrete Gaussian on a fine grid is within its charged delta of the continuous one.
     """
-    if isinstance(epsilon, bool) or not isinstance(epsilon, (int, float)) or not 0 < epsilon < math.inf:
-        raise ConfigError(f"{name} must be above 0 and finite, got {epsilon!r}")
-    return float(epsilon)
+    mechanism = "gaussian" if event.mechanism == "discrete_gaussian" else event.mechanism
+    return Release(mechanism, min(event.noise_multiplier, _MAX_NOISE), event.sample_rate if event.amplified else 1.0)
 
 
 def _releases(events: Sequence[Event], neighbouring: str) -> tuple[dict[Release, int], str]:
-    """Counts of equal releases; or why epsilon is infinite."""
+    """Return counts of equal releases; or why epsilon is infinite."""
     counts: Counter[Release] = Counter()
     for event in events:
         if event.noise_multiplier == 0:
@@ -183,29 +204,298 @@ def _releases(events: Sequence[Event], neighbouring: str) -> tuple[dict[Release,
                 "Poisson sampling is accounted for units that are added or removed, not replaced: make the ledger with "
                 'neighbouring="add-or-remove-one"'
             )
-        counts[_release(event)] += event.count
-    if len(counts) <= _MANY:
-        return dict(counts), ""
-    return _fewer(counts), ""
+        counts[release_of(event)] += event.count
+    return (dict(counts) if len(counts) <= _MAX_RELEASES else _rounded_down(counts)), ""
 
 
-def _fewer(counts: Counter[Release]) -> dict[Release, int]:
-    """At most about _MANY releases that cost no less: noise multipliers rounded down, by as little as does it."""
+def _rounded_down(counts: Counter[Release]) -> dict[Release, int]:
+    """Return at most about _MAX_RELEASES releases that cost no less: noise rounded down, by as little as suffices."""
     for share in (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1):  # of an octave
         fewer: Counter[Release] = Counter()
         for release, count in counts.items():
             noise = release.noise_multiplier
             rounded = 2 ** (math.floor(share * math.log2(noise)) / share)
             fewer[release._replace(noise_multiplier=min(rounded, noise))] += count
-        if len(fewer) <= _MANY:
+        if len(fewer) <= _MAX_RELEASES:
             break
     return dict(fewer)
 
 
-def _release(event: Event) -> Release:
-    """What one of the event costs: a shuffled or unknown draw counts as if all records were used.
+# --- noise for an epsilon --------------------------------------------------------------------------------------------
 
-    A discrete Gaussian on a fine grid is within its charged delta of the continuous one.
+_TOLERANCE: Final = 8e-4
+_LEAST_NOISE: Final = 1e-3
+
+
+def calibrate(
+    target_epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    method: str = "pld",
+    *,
+    mechanism: Mechanism = "gaussian",
+    sampling: Sampling = "poisson",
+    charged: float = 0.0,
+    before: Sequence[Event] = (),
+) -> float:
+    """Return the least noise multiplier with which `steps` releases stay within target_epsilon at delta.
+
+    Args:
+        target_epsilon: above 0.
+        delta: in (0, 1).
+        sample_rate: of Poisson sampling, in (0, 1]; 1: every record in every step.
+        steps: 1 or more.
+        method: "pld" or "rdp".
+        mechanism: as in `Event`.
+        sampling: "poisson", or how else the records are drawn; others are not amplified.
+        charged: delta of each step's event.
+        before: earlier events on the same data; the target is for all together.
+
+    Returns:
+        Never below the least one, and at most 1e-3 of it above.
+
+    Raises:
+        ConfigError: an invalid value.
+        UnsupportedCase: no noise multiplier up to 10^6 suffices, or 10^-3 already does; `before` is past the target.
+        MissingDependency: dp-accounting is not installed.
     """
-    mechanism = "gaussian" if event.mechanism == "discrete_gaussian" else event.mechanism
-    return Release(mechanism, min(event.noise_multiplier, _MOST_NOISE), event.sample_rate if event.amplified else 1.0)
+    check_number("target_epsilon", target_epsilon)
+    check_delta(delta)
+    way = check_method(method)
+    check_whole("steps", steps, 1)
+
+    def cost(noise: float, by: str, past: Sequence[Event] = ()) -> float:
+        event = Event(mechanism, noise, sampling, sample_rate, steps, charged)
+        return spent([*past, event], delta, method=by).epsilon
+
+    spent_before = spent(before, delta, method=way)
+    if spent_before.epsilon > target_epsilon:
+        raise UnsupportedCase(
+            f"what was done to the data already has epsilon {spent_before.epsilon:.6g} at delta {delta:g}: no noise "
+            f"brings it down to {target_epsilon:g}"
+        )
+    # RDP first: it is fast and a close upper bound. Without `before`, which may by RDP alone be past the target.
+    noise, power = _least_noise(lambda noise: cost(noise, "rdp"), target_epsilon, 1.0, 1.2)
+    if way == "pld" or before:
+        noise, _ = _least_noise(lambda noise: cost(noise, way, before), target_epsilon, noise, power)
+    return noise
+
+
+def _least_noise(cost: Callable[[float], float], target: float, guess: float, power: float) -> tuple[float, float]:
+    """Return the least noise with cost within target, from above, and the power of the noise by which cost falls.
+
+    Epsilon falls about as a power of the noise: a probe is where the power through the last two would meet the target,
+    a little to the side whose bound is further away.
+    """
+    low, high = 0.0, math.inf
+    noise = guess
+    last: tuple[float, float] | None = None
+    while high > low * (1 + _TOLERANCE):
+        value = cost(noise)
+        low, high = (low, noise) if value <= target else (noise, high)
+        if low > _MAX_NOISE:
+            raise UnsupportedCase(
+                f"no noise multiplier up to {_MAX_NOISE:g} reaches this epsilon: raise epsilon or delta, lower the "
+                "charged delta, the number of steps or the sampling rate"
+            )
+        if high < _LEAST_NOISE:
+            raise UnsupportedCase(
+                f"a noise multiplier of {_LEAST_NOISE:g} reaches this epsilon already: it is no limit"
+            )
+        if not math.isfinite(value):
+            noise = _next_probe(math.inf, low, high)
+            continue
+        if last is not None and value > 0 and last[1] not in (0, value):
+            power = min(10.0, max(0.1, math.log(last[1] / value) / math.log(noise / last[0])))
+        last = noise, value
+        noise = _next_probe(noise * (value / target) ** (1 / power), low, high)
+    return high, power
+
+
+def _next_probe(aim: float, low: float, high: float) -> float:
+    """Return a probe near aim, strictly between low and high, within a factor of 4 of what is known."""
+    low, high = max(low, high / 16 if high < math.inf else 0.0), min(high, 16 * low if low else math.inf)
+    side = 1 + _TOLERANCE / 4
+    aim = aim / side if aim * aim > low * high else aim * side
+    return aim if low * side <= aim <= high / side else math.sqrt(low * high)
+
+
+# --- composition by dp-accounting ------------------------------------------------------------------------------------
+
+_ORDERS: Final = (
+    *(1 + tenths / 10 for tenths in range(1, 100)),
+    *(float(order) for order in (*range(11, 64), 128, 256, 512, 1024)),
+)
+_PLD_LIMIT: Final = 1e4  # an epsilon above means nothing, and its distribution has too many points
+_POINTS: Final = 1e6  # of one release's distribution: more take seconds; a fifth where the interval is finer than usual
+_USUAL: Final = 1e-4
+_BLOCK: Final = 1 << 16
+_REFINED: Final = 10**6  # releases; of more, a finer distribution takes minutes
+_INTERVALS: Final = ((0.05, 1e-6), (0.5, 1e-5), (30.0, 1e-4), (1000.0, 1e-3), (math.inf, 1e-2))
+# (epsilon below, interval): the error falls with the interval's square and grows with the count, 1e-5 of epsilon here
+
+
+def pld_epsilon(counts: Mapping[Release, int], delta: float) -> float:
+    """Return epsilon of these releases at delta, by privacy loss distributions.
+
+    Where they cannot tell (epsilon above 10^4, delta below what floating point resolves) it is the bound by Renyi
+    divergence, which holds as well. Releases must have noise.
+
+    Args:
+        counts: 1 or more of each release.
+        delta: in (0, 1).
+
+    Raises:
+        MissingDependency: dp-accounting is not installed.
+    """
+    bound = rdp_epsilon(counts, delta)
+    if not counts or bound > _PLD_LIMIT:
+        return bound
+    interval = _interval(counts, bound)
+    epsilon = _epsilon_by_interval(interval, counts, delta)
+    if epsilon > bound and max(counts.values()) <= _REFINED:  # many small releases: too coarse for the loss of one
+        epsilon = _epsilon_by_interval(interval / 10, counts, delta)
+    return min(epsilon, bound)  # either holds
+
+
+def _epsilon_by_interval(interval: float, counts: Mapping[Release, int], delta: float) -> float:
+    composed: Any = None
+    for release, count in sorted(counts.items()):
+        one = _composed(release, count, interval)
+        composed = one if composed is None else composed.compose(one)
+    return float(composed.get_epsilon_for_delta(delta))
+
+
+def rdp_epsilon(counts: Mapping[Release, int], delta: float) -> float:
+    """Return epsilon of these releases at delta, by Renyi divergence; arguments and errors of `pld_epsilon`."""
+    if not counts:
+        return 0.0
+    total = np.zeros(len(_ORDERS))
+    for release, count in counts.items():
+        total += count * rdp_values(release, _ORDERS)
+    rdp = _load("rdp.rdp_privacy_accountant")
+    return float(rdp.compute_epsilon(_ORDERS, total, delta)[0])
+
+
+@lru_cache(maxsize=256)
+def rdp_values(release: Release, orders: tuple[float, ...]) -> NDArray[np.float64]:
+    """Return the Renyi divergence of one release.
+
+    Args:
+        release: with noise.
+        orders: (K,), each above 1.
+
+    Returns:
+        (K,) float64, nats; read-only.
+
+    Raises:
+        MissingDependency: dp-accounting is not installed.
+    """
+    events, rdp = _load("dp_event"), _load("rdp.rdp_privacy_accountant")
+    relation = _load("privacy_accountant").NeighboringRelation
+    pure = _pure_epsilon(release)
+    if pure is not None and pure > 500:  # exp overflows; the divergence is never above the pure epsilon
+        values = np.full(len(orders), pure)
+    elif pure is not None:
+        # Among mechanisms of pure epsilon, randomised response has the largest divergence.
+        flip = 2 / (1 + math.exp(pure))
+        accountant = rdp.RdpAccountant(orders, relation.REPLACE_ONE)
+        values = accountant.compose(events.RandomizedResponseDpEvent(flip, 2)).rdp
+    else:
+        event = (events.LaplaceDpEvent if release.mechanism == "laplace" else events.GaussianDpEvent)(
+            release.noise_multiplier
+        )
+        if release.sample_rate < 1:
+            event = events.PoissonSampledDpEvent(release.sample_rate, event)
+        with _quiet(), np.errstate(divide="ignore", over="ignore"):
+            values = rdp.RdpAccountant(orders, relation.ADD_OR_REMOVE_ONE).compose(event).rdp
+    result = np.array(values, dtype=np.float64)
+    result.flags.writeable = False
+    return result
+
+
+def _pure_epsilon(release: Release) -> float | None:
+    """Return epsilon where the release is accounted by it alone, amplified by sampling; None for the others.
+
+    A discrete Laplace costs a little more than the continuous one of its scale, by how much depends on the grid. Its
+    pure epsilon holds on every grid. The sampled Laplace has no bound in Renyi divergence in dp-accounting.
+    """
+    if release.mechanism not in ("discrete_laplace", "randomized_response") and not (
+        release.mechanism == "laplace" and release.sample_rate < 1
+    ):
+        return None
+    pure = 1 / release.noise_multiplier
+    if release.sample_rate == 1:
+        return pure
+    if pure > 500:
+        return pure + math.log(release.sample_rate) + math.exp(-pure) / release.sample_rate
+    return math.log1p(release.sample_rate * math.expm1(pure))  # Li et al. 2012, arXiv:1101.2604, theorem 1
+
+
+def _interval(counts: Mapping[Release, int], epsilon: float) -> float:
+    """Return the discretisation: fine enough for epsilon, with no more points than can be convolved quickly."""
+    interval = next(interval for limit, interval in _INTERVALS if epsilon < limit)
+    widest = max(_widest_loss(release) for release in counts)
+    while widest / interval > (_POINTS if interval >= _USUAL else _POINTS / 5):
+        interval *= 10
+    return interval
+
+
+def _widest_loss(release: Release) -> float:
+    """Return about the largest privacy loss that one release's distribution spans, both signs together."""
+    noise = release.noise_multiplier
+    if "gaussian" not in release.mechanism:
+        return 2 / noise
+    loss, rate = 0.5 / noise**2 + 10 / noise, release.sample_rate  # tails to exp(-50)
+    if rate == 1:
+        return 2 * loss
+    gain = math.log1p(rate * math.expm1(loss)) if loss < 700 else loss + math.log(rate)
+    return gain + min(loss, -math.log1p(-rate))
+
+
+@lru_cache(maxsize=32)
+def _composed(release: Release, count: int, interval: float) -> Any:
+    """Compose equal releases; beyond 2^16 in blocks: dp-accounting has an integer of so many digits for sparse ones."""
+    one = _distribution(release, interval)
+    if count <= _BLOCK:
+        return one if count == 1 else one.self_compose(count)
+    blocks, rest = divmod(count, _BLOCK)
+    whole = one.self_compose(_BLOCK)
+    whole = whole if blocks == 1 else whole.self_compose(blocks)
+    return whole.compose(_composed(release, rest, interval)) if rest else whole
+
+
+@lru_cache(maxsize=64)
+def _distribution(release: Release, interval: float) -> Any:
+    """Return the privacy loss distribution of one release, for adding and for removing a unit."""
+    pld = _load("pld.privacy_loss_distribution")
+    exact = release.mechanism == "laplace"  # unlike in Renyi divergence, sampled or not
+    pure = None if exact else _pure_epsilon(release)
+    if pure is not None and pure > 500:
+        return pld.PrivacyLossDistribution.create_from_rounded_probability(
+            {math.ceil(pure / interval): 1.0}, 0.0, interval
+        )
+    if pure is not None:
+        parameters = _load("pld.common").DifferentialPrivacyParameters(pure, 0.0)
+        return pld.from_privacy_parameters(parameters, value_discretization_interval=interval)
+    make = pld.from_laplace_mechanism if exact else pld.from_gaussian_mechanism
+    return make(release.noise_multiplier, value_discretization_interval=interval, sampling_prob=release.sample_rate)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence dp-accounting's warnings about orders that it leaves out: the bound by the others holds."""
+    logger = logging.getLogger("absl")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _load(module: str) -> Any:
+    try:
+        return importlib.import_module(f"dp_accounting.{module}")
+    except ImportError:
+        raise MissingDependency("dp-accounting", "privacy", "privacy accounting") from None

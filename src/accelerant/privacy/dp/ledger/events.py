@@ -1,7 +1,8 @@
-"""What was done to the data: one mechanism, its noise, how its records were drawn, how often.
+"""Privacy events: a mechanism that was applied to the data, its noise, how its records were sampled, how often.
 
-Events are what is recorded, never an epsilon: epsilons of different events do not add up well, events compose
-exactly (`accelerant.privacy.dp.ledger.accounting`). The terms are those of Abadi et al. 2016, arXiv:1607.00133.
+The ledger records events, never an epsilon: epsilons of different events do not add up well, events compose exactly
+(accounting.py). The terms are those of Abadi et al. 2016, arXiv:1607.00133. This module also has the checks of numeric
+arguments that all of `dp` uses.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ __all__ = [
     "Sampling",
     "check_delta",
     "check_neighbouring",
+    "check_number",
     "check_whole",
 ]
 
@@ -29,7 +31,7 @@ Sampling = Literal["poisson", "none", "unknown", "shuffled"]
 Neighbouring = Literal["add-or-remove-one", "replace-one"]
 
 CHARGED_UP_TO: Final = 16.0
-"""A distance in total variation costs 1 + exp(epsilon) times itself in delta; an event's delta has this epsilon's."""
+"""A distance in total variation costs 1 + exp(epsilon) times itself in delta; an event's delta is for this epsilon."""
 
 _MECHANISMS: Final = get_args(Mechanism)
 _SAMPLINGS: Final = get_args(Sampling)
@@ -38,27 +40,27 @@ _NEIGHBOURING: Final = get_args(Neighbouring)
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A release, or `count` equal ones.
+    """One release, or `count` equal ones.
 
     Args:
         mechanism: gaussian and discrete_gaussian bound the L2 norm, laplace and discrete_laplace the L1 norm of what
             one unit contributes. randomized_response stands for any mechanism of pure epsilon.
         noise_multiplier: standard deviation (Gaussian) or scale b (Laplace) over the sensitivity; 1 / epsilon for
-            randomized_response. 0 is no privacy at all: epsilon is infinite.
+            randomized_response. 0 is no privacy: epsilon is infinite.
         sampling: "poisson": each unit was in the draw independently with probability sample_rate. "none": all
             records are used. "shuffled", "unknown": accounted as "none", since a shuffled loader's batches are no
             Poisson draws (Chua et al. 2024, arXiv:2403.17673) and nothing is known of the other.
-        sample_rate: in (0, 1]; 1 for "none". Of a shuffled or unknown draw it is kept, and not used.
-        count: how many times, 0 or more.
-        delta: what each release charges of delta beside its epsilon: tails that were cut, tables, smoothing. It holds
-            while the total epsilon is at most CHARGED_UP_TO; above it, more is charged.
+        sample_rate: in (0, 1]; 1 for "none". For a shuffled or unknown draw it is recorded, and not used.
+        count: 0 or more.
+        delta: what each release charges of delta in addition to its epsilon: cut tails, tables, smoothing. Valid while
+            the total epsilon is at most CHARGED_UP_TO; above it, more is charged.
         note: for the reader of the ledger.
         source: name of the noise source.
-        secure: whether the noise is cryptographic and on a grid; None where it is not known.
-        idealised: the sum before the noise was in floating point, without a bound on what its rounding shows.
+        secure: whether the noise is cryptographic and on a grid; None if unknown.
+        idealised: the sum before the noise was in floating point, without a bound on what its rounding reveals.
 
     Raises:
-        ConfigError: a value that has no meaning, by name.
+        ConfigError: an invalid value; names it.
     """
 
     mechanism: Mechanism
@@ -101,34 +103,34 @@ class Event:
         return self.sampling == "poisson" and self.sample_rate < 1
 
     def times(self, count: int) -> Event:
-        """The same, `count` times."""
+        """Return the same event with another count."""
         return replace(self, count=count)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` takes it back exactly."""
+        """Return the fields for JSON; `from_dict` restores them exactly."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Event:
-        """The event of `to_dict`.
+    def from_dict(cls, record: Mapping[str, Any]) -> Event:
+        """Restore the event of `to_dict`.
 
         Raises:
-            FormatError: a field is missing, unknown or without meaning.
+            FormatError: a field is missing, unknown or invalid.
         """
         known = {field.name for field in fields(cls)}
-        if not {"mechanism", "noise_multiplier"} <= set(found) <= known:
-            raise FormatError(f"an event has the fields {', '.join(sorted(known))}; got {', '.join(sorted(found))}")
+        if not {"mechanism", "noise_multiplier"} <= set(record) <= known:
+            raise FormatError(f"an event has the fields {', '.join(sorted(known))}; got {', '.join(sorted(record))}")
         try:
-            return cls(**found)
+            return cls(**record)
         except ConfigError as error:
-            raise FormatError(f"an event without meaning: {error}") from None
+            raise FormatError(f"an invalid event: {error}") from None
 
 
 def check_delta(delta: float) -> float:
-    """delta, if it is in (0, 1).
+    """Return delta as a float.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not in (0, 1).
     """
     if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not 0 < delta < 1:
         raise ConfigError(f"delta must be in (0, 1), well below one over the number of units, got {delta!r}")
@@ -136,21 +138,44 @@ def check_delta(delta: float) -> float:
 
 
 def check_whole(name: str, value: object, least: int) -> int:
-    """value, if it is a whole number, `least` or more.
+    """Return a whole number.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is none, or below `least`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} must be a whole number, {least} or more, got {value!r}")
     return value
 
 
-def check_neighbouring(neighbouring: str) -> Neighbouring:
-    """neighbouring, if it is a relation that is known.
+def check_number(
+    name: str, value: object, *, least: float = 0.0, open_below: bool = True, most: float = math.inf
+) -> float:
+    """Return a finite number as a float.
+
+    Args:
+        name: for the message.
+        value: to check.
+        least, most: its range.
+        open_below: whether `least` itself is excluded.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is no number, or out of range.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        number = float(value)
+        if least <= number <= most and not (open_below and number == least):
+            return number
+    below = f"above {least:g}" if open_below else f"at least {least:g}"
+    above = "finite" if most == math.inf else f"at most {most:g}"
+    raise ConfigError(f"{name} must be a number, {below} and {above}; got {value!r}")
+
+
+def check_neighbouring(neighbouring: str) -> Neighbouring:
+    """Return the neighbouring relation.
+
+    Raises:
+        ConfigError: it is unknown.
     """
     for relation in _NEIGHBOURING:
         if neighbouring == relation:

@@ -1,9 +1,9 @@
 """An append-only file of JSON records that a crash cannot shorten unnoticed.
 
-A line is {"record": {...}, "chain": "<hex>"}, chain the SHA-256 of the chain before it and of the record: a line that
-was edited, moved or taken out breaks it. What was cut off at the end shows in `<file>.head`, which holds the number of
-lines and the last chain; a crash may leave it behind by one line, never ahead. There is no key: this finds accidents,
-and not who makes a new file from a record of their own.
+A line is {"record": {...}, "chain": "<hex>"}, chain the SHA-256 of the previous chain and of the record: an edited,
+moved or removed line breaks it. Lines cut off at the end are detected by `<file>.head`, which holds the number of
+lines and the last chain; a crash may leave it behind by one line, never in front. There is no key: this detects
+accidents, not an adversary who writes a new file.
 
 One process writes, under the kernel's lock on the file, which ends with the process.
 """
@@ -35,7 +35,7 @@ _OPEN: weakref.WeakSet[Journal] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """A child gives its copies of the descriptors back: a worker that outlives its parent must not hold the lock."""
+    """Close the child's copies of the descriptors: a worker that outlives its parent must not hold the lock."""
     for journal in list(_OPEN):
         journal.close(unlock=False)  # the lock is the parent's, too
 
@@ -45,14 +45,14 @@ if hasattr(os, "register_at_fork"):
 
 
 class Journal:
-    """The right to append to a file; its records so far.
+    """A file opened for appending, and its records so far.
 
     Args:
-        path: made where it is not there, readable by all and writable by its owner, less what the umask takes.
+        path: created if absent, readable by all and writable by its owner, subject to the umask.
 
     Attributes:
         records: of the file when it was opened.
-        torn_bytes: of a last line that a crash cut short; they were dropped. Nothing that `append` returned from.
+        torn_bytes: of a last line that a crash cut short; they were dropped. `append` never returned from it.
 
     Raises:
         ConfigError: another process writes to it, or it cannot be opened or locked.
@@ -64,7 +64,7 @@ class Journal:
         self._file = -1
         self._process = os.getpid()
         try:
-            made = not path.exists()
+            created = not path.exists()
             _OPEN.add(self)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             _lock(self._file, path)
@@ -72,7 +72,7 @@ class Journal:
             self.torn_bytes = os.fstat(self._file).st_size - self._size
             if self.torn_bytes:
                 os.ftruncate(self._file, self._size)
-            if made:
+            if created:
                 _sync_folder(path.parent)
         except OSError as error:
             self.close()
@@ -83,11 +83,11 @@ class Journal:
         self._lines = len(self.records)
 
     def append(self, record: Record) -> None:
-        """Add a record; it is on the disk when this returns.
+        """Append a record; it is on the disk when this returns.
 
         Raises:
-            ConfigError: the journal is closed, or was opened by the process that this one is a fork of.
-            OSError: the disk is full or fails; the file is as before, or takes no more records.
+            ConfigError: the journal is closed, or was opened by the parent that this process was forked from.
+            OSError: the disk is full or fails; the file is as before, or the journal is closed.
         """
         self.require_open()
         chain = _next_chain(self._chain, record)
@@ -99,7 +99,7 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             os.fsync(self._file)
         except OSError:
-            self._take_back()
+            self._undo_write()
             raise
         self._chain, self._size, self._lines = chain, self._size + len(line), self._lines + 1
         self._write_head()
@@ -114,7 +114,7 @@ class Journal:
             raise ConfigError(f"the ledger {self.path} is closed: open it again to add to it")
 
     def close(self, *, unlock: bool = True) -> None:
-        """Give the file back, and the lock with it."""
+        """Close the file and release the lock."""
         file, self._file = self._file, -1
         if file >= 0:
             if unlock:
@@ -124,8 +124,8 @@ class Journal:
     def __reduce__(self) -> NoReturn:
         raise ConfigError(f"the ledger {self.path} is open: it can be neither copied nor pickled")
 
-    def _take_back(self) -> None:
-        """After a failed write: half a line, or one that may not be on the disk, must not be followed by others."""
+    def _undo_write(self) -> None:
+        """Undo a failed write: no line may follow a partial one, or one that may not be on the disk."""
         try:
             os.ftruncate(self._file, self._size)
             os.fsync(self._file)
@@ -133,23 +133,23 @@ class Journal:
             self.close()
 
     def _write_head(self) -> None:
-        """Not synced: after a power failure it may be old or empty, which only weakens the check."""
-        with contextlib.suppress(OSError):  # a folder that takes no new files
+        """Write the head, unsynced: after a power failure it may be old or empty, which only weakens the check."""
+        with contextlib.suppress(OSError):  # a read-only folder
             head = os.open(_head_path(self.path), os.O_WRONLY | os.O_CREAT, 0o644)
             try:
-                os.write(head, f"{self._lines:012d} {self._chain}\n".encode())  # always as long
+                os.write(head, f"{self._lines:012d} {self._chain}\n".encode())  # of constant length
             finally:
                 os.close(head)
 
 
 def read_journal(path: Path) -> tuple[list[Record], str, int]:
-    """The records of a file, its last chain, and how many bytes they take; what follows them is a torn line.
+    """Return the records of a file, its last chain, and the bytes they take; any following bytes are a torn line.
 
     Raises:
-        FormatError: a line that was edited, is missing or no record at all; the message names it.
+        FormatError: a line was edited, is missing or is no record; the message names it.
         OSError: the file cannot be read.
     """
-    head = _read_head(path)  # before the file: a writer may be at work
+    head = _read_head(path)  # before the file: another process may be writing
     data = path.read_bytes()
     *lines, torn = data.split(b"\n")
     records: list[Record] = []
@@ -165,8 +165,8 @@ def read_journal(path: Path) -> tuple[list[Record], str, int]:
         if head is not None and number == head[0] and chain != head[1]:
             raise FormatError(f"{path}, line {number}: {_head_path(path).name} belongs to another ledger")
         records.append(record)
-    begun = torn.rstrip(b"\0")  # a power failure may leave zeros
-    if not _LINE.startswith(begun[: len(_LINE)]):  # whoever opens it to write drops what is torn
+    begin = torn.rstrip(b"\0")  # a power failure may leave zeros
+    if not _LINE.startswith(begin[: len(_LINE)]):  # a writer drops a torn line
         raise FormatError(f"{path}, line {len(lines) + 1}: no record of a privacy ledger")
     if head is not None and head[0] > len(lines):
         raise FormatError(
@@ -178,8 +178,8 @@ def read_journal(path: Path) -> tuple[list[Record], str, int]:
 
 def _parsed(line: bytes, path: Path, number: int) -> tuple[Record, str]:
     try:
-        found = json.loads(line)
-        record, chain = found["record"], found["chain"]
+        entry = json.loads(line)
+        record, chain = entry["record"], entry["chain"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise FormatError(f"{path}, line {number}: no record of a privacy ledger") from None
     if not isinstance(record, dict) or not isinstance(chain, str):
@@ -197,7 +197,7 @@ def _head_path(path: Path) -> Path:
 
 
 def _read_head(path: Path) -> tuple[int, str] | None:
-    """How many lines there were, and the last one's chain; None where that is not known."""
+    """Return the number of lines and the last one's chain; None where they are unknown."""
     try:
         count, chain = _head_path(path).read_text(encoding="ascii").split()
         return int(count), chain
@@ -206,7 +206,7 @@ def _read_head(path: Path) -> tuple[int, str] | None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that the file's name survives a power failure, too."""
+    """Make the file's name survive a power failure."""
     if sys.platform == "win32":  # folders cannot be opened there
         return
     opened = os.open(folder, os.O_RDONLY)
@@ -217,7 +217,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _unlock(file: int) -> None:
-    """Give the lock back at once, also where a child that was just forked has the file open still."""
+    """Release the lock, also while a child that was just forked still has the file open."""
     if sys.platform != "win32":
         import fcntl
 
@@ -225,10 +225,10 @@ def _unlock(file: int) -> None:
 
 
 def _lock(file: int, path: Path) -> None:
-    """Take the kernel's lock on an open file; it goes with the last descriptor, if not before.
+    """Take the kernel's lock on an open file; it ends with the last descriptor at the latest.
 
     Raises:
-        ConfigError: it is taken.
+        ConfigError: another process, or another Journal, holds it.
         OSError: the file system has no locks.
     """
     try:

@@ -1,7 +1,7 @@
-"""What the records of a ledger's file mean: how often each event may have happened.
+"""Replay of a ledger's file: how often each event may have happened.
 
-A run reserves before it acts: "up to so many of this event". A record of what was used replaces its reservations. So
-what a crash leaves counts in full, and no event has to wait for the disk but the first of a block.
+A run reserves before it acts: "up to so many of this event". A record of what was used replaces its reservations. So a
+crash counts all that was reserved, and only the first event of a block waits for the disk.
 
     {"kind": "ledger", "version": 1, "unit", "neighbouring", "dataset"}     the first line
     {"kind": "run", "run", "time", "dataset", "budget", "versions", "torn_bytes"}
@@ -22,7 +22,7 @@ from accelerant._version import __version__
 from accelerant.errors import FormatError
 from accelerant.privacy.dp.ledger.events import Event
 
-__all__ = ["VERSION", "Book", "Run", "event_record", "used_records", "versions"]
+__all__ = ["VERSION", "History", "Run", "event_record", "used_records", "versions"]
 
 VERSION: Final = 1
 
@@ -33,8 +33,8 @@ class Run:
 
     Attributes:
         facts: of its first record: time, dataset, budget, versions.
-        used: what is known to have been done, at least.
-        reserved: what may have been done besides.
+        used: events known to have happened.
+        reserved: further events that may have happened.
         closed: whether it ended with a record of what was used.
     """
 
@@ -45,13 +45,13 @@ class Run:
 
     @property
     def counts(self) -> Counter[Event]:
-        """Of each event how many there may have been."""
+        """The most that may have happened of each event."""
         return self.used + self.reserved
 
 
 @dataclass(slots=True)
-class Book:
-    """A ledger's file, read.
+class History:
+    """The contents of a ledger's file.
 
     Attributes:
         facts: of the first record: unit, neighbouring, dataset. Empty for an empty file.
@@ -63,29 +63,29 @@ class Book:
 
     @property
     def counts(self) -> Counter[Event]:
-        """Of all runs."""
+        """The most that may have happened of each event, in all runs."""
         total: Counter[Event] = Counter()
         for run in self.runs:
             total.update(run.counts)
         return total
 
     @classmethod
-    def of(cls, records: Sequence[Mapping[str, Any]], path: Path) -> Book:
-        """The book of a file's records.
+    def replay(cls, records: Sequence[Mapping[str, Any]], path: Path) -> History:
+        """Replay a file's records.
 
         Raises:
-            FormatError: a record that has no meaning here; the message names the line.
+            FormatError: an invalid record; the message names the line.
         """
-        book = cls()
+        history = cls()
         for number, record in enumerate(records, 1):
             try:
-                book._take(record)
+                history._apply(record)
             except (KeyError, IndexError, TypeError, ValueError) as error:  # FormatError is a ValueError
-                what = str(error) if isinstance(error, FormatError) else "not a record that this version knows"
-                raise FormatError(f"{path}, line {number}: {what}") from None
-        return book
+                reason = str(error) if isinstance(error, FormatError) else "not a record that this version knows"
+                raise FormatError(f"{path}, line {number}: {reason}") from None
+        return history
 
-    def _take(self, record: Mapping[str, Any]) -> None:
+    def _apply(self, record: Mapping[str, Any]) -> None:
         kind = record["kind"]
         if (kind == "ledger") != (not self.facts):
             raise FormatError("a ledger begins with one record that says what it is of, and has no other such record")
@@ -107,35 +107,32 @@ class Book:
         if kind == "reserve":
             run.reserved[Event.from_dict(record["event"]).times(1)] += _count(record["count"])
         elif kind == "used":
-            self._settle(run, record)
+            used = Counter({Event.from_dict(event).times(1): _count(count) for event, count in record["events"]})
+            if used - run.counts:
+                raise FormatError("more was used than was reserved")
+            if run.used - used:
+                raise FormatError("less was used than before")
+            run.used, run.reserved, run.closed = used, Counter(), bool(record["closed"])
         else:
             raise FormatError(f"a record of kind {kind!r}")
 
-    def _settle(self, run: Run, record: Mapping[str, Any]) -> None:
-        used = Counter({Event.from_dict(event).times(1): _count(count) for event, count in record["events"]})
-        if used - run.counts:
-            raise FormatError("more was used than was reserved")
-        if run.used - used:
-            raise FormatError("less was used than before")
-        run.used, run.reserved, run.closed = used, Counter(), bool(record["closed"])
-
 
 def event_record(event: Event) -> dict[str, Any]:
-    """An event as its records have it: without count, and without fields that are as they are by default."""
+    """Return an event as records hold it: without count, and without fields at their defaults."""
     plain = Event(event.mechanism, event.noise_multiplier).to_dict()
-    found = event.to_dict()
-    del found["count"]
-    keep = ("mechanism", "noise_multiplier", "sampling")
-    return {name: value for name, value in found.items() if name in keep or value != plain[name]}
+    fields = event.to_dict()
+    del fields["count"]
+    always = ("mechanism", "noise_multiplier", "sampling")
+    return {name: value for name, value in fields.items() if name in always or value != plain[name]}
 
 
 def used_records(counts: Iterable[tuple[Event, int]]) -> list[list[Any]]:
-    """The events of a record of what was used."""
+    """Return the events of a record of what was used."""
     return [[event_record(event), count] for event, count in counts if count]
 
 
 def versions() -> dict[str, str]:
-    """Of this library and of those that a ledger's numbers depend on."""
+    """Return the versions of this library and of those that a ledger's numbers depend on."""
     found = {"accelerant": __version__}
     for package in ("dp-accounting", "torch"):
         try:

@@ -1,4 +1,4 @@
-"""What a reviewer needs to know of a ledger: whose privacy, against whom, how much, and what it rests on."""
+"""Privacy statements: whose privacy a ledger protects, under which assumptions, and how much was spent."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.budget import Budget
 from accelerant.privacy.dp.ledger.events import Event, check_delta
 from accelerant.privacy.dp.ledger.replay import versions
 
 if TYPE_CHECKING:
-    from accelerant.privacy.dp.ledger import Ledger
+    from accelerant.privacy.dp.ledger.ledger import Ledger
 
 __all__ = ["Statement", "make_statement"]
 
@@ -38,17 +37,17 @@ class Statement:
 
     Attributes:
         unit, neighbouring, relation: whose privacy, and between which data sets; the relation in words.
-        delta: epsilon is at this.
+        delta: at which epsilon is stated.
         epsilon: by privacy loss distributions; may be infinite.
         epsilon_rdp: the cross-check by Renyi divergence, an upper bound as well.
         reason: why epsilon is infinite, or empty.
-        charged_delta: of delta, what cut tails and rounding take.
+        charged_delta: the part of delta that cut tails and rounding take.
         budget: (epsilon, delta, method), or None.
         events: equal ones as one with its count.
         datasets: names of the data sets, as far as they were given.
-        runs: of the file, in order: time, closed, events, versions.
-        remarks: what holds only under an assumption, in words.
-        versions: of what made the statement.
+        runs: of the file, in order: time, dataset, releases, closed, versions.
+        remarks: assumptions, in words.
+        versions: of the libraries that computed the statement.
     """
 
     unit: str
@@ -74,15 +73,15 @@ class Statement:
         return "\n".join([*lines, "What it rests on:", *(f"  {remark}" for remark in self.remarks)])
 
     def to_json(self) -> str:
-        """One JSON object; an infinite epsilon is the string "inf"."""
-        found = asdict(self)
+        """Return one JSON object; an infinite epsilon is the string "inf"."""
+        fields = asdict(self)
         for name in ("epsilon", "epsilon_rdp"):
-            if math.isinf(found[name]):
-                found[name] = "inf"
-        return json.dumps(found)
+            if math.isinf(fields[name]):
+                fields[name] = "inf"
+        return json.dumps(fields)
 
     def to_markdown(self) -> str:
-        """A section for a report."""
+        """Return a section for a report."""
         lines = ["# Privacy statement", "", "| | |", "|---|---|"]
         lines += [f"| {name} | {_cell(value)} |" for name, value in self._facts()]
         lines += ["", "## Events", "", *(f"- {_cell(line)}" for line in self._event_lines())]
@@ -124,22 +123,22 @@ class Statement:
     def _run_lines(self) -> Iterator[str]:
         for number, run in enumerate(self.runs, 1):
             end = "ended in order" if run["closed"] else "not closed: all that it reserved is counted"
-            made = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-            yield f"{number}: {run['time']}, {run['releases']} releases, {end} ({made})"
+            libraries = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+            yield f"{number}: {run['time']}, {run['releases']} releases, {end} ({libraries})"
 
 
 def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
-    """The statement of a ledger at delta; None: its budget's, or its last run's that had one, or else 1e-5.
+    """Return the statement of a ledger at delta; None: its budget's, or its last run's that had one, or else 1e-5.
 
     Raises:
         ConfigError: delta is not in (0, 1).
         MissingDependency: dp-accounting is not installed.
     """
-    budget = ledger.budget or _last_budget(ledger)
-    chosen = delta if delta is not None else budget.delta if budget is not None else _DELTA
+    budget = _budget(ledger)
+    chosen = delta if delta is not None else budget[1] if budget is not None else _DELTA
     check_delta(chosen)
     events = ledger.events
-    found = spent(events, chosen, neighbouring=ledger.neighbouring)
+    cost = spent(events, chosen, neighbouring=ledger.neighbouring)
     runs = tuple(
         {
             "time": str(run.facts.get("time", "")),
@@ -156,11 +155,11 @@ def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
         neighbouring=ledger.neighbouring,
         relation=_RELATIONS[ledger.neighbouring].format(unit=ledger.unit),
         delta=chosen,
-        epsilon=found.epsilon,
+        epsilon=cost.epsilon,
         epsilon_rdp=spent(events, chosen, method="rdp", neighbouring=ledger.neighbouring).epsilon,
-        reason=found.reason,
-        charged_delta=found.charged,
-        budget=None if budget is None else (budget.epsilon, budget.delta, budget.method),
+        reason=cost.reason,
+        charged_delta=cost.charged,
+        budget=budget,
         events=events,
         datasets=tuple(datasets),
         runs=runs,
@@ -169,14 +168,19 @@ def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
     )
 
 
-def _last_budget(ledger: Ledger) -> Budget | None:
-    """The budget of the last run that had one: of a ledger that is only read."""
-    found = [run.facts["budget"] for run in ledger.runs if isinstance(run.facts.get("budget"), list)]
-    return Budget(*found[-1]) if found and len(found[-1]) == 3 else None
+def _budget(ledger: Ledger) -> tuple[float, float, str] | None:
+    """Return the ledger's budget; for one that is only read, that of the last run that had one."""
+    if ledger.budget is not None:
+        return ledger.budget.epsilon, ledger.budget.delta, ledger.budget.method
+    budgets = [run.facts["budget"] for run in ledger.runs if isinstance(run.facts.get("budget"), list)]
+    if not budgets or len(budgets[-1]) != 3:
+        return None
+    epsilon, delta, method = budgets[-1]
+    return epsilon, delta, method
 
 
 def _remarks(events: tuple[Event, ...], datasets: int, *, chosen_by_default: bool) -> Iterator[str]:
-    """The assumptions, those of these events only."""
+    """Yield the assumptions that these events make."""
     done = [event for event in events if event.count]
     if chosen_by_default:
         yield f"No delta was chosen: {_DELTA:g} is shown. It should be well below one over the number of units."

@@ -15,14 +15,7 @@ from accelerant.errors import ConfigError
 from accelerant.ops._launch import multiprocessors
 from accelerant.privacy.dp.noise.laplace import digits_of, laplace_blocks, thresholds
 from accelerant.privacy.dp.noise.plan import Plan
-from accelerant.privacy.dp.noise.program import (
-    BLOCK,
-    ROWS,
-    THREADS,
-    fused_source,
-    gaussian_source,
-    laplace_source,
-)
+from accelerant.privacy.dp.noise.program import BLOCK, ROWS, THREADS, fused_source, gaussian_source, laplace_source
 from accelerant.privacy.dp.noise.reference import GROUP, UNIT_BLOCKS, draws_of_unit, groups_of
 from accelerant.privacy.dp.noise.table import Tables, make_tables
 from accelerant.privacy.random import SecureStream

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy.dp.ledger import Ledger
-from accelerant.privacy.dp.ledger.calibrate import calibrate
-from accelerant.privacy.dp.ledger.events import Event
-from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source, require_number
+from accelerant.privacy.dp.ledger.accounting import calibrate
+from accelerant.privacy.dp.ledger.events import Event, check_number
+from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source
 from accelerant.privacy.random import SecureStream
 
 __all__ = ["LocalGaussian", "LocalLaplace", "RandomizedResponse"]
@@ -45,7 +45,7 @@ class RandomizedResponse:
         if not isinstance(choices, int) or isinstance(choices, bool) or not 2 <= choices <= _MOST_CHOICES:
             raise ConfigError(f"choices must be a whole number from 2 to {_MOST_CHOICES}, got {choices!r}")
         self.choices = choices
-        self.epsilon = require_number("epsilon", epsilon)
+        self.epsilon = check_number("epsilon", epsilon)
         # Another answer has a probability within 2^-53 of 1 / (k - 1): p pays for it, and stays below exp(epsilon).
         slack = 2.0**-50 + 2 * choices * 2.0**-53
         self.truth = (1.0 - slack) / (1.0 + (choices - 1) * math.exp(-self.epsilon))
@@ -109,9 +109,9 @@ class LocalLaplace:
     """
 
     def __init__(self, low: float, high: float, epsilon: float, *, secure: bool = True) -> None:
-        self.low = require_number("low", low, least=-math.inf)
-        self.high = require_number("high", high, least=self.low)
-        self.epsilon = require_number("epsilon", epsilon)
+        self.low = check_number("low", low, least=-math.inf)
+        self.high = check_number("high", high, least=self.low)
+        self.epsilon = check_number("epsilon", epsilon)
         self._noisy = NoisySum(make_source(secure), 1.0 / self.epsilon, 1, "laplace")
         self._plan = self._noisy.plan(self.high - self.low)
 
@@ -162,11 +162,11 @@ class LocalGaussian:
     """
 
     def __init__(self, max_norm: float, dimensions: int, epsilon: float, delta: float, *, secure: bool = True) -> None:
-        self.max_norm = require_number("max_norm", max_norm)
+        self.max_norm = check_number("max_norm", max_norm)
         if not isinstance(dimensions, int) or isinstance(dimensions, bool) or dimensions < 1:
             raise ConfigError(f"dimensions must be a whole number, at least 1, got {dimensions!r}")
         self.dimensions = dimensions
-        self.epsilon, self.delta = require_number("epsilon", epsilon), require_number("delta", delta, most=0.5)
+        self.epsilon, self.delta = check_number("epsilon", epsilon), check_number("delta", delta, most=0.5)
         source = make_source(secure)
         charged = NoisySum(source, 1.0, dimensions).plan(2 * self.max_norm).delta
         multiplier = calibrate(self.epsilon, self.delta, 1.0, 1, sampling="none", charged=charged)

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, UnsupportedDtype
 from accelerant.privacy.dp.ledger import Ledger
-from accelerant.privacy.dp.ledger.calibrate import calibrate
+from accelerant.privacy.dp.ledger.accounting import calibrate
+from accelerant.privacy.dp.ledger.events import check_number
 from accelerant.privacy.dp.noise.charge import charge as gaussian_charge
 from accelerant.privacy.dp.noise.charge import choose_grid, laplace_charge
-from accelerant.privacy.dp.noise.noisy_sum import Kind, NoisySum, Plan, delta_of, make_source, require_number
+from accelerant.privacy.dp.noise.noisy_sum import Kind, NoisySum, Plan, delta_of, make_source
 
 __all__ = ["gaussian_noise_", "laplace_noise_", "release"]
 
@@ -52,7 +53,7 @@ def gaussian_noise_(
         UnsupportedDtype: x is not floating point.
         BudgetExceeded: the ledger's budget does not allow it; x is as it was.
     """
-    return _noise_(x, "gaussian", require_number("std", std), sensitivity, secure, ledger)
+    return _noise_(x, "gaussian", check_number("std", std), sensitivity, secure, ledger)
 
 
 def laplace_noise_(
@@ -64,7 +65,7 @@ def laplace_noise_(
         scale: b, in the units of x; the variance is 2 b^2.
         sensitivity: L1 norm by which one record changes all of x; epsilon is sensitivity (and rounding) over b.
     """
-    return _noise_(x, "laplace", require_number("scale", scale), sensitivity, secure, ledger)
+    return _noise_(x, "laplace", check_number("scale", scale), sensitivity, secure, ledger)
 
 
 def release(
@@ -101,7 +102,7 @@ def release(
     if mechanism not in ("gaussian", "laplace"):
         raise ConfigError(f"mechanism must be gaussian or laplace, got {mechanism!r}")
     multiplier = _multiplier(mechanism, epsilon, delta, noise_multiplier)
-    sensitivity = require_number("sensitivity", sensitivity)
+    sensitivity = check_number("sensitivity", sensitivity)
     exact = torch.as_tensor(value)
     if exact.is_complex() or exact.dtype == torch.bool:
         raise ConfigError(f"value must be of real numbers, got {exact.dtype}")
@@ -130,7 +131,7 @@ def _noise_(x: _T, kind: Kind, scale: float, sensitivity: float | None, secure: 
     dimensions = sum(each.numel() for each in tensors)
     if ledger is not None and sensitivity is None:
         raise ConfigError("a ledger needs the sensitivity: how far one record moves the tensors")
-    bound = scale if sensitivity is None else require_number("sensitivity", sensitivity)
+    bound = scale if sensitivity is None else check_number("sensitivity", sensitivity)
     if not dimensions:
         return x
     source = make_source(secure)
@@ -158,15 +159,15 @@ def _multiplier(mechanism: Kind, epsilon: float | None, delta: float | None, giv
     if given is not None:
         if delta is not None:
             raise ConfigError("delta goes with epsilon: leave it out beside noise_multiplier")
-        return require_number("noise_multiplier", given)
-    epsilon = require_number("epsilon", epsilon)
+        return check_number("noise_multiplier", given)
+    epsilon = check_number("epsilon", epsilon)
     if mechanism == "laplace":
         if delta is not None:
             raise ConfigError("the Laplace mechanism needs no delta: leave it out")
         return 1.0 / epsilon
     if delta is None:
         raise ConfigError("the Gaussian mechanism needs delta beside epsilon")
-    return calibrate(epsilon, require_number("delta", delta, most=0.5), 1.0, 1, sampling="none")
+    return calibrate(epsilon, check_number("delta", delta, most=0.5), 1.0, 1, sampling="none")
 
 
 def _whole_plan(noisy: NoisySum, sensitivity: float) -> Plan:

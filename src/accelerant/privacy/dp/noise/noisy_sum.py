@@ -20,35 +20,13 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError
 from accelerant.privacy.dp.ledger import Ledger
-from accelerant.privacy.dp.ledger.events import Event, Mechanism, Sampling
+from accelerant.privacy.dp.ledger.events import Event, Mechanism, Sampling, check_number
 from accelerant.privacy.dp.noise import FastSource, NoiseSource, SecureSource
 from accelerant.privacy.dp.noise.charge import charge, choose_grid, laplace_charge
 
-__all__ = ["Kind", "NoisySum", "Plan", "delta_of", "make_source", "require_clipped_unit", "require_number"]
+__all__ = ["Kind", "NoisySum", "Plan", "delta_of", "make_source", "require_clipped_unit"]
 
 Kind = Literal["gaussian", "laplace"]
-
-
-def require_number(
-    name: str, value: object, *, least: float = 0.0, open_below: bool = True, most: float = math.inf
-) -> float:
-    """A finite number in its range, as a float.
-
-    Args:
-        name: for the message.
-        least, most: the range.
-        open_below: whether `least` itself is outside.
-
-    Raises:
-        ConfigError: it is no number, or not in the range; names value and range.
-    """
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        number = float(value)
-        if least <= number <= most and not (open_below and number == least):
-            return number
-    below = f"above {least:g}" if open_below else f"at least {least:g}"
-    above = "finite" if most == math.inf else f"at most {most:g}"
-    raise ConfigError(f"{name} must be a number, {below} and {above}; got {value!r}")
 
 
 def require_clipped_unit(ledger: Ledger) -> Ledger:
@@ -97,7 +75,7 @@ class NoisySum:
 
     def __init__(self, source: NoiseSource, noise_multiplier: float, dimensions: int, kind: Kind = "gaussian") -> None:
         self.source = source
-        self.noise_multiplier = require_number("noise_multiplier", noise_multiplier, open_below=False)
+        self.noise_multiplier = check_number("noise_multiplier", noise_multiplier, open_below=False)
         self.dimensions = dimensions
         self.kind = kind
         self._plans: dict[tuple[float, float], Plan] = {}

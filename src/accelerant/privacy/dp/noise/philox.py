@@ -18,13 +18,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError
 from accelerant.ops._launch import multiprocessors
 from accelerant.privacy.dp.noise.launch import compiled, index_of, noted, packed_rows
-from accelerant.privacy.dp.noise.program import (
-    PHILOX_GROUP,
-    PHILOX_THREADS,
-    ROWS,
-    host_philox_source,
-    philox_source,
-)
+from accelerant.privacy.dp.noise.program import PHILOX_GROUP, PHILOX_THREADS, ROWS, host_philox_source, philox_source
 from accelerant.privacy.random.device import compiled_reserve
 from accelerant.privacy.random.llvm_kernels import lanes
 from accelerant.runtime.streams.stream import capturing

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError
 from accelerant.privacy.dp.clipping import PerExampleClipper
+from accelerant.privacy.dp.ledger.events import check_number
 from accelerant.privacy.dp.noise import NoiseSource
-from accelerant.privacy.dp.noise.noisy_sum import NoisySum, require_number
+from accelerant.privacy.dp.noise.noisy_sum import NoisySum
 from accelerant.privacy.dp.training.distributed import Processes
 
 __all__ = ["AdaptiveClipping", "AdaptiveNorm"]
@@ -50,12 +51,12 @@ class AdaptiveClipping:
     count_std: float | None = None
 
     def __post_init__(self) -> None:
-        require_number("quantile", self.quantile, most=1.0)
+        check_number("quantile", self.quantile, most=1.0)
         if self.quantile == 1.0:
             raise ConfigError("quantile must be below 1, got 1.0")
-        require_number("learning_rate", self.learning_rate)
+        check_number("learning_rate", self.learning_rate)
         if self.count_std is not None:
-            require_number("count_std", self.count_std)
+            check_number("count_std", self.count_std)
 
 
 class AdaptiveNorm:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerant.errors import ConfigError, UnsupportedCase
-from accelerant.privacy.dp.noise.noisy_sum import require_number
+from accelerant.privacy.dp.ledger.events import check_number
 from accelerant.privacy.dp.training.adaptive import AdaptiveClipping
 from accelerant.privacy.dp.training.optimizer import PrivateOptimizer, require_wide
 
@@ -50,28 +50,26 @@ class Arguments:
             given = f"got noise_multiplier={noise_multiplier!r} and target_epsilon={target_epsilon!r}"
             raise ConfigError(f"give either noise_multiplier or target_epsilon (with steps); {given}")
         if target_epsilon is not None:
-            require_number("target_epsilon", target_epsilon)
+            check_number("target_epsilon", target_epsilon)
             if steps is None:
                 raise ConfigError("target_epsilon needs the planned number of steps: give steps")
         for name, value in (("steps", steps), ("microbatch", microbatch)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be a whole number, at least 1, or None; got {value!r}")
-        require_number("delta", delta, most=0.5)
+        check_number("delta", delta, most=0.5)
         norms = dict(max_grad_norm) if isinstance(max_grad_norm, Mapping) else {"max_grad_norm": max_grad_norm}
-        squares = [require_number(name, value) ** 2 for name, value in norms.items()]
+        squares = [check_number(name, value) ** 2 for name, value in norms.items()]
         if not squares:
             raise ConfigError("max_grad_norm names no layer")
         if expected_batch_size is not None:
-            require_number("expected_batch_size", expected_batch_size)
+            check_number("expected_batch_size", expected_batch_size)
         return cls(
-            -1.0
-            if noise_multiplier is None
-            else require_number("noise_multiplier", noise_multiplier, open_below=False),
+            -1.0 if noise_multiplier is None else check_number("noise_multiplier", noise_multiplier, open_below=False),
             target_epsilon,
             steps,
             float(delta),
             sum(squares) ** 0.5,
-            require_number("sample_rate", sample_rate, most=1.0),
+            check_number("sample_rate", sample_rate, most=1.0),
             expected_batch_size,
             microbatch,
         )

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy.dp.ledger import Ledger
-from accelerant.privacy.dp.ledger.events import Sampling
-from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source, require_clipped_unit, require_number
+from accelerant.privacy.dp.ledger.events import Sampling, check_number
+from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source, require_clipped_unit
 
 __all__ = ["GradientPrivatizer"]
 
@@ -63,18 +63,18 @@ class GradientPrivatizer:
         secure: bool = True,
         ledger: Ledger | str | Path | None = None,
     ) -> None:
-        self._multiplier = require_number("noise_multiplier", noise_multiplier, open_below=False)
+        self._multiplier = check_number("noise_multiplier", noise_multiplier, open_below=False)
         norms = max_grad_norm if isinstance(max_grad_norm, Mapping) else {"": max_grad_norm}
-        self._norms = {name: require_number(f"max_grad_norm {name}".strip(), norm) for name, norm in norms.items()}
+        self._norms = {name: check_number(f"max_grad_norm {name}".strip(), norm) for name, norm in norms.items()}
         if not self._norms:
             raise ConfigError("max_grad_norm names no tensor")
-        self._expected = require_number("expected_batch_size", expected_batch_size)
+        self._expected = check_number("expected_batch_size", expected_batch_size)
         if sampling not in ("poisson", "none", "shuffled", "unknown"):
             raise ConfigError(f"sampling must be poisson, none, shuffled or unknown, got {sampling!r}")
         if (sampling == "poisson") != (sample_rate is not None):
             raise ConfigError(f"sample_rate goes with sampling='poisson'; got {sample_rate!r} with {sampling!r}")
         self._sampling: Sampling = sampling
-        self._rate = 1.0 if sample_rate is None else require_number("sample_rate", sample_rate, most=1.0)
+        self._rate = 1.0 if sample_rate is None else check_number("sample_rate", sample_rate, most=1.0)
         self._source = make_source(secure)
         self.ledger = require_clipped_unit(ledger if isinstance(ledger, Ledger) else Ledger(ledger))
         self.clipped = 0.0

@@ -23,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.ledger import Ledger
-from accelerant.privacy.dp.ledger.budget import Allowance, Budget
 from accelerant.privacy.dp.ledger.events import Event, Sampling
+from accelerant.privacy.dp.ledger.ledger import Allowance, Budget
 from accelerant.privacy.dp.noise.noisy_sum import NoisySum, Plan
 from accelerant.privacy.dp.sampling.draw_tracker import Tally
 from accelerant.privacy.dp.training.adaptive import AdaptiveNorm

@@ -30,7 +30,7 @@ from accelerant.errors import BudgetExceeded, ConfigError, FormatError
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.rules import mark
 from accelerant.privacy.dp.ledger import Budget, Ledger
-from accelerant.privacy.dp.ledger.calibrate import calibrate
+from accelerant.privacy.dp.ledger.accounting import calibrate
 from accelerant.privacy.dp.ledger.events import Event
 from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source, require_clipped_unit
 from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
@@ -452,12 +452,7 @@ def _found(arguments: Arguments, ledger: Ledger, secure: bool, dimensions: int) 
     Raises:
         BudgetExceeded: what the ledger holds has spent the target.
     """
-    target, steps, delta, rate = (
-        arguments.target_epsilon,
-        arguments.steps,
-        arguments.delta,
-        arguments.sample_rate,
-    )
+    target, steps, delta, rate = (arguments.target_epsilon, arguments.steps, arguments.delta, arguments.sample_rate)
     assert target is not None and steps is not None  # noqa: PT018  for the type checker: checked before
     # Twice: the count of adaptive clipping has noise of its own.
     charged = 2 * NoisySum(make_source(secure), 1.0, dimensions).plan(arguments.sensitivity).delta

@@ -31,8 +31,7 @@ from accelerant.nn.train.tokenfile import is_token_file
 from accelerant.nn.train.trainer import Trainer
 from accelerant.privacy.dp.ledger import Budget, Ledger
 from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.events import Event
-from accelerant.privacy.dp.noise.noisy_sum import require_number
+from accelerant.privacy.dp.ledger.events import Event, check_number
 from accelerant.privacy.dp.training.private import PrivateTraining, make_private
 from accelerant.privacy.dp.training.step import PrivateStep
 from accelerant.privacy.dp.training.windows import WindowSource
@@ -78,11 +77,11 @@ class PrivateSettings:
         if self.target_epsilon is None and self.noise_multiplier is None:
             raise ConfigError("--private needs --target-epsilon or --noise-multiplier")
         if self.target_epsilon is not None:
-            require_number("target_epsilon", self.target_epsilon)
+            check_number("target_epsilon", self.target_epsilon)
         if self.noise_multiplier is not None:
-            require_number("noise_multiplier", self.noise_multiplier, open_below=False)
-        require_number("delta", self.delta, most=0.5)
-        require_number("max_grad_norm", self.max_grad_norm)
+            check_number("noise_multiplier", self.noise_multiplier, open_below=False)
+        check_number("delta", self.delta, most=0.5)
+        check_number("max_grad_norm", self.max_grad_norm)
 
 
 class PrivateRun(Extension):
