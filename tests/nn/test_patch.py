@@ -16,8 +16,8 @@ from transformers import activations
 
 import accelerant as acl
 from accelerant.errors import ConfigError, MissingDependency, UnsupportedCase
-from accelerant.nn._patch import known, rules
-from accelerant.nn._patch.loss import _KEPT
+from accelerant.nn._patch import fingerprints, rules
+from accelerant.nn._patch.loss import _OUTPUTS
 
 TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 """Of float32 on a CPU: sums in another order."""
@@ -199,11 +199,11 @@ def test_an_output_is_forgotten_with_its_last_holder():
     copied = type(output)(dict(output.items()))
     del output
     gc.collect()
-    assert len(_KEPT) == 1  # the copy holds it
+    assert len(_OUTPUTS) == 1  # the copy holds it
     assert copied.logits.shape == (*inputs["input_ids"].shape, 97)
     del copied
     gc.collect()
-    assert not _KEPT
+    assert not _OUTPUTS
 
 
 def test_logits_are_what_they_would_have_been_at_the_forward_pass():
@@ -306,8 +306,8 @@ def test_patching_twice_changes_nothing_more():
 def test_every_replacement_was_written_for_this_version(family):
     stale = {}
     for path, rule in rules.RULES.items():
-        for function in (f"{path}.forward", *rule.needs):
-            if reason := known.unknown(function):
+        for function in (f"{path}.forward", *rule.requires):
+            if reason := fingerprints.unknown(function):
                 stale[function] = reason
     assert not stale
 

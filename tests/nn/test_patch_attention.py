@@ -62,11 +62,11 @@ def test_padding_in_the_middle_goes_to_torch():
     assert report.fallbacks == {"padding that is not at the ends of a sequence": 2}
 
 
-def test_borders_of_runs():
+def test_boundaries_of_runs():
     rows = [[0, 0, 1, 1], [1, 1, 1, 0], [0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
-    borders = Pattern(True, None, torch.tensor(rows, dtype=torch.bool)).borders().tolist()
-    assert borders == [0, 2, 4, 4, 4, 7, 8, 9, 11, 12, 12, 16, 16, 16, 16, 20]
-    assert Pattern(True, None, torch.tensor([[1, 0, 1]], dtype=torch.bool)).borders() is None
+    boundaries = Pattern(True, None, torch.tensor(rows, dtype=torch.bool)).boundaries().tolist()
+    assert boundaries == [0, 2, 4, 4, 4, 7, 8, 9, 11, 12, 12, 16, 16, 16, 16, 20]
+    assert Pattern(True, None, torch.tensor([[1, 0, 1]], dtype=torch.bool)).boundaries() is None
 
 
 @pytest.mark.parametrize("mask", [None, "ones", "left"])
@@ -148,7 +148,7 @@ def test_attention_that_was_made_bidirectional(family, where):
 
 
 def test_long_sequences_get_no_mask_of_their_square(monkeypatch):
-    monkeypatch.setattr(loss, "_MASKED_MOST", 12)
+    monkeypatch.setattr(loss, "_LONGEST_MASK", 12)
     monkeypatch.setattr(loss, "causal_mask", lambda *_: pytest.fail("a mask of 13 x 13"))
     model, inputs = make("llama"), batch("llama")
     before = outcome(model, inputs)

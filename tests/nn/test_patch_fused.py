@@ -7,7 +7,7 @@ from torch import nn
 
 import accelerant as acl
 from accelerant.nn._patch import blocks
-from accelerant.nn._patch.swaps import has_hooks
+from accelerant.nn._patch.record import has_hooks
 
 TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 
@@ -16,16 +16,14 @@ TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 def fused(monkeypatch):
     """How many blocks ran as one function."""
     counted = []
-    for name in ("DecoderLayer", "GPT2Block", "PreNormLayer", "PostNormLayer"):
-        function = getattr(blocks, name)
+    for function in (blocks.fused_block, blocks.fused_decoder_layer):
 
-        class Counting:
-            @staticmethod
-            def apply(*arguments, function=function):
-                counted.append(function.__name__)
-                return function.apply(*arguments)
+        def counting(*arguments, function=function):
+            counted.append(function)
+            return function(*arguments)
 
-        monkeypatch.setattr(blocks, name, Counting)
+        name = "fused_block" if function is blocks.fused_block else "fused_decoder_layer"
+        monkeypatch.setattr(blocks, name, counting)
     return counted
 
 

@@ -1,69 +1,110 @@
-"""patch and unpatch."""
+"""The functions patch and unpatch; transformers is an optional dependency, imported when they are called."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accelerant.errors import ConfigError
-from accelerant.nn._patch.attention import register
-from accelerant.nn._patch.known import unknown
-from accelerant.nn._patch.report import Changed, LeftAlone, PatchReport
-from accelerant.nn._patch.rules import FAMILIES, RULES, Options, Plan, leaf_reason
-from accelerant.nn._patch.swaps import MARK, NAME, RECORD, Record
+from accelerant.errors import ConfigError, MissingDependency
+from accelerant.nn._patch.record import ATTENTION_NAME, RECORD, Changed, LeftAlone, PatchReport, Record
+
+if TYPE_CHECKING:
+    from accelerant.nn._patch.rules import ModulePlan, Options
 
 __all__ = ["patch", "unpatch"]
 
 _PADDING = ("exact", "skip")
 
 _REPLICATE = "_replicate_for_data_parallel"
-"""What nn.DataParallel calls on each module, to copy it: the copy's forward would be bound to the module itself."""
+"""The method that nn.DataParallel calls to copy a module: the copy's forward would be bound to the original."""
 
 
-def patch(model: nn.Module, *, loss: bool, padding: str, embedding: bool) -> PatchReport:
-    """See accelerant.nn.patch."""
-    from transformers import PreTrainedModel
+def patch(model: nn.Module, *, loss: bool = True, padding: str = "exact", embedding: bool = True) -> PatchReport:
+    """Put a Hugging Face model onto Accelerant's ops, in place.
 
+    Replaces attention (through transformers' AttentionInterface), norms with the residual sum before them, activations,
+    MLPs, rotary embeddings, token embeddings and the loss of GPT-2, Llama, Qwen2, Qwen3, Mistral, BERT and ViT. Methods
+    are replaced on the modules of this model, not on classes. Parameters, buffers and the keys of the state_dict stay.
+    A module is left alone, as the report says, if its class or forward is not one of transformers 5.17 to 5.23, its
+    activation or eps differs from the config's, or it has adapters.
+
+    Args:
+        model: a transformers model, or a module that contains one (before DDP, fully_shard and torch.compile). A
+            patched model is not changed again, whatever the options.
+        loss: in training with labels, compute a language model's loss without materialising its logits; reading
+            output.logits computes them. False: always compute all logits.
+        padding: "exact": masks with padding go to torch's attention, and results equal the unpatched model's at all
+            positions. "skip": they stay on our kernels; tokens do not attend to padding, and results at padded
+            positions are undefined (as with FlashAttention in transformers).
+        embedding: whether to replace token and position embeddings.
+
+    Returns:
+        a report of all modules that changed or were left alone, with reasons; it counts attention fallbacks later on.
+
+    Raises:
+        MissingDependency: transformers is not installed.
+        ConfigError: model contains no transformers model, or is compiled; an invalid value of padding.
+
+    Outputs and gradients equal the unpatched model's within the tolerance of the dtype. The model's config then names
+    "accelerant" as its attention; other models that share the config compute what they did before.
+    """
+    PreTrainedModel, rules = _require_transformers()
     if padding not in _PADDING:
         raise ConfigError(f"padding must be 'exact' or 'skip', got {padding!r}")
     record: Record | None = getattr(model, RECORD, None)
     if record is not None:
         return record.report
-    if not isinstance(model, nn.Module) or not any(isinstance(each, PreTrainedModel) for each in model.modules()):
+    if not isinstance(model, nn.Module) or not any(isinstance(module, PreTrainedModel) for module in model.modules()):
         raise ConfigError(
             f"patch takes a model of transformers, or a module that holds one, got {type(model).__name__}"
         )
     if hasattr(model, "_orig_mod"):
-        raise ConfigError("patch the model before torch.compile: what is compiled does not change any more")
-    options = Options(loss, padding, embedding)
+        raise ConfigError("patch the model before torch.compile: a compiled model does not change any more")
     record = Record(PatchReport(type(model).__name__))
-    plans = list(_plans(model, options, record.report))
-    configs = {id(config): config for _, config, plan in plans if plan.attention}
-    register()
-    for module, _, plan in plans:
+    planned = list(_plan_modules(model, rules.Options(loss, padding, embedding), record.report))
+    rules.register_attention()
+    for module, _, plan in planned:
         mark = record.mark(module, padding)
         mark.attention = mark.attention or plan.attention
         mark.options |= plan.options or {}
         if plan.forward is not None:
-            record.swap(module, plan.forward)
-    for config in configs.values():
+            record.replace_forward(module, plan.forward)
+    for config in {id(config): config for _, config, plan in planned if plan.attention}.values():
         record.configs.append(config)
-        config._attn_implementation_internal = NAME
+        config._attn_implementation_internal = ATTENTION_NAME
     model.__dict__[RECORD] = record
     model.__dict__[_REPLICATE] = _refuse_replica
     return record.report
 
 
 def unpatch(model: nn.Module) -> None:
-    """See accelerant.nn.unpatch."""
+    """Undo patch: the model computes bit for bit what it did before. An unpatched model is not changed.
+
+    Raises:
+        MissingDependency: transformers is not installed.
+        ConfigError: another library has replaced a patched forward since; nothing was changed.
+    """
+    _require_transformers()
     record: Record | None = getattr(model, RECORD, None)
     if record is None:
         return
     record.check()
     record.undo()
     del model.__dict__[RECORD], model.__dict__[_REPLICATE]
+
+
+def _require_transformers() -> tuple[Any, Any]:
+    """Return transformers' PreTrainedModel and our module of rules, which needs transformers."""
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise MissingDependency("transformers", "huggingface", "accelerant.nn.patch") from None
+    return transformers.PreTrainedModel, importlib.import_module("accelerant.nn._patch.rules")
 
 
 def _refuse_replica() -> None:
@@ -73,54 +114,25 @@ def _refuse_replica() -> None:
     )
 
 
-def _plans(model: nn.Module, options: Options, report: PatchReport) -> Iterator[tuple[nn.Module, Any, Plan]]:
-    """Each module that changes, the config of its model, and how; the report gets all of them."""
+def _plan_modules(
+    model: nn.Module, options: Options, report: PatchReport
+) -> Iterator[tuple[nn.Module, Any, ModulePlan]]:
+    """Yield each module that changes, its model's config and the plan; enter all modules in the report."""
+    _, rules = _require_transformers()
     for name, module, config in _walk(model):
-        leaf = next(module.children(), None) is None
-        found: Plan | str | None
-        if config is None or config.model_type not in FAMILIES:
-            kind = (
-                ""
-                if config is None
-                else f": its model_type is {config.model_type!r}, patch knows {', '.join(FAMILIES)}"
-            )
-            found = f"is in no model that patch knows{kind}" if leaf else None
-        else:
-            found = _plan(module, config, options)
-            if found is None and leaf:
-                found = leaf_reason(module)
+        plan = rules.plan_module(module, config, options)
         kind = type(module).__name__
-        if isinstance(found, Plan):
-            report.changed += [Changed(name, kind, *change) for change in found.changes]
-            report.notes += [note for note in found.notes if note not in report.notes]
-            yield module, config, found
-        elif found is not None:
-            report.left.append(LeftAlone(name, kind, found))
-
-
-def _plan(module: nn.Module, config: Any, options: Options) -> Plan | str | None:
-    """What a rule says: a plan, a reason against it, or None where there is no rule."""
-    kind = type(module)
-    path = f"{kind.__module__}:{kind.__qualname__}"
-    rule = RULES.get(path)
-    if rule is None:
-        parent = next((base for base in kind.__mro__[1:] if f"{base.__module__}:{base.__qualname__}" in RULES), None)
-        return None if parent is None else f"is a subclass of {parent.__name__}, whose forward may be another"
-    if MARK in module.__dict__:
-        return "is patched already"
-    if "forward" in module.__dict__:
-        return "its forward was replaced by another library"
-    for function in (f"{path}.forward", *rule.needs):
-        refused = unknown(function)
-        if refused:
-            return refused
-    return rule.plan(module, config, options)
+        if isinstance(plan, str):
+            report.left.append(LeftAlone(name, kind, plan))
+        elif plan is not None:
+            report.changed += [Changed(name, kind, *change) for change in plan.changes]
+            report.notes += [note for note in plan.notes if note not in report.notes]
+            yield module, config, plan
 
 
 def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Every module once, with the config of the innermost model of transformers that it is in."""
-    from transformers import PreTrainedModel
-
+    """Yield every module once, with its path and the config of the innermost transformers model that contains it."""
+    PreTrainedModel, _ = _require_transformers()
     seen: set[int] = set()
 
     def visit(name: str, module: nn.Module, config: Any) -> Iterator[tuple[str, nn.Module, Any]]:

@@ -1,10 +1,11 @@
-"""Our attention behind transformers' AttentionInterface, under the name "accelerant", and the masks that go with it.
+"""Our attention as "accelerant" in transformers' AttentionInterface, with its masks.
 
-A model's config names its attention, and models may share a config. So whatever reaches these two functions without
-belonging to a patched module gets just what "sdpa" gives it, bit for bit.
+A model's config names its attention, and models may share a config. A call from a module that is not patched therefore
+gets exactly the result of "sdpa", bit for bit.
 
-The mask is always one that torch's attention can take. Where we know what it says without reading it (causal, with a
-window), a Pattern travels on it as an attribute, and our op works from that; a mask without one goes to torch.
+Masks are always valid for torch's attention. If a mask's content is known from how it was made (causal, windowed,
+padded), a Pattern is attached to it as an attribute, since transformers passes nothing else on, and our op uses that. A
+mask without a Pattern goes to torch.
 """
 
 from __future__ import annotations
@@ -19,81 +20,82 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from accelerant import ops
-from accelerant.nn._patch.swaps import MARK, NAME
+from accelerant.nn._patch.record import ATTENTION_NAME, MARK
 
-__all__ = ["Pattern", "causal_mask", "pattern_of", "register"]
+__all__ = ["Pattern", "causal_mask", "known_pattern", "register"]
 
 _PATTERN = "_accelerant_pattern"
 
 
 @dataclass(eq=False)
 class Pattern:
-    """What a mask says.
+    """The content of an attention mask.
 
     Attributes:
-        causal: a query sees no key after its place; queries stand beside the last keys.
-        window: a query sees no key more than this many before its place.
-        padding: (B, Skv) bool, False where a key is padding; None where no key is.
-        implied: the mask stands for none: transformers would have made none, and left it to the module's is_causal.
+        causal: whether a query attends to no later key; queries are aligned with the last keys.
+        window: how many positions back a query attends; None for all.
+        padding: (B, Skv) bool, False where a key is padding; None if there is no padding.
+        implied: whether the mask replaces the absence of one, for which the module's is_causal decides.
     """
 
     causal: bool
     window: int | None = None
     padding: Tensor | None = None
     implied: bool = False
-    _borders: Tensor | None = None
+    _boundaries: Tensor | None = None
 
-    def borders(self) -> Tensor | None:
-        """Where runs begin and end in the sequences laid behind one another, 3B + 1 int32; None: not one run each.
+    def boundaries(self) -> Tensor | None:
+        """Return the boundaries of runs in the concatenated sequences, 3B + 1 int32.
 
-        A sequence is padding, tokens, padding, each of which may be empty. Waits for the device once a mask.
+        A sequence consists of padding, tokens and padding, each possibly empty; None if one does not. Synchronises with
+        the device once a mask.
         """
-        assert self.padding is not None  # for the type checker: asked only where there is padding
-        if self._borders is None:
+        assert self.padding is not None  # for the type checker: called only with padding
+        if self._boundaries is None:
             B, S = self.padding.shape
             real = self.padding.int()
             length = real.sum(1)
-            first = real.argmax(1)  # of the largest; 0 where all is padding, and length too
+            first = real.argmax(1)  # index of the first token; 0 if all is padding, as is length
             ends = torch.stack((first, first + length, torch.full_like(first, S)), 1)
             starts = torch.arange(B, device=real.device)[:, None] * S
-            borders = torch.cat((starts[:1, 0], (ends + starts).flatten())).to(torch.int32)
+            boundaries = torch.cat((starts[:1, 0], (ends + starts).flatten())).to(torch.int32)
             steps = (real[:, 1:] != real[:, :-1]).sum(1)
             runs = bool(((real[:, 0] + real[:, -1] + steps) <= 2).all())
-            self._borders = borders if runs else borders[:0]
-        return self._borders if self._borders.numel() else None
+            self._boundaries = boundaries if runs else boundaries[:0]
+        return self._boundaries if self._boundaries.numel() else None
 
 
 def register() -> None:
-    """Tell transformers the name."""
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, attention_mask)
+    """Register attention and masks with transformers."""
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------
 
 
 def attention_mask(**arguments: Any) -> Tensor | None:
-    """Transformers' mask for torch's attention, with its Pattern where that is known."""
+    """Return transformers' mask for torch's attention, with its Pattern attached if that is known."""
     mask: Tensor | None = sdpa_mask(**arguments)
     if mask is not None and not torch.compiler.is_compiling():
-        pattern = _pattern(**arguments)
+        pattern = _pattern_of_arguments(**arguments)
         if pattern is not None:
             setattr(mask, _PATTERN, pattern)
     return mask
 
 
 def causal_mask(S: int, device: torch.device) -> Tensor:
-    """The mask of S tokens that follow one another, (1, 1, S, S), which transformers takes as it is.
+    """Return the causal mask of S consecutive tokens, (1, 1, S, S), which transformers accepts as it is.
 
-    Where it makes the mask itself, it reads on the host whether positions begin anew (packed sequences): the host then
-    waits for all that the device still has to do, once a forward pass.
+    To build the mask itself, transformers reads on the host whether positions restart (packed sequences), which
+    synchronises with the device once a forward pass.
     """
     mask = torch.ones(S, S, dtype=torch.bool, device=device).tril_()[None, None]
     setattr(mask, _PATTERN, Pattern(True, implied=True))
     return mask
 
 
-def _pattern(
+def _pattern_of_arguments(
     *,
     q_length: int,
     kv_length: int,
@@ -105,21 +107,21 @@ def _pattern(
     allow_is_causal_skip: bool = True,
     **_: Any,
 ) -> Pattern | None:
-    """What a mask made of these arguments says, if it is one that we know."""
+    """Return the pattern of a mask made from these arguments; None if it is unknown."""
     window = None
     causal = mask_function is causal_mask_function
     if not causal and mask_function is not bidirectional_mask_function:
-        # allow_is_causal_skip is False where anything beside the window (packed sequences, overlays) is in the mask.
+        # allow_is_causal_skip is False if the mask contains more than the window (packed sequences, overlays).
         if local_size is None or not allow_is_causal_skip or not _is_window(mask_function, local_size):
             return None
         causal, window = True, local_size - 1
     if causal:
-        places = (q_offset, q_length, kv_offset, kv_length)
-        if not all(isinstance(place, int) for place in places) or q_offset + q_length != kv_offset + kv_length:
+        bounds = (q_offset, q_length, kv_offset, kv_length)
+        if not all(isinstance(bound, int) for bound in bounds) or q_offset + q_length != kv_offset + kv_length:
             return None
     padding = None
     if attention_mask is not None:
-        if attention_mask.shape[-1] < kv_offset + kv_length:  # transformers takes what it does not reach for padding
+        if attention_mask.shape[-1] < kv_offset + kv_length:  # transformers treats keys beyond it as padding
             return None
         if not bool(attention_mask.all()):
             padding = attention_mask
@@ -127,24 +129,21 @@ def _pattern(
 
 
 def _is_window(function: Any, size: int) -> bool:
-    """Whether a mask function says: at the query's place or before it, fewer than `size` places away.
-
-    Asked at the places where it would differ.
-    """
-    zero, place = torch.zeros((), dtype=torch.int64), torch.tensor(3 * size + 7)
-    around = {1: False, 0: True, 1 - size: True, -size: False, -2 * size: False}
+    """Return whether a mask function allows keys at distances 0 to size - 1 before the query; tests the boundaries."""
+    zero, query = torch.zeros((), dtype=torch.int64), torch.tensor(3 * size + 7)
+    expected = {1: False, 0: True, 1 - size: True, -size: False, -2 * size: False}
     try:
-        return all(bool(function(zero, zero, place, place + d)) is seen for d, seen in around.items())
-    except (IndexError, RuntimeError):  # it reads tensors that do not reach there: none of ours
+        return all(bool(function(zero, zero, query, query + d)) is seen for d, seen in expected.items())
+    except (IndexError, RuntimeError):  # it indexes smaller tensors: not a window function
         return False
 
 
-def pattern_of(mask: Tensor | None, causal: bool) -> Pattern | None:
-    """What a mask says, if that is known; none at all says `causal`, and so does one that stands for none."""
+def known_pattern(mask: Tensor | None, causal: bool) -> Pattern | None:
+    """Return a mask's pattern; that of `causal` for no mask or an implied one; None if it is unknown."""
     if mask is None:
         return Pattern(causal)
-    found: Pattern | None = getattr(mask, _PATTERN, None)
-    return Pattern(causal, implied=True) if found is not None and found.implied else found
+    pattern: Pattern | None = getattr(mask, _PATTERN, None)
+    return Pattern(causal, implied=True) if pattern is not None and pattern.implied else pattern
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -162,31 +161,31 @@ def attention_forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of a module of transformers, by our op or by torch's.
+    """Compute attention for a transformers module, by our op or by torch's.
 
     Args:
         module: the attention layer.
         query: (B, Hq, S, D).
         key, value: (B, Hkv, Skv, D).
-        attention_mask: what `attention_mask` made, or a user's own, (B or 1, 1, S, Skv).
-        dropout: of the weights.
-        scaling: of the products; None for 1 / sqrt(D).
-        is_causal: None: as the module says. Without a mask, queries then stand beside the first keys.
-        position_bias: added to the products.
-        kwargs: more that transformers passes.
+        attention_mask: a mask from `attention_mask` or the user's own, (B or 1, 1, S, Skv).
+        dropout: probability for the weights.
+        scaling: of the scores; None for 1 / sqrt(D).
+        is_causal: None for the module's setting. Without a mask, queries are aligned with the first keys.
+        position_bias: added to the scores.
+        kwargs: further arguments of transformers.
 
     Returns:
-        (B, S, Hq, D), and None for the weights.
+        (B, S, Hq, D), and None in place of the weights.
     """
     mark = getattr(module, MARK, None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    pattern = pattern_of(attention_mask, causal)
+    pattern = known_pattern(attention_mask, causal)
     if pattern is not None and pattern.implied:
         attention_mask = None
     if mark is not None and mark.attention:
         reason = _refuses(query, key, dropout, position_bias, attention_mask, pattern, mark.padding, kwargs)
         if reason is None:
-            assert pattern is not None  # _refuses has a reason where there is none
+            assert pattern is not None  # otherwise _refuses gives a reason
             S = query.shape[2]
             if attention_mask is None and causal and key.shape[2] > S:  # a static cache, filled up to the queries
                 key, value = key[:, :, :S], value[:, :, :S]
@@ -210,7 +209,7 @@ def _refuses(
     padding: str,
     kwargs: dict[str, Any],
 ) -> str | None:
-    """Why a call goes to torch; None if our op serves it."""
+    """Return why a call goes to torch; None if our op serves it."""
     if query.shape[2] == 1:
         return "one query a sequence (decoding), where torch's own costs the host less"
     if dropout > 0.0:
@@ -226,22 +225,22 @@ def _refuses(
     if padding == "exact":
         return "padding (patch(model, padding='skip') keeps it on our kernels, and padded positions mean nothing then)"
     if query.shape[2] != key.shape[2]:
-        return "padding beside a cache"
-    return None if pattern.borders() is not None else "padding that is not at the ends of a sequence"
+        return "padding together with a cache"
+    return None if pattern.boundaries() is not None else "padding that is not at the ends of a sequence"
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scaling: float | None) -> Tensor:
-    """(B, S, Hq, D)."""
+    """Return our attention, (B, S, Hq, D)."""
     if pattern.padding is None:
         o = ops.attention(q, k, v, causal=pattern.causal, scale=scaling, window=pattern.window)
         assert isinstance(o, Tensor)  # without the log-sum-exp
         return o.transpose(1, 2)
-    borders = pattern.borders()
-    assert borders is not None  # _refuses has a reason where there are none
+    boundaries = pattern.boundaries()
+    assert boundaries is not None  # otherwise _refuses gives a reason
     B, H, S, D = q.shape
     q, k, v = (x.transpose(1, 2).reshape(B * S, x.shape[1], D) for x in (q, k, v))
     o = ops.attention_varlen(
-        q, k, v, borders, borders, S, S, causal=pattern.causal, scale=scaling, window=pattern.window
+        q, k, v, boundaries, boundaries, S, S, causal=pattern.causal, scale=scaling, window=pattern.window
     )
     assert isinstance(o, Tensor)  # without the log-sum-exp
     return o.view(B, S, H, D)

@@ -1,7 +1,8 @@
-"""Which module gets which forward: one rule a class of transformers, and what must hold for it."""
+"""The replacement of each class of transformers, and the conditions for it."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +13,20 @@ from transformers import activations, modeling_outputs
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.pytorch_utils import Conv1D
 
-from accelerant.nn._patch import blocks, layers, loss
-from accelerant.nn._patch.known import unknown
-from accelerant.nn._patch.swaps import Forward
+from accelerant.nn._patch import blocks, loss
+from accelerant.nn._patch.attention import register as register_attention
+from accelerant.nn._patch.fingerprints import unknown
+from accelerant.nn._patch.record import MARK, Forward
 
-__all__ = ["FAMILIES", "RULES", "Options", "Plan", "Rule", "leaf_reason"]
+__all__ = ["FAMILIES", "RULES", "ModulePlan", "Options", "Rule", "plan_module", "register_attention"]
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mistral", "bert", "vit")
-"""The model types that patch knows."""
+"""The supported model types."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for; see patch."""
+    """The options of patch."""
 
     loss: bool = True
     padding: str = "exact"
@@ -32,14 +34,14 @@ class Options:
 
 
 @dataclass(slots=True)
-class Plan:
-    """What is to be done to a module.
+class ModulePlan:
+    """The changes to a module.
 
     Attributes:
-        changes: (kind, what is called now), one each.
-        forward: the new one; None where the old one stays.
+        changes: (kind, op called from now on) for each change.
+        forward: the new forward; None to keep the old one.
         attention: whether attention goes through the interface.
-        options: for the module's mark.
+        options: settings for the module's mark.
         notes: for the report.
     """
 
@@ -52,36 +54,71 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Attributes.
+    """The conditions and replacements for one class.
 
-    plan: (module, config of its model, options) -> the Plan, or the reason why there is none.
-    needs: functions that must be known beside the class's own forward, as `unknown` names them.
+    Attributes:
+        plan: (module, config of its model, options) -> the plan, or the reason why there is none.
+        requires: functions that must be known besides the class's forward, as `unknown` names them.
     """
 
-    plan: Callable[[Any, Any, Options], Plan | str]
-    needs: tuple[str, ...] = ()
+    plan: Callable[[Any, Any, Options], ModulePlan | str]
+    requires: tuple[str, ...] = ()
+
+
+def plan_module(module: nn.Module, config: Any, options: Options) -> ModulePlan | str | None:
+    """Return the changes to a module, the reason against any, or None for a container without a rule of its own.
+
+    Args:
+        config: that of the transformers model that contains the module; None outside of one.
+    """
+    leaf = next(module.children(), None) is None
+    if config is None or config.model_type not in FAMILIES:
+        if not leaf:
+            return None
+        kind = "" if config is None else f": its model_type is {config.model_type!r}, patch knows {', '.join(FAMILIES)}"
+        return f"is in no model that patch knows{kind}"
+    path = _qualified_name(type(module))
+    rule = RULES.get(path)
+    if rule is None:
+        parent = next((base for base in type(module).__mro__[1:] if _qualified_name(base) in RULES), None)
+        if parent is not None:
+            return f"is a subclass of {parent.__name__}, whose forward may be another"
+        return _leaf_reason(module) if leaf else None
+    if MARK in module.__dict__:
+        return "is patched already"
+    if "forward" in module.__dict__:
+        return "its forward was replaced by another library"
+    for function in (f"{path}.forward", *rule.requires):
+        reason = unknown(function)
+        if reason:
+            return reason
+    return rule.plan(module, config, options)
+
+
+def _qualified_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 # --- norms, activations, embeddings ----------------------------------------------------------------------------------
 
 
-def _eps_of(module: Any, config: Any, attributes: tuple[str, ...], found: float) -> str | None:
-    said = next((getattr(config, name) for name in attributes if hasattr(config, name)), None)
-    return None if found == said else f"its eps is {found}, where the config says {said}"
+def _check_eps(config: Any, names: tuple[str, ...], eps: float) -> str | None:
+    expected = next((getattr(config, name) for name in names if hasattr(config, name)), None)
+    return None if eps == expected else f"its eps is {eps}, where the config says {expected}"
 
 
-def _layer_norm(module: Any, config: Any, options: Options) -> Plan | str:
+def _layer_norm(module: Any, config: Any, options: Options) -> ModulePlan | str:
     if len(module.normalized_shape) != 1 or module.weight is None:
         return f"normalises over {tuple(module.normalized_shape)}" + (
             " without weights" if module.weight is None else ""
         )
-    refused = _eps_of(module, config, ("layer_norm_epsilon", "layer_norm_eps"), module.eps)
-    return refused or Plan([("norm", "ops.layer_norm")], layers.layer_norm_forward)
+    reason = _check_eps(config, ("layer_norm_epsilon", "layer_norm_eps"), module.eps)
+    return reason or ModulePlan([("norm", "ops.layer_norm")], blocks.layer_norm_forward)
 
 
-def _rms_norm(module: Any, config: Any, options: Options) -> Plan | str:
-    refused = _eps_of(module, config, ("rms_norm_eps",), module.variance_epsilon)
-    return refused or Plan([("norm", "ops.rms_norm")], layers.rms_norm_forward)
+def _rms_norm(module: Any, config: Any, options: Options) -> ModulePlan | str:
+    reason = _check_eps(config, ("rms_norm_eps",), module.variance_epsilon)
+    return reason or ModulePlan([("norm", "ops.rms_norm")], blocks.rms_norm_forward)
 
 
 _GELUS = {
@@ -91,42 +128,41 @@ _GELUS = {
     activations.FastGELUActivation: "tanh",
     activations.AccurateGELUActivation: "tanh",
 }
-"""Activation -> the `approximate` of ours that it is (the tanh ones write one formula in several ways)."""
+"""Activation class -> the `approximate` of ops.gelu that it computes (several classes for the tanh form)."""
 
 
-def _gelu(module: Any, config: Any, options: Options) -> Plan | str:
+def _gelu(module: Any, config: Any, options: Options) -> ModulePlan | str:
     approximate = _GELUS[type(module)]
     if type(module) is activations.GELUActivation and module.act not in (F.gelu, module._gelu_python):
         return f"calls {module.act!r}"
-    plan = Plan([("activation", f"ops.gelu({approximate!r})")], layers.gelu_forward)
-    plan.options = {"approximate": approximate}
-    return plan
+    changes = [("activation", f"ops.gelu({approximate!r})")]
+    return ModulePlan(changes, blocks.gelu_forward, options={"approximate": approximate})
 
 
-def _silu(module: Any, config: Any, options: Options) -> Plan | str:
+def _silu(module: Any, config: Any, options: Options) -> ModulePlan | str:
     if getattr(module, "inplace", False):
         return "writes over its input"
-    return Plan([("activation", "ops.silu")], layers.silu_forward)
+    return ModulePlan([("activation", "ops.silu")], blocks.silu_forward)
 
 
-def _embedding(module: Any, config: Any, options: Options) -> Plan | str:
+def _embedding(module: Any, config: Any, options: Options) -> ModulePlan | str:
     if not options.embedding:
         return "patch(model, embedding=False)"
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, name):
             return f"has {name}={getattr(module, name)}"
-    return Plan([("embedding", "ops.embedding")], layers.embedding_forward)
+    return ModulePlan([("embedding", "ops.embedding")], blocks.embedding_forward)
 
 
-def _activation(module: nn.Module, name: Any, wanted: tuple[type, ...]) -> str | None:
-    """Why an activation cannot be ours: it must be what the config names, and one of `wanted`."""
+def _check_activation(module: nn.Module, name: Any, supported: tuple[type, ...]) -> str | None:
+    """Return why an activation is not one of the supported classes or not the one that the config names."""
     if not isinstance(name, str) or name not in activations.ACT2CLS:
         return f"its activation is {name!r}, which transformers has no name for"
     entry = activations.ACT2CLS[name]
     expected = entry[0] if isinstance(entry, tuple) else entry
     if type(module) is not expected:
         return f"its activation is a {type(module).__name__}, where the config says {name!r}"
-    if type(module) not in wanted:
+    if type(module) not in supported:
         return f"ours has no activation {name!r}"
     return unknown(f"{type(module).__module__}:{type(module).__qualname__}.forward")
 
@@ -135,25 +171,24 @@ def _activation(module: nn.Module, name: Any, wanted: tuple[type, ...]) -> str |
 
 
 def _gelu_mlp(forward: Forward, linear: str, act: str, setting: str, kind: type[nn.Module]) -> Rule:
-    def plan(module: Any, config: Any, options: Options) -> Plan | str:
+    def plan(module: Any, config: Any, options: Options) -> ModulePlan | str:
         activation, layer = getattr(module, act), getattr(module, linear)
-        refused = _activation(activation, getattr(config, setting, None), tuple(_GELUS))
-        if refused:
-            return refused
+        reason = _check_activation(activation, getattr(config, setting, None), tuple(_GELUS))
+        if reason:
+            return reason
         if type(layer) is not kind:
             return f"its {linear} is a {type(layer).__name__}, not a {kind.__name__}"
         approximate = _GELUS[type(activation)]
-        made = Plan([("mlp", f"ops.linear_gelu({approximate!r})")], forward)
-        made.options = {"approximate": approximate, "activation": type(activation)}
-        return made
+        settings = {"approximate": approximate, "activation": type(activation)}
+        return ModulePlan([("mlp", f"ops.linear_gelu({approximate!r})")], forward, options=settings)
 
-    needs = () if kind is nn.Linear else ("transformers.pytorch_utils:Conv1D.forward",)
-    return Rule(plan, needs)
+    requires = () if kind is nn.Linear else ("transformers.pytorch_utils:Conv1D.forward",)
+    return Rule(plan, requires)
 
 
-def _gated_mlp(module: Any, config: Any, options: Options) -> Plan | str:
-    refused = _activation(module.act_fn, config.hidden_act, (activations.SiLUActivation, nn.SiLU))
-    return refused or Plan(
+def _gated_mlp(module: Any, config: Any, options: Options) -> ModulePlan | str:
+    reason = _check_activation(module.act_fn, config.hidden_act, (activations.SiLUActivation, nn.SiLU))
+    return reason or ModulePlan(
         [("mlp", "ops.swiglu")], blocks.gated_mlp_forward, options={"activation": type(module.act_fn)}
     )
 
@@ -162,28 +197,27 @@ _WHOLE = "; in plain training the block is one autograd function"
 
 
 def _residual(forward: Forward, op: str, norm: str) -> Rule:
-    def plan(module: Any, config: Any, options: Options) -> Plan | str:
-        found = getattr(module, norm)
-        known = type(found) is nn.LayerNorm or type(found).__name__.endswith("RMSNorm")
-        return Plan([("residual", op)], forward) if known else f"its {norm} is a {type(found).__name__}"
+    def plan(module: Any, config: Any, options: Options) -> ModulePlan | str:
+        kind = type(getattr(module, norm))
+        known = kind is nn.LayerNorm or kind.__name__.endswith("RMSNorm")
+        return ModulePlan([("residual", op)], forward) if known else f"its {norm} is a {kind.__name__}"
 
     return Rule(plan)
 
 
-def _bert_layer(module: Any, config: Any, options: Options) -> Plan | str:
+def _bert_layer(module: Any, config: Any, options: Options) -> ModulePlan | str:
     kind = type(module.attention)
-    if f"{kind.__module__}:{kind.__qualname__}" != _BERT + "BertAttention":
+    if _qualified_name(kind) != _BERT + "BertAttention":
         return f"its attention is a {kind.__name__}"
-    made = Plan([("block", "in plain training one autograd function")], blocks.bert_layer_forward)
-    made.options = {"attention": kind}
-    return made
+    changes = [("block", "in plain training one autograd function")]
+    return ModulePlan(changes, blocks.bert_layer_forward, options={"attention": kind})
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
-def _interface(config: Any) -> str | None:
-    """Why attention stays what it is."""
+def _check_attention(config: Any) -> str | None:
+    """Return why attention is not replaced."""
     name = config._attn_implementation
     if name in ("sdpa", "accelerant"):
         return None
@@ -191,28 +225,26 @@ def _interface(config: Any) -> str | None:
     return f"attn_implementation is {name!r}, {why}"
 
 
-def _attention(module: Any, config: Any, options: Options) -> Plan | str:
+def _attention(module: Any, config: Any, options: Options) -> ModulePlan | str:
     if getattr(module, "is_cross_attention", False):
         return "is cross attention"
-    return _interface(config) or Plan([("attention", "ops.attention")], attention=True)
+    return _check_attention(config) or ModulePlan([("attention", "ops.attention")], attention=True)
 
 
 def _rotary(family: str, prefix: str, *, qk_norm: bool = False, window: str | None = None) -> Rule:
     path = f"transformers.models.{family}.modeling_{family}"
 
-    def plan(module: Any, config: Any, options: Options) -> Plan | str:
-        made = Plan([("rope", "ops.rope")], blocks.rotary_attention_forward)
-        refused = _interface(config)
-        if refused:
-            made.notes = (f"attention stays as it is: {refused}",)
+    def plan(module: Any, config: Any, options: Options) -> ModulePlan | str:
+        eager = importlib.import_module(path).eager_attention_forward
+        settings = {"eager": eager, "qk_norm": qk_norm, "window": window}
+        plan = ModulePlan([("rope", "ops.rope")], blocks.rotary_attention_forward, options=settings)
+        reason = _check_attention(config)
+        if reason:
+            plan.notes = (f"attention stays as it is: {reason}",)
         else:
-            made.changes.append(("attention", "ops.attention"))
-            made.attention = True
-        from importlib import import_module
-
-        eager = import_module(path).eager_attention_forward
-        made.options = {"eager": eager, "qk_norm": qk_norm, "window": window}
-        return made
+            plan.changes.append(("attention", "ops.attention"))
+            plan.attention = True
+        return plan
 
     names = ("apply_rotary_pos_emb", "rotate_half", f"{prefix}RotaryEmbedding.forward")
     return Rule(plan, tuple(f"{path}:{name}" for name in names))
@@ -229,43 +261,43 @@ _LOSSES = ("ForCausalLMLoss", "fixed_cross_entropy")
 
 
 def _causal_lm(base: str, positional: int, output: type, named: tuple[str, ...]) -> Rule:
-    def plan(module: Any, config: Any, options: Options) -> Plan | str:
+    def plan(module: Any, config: Any, options: Options) -> ModulePlan | str:
         function = module.__dict__.get("_loss_function") or LOSS_MAPPING.get(module.loss_type, ForCausalLMLoss)
         if function is not ForCausalLMLoss:
             return f"its loss is {getattr(function, '__name__', function)}"
         fused = options.loss and type(module.lm_head) is nn.Linear and module.lm_head.bias is None
-        made = Plan([("loss", f"ops.{'linear_' if fused else ''}cross_entropy")])
-        kind: Any = type(module)
-        made.forward = loss.signed(loss.causal_lm_forward, kind)
-        made.options = {
+        settings = {
             "base": base, "positional": positional, "output": output, "named": frozenset(named), "fused": fused,
         }  # fmt: skip
         if fused:
-            made.notes = (_LAZY, _CACHE)
+            notes: tuple[str, ...] = (_LAZY, _CACHE)
         elif options.loss:
-            made.notes = ("logits exist whole: lm_head is not a Linear without bias", _CACHE)
+            notes = ("logits exist whole: lm_head is not a Linear without bias", _CACHE)
         else:
-            made.notes = (_CACHE,)
-        return made
+            notes = (_CACHE,)
+        return _loss_plan(module, loss.causal_lm_forward, fused, settings, notes)
 
     return Rule(plan, tuple(f"transformers.loss.loss_utils:{name}" for name in _LOSSES))
 
 
-def _masked_lm(module: Any, config: Any, options: Options) -> Plan | str:
-    kind: Any = type(module)
-    kinds = type(module.cls), type(module.cls.predictions)
-    fused = options.loss and all(
-        f"{found.__module__}:{found.__qualname__}" == _BERT + name
-        for found, name in zip(kinds, ("BertOnlyMLMHead", "BertLMPredictionHead"), strict=True)
+def _loss_plan(
+    module: Any, forward: Forward, fused: bool, settings: dict[str, Any], notes: tuple[str, ...]
+) -> ModulePlan:
+    changes = [("loss", f"ops.{'linear_' if fused else ''}cross_entropy")]
+    return ModulePlan(changes, loss.signed(forward, type(module)), options=settings, notes=notes)
+
+
+def _masked_lm(module: Any, config: Any, options: Options) -> ModulePlan | str:
+    head = type(module.cls), type(module.cls.predictions)
+    fused = options.loss and tuple(map(_qualified_name, head)) == (
+        _BERT + "BertOnlyMLMHead",
+        _BERT + "BertLMPredictionHead",
     )
-    made = Plan([("loss", f"ops.{'linear_' if fused else ''}cross_entropy")])
-    made.forward = loss.signed(loss.masked_lm_forward, kind)
-    made.options = {"positional": 7, "output": modeling_outputs.MaskedLMOutput, "fused": fused, "head": kinds}
-    made.notes = (_LAZY,) if fused else ()
-    return made
+    settings = {"positional": 7, "output": modeling_outputs.MaskedLMOutput, "fused": fused, "head": head}
+    return _loss_plan(module, loss.masked_lm_forward, fused, settings, (_LAZY,) if fused else ())
 
 
-# --- all of them -----------------------------------------------------------------------------------------------------
+# --- all rules -------------------------------------------------------------------------------------------------------
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
 _GPT2_INPUTS = (*_INPUTS, "token_type_ids", "encoder_hidden_states", "encoder_attention_mask")
@@ -286,7 +318,7 @@ RULES: dict[str, Rule] = {
     ),
     _BERT + "BertSelfAttention": Rule(_attention),
     _BERT + "BertIntermediate": _gelu_mlp(
-        layers.intermediate_forward, "dense", "intermediate_act_fn", "hidden_act", nn.Linear
+        blocks.intermediate_forward, "dense", "intermediate_act_fn", "hidden_act", nn.Linear
     ),
     _BERT + "BertLayer": Rule(
         _bert_layer, tuple(_BERT + name for name in ("BertLayer.feed_forward_chunk", "BertAttention.forward"))
@@ -321,17 +353,17 @@ for _family, _prefix, _qk_norm, _window in (
     }  # fmt: skip
 
 _LEAVES = {
-    "Linear": "its product is the vendor's library's, as in ours",
-    "Conv1D": "its product is the vendor's library's, as in ours",
+    "Linear": "its product is the vendor library's, as in ours",
+    "Conv1D": "its product is the vendor library's, as in ours",
     "Conv2d": "the convolution is cuDNN's, as in ours",
     "Dropout": "ours draws other random numbers",
     "Identity": "does nothing",
 }
 
 
-def leaf_reason(module: nn.Module) -> str:
-    """Why a module without a rule stays."""
+def _leaf_reason(module: nn.Module) -> str:
+    """Return why a module without a rule is left alone."""
     name = type(module).__name__
     if name.endswith("RotaryEmbedding"):
-        return "makes its tables once a forward pass; ours turns by them"
+        return "computes its tables once a forward pass; ops.rope uses them"
     return _LEAVES.get(name, "there is no replacement for it")

@@ -1,7 +1,7 @@
-"""The forward methods that our replacements were written for, by what their source says.
+"""Digests of the forward methods that our replacements were written for.
 
-A class of transformers may change from one version to the next, and another library may have put its own method into
-it. What we replace is replaced only if it is, statement for statement, what was read when the replacement was written.
+A class of transformers may change between versions, and another library may have replaced its method. A method is
+replaced only if its statements are exactly those for which the replacement was written.
 """
 
 from __future__ import annotations
@@ -93,45 +93,45 @@ FINGERPRINTS: dict[str, tuple[str, ...]] = {
     "transformers.models.vit.modeling_vit:ViTMLP.forward": ("13885f42f2bbb7aa",),
     "transformers.pytorch_utils:Conv1D.forward": ("2de078e4b215d5ec",),
 }
-"""Function -> digests of its statements in the versions that were read, transformers 5.17.0 to 5.23.0.
+"""Function -> digests of its statements in the supported versions, transformers 5.17.0 to 5.23.0.
 
-Several where it was written anew to the same effect: rotary tables in 5.18 (mps) and 5.19 (products by broadcasting in
+There are several if it was rewritten to the same effect: rotary tables in 5.18 (mps) and 5.19 (broadcast products in
 place of a matmul); the causal models in 5.21 (`logits_to_keep` is sliced by a function, which takes masks too).
 """
 
 
 @functools.cache
 def fingerprint(function: Callable[..., Any]) -> str:
-    """A digest of a function's statements: without decorators, annotations, docstring, comments and f-strings.
+    """Return a digest of a function's statements without decorators, annotations, docstring, comments and f-strings.
 
     Raises:
-        OSError: its source is not there.
-        TypeError: it is no function of Python, or a lambda.
+        OSError: its source is not available.
+        TypeError: it is not a Python function, or is a lambda.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
     if not isinstance(tree, ast.FunctionDef):
-        raise TypeError(f"{function!r} is not the work of a def")
+        raise TypeError(f"{function!r} was not defined by a def statement")
     tree.decorator_list, tree.returns = [], None
     if ast.get_docstring(tree) is not None:
         tree.body = tree.body[1:]
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             node.annotation = None
-        elif isinstance(node, ast.JoinedStr):  # messages, which versions of Python write back in several ways
+        elif isinstance(node, ast.JoinedStr):  # unparsed differently by versions of Python
             node.values = []
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
 
 
 def unknown(path: str) -> str | None:
-    """Why the function at "package.module:Class.forward" is not one we know; None if it is."""
+    """Return why the function at "package.module:Class.forward" is not a known one; None if it is."""
     module, _, name = path.partition(":")
-    found: Any = importlib.import_module(module)
+    function: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if module.startswith("torch."):  # says what its documentation says, in every version
-        return None if getattr(found, "__module__", None) == module else f"{name} was replaced by another library"
+        function = getattr(function, part, None)
+    if module.startswith("torch."):  # documented behaviour, the same in every version
+        return None if getattr(function, "__module__", None) == module else f"{name} was replaced by another library"
     try:
-        digest = fingerprint(found)
+        digest = fingerprint(function)
     except (OSError, SyntaxError, TypeError) as error:
         return f"the source of {name} cannot be read to check it ({type(error).__name__})"
     if digest in FINGERPRINTS.get(path, ()):

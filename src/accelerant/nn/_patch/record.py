@@ -1,0 +1,254 @@
+"""The record of what patch did to a model: the user's report, and what unpatch needs to restore the model.
+
+A forward method is replaced on a single module: a bound method in the module's `__dict__` hides the class's. A deep
+copy of the model is patched too, each method bound to its own copy. Pickle would lose that binding, so pickling raises.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerant.errors import ConfigError
+
+__all__ = [
+    "ATTENTION_NAME", "MARK", "RECORD", "Changed", "Forward", "LeftAlone", "Mark", "PatchReport", "Record", "has_hooks",
+    "is_bare", "runs_forward",
+]  # fmt: skip
+
+ATTENTION_NAME = "accelerant"
+"""The attention implementation that a patched model's config names instead of "sdpa"."""
+
+MARK = "_accelerant"
+"""Attribute of a changed module: its Mark."""
+
+RECORD = "_accelerant_patch"
+"""Attribute of a patched model: its Record."""
+
+Forward = Callable[..., Any]
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A module that patch put on our ops.
+
+    Attributes:
+        name: its path in the model; "" for the model itself.
+        module: its class.
+        kind: "attention", "norm", "activation", "mlp", "residual", "embedding" or "loss".
+        now: the op it calls.
+    """
+
+    name: str
+    module: str
+    kind: str
+    now: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeftAlone:
+    """A module that patch did not change.
+
+    Attributes:
+        name: its path in the model.
+        module: its class.
+        reason: why it was left.
+    """
+
+    name: str
+    module: str
+    reason: str
+
+
+@dataclass(slots=True)
+class PatchReport:
+    """What patch changed, what it left alone and why; print it, or take to_dict().
+
+    Attributes:
+        model: the model's class.
+        changed: modules that run on our ops, in the model's order; one entry for each kind of change to a module.
+        left: modules that were not changed.
+        notes: facts that a user of the model must know, such as when logits are computed.
+        fallbacks: number of later attention calls that torch served, by reason; updated while the model runs. Calls
+            inside graphs of torch.compile are not counted.
+    """
+
+    model: str
+    changed: list[Changed] = field(default_factory=list)
+    left: list[LeftAlone] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of changes of each kind."""
+        return dict(Counter(change.kind for change in self.changed))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {
+            "model": self.model,
+            "counts": self.counts,
+            "changed": [asdict(change) for change in self.changed],
+            "left": [asdict(module) for module in self.left],
+            "notes": list(self.notes),
+            "fallbacks": dict(self.fallbacks),
+        }
+
+    def __str__(self) -> str:
+        """Describe the report, modules of one class with the same outcome in one line."""
+        total = ", ".join(f"{count} {kind}" for kind, count in self.counts.items()) or "nothing"
+        changed = Counter((change.module, change.kind, change.now) for change in self.changed)
+        left = Counter((module.module, module.reason) for module in self.left)
+        lines = [f"{self.model}: {total} on Accelerant's ops"]
+        lines += _table([(f"{n} x {module}", kind, now) for (module, kind, now), n in changed.items()])
+        if left:
+            lines.append("left alone:")
+            lines += _table([(f"{n} x {module}", reason) for (module, reason), n in left.items()])
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"attention by torch, {count} times: {reason}" for reason, count in self.fallbacks.most_common()]
+        return "\n".join(lines)
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+# --- the record ------------------------------------------------------------------------------------------------------
+
+
+class _Unpicklable:
+    """Base of objects that can be deep-copied but not pickled."""
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise ConfigError(
+            "a patched model cannot be pickled: save its state_dict() or use save_pretrained(), whose keys and files "
+            "are those of the unpatched model; or call accelerant.nn.unpatch(model) first"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__ = deepcopy(self.__dict__, memo)
+        return copied
+
+
+@dataclass(eq=False)
+class Mark(_Unpicklable):
+    """Settings that the replaced methods of a module read.
+
+    Attributes:
+        report: the model's report, where fallbacks are counted.
+        attention: whether attention goes to our op.
+        padding: how attention treats padded positions; see patch.
+        options: settings of the module's kind, such as its activation.
+    """
+
+    report: PatchReport
+    attention: bool = False
+    padding: str = "exact"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Record(_Unpicklable):
+    """All changes to a model.
+
+    Attributes:
+        report: the user's report.
+        marked: modules with a Mark.
+        forwards: modules and the functions that replace their forward.
+        configs: configs whose attention was switched from "sdpa".
+    """
+
+    report: PatchReport
+    marked: list[nn.Module] = field(default_factory=list)
+    forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
+    configs: list[Any] = field(default_factory=list)
+
+    def mark(self, module: nn.Module, padding: str) -> Mark:
+        """Return the module's mark, created if absent."""
+        mark: Mark | None = module.__dict__.get(MARK)
+        if mark is None:
+            mark = Mark(self.report, padding=padding)
+            module.__dict__[MARK] = mark
+            self.marked.append(module)
+        return mark
+
+    def replace_forward(self, module: nn.Module, forward: Forward) -> None:
+        """Replace a module's forward by a function that takes the module as its first argument."""
+        module.__dict__["forward"] = types.MethodType(forward, module)
+        self.forwards.append((module, forward))
+
+    def check(self) -> None:
+        """Raise ConfigError if a forward was replaced or wrapped after patch."""
+        for module, forward in self.forwards:
+            if not runs_forward(module, forward):
+                raise ConfigError(
+                    f"the forward of a {type(module).__name__} was replaced after patch; undo that first "
+                    "(accelerate: accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
+                )
+
+    def undo(self) -> None:
+        """Restore everything."""
+        for module, _ in self.forwards:
+            del module.__dict__["forward"]
+        for module in self.marked:
+            del module.__dict__[MARK]
+        for config in self.configs:
+            if config._attn_implementation == ATTENTION_NAME:  # otherwise another was chosen since
+                config._attn_implementation_internal = "sdpa"
+
+
+def runs_forward(module: nn.Module, forward: Forward) -> bool:
+    """Return whether a module's forward is `forward`, unwrapped."""
+    return getattr(module.__dict__.get("forward"), "__func__", None) is forward
+
+
+def has_hooks(module: nn.Module, *, ignore_captures: bool = False) -> bool:
+    """Return whether calling a module calls hooks, its own or torch's global ones.
+
+    Args:
+        ignore_captures: whether to ignore the hooks that transformers leaves on layers and attention once hidden states
+            were requested; they read attention weights, which ours does not return.
+    """
+    hooks = torch.nn.modules.module
+    return bool(
+        any(not (ignore_captures and _is_capture(hook)) for hook in module._forward_hooks.values())
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or hooks._global_forward_hooks
+        or hooks._global_forward_pre_hooks
+        or hooks._global_backward_hooks
+        or hooks._global_backward_pre_hooks
+    )
+
+
+def _is_capture(hook: Any) -> bool:
+    return (
+        getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+        and getattr(hook, "__name__", None) == "output_capturing_hook"
+    )
+
+
+def is_bare(module: nn.Module, kind: type[nn.Module], forward: Forward | None = None) -> bool:
+    """Return whether a module may be bypassed by using its weights directly.
+
+    It may not if it has hooks (FSDP, offloading), another class (LoRA, quantised, parametrised) or a forward other than
+    `forward` (None: its class's).
+    """
+    if type(module) is not kind or has_hooks(module):
+        return False
+    return "forward" not in module.__dict__ if forward is None else runs_forward(module, forward)
