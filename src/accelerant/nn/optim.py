@@ -479,10 +479,10 @@ def clip_grad_norm_(
     if not grads:
         return torch.tensor(0.0)
     if not is_plain(grads[0]) or not all(map(is_ordinary, grads)):
-        norm, scale = torch_norm(grads, max_norm)
-        _require_finite(norm, error_if_nonfinite)
-        torch_clip(grads, scale)
-        return norm
+        total, factor = torch_norm(grads, max_norm)
+        _require_finite(total, error_if_nonfinite)
+        torch_clip(grads, factor)
+        return total
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         by_device.setdefault(grad.device, []).append(grad)
@@ -494,6 +494,7 @@ def clip_grad_norm_(
         table = workspace.table(Tensors([], local, [], [], [], [], []))
         case = case_of(table, device)
         calls.append((case, local, table, global_norm(case, local, table, float(max_norm))))
+    norm: Tensor
     norm, scale = calls[0][3]
     if len(calls) > 1:
         norm = torch.linalg.vector_norm(torch.stack([partial[0].to(norm) for *_, partial in calls]))
@@ -502,7 +503,7 @@ def clip_grad_norm_(
     for case, local, table, _ in calls:
         clip_step(case, local, table, scale.to(case.device))
         torch.autograd.graph.increment_version(local)
-    return cast(Tensor, norm)
+    return norm
 
 
 def _require_finite(norm: Tensor, error_if_nonfinite: bool) -> None:

@@ -12,6 +12,7 @@ calls its modules one by one, with a residual sum and the norm that follows it i
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -398,11 +399,9 @@ def decoder_layer_forward(
     }
     by_modules = functools.partial(_decoder_layer_by_modules, self, arguments)
     if past_key_values is None and position_embeddings is not None:
-        spec_and_weights = _decoder_arguments(self, hidden_states, attention_mask, position_embeddings, kwargs)
-        if spec_and_weights is not None:
-            spec, weights = spec_and_weights
-            tables = _half_tables(*position_embeddings)
-            return fused_decoder_layer(DecoderSpec(*spec, by_modules), hidden_states, *tables, *weights)
+        y = _fused_decoder_layer(self, hidden_states, attention_mask, position_embeddings, kwargs, by_modules)
+        if y is not None:
+            return y
     return by_modules(hidden_states)
 
 
@@ -413,14 +412,14 @@ def _decoder_layer_by_modules(self: Any, arguments: dict[str, Any], hidden_state
     return y
 
 
-def _decoder_arguments(
+def _fused_decoder_layer(
     self: Any,
     x: Tensor,
     attention_mask: Tensor | None,
     position_embeddings: tuple[Tensor, Tensor],
     kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...]] | None:
-    """Return the fields of DecoderSpec but the last and the weights; None if a submodule has to be called."""
+    by_modules: Callable[[Tensor], Tensor],
+) -> Tensor | None:
     attention, mlp, norms = self.self_attn, self.mlp, (self.input_layernorm, self.post_attention_layernorm)
     pattern = _attention_pattern(attention, x, attention_mask, kwargs)
     if pattern is None or not runs_forward(attention, rotary_attention_forward):
@@ -439,7 +438,7 @@ def _decoder_arguments(
         and not (attention.training and attention.attention_dropout)
     ):
         return None
-    cos, _ = position_embeddings
+    cos, sin = position_embeddings
     D = attention.head_dim
     if cos.dim() != 3 or cos.shape[-1] != D or cos.dtype not in (x.dtype, torch.float32) or cos.requires_grad:
         return None
@@ -453,7 +452,9 @@ def _decoder_arguments(
         return None
     window = -1 if pattern.window is None else pattern.window
     heads = (q[0].shape[0] // D, k[0].shape[0] // D)
-    return ((eps, norms[1].variance_epsilon), heads, pattern.causal, window, attention.scaling), weights
+    both_eps = (eps, norms[1].variance_epsilon)
+    spec = DecoderSpec(both_eps, heads, pattern.causal, window, attention.scaling, by_modules)
+    return fused_decoder_layer(spec, x, *_half_tables(cos, sin), *weights)
 
 
 def _qualifies(x: Tensor, weights: Any) -> bool:

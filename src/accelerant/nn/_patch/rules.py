@@ -283,8 +283,9 @@ def _causal_lm(base: str, positional: int, output: type, named: tuple[str, ...])
 def _loss_plan(
     module: Any, forward: Forward, fused: bool, settings: dict[str, Any], notes: tuple[str, ...]
 ) -> ModulePlan:
+    kind: Any = type(module)
     changes = [("loss", f"ops.{'linear_' if fused else ''}cross_entropy")]
-    return ModulePlan(changes, loss.signed(forward, type(module)), options=settings, notes=notes)
+    return ModulePlan(changes, loss.signed(forward, kind), options=settings, notes=notes)
 
 
 def _masked_lm(module: Any, config: Any, options: Options) -> ModulePlan | str:

@@ -143,11 +143,14 @@ def _double_backward(
 ) -> _Gradients:
     """Return differentiable gradients of x and the parameters, by autograd through run(x, params)."""
     with torch.enable_grad():
-        inputs = [x.view_as(x), *(None if param is None else param.view_as(param) for param in params)]
+        inputs: list[Tensor | None] = [
+            x.view_as(x),
+            *(None if param is None else param.view_as(param) for param in params),
+        ]
         for tensor, need in zip(inputs, needs, strict=True):
             if tensor is not None and need and not tensor.requires_grad:
                 tensor.requires_grad_()
-        y = run(inputs[0], inputs[1:])
+        y = run(x if inputs[0] is None else inputs[0], inputs[1:])
         required = [tensor for tensor in _required(inputs, needs) if tensor is not None]
         gradients = iter(
             torch.autograd.grad(y, required, dy, create_graph=True, materialize_grads=True, allow_unused=True)
@@ -325,7 +328,10 @@ class Block(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         params, casts = tensors[:12], tensors[12:]
         n1, c1, *_, n2, c2 = params[:8]
-        qkv_weight, qkv_bias, projection, projection_bias, *mlp = casts or (*params[2:6], *params[8:])
+        qkv_weight, qkv_bias, projection, projection_bias, up, up_bias, down, down_bias = casts or (
+            *params[2:6],
+            *params[8:],
+        )
         B, T, W = x.shape
         if spec.post_norm:
             y1 = x
@@ -341,7 +347,8 @@ class Block(torch.autograd.Function):
             y2, s1, t1 = _add_layer_norm.forward(p, x, n1, c1, spec.eps[0])
         else:
             y2, s2, t2 = _add_layer_norm.forward(p, s1, n2, c2, spec.eps[1])
-        m, z = _mlp_forward(_rows(y2), *mlp, spec.approximate, any(ctx.needs_input_grad))
+        keep = any(ctx.needs_input_grad)
+        m, z = _mlp_forward(_rows(y2), up, up_bias, down, down_bias, spec.approximate, keep)
         y, s = m.view(B, T, W), None
         if spec.post_norm:
             y, s2, t2 = _add_layer_norm.forward(y, y2, n2, c2, spec.eps[1])
@@ -362,13 +369,7 @@ class Block(torch.autograd.Function):
         params, spec, examples = rest[:12], ctx.spec, ctx.examples
         weights = unflattened(rest[12:]) if rest[12:] else (params[2], params[4], params[8], params[10])
         needs = ctx.needs_input_grad[5:17]
-        n1, n2, qkv_params, projection_params, mlp_params = (
-            params[:2],
-            params[6:8],
-            params[2:4],
-            params[4:6],
-            params[8:],
-        )
+        norm_1, norm_2, mlp_params = params[:2], params[6:8], params[8:]
         absent = (None,) * (len(ctx.needs_input_grad) - 17)
         dy = torch.zeros_like(s2) if dy is None else dy
         if torch.is_grad_enabled():
@@ -388,7 +389,7 @@ class Block(torch.autograd.Function):
         if spec.post_norm:
             last = mlp_params[3] if needs[11] else None
             g2, dn2, dc2, sums = _norm_gradients(
-                dy.contiguous(), None, s2, n2, t2, spec.eps[1], needs[6:8], last, examples
+                dy.contiguous(), None, s2, norm_2, t2, spec.eps[1], needs[6:8], last, examples
             )
             dy = g2
             # A sink keeps the gradients that it gets until the pass is over.
@@ -399,20 +400,20 @@ class Block(torch.autograd.Function):
             _rows(dy), _rows(y2), z, weights[2:], mlp_params, needs[8:], examples,
             approximate=spec.approximate, sums=sums, add_to=add_to,
         )  # fmt: skip
-        last = projection_params[1] if needs[5] else None
+        last = params[5] if needs[5] else None
         if spec.post_norm:
             g, dn1, dc1, sums = _norm_gradients(
-                dy2.view_as(s1), None, s1, n1, t1, spec.eps[0], needs[:2], last, examples
+                dy2.view_as(s1), None, s1, norm_1, t1, spec.eps[0], needs[:2], last, examples
             )
         else:
             g, dn2, dc2, sums = _norm_gradients(
-                dy2.view_as(s2), ds, s2, n2, t2, spec.eps[1], needs[6:8], last, examples
+                dy2.view_as(s2), ds, s2, norm_2, t2, spec.eps[1], needs[6:8], last, examples
             )
         rows = _rows(g)
-        dprojection = _linear_gradients(rows, _rows(_joined_heads(o)), *projection_params, needs[4:6], examples, sums)
+        dprojection = _linear_gradients(rows, _rows(_joined_heads(o)), params[4], params[5], needs[4:6], examples, sums)
         do = _split_heads(op.linear_dx(rows, weights[1]), qkv)
         dqkv = packed.attend_backward(do, qkv, o, lse, spec.causal, spec.window, spec.scale).view(rows.shape[0], -1)
-        dqkv_params = _linear_gradients(dqkv, _rows(y1), *qkv_params, needs[2:4], examples)
+        dqkv_params = _linear_gradients(dqkv, _rows(y1), params[2], params[3], needs[2:4], examples)
         if spec.post_norm:
             add_to = rows if _sink(params) is None else rows.clone()
             dx = _add_linear_dx(add_to, dqkv, weights[0]).view_as(s1)
@@ -421,7 +422,7 @@ class Block(torch.autograd.Function):
             last = None if ctx.before is None else ctx.before.bias
             if not examples and _sink((last,)) is not None:
                 last = None  # a frozen block does not know the examples whose gradients the sink needs
-            dx, dn1, dc1, sums = _norm_gradients(dy1, g, s1, n1, t1, spec.eps[0], needs[:2], last, examples)
+            dx, dn1, dc1, sums = _norm_gradients(dy1, g, s1, norm_1, t1, spec.eps[0], needs[:2], last, examples)
             if ctx.before is not None:
                 ctx.before.store(dx, sums)
         dresidual = None if ctx.single else dx
