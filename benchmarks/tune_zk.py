@@ -22,8 +22,8 @@ import numpy as np
 
 from accelerant.algebra.curve.launch import to_montgomery
 from accelerant.algebra.curve.parameters import curve_of
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.algebra.field.parameters import Field, field_of
-from accelerant.algebra.field.places import HOST, Place, place_at
 from accelerant.algebra.field.words import random
 from accelerant.algebra.ntt.launch import DeviceNttPlan, Division, HostNttPlan, division_of, run
 from accelerant.errors import AccelerantError
@@ -50,7 +50,7 @@ _TRANSFORMS: dict[str, tuple[tuple[int, ...], tuple[tuple[int, int, int, int], .
 _SUMS = {"bn254_g1": (16, 18, 20, 22), "bls12_381_g1": (20, 22)}
 
 
-def _timed(place: Place, call: Callable[[], Any]) -> tuple[float, float]:
+def _timed(place: MemorySpace, call: Callable[[], Any]) -> tuple[float, float]:
     """Median and least milliseconds of a call, host and device."""
     times = []
     for _ in range(_CALLS):
@@ -62,7 +62,7 @@ def _timed(place: Place, call: Callable[[], Any]) -> tuple[float, float]:
     return statistics.median(times), min(times)
 
 
-def _transforms(place: Place, smallest: bool) -> Iterator[dict[str, Any]]:
+def _transforms(place: MemorySpace, smallest: bool) -> Iterator[dict[str, Any]]:
     for name, (sizes, tried) in _TRANSFORMS.items():
         field = field_of(name)
         divisions = [division_of(field), *(Division(8, *each) for each in tried)]
@@ -80,7 +80,7 @@ def _transforms(place: Place, smallest: bool) -> Iterator[dict[str, Any]]:
 
 
 def _one_transform(
-    place: Place, field: Field, log_n: int, division: Division, words: Any, out: Any, want: Any
+    place: MemorySpace, field: Field, log_n: int, division: Division, words: Any, out: Any, want: Any
 ) -> dict[str, Any]:
     plan = DeviceNttPlan(place, field, log_n, inverse=False, coset=1, order=_ORDER, division=division)
 
@@ -93,7 +93,7 @@ def _one_transform(
     return {"right": right, "median_ms": median, "least_ms": least}
 
 
-def _sums(place: Place, smallest: bool) -> Iterator[dict[str, Any]]:
+def _sums(place: MemorySpace, smallest: bool) -> Iterator[dict[str, Any]]:
     for name, sizes in _SUMS.items():
         curve, group = curve_of(name), curve_named(name)
         for log_n in (8,) if smallest else sizes:
@@ -124,7 +124,7 @@ def _choices(log_n: int) -> Iterator[dict[str, Any]]:
 
 
 def _one_sum(
-    place: Place, curve: Any, points: Any, scalars: Any, want: Any, options: dict[str, Any], kept: bool
+    place: MemorySpace, curve: Any, points: Any, scalars: Any, want: Any, options: dict[str, Any], kept: bool
 ) -> dict[str, Any]:
     if kept:
         bases = DeviceBases(place, curve, points, **options)
@@ -151,7 +151,7 @@ def main() -> None:
     arguments.add_argument("--smallest", action="store_true")
     arguments.add_argument("--json", action="store_true")
     asked = arguments.parse_args()
-    place = place_at(asked.device)
+    place = space_at(asked.device)
     parts = {"ntt": _transforms, "msm": _sums}
     for name in (asked.only,) if asked.only else parts:
         for row in parts[name](place, asked.smallest):

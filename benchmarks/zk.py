@@ -32,8 +32,8 @@ from accelerant import zk
 from accelerant.algebra.curve.parameters import curve_of, family_of
 from accelerant.algebra.curve.reference import multiply
 from accelerant.algebra.field.llvm_kernels import host_form
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import field_of
-from accelerant.algebra.field.places import HOST
 from accelerant.algebra.field.program import kernel_source
 from accelerant.algebra.ntt.reference import bit_reversed, ntt_reference
 from accelerant.bench.ceilings import measure_copy

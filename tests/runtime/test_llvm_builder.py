@@ -8,7 +8,9 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from accelerant.algebra.field.llvm_kernels import FieldKernels
+from accelerant.algebra.curve.tape import TapeKernel
+from accelerant.algebra.field.llvm_kernels import FORMS, FieldKernels
+from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.runtime.compilation import sources
 from accelerant.runtime.compilation.llvm import (
     FunctionBuilder,
@@ -153,6 +155,16 @@ def test_philox_is_that_of_random123():
         z = np.zeros((4, 2), np.uint64)
         compiled([code], "words", None, POINTER)(z.ctypes.data)
         assert [tuple(lane) for lane in (z % 2**32).T.tolist()] == [expected] * 2
+
+
+def test_a_kernels_key_has_the_fields_parameters(monkeypatch):
+    """A field registered by another process under the same name has another modulus."""
+    keys = set()
+    for modulus, generator in ((2**127 - 1, 3), (2**107 - 1, 3)):
+        monkeypatch.setitem(FIELDS, "some", Field("some", modulus, generator))
+        keys |= {FieldKernels("some", "field_mul", form).key for form in FORMS}
+        keys.add(TapeKernel("some").key)
+    assert len(keys) == 6
 
 
 @pytest.mark.parametrize("edited", ["runtime/compilation/llvm.py", "algebra/field/llvm_packed.py"])

@@ -23,7 +23,7 @@ from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.reference import msm_buckets, msm_sum, multiply, negate
-from accelerant.algebra.field.places import HOST
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.words import encode
 from accelerant.errors import ConfigError, FormatError, OutOfMemory, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.zk.msm import cpu, op

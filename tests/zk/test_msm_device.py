@@ -23,7 +23,7 @@ import pytest
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.curve.reference import msm_buckets, multiply
-from accelerant.algebra.field.places import HOST, place_at
+from accelerant.algebra.field.memory_space import HOST, space_at
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.errors import ConfigError, FormatError, OutOfMemory
 from accelerant.runtime import registry
@@ -55,7 +55,7 @@ def place(request):
     reason = registry.reason_absent(request.param)
     if reason:
         pytest.fail(reason) if os.environ.get("CI") == "true" and request.param == "opencl" else pytest.skip(reason)
-    return place_at(request.param)
+    return space_at(request.param)
 
 
 SOAK = [pytest.mark.slow, pytest.mark.soak]

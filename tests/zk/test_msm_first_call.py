@@ -39,7 +39,7 @@ import numpy as np
 from accelerant import zk
 from accelerant.algebra.curve.launch import first_unreduced
 from accelerant.algebra.field import program
-from accelerant.algebra.field.places import HOST, Place
+from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.runtime import registry
 from accelerant.runtime.compilation import cuda as cuda_compile
 from accelerant.zk.msm.op import summed, summer, sums_outward
@@ -63,7 +63,7 @@ class Provider:
         return None
 
 @dataclass(frozen=True)
-class Nowhere(Place):
+class Nowhere(MemorySpace):
     backend: str = "cuda"
     index: int = 0
     def empty(self, shape, dtype):
@@ -74,7 +74,7 @@ class Nowhere(Place):
         return words
     def least(self, numbers):
         return 1 << 62
-for name in Place.__abstractmethods__:
+for name in MemorySpace.__abstractmethods__:
     if name not in vars(Nowhere):
         setattr(Nowhere, name, getattr(type(HOST), name))
 Nowhere.__abstractmethods__ = frozenset()

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import FIELDS
-from accelerant.algebra.field.places import HOST
 from accelerant.algebra.ntt import launch
 from accelerant.algebra.ntt.reference import ntt_dft_reference, ntt_reference
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype

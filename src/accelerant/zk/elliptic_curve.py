@@ -20,7 +20,7 @@ from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.encoding import Layout, decode_points, encode_points, points_from_bytes, points_to_bytes
 from accelerant.algebra.curve.parameters import Curve, curve_of
 from accelerant.algebra.field import PrimeField, prime_field
-from accelerant.algebra.field.places import HOST, Place, place_at
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk.operands import (
@@ -185,7 +185,7 @@ class EllipticCurve:
             words = place.load(kept)
         return self._answer(operand, ~(wrong | self._off(place, "off_subgroup", words)))
 
-    def _off(self, place: Place, test: launch.Test, words: Any) -> npt.NDArray[np.bool_]:
+    def _off(self, place: MemorySpace, test: launch.Test, words: Any) -> npt.NDArray[np.bool_]:
         return launch.off(place, self.parameters, test, words)
 
     def _answer(self, operand: Operand, flat: npt.NDArray[np.bool_]) -> Any:
@@ -231,7 +231,7 @@ class EllipticCurve:
         x = points_inward(self.parameters, operands[0], place, "points", "subgroup" if check else "")
         both = ((x, operands[0], self.shape), (moved(operands[1], place), operands[1], (launch.SCALAR_WORDS,)))
         x, factors = (
-            place.shaped(each, (1, *tail))  # the kernel takes one of one for all of the other
+            place.reshape(each, (1, *tail))  # the kernel takes one of one for all of the other
             if math.prod(operand.leading) == 1
             else spread(place, each, operand.leading, shape, tail)
             for each, operand, tail in both
@@ -245,8 +245,8 @@ class EllipticCurve:
         words = points_inward(self.parameters, operand, place, "points", "curve" if check else "")
         while (n := int(words.shape[0])) != 1:
             half = max(1, -(-n // 2))
-            words = place.padded(words, 0, 2 * half)  # by infinity
-            first, second = (place.cut(words, (slice(i, i + half),)) for i in (0, half))
+            words = place.pad(words, 0, 2 * half)  # by infinity
+            first, second = (place.getitem(words, (slice(i, i + half),)) for i in (0, half))
             words = launch.add(place, self.parameters, first, second)
         return points_outward(self.parameters, words, place, (), operand)
 
@@ -264,13 +264,13 @@ class EllipticCurve:
 
     # --- parts ---------------------------------------------------------------------------------------------------
 
-    def _placed(self, points: Any, device: Device) -> tuple[Operand, Place]:
+    def _placed(self, points: Any, device: Device) -> tuple[Operand, MemorySpace]:
         operand = point_operand(self.parameters, points, "points")
-        return operand, operand.place if device is None else place_at(device)
+        return operand, operand.place if device is None else space_at(device)
 
     def _together(
         self, names: tuple[str, str], operands: tuple[Operand, Operand], device: Device
-    ) -> tuple[Place, tuple[int, ...]]:
+    ) -> tuple[MemorySpace, tuple[int, ...]]:
         """Where two arguments meet, and the shape they broadcast to."""
         placed = [operand for operand in operands if not operand.free]
         home = placed[0].place if placed else HOST
@@ -284,9 +284,9 @@ class EllipticCurve:
             raise ShapeError(
                 f"{names[0]} and {names[1]} must have leading dimensions that broadcast, got {first} and {second}"
             ) from None
-        return home if device is None else place_at(device), shape
+        return home if device is None else space_at(device), shape
 
-    def _unary(self, p: Any, check: bool, device: Device, run: Callable[[Place, Any], Any]) -> Any:
+    def _unary(self, p: Any, check: bool, device: Device, run: Callable[[MemorySpace, Any], Any]) -> Any:
         operand, place = self._placed(p, device)
         words = points_inward(self.parameters, operand, place, "points", "curve" if check else "")
         return points_outward(self.parameters, run(place, words), place, operand.leading, operand)

@@ -1,7 +1,7 @@
 """Arguments of functions of points: arrays of words of NumPy and torch, and what Python's integers become.
 
-Points go inward (to a place, in the kernels' Montgomery form, checked) and come outward as they were given. Scalars may
-be secret: no error shows one.
+Points go inward (to a memory space, in the kernels' Montgomery form, checked) and come outward as they were given.
+Scalars may be secret: no error shows one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from accelerant.algebra.curve.launch import SCALAR_WORDS
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field import FieldArray
 from accelerant.algebra.field import words as host
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, signed_view, space_of
 from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.field.places import HOST, Place, in_kind, inward, is_tensor, place_of
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 
 __all__ = [
@@ -66,7 +66,7 @@ class Operand:
 
     words: Any
     leading: Shape
-    place: Place
+    place: MemorySpace
     tensor: Any = None
     free: bool = False
 
@@ -82,7 +82,7 @@ def array_operand(x: Any, field: Field, name: str, tail: Shape) -> Operand:
     if tensor is None and not isinstance(x, np.ndarray):
         raise UnsupportedDtype(f"{name} must be a NumPy array, a torch tensor or of Python, got {type(x).__name__}")
     if tensor is not None:
-        dtype, place = str(x.dtype).removeprefix("torch."), place_of(x)
+        dtype, place = str(x.dtype).removeprefix("torch."), space_of(x)
     else:
         dtype, place = x.dtype.name if x.dtype.isnative else x.dtype.str, HOST
     host.check_words(field, dtype, x.shape, name)
@@ -91,19 +91,19 @@ def array_operand(x: Any, field: Field, name: str, tail: Shape) -> Operand:
         raise ShapeError(f"{name} must be (..., {', '.join(map(str, tail))}), got {shape}")
     words = x
     if tensor is not None:
-        words = x.detach().numpy() if place is HOST else inward(x)
+        words = x.detach().numpy() if place is HOST else signed_view(x)
     return Operand(place.contiguous(words), shape[: len(shape) - len(tail)], place, tensor)
 
 
-def moved(operand: Operand, place: Place) -> Any:
+def moved(operand: Operand, place: MemorySpace) -> Any:
     """The words at a place."""
     return operand.words if operand.place == place else place.load(operand.place.store(operand.words))
 
 
-def spread(place: Place, words: Any, leading: Shape, shape: Shape, tail: Shape) -> Any:
+def spread(place: MemorySpace, words: Any, leading: Shape, shape: Shape, tail: Shape) -> Any:
     """Words of elements with these leading dimensions and tail broadcast to a shape, (n, *tail)."""
-    full = place.spread(place.shaped(words, (*leading, *tail)), (*shape, *tail))
-    return place.shaped(full, (math.prod(shape), *tail))
+    full = place.broadcast(place.reshape(words, (*leading, *tail)), (*shape, *tail))
+    return place.reshape(full, (math.prod(shape), *tail))
 
 
 # --- points ----------------------------------------------------------------------------------------------------------
@@ -168,13 +168,13 @@ def _types(value: object, depth: int = 2) -> str:
     return type(value).__name__
 
 
-def montgomery_points(curve: Curve[Any], operand: Operand, place: Place) -> Any:
+def montgomery_points(curve: Curve[Any], operand: Operand, place: MemorySpace) -> Any:
     """Montgomery form at a place, (n, *shape)."""
-    words = place.shaped(moved(operand, place), (math.prod(operand.leading), *curve.shape))
+    words = place.reshape(moved(operand, place), (math.prod(operand.leading), *curve.shape))
     return launch.to_montgomery(place, curve, words)
 
 
-def points_inward(curve: Curve[Any], operand: Operand, place: Place, name: str, check: Check) -> Any:
+def points_inward(curve: Curve[Any], operand: Operand, place: MemorySpace, name: str, check: Check) -> Any:
     """Montgomery form at a place, (n, *shape), of points that are what `check` says.
 
     Raises:
@@ -184,7 +184,7 @@ def points_inward(curve: Curve[Any], operand: Operand, place: Place, name: str, 
     for test in _TESTS[check]:
         index = launch.first_off(place, curve, test, words)
         if index is not None:
-            one = launch.from_montgomery(place, curve, place.cut(words, (slice(index, index + 1),)))
+            one = launch.from_montgomery(place, curve, place.getitem(words, (slice(index, index + 1),)))
             (point,) = decode_points(curve, place.store(one), check=False)
             what = "is not on" if test == "off_curve" else "is out of the subgroup of"
             raise FormatError(f"{name}[{index}] (flattened) is {_hexadecimal(point)}, which {what} {curve.name}")
@@ -197,12 +197,12 @@ def _hexadecimal(point: Any) -> str:
     return f"{point:#x}"
 
 
-def points_outward(curve: Curve[Any], words: Any, place: Place, leading: Shape, *operands: Operand) -> Any:
+def points_outward(curve: Curve[Any], words: Any, place: MemorySpace, leading: Shape, *operands: Operand) -> Any:
     """Canonical words of Montgomery form, with these leading dimensions, in the first array's kind."""
     canonical = launch.from_montgomery(place, curve, words)
     tensor = next((operand.tensor for operand in operands if not operand.free), None)
     device = None if tensor is None else tensor.device
-    return in_kind(place.shaped(canonical, (*leading, *curve.shape)), place, device)
+    return in_kind(place.reshape(canonical, (*leading, *curve.shape)), place, device)
 
 
 # --- scalars ---------------------------------------------------------------------------------------------------------

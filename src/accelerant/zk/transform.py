@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from accelerant.algebra.field import FieldArray, PrimeField, prime_field
+from accelerant.algebra.field.memory_space import MemorySpace, is_tensor, signed_view, space_at
 from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.field.places import Place, inward, is_tensor, place_at
 from accelerant.algebra.field.words import check_words, decode, element_shape
 from accelerant.algebra.ntt.launch import LOG_MOST, transform
 from accelerant.algebra.ntt.plan import ORDERS
@@ -79,7 +79,7 @@ def ntt(
     g = _coset(of, coset)
     target = None if out is None else _target(x, out, device)
 
-    def run(place: Place, parameters: Field, words: Any) -> Any:
+    def run(place: MemorySpace, parameters: Field, words: Any) -> Any:
         return transform(place, parameters, words, inverse=inverse, coset=g, order=order, out=target)
 
     answer = of._each(run, (x,), device, reduce)
@@ -96,7 +96,7 @@ def _of_field_array(
         raise ConfigError("FieldArrays do not change: ntt takes no out= for one")
     _check_points(x.field.parameters, x.words.shape)
     g = _coset(x.field, coset)
-    x = x if device is None else x.moved(place_at(device))
+    x = x if device is None else x.moved(space_at(device))
     words = transform(x.place, x.field.parameters, x.words, inverse=inverse, coset=g, order=order)
     return FieldArray(x.field, x.place, words, home=x.home)
 
@@ -156,7 +156,7 @@ def _target(x: Any, out: Any, device: Any) -> Any:
         raise ShapeError("out must be x or other memory; here it overlaps x")
     if not is_tensor(out):
         return out
-    return out.detach().numpy() if _on_host(out) else inward(out)
+    return out.detach().numpy() if _on_host(out) else signed_view(out)
 
 
 _DEVICE_ALIGNMENT = 16

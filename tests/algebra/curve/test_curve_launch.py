@@ -7,7 +7,7 @@ import pytest
 
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.field.places import HOST
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.errors import ShapeError
 
 G1 = curve_of("bn254_g1")

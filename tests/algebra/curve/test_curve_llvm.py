@@ -17,7 +17,7 @@ from accelerant.algebra.curve.llvm_points import public_digits
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.program import ENTRIES
 from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negate
-from accelerant.algebra.field.places import HOST
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from accelerant.algebra.field.memory_space import HOST, space_at
 from accelerant.algebra.field.parameters import FIELDS
-from accelerant.algebra.field.places import HOST, place_at
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.algebra.field.words import decode, encode
 from accelerant.algebra.ntt import launch as ntt_launch
@@ -35,7 +35,7 @@ def place(request):
     reason = registry.reason_absent(request.param)
     if reason:
         pytest.fail(reason) if os.environ.get("CI") == "true" and request.param == "opencl" else pytest.skip(reason)
-    return place_at(request.param)
+    return space_at(request.param)
 
 
 def check(place, field, log_n, batch, division=None, in_place=False, x=None, **options):

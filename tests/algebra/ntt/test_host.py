@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from accelerant.algebra.field.llvm_kernels import host_form
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import FIELDS
-from accelerant.algebra.field.places import HOST
 from accelerant.algebra.field.words import decode, encode
 from accelerant.algebra.ntt import launch as ntt_launch
 from accelerant.algebra.ntt.launch import HostNttPlan, run

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from accelerant.algebra.curve.parameters import family_of
+from accelerant.algebra.field.memory_space import HOST, space_at
 from accelerant.algebra.field.parameters import FIELDS
-from accelerant.algebra.field.places import HOST, place_at
 from accelerant.algebra.field.words import encode, random
 from accelerant.cli.app import main
 from accelerant.config import override
@@ -51,7 +51,7 @@ def backend_is_here(name):
 
 @pytest.fixture(params=["opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
 def place(request):
-    return place_at(backend_is_here(request.param))
+    return space_at(backend_is_here(request.param))
 
 
 @pytest.fixture(params=[pytest.param("opencl", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -95,7 +95,7 @@ def test_rows_and_quotient_are_the_cpus(device):
     values = rng.integers(0, 2**64, (len(rows), 4), np.uint64)
     sorted_rows = sorted_by_row(2 * n, rows, rng.integers(0, signals, len(rows)), values)
     witness = random(field, (signals,))
-    place = place_at(device)
+    place = space_at(device)
     lanes = Lanes(place, 1)
     found = place.store(DeviceRows(lanes, field, sorted_rows).quotient(lanes.load(0, witness)))
     assert np.array_equal(found, quotient(field, SparseMatrix.of(field, sorted_rows), witness))
@@ -342,7 +342,7 @@ def test_what_has_no_room_is_streamed(small, device, monkeypatch, kept):
     prover = Prover(small / "circuit.zkey", device="cpu")
     expected = prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN)
     with Zkey.open(small / "circuit.zkey") as zkey:
-        prover._key = DeviceKey(zkey, place_at(device), Stages(), free_bytes=1)
+        prover._key = DeviceKey(zkey, space_at(device), Stages(), free_bytes=1)
     streamed = [line[:2].strip(":") for line in prover.explain().splitlines() if "streamed" in line]
     assert streamed == [name for name in SECTIONS if name not in kept]
     for _ in range(2):
@@ -405,7 +405,7 @@ def test_several_devices_share_a_proof(small, device):
     expected = Prover(small / "circuit.zkey", device="cpu").prove(
         small / "witness.wtns", insecure_randomness_for_tests=KNOWN
     )
-    prover = Prover(small / "circuit.zkey", device=[device, f"{device}:0", place_at(device).provider.devices()[0]])
+    prover = Prover(small / "circuit.zkey", device=[device, f"{device}:0", space_at(device).provider.devices()[0]])
     assert prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN) == expected
     assert prover.device == "+".join([f"{device}:0"] * 3)
     assert len(prover.explain().splitlines()) == 15
@@ -431,7 +431,7 @@ def test_devices_that_cannot_be(small, wrong):
 
 def test_the_automatic_choice(small, monkeypatch):
     """Without a GPU's driver it is the CPU; with one, where torch is imported anyway or the circuit is large."""
-    monkeypatch.setattr(chosen, "place_at", lambda name: name)
+    monkeypatch.setattr(chosen, "space_at", lambda name: name)
     monkeypatch.setattr(chosen, "_NODES", ())
     assert chosen.chosen_places("auto", 1 << 20) == (HOST,)
     monkeypatch.setattr(chosen, "_NODES", (str(small),))
@@ -444,11 +444,11 @@ def test_the_automatic_choice(small, monkeypatch):
     def absent(name):
         raise BackendUnavailable(name, "it does not start")
 
-    monkeypatch.setattr(chosen, "place_at", absent)
+    monkeypatch.setattr(chosen, "space_at", absent)
     assert chosen.chosen_places("auto", 1 << 16) == (HOST,)
     with pytest.raises(BackendUnavailable):
         chosen.chosen_places("cuda", 2)
-    monkeypatch.setattr(chosen, "place_at", lambda name: name)
+    monkeypatch.setattr(chosen, "space_at", lambda name: name)
     with override(backend="opencl"):
         assert chosen.chosen_places("auto", 2) == ("opencl",)
         assert chosen.chosen_places("cpu", 2) == ("cpu",)

@@ -11,7 +11,7 @@ import pytest
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.reference import multiply
-from accelerant.algebra.field.places import HOST
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.words import encode
 from accelerant.zk import curve as curve_named
 from accelerant.zk.groth16 import multiples

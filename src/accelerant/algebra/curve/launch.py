@@ -17,8 +17,8 @@ import numpy as np
 from accelerant.algebra.curve.program import grid_and_block, kernel_source
 from accelerant.algebra.curve.weierstrass import SCALAR_WORDS, Curve
 from accelerant.algebra.field import launch as field_launch
+from accelerant.algebra.field.memory_space import MemorySpace
 from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.field.places import Place
 from accelerant.algebra.field.words import dtype_of, modulus_words
 from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime.ledger import OpRecord
@@ -50,17 +50,17 @@ _ADDITION, _DOUBLING, _BITS = 12, 8, 256
 """Multiplications of coordinates that the ledger counts for a step, and steps of a multiplication."""
 
 
-def to_montgomery(place: Place, curve: Curve[Any], points: Words) -> Words:
+def to_montgomery(place: MemorySpace, curve: Curve[Any], points: Words) -> Words:
     """Convert canonical points to Montgomery form."""
     return field_launch.unary(place, curve.coordinates.base, "to_montgomery", points, "canonical")
 
 
-def from_montgomery(place: Place, curve: Curve[Any], points: Words) -> Words:
+def from_montgomery(place: MemorySpace, curve: Curve[Any], points: Words) -> Words:
     """Convert points in Montgomery form to canonical ones."""
     return field_launch.unary(place, curve.coordinates.base, "from_montgomery", points, "montgomery")
 
 
-def add(place: Place, curve: Curve[Any], x: Words, y: Words) -> Words:
+def add(place: MemorySpace, curve: Curve[Any], x: Words, y: Words) -> Words:
     """Add points elementwise.
 
     Raises:
@@ -74,14 +74,14 @@ def add(place: Place, curve: Curve[Any], x: Words, y: Words) -> Words:
     return z
 
 
-def neg(place: Place, curve: Curve[Any], x: Words) -> Words:
+def neg(place: MemorySpace, curve: Curve[Any], x: Words) -> Words:
     """Negate points."""
     n, z = _count(x), place.empty(tuple(x.shape), dtype_of(curve.coordinates.base))
     _run(place, curve, "neg", (x, z), (n,), n)
     return z
 
 
-def multiply(place: Place, curve: Curve[Any], x: Words, scalars: Words) -> Words:
+def multiply(place: MemorySpace, curve: Curve[Any], x: Words, scalars: Words) -> Words:
     """Multiply points by scalars elementwise; a single point or scalar is broadcast.
 
     Raises:
@@ -97,7 +97,7 @@ def multiply(place: Place, curve: Curve[Any], x: Words, scalars: Words) -> Words
     return z
 
 
-def first_off(place: Place, curve: Curve[Any], test: Test, x: Words) -> int | None:
+def first_off(place: MemorySpace, curve: Curve[Any], test: Test, x: Words) -> int | None:
     """Return the least index of a point that fails a test, or None; "off_subgroup" takes points of the curve.
 
     Where every point of the curve is in the subgroup, nothing is launched.
@@ -105,11 +105,11 @@ def first_off(place: Place, curve: Curve[Any], test: Test, x: Words) -> int | No
     n, chunk = _count(x), _CHUNKS.get(place.backend, _CHUNKS[""])
     if not n or (test == "off_subgroup" and curve.cofactor == 1):
         return None
-    index = place.least(_firsts(place, curve, test, x, chunk))
+    index = place.minimum(_firsts(place, curve, test, x, chunk))
     return index if index < n else None
 
 
-def off(place: Place, curve: Curve[Any], test: Test, x: Words) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def off(place: MemorySpace, curve: Curve[Any], test: Test, x: Words) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Return which points fail a test, (n,) on the host."""
     n = _count(x)
     if first_off(place, curve, test, x) is None:  # one result for all points: cheap, and mostly the answer
@@ -117,7 +117,7 @@ def off(place: Place, curve: Curve[Any], test: Test, x: Words) -> np.ndarray[Any
     return np.asarray(place.store(_firsts(place, curve, test, x, 1)).view(np.int64) < n)
 
 
-def _firsts(place: Place, curve: Curve[Any], test: Test, x: Words, chunk: int) -> Words:
+def _firsts(place: MemorySpace, curve: Curve[Any], test: Test, x: Words, chunk: int) -> Words:
     """Return for each chunk the least index of a point that fails a test, else n."""
     n = _count(x)
     firsts = place.empty((-(-n // chunk),), np.dtype(np.int64))
@@ -128,7 +128,7 @@ def _firsts(place: Place, curve: Curve[Any], test: Test, x: Words, chunk: int) -
 # --- reduction -------------------------------------------------------------------------------------------------------
 
 
-def first_unreduced(place: Place, field: Field, words: Words) -> int | None:
+def first_unreduced(place: MemorySpace, field: Field, words: Words) -> int | None:
     """Return the least index of an element, (..., limbs) of 64 bits, that is not below the modulus, or None."""
     try:
         field_launch.check_reduced(place, field, words, "")
@@ -144,7 +144,7 @@ def _big_endian(words: np.ndarray[Any, Any]) -> bytes:
     return words[..., ::-1].astype(">u8").tobytes()
 
 
-def check_reduced(place: Place, curve: Curve[Any], points: Words, name: str) -> None:
+def check_reduced(place: MemorySpace, curve: Curve[Any], points: Words, name: str) -> None:
     """Check that the coefficients of canonical points, (..., *shape), are below the modulus.
 
     Raises:
@@ -175,7 +175,7 @@ def _count(words: Words) -> int:
 
 
 def _run(
-    place: Place,
+    place: MemorySpace,
     curve: Curve[Any],
     op: str,
     arrays: Sequence[Words],
@@ -198,7 +198,7 @@ _POINT_ARRAYS = {"add": 3, "neg": 2, "mul": 2, "off_curve": 1, "off_subgroup": 1
 
 
 @functools.lru_cache(maxsize=4096)
-def _record(curve: Curve[Any], op: str, place: Place, n: int, operations: int) -> OpRecord:
+def _record(curve: Curve[Any], op: str, place: MemorySpace, n: int, operations: int) -> OpRecord:
     dialect, _ = kernel_source(curve).pick(place.provider.dialects)
     size_bytes = _POINT_ARRAYS[op] * n * prod(curve.shape) * dtype_of(curve.coordinates.base).itemsize
     case = f"{n} {curve.name}"

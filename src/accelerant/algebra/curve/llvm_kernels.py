@@ -56,7 +56,9 @@ class CurveKernels:
     @property
     def key(self) -> str:
         """See builder_key; the text depends on the target in nothing else."""
-        return builder_key(replace(self, form=self.kind), *SOURCES)
+        curve = curve_of(self.curve)
+        parameters = (curve.coordinates.base, curve.coordinates.degree, curve.scalars, curve.b, curve.generator)
+        return builder_key((replace(self, form=self.kind), *parameters), *SOURCES)
 
     @property
     def kind(self) -> str:

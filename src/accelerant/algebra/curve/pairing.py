@@ -48,7 +48,7 @@ from accelerant.algebra.curve.tower import (
     recorded,
 )
 from accelerant.algebra.field import words as host
-from accelerant.algebra.field.places import HOST
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime.ledger import OpRecord

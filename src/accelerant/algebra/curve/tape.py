@@ -47,8 +47,8 @@ import numpy.typing as npt
 
 from accelerant.algebra.field.llvm_kernels import SOURCES
 from accelerant.algebra.field.llvm_packed import PackedLimbs
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import Field, field_of
-from accelerant.algebra.field.places import HOST
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, KernelSource
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, program
@@ -393,7 +393,7 @@ class TapeKernel:
     @property
     def key(self) -> str:
         """See builder_key; the text does not depend on the target."""
-        return builder_key(self, *SOURCES)
+        return builder_key((self, field_of(self.field)), *SOURCES)
 
     def build(self, target: str) -> str:
         """Return the LLVM IR."""

@@ -5,7 +5,7 @@ reference.py    the same arithmetic on Python integers
 field.py        PrimeField: functions of arrays of canonical words
 array.py        FieldArray: elements that stay on their device, with operators
 words.py        words of Python integers and back, on the host
-places.py       memory of the host, of torch's devices, of backends without tensors
+memory_space.py      memory of the host, of torch's devices, of backends without tensors
 launch.py       the kernels' launches and their count in the ledger
 """
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from accelerant.algebra.field import launch
 from accelerant.algebra.field import words as host
-from accelerant.algebra.field.places import HOST, Place, in_kind, is_tensor
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class FieldArray:
     __slots__ = ("field", "home", "place", "words")
     __hash__ = None  # type: ignore[assignment]  # == is element by element
 
-    def __init__(self, field: PrimeField, place: Place, words: Any, *, home: Any = None) -> None:
+    def __init__(self, field: PrimeField, place: MemorySpace, words: Any, *, home: Any = None) -> None:
         self.field = field
         self.place = place
         self.words = words
@@ -94,7 +94,7 @@ class FieldArray:
     def _plain(self) -> Any:
         return launch.unary(self.place, self.field.parameters, "from_montgomery", self.words, "montgomery")
 
-    def moved(self, place: Place) -> FieldArray:
+    def moved(self, place: MemorySpace) -> FieldArray:
         """The same elements at a place."""
         if place == self.place:
             return self
@@ -108,7 +108,7 @@ class FieldArray:
         if host.tail_of(self.field.parameters):
             dots = any(each is Ellipsis for each in keys)
             keys = (*keys, slice(None)) if dots else (*keys, Ellipsis, slice(None))
-        return self._of(self.place.cut(self.words, keys))
+        return self._of(self.place.getitem(self.words, keys))
 
     def __iter__(self) -> Iterator[FieldArray]:
         return (self[i] for i in range(len(self)))
@@ -126,7 +126,7 @@ class FieldArray:
             sizes[sizes.index(-1)] = self.size // known
         if min(sizes, default=0) < 0 or math.prod(sizes) != self.size:
             raise ShapeError(f"{self.size} elements of shape {self.shape} cannot be reshaped to {tuple(flat)}")
-        return self._of(self.place.shaped(self.words, (*sizes, *host.tail_of(self.field.parameters))))
+        return self._of(self.place.reshape(self.words, (*sizes, *host.tail_of(self.field.parameters))))
 
     # --- arithmetic ----------------------------------------------------------------------------------------------
 
@@ -250,7 +250,9 @@ class FieldArray:
         except ValueError:
             raise ShapeError(f"x and y must have shapes that broadcast, got {first.shape} and {second.shape}") from None
         full = (*shape, *host.tail_of(self.field.parameters))
-        a, b = (each.words if each.shape == shape else self.place.spread(each.words, full) for each in (first, second))
+        a, b = (
+            each.words if each.shape == shape else self.place.broadcast(each.words, full) for each in (first, second)
+        )
         return a, b
 
     def _binary(self, op: str, x: Any, y: Any) -> FieldArray:

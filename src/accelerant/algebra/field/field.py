@@ -19,8 +19,8 @@ import numpy.typing as npt
 from accelerant.algebra.field import launch
 from accelerant.algebra.field import words as host
 from accelerant.algebra.field.array import FieldArray, exponent_of
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, signed_view, space_at, space_of
 from accelerant.algebra.field.parameters import Field, field_of
-from accelerant.algebra.field.places import HOST, Place, in_kind, inward, is_tensor, place_at, place_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.runtime.provider import ComputeDevice
 
@@ -41,7 +41,7 @@ class _Operand:
     """
 
     words: Any
-    place: Place
+    place: MemorySpace
     tensor: Any = None
     free: bool = False
 
@@ -156,10 +156,10 @@ class PrimeField:
         if isinstance(x, FieldArray):
             if x.field is not self:
                 raise ConfigError(f"this is an array of {x.field.name}, not of {self.name}")
-            place = x.place if device is None else place_at(device)
+            place = x.place if device is None else space_at(device)
             return x.moved(place)
         operand = self._operand(x, "x", reduce)
-        place = operand.place if device is None else place_at(device)
+        place = operand.place if device is None else space_at(device)
         words = _moved(operand, place)
         made = launch.unary(place, self.parameters, "to_montgomery", words, "canonical")
         return FieldArray(self, place, made, home=None if operand.tensor is None else operand.tensor.device)
@@ -208,13 +208,13 @@ class PrimeField:
     # --- parts ---------------------------------------------------------------------------------------------------
 
     def _binary(self, op: str, x: Any, y: Any, device: Device, reduce: bool) -> Any:
-        def run(place: Place, field: Field, a: Any, b: Any) -> Any:
+        def run(place: MemorySpace, field: Field, a: Any, b: Any) -> Any:
             return launch.binary(place, field, op, a, b, "canonical")
 
         return self._each(run, (x, y), device, reduce)
 
     def _unary(self, op: str, x: Any, device: Device, reduce: bool) -> Any:
-        def run(place: Place, field: Field, a: Any) -> Any:
+        def run(place: MemorySpace, field: Field, a: Any) -> Any:
             return launch.unary(place, field, op, a, "canonical")
 
         return self._each(run, (x,), device, reduce)
@@ -228,7 +228,7 @@ class PrimeField:
         for each in placed:
             if each.place != home:
                 raise ShapeError(f"x and y must be on one device, got {home.label} and {each.place.label}")
-        place = home if device is None else place_at(device)
+        place = home if device is None else space_at(device)
         words = _broadcast(self.parameters, place, [_moved(each, place) for each in operands])
         answer = run(place, self.parameters, *words, *options)
         tensor = next((each.tensor for each in placed), None)
@@ -241,8 +241,8 @@ class PrimeField:
             return _Operand(host.encode(field, x, reduce=reduce, name=name), HOST, free=True)
         if is_tensor(x):
             host.check_words(field, str(x.dtype).removeprefix("torch."), x.shape, name)
-            place, tensor = place_of(x), x
-            words = x.detach().numpy() if place is HOST else inward(x)
+            place, tensor = space_of(x), x
+            words = x.detach().numpy() if place is HOST else signed_view(x)
         elif isinstance(x, np.ndarray):
             if x.dtype != self.dtype or field.limbs > 1:  # a dtype's name takes longer than a small sum
                 host.check_words(field, x.dtype.name if x.dtype.isnative else x.dtype.str, x.shape, name)
@@ -263,17 +263,17 @@ class PrimeField:
         return _Operand(words, place, tensor)
 
 
-def _moved(operand: _Operand, place: Place) -> Any:
+def _moved(operand: _Operand, place: MemorySpace) -> Any:
     return operand.words if operand.place == place else place.load(operand.place.store(operand.words))
 
 
-def _broadcast(field: Field, place: Place, words: list[Any]) -> list[Any]:
+def _broadcast(field: Field, place: MemorySpace, words: list[Any]) -> list[Any]:
     shapes = [host.element_shape(field, each.shape) for each in words]
     try:
         shape = (*np.broadcast_shapes(*shapes), *host.tail_of(field))
     except ValueError:
         raise ShapeError(f"x and y must have shapes that broadcast, got {shapes[0]} and {shapes[1]}") from None
-    return [each if tuple(each.shape) == shape else place.spread(each, shape) for each in words]
+    return [each if tuple(each.shape) == shape else place.broadcast(each, shape) for each in words]
 
 
 @functools.cache

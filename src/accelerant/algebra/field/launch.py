@@ -1,6 +1,6 @@
 """Launches of the field kernels on words at a place, counted in the ledger.
 
-Words here are what places.py keeps: contiguous, dtype and shape right, every element below the modulus, either
+Words here are what memory_space.pykeeps: contiguous, dtype and shape right, every element below the modulus, either
 canonical (form "canonical") or in Montgomery form ("montgomery", x R mod p). All functions give new words in the form
 they got.
 
@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from accelerant.algebra.field.memory_space import MemorySpace
 from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.field.places import Place
 from accelerant.algebra.field.program import grid_and_block, kernel_source
 from accelerant.algebra.field.words import dtype_of, element_shape, tail_of, unreduced
 from accelerant.errors import FormatError, ShapeError
@@ -39,7 +39,7 @@ _BY_FORM = ("mul", "square", "inv", "pow", "dot")
 _RECORDS_LIMIT = 4096
 
 
-def binary(place: Place, field: Field, op: str, x: Words, y: Words, form: Form) -> Words:
+def binary(place: MemorySpace, field: Field, op: str, x: Words, y: Words, form: Form) -> Words:
     """Add, sub or mul of words of one shape."""
     z = place.empty(tuple(x.shape), dtype_of(field))
     n = _count(field, x)
@@ -48,7 +48,7 @@ def binary(place: Place, field: Field, op: str, x: Words, y: Words, form: Form) 
     return z
 
 
-def unary(place: Place, field: Field, op: str, x: Words, form: Form) -> Words:
+def unary(place: MemorySpace, field: Field, op: str, x: Words, form: Form) -> Words:
     """Neg or square; to_montgomery and from_montgomery, which change the form."""
     z = place.empty(tuple(x.shape), dtype_of(field))
     n = _count(field, x)
@@ -57,7 +57,7 @@ def unary(place: Place, field: Field, op: str, x: Words, form: Form) -> Words:
     return z
 
 
-def inverse(place: Place, field: Field, x: Words, form: Form, name: str) -> Words:
+def inverse(place: MemorySpace, field: Field, x: Words, form: Form, name: str) -> Words:
     """x^-1 of each.
 
     Raises:
@@ -69,7 +69,7 @@ def inverse(place: Place, field: Field, x: Words, form: Form, name: str) -> Word
     return unary(place, field, "inv", x, form)
 
 
-def power(place: Place, field: Field, x: Words, exponent: int, form: Form, name: str) -> Words:
+def power(place: MemorySpace, field: Field, x: Words, exponent: int, form: Form, name: str) -> Words:
     """x^exponent of each, x^0 = 1 also of 0; below 0 the power of the inverse. The time depends on the exponent.
 
     Raises:
@@ -91,7 +91,7 @@ def _exponent_words(exponent: int) -> list[int]:
     return [exponent >> at & 2**64 - 1 for at in range(0, max(1, exponent.bit_length()), 64)]
 
 
-def summed(place: Place, field: Field, x: Words, axis: int | None, form: Form) -> Words:
+def summed(place: MemorySpace, field: Field, x: Words, axis: int | None, form: Form) -> Words:
     """The sum of all elements, or along one axis of their shape.
 
     Raises:
@@ -104,12 +104,12 @@ def summed(place: Place, field: Field, x: Words, axis: int | None, form: Form) -
             raise ShapeError(f"x has {len(shape)} axes of elements, shape {shape}; there is no axis {axis}")
         axis %= len(shape)
         left = (*shape[:axis], *shape[axis + 1 :])
-        x = place.last(x, axis, len(tail))
+        x = place.move_axis(x, axis, len(tail))
     with _recorded(place, field, "sum", x.shape, form, arrays=1, operations=_count(field, x)):
         return _folded(place, field, "field_sum", (x,), math.prod(left)).reshape((*left, *tail))
 
 
-def dotted(place: Place, field: Field, x: Words, y: Words, form: Form) -> Words:
+def dotted(place: MemorySpace, field: Field, x: Words, y: Words, form: Form) -> Words:
     """The sum of the products along the last axis of the elements' shape, of words of one shape.
 
     Raises:
@@ -124,7 +124,7 @@ def dotted(place: Place, field: Field, x: Words, y: Words, form: Form) -> Words:
         return sums.reshape((*left, *tail_of(field)))
 
 
-def _folded(place: Place, field: Field, entry: str, inputs: Sequence[Words], rows: int) -> Words:
+def _folded(place: MemorySpace, field: Field, entry: str, inputs: Sequence[Words], rows: int) -> Words:
     """Chunks of each row to one element each, until a row is one."""
     n, tail, dtype = _count(field, inputs[0]), tail_of(field), dtype_of(field)
     if not n:
@@ -134,7 +134,7 @@ def _folded(place: Place, field: Field, entry: str, inputs: Sequence[Words], row
         chunk = min(size, _chunk(place))
         parts = -(-size // chunk)
         if rows > 1 and size % chunk:  # or a chunk would reach into the next row
-            inputs = [place.padded(x.reshape((rows, size, *tail)), 1, parts * chunk) for x in inputs]
+            inputs = [place.pad(x.reshape((rows, size, *tail)), 1, parts * chunk) for x in inputs]
             size = parts * chunk
         sums = place.empty((rows * parts, *tail), dtype)
         _launch(place, field, entry, (*inputs, sums), (rows * size, chunk), rows * size, chunk)
@@ -146,7 +146,7 @@ def _folded(place: Place, field: Field, entry: str, inputs: Sequence[Words], row
 # --- reduction -------------------------------------------------------------------------------------------------------
 
 
-def check_reduced(place: Place, field: Field, x: Words, name: str) -> None:
+def check_reduced(place: MemorySpace, field: Field, x: Words, name: str) -> None:
     """Refuse words of which an element is not below the modulus.
 
     Raises:
@@ -158,14 +158,14 @@ def check_reduced(place: Place, field: Field, x: Words, name: str) -> None:
     chunk = _chunk(place)
     firsts = place.empty((-(-n // chunk),), np.dtype(np.int64))
     _launch(place, field, "field_unreduced", (x, firsts), (n, chunk), n, chunk)
-    index = place.least(firsts)
+    index = place.minimum(firsts)
     if index < n:
-        words = place.store(place.cut(x.reshape((n, *tail_of(field))), (index,)))
+        words = place.store(place.getitem(x.reshape((n, *tail_of(field))), (index,)))
         value = int.from_bytes(np.ascontiguousarray(words, words.dtype.newbyteorder("<")).tobytes(), "little")
         raise unreduced(name, index, value, field.modulus)
 
 
-def reduced(place: Place, field: Field, x: Words) -> Words:
+def reduced(place: MemorySpace, field: Field, x: Words) -> Words:
     """Any words modulo the modulus."""
     return unary(place, field, "reduce", x, "canonical")
 
@@ -181,12 +181,12 @@ def _entry(op: str, form: Form) -> str:
     return f"field_{op}_montgomery" if form == "montgomery" and op in _BY_FORM else f"field_{op}"
 
 
-def _chunk(place: Place) -> int:
+def _chunk(place: MemorySpace) -> int:
     return _CHUNKS.get(place.backend, _CHUNKS[""])
 
 
 def _launch(
-    place: Place,
+    place: MemorySpace,
     field: Field,
     entry: str,
     words: Sequence[Words],
@@ -201,7 +201,7 @@ def _launch(
 
 
 def _recorded(
-    place: Place, field: Field, op: str, shape: Sequence[int], form: Form, *, arrays: int, operations: int
+    place: MemorySpace, field: Field, op: str, shape: Sequence[int], form: Form, *, arrays: int, operations: int
 ) -> RecordedLaunch:
     """Record the block as one call that reads and writes so many arrays of that shape."""
     record = _record(field, f"field_{op}", place, tuple(shape), form, arrays, operations)
@@ -210,7 +210,7 @@ def _recorded(
 
 @functools.lru_cache(maxsize=_RECORDS_LIMIT)
 def _record(
-    field: Field, op: str, place: Place, shape: tuple[int, ...], form: Form, arrays: int, operations: int
+    field: Field, op: str, place: MemorySpace, shape: tuple[int, ...], form: Form, arrays: int, operations: int
 ) -> OpRecord:
     dialect, _ = kernel_source(field).pick(place.provider.dialects)
     sizes = "x".join(map(str, element_shape(field, shape))) or "scalar"

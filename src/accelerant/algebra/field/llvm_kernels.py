@@ -99,7 +99,8 @@ class FieldKernels:
     @property
     def key(self) -> str:
         """See builder_key; the text depends on the target in nothing else."""
-        return builder_key(replace(self, form=self.form or host_form(field_of(self.field))), *SOURCES)
+        field = field_of(self.field)
+        return builder_key((replace(self, form=self.form or host_form(field)), field), *SOURCES)
 
     def build(self, target: str) -> str:
         """Return LLVM IR.

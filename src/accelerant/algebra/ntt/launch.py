@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerant.algebra.field.llvm_kernels import host_form, packed_field
+from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.field.places import HOST, Place
 from accelerant.algebra.field.words import dtype_of, element_shape
 from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS, PassKernel
 from accelerant.algebra.ntt.llvm_packs import by_limbs
@@ -41,7 +41,9 @@ _PLANS_LIMIT = 256
 _RECORDS_LIMIT = 4096
 
 
-def transform(place: Place, field: Field, x: Any, *, inverse: bool, coset: int, order: str, out: Any = None) -> Any:
+def transform(
+    place: MemorySpace, field: Field, x: Any, *, inverse: bool, coset: int, order: str, out: Any = None
+) -> Any:
     """Transform along the last axis of the elements' shape; see accelerant.zk.ntt.
 
     Args:
@@ -67,7 +69,7 @@ def transform(place: Place, field: Field, x: Any, *, inverse: bool, coset: int, 
     return out
 
 
-def run(plan: NttPlan, place: Place, x: Any, out: Any, elements: int) -> None:
+def run(plan: NttPlan, place: MemorySpace, x: Any, out: Any, elements: int) -> None:
     """Launch the passes of a plan; if the last one moves elements, those before it work in scratch memory."""
     last = len(plan.passes) - 1
     moves = not plan.passes[last].in_place
@@ -78,7 +80,7 @@ def run(plan: NttPlan, place: Place, x: Any, out: Any, elements: int) -> None:
 
 
 @functools.lru_cache(maxsize=_RECORDS_LIMIT)
-def _record(place: Place, field: Field, shape: Sequence[int], inverse: bool, coset: bool, order: str) -> OpRecord:
+def _record(place: MemorySpace, field: Field, shape: Sequence[int], inverse: bool, coset: bool, order: str) -> OpRecord:
     words = [" inverse" * inverse, " coset" * coset, f" {order}" * (order != "natural")]
     size = math.prod(shape)
     return sole_record(
@@ -133,7 +135,7 @@ class _Plans:
 _plans = _Plans()
 
 
-def _plan(place: Place, field: Field, log_n: int, batch: int, inverse: bool, coset: int, order: str) -> NttPlan:
+def _plan(place: MemorySpace, field: Field, log_n: int, batch: int, inverse: bool, coset: int, order: str) -> NttPlan:
     def make() -> NttPlan:
         if place is HOST:
             return HostNttPlan(field, log_n, batch, inverse=inverse, coset=coset, order=order)
@@ -288,7 +290,7 @@ def division_of(field: Field) -> Division:
 
 
 @functools.cache
-def _device_kernel(field: Field, variant: Variant, tile: Tile, inverse: bool, place: Place) -> Kernel:
+def _device_kernel(field: Field, variant: Variant, tile: Tile, inverse: bool, place: MemorySpace) -> Kernel:
     return place.provider.compile(kernel_source(field, variant, tile, inverse), device=place.index)
 
 
@@ -297,7 +299,7 @@ class DeviceNttPlan:
 
     def __init__(
         self,
-        place: Place,
+        place: MemorySpace,
         field: Field,
         log_n: int,
         *,

@@ -61,7 +61,7 @@ class PassKernel:
     @property
     def key(self) -> str:
         """See builder_key; the text depends on the target in nothing else."""
-        return builder_key(self, *SOURCES)
+        return builder_key((self, field_of(self.field)), *SOURCES)
 
     @property
     def written_out(self) -> bool:

@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.field.places import HOST, Place
 from accelerant.algebra.field.program import BLOCK, kernel_source, montgomery_radix
 from accelerant.algebra.field.words import dtype_of, tail_of
 from accelerant.algebra.ntt.plan import Pass, Powers
@@ -200,7 +200,7 @@ class DeviceTables:
     high: Any
 
 
-def device_tables(place: Place, field: Field, step: Pass, tile: Tile) -> DeviceTables:
+def device_tables(place: MemorySpace, field: Field, step: Pass, tile: Tile) -> DeviceTables:
     """The tables of a pass, in order with what the current stream does: other streams must wait for it."""
     low = high = None
     if step.twiddles is not None:
@@ -222,7 +222,7 @@ def device_tables(place: Place, field: Field, step: Pass, tile: Tile) -> DeviceT
 # --- powers ----------------------------------------------------------------------------------------------------------
 
 
-def _made(place: Place, field: Field, start: Powers, base: Powers, log_count: int, log_unit: int) -> Any:
+def _made(place: MemorySpace, field: Field, start: Powers, base: Powers, log_count: int, log_unit: int) -> Any:
     """(rows, 2^log_count, ...): start base^(c 2^log_unit) of each place and column c, by powers.c."""
     rows, steps = start.log_rows, min(_LOG_STEPS, log_count)
     table = place.empty((1 << rows, 1 << log_count, *tail_of(field)), dtype_of(field))
@@ -247,7 +247,7 @@ def _ladder(field: Field, scale: int, *bases: int) -> Words:
 
 
 @functools.cache
-def _powers_kernel(field: Field, place: Place) -> Kernel:
+def _powers_kernel(field: Field, place: MemorySpace) -> Kernel:
     return place.provider.compile(powers_source(field), device=place.index)
 
 

@@ -22,8 +22,8 @@ def builder_key(builder: object, *sources: str) -> str:
     Writing the text takes up to 60 ms, which a process that finds machine code on disk need not spend.
 
     Args:
-        builder: a dataclass whose fields, with the code in `sources` and the IR builder's, are all that its text
-            depends on.
+        builder: the dataclass, or a tuple of it and what its fields only name; with the code in `sources` and the IR
+            builder's, its repr is all that the text depends on.
         sources: files and folders of the package.
     """
     return f"{builder!r} {sources_hash(*_BUILDER, *sources)}"

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.parameters import FAMILIES, Curve, Family
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import FIELDS, Field
-from accelerant.algebra.field.places import HOST
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.zk.formats.container import Container, Cursor
 

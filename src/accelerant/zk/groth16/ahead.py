@@ -20,7 +20,7 @@ from accelerant.algebra.curve.pairing import product_is_one
 from accelerant.algebra.curve.parameters import Family, family_of
 from accelerant.algebra.curve.program import kernel_source
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.places import HOST
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.host import usable_cores

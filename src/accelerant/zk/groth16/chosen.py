@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from accelerant.algebra.field.places import HOST, Place, place_at
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.config import settings
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime.provider import ComputeDevice
@@ -24,7 +24,7 @@ _NODES = ("/dev/nvidiactl", "/dev/dxg")
 """One is there where an NVIDIA driver is: on Linux, and on Windows' Linux."""
 
 
-def chosen_places(device: Devices, domain_size: int) -> tuple[Place, ...]:
+def chosen_places(device: Devices, domain_size: int) -> tuple[MemorySpace, ...]:
     """The places of one device, or of several that share the work.
 
     Args:
@@ -36,20 +36,20 @@ def chosen_places(device: Devices, domain_size: int) -> tuple[Place, ...]:
         BackendUnavailable: the backend is not there; says why.
     """
     if isinstance(device, str | ComputeDevice):
-        return (_automatic(domain_size) if device == "auto" else place_at(device),)
-    places = tuple(place_at(each) for each in device)
+        return (_automatic(domain_size) if device == "auto" else space_at(device),)
+    places = tuple(space_at(each) for each in device)
     if not places or (len(places) > 1 and HOST in places):
         raise ConfigError(f"device must be one, or several of which none is the CPU; got {device!r}")
     return places
 
 
-def _automatic(domain_size: int) -> Place:
+def _automatic(domain_size: int) -> MemorySpace:
     if settings().backend != "auto":
-        return place_at(settings().backend)
+        return space_at(settings().backend)
     there = any(Path(node).exists() for node in _NODES) and importlib.util.find_spec("torch") is not None
     if not there or ("torch" not in sys.modules and domain_size < _LEAST_DOMAIN):
         return HOST
     try:
-        return place_at("cuda")
+        return space_at("cuda")
     except BackendUnavailable:
         return HOST

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.algebra.field.places import Place
+from accelerant.algebra.field.memory_space import MemorySpace
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.csr import stacked_coefficients
 from accelerant.zk.groth16.device_rows import DeviceRows, gathered, unreduced
@@ -54,7 +54,7 @@ class DeviceKey:
     def __init__(
         self,
         zkey: Zkey,
-        place: Place,
+        place: MemorySpace,
         stages: Stages,
         *,
         part: tuple[int, int] = (0, 1),

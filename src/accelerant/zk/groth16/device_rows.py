@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from accelerant.algebra.field.memory_space import MemorySpace
 from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.field.places import Place
 from accelerant.algebra.ntt.launch import transform
 from accelerant.errors import ShapeError
 from accelerant.runtime.ledger import OpRecord
@@ -71,7 +71,7 @@ class DeviceRows:
         return scalars
 
 
-def gathered(place: Place, field: Field, x: Words, which: Words, n: int) -> Words:
+def gathered(place: MemorySpace, field: Field, x: Words, which: Words, n: int) -> Words:
     """Elements x[which[i]], (n, 4)."""
     z = place.empty((n, field.limbs), _U64)
     if n:
@@ -79,19 +79,19 @@ def gathered(place: Place, field: Field, x: Words, which: Words, n: int) -> Word
     return z
 
 
-def unreduced(place: Place, field: Field, x: Words, n: int) -> Words:
+def unreduced(place: MemorySpace, field: Field, x: Words, n: int) -> Words:
     """Numbers of which one is not 0 where an element of x, (n, 4), is not below the modulus."""
     z = place.empty((-(-n // (BLOCK * EACH)),), _U32)
     _run(place, field, "groth16_unreduced", -(-n // EACH), (x, z), n)
     return z
 
 
-def _run(place: Place, field: Field, entry: str, threads: int, arrays: tuple[Words, ...], *scalars: int) -> None:
+def _run(place: MemorySpace, field: Field, entry: str, threads: int, arrays: tuple[Words, ...], *scalars: int) -> None:
     launch(place, kernel_source(field), entry, -(-threads // BLOCK), BLOCK, arrays, *scalars)
 
 
 @functools.lru_cache(maxsize=1024)
-def _record(place: Place, field: Field, n: int, entries: int) -> OpRecord:
+def _record(place: MemorySpace, field: Field, n: int, entries: int) -> OpRecord:
     size = field.size_bytes
     dialect, _ = kernel_source(field).pick(place.provider.dialects)
     return sole_record(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.places import HOST
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.runtime.host import usable_cores
 from accelerant.zk.formats.elements import first_not_below
 from accelerant.zk.formats.zkey import Zkey

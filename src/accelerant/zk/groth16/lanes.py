@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.algebra.field.places import Place
+from accelerant.algebra.field.memory_space import MemorySpace
 
 if TYPE_CHECKING:
     from accelerant.runtime.streams.stream import Event, Stream  # which import torch
@@ -37,7 +37,7 @@ class Lanes:
         place: whose.
     """
 
-    def __init__(self, place: Place, count: int) -> None:
+    def __init__(self, place: MemorySpace, count: int) -> None:
         self.place = place
         self._streams: Sequence[Stream] = ()
         if place.backend == "cuda":

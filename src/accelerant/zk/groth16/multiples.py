@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.places import HOST
+from accelerant.algebra.field.memory_space import HOST
 
 __all__ = ["Multiples"]
 

@@ -27,7 +27,7 @@ from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field import launch as field_launch
 from accelerant.algebra.field import words as host
-from accelerant.algebra.field.places import HOST, Place
+from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.ntt import LOG_MOST
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.zk.formats.circuit import Witness
@@ -274,7 +274,7 @@ def prove(zkey: Zkey | str | Path, witness: Witness | str | Path, *, device: Dev
     return Prover(zkey, device=device).prove(witness)
 
 
-def _key(zkey: Zkey, places: Sequence[Place], stages: Stages) -> ProvingKey:
+def _key(zkey: Zkey, places: Sequence[MemorySpace], stages: Stages) -> ProvingKey:
     if list(places) == [HOST]:
         return HostKey(zkey, stages)
     from accelerant.zk.groth16.device_key import DeviceKey

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve.parameters import Family
 from accelerant.algebra.field import launch
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import FIELDS, Field
-from accelerant.algebra.field.places import HOST
 from accelerant.algebra.ntt.launch import transform
 from accelerant.zk.groth16.csr import stacked_coefficients
 from accelerant.zk.groth16.sparse import SparseMatrix

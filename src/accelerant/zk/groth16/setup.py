@@ -29,7 +29,7 @@ from accelerant.algebra.curve.parameters import Family, family_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field import PrimeField, prime_field
 from accelerant.algebra.field import launch as field_launch
-from accelerant.algebra.field.places import HOST
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.errors import UnsupportedCase
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.formats import COEFFICIENT, TERM, Contribution, Label, R1cs, write_zkey

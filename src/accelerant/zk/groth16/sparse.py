@@ -7,8 +7,8 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.field.places import HOST
 from accelerant.errors import ShapeError
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record

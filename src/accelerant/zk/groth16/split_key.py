@@ -17,7 +17,7 @@ import numpy.typing as npt
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.places import HOST, Place
+from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.device_key import DeviceKey
 from accelerant.zk.groth16.keys import SECTIONS, Stages, Summed
@@ -30,7 +30,7 @@ U64 = npt.NDArray[np.uint64]
 class SplitKey:
     """See keys.ProvingKey."""
 
-    def __init__(self, zkey: Zkey, places: Sequence[Place], stages: Stages) -> None:
+    def __init__(self, zkey: Zkey, places: Sequence[MemorySpace], stages: Stages) -> None:
         """Bring a part of the key to each place; arguments and errors as DeviceKey."""
         self._family = family_of(zkey.family)
         parts = [(index, len(places)) for index in range(len(places))]

@@ -14,7 +14,7 @@ from accelerant.algebra.curve.pairing import product
 from accelerant.algebra.curve.parameters import Family, family_of
 from accelerant.algebra.curve.reference import multiply
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.places import HOST
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.errors import FormatError
 from accelerant.zk.formats.elements import why_forgeable
 from accelerant.zk.groth16.snarkjs_json import (

@@ -26,7 +26,7 @@ from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.llvm_kernels import host_form, packed_field
 from accelerant.algebra.field.llvm_packed import PackedField
-from accelerant.algebra.field.places import HOST
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.errors import OutOfMemory, ShapeError, UnsupportedCase
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.places import Place
+from accelerant.algebra.field.memory_space import MemorySpace
 from accelerant.errors import OutOfMemory
 from accelerant.runtime.recorded_launch import launch
 from accelerant.zk.msm.device_plan import MOST_INDICES, DevicePlan, coordinate_words, device_plan
@@ -44,7 +44,7 @@ _MULTIPLES_SHARE = 0.5
 _ANY, _NOT_ASKED_BYTES = 1 << 62, 1 << 31
 """Scratch below so many bytes is taken without asking how much is free, which takes up to a millisecond."""
 
-_fitted: set[tuple[Place, int]] = set()
+_fitted: set[tuple[MemorySpace, int]] = set()
 """(place, bytes) that had room when it was asked: so much is taken without asking again."""
 
 STREAMED_BYTES = 1 << 28
@@ -58,7 +58,7 @@ class Started:
         results: words at the place that kernels give: of each piece the sums of windows.
     """
 
-    def __init__(self, place: Place, curve: Curve[Any], window: int, results: Sequence[Words]) -> None:
+    def __init__(self, place: MemorySpace, curve: Curve[Any], window: int, results: Sequence[Words]) -> None:
         self.results = tuple(results)
         self._place, self._curve, self._window = place, curve, window
 
@@ -75,7 +75,7 @@ class Started:
         return horner(self._curve, self._window, np.stack(stored))
 
 
-def device_msm(place: Place, curve: Curve[Any], scalars: Words, points: Words, **options: Any) -> U64:
+def device_msm(place: MemorySpace, curve: Curve[Any], scalars: Words, points: Words, **options: Any) -> U64:
     """The sum of scalars[i] points[i]: start_msm, and the end of it.
 
     Returns:
@@ -85,7 +85,7 @@ def device_msm(place: Place, curve: Curve[Any], scalars: Words, points: Words, *
 
 
 def start_msm(
-    place: Place,
+    place: MemorySpace,
     curve: Curve[Any],
     scalars: Words,
     points: Words,
@@ -134,7 +134,7 @@ class DeviceBases:
 
     def __init__(
         self,
-        place: Place,
+        place: MemorySpace,
         curve: Curve[Any],
         points: Words,
         *,
@@ -224,7 +224,7 @@ class DeviceBases:
         return kept + self.plan.explain(self._curve)
 
 
-def _multiples(place: Place, curve: Curve[Any], points: Words, n: int, plan: DevicePlan) -> Words:
+def _multiples(place: MemorySpace, curve: Curve[Any], points: Words, n: int, plan: DevicePlan) -> Words:
     """(windows n, words): of window w the points times 2^(c w)."""
     table = place.empty((plan.windows * n, 2 * coordinate_words(curve)), _U64)
     grid = -(-n // (MULTIPLES_BLOCK * TOGETHER))
@@ -239,7 +239,7 @@ def _multiples(place: Place, curve: Curve[Any], points: Words, n: int, plan: Dev
 class _Work:
     """The scratch memory of a plan, and what is launched on it."""
 
-    def __init__(self, place: Place, curve: Curve[Any], plan: DevicePlan, load: Load | None = None) -> None:
+    def __init__(self, place: MemorySpace, curve: Curve[Any], plan: DevicePlan, load: Load | None = None) -> None:
         self.place, self.curve, self.plan = place, curve, plan
         self.load = load or place.load
         self._shapes = shapes(curve.name, plan)
@@ -291,7 +291,7 @@ class _Work:
 
 
 def _where_it_fits(
-    place: Place,
+    place: MemorySpace,
     curve: Curve[Any],
     plan: DevicePlan,
     smaller: Callable[[int], DevicePlan],
@@ -310,7 +310,7 @@ def _where_it_fits(
     return start(_Work(place, curve, plan, load))
 
 
-def _free(place: Place, share: float) -> int:
+def _free(place: MemorySpace, share: float) -> int:
     """That share of what is free, with what the process's pool holds unused."""
     memory = place.provider.memory(place.index)
     return int(share * (memory.free_bytes + max(0, memory.reserved_bytes - memory.allocated_bytes)))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.places import HOST, Place, place_at
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.msm.cpu import Bases, shared_plan
@@ -54,7 +54,7 @@ class FixedBase:
         self._group = curve_named(curve)
         operand = point_operand(self._group.parameters, points, "points")
         self.curve = curve
-        self.place: Place = operand.place if device is None else place_at(device)
+        self.place: MemorySpace = operand.place if device is None else space_at(device)
         words = points_words(self._group, operand, self.place, check)
         self.n = int(words.shape[0])
         self._bases = _kept(self.place, self._group.parameters, words, multiples)
@@ -88,7 +88,7 @@ class FixedBase:
         return f"{self.n} points of {self.curve} on {self.place.label}, in Montgomery form; {self._bases.explain()}"
 
 
-def _kept(place: Place, curve: Curve[Any], words: Any, multiples: bool | None) -> Any:
+def _kept(place: MemorySpace, curve: Curve[Any], words: Any, multiples: bool | None) -> Any:
     """What has msm(scalars) and explain()."""
     if place is HOST:
         return Bases(curve, words, shared=shared_plan(curve, int(words.shape[0])) if multiples else None)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.reference import jacobian_add, jacobian_double, jacobian_from_affine, jacobian_to_affine
 from accelerant.algebra.curve.weierstrass import Affine, Curve
-from accelerant.algebra.field.places import HOST
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.zk.msm.llvm_kernels import kernel_source

@@ -16,7 +16,7 @@ import numpy as np
 from accelerant.algebra.curve.launch import first_unreduced
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field import words as host
-from accelerant.algebra.field.places import HOST, Place, in_kind, inward, is_tensor, place_of
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, signed_view, space_of
 from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
@@ -85,7 +85,7 @@ class Pending(Protocol):
         """The host's words of one point, Montgomery form."""
 
 
-def summer(place: Place, curve: Curve[Any], points: Words) -> Callable[[Words], Words | Pending]:
+def summer(place: MemorySpace, curve: Curve[Any], points: Words) -> Callable[[Words], Words | Pending]:
     """What makes a sum of scalars, (n, 4) at the place, or starts one: the host's words of one point, Montgomery form.
 
     Args:
@@ -106,7 +106,7 @@ def nothing() -> FormatError | None:
 
 
 def summed(
-    place: Place,
+    place: MemorySpace,
     curve: Curve[Any],
     rows: Sequence[Words],
     run: Callable[[Words], Words | Pending],
@@ -133,7 +133,7 @@ def summed(
     return np.array(found, np.uint64).reshape(len(rows), *curve.shape)
 
 
-def sums_outward(curve: Curve[Any], sums: Words, place: Place, leading: tuple[int, ...], operand: Operand) -> Any:
+def sums_outward(curve: Curve[Any], sums: Words, place: MemorySpace, leading: tuple[int, ...], operand: Operand) -> Any:
     """What `summed` gives as users have it: canonical, with these leading dimensions, in the kind of the points given.
 
     There are as many as there were sums: a device's kernel would take a first call 0.7 ms, Python takes 0.02 for each.
@@ -146,7 +146,7 @@ def sums_outward(curve: Curve[Any], sums: Words, place: Place, leading: tuple[in
     return words if operand.tensor is None else in_kind(place.load(words), place, operand.tensor.device)
 
 
-def points_words(group: EllipticCurve, operand: Any, place: Place, check: bool) -> Words:
+def points_words(group: EllipticCurve, operand: Any, place: MemorySpace, check: bool) -> Words:
     """Points as kernels take them: (n, words of a point) at a place, Montgomery form.
 
     Raises:
@@ -155,7 +155,7 @@ def points_words(group: EllipticCurve, operand: Any, place: Place, check: bool) 
     """
     n = _count(group, operand)
     words = points_inward(group.parameters, operand, place, "points", "subgroup" if check else "")
-    return place.shaped(words, (n, math.prod(group.shape)))
+    return place.reshape(words, (n, math.prod(group.shape)))
 
 
 def _count(group: EllipticCurve, operand: Any) -> int:
@@ -168,7 +168,7 @@ def _count(group: EllipticCurve, operand: Any) -> int:
 
 
 def scalars_words(
-    group: EllipticCurve, scalars: Any, place: Place, n: int
+    group: EllipticCurve, scalars: Any, place: MemorySpace, n: int
 ) -> tuple[list[Words], tuple[int, ...], Callable[[], FormatError | None]]:
     """Rows of n scalars at a place, (n, 4) each, the dimensions that the sums have before a point's own, and a check.
 
@@ -200,10 +200,10 @@ def scalars_words(
         words = place.load(home.store(words))
     if len(shape) == 2:
         return [words], (), check
-    return [place.cut(words, (i,)) for i in range(shape[0])], (shape[0],), check
+    return [place.getitem(words, (i,)) for i in range(shape[0])], (shape[0],), check
 
 
-def _wrong_scalar(group: EllipticCurve, home: Place, words: Words) -> FormatError | None:
+def _wrong_scalar(group: EllipticCurve, home: MemorySpace, words: Words) -> FormatError | None:
     index = first_unreduced(home, group.parameters.scalars, words)
     return (
         None if index is None else FormatError(f"scalars[{index}] (flattened) is not below the order of {group.name}")
@@ -215,19 +215,19 @@ def _check_rows(shape: tuple[int, ...], n: int) -> None:
         raise ShapeError(f"scalars must be ({n}, {_LIMBS}) or (b, {n}, {_LIMBS}) for {n} points, got {shape}")
 
 
-def _array(scalars: Any) -> tuple[Words, Place]:
+def _array(scalars: Any) -> tuple[Words, MemorySpace]:
     if isinstance(scalars, np.ndarray):
         return scalars, HOST
     if not is_tensor(scalars):
         raise UnsupportedDtype(
             f"scalars must be a NumPy array, a torch tensor or a list of integers, got {type(scalars).__name__}"
         )
-    place = place_of(scalars)
-    return (scalars.detach().numpy() if place is HOST else inward(scalars)), place
+    place = space_of(scalars)
+    return (scalars.detach().numpy() if place is HOST else signed_view(scalars)), place
 
 
 @functools.lru_cache(maxsize=4096)
-def msm_record(place: Place, curve: Curve[Any], n: int, rows: int) -> OpRecord:
+def msm_record(place: MemorySpace, curve: Curve[Any], n: int, rows: int) -> OpRecord:
     """The ledger's, of `rows` sums over n points."""
     base, degree = curve.coordinates.base, curve.coordinates.degree
     if place is HOST:

@@ -13,7 +13,7 @@ import numpy as np
 
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.places import Place
+from accelerant.algebra.field.memory_space import MemorySpace
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.zk.msm import affine
 from accelerant.zk.msm.device_plan import DevicePlan, coordinate_words
@@ -90,7 +90,7 @@ def shapes(curve: str, plan: DevicePlan) -> Mapping[str, Shape]:
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
-def steps(place: Place, curve: str, plan: DevicePlan, piece: Piece) -> tuple[Step, ...]:
+def steps(place: MemorySpace, curve: str, plan: DevicePlan, piece: Piece) -> tuple[Step, ...]:
     """From scalars and points to the sums of windows, "results". Compiles what is not compiled.
 
     Args:
@@ -103,7 +103,7 @@ def steps(place: Place, curve: str, plan: DevicePlan, piece: Piece) -> tuple[Ste
     return prepared(place, (*sort_launches(found, plan, piece), *_sum_launches(found, plan, piece.points)))
 
 
-def prepared(place: Place, launches: Iterable[Launch]) -> tuple[Step, ...]:
+def prepared(place: MemorySpace, launches: Iterable[Launch]) -> tuple[Step, ...]:
     """Launches with their kernels."""
     return tuple(
         Step(_compiled(place, each), (each.grid,), (each.block,), each.arrays, each.numbers) for each in launches
@@ -132,11 +132,11 @@ def sort_launches(curve: Curve[Any], p: DevicePlan, piece: Piece) -> Iterator[La
 
 # --- parts -----------------------------------------------------------------------------------------------------------
 
-_kernels: dict[tuple[str, str, Place], Kernel] = {}
+_kernels: dict[tuple[str, str, MemorySpace], Kernel] = {}
 """(program, entry, place) -> compiled; a program's name says all that it depends on."""
 
 
-def _compiled(place: Place, what: Launch) -> Kernel:
+def _compiled(place: MemorySpace, what: Launch) -> Kernel:
     key = (what.source.name, what.entry, place)
     if key not in _kernels:
         _kernels[key] = place.provider.compile(what.source, entry=what.entry, device=place.index)
