@@ -23,6 +23,7 @@ around. What ran, what refused and what fell back goes into the ledger.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import traceback
@@ -51,6 +52,7 @@ from accelerant.runtime.dispatch.decisions import Decision, Explanation, explain
 from accelerant.runtime.dispatch.rules import Plans, rules, torch_wants_determinism
 from accelerant.runtime.launches import launches
 from accelerant.runtime.ledger import FallbackRecord, OpRecord, ledger
+from accelerant.runtime.memory.live_set import count, has_fakes, predictions, uncounted
 from accelerant.runtime.provider import ComputeProvider
 
 __all__ = [
@@ -149,6 +151,8 @@ class Operation:
 
     def __call__(self, case: Case, *args: Any) -> Any:
         """Run the case's implementation; count it, and time it now and then."""
+        if predictions and has_fakes(args):
+            return self._run_on_fakes(case, args)
         plans = self._plans.now() if choice_overrides or torch_wants_determinism() else self._usual
         plan = plans.get(case)
         if plan is None:
@@ -206,6 +210,21 @@ class Operation:
         if observers:
             _notify(self, case, plan)
         taken_by_torch.record = plan.record
+        return result
+
+    def _run_on_fakes(self, case: Case, args: tuple[Any, ...]) -> Any:
+        """Run the preferred implementation that runs on tensors without memory, past plans and ledger.
+
+        Launches are left out, so an own implementation allocates what it would on real tensors. If one reads memory,
+        the next is tried; temporaries of torch's count only where torch's is what really runs.
+        """
+        serving = self.candidates(case)
+        for each in serving[:-1]:
+            with contextlib.suppress(Exception):
+                return each.run(*args)
+        with uncounted() if len(serving) > 1 else contextlib.nullcontext():
+            result = serving[-1].run(*args)
+        count(result)
         return result
 
     def forget(self) -> None:

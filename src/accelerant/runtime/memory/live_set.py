@@ -1,36 +1,115 @@
-"""The bytes that live tensors hold, counted op by op: the same on real tensors and on fake ones.
+"""Bytes in live tensors, counted op by op, for real and for fake tensors alike.
 
-While a LiveSet is active, each storage that an op returns is counted from then on until it dies. What a kernel
-allocates and frees inside one op is not seen. Aliases (views, in-place results) count once. What was there before
-counts only if `hold` was told of it.
+While a LiveSet is active, each storage that an op returns is counted until it dies. Memory that a kernel allocates and
+frees inside one op is not seen. Aliases (views, in-place results) count once. Tensors from before count only after
+`hold`.
+
+Counting changes no choice of implementation: ops and layers treat tensors under a LiveSet as ordinary ones
+(`only_counts`), and run on fake tensors (`predicting`) whatever they would run on real ones, kernels left out.
 """
 
 from __future__ import annotations
 
+import threading
+import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerant.errors import OutOfMemory
 
-__all__ = ["CUDA_GRANULARITY", "LiveSet", "storage_bytes"]
+__all__ = [
+    "CUDA_GRANULARITY",
+    "LiveSet",
+    "count",
+    "has_fakes",
+    "only_counts",
+    "predicting",
+    "predictions",
+    "predicts_here",
+    "storage_bytes",
+    "uncounted",
+]
 
 CUDA_GRANULARITY = 512
 """torch's CUDA allocator rounds each request up to a multiple of this."""
 
+predictions: list[FakeTensorMode] = []
+"""The fake-tensor modes of predictions under way, in any thread. While it is empty, launches need not look further."""
+
+_active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+class _CountingModes(threading.local):
+    """This thread's active modes that only count or predict, its predictions, and whether counting is paused."""
+
+    modes = 0
+    fakes = 0
+    paused = 0
+
+
+_thread = _CountingModes()
+
+
+def only_counts(x: Tensor) -> bool:
+    """Return whether x is an ordinary or fake tensor and every active mode is a LiveSet or a prediction."""
+    return 0 < _thread.modes == _active_modes() and (
+        type(x) is Tensor or isinstance(x, (torch.nn.Parameter, FakeTensor))
+    )
+
+
+def predicts_here() -> bool:
+    """Return whether this thread runs a prediction: nothing may be launched."""
+    return _thread.fakes > 0
+
+
+def has_fakes(args: Any) -> bool:
+    """Return whether there is a fake tensor among nested arguments."""
+    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(args))
+
+
+@contextmanager
+def predicting() -> Iterator[FakeTensorMode]:
+    """Make tensors fake: they have shapes and no memory. Kernels of Accelerant are not launched on them."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    predictions.append(fake)
+    _thread.modes += 1
+    _thread.fakes += 1
+    try:
+        with fake, warnings.catch_warnings():  # an address is read for its alignment, and is 0
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield fake
+    finally:
+        _thread.fakes -= 1
+        _thread.modes -= 1
+        predictions.remove(fake)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Count nothing in this thread inside the block: for temporaries that the real run does not have."""
+    _thread.paused += 1
+    try:
+        yield
+    finally:
+        _thread.paused -= 1
+
 
 class LiveSet(TorchDispatchMode):
-    """See the module's docstring. For one thread: torch's dispatch modes are a thread's own.
+    """The storages of one device type that are alive. For one thread: torch's dispatch modes belong to a thread.
 
     Args:
-        device_type: count storages on such devices only.
+        device_type: type of device whose storages count.
         granularity: each storage counts as the next multiple of this.
-        limit_bytes: refuse, after the op that does it, to let more be alive; None for no limit.
-        watch: called for each op with its name, arguments and result, for what else is to be known of it.
+        limit_bytes: raise OutOfMemory after an op that leaves more than this alive; None for no limit.
+        watch: called after each op with its name, arguments and result.
 
     Attributes:
         live_bytes: alive now.
@@ -52,12 +131,21 @@ class LiveSet(TorchDispatchMode):
         self._granularity = granularity
         self._limit = limit_bytes
         self._watch = watch
-        self._seen: dict[int, _Entry] = {}
+        self._storages: dict[int, _LiveStorage] = {}
         self._clock = 0
         self._peak_clock = 0
 
+    def __enter__(self) -> LiveSet:
+        _thread.modes += 1
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        _thread.modes -= 1
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch does not annotate it
+
     def hold(self, tree: Any) -> int:
-        """Count what was there before, from now on; returns the bytes that are new."""
+        """Count the storages of a tree of tensors from now on, and return the bytes added."""
         before = self.live_bytes
         for leaf in pytree.tree_leaves(tree):
             if isinstance(leaf, Tensor):
@@ -65,21 +153,23 @@ class LiveSet(TorchDispatchMode):
         return self.live_bytes - before
 
     def reset_peak(self) -> None:
-        """Let the peak start again from what is alive now."""
+        """Restart the peak from the bytes alive now."""
         self.peak_bytes, self._peak_clock = self.live_bytes, self._clock
 
     def alive_at_peak(self, tree: Any) -> int:
-        """Bytes of the tree's storages that were there already when the peak was reached."""
-        keys = {key for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) for key in (_key(leaf),)}
-        entries = [self._seen[key] for key in keys if key in self._seen]
-        return sum(entry.size_bytes for entry in entries if entry.born <= self._peak_clock)
+        """Return the bytes of the tree's storages that existed when the peak was reached."""
+        keys = {_key(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)}
+        storages = [self._storages[key] for key in keys if key in self._storages]
+        return sum(storage.size_bytes for storage in storages if storage.born <= self._peak_clock)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if _thread.paused:
+            return result
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and not self._was_there(leaf, args):
+            if isinstance(leaf, Tensor) and not self._is_uncounted_alias(leaf, args):
                 self._count(leaf)
         if self._watch is not None:
             self._watch(func.name(), args, result)
@@ -90,10 +180,10 @@ class LiveSet(TorchDispatchMode):
             )
         return result
 
-    def _was_there(self, tensor: Tensor, args: Sequence[Any]) -> bool:
-        """Whether it is an alias of an argument that is not counted."""
+    def _is_uncounted_alias(self, tensor: Tensor, args: Sequence[Any]) -> bool:
+        """Return whether a result shares the storage of an argument that does not count."""
         key = _key(tensor)
-        return key not in self._seen and any(
+        return key not in self._storages and any(
             isinstance(leaf, Tensor) and _key(leaf) == key for leaf in pytree.tree_leaves(args)
         )
 
@@ -105,25 +195,26 @@ class LiveSet(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         rounded = -(-storage.nbytes() // self._granularity) * self._granularity
-        entry = self._seen.get(key)
-        if entry is None:
+        known = self._storages.get(key)
+        if known is None:
             self._clock += 1
-            self._seen[key] = _Entry(weakref.ref(storage, lambda _: self._drop(key)), rounded, self._clock)
+            reference = weakref.ref(storage, lambda _: self._drop(key))
+            self._storages[key] = _LiveStorage(reference, rounded, self._clock)
             self.live_bytes += rounded
-        elif entry.size_bytes != rounded:  # resized in place
-            self.live_bytes += rounded - entry.size_bytes
-            entry.size_bytes = rounded
+        elif known.size_bytes != rounded:  # resized in place
+            self.live_bytes += rounded - known.size_bytes
+            known.size_bytes = rounded
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self._peak_clock = self.live_bytes, self._clock
 
     def _drop(self, key: int) -> None:
-        entry = self._seen.pop(key, None)
-        if entry is not None:
-            self.live_bytes -= entry.size_bytes
+        storage = self._storages.pop(key, None)
+        if storage is not None:
+            self.live_bytes -= storage.size_bytes
 
 
-class _Entry:
-    """A storage that is alive."""
+class _LiveStorage:
+    """A storage that is alive: a weak reference to it, its size, and when it was first seen."""
 
     __slots__ = ("born", "reference", "size_bytes")
 
@@ -134,14 +225,20 @@ class _Entry:
 
 
 def _key(tensor: Tensor) -> int | None:
-    """What names a storage while it lives; None for a tensor without one."""
+    """Return the identity of a tensor's storage while it lives; None for a tensor without one."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None
 
 
+def count(tree: Any) -> None:
+    """Count the storages of a tree of tensors in this thread's active LiveSets, as results of an op are."""
+    for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+        if isinstance(mode, LiveSet):
+            mode.hold(tree)
+
+
 def storage_bytes(tree: Any, device_type: str, granularity: int = 1) -> int:
-    """Bytes of all storages in a tree of tensors on such a device, each counted once."""
-    counter = LiveSet(device_type, granularity=granularity)
-    return counter.hold(tree)
+    """Return the bytes of all storages in a tree of tensors on a type of device, each counted once."""
+    return LiveSet(device_type, granularity=granularity).hold(tree)

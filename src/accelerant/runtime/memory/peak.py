@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.runtime.memory.limits import peak_recorded, size_text
-from accelerant.runtime.memory.live_set import CUDA_GRANULARITY, LiveSet, storage_bytes
+from accelerant.runtime.memory.live_set import CUDA_GRANULARITY, LiveSet, predicting, storage_bytes
 
 __all__ = [
     "OptimizerLike",
@@ -176,11 +176,14 @@ def predict_step(
     rounding = _granularity(device)
     workspace = _Workspace(device, threads=2 if step.backward else 1)
     live = LiveSet(device.type, granularity=rounding, watch=workspace.see)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     after_forward: list[int] = []
     try:
         # One thread: the modes are this thread's own, and autograd would use another one for a CUDA device.
-        with undisturbed(step, torch.device("meta")), torch.autograd.set_multithreading_enabled(False), fake:
+        with (
+            undisturbed(step, torch.device("meta")),
+            torch.autograd.set_multithreading_enabled(False),
+            predicting() as fake,
+        ):
             state = {name: fake.from_tensor(tensor) for name, tensor in step.tensors().items()}
             made = make_inputs(fake)
             parameters, inputs = live.hold(state), live.hold(made)

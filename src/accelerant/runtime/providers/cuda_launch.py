@@ -17,6 +17,7 @@ import torch
 
 from accelerant.errors import AccelerantError, CompileError, DeviceLost, LaunchError, OutOfMemory
 from accelerant.runtime.launches import noted, watched
+from accelerant.runtime.memory.live_set import predictions, predicts_here
 from accelerant.runtime.provider import check_scalar
 
 __all__ = ["LoadedKernel", "PackedLaunch", "PointedLaunch", "PreparedLaunch", "cuda_error", "load_error", "make_ready"]
@@ -158,6 +159,8 @@ class LoadedKernel:
             raise self._misfit(args) from error
 
     def _enqueue(self, config: Any, values: Sequence[Any], stream: int) -> None:
+        if predictions and predicts_here():
+            return
         wrapped = _streams.get(stream)
         if wrapped is None:
             wrapped = _streams[stream] = self._wrap_stream(stream)
@@ -256,6 +259,8 @@ class PackedLaunch:
 
     def _enqueue(self, arguments: int) -> None:
         """Launch with the arguments whose addresses are in an array at that address."""
+        if predictions and predicts_here():
+            return
         make_ready()
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         if self._attribute:
