@@ -408,20 +408,19 @@ def bfloat16_loss(model, idx, targets):
         return model.loss(idx, targets)
 
 
-@pytest.mark.parametrize(("batch", "measured_gib"), [(32, 9.27), (64, 16.51)])
-def test_a_step_of_gpt2_is_predicted_as_it_was_measured(fused_on_the_cpu, batch, measured_gib):
-    """Measured: a training step of GPT-2 124M in bfloat16 autocast, 1024 tokens a row, on an H200 (docs/gpt2.md)."""
-    model, idx = GPT(GPTConfig()), torch.zeros(batch, 1024, dtype=torch.int64)
+def test_a_step_of_gpt2_is_predicted_as_it_was_measured(fused_on_the_cpu):
+    """Measured: 9.27 GiB, GPT-2 124M at 32 x 1024 tokens in bfloat16 autocast with AdamW, on an H200 (docs/gpt2.md)."""
+    model, idx = GPT(GPTConfig()), torch.zeros(32, 1024, dtype=torch.int64)
     recorded = ledger().records()
     predicted = predict_peak(model, idx, idx, call=bfloat16_loss, optimizer=torch.optim.AdamW)
-    assert predicted.total / 2**30 == pytest.approx(measured_gib, rel=0.05)
+    assert predicted.total / 2**30 == pytest.approx(9.27, rel=0.05)
     assert ledger().records() == recorded
 
 
 def test_fused_layers_are_predicted_as_they_run(fused_on_the_cpu):
     """Modules called one by one would save two and a half times as much. The interpreter copies what it loads."""
-    model = GPT(GPTConfig(vocab_size=64, context=32, layers=2, heads=2, width=32))
-    idx = torch.randint(0, 64, (8, 32))
+    model = GPT(GPTConfig(vocab_size=64, context=32, layers=1, heads=2, width=32))
+    idx = torch.randint(0, 64, (4, 32))
     found = compare_peak(model, idx, idx, call=bfloat16_loss)
     assert abs(found.error) < 0.04, str(found)
 

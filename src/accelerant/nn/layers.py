@@ -27,6 +27,7 @@ from accelerant.ops.transformer.block import (
     fused_linear,
     fused_mlp,
 )
+from accelerant.runtime.memory.live_set import only_counts
 
 __all__ = [
     "MLP", "LayerNorm", "Linear", "MultiHeadAttention", "RMSNorm", "TransformerBlock", "compute_dtype",
@@ -50,13 +51,18 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if low is None else low
 
 
+def is_fusable(x: Tensor) -> bool:
+    """Return whether layers may pass x to an autograd function: it is plain, or active modes only count memory."""
+    return is_plain(x) or only_counts(x)
+
+
 def fuses(x: Tensor, dtype: torch.dtype, *layers: nn.Module) -> bool:
     """Return whether layers may run as one autograd function.
 
     They may on a GPU, for plain tensors, in the parameters' dtype or from float32 down, and if each layer is exactly a
     class of this module: hooks, subclasses and parametrizations expect each layer to be called.
     """
-    if torch.compiler.is_compiling() or x.device.type not in FUSED or not is_plain(x) or x.numel() == 0:
+    if torch.compiler.is_compiling() or x.device.type not in FUSED or not is_fusable(x) or x.numel() == 0:
         return False
     for layer in layers:
         if type(layer) not in (Linear, LayerNorm) or has_hooks(layer, feeds_sinks=True):
@@ -64,7 +70,9 @@ def fuses(x: Tensor, dtype: torch.dtype, *layers: nn.Module) -> bool:
         for parameter in layer._parameters.values():
             if parameter is None:
                 continue
-            if not is_ordinary(parameter) or (parameter.dtype not in (dtype, torch.float32)):
+            if not (is_ordinary(parameter) or only_counts(parameter)) or (
+                parameter.dtype not in (dtype, torch.float32)
+            ):
                 return False
     return True
 

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from accelerant.runtime.memory.live_set import only_counts
-
 __all__ = [
     "autocast_dtype",
     "below_autograd",
@@ -99,7 +97,7 @@ def is_watched() -> bool:
 
 def is_plain(x: Tensor) -> bool:
     """Whether x is ordinary memory, and nothing (a mode, a subclass, a transform, a tangent) wants to see the call."""
-    return (not is_watched() and is_ordinary(x)) or only_counts(x)
+    return not is_watched() and is_ordinary(x)
 
 
 def is_ordinary(x: Tensor) -> bool:
@@ -114,7 +112,7 @@ def is_ordinary(x: Tensor) -> bool:
         ordinary = not keys & ~usual
         if not is_watched():  # else the empty one may be a mode's own, which says nothing of later calls
             _ordinary[keys] = ordinary
-    return ordinary or only_counts(x)
+    return ordinary
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

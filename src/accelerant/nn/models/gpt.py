@@ -28,11 +28,11 @@ from accelerant.nn.layers import (
     compute_dtype,
     fuses,
     has_hooks,
+    is_fusable,
 )
 from accelerant.nn.models.generation import Cache, CacheShape, padded_prompt_length, require_tokens
 from accelerant.nn.models.hugging_face import Fields, Layout, Part
 from accelerant.nn.models.language_model import LanguageModel
-from accelerant.ops._library import is_plain
 from accelerant.ops._per_example import sink_of
 from accelerant.ops.decode.op import append
 from accelerant.ops.transformer.block import ColumnSums, fused_embed, tied_loss
@@ -262,7 +262,7 @@ class GPT(LanguageModel):
         for embedding in (self.wte, self.wpe):
             if type(embedding) is not nn.Embedding or has_hooks(embedding, feeds_sinks=True):
                 return False
-        return fuses(table, compute_dtype(table)) and is_plain(idx) and is_plain(positions)
+        return fuses(table, compute_dtype(table)) and is_fusable(idx) and is_fusable(positions)
 
     def forward(self, idx: Tensor) -> Tensor:
         """Score every token as the next one, at each position.
@@ -300,7 +300,7 @@ class GPT(LanguageModel):
         self._require_fits(idx)
         hidden, table = self._hidden(idx)
         head = () if self.lm_head is None else (self.lm_head,)
-        if fuses(hidden, hidden.dtype, *head) and is_plain(targets) and is_plain(table):
+        if fuses(hidden, hidden.dtype, *head) and is_fusable(targets) and is_fusable(table):
             rows = hidden.reshape(-1, self.config.width)
             weight = self._output_weight()
             cast = lowered(weight, hidden.dtype)

@@ -4,8 +4,8 @@ While a LiveSet is active, each storage that an op returns is counted until it d
 frees inside one op is not seen. Aliases (views, in-place results) count once. Tensors from before count only after
 `hold`.
 
-Counting changes no choice of implementation: ops and layers treat tensors under a LiveSet as ordinary ones
-(`only_counts`), and run on fake tensors (`predicting`) whatever they would run on real ones, kernels left out.
+Counting does not change what runs: layers that are fused into one autograd function are so under a LiveSet
+(`only_counts`), and on the fake tensors of a prediction (`predicting`), where kernels are not launched.
 """
 
 from __future__ import annotations
