@@ -11,9 +11,9 @@ CPU all this needs NumPy and llvmlite alone; torch is imported only where it is 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from accelerant.algebra.field import FieldArray, PrimeField
+from accelerant.algebra.field import FieldArray, PrimeField, register_field
 from accelerant.algebra.field import prime_field as field
-from accelerant.zk.elliptic_curve import EllipticCurve, curve
+from accelerant.zk.elliptic_curve import EllipticCurve, curve, register_curve
 from accelerant.zk.msm.op import msm
 from accelerant.zk.pairing import pairing_product_is_one
 from accelerant.zk.transform import ntt
@@ -32,6 +32,8 @@ __all__ = [
     "msm",
     "ntt",
     "pairing_product_is_one",
+    "register_curve",
+    "register_field",
 ]
 
 

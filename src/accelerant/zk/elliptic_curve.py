@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.curve import launch
+from accelerant.algebra.curve import parameters as table
 from accelerant.algebra.curve.encoding import Layout, decode_points, encode_points, points_from_bytes, points_to_bytes
 from accelerant.algebra.curve.parameters import Curve, curve_of
 from accelerant.algebra.field import PrimeField, prime_field
@@ -38,7 +39,7 @@ from accelerant.zk.operands import (
 if TYPE_CHECKING:
     from accelerant.zk.msm.fixed import FixedBase
 
-__all__ = ["EllipticCurve", "curve", "host_points"]
+__all__ = ["EllipticCurve", "curve", "host_points", "register_curve"]
 
 Device = str | ComputeDevice | None
 
@@ -320,7 +321,7 @@ def host_points(group: EllipticCurve, points: Any, name: str) -> npt.NDArray[np.
 
 
 def curve(name: str) -> EllipticCurve:
-    """The curve of a name: bn254_g1, bn254_g2, bls12_381_g1 or bls12_381_g2.
+    """Return the curve of a name: bn254_g1, bn254_g2, bls12_381_g1, bls12_381_g2, or one of register_curve.
 
     Raises:
         ConfigError: no curve has that name; lists those there are.
@@ -331,3 +332,26 @@ def curve(name: str) -> EllipticCurve:
 @functools.cache
 def _curve(name: str) -> EllipticCurve:
     return EllipticCurve(curve_of(name))
+
+
+def register_curve(
+    name: str, *, field: str, scalar_field: str, b: int, generator: tuple[int, int], a: int = 0
+) -> EllipticCurve:
+    """Register the curve y^2 = x^3 + b over a prime field for this process, and return it.
+
+    `curve`, `msm` and all functions of curves take its name from then on, on every backend.
+
+    Args:
+        name: an identifier.
+        field: name of the field of the coordinates, Fq: built in or registered by register_field.
+        scalar_field: name of the field of r elements, r the odd prime order of the generator; of four 64-bit words.
+        b: constant of the equation, not 0.
+        generator: (x, y), affine.
+        a: must be 0; other curves have no kernels.
+
+    Raises:
+        ConfigError: another curve has the name, a parameter is out of these limits, or the generator is not on the
+            curve or not of order r.
+    """
+    table.register_curve(name, field=field, scalar_field=scalar_field, b=b, generator=generator, a=a)
+    return curve(name)

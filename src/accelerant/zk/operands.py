@@ -175,12 +175,16 @@ def montgomery_points(curve: Curve[Any], operand: Operand, place: MemorySpace) -
 
 
 def points_inward(curve: Curve[Any], operand: Operand, place: MemorySpace, name: str, check: Check) -> Any:
-    """Montgomery form at a place, (n, *shape), of points that are what `check` says.
+    """Return points in Montgomery form in a memory space, (n, *shape), checked.
+
+    On a curve of even order, kernels add points of the subgroup only: "curve" then checks the subgroup, too.
 
     Raises:
         FormatError: they are not; names the first one's flattened index.
     """
     words = montgomery_points(curve, operand, place)
+    if check == "curve" and curve.cofactor % 2 == 0:
+        check = "subgroup"
     for test in _TESTS[check]:
         index = launch.first_off(place, curve, test, words)
         if index is not None:

@@ -246,7 +246,12 @@ def _off_subgroup(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -
             image = k.scaled(k.conjugate(coordinate), factor)
             same = k.is_zero(k.sub(k.load(multiple, i), k.mul(image, z)))
             good = code.op("and", good, same)
-        return k.packs.but(code, k.packs.all_set(), code.op("or", good, k.is_zero(affine[1])))
+        infinite = k.is_zero(affine[1])
+        if curve.cofactor % 2 == 0:
+            # Points of order 2 have y = 0; and a sum of two points that differ by one is (0, 0, 0), where it ends.
+            good = k.packs.but(code, k.packs.but(code, good, infinite), k.is_zero(z))
+            infinite = code.op("and", infinite, k.is_zero(affine[0]))
+        return k.packs.but(code, k.packs.all_set(), code.op("or", good, infinite))
 
     _firsts(k, bad)
 

@@ -78,9 +78,9 @@ def add(curve: Curve[E], p: Affine[E], q: Affine[E]) -> Affine[E]:
 
 
 def double(curve: Curve[E], p: Affine[E]) -> Affine[E]:
-    """The tangent's other point, mirrored; I + 2M + 2S. No point has y = 0, since the group's order is odd."""
+    """Return 2 P by the tangent; I + 2M + 2S."""
     k = curve.coordinates
-    if p is None:
+    if p is None or p[1] == k.zero:
         return None
     x, y = p
     return _third(curve, p, x, k.mul(k.times(k.square(x), 3), k.inv(k.times(y, 2))))

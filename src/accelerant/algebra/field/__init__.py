@@ -10,7 +10,7 @@ launch.py       the kernels' launches and their count in the ledger
 """
 
 from accelerant.algebra.field.array import FieldArray
-from accelerant.algebra.field.field import PrimeField, prime_field
+from accelerant.algebra.field.field import PrimeField, prime_field, register_field
 from accelerant.algebra.field.op import add, add_on
 
-__all__ = ["FieldArray", "PrimeField", "add", "add_on", "prime_field"]
+__all__ = ["FieldArray", "PrimeField", "add", "add_on", "prime_field", "register_field"]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.algebra.field import launch
+from accelerant.algebra.field import launch, parameters
 from accelerant.algebra.field import words as host
 from accelerant.algebra.field.array import FieldArray, exponent_of
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, signed_view, space_at, space_of
@@ -24,7 +24,7 @@ from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["PrimeField", "prime_field"]
+__all__ = ["PrimeField", "prime_field", "register_field"]
 
 Device = str | ComputeDevice | None
 
@@ -278,9 +278,24 @@ def _broadcast(field: Field, place: MemorySpace, words: list[Any]) -> list[Any]:
 
 @functools.cache
 def prime_field(name: str) -> PrimeField:
-    """The field of a name: goldilocks, babybear, bn254_fr, bn254_fq, bls12_381_fr or bls12_381_fq.
+    """Return the field of a name: goldilocks, babybear, bn254_fr, bn254_fq, bls12_381_fr, bls12_381_fq, or registered.
 
     Raises:
         ConfigError: no field has that name; lists those there are.
     """
     return PrimeField(field_of(name))
+
+
+def register_field(name: str, modulus: int, generator: int) -> PrimeField:
+    """Register a prime field for this process, and return it; `field` and `ntt` take its name from then on.
+
+    Args:
+        name: an identifier.
+        modulus: p, a prime of an even number of 64-bit words, at least one bit below that.
+        generator: of the multiplicative group, or any quadratic non-residue if roots of unity of orders 2^k suffice.
+            Roots of unity are generator^((p - 1) / n).
+
+    Raises:
+        ConfigError: another field has the name, or a parameter is out of these limits.
+    """
+    return PrimeField(parameters.register_field(name, modulus, generator))

@@ -41,7 +41,7 @@ import numpy as np
 
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.zk.msm.device_plan import DevicePlan, coordinate_words
-from accelerant.zk.msm.program import AFFINE_BLOCK, INVERT_EACH, Launch, affine_source, invert_block
+from accelerant.zk.msm.program import AFFINE_BLOCK, INVERT_BLOCK, INVERT_EACH, Launch, affine_source
 
 __all__ = ["last_rows", "launches", "shapes"]
 
@@ -78,11 +78,11 @@ def launches(curve: Curve[Any], p: DevicePlan, first: int) -> Iterator[Launch]:
     cut = (p.keys, first, threads, p.affine_units)
     begin = ("points", "places", "counts", "before0", "totals")
     yield Launch(source, "msm_affine_begin", blocks, AFFINE_BLOCK, begin, (*cut, p.rounds))
-    each, width = min(INVERT_EACH, -(-threads // _INVERT_THREADS)), invert_block(curve)
+    each = min(INVERT_EACH, -(-threads // _INVERT_THREADS))
     rows = "points"
     for k in range(p.rounds):
-        groups = -(-threads // (width * each))
-        yield Launch(source, "msm_affine_invert", groups, width, ("totals",), (threads, each))
+        groups = -(-threads // (INVERT_BLOCK * each))
+        yield Launch(source, "msm_affine_invert", groups, INVERT_BLOCK, ("totals",), (threads, each))
         after = f"before{1 - k % 2}" if k + 1 < p.rounds else f"before{k % 2}"  # the last round writes none
         arrays = (rows, "places", "counts", f"before{k % 2}", "totals", f"rows{k % 2}", after)
         yield Launch(source, "msm_affine_round", blocks, AFFINE_BLOCK, arrays, (*cut, k, p.rounds))

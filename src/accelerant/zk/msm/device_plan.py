@@ -31,10 +31,10 @@ _SHORTEST = 8
 
 _SMALLEST_PIECE = 1024
 
-ROUNDS: dict[int, tuple[tuple[int, int], ...]] = {8: (), 12: ((3 << 23, 2),), 16: (), 24: ()}
+ROUNDS: dict[int, tuple[tuple[int, int], ...]] = {12: ((3 << 23, 2),)}
 """32-bit limbs of a coordinate -> (entries of a piece, rounds of affine.c), the most entries first: from so many on, so
-many rounds. Scratch grows with them: 2^22 points of BLS12-381 take 8.4 GB for 1.0. Measured on an H200, ms without
-rounds and with 1, 2, 3 or 4, "kept" over points whose multiples are there:
+many rounds; none for other limbs. Scratch grows with them: 2^22 points of BLS12-381 take 8.4 GB for 1.0. Measured on
+an H200, ms without rounds and with 1, 2, 3 or 4, "kept" over points whose multiples are there:
 
     BN254 G1             2^20    4.12   1: 4.46    2: 4.58
                          2^22   13.69   2: 14.41   3: 14.87
@@ -50,7 +50,7 @@ rounds and with 1, 2, 3 or 4, "kept" over points whose multiples are there:
                          2^23   47.70   2: 44.81
 
 Those with rounds that are not "kept" had another sort, since dropped, with which those at 2^22, 2^23 and 2^22 without
-rounds took 13.50, 27.74 and 28.77. Over Fq2, 16 and 24 limbs, nothing is measured. Why BN254 loses is in affine.py."""
+rounds took 13.50, 27.74 and 28.77. Why BN254 loses is in affine.py, whose rounds are for curves over Fq."""
 
 _ROUNDS_FILL = 13
 """Units of a bucket, on the average: with fewer, rounds pad too much. Above, 2^20 points of BLS12-381 have buckets of
@@ -204,7 +204,7 @@ def device_plan(
         shared, per_thread, written_out, resident, fold_written_out: see DevicePlan.
         window: bits of a digit, 2 to 22.
         segment: the most units that a thread adds up, 1 to 1024.
-        rounds: of affine.c, 0 to 5; if not given as ROUNDS has it, or none where they have no room.
+        rounds: of affine.c, 0 to 5, over Fq2 0; if not given as ROUNDS has it, or none where they have no room.
         piece: points at once, at most.
 
     Raises:
@@ -215,8 +215,9 @@ def device_plan(
         raise ConfigError(f"window must be 2 to {_LARGEST_WINDOW} bits, got {window}")
     if segment is not None and not 1 <= segment <= LONGEST:
         raise ConfigError(f"segment must be 1 to {LONGEST} units, got {segment}")
-    if rounds is not None and not 0 <= rounds <= _MOST_ROUNDS:
-        raise ConfigError(f"rounds must be 0 to {_MOST_ROUNDS}, got {rounds}")
+    most_rounds = _MOST_ROUNDS if curve.coordinates.degree == 1 else 0
+    if rounds is not None and not 0 <= rounds <= most_rounds:
+        raise ConfigError(f"rounds must be 0 to {most_rounds} on {curve.name}, got {rounds}")
     size, sort = min(n, piece or n), (curve.order.bit_length(), 2 * coordinate_words(curve))
     while True:
         cut = _cut(sort, size, shared, window, segment, rounds)
@@ -281,7 +282,7 @@ def _cut(
 
 def _rounds(cut: DevicePlan, limbs: int) -> int:
     """By ROUNDS, but no more than fill."""
-    usual = next((rounds for least, rounds in ROUNDS[limbs] if cut.entries >= least), 0)
+    usual = next((rounds for least, rounds in ROUNDS.get(limbs, ()) if cut.entries >= least), 0)
     return min(usual, max(0, (cut.entries // (_ROUNDS_FILL * cut.keys)).bit_length() - 1))
 
 

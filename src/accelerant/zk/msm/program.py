@@ -17,6 +17,7 @@ __all__ = [
     "AFFINE_BLOCK",
     "COUNTERS",
     "EACH",
+    "INVERT_BLOCK",
     "INVERT_EACH",
     "LONGEST",
     "MULTIPLES_BLOCK",
@@ -27,7 +28,6 @@ __all__ = [
     "accumulate_source",
     "affine_source",
     "fold_source",
-    "invert_block",
     "multiples_source",
     "reduce_block",
     "sort_source",
@@ -53,6 +53,9 @@ ACCUMULATE_BLOCK = 128
 
 AFFINE_BLOCK = 128
 """Threads of a block of msm_affine_begin and msm_affine_round, as they are launched."""
+
+INVERT_BLOCK = 128
+"""Threads of a block of msm_affine_invert: each has two elements of at most 12 64-bit limbs in 25 KiB."""
 
 INVERT_EACH = 8
 """Products that a thread of msm_affine_invert takes, at most."""
@@ -93,7 +96,7 @@ _DIGIT_BITS = 30
 """Of divsteps.h."""
 
 _MORE = 128
-"""Threads more of msm_affine_begin, which waits for memory, than of msm_affine_round; but over Fq2 of 12 limbs."""
+"""Threads that msm_affine_begin, which waits for memory, has in addition to those of msm_affine_round."""
 
 _FEW = 16
 """Segments of a bucket that one thread adds up; above, a block does."""
@@ -122,11 +125,6 @@ def sort_source() -> KernelSource:
     return KernelSource(name="msm_sort", dialects={"portable": text}, entries=_SORT)
 
 
-def invert_block(curve: Curve[Any]) -> int:
-    """Threads of a block of msm_affine_invert: as many as have room for two elements each in 25 KiB."""
-    return 128 if curve.coordinates.degree * curve.coordinates.base.limbs <= 12 else 64
-
-
 @functools.cache
 def accumulate_source(
     curve: Curve[Any], written_out: bool | None = None, resident: int | None = None, rows: bool = False
@@ -147,23 +145,22 @@ def accumulate_source(
 
 @functools.cache
 def affine_source(curve: Curve[Any], written_out: bool | None = None, resident: int | None = None) -> KernelSource:
-    """affine.c; the two as for accumulate_source."""
+    """affine.c, for a curve over Fq; the two as for accumulate_source."""
     written_out, resident = _compiled(curve, written_out, resident)
-    base, limbs = curve.coordinates.base, 2 * curve.coordinates.degree * curve.coordinates.base.limbs
+    base = curve.coordinates.base
     digits = -(-(base.bits + 6) // _DIGIT_BITS)  # a sign, and room for 16 p
     listed = ", ".join(f"0x{digit:x}" for digit in base.words(base.modulus, _DIGIT_BITS, digits))
     sizes: dict[str, int | str] = {
         "MSM_RESIDENT": resident,
-        "MSM_BEGIN_RESIDENT": resident + _MORE * (limbs < 24),
-        "MSM_INVERT_BLOCK": invert_block(curve),
+        "MSM_BEGIN_RESIDENT": resident + _MORE,
+        "MSM_INVERT_BLOCK": INVERT_BLOCK,
         "MSM_INVERT_EACH": INVERT_EACH,
         "BASE_DIGITS": digits,
         "BASE_MODULUS_DIGITS": listed,
         "BASE_MODULUS_INVERSE": f"{pow(base.modulus, -1, 1 << _DIGIT_BITS)}U",
     }
     name = f"affine_{resident}" + "_written_out" * written_out
-    inverses = ("divsteps.h", "divsteps_quadratic.h")[: curve.coordinates.degree]
-    return _source(curve, name, (*inverses, "affine.c"), _AFFINE, sizes, written_out)
+    return _source(curve, name, ("divsteps.h", "affine.c"), _AFFINE, sizes, written_out)
 
 
 @functools.cache
@@ -186,7 +183,8 @@ def multiples_source(curve: Curve[Any]) -> KernelSource:
 
 def _compiled(curve: Curve[Any], written_out: bool | None, resident: int | None) -> tuple[bool, int]:
     """Both as ACCUMULATION has them, where they are not given."""
-    usual = ACCUMULATION[2 * curve.coordinates.degree * curve.coordinates.base.limbs]
+    limbs = 2 * curve.coordinates.degree * curve.coordinates.base.limbs
+    usual = ACCUMULATION.get(limbs, (limbs <= 8, 512 if limbs <= 8 else 256))
     return usual[0] if written_out is None else written_out, resident or usual[1]
 
 
