@@ -12,8 +12,8 @@ from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.curve.program import ENTRIES
 from accelerant.algebra.curve.reference import add, double, in_subgroup, msm_sum, multiply, negate
 from accelerant.algebra.field.llvm_kernels import FORMS, FieldKernels, host_form
-from accelerant.algebra.field.parameters import FIELDS, field_of
 from accelerant.algebra.field.memory_space import HOST
+from accelerant.algebra.field.parameters import FIELDS, field_of
 from accelerant.algebra.ntt.reference import ntt_reference
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime import registry
