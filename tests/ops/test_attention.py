@@ -143,7 +143,9 @@ def test_not_a_number_stays_in_its_rows(interpreted):
 
 @pytest.mark.parametrize("options", [(False, -1), (True, -1), (True, 11), (False, 20)], ids=str)
 @pytest.mark.parametrize(
-    "plan", [launch.Plan(16, 16, 4, 1), launch.Plan(64, 16, 4, 1), launch.Plan(16, 64, 4, 1)], ids=str
+    "plan",
+    [launch.AttentionPlan(16, 16, 4, 1), launch.AttentionPlan(64, 16, 4, 1), launch.AttentionPlan(16, 64, 4, 1)],
+    ids=str,
 )
 def test_any_plan_gives_the_same(plan, options, interpreted):
     causal, window = options
@@ -269,8 +271,8 @@ HOPPER_REFUSALS = [
 
 @pytest.mark.parametrize(("name", "case", "reason"), HOPPER_REFUSALS)
 def test_libraries_say_what_they_refuse(name, case, reason, monkeypatch):
-    monkeypatch.setattr(backends, "capability_of", lambda _: (9, 0))
-    monkeypatch.setattr(importlib.import_module("accelerant.ops.attention.op"), "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(backends, "nvidia_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
@@ -281,7 +283,7 @@ def test_libraries_say_what_they_refuse(name, case, reason, monkeypatch):
 
 
 def test_sm_75_has_no_room_for_the_widest_heads_in_float32(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("accelerant.ops.attention.op"), "capability_of", lambda _: (7, 5))
+    monkeypatch.setattr(importlib.import_module("accelerant.ops.attention.op"), "nvidia_capability", lambda _: (7, 5))
     (triton,) = (each for each in operations()["attention_bwd"].implementations if each.name == "triton")
     assert "64 KiB" in triton.refuses(case(1, 1, 1, 9, 9, 256, dtype=torch.float32))
     assert "64 KiB" not in (triton.refuses(case(1, 1, 1, 9, 9, 256, dtype=torch.float16)) or "")

@@ -1,4 +1,4 @@
-"""What attention and attention_varlen are tested and measured on."""
+"""Samples, benchmarks, tolerances and compiled kernels of attention and attention_varlen."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ _ATTENTION = OpCases(
         _sample(1, 1, 300, 192, causal=True),
     ),
     BENCHMARKS=(
-        # Of the fastest peer's speed, the tensor cores' limit being far: 330/323, 393/402, 536/509, 569/573 TFLOP/s.
+        # Relative to the fastest peer, far below the tensor cores' peak: 330/323, 393/402, 536/509, 569/573 TFLOP/s.
         Benchmark(_sample(32, 12, 1024, 64, causal=True), torch.bfloat16, forward_x=1.15, backward_x=1.15),
         Benchmark(_sample(16, 12, 2048, 64, causal=True), torch.bfloat16, forward_x=1.1, backward_x=1.0),
         Benchmark(_sample(1, 16, 16384, 64), torch.bfloat16, forward_x=1.0, backward_x=1.0),
         Benchmark(_sample(2, 16, 8192, 128, causal=True), torch.bfloat16, forward_x=1.0, backward_x=1.0),
         Benchmark(_sample(8, 12, 2048, 64), torch.float32, peak_mib=52.0),
     ),
-    # o is a mean of values of size 1 and rounded once, but its weights were rounded to its dtype before; gradients add
-    # two more products. float32: sums of up to 2000 products of size 1.
+    # o is a weighted mean of unit normal values, rounded once, with weights rounded to its dtype; gradients add two
+    # more products. float32: sums of up to 2000 products.
     TOLERANCES={
         torch.float64: Tolerance(1e-11, 1e-12),
         torch.float32: Tolerance(2e-5, 5e-6),
@@ -70,7 +70,7 @@ _ATTENTION = OpCases(
 
 
 def _packed(H: int, D: int, lengths: tuple[tuple[int, int], ...], *, Hkv: int = 0, **options: Any) -> Sample:
-    """Sequences of (queries, keys)."""
+    """Return a sample of packed sequences with these (queries, keys) lengths."""
     cu = [tuple(itertools.accumulate((pair[i] for pair in lengths), initial=0)) for i in (0, 1)]
     words = ["+".join(f"{a}on{b}" for a, b in lengths) or "none", f"{H}x{D}"]
     words += [f"{name}{'' if value is True else value}" for name, value in options.items()]
@@ -112,16 +112,10 @@ _SIZES = ("S", "keys", "heads", "group", "blocks", "D", "window", "lse_batch", "
 
 
 def compilation(
-    kernel: str,
-    kind: str,
-    width: int,
-    capability: tuple[int, int],
-    *,
-    causal: bool = True,
-    window: int = -1,
+    kernel: str, kind: str, width: int, capability: tuple[int, int], *, causal: bool = True, window: int = -1,
     packed: bool = False,
-) -> Compilation:
-    """A kernel as a device of a compute capability launches it."""
+) -> Compilation:  # fmt: skip
+    """Return a kernel's specialisation as a device of this compute capability launches it."""
     dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
     plan = plan_for(kernel, width, dtype, capability)
     names = _TENSORS[kernel]
@@ -139,7 +133,7 @@ def compilation(
     return Compilation(_KERNELS[kernel], types, fixed, plan.num_warps, plan.num_stages)
 
 
-# The first of each kernel is compiled for every target, so it is one that the smallest takes.
+# The first of each kernel is compiled for every target, so it fits in the smallest shared memory.
 KERNELS = tuple(
     each
     for kernel in _TENSORS

@@ -1,18 +1,21 @@
-"""Attention by torch's own functions, on any device: what is left where no kernel or library serves.
+"""Attention by torch's own functions, on any device: the fallback of the kernels and libraries.
 
-On the CPU these are torch's fused functions, forward and backward; elsewhere the scores stand in memory whole.
+On the CPU these are torch's fused functions, forward and backward; elsewhere the score matrix is materialised.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from accelerant.ops.attention.launch import like, with_rows
 
-__all__ = ["attend", "dense_backward", "graded", "laid", "torch_backward", "torch_forward", "unfolded"]
+__all__ = [
+    "attend", "dense_backward", "torch_backward", "torch_forward", "unfolded", "with_layout_of", "with_layouts_of",
+]  # fmt: skip
 
 aten = torch.ops.aten
 _unsafe_view = aten._unsafe_view.default
@@ -21,39 +24,29 @@ _forward, _backward = (
 )
 
 
-def _alike(y: Tensor, x: Tensor) -> bool:
-    """Whether both lie in memory in one way; the stride of a dimension of 1 says nothing."""
-    return y.stride() == x.stride() or (y.is_contiguous() and x.is_contiguous())
-
-
-def laid(y: Tensor, as_: Tensor) -> Tensor:
-    """The same y in the strides that a fake result says it has."""
-    if _alike(y, as_):
+def with_layout_of(x: Tensor, y: Tensor, empty: Callable[[Tensor], Tensor] = like) -> Tensor:
+    """Return y with the strides of empty(x), which the op's fake implementation promises."""
+    if y.stride() == x.stride() or (y.is_contiguous() and x.is_contiguous()):
         return y
-    target = like(as_)
+    target = empty(x)
     return y if y.stride() == target.stride() else target.copy_(y)
 
 
-def graded(gradients: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Gradients in the strides that torch.empty_like gives."""
-    found = []
-    for gradient, x in zip(gradients, inputs, strict=True):
-        if not _alike(gradient, x):
-            target = torch.empty_like(x)
-            gradient = gradient if gradient.stride() == target.stride() else target.copy_(gradient)
-        found.append(gradient)
-    return tuple(found)
+def with_layouts_of(inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the gradients with the strides that torch.empty_like gives for the inputs."""
+    return tuple(with_layout_of(x, dx, torch.empty_like) for x, dx in zip(inputs, gradients, strict=True))
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention with the scores whole, from functions that torch differentiates as often as one likes.
+    """Compute attention with a materialised score matrix, by functions that torch differentiates any number of times.
 
     Args:
-        q, k, v: (B, Hq, S, D), (B, Hkv, Skv, D) twice.
-        causal, scale, window: as the op's.
-        seen: (S, Skv) bool, in place of causal and window.
+        q: (B, Hq, S, D).
+        k, v: (B, Hkv, Skv, D).
+        causal, scale, window: as the op's; window -1 for none.
+        seen: (S, Skv) bool mask, in place of causal and window.
 
     Returns:
         o in q's dtype, and lse, float32 (float64 for float64).
@@ -66,7 +59,7 @@ def attend(
     blind = None
     if seen is not None:
         blind = ~seen.any(-1, keepdim=True)
-        # Rows that see nothing see all instead, and are cleared below: no infinity meets another one.
+        # Rows that see no key attend to all and are cleared below, which avoids inf - inf.
         scores = scores.masked_fill(~(seen | blind), -math.inf)
     weights = torch.softmax(scores, -1)
     lse = torch.logsumexp(scores, -1)
@@ -77,17 +70,17 @@ def attend(
 
 
 def _mask(S: int, Skv: int, causal: bool, window: int, device: torch.device) -> Tensor | None:
-    """Which query sees which key, (S, Skv); None: each sees all."""
+    """Return which key each query sees, (S, Skv) bool; None if each sees all."""
     if not causal and window < 0:
         return None
-    place = torch.arange(S, device=device)[:, None] + (Skv - S)
+    position = torch.arange(S, device=device)[:, None] + (Skv - S)
     key = torch.arange(Skv, device=device)[None, :]
-    seen = key <= place if causal else key >= place - window
-    return seen & (key >= place - window) if causal and window >= 0 else seen
+    seen = key <= position if causal else key >= position - window
+    return seen & (key >= position - window) if causal and window >= 0 else seen
 
 
 def _additive(q: Tensor, k: Tensor, causal: bool, window: int) -> tuple[bool, Tensor | None]:
-    """What torch's function for the CPU takes: its own causal flag, or a mask to add."""
+    """Return the arguments is_causal and attn_mask of torch's CPU function."""
     S, Skv = q.shape[2], k.shape[2]
     if window < 0 and (not causal or Skv == S):
         return causal, None
@@ -97,7 +90,7 @@ def _additive(q: Tensor, k: Tensor, causal: bool, window: int) -> tuple[bool, Te
 
 
 def _grouped(q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """(B * Hkv, group, S, D): heads that share keys become a batch of their own, the keys repeated by stride 0."""
+    """Return (B * Hkv, group, S, D) views: heads that share keys become a batch, the keys repeated by stride 0."""
     B, Hkv = others[0].shape[:2]
     group = q.shape[1] // Hkv
     keys = [x.reshape(B * Hkv, 1, *x.shape[2:]).expand(-1, group, -1, -1) for x in others]
@@ -105,10 +98,10 @@ def _grouped(q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 
 
 def _folds(*tensors: Tensor) -> bool:
-    """Whether each head may go as a batch of its own: of contiguous tensors with as many heads each, above one.
+    """Return whether heads can be folded into the batch: contiguous tensors with the same number of heads, above one.
 
-    Torch's functions give results and gradients as (B, S, H, D) lies in memory: for contiguous heads that saves a copy
-    in the forward pass and three in the backward one.
+    Torch's functions return results and gradients with the memory layout (B, S, H, D). Folding saves a copy in the
+    forward pass and three in the backward pass for contiguous heads.
     """
     heads = tensors[0].shape[1]
     return heads > 1 and all(x.is_contiguous() and x.shape[1] == heads for x in tensors)
@@ -120,7 +113,7 @@ def _fold(x: Tensor) -> Tensor:
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, *, folded: bool) -> tuple[Tensor, ...]:
-    """The three as torch's functions take them."""
+    """Return q, k and v with the shapes that torch's CPU functions expect."""
     if folded:
         return _fold(q), _fold(k), _fold(v)
     rows = with_rows(q), with_rows(k), with_rows(v)
@@ -128,13 +121,13 @@ def _arguments(q: Tensor, k: Tensor, v: Tensor, *, folded: bool) -> tuple[Tensor
 
 
 def unfolded(o: Tensor, q: Tensor) -> Tensor:
-    """A result of folded heads in the shape of q; no view, so that it may be changed in place."""
-    found: Tensor = _unsafe_view(o, tuple(q.shape))
-    return found
+    """Return a result of folded heads in q's shape; no view for autograd, so that it may be changed in place."""
+    unfolded_o: Tensor = _unsafe_view(o, tuple(q.shape))
+    return unfolded_o
 
 
 def torch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
-    """Attend: o in q's layout, lse (B, Hq, S) contiguous."""
+    """Return o in q's layout, and lse (B, Hq, S), contiguous."""
     B, Hq, S, _ = q.shape
     Hkv, Skv = k.shape[1], k.shape[2]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -142,7 +135,7 @@ def torch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, w
         return like(q).zero_(), q.new_full((B, Hq, S), -math.inf, dtype=wide)
     if q.device.type != "cpu":
         o, lse = attend(q, k, v, causal, scale, window)
-        return laid(o, q), lse.contiguous()
+        return with_layout_of(q, o), lse.contiguous()
     flag, mask = _additive(q, k, causal, window)
     folded = _folds(q, k, v)
     args = _arguments(q, k, v, folded=folded)
@@ -154,18 +147,18 @@ def torch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, w
     lse = lse.contiguous()
     if causal and Skv < S:
         lse[:, :, : S - Skv] = -math.inf
-    return laid(o, q), lse
+    return with_layout_of(q, o), lse
 
 
 def torch_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int
 ) -> tuple[Tensor, ...]:
-    """Find dq, dk and dv, in the layouts of q, k and v."""
+    """Return dq, dk and dv, in the layouts of q, k and v."""
     Hq, Hkv = q.shape[1], k.shape[1]
     if not q.numel() or not k.numel():
         return tuple(torch.empty_like(x).zero_() for x in (q, k, v))
     if q.device.type != "cpu":
-        return graded(dense_backward(do, q, k, v, o, lse, causal, scale, window), (q, k, v))
+        return with_layouts_of((q, k, v), dense_backward(do, q, k, v, o, lse, causal, scale, window))
     flag, mask = _additive(q, k, causal, window)
     if causal and q.shape[2] > k.shape[2]:
         lse = lse.masked_fill(lse == -math.inf, 0)
@@ -181,13 +174,13 @@ def torch_backward(
         return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
     if Hq != Hkv:
         dq, dk, dv = dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
-    return graded((dq, dk, dv), (q, k, v))
+    return with_layouts_of((q, k, v), (dq, dk, dv))
 
 
 def dense_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int
 ) -> tuple[Tensor, ...]:
-    """The formulas of triton_kernels.py, the scores whole."""
+    """Return dq, dk and dv by the formulas of triton_kernels.py, with a materialised score matrix."""
     wide = lse.dtype
     split = (k.shape[1], q.shape[1] // k.shape[1])
     dos, qs, os = (x.to(wide).unflatten(1, split) for x in (do, q, o))

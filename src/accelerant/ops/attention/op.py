@@ -14,7 +14,7 @@ from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops._refusals import FLOATING, check_dtype, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.attention import hopper_bwd, hopper_fwd
-from accelerant.ops.attention.backends import CUDNN, EFFICIENT, FLASH, FLASH_4, TORCH, capability_of
+from accelerant.ops.attention.backends import CUDNN, EFFICIENT, FLASH, FLASH_4, TORCH, nvidia_capability
 from accelerant.ops.attention.composite import attend, unfolded
 from accelerant.ops.attention.launch import MAX_WIDTH, launch_backward, launch_forward, like
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
@@ -37,7 +37,7 @@ def refuses_triton_kernels(case: Case) -> str | None:
 
 def refuses_triton_backward(case: Case) -> str | None:
     """The same for the backward pass."""
-    capability, D = capability_of(case.device), case.shape[-1]
+    capability, D = nvidia_capability(case.device), case.shape[-1]
     if (0, 0) < capability < (8, 0) and case.dtype != torch.float16 and D > 128:
         return f"needs more than the 64 KiB of shared memory of sm_75 for heads {D} wide in float32"
     return refuses_triton_kernels(case)

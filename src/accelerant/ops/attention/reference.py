@@ -1,4 +1,4 @@
-"""The mathematics of attention, in whatever dtype comes; the oracle of its tests in float64."""
+"""Reference of attention in plain PyTorch, in the dtype of its inputs; the tests' oracle in float64."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def attention_reference(
     window: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax(scale q k^T) v over the keys that each query sees, the scores whole."""
+    """Return softmax(scale q k^T) v over the keys that each query sees, with a materialised score matrix."""
     group = q.shape[1] // max(k.shape[1], 1)
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     S, Skv, D = q.shape[2], k.shape[2], q.shape[3]
-    place = torch.arange(S, device=q.device)[:, None] + (Skv - S)
+    position = torch.arange(S, device=q.device)[:, None] + (Skv - S)
     key = torch.arange(Skv, device=q.device)[None, :]
     seen = torch.ones(S, Skv, dtype=torch.bool, device=q.device)
     if causal:
-        seen &= key <= place
+        seen &= key <= position
     if window is not None:
-        seen &= key >= place - window
+        seen &= key >= position - window
     scores = (q @ k.transpose(-1, -2)) * (D**-0.5 if scale is None else scale)
     empty = ~seen.any(-1, keepdim=True)
     if Skv:
@@ -60,14 +60,14 @@ def attention_varlen_reference(
     window: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """attention_reference of each sequence; the longest lengths have no say in it."""
-    found = []
+    """Return attention_reference of each sequence; the maximum lengths are not used."""
+    results = []
     bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for begin_q, end_q, begin_k, end_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:], strict=False):
         parts = (x.transpose(0, 1)[None] for x in (q[begin_q:end_q], k[begin_k:end_k], v[begin_k:end_k]))
-        found.append(attention_reference(*parts, causal=causal, scale=scale, window=window, return_lse=True))
-    none = q[:0] + 0 * (k.sum() + v.sum())  # so that there are gradients even where there is no sequence
-    o = torch.cat([none, *(o[0].transpose(0, 1) for o, _ in found)])
+        results.append(attention_reference(*parts, causal=causal, scale=scale, window=window, return_lse=True))
+    none = q[:0] + 0 * (k.sum() + v.sum())  # gives k and v gradients even without sequences
+    o = torch.cat([none, *(o[0].transpose(0, 1) for o, _ in results)])
     if not return_lse:
         return o
-    return o, torch.cat([q.new_empty(q.shape[1], 0), *(lse[0] for _, lse in found)], 1)
+    return o, torch.cat([q.new_empty(q.shape[1], 0), *(lse[0] for _, lse in results)], 1)

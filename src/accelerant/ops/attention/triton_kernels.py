@@ -1,4 +1,4 @@
-"""Attention without the matrix of scores in memory.
+"""Attention without materialising the score matrix.
 
     s[i, j] = scale q[i] . k[j] where query i sees key j, else -inf
     lse[i] = log sum_j exp s[i, j]        o[i] = sum_j exp(s[i, j] - lse[i]) v[j]
@@ -6,19 +6,19 @@
     p = exp(s - lse)    delta[i] = do[i] . o[i]    ds = p (do v^T - delta)
     dv = p^T do         dq = scale ds k            dk = scale ds^T q
 
-Query i stands at place i + Skv - S of the keys: the last query beside the last key. CAUSAL: it sees no key after its
-place. WINDOW: it sees no key more than `window` before its place. A query that sees no key gives o = 0, lse = -inf.
+Query i is at position i + Skv - S of the keys: the last query is aligned with the last key. CAUSAL: it sees no key
+after its position. WINDOW: it sees no key more than `window` before it. Without a visible key, o = 0 and lse = -inf.
 
 Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2; the running sum is that of Milakov and Gimelshein 2018,
-        arXiv:1805.02867. The backward pass is in two kernels that recompute s, so that nothing is added up by atomics
-        and each run gives the same bits: 7 products of matrices in place of 5.
-Layout: q, o, do, dq by strides (batch, head, row), k, v, dk, dv likewise, last dimension contiguous; lse and delta by
-        strides (batch, head). With cu_q and cu_k the sequences are packed: sequence b is rows cu[b] to cu[b + 1] and
-        the strides of the batch are 0. `group` neighbouring query heads share one head of keys.
-Grid:   one program for BLOCK_M queries of a head (fwd, bwd_q: the longest rows first under CAUSAL), or for BLOCK_N keys
-        of a head of keys, with all its query heads (bwd_kv). bwd_q also finds delta, so it runs before bwd_kv.
-Bound:  tensor cores, beside exp2 at small D: 4 D operations a visible pair forward, 10 D (14 D done) backward; float32
-        by the floating-point units.
+        arXiv:1805.02867. The backward pass has two kernels that recompute s, so that no atomics are needed and results
+        are deterministic: 7 matrix products instead of 5.
+Layout: q, o, do, dq, k, v, dk, dv with strides (batch, head, row) and a contiguous last dimension; lse and delta with
+        strides (batch, head). With cu_q and cu_k the sequences are packed: sequence b is rows cu[b] to cu[b + 1], and
+        the batch strides are 0. `group` neighbouring query heads share one key head.
+Grid:   fwd, bwd_q: one program per BLOCK_M queries of a head, the longest rows first if CAUSAL. bwd_kv: one program per
+        BLOCK_N keys of a key head, for all its query heads. bwd_q also computes delta, so it runs before bwd_kv.
+Bound:  tensor cores, and exp2 at small D: 4 D flops per visible pair forward, 10 D (14 D executed) backward; float32 by
+        the floating-point units.
 """
 
 import triton
@@ -30,7 +30,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _dot(a, b, sums, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """The sums + a b; UPCAST: no tensor core takes the type (or the interpreter gets it wrong), so float32."""
+    """Return sums + a b; UPCAST: in float32, since no tensor core has the dtype (or the interpreter is wrong)."""
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
     else:
@@ -39,9 +39,9 @@ def _dot(a, b, sums, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def _dot_apart(a, b, sums, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """The sums + a b for long sums: of float32, each tile in a chain of its own, since an error grows with its length.
+    """Return sums + a b; in float32 with a chain of additions per tile, since rounding errors grow with the chain.
 
-    By fma, as the compiler would make sums + dot one chain again.
+    The fma prevents the compiler from merging sums + dot into one chain.
     """
     if PRECISION == "ieee" and a.dtype == tl.float32 and not UPCAST:
         part = tl.dot(a, b, input_precision="ieee")
@@ -52,7 +52,7 @@ def _dot_apart(a, b, sums, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def _load(pointers, in_rows, in_width, CHECK: tl.constexpr, EXACT: tl.constexpr):
-    """A tile; zeros outside of the rows, which are looked at under CHECK, and of the width unless EXACT."""
+    """Load a tile; zeros outside in_rows if CHECK, and outside in_width unless EXACT."""
     if CHECK and EXACT:
         return tl.load(pointers, mask=in_rows, other=0.0)
     elif CHECK:
@@ -65,7 +65,7 @@ def _load(pointers, in_rows, in_width, CHECK: tl.constexpr, EXACT: tl.constexpr)
 
 @triton.jit
 def _sequence(cu_ptr, b, length):
-    """First row and length of sequence b."""
+    """Return the first row and the length of sequence b."""
     if cu_ptr is None:
         first = 0
     else:
@@ -76,7 +76,7 @@ def _sequence(cu_ptr, b, length):
 
 @triton.jit
 def _visible(rows, columns, offset, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Which pairs see each other; rows and columns shaped to broadcast."""
+    """Return the mask of visible pairs; rows and columns have shapes that broadcast."""
     seen = columns < keys
     if CAUSAL:
         seen = seen & (columns <= rows + offset)
@@ -89,7 +89,7 @@ def _visible(rows, columns, offset, keys, window, CAUSAL: tl.constexpr, WINDOW: 
 def _key_ranges(
     first, S, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """For queries first to first + BLOCK_M: low, a, b, high; some keys are seen in [low, high), all in [a, b)."""
+    """Return low, a, b, high for queries first to first + BLOCK_M: they see keys in [low, high), and all in [a, b)."""
     offset = keys - S
     low = 0
     high = keys
@@ -113,7 +113,7 @@ def _accumulate(
     CHECK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The running sums over the keys [low, high), exponents to base 2; CHECK: not every pair is seen."""
+    """Update the running sums over keys [low, high), exponents to base 2; CHECK: not every pair is visible."""
     width = tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, BLOCK_N)
     k_ptr += tl.cast(low, tl.int64) * k_row
@@ -130,7 +130,7 @@ def _accumulate(
             )
         larger = tl.maximum(peak, tl.max(s, 1))
         shift = larger
-        if CHECK:  # a row that saw nothing yet: -inf - -inf would be NaN
+        if CHECK:  # a row without a visible key so far: -inf - -inf would be NaN
             shift = tl.where(larger == float("-inf"), 0.0, larger)
         p = tl.exp2(s - shift[:, None])
         shrink = tl.exp2(peak - shift)
@@ -204,7 +204,7 @@ def attention_fwd(
 
 @triton.jit
 def _exponent(lse_at, rows, S):
-    """The logarithm to base 2, for exp2(s - it): +inf, which makes 0, for rows that saw no key or are none."""
+    """Load lse to base 2, for exp2(s - lse); +inf, which gives 0, for rows that see no key or do not exist."""
     lse = tl.load(lse_at, mask=rows < S, other=float("-inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
 
@@ -215,7 +215,7 @@ def _accumulate_dq(
     CHECK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """What dq / scale gets from the keys [low, high)."""
+    """Return the part of dq / scale from keys [low, high)."""
     width = tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, BLOCK_N)
     k_ptr += tl.cast(low, tl.int64) * k_row
@@ -306,7 +306,7 @@ def attention_bwd_q(
 def _row_ranges(
     first, S, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """For keys first to first + BLOCK_N: low, a, b, high; some are seen by queries in [low, high), all in [a, b)."""
+    """Return low, a, b, high for keys first to first + BLOCK_N: queries in [low, high) see some, in [a, b) all."""
     offset = keys - S
     low = 0
     high = S
@@ -331,7 +331,7 @@ def _accumulate_dkv(
     CHECK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """What dk / scale and dv get from the queries [low, high); scores lie transposed, keys down and queries across."""
+    """Return the parts of dk / scale and dv from queries [low, high); scores are transposed, keys by queries."""
     width = tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, BLOCK_M)
     q_ptr += tl.cast(low, tl.int64) * q_row
@@ -372,7 +372,7 @@ def attention_bwd_kv(
 ):  # fmt: skip
     program = tl.program_id(0)
     block = program % blocks
-    h = (program // blocks % heads).to(tl.int64)  # of the keys
+    h = (program // blocks % heads).to(tl.int64)  # key head
     b = (program // blocks // heads).to(tl.int64)
     first_q, S = _sequence(cu_q_ptr, b, S)
     first_k, keys = _sequence(cu_k_ptr, b, keys)

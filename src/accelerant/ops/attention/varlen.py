@@ -1,4 +1,4 @@
-"""attention_varlen: attention within each of several sequences that lie behind one another in memory."""
+"""attention_varlen: attention within each of several packed sequences."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._library import name_of
-from accelerant.ops.attention.backends import (
-    TORCH,
-    VARLEN_FLASH,
-)
+from accelerant.ops.attention.backends import TORCH, VARLEN_FLASH
 from accelerant.ops.attention.composite import attend
 from accelerant.ops.attention.launch import launch_varlen_backward, launch_varlen_forward, like
 from accelerant.ops.attention.op import (
@@ -34,64 +31,45 @@ __all__ = ["attention_varlen", "attention_varlen_bwd", "attention_varlen_fwd"]
 # --- implementations -------------------------------------------------------------------------------------------------
 
 
-def _parts(*pairs: tuple[Tensor, list[int]]) -> list[list[Tensor]]:
-    """Each tensor (total, H, D) cut at its bounds, the pieces as (1, H, length, D)."""
+def _sequences(*pairs: tuple[Tensor, list[int]]) -> list[list[Tensor]]:
+    """Return for each tensor (total, H, D) its views of the sequences between the offsets, (1, H, length, D) each."""
     return [[x[begin:end].transpose(0, 1)[None] for begin, end in itertools.pairwise(bounds)] for x, bounds in pairs]
 
 
 def _torch_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float,
     window: int,
-) -> tuple[Tensor, Tensor]:
-    """Sequence by sequence; waits for the device to learn the bounds."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute one sequence at a time; synchronises with the device to read the offsets."""
     bounds_q, bounds_k = cu_q.tolist(), cu_k.tolist()
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     o, lse = like(q), q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=wide)
-    pieces = _parts((q, bounds_q), (k, bounds_k), (v, bounds_k), (o, bounds_q))
-    for at, (q_, k_, v_, o_) in enumerate(zip(*pieces, strict=True)):
-        found, of_rows = TORCH[0].run(q_, k_, v_, causal, scale, window)
-        o_.copy_(found)
-        lse[:, bounds_q[at] : bounds_q[at + 1]] = of_rows[0]
+    sequences = _sequences((q, bounds_q), (k, bounds_k), (v, bounds_k), (o, bounds_q))
+    for i, (q_i, k_i, v_i, o_i) in enumerate(zip(*sequences, strict=True)):
+        result, lse_i = TORCH[0].run(q_i, k_i, v_i, causal, scale, window)
+        o_i.copy_(result)
+        lse[:, bounds_q[i] : bounds_q[i + 1]] = lse_i[0]
     return o, lse
 
 
 def _torch_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
-    window: int,
-) -> tuple[Tensor, ...]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int,
+    max_k: int, causal: bool, scale: float, window: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
     bounds_q, bounds_k = cu_q.tolist(), cu_k.tolist()
     gradients = tuple(torch.empty_like(x) for x in (q, k, v))
     inputs = ((do, bounds_q), (q, bounds_q), (k, bounds_k), (v, bounds_k), (o, bounds_q))
     targets = zip(gradients, (bounds_q, bounds_k, bounds_k), strict=True)
-    for at, (*tensors, dq, dk, dv) in enumerate(zip(*_parts(*inputs, *targets), strict=True)):
-        of_rows = lse[None, :, bounds_q[at] : bounds_q[at + 1]].contiguous()
-        found = TORCH[1].run(*tensors, of_rows, causal, scale, window)
-        for target, gradient in zip((dq, dk, dv), found, strict=True):
+    for i, (*tensors, dq, dk, dv) in enumerate(zip(*_sequences(*inputs, *targets), strict=True)):
+        lse_i = lse[None, :, bounds_q[i] : bounds_q[i + 1]].contiguous()
+        results = TORCH[1].run(*tensors, lse_i, causal, scale, window)
+        for target, gradient in zip((dq, dk, dv), results, strict=True):
             target.copy_(gradient)
     return gradients
 
 
 def _cost(case: Case, *, products: int, tensors: int) -> Cost:
-    """The work depends on the lengths, which only the device knows: as if each query met the longest keys."""
+    """Return the cost as if each query saw the longest sequence of keys: the lengths are known to the device only."""
     _, Hq, Hkv, total, total_k, _, max_k, D = case.shape
     pairs = total * min(max_k, total_k) // (2 if "causal" in case.options else 1)
     numbers = D * (Hq * total + Hkv * total_k)
@@ -135,17 +113,17 @@ def attention_varlen(
     window: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention within each of several sequences, packed behind one another without padding.
+    """Compute attention within each of several sequences, packed one after the other without padding.
 
     Sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] and the keys cu_seqlens_k[b] to
-    cu_seqlens_k[b + 1]; on each of them this is `attention`, with the same meaning of causal, scale and window.
+    cu_seqlens_k[b + 1]. Each is computed as by `attention`, with the same meaning of causal, scale and window.
 
     Args:
         q: (total_q, Hq, D), float16, bfloat16, float32 or float64.
         k, v: (total_k, Hkv, D), dtype of q; Hkv divides Hq.
-        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on the device of q: where each begins, from 0 to total_q and
-            total_k, never falling. The values stay on the device and are not checked.
-        max_seqlen_q, max_seqlen_k: the longest lengths, or more; of the first one rows beyond it are not computed.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on the device of q: the sequences' offsets, from 0 to total_q
+            and total_k, non-decreasing. The values stay on the device and are not checked.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths; queries beyond max_seqlen_q are not computed.
         causal, scale, window, return_lse: as in attention.
 
     Returns:
@@ -157,8 +135,8 @@ def attention_varlen(
         UnsupportedDtype: a dtype not listed above, or several.
         ConfigError: a negative window or length.
 
-    Under forward-mode differentiation and the transforms of torch.func this is torch's functions with the scores of all
-    sequences whole, which the ledger does not count.
+    Under forward-mode differentiation and the transforms of torch.func torch's own functions run, with the score matrix
+    of all sequences materialised; the ledger does not count them.
 
     Source: as attention; Dao 2023, arXiv:2307.08691 for the packed form.
     """
@@ -174,18 +152,8 @@ def attention_varlen(
         if length < 0:
             raise ConfigError(f"{name} must be at least 0, got {length}")
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    o, lse = _attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        causal,
-        scale,
-        checked_window(window, max_seqlen_k),
-    )
+    window = checked_window(window, max_seqlen_k)
+    o, lse = _attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, window)
     return (o, lse) if return_lse else o
 
 
@@ -208,38 +176,18 @@ def _case(q: Tensor, k: Tensor, cu_q: Tensor, max_q: int, max_k: int, causal: bo
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float,
     window: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     case = _case(q, k, cu_q, max_q, max_k, causal, window)
     result: tuple[Tensor, Tensor] = attention_varlen_fwd(case, q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window)
     return result
 
 
 def _backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
-    window: int,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int,
+    max_k: int, causal: bool, scale: float, window: int, needs: Sequence[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
     case = _case(q, k, cu_q, max_q, max_k, causal, window)
     result: tuple[Tensor, ...] = attention_varlen_bwd(
         case, do, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, causal, scale, window
@@ -248,53 +196,34 @@ def _backward(
 
 
 def _composite(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float,
     window: int,
-) -> tuple[Tensor, Tensor]:
-    seen = _seen(q.shape[0], k.shape[0], cu_q, cu_k, causal, window)
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    seen = _mask(q.shape[0], k.shape[0], cu_q, cu_k, causal, window)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     o, lse = attend(q, k, v, False, scale, -1, seen)
     return o.squeeze(0).transpose(0, 1), lse.squeeze(0).detach()
 
 
-def _seen(total_q: int, total_k: int, cu_q: Tensor, cu_k: Tensor, causal: bool, window: int) -> Tensor:
-    """Which query sees which key, of all the sequences, (total_q, total_k)."""
+def _mask(total_q: int, total_k: int, cu_q: Tensor, cu_k: Tensor, causal: bool, window: int) -> Tensor:
+    """Return which key each query sees, over all sequences: (total_q, total_k) bool."""
     query, key = (torch.arange(total, device=cu_q.device, dtype=torch.int32) for total in (total_q, total_k))
     last = cu_q.shape[0] - 2
-    of_query = (torch.searchsorted(cu_q, query, right=True) - 1).clamp(0, max(last, 0))
-    of_key = (torch.searchsorted(cu_k, key, right=True) - 1).clamp(0, max(last, 0))
-    seen = of_query[:, None] == of_key[None, :]
+    q_sequence = (torch.searchsorted(cu_q, query, right=True) - 1).clamp(0, max(last, 0))
+    k_sequence = (torch.searchsorted(cu_k, key, right=True) - 1).clamp(0, max(last, 0))
+    seen = q_sequence[:, None] == k_sequence[None, :]
     if last < 0:
         return torch.zeros_like(seen)
-    # The last query of a sequence stands beside its last key.
-    place = (query - cu_q[of_query + 1] + cu_k[of_query + 1])[:, None]
+    # The last query of a sequence is aligned with its last key.
+    position = (query - cu_q[q_sequence + 1] + cu_k[q_sequence + 1])[:, None]
     if causal:
-        seen = seen & (key <= place)
+        seen = seen & (key <= position)
     if window >= 0:
-        seen = seen & (key >= place - window)
+        seen = seen & (key >= position - window)
     return seen
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
 

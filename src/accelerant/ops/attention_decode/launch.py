@@ -1,4 +1,4 @@
-"""Launches of attention_decode's kernels: how the keys are cut."""
+"""Launches of attention_decode's kernels: the split of the keys among programs."""
 
 from __future__ import annotations
 
@@ -8,60 +8,54 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2
-from accelerant.ops.attention.launch import capability_of, with_rows
+from accelerant.ops.attention.launch import triton_capability, with_rows
 from accelerant.runtime.compilation.triton import TritonKernel
 
-__all__ = ["KERNELS", "MAX_WIDTH", "constants", "launch_forward", "splits_for"]
+__all__ = ["KERNELS", "MAX_SPLITS", "NUM_WARPS", "constants", "launch_forward", "splits_for", "stages_for"]
 
 KERNELS = {
     name: TritonKernel("accelerant.ops.attention_decode.triton_kernels", f"attention_decode_{name}")
     for name in ("fwd", "combine")
 }
 
-MAX_WIDTH = 256
-"""The widest head that the kernels take."""
-
 MAX_SPLITS = 64
-PROGRAMS = 2  # a multiprocessor, where each has keys enough
-ENOUGH = 512
 NUM_WARPS = 4
+_PROGRAMS = 2  # per multiprocessor, if each has at least _ENOUGH_KEYS keys
+_ENOUGH_KEYS = 512
 
 
 @functools.cache
 def constants(rows: int, width: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> dict[str, int | bool]:
-    """The compile-time arguments of fwd, for `rows` rows that share a head of keys; capability None: interpreted."""
+    """Return the compile-time arguments of fwd for `rows` rows per key head; capability None: the interpreter."""
     block_d = max(16, next_power_of_2(width))
     upcast = dtype == torch.bfloat16 and (capability is None or capability < (8, 0))
     slow = dtype == torch.float32 or upcast or (capability is not None and capability < (8, 0))
-    return {
-        "BLOCK_M": min(16 if slow else 64, max(16, next_power_of_2(rows))),
-        "BLOCK_N": 16 if capability is None or (slow and block_d > 64) else 32 if slow or block_d > 128 else 64,
-        "BLOCK_D": block_d,
-        "UPCAST": upcast,
-    }
+    block_m = min(16 if slow else 64, max(16, next_power_of_2(rows)))
+    block_n = 16 if capability is None or (slow and block_d > 64) else 32 if slow or block_d > 128 else 64
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d, "UPCAST": upcast}
 
 
 @functools.cache
 def stages_for(capability: tuple[int, int] | None) -> int:
-    """Depth of the pipeline of loads: as much as 227, 99 and 64 KiB of shared memory hold."""
+    """Return the pipeline depth: as many loads as fit in 227, 99 or 64 KiB of shared memory."""
     return 4 if capability == (9, 0) else 2 if capability is not None and capability >= (8, 0) else 1
 
 
 def splits_for(programs: int, T: int, block_n: int, device: torch.device) -> int:
-    """In how many parts to cut T keys where there are `programs` programs to each.
+    """Return the number of parts of T keys, with `programs` programs for each part.
 
-    The device is filled once: five parts for four made programs of a second wave, for which the others waited, and took
-    an H200 0.158 ms for 0.132 (16,384 keys, 64 programs a part).
+    The parts fill the device in one wave: with 16,384 keys and 64 programs per part an H200 took 0.132 ms for four
+    parts, 0.158 ms for five, which need a second wave.
     """
     processors = multiprocessors(device)
     most = min(ceil_div(T, block_n), MAX_SPLITS)
-    if ceil_div(PROGRAMS * processors, programs) * ENOUGH > T:
-        return max(1, min(processors // programs, most))  # a second one on a multiprocessor costs more than it hides
-    return max(1, min(PROGRAMS * processors // programs, most))
+    if ceil_div(_PROGRAMS * processors, programs) * _ENOUGH_KEYS > T:
+        return max(1, min(processors // programs, most))  # a second program per multiprocessor costs more than it hides
+    return max(1, min(_PROGRAMS * processors // programs, most))
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, splits: int | None = None) -> Tensor:
-    """Attend: o contiguous; splits None for as many as the device is best kept busy by."""
+    """Return o, contiguous; splits None for splits_for's."""
     B, Hq, Sq, D = q.shape
     Hkv, T = k.shape[1], k.shape[2]
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -71,7 +65,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: floa
         return o.zero_()
     q, k, v = with_rows(q), with_rows(k), with_rows(v)
     group = Hq // Hkv
-    capability = capability_of(q.device)
+    capability = triton_capability(q.device)
     fixed = constants(group * Sq, D, q.dtype, capability)
     row_blocks = ceil_div(group * Sq, int(fixed["BLOCK_M"]))
     programs = B * Hkv * row_blocks
