@@ -5,21 +5,57 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelerant.errors import UnsupportedDtype
+from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._library import name_of
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case
 
-__all__ = ["FLOATING", "check_dtype", "refuses_float64", "refuses_triton_kernel"]
+__all__ = ["FLOATING", "check_dtype", "check_matches", "not_a_tensor", "refuses_float64", "refuses_triton_kernel"]
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Dtypes that the ops take; kernels compute in float32, and torch's functions serve float64."""
 
 
 def check_dtype(op: str, x: Tensor, name: str = "x") -> None:
-    """Raise UnsupportedDtype unless the dtype of x is one of FLOATING."""
-    if x.dtype not in FLOATING:
+    """Raise UnsupportedDtype unless the dtype of x is one of FLOATING, TypeError unless x is a tensor."""
+    try:
+        supported = x.dtype in FLOATING
+    except (AttributeError, TypeError):
+        raise not_a_tensor(op, name, x) from None
+    if not supported:
+        if not isinstance(x, Tensor):
+            raise not_a_tensor(op, name, x)
         raise UnsupportedDtype(f"{op} takes {', '.join(map(name_of, FLOATING))}; {name} is {name_of(x.dtype)}")
+
+
+def check_matches(op: str, x: Tensor, name: str = "x", **others: Tensor | None) -> None:
+    """Check that tensors have the dtype and device of x; None is skipped.
+
+    Raises:
+        UnsupportedDtype: another dtype.
+        ShapeError: another device.
+        TypeError: not a tensor.
+    """
+    for other_name, other in others.items():
+        if other is None:
+            continue
+        try:
+            if other.dtype is x.dtype and other.device == x.device:
+                continue
+        except AttributeError:
+            raise not_a_tensor(op, other_name, other) from None
+        if not isinstance(other, Tensor):
+            raise not_a_tensor(op, other_name, other)
+        if other.dtype != x.dtype:
+            names = f"{name_of(x.dtype)} and {name_of(other.dtype)}"
+            raise UnsupportedDtype(f"{name} and {other_name} must have one dtype, got {names}")
+        raise ShapeError(f"{name} and {other_name} must be on one device, got {x.device} and {other.device}")
+
+
+def not_a_tensor(op: str, name: str, x: object) -> TypeError:
+    """Return the error for an argument that is not a tensor."""
+    kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+    return TypeError(f"{op} takes torch tensors; {name} is a {kind}: convert it, for example with torch.as_tensor")
 
 
 def refuses_float64(dtype: torch.dtype) -> str | None:

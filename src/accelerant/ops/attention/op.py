@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,14 +30,14 @@ _on_cpu: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_
 
 
 def refuses_triton_kernels(case: Case) -> str | None:
-    """Why our Triton kernels cannot serve a case whose last size is the width of a head."""
+    """Return why the Triton kernels cannot serve a case whose last size is the head width, or None."""
     if case.shape[-1] > MAX_WIDTH:
         return f"takes heads up to {MAX_WIDTH} wide, not {case.shape[-1]}"
     return refuses_triton_kernel(case)
 
 
 def refuses_triton_backward(case: Case) -> str | None:
-    """The same for the backward pass."""
+    """Return why the Triton kernels of the backward pass cannot serve a case, or None."""
     capability, D = nvidia_capability(case.device), case.shape[-1]
     if (0, 0) < capability < (8, 0) and case.dtype != torch.float16 and D > 128:
         return f"needs more than the 64 KiB of shared memory of sm_75 for heads {D} wide in float32"
@@ -50,7 +51,7 @@ def _hopper_backward(
 
 
 def _pairs(S: int, Skv: int, options: tuple[str, ...]) -> int:
-    """How many pairs of a query and a key see each other, within the rounding of a window that is cut at an end."""
+    """Return the number of visible (query, key) pairs, ignoring that a window is shorter at the ends."""
     causal = "causal" in options
     window = next((int(option.removeprefix("window ")) for option in options if option.startswith("window")), None)
     seen = S * Skv
@@ -63,11 +64,11 @@ def _pairs(S: int, Skv: int, options: tuple[str, ...]) -> int:
 
 
 def _cost(case: Case, *, products: int, tensors: int) -> Cost:
-    """The work of `products` products of matrices, and of each of q and k read or written `tensors` times."""
+    """Return the cost of `products` matrix products that read or write each of q and k `tensors` times."""
     B, Hq, Hkv, S, Skv, D = case.shape
-    numbers = B * D * (Hq * S + Hkv * Skv)
+    elements = B * D * (Hq * S + Hkv * Skv)
     flops = 2 * products * _pairs(S, Skv, case.options) * D * B * Hq
-    return Cost(tensors * numbers * case.dtype.itemsize + 4 * B * Hq * S, flops)
+    return Cost(tensors * elements * case.dtype.itemsize + 4 * B * Hq * S, flops)
 
 
 attention_fwd = Operation(
@@ -152,48 +153,48 @@ def attention(
     window: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """For each query, the mean of the values, weighted by how well their keys match it.
+    """Compute softmax attention: for each query the mean of the values, weighted by softmax of the scaled scores.
 
-    s[i, j] = scale q[i] . k[j]        o[i] = sum_j exp(s[i, j]) v[j] / sum_j exp(s[i, j]),  j over what i sees
+    s[i, j] = scale q[i] . k[j]        o[i] = sum_j exp(s[i, j]) v[j] / sum_j exp(s[i, j]),  j over the visible keys
 
-    Queries stand beside the last keys: query i at place i + Skv - S. (With causal=True, torch's own function puts them
-    beside the first ones; the two are the same for S = Skv.)
+    The last query is aligned with the last key: query i has position i + Skv - S. (torch's function with causal=True
+    aligns the first query with the first key; the two agree for S = Skv.)
 
     Args:
-        q: (B, Hq, S, D), float16, bfloat16, float32 or float64; any layout, fastest where D is contiguous.
+        q: (B, Hq, S, D), float16, bfloat16, float32 or float64; any layout, fastest if D is contiguous.
         k, v: (B, Hkv, Skv, D), dtype of q. Hkv divides Hq: Hq / Hkv neighbouring heads of q share one of k and v.
-        causal: a query sees no key after its place.
-        scale: of the products; None for 1 / sqrt(D).
-        window: a query sees no key more than this many before its place; None for all.
-        return_lse: also return the logarithm of the sum.
+        causal: hide the keys after a query's position.
+        scale: factor of the scores; None for 1 / sqrt(D).
+        window: hide the keys more than this many before a query's position; None for no limit.
+        return_lse: also return the logarithm of the sum of exponentials.
 
     Returns:
-        o, (B, Hq, S, D), dtype of q, in q's layout; computed in float32 from products in q's dtype. A query that sees
-        no key gives zeros. With return_lse (o, lse): lse[i] = log sum_j exp(s[i, j]), natural, (B, Hq, S), float32
-        (float64 for float64), -inf where nothing is seen; it carries no gradient. Memory is linear in S and Skv.
-        Differentiable twice (the second time by torch's functions, with the scores whole). Under autocast q, k and v
-        are cast to its dtype, as torch does.
+        o, (B, Hq, S, D), dtype of q, in q's layout; accumulated in float32 from products in q's dtype. A query that
+        sees no key gives zeros. With return_lse (o, lse): lse[i] = log sum_j exp(s[i, j]), natural logarithm,
+        (B, Hq, S), float32 (float64 for float64), -inf without a visible key; it carries no gradient. Memory is linear
+        in S and Skv. Differentiable twice (the second time with a materialised score matrix). Under torch.autocast q,
+        k and v are cast to the autocast dtype.
 
     Raises:
-        ShapeError: shapes that do not go together, Hkv that does not divide Hq, tensors on several devices.
+        ShapeError: incompatible shapes, Hkv that does not divide Hq, tensors on several devices.
         UnsupportedDtype: a dtype not listed above, or several.
         ConfigError: a negative window.
 
-    Kernels of ours take D up to 256; wider heads are served by torch. Under forward-mode differentiation and the
-    transforms of torch.func (grad, jvp, vmap, ...) this is torch's functions, which the ledger does not count.
+    The kernels take D up to 256; torch's functions serve wider heads. Under forward-mode differentiation and the
+    transforms of torch.func (grad, jvp, vmap, ...) torch's own functions run, which the ledger does not count.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, equation 1; Ainslie et al. 2023, arXiv:2305.13245 for shared keys;
     Beltagy et al. 2020, arXiv:2004.05150, section 3.1 for the window.
     """
+    q, k, v = checked(q, k, v, "attention")
     if q.dim() != 4 or k.dim() != 4:
         raise ShapeError(f"attention takes q (B, Hq, S, D) and k (B, Hkv, Skv, D), got {_shapes(q, k)}")
-    q, k, v = checked(q, k, v, "attention")
     B, Hq, S, D = q.shape
     kB, Hkv, Skv, kD = k.shape
     if kB != B or kD != D or D < 1:
         raise ShapeError(f"q and k must have the same B and D, and D be at least 1, got {_shapes(q, k)}")
     check_heads(Hq, Hkv)
-    # The last query alone sees all keys, and so does a window that reaches the first: more can serve without a mask.
+    # A single query sees all keys, as does a window of Skv - 1: without a mask more implementations can serve.
     causal = causal and S != 1
     scale = D**-0.5 if scale is None else float(scale)
     o, lse = _attention(q, k, v, causal, scale, checked_window(window, Skv))
@@ -205,14 +206,18 @@ def _shapes(*tensors: Tensor) -> str:
 
 
 def checked(q: Tensor, k: Tensor, v: Tensor, op: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors in the dtype to compute in; what all kinds of attention ask of them is checked."""
+    """Return the tensors in the dtype to compute in, after the checks that all kinds of attention share."""
+    try:
+        dtype = q.dtype
+        if k.dtype is not dtype or v.dtype is not dtype or dtype not in FLOATING:
+            _check_dtypes(q, k, v, op)
+    except AttributeError:
+        _check_dtypes(q, k, v, op)
+        raise
     if v.shape != k.shape:
         raise ShapeError(f"v must be {tuple(k.shape)}, the shape of k, got {tuple(v.shape)}")
     if q.device != k.device or q.device != v.device:
         raise ShapeError(f"q, k and v must be on one device; they are on {q.device}, {k.device} and {v.device}")
-    dtype = q.dtype
-    if k.dtype is not dtype or v.dtype is not dtype or dtype not in FLOATING:
-        _check_dtypes(q, k, v, op)
     low = autocast_dtype(q.device.type)
     if low is not None and dtype != torch.float64:
         return q.to(low), k.to(low), v.to(low)
@@ -234,7 +239,7 @@ def check_heads(Hq: int, Hkv: int) -> None:
 
 
 def checked_window(window: int | None, keys: int) -> int:
-    """The window as the registered ops take it: -1 for none, and for one that none of so many keys is out of."""
+    """Return the window as the registered ops take it: -1 for none, and for one that hides none of the keys."""
     if window is None:
         return -1
     if window < 0:
@@ -242,16 +247,10 @@ def checked_window(window: int | None, keys: int) -> int:
     return -1 if window >= keys - 1 else window
 
 
-_OPTIONS: dict[tuple[bool, int], tuple[str, ...]] = {}
-
-
+@functools.lru_cache(maxsize=4096)
 def options_of(causal: bool, window: int) -> tuple[str, ...]:
-    """What matters to a choice beside the sizes: ("causal", "window 128"). Made once for each combination."""
-    found = _OPTIONS.get((causal, window))
-    if found is None:
-        found = (*(("causal",) if causal else ()), *((f"window {window}",) if window >= 0 else ()))
-        _OPTIONS[causal, window] = found
-    return found
+    """Return the options of a case, for example ("causal", "window 128")."""
+    return (*(("causal",) if causal else ()), *((f"window {window}",) if window >= 0 else ()))
 
 
 def _case(q: Tensor, k: Tensor, causal: bool, window: int) -> Case:
@@ -260,7 +259,7 @@ def _case(q: Tensor, k: Tensor, causal: bool, window: int) -> Case:
 
 
 def _case_by_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> Case | None:
-    """None with a gradient to come: torch's function can be differentiated once, and this op twice."""
+    """Return None if a gradient is needed: torch's function is differentiable once, this op twice."""
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return None if learns else _case(q, k, causal, window)
 
@@ -271,17 +270,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window
 
 
 def _backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    window: int,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int,
     needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     case = _case(q, k, causal, window)
     result: tuple[Tensor, ...] = attention_bwd(case, do, q, k, v, o, lse, causal, scale, window)
     return result

@@ -140,10 +140,10 @@ def attention_varlen(
 
     Source: as attention; Dao 2023, arXiv:2307.08691 for the packed form.
     """
+    q, k, v = checked(q, k, v, "attention_varlen")
     if q.dim() != 3 or k.dim() != 3:
         shapes = f"{tuple(q.shape)} and {tuple(k.shape)}"
         raise ShapeError(f"attention_varlen takes q (total_q, Hq, D) and k (total_k, Hkv, D), got {shapes}")
-    q, k, v = checked(q, k, v, "attention_varlen")
     if q.shape[2] != k.shape[2] or q.shape[2] < 1:
         raise ShapeError(f"q and k must have the same D of at least 1, got {q.shape[2]} and {k.shape[2]}")
     check_heads(q.shape[1], k.shape[1])

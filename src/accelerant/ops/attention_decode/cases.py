@@ -1,4 +1,4 @@
-"""What attention_decode is tested and measured on."""
+"""Samples, benchmarks, tolerances and compiled kernels of attention_decode."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LARGE = (
     _sample(71, 1, 1, 5000, 80, (4999,)),
     _sample(4, 4, 2, 700, 256, (700,)),
 )
-# Caches of 512 MiB at 85% of the copy rate: as weights are read by linear_int8.
+# Caches of 512 MiB at 85% of the copy rate, as linear_int8 reads its weights.
 BENCHMARKS = (Benchmark(_sample(32, 8, 1, 16384, 128, (16384,) * 8), torch.bfloat16, 0.147),)
 
 TOLERANCES = {
@@ -55,7 +55,7 @@ _STRIDES = tuple(f"{name}_{part}" for name in "qkv" for part in ("batch", "head"
 def compilation(
     kind: str, width: int, capability: tuple[int, int], rows: int = 4, *, split: bool = True
 ) -> Compilation:
-    """The kernel fwd as a device of a compute capability launches it."""
+    """Return the specialisation of fwd that a device of this compute capability launches."""
     dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
     types = {"q_ptr": kind, "k_ptr": kind, "v_ptr": kind, "lengths_ptr": "*i32", "scale": "fp32"}
     types |= {"o_ptr": "*fp32" if split else kind} | dict.fromkeys((*_SIZES, *_STRIDES), "i32")

@@ -17,18 +17,17 @@ __all__ = ["attention_decode", "attention_decode_fwd"]
 
 
 def _torch_forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Sequence by sequence, each with the keys that it has; waits for the device to learn how many those are."""
+    """Compute one sequence at a time; synchronises with the device to read the lengths."""
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with torch.no_grad():
         for b, length in enumerate(lengths.tolist()):
-            here = slice(b, b + 1)
-            keys, values = (x[here, :, : max(length, 0)] for x in (k, v))
-            o[here] = TORCH[0].run(q[here], keys, values, q.shape[2] > 1, scale, -1)[0]
+            keys, values = (x[b : b + 1, :, : max(length, 0)] for x in (k, v))
+            o[b : b + 1] = TORCH[0].run(q[b : b + 1], keys, values, q.shape[2] > 1, scale, -1)[0]
     return o
 
 
 def _cost(case: Case) -> Cost:
-    """As if the caches were full."""
+    """Return the cost for full caches."""
     B, Hq, Hkv, Sq, T, D = case.shape
     return Cost((2 * B * Hkv * T * D + 2 * B * Hq * Sq * D) * case.dtype.itemsize, 4 * B * Hq * Sq * T * D)
 
@@ -46,33 +45,33 @@ attention_decode_fwd = Operation(
 def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, scale: float | None = None
 ) -> Tensor:
-    """Attention of the newest few queries of each sequence to the keys and values kept so far.
+    """Compute attention of each sequence's newest queries to a cache of keys and values.
 
     The caches already hold the keys and values of these queries: query i of Sq sees the keys before
-    length - Sq + i + 1, so that each sees itself and all before it.
+    length - Sq + i + 1, that is itself and all before it.
 
     Args:
         q: (B, Hq, Sq, D), float16, bfloat16, float32 or float64; Sq is 1, or a few (as in speculative decoding).
-        k_cache, v_cache: (B, Hkv, T, D), dtype of q; Hkv divides Hq. Any layout, fastest where D is contiguous. What
-            lies behind a sequence's length is not read.
-        lengths: (B,) int32 or int64 on the device of q: how many keys each sequence has, 0 to T. The values stay on
-            the device and are not checked; more than T counts as T.
-        scale: of the products; None for 1 / sqrt(D).
+        k_cache, v_cache: (B, Hkv, T, D), dtype of q; Hkv divides Hq. Any layout, fastest if D is contiguous. Nothing
+            beyond a sequence's length is read.
+        lengths: (B,) int32 or int64 on the device of q: keys of each sequence, 0 to T. The values stay on the device
+            and are not checked; more than T counts as T.
+        scale: factor of the scores; None for 1 / sqrt(D).
 
     Returns:
-        (B, Hq, Sq, D), dtype of q, contiguous, without a gradient. A query that sees no key gives zeros. Under autocast
-        q and the caches are cast.
+        (B, Hq, Sq, D), dtype of q, contiguous, without a gradient. A query that sees no key gives zeros. Under
+        torch.autocast q and the caches are cast to the autocast dtype.
 
     Raises:
-        ShapeError: shapes that do not go together, tensors on several devices.
+        ShapeError: incompatible shapes, tensors on several devices.
         UnsupportedDtype: a dtype not listed above, or several.
 
     Source: Dao, Haziza, Massa and Sizov 2023, "Flash-Decoding for long-context inference".
     """
+    q, k_cache, v_cache = checked(q, k_cache, v_cache, "attention_decode")
     if q.dim() != 4 or k_cache.dim() != 4:
         shapes = f"{tuple(q.shape)} and {tuple(k_cache.shape)}"
         raise ShapeError(f"attention_decode takes q (B, Hq, Sq, D) and caches (B, Hkv, T, D), got {shapes}")
-    q, k_cache, v_cache = checked(q, k_cache, v_cache, "attention_decode")
     B, Hq, _, D = q.shape
     if k_cache.shape[0] != B or k_cache.shape[3] != D or D < 1:
         shapes = f"{tuple(q.shape)} and {tuple(k_cache.shape)}"

@@ -1,18 +1,18 @@
-"""Attention of a few new queries to the keys and values that are kept from before.
+"""Attention of a few new queries to a cache of keys and values (split-K).
 
     o[i] = sum_j exp(s[i, j]) v[j] / sum_j exp(s[i, j]),  s[i, j] = scale q[i] . k[j],  j <= length - Sq + i
 
-The keys are cut in parts, so that one sequence keeps all multiprocessors busy; each part gives its own o and
-lse = log sum_j exp(s), and these are joined: o = sum_p exp(lse_p - lse) o_p, lse = log sum_p exp(lse_p).
+The keys are split in parts, so that one sequence keeps all multiprocessors busy. Each part gives its own o and
+lse = log sum_j exp(s); they combine to o = sum_p exp(lse_p - lse) o_p, lse = log sum_p exp(lse_p).
 
 Source: Dao, Haziza, Massa and Sizov 2023, "Flash-Decoding for long-context inference"; Dao 2023, arXiv:2307.08691 for
         the sums within a part.
-Layout: q (B, Hq, Sq, D), caches (B, Hkv, T, D) by strides (batch, head, row), last dimension contiguous; what lies
-        behind a sequence's length is never read. Parts of o (splits, B, Hq, Sq, D) and of lse (splits, B, Hq, Sq)
+Layout: q (B, Hq, Sq, D), caches (B, Hkv, T, D) with strides (batch, head, row), last dimension contiguous; nothing
+        beyond a sequence's length is read. Parts of o (splits, B, Hq, Sq, D) and of lse (splits, B, Hq, Sq)
         float32, dense; o dense.
-Grid:   fwd: one program for a part of a head of keys and BLOCK_M of the rows (query head, query) that share it;
-        combine: one program a row.
-Bound:  memory: the caches once.
+Grid:   fwd: one program per part of a key head and BLOCK_M of the rows (query head, query) that share it;
+        combine: one program per row.
+Bound:  memory: the caches are read once.
 """
 
 import triton
@@ -24,7 +24,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _dot(a, b, sums, UPCAST: tl.constexpr):
-    """The sums + a b; UPCAST: no tensor core takes the type (or the interpreter gets it wrong), so float32."""
+    """Return sums + a b; UPCAST: in float32, since no tensor core has the dtype (or the interpreter is wrong)."""
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
     else:
@@ -39,7 +39,7 @@ def attention_decode_fwd(
 ):  # fmt: skip
     part = tl.program_id(0) % splits
     block = tl.program_id(0) // splits % row_blocks
-    h = (tl.program_id(0) // splits // row_blocks % heads).to(tl.int64)  # of the keys
+    h = (tl.program_id(0) // splits // row_blocks % heads).to(tl.int64)  # key head
     b = (tl.program_id(0) // splits // row_blocks // heads).to(tl.int64)
     length = tl.minimum(tl.maximum(tl.load(lengths_ptr + b).to(tl.int32), 0), T)
     size = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
@@ -50,7 +50,7 @@ def attention_decode_fwd(
     in_rows = rows < group * Sq
     query = rows % Sq
     q_heads = h * group + rows // Sq
-    last = length - Sq + query  # the last key that each row sees
+    last = length - Sq + query  # last visible key of each row
     width = tl.arange(0, BLOCK_D)
     in_width = width < D
     lanes = tl.arange(0, BLOCK_N)
