@@ -30,10 +30,10 @@ def leaves(*tensors):
 @pytest.mark.parametrize(
     "plan",
     [
-        launch.TilePlan(16, 32, 16, 4, 2),
-        launch.TilePlan(32, 16, 32, 4, 2, group=2, parts=2),
-        launch.TilePlan(16, 16, 16, 4, 2, persistent=True, group=3),
-        launch.TilePlan(64, 64, 64, 4, 2, persistent=True, parts=4),
+        launch.GeluTilePlan(16, 32, 16, 4, 2),
+        launch.GeluTilePlan(32, 16, 32, 4, 2, group=2, parts=2),
+        launch.GeluTilePlan(16, 16, 16, 4, 2, persistent=True, group=3),
+        launch.GeluTilePlan(64, 64, 64, 4, 2, persistent=True, parts=4),
     ],
     ids=str,
 )
@@ -176,7 +176,12 @@ REJECTED = {
     "weight": ((X, WEIGHT.t(), BIAS), {}, ShapeError, r"weight must be \(N, 4\), got \(4, 5\)"),
     "bias": ((X, WEIGHT, BIAS[:4]), {}, ShapeError, r"bias must be \(5,\), got \(4,\)"),
     "integers": ((X.int(), WEIGHT, BIAS), {}, UnsupportedDtype, "x is int32"),
-    "dtypes": ((X, WEIGHT, BIAS.half()), {}, UnsupportedDtype, "bias must be float32, as x is; got float16"),
+    "dtypes": (
+        (X, WEIGHT, BIAS.half()),
+        {},
+        UnsupportedDtype,
+        "x and bias must have one dtype, got float32 and float16",
+    ),
     "devices": ((X, WEIGHT.to("meta"), BIAS), {}, ShapeError, "weight must be on cpu, .*; it is on meta"),
     "approximate": ((X, WEIGHT, BIAS), {"approximate": "erf"}, ConfigError, "got 'erf'"),
 }

@@ -43,9 +43,9 @@ STRIPS = [
     launch.StripPlan(2, 8, 64, 4, 1, stages=3),
 ]
 TILES = [
-    launch.TilePlan(16, 32, 16, 4, 2),
-    launch.TilePlan(32, 16, 32, 4, 2, group=2),
-    launch.TilePlan(64, 64, 64, 4, 2),
+    launch.Int8TilePlan(16, 32, 16, 4, 2),
+    launch.Int8TilePlan(32, 16, 32, 4, 2, group=2),
+    launch.Int8TilePlan(64, 64, 64, 4, 2),
 ]
 
 
@@ -78,7 +78,7 @@ def test_any_parts_give_the_same_gradient(parts, M, K, N, interpreted):
     """Of the sum over the outputs: the last may be shorter, and there may be more than the outputs fill."""
     _, weight, scale, _ = drawn(M, K, N)
     dy = torch.randn(M, N)
-    found = launch.launch_dx(dy, weight, scale, launch.TilePlan(16, 16, 32, 4, 2), parts)
+    found = launch.launch_dx(dy, weight, scale, launch.Int8TilePlan(16, 16, 32, 4, 2), parts)
     torch.testing.assert_close(found.double(), dy.double() @ (weight * scale.double()[:, None]), rtol=1e-5, atol=1e-5)
 
 
@@ -140,7 +140,7 @@ def test_quantized_linear_is_close_to_the_linear(interpreted):
 # --- integers alone --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", [*TILES, launch.TilePlan(16, 16, 128, 4, 2)], ids=str)
+@pytest.mark.parametrize("plan", [*TILES, launch.Int8TilePlan(16, 16, 128, 4, 2)], ids=str)
 @pytest.mark.parametrize("cores", [True, False])
 @pytest.mark.parametrize(("M", "K", "N"), [(1, 128, 64), (50, 70, 33), (17, 1000, 20)])
 def test_integer_sums_are_exact(plan, cores, M, K, N, interpreted, monkeypatch):

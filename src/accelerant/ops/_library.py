@@ -124,7 +124,9 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 def cast_for_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast x as torch's autocast does: floating dtypes other than float64."""
-    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x  # what is not a tensor is reported by the check that follows
+    return x.to(dtype)
 
 
 def name_of(dtype: torch.dtype) -> str:

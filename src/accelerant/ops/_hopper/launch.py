@@ -18,11 +18,17 @@ from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_launch import make_ready
 
 __all__ = [
-    "PRODUCT_HEADER", "PRODUCT_THREADS", "LaunchCache", "product_tiles", "readable", "refuses_device",
+    "PRODUCT_HEADER", "PRODUCT_THREADS", "LaunchCache", "is_hopper", "product_tiles", "readable", "refuses_device",
     "refuses_product", "ring_bytes", "tensor_map",
 ]  # fmt: skip
 
 T = TypeVar("T")
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Return whether a device is an NVIDIA GPU of compute capability 9.x."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def refuses_device(case: Case, dtypes: Sequence[torch.dtype]) -> str | None:

@@ -22,7 +22,7 @@ from accelerant.runtime.streams.stream import capturing
 if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
-__all__ = ["KINDS", "PLANS", "HopperPlan", "launch_hopper", "plan_for", "program", "refuses", "refuses_heads"]
+__all__ = ["KINDS", "PLANS", "ForwardPlan", "launch_hopper", "plan_for", "program", "refuses", "refuses_heads"]
 
 KINDS = ("struct", "struct", "struct", "struct", "*f32", "*u32", "struct", "f32")
 """Kinds of the kernel's arguments: tensor maps of q, k, v and o; lse; ticket counter; struct Shape; scale log2(e)."""
@@ -34,7 +34,7 @@ _GROUP_BYTES = 16 << 20
 _FILE = Path(__file__).with_name("hopper_fwd.cu")
 
 
-class HopperPlan(NamedTuple):
+class ForwardPlan(NamedTuple):
     """A variant of the kernel.
 
     Attributes:
@@ -64,9 +64,9 @@ class HopperPlan(NamedTuple):
 
 
 PLANS = {
-    "64": HopperPlan(64, warpgroups=4, block_n=64, stages=5, give=24, take=112),
-    "128": HopperPlan(128, warpgroups=2, block_n=64, stages=5, give=24, take=240),
-    "128 long": HopperPlan(128, warpgroups=3, block_n=64, stages=4, give=32, take=160),
+    "64": ForwardPlan(64, warpgroups=4, block_n=64, stages=5, give=24, take=112),
+    "128": ForwardPlan(128, warpgroups=2, block_n=64, stages=5, give=24, take=240),
+    "128 long": ForwardPlan(128, warpgroups=3, block_n=64, stages=4, give=32, take=160),
 }
 """By head width. Four warpgroups leave 112 registers per thread: enough for width 64 only."""
 
@@ -74,7 +74,7 @@ _LONG = 2048
 """From this many queries on, tiles of 192 (three warpgroups) waste little at the end of a sequence."""
 
 
-def plan_for(queries: int, width: int) -> HopperPlan:
+def plan_for(queries: int, width: int) -> ForwardPlan:
     """Return the variant for a sequence length and a head width."""
     if width <= 64:
         return PLANS["64"]
@@ -107,7 +107,7 @@ def refuses(case: Case) -> str | None:
 
 
 @functools.cache
-def program(plan: HopperPlan, dtype: torch.dtype, causal: bool) -> HopperProgram:
+def program(plan: ForwardPlan, dtype: torch.dtype, causal: bool) -> HopperProgram:
     """Return the program text of a variant."""
     constants = {
         "HEAD_DIM": plan.width, "WGS": plan.warpgroups, "BLOCK_N": plan.block_n, "STAGES": plan.stages,
@@ -119,7 +119,7 @@ def program(plan: HopperPlan, dtype: torch.dtype, causal: bool) -> HopperProgram
 
 
 @functools.cache
-def _kernel(plan: HopperPlan, dtype: torch.dtype, causal: bool, device: int) -> Kernel:
+def _kernel(plan: ForwardPlan, dtype: torch.dtype, causal: bool, device: int) -> Kernel:
     return load(program(plan, dtype, causal), KINDS, device)
 
 

@@ -1,4 +1,4 @@
-"""attention: validation, registration with torch, autograd, implementations."""
+"""attention: the public function, its implementations, and the registration with torch and autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""attention_decode: validation, registration with torch, implementations."""
+"""attention_decode: the public function, its implementations, and the registration with torch."""
 
 from __future__ import annotations
 

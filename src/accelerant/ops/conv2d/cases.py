@@ -1,4 +1,4 @@
-"""What conv2d is tested and measured on."""
+"""Samples, benchmarks, tolerances and compiled kernels of conv2d."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mathematics of conv2d, in whatever dtype comes; the oracle of its tests in float64."""
+"""Reference of conv2d in plain PyTorch, in the dtype of its inputs; the tests' oracle in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cross_entropy is tested and measured on."""
+"""Samples, benchmarks, tolerances and compiled kernels of cross_entropy."""
 
 from __future__ import annotations
 

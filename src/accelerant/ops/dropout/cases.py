@@ -1,4 +1,4 @@
-"""What dropout is tested and measured on."""
+"""Samples, benchmarks, tolerances and compiled kernels of dropout."""
 
 from __future__ import annotations
 

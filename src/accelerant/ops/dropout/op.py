@@ -1,4 +1,4 @@
-"""dropout: validation, registration with torch, autograd, implementations."""
+"""dropout: the public function, its implementations, and the registration with torch and autograd."""
 
 from __future__ import annotations
 

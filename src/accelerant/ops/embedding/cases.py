@@ -1,4 +1,4 @@
-"""What embedding is tested and measured on."""
+"""Samples, benchmarks, tolerances and compiled kernels of embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""embedding: validation, registration with torch, autograd, implementations."""
+"""embedding: the public function, its implementations, and the registration with torch and autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What linear_cross_entropy is tested and measured on."""
+"""Samples, benchmarks, tolerances and compiled kernels of linear_cross_entropy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""linear_cross_entropy: validation, registration with torch, autograd, implementations."""
+"""linear_cross_entropy: the public function, its implementations, and the registration with torch and autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear layer and gelu in one."""
+"""Fused linear layer and gelu."""
 
 from __future__ import annotations
 

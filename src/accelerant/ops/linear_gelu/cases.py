@@ -1,11 +1,11 @@
-"""What linear_gelu is tested and measured on."""
+"""Samples, benchmarks, tolerances and compiled kernels of linear_gelu."""
 
 from __future__ import annotations
 
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
-from accelerant.ops.linear_gelu.launch import BACKWARD, HOPPER_PLANS, SMALL_PLAN, TilePlan
+from accelerant.ops.linear_gelu.launch import BACKWARD, BIAS, HOPPER_PLANS, SMALL_PLAN, GeluTilePlan
 from accelerant.ops.linear_gelu.launch import KERNELS as _KERNELS
 
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "RUNS", "SAMPLES", "TOLERANCES"]
@@ -14,7 +14,7 @@ RUNS = ("torch",)  # the products of the backward pass
 
 
 def _sample(*shape: int, approximate: str = "none", bias: bool = True) -> Sample:
-    """Of (..., K, N)."""
+    """Return the sample of x (..., K) and N outputs; shape is (..., K, N)."""
     *rows, K, N = shape
     name = "x".join(map(str, shape)) + ("" if bias else "-no bias") + ("-tanh" if approximate == "tanh" else "")
     return Sample(name, ((*rows, K), (N, K), (N,) if bias else None), {"approximate": approximate})
@@ -47,8 +47,8 @@ BENCHMARKS = (
     Benchmark(_sample(16384, 768, 3072), torch.bfloat16),
 )
 
-# Relative to the largest element: float32 sums of products of normal numbers, the pre-activation and the result
-# rounded once each, and what the products of the backward pass add to that.
+# Relative to the largest element: float32 sums of products of normal numbers, one rounding each of the pre-activation
+# and the result, and the error of the products of the backward pass.
 TOLERANCES = {
     torch.float64: Tolerance(1e-11, 1e-12),
     torch.float32: Tolerance(1e-5, 1e-5),
@@ -57,39 +57,27 @@ TOLERANCES = {
 }
 
 
-def _forward(plan: TilePlan, kind: str = "*bf16", *, tanh: bool = True, keep: bool = False) -> Compilation:
+def _forward(plan: GeluTilePlan, kind: str = "*bf16", *, tanh: bool = True, keep: bool = False) -> Compilation:
     types = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "y_ptr"), kind) | dict.fromkeys("MNK", "i32")
-    constants = plan.constants(plan.block_k, tanh=tanh, upcast=False)
-    if keep:
-        types["z_ptr"] = kind
-    return Compilation(
-        _KERNELS["fwd_persistent" if plan.persistent else "fwd"],
-        types,
-        constants if keep else {**constants, "z_ptr": None},
-        plan.num_warps,
-        plan.stages,
-    )
+    fixed: dict[str, object] = {**plan.constants(plan.block_k, tanh=tanh, upcast=False)}
+    (types if keep else fixed)["z_ptr"] = kind if keep else None
+    kernel = _KERNELS["fwd_persistent" if plan.persistent else "fwd"]
+    return Compilation(kernel, types, fixed, plan.num_warps, plan.stages)
 
 
+def _backward(*, tanh: bool) -> Compilation:
+    types = {**dict.fromkeys(("dy_ptr", "z_ptr", "dz_ptr"), "*bf16"), "partial_ptr": "*fp32"}
+    types |= dict.fromkeys(("M", "N", "dy_stride", "span"), "i32")
+    return Compilation(_KERNELS["bwd"], types, {"TANH": tanh, "BLOCK_M": BACKWARD[0], "BLOCK_N": BACKWARD[1]}, 4)
+
+
+_BIAS_TYPES = {"partial_ptr": "*fp32", "dbias_ptr": "*bf16", "P": "i32", "N": "i32"}
 KERNELS = (
     _forward(SMALL_PLAN),
-    _forward(TilePlan(128, 128, 32, 8, 3, persistent=True)),
+    _forward(GeluTilePlan(128, 128, 32, 8, 3, persistent=True)),
     *(_forward(plan, keep=keep) for plan in HOPPER_PLANS for keep in (False, True)),
     _forward(HOPPER_PLANS[0], "*fp16", tanh=False, keep=True),
-    *(
-        Compilation(
-            _KERNELS["bwd"],
-            {**dict.fromkeys(("dy_ptr", "z_ptr", "dz_ptr"), "*bf16"), "partial_ptr": "*fp32",
-             **dict.fromkeys(("M", "N", "dy_stride", "span"), "i32")},
-            {"TANH": tanh, "BLOCK_M": BACKWARD[0], "BLOCK_N": BACKWARD[1]},
-            4,
-        )
-        for tanh in (True, False)
-    ),
-    Compilation(
-        _KERNELS["bias"],
-        {"partial_ptr": "*fp32", "dbias_ptr": "*bf16", "P": "i32", "N": "i32"},
-        {"BLOCK_P": 32, "BLOCK_N": 64},
-        4,
-    ),
-)  # fmt: skip
+    _backward(tanh=True),
+    _backward(tanh=False),
+    Compilation(_KERNELS["bias"], _BIAS_TYPES, {"BLOCK_P": BIAS[0], "BLOCK_N": BIAS[1]}, 4),
+)

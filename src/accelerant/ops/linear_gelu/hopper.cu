@@ -1,20 +1,20 @@
 // linear_gelu forward on Hopper: y = gelu(x W^T + b) and, if KEEP, z = x W^T + b.
 //
-// The course of the product is that of ops/_hopper/product.h. While one warpgroup multiplies, the other applies gelu to
-// its sums (two special functions an element, a fifth of the time of 16 steps) and sends them out. A warp finishes 16
-// rows by 64 columns at a time, through SLOTS buffers of its own from where the copy engine stores them, so that only
-// turns and the bias need barriers. Gelu is as in ops/gelu/triton_kernels.py.
+// The product follows ops/_hopper/product.h. While one warpgroup multiplies, the other applies gelu to its sums (two
+// special functions per element, a fifth of the time of 16 steps) and stores them. A warp finishes 16 rows by 64 columns
+// at a time through SLOTS buffers of its own, from which the copy engine stores them, so that only the turns and the bias
+// need barriers. Gelu is as in ops/gelu/triton_kernels.py.
 //
-// Bound: 2 M N K operations at 4096 a clock and multiprocessor. Beside them, at 128 bytes a clock, a step writes
-// 128 (TILE_M + WIDTH) bytes of shared memory and each of its wgmmas reads 32 (64 + WIDTH): by that count, tiles of
-// 128 x 128 want 1.25 times the clocks that they multiply for, 128 x 192 1.08 times.
-// Measured (H200, bfloat16, tanh, M x K x N; in brackets cuBLAS's product alone, and cuBLASLt's with its epilogue):
-// 8192 x 1024 x 4096 0.095 ms by tiles of 128 x 128, the last of 16 rounds of them half full (0.098, 0.110);
-// 16384 x 768 x 3072 0.112 by 128 x 192, 0.116 by 128 x 128 (0.114, 0.132). With z 0.107 and 0.127. Slower, 0.107 and
-// 0.112 for the first: both warpgroups on one tile of 128 x 256, whose sums were rounded, held and finished under the
-// products of the next, or finished at once.
-// 32768 x 768 x 3072 with z, 128 x 192: 0.229 (cuBLAS's product with the bias alone 0.225). Slower: two buffers a warp,
-// so that each must be read before the next, 0.245; loads of the bias between the stores, 0.234.
+// Bound: tensor cores, 2 M N K flops at 4096 per clock and multiprocessor; then shared memory at 128 bytes per clock: a
+// step writes 128 (TILE_M + WIDTH) bytes and each of its wgmmas reads 32 (64 + WIDTH). By that count shared memory takes
+// 1.25 times the clocks of the products for tiles of 128 x 128, and 1.08 times for 128 x 192.
+// Measured (H200, bfloat16, tanh, M x K x N; in parentheses cuBLAS's product alone, and cuBLASLt's with its epilogue):
+//     8192 x 1024 x 4096   0.095 ms with 128 x 128, the last of 16 waves half full (0.098, 0.110); 0.107 with z
+//     16384 x 768 x 3072   0.112 ms with 128 x 192, 0.116 with 128 x 128 (0.114, 0.132); 0.127 with z
+//     32768 x 768 x 3072   0.229 ms with z, 128 x 192 (cuBLAS's product with the bias alone 0.225)
+// Slower for the first: both warpgroups on one tile of 128 x 256, its sums rounded and finished under the next tile's
+// products 0.107, or finished immediately 0.112. Slower for the third: two buffers per warp, each read before the next
+// 0.245; loads of the bias between the stores 0.234.
 
 constexpr int OFF_BIAS = OFF_SLOTS + 8 * SLOTS * SLOT_BYTES, OFF_BARRIERS = OFF_BIAS + 2 * 512;
 static_assert(SLOTS > KEEP, "z and y take a buffer each");

@@ -28,7 +28,7 @@ from accelerant.runtime.compilation.kernel import Kernel
 if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
-__all__ = ["KINDS", "PLANS", "HopperPlan", "launch_hopper", "plan_for", "program"]
+__all__ = ["KINDS", "PLANS", "GeluHopperPlan", "launch_hopper", "plan_for", "program"]
 
 KINDS = ("struct", "struct", "struct", "struct", "*u32", "struct")
 """Kinds of the kernel's arguments: tensor maps of x, weight, y and z; bias; struct Shape."""
@@ -38,7 +38,7 @@ _STORED_ROWS = 16  # rows of the box that a warp stores
 
 
 @dataclass(frozen=True, slots=True)
-class HopperPlan:
+class GeluHopperPlan:
     """A variant of the kernel.
 
     Attributes:
@@ -66,13 +66,13 @@ class HopperPlan:
         return ring_bytes(self.stages, self.tile_m, self.width) + 8 * 2048 * self.slots + 1024
 
 
-PLANS = (HopperPlan(2, 128, 6), HopperPlan(2, 192, 4, slots=4))
+PLANS = (GeluHopperPlan(2, 128, 6), GeluHopperPlan(2, 192, 4, slots=4))
 _NARROW_COST = 1.03
 """Time per column of a 128-wide tile relative to a 192-wide one: H200, bfloat16, K of 768 and 1024."""
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_for(M: int, N: int, multiprocessors: int) -> HopperPlan:
+def plan_for(M: int, N: int, multiprocessors: int) -> GeluHopperPlan:
     """Return the variant whose waves of tiles take the least time for a result of M x N."""
     narrow, wide = PLANS
     waves = {plan: ceil_div(ceil_div(M, plan.tile_m) * ceil_div(N, plan.width), multiprocessors) for plan in PLANS}
@@ -80,7 +80,7 @@ def plan_for(M: int, N: int, multiprocessors: int) -> HopperPlan:
 
 
 @functools.cache
-def program(plan: HopperPlan, dtype: torch.dtype, tanh: bool, keep: bool) -> HopperProgram:
+def program(plan: GeluHopperPlan, dtype: torch.dtype, tanh: bool, keep: bool) -> HopperProgram:
     """Return the program text of a variant."""
     mma = Mma(plan.width)
     constants: dict[str, int | str] = {
@@ -92,7 +92,7 @@ def program(plan: HopperPlan, dtype: torch.dtype, tanh: bool, keep: bool) -> Hop
 
 
 @functools.cache
-def _kernel(plan: HopperPlan, dtype: torch.dtype, tanh: bool, keep: bool, device: int) -> Kernel:
+def _kernel(plan: GeluHopperPlan, dtype: torch.dtype, tanh: bool, keep: bool, device: int) -> Kernel:
     return load(program(plan, dtype, tanh, keep), KINDS, device)
 
 
@@ -100,7 +100,12 @@ _launches: LaunchCache[PackedLaunch] = LaunchCache()
 
 
 def launch_hopper(
-    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool = True, plan: HopperPlan | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    approximate: str,
+    keep: bool = True,
+    plan: GeluHopperPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel on the current stream.
 
@@ -137,7 +142,7 @@ def launch_hopper(
 
 def _prepare(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, y: Tensor, z: Tensor | None,
-    plan: HopperPlan | None,
+    plan: GeluHopperPlan | None,
 ) -> PackedLaunch:  # fmt: skip
     (M, K), N = x.shape, weight.shape[0]
     device, processors = x.get_device(), multiprocessors(x.device)

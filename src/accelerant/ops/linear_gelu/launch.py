@@ -1,4 +1,4 @@
-"""Launches of linear_gelu's kernels: tiles of the product, strips of the backward pass."""
+"""Launches of linear_gelu's Triton kernels: tiles of the product, strips of the backward pass."""
 
 from __future__ import annotations
 
@@ -8,40 +8,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from accelerant.ops._hopper.launch import is_hopper
 from accelerant.ops._launch import as_rows, ceil_div, multiprocessors
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch.choices import rounded
 from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
-    "BACKWARD",
-    "HOPPER_PLANS",
-    "KERNELS",
-    "PLANS",
-    "SMALL_PLAN",
-    "TUNED",
-    "TilePlan",
-    "launch_dz",
-    "launch_forward",
-    "tile_plan",
-]
+    "BACKWARD", "BIAS", "HOPPER_PLANS", "KERNELS", "PLANS", "SMALL_PLAN", "TUNED", "GeluTilePlan", "launch_dz",
+    "launch_forward", "tile_plan",
+]  # fmt: skip
 
 _NAMES = ("fwd", "fwd_persistent", "bwd", "bias")
 KERNELS = {name: TritonKernel("accelerant.ops.linear_gelu.triton_kernels", f"linear_gelu_{name}") for name in _NAMES}
 
 
 @dataclass(frozen=True, slots=True)
-class TilePlan:
-    """How a product is cut.
+class GeluTilePlan:
+    """The tiling of a product.
 
     Attributes:
-        block_m, block_n: a tile of the result.
-        block_k: a step of the sum.
-        num_warps: warps a program.
-        stages: steps whose loads are in flight.
-        persistent: one program a multiprocessor, for all tiles.
-        group: tiles down before one to the right.
-        parts: how many parts of a tile the epilogue takes one after the other: 1, 2 or 4.
+        block_m, block_n: size of a tile of the result.
+        block_k: columns of x and weight per step.
+        num_warps: warps per program.
+        stages: pipeline stages of the loads.
+        persistent: whether one program per multiprocessor loops over all tiles.
+        group: tiles taken down a column before the next column, for reuse in the L2 cache.
+        parts: parts of a tile that the epilogue processes one after the other: 1, 2 or 4.
     """
 
     block_m: int
@@ -54,7 +47,7 @@ class TilePlan:
     parts: int = 1
 
     def constants(self, K: int, *, tanh: bool, upcast: bool) -> dict[str, int | bool]:
-        """The compile-time arguments of the forward kernels."""
+        """Return the compile-time arguments of the forward kernels."""
         return {
             "TANH": tanh, "EVEN_K": K % self.block_k == 0, "UPCAST": upcast,
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP": self.group,
@@ -62,90 +55,85 @@ class TilePlan:
         }  # fmt: skip
 
 
-SMALL_PLAN = TilePlan(128, 128, 32, 8, 3)
-"""48 KiB of shared memory in 16-bit dtypes: for devices with less than Hopper's."""
+SMALL_PLAN = GeluTilePlan(128, 128, 32, 8, 3)
+"""For devices with less shared memory than Hopper: 48 KiB in 16-bit dtypes."""
 
 HOPPER_PLANS = (
-    TilePlan(128, 256, 64, 8, 4, parts=2),
-    TilePlan(128, 256, 64, 8, 3, parts=2),
-    TilePlan(128, 256, 64, 8, 3, persistent=True, parts=4),
-    TilePlan(128, 256, 64, 8, 4, persistent=True, parts=4),
-    TilePlan(256, 128, 64, 8, 3, persistent=True, parts=4),
-    TilePlan(128, 128, 64, 4, 3, parts=2),
-    TilePlan(128, 128, 64, 8, 3),
-    TilePlan(128, 128, 64, 8, 4, persistent=True),
+    GeluTilePlan(128, 256, 64, 8, 4, parts=2),
+    GeluTilePlan(128, 256, 64, 8, 3, parts=2),
+    GeluTilePlan(128, 256, 64, 8, 3, persistent=True, parts=4),
+    GeluTilePlan(128, 256, 64, 8, 4, persistent=True, parts=4),
+    GeluTilePlan(256, 128, 64, 8, 3, persistent=True, parts=4),
+    GeluTilePlan(128, 128, 64, 4, 3, parts=2),
+    GeluTilePlan(128, 128, 64, 8, 3),
+    GeluTilePlan(128, 128, 64, 8, 4, persistent=True),
 )
 
 BACKWARD = (16, 128)
-"""Rows and columns of a step of the backward kernel: 2048 elements, lines of 256 bytes in 16-bit dtypes."""
+"""Rows and columns of a step of the backward kernel: 2048 elements, rows of 256 bytes in 16-bit dtypes."""
 
 _BACKWARD_WARPS = 4
-_LEAST_SPAN = 128
-_MOST_PARTS = 256
-_BIAS = (32, 64)
-
-
-@functools.cache
-def _hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
-
+_MIN_SPAN = 128
+_MAX_PARTS = 256
+BIAS = (32, 64)
+"""Rows and columns of a step of the kernel that adds the partial sums of the bias gradient."""
 
 _INTERPRETED, _FLOAT32, _SMALL, _HOPPER = range(4)  # kinds of plan
 
 PLANS = {
-    _INTERPRETED: (TilePlan(16, 16, 16, 4, 2), TilePlan(16, 16, 16, 4, 2, persistent=True), TilePlan(32, 16, 16, 4, 2)),
-    _FLOAT32: (TilePlan(64, 64, 32, 4, 2), TilePlan(128, 64, 32, 4, 2), TilePlan(64, 128, 32, 4, 2)),
+    _INTERPRETED: (
+        GeluTilePlan(16, 16, 16, 4, 2),
+        GeluTilePlan(16, 16, 16, 4, 2, persistent=True),
+        GeluTilePlan(32, 16, 16, 4, 2),
+    ),
+    _FLOAT32: (GeluTilePlan(64, 64, 32, 4, 2), GeluTilePlan(128, 64, 32, 4, 2), GeluTilePlan(64, 128, 32, 4, 2)),
     _SMALL: (
         SMALL_PLAN,
-        TilePlan(128, 128, 32, 4, 3),
-        TilePlan(128, 128, 32, 8, 2),
-        TilePlan(64, 128, 32, 4, 3),
-        TilePlan(128, 64, 32, 4, 3),
-        TilePlan(64, 64, 32, 4, 4),
+        GeluTilePlan(128, 128, 32, 4, 3),
+        GeluTilePlan(128, 128, 32, 8, 2),
+        GeluTilePlan(64, 128, 32, 4, 3),
+        GeluTilePlan(128, 64, 32, 4, 3),
+        GeluTilePlan(64, 64, 32, 4, 4),
     ),
     _HOPPER: (*HOPPER_PLANS, SMALL_PLAN),
 }
-"""By kind, what is worth timing; all but Hopper's need at most 64 KiB of shared memory."""
+"""Candidates of the autotuner by kind; all but Hopper's need at most 64 KiB of shared memory."""
 
 
 @functools.cache
 def _kind(dtype: torch.dtype, device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED
-    return _FLOAT32 if dtype == torch.float32 else _HOPPER if _hopper(device) else _SMALL
+    return _FLOAT32 if dtype == torch.float32 else _HOPPER if is_hopper(device) else _SMALL
 
 
-def _usual(M: int, N: int, K: int, kind: int) -> TilePlan:
-    if kind == _INTERPRETED:  # several tiles of a small sample
+def _usual(M: int, N: int, K: int, kind: int) -> GeluTilePlan:
+    if kind == _INTERPRETED:  # several tiles even for small samples
         return PLANS[kind][(M + N) % 2]
     if kind == _HOPPER and (M <= 64 or N <= 64):
         return SMALL_PLAN
     return HOPPER_PLANS[5] if kind == _HOPPER and N <= 128 else PLANS[kind][0]
 
 
-TUNED: Tuned[TilePlan] = Tuned(
+TUNED: Tuned[GeluTilePlan] = Tuned(
     "linear_gelu_fwd",
     default=_usual,
     candidates=lambda M, N, K, kind: PLANS[kind],
-    bucket=lambda M, N, K, kind: rounded((M, N, K)),  # the kind follows from device and dtype, which the key has
+    bucket=lambda M, N, K, kind: rounded((M, N, K)),  # the key has device and dtype, which imply the kind
 )
-"""The plans of the forward kernels, by M, N, K and kind."""
+"""Tuned plans of the forward kernels, keyed by M, N, K and kind."""
 
 
-def tile_plan(M: int, N: int, dtype: torch.dtype, device: torch.device) -> TilePlan:
-    """How to cut a product of these sizes on a device where nothing was measured."""
+def tile_plan(M: int, N: int, dtype: torch.dtype, device: torch.device) -> GeluTilePlan:
+    """Return the default plan of a product on a device without measurements."""
     return _usual(M, N, 0, _kind(dtype, device))
 
 
 def launch_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    approximate: str,
-    keep: bool = True,
-    plan: TilePlan | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Give y, (M, N); and z, (M, N) if kept, else empty."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool = True,
+    plan: GeluTilePlan | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return y (M, N), and the pre-activation z (M, N) if kept, else an empty tensor."""
     (M, K), N = x.shape, weight.shape[0]
     x, weight = x.contiguous(), weight.contiguous()
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
@@ -153,12 +141,8 @@ def launch_forward(
     if not M or not N:
         return y, z
     if plan is None:
-        plan = TUNED(
-            x.device,
-            x.dtype,
-            (M, N, K, _kind(x.dtype, x.device)),
-            lambda plan: launch_forward(x, weight, bias, approximate, keep, plan),
-        )
+        sizes = (M, N, K, _kind(x.dtype, x.device))
+        plan = TUNED(x.device, x.dtype, sizes, lambda plan: launch_forward(x, weight, bias, approximate, keep, plan))
     tiles = ceil_div(M, plan.block_m) * ceil_div(N, plan.block_n)
     programs = min(tiles, multiprocessors(x.device)) if plan.persistent else tiles
     upcast = x.dtype == torch.bfloat16 and x.device.type != "cuda" and interpreting()
@@ -173,13 +157,13 @@ def launch_forward(
 
 
 def launch_dz(dy: Tensor, z: Tensor, approximate: str, bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Give dz, (M, N), and the gradient of the bias in its dtype if there is one."""
+    """Return dz (M, N), and the gradient of the bias if it has a dtype."""
     M, N = z.shape
     dz = torch.empty_like(z)
     if not M or not N:
         return dz, None if bias_dtype is None else z.new_zeros(N, dtype=bias_dtype)
     block_m, block_n = BACKWARD
-    span = max(_LEAST_SPAN, ceil_div(ceil_div(M, _MOST_PARTS), block_m) * block_m)
+    span = max(_MIN_SPAN, ceil_div(ceil_div(M, _MAX_PARTS), block_m) * block_m)
     parts = ceil_div(M, span)
     sums = None if bias_dtype is None else torch.empty(parts, N, dtype=torch.float32, device=z.device)
     rows, stride = as_rows(dy, N)
@@ -192,6 +176,6 @@ def launch_dz(dy: Tensor, z: Tensor, approximate: str, bias_dtype: torch.dtype |
     if sums is None:
         return dz, None
     dbias = torch.empty(N, dtype=bias_dtype, device=z.device)
-    fixed = {"BLOCK_P": _BIAS[0], "BLOCK_N": _BIAS[1]}
-    KERNELS["bias"].launch((ceil_div(N, _BIAS[1]),), (sums, dbias, parts, N), fixed, num_warps=4)
+    fixed = {"BLOCK_P": BIAS[0], "BLOCK_N": BIAS[1]}
+    KERNELS["bias"].launch((ceil_div(N, BIAS[1]),), (sums, dbias, parts, N), fixed, num_warps=4)
     return dz, dbias

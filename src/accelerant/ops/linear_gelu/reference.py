@@ -1,4 +1,4 @@
-"""The mathematics of linear_gelu, in whatever dtype comes; the oracle of its tests in float64."""
+"""Reference of linear_gelu in plain PyTorch, in the dtype of its inputs; the tests' oracle in float64."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ __all__ = ["linear_gelu_reference"]
 
 
 def linear_gelu_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """The product, the bias, then gelu."""
+    """Return gelu(x weight^T + bias)."""
     z = x @ weight.T
     return gelu_reference(z if bias is None else z + bias, approximate)

@@ -1,16 +1,16 @@
-"""linear_gelu: a matrix product whose epilogue adds the bias and applies gelu; its backward pass up to the products.
+"""linear_gelu: a matrix product whose epilogue adds the bias and applies gelu; the backward pass up to its products.
 
     z = x W^T + b    y = gelu(z)        dz = dy gelu'(z)    db = sum of dz over the rows
 
-Source: gelu as in accelerant.ops.gelu; tiles in groups of rows for reuse in L2 as Tillet et al. 2019, "Triton", and its
-        tutorial on matrix products describe it.
-Layout: x (M, K), weight (N, K), y, z and dz (M, N), without gaps; dy (M, N) with a distance between rows. Products
-        accumulate in float32, gelu is of the sum before that is rounded.
-Grid:   fwd: one program a tile of y. _persistent: one program a multiprocessor, going through tiles, whose loads for
-        the next tile are under way while gelu is applied to the last. bwd: a strip of BLOCK_N columns and `span` rows a
-        program, whose sums of columns go to partial sums; _bias: BLOCK columns of these a program.
-Bound:  fwd: 2 M N K operations of the tensor cores, about 15 an element of y beside them. bwd: memory, 3 accesses an
-        element; about 25 operations.
+Source: gelu as in accelerant.ops.gelu; tiles grouped by rows for reuse in the L2 cache as in Tillet et al. 2019,
+        "Triton", and its tutorial on matrix products.
+Layout: x (M, K), weight (N, K), y, z and dz (M, N), contiguous; dy (M, N) with a row stride. Products accumulate in
+        float32; gelu is applied to the sum before it is rounded.
+Grid:   fwd: one program per tile of y. _persistent: one program per multiprocessor loops over tiles and loads the next
+        tile while it applies gelu to the last. bwd: one program per strip of BLOCK_N columns and `span` rows, with
+        partial sums of the columns; _bias: one program per BLOCK columns of these.
+Bound:  fwd: tensor cores, 2 M N K flops, and about 15 operations per element of y. bwd: memory, 3 accesses and about 25
+        operations per element.
 """
 
 import triton
@@ -21,7 +21,7 @@ from accelerant.ops.gelu.triton_kernels import _gelu, _gelu_slope
 
 @triton.jit
 def _tile(number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """The first row and column of a tile: GROUP tiles down, then one to the right."""
+    """Return the first row and column of a tile; tiles are numbered down in groups of GROUP, then to the right."""
     down = tl.cdiv(M, BLOCK_M)
     in_group = GROUP * tl.cdiv(N, BLOCK_N)
     first = number // in_group * GROUP
@@ -31,7 +31,7 @@ def _tile(number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.
 
 @triton.jit
 def _blocks(ptr, start, size, K, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Pointers to BLOCK rows of K elements; beyond the last row, to the first of these instead."""
+    """Return pointers to BLOCK rows of K elements; rows past the end point to the first of these."""
     lanes = tl.arange(0, BLOCK)
     rows = tl.where(start + lanes < size, lanes, 0)
     return ptr + start.to(tl.int64) * K + rows[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
@@ -39,7 +39,7 @@ def _blocks(ptr, start, size, K, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _dot(a_at, b_at, k, K, acc, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr):
-    """One step of a product of rows with rows."""
+    """Add one step of a product of rows with rows to acc."""
     if EVEN_K:
         a = tl.load(a_at + k)
         b = tl.load(b_at + k)
@@ -95,7 +95,7 @@ def _finish_parts(
     acc, bias_ptr, y_ptr, z_ptr, row, column, M, N,
     TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A large tile in 1, 2 or 4 parts, one after the other, so that what they need does not spill."""
+    """Finish a tile in 1, 2 or 4 parts, one after the other, so that registers do not spill."""
     if PARTS == 4:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = _halves(acc, BLOCK_M, HALF)
@@ -132,7 +132,7 @@ def linear_gelu_fwd_persistent(
 ):  # fmt: skip
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     programs = tl.num_programs(0)
-    last = tl.program_id(0) - programs  # counted apart, so that the loops can be joined into one
+    last = tl.program_id(0) - programs  # a counter of its own, so that the compiler can fuse the loops
     for number in tl.range(tl.program_id(0), tiles, programs, flatten=True):
         row, column = _tile(number, M, N, BLOCK_M, BLOCK_N, GROUP)
         x_at = _blocks(x_ptr, row, M, K, BLOCK_M, BLOCK_K)

@@ -1,4 +1,4 @@
-"""Launches of linear_int8's kernels: strips of the weight for few rows, tiles of the product for more."""
+"""Launches of linear_int8's Triton kernels: strips of the weight for few rows of x, tiles of the product for more."""
 
 from __future__ import annotations
 
@@ -8,44 +8,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from accelerant.ops._hopper.launch import is_hopper
 from accelerant.ops._launch import ceil_div
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 
 __all__ = [
-    "DYNAMIC_PLANS",
-    "FEW_BACKWARD_PLANS",
-    "FEW_PLANS",
-    "FEW_ROWS",
-    "KERNELS",
-    "MATMUL_PLANS",
-    "SMALL_PLANS",
-    "STRIP_PLANS",
-    "StripPlan",
-    "TilePlan",
-    "launch_dx",
-    "launch_dynamic",
-    "launch_forward",
-    "strip_plan",
+    "DYNAMIC_PLANS", "FEW_BACKWARD_PLANS", "FEW_PLANS", "FEW_ROWS", "KERNELS", "MATMUL_PLANS", "SMALL_PLANS",
+    "STRIP_PLANS", "Int8TilePlan", "StripPlan", "launch_dx", "launch_dynamic", "launch_forward", "strip_plan",
     "tile_plan",
-]
+]  # fmt: skip
 
 _NAMES = ("row", "fwd", "dynamic", "bwd", "sum")
 KERNELS = {name: TritonKernel("accelerant.ops.linear_int8.triton_kernels", f"linear_int8_{name}") for name in _NAMES}
 
 FEW_ROWS = 16
-"""Up to this many rows of x the weight's bytes are what counts."""
+"""Up to this many rows of x, reading the weight bounds the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class StripPlan:
-    """How a program of linear_int8_row goes through its rows of the weight.
+    """The tiling of linear_int8_row.
 
     Attributes:
-        rows: rows of the weight that a thread takes one after another, for the same part of x: 1, 2 or 4.
-        block_n, block_k: rows and columns side by side; 512 a warp in all are 16 bytes a thread.
-        num_warps: warps a program.
-        unroll: steps of block_k columns whose weights are loaded before the first is used.
-        stages: iterations of so many steps that are in flight through shared memory; 1 for none.
+        rows: rows of the weight that a thread processes with the same part of x: 1, 2 or 4.
+        block_n, block_k: rows and columns of a block; 512 elements per warp are 16 bytes per thread.
+        num_warps: warps per program.
+        unroll: blocks of block_k columns that are loaded before the first is used.
+        stages: pipeline stages through shared memory; 1 for none.
     """
 
     rows: int
@@ -65,14 +54,14 @@ class StripPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class TilePlan:
-    """How a product is cut.
+class Int8TilePlan:
+    """The tiling of a product.
 
     Attributes:
-        block_m, block_n, block_k: rows of x, of the weight, and columns of both, of a step.
-        num_warps: warps a program.
-        stages: steps whose loads are in flight.
-        group: tiles down before one to the right.
+        block_m, block_n, block_k: rows of x, rows of the weight and columns of both in a step.
+        num_warps: warps per program.
+        stages: pipeline stages of the loads.
+        group: tiles taken down a column before the next column, for reuse in the L2 cache.
     """
 
     block_m: int
@@ -84,7 +73,7 @@ class TilePlan:
 
     @property
     def blocks(self) -> dict[str, int | bool]:
-        """The compile-time arguments of every kernel of tiles."""
+        """The compile-time arguments shared by the tiled kernels."""
         return {
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP": self.group,
         }  # fmt: skip
@@ -115,71 +104,66 @@ STRIP_PLANS = (
     StripPlan(2, 4, 512, 4, 1, 3),
     StripPlan(4, 2, 512, 2, 1, 3),
 )
-"""What is worth timing for linear_int8_row; the first is the usual one."""
+"""Candidates for linear_int8_row; the first is the default."""
 
 FEW_PLANS = (
-    TilePlan(16, 32, 256, 4, 4),
-    TilePlan(16, 32, 128, 4, 5),
-    TilePlan(16, 16, 256, 4, 5),
-    TilePlan(16, 64, 128, 4, 5),
-    TilePlan(16, 64, 256, 4, 3),
-    TilePlan(16, 32, 256, 2, 4),
+    Int8TilePlan(16, 32, 256, 4, 4),
+    Int8TilePlan(16, 32, 128, 4, 5),
+    Int8TilePlan(16, 16, 256, 4, 5),
+    Int8TilePlan(16, 64, 128, 4, 5),
+    Int8TilePlan(16, 64, 256, 4, 3),
+    Int8TilePlan(16, 32, 256, 2, 4),
 )
-"""For 2 to 16 rows: many programs, many bytes in flight in each."""
+"""Candidates for 2 to 16 rows: many programs with many bytes in flight in each."""
 
 MATMUL_PLANS = (
-    TilePlan(128, 128, 64, 8, 4),
-    TilePlan(128, 128, 64, 4, 4),
-    TilePlan(256, 128, 64, 8, 3),
-    TilePlan(128, 128, 128, 8, 3),
-    TilePlan(64, 128, 128, 4, 4),
-    TilePlan(64, 64, 128, 4, 4),
+    Int8TilePlan(128, 128, 64, 8, 4),
+    Int8TilePlan(128, 128, 64, 4, 4),
+    Int8TilePlan(256, 128, 64, 8, 3),
+    Int8TilePlan(128, 128, 128, 8, 3),
+    Int8TilePlan(64, 128, 128, 4, 4),
+    Int8TilePlan(64, 64, 128, 4, 4),
 )
-"""For more rows, on Hopper."""
+"""Candidates for more rows, on Hopper."""
 
 DYNAMIC_PLANS = (
-    TilePlan(128, 256, 128, 8, 4),
-    TilePlan(128, 256, 128, 8, 3),
-    TilePlan(256, 128, 128, 8, 3),
-    TilePlan(128, 256, 64, 8, 4),
-    TilePlan(128, 128, 128, 4, 4),
-    TilePlan(128, 128, 128, 8, 4),
-    TilePlan(64, 128, 128, 4, 4),
-    TilePlan(64, 256, 128, 4, 3),
+    Int8TilePlan(128, 256, 128, 8, 4),
+    Int8TilePlan(128, 256, 128, 8, 3),
+    Int8TilePlan(256, 128, 128, 8, 3),
+    Int8TilePlan(128, 256, 64, 8, 4),
+    Int8TilePlan(128, 128, 128, 4, 4),
+    Int8TilePlan(128, 128, 128, 8, 4),
+    Int8TilePlan(64, 128, 128, 4, 4),
+    Int8TilePlan(64, 256, 128, 4, 3),
 )
-"""For products of integers, on Hopper."""
+"""Candidates for integer products, on Hopper."""
 
 FEW_BACKWARD_PLANS = (
-    TilePlan(16, 64, 256, 4, 3),
-    TilePlan(16, 64, 128, 4, 4),
-    TilePlan(16, 32, 256, 4, 4),
-    TilePlan(16, 128, 128, 4, 3),
-    TilePlan(16, 32, 128, 4, 5),
-    TilePlan(16, 64, 64, 2, 4),
+    Int8TilePlan(16, 64, 256, 4, 3),
+    Int8TilePlan(16, 64, 128, 4, 4),
+    Int8TilePlan(16, 32, 256, 4, 4),
+    Int8TilePlan(16, 128, 128, 4, 3),
+    Int8TilePlan(16, 32, 128, 4, 5),
+    Int8TilePlan(16, 64, 64, 2, 4),
 )
-"""For the gradient of up to 16 rows, the sum in parts. Of 8192 x 8192 and one row in bfloat16 the first took 0.033 ms
-on an H200 with 8 parts, 0.036 with 16, 0.038 with 4, and a program for a whole sum 0.145; torch's product with a weight
-dequantised before 0.044."""
+"""Candidates for the gradient of up to 16 rows, with the sum split in parts. H200, 8192 x 8192, one row, bfloat16: the
+first took 0.033 ms with 8 parts, 0.036 with 16, 0.038 with 4, 0.145 with 1; torch's product with a dequantized weight
+0.044."""
 
-_MANY_PROGRAMS = 256
-"""Tiles times parts of such a sum."""
+_MAX_PROGRAMS = 256
+"""Limit of tiles times parts of such a sum."""
 
 SMALL_PLANS = {
-    "fwd": TilePlan(64, 128, 64, 4, 3),
-    "dynamic": TilePlan(128, 128, 64, 8, 3),
-    "bwd": TilePlan(64, 64, 64, 4, 3),
+    "fwd": Int8TilePlan(64, 128, 64, 4, 3),
+    "dynamic": Int8TilePlan(128, 128, 64, 8, 3),
+    "bwd": Int8TilePlan(64, 64, 64, 4, 3),
 }
-"""At most 99 KiB of shared memory in 16-bit dtypes: for devices with less than Hopper's."""
-
-
-@functools.cache
-def _hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+"""For devices with less shared memory than Hopper: at most 99 KiB in 16-bit dtypes."""
 
 
 @functools.cache
 def _integer_cores(device: torch.device) -> bool:
-    """Whether Triton multiplies integers by tensor cores."""
+    """Return whether Triton multiplies int8 on tensor cores."""
     if device.type != "cuda" or torch.version.hip is not None:
         return True
     return torch.cuda.get_device_capability(device)[0] >= 8
@@ -187,24 +171,24 @@ def _integer_cores(device: torch.device) -> bool:
 
 @functools.cache
 def strip_plan(N: int, K: int, device: torch.device) -> StripPlan:
-    """How to take one row of x on a device."""
-    if device.type != "cuda":  # the interpreter: several programs and steps of a small sample
+    """Return the default plan for one row of x."""
+    if device.type != "cuda":  # interpreter: several programs and steps even for small samples
         return StripPlan((1, 2, 4)[N % 3], 2, 16, 4, 1 + K % 2)
     return STRIP_PLANS[0]
 
 
 @functools.cache
-def tile_plan(kind: str, M: int, N: int, dtype: torch.dtype, device: torch.device) -> TilePlan:
-    """How to cut a product of these sizes on a device; kind: "fwd", "dynamic" or "bwd"."""
-    if device.type != "cuda":  # the interpreter, as above
-        return TilePlan(16, 32, 32, 4, 2)
+def tile_plan(kind: str, M: int, N: int, dtype: torch.dtype, device: torch.device) -> Int8TilePlan:
+    """Return the default plan of a product; kind is "fwd", "dynamic" or "bwd"."""
+    if device.type != "cuda":
+        return Int8TilePlan(16, 32, 32, 4, 2)
     if kind == "fwd" and M <= FEW_ROWS:
         return FEW_PLANS[0]
     if dtype == torch.float32 and kind != "dynamic":
-        return TilePlan(64, 64, 32, 4, 2)
+        return Int8TilePlan(64, 64, 32, 4, 2)
     if kind == "bwd" and M <= FEW_ROWS:
         return FEW_BACKWARD_PLANS[0]
-    if not _hopper(device) or kind == "bwd":
+    if not is_hopper(device) or kind == "bwd":
         return SMALL_PLANS[kind]
     if kind == "dynamic":
         return DYNAMIC_PLANS[0] if M > 64 else DYNAMIC_PLANS[6]
@@ -220,15 +204,10 @@ def _dense(vector: Tensor | None) -> Tensor | None:
 
 
 def launch_forward(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    *,
-    wide: bool = False,
-    plan: StripPlan | TilePlan | None = None,
-) -> Tensor:
-    """Find y (M, N) of x (M, K); without scale and bias the bare product, in float32 if it is to be wide."""
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, *, wide: bool = False,
+    plan: StripPlan | Int8TilePlan | None = None,
+) -> Tensor:  # fmt: skip
+    """Return y (M, N) of x (M, K), without the factor and term of a scale and bias that are None; wide: in float32."""
     (M, K), N = x.shape, weight.shape[0]
     y = torch.empty(M, N, dtype=torch.float32 if wide else x.dtype, device=x.device)
     if not M or not N:
@@ -253,15 +232,10 @@ def launch_forward(
 
 
 def launch_dynamic(
-    q: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    plan: TilePlan | None = None,
-) -> Tensor:
-    """Multiply q (M, K) int8 with scales (M,) float32, both contiguous: y (M, N) in a dtype."""
+    q: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
+    plan: Int8TilePlan | None = None,
+) -> Tensor:  # fmt: skip
+    """Return y (M, N) in a dtype, of q (M, K) int8 with row scales (M,) float32, both contiguous."""
     (M, K), N = q.shape, weight.shape[0]
     y = torch.empty(M, N, dtype=dtype, device=q.device)
     if not M or not N:
@@ -278,34 +252,27 @@ def launch_dynamic(
 
 
 def launch_dx(
-    dy: Tensor, weight: Tensor, scale: Tensor, plan: TilePlan | None = None, parts: int | None = None
+    dy: Tensor, weight: Tensor, scale: Tensor, plan: Int8TilePlan | None = None, parts: int | None = None
 ) -> Tensor:
-    """Find dx (M, K) of dy (M, N); parts: of the sum, which are added up by a kernel of their own."""
+    """Return dx (M, K) of dy (M, N); a second kernel adds the `parts` of the sum over N."""
     (M, N), K = dy.shape, weight.shape[1]
     dx = torch.empty(M, K, dtype=dy.dtype, device=dy.device)
     if not M or not K:
         return dx
     plan = plan or tile_plan("bwd", M, K, dy.dtype, dy.device)
     tiles = ceil_div(M, plan.block_m) * ceil_div(K, plan.block_k)
-    if parts is None:
-        parts = _parts(M, N, tiles, plan)
-    part = plan.block_n * max(1, ceil_div(N, plan.block_n * parts))
-    parts = max(1, ceil_div(N, part))
-    found = dx if parts == 1 else torch.empty(parts, M, K, dtype=torch.float32, device=dy.device)
+    if parts is None:  # enough programs to keep the memory busy, with at least 4 steps each
+        parts = 1 if M > FEW_ROWS else max(1, min(_MAX_PROGRAMS // tiles, N // (4 * plan.block_n)))
+    span = plan.block_n * max(1, ceil_div(N, plan.block_n * parts))
+    parts = max(1, ceil_div(N, span))
+    sums = dx if parts == 1 else torch.empty(parts, M, K, dtype=torch.float32, device=dy.device)
     KERNELS["bwd"].launch(
         (tiles, parts),
-        (dy.contiguous(), weight.contiguous(), _dense(scale), found, M, N, K, part),
+        (dy.contiguous(), weight.contiguous(), _dense(scale), sums, M, N, K, span),
         {"UPCAST": _upcast(dy), **plan.blocks},
         num_warps=plan.num_warps,
         num_stages=plan.stages,
     )
     if parts > 1:
-        KERNELS["sum"].launch((ceil_div(M * K, 256),), (found, dx, parts, M * K), {"BLOCK": 256}, num_warps=2)
+        KERNELS["sum"].launch((ceil_div(M * K, 256),), (sums, dx, parts, M * K), {"BLOCK": 256}, num_warps=2)
     return dx
-
-
-def _parts(M: int, N: int, tiles: int, plan: TilePlan) -> int:
-    """Of the sum over N: so many that there are enough programs to keep the memory busy, 4 steps each at the least."""
-    if M > FEW_ROWS:
-        return 1
-    return max(1, min(_MANY_PROGRAMS // tiles, N // (4 * plan.block_n)))

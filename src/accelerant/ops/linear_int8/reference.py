@@ -1,4 +1,4 @@
-"""The mathematics of linear_int8, in whatever dtype comes; the oracle of its tests in float64."""
+"""Reference of linear_int8 in plain PyTorch, in the dtype of its inputs; the tests' oracle in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["linear_int8_reference"]
 def linear_int8_reference(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, dynamic: bool = False
 ) -> Tensor:
-    """The product with the scaled weight; where dynamic, of x as rounded to integers and scales, in exact integers."""
+    """Return x times the scaled weight, plus bias; dynamic rounds x to integers with row scales first."""
     if dynamic:
         q, x_scale = quantize_int8_reference(x.detach())
         rounded = q * x_scale.unsqueeze(-1)

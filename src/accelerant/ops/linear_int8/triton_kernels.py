@@ -1,18 +1,18 @@
-"""linear_int8: products with a weight of 8-bit integers, and with x rounded to such integers too.
+"""linear_int8: products with a weight of 8-bit integers, and optionally with x rounded to 8-bit integers.
 
     y = (x W^T) scale + b    dynamic: y = (q W^T) x_scale scale + b, the sums exact, in int32    dx = (dy scale) W
 
-Source: weights in 8 bits with a scale for each output as in Dettmers et al. 2022, arXiv:2208.07339, section 2; sums in
-        int32 and the scales after them as in Jacob et al. 2018, arXiv:1712.05877, section 2.2.
-Layout: x (M, K), q (M, K) int8, weight (N, K) int8, dy and y (M, N), rows contiguous and without gaps; scale and bias
-        (N,), x_scale (M,). An integer is exact in each dtype that it is converted to before a product. Sums in float32.
-        Where Triton has no tensor cores for integers (Turing), dynamic multiplies in float16, each step exactly.
-Grid:   row: ROWS times BLOCK_N outputs of one row of x a program, over all of K; 16 weights a thread and load, and
-        ROWS times UNROLL loads on their way before the first is used. fwd and dynamic: one program a tile of y; fwd has
-        the weight as the product's first operand, since tensor cores take that from registers, where it was converted.
-        bwd: one program a tile of dx; for few rows, a tile of one of several parts of the sum, in float32, which
-        linear_int8_sum adds up in their order.
-Bound:  row, and fwd of few rows: memory, K N bytes of weight. Else 2 M N K operations of the tensor cores.
+Source: 8-bit weights with a scale for each output as in Dettmers et al. 2022, arXiv:2208.07339, section 2; sums in
+        int32 with the scales applied after them as in Jacob et al. 2018, arXiv:1712.05877, section 2.2.
+Layout: x (M, K), q (M, K) int8, weight (N, K) int8, dy and y (M, N), contiguous; scale and bias (N,), x_scale (M,).
+        Integers are exact in every dtype that they are converted to before a product. Sums in float32. Where Triton has
+        no integer tensor cores (Turing), dynamic multiplies in float16, each step exactly.
+Grid:   row: one program per ROWS * BLOCK_N outputs of a row of x, over all of K; 16 weights per thread and load, with
+        ROWS * UNROLL loads in flight before the first is used. fwd, dynamic: one program per tile of y; fwd has the
+        weight as the product's first operand, which tensor cores read from registers, where it was converted. bwd: one
+        program per tile of dx and, for few rows, per part of the sum, in float32; linear_int8_sum adds the parts in
+        order.
+Bound:  row, and fwd of few rows: memory, K N bytes of weight. Else tensor cores, 2 M N K flops.
 """
 
 import triton
@@ -23,7 +23,7 @@ from accelerant.ops.linear_gelu.triton_kernels import _blocks, _tile
 
 @triton.jit
 def _widened(w):
-    """Integers in float32 by their bits: a conversion instruction, at an eighth of the rate, would bound the kernel."""
+    """Convert integers to float32 by their bits: conversion instructions, at an eighth of the rate, would bound it."""
     return (w.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0  # 1.5 * 2^23
 
 
@@ -49,11 +49,11 @@ def linear_int8_row(
     first = tl.program_id(0) * (ROWS * BLOCK_N)
     outputs = tl.arange(0, BLOCK_N)
     lanes = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, :], (BLOCK_N, BLOCK_K))
-    x_at = x_ptr + row * K + lanes  # as wide as the weights, so that each thread has what it needs of x
+    x_at = x_ptr + row * K + lanes  # as wide as the weights, so that each thread holds the elements of x that it needs
     weight_at = ()
     for r in tl.static_range(ROWS):
         n = first + r * BLOCK_N + outputs
-        n = tl.where(n < N, n, 0)  # beyond the last row, the first
+        n = tl.where(n < N, n, 0)  # rows past the end read the first
         weight_at = weight_at + (weight_ptr + n.to(tl.int64)[:, None] * K + lanes,)  # noqa: RUF005 - no starred tuples
     acc0 = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
@@ -92,7 +92,7 @@ def linear_int8_row(
 
 @triton.jit
 def _store(y, scale_ptr, bias_ptr, y_ptr, row, column, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The epilogue of a tile of sums (BLOCK_M, BLOCK_N)."""
+    """Scale, bias and store a tile of sums (BLOCK_M, BLOCK_N)."""
     lanes = tl.arange(0, BLOCK_N)
     in_row = column + lanes < N
     rows = tl.arange(0, BLOCK_M)

@@ -1,4 +1,4 @@
-"""What matmul is tested and measured on."""
+"""Samples, benchmarks, tolerances and compiled kernels of matmul."""
 
 from __future__ import annotations
 

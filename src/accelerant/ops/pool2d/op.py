@@ -1,4 +1,4 @@
-"""max_pool2d, avg_pool2d: validation, registration with torch, autograd, implementations."""
+"""max_pool2d, avg_pool2d: the public function, its implementations, and the registration with torch and autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""quantize_int8: validation, registration with torch, implementations."""
+"""quantize_int8: the public function, its implementations, and the registration with torch."""
 
 from __future__ import annotations
 

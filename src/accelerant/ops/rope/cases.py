@@ -1,4 +1,4 @@
-"""What rope is tested and measured on."""
+"""Samples, benchmarks, tolerances and compiled kernels of rope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rope: validation, registration with torch, autograd, implementations."""
+"""rope: the public function, its implementations, and the registration with torch and autograd."""
 
 from __future__ import annotations
 

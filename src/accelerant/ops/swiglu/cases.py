@@ -1,4 +1,4 @@
-"""What swiglu is tested and measured on."""
+"""Samples, benchmarks, tolerances and compiled kernels of swiglu."""
 
 from __future__ import annotations
 

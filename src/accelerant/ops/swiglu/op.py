@@ -1,4 +1,4 @@
-"""swiglu: validation, registration with torch, autograd, implementations."""
+"""swiglu: the public function, its implementations, and the registration with torch and autograd."""
 
 from __future__ import annotations
 

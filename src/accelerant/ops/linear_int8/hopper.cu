@@ -1,30 +1,30 @@
 // linear_int8 of one row of x, for Hopper: y = (x W^T) scale + b, W in 8 bits.
 //
 // Source: as triton_kernels.py.
-// Layout: x (K,), weight (N, K), rows contiguous, from 16-byte boundaries on, K a multiple of 16; scale, bias and y (N,).
-// Grid:   WARPS warps a block; a warp takes ROWS rows of the weight over all of K, 512 columns at a time, of which UNROLL
-//         times as many are on their way while as many are multiplied.
-// Start:  a block may begin while the kernel before it in the stream ends (programmatic dependent launch). Until that
-//         kernel's results may be read it asks for the first AHEAD bytes of its rows to come to the L2 cache, and for x
-//         and the scales, which reads nothing yet. It lets the next kernel begin as soon as all its blocks run: those of
-//         the next take the places that are given back, and ask for their own first bytes while the last rows are summed.
-// Order:  x comes with the weights that it is multiplied by, a step ahead, and the scales come first: each waited for
-//         where it is needed cost 0.5 us and 1 us of the 19 that 8192 x 8192 took on an H200, with all of it in memory.
-// Bound:  memory, N K bytes of weight. An integer becomes a float by its bits: a byte permutation and a subtraction, where
-//         a conversion instruction, at an eighth of the rate, would bound the kernel.
+// Layout: x (K,), weight (N, K), rows contiguous and 16-byte aligned, K a multiple of 16; scale, bias and y (N,).
+// Grid:   WARPS warps per block; a warp processes ROWS rows of the weight over all of K, 512 columns per step, with UNROLL
+//         steps in flight while as many are multiplied.
+// Start:  a block may begin before the preceding kernel of the stream ends (programmatic dependent launch). Until that
+//         kernel's results may be read, it prefetches the first PREFETCH bytes of its rows, x and the scales to the L2
+//         cache. It allows the next kernel to begin as soon as all its blocks run, so that the next kernel's blocks
+//         prefetch while the last rows are summed.
+// Order:  x is loaded with the weights that it is multiplied by, one step early, and the scales first: waiting for each
+//         when needed cost 0.5 and 1 us of 19 (8192 x 8192, H200, all in memory).
+// Bound:  memory, N K bytes of weight. Integers are converted to floats by a byte permutation and a subtraction; conversion
+//         instructions, at an eighth of the rate, would bound the kernel.
 
 typedef unsigned short u16;
 #define X_PART 512
 
-// Not by ld.global.nc: that is for what nobody writes while the kernel runs, and it may begin before the kernel that
-// writes the weight has ended.
+// Not ld.global.nc, which requires that nothing writes the data while the kernel runs: the kernel may begin before the
+// kernel that writes the weight has ended.
 __device__ __forceinline__ uint4 load_once(const uint4* p) {
     uint4 w;
     asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "l"(p));
     return w;
 }
-// Byte i of four integers to which 128 was added: 2^23 plus it, less 2^23 + 128; exact.
+// Byte i of four integers biased by 128: (2^23 + byte) - (2^23 + 128); exact.
 __device__ __forceinline__ float integer_of(u32 bytes, int i) {
     return __uint_as_float(__byte_perm(bytes, 0x4B000000u, 0x7440 | i)) - 8388736.0f;
 }
@@ -41,7 +41,7 @@ struct Columns {
     uint4 weight[UNROLL][ROWS];
     uint4 x[UNROLL][2];
 };
-// Groups of 16 columns from `from` on, 32 lanes side by side; beyond the end no x, and zeros, which are not multiplied.
+// Loads groups of 16 columns from `from` on, one per lane; past the end zero weights, which are not multiplied.
 __device__ __forceinline__ void load_columns(
     Columns& some, const uint4* x, const uint4* const (&rows)[ROWS], int from, int groups) {
 #pragma unroll
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) rows[r] = weight + (long long)min(first + r, N - 1) * groups;
     const int own = min(first + lane, N - 1);  // of the first ROWS lanes
-    if (lane < ROWS) bring_to_l2(weight + (long long)own * groups, min(AHEAD, K));
+    if (lane < ROWS) bring_to_l2(weight + (long long)own * groups, min(PREFETCH, K));
     if (threadIdx.x == 0) {
         const long long part = (long long)blockIdx.x * X_PART;  // of x, in bytes: a block's
         if (part < 2ll * K) bring_to_l2((const char*)x + part, (int)min((long long)X_PART, 2ll * K - part));
