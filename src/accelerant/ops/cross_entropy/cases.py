@@ -55,7 +55,7 @@ BENCHMARKS = (
     Benchmark(_sample(8192, 128256), torch.bfloat16),
 )
 
-# The loss of a mean or sum is rounded once; a gradient of n rows is at most 1/n (mean), and relative to the largest.
+# A mean or sum is rounded once; gradients are compared relative to the largest.
 TOLERANCES = {
     torch.float64: Tolerance(1e-11, 1e-12),
     torch.float32: Tolerance(4e-6, 2e-6),
@@ -78,30 +78,20 @@ def _forward(name: str, kind: str, num_warps: int, *, gradient: bool = True, **c
 
 def _narrow(kind: str, N: int) -> Compilation:
     plan = row_plan(N)
-    found = _forward("fwd", kind, plan.num_warps, ROWS=plan.rows, BLOCK_N=plan.block_n)
-    return replace(found, multiple=math.gcd(N, 16))
+    compilation = _forward("fwd", kind, plan.num_warps, ROWS=plan.rows, BLOCK_N=plan.block_n)
+    return replace(compilation, multiple=math.gcd(N, 16))
 
 
-_BACKWARD = backward_plan(50304)
+_COUNT = {"target_ptr": "*i64", "counts_ptr": "*i32", "M": "i32", "ignore_index": "i32"}
+_REDUCE = {"loss_ptr": "*fp32", "counts_ptr": "*i32", "y_ptr": "*bf16", "n": "i32"}
+_SCALE = {"dx_ptr": "*bf16", "dy_ptr": "*bf16", "n": "i32"}
+_BACKWARD = {"x_ptr": "*bf16", "target_ptr": "*i64", "stat_ptr": "*fp32", "dx_ptr": "*bf16", "counts_ptr": "*i32",
+             "dy_ptr": "*bf16", **_SIZES}  # fmt: skip
+_PLAN = backward_plan(50304)
 KERNELS = (
-    Compilation(
-        _KERNELS["count"],
-        {"target_ptr": "*i64", "counts_ptr": "*i32", "M": "i32", "ignore_index": "i32"},
-        {"BLOCK": 1024},
-        4,
-    ),
-    Compilation(
-        _KERNELS["reduce"],
-        {"loss_ptr": "*fp32", "counts_ptr": "*i32", "y_ptr": "*bf16", "n": "i32"},
-        {"COUNTS": COUNTS, "BLOCK": 4096},
-        8,
-    ),
-    Compilation(
-        _KERNELS["scale"],
-        {"dx_ptr": "*bf16", "dy_ptr": "*bf16", "n": "i32"},
-        {"COUNTS": COUNTS, "BLOCK": 4096, "counts_ptr": None},
-        8,
-    ),
+    Compilation(_KERNELS["count"], _COUNT, {"BLOCK": 1024}, 4),
+    Compilation(_KERNELS["reduce"], _REDUCE, {"COUNTS": COUNTS, "BLOCK": 4096}, 8),
+    Compilation(_KERNELS["scale"], _SCALE, {"COUNTS": COUNTS, "BLOCK": 4096, "counts_ptr": None}, 8),
     _narrow("*bf16", 1000),
     _narrow("*bf16", 8192),
     _narrow("*fp32", 8192),
@@ -116,10 +106,7 @@ KERNELS = (
         for vec in (1, 8)
     ),
     Compilation(
-        _KERNELS["bwd"],
-        {"x_ptr": "*bf16", "target_ptr": "*i64", "stat_ptr": "*fp32", "dx_ptr": "*bf16", "counts_ptr": "*i32",
-         "dy_ptr": "*bf16", **_SIZES},
-        {"SMOOTH": False, "COUNTS": COUNTS, "ROWS": _BACKWARD.rows, "BLOCK_N": _BACKWARD.block_n},
-        _BACKWARD.num_warps,
+        _KERNELS["bwd"], _BACKWARD,
+        {"SMOOTH": False, "COUNTS": COUNTS, "ROWS": _PLAN.rows, "BLOCK_N": _PLAN.block_n}, _PLAN.num_warps,
     ),
 )  # fmt: skip

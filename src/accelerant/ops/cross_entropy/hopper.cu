@@ -1,16 +1,16 @@
-// cross_entropy of long rows in bfloat16, loss and gradient beside each other, for Hopper.
+// cross_entropy of long bfloat16 rows, loss and gradient in one pass, for Hopper.
 //
 //     loss = (1 - s) (L - x_t) + s (L - mean x)            L = log sum exp x, t the row's class, s the smoothing
-//     dx   = c (exp(x - L) - (1 - s) [column = t] - s / N)  c one over how many rows count, or 1
+//     dx   = c (exp(x - L) - (1 - s) [column = t] - s / N)  c one over the number of counted rows, or 1
 //
 // Source: as triton_kernels.py, whose gradient this one equals.
-// Layout: rows of N logits; accesses are groups of 8 from a 16-byte boundary on. A group that belongs to the row only in
-//         part is read and written element by element, and stands in shared memory with -inf for what is not the row's.
-// Grid:   BLOCKS blocks a multiprocessor; clusters of CLUSTER blocks walk the rows. A row lies in its cluster's shared
-//         memory while the cluster works on it: the copy engine brings it, the gradient is written over it, and the copy
-//         engine takes that away. Each warp has a part of the row that no other touches, so warps meet once a row, to
-//         join maximum and sum: in a block by a barrier, in a cluster by what each sends to every block (st.async).
-// Bound:  memory: the logits are read once, the gradient written once. Two exponentials an element are 60% of that time.
+// Layout: rows of N logits, accessed in groups of 8 from a 16-byte boundary on. A group that belongs to the row only in
+//         part is read and written element by element; in shared memory the elements outside the row are -inf.
+// Grid:   BLOCKS blocks per multiprocessor; clusters of CLUSTER blocks loop over the rows. A row stays in its cluster's
+//         shared memory while it is processed: the copy engine loads it, the gradient overwrites it, and the copy engine
+//         stores that. Each warp owns a part of the row, so warps synchronise once per row, to combine maximum and sum:
+//         in a block by a barrier, in a cluster by messages from each warp to every block (st.async).
+// Bound:  memory: the logits are read once, the gradient is written once. Two exponentials per element take 60% of that.
 
 typedef unsigned short u16;
 
@@ -18,8 +18,8 @@ typedef unsigned short u16;
 #define LOWEST -3.0e38f
 #define WARPS (THREADS / 32)
 #define PARTS (CLUSTER * WARPS)
-// One block a row, and all rows begin alike: the simpler form, which took 0.888 ms of 16384 rows of 50304 where the other
-// took 0.968, on an H200.
+// One block per row and the same alignment of all rows: a simpler form, which took 0.888 ms for 16384 rows of 50304 on an
+// H200, the general one 0.968.
 #define SIMPLE (CLUSTER == 1 && ALIKE)
 #if SIMPLE
 #define FIRST_ROW blockIdx.x
@@ -59,19 +59,19 @@ __device__ __forceinline__ void cluster_meets() {
     __syncwarp();  // "aligned": lanes that went apart, as where one starts a copy, come together first
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The same place in the shared memory of a block of the cluster.
+// The same address in the shared memory of another block of the cluster.
 __device__ __forceinline__ u32 in_block(u32 address, u32 block) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
     return there;
 }
-// Four floats into another block; its barrier counts the 16 bytes.
+// Sends four floats to another block, whose barrier counts the 16 bytes.
 __device__ __forceinline__ void send(u32 address, float a, float b, float c, float d, u32 barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                      address),
                  "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier) : "memory");
 }
-// barrier_wait for what other blocks sent.
+// barrier_wait for messages from other blocks.
 __device__ __forceinline__ void cluster_barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\n"
@@ -81,17 +81,16 @@ __device__ __forceinline__ void cluster_barrier_wait(u32 barrier, u32 parity) {
 
 // --- rows
 
-// How many groups a warp has: as many for every row, so that the next row of a warp never comes to lie where its
-// neighbour still has this one.
+// Groups per warp: the same for every row, so that a warp's next row never overlaps its neighbour's current one.
 __device__ __forceinline__ int share_of(const u16* x, int N, long long x_stride) {
     const int most = x_stride % 8 ? N + 14 : N + (int)((u64)x & 15) / 2 + 7;
     return (most / 8 + PARTS - 1) / PARTS;
 }
 
-// A warp's part of a row: groups first to last of the row's, of which those from from to to are whole.
+// A warp's part of a row: groups [first, last), of which [from, to) are whole.
 struct Part {
-    const u16* row;  // where the row's first group begins: lead elements before the row
-    int lead, end;   // the row's elements, counted from there
+    const u16* row;  // start of the first group: lead elements before the row
+    int lead, end;   // the row is elements [lead, end)
     int first, last, from, to;
 };
 
@@ -108,7 +107,7 @@ __device__ __forceinline__ Part part_of(const u16* x, int N, int given, int whic
     return part;
 }
 
-// Bring a part: its whole groups by the copy engine, the others by one lane.
+// Loads a part: whole groups by the copy engine, the others by one lane.
 __device__ __forceinline__ void fetch(const Part& part, u32 place, u32 barrier) {
     if (lane_id() == 0) {
         const u32 size_bytes = 16 * (part.to - part.from);
@@ -136,7 +135,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS)
 #if SIMPLE
     __shared__ float peaks[2][WARPS], totals[2][WARPS], sums[2][WARPS];
 #else
-    __shared__ float4 met[2][PARTS];  // of every part: maximum, sum of exponentials, sum; of the first, the class's logit
+    __shared__ float4 met[2][PARTS];  // per part: maximum, sum of exponentials, sum, and for the first part the class's logit
 #endif
     constexpr int BARRIERS = SIMPLE ? WARPS : WARPS + 2;
     __shared__ u64 barriers[BARRIERS];
@@ -169,7 +168,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS)
     u32 phase = 0;
     int turn = 0;
 #else
-    u32 phase = 0, turn = 0;  // turn: met's half, and in a cluster, by 2, the parity of its barrier
+    u32 phase = 0, turn = 0;  // turn: the half of met; in a cluster turn / 2 is the parity of its barrier
 #endif
     long long target = targets[FIRST_ROW];
     if (target != ignore_index) fetch(part_of(x + FIRST_ROW * x_stride, N, share, which), place, barrier);
@@ -235,7 +234,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS)
             total = totals[turn][lane % WARPS];
             sum = sums[turn][lane % WARPS];
 #else
-            // The class's logit goes along, so that a cluster's gradients cannot be over it before it is read.
+            // The class's logit is sent too: a cluster's gradients could overwrite it before it is read.
             if (CLUSTER > 1) {
                 const u32 all_met = shared_address(&barriers[WARPS + (turn & 1)]);
                 if (threadIdx.x == 0) barrier_expect(all_met, 16 * PARTS);
@@ -269,7 +268,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS)
             const bool fine = in_range && peak < __int_as_float(0x7f800000);
             const float of_row = fine ? c : __int_as_float(0x7fffffff);
             const float scale = of_row * (1.0f / total);
-            if (rank == 0 && threadIdx.x == 0) {  // whose part is the first, with the class's logit
+            if (rank == 0 && threadIdx.x == 0) {  // owner of the first part, with the class's logit
 #if !SIMPLE
                 at_target = one_part.w;
 #endif
@@ -324,5 +323,5 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS)
         target = next_target;
     }
     if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-    if (CLUSTER > 1) cluster_meets();  // a block's shared memory stays until the others have sent their last
+    if (CLUSTER > 1) cluster_meets();  // a block's shared memory must outlive the others' last messages
 }

@@ -1,8 +1,9 @@
-"""Launches of cross_entropy's kernels: what a program takes of the rows, and in which order they run."""
+"""Launches of cross_entropy's Triton kernels."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,26 +16,13 @@ from accelerant.runtime.dispatch.choices import rounded
 from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
-    "COUNTS",
-    "HELD_PLANS",
-    "KERNELS",
-    "TUNED_BACKWARD",
-    "TUNED_ROWS",
-    "TUNED_WIDE",
-    "WIDE_PLANS",
-    "WidePlan",
-    "count",
-    "launch_backward",
-    "launch_forward",
-    "launch_rows",
-    "row_plan",
-    "scale_",
-    "wide_plan",
-    "wide_plans",
-]
+    "COUNTS", "HELD_PLANS", "KERNELS", "TUNED_BACKWARD", "TUNED_ROWS", "TUNED_WIDE", "WIDE_FROM", "WIDE_PLANS",
+    "WidePlan", "backward_plan", "count", "launch_backward", "launch_forward", "launch_rows", "reduce", "row_plan",
+    "scale_", "wide_plan", "wide_plans",
+]  # fmt: skip
 
 _NAMES = ("count", "reduce", "scale", "fwd", "fwd_wide", "bwd")
-_WIDTHS = {"fwd": (8, 9, 10), "bwd": (7, 8, 9)}  # fwd_wide begins each row on a boundary itself
+_WIDTHS = {"fwd": (8, 9, 10), "bwd": (7, 8, 9)}  # fwd_wide aligns its rows itself
 KERNELS = {
     name: TritonKernel(
         "accelerant.ops.cross_entropy.triton_kernels", f"cross_entropy_{name}", widths=_WIDTHS.get(name, ())
@@ -43,30 +31,30 @@ KERNELS = {
 }
 
 COUNTS = 64
-"""How many programs count the classes; each row's program adds up their results."""
+"""Programs that count the rows; each row's program adds up their counts."""
 
 WIDE_FROM = 8192
-"""Above this many columns a row is taken in blocks."""
+"""Longer rows are processed in blocks of columns."""
 
 _BLOCK = 4096  # elements of the one-dimensional kernels
 
 
 @dataclass(frozen=True, slots=True)
 class WidePlan:
-    """How a long row is taken.
+    """The tiling of cross_entropy_fwd_wide.
 
     Attributes:
-        block: columns at a time.
-        num_warps: warps a program.
-        held: how many blocks of bfloat16 stay in registers between their two uses; others are read again, from L2.
+        block: columns per step.
+        num_warps: warps per program.
+        held: bfloat16 blocks kept in registers for the gradient; the others are read again, from L2.
     """
 
     block: int
     num_warps: int
     held: int = 0
 
-    def room(self, N: int) -> bool:
-        """Whether a row is long enough for what is held, and a block that begins before it."""
+    def fits(self, N: int) -> bool:
+        """Return whether a row has the held blocks, and one that begins before it."""
         return (self.held + 1) * self.block <= N
 
 
@@ -76,7 +64,7 @@ HELD_PLANS = (WidePlan(8192, 32, held=3), WidePlan(8192, 32, held=2), WidePlan(4
 
 @functools.cache
 def row_plan(N: int) -> RowPlan:
-    """What a program of cross_entropy_fwd takes: about 4096 elements."""
+    """Return the default plan of cross_entropy_fwd: about 4096 elements per program."""
     block_n = max(16, next_power_of_2(N))
     if block_n <= 2048:
         return RowPlan(rows=4096 // block_n, block_n=block_n, num_warps=4)
@@ -85,29 +73,29 @@ def row_plan(N: int) -> RowPlan:
 
 @functools.cache
 def wide_plan(N: int, holds: bool) -> WidePlan:
-    """How a row of more than WIDE_FROM columns is taken; it may be held for a gradient in bfloat16."""
-    return HELD_PLANS[0] if holds and HELD_PLANS[0].room(N) else WIDE_PLANS[1]
+    """Return the default plan of a row above WIDE_FROM columns; holds: a bfloat16 gradient follows."""
+    return HELD_PLANS[0] if holds and HELD_PLANS[0].fits(N) else WIDE_PLANS[1]
 
 
 @functools.cache
 def wide_plans(N: int, holds: bool) -> tuple[WidePlan, ...]:
-    """What is worth timing for cross_entropy_fwd_wide."""
-    return (*WIDE_PLANS, *(plan for plan in HELD_PLANS if holds and plan.room(N)))
+    """Return the candidates of cross_entropy_fwd_wide."""
+    return (*WIDE_PLANS, *(plan for plan in HELD_PLANS if holds and plan.fits(N)))
 
 
 @functools.cache
 def backward_plan(N: int) -> RowPlan:
-    """What a program of cross_entropy_bwd takes: 2048 elements."""
+    """Return the default plan of cross_entropy_bwd: 2048 elements per program."""
     block_n = min(2048, max(16, next_power_of_2(N)))
     return RowPlan(rows=2048 // block_n, block_n=block_n, num_warps=4)
 
 
 @functools.cache
 def backward_plans(N: int) -> tuple[RowPlan, ...]:
-    """What is worth timing for cross_entropy_bwd."""
+    """Return the candidates of cross_entropy_bwd."""
     tiles = ((1024, 1024, 4), (2048, 2048, 4), (2048, 2048, 8), (2048, 1024, 4), (4096, 4096, 8))
-    cut = [(elements, min(columns, max(16, next_power_of_2(N))), warps) for elements, columns, warps in tiles]
-    return tuple(dict.fromkeys(RowPlan(elements // block_n, block_n, warps) for elements, block_n, warps in cut))
+    sizes = [(elements, min(columns, max(16, next_power_of_2(N))), warps) for elements, columns, warps in tiles]
+    return tuple(dict.fromkeys(RowPlan(elements // block_n, block_n, warps) for elements, block_n, warps in sizes))
 
 
 TUNED_ROWS: Tuned[RowPlan] = Tuned(
@@ -115,25 +103,25 @@ TUNED_ROWS: Tuned[RowPlan] = Tuned(
     default=lambda M, N, gradient: row_plan(N),
     candidates=lambda M, N, gradient: whole_rows(max(16, next_power_of_2(N))),
 )
-"""The plans of cross_entropy_fwd, with a gradient or without."""
+"""Tuned plans of cross_entropy_fwd, keyed by M, N and whether a gradient is written."""
 
 TUNED_WIDE: Tuned[WidePlan] = Tuned(
     "cross_entropy_fwd_wide",
     default=lambda M, N, gradient, holds: wide_plan(N, bool(holds)),
     candidates=lambda M, N, gradient, holds: wide_plans(N, bool(holds)),
-    # Above the widest that is held, as much fits in a row of any length; below, it may not in one of the same bucket.
+    # Rows of one bucket may differ in which plans fit.
     bucket=lambda M, N, gradient, holds: (*rounded((M, N)), gradient, holds, len(wide_plans(N, bool(holds)))),
 )
-"""The plans of cross_entropy_fwd_wide, with a gradient or without, in bfloat16 or another dtype."""
+"""Tuned plans of cross_entropy_fwd_wide, keyed by M, N, gradient, and whether blocks can be held (bfloat16)."""
 
 TUNED_BACKWARD: Tuned[RowPlan] = Tuned(
     "cross_entropy_bwd", default=lambda M, N: backward_plan(N), candidates=lambda M, N: backward_plans(N)
 )
-"""The plans of cross_entropy_bwd."""
+"""Tuned plans of cross_entropy_bwd, keyed by M and N."""
 
 
 def count(targets: Tensor, ignore_index: int) -> Tensor:
-    """(COUNTS,) int32, together how many classes there are to count; targets (M,)."""
+    """Return (COUNTS,) int32 partial counts of the targets (M,) that are not ignore_index."""
     counts = torch.empty(COUNTS, dtype=torch.int32, device=targets.device)
     M = targets.shape[0]
     KERNELS["count"].launch((COUNTS,), (targets, counts, M, ignore_index), {"BLOCK": 1024}, num_warps=4)
@@ -141,7 +129,7 @@ def count(targets: Tensor, ignore_index: int) -> Tensor:
 
 
 def reduce(losses: Tensor, counts: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The sum of losses, over the sum of counts if there are any; a scalar."""
+    """Return the sum of losses, divided by the sum of counts unless None; a scalar."""
     y = torch.empty((), dtype=dtype, device=losses.device)
     n = losses.shape[0]
     fixed = {"COUNTS": COUNTS, "BLOCK": _BLOCK}
@@ -154,9 +142,9 @@ def reduce(losses: Tensor, counts: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def scale_(dx: Tensor, dy: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Multiply dx by the scalar dy over the sum of counts; costs nothing where that is 1.
+    """Multiply dx by the scalar dy, divided by the sum of counts, in place; a factor of 1 costs only the launch.
 
-    dx is contiguous, or (M, N) with gaps between its rows that are nobody else's.
+    dx is contiguous, or (M, N) with padding between its rows that is overwritten too.
     """
     if not dx.is_contiguous():
         M, N = dx.shape
@@ -171,32 +159,22 @@ def scale_(dx: Tensor, dy: Tensor, counts: Tensor | None = None) -> Tensor:
 
 
 def launch_rows(
-    rows: Tensor,
-    stride: int,
-    targets: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    *,
-    losses: Tensor | None = None,
-    statistics: Tensor | None = None,
-    dx: Tensor | None = None,
-    dx_stride: int = 0,
-    counts: Tensor | None = None,
-    dy: Tensor | None = None,
-    plan: WidePlan | RowPlan | None = None,
-) -> None:
-    """Each row's loss, statistics and gradient, what of them there is memory for.
+    rows: Tensor, stride: int, targets: Tensor, ignore_index: int, smoothing: float, *,
+    losses: Tensor | None = None, statistics: Tensor | None = None, dx: Tensor | None = None, dx_stride: int = 0,
+    counts: Tensor | None = None, dy: Tensor | None = None, plan: WidePlan | RowPlan | None = None,
+) -> None:  # fmt: skip
+    """Compute each row's loss, statistics and gradient; those without memory to write to are skipped.
 
     Args:
         rows: (M, N) logits, N contiguous, M at least 1.
-        stride: between rows; so is dx_stride.
+        stride, dx_stride: row strides of the logits and of dx.
         targets: (M,), contiguous.
         losses: (M,), written.
-        statistics: (2, M) float32, written: the maximum, and one over the sum of exp(x - maximum).
+        statistics: (2, M) float32, written: the maximum, and 1 / sum of exp(x - maximum).
         dx: (M, N), written; may be the memory of rows.
         counts: from `count`; the gradient is divided by their sum.
-        dy: the gradient is multiplied by it; a scalar or (M,).
-        plan: a WidePlan, for any N, or a RowPlan of at least N columns; None for the usual one.
+        dy: the upstream gradient, a scalar or (M,).
+        plan: a WidePlan, for any N, or a RowPlan of at least N columns; None for the tuned one.
     """
     M, N = rows.shape
     if plan is None:
@@ -226,27 +204,30 @@ def launch_rows(
         return
     wide = 16 // rows.element_size()
     vec = 1 if stride % wide == 0 else wide
-    room = N // plan.block - (vec > 1)  # whole blocks, after the one that begins before the row
-    held = max(0, min(plan.held, room)) if rows.dtype == torch.bfloat16 and dx is not None else 0
+    whole = N // plan.block - (vec > 1)  # blocks after the one that begins before the row
+    held = max(0, min(plan.held, whole)) if rows.dtype == torch.bfloat16 and dx is not None else 0
     fixed |= {"VEC": vec, "SAME": dx is not None and dx_stride == stride, "BLOCK": plan.block, "HELD": held}
     KERNELS["fwd_wide"].launch((M,), args, fixed, num_warps=plan.num_warps)
 
 
-def launch_forward(
-    logits: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    reduction: str,
-    wide: bool,
-    inplace: bool = False,
-    ahead: bool = False,
-    plan: WidePlan | None = None,
-    on_chip: bool = False,
-) -> tuple[Tensor, ...]:
-    """Loss, statistics, counts, and with `ahead` the gradient of the loss, over the logits if `inplace`.
+def _empty_gradient(rows: Tensor, stride: int) -> tuple[Tensor, int]:
+    return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device), rows.shape[1]
 
-    With `on_chip` (row.refuses says where) the rows stay in shared memory between loss and gradient.
+
+def launch_forward(
+    logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str, wide: bool,
+    inplace: bool = False, gradient: bool = False, *, run_rows: Callable[..., None] = launch_rows,
+    empty_gradient: Callable[[Tensor, int], tuple[Tensor, int]] = _empty_gradient,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return loss, statistics and counts, and with `gradient` the gradient of the loss.
+
+    Args:
+        logits: (M, N).
+        targets, ignore_index, smoothing, reduction: as the op's.
+        wide: return the loss in float32.
+        inplace: write the gradient over the logits if they are contiguous.
+        gradient: compute the gradient too.
+        run_rows, empty_gradient: the kernel of the rows, and the allocation of its gradient.
     """
     M, N = logits.shape
     device, dtype = logits.device, torch.float32 if wide else logits.dtype
@@ -257,66 +238,45 @@ def launch_forward(
     statistics = torch.empty(2, M, dtype=torch.float32, device=device)
     losses = torch.empty(M, dtype=dtype if reduction == "none" else torch.float32, device=device)
     dx, dx_stride = None, 0
-    if ahead:
+    if gradient:
         over = inplace and stride == N and rows.data_ptr() == logits.data_ptr()
-        dx = rows if over else torch.empty(M, N, dtype=logits.dtype, device=device)
-        dx_stride = stride if over else N
-    used = counts if mean else None
-    if on_chip and dx is not None and M:
-        from accelerant.ops.cross_entropy import row
-
-        if dx is not rows:
-            dx, dx_stride = row.alike(rows, stride)
-        row.launch_row(rows, stride, targets, ignore_index, smoothing, losses, statistics, dx, dx_stride, used)
-    elif M:
-        launch_rows(
+        dx, dx_stride = (rows, stride) if over else empty_gradient(rows, stride)
+    used_counts = counts if mean else None
+    if M:
+        run_rows(
             rows, stride, targets, ignore_index, smoothing,
-            losses=losses, statistics=statistics, dx=dx, dx_stride=dx_stride, counts=used, plan=plan,
+            losses=losses, statistics=statistics, dx=dx, dx_stride=dx_stride, counts=used_counts,
         )  # fmt: skip
     try:
-        loss = losses if reduction == "none" else reduce(losses, used, dtype)
+        loss = losses if reduction == "none" else reduce(losses, used_counts, dtype)
     except (AccelerantError, torch.OutOfMemoryError) as error:
         if dx is not rows:
             raise
-        # Not one of the errors after which dispatch would try the next implementation, on logits that are gone.
+        # An error after which dispatch does not try the next implementation: the logits are overwritten.
         raise AccelerantError(f"cross_entropy had written its gradient over the logits, then: {error}") from error
     return (loss, statistics, counts) if dx is None else (loss, statistics, counts, dx)
 
 
 def launch_backward(
-    dy: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    statistics: Tensor,
-    counts: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    reduction: str,
-    ahead: Tensor | None = None,
-    plan: RowPlan | None = None,
-) -> Tensor:
-    """The gradient of the logits, contiguous; `ahead`, where there is one, is it but for the factor dy."""
-    if ahead is not None:
-        return scale_(ahead, dy)
+    dy: Tensor, logits: Tensor, targets: Tensor, statistics: Tensor, counts: Tensor, ignore_index: int,
+    smoothing: float, reduction: str, unscaled: Tensor | None = None, plan: RowPlan | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of the logits, contiguous; `unscaled` is that gradient for dy = 1, scaled in place."""
+    if unscaled is not None:
+        return scale_(unscaled, dy)
     M, N = logits.shape
     dx = torch.empty(M, N, dtype=logits.dtype, device=logits.device)
     if not M:
         return dx
     rows, stride = as_rows(logits, N)
     if plan is None:
-        plan = TUNED_BACKWARD(
-            logits.device,
-            logits.dtype,
-            (M, N),
-            lambda plan: launch_backward(
-                dy, logits, targets, statistics, counts, ignore_index, smoothing, reduction, None, plan
-            ),
-        )
-    args = (
+        args = (dy, logits, targets, statistics, counts, ignore_index, smoothing, reduction, None)
+        plan = TUNED_BACKWARD(logits.device, logits.dtype, (M, N), lambda plan: launch_backward(*args, plan))
+    launch_args = (
         rows, targets.contiguous(), statistics, dx, counts if reduction == "mean" else None, dy.contiguous(),
         M, N, stride, N, int(dy.dim() > 0), ignore_index, smoothing,
     )  # fmt: skip
     fixed = {"SMOOTH": smoothing != 0.0, "COUNTS": COUNTS, "ROWS": plan.rows, "BLOCK_N": plan.block_n}
     grid = (ceil_div(M, plan.rows) * ceil_div(N, plan.block_n),)
-    KERNELS["bwd"].launch(grid, args, fixed, num_warps=plan.num_warps)
+    KERNELS["bwd"].launch(grid, launch_args, fixed, num_warps=plan.num_warps)
     return dx

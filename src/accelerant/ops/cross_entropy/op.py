@@ -14,28 +14,21 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._ahead import AheadOp
 from accelerant.ops._differentiable import ByTorch
 from accelerant.ops._library import autocast_dtype, is_plain, name_of
-from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
+from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
 from accelerant.ops._straight import straight
-from accelerant.ops.cross_entropy import row
+from accelerant.ops.cross_entropy import hopper
 from accelerant.ops.cross_entropy.launch import COUNTS, launch_backward, launch_forward
-from accelerant.ops.cross_entropy.row import launch_forward_row
 from accelerant.ops.cross_entropy.torch_ops import is_low, torch_backward, torch_composite, torch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
-__all__ = [
-    "check_loss",
-    "check_targets",
-    "cross_entropy",
-    "cross_entropy_bwd",
-    "cross_entropy_fwd",
-]
+__all__ = ["check_loss", "check_targets", "cross_entropy", "cross_entropy_bwd", "cross_entropy_fwd"]
 
 REDUCTIONS = ("mean", "sum", "none")
 _AHEAD = (torch.bfloat16, torch.float32)
-"""Dtypes whose gradient may be made beside the loss; see _ahead."""
+"""Dtypes whose gradient may be computed together with the loss; see _ahead."""
 
 _MANY = 2**18
-"""Logits from which on that saves more on a CPU than our autograd function costs."""
+"""Number of logits from which on that saves more on a CPU than an autograd function in Python costs."""
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
@@ -48,14 +41,14 @@ def _cost(case: Case) -> Cost:
 
 
 _FORWARD = (
-    Implementation("hopper", launch_forward_row, refuses=row.refuses, own=True),
+    Implementation("hopper", hopper.launch_hopper, refuses=hopper.refuses, own=True),
     Implementation("triton", launch_forward, refuses=refuses_triton_kernel, own=True),
     Implementation("torch", torch_forward, differentiable=True),
 )
 cross_entropy_fwd = Operation("cross_entropy_fwd", _FORWARD, cost=_cost)
 cross_entropy_fwd_inplace = Operation(
     "cross_entropy_fwd_inplace",
-    tuple(Implementation(each.name, each.run, each.refuses, each.own, mutates=True) for each in _FORWARD),
+    tuple(Implementation(impl.name, impl.run, impl.refuses, impl.own, mutates=True) for impl in _FORWARD),
     cost=_cost,
 )
 cross_entropy_bwd = Operation(
@@ -100,43 +93,44 @@ def cross_entropy(
     reduction: str = "mean",
     inplace_backward: bool = False,
 ) -> Tensor:
-    """Negative logarithm of the probability that softmax of the logits gives each row's class.
+    """Return the cross entropy of logits and class indices.
 
     loss = (1 - s) (L - x_t) + s (L - mean x), with L = log sum exp x, t the class and s the label smoothing
 
     Args:
         logits: (..., V), float16, bfloat16, float32 or float64, V at least 1.
         targets: (...), int64 or int32, classes in [0, V) or ignore_index.
-        ignore_index: rows of this class have loss and gradient 0 and do not count in the mean.
+        ignore_index: rows of this class have loss and gradient 0 and are not counted in the mean.
         label_smoothing: s, in [0, 1].
-        reduction: "mean" over the rows that count, "sum", or "none".
-        inplace_backward: for eager calls with a gradient and reduction "mean" or "sum": the gradient is written over
-            the logits, which are lost with the call. That saves memory of their size. Nothing else may need the logits
-            (autograd raises if it does), and one backward pass is possible. Of no effect where that cannot be: float16,
-            float64, traced calls, logits that are not contiguous.
+        reduction: "mean" over the counted rows, "sum", or "none".
+        inplace_backward: write the gradient over the logits, which saves memory of their size. It applies to eager
+            calls with a gradient, reduction "mean" or "sum", and contiguous bfloat16 or float32 logits; other calls
+            ignore it. Nothing else may use the logits (autograd raises otherwise), and only one backward pass is
+            possible.
 
     Returns:
-        a scalar, (...) for "none"; the dtype of the logits, or float32 under torch.autocast, where torch too widens
-        the loss. Computed in float32 (float64 for float64). The mean of no rows is NaN. Differentiable twice.
+        a scalar, or (...) for "none"; the dtype of the logits, or float32 under torch.autocast, as in torch. Computed
+        in float32 (float64 for float64). The mean of no rows is NaN. Differentiable twice.
 
     Raises:
-        ShapeError: the logits are a scalar or have no class, targets are not (...), or they are on several devices.
+        ShapeError: the logits are a scalar or have no class, targets are not (...), or several devices.
         UnsupportedDtype: a dtype not listed above.
-        ConfigError: label_smoothing or reduction has no meaning; on the CPU, a target is no class.
+        ConfigError: label_smoothing or reduction is out of range; on the CPU, a target out of [0, V).
         UnsupportedCase: a second backward pass after inplace_backward.
+        TypeError: an argument is not a tensor.
 
-    On other devices a target that is no class makes the loss NaN (torch stops the process's CUDA context there).
-    With a gradient to come, bfloat16 and float32 logits of a "mean" or "sum" are read once: the gradient is made beside
-    the loss, and costs memory of the size of the logits from then on.
-    Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is torch's own
-    cross_entropy, which the ledger does not count.
+    On other devices a target out of range makes the loss NaN (torch's kernel asserts, which ends the CUDA context).
+    If a gradient is needed, bfloat16 and float32 logits of a "mean" or "sum" are read once: the gradient is computed
+    with the loss, and occupies memory of the size of the logits until the backward pass.
+    Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) torch's own cross_entropy
+    runs, which the ledger does not count.
 
     Source: Szegedy et al. 2016, arXiv:1512.00567, section 7.
     """
+    check_dtype("cross_entropy", logits, "logits")
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ShapeError(f"logits must be (..., V), V at least 1, got {tuple(logits.shape)}")
-    check_dtype("cross_entropy", logits, "logits")
-    check_loss(targets, logits.shape[:-1], label_smoothing, reduction)
+    check_loss("cross_entropy", targets, logits.shape[:-1], label_smoothing, reduction)
     if targets.device != logits.device:
         raise ShapeError(f"targets must be on {logits.device}, where logits is; they are on {targets.device}")
     wide = logits.dtype.itemsize == 2 and autocast_dtype(logits.device.type) is not None
@@ -147,14 +141,16 @@ def cross_entropy(
         loss: Tensor = _cross_entropy(
             logits, targets, ignore_index, float(label_smoothing), reduction, wide, inplace_backward
         )
-    except IndexError:  # torch's word for it on a CPU; where its function does not run, the op looks before
+    except IndexError:  # raised by torch's function on a CPU; other implementations check the targets first
         check_targets(targets, logits.shape[-1], ignore_index)
         raise
     return loss.reshape(shape) if reduction == "none" and len(shape) != 1 else loss
 
 
-def check_loss(targets: Tensor, shape: Sequence[int], label_smoothing: float, reduction: str) -> None:
-    """What both losses ask of their arguments; see cross_entropy."""
+def check_loss(op: str, targets: Tensor, shape: Sequence[int], label_smoothing: float, reduction: str) -> None:
+    """Check the arguments that cross_entropy and linear_cross_entropy share."""
+    if not isinstance(targets, Tensor):
+        raise not_a_tensor(op, "targets", targets)
     if targets.shape != shape:
         raise ShapeError(f"targets must be {tuple(shape)}, got {tuple(targets.shape)}")
     if targets.dtype not in (torch.int64, torch.int32):
@@ -166,11 +162,11 @@ def check_loss(targets: Tensor, shape: Sequence[int], label_smoothing: float, re
 
 
 def check_targets(targets: Tensor, V: int, ignore_index: int) -> None:
-    """Raise for a class that there is not, where looking costs nothing: on the CPU, outside of tracing."""
+    """Raise ConfigError for a target out of range if the check is cheap: on the CPU, not while tracing."""
     if targets.device.type != "cpu" or torch.compiler.is_compiling() or not is_plain(targets):
         return
     if targets.numel():
-        low, high = (int(bound) for bound in torch.aminmax(targets))  # one pass, where most calls end
+        low, high = (int(bound) for bound in torch.aminmax(targets))  # one pass, enough for most calls
         if low >= 0 and high < V:
             return
     wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= V))]
@@ -183,10 +179,10 @@ def _case(logits: Tensor, *options: str) -> Case:
 
 
 def _case_by_torch(logits: Tensor, *args: object) -> Case | None:
-    """None where rows in chunks are quicker, or the gradient shall take the memory of the logits.
+    """Return None if chunks of rows are faster, or the gradient is to overwrite the logits.
 
-    Chunks are quicker where a gradient can be made beside the loss; and in low precision, whose logits would else exist
-    in float32 whole. (Torch's own loss of bfloat16 gives 0 where 0.004 is right.)
+    Chunks are faster if the gradient can be computed with the loss, and in low precision, where torch's function needs
+    all logits in float32. (torch's own bfloat16 loss returns 0 where 0.004 is right.)
     """
     learns, many = logits.requires_grad and torch.is_grad_enabled(), logits.numel() >= _MANY
     reduction, inplace = args[3], args[5]
@@ -203,19 +199,13 @@ def _forward(
 
 
 def _ahead(
-    needs: Sequence[bool],
-    logits: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    reduction: str,
-    wide: bool,
-    inplace: bool,
-) -> tuple[tuple[Tensor | None, ...], Any, bool] | None:
-    """Make loss and gradient at once, except in some dtypes.
+    needs: Sequence[bool], logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str,
+    wide: bool, inplace: bool,
+) -> tuple[tuple[Tensor | None, ...], Any, bool] | None:  # fmt: skip
+    """Compute loss and gradient together, except in float16 and float64.
 
-    In float16 a gradient over the count would vanish before the upstream gradient, a loss scale, lifts it; float64 is
-    for checks, whose repeated backward passes shall give the same bits.
+    A float16 gradient divided by the count would underflow before the upstream gradient, a loss scale, multiplies it.
+    float64 is for gradient checks, whose repeated backward passes must agree exactly.
     """
     if reduction == "none" or logits.dtype not in _AHEAD:
         return None
@@ -242,16 +232,9 @@ def _finish(
 
 
 def _backward(
-    dy: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    statistics: Tensor,
-    counts: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    reduction: str,
-    *_: object,
-) -> tuple[Tensor]:
+    dy: Tensor, logits: Tensor, targets: Tensor, statistics: Tensor, counts: Tensor, ignore_index: int,
+    smoothing: float, reduction: str, *_: object,
+) -> tuple[Tensor]:  # fmt: skip
     args = (dy, logits, targets, statistics, counts, ignore_index, smoothing, reduction)
     return (cross_entropy_bwd(_case(logits, "backward"), *args),)
 

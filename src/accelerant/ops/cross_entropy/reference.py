@@ -17,7 +17,7 @@ def cross_entropy_reference(
     reduction: str = "mean",
     inplace_backward: bool = False,
 ) -> Tensor:
-    """Log sum exp of each row less its expected logit, under the class smoothed by a uniform distribution."""
+    """Return log sum exp of each row minus its expected logit under the smoothed class distribution."""
     rows = logits.reshape(-1, logits.shape[-1])
     classes = targets.reshape(-1).long()
     counted = classes != ignore_index

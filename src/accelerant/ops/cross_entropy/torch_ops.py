@@ -1,9 +1,9 @@
-"""cross_entropy from torch's functions, on any device.
+"""cross_entropy by torch's functions, on any device.
 
-Where torch differentiates, its own function serves. A gradient that is made here comes of one softmax over a chunk of
-rows in float32, of which both the loss (-log p of the class) and the gradient are read while the chunk lies in cache:
-torch takes an exponential of each element twice, and keeps the logarithms in memory in between. On one core of an EPYC
-with AVX-512, loss and gradient of 2M logits took 0.6 to 0.8 of its time.
+If torch differentiates, its own function runs. A gradient computed here uses one softmax over a chunk of rows in
+float32, from which both the loss (-log p of the class) and the gradient are read while the chunk is in cache; torch
+computes two exponentials per element and stores the logarithms in between. On one core of an EPYC with AVX-512, loss
+and gradient of 2M logits took 0.6 to 0.8 of torch's time.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from accelerant.runtime.compilation.triton import refuses_triton
 __all__ = ["CHUNK", "is_low", "torch_backward", "torch_composite", "torch_forward", "torch_rows"]
 
 CHUNK = 2**19
-"""Logits at a time on a CPU: 2 MiB of float32; half as many cost a sixth more, in calls of torch's functions."""
+"""Logits per chunk on a CPU: 2 MiB of float32; chunks of half that size take a sixth longer."""
 
-_TINY = 1e-30  # a probability below has lost digits in float32: there the logarithm comes from the logits
+_TINY = 1e-30  # smaller probabilities have lost digits in float32: their logarithm comes from the logits
 
 
 def is_low(dtype: torch.dtype) -> bool:
-    """Whether a dtype computes in float32."""
+    """Return whether a dtype is a 16-bit one, computed in float32."""
     return dtype in (torch.float16, torch.bfloat16)
 
 
 def torch_composite(
     logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str, wide: bool, *_: object
 ) -> Tensor:
-    """The loss from torch's own functions; low precision computes in float32."""
+    """Return the loss by torch's own functions; 16-bit dtypes compute in float32."""
     dtype = torch.float32 if wide else logits.dtype
     if logits.numel() == 0:
         empty = logits.sum() if reduction != "none" else logits.sum(1)
@@ -49,7 +49,7 @@ def torch_composite(
 def _coefficients(
     dy: Tensor | None, targets: Tensor, counts: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """(M, 1): what the gradient of each row's loss is multiplied by; 0 where a row does not count."""
+    """Return the factor of each row's gradient, (M, 1); 0 for rows that are not counted."""
     c = (targets != ignore_index).to(dtype)
     if counts is not None:
         c = c / counts.sum().clamp_min(1)
@@ -57,18 +57,13 @@ def _coefficients(
 
 
 def torch_rows(
-    logits: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    dx: Tensor | None,
-    counts: Tensor | None = None,
-    dy: Tensor | None = None,
-) -> Tensor:
-    """Each row's loss, in float32 or float64; its gradient over the sum of counts and times dy is written to dx.
+    logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, dx: Tensor | None,
+    counts: Tensor | None = None, dy: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return each row's loss, in float32 or float64, and write its gradient times dy / sum(counts) to dx.
 
     Args:
-        logits: (M, V), rows of any distance.
+        logits: (M, V), with any row stride.
         targets, ignore_index, smoothing: as the op's.
         dx: (M, V), any dtype; may be the logits themselves; None for no gradient.
         counts: None for 1.
@@ -80,8 +75,8 @@ def torch_rows(
     losses = torch.empty(M, dtype=exact, device=logits.device)
     c = None if dx is None else _coefficients(dy, targets, counts, ignore_index, exact)
     R = max(1, CHUNK // V) if logits.device.type == "cpu" else max(1, M)
-    straight = dx is not None and dx.dtype == exact and dx.is_contiguous() and dx.data_ptr() != logits.data_ptr()
-    buffer = None if straight else torch.empty(min(R, M), V, dtype=exact, device=logits.device)
+    direct = dx is not None and dx.dtype == exact and dx.is_contiguous() and dx.data_ptr() != logits.data_ptr()
+    buffer = None if direct else torch.empty(min(R, M), V, dtype=exact, device=logits.device)
     for start in range(0, M, R):
         rows = slice(start, min(start + R, M))
         x = logits[rows]
@@ -93,8 +88,8 @@ def torch_rows(
 
 
 def _chunk(x: Tensor, at: Tensor, smoothing: float, out: Tensor, c: Tensor | None) -> Tensor:
-    """The rows' losses, and their gradients times c to out, which is of the dtype to compute in."""
-    wide = x if x.dtype == out.dtype else out.copy_(x)  # torch's functions of whole rows may write over what they read
+    """Return the rows' losses, and write their gradients times c to out, which has the dtype to compute in."""
+    wide = x if x.dtype == out.dtype else out.copy_(x)  # torch's row-wise functions may overwrite their input
     if c is None:
         return _from_logarithms(torch.log_softmax(wide, 1, out=out), at, smoothing)
     more = smoothing * (wide.gather(1, at)[:, 0] - wide.mean(1)) if smoothing else 0.0
@@ -105,7 +100,7 @@ def _chunk(x: Tensor, at: Tensor, smoothing: float, out: Tensor, c: Tensor | Non
         losses = more - p.log()
         if not bool((p >= _TINY).all()):  # or NaN
             losses = _from_logarithms(torch.log_softmax(x.to(out.dtype), 1), at, smoothing)
-    else:  # where looking at p would wait for the device
+    else:  # without the check of p, which would synchronise with the device
         losses = _from_logarithms(torch.log_softmax(wide, 1, out=out), at, smoothing)
         out.exp_()
     out.mul_(c)
@@ -121,17 +116,10 @@ def _from_logarithms(log_p: Tensor, at: Tensor, smoothing: float) -> Tensor:
 
 
 def torch_forward(
-    logits: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    reduction: str,
-    wide: bool,
-    inplace: bool = False,
-    ahead: bool = False,
-    statistics: bool = True,
-) -> tuple[Tensor, ...]:
-    """All results, and the gradient if `ahead`; without statistics the loss alone, with torch's own gradient."""
+    logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str, wide: bool,
+    inplace: bool = False, gradient: bool = False, statistics: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return loss, statistics, counts, and the gradient if asked; without statistics the differentiable loss only."""
     if not statistics:
         return (torch_composite(logits, targets, ignore_index, smoothing, reduction, wide),)
     mean = reduction == "mean"
@@ -139,10 +127,12 @@ def torch_forward(
     if mean:
         counts[0] = (targets != ignore_index).sum()
     kept = torch.zeros(2, logits.shape[0], dtype=torch.float32, device=logits.device)
-    if refuses_triton(logits.device) is None:  # only our backward kernel reads them
+    if refuses_triton(logits.device) is None:  # only the Triton backward kernel reads them
         kept[0] = logits.amax(1)
         kept[1] = 1.0 / torch.exp(logits.float() - kept[0][:, None]).sum(1)
-    dx = None if not ahead else logits if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    dx = (
+        None if not gradient else logits if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    )
     losses = torch_rows(logits, targets, ignore_index, smoothing, dx, counts if mean else None)
     loss = losses if reduction == "none" else losses.sum() / counts[0] if mean else losses.sum()
     loss = loss.to(torch.float32 if wide else logits.dtype)
@@ -150,21 +140,12 @@ def torch_forward(
 
 
 def torch_backward(
-    dy: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    statistics: Tensor,
-    counts: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    reduction: str,
-    ahead: Tensor | None = None,
-) -> Tensor:
-    """The gradient of the logits: made here, or what was made ahead, times dy."""
-    if ahead is not None:
-        if dy.device.type == "cpu" and dy.item() == 1.0:
-            return ahead
-        return ahead.mul_(dy)
+    dy: Tensor, logits: Tensor, targets: Tensor, statistics: Tensor, counts: Tensor, ignore_index: int,
+    smoothing: float, reduction: str, unscaled: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of the logits; `unscaled` is that gradient for dy = 1, scaled in place."""
+    if unscaled is not None:
+        return unscaled if dy.device.type == "cpu" and dy.item() == 1.0 else unscaled.mul_(dy)
     dx = torch.empty_like(logits, memory_format=torch.contiguous_format)
     torch_rows(logits, targets, ignore_index, smoothing, dx, counts if reduction == "mean" else None, dy)
     return dx

@@ -1,26 +1,26 @@
-"""cross_entropy: the loss of each row of logits against its class, and the gradient beside it.
+"""cross_entropy: each row's loss against its class, and optionally its gradient in the same pass.
 
     loss = (1 - s) (L - x_t) + s (L - mean x)            L = log sum exp x, t the row's class, s the smoothing
-    dx   = c (exp(x - L) - (1 - s) [column = t] - s / N)  c the upstream gradient, over the count where a mean is taken
+    dx   = c (exp(x - L) - (1 - s) [column = t] - s / N)  c the upstream gradient, divided by the count for a mean
 
-L is kept as the row's maximum and one over the sum of exp(x - maximum), so that logits far from 0 lose nothing; the
-gradient has the same bits whether it is made beside the loss (fwd) or afterwards (bwd).
+L is stored as the row's maximum and 1 / sum of exp(x - maximum), which loses no precision for large logits. The
+gradient has the same bits whether it is computed with the loss (fwd) or afterwards (bwd).
 
-Source: Szegedy et al. 2016, arXiv:1512.00567, section 7 (smoothing); maximum and sum in one pass as Milakov and
+Source: Szegedy et al. 2016, arXiv:1512.00567, section 7 (smoothing); maximum and sum in one pass as in Milakov and
         Gimelshein 2018, arXiv:1805.02867, algorithm 3.
-Layout: rows of N contiguous logits with a distance between them; classes int64 or int32. Computed in float32.
-        A row that starts off a 16-byte boundary is read from the boundary before it on (VEC elements apart), and
-        only its first and last blocks are masked: accesses stay 16 bytes wide for any N.
-Grid:   fwd: ROWS rows a program, kept in registers. _wide: one row a program, read twice if a gradient is asked: the
-        second time from L2, but for HELD blocks of bfloat16 logits, which stay in registers. bwd: a tile of a row a
-        program. _scale: a few programs a multiprocessor. _count: COUNTS programs. _reduce: one program.
-Bound:  memory: 1 access an element without gradient, 2 with it; about 12 operations.
+Layout: rows of N contiguous logits with a row stride; targets int64 or int32. Computed in float32. A row that does not
+        start on a 16-byte boundary is read from the boundary before it (alignment VEC elements), and only its first and
+        last blocks are masked, so that accesses are 16 bytes wide for any N.
+Grid:   fwd: one program per ROWS rows, which stay in registers. _wide: one program per row; for the gradient the row is
+        read again from L2, except HELD blocks of bfloat16 logits, which stay in registers. bwd: one program per tile of
+        a row. _scale: a few programs per multiprocessor. _count: COUNTS programs. _reduce: one program.
+Bound:  memory: 1 access per element without the gradient, 2 with it; about 12 operations.
 """
 
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-3.0e38)  # finite, so that a row of -inf alone makes no NaN before its time
+LOWEST = tl.constexpr(-3.0e38)  # finite, so that a row of only -inf does not give NaN too early
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def cross_entropy_scale(dx_ptr, dy_ptr, counts_ptr, n, COUNTS: tl.constexpr, BLO
     factor = tl.load(dy_ptr).to(tl.float32)
     if counts_ptr is not None:
         factor = factor / tl.sum(tl.load(counts_ptr + tl.arange(0, COUNTS)), 0).to(tl.float32)
-    if factor != 1.0:  # of NaN, too, this is true
+    if factor != 1.0:  # true for NaN, too
         first = tl.program_id(0).to(tl.int64) * BLOCK
         step = tl.num_programs(0).to(tl.int64) * BLOCK
         for start in range(first, n, step):
@@ -60,7 +60,7 @@ def cross_entropy_scale(dx_ptr, dy_ptr, counts_ptr, n, COUNTS: tl.constexpr, BLO
 
 @triton.jit
 def _coefficient(row, counts_ptr, dy_ptr, dy_stride, COUNTS: tl.constexpr):
-    """What the gradient of a row's loss is multiplied by."""
+    """Return the factor of a row's gradient."""
     c = 1.0
     if counts_ptr is not None:
         c = 1.0 / tl.sum(tl.load(counts_ptr + tl.arange(0, COUNTS)), 0).to(tl.float32)
@@ -71,7 +71,7 @@ def _coefficient(row, counts_ptr, dy_ptr, dy_stride, COUNTS: tl.constexpr):
 
 @triton.jit
 def _loss(peak, total, x_target, x_sum, in_range, N, smoothing, SMOOTH: tl.constexpr):
-    """The loss of a row with a class; NaN if there is no such class, or if a logit is inf."""
+    """Return the loss of a counted row; NaN if its target is out of range or a logit is inf."""
     nan = float("nan")
     y = (peak - x_target) + tl.log(total)
     if SMOOTH:
@@ -81,7 +81,7 @@ def _loss(peak, total, x_target, x_sum, in_range, N, smoothing, SMOOTH: tl.const
 
 @triton.jit
 def _gradient(x, columns, target, peak, scale, c, N, smoothing, SMOOTH: tl.constexpr):
-    """Scale is c over the sum of exponentials; c is NaN where there is no such class."""
+    """Return the gradient; scale is c over the sum of exponentials, c is NaN if the target is out of range."""
     if SMOOTH:
         hit = tl.where(columns == target, c * (1.0 - smoothing), 0.0) + c * smoothing / N
     else:
@@ -127,7 +127,7 @@ def cross_entropy_fwd(
 
 @triton.jit
 def _zero(dx_ptr, N, BLOCK: tl.constexpr):
-    """The gradient of a row that does not count."""
+    """Write the gradient of a row that is not counted."""
     for start in range(0, N, BLOCK):
         at = start + tl.arange(0, BLOCK)
         tl.store(dx_ptr + at, tl.zeros([BLOCK], dtype=dx_ptr.dtype.element_ty), mask=at < N)
@@ -135,7 +135,7 @@ def _zero(dx_ptr, N, BLOCK: tl.constexpr):
 
 @triton.jit
 def _join(x, largest, total):
-    """One more element for each lane's maximum and its sum of exponentials; one exponential."""
+    """Add an element to each lane's maximum and sum of exponentials, with one exponential."""
     above = x - largest
     e = tl.exp(-tl.abs(above))
     return tl.maximum(largest, x), tl.where(above > 0, total * e + 1.0, total + e)
@@ -143,17 +143,17 @@ def _join(x, largest, total):
 
 @triton.jit
 def _packed(raw, HALF: tl.constexpr):
-    """Neighbouring bfloat16 numbers as one int32, as they lie in a register."""
+    """Return pairs of neighbouring bfloat16 numbers as int32, the layout of a register."""
     low, high = tl.split(tl.reshape(raw.to(tl.int16, bitcast=True), (HALF, 2)))
     return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
 
 @triton.jit
 def _widened(pair, zero):
-    """Both numbers of a pair in float32.
+    """Return both numbers of a pair in float32.
 
-    The zero is none to the compiler, which then converts anew at each use instead of keeping the results: that would
-    take twice the registers.
+    zero is 0 at run time, unknown to the compiler, which therefore converts at each use instead of keeping the results
+    in twice the registers.
     """
     pair = pair ^ zero
     return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
@@ -185,10 +185,10 @@ def cross_entropy_fwd_wide(
     lanes = tl.arange(0, BLOCK)
     end = N + lead
     full = end // BLOCK * BLOCK
-    largest = tl.full([BLOCK], LOWEST, dtype=tl.float32)  # of each lane, joined at the end
+    largest = tl.full([BLOCK], LOWEST, dtype=tl.float32)  # per lane, combined at the end
     total = tl.zeros([BLOCK], dtype=tl.float32)
     x_sums = tl.zeros([BLOCK], dtype=tl.float32)
-    first: tl.constexpr = BLOCK if VEC > 1 else 0  # the held blocks come after the one that begins before the row
+    first: tl.constexpr = BLOCK if VEC > 1 else 0  # held blocks follow the one that begins before the row
     begin: tl.constexpr = first + HELD * BLOCK
     HALF: tl.constexpr = BLOCK // 2
     held = ()

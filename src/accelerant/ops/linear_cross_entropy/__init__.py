@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer's result, which never exists whole."""
+"""Cross entropy of a linear layer's result, without materialising it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ RUNS = ("torch", "triton")  # the products; the kernels of cross_entropy
 
 
 def _sample(*shape: int, **options: Any) -> Sample:
-    """Of (..., K, V)."""
+    """Return the sample of hidden (..., K) and V classes."""
     *rows, K, V = shape
     name = "-".join(["x".join(map(str, shape)), *(f"{key}={value}" for key, value in options.items())])
     return Sample(name, ((*rows, K), (V, K), Indices(tuple(rows), V)), options)
@@ -44,13 +44,13 @@ BENCHMARKS = (
     Benchmark(_sample(8192, 4096, 128256), torch.bfloat16),
 )
 
-# Logits are rounded to the dtype: of a logit of 8, half a unit is 0.016 in bfloat16, and so much does its probability
-# change, relative to itself. With K = 64 they reach 32, where half a unit is 0.06: that rounding alone, the rest in
-# float64, moves a gradient of hidden by 0.033 of the largest in 1500 rows.
+# Logits are rounded to the dtype: rounding a bfloat16 logit of 8 by half a unit, 0.016, changes its probability by that
+# factor. With K = 64 logits reach 32, where half a unit is 0.06; that rounding alone, the rest in float64, changes a
+# gradient of hidden by 0.033 of the largest in 1500 rows.
 TOLERANCES = {
     torch.float64: Tolerance(1e-11, 1e-11),
     torch.float32: Tolerance(1e-5, 5e-6),
     torch.float16: Tolerance(5e-3, 4e-3),
     torch.bfloat16: Tolerance(4e-2, 5e-2),
 }
-KERNELS: tuple[Compilation, ...] = ()  # those of cross_entropy, and the library's
+KERNELS: tuple[Compilation, ...] = ()  # cross_entropy's and the library's

@@ -24,44 +24,34 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_bwd", "linear_cross_entropy_fwd"]
 
 _WHOLE = 2**20
-"""Logits that may exist whole on a CPU, where torch's functions are then quicker: 4 MiB of float32."""
+"""Up to this many logits, torch's functions are faster on a CPU than chunks: 4 MiB of float32."""
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
 
 
 class _Chunked:
-    """Both passes with the logits of some rows at a time; by our kernel or by torch's functions."""
+    """The forward and backward pass in chunks of rows, by our kernels (`own`) or by torch's functions."""
 
     def __init__(self, own: bool) -> None:
         self._run = run_triton if own else run_torch
         self._own = own
 
     def forward(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        ignore_index: int,
-        smoothing: float,
-        reduction: str,
-        dtype: str,
-        wide: bool,
-        gradient_hidden: bool,
-        gradient_weight: bool,
-        whole: bool = False,
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str,
+        dtype: str, wide: bool, gradient_hidden: bool, gradient_weight: bool, whole: bool = False,
         narrow: bool = False,
-    ) -> tuple[Tensor, ...]:
-        """The loss; and of "mean" and "sum" the gradients that are wanted, empty tensors otherwise.
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return the loss, and for "mean" and "sum" the gradients that are asked for; empty tensors otherwise.
 
-        In float16 they are those of the sum: over the count they would vanish before a loss scale lifts them. If
-        `whole`, the loss alone, with the logits at once, from torch's functions and with their own gradient. If
-        `narrow`, the weight's gradient may be of its dtype rather than float32, where that rounds once.
+        In float16 the gradients are those of the sum: divided by the count they would underflow before a loss scale
+        multiplies them. `whole` returns only the differentiable loss by torch's functions, from all logits together.
+        `narrow` allows a weight gradient in the weight's dtype instead of float32 where it is rounded once.
         """
         if whole:
             return (_composite(hidden, weight, targets, ignore_index, smoothing, reduction, dtype, wide),)
         low = getattr(torch, dtype)
-        narrow = narrow and weight.dtype == low == torch.bfloat16  # the sum of all rows may be too large for float16
+        narrow = narrow and weight.dtype == low == torch.bfloat16  # a sum over all rows may overflow float16
         needs = (gradient_hidden, gradient_weight) if reduction != "none" else (False, False)
         hidden, weight, targets = hidden.to(low).contiguous(), weight.to(low).contiguous(), targets.contiguous()
         exact = torch.float64 if low == torch.float64 else torch.float32
@@ -85,50 +75,36 @@ class _Chunked:
         )
 
     def backward(
-        self,
-        dy: Tensor,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        dhidden: Tensor | None,
-        dweight: Tensor | None,
-        ignore_index: int,
-        smoothing: float,
-        reduction: str,
-        dtype: str,
-        needs: Sequence[bool],
-        given: bool = False,
-    ) -> list[Tensor | None]:
-        """The gradients: those that forward made, times dy (in place if `given`); made here where it did not."""
+        self, dy: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, dhidden: Tensor | None,
+        dweight: Tensor | None, ignore_index: int, smoothing: float, reduction: str, dtype: str, needs: Sequence[bool],
+        owned: bool = False,
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Return the forward pass's gradients times dy, in place if `owned`; compute them if it made none."""
         low = getattr(torch, dtype)
-        made = (dhidden, dweight)
-        likes = (hidden, weight)
+        eager, inputs = (dhidden, dweight), (hidden, weight)
         targets = targets.contiguous()
         counts = self._counts(targets, ignore_index) if reduction == "mean" else None
-        if not all(
-            each is not None and each.shape == like.shape
-            for need, each, like in zip(needs, made, likes, strict=True)
-            if need
-        ):
+        available = [dx is not None and dx.shape == x.shape for dx, x in zip(eager, inputs, strict=True)]
+        if not all(there for need, there in zip(needs, available, strict=True) if need):
             args = (hidden.to(low).contiguous(), weight.to(low).contiguous(), targets, ignore_index, smoothing, needs)
-            found = self._run(*args, counts=counts, dy=dy.contiguous())
-            return [None if each is None else each.to(like.dtype) for each, like in zip(found, likes, strict=True)]
-        late = counts if low == torch.float16 else None
+            gradients = self._run(*args, counts=counts, dy=dy.contiguous())
+            return [None if dx is None else dx.to(x.dtype) for dx, x in zip(gradients, inputs, strict=True)]
+        late_counts = counts if low == torch.float16 else None
         scaled: list[Tensor | None] = [None, None]
-        # What needs new memory comes first: an error for want of it must not find the other one scaled already.
-        for i in sorted(range(2), key=lambda i: getattr(made[i], "dtype", None) == likes[i].dtype):
-            each = made[i]
-            if needs[i] and each is not None:
-                scaled[i] = self._scaled(each, dy, late, likes[i].dtype, given)
+        # The gradient that needs new memory first: if that allocation fails, the other one is not scaled yet.
+        for i in sorted(range(2), key=lambda i: getattr(eager[i], "dtype", None) == inputs[i].dtype):
+            dx = eager[i]
+            if needs[i] and dx is not None:
+                scaled[i] = self._scaled(dx, dy, late_counts, inputs[i].dtype, owned)
         return scaled
 
-    def _scaled(self, x: Tensor, dy: Tensor, counts: Tensor | None, dtype: torch.dtype, given: bool) -> Tensor:
-        if given and self._own and x.dtype == dtype:
+    def _scaled(self, x: Tensor, dy: Tensor, counts: Tensor | None, dtype: torch.dtype, owned: bool) -> Tensor:
+        if owned and self._own and x.dtype == dtype:
             return launch.scale_(x, dy, counts)
-        if given and self._own:  # torch's product of float32 in another dtype took 2.1 of 35 ms at 128256 x 4096
+        if owned and self._own:  # torch's product with another result dtype took 2.1 of 35 ms at 128256 x 4096
             y = x.new_empty(x.shape, dtype=dtype)
             return y.copy_(launch.scale_(x, dy, counts))
-        if given and x.dtype == dtype and counts is None and x.device.type == "cpu" and dy.item() == 1.0:
+        if owned and x.dtype == dtype and counts is None and x.device.type == "cpu" and dy.item() == 1.0:
             return x
         factor = dy if counts is None else dy.float() / counts.sum()
         return torch.mul(
@@ -167,16 +143,9 @@ linear_cross_entropy_bwd = Operation(
 
 
 def _composite(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    reduction: str,
-    dtype: str,
-    wide: bool,
-    *_: object,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str, dtype: str,
+    wide: bool, *_: object,
+) -> Tensor:  # fmt: skip
     low = getattr(torch, dtype)
     logits = functional.linear(hidden.to(low), weight.to(low))
     return torch_composite(logits, targets, ignore_index, smoothing, reduction, wide)
@@ -205,41 +174,43 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """cross_entropy of the logits hidden W^T, which never exist whole.
+    """Return the cross entropy of the logits hidden W^T without materialising all logits.
 
     loss = (1 - s) (L - x_t) + s (L - mean x), with x = W h, L = log sum exp x, t the class, s the label smoothing
 
     Args:
         hidden: (..., K), float16, bfloat16, float32 or float64.
-        weight: (V, K), V at least 1, as torch's linear has it; dtype of hidden (any of the first three under autocast).
+        weight: (V, K), V at least 1; dtype of hidden (under autocast any of the first three).
         targets: (...), int64 or int32, classes in [0, V) or ignore_index.
-        ignore_index: rows of this class have loss and gradient 0 and do not count in the mean.
+        ignore_index: rows of this class have loss and gradient 0 and are not counted in the mean.
         label_smoothing: s, in [0, 1].
-        reduction: "mean" over the rows that count, "sum", or "none".
+        reduction: "mean" over the counted rows, "sum", or "none".
 
     Returns:
-        a scalar, (...) for "none"; the dtype of hidden, or float32 under torch.autocast. Logits are rounded to the
-        dtype of hidden (of autocast), the loss of them is computed in float32, and the gradient of the weight sums in
-        float32 over all rows (on a CPU in bfloat16 each chunk's sum is rounded, and a chunk's logits take at least as
-        much memory as that gradient in float32, if there are so many); float64 stays float64. Differentiable twice.
+        a scalar, or (...) for "none"; the dtype of hidden, or float32 under torch.autocast. Logits are rounded to the
+        dtype of hidden (of autocast); their loss is computed in float32, and the weight's gradient is summed over all
+        rows in float32 (bfloat16 on a CPU: each chunk's sum is rounded); float64 stays float64. Differentiable twice.
 
     Raises:
-        ShapeError: weight is not (V, K), targets are not (...), or they are on several devices.
+        ShapeError: weight is not (V, K), targets are not (...), or several devices.
         UnsupportedDtype: a dtype not listed above.
-        ConfigError: label_smoothing or reduction has no meaning; on the CPU, a target is no class.
+        ConfigError: label_smoothing or reduction is out of range; on the CPU, a target out of [0, V).
+        TypeError: an argument is not a tensor.
 
-    Memory above the inputs: 512 MiB of logits at a time (or as much as the weight takes in float32, if that is more),
-    and where gradients are to come those of hidden, and of weight in float32. They are made with the loss ("none": in
-    the backward pass, from new logits). On other devices than the CPU a target that is no class makes the loss NaN.
-    Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is torch's own
-    linear and cross_entropy, with logits that exist whole, which the ledger does not count.
+    Memory besides the inputs: 512 MiB of logits (or as much as the weight takes in float32, if that is more), and the
+    gradients of hidden, and of weight in float32, if needed. They are computed with the loss ("none": in the backward
+    pass, from recomputed logits). On devices other than the CPU a target out of range makes the loss NaN. Under
+    forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) torch's own linear and
+    cross_entropy run, with all logits materialised, which the ledger does not count.
 
     Source: Hsu et al. 2024, arXiv:2410.10989, section 3.2.
     """
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        check_dtype("linear_cross_entropy", tensor, name)
     low = autocast_dtype(hidden.device.type)
     wide = low is not None and hidden.dtype != torch.float64
     _check(hidden, weight, mixed=wide)
-    check_loss(targets, hidden.shape[:-1], label_smoothing, reduction)
+    check_loss("linear_cross_entropy", targets, hidden.shape[:-1], label_smoothing, reduction)
     for name, tensor in (("weight", weight), ("targets", targets)):
         if tensor.device != hidden.device:
             raise ShapeError(f"{name} must be on {hidden.device}, where hidden is; got {tensor.device}")
@@ -253,7 +224,7 @@ def linear_cross_entropy(
             hidden, weight, targets, ignore_index, float(label_smoothing), reduction, name_of(dtype), wide,
             learns and hidden.requires_grad, learns and weight.requires_grad,
         )  # fmt: skip
-    except IndexError:  # as in cross_entropy
+    except IndexError:  # raised by torch's function on a CPU, as in cross_entropy
         check_targets(targets, weight.shape[0], ignore_index)
         raise
     return loss.reshape(shape) if reduction == "none" and len(shape) != 1 else loss
@@ -264,8 +235,6 @@ def _check(hidden: Tensor, weight: Tensor, *, mixed: bool) -> None:
         raise ShapeError("hidden must be (..., K), got a scalar")
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
         raise ShapeError(f"weight must be (V, {hidden.shape[-1]}), V at least 1, got {tuple(weight.shape)}")
-    for name, tensor in (("hidden", hidden), ("weight", weight)):
-        check_dtype("linear_cross_entropy", tensor, name)
     if weight.dtype != hidden.dtype and (not mixed or weight.dtype == torch.float64):
         raise UnsupportedDtype(
             f"hidden and weight must have one dtype, got {name_of(hidden.dtype)} and {name_of(weight.dtype)}"
@@ -273,23 +242,22 @@ def _check(hidden: Tensor, weight: Tensor, *, mixed: bool) -> None:
 
 
 def _case(hidden: Tensor, weight: Tensor, dtype: str, needs: Sequence[bool], *options: str) -> Case:
-    wanted = tuple(name for name, need in zip(("hidden", "weight"), needs, strict=True) if need)
+    needed = tuple(name for name, need in zip(("hidden", "weight"), needs, strict=True) if need)
     shape = (hidden.shape[0], *weight.shape)
-    return Case(hidden.device, getattr(torch, dtype), shape, (*wanted, *options))
+    return Case(hidden.device, getattr(torch, dtype), shape, (*needed, *options))
 
 
 def _case_by_torch(hidden: Tensor, weight: Tensor, *args: Any) -> Case | None:
-    """None for logits that had better not exist whole."""
+    """Return None for more logits than should be materialised."""
     few = hidden.shape[0] * weight.shape[0] <= _WHOLE
     return _case(hidden, weight, args[4], args[-2:]) if few else None
 
 
 def _forward(hidden: Tensor, weight: Tensor, *args: Any, narrow: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     check_targets(args[0], weight.shape[0], args[1])
-    found: tuple[Tensor, Tensor, Tensor] = linear_cross_entropy_fwd(
-        _case(hidden, weight, args[4], args[-2:]), hidden, weight, *args, False, narrow
-    )
-    return found
+    case = _case(hidden, weight, args[4], args[-2:])
+    results: tuple[Tensor, Tensor, Tensor] = linear_cross_entropy_fwd(case, hidden, weight, *args, False, narrow)
+    return results
 
 
 def _infer(hidden: Tensor, weight: Tensor, *args: Any) -> Tensor:
@@ -299,57 +267,35 @@ def _infer(hidden: Tensor, weight: Tensor, *args: Any) -> Tensor:
 def _ahead(needs: Sequence[bool], hidden: Tensor, weight: Tensor, *args: Any) -> Any:
     loss, dhidden, dweight = _forward(hidden, weight, *args[:-2], *needs, narrow=True)
     reduction = args[3]
-    targets = args[0].clone() if args[4] == "float16" else args[0]  # there the backward pass counts them
+    targets = args[0].clone() if args[4] == "float16" else args[0]  # the backward pass counts them
     ahead = None if reduction == "none" else (hidden, weight, targets, dhidden, dweight)
     return (loss, None, None), ahead, False
 
 
 def _finish(dy: Tensor, ahead: tuple[Tensor, ...], *options: Any) -> Sequence[Tensor | None]:
     hidden, weight, targets, dhidden, dweight = ahead
-    return _scale_or_make(dy, hidden, weight, targets, dhidden, dweight, options, given=True)
+    return _run_backward(dy, hidden, weight, targets, dhidden, dweight, options, owned=True)
 
 
-def _backward(
-    dy: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    dhidden: Tensor | None,
-    dweight: Tensor | None,
-    *options: Any,
-) -> Sequence[Tensor | None]:
-    return _scale_or_make(dy, hidden, weight, targets, dhidden, dweight, options)
+def _backward(dy: Tensor, *saved_and_options: Any) -> Sequence[Tensor | None]:
+    return _run_backward(dy, *saved_and_options[:5], saved_and_options[5:])
 
 
-def _scale_or_make(
-    dy: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    dhidden: Tensor | None,
-    dweight: Tensor | None,
-    options: Sequence[Any],
-    given: bool = False,
-) -> Sequence[Tensor | None]:
+def _run_backward(
+    dy: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, dhidden: Tensor | None, dweight: Tensor | None,
+    options: Sequence[Any], owned: bool = False,
+) -> Sequence[Tensor | None]:  # fmt: skip
     ignore_index, smoothing, reduction, dtype, *_, needs = options
-    kind = "scale" if given else "backward"
-    args = (dy, hidden, weight, targets, dhidden, dweight, ignore_index, smoothing, reduction, dtype, needs, given)
-    found: Sequence[Tensor | None] = linear_cross_entropy_bwd(_case(hidden, weight, dtype, needs, kind), *args)
-    return found
+    case = _case(hidden, weight, dtype, needs, "scale" if owned else "backward")
+    args = (dy, hidden, weight, targets, dhidden, dweight, ignore_index, smoothing, reduction, dtype, needs, owned)
+    gradients: Sequence[Tensor | None] = linear_cross_entropy_bwd(case, *args)
+    return gradients
 
 
 def _fake(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    smoothing: float,
-    reduction: str,
-    dtype: str,
-    wide: bool,
-    gradient_hidden: bool,
-    gradient_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str, dtype: str,
+    wide: bool, gradient_hidden: bool, gradient_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     low = getattr(torch, dtype)
     exact = torch.float64 if low == torch.float64 else torch.float32
     made = reduction != "none"

@@ -18,7 +18,7 @@ def linear_cross_entropy_reference(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """The cross entropy of all logits at once."""
+    """Return the cross entropy of all logits, materialised."""
     return cross_entropy_reference(
         hidden @ weight.T, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
     )
