@@ -130,7 +130,8 @@ def test_every_row_has_the_triton_kernels_results(plan):
         dx, stride = hopper._empty_gradient(x, x.stride(0))
         dx.fill_(7.0)
         if kernel:
-            kernel(x, x.stride(0), targets, -100, 0.0, losses[0], statistics, dx, stride, counts, plan)
+            kernel(x, x.stride(0), targets, -100, 0.0, losses=losses[0], statistics=statistics, dx=dx,
+                   dx_stride=stride, counts=counts, plan=plan)  # fmt: skip
         else:
             launch.launch_rows(x, x.stride(0), targets, -100, 0.0, losses=losses[0], statistics=statistics, dx=dx,
                                dx_stride=stride, counts=counts)  # fmt: skip
