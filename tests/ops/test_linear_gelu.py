@@ -51,8 +51,8 @@ def test_any_plan_gives_the_same(plan, M, K, N, approximate, interpreted):
 @APPROXIMATE
 @pytest.mark.parametrize(("M", "N"), [(1, 1), (300, 130), (17, 257)])
 def test_bias_gradient_over_many_parts(M, N, approximate, interpreted, monkeypatch):
-    monkeypatch.setattr(launch, "_LEAST_SPAN", 16)
-    monkeypatch.setattr(launch, "_MOST_PARTS", 7)
+    monkeypatch.setattr(launch, "_MIN_SPAN", 16)
+    monkeypatch.setattr(launch, "_MAX_PARTS", 7)
     dy, z = torch.randn(M, N), torch.randn(M, N, requires_grad=True)
     functional.gelu(z, approximate=approximate).backward(dy)
     dz, dbias = launch.launch_dz(dy, z.detach(), approximate, torch.float32)
@@ -158,7 +158,7 @@ def test_kernel_leaves_to_the_library(dtype, shape, words):
     ("dtype", "options", "words"),
     [
         (torch.float32, ("tanh", "bias", ""), "does not take float32"),
-        (torch.bfloat16, ("none", "bias", ""), "approximation by tanh"),
+        (torch.bfloat16, ("none", "bias", ""), "tanh approximation"),
         (torch.bfloat16, ("tanh", "", ""), "only with a bias"),
         (torch.bfloat16, ("tanh", "bias", "keep"), "pre-activation"),
         (torch.bfloat16, ("tanh", "bias", ""), None),
@@ -182,7 +182,7 @@ REJECTED = {
         UnsupportedDtype,
         "x and bias must have one dtype, got float32 and float16",
     ),
-    "devices": ((X, WEIGHT.to("meta"), BIAS), {}, ShapeError, "weight must be on cpu, .*; it is on meta"),
+    "devices": ((X, WEIGHT.to("meta"), BIAS), {}, ShapeError, "x and weight must be on one device, got cpu and meta"),
     "approximate": ((X, WEIGHT, BIAS), {"approximate": "erf"}, ConfigError, "got 'erf'"),
 }
 

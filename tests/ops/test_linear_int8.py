@@ -337,8 +337,8 @@ REJECTED = {
     "dtype of bias": (
         (X.half(), WEIGHT, SCALE, BIAS.bfloat16()), {}, UnsupportedDtype, "must be float32 or float16; got bfloat16"
     ),
-    "devices": ((X, WEIGHT, SCALE.to("meta")), {}, ShapeError, "scale must be on cpu, .*; it is on meta"),
-    "device of weight": ((X, WEIGHT.to("meta"), SCALE), {}, ShapeError, "weight must be on cpu, .*; it is on meta"),
+    "devices": ((X, WEIGHT, SCALE.to("meta")), {}, ShapeError, "x and scale must be on one device, got cpu and meta"),
+    "device of weight": ((X, WEIGHT.to("meta"), SCALE), {}, ShapeError, "x and weight must be on one device, got cpu and meta"),
     "too long": (LONG, {"dynamic": True}, ShapeError, "at most 132104 products in int32, got 132105"),
 }  # fmt: skip
 

@@ -278,7 +278,7 @@ def test_grad_scale_and_found_inf(implementation):
 
 
 def layouts(tensors):
-    return {share.layout for share in Workspace(torch.device("cpu")).table(tensors).shares}
+    return {bucket.layout for bucket in Workspace(torch.device("cpu")).table(tensors).buckets}
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -375,7 +375,7 @@ def test_rows_and_chunks_of_a_table():
     assert rows[:, 6].tolist() == [5, 0, 70]
     assert rows[:, 7].tolist() == [0, 1, 0]
     chunks = sorted(
-        (where >> 32, where & 0xFFFFFFFF) for i in range(len(table.parts)) for where in table.chunks(i, 32).tolist()
+        (where >> 32, where & 0xFFFFFFFF) for i in range(len(table.buckets)) for where in table.chunks(i, 32).tolist()
     )
     assert chunks == [(0, 0), (1, 0), (2, 0), (2, 1), (2, 2)]
 
@@ -470,6 +470,6 @@ def test_failure_after_a_launch_does_not_start_again(monkeypatch):
 def test_capture_needs_memory_that_was_set_aside(monkeypatch):
     """What a capture would meet, without a GPU: no copies that the graph cannot repeat."""
     monkeypatch.setattr(tables, "capturing", lambda device: True)
-    values = tables.Values(torch.device("cpu"))
+    values = tables.GroupValues(torch.device("cpu"))
     with pytest.raises(ConfigError, match="call refresh"):
         values.refresh(((0.1,) * 8,))

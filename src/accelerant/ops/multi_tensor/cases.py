@@ -1,4 +1,4 @@
-"""What the multi-tensor updates are tested and measured on."""
+"""Samples, benchmarks, tolerances and compiled kernels of the multi-tensor updates."""
 
 from __future__ import annotations
 
@@ -13,19 +13,8 @@ __all__ = ["BENCHMARKS", "GPT2_SHAPES", "KERNELS", "KIND", "LARGE", "SAMPLES", "
 KIND = "mutating"
 
 _BLOCK = (
-    (768,),
-    (768,),
-    (2304, 768),
-    (2304,),
-    (768, 768),
-    (768,),
-    (768,),
-    (768,),
-    (3072, 768),
-    (3072,),
-    (768, 3072),
-    (768,),
-)
+    (768,), (768,), (2304, 768), (2304,), (768, 768), (768,), (768,), (768,), (3072, 768), (3072,), (768, 3072), (768,),
+)  # fmt: skip
 GPT2_SHAPES: tuple[tuple[int, ...], ...] = ((50257, 768), (1024, 768), *_BLOCK * 12, (768,), (768,))
 """GPT-2 124M: 148 tensors, 124,439,808 parameters."""
 
@@ -38,8 +27,8 @@ SAMPLES = (
 LARGE = (Sample("gpt2-124m", GPT2_SHAPES), Sample("odd-large", ((1_000_003,), (4099, 4095), (17,))))
 BENCHMARKS = (Benchmark(Sample("gpt2-124m", GPT2_SHAPES), torch.float32, 0.9),)
 
-# A rounding of the parameter each step; in low precision the interpreter cuts where hardware rounds. The absolute part
-# is for moments and updates near nothing.
+# One rounding of the parameter per step; in low precision the interpreter truncates where hardware rounds. The absolute
+# part is for moments and updates near 0.
 TOLERANCES = {
     torch.float64: Tolerance(1e-12, 1e-14),
     torch.float32: Tolerance(2e-6, 2e-7),
@@ -63,9 +52,8 @@ def _over_gradients(name: str, kind: str) -> Compilation:
 def _update(name: str, param: str, grad: str, state: str, **flags: bool) -> Compilation:
     fixed, num_warps = _sizes(name)
     types = {"map_ptr": "*i64", "table_ptr": "*i64", "coefficient_ptr": "*fp32"}
-    return Compilation(
-        _KERNELS[name], types, {"PARAM": param, "GRAD": grad, "STATE": state, **flags, **fixed}, num_warps
-    )
+    constants = {"PARAM": param, "GRAD": grad, "STATE": state, **flags, **fixed}
+    return Compilation(_KERNELS[name], types, constants, num_warps)
 
 
 def _prepare(name: str) -> Compilation:
@@ -77,17 +65,13 @@ def _prepare(name: str) -> Compilation:
     return Compilation(_KERNELS[f"{name}_prepare"], types, {**SMALL, "CLIP": True, **absent}, 16)
 
 
+_TOTAL = {"partial_ptr": "*fp32", "partials": "i32", "out_ptr": "*fp32", "max_norm": "fp32"}
 KERNELS = (
     _over_gradients("norm", "fp32"),
     _over_gradients("norm", "bf16"),
     _over_gradients("scale", "fp32"),
     _over_gradients("scale", "fp16"),
-    Compilation(
-        _KERNELS["total"],
-        {"partial_ptr": "*fp32", "partials": "i32", "out_ptr": "*fp32", "max_norm": "fp32"},
-        {"BLOCK_P": SMALL["BLOCK_P"]},
-        16,
-    ),
+    Compilation(_KERNELS["total"], _TOTAL, {"BLOCK_P": SMALL["BLOCK_P"]}, 16),
     _prepare("adamw"),
     _prepare("sgd"),
     _update("adamw", "fp32", "fp32", "fp32", MASTER=False),

@@ -1,4 +1,4 @@
-"""Launches of the multi-tensor kernels."""
+"""Launches of the multi-tensor kernels, and the arguments of an update."""
 
 from __future__ import annotations
 
@@ -14,19 +14,9 @@ from accelerant.ops.multi_tensor.tables import Table, Tensors, Workspace
 from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = [
-    "KERNELS",
-    "KINDS",
-    "PLANS",
-    "SMALL",
-    "AdamWGroup",
-    "ChunkPlan",
-    "SGDGroup",
-    "Update",
-    "launch_adamw",
-    "launch_clip",
-    "launch_norm",
-    "launch_sgd",
-]
+    "KERNELS", "KINDS", "PLANS", "SMALL", "AdamWGroup", "ChunkPlan", "SGDGroup", "Update", "launch_adamw",
+    "launch_clip", "launch_norm", "launch_sgd",
+]  # fmt: skip
 
 _NAMES = ("norm", "total", "scale", "adamw_prepare", "adamw", "sgd_prepare", "sgd")
 KERNELS = {name: TritonKernel("accelerant.ops.multi_tensor.triton_kernels", f"multi_tensor_{name}") for name in _NAMES}
@@ -35,7 +25,7 @@ KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """What one program takes: chunk elements, block at a time (powers of two, at least 16), by num_warps warps."""
+    """The work of a program: `chunk` elements in steps of `block`, powers of two of at least 16, by num_warps warps."""
 
     chunk: int
     block: int
@@ -48,14 +38,14 @@ PLANS = {
     "adamw": ChunkPlan(1024, 1024, 4),
     "sgd": ChunkPlan(1024, 1024, 4),
 }
-"""By kernel; where tests and measurements put others."""
+"""By kernel; tests and measurements replace entries."""
 
 SMALL = {"BLOCK_T": 256, "BLOCK_P": 8192}
 _SMALL_WARPS = 16
 
 
 class AdamWGroup(NamedTuple):
-    """AdamW's values of a parameter group; lr is a number, or a float32 scalar on the device."""
+    """AdamW's hyperparameters of a parameter group; lr is a number, or a float32 scalar on the device."""
 
     lr: float | Tensor
     beta1: float
@@ -65,13 +55,13 @@ class AdamWGroup(NamedTuple):
     maximize: bool
 
     def row(self) -> tuple[float, ...]:
-        """As the kernels read it."""
+        """Return the values in the kernels' order: seven numbers, and the address of lr or 0."""
         lr, address = _rate(self.lr)
         return lr, self.beta1, self.beta2, self.eps, self.weight_decay, -1.0 if self.maximize else 1.0, 0.0, address
 
 
 class SGDGroup(NamedTuple):
-    """SGD's values of a parameter group; lr is a number, or a float32 scalar on the device."""
+    """SGD's hyperparameters of a parameter group; lr is a number, or a float32 scalar on the device."""
 
     lr: float | Tensor
     momentum: float
@@ -81,7 +71,7 @@ class SGDGroup(NamedTuple):
     maximize: bool
 
     def row(self) -> tuple[float, ...]:
-        """As the kernels read it."""
+        """Return the values in the kernels' order: seven numbers, and the address of lr or 0."""
         lr, address = _rate(self.lr)
         sign = -1.0 if self.maximize else 1.0
         return lr, self.momentum, self.dampening, float(self.nesterov), self.weight_decay, sign, 0.0, address
@@ -96,14 +86,13 @@ class Update:
     """The arguments of adamw_step and of sgd_step.
 
     Attributes:
-        tensors: what is updated, and by what.
-        groups: values of the parameter groups.
-        workspace: of the device.
-        table: of the tensors; None where no kernel of ours runs.
-        max_norm: clip the gradients to this norm on the way, which leaves the gradients as they are and the norm in
-            workspace.norm.
-        grad_scale: the gradients are this times what they should be.
-        found_inf: not 0 where the step is to change nothing.
+        tensors: parameters, gradients and state.
+        groups: hyperparameters of the parameter groups.
+        workspace: the device's.
+        table: the tensors' table; None if no Triton kernel runs.
+        max_norm: clip the gradients to this norm on the fly, without changing them; the norm goes to workspace.norm.
+        grad_scale: factor by which the gradients are too large (a loss scale).
+        found_inf: not 0 if the step is to change nothing.
     """
 
     tensors: Tensors
@@ -116,27 +105,25 @@ class Update:
 
 
 def launch_adamw(update: Update) -> None:
-    """Coefficients, then everything; with max_norm the norm before."""
+    """Launch the norm if max_norm is set, the coefficients, and AdamW's update."""
     _launch_update("adamw", update)
 
 
 def launch_sgd(update: Update) -> None:
-    """Coefficients, then everything; with max_norm the norm before."""
+    """Launch the norm if max_norm is set, the coefficients, and SGD's update."""
     _launch_update("sgd", update)
 
 
 def launch_norm(table: Table, out: Tensor, max_norm: float = 1.0) -> None:
     """Write the norm of the gradients and the clipping coefficient into out, two float32."""
     partials = _launch_partials(table)
-    fixed = {"BLOCK_P": SMALL["BLOCK_P"]}
     args = (partials, partials.numel(), out, max_norm)
-    KERNELS["total"].launch((1,), args, fixed, num_warps=_SMALL_WARPS)
+    KERNELS["total"].launch((1,), args, {"BLOCK_P": SMALL["BLOCK_P"]}, num_warps=_SMALL_WARPS)
 
 
 def launch_clip(table: Table, scale: Tensor) -> None:
     """Multiply the gradients in place; a scale of 1 costs a launch and no traffic."""
-    fixed = [{"GRAD": KINDS[part.share.grad]} for part in table.parts]
-    _launch_parts("scale", table, fixed, scale)
+    _launch_buckets("scale", table, [{"GRAD": KINDS[bucket.grad]} for bucket in table.buckets], scale)
 
 
 def _launch_update(name: str, update: Update) -> None:
@@ -145,64 +132,57 @@ def _launch_update(name: str, update: Update) -> None:
         raise AccelerantError(f"{name}: a launch without a table")
     values = update.workspace.values.refresh(tuple([group.row() for group in update.groups]))
     partials = None if update.max_norm is None else _launch_partials(table)
+    norm = (None, 0, None) if partials is None else (partials, partials.numel(), update.workspace.norm)
     KERNELS[f"{name}_prepare"].launch(
         (1,),
         (
-            table.rows(),
-            values,
-            table.coefficients(),
-            len(table.numels),
-            partials,
-            0 if partials is None else partials.numel(),
-            None if partials is None else update.workspace.norm,
-            update.max_norm or 0.0,
-            update.grad_scale,
-            update.found_inf,
+            table.rows(), values, table.coefficients(), len(table.numels), *norm, update.max_norm or 0.0,
+            update.grad_scale, update.found_inf,
         ),
         {**SMALL, "CLIP": partials is not None},
         num_warps=_SMALL_WARPS,
-    )
-    fixed: list[dict[str, object]] = [
+    )  # fmt: skip
+    constants: list[dict[str, object]] = [
         {
-            "PARAM": KINDS[share.param or torch.float32],
-            "GRAD": KINDS[share.grad],
-            "STATE": KINDS[share.state or torch.float32],
-            **({"BUFFER": share.state is not None} if name == "sgd" else {}),
-            "MASTER": share.master,
+            "PARAM": KINDS[bucket.param or torch.float32],
+            "GRAD": KINDS[bucket.grad],
+            "STATE": KINDS[bucket.state or torch.float32],
+            **({"BUFFER": bucket.state is not None} if name == "sgd" else {}),
+            "MASTER": bucket.master,
         }
-        for share in table.shares
+        for bucket in table.buckets
     ]
-    _launch_parts(name, table, fixed, table.coefficients())
+    _launch_buckets(name, table, constants, table.coefficients())
 
 
-def _launch_parts(name: str, table: Table, fixed: Sequence[Mapping[str, object]], last: Tensor) -> None:
-    """A kernel that changes tensors, once a part.
+def _launch_buckets(name: str, table: Table, constants: Sequence[Mapping[str, object]], last: Tensor) -> None:
+    """Launch a kernel that changes tensors, once per bucket.
 
     Raises:
-        CompileError, LaunchError: before anything was changed, so that another implementation may start from the same.
+        CompileError, LaunchError: before anything was changed, so that another implementation can start over.
         AccelerantError: after something was changed.
     """
     plan = PLANS[name]
-    maps = [table.chunks(place, plan.chunk) for place in range(len(table.parts))]  # memory first, then launches
-    for place, (part, chunks) in enumerate(zip(table.parts, maps, strict=True)):
-        constants = {**fixed[place], **_sizes(plan, part.share.layout)}
+    maps = [table.chunks(i, plan.chunk) for i in range(len(table.buckets))]  # all allocations before the first launch
+    for i, (bucket, chunks) in enumerate(zip(table.buckets, maps, strict=True)):
         try:
+            fixed = {**constants[i], **_sizes(plan, bucket.layout)}
             args = (chunks, table.rows(), last)
-            KERNELS[name].launch((chunks.numel(),), args, constants, num_warps=plan.num_warps)
+            KERNELS[name].launch((chunks.numel(),), args, fixed, num_warps=plan.num_warps)
         except (CompileError, LaunchError) as error:
-            if not place:
+            if not i:
                 raise
-            raise AccelerantError(f"{name}: {place} of {len(maps)} launches ran, then: {error}") from error
+            raise AccelerantError(f"{name}: {i} of {len(maps)} launches ran, then: {error}") from error
 
 
 def _launch_partials(table: Table) -> Tensor:
-    """The sums of squares, one a chunk."""
+    """Return the sums of squares, one per chunk."""
     plan = PLANS["norm"]
-    maps = [table.chunks(place, plan.chunk) for place in range(len(table.parts))]
+    maps = [table.chunks(i, plan.chunk) for i in range(len(table.buckets))]
     partials = table.partials(sum(chunks.numel() for chunks in maps), SMALL["BLOCK_P"])
     first = 0
-    for part, chunks in zip(table.parts, maps, strict=True):
-        fixed = {"GRAD": KINDS[part.share.grad], **_sizes(plan, part.share.layout)}
+    for bucket, chunks in zip(table.buckets, maps, strict=True):
+        fixed = {"GRAD": KINDS[bucket.grad], **_sizes(plan, bucket.layout)}
         args = (chunks, table.rows(), partials, first)
         KERNELS["norm"].launch((chunks.numel(),), args, fixed, num_warps=plan.num_warps)
         first += chunks.numel()

@@ -1,4 +1,4 @@
-"""The updates in plain PyTorch, a tensor at a time; float64 where the caller gives float64."""
+"""Reference of the updates in plain PyTorch, one tensor at a time, in the dtype of the inputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def adamw_reference(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, *, lr: float, beta1: float, beta2: float, eps: float,
     weight_decay: float, maximize: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The parameter and its two moments after a step; `step` counts from 1.
+    """Return the parameter and its two moments after a step; `step` counts from 1.
 
-    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, the schedule's multiplier of both terms being lr
-    and alpha 1, as torch.optim.AdamW has it.
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, with lr as the schedule multiplier of both terms
+    and alpha = 1, as in torch.optim.AdamW.
     """
     g = -g if maximize else g
     m = beta1 * m + (1 - beta1) * g
@@ -31,7 +31,7 @@ def sgd_reference(
     p: Tensor, g: Tensor, b: Tensor | None, *, lr: float, momentum: float, dampening: float, weight_decay: float,
     nesterov: bool, maximize: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The parameter and its momentum buffer after a step; the buffer is None before the first one.
+    """Return the parameter and its momentum buffer after a step; the buffer is None before the first step.
 
     Source: Sutskever, Martens, Dahl and Hinton 2013, "On the importance of initialization and momentum in deep
     learning", equations 1 to 4, in the form of torch.optim.SGD: the learning rate multiplies the buffer, and the first
@@ -46,17 +46,17 @@ def sgd_reference(
 
 
 def global_norm_reference(tensors: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm of all elements together."""
+    """Return the Euclidean norm of all elements of all tensors."""
     if not tensors:
         return torch.zeros(())
-    return torch.stack([each.square().sum() for each in tensors]).sum().sqrt()
+    return torch.stack([x.square().sum() for x in tensors]).sum().sqrt()
 
 
 def clip_reference(tensors: Sequence[Tensor], max_norm: float) -> list[Tensor]:
-    """The tensors, scaled down so that their norm is max_norm at most.
+    """Return the tensors scaled so that their norm is at most max_norm.
 
-    Source: Pascanu, Mikolov and Bengio 2013, arXiv:1211.5063, algorithm 1; the 1e-6 is that of
+    Source: Pascanu, Mikolov and Bengio 2013, arXiv:1211.5063, algorithm 1, with the 1e-6 of
     torch.nn.utils.clip_grad_norm_.
     """
     scale = (max_norm / (global_norm_reference(tensors) + 1e-6)).clamp(max=1.0)
-    return [each * scale for each in tensors]
+    return [x * scale for x in tensors]

@@ -1,9 +1,9 @@
-"""What a multi-tensor kernel reads its tensors by: addresses, sizes and groups on the device, made once and kept.
+"""Tables by which a multi-tensor kernel reads its tensors: addresses, sizes and groups on the device.
 
-A table holds addresses and no tensors, so that a gradient that is freed is free. It is found again by the addresses
-themselves: while gradients come back to where they were, a step copies nothing. Where they moved, the new table goes
-through pinned memory, and nothing waits. Under CUDA graph capture that copy becomes part of the graph, from pinned
-memory that was set aside before and is never reused.
+A table holds addresses, not tensors, so that gradients can be freed. Tables are kept and found by the addresses: while
+gradients return to the same memory, a step copies nothing to the device. A new table is copied from pinned memory
+without synchronising. Under CUDA graph capture the copy becomes part of the graph, from pinned memory that was reserved
+before the capture and is never reused.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._launch import ceil_div
 from accelerant.ops._library import name_of
+from accelerant.ops._refusals import FLOATING
 from accelerant.runtime.streams.stream import capturing
 
-__all__ = ["DTYPES", "Part", "Share", "Table", "Tensors", "Values", "Workspace", "alike", "capturing", "check"]
+__all__ = ["DTYPES", "Bucket", "GroupValues", "Table", "Tensors", "Workspace", "capturing", "check", "same_layout"]
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""Of parameters and gradients."""
+DTYPES = FLOATING  # of parameters and gradients
 
-COLUMNS = 8
-COEFFICIENTS = 16
-_TABLES_LIMIT = 8
-_data_ptr = torch.Tensor.data_ptr  # a third faster through map than as methods of each
+_COLUMNS = 8
+_COEFFICIENTS = 16
+_MAX_TABLES = 8
+_RESERVED = 4  # pinned buffers kept for captures
+_data_ptr = torch.Tensor.data_ptr  # map with the unbound method is a third faster than calling each tensor's
 _is_contiguous = torch.Tensor.is_contiguous
-_SPARES = 4
 
 
 class Tensors(NamedTuple):
-    """The tensors of one device that one call takes; the lists are of one length, or empty where there is nothing.
+    """The tensors of one call, on one device; the lists have one length, or are empty if not applicable.
 
     Attributes:
-        params, grads: the parameters and their gradients; the norm and the clipping take gradients alone.
-        first, second: exp_avg and exp_avg_sq, or momentum buffers (None for a group without) and nothing.
+        params, grads: parameters and gradients; norm and clipping use gradients only.
+        first, second: exp_avg and exp_avg_sq; or momentum buffers (None in groups without) and nothing.
         masters: float32 copies of the parameters, None where there is none.
         counters: AdamW's step counters, float32 scalars on the device.
-        groups: of each tensor, the number of its group.
-        new: the places of momentum buffers that were made for this step.
+        groups: each tensor's parameter group.
+        new: indices of momentum buffers that were allocated for this step.
     """
 
     params: list[Tensor]
@@ -59,14 +59,14 @@ class Tensors(NamedTuple):
     new: tuple[int, ...] = ()
 
 
-class Share(NamedTuple):
-    """What one launch serves: the tensors of one combination of dtypes.
+class Bucket(NamedTuple):
+    """The tensors of one combination of dtypes and layout, which one launch updates.
 
     Attributes:
-        param, grad, state: dtypes, None for what is not there.
+        param, grad, state: dtypes, None if absent.
         master: whether a float32 copy of the parameter is updated.
-        layout: "aligned" to 16 bytes, "unaligned", or "strided": with gaps, or parameter, gradient and state not alike.
-        tensors, elements: how many.
+        layout: "aligned" to 16 bytes, "unaligned", or "strided": with gaps, or with differing layouts.
+        tensors, elements: their numbers.
     """
 
     param: torch.dtype | None
@@ -83,105 +83,87 @@ class Share(NamedTuple):
         return f"{self.elements} ({', '.join(words + ['master'] * self.master)}, {self.layout})"
 
 
-@dataclass(slots=True)
-class Part:
-    """A share with the places of its tensors."""
-
-    share: Share
-    members: tuple[int, ...]
-    numels: tuple[int, ...]
-
-
 class Workspace:
-    """Tables of one device, for one optimiser.
-
-    Args:
-        device: where the tensors are.
-    """
+    """The tables, group values and reserved memory of one optimizer on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.values = Values(device)
+        self.values = GroupValues(device)
         self.norm = torch.zeros((), dtype=torch.float32, device=device)
         self._tables: OrderedDict[Any, Table] = OrderedDict()
-        self._spares: list[Tensor] = []
-        self._spare_size = 0
+        self._reserved: list[Tensor] = []
+        self._reserved_size = 0
         self._captured: list[object] = []
 
     def table(self, tensors: Tensors) -> Table:
-        """The table of these tensors, kept from before or made."""
+        """Return the table of these tensors, kept or new."""
         try:
             key = _key(tensors)
-        except RuntimeError:  # sparse: there is no address
+        except RuntimeError:  # sparse gradients have no address
             check(tensors)
             raise
-        found = self._tables.get(key)
-        if found is None:
+        table = self._tables.get(key)
+        if table is None:
             check(tensors)
-            found = Table(self, tensors, key[0])
+            table = Table(self, tensors, key[0])
             if not capturing(self.device):
-                self._tables[key] = found
-                while len(self._tables) > _TABLES_LIMIT:
+                self._tables[key] = table
+                while len(self._tables) > _MAX_TABLES:
                     self._tables.popitem(last=False)[1].retire()
         if self.device.type == "cuda":
-            if len(self._spares) < _SPARES:
-                self.set_aside(self._spare_size)
-            found.used_on(torch._C._cuda_getCurrentRawStream(self.device.index))
+            if len(self._reserved) < _RESERVED:
+                self.reserve(self._reserved_size)
+            table.used_on(torch._C._cuda_getCurrentRawStream(self.device.index))
             if capturing(self.device):
-                self._captured.append(found)
-        return found
+                self._captured.append(table)
+        return table
 
     def to_device(self, values: np.ndarray[Any, Any]) -> Tensor:
-        """Integers on the device, by a copy that waits for nothing; under capture by one that the graph repeats.
+        """Copy integers to the device asynchronously; under capture from memory that the graph's replays read again.
 
         Raises:
-            ConfigError: a capture for which nothing was set aside, since no step went before it.
+            ConfigError: a capture without reserved memory, since no step preceded it.
         """
         flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1))
         if self.device.type != "cuda":
             return flat.clone()
         size = flat.numel()
         if capturing(self.device):
-            place = next((i for i, spare in enumerate(self._spares) if spare.numel() >= size), None)
-            if place is None:
+            index = next((i for i, buffer in enumerate(self._reserved) if buffer.numel() >= size), None)
+            if index is None:
                 raise ConfigError(
                     "no memory is set aside for a step under graph capture: run a step before the capture, with the "
-                    f"same parameters; it serves {_SPARES} captured steps"
+                    f"same parameters; it serves {_RESERVED} captured steps"
                 )
-            pinned = self._spares.pop(place)
+            pinned = self._reserved.pop(index)
             self._captured.append(pinned)
         else:
             pinned = _pinned(size)
         pinned[:size].copy_(flat)
-        moved = torch.empty(size, dtype=torch.int64, device=self.device)
-        moved.copy_(pinned[:size], non_blocking=True)
-        return moved
+        copy = torch.empty(size, dtype=torch.int64, device=self.device)
+        copy.copy_(pinned[:size], non_blocking=True)
+        return copy
 
     def keep(self, captured: object) -> None:
-        """Hold what a captured graph uses for as long as this is."""
+        """Hold an object that a captured graph uses as long as the workspace exists."""
         self._captured.append(captured)
 
-    def set_aside(self, size: int) -> None:
-        """Keep pinned memory ready for a capture; nothing where enough is there."""
-        self._spare_size = size
+    def reserve(self, size: int) -> None:
+        """Keep pinned memory of at least `size` integers ready for captures."""
+        self._reserved_size = size
         if not size or self.device.type != "cuda" or capturing(self.device):
             return
-        self._spares = [spare for spare in self._spares if spare.numel() >= size]
-        while len(self._spares) < _SPARES:
-            self._spares.append(_pinned(size))
+        self._reserved = [buffer for buffer in self._reserved if buffer.numel() >= size]
+        while len(self._reserved) < _RESERVED:
+            self._reserved.append(_pinned(size))
 
 
 def _pinned(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
 
 
-def _copy(source: Tensor, device: torch.device) -> Tensor:
-    """From the CPU to a device, waiting for nothing."""
-    return source.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else source.to(device)
-
-
-def _lists(tensors: Tensors) -> tuple[Sequence[Tensor | None], ...]:
-    """In the order of the table's columns."""
+def _columns(tensors: Tensors) -> tuple[Sequence[Tensor | None], ...]:
+    """Return the lists in the order of the table's columns."""
     return tensors.params, tensors.grads, tensors.first, tensors.second, tensors.masters, tensors.counters
 
 
@@ -193,20 +175,20 @@ def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def _key(tensors: Tensors) -> tuple[tuple[int, ...], Any, tuple[torch.dtype, ...], Any, tuple[int, ...]]:
-    """What a table depends on: addresses, and what may change at an address."""
-    addresses = tuple(chain.from_iterable([_addresses(each) for each in _lists(tensors)]))
+    """Return all that a table depends on: addresses, and the properties that may change at an address."""
+    addresses = tuple(chain.from_iterable([_addresses(column) for column in _columns(tensors)]))
     dense = all(map(_is_contiguous, tensors.grads))
     strides = () if dense else tuple([grad.stride() for grad in tensors.grads])
     return addresses, strides, tuple([grad.dtype for grad in tensors.grads]), tuple(tensors.groups), tensors.new
 
 
 class Table:
-    """Where a call's tensors are; on the device when a kernel first asks.
+    """The addresses of a call's tensors, copied to the device when a kernel first needs them.
 
     Attributes:
-        parts: the tensors by combination of dtypes, the largest first.
-        shape: tensors and elements, for a Case.
-        by_group: for torch's updates, what they found out about the groups; None before.
+        buckets: the tensors by combination of dtypes and layout, the largest first.
+        shape: number of tensors and of elements, for a Case.
+        by_group: cache of torch_steps' classification of the groups; None until computed.
     """
 
     def __init__(self, workspace: Workspace, tensors: Tensors, addresses: tuple[int, ...]) -> None:
@@ -214,12 +196,20 @@ class Table:
         self._streams: set[int] = set()
         self._groups = tensors.groups
         self._new = tensors.new
-        self._lengths = tuple([len(each) for each in _lists(tensors)])
+        self._lengths = tuple([len(column) for column in _columns(tensors)])
         self._addresses = addresses
         self.numels = tuple([grad.numel() for grad in tensors.grads])
-        self.parts = _parts(tensors, self.numels)
+        members: dict[tuple[Any, ...], list[int]] = {}
+        for index in range(len(tensors.grads)):
+            members.setdefault(_classify(tensors, index), []).append(index)
+        buckets = [
+            (Bucket(*kind, len(indices), sum(self.numels[i] for i in indices)), tuple(indices))
+            for kind, indices in members.items()
+        ]
+        buckets.sort(key=lambda pair: -pair[0].elements)
+        self.buckets = tuple([bucket for bucket, _ in buckets])
+        self._members = [indices for _, indices in buckets]
         self.shape = (len(tensors.grads), sum(self.numels))
-        self.shares = tuple(part.share for part in self.parts)
         self.by_group: Any = None
         self._rows: Tensor | None = None
         self._coefficients: Tensor | None = None
@@ -227,10 +217,9 @@ class Table:
         self._maps: dict[tuple[int, int], Tensor] = {}
 
     def rows(self) -> Tensor:
-        """(tensors, 8) int64, as the header of the kernels says."""
+        """Return (tensors, 8) int64, as described in triton_kernels.py."""
         if self._rows is None:
-            count = len(self.numels)
-            rows = np.zeros((count, COLUMNS), dtype=np.int64)
+            rows = np.zeros((len(self.numels), _COLUMNS), dtype=np.int64)
             start = 0
             for column, length in enumerate(self._lengths):
                 if length:
@@ -240,154 +229,134 @@ class Table:
                 rows[list(self._new), 5] = 1
             rows[:, 6] = self.numels
             rows[:, 7] = self._groups or 0
-            self._workspace.set_aside(rows.size)
+            self._workspace.reserve(rows.size)
             self._rows = self._workspace.to_device(rows)
         return self._rows
 
     def coefficients(self) -> Tensor:
-        """(tensors, 16) float32, for a _prepare kernel to fill."""
+        """Return memory for (tensors, 16) float32, which a _prepare kernel fills."""
         if self._coefficients is None:
-            self._coefficients = torch.empty(
-                len(self.numels) * COEFFICIENTS, dtype=torch.float32, device=self._workspace.device
-            )
+            size, device = len(self.numels) * _COEFFICIENTS, self._workspace.device
+            self._coefficients = torch.empty(size, dtype=torch.float32, device=device)
         return self._coefficients
 
     def partials(self, count: int, block: int) -> Tensor:
-        """Zeros for one number a chunk, a multiple of block."""
+        """Return zeros for at least `count` partial sums, a multiple of block."""
         size = max(1, ceil_div(count, block)) * block
-        found = self._partials.get(size)
-        if found is None:
+        partials = self._partials.get(size)
+        if partials is None:
             device = self._workspace.device
-            found = torch.zeros(size, dtype=torch.float32, device=device)
+            partials = torch.zeros(size, dtype=torch.float32, device=device)
             if capturing(device):  # zeros only once the graph has run
-                self._workspace.keep(found)
+                self._workspace.keep(partials)
             else:
-                self._partials[size] = found
-        return found
+                self._partials[size] = partials
+        return partials
 
-    def chunks(self, place: int, chunk: int) -> Tensor:
-        """The map of a part: int64, one a chunk."""
-        found = self._maps.get((place, chunk))
-        if found is None:
-            part = self.parts[place]
-            found = self._maps[place, chunk] = _map(self._workspace.device, part.members, part.numels, chunk)
-        return found
+    def chunks(self, bucket: int, chunk: int) -> Tensor:
+        """Return the chunk map of a bucket: int64, one per chunk."""
+        chunks = self._maps.get((bucket, chunk))
+        if chunks is None:
+            members = self._members[bucket]
+            numels = tuple([self.numels[i] for i in members])
+            chunks = self._maps[bucket, chunk] = _chunk_map(self._workspace.device, members, numels, chunk)
+        return chunks
 
     def used_on(self, stream: int) -> None:
-        """Remember a stream that reads the table."""
+        """Record a stream that reads the table."""
         self._streams.add(stream)
 
     def retire(self) -> None:
-        """Before the table is freed: the allocator must wait for every stream that still reads it."""
+        """Tell the allocator, before the table is freed, to wait for every stream that still reads it."""
         if len(self._streams) > 1:
-            own = (self._rows, self._coefficients, *self._partials.values(), *self._maps.values())
-            held = [each for each in own if each is not None]
-            for tensor in held:
-                for stream in self._streams:
-                    tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))
+            for tensor in (self._rows, self._coefficients, *self._partials.values(), *self._maps.values()):
+                if tensor is not None:
+                    for stream in self._streams:
+                        tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))
 
 
 @functools.lru_cache(maxsize=64)
-def _map(device: torch.device, members: tuple[int, ...], numels: tuple[int, ...], chunk: int) -> Tensor:
-    """The chunks of some tensors; an empty tensor has one, where its counter is stepped."""
+def _chunk_map(device: torch.device, members: tuple[int, ...], numels: tuple[int, ...], chunk: int) -> Tensor:
+    """Return the map of some tensors' chunks; an empty tensor has one, in which its counter is incremented."""
     if capturing(device):
         raise ConfigError("a step under graph capture with parameters that none before had: run it once before")
     counts = np.maximum(1, -(-np.array(numels, dtype=np.int64) // chunk))
     tensor = np.repeat(np.array(members, dtype=np.int64), counts)
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    found = _copy(torch.from_numpy((tensor << 32) | number), device)
-    if device.type == "cuda":  # other streams may use it too
-        torch.cuda.current_stream(device).synchronize()
-    return found
-
-
-# --- what may be asked ------------------------------------------------------------------------------------------------
+    source = torch.from_numpy((tensor << 32) | number)
+    if device.type != "cuda":
+        return source.to(device)
+    chunks = source.pin_memory().to(device, non_blocking=True)
+    torch.cuda.current_stream(device).synchronize()  # other streams may use it too
+    return chunks
 
 
 def check(tensors: Tensors) -> None:
-    """Whether gradients fit their parameters.
+    """Check that gradients match their parameters.
 
     Raises:
         ConfigError: a sparse gradient.
         ShapeError: a gradient of another shape or on another device.
         UnsupportedDtype: other than float16, bfloat16, float32, float64.
     """
-    for place, (param, grad) in enumerate(zip(tensors.params or tensors.grads, tensors.grads, strict=True)):
+    for i, (param, grad) in enumerate(zip(tensors.params or tensors.grads, tensors.grads, strict=True)):
         if grad.layout != torch.strided:
-            raise ConfigError(f"gradient {place} is {grad.layout}: use torch.optim.SparseAdam, or dense gradients")
+            raise ConfigError(f"gradient {i} is {grad.layout}: use torch.optim.SparseAdam, or dense gradients")
         if grad.shape != param.shape or grad.device != param.device:
-            wanted, got = (f"{tuple(each.shape)} on {each.device}" for each in (param, grad))
-            raise ShapeError(f"gradient {place} must be {wanted}, got {got}")
+            expected, got = (f"{tuple(x.shape)} on {x.device}" for x in (param, grad))
+            raise ShapeError(f"gradient {i} must be {expected}, got {got}")
         for name, tensor in (("parameter", param), ("gradient", grad)):
             if tensor.dtype not in DTYPES:
                 allowed = ", ".join(map(name_of, DTYPES))
-                raise UnsupportedDtype(f"optimisers take {allowed}; {name} {place} is {name_of(tensor.dtype)}")
+                raise UnsupportedDtype(f"optimisers take {allowed}; {name} {i} is {name_of(tensor.dtype)}")
 
 
-# --- what a table is made from ---------------------------------------------------------------------------------------
+# --- layouts ---------------------------------------------------------------------------------------------------------
 
 
-def _parts(tensors: Tensors, numels: tuple[int, ...]) -> list[Part]:
-    places: dict[tuple[Any, ...], list[int]] = {}
-    for place in range(len(tensors.grads)):
-        places.setdefault(_kind(tensors, place), []).append(place)
-    parts = []
-    for kind, members in places.items():
-        sizes = tuple([numels[place] for place in members])
-        param, grad, state, master, layout = kind
-        share = Share(param, grad, state, master, layout, len(members), sum(sizes))
-        parts.append(Part(share, tuple(members), sizes))
-    return sorted(parts, key=lambda part: -part.share.elements)
-
-
-def _kind(tensors: Tensors, place: int) -> tuple[Any, ...]:
-    """dtypes, master and layout of one tensor's share."""
-    grad = tensors.grads[place]
-    param = tensors.params[place] if tensors.params else None
-    first = tensors.first[place] if tensors.first else None
-    second = tensors.second[place] if tensors.second else None
-    master = tensors.masters[place] if tensors.masters else None
+def _classify(tensors: Tensors, i: int) -> tuple[Any, ...]:
+    """Return the first fields of tensor i's Bucket: dtypes, master and layout."""
+    columns = tensors.params, tensors.grads, tensors.first, tensors.second, tensors.masters
+    param, grad, first, second, master = (column[i] if column else None for column in columns)
+    present = [x for x in (param, grad, first, second, master) if x is not None]
     state = None if first is None else first.dtype
-    together = [each for each in (param, grad, first, second, master) if each is not None]
-    if not alike(together):
+    if not same_layout(present) or (second is not None and second.dtype != state):  # no kernel for two state dtypes
         layout = "strided"
-    elif second is not None and second.dtype != state:
-        layout = "strided"  # no kernel for two dtypes of state either
     else:
-        layout = "unaligned" if any(each.data_ptr() % 16 for each in together) else "aligned"
-    return None if param is None else param.dtype, grad.dtype, state, master is not None, layout
+        layout = "unaligned" if any(x.data_ptr() % 16 for x in present) else "aligned"
+    return None if param is None else param.dtype, tensors.grads[i].dtype, state, master is not None, layout
 
 
-def alike(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether tensors of one shape lie alike, without gaps; None is passed over."""
-    there = [each for each in tensors if each is not None]
-    if all(each.is_contiguous() for each in there):
+def same_layout(tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether tensors of one shape have the same dense memory layout; None is skipped."""
+    present = [x for x in tensors if x is not None]
+    if all(x.is_contiguous() for x in present):
         return True
-    layout = _layout(there[0])
-    return _dense(there[0]) and all(_layout(each) == layout for each in there)
+    layout = _layout(present[0])
+    return _is_dense(layout) and all(_layout(x) == layout for x in present)
 
 
 def _layout(x: Tensor) -> tuple[tuple[int, int], ...]:
-    """Sizes and strides of the dimensions that matter to where elements lie."""
+    """Return sizes and strides of the dimensions larger than 1."""
     return tuple((size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1)
 
 
-def _dense(x: Tensor) -> bool:
-    """Whether the elements fill their memory without gap or overlap, in whatever order of dimensions."""
+def _is_dense(layout: tuple[tuple[int, int], ...]) -> bool:
+    """Return whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
-    for stride, size in sorted((stride, size) for size, stride in _layout(x)):
+    for stride, size in sorted((stride, size) for size, stride in layout):
         if stride != expected:
             return False
         expected *= size
     return True
 
 
-# --- the values of parameter groups ----------------------------------------------------------------------------------
+# --- values of the parameter groups ----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class Values:
-    """The numbers of the parameter groups on a device: one memory, that graphs read again at each replay."""
+class GroupValues:
+    """The hyperparameters of the parameter groups on a device, in memory that captured graphs read at each replay."""
 
     device: torch.device
     _known: tuple[tuple[float, ...], ...] | None = None
@@ -395,10 +364,10 @@ class Values:
     _keep: list[Tensor] = field(default_factory=list)
 
     def refresh(self, rows: tuple[tuple[float, ...], ...]) -> Tensor:
-        """(groups, 8) int64 on the device: seven float64 as bits, and the address of a learning rate or 0.
+        """Return (groups, 8) int64 on the device: seven float64 as bits, and the address of a learning rate or 0.
 
         Raises:
-            ConfigError: they changed, and the stream is being captured.
+            ConfigError: the values changed while the stream is being captured.
         """
         if self._memory is not None and rows == self._known:
             return self._memory
@@ -407,7 +376,7 @@ class Values:
                 "the values of the parameter groups changed since the last step, and this one is being captured: call "
                 "refresh() before the capture, or keep the learning rate in a tensor on the device"
             )
-        bits = np.zeros((len(rows), COLUMNS), dtype=np.int64)
+        bits = np.zeros((len(rows), _COLUMNS), dtype=np.int64)
         for row, values in zip(bits, rows, strict=True):
             row[:7].view(np.float64)[:] = values[:7]
             row[7] = int(values[7])

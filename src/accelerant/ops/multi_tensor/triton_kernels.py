@@ -1,17 +1,17 @@
 """Updates of all parameters of a model in one launch, and the norm of all gradients.
 
 Source: reference.py (AdamW: arXiv:1711.05101; SGD with momentum: Sutskever et al. 2013; clipping: arXiv:1211.5063).
-Layout: a table of int64, eight columns a tensor: the addresses of parameter, gradient, first and second state and the
-        float32 master copy; that of the step counter (SGD: 1 where the momentum buffer is new); the number of elements;
-        the row of the group's values. A group's row is seven float64 (as bits) and the address of a learning rate on
-        the device, 0 where the first of the seven is it. A row of sixteen float32 coefficients a tensor is what the
-        small _prepare kernels make of these for the large ones: so powers, quotients and the clipping coefficient are
-        computed once a tensor, in float64 (1 - beta^step cancels), and nothing waits for the host.
-        A map of int64, one a chunk: tensor * 2^32 + chunk of that tensor.
-Grid:   one program a chunk of CHUNK elements, BLOCK at a time; _total and _prepare: one program. Chunks that lie wholly
-        inside their tensor take a path without masks, with 16-byte accesses where all addresses are multiples of 16.
-Bound:  memory. AdamW in float32: 16 bytes read and 12 written a parameter, about 15 operations. SGD with momentum: 12
-        and 8. Norm: 4 read. The maps and tables add about 100 bytes a chunk.
+Layout: a table of int64 with eight columns per tensor: addresses of parameter, gradient, first and second state and
+        float32 master copy; address of the step counter (SGD: 1 if the momentum buffer is new); number of elements;
+        row of the group's values. A group's row is seven float64 (as bits) and the address of a learning rate on the
+        device, or 0 if the first of the seven is the learning rate. The small _prepare kernels compute a row of sixteen
+        float32 coefficients per tensor, so that powers, quotients and the clipping coefficient are computed once per
+        tensor, in float64 (1 - beta^step cancels), without synchronising with the host.
+        A map of int64, one per chunk: tensor * 2^32 + chunk of that tensor.
+Grid:   one program per chunk of CHUNK elements, in steps of BLOCK; _total and _prepare: one program. Whole chunks take
+        a path without masks, with 16-byte accesses if all addresses are multiples of 16.
+Bound:  memory. AdamW in float32: 16 bytes read and 12 written per parameter, about 15 operations. SGD with momentum: 12
+        and 8. Norm: 4 read. Maps and tables add about 100 bytes per chunk.
 """
 
 import triton
@@ -30,7 +30,7 @@ def _pointer(address, KIND: tl.constexpr):
 
 @triton.jit
 def _typed(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """A typed pointer; the hint must stand on the pointer, on the integer it is lost."""
+    """Return a typed pointer; the alignment hint must be on the pointer, since on the integer it is lost."""
     if ALIGNED:
         return tl.multiple_of(_pointer(address, KIND), 16)
     else:
@@ -65,7 +65,7 @@ def multi_tensor_norm(
 
 @triton.jit
 def _norm(partial_ptr, partials, BLOCK_P: tl.constexpr):
-    """The root of the sum, in one order whatever the device does: the same bits each time."""
+    """Return the root of the sum of the partial sums, added in a fixed order."""
     total = tl.zeros([BLOCK_P], dtype=tl.float64)
     for start in range(0, partials, BLOCK_P):
         total += tl.load(partial_ptr + start + tl.arange(0, BLOCK_P)).to(tl.float64)
@@ -74,7 +74,7 @@ def _norm(partial_ptr, partials, BLOCK_P: tl.constexpr):
 
 @triton.jit
 def _clip(norm, max_norm):
-    """As torch: the quotient is NaN for a NaN norm, and 0 for an infinite one."""
+    """Return the clipping coefficient as torch computes it: NaN for a NaN norm, 0 for an infinite one."""
     quotient = max_norm / (norm + 1e-6)
     return tl.where(quotient > 1.0, 1.0, quotient)
 
@@ -92,7 +92,7 @@ def multi_tensor_scale(
     GRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     scale = tl.load(scale_ptr)
-    if scale != 1.0:  # most steps are not clipped: then nothing is read or written
+    if scale != 1.0:  # most steps are not clipped, and read and write nothing
         where = tl.load(map_ptr + tl.program_id(0))
         row = table_ptr + (where >> 32) * 8
         start = (where & 0xFFFFFFFF) * CHUNK
@@ -117,7 +117,7 @@ def multi_tensor_scale(
 def _scale_of_gradients(
     partial_ptr, partials, norm_ptr, max_norm, grad_scale_ptr, BLOCK_P: tl.constexpr, CLIP: tl.constexpr
 ):
-    """What every gradient is multiplied by: 1 / grad_scale, and the clipping coefficient of what that gives."""
+    """Return the factor of all gradients: 1 / grad_scale, times the clipping coefficient of the unscaled gradients."""
     scale = tl.full([], 1.0, dtype=tl.float32)
     if grad_scale_ptr is not None:
         scale = (1.0 / tl.load(grad_scale_ptr).to(tl.float64)).to(tl.float32)
@@ -130,7 +130,7 @@ def _scale_of_gradients(
 
 @triton.jit
 def _skip(found_inf_ptr):
-    """1 where the step is to change nothing."""
+    """Return 1 if the step is to change nothing, else 0."""
     skip = tl.full([], 0.0, dtype=tl.float32)
     if found_inf_ptr is not None:
         skip = tl.where(tl.load(found_inf_ptr) != 0.0, 1.0, 0.0)
