@@ -13,7 +13,7 @@ from accelerant import ops
 from accelerant.config import override
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._layout import to_channels_first, to_channels_last
-from accelerant.ops.conv2d import ways
+from accelerant.ops.conv2d import algorithms
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.dispatch import Case, force, operations
 from accelerant.runtime.ledger import ledger
@@ -186,7 +186,7 @@ def test_refuses_dtypes():
         ops.conv2d(X, W, torch.ones(2).double())
 
 
-# --- other ways to the library ---------------------------------------------------------------------------------------
+# --- other algorithms to the library ---------------------------------------------------------------------------------
 
 PATCHES = [
     ((2, 3, 8, 12), (5, 3, 4, 3), (4, 3)),
@@ -258,23 +258,23 @@ CUT = ((768, 3, 16, 16), (256, 768, 14, 14), (16, 16), (0, 0), (1, 1), 1)
 @pytest.mark.parametrize(
     ("refuses", "dtype", "shape", "options", "words"),
     [
-        (ways.refuses_channels_last, torch.bfloat16, LARGE, (*SAME, "contiguous"), None),
-        (ways.refuses_channels_last, torch.bfloat16, LARGE, (*SAME, (True, True, False), "contiguous"), None),
-        (ways.refuses_channels_last, torch.float32, LARGE, (*SAME, "contiguous"), "bfloat16 and float16"),
-        (ways.refuses_channels_last, torch.bfloat16, LARGE, (*SAME, "strided"), "contiguous x and weight"),
-        (ways.refuses_channels_last, torch.bfloat16, LARGE, (*SAME[:5], 2, "contiguous"), "groups"),
-        (ways.refuses_channels_last, torch.bfloat16, (256, 3, 224, 224), (*CUT, "contiguous"), "multiples of 8"),
-        (ways.refuses_patches, torch.float16, (256, 3, 224, 224), (*CUT, "contiguous"), None),
-        (ways.refuses_patches, torch.float16, LARGE, (*SAME, "contiguous"), "windows overlap"),
+        (algorithms.refuses_channels_last, torch.bfloat16, LARGE, (*SAME, "contiguous"), None),
+        (algorithms.refuses_channels_last, torch.bfloat16, LARGE, (*SAME, (True, True, False), "contiguous"), None),
+        (algorithms.refuses_channels_last, torch.float32, LARGE, (*SAME, "contiguous"), "bfloat16 and float16"),
+        (algorithms.refuses_channels_last, torch.bfloat16, LARGE, (*SAME, "strided"), "contiguous x and weight"),
+        (algorithms.refuses_channels_last, torch.bfloat16, LARGE, (*SAME[:5], 2, "contiguous"), "groups"),
+        (algorithms.refuses_channels_last, torch.bfloat16, (256, 3, 224, 224), (*CUT, "contiguous"), "multiples of 8"),
+        (algorithms.refuses_patches, torch.float16, (256, 3, 224, 224), (*CUT, "contiguous"), None),
+        (algorithms.refuses_patches, torch.float16, LARGE, (*SAME, "contiguous"), "windows overlap"),
         (
-            ways.refuses_patches,
+            algorithms.refuses_patches,
             torch.float16,
             LARGE,
             ((256, 256, 2, 2), (64, 256, 28, 28), (2, 2), *CUT[3:], "contiguous"),
             "less than 8 columns",
         ),
         (
-            ways.refuses_patches, torch.float16, (1, 3, 16, 16),
+            algorithms.refuses_patches, torch.float16, (1, 3, 16, 16),
             ((768, 3, 16, 16), (1, 768, 1, 1), *CUT[2:], "contiguous"), "larger images",
         ),
     ],
@@ -283,7 +283,7 @@ def test_where_the_ways_are_taken(refuses, dtype, shape, options, words, monkeyp
     monkeypatch.setattr(torch.version, "hip", None)
     reason = refuses(Case(torch.device("cuda", 0), dtype, torch.Size(shape), options))
     assert words in reason if words else reason is None
-    assert "NVIDIA" in ways.refuses_patches(
+    assert "NVIDIA" in algorithms.refuses_patches(
         Case(torch.device("cpu"), torch.float16, torch.Size((256, 3, 224, 224)), CUT)
     )
 
@@ -320,7 +320,7 @@ def test_what_a_library_left_with_the_channels_first_is_not_turned(interpreted):
     ids=["first", "x last", "weight last", "1 x 1"],
 )
 def test_one_channel_with_the_channels_last_is_not_contiguous(x, weight, layout):
-    """Torch calls both contiguous, and gives a result with the channels last; our ways would give the other layout."""
+    """Torch calls both contiguous, and gives a result with the channels last; ours would give the other layout."""
     assert x.is_contiguous()
     assert weight.is_contiguous()
     y = ops.conv2d(x, weight)

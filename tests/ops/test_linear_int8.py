@@ -338,7 +338,9 @@ REJECTED = {
         (X.half(), WEIGHT, SCALE, BIAS.bfloat16()), {}, UnsupportedDtype, "must be float32 or float16; got bfloat16"
     ),
     "devices": ((X, WEIGHT, SCALE.to("meta")), {}, ShapeError, "x and scale must be on one device, got cpu and meta"),
-    "device of weight": ((X, WEIGHT.to("meta"), SCALE), {}, ShapeError, "x and weight must be on one device, got cpu and meta"),
+    "device of weight": (
+        (X, WEIGHT.to("meta"), SCALE), {}, ShapeError, "x and weight must be on one device, got cpu and meta"
+    ),
     "too long": (LONG, {"dynamic": True}, ShapeError, "at most 132104 products in int32, got 132105"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Convolution of images, by torch's libraries, with the ledger."""
+"""Convolution of images by torch's libraries, counted in the ledger."""
 
 from __future__ import annotations
 

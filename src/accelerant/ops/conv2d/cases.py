@@ -40,8 +40,8 @@ BENCHMARKS = (
     Benchmark(_sample((256, 3, 224, 224), (768, 3, 16, 16), bias=True, stride=16), torch.bfloat16),
 )
 
-# Relative to the largest element of the result: float32 sums of normal numbers, one rounding of the result, and what
-# reduced-precision accumulation (TF32 among it) the library allows itself.
+# Relative to the largest element of the result: float32 sums of normal numbers, one rounding of the result, and the
+# library's reduced-precision accumulation (TF32 included).
 TOLERANCES = {
     torch.float64: Tolerance(1e-12, 1e-12),
     torch.float32: Tolerance(2e-3, 2e-3),

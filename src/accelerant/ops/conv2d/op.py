@@ -1,7 +1,7 @@
-"""conv2d: validation, registration with torch, autograd; the products are the vendor's libraries, through torch.
+"""conv2d: validation, registration with torch and autograd; the vendor's libraries convolve, through torch.
 
-A general convolution of our own would not beat cuDNN. What this op adds is the ledger, in which convolutions of the
-forward and of the backward pass are counted with their bytes and operations, and other ways to the libraries (ways.py).
+A general convolution kernel would not beat cuDNN. This op adds the ledger, which counts forward and backward
+convolutions with their bytes and operations, and other algorithms for some cases (algorithms.py).
 """
 
 from __future__ import annotations
@@ -14,50 +14,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
-from accelerant.ops._library import autocast_dtype, cast_for_autocast, name_of
-from accelerant.ops._refusals import check_dtype
+from accelerant.ops._library import autocast_dtype, cast_for_autocast
+from accelerant.ops._refusals import check_dtype, check_matches
 from accelerant.ops._straight import straight
 from accelerant.ops._windows import Pair, as_images, output_sizes, pair
-from accelerant.ops.conv2d import ways
+from accelerant.ops.conv2d import algorithms
+from accelerant.ops.conv2d.algorithms import Gradients
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.rules import rules
 
 __all__ = ["conv2d", "conv2d_bwd", "conv2d_fwd"]
 
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-
 
 def _backward_of(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    needs: Sequence[bool],
-) -> _Gradients:
-    found: _Gradients = torch.ops.aten.convolution_backward(
-        dy,
-        x,
-        weight,
-        None if bias is None else [weight.shape[0]],
-        stride,
-        padding,
-        dilation,
-        False,
-        [0, 0],
-        groups,
-        list(needs),
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, needs: Sequence[bool],
+) -> Gradients:  # fmt: skip
+    bias_sizes = None if bias is None else [weight.shape[0]]
+    gradients: Gradients = torch.ops.aten.convolution_backward(
+        dy, x, weight, bias_sizes, stride, padding, dilation, False, [0, 0], groups, list(needs)
     )
-    return found
+    return gradients
 
 
-def _deterministic_backward_of(*args: Any) -> _Gradients:
-    """The same, of cuDNN's algorithms only by such as add up in a fixed order."""
+def _deterministic_backward_of(*args: Any) -> Gradients:
+    """Return the gradients by cuDNN's deterministic algorithms."""
     before = torch._C._get_cudnn_deterministic()
     torch._C._set_cudnn_deterministic(True)
     try:
@@ -67,7 +50,7 @@ def _deterministic_backward_of(*args: Any) -> _Gradients:
 
 
 def _sizes(case: Case) -> tuple[int, int, int, int]:
-    """Elements of x, weight and y, and products."""
+    """Return the elements of x, weight and y, and the number of products."""
     weight, y = case.options[0], case.options[1]
     count = math.prod(y)
     return math.prod(case.shape), math.prod(weight), count, count * math.prod(weight[1:])
@@ -88,19 +71,22 @@ def _backward_cost(case: Case) -> Cost:
 conv2d_fwd = Operation(
     "conv2d_fwd",
     (
-        Implementation("patches", ways.patches, refuses=ways.refuses_patches),
+        Implementation("patches", algorithms.patches, refuses=algorithms.refuses_patches),
         Implementation("torch", torch.conv2d, differentiable=True),
-        Implementation("channels-last", ways.channels_last, refuses=ways.refuses_channels_last),
+        Implementation("channels-last", algorithms.channels_last, refuses=algorithms.refuses_channels_last),
     ),
     cost=_cost,
 )
 conv2d_bwd = Operation(
     "conv2d_bwd",
     (
-        Implementation("patches", ways.patches_backward, refuses=ways.refuses_patches),
+        Implementation("patches", algorithms.patches_backward, refuses=algorithms.refuses_patches),
         Implementation("torch", _backward_of, deterministic=False),
         Implementation(
-            "channels-last", ways.channels_last_backward, refuses=ways.refuses_channels_last, deterministic=False
+            "channels-last",
+            algorithms.channels_last_backward,
+            refuses=algorithms.refuses_channels_last,
+            deterministic=False,
         ),
         Implementation("torch-deterministic", _deterministic_backward_of),
     ),
@@ -143,7 +129,7 @@ def conv2d(
     dilation: Pair = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Convolve images with kernels (as a correlation: the kernel is not turned).
+    """Convolve images with kernels (a cross-correlation: the kernel is not flipped).
 
     y[b, o, h, w] = bias[o] + sum over c, i, j of weight[o, c, i, j] x[b, c', s h + d i - p, s w + d j - p]
     with c' the c-th channel of the group of o, x zero outside.
@@ -153,24 +139,26 @@ def conv2d(
         weight: (O, C / groups, K, L), dtype and device of x.
         bias: (O,), dtype and device of x; or None.
         stride: s, one number or one for each dimension, at least 1.
-        padding: p, zeros at each side, at least 0; "valid": none; "same": as many as keep H and W (stride 1 only).
+        padding: p, zeros on each side, at least 0; "valid": none; "same": as many as preserve H and W (stride 1 only).
         dilation: d, at least 1.
         groups: divides C and O.
 
     Returns:
-        (B, O, H', W') or (O, H', W'), H' = (H + 2 p - d (K - 1) - 1) // s + 1; dtype of x; channels last if torch gives
-        it so. Under torch.autocast all tensors are first cast to the autocast dtype. Differentiable twice.
+        (B, O, H', W') or (O, H', W'), H' = (H + 2 p - d (K - 1) - 1) // s + 1; dtype of x; torch's memory format.
+        Under torch.autocast all tensors are cast to the autocast dtype. Differentiable twice.
 
     Raises:
-        ShapeError: x or weight of other dimensions, channels that do not fit, a kernel larger than the padded image,
-            different devices.
-        UnsupportedDtype: a dtype not listed above, or dtypes that differ.
+        ShapeError: x or weight has other dimensions, channels do not match, the kernel is larger than the padded image,
+            or several devices.
+        UnsupportedDtype: a dtype not listed above, or several.
         ConfigError: stride, padding, dilation or groups out of range.
+        TypeError: an argument is not a tensor.
 
-    Under torch.compile, forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is
-    torch's own conv2d; the ledger does not count those. With the setting `deterministic` the backward pass takes only
-    algorithms that add up in a fixed order.
+    Under torch.compile, forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) torch's
+    own conv2d runs, which the ledger does not count. With the setting `deterministic` the backward pass uses
+    deterministic algorithms only.
     """
+    check_dtype("conv2d", x)
     low = autocast_dtype(x.device.type)
     if low is not None:
         x, weight = cast_for_autocast(x, low), cast_for_autocast(weight, low)
@@ -193,8 +181,8 @@ def conv2d(
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-    """Images with a batch dimension, if all fits."""
-    check_dtype("conv2d", x)
+    """Check the arguments, and return x with a batch dimension."""
+    check_matches("conv2d", x, weight=weight, bias=bias)
     images = as_images("conv2d", x)
     if weight.dim() != 4 or 0 in weight.shape:
         raise ShapeError(f"weight must be (O, C / groups, K, L), none of them 0, got {tuple(weight.shape)}")
@@ -210,69 +198,37 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tenso
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ShapeError(f"bias must be ({out},), got {tuple(bias.shape)}")
-    for name, other in (("weight", weight), ("bias", bias)):
-        if other is None:
-            continue
-        if other.dtype != x.dtype:
-            raise UnsupportedDtype(
-                f"x and {name} must have one dtype, got {name_of(x.dtype)} and {name_of(other.dtype)}"
-            )
-        if other.device != x.device:
-            raise ShapeError(f"x and {name} must be on one device, got {x.device} and {other.device}")
     return images
 
 
 def _padding(weight: Tensor, dilation: list[int]) -> list[int]:
-    """Rows and columns that keep height and width, of both sides together."""
+    """Return the total padding of rows and columns that preserves height and width."""
     return [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
 
 
 def _same(x: Tensor, weight: Tensor, dilation: list[int]) -> tuple[Tensor, list[int]]:
-    """The padding that keeps height and width; x gets one more row or column where that is odd."""
+    """Return x and the padding that preserves height and width; x gets another row or column if the total is odd."""
     totals = _padding(weight, dilation)
     odd = [total % 2 for total in totals]
     return F.pad(x, (0, odd[1], 0, odd[0])) if any(odd) else x, [total // 2 for total in totals]
 
 
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> Tensor:
-    case = _case(x, weight, stride, padding, dilation, groups)
-    y: Tensor = conv2d_fwd(case, x, weight, bias, stride, padding, dilation, groups)
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    y: Tensor = conv2d_fwd(_case(x, weight, *settings), x, weight, bias, *settings)
     return y
 
 
-def _backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    needs: Sequence[bool],
-) -> _Gradients:
-    case = _case(x, weight, stride, padding, dilation, groups, tuple(needs))
-    found: _Gradients = conv2d_bwd(case, dy, x, weight, bias, stride, padding, dilation, groups, needs)
-    return found
+def _backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Gradients:
+    *settings_only, needs = settings
+    case = _case(x, weight, *settings_only, tuple(needs))
+    gradients: Gradients = conv2d_bwd(case, dy, x, weight, bias, *settings)
+    return gradients
 
 
 def _case(
-    x: Tensor,
-    weight: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
+    x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int,
     *needs: tuple[bool, ...],
-) -> Case:
+) -> Case:  # fmt: skip
     height, width = output_sizes(x, list(weight.shape[2:]), stride, padding, dilation)
     y = (x.shape[0], weight.shape[0], height, width)
     layout = "contiguous" if _channels_first(x) and _channels_first(weight) else "strided"
@@ -281,12 +237,12 @@ def _case(
 
 
 def _case_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Case | None:
-    """None where sums in a fixed order are asked for: what torch chooses for its gradient is not known."""
+    """Return None for deterministic sums: torch's choice of an algorithm for its gradient is not known."""
     return None if rules().deterministic else _case(x, weight, *settings)
 
 
 def _channels_first(x: Tensor) -> bool:
-    """Whether torch takes x for contiguous; that of one channel whose stride is 1 it takes for channels last."""
+    """Return whether torch treats x as contiguous; it treats a single channel of stride 1 as channels last."""
     return x.is_contiguous() and (x.shape[1] != 1 or x.stride(1) != 1)
 
 

@@ -25,7 +25,7 @@ def conv2d_reference(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Sum over each window of x of its products with the weight, for each output channel."""
+    """Return for each output channel the sum of products of the weight and each window of x."""
     if x.dim() == 3:
         whole = conv2d_reference(
             x.unsqueeze(0), weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups

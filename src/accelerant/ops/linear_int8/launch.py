@@ -261,8 +261,8 @@ def launch_dx(
         return dx
     plan = plan or tile_plan("bwd", M, K, dy.dtype, dy.device)
     tiles = ceil_div(M, plan.block_m) * ceil_div(K, plan.block_k)
-    if parts is None:  # enough programs to keep the memory busy, with at least 4 steps each
-        parts = 1 if M > FEW_ROWS else max(1, min(_MAX_PROGRAMS // tiles, N // (4 * plan.block_n)))
+    if parts is None:
+        parts = _parts(M, N, tiles, plan)
     span = plan.block_n * max(1, ceil_div(N, plan.block_n * parts))
     parts = max(1, ceil_div(N, span))
     sums = dx if parts == 1 else torch.empty(parts, M, K, dtype=torch.float32, device=dy.device)
@@ -276,3 +276,8 @@ def launch_dx(
     if parts > 1:
         KERNELS["sum"].launch((ceil_div(M * K, 256),), (sums, dx, parts, M * K), {"BLOCK": 256}, num_warps=2)
     return dx
+
+
+def _parts(M: int, N: int, tiles: int, plan: Int8TilePlan) -> int:
+    """Return the parts of the sum over N: enough programs to keep the memory busy, with at least 4 steps each."""
+    return 1 if M > FEW_ROWS else max(1, min(_MAX_PROGRAMS // tiles, N // (4 * plan.block_n)))

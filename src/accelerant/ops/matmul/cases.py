@@ -37,8 +37,8 @@ BENCHMARKS = (
     Benchmark(_sample((8192, 4096), (4096, 4096)), torch.bfloat16),
 )
 
-# Relative to the largest element of the result: float32 sums of normal numbers, one rounding of the result, and what
-# reduced-precision accumulation the library allows itself.
+# Relative to the largest element of the result: float32 sums of normal numbers, one rounding of the result, and the
+# library's reduced-precision accumulation.
 TOLERANCES = {
     torch.float64: Tolerance(1e-12, 1e-12),
     torch.float32: Tolerance(1e-5, 1e-5),

@@ -1,7 +1,7 @@
-"""matmul: validation, registration with torch, autograd; the product itself is the vendor's library, through torch.
+"""matmul: validation, registration with torch and autograd; the product is the vendor's library's, through torch.
 
-A general matrix product of our own would not beat cuBLASLt; what this op adds is the ledger: products of the forward
-and of the backward pass are counted with their bytes and operations.
+A general matrix product kernel would not beat cuBLASLt. This op adds the ledger, which counts forward and backward
+products with their bytes and operations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.errors import ShapeError
 from accelerant.ops._library import (
     autocast_dtype,
     below_autograd,
@@ -20,9 +20,8 @@ from accelerant.ops._library import (
     define,
     is_ordinary,
     is_plain,
-    name_of,
 )
-from accelerant.ops._refusals import check_dtype
+from accelerant.ops._refusals import check_dtype, check_matches
 from accelerant.ops._straight import straight
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
@@ -46,7 +45,7 @@ matmul_op = Operation("matmul", (Implementation("torch", torch.matmul, different
 
 
 def _torchs(a: Tensor, b: Tensor) -> Tensor:
-    """Vectors as matrices, as in the function itself: torch takes other products for them."""
+    """Compute the product as matmul does, with vectors as matrices: torch has other kernels for vectors."""
     if a.dim() == 1:
         return _torchs(a.unsqueeze(0), b).squeeze(-2 if b.dim() > 1 else -1)
     if b.dim() == 1:
@@ -66,17 +65,19 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
     Returns:
         (..., M, N), without the dimension that a vector lacks; dtype of a. float16 and bfloat16 accumulate in float32.
-        Under torch.autocast a and b are first cast to the autocast dtype, and the result has that dtype.
-        Differentiable any number of times.
+        Under torch.autocast a and b are cast to the autocast dtype, and the result has that dtype. Differentiable any
+        number of times.
 
     Raises:
-        ShapeError: the inner sizes differ, leading dimensions do not broadcast, a scalar, or different devices.
-        UnsupportedDtype: a dtype not listed above, or dtypes differ.
+        ShapeError: the inner sizes differ, leading dimensions do not broadcast, a scalar, or several devices.
+        UnsupportedDtype: a dtype not listed above, or several.
+        TypeError: an argument is not a tensor.
 
-    Under torch.compile this is torch's own matmul, so that the compiler can fuse what follows into it.
-    Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is torch's own
-    matmul, which the ledger does not count.
+    Under torch.compile torch's own matmul runs, so that the compiler can fuse its consumers into it; so it does under
+    forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...). The ledger does not count
+    those.
     """
+    check_dtype("matmul", a, "a")
     low = autocast_dtype(a.device.type)
     if low is not None:
         a, b = cast_for_autocast(a, low), cast_for_autocast(b, low)
@@ -100,11 +101,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _check(a: Tensor, b: Tensor) -> None:
-    check_dtype("matmul", a, "a")
-    if b.dtype != a.dtype:
-        raise UnsupportedDtype(f"a and b must have one dtype, got {name_of(a.dtype)} and {name_of(b.dtype)}")
-    if a.device != b.device:
-        raise ShapeError(f"a and b must be on one device, got {a.device} and {b.device}")
+    check_matches("matmul", a, "a", b=b)
     if not a.dim() or not b.dim():
         raise ShapeError(
             f"matmul takes vectors, matrices and batches of them, got {tuple(a.shape)} and {tuple(b.shape)}"
@@ -119,11 +116,11 @@ def _check(a: Tensor, b: Tensor) -> None:
 
 
 class Matmul(torch.autograd.Function):
-    """Autograd of matmul on matrices and batches; named for the profiler."""
+    """Autograd function of matmul on matrices and batches; its name appears in the profiler."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        """Keeps a and b."""
+        """Return a b, and save both."""
         ctx.save_for_backward(a, b)
         if is_plain(a) and is_ordinary(b):
             return _product(a, b)
@@ -133,7 +130,7 @@ class Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Da = dy b^T and db = a^T dy, each summed over the dimensions that it was broadcast along."""
+        """Return da = dy b^T and db = a^T dy, summed over broadcast dimensions."""
         a, b = ctx.saved_tensors
         da = db = None
         if ctx.needs_input_grad[0]:
@@ -144,14 +141,14 @@ class Matmul(torch.autograd.Function):
 
 
 def _in_layout_of(x: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """The product p q, summed to the shape of x; transposed in memory if x is, for transposed weights."""
+    """Return p q summed to the shape of x; stored transposed if x is, as transposed weights are."""
     if x.dim() == 2 and p.dim() == 2 and q.dim() == 2 and x.stride(0) == 1 and x.stride(1) == x.shape[0]:
-        return _again(q.mT, p.mT).mT
-    return _again(p, q).sum_to_size(x.shape)
+        return _nested_product(q.mT, p.mT).mT
+    return _nested_product(p, q).sum_to_size(x.shape)
 
 
-def _again(a: Tensor, b: Tensor) -> Tensor:
-    """A product inside a backward pass, where autograd may listen again."""
+def _nested_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a product inside a backward pass, which may itself be differentiated."""
     if not is_plain(a) or not is_ordinary(b):
         y: Tensor = _op(a, b)
     elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):

@@ -9,7 +9,7 @@ __all__ = ["matmul_reference"]
 
 
 def matmul_reference(a: Tensor, b: Tensor) -> Tensor:
-    """Sum over the last dimension of a and the last but one of b (the only one, for a vector)."""
+    """Return the sum over the last dimension of a and the second to last of b (the only one of a vector)."""
     left = a.unsqueeze(0) if a.dim() == 1 else a
     right = b.unsqueeze(1) if b.dim() == 1 else b
     y = torch.einsum("...mk,...kn->...mn", left, right)
