@@ -1,4 +1,4 @@
-"""Rows of a table by their numbers."""
+"""Lookup of rows of a table."""
 
 from __future__ import annotations
 

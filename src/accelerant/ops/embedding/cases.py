@@ -16,7 +16,7 @@ __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
 def _sample(
     shape: tuple[int, ...], V: int, D: int, *, used: int | None = None, padding_idx: int | None = None
 ) -> Sample:
-    """Numbers below `used`, V unless given: few of them make long runs."""
+    """Return a sample with indices below `used`, default V; few distinct indices make long runs."""
     name = f"{'x'.join(map(str, shape)) or 'scalar'}-of-{V}x{D}"
     name += (f"-used{used}" if used else "") + ("" if padding_idx is None else f"-padding{padding_idx}")
     return Sample(name, (Indices(shape, used or V), (V, D)), {"padding_idx": padding_idx})
@@ -27,7 +27,7 @@ SAMPLES = (
     _sample((1,), 5, 3),
     _sample((7,), 4, 3),
     _sample((2, 3), 5, 4),
-    _sample((2, 5), 4, 3, used=3, padding_idx=3),  # not hit: finite differences know of no row apart
+    _sample((2, 5), 4, 3, used=3, padding_idx=3),  # not hit, since finite differences would change the padding row
     _sample((3, 4), 6, 2, used=5, padding_idx=-1),
     _sample((4, 33), 50, 64),
     _sample((3, 67), 9, 300, padding_idx=2),
@@ -48,7 +48,7 @@ BENCHMARKS = (
     Benchmark(_sample((8, 4096), 128256, 4096), torch.bfloat16),
 )
 
-# Nothing is rounded forward; a gradient is a sum of some normal numbers, rounded once (cut, by the interpreter).
+# The forward pass rounds nothing; a gradient is a sum of normal numbers, rounded once (truncated by the interpreter).
 TOLERANCES = {
     torch.float64: Tolerance(1e-12, 1e-12),
     torch.float32: Tolerance(2e-6, 4e-6),
@@ -71,31 +71,16 @@ def _gathers(kind: str, index: str, D: int) -> tuple[Compilation, ...]:
 
 
 _SORTED = {"CHUNK": CHUNK, "BLOCK_D": 256}
+_BWD = {
+    **dict.fromkeys(("dy_ptr", "dweight_ptr"), "*bf16"), **dict.fromkeys(("sorted_ptr", "order_ptr"), "*i64"),
+    **_SIZES, "parts_ptr": "*fp32", "PADDING": "i32",
+}  # fmt: skip
+_JOIN = {"sorted_ptr": "*i64", "dweight_ptr": "*bf16", "parts_ptr": "*fp32", **_SIZES, "PADDING": "i32"}
+_FEW = {"dy_ptr": "*bf16", "indices_ptr": "*i64", "dweight_ptr": "*bf16", **_SIZES, "PADDING": "i32"}
 KERNELS = (
     *_gathers("*bf16", "*i64", 768),
     *_gathers("*fp32", "*i32", 1000),
-    Compilation(
-        _KERNELS["bwd"],
-        {
-            **dict.fromkeys(("dy_ptr", "dweight_ptr"), "*bf16"),
-            **dict.fromkeys(("sorted_ptr", "order_ptr"), "*i64"),
-            **_SIZES,
-            "parts_ptr": "*fp32",
-            "PADDING": "i32",
-        },
-        _SORTED,
-        1,
-    ),
-    Compilation(
-        _KERNELS["bwd_join"],
-        {"sorted_ptr": "*i64", "dweight_ptr": "*bf16", "parts_ptr": "*fp32", **_SIZES, "PADDING": "i32"},
-        {**_SORTED, "AT_ONCE": AT_ONCE},
-        1,
-    ),
-    Compilation(
-        _KERNELS["bwd_few"],
-        {"dy_ptr": "*bf16", "indices_ptr": "*i64", "dweight_ptr": "*bf16", **_SIZES, "PADDING": "i32"},
-        {"FEW": FEW, "BLOCK_D": 256},
-        4,
-    ),
+    Compilation(_KERNELS["bwd"], _BWD, _SORTED, 1),
+    Compilation(_KERNELS["bwd_join"], _JOIN, {**_SORTED, "AT_ONCE": AT_ONCE}, 1),
+    Compilation(_KERNELS["bwd_few"], _FEW, {"FEW": FEW, "BLOCK_D": 256}, 4),
 )

@@ -1,4 +1,4 @@
-"""Launches of embedding's kernels."""
+"""Launches of embedding's Triton kernels."""
 
 from __future__ import annotations
 
@@ -14,20 +14,9 @@ from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
-    "AT_ONCE",
-    "CHUNKS",
-    "FEW",
-    "KERNELS",
-    "TUNED",
-    "TUNED_CHUNK",
-    "EmbeddingPlan",
-    "constants",
-    "embedding_plan",
-    "embedding_plans",
-    "launch_backward_atomic",
-    "launch_backward_sorted",
-    "launch_forward",
-]
+    "AT_ONCE", "CHUNK", "CHUNKS", "FEW", "KERNELS", "TUNED", "TUNED_CHUNK", "EmbeddingPlan", "constants",
+    "embedding_plan", "embedding_plans", "launch_backward_atomic", "launch_backward_sorted", "launch_forward",
+]  # fmt: skip
 
 _WIDTHS = {"fwd": (5, 6), "bwd": (7,), "bwd_atomic": (5,), "bwd_few": (5,), "bwd_join": (5,)}
 KERNELS = {
@@ -36,22 +25,22 @@ KERNELS = {
 }
 
 CHUNK = 32
-"""Tokens that a program of the sorted backward pass adds up."""
+"""Tokens per program of the sorted backward pass."""
 
 AT_ONCE = 8
-"""Parts of a number that the sorted backward pass joins in a step: of 256 columns, 64 registers a thread."""
+"""Partial sums of an index that the sorted backward pass adds per step: 64 registers per thread for 256 columns."""
 
 FEW = 32
-"""Up to so many tokens are not sorted, each looks at all. The sorted pass of 3 tokens into 1000003 x 65 took an H200
-0.155 ms at the least, host time among it, torch's own 0.045; bwd_few was not measured."""
+"""Up to this many tokens are not sorted; each compares itself with all. The sorted pass of 3 tokens into 1000003 x 65 took
+an H200 at least 0.155 ms, host time included, torch's own 0.045; bwd_few was not measured."""
 
 CHUNKS = (16, 32, 64, 128)
-"""What is worth timing for it."""
+"""Candidates for CHUNK."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingPlan:
-    """What one program takes: `rows` tokens of `block_d` columns, powers of two."""
+    """The work of one program: `rows` tokens of `block_d` columns, powers of two."""
 
     rows: int
     block_d: int
@@ -60,37 +49,39 @@ class EmbeddingPlan:
 
 @functools.cache
 def embedding_plan(D: int) -> EmbeddingPlan:
-    """1024 elements, 8 a thread; as few idle lanes as pieces of 256 columns leave."""
+    """Return the default plan: 1024 elements, 8 per thread, in blocks of at most 256 columns."""
     block_d = min(256, max(8, next_power_of_2(D)))
     return EmbeddingPlan(1024 // block_d, block_d, 4)
 
 
 @functools.cache
 def embedding_plans(D: int) -> tuple[EmbeddingPlan, ...]:
-    """What is worth timing."""
+    """Return the candidates for D columns."""
     widest = max(8, next_power_of_2(D))
     tiles = ((512, 256, 2), (1024, 256, 4), (1024, 256, 2), (2048, 256, 4), (2048, 256, 8), (1024, 512, 4))
-    cut = [(elements, min(block_d, widest), warps) for elements, block_d, warps in tiles]
-    return tuple(dict.fromkeys(EmbeddingPlan(elements // block_d, block_d, warps) for elements, block_d, warps in cut))
+    sizes = [(elements, min(block_d, widest), warps) for elements, block_d, warps in tiles]
+    return tuple(
+        dict.fromkeys(EmbeddingPlan(elements // block_d, block_d, warps) for elements, block_d, warps in sizes)
+    )
 
 
 TUNED: dict[str, Tuned[EmbeddingPlan]] = {
-    way: Tuned(f"embedding_{way}", default=lambda T, D: embedding_plan(D), candidates=lambda T, D: embedding_plans(D))
-    for way in ("fwd", "bwd_atomic")
+    name: Tuned(f"embedding_{name}", default=lambda T, D: embedding_plan(D), candidates=lambda T, D: embedding_plans(D))
+    for name in ("fwd", "bwd_atomic")
 }
-"""The plans of embedding_fwd and embedding_bwd_atomic."""
+"""Tuned plans of embedding_fwd and embedding_bwd_atomic, keyed by tokens and columns."""
 
 TUNED_CHUNK: Tuned[int] = Tuned("embedding_bwd", default=lambda T, D: CHUNK, candidates=lambda T, D: CHUNKS)
-"""How many tokens a program of the sorted backward pass adds up."""
+"""Tuned tokens per program of the sorted backward pass."""
 
 
 def constants(plan: EmbeddingPlan, D: int) -> dict[str, int | bool]:
-    """The compile-time arguments of embedding_fwd and embedding_bwd_atomic."""
+    """Return the compile-time arguments of embedding_fwd and embedding_bwd_atomic."""
     return {"ROWS": plan.rows, "BLOCK_D": plan.block_d, "EXACT": D % plan.block_d == 0}
 
 
 def launch_forward(indices: Tensor, weight: Tensor, padding_idx: int, plan: EmbeddingPlan | None = None) -> Tensor:
-    """Gather rows: (*indices.shape, D), contiguous."""
+    """Return the rows of weight, (*indices.shape, D), contiguous."""
     V, D = weight.shape
     y = torch.empty((*indices.shape, D), dtype=weight.dtype, device=weight.device)
     if y.numel():
@@ -110,25 +101,19 @@ def launch_forward(indices: Tensor, weight: Tensor, padding_idx: int, plan: Embe
 
 
 def launch_backward_atomic(
-    dy: Tensor,
-    indices: Tensor,
-    weight: Tensor,
-    padding_idx: int,
-    needs: Sequence[bool],
+    dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int, needs: Sequence[bool],
     plan: EmbeddingPlan | None = None,
-) -> tuple[Tensor]:
-    """Sum the gradients of each row by atomic additions in float32: in any order, so the last bits may differ."""
+) -> tuple[Tensor]:  # fmt: skip
+    """Sum the gradients of each row by atomic additions in float32; not deterministic."""
     V, D = weight.shape
     sums = torch.zeros((V, D), dtype=torch.float32, device=weight.device)
     if dy.numel():
         T = indices.numel()
         if plan is None:
             plan = TUNED["bwd_atomic"](
-                weight.device,
-                weight.dtype,
-                (T, D),
+                weight.device, weight.dtype, (T, D),
                 lambda plan: launch_backward_atomic(dy, indices, weight, padding_idx, needs, plan),
-            )
+            )  # fmt: skip
         KERNELS["bwd_atomic"].launch(
             (ceil_div(T, plan.rows), ceil_div(D, plan.block_d)),
             (dy.contiguous(), indices.contiguous(), sums, T, V, D, padding_idx),
@@ -141,7 +126,7 @@ def launch_backward_atomic(
 def launch_backward_sorted(
     dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int, needs: Sequence[bool], chunk: int | None = None
 ) -> tuple[Tensor]:
-    """Sum the gradients of each row in a fixed order, after torch's sort of their numbers; of a few tokens without."""
+    """Sum the gradients of each row in a fixed order, after torch's sort of the indices; few tokens are not sorted."""
     V, D = weight.shape
     dweight = torch.zeros((V, D), dtype=weight.dtype, device=weight.device)
     if not dy.numel():
@@ -156,15 +141,13 @@ def launch_backward_sorted(
         return (dweight,)
     if chunk is None:
         chunk = TUNED_CHUNK(
-            weight.device,
-            weight.dtype,
-            (T, D),
+            weight.device, weight.dtype, (T, D),
             lambda chunk: launch_backward_sorted(dy, indices, weight, padding_idx, needs, chunk),
-        )
+        )  # fmt: skip
     numbers, order = torch.sort(indices.reshape(-1), stable=True)
     chunks = ceil_div(T, chunk)
     parts = torch.empty((chunks, 2, D), dtype=torch.float32, device=weight.device)
-    fixed, warps = {"CHUNK": chunk, "BLOCK_D": block_d}, 1  # 16 bytes a thread
+    fixed, warps = {"CHUNK": chunk, "BLOCK_D": block_d}, 1  # 16 bytes per thread
     args = (dy, numbers, order, dweight, parts, T, V, D, padding_idx)
     KERNELS["bwd"].launch((chunks, blocks), args, fixed, num_warps=warps)
     if chunks > 1:

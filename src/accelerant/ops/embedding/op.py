@@ -11,7 +11,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import is_plain, name_of
-from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
+from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.embedding.launch import launch_backward_atomic, launch_backward_sorted, launch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
@@ -19,10 +19,10 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 __all__ = ["embedding"]
 
 _FEW = 2**14
-"""Elements of a table that is quicker copied to float32 on a CPU than served by an autograd function in Python."""
+"""Up to this many elements, copying the table to float32 on a CPU is faster than an autograd function in Python."""
 
 _MANY = 2**17
-"""Elements of table and gradient from which on the sums of bags are quicker than torch's gradient in float32."""
+"""From this many elements of table and gradient on, sums of bags are faster than torch's gradient in float32."""
 
 
 def _torchs(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
@@ -31,36 +31,39 @@ def _torchs(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) 
 
 @straight("embedding_fwd", _torchs, serves=lambda indices, weight, **_: not _is_low(weight.dtype))
 def embedding(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
-    """Rows of a table by their numbers.
+    """Look up rows of a table.
 
     y = weight[indices]
 
     Args:
         indices: any shape, int64 or int32, each in [0, V).
         weight: the table (V, D), float16, bfloat16, float32 or float64.
-        padding_idx: a row that gets no gradient; negative counts from the end. Its value is looked up as any other's.
+        padding_idx: a row that gets no gradient; negative counts from the end.
 
     Returns:
-        (*indices.shape, D), dtype of weight, contiguous. The gradient of the table is dense, its sums in float32
+        (*indices.shape, D), dtype of weight, contiguous. The gradient of the table is dense, summed in float32
         (float64 for float64) and rounded once to the dtype of weight. Differentiable twice.
 
     Raises:
-        ShapeError: weight is not (V, D), or the two are on different devices.
+        ShapeError: weight is not (V, D), or several devices.
         UnsupportedDtype: a dtype not listed above.
-        ConfigError: padding_idx is not a row; or, on a CPU, a number in indices is not.
+        ConfigError: padding_idx is out of range; or, on a CPU, an index is.
+        TypeError: an argument is not a tensor.
 
-    A GPU is not waited for, so numbers are not checked there: one outside [0, V) reads no memory, gives a row of NaN
-    and has no part in the gradient. (Where dispatch chooses torch's own function, that asserts on the device.)
+    On a GPU indices are not checked, which would synchronise: one outside [0, V) reads no memory, gives a row of NaN
+    and contributes no gradient. (torch's own function, if dispatch chooses it, asserts on the device.)
 
-    The backward pass adds in a fixed order, after a sort; with races switched on, atomic additions may be chosen, which
-    the setting `deterministic` refuses. Under forward-mode differentiation and the transforms of torch.func this is
-    torch's own embedding, which the ledger does not count.
+    The backward pass sorts the indices and adds in a fixed order. With races enabled atomic additions may be chosen,
+    unless the setting `deterministic` is on. Under forward-mode differentiation and the transforms of torch.func
+    torch's own embedding runs, which the ledger does not count.
 
     Source: Bengio, Ducharme, Vincent and Jauvin 2003, "A neural probabilistic language model", section 2.
     """
+    check_dtype("embedding", weight, "weight")
+    if not isinstance(indices, Tensor):
+        raise not_a_tensor("embedding", "indices", indices)
     if indices.dtype not in (torch.int64, torch.int32):
         raise UnsupportedDtype(f"indices must be int64 or int32, got {name_of(indices.dtype)}")
-    check_dtype("embedding", weight, "weight")
     if weight.dim() != 2:
         raise ShapeError(f"weight must be (V, D), got {tuple(weight.shape)}")
     if indices.device != weight.device:
@@ -73,14 +76,14 @@ def embedding(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None
         row = padding_idx % V
     try:
         y: Tensor = _embedding(indices, weight, row)
-    except IndexError:  # torch's word for it; where its function is not the one that runs, the op looks before
+    except IndexError:  # raised by torch's function on a CPU; other implementations check the indices first
         _check_range(indices, V)
         raise
     return y
 
 
 def _check_range(indices: Tensor, V: int) -> None:
-    """Raise for a number of no row, where looking costs nothing: on the CPU, outside of tracing."""
+    """Raise ConfigError for an index out of range if the check is cheap: on the CPU, not while tracing."""
     if indices.device.type != "cpu" or torch.compiler.is_compiling() or not is_plain(indices) or not indices.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))
@@ -104,21 +107,21 @@ def _torch_forward(indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
 def _torch_backward(
     dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int, needs: Sequence[bool]
 ) -> tuple[Tensor]:
-    if not dy.numel():  # for rows of no columns torch's CUDA kernel writes to memory that is not there
+    if not dy.numel():  # without columns torch's CUDA kernel writes out of bounds
         return (torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device),)
     if dy.device.type == "cpu" and _is_low(dy.dtype):
         if dy.numel() + weight.numel() >= _MANY:
             return (_bags(dy, indices, weight, padding_idx),)
-        dy = dy.float()  # on a CPU torch adds in the dtype that comes
+        dy = dy.float()  # on a CPU torch adds in the dtype of dy
     dense = torch.ops.aten.embedding_dense_backward
     return (dense(dy, indices, weight.shape[0], padding_idx, False).to(weight.dtype),)
 
 
 def _bags(dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
-    """The gradient as one bag of rows of dy for each row of the table, by torch's function for the sums of bags.
+    """Return the gradient as sums of bags, by torch.embedding_bag: one bag of rows of dy per row of the table.
 
-    On a CPU torch's own gradient adds in low precision, and its bags in float32. They are quicker, too: at 32768 tokens
-    of 768 columns 1.4 times in bfloat16 on one core.
+    On a CPU torch's own gradient adds in low precision, bags in float32. They are also faster: 1.4 times for 32768
+    tokens of 768 columns in bfloat16 on one core.
     """
     (V, D), numbers = weight.shape, indices.reshape(-1)
     begins = torch.zeros(V, dtype=torch.int64)
@@ -133,7 +136,7 @@ def _bags(dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int) -> Tens
 def _composite_backward(
     dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int, needs: Sequence[bool]
 ) -> tuple[Tensor]:
-    """By a sum that is differentiable for no tokens too, which torch's own gradient of embedding is not."""
+    """Return the gradient by index_add, which is differentiable even without tokens, unlike torch's own gradient."""
     V, D = weight.shape
     numbers = indices.reshape(-1)
     wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
@@ -143,20 +146,20 @@ def _composite_backward(
     return (rows.new_zeros((V, D)).index_add(0, numbers, rows).to(weight.dtype),)
 
 
-def _tokens(case: Case) -> tuple[int, int, int]:
-    """Bytes of the indices; elements of y; elements of the table."""
+def _sizes(case: Case) -> tuple[int, int, int]:
+    """Return the bytes of the indices, the elements of y, and the elements of the table."""
     rows = math.prod(case.options[1])
     V, D = case.shape
     return rows * case.options[0].itemsize, rows * D, V * D
 
 
 def _forward_cost(case: Case) -> Cost:
-    indices, elements, _ = _tokens(case)
+    indices, elements, _ = _sizes(case)
     return Cost(indices + 2 * elements * case.dtype.itemsize, 0)
 
 
 def _backward_cost(case: Case) -> Cost:
-    indices, elements, table = _tokens(case)
+    indices, elements, table = _sizes(case)
     return Cost(indices + (elements + table) * case.dtype.itemsize, elements)
 
 
@@ -186,7 +189,7 @@ def _case(indices: Tensor, weight: Tensor) -> Case:
 
 
 def _case_by_torch(indices: Tensor, weight: Tensor, padding_idx: int) -> Case | None:
-    """None where torch's own gradient falls short: of no numbers, and in low precision of a table worth its time."""
+    """Return None where torch's gradient does not serve: without indices, and for large tables in low precision."""
     if not indices.numel() or not weight.numel():
         return None
     if _is_low(weight.dtype) and weight.requires_grad and torch.is_grad_enabled() and weight.numel() > _FEW:

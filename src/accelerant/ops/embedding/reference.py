@@ -9,7 +9,7 @@ __all__ = ["embedding_reference"]
 
 
 def embedding_reference(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
-    """weight[indices]; the row padding_idx stands apart from the gradient."""
+    """Return weight[indices]; the row padding_idx gets no gradient."""
     if padding_idx is not None:
         number = torch.arange(weight.shape[0], device=weight.device)[:, None]
         weight = torch.where(number == padding_idx % weight.shape[0], weight.detach(), weight)

@@ -1,18 +1,18 @@
-"""embedding: rows of a table (V, D) by the T numbers in indices, and the sums of gradients that come back to each row.
+"""embedding: lookup of T rows of a table (V, D) by their indices, and the sum of the gradients of each row.
 
     y[t] = weight[indices[t]]        dweight[v] = sum of dy[t] over the t with indices[t] = v, but 0 for v = PADDING
 
 Source: Bengio, Ducharme, Vincent and Jauvin 2003, "A neural probabilistic language model", section 2 (the table C).
-Layout: weight with a distance between rows, everything else dense. Sums in float32. A number outside [0, V) reads
-        nothing and gives a row of NaN; its gradient goes nowhere.
-Grid:   fwd: ROWS tokens by BLOCK_D columns a program. bwd_atomic: the same, adding to a float32 (V, D).
-        bwd (sorted) takes the tokens in the order of their numbers, CHUNK a program and BLOCK_D columns, and writes the
-        sum of each run of equal numbers that lies within its chunk. What a chunk shares with the one before goes to
-        parts[chunk, 0], what begins in it and goes on in the next to parts[chunk, 1]; bwd_join adds these, in order.
-        The same bits each time; of a number that many chunks share, bwd_join adds AT_ONCE parts a step.
-        bwd_few: one program for each token and BLOCK_D columns, FEW at least T: the first token of a number adds up
-        all. No sort, the same bits each time.
-Bound:  memory: T D read and V D written, beside the sort of T numbers; no operations forward, T D additions backward.
+Layout: weight with a row stride, everything else dense. Sums in float32. An index outside [0, V) reads nothing and
+        gives a row of NaN; its gradient is dropped.
+Grid:   fwd: one program per ROWS tokens and BLOCK_D columns. bwd_atomic: the same, adding to a float32 (V, D).
+        bwd (sorted): one program per CHUNK tokens in the order of their indices, and BLOCK_D columns; it writes the sum
+        of each run of equal indices within its chunk. The sum of a run that began before the chunk goes to parts[chunk,
+        0], that of a run that begins in the chunk and continues in the next to parts[chunk, 1]; bwd_join adds these in
+        order, AT_ONCE parts per step. Deterministic.
+        bwd_few: one program per token and BLOCK_D columns, FEW at least T: the program of an index's first token adds
+        all its gradients. No sort; deterministic.
+Bound:  memory: T D elements read and V D written, besides the sort of T indices; T D additions backward.
 """
 
 import triton
@@ -75,7 +75,7 @@ def embedding_bwd(
     parts_ptr += chunk * 2 * D + columns
     current = tl.load(sorted_ptr + first).to(tl.int64)
     before = tl.load(sorted_ptr + tl.maximum(first - 1, 0)).to(tl.int64)
-    begun = (first == 0) | (before != current)  # whether the present run began in this chunk
+    begun = (first == 0) | (before != current)  # whether the current run began in this chunk
     total = tl.zeros([BLOCK_D], dtype=tl.float32)
     for at in range(first, last):
         number = tl.load(sorted_ptr + at).to(tl.int64)
@@ -108,7 +108,7 @@ def embedding_bwd_join(
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < D
     first = chunk * CHUNK
-    # There is a chunk after this one: as many programs as chunks but the last.
+    # Another chunk follows: there is no program for the last one.
     number = tl.load(sorted_ptr + first + CHUNK - 1).to(tl.int64)
     goes_on = tl.load(sorted_ptr + first + CHUNK).to(tl.int64) == number
     begun = tl.load(sorted_ptr + tl.maximum(first - 1, 0)).to(tl.int64) != number
@@ -117,7 +117,7 @@ def embedding_bwd_join(
         total = tl.load(parts_ptr + (chunk * 2 + 1) * D + columns, mask=inside, other=0.0)
         following = chunk + 1
         while following >= 0:
-            # Loads that do not wait for each other: one part a step took 0.6 us, of 1024 chunks with one number.
+            # Independent loads: with one part per step, 1024 chunks of one index took 0.6 us per step.
             at = following + tl.arange(0, AT_ONCE)
             same = tl.load(sorted_ptr + at * CHUNK, mask=at * CHUNK < T, other=-1).to(tl.int64) == number
             rows = parts_ptr + at[:, None] * 2 * D + columns[None, :]

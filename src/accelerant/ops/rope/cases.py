@@ -20,7 +20,7 @@ def _sample(B: int, H: int, S: int, D: int, *, own: bool = False, interleaved: b
 
 
 SMALLEST = 2
-"""Elements of the smallest input that is not empty: a pair."""
+"""Elements of the smallest non-empty input: a pair."""
 
 SAMPLES = (
     _sample(2, 3, 5, 4),
@@ -47,7 +47,7 @@ BENCHMARKS = (
     Benchmark(_sample(4, 32, 4096, 128, interleaved=True), torch.bfloat16),
 )
 
-# The sum of two products of normal numbers, rounded once (the interpreter cuts bfloat16 instead of rounding it).
+# The sum of two products of normal numbers, rounded once (the interpreter truncates bfloat16).
 TOLERANCES = {
     torch.float64: Tolerance(1e-12, 1e-12),
     torch.float32: Tolerance(2e-6, 2e-6),

@@ -11,7 +11,7 @@ from torch import Tensor
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._library import name_of
-from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
+from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.rope.launch import launch
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
@@ -19,40 +19,41 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 __all__ = ["rope"]
 
 _CHUNK = 2**18
-"""Elements at a time on a CPU: 1 MiB of float32."""
+"""Elements per chunk on a CPU: 1 MiB of float32."""
 _FEW, _FEW_INTERLEAVED = 2**15, 2**11
-"""Elements up to which, on a CPU, torch's functions with torch's own autograd are quicker than fewer passes over memory
-with autograd in Python."""
+"""Up to this many elements on a CPU, torch's functions with torch's autograd are faster than fewer passes over memory with
+an autograd function in Python."""
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @straight("rope_fwd", lambda x, cos, sin, *, interleaved=False: _composite(x, cos, sin, interleaved))
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Turn each pair of a head's features by the angle of its position.
+    """Rotate each pair of a head's features by the angle of its position (rotary position embedding).
 
     (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin)
 
     Args:
         x: queries or keys (B, H, S, D), D even, float16, bfloat16, float32 or float64; fastest with a contiguous last
-            dimension, whatever the others' strides: (B, S, H, D) transposed is not copied.
-        cos: (S, D / 2), or (B, S, D / 2) for positions of their own in each sequence; dtype of x or float32. From
+            dimension. Other strides are supported: (B, S, H, D) transposed is not copied.
+        cos: (S, D / 2), or (B, S, D / 2) for positions that differ between sequences; dtype of x or float32. See
             accelerant.ops.rope.tables.rope_tables.
         sin: as cos.
-        interleaved: the pairs are neighbours (0, 1), (2, 3), ... as in the paper; otherwise a head's first half and
-            its second, (0, D / 2), (1, D / 2 + 1), ... as in GPT-NeoX and Hugging Face's Llama.
+        interleaved: pair neighbouring features (0, 1), (2, 3), ... as in the paper; otherwise pair the first half of
+            the features with the second, (0, D / 2), (1, D / 2 + 1), ... as in GPT-NeoX and Hugging Face's Llama.
 
     Returns:
         shape, dtype and strides of x (as torch.empty_like gives them). Computed in float32 (float64 for float64) and
-        rounded once. The backward pass turns by the opposite angle and keeps nothing but the tables; x is kept only if
-        a table asks for its gradient. Differentiable twice.
+        rounded once. The backward pass rotates by the opposite angle and saves the tables only; x is saved if a table
+        requires a gradient. Differentiable twice.
 
     Raises:
-        ShapeError: x is not (B, H, S, D) with an even D, the tables are not as above, or on another device.
+        ShapeError: x is not (B, H, S, D) with an even D, the tables are not as above, or several devices.
         UnsupportedDtype: a dtype not listed above.
+        TypeError: an argument is not a tensor.
 
-    Under forward-mode differentiation and the transforms of torch.func this is made of torch's own functions, which
-    the ledger does not count.
+    Under forward-mode differentiation and the transforms of torch.func torch's own functions run, which the ledger does
+    not count.
 
     Source: Su et al. 2021, arXiv:2104.09864, equation 34.
     """
@@ -68,11 +69,13 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     B, _, S, D = x.shape
     flat = (S, D // 2)
     for name, table in (("cos", cos), ("sin", sin)):
+        if not isinstance(table, Tensor):
+            raise not_a_tensor("rope", name, table)
         if table.shape != flat and table.shape != (B, *flat):
             raise ShapeError(f"{name} must be {flat} or {(B, *flat)} for x {tuple(x.shape)}, got {tuple(table.shape)}")
         if table.dtype != x.dtype and (table.dtype != torch.float32 or x.dtype == torch.float64):
-            wanted = name_of(x.dtype) + ("" if x.dtype in (torch.float32, torch.float64) else " or float32")
-            raise UnsupportedDtype(f"{name} must be {wanted} for x of {name_of(x.dtype)}, got {name_of(table.dtype)}")
+            expected = name_of(x.dtype) + ("" if x.dtype in (torch.float32, torch.float64) else " or float32")
+            raise UnsupportedDtype(f"{name} must be {expected} for x of {name_of(x.dtype)}, got {name_of(table.dtype)}")
         if table.device != x.device:
             raise ShapeError(f"{name} must be on {x.device}, where x is; it is on {table.device}")
     if cos.shape != sin.shape:
@@ -87,7 +90,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views of the first and the second of each pair."""
+    """Return views of the first and the second feature of each pair."""
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
     half = x.shape[-1] // 2
@@ -95,7 +98,7 @@ def _halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _broadcast(table: Tensor, dtype: torch.dtype) -> Tensor:
-    """A table beside halves of (B, H, S, D / 2)."""
+    """Return a table in a dtype, with a shape that broadcasts to (B, H, S, D / 2)."""
     table = table.to(dtype)
     return table.unsqueeze(1) if table.dim() == 3 else table
 
@@ -105,9 +108,9 @@ def _is_few(x: Tensor, interleaved: bool) -> bool:
 
 
 def _torch_forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False) -> Tensor:
-    """In float32 at least, and differentiable for few elements.
+    """Rotate in at least float32; differentiable for few elements.
 
-    Of many, a CPU takes so many positions at a time that what lies between the passes stays in cache.
+    A CPU processes many elements in chunks of positions, so that intermediate results stay in cache.
     """
     wide = _wide(x.dtype)
     if not inverse and _is_few(x, interleaved):
@@ -118,27 +121,27 @@ def _torch_forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inver
     if inverse:
         sin = -sin
     if x.device.type != "cpu" or x.numel() <= _CHUNK:
-        _turn(x, cos, sin, interleaved, y)
+        _rotate(x, cos, sin, interleaved, y)
         return y
     if not interleaved:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     B, H, S, D = x.shape
     batches = max(1, _CHUNK // (H * S * D))
-    places = S if batches > 1 else max(1, _CHUNK // (H * D))
+    positions = S if batches > 1 else max(1, _CHUNK // (H * D))
     for b in range(0, B, batches):
         tables = [table[b : b + batches] if table.dim() == 4 else table for table in (cos, sin)]
-        for s in range(0, S, places):
-            part, turned = (each[b : b + batches, :, s : s + places] for each in (x, y))
-            c, d = (table[..., s : s + places, :] for table in tables)
+        for s in range(0, S, positions):
+            x_part, y_part = (tensor[b : b + batches, :, s : s + positions] for tensor in (x, y))
+            c, d = (table[..., s : s + positions, :] for table in tables)
             if interleaved:
-                _turn(part, c, d, True, turned)
+                _rotate(x_part, c, d, True, y_part)
             else:
-                _turn_halves(part, c, d, turned)
+                _rotate_halves(x_part, c, d, y_part)
     return y
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, y: Tensor) -> None:
-    """Write y: four passes over memory, and two more where x is not of the dtype of the tables."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, y: Tensor) -> None:
+    """Write y in four passes over memory, and two more if x does not have the dtype of the tables."""
     out = y if x.dtype == cos.dtype else torch.empty_like(x, dtype=cos.dtype)
     (x1, x2), (y1, y2) = _halves(x.to(cos.dtype), interleaved), _halves(out, interleaved)
     torch.mul(x1, cos, out=y1)
@@ -149,8 +152,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, y: Tensor) -> 
         y.copy_(out)
 
 
-def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> None:
-    """Write y, from (cos, cos) and (-sin, sin): torch's functions are slow for rows as short as half a head."""
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> None:
+    """Write y from tables (cos, cos) and (-sin, sin): torch's functions are slow for rows as short as half a head."""
     half, wide = x.shape[-1] // 2, x.to(cos.dtype)
     swapped = torch.cat((wide[..., half:], wide[..., :half]), -1)
     out = torch.mul(wide, cos, out=y if wide is x else wide).addcmul_(swapped, sin)
@@ -165,42 +168,42 @@ def _composite(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor
     if cos.dim() == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
-    turned = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
-    y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    rotated = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
+    y = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
     return y if dtype == wide else y.to(dtype)
 
 
-def _tables(
+def _table_gradients(
     dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the tables, from torch's functions: hardly ever asked for."""
+    """Return the gradients of the tables, by torch's functions: they are rarely needed."""
     if x is None or not (needs[1] or needs[2]):
         return None, None
     wide = _wide(x.dtype)
     (x1, x2), (dy1, dy2) = _halves(x.to(wide), interleaved), _halves(dy.to(wide), interleaved)
-    over = (1,) if cos.dim() == 3 else (0, 1)
+    dims = (1,) if cos.dim() == 3 else (0, 1)
     return (
-        (dy1 * x1 + dy2 * x2).sum(over).to(cos.dtype) if needs[1] else None,
-        (dy2 * x1 - dy1 * x2).sum(over).to(sin.dtype) if needs[2] else None,
+        (dy1 * x1 + dy2 * x2).sum(dims).to(cos.dtype) if needs[1] else None,
+        (dy2 * x1 - dy1 * x2).sum(dims).to(sin.dtype) if needs[2] else None,
     )
 
 
 def _like(gradient: Tensor | None, table: Tensor) -> Tensor | None:
-    """With the strides that the registration promises."""
+    """Return the gradient with the strides of torch.empty_like(table), as registered."""
     return gradient if gradient is None or table.is_contiguous() else torch.empty_like(table).copy_(gradient)
 
 
 def _own_backward(
     dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, needs: Sequence[bool]
 ) -> _Gradients:
-    dcos, dsin = _tables(dy, x, cos, sin, interleaved, needs)
+    dcos, dsin = _table_gradients(dy, x, cos, sin, interleaved, needs)
     return launch(dy, cos, sin, interleaved, True) if needs[0] else None, _like(dcos, cos), _like(dsin, sin)
 
 
 def _torch_backward(
     dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, needs: Sequence[bool]
 ) -> _Gradients:
-    dcos, dsin = _tables(dy, x, cos, sin, interleaved, needs)
+    dcos, dsin = _table_gradients(dy, x, cos, sin, interleaved, needs)
     dx = _torch_forward(dy, cos, sin, interleaved, True) if needs[0] else None
     return dx, _like(dcos, cos), _like(dsin, sin)
 
@@ -208,7 +211,7 @@ def _torch_backward(
 def _composite_backward(
     dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, needs: Sequence[bool]
 ) -> _Gradients:
-    return _composite(dy, cos, -sin, interleaved), *_tables(dy, x, cos, sin, interleaved, needs)
+    return _composite(dy, cos, -sin, interleaved), *_table_gradients(dy, x, cos, sin, interleaved, needs)
 
 
 def _cost(case: Case) -> Cost:
@@ -242,7 +245,7 @@ def _case(x: Tensor, cos: Tensor, interleaved: bool) -> Case:
 
 
 def _case_by_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Case | None:
-    """None for many elements, of which fewer passes over memory are quicker."""
+    """Return None for many elements, for which fewer passes over memory are faster."""
     return _case(x, cos, interleaved) if _is_few(x, interleaved) else None
 
 

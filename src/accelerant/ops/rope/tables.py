@@ -1,4 +1,4 @@
-"""The tables of cosines and sines that rope takes."""
+"""The tables of cosines and sines for rope."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["Llama3Scaling", "rope_tables"]
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """How Llama 3.1 and later stretch the slow frequencies to reach a longer context than they were trained on.
+    """The scaling of low frequencies by which Llama 3.1 and later extend the context they were trained on.
 
-    A wave shorter than original_context / high_freq_factor stays, one longer than original_context / low_freq_factor
-    is slowed down by `factor`, and in between the two are blended.
+    Wavelengths below original_context / high_freq_factor are kept, those above original_context / low_freq_factor are
+    multiplied by `factor`, and those in between are interpolated.
 
     Attributes:
-        factor: by how much the context grows.
-        low_freq_factor, high_freq_factor: the bounds, in wavelengths a context; low below high.
-        original_context: positions that the model was first trained on.
+        factor: ratio of the extended to the original context.
+        low_freq_factor, high_freq_factor: bounds, in wavelengths per original context.
+        original_context: positions that the model was trained on.
 
     Source: Meta, llama-models, models/llama3 (apply_scaling); the numbers are those of Llama 3.1.
     """
@@ -45,30 +45,26 @@ class Llama3Scaling:
             raise ConfigError(f"original_context must be at least 1, got {self.original_context}")
 
     def apply(self, frequencies: Tensor) -> Tensor:
-        """The stretched frequencies, in radians a position."""
-        waves = self.original_context * frequencies / (2 * math.pi)  # in a context
+        """Return the scaled frequencies, in radians per position."""
+        waves = self.original_context * frequencies / (2 * math.pi)  # per original context
         kept = (waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = kept.clamp(0, 1)
         return frequencies * (kept + (1 - kept) / self.factor)
 
 
 def rope_tables(
-    S: int,
-    D: int,
-    base: float = 10000.0,
-    scaling: Llama3Scaling | None = None,
-    dtype: torch.dtype = torch.float32,
+    S: int, D: int, base: float = 10000.0, scaling: Llama3Scaling | None = None, dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles s base^(-2 i / D), position s, pair i.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return cosines and sines of the angles s base^(-2 i / D) of position s and pair i.
 
     Args:
         S: positions, from 0.
         D: features of a head, even.
-        base: of the geometric row of frequencies; 10000 in the paper, 500000 in Llama 3.
-        scaling: for a context beyond the trained one; None for none.
-        dtype: of the tables; the angles are computed in float64 whatever it is.
-        device: where to put them.
+        base: of the geometric sequence of frequencies; 10000 in the paper, 500000 in Llama 3.
+        scaling: for a context longer than the trained one.
+        dtype: of the tables; the angles are computed in float64.
+        device: of the tables.
 
     Returns:
         cos and sin, (S, D / 2) each.

@@ -2,12 +2,12 @@
 
     (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin)      pairs (x_i, x_{i + HALF}), or (x_2i, x_{2i + 1}) if INTERLEAVED
 
-Source: Su et al. 2021, arXiv:2104.09864, equation 34. The gradient of x is dy turned back: the same with -sin, INVERSE.
-Layout: x and y (B, H, S, D) with any distances but a contiguous last dimension; cos and sin dense (S, HALF), or
-        (B, S, HALF) with a distance between batches that is not 0. Computed in float32.
-Grid:   (tokens of B S in groups of TOKENS, heads in groups of HEADS); a program keeps TOKENS HEADS heads in registers,
-        8 pairs a thread, and one token's program reads its row of the tables once for all its heads.
-Bound:  memory: 2 accesses an element; 3 operations. The tables come from L2 but for the first head.
+Source: Su et al. 2021, arXiv:2104.09864, equation 34. The gradient of x is dy rotated with -sin, INVERSE.
+Layout: x and y (B, H, S, D) with any strides but a contiguous last dimension; cos and sin dense (S, HALF), or
+        (B, S, HALF) with a batch stride that is not 0. Computed in float32.
+Grid:   (B S tokens in groups of TOKENS, heads in groups of HEADS); a program keeps TOKENS HEADS heads in registers,
+        8 pairs per thread, and the program of one token reads its row of the tables once for all its heads.
+Bound:  memory: 2 accesses and 3 operations per element. All heads but the first read the tables from L2.
 """
 
 import triton

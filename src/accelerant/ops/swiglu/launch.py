@@ -1,4 +1,4 @@
-"""Launches of swiglu's kernels: what a program takes."""
+"""Launches of swiglu's kernels."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from accelerant.runtime.dispatch.tuning import Tuned
 __all__ = ["KERNELS", "PACKED", "launch_backward", "launch_forward", "packed_backward", "packed_forward", "row_plan"]
 
 KERNELS = {
-    way: StreamKernel("accelerant.ops.swiglu.triton_kernels", f"swiglu_{way}", usual, widths)
-    for way, usual, widths in (("fwd", STREAM, (3, 4, 5)), ("bwd", SHORT, (5, 6, 7, 8)))
+    name: StreamKernel("accelerant.ops.swiglu.triton_kernels", f"swiglu_{name}", usual, widths)
+    for name, usual, widths in (("fwd", STREAM, (3, 4, 5)), ("bwd", SHORT, (5, 6, 7, 8)))
 }
 
 
 @functools.cache
 def row_plan(N: int, usual: Elementwise = STREAM) -> Elementwise:
-    """What a program takes of rows of N elements: as elsewhere, or a short row whole."""
+    """Return the plan for rows of N elements: the usual one, or a short row per program."""
     block = min(usual.block, max(128, next_power_of_2(N)))
     return Elementwise(block, max(1, block * usual.num_warps // usual.block))
 
 
-def _packed(way: str) -> Tuned[Elementwise]:
+def _tuned(name: str) -> Tuned[Elementwise]:
     return Tuned(
-        f"swiglu_packed_{way}",
-        default=lambda M, N: row_plan(N, KERNELS[way].usual),
-        candidates=lambda M, N: tuple(dict.fromkeys(row_plan(N, each) for each in STREAMS)),
+        f"swiglu_packed_{name}",
+        default=lambda M, N: row_plan(N, KERNELS[name].usual),
+        candidates=lambda M, N: tuple(dict.fromkeys(row_plan(N, stream) for stream in STREAMS)),
     )
 
 
-PACKED = {way: _packed(way) for way in KERNELS}
-"""The plans for halves of rows."""
+PACKED = {name: _tuned(name) for name in KERNELS}
+"""Tuned plans for halves of rows, keyed by rows and columns."""
 
 
 def launch_forward(gate: Tensor, up: Tensor, plan: Elementwise | None = None) -> Tensor:
-    """Apply swiglu to two tensors: y, contiguous."""
+    """Return swiglu of two tensors, contiguous."""
     y = gate.new_empty(gate.shape)
     n = y.numel()
     if n:
@@ -50,7 +50,7 @@ def launch_forward(gate: Tensor, up: Tensor, plan: Elementwise | None = None) ->
 
 
 def launch_backward(dy: Tensor, gate: Tensor, up: Tensor, plan: Elementwise | None = None) -> tuple[Tensor, Tensor]:
-    """Find the gradients of gate and up, contiguous."""
+    """Return the gradients of gate and up, contiguous."""
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
     n = dgate.numel()
     if n:
@@ -62,7 +62,7 @@ def launch_backward(dy: Tensor, gate: Tensor, up: Tensor, plan: Elementwise | No
 
 
 def packed_forward(x: Tensor, plan: Elementwise | None = None) -> Tensor:
-    """Apply swiglu to the halves of each row: y, contiguous."""
+    """Return swiglu of the halves of each row, contiguous."""
     N = x.shape[-1] // 2
     y = x.new_empty((*x.shape[:-1], N))
     if y.numel():
@@ -78,7 +78,7 @@ def packed_forward(x: Tensor, plan: Elementwise | None = None) -> Tensor:
 
 
 def packed_backward(dy: Tensor, x: Tensor, plan: Elementwise | None = None) -> Tensor:
-    """Find the gradient of x, contiguous, both halves in one pass."""
+    """Return the gradient of x, contiguous, both halves in one pass."""
     N = x.shape[-1] // 2
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel():

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.errors import ShapeError
 from accelerant.ops._differentiable import ByTorch, DifferentiableOp
 from accelerant.ops._launch import accesses
-from accelerant.ops._library import name_of
-from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
+from accelerant.ops._refusals import check_dtype, check_matches, refuses_triton_kernel
 from accelerant.ops._straight import straight
 from accelerant.ops.swiglu.launch import launch_backward, launch_forward, packed_backward, packed_forward
 from accelerant.runtime.dispatch import Case, Implementation, Operation, case_of
@@ -31,31 +30,27 @@ def _own_backward(dy: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, 
 
 
 def _torch_forward(gate: Tensor, up: Tensor | None) -> Tensor:
-    """Differentiable; where nobody listens the product takes the memory of its factor."""
+    """Return y, differentiable; without autograd the product reuses the memory of its factor."""
     if up is None:
         gate, up = gate.chunk(2, -1)
     y = F.silu(gate)
-    listens = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
-    y = y * up if listens else y.mul_(up)
+    needs_grad = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+    y = y * up if needs_grad else y.mul_(up)
     return y if y.is_contiguous() else y.contiguous()
 
 
 def _torch_backward(dy: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Each function writes where its result is wanted: fresh memory for it costs a CPU as much as the function."""
+    """Return the gradients; each function writes to its final memory, since allocating costs a CPU as much again."""
     dx, dup = gate.new_empty(gate.shape), None if up is None else gate.new_empty(gate.shape)
-    to_gate, to_up = dx, dup
-    if up is None or to_up is None:
+    gate_out, up_out = dx, dup
+    if up is None or up_out is None:
         gate, up = gate.chunk(2, -1)
-        to_gate, to_up = dx.chunk(2, -1)
-    torch.mul(dy, up, out=to_gate)
-    torch.ops.aten.silu_backward.grad_input(to_gate, gate, grad_input=to_gate)
-    _silu_into(to_up, gate).mul_(dy)
+        gate_out, up_out = dx.chunk(2, -1)
+    torch.mul(dy, up, out=gate_out)
+    torch.ops.aten.silu_backward.grad_input(gate_out, gate, grad_input=gate_out)
+    torch.ops.aten.silu.out(gate, out=up_out)
+    up_out.mul_(dy)
     return dx, dup
-
-
-def _silu_into(y: Tensor, x: Tensor) -> Tensor:
-    torch.ops.aten.silu.out(x, out=y)
-    return y
 
 
 swiglu_fwd = Operation(
@@ -78,13 +73,13 @@ swiglu_bwd = Operation(
 
 @straight("swiglu_fwd", lambda gate, up=None: _torch_forward(gate, up))
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Multiply up by gate times the logistic function of gate.
+    """Multiply up by silu(gate).
 
     y = gate / (1 + exp(-gate)) * up
 
     Args:
-        gate: any shape, float16, bfloat16, float32 or float64; fastest if contiguous. Without `up` (..., 2N): its first
-            N columns are the gate, the others `up`. Under autocast its own dtype is kept.
+        gate: any shape, float16, bfloat16, float32 or float64; fastest if contiguous. If `up` is None, (..., 2N): the
+            first N columns are the gate, the others `up`. torch.autocast does not change the dtype.
         up: shape, dtype and device of gate; or None.
 
     Returns:
@@ -93,12 +88,13 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
     Raises:
         ShapeError: up has another shape or device than gate; without up, an odd last dimension, or a scalar.
-        UnsupportedDtype: dtype not listed above, or dtypes that differ.
+        UnsupportedDtype: a dtype not listed above, or several.
+        TypeError: an argument is not a tensor.
 
-    Keeps its arguments for the backward pass, and nothing else; on a CPU, where torch's silu and product run it, the
-    silu of the gate too (to make it again took a fifth of a backward pass). Under torch.compile this is torch's own
-    silu and product, so that the compiler fuses it with what stands around it. Under forward-mode differentiation and
-    the transforms of torch.func (grad, jvp, vmap, ...) too; the ledger does not count those.
+    Saves its arguments for the backward pass; on a CPU, where torch's silu and product run, also the silu of the gate
+    (recomputing it took a fifth of the backward pass). Under torch.compile torch's own silu and product run, so that
+    the compiler can fuse them, and so they do under forward-mode differentiation and the transforms of torch.func
+    (grad, jvp, vmap, ...). The ledger does not count those.
 
     Source: Shazeer 2020, arXiv:2002.05202, equation 5.
     """
@@ -107,27 +103,21 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         if not gate.dim() or gate.shape[-1] % 2:
             raise ShapeError(f"without up, the last dimension of gate must be even, got shape {tuple(gate.shape)}")
     else:
+        check_matches("swiglu", gate, "gate", up=up)
         if up.shape != gate.shape:
             raise ShapeError(f"up must have the shape of gate, {tuple(gate.shape)}, got {tuple(up.shape)}")
-        if up.dtype != gate.dtype:
-            raise UnsupportedDtype(
-                f"gate and up must have one dtype, got {name_of(gate.dtype)} and {name_of(up.dtype)}"
-            )
-        if up.device != gate.device:
-            raise ShapeError(f"gate and up must be on one device, got {gate.device} and {up.device}")
     y: Tensor = _swiglu(gate, up)
     return y
 
 
 def _case(x: Tensor, up: Tensor | None) -> Case:
-    """Of the result's shape."""
     if up is None:
         return case_of((x.device, x.dtype, (*x.shape[:-1], x.shape[-1] // 2), _PACKED))
     return case_of((x.device, x.dtype, x.shape, ()))
 
 
 def _case_by_torch(gate: Tensor, up: Tensor | None) -> Case | None:
-    """None for halves of float16: torch's gradient joins theirs by a function that autocast on a CPU lacks for it."""
+    """Return None for halves of float16: torch concatenates their gradients, which CPU autocast lacks for float16."""
     return None if up is None and gate.dtype == torch.float16 else _case(gate, up)
 
 
@@ -139,8 +129,8 @@ def _forward(gate: Tensor, up: Tensor | None) -> Tensor:
 def _backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    found: tuple[Tensor | None, Tensor | None] = swiglu_bwd(_case(gate, up), dy, gate, up)
-    return found
+    gradients: tuple[Tensor | None, Tensor | None] = swiglu_bwd(_case(gate, up), dy, gate, up)
+    return gradients
 
 
 def _fake(gate: Tensor, up: Tensor | None) -> Tensor:
@@ -156,7 +146,7 @@ def _composite(gate: Tensor, up: Tensor | None) -> Tensor:
 def _composite_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients in functions that torch can differentiate in either mode; it has none of silu_backward."""
+    """Return the gradients by functions that torch can differentiate in forward mode too, unlike silu_backward."""
     packed = up is None
     if up is None:
         gate, up = gate.chunk(2, -1)

@@ -3,10 +3,10 @@
     y = g s u, s = sigmoid(g)        dg = dy u (s + g s (1 - s))        du = dy g s
 
 Source: Shazeer 2020, arXiv:2002.05202, equation 5.
-Layout: rows of N contiguous elements, gate and up with a distance between rows each, so that they may be halves of one
-        matrix; their gradients lie as they do, y and dy without gaps. Without gaps anywhere all is one row.
-Grid:   one program for each BLOCK columns of a row, one row after the other.
-Bound:  memory: 3 accesses an element forward, 5 backward, sigmoid computed again there; about 5 and 12 operations.
+Layout: rows of N contiguous elements; gate and up have row strides, so that they may be halves of one matrix, and so
+        have their gradients; y and dy are dense. Dense tensors are treated as one row.
+Grid:   one program per BLOCK columns of a row.
+Bound:  memory: 3 accesses per element forward, 5 backward, where sigmoid is recomputed; about 5 and 12 operations.
 """
 
 import triton
