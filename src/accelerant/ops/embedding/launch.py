@@ -31,8 +31,8 @@ AT_ONCE = 8
 """Partial sums of an index that the sorted backward pass adds per step: 64 registers per thread for 256 columns."""
 
 FEW = 32
-"""Up to this many tokens are not sorted; each compares itself with all. The sorted pass of 3 tokens into 1000003 x 65 took
-an H200 at least 0.155 ms, host time included, torch's own 0.045; bwd_few was not measured."""
+"""Up to this many tokens are not sorted; each compares itself with all. The sorted pass of 3 tokens into 1000003 x 65
+took an H200 at least 0.155 ms, host time included, torch's own 0.045; bwd_few was not measured."""
 
 CHUNKS = (16, 32, 64, 128)
 """Candidates for CHUNK."""

@@ -21,8 +21,8 @@ __all__ = ["rope"]
 _CHUNK = 2**18
 """Elements per chunk on a CPU: 1 MiB of float32."""
 _FEW, _FEW_INTERLEAVED = 2**15, 2**11
-"""Up to this many elements on a CPU, torch's functions with torch's autograd are faster than fewer passes over memory with
-an autograd function in Python."""
+"""Up to this many elements on a CPU, torch's functions with torch's autograd are faster than fewer passes over memory
+with an autograd function in Python."""
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
