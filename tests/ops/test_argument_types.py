@@ -45,6 +45,6 @@ def test_an_argument_that_is_not_a_tensor_is_named_with_its_type(op, convert, au
         wrong = list(arguments)
         wrong[i] = convert(arguments[i].contiguous())
         kind = "numpy.ndarray" if isinstance(wrong[i], np.ndarray) else "list"
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            with pytest.raises(TypeError, match=re.escape(f"{op} takes torch tensors; {name} is a {kind}")):
-                call(*wrong)
+        words = re.escape(f"{op} takes torch tensors; {name} is a {kind}")
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), pytest.raises(TypeError, match=words):
+            call(*wrong)

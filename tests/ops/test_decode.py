@@ -6,7 +6,7 @@ import torch
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops.decode import launch
-from accelerant.ops.decode.launch import LinePlan
+from accelerant.ops.decode.launch import DecodePlan
 from accelerant.ops.decode.op import append, decode_linear, linear
 from accelerant.ops.decode.reference import linear_reference, rope_reference
 from accelerant.ops.rope.tables import rope_tables
@@ -82,7 +82,8 @@ def test_low_precision_is_rounded_at_the_end(dtype, integers, interpreted):
 
 
 @pytest.mark.parametrize(
-    "plan", [LinePlan(1, 1, 16, 1, 4), LinePlan(2, 2, 8, 1, 1), LinePlan(4, 1, 32, 1, 2), LinePlan(4, 2, 16, 1, 1)]
+    "plan",
+    [DecodePlan(1, 1, 16, 1, 4), DecodePlan(2, 2, 8, 1, 1), DecodePlan(4, 1, 32, 1, 2), DecodePlan(4, 2, 16, 1, 1)],
 )
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("N", "K"), [(7, 50), (16, 64)])

@@ -167,7 +167,7 @@ def test_pairs_of_columns_are_the_same(interpreted):
     for shape in ((1, 2, 5, 7), (2, 1, 4, 8), (1, 1, 1, 1)):
         x = torch.randn(shape)
         size = tuple(-(-n // 2) for n in shape[2:])
-        y, places = launch_forward(x, size, window, places=torch.uint8)
+        y, places = launch_forward(x, size, window, positions=torch.uint8)
         dy = torch.randn_like(y)
         found = [launch_backward(dy, x, window, places, pairs=pairs) for pairs in (False, True)]
         assert torch.equal(*found)

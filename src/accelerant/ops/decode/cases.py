@@ -1,4 +1,4 @@
-"""What the decoder's kernels are compiled for."""
+"""Compiled kernels of the decoding steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerant.ops._cases import Compilation
 from accelerant.ops.decode.launch import KERNELS as _KERNELS
-from accelerant.ops.decode.launch import WORDS_PLANS, LinePlan, usual_plan
+from accelerant.ops.decode.launch import WORDS_PLANS, DecodePlan, usual_plan
 
 __all__ = ["KERNELS", "KIND"]
 
@@ -14,7 +14,7 @@ KIND = "mutating"
 
 
 def _linear(
-    plan: LinePlan, kind: str = "*bf16", *, integers: bool = False, norm: bool = False, gated: bool = False,
+    plan: DecodePlan, kind: str = "*bf16", *, integers: bool = False, norm: bool = False, gated: bool = False,
     residual: bool = False, by_bits: bool = True,
 ) -> Compilation:  # fmt: skip
     types = {"x_ptr": kind, "weight_ptr": "*i8" if integers else kind, "y_ptr": kind, "N": "i32", "K": "i32"}
@@ -23,17 +23,13 @@ def _linear(
         "GATED": gated, "BYTES": integers and by_bits, "SETS": plan.sets, "BLOCK_N": plan.block_n,
         "BLOCK_K": plan.block_k, "UNROLL": plan.unroll,
     }  # fmt: skip
-    for name, pointer, there in (
-        ("norm_ptr", kind, norm), ("scale_ptr", "*fp32", integers), ("residual_ptr", kind, residual)
-    ):  # fmt: skip
-        if there:
-            types[name] = pointer
-        else:
-            constants[name] = None
+    pointers = ("norm_ptr", kind, norm), ("scale_ptr", "*fp32", integers), ("residual_ptr", kind, residual)
+    types |= {name: pointer for name, pointer, present in pointers if present}
+    constants |= {name: None for name, _, present in pointers if not present}
     return Compilation(_KERNELS["linear"], types, constants, plan.num_warps)
 
 
-def _words(plan: LinePlan, *, gated: bool = False, residual: bool = False, by_bits: bool = True) -> Compilation:
+def _words(plan: DecodePlan, *, gated: bool = False, residual: bool = False, by_bits: bool = True) -> Compilation:
     types = {"planes_ptr": "*i32", "units_ptr": "*fp32", "weight_ptr": "*i32", "scale_ptr": "*fp32", "y_ptr": "*bf16"}
     types |= {"N": "i32", "W": "i32"}
     constants: dict[str, Any] = {
@@ -71,7 +67,7 @@ def _rope(kind: str, *, turned: bool = True) -> Compilation:
 
 _GATED = usual_plan(14336, 4096, 2, True)
 KERNELS = (
-    # The first: the one that is compiled for every target, AMD's among them.
+    # The first is compiled for every target, AMD's included.
     _linear(usual_plan(4096, 4096, 1, False), integers=True, norm=True, by_bits=False),
     _linear(usual_plan(6144, 4096, 2, False), norm=True),
     _linear(usual_plan(4096, 4096, 2, False), residual=True),

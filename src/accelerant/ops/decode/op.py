@@ -1,7 +1,7 @@
-"""The decoder's steps: what may be asked, and who serves it.
+"""Decoding steps: linear layers of one row, and the rotation and cache update of a new token, as Operations.
 
-They are for inference and have no gradient, and `append` changes the caches, so torch is not told of them: the
-models of accelerant.nn call the functions below, and these the Operations.
+They are for inference and have no gradient, and `append` changes the caches, so they are not registered with torch: the
+models of accelerant.nn call the functions below.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._library import name_of
 from accelerant.ops._refusals import FLOATING, refuses_triton_kernel
-from accelerant.ops.decode.launch import WORDS_LEAST, launch_linear, launch_rope, launch_words
+from accelerant.ops.decode.launch import WORDS_MIN_BYTES, launch_linear, launch_rope, launch_words
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = ["append", "decode_linear", "decode_rope", "linear"]
@@ -23,29 +23,24 @@ __all__ = ["append", "decode_linear", "decode_rope", "linear"]
 def _refuses_words(case: Case) -> str | None:
     _, lines, K = case.shape
     if case.options[0] != torch.int8:
-        return "multiplies bytes"
+        return "takes an int8 weight"
     if case.dtype not in (torch.bfloat16, torch.float16):
-        return "takes x as whole numbers of 24 bits, which hold 16-bit dtypes but not float32"
-    if lines * K < WORDS_LEAST or K % 16 or K > 2**15:
-        return f"for weights of {WORDS_LEAST} bytes or more, at most {2**15} columns and a multiple of 16"
+        return "converts x to 24-bit integers, which represent 16-bit dtypes but not float32"
+    if lines * K < WORDS_MIN_BYTES or K % 16 or K > 2**15:
+        return f"is for weights of at least {WORDS_MIN_BYTES} bytes, with at most {2**15} columns, a multiple of 16"
     return refuses_triton_kernel(case)
 
 
 def _refuses_rope(case: Case) -> str | None:
     if case.shape[-1] % 2:
-        return "heads of an odd width"
+        return "takes heads of even width"
     return refuses_triton_kernel(case)
 
 
 def _torch_linear(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
+    x: Tensor, weight: Tensor, scale: Tensor | None, norm: Tensor | None, eps: float, residual: Tensor | None,
     gated: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     h = x if norm is None else F.rms_norm(x, norm.shape, norm.to(x.dtype), eps)
     z = F.linear(h, weight.to(h.dtype))
     if scale is not None:
@@ -63,22 +58,22 @@ def _torch_rope(
     x = qkv.view(B, -1, D)
     heads = x.shape[1] - 2 * kv_heads
     inside = positions.long().clamp(max=T - 1)
-    turned = x[:, : heads + kv_heads]
+    rotated = x[:, : heads + kv_heads]
     if cos is not None and sin is not None:
         wide = torch.promote_types(x.dtype, torch.float32)
         c, s = (table.index_select(0, inside).to(wide)[:, None] for table in (cos, sin))
-        x1, x2 = turned.to(wide).chunk(2, -1)
-        turned = torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1).to(x.dtype)
+        x1, x2 = rotated.to(wide).chunk(2, -1)
+        rotated = torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1).to(x.dtype)
     fits = (positions < T)[:, None, None]
     at = inside[:, None, None, None].expand(B, kv_heads, 1, D)
-    for cache, new in ((k_cache, turned[:, heads:]), (v_cache, x[:, heads + kv_heads :])):
+    for cache, new in ((k_cache, rotated[:, heads:]), (v_cache, x[:, heads + kv_heads :])):
         kept = cache.gather(2, at)[:, :, 0]
         cache.scatter_(2, at, torch.where(fits, new, kept)[:, :, None])
-    return turned[:, :heads, None].contiguous()
+    return rotated[:, :heads, None].contiguous()
 
 
 def _linear_cost(case: Case) -> Cost:
-    """The weight once: its bytes are what counts."""
+    """Return the cost of reading the weight once, which bounds the step."""
     M, lines, K = case.shape
     return Cost(lines * K * case.options[0].itemsize, 2 * M * lines * K)
 
@@ -117,12 +112,12 @@ def linear(
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """A linear layer of few rows, with the norm before it and what follows it.
+    """Apply a linear layer to few rows, with an optional norm before and gate or residual after it.
 
     y = f(z) + residual,  z = scale (h W^T),  h = rms_norm(x, norm) or x,  f(z) = z, or silu(z[:N]) z[N:] if gated
 
-    One row is one kernel that reads the weight once and nothing twice; for a large weight of bytes two, the first of
-    which makes x whole numbers. More rows are made of rms_norm, matmul or linear_int8, swiglu and a sum.
+    One row runs in one kernel, which reads the weight once, or for a large int8 weight in two, the first of which
+    converts x to integers. More rows use rms_norm, matmul or linear_int8, swiglu and a sum.
 
     Args:
         x: (M, K), float16, bfloat16, float32 or float64, contiguous.
@@ -130,16 +125,16 @@ def linear(
         scale: of the weight's rows, float32, for int8.
         norm: (K,), gain of an RMS norm of x, dtype of x or float32; None for no norm.
         eps: of the norm.
-        residual: (M, N), dtype of x; added last. None for none.
-        gated: whether the weight's first half is of gates and its second of what they multiply (SwiGLU).
+        residual: (M, N), dtype of x, added last; or None.
+        gated: whether the first half of the weight's rows are gates of the second (SwiGLU).
 
     Returns:
-        (M, N), dtype of x, without a gradient. One row is rounded once, at its end. As whole numbers x has an error of
-        at most 1 / 16710000 of its largest magnitude.
+        (M, N), dtype of x, without a gradient. One row is rounded once, at the end. Integers represent x with an error
+        of at most 1 / 16710000 of its largest magnitude.
 
     Raises:
-        ShapeError: shapes that do not go together.
-        UnsupportedDtype: dtypes other than those above.
+        ShapeError: incompatible shapes.
+        UnsupportedDtype: dtypes not listed above.
     """
     _check(x, weight, scale, norm, residual, gated)
     if x.shape[0] == 1:
@@ -155,27 +150,23 @@ def linear(
 
 
 def append(
-    qkv: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cos: Tensor | None = None,
+    qkv: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor | None = None,
     sin: Tensor | None = None,
-) -> Tensor:
-    """Put the new token's key and value into the cache; queries and keys turned by the angle of its position.
+) -> Tensor:  # fmt: skip
+    """Write the new token's key and value to the caches, with queries and keys rotated by its position's angle.
 
     Args:
         qkv: (B, (heads + 2 kv_heads) D): all queries, then all keys, then all values; contiguous.
-        positions: (B,) int32 or int64, where in the cache each sequence's token goes; stays on the device and is not
-            checked: one of T or more writes nothing.
+        positions: (B,) int32 or int64, the token's index in each sequence's cache; stays on the device and is not
+            checked: T or more writes nothing.
         k_cache, v_cache: (B, kv_heads, T, D), dtype of qkv, contiguous; changed.
-        cos, sin: (at least T, D / 2), of accelerant.ops.rope.tables.rope_tables, contiguous; None: nothing is turned.
+        cos, sin: (at least T, D / 2), from accelerant.ops.rope.tables.rope_tables, contiguous; None: no rotation.
 
     Returns:
-        the turned queries (B, heads, 1, D).
+        the rotated queries (B, heads, 1, D).
 
     Raises:
-        ShapeError: shapes that do not go together.
+        ShapeError: incompatible shapes.
     """
     B, kv_heads, T, D = k_cache.shape
     heads = qkv.shape[-1] // D - 2 * kv_heads
@@ -200,11 +191,15 @@ def _check(
         names = f"{name_of(weight.dtype)} for x of {name_of(x.dtype)}"
         raise UnsupportedDtype(f"weight must be of x's dtype or int8, got {names}")
     if (scale is None) != (weight.dtype != torch.int8):
-        raise ShapeError(f"a weight of int8 comes with a scale, and no other: got {name_of(weight.dtype)}")
+        raise ShapeError(f"int8 weights take a scale, others none; the weight is {name_of(weight.dtype)}")
     if gated and weight.shape[0] % 2:
         raise ShapeError(f"a gated weight has an even number of rows, got {weight.shape[0]}")
     N = weight.shape[0] // (2 if gated else 1)
-    wanted = (("scale", scale, weight.shape[:1]), ("norm", norm, x.shape[1:]), ("residual", residual, (x.shape[0], N)))
-    for name, tensor, shape in wanted:
+    expected = (
+        ("scale", scale, weight.shape[:1]),
+        ("norm", norm, x.shape[1:]),
+        ("residual", residual, (x.shape[0], N)),
+    )
+    for name, tensor, shape in expected:
         if tensor is not None and tensor.shape != shape:
             raise ShapeError(f"{name} must be {tuple(shape)}, got {tuple(tensor.shape)}")

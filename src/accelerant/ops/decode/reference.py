@@ -1,4 +1,4 @@
-"""The mathematics of the decoder's steps, in whatever dtype comes; the oracle of their tests in float64."""
+"""Reference of the decoding steps in plain PyTorch, in the dtype of the inputs; the tests' oracle in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def linear_reference(
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """See accelerant.ops.decode.op.linear."""
+    """Return the result of accelerant.ops.decode.op.linear."""
     h = x if norm is None else x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * norm
     z = h @ weight.to(h.dtype).T
     if scale is not None:
@@ -33,18 +33,18 @@ def linear_reference(
 def rope_reference(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The turned queries, and the caches with the new token in its place."""
+    """Return the rotated queries, and copies of the caches with the new token."""
     B, kv_heads, T, D = k_cache.shape
     x = qkv.view(B, -1, D)
     heads = x.shape[1] - 2 * kv_heads
     k_cache, v_cache = k_cache.clone(), v_cache.clone()
-    turned = x.clone()
+    rotated = x.clone()
     for b, position in enumerate(positions.tolist()):
         if position >= T:
             continue
         c, s = cos[position].to(x.dtype), sin[position].to(x.dtype)
         x1, x2 = x[b].chunk(2, -1)
-        turned[b] = torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1)
-        k_cache[b, :, position] = turned[b, heads : heads + kv_heads]
+        rotated[b] = torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1)
+        k_cache[b, :, position] = rotated[b, heads : heads + kv_heads]
         v_cache[b, :, position] = x[b, heads + kv_heads :]
-    return turned[:, :heads, None], k_cache, v_cache
+    return rotated[:, :heads, None], k_cache, v_cache

@@ -1,23 +1,22 @@
-"""A decoder layer's steps for one new token: matrix-vector products with what stands around them, and the cache write.
+"""A decoder layer's steps for one new token: matrix-vector products with their prologue and epilogue, and the cache update.
 
-    linear:  y = f(z) + residual,  z = scale (h W^T),  h = x norm / sqrt(mean(x^2) + eps), or x itself
-             f(z) = z, or silu(z[:N]) z[N:] where the weight has 2 N rows, the gates first
-    rope:    q and k turned by the angle of the token's position, if there are angles; q to a tensor of its own, k and v
-             into the cache
-    planes:  x, or x norm, as whole numbers of 24 bits in units of the largest magnitude / 8355000, each number as
-             three signed bytes
-    words:   linear of those and a weight of bytes, four products an instruction, sums exact
+    linear:  y = f(z) + residual,  z = scale (h W^T),  h = x norm / sqrt(mean(x^2) + eps), or x
+             f(z) = z, or silu(z[:N]) z[N:] if the weight has 2 N rows, the gates first
+    rope:    rotate q and k by the angle of the token's position, if there are tables; q to its own tensor, k and v to
+             the caches
+    planes:  x, or x norm, as 24-bit integers in units of the largest magnitude / 8355000, stored as three signed bytes
+    words:   linear of those and an int8 weight, four products per instruction, with exact sums
 
 Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4; Shazeer 2020, arXiv:2002.05202, equation 6; Su et al.
-        2021, arXiv:2104.09864, equation 34. The weight's integers with a scale for each output: Dettmers et al. 2022,
+        2021, arXiv:2104.09864, equation 34. Int8 weights with a scale for each output: Dettmers et al. 2022,
         arXiv:2208.07339, section 2.
-Layout: linear: x (M, K), norm (K,), weight (N or 2 N, K), residual and y (M, N), all dense; scale float32, of the
-        weight's rows. rope: qkv (B, (heads + 2 kv_heads) 2 HALF) dense; cos and sin (T, HALF) float32; caches (B,
+Layout: linear: x (M, K), norm (K,), weight (N or 2 N, K), residual and y (M, N), all dense; scale float32 per row of
+        the weight. rope: qkv (B, (heads + 2 kv_heads) 2 HALF) dense; cos and sin (T, HALF) float32; caches (B,
         kv_heads, T, 2 HALF) dense; positions (B,). A position of T or more writes nothing. All computed in float32.
-Grid:   linear: one program for SETS rows of BLOCK_N lines of the weight, all of K, and a row of x; 16 bytes a thread
-        and load, SETS UNROLL loads on their way before the first is used. 1 / sqrt(...) comes last, so that x is read
-        once. rope: one program for HEADS heads of a sequence.
-Bound:  linear: memory, the weight once. rope: the launch.
+Grid:   linear: one program per SETS * BLOCK_N rows of the weight, over all of K, and row of x; 16 bytes per thread and
+        load, SETS * UNROLL loads in flight before the first is used. 1 / sqrt(...) is applied last, so that x is read
+        once. rope: one program per HEADS heads of a sequence.
+Bound:  linear: memory, the weight is read once. rope: launch latency.
 """
 
 import triton
@@ -26,10 +25,10 @@ import triton.language as tl
 
 @triton.jit
 def _wide(w, BYTES: tl.constexpr):
-    """A weight in float32.
+    """Convert weights to float32.
 
-    BYTES: 8-bit integers four at a time by their bits, as 2^23 + 128 + w less what was added: conversion instructions
-    run at a quarter of the rate and would bound the kernel.
+    BYTES: 8-bit integers, four at a time by their bits, as (2^23 + 128 + w) - (2^23 + 128): conversion instructions run
+    at a quarter of the rate and would bound the kernel.
     """
     if BYTES:
         return (
@@ -56,7 +55,7 @@ def _wide(w, BYTES: tl.constexpr):
 
 @triton.jit
 def _scaled(acc, factor, scale_ptr, n):
-    """The sums of a set of lines, with the norm's factor and the weight's scale."""
+    """Return the sums of a set of rows, times the norm's factor and the weight's scale."""
     z = tl.sum(acc, 1) * factor
     if scale_ptr is not None:
         z *= tl.load(scale_ptr + n).to(tl.float32)
@@ -82,12 +81,12 @@ def decode_linear(
     first = tl.program_id(0) * (OUTPUTS * BLOCK_N)
     lines = tl.arange(0, BLOCK_N)
     lanes = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, :], (BLOCK_N, BLOCK_K))
-    x_at = x_ptr + row * K + lanes  # as wide as the weights, so that each thread has what it needs of x
+    x_at = x_ptr + row * K + lanes  # as wide as the weights, so that each thread holds the elements of x that it needs
     weight_at = ()
     numbers = ()
     for r in tl.static_range(SETS):
         n = first + (r % OUTPUTS) * BLOCK_N + lines
-        n = tl.where(n < N, n, 0) + r // OUTPUTS * N  # beyond the last line, the first; gates, then what they gate
+        n = tl.where(n < N, n, 0) + r // OUTPUTS * N  # rows past the end read the first; gates, then gated rows
         numbers = numbers + (n,)  # noqa: RUF005 - Triton has no starred tuples
         weight_at = weight_at + (weight_ptr + n.to(tl.int64)[:, None] * K + lanes,)  # noqa: RUF005
     acc0 = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
@@ -165,7 +164,7 @@ def decode_planes(x_ptr, norm_ptr, planes_ptr, units_ptr, K, eps, BLOCK: tl.cons
         x *= tl.load(norm_ptr + lanes, mask=inside, other=0.0).to(tl.float32)
     top = tl.max(tl.abs(x), 0)
     top = tl.where(top > 0.0, top, 1.0)
-    # A little less than 127 (2^16 + 2^8 + 1), the largest that three bytes hold: the quotient and the product round.
+    # A little less than 127 (2^16 + 2^8 + 1), the largest value of three bytes, since quotient and product round.
     n = tl.floor(x * (8355000.0 / top) + 0.5).to(tl.int32)
     low = ((n + 128) & 255) - 128
     n = (n - low) >> 8
@@ -180,7 +179,7 @@ def decode_planes(x_ptr, norm_ptr, planes_ptr, units_ptr, K, eps, BLOCK: tl.cons
 
 @triton.jit
 def _dot4(w, x, sums, BYTES: tl.constexpr):
-    """The sums + four products of signed bytes, which stand in the words w and x."""
+    """Return the sums plus four products of the signed bytes of the words w and x."""
     if BYTES:
         return tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [w, x, sums], dtype=tl.int32, is_pure=True, pack=1
@@ -193,7 +192,7 @@ def _dot4(w, x, sums, BYTES: tl.constexpr):
 
 @triton.jit
 def _whole(high, middle, low, unit, scale_ptr, n):
-    """What the sums of the three bytes' products are together, in float32, scaled."""
+    """Return the scaled float32 sum of the products' three bytes."""
     wide = high.to(tl.float32) * 65536.0 + middle.to(tl.float32) * 256.0 + low.to(tl.float32)
     return tl.sum(wide, 1) * unit * tl.load(scale_ptr + n).to(tl.float32)
 

@@ -1,4 +1,4 @@
-"""What the poolings are tested and measured on."""
+"""Samples, benchmarks, tolerances and compiled kernels of max_pool2d and avg_pool2d."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BOTH = (
 _LARGE = (_sample(8, 65, 113, 111, kernel_size=3, stride=2, padding=1),)
 _BENCHMARKS = (Benchmark(_sample(64, 64, 112, 112, kernel_size=3, stride=2, padding=1), torch.bfloat16),)
 
-# The average rounds once forward; gradients add up where windows overlap, rounding each time in torch's kernels.
+# An average is rounded once; torch's kernels round each addition of gradients of overlapping windows.
 _TOLERANCES = {
     torch.float64: Tolerance(1e-13, 1e-13),
     torch.float32: Tolerance(2e-6, 2e-6),
@@ -90,4 +90,4 @@ KERNELS = (
     _compiled("bwd", _AVG, "*fp32", last=True),
 )
 ELEMENT_LOADS = ("LAST=False",)
-"""Rows of windows begin anywhere, a stride apart: they are read an element at a time, side by side in a warp."""
+"""Kernels that read element by element, since rows of windows have any alignment; neighbouring threads coalesce."""

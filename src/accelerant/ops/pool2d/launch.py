@@ -1,4 +1,4 @@
-"""Launches of pool2d's kernels."""
+"""Launches of pool2d's Triton kernels."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["KERNELS", "PoolPlan", "Window", "launch_backward", "launch_forward",
 
 KERNELS = {name: TritonKernel("accelerant.ops.pool2d.triton_kernels", f"pool2d_{name}") for name in ("fwd", "bwd")}
 
-_FEW = 16
-"""Elements of a window, at the most, of which a thread takes several windows one below the other."""
+_SMALL_WINDOW = 16
+"""Up to this many elements of a window, a thread computes several windows of a column."""
 
 
 class Window(NamedTuple):
-    """What a kernel is compiled for, besides dtypes: which elements a window has, and what it gives.
+    """The windows that a kernel is compiled for.
 
     Attributes:
         kernel, stride, padding: of height and width.
-        dilation: of windows whose largest element is wanted.
-        largest: whether the largest element, else the average.
-        with_padding: of averages: whether padding counts.
+        largest: whether to compute the maximum instead of the average.
+        with_padding: whether averages count padding.
+        dilation: of windows of a maximum.
     """
 
     kernel: tuple[int, int]
@@ -38,7 +38,7 @@ class Window(NamedTuple):
     dilation: tuple[int, int] = (1, 1)
 
     def constants(self, *, last: bool) -> dict[str, int | bool]:
-        """The compile-time arguments of both kernels."""
+        """Return the compile-time arguments of both kernels; last: channels last."""
         (kh, kw), (sh, sw), (ph, pw) = self.kernel, self.stride, self.padding
         return {
             "MAX": self.largest, "LAST": last, "WITH_PAD": self.with_padding,
@@ -49,13 +49,13 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """What a program takes.
+    """The work of one program.
 
     Attributes:
-        block_p: rows; pixels with the channels last. Of y, in the backward pass of cells of x.
-        block_q: columns; channels with the channels last.
-        num_warps: warps a program.
-        rows: windows one below the other that a thread of the forward pass takes, whose rows of x it reads once.
+        block_p: rows (pixels with the channels last) of y, or in the backward pass of cells of x.
+        block_q: columns (channels with the channels last).
+        num_warps: warps per program.
+        rows: windows of a column per thread of the forward pass, which reads their rows of x once.
     """
 
     block_p: int
@@ -66,36 +66,37 @@ class PoolPlan:
 
 @functools.cache
 def plan_of(name: str, count_q: int, itemsize: int, device_type: str, *, last: bool, few: bool = True) -> PoolPlan:
-    """How to cut so many columns, or channels, of elements of so many bytes.
+    """Return the plan of kernel "fwd" or "bwd".
 
-    Of 64 x 64 x 112 x 112 in bfloat16, in windows of 3 x 3 with stride 2, the largest elements took 0.057 ms on an H200
-    (torch 0.210, torch.compile 0.059), with the channels last 0.039; their gradient 0.094 (torch 0.591, torch.compile
-    0.523) and 0.044. More columns a thread make its reads narrow: 16 rows by 64 in a block of 4 warps took 0.18 ms.
+    H200, 64 x 64 x 112 x 112 in bfloat16, windows of 3 x 3, stride 2: max pooling took 0.057 ms (torch 0.210,
+    torch.compile 0.059), with the channels last 0.039; its gradient 0.094 (torch 0.591, torch.compile 0.523) and 0.044.
+    More columns per thread make its reads narrow: 16 rows by 64 in a block of 4 warps took 0.18 ms.
 
     Args:
         name: "fwd" or "bwd".
-        count_q, itemsize: see above.
+        count_q: columns, or channels with the channels last.
+        itemsize: bytes of an element.
         device_type: "cuda", or "cpu" for the interpreter.
         last: whether the channels are last.
         few: whether windows have few elements.
     """
     rows = 1
-    if device_type != "cuda":  # several programs for a small sample
+    if device_type != "cuda":  # several programs even for small samples
         return PoolPlan(8, 8, 4, 1 + count_q % 2)
     block_q = min(next_power_of_2(count_q), 64)
     if name == "fwd" and few:
         rows = 2 if last else 4
-    if last:  # channels side by side are read 16 bytes a thread
+    if last:  # a thread reads 16 bytes of channels
         return PoolPlan(64 * (16 // itemsize) // block_q, block_q, 2, rows)
-    return PoolPlan(128 // block_q, block_q, 2, rows)  # columns one by one
+    return PoolPlan(128 // block_q, block_q, 2, rows)  # a thread reads single columns
 
 
 def layout_of(x: Tensor) -> torch.memory_format:
-    """The layout that torch gives the result of an op over images."""
+    """Return the memory format of torch's result of an op over images."""
     if x.stride(1) != 1 and x.is_contiguous():
         return torch.contiguous_format
-    found: torch.memory_format = torch._prims_common.suggest_memory_format(x)
-    return found
+    layout: torch.memory_format = torch._prims_common.suggest_memory_format(x)
+    return layout
 
 
 def _grid(plan: PoolPlan, images: int, channels: int, height: int, width: int, *, last: bool) -> tuple[int, int]:
@@ -104,60 +105,53 @@ def _grid(plan: PoolPlan, images: int, channels: int, height: int, width: int, *
 
 
 def launch_forward(
-    x: Tensor,
-    size: tuple[int, int],
-    window: Window,
-    divisor: int | None = None,
-    places: torch.dtype | None = None,
-    plan: PoolPlan | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Find y, and of the largest elements the places.
+    x: Tensor, size: tuple[int, int], window: Window, divisor: int | None = None,
+    positions: torch.dtype | None = None, plan: PoolPlan | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return y, and the positions of the maxima unless None.
 
     Args:
         x: (B, C, H, W).
         size: height and width of y.
-        window: see there.
-        divisor: what sums are divided by; None: how many elements they have.
-        places: uint8 or int64, see triton_kernels.py; None for none.
-        plan: None for the usual one.
+        window: the windows.
+        divisor: of sums; None: their number of elements.
+        positions: uint8 or int64, see triton_kernels.py; None for none.
+        plan: None for plan_of's.
 
     Returns:
-        y and the places, both (B, C, *size), in torch's layout.
+        y and the positions, both (B, C, *size), in torch's memory format.
     """
     layout = layout_of(x)
     last = layout == torch.channels_last
     x = x.contiguous(memory_format=layout)
     (B, C, H, W), (height, width) = x.shape, size
     y = torch.empty((B, C, *size), dtype=x.dtype, device=x.device, memory_format=layout)
-    kept = None if places is None else torch.empty_like(y, dtype=places)
+    saved = None if positions is None else torch.empty_like(y, dtype=positions)
     if y.numel():
-        few = window.kernel[0] * window.kernel[1] <= _FEW
+        few = window.kernel[0] * window.kernel[1] <= _SMALL_WINDOW
         plan = plan or plan_of("fwd", C if last else width, x.element_size(), x.device.type, last=last, few=few)
         KERNELS["fwd"].launch(
             _grid(plan, B, C, ceil_div(height, plan.rows), width, last=last),
-            (x, y, kept, divisor, B, C, H, W, height, width),
+            (x, y, saved, divisor, B, C, H, W, height, width),
             {**window.constants(last=last), "ROWS": plan.rows, "BLOCK_P": plan.block_p, "BLOCK_Q": plan.block_q},
             num_warps=plan.num_warps,
         )
-    return y, kept
+    return y, saved
 
 
 def launch_backward(
-    dy: Tensor,
-    x: Tensor,
-    window: Window,
-    places: Tensor | None = None,
-    divisor: int | None = None,
-    plan: PoolPlan | None = None,
-    pairs: bool | None = None,
-) -> Tensor:
-    """Find dx, in torch's layout, of dy (B, C, OH, OW); of x only shape and layout are used.
+    dy: Tensor, x: Tensor, window: Window, positions: Tensor | None = None, divisor: int | None = None,
+    plan: PoolPlan | None = None, pairs: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Return dx, in torch's memory format.
 
     Args:
-        dy, x: see above.
+        dy: (B, C, OH, OW).
+        x: (B, C, H, W); only its shape and layout are used.
         window, divisor: as in launch_forward.
-        places: of the largest elements, as launch_forward gives them; None for averages.
-        plan, pairs: how; None for the usual one.
+        positions: of the maxima, from launch_forward; None for averages.
+        plan: None for plan_of's.
+        pairs: whether a thread computes two neighbouring columns; None: for stride 2 with the channels first.
     """
     layout = layout_of(x)
     last = layout == torch.channels_last
@@ -166,7 +160,7 @@ def launch_backward(
     if not dx.numel():
         return dx
     dy = dy.contiguous(memory_format=layout)
-    places = None if places is None else places.contiguous(memory_format=layout)
+    positions = None if positions is None else positions.contiguous(memory_format=layout)
     cells = ceil_div(H, window.stride[0]), ceil_div(W, window.stride[1])
     plan = plan or plan_of("bwd", C if last else cells[1], x.element_size(), x.device.type, last=last)
     fixed = {
@@ -177,7 +171,7 @@ def launch_backward(
     }
     KERNELS["bwd"].launch(
         _grid(plan, B, C, *cells, last=last),
-        (dy, places, dx, divisor, B, C, H, W, height, width),
+        (dy, positions, dx, divisor, B, C, H, W, height, width),
         fixed,
         num_warps=plan.num_warps,
     )

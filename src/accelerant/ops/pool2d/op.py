@@ -1,4 +1,4 @@
-"""max_pool2d, avg_pool2d: the public function, its implementations, and the registration with torch and autograd."""
+"""max_pool2d, avg_pool2d: the public functions, their implementations, and the registration with torch and autograd."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = ["avg_pool2d", "max_pool2d"]
 
 _aten = torch.ops.aten
 
-_MOST_UNROLLED = 64
-"""Elements of a window, and of a step from window to window, that a kernel is compiled for one by one."""
-_MOST_PLACES = 2**30
-_MOST_ACROSS = 2**21
-"""Columns, or channels: a grid has 65535 programs across, of 64 at the most."""
+_MAX_UNROLLED = 64
+"""Elements of a window, and of a stride, up to which the kernels are unrolled."""
+_MAX_ELEMENTS = 2**30
+_MAX_COLUMNS = 2**21
+"""Columns, or channels: the grid's second dimension has at most 65535 programs of at most 64."""
 
 
 def _is_batch(x: Tensor, *args: Any, **options: Any) -> bool:
-    """Whether nothing is added to the shape and taken off again, which torch does in another way."""
+    """Return whether x has a batch dimension; torch adds a missing one in another way."""
     return x.dim() == 4
 
 
@@ -63,27 +63,28 @@ def max_pool2d(
 
     Args:
         x: (B, C, H, W) or (C, H, W); float16, bfloat16, float32 or float64.
-        kernel_size: of the window; one number or one for each dimension, at least 1.
-        stride: from window to window, at least 1; None: kernel_size.
-        padding: of -inf at each side, at least 0 and at most half of kernel_size.
-        dilation: from element to element of a window, at least 1.
-        ceil_mode: whether a last window may reach beyond the padding.
-        return_indices: whether to give each element's place in its image too.
+        kernel_size: of the window; one number or one per dimension, at least 1.
+        stride: distance of windows, at least 1; None: kernel_size.
+        padding: of -inf on each side, at least 0 and at most half of kernel_size.
+        dilation: distance of a window's elements, at least 1.
+        ceil_mode: whether the last window may reach beyond the padding.
+        return_indices: also return each maximum's index in its image.
 
     Returns:
         (B, C, H', W') or (C, H', W'), H' = (H + 2 padding - dilation (kernel_size - 1) - 1) // stride + 1, or with the
-        quotient rounded up; dtype of x, layout as torch gives it; a window with NaN gives NaN. And int64 of that shape,
-        if asked for. Differentiable twice.
+        quotient rounded up; dtype of x, torch's memory format; a window with NaN gives NaN. With return_indices also
+        int64 of that shape. Differentiable twice.
 
     Raises:
-        ShapeError: x of other dimensions, or smaller than a window; a window in the padding alone.
-        UnsupportedDtype: dtype not listed above.
+        ShapeError: x has other dimensions, or is smaller than a window; or a window lies in the padding only.
+        UnsupportedDtype: a dtype not listed above.
         ConfigError: a setting out of range.
+        TypeError: x is not a tensor.
 
-    Under torch.compile, forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is
-    torch's own max_pool2d; the ledger does not count those. The same holds for `avg_pool2d`. With the setting
-    `deterministic` the gradient is added up in a fixed order: our kernels always do, torch's needs a sort for it.
-    Where our kernels serve, what is kept for the gradient is a byte for each element of the result, besides x.
+    Under torch.compile, forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) torch's
+    own max_pool2d runs, which the ledger does not count; likewise `avg_pool2d`. With the setting `deterministic`
+    gradients are added in a fixed order, which the Triton kernels always do and torch does after a sort. The Triton
+    kernels save a byte per element of the result for the gradient, besides x.
     """
     check_dtype("max_pool2d", x)
     images = as_images("max_pool2d", x)
@@ -91,14 +92,14 @@ def max_pool2d(
     spread = pair("dilation", dilation, 1)
     output_sizes(images, *window, spread, ceil=ceil_mode)
     _refuse_empty_windows(images, *window[1:], spread)
-    flat = return_indices or not _keeps_bytes(images, window, spread)
-    y, places = _max_pool2d(images, *window, spread, ceil_mode, flat)
+    flat = return_indices or not _saves_bytes(images, window, spread)
+    y, indices = _max_pool2d(images, *window, spread, ceil_mode, flat)
     if x.dim() == 3:
         y = y.squeeze(0)
     if not return_indices:
-        found: Tensor = y
-        return found
-    return y, places if x.dim() == 4 else places.squeeze(0)
+        largest: Tensor = y
+        return largest
+    return y, indices if x.dim() == 4 else indices.squeeze(0)
 
 
 @straight("avg_pool2d_fwd", F.avg_pool2d, serves=_is_batch)
@@ -115,21 +116,22 @@ def avg_pool2d(
 
     Args:
         x: (B, C, H, W) or (C, H, W); float16, bfloat16, float32 or float64.
-        kernel_size: of the window; one number or one for each dimension, at least 1.
-        stride: from window to window, at least 1; None: kernel_size.
-        padding: of zeros at each side, at least 0 and at most half of kernel_size.
-        ceil_mode: whether a last window may reach beyond the padding.
+        kernel_size: of the window; one number or one per dimension, at least 1.
+        stride: distance of windows, at least 1; None: kernel_size.
+        padding: of zeros on each side, at least 0 and at most half of kernel_size.
+        ceil_mode: whether the last window may reach beyond the padding.
         count_include_pad: whether padding counts as elements.
-        divisor_override: what to divide sums by instead of the number of elements; not 0.
+        divisor_override: divisor of the sums instead of the number of elements; not 0.
 
     Returns:
         (B, C, H', W') or (C, H', W'), H' = (H + 2 padding - kernel_size) // stride + 1, or with the quotient rounded
-        up; dtype of x, layout as torch gives it. Differentiable any number of times.
+        up; dtype of x, torch's memory format. Differentiable any number of times.
 
     Raises:
-        ShapeError: x of other dimensions, or smaller than a window.
-        UnsupportedDtype: dtype not listed above.
+        ShapeError: x has other dimensions, or is smaller than a window.
+        UnsupportedDtype: a dtype not listed above.
         ConfigError: a setting out of range.
+        TypeError: x is not a tensor.
     """
     check_dtype("avg_pool2d", x)
     images = as_images("avg_pool2d", x)
@@ -142,7 +144,7 @@ def avg_pool2d(
 
 
 def _window(kernel_size: Pair, stride: Pair | None, padding: Pair) -> tuple[list[int], list[int], list[int]]:
-    """Kernel, stride and padding for each dimension."""
+    """Return kernel, stride and padding per dimension."""
     kernel, edges = pair("kernel_size", kernel_size, 1), pair("padding", padding, 0)
     if any(2 * p > k for p, k in zip(edges, kernel, strict=True)):
         raise ConfigError(f"padding must be at most half of kernel_size {kernel_size!r}, got {padding!r}")
@@ -150,9 +152,10 @@ def _window(kernel_size: Pair, stride: Pair | None, padding: Pair) -> tuple[list
 
 
 def _refuse_empty_windows(x: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> None:
-    """Raise ShapeError for a window whose elements all lie in the padding: torch gives it an index out of the image.
+    """Raise ShapeError for a window that lies in the padding only.
 
-    In its backward pass that index would write outside the gradient. Only steps larger than the image do so.
+    torch returns an index outside the image for it, by which its backward pass would write out of bounds. It occurs
+    only with a dilation larger than the image.
     """
     for size, s, p, d, which in zip(x.shape[2:], stride, padding, dilation, ("height", "width"), strict=True):
         if size < d and any(start % d >= size for start in range(-p, 0, s)):
@@ -162,53 +165,53 @@ def _refuse_empty_windows(x: Tensor, stride: list[int], padding: list[int], dila
 
 
 def _cost(case: Case) -> Cost:
-    """Reads x, writes y; one operation for each element of each window. Backward the other way round."""
+    """Return the cost of reading x and writing y (backward the reverse), with one operation per window element."""
     y, kernel = case.options[0], case.options[1]
     return Cost((math.prod(case.shape) + math.prod(y)) * case.dtype.itemsize, math.prod(y) * math.prod(kernel))
 
 
-def _unserved(
+def _refuses_sizes(
     dtype: torch.dtype, shape: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> str | None:
-    """Why our kernels leave images (B, C, H, W) to the library."""
+    """Return why the Triton kernels cannot serve images (B, C, H, W), or None."""
     if (why := refuses_float64(dtype)) is not None:
         return why
     spans = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
     for what, (height, width) in (("windows", spans), ("strides", stride)):
-        if height * width > _MOST_UNROLLED:
+        if height * width > _MAX_UNROLLED:
             return f"{what} of {height} x {width} are left to the library"
     B, C, H, W = shape
-    most = H * max(B * C, B * W)  # rows, or pixels, that programs count in 32 bits
-    if most >= _MOST_PLACES:
-        return f"{most} rows or pixels are left to the library"
-    if max(C, W) > _MOST_ACROSS:
+    rows = H * max(B * C, B * W)  # rows, or pixels, counted in 32 bits
+    if rows >= _MAX_ELEMENTS:
+        return f"{rows} rows or pixels are left to the library"
+    if max(C, W) > _MAX_COLUMNS:
         return f"{max(C, W)} columns or channels are left to the library"
-    reach = (spans[0] + stride[0]) * W * C  # with the channels last a thread takes two windows, counting in 32 bits
-    return f"windows over {reach} elements are left to the library" if reach >= _MOST_PLACES else None
+    reach = (spans[0] + stride[0]) * W * C  # of two windows with the channels last, counted in 32 bits
+    return f"windows over {reach} elements are left to the library" if reach >= _MAX_ELEMENTS else None
 
 
 def _refuses_max(case: Case) -> str | None:
     kernel, stride, _, dilation = case.options[1:5]
-    return _unserved(case.dtype, case.shape, kernel, stride, dilation) or refuses_triton(case.device)
+    return _refuses_sizes(case.dtype, case.shape, kernel, stride, dilation) or refuses_triton(case.device)
 
 
 def _refuses_avg(case: Case) -> str | None:
     kernel, stride = case.options[1:3]
-    return _unserved(case.dtype, case.shape, kernel, stride, (1, 1)) or refuses_triton(case.device)
+    return _refuses_sizes(case.dtype, case.shape, kernel, stride, (1, 1)) or refuses_triton(case.device)
 
 
 # --- max -------------------------------------------------------------------------------------------------------------
 
 
-def _keeps_bytes(x: Tensor, window: tuple[list[int], list[int], list[int]], dilation: list[int]) -> bool:
-    """Whether places are kept as bytes, which our kernels write and read; else as torch has them."""
+def _saves_bytes(x: Tensor, window: tuple[list[int], list[int], list[int]], dilation: list[int]) -> bool:
+    """Return whether positions are saved as bytes, which only the Triton kernels do, instead of torch's indices."""
     if not (x.is_cuda or (interpreting() and x.device.type == "cpu")) or torch.compiler.is_compiling():
         return False
-    return _unserved(x.dtype, x.shape, *window[:2], dilation) is None
+    return _refuses_sizes(x.dtype, x.shape, *window[:2], dilation) is None
 
 
-class _Places(NamedTuple):
-    """Where the windows of images are, to turn a window's elements into indices and back."""
+class _Windows(NamedTuple):
+    """The geometry of the windows, which converts positions within a window to indices in the image and back."""
 
     width: int
     kernel: Sequence[int]
@@ -217,23 +220,27 @@ class _Places(NamedTuple):
     dilation: Sequence[int]
 
     def _starts(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and column where each window begins."""
+        """Return the row and the column at which each window begins."""
         rows, columns = (torch.arange(n, device=like.device) for n in like.shape[2:])
         return (rows * self.stride[0] - self.padding[0])[:, None], columns * self.stride[1] - self.padding[1]
 
-    def bytes_of(self, indices: Tensor) -> Tensor:
-        """Which of its window's elements each index is."""
+    def to_bytes(self, indices: Tensor) -> Tensor:
+        """Return the position of each index within its window."""
         top, left = self._starts(indices)
         i = (indices // self.width - top) // self.dilation[0]
         return (i * self.kernel[1] + (indices % self.width - left) // self.dilation[1]).to(torch.uint8)
 
-    def indices_of(self, places: Tensor) -> Tensor:
-        """The other way round; indices as they are."""
-        if places.dtype == torch.int64:
-            return places
-        top, left = self._starts(places)
-        i, j = places.long() // self.kernel[1], places.long() % self.kernel[1]
+    def to_indices(self, positions: Tensor) -> Tensor:
+        """Return the index of each position; int64 arguments are indices already."""
+        if positions.dtype == torch.int64:
+            return positions
+        top, left = self._starts(positions)
+        i, j = positions.long() // self.kernel[1], positions.long() % self.kernel[1]
         return (top + i * self.dilation[0]) * self.width + left + j * self.dilation[1]
+
+
+# Settings of max pooling: kernel, stride, padding, dilation, ceil; `flat` saves indices in the image rather than bytes,
+# None saves neither.
 
 
 def _torch_max(
@@ -243,7 +250,7 @@ def _torch_max(
     y, indices = _aten.max_pool2d_with_indices(x, kernel, stride, padding, dilation, ceil)
     if flat is None:
         return y, None
-    return y, indices if flat else _Places(x.shape[3], kernel, stride, padding, dilation).bytes_of(indices)
+    return y, indices if flat else _Windows(x.shape[3], kernel, stride, padding, dilation).to_bytes(indices)
 
 
 def _triton_max(
@@ -251,30 +258,29 @@ def _triton_max(
     flat: bool | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     height, width = output_sizes(x, kernel, stride, padding, dilation, ceil=ceil)
-    places = None if flat is None else torch.int64 if flat else torch.uint8
-    return launch_forward(x, (height, width), _largest(kernel, stride, padding, dilation), places=places)
+    saved = None if flat is None else torch.int64 if flat else torch.uint8
+    return launch_forward(x, (height, width), _max_window(kernel, stride, padding, dilation), positions=saved)
 
 
-def _largest(kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]) -> Window:
-    shape = (kernel[0], kernel[1]), (stride[0], stride[1]), (padding[0], padding[1])
-    return Window(*shape, largest=True, dilation=(dilation[0], dilation[1]))
+def _max_window(kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]) -> Window:
+    return Window(_pair(kernel), _pair(stride), _pair(padding), largest=True, dilation=_pair(dilation))
 
 
-def _torch_max_backward(
-    dy: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil: bool,
-    places: Tensor,
-) -> Tensor:  # fmt: skip
-    indices = _Places(x.shape[3], kernel, stride, padding, dilation).indices_of(places)
-    dx: Tensor = _aten.max_pool2d_with_indices_backward(dy, x, kernel, stride, padding, dilation, ceil, indices)
+def _pair(sizes: list[int]) -> tuple[int, int]:
+    return sizes[0], sizes[1]
+
+
+def _torch_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
+    *window, ceil, positions = settings
+    indices = _Windows(x.shape[3], *window).to_indices(positions)
+    dx: Tensor = _aten.max_pool2d_with_indices_backward(dy, x, *window, ceil, indices)
     return dx
 
 
-def _sorted_max_backward(
-    dy: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil: bool,
-    places: Tensor,
-) -> Tensor:  # fmt: skip
-    """The gradient of max_pool2d with the same bits each time: what falls on one place is sorted, then added up."""
-    indices = _Places(x.shape[3], kernel, stride, padding, dilation).indices_of(places).flatten(2)
+def _sorted_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
+    """Return the gradient of max_pool2d deterministically: contributions are sorted by index, then added."""
+    *window, _, positions = settings
+    indices = _Windows(x.shape[3], *window).to_indices(positions).flatten(2)
     size = x.shape[2] * x.shape[3]
     start = torch.arange(0, x.shape[0] * x.shape[1] * size, size, device=x.device).view(*x.shape[:2], 1)
     flat = torch.zeros(x.numel(), dtype=dy.dtype, device=x.device)
@@ -282,11 +288,9 @@ def _sorted_max_backward(
     return torch.empty_like(x).copy_(flat.view(x.shape))
 
 
-def _triton_max_backward(
-    dy: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil: bool,
-    places: Tensor,
-) -> Tensor:  # fmt: skip
-    return launch_backward(dy, x, _largest(kernel, stride, padding, dilation), places)
+def _triton_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
+    *window, _, positions = settings
+    return launch_backward(dy, x, _max_window(*window), positions)
 
 
 max_pool2d_fwd = Operation(
@@ -301,7 +305,7 @@ max_pool2d_bwd = Operation(
     "max_pool2d_bwd",
     (
         Implementation("triton", _triton_max_backward, refuses=_refuses_max, own=True),
-        Implementation("torch", _torch_max_backward, deterministic=False),  # by atomics
+        Implementation("torch", _torch_max_backward, deterministic=False),  # atomics
         Implementation("torch-sorted", _sorted_max_backward),
     ),
     cost=_cost,
@@ -309,24 +313,15 @@ max_pool2d_bwd = Operation(
 
 
 def _case(x: Tensor, y: Sequence[int], *settings: list[int] | bool | int | str | None) -> Case:
-    options = tuple(tuple(each) if isinstance(each, (list, tuple)) else each for each in settings)
+    options = tuple(tuple(value) if isinstance(value, (list, tuple)) else value for value in settings)
     return Case(x.device, x.dtype, x.shape, (tuple(y), *options))
 
 
 def _layout(x: Tensor) -> str:
-    """Of a case: kernels differ by it, and others copy."""
+    """Return the layout as a case's option: kernels differ by it, and other layouts are copied."""
     if x.is_contiguous():
         return ""
     return "channels last" if x.is_contiguous(memory_format=torch.channels_last) else "strided"
-
-
-def _max_forward(
-    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil: bool,
-    flat: bool | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    case = _max_case(x, kernel, stride, padding, dilation, ceil, flat)
-    found: tuple[Tensor, Tensor] = max_pool2d_fwd(case, x, kernel, stride, padding, dilation, ceil, flat)
-    return found
 
 
 def _max_case(
@@ -334,46 +329,39 @@ def _max_case(
     flat: bool | None,
 ) -> Case:  # fmt: skip
     y = (*x.shape[:2], *output_sizes(x, kernel, stride, padding, dilation, ceil=ceil))
-    kept = "" if flat is None else "indices" if flat else "places"
-    return _case(x, y, kernel, stride, padding, dilation, ceil, kept, _layout(x))
+    saved = "" if flat is None else "indices" if flat else "places"
+    return _case(x, y, kernel, stride, padding, dilation, ceil, saved, _layout(x))
 
 
 def _max_case_by_torch(x: Tensor, *settings: Any) -> Case | None:
-    """None where places are kept in our form, or sums in a fixed order are asked for."""
+    """Return None if positions are saved as bytes, or the gradient must be deterministic."""
     return _max_case(x, *settings) if settings[-1] and not rules().deterministic else None
 
 
-def _max_infer(
-    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil: bool, flat: bool
-) -> tuple[Tensor, Tensor]:
-    """Without places, None in their stead, where nobody asks for them."""
-    return _max_forward(x, kernel, stride, padding, dilation, ceil, flat or None)
+def _max_forward(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    results: tuple[Tensor, Tensor] = max_pool2d_fwd(_max_case(x, *settings), x, *settings)
+    return results
 
 
-def _max_backward(
-    dy: Tensor, x: Tensor, places: Tensor, kernel: list[int], stride: list[int], padding: list[int],
-    dilation: list[int], ceil: bool, flat: bool, needs: Sequence[bool],
-) -> tuple[Tensor]:  # fmt: skip
-    settings = (kernel, stride, padding, dilation, ceil)
-    case = _case(x, dy.shape, *settings, "indices" if flat else "places", _layout(x))
-    return (max_pool2d_bwd(case, dy, x, *settings, places),)
+def _max_infer(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    """Compute without positions, returning None for them, unless indices are asked for."""
+    return _max_forward(x, *settings[:-1], settings[-1] or None)
 
 
-def _max_again(
-    dy: Tensor, x: Tensor, places: Tensor, kernel: list[int], stride: list[int], padding: list[int],
-    dilation: list[int], ceil: bool, flat: bool, needs: Sequence[bool],
-) -> tuple[Tensor]:  # fmt: skip
-    return (_torch_max_backward(dy, x, kernel, stride, padding, dilation, ceil, places),)
+def _max_backward(dy: Tensor, x: Tensor, positions: Tensor, *settings: Any) -> tuple[Tensor]:
+    *window, flat, _ = settings
+    case = _case(x, dy.shape, *window, "indices" if flat else "places", _layout(x))
+    return (max_pool2d_bwd(case, dy, x, *window, positions),)
 
 
 _max_pool2d = DifferentiableOp(
     "max_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil, bool flat)"
-    " -> (Tensor y, Tensor places)",
+    " -> (Tensor y, Tensor positions)",
     forward=_max_forward,
     infer=_max_infer,
     backward=_max_backward,
-    composite_backward=_max_again,
-    saves=("x", "places"),
+    composite_backward=lambda dy, x, positions, *settings: (_torch_max_backward(dy, x, *settings[:-2], positions),),
+    saves=("x", "positions"),
     gradients={"x": "x"},
     composite=_torch_max,
     fake=_torch_max,
@@ -387,9 +375,11 @@ _max_pool2d = DifferentiableOp(
 # --- average ---------------------------------------------------------------------------------------------------------
 
 
-def _average(kernel: list[int], stride: list[int], padding: list[int], count_include_pad: bool) -> Window:
-    shape = (kernel[0], kernel[1]), (stride[0], stride[1]), (padding[0], padding[1])
-    return Window(*shape, largest=False, with_padding=count_include_pad)
+# Settings of average pooling: kernel, stride, padding, ceil, count_include_pad, divisor.
+
+
+def _average_window(kernel: list[int], stride: list[int], padding: list[int], count_include_pad: bool) -> Window:
+    return Window(_pair(kernel), _pair(stride), _pair(padding), largest=False, with_padding=count_include_pad)
 
 
 def _triton_avg(
@@ -397,26 +387,20 @@ def _triton_avg(
     divisor: int | None,
 ) -> Tensor:  # fmt: skip
     height, width = output_sizes(x, kernel, stride, padding, [1, 1], ceil=ceil)
-    return launch_forward(x, (height, width), _average(kernel, stride, padding, count_include_pad), divisor)[0]
+    return launch_forward(x, (height, width), _average_window(kernel, stride, padding, count_include_pad), divisor)[0]
 
 
-def _triton_avg_backward(
-    dy: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil: bool,
-    count_include_pad: bool, divisor: int | None,
-) -> Tensor:  # fmt: skip
-    return launch_backward(dy, x, _average(kernel, stride, padding, count_include_pad), divisor=divisor)
+def _triton_avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
+    *window, _, count_include_pad, divisor = settings
+    return launch_backward(dy, x, _average_window(*window, count_include_pad), divisor=divisor)
 
 
-def _torch_avg_backward(
-    dy: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil: bool,
-    count_include_pad: bool, divisor: int | None,
-) -> Tensor:  # fmt: skip
-    """By torch, on a GPU with the channels first whatever the layout.
+def _torch_avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
+    """Return torch's gradient, computed on a GPU with the channels first.
 
-    With the channels last, torch 2.11's CUDA kernel and its own kernel for channels first differed by 0.9 of the
-    largest element: 64 x 64 x 112 x 112, windows of 3 x 3, stride 2, padding 1.
+    With the channels last, torch 2.11's CUDA kernel differed from its kernel for channels first by 0.9 of the largest
+    element: 64 x 64 x 112 x 112, windows of 3 x 3, stride 2, padding 1.
     """
-    settings = (kernel, stride, padding, ceil, count_include_pad, divisor)
     if not x.is_cuda:
         dx: Tensor = _aten.avg_pool2d_backward(dy, x, *settings)
         return dx
@@ -442,15 +426,6 @@ avg_pool2d_bwd = Operation(
 )
 
 
-def _avg_forward(
-    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil: bool, count_include_pad: bool,
-    divisor: int | None,
-) -> Tensor:  # fmt: skip
-    settings = (kernel, stride, padding, ceil, count_include_pad, divisor)
-    y: Tensor = avg_pool2d_fwd(_avg_case(x, *settings), x, *settings)
-    return y
-
-
 def _avg_case(
     x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil: bool, count_include_pad: bool,
     divisor: int | None,
@@ -459,12 +434,14 @@ def _avg_case(
     return _case(x, sizes, kernel, stride, padding, ceil, count_include_pad, divisor, _layout(x))
 
 
-def _avg_backward(
-    dy: Tensor, x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil: bool,
-    count_include_pad: bool, divisor: int | None, needs: Sequence[bool],
-) -> tuple[Tensor]:  # fmt: skip
-    settings = (kernel, stride, padding, ceil, count_include_pad, divisor)
-    return (avg_pool2d_bwd(_case(x, dy.shape, *settings, _layout(x)), dy, x, *settings),)
+def _avg_forward(x: Tensor, *settings: Any) -> Tensor:
+    y: Tensor = avg_pool2d_fwd(_avg_case(x, *settings), x, *settings)
+    return y
+
+
+def _avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> tuple[Tensor]:
+    *window, _ = settings
+    return (avg_pool2d_bwd(_case(x, dy.shape, *window, _layout(x)), dy, x, *window),)
 
 
 _avg_pool2d = DifferentiableOp(

@@ -1,22 +1,21 @@
-"""pool2d: the largest or the average element of each window of an image, and the gradient.
+"""pool2d: the maximum or the average of each window of an image, and the gradient.
 
-    max  y[p] = x[a(p)], a(p) the place in window p that counts: the first of its largest elements, the last NaN if any
+    max  y[p] = x[a(p)], a(p) the position in window p of the first of its largest elements, or of the last NaN if any
          dx[h, w] = sum of dy[p] over the windows p with a(p) = (h, w)
     avg  y[p] = (sum of window p) / count(p)
-         dx[h, w] = sum of dy[p] / count(p) over the windows p with (h, w) in them
+         dx[h, w] = sum of dy[p] / count(p) over the windows p that contain (h, w)
 
-Source: what torch's max_pool2d and avg_pool2d compute; window (i, j) begins at (i SH - PH, j SW - PW) and has KH x KW
-        elements, DH rows and DW columns apart.
-Layout: x (B, C, H, W) and y (B, C, OH, OW) both contiguous, or both with the channels last. Places like y: uint8, which
-        of the window's elements, or int64, h W + w as torch has them. Sums in float32.
-Grid:   tiles of BLOCK_P by BLOCK_Q: rows of y, those of all channels and images one after another, by columns; or with
-        the channels last pixels of y, one after another, by channels. A thread takes a window's elements in torch's
-        order; and ROWS windows one below the other, of which those rows of x that they share are read once.
-        bwd: the same over cells of SH x SW elements of x. All elements of a cell lie in the same few windows, which are
-        read once; which of a window's elements each is, is known when the kernel is compiled. Each element of dx is
-        written once, after sums in a fixed order.
-Bound:  memory: x, y and places once; what windows share comes from the L1. With the channels not last, windows are read
-        an element at a time, and as many instructions as memory leaves time for are needed.
+Source: torch's max_pool2d and avg_pool2d; window (i, j) begins at (i SH - PH, j SW - PW) and has KH x KW elements, DH
+        rows and DW columns apart.
+Layout: x (B, C, H, W) and y (B, C, OH, OW) both contiguous, or both with the channels last. Positions like y: uint8,
+        the number of the window's element, or int64, h W + w as in torch. Sums in float32.
+Grid:   tiles of BLOCK_P by BLOCK_Q: rows of y of all channels and images, by columns; or with the channels last pixels
+        of y by channels. A thread reads a window's elements in torch's order, and computes ROWS windows of a column,
+        whose shared rows of x are read once. bwd: the same over cells of SH x SW elements of x. All elements of a cell
+        lie in the same few windows, which are read once; their positions in these windows are compile-time constants.
+        Each element of dx is written once, after sums in a fixed order.
+Bound:  memory: x, y and positions once; elements shared by windows come from L1. With the channels first, windows are
+        read element by element, with as many instructions as fit in the memory's time.
 """
 
 import triton
@@ -25,9 +24,9 @@ import triton.language as tl
 
 @triton.jit
 def _tile(height, width, images, channels, LAST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """The program's places: plane or image, row and column; place along Q; whether inside along P and along Q.
+    """Return the program's coordinates: plane or image, row, column, index along Q; and the masks along P and Q.
 
-    What is not inside gets the last place that is, so that it may be read; but not channels side by side.
+    Coordinates outside are clamped to the last ones inside, so that they can be read, except channels.
     """
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
     q = tl.program_id(1) * BLOCK_Q + tl.arange(0, BLOCK_Q)[None, :]
@@ -38,7 +37,7 @@ def _tile(height, width, images, channels, LAST: tl.constexpr, BLOCK_P: tl.const
         pixel = p - image * (height * width)
         row = pixel // width
         return image, row, pixel - row * width, q, in_p, in_q
-    else:  # not after the return: Triton leaves out what constants rule out, and only that
+    else:  # no early return: Triton only skips branches of constant conditions
         in_p, in_q = p < images * channels * height, q < width
         p, q = tl.minimum(p, images * channels * height - 1), tl.minimum(q, width - 1)
         image = p // height
@@ -47,15 +46,15 @@ def _tile(height, width, images, channels, LAST: tl.constexpr, BLOCK_P: tl.const
 
 @triton.jit
 def _at(ptr, image, row, column, q, height, width, channels, LAST: tl.constexpr):
-    """Pointers to elements. With the channels not last, to a row's first plus 32 bits: an instruction an element."""
+    """Return pointers to elements; with the channels first as a row's pointer plus 32 bits, one instruction each."""
     line = (image * height + row).to(tl.int64) * width
     return ptr + (line + column) * channels + q if LAST else (ptr + line) + column
 
 
 @triton.jit
 def _counted(first, size, PAD: tl.constexpr, K: tl.constexpr, WITH_PAD: tl.constexpr):
-    """How many places of windows from `first` on count, along one dimension."""
-    if WITH_PAD:  # but not what a last window has beyond the padding
+    """Return the counted elements of windows from `first` on, along one dimension."""
+    if WITH_PAD:  # but not what the last window has beyond the padding
         return tl.minimum(first + K, size + PAD) - first
     return tl.minimum(first + K, size) - tl.maximum(first, 0)
 
@@ -66,18 +65,18 @@ def _divisor(
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     WITH_PAD: tl.constexpr,
 ):  # fmt: skip
-    """What sums of windows are divided by."""
+    """Return the divisors of the windows' sums."""
     if divisor is None:
         rows = _counted(row * SH - PH, H, PH, KH, WITH_PAD)
         count = rows * _counted(column * SW - PW, W, PW, KW, WITH_PAD)
-    else:  # not after a return: see _tile
+    else:  # no early return: see _tile
         count = tl.full([1, 1], 0, tl.int32) + divisor
     return count.to(tl.float32)
 
 
 @triton.jit
 def _over(total, count, EXACT: tl.constexpr):
-    """The quotient; rounded to the nearest where the result is to be float32."""
+    """Return the quotient, correctly rounded if the result is float32."""
     total, count = tl.broadcast(total, count)
     return tl.div_rn(total, count) if EXACT else total / count
 
@@ -106,7 +105,7 @@ def pool2d_fwd(
         row = group * ROWS + t
         acc = tl.full([BLOCK_P, BLOCK_Q], float("-inf") if MAX else 0.0, tl.float32)
         place = tl.zeros([BLOCK_P, BLOCK_Q], dtype=tl.int32)
-        if places_ptr is not None:  # where all are -inf, the first counts that is not padding
+        if places_ptr is not None:  # if all are -inf, the first that is not padding
             first = tl.cdiv(tl.maximum(-top - t * SH, 0), DH) * KW + tl.cdiv(tl.maximum(-left, 0), DW)
             place += first
         for i in tl.static_range(KH):
@@ -125,7 +124,7 @@ def pool2d_fwd(
             acc = _over(acc, count, y_ptr.dtype.element_ty == tl.float32)
         inside = in_p & in_q & (row < OH)
         y_at = _at(y_ptr, image, row, column, q, OH, OW, C, LAST)
-        if not LAST:  # not several columns side by side a thread: so much further apart were what the threads read
+        if not LAST:  # one column per thread: several would move the addresses of neighbouring threads apart
             y_at = tl.max_contiguous(y_at, [1, 1])
         tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=inside)
         if places_ptr is not None:
@@ -139,7 +138,7 @@ def pool2d_fwd(
 
 @triton.constexpr_function
 def _is_element(distance, K, D):
-    """Whether a window of K elements, D apart, has one so far from where it begins."""
+    """Return whether a window of K elements, D apart, has an element at this offset."""
     return 0 <= distance <= (K - 1) * D and distance % D == 0
 
 
@@ -150,7 +149,7 @@ def _element(
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of element (r, c) of each cell; in the windows zh rows of y on it has row r + PH - zh SH."""
+    """Return the gradient of element (r, c) of each cell; in the windows zh rows of y further its row is r + PH - zh SH."""
     ZH0: tl.constexpr = -(((KH - 1) * DH - PH) // SH)
     ZW0: tl.constexpr = -(((KW - 1) * DW - PW) // SW)
     ZH1: tl.constexpr = (SH - 1 + PH) // SH + 1
@@ -197,7 +196,7 @@ def pool2d_bwd(
             dys = dys + (dy,)  # noqa: RUF005
     for r in tl.static_range(SH):
         in_row = in_p & (u * SH + r < H)
-        if PAIRS:  # two columns side by side, so that a store has no gaps
+        if PAIRS:  # two neighbouring columns, so that stores are contiguous
             one = _element(dys, places, u, v, W, r, 0, MAX, FLAT, KH, KW, SH, SW, PH, PW, DH, DW, BLOCK_P, BLOCK_Q)
             two = _element(dys, places, u, v, W, r, 1, MAX, FLAT, KH, KW, SH, SW, PH, PW, DH, DW, BLOCK_P, BLOCK_Q)
             dx = tl.reshape(tl.join(one, two), (BLOCK_P, 2 * BLOCK_Q))
