@@ -80,7 +80,7 @@ def test_weights_are_made_anew_each_step_and_only_in_it(emulated):
         before = float8_of(weight)
         values = before.q.float() * before.scale[:, None]
         torch.testing.assert_close(values, weight.detach(), rtol=2**-4, atol=2e-6)
-        assert torch.equal(before.turned.float(), before.q.float().t())
+        assert torch.equal(before.transposed.float(), before.q.float().t())
     assert float8_of(weight) is None
     with torch.no_grad():
         weight.mul_(3)

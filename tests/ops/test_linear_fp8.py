@@ -139,7 +139,7 @@ def test_weights(dtype, implementation, request):
         found.fill()
         for weight, each in zip(weights, found.each, strict=True):
             same((each.q, each.scale), reference.rows_reference(weight))
-            assert torch.equal(code(each.turned), code(each.q).t())
+            assert torch.equal(code(each.transposed), code(each.q).t())
         weights[0].data = draw(cases.WEIGHTS[0], dtype, seed=9)
     assert ran("fp8_weight") == {implementation}
 
@@ -252,7 +252,7 @@ def test_weights_on_a_gpu():
     found.fill()
     for weight, each in zip(weights, found.each, strict=True):
         same((each.q, each.scale), reference.rows_reference(weight))
-        assert torch.equal(code(each.turned), code(each.q).t())
+        assert torch.equal(code(each.transposed), code(each.q).t())
     assert ran("fp8_weight") == {"triton"}
 
 
@@ -266,7 +266,7 @@ def test_the_library_multiplies_what_the_reference_does(M, N, K, bias):
     rows = reference.rows_reference(x)
     pairs = [(op.linear(x, w8, b), reference.product_reference(*rows, w8.q, w8.scale, b, F32))]
     rows = reference.rows_reference(dy, w8.scale)
-    pairs.append((op.linear_dx(dy, w8), reference.product_reference(*rows, w8.turned, None, None, F32)))
+    pairs.append((op.linear_dx(dy, w8), reference.product_reference(*rows, w8.transposed, None, None, F32)))
     for found, expected in pairs:
         torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=5e-3 * float(expected.abs().max()))
     assert ran("linear_fp8") == {"cublaslt"}

@@ -1,4 +1,4 @@
-"""A decoder layer's steps for one new token: matrix-vector products with their prologue and epilogue, and the cache update.
+"""A decoder layer's steps for one new token: matrix-vector products with prologue and epilogue, and the cache update.
 
     linear:  y = f(z) + residual,  z = scale (h W^T),  h = x norm / sqrt(mean(x^2) + eps), or x
              f(z) = z, or silu(z[:N]) z[N:] if the weight has 2 N rows, the gates first

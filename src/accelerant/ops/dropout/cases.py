@@ -10,7 +10,7 @@ from accelerant.ops.dropout.launch import GROUP, NUM_WARPS, kernel
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "ON_CPU", "SAMPLES", "TOLERANCES"]
 
 ON_CPU = "llvm"
-"""What runs on a CPU, where it is not torch."""
+"""The implementation that runs on a CPU, if not torch."""
 
 
 def _sample(*shape: int, p: float = 0.5, seed: int = 1234) -> Sample:
@@ -31,7 +31,7 @@ SAMPLES = (
 LARGE = (_sample(4097, 4095, p=0.1), _sample(16384, 3072, seed=2**63))
 BENCHMARKS = (Benchmark(_sample(16384, 4096, p=0.1), torch.bfloat16),)
 
-# The mask is exact. One rounding of the result (the interpreter cuts bfloat16 instead), one of the scale in float32.
+# The mask is exact. One rounding of the result (the interpreter truncates bfloat16), one of the scale in float32.
 TOLERANCES = {
     torch.float64: Tolerance(1e-15, 0.0),
     torch.float32: Tolerance(2.4e-7, 0.0),

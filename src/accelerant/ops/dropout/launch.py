@@ -1,4 +1,4 @@
-"""dropout's kernels launched, and the same function in torch's integers."""
+"""Launches of dropout's kernels, and the same function in torch's integer operations."""
 
 from __future__ import annotations
 
@@ -16,36 +16,26 @@ from accelerant.runtime.dispatch.case import Case
 from accelerant.runtime.provider import ComputeProvider
 
 __all__ = [
-    "GROUP",
-    "NUM_WARPS",
-    "empty_mask",
-    "kernel",
-    "launch",
-    "launch_llvm",
-    "launch_llvm_backward",
-    "launch_llvm_masked",
-    "refuses_llvm",
-    "threshold",
-    "torch_dropout",
-    "torch_masked",
-]
+    "GROUP", "NUM_WARPS", "empty_mask", "kernel", "launch", "launch_llvm", "launch_llvm_backward",
+    "launch_llvm_masked", "refuses_llvm", "threshold", "torch_dropout", "torch_masked",
+]  # fmt: skip
 
 kernel = TritonKernel("accelerant.ops.dropout.triton_kernels", "dropout_fwd")
 
 GROUP = 512
-"""Part of the mask's definition: elements are taken in groups of four runs of so many. Changing it changes results."""
+"""Part of the mask's definition: elements are numbered in groups of four runs of this length."""
 
-NUM_WARPS = 2  # 8 elements of each run a thread, one 16-byte load of bfloat16
+NUM_WARPS = 2  # 8 elements of each run per thread, one 16-byte load of bfloat16
 _LOW = 0xFFFFFFFF
 
 
 def threshold(p: float) -> int:
-    """The least 31-bit word that lets an element stay."""
+    """Return the least 31-bit word for which an element is kept."""
     return min(round(p * 2**31), 2**31 - 1)
 
 
 def launch(x: Tensor, seed: Tensor, p: float, num_warps: int = NUM_WARPS) -> Tensor:
-    """Apply the mask of a seed, forward to x or backward to dy; the result is contiguous."""
+    """Apply the mask of a seed to x, or to dy in the backward pass; the result is contiguous."""
     y = x.new_empty(x.shape)
     n = x.numel()
     if n:
@@ -55,18 +45,18 @@ def launch(x: Tensor, seed: Tensor, p: float, num_warps: int = NUM_WARPS) -> Ten
 
 
 def launch_llvm(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    """As launch, on a CPU, over its cores."""
+    """Compute `launch` on a CPU, on all its cores."""
     return _llvm(x, seed, p)
 
 
 def launch_llvm_masked(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """As launch_llvm, with the mask."""
+    """Compute launch_llvm, and return the mask too."""
     mask = empty_mask(x)
     return _llvm(x, seed, p, mask), mask
 
 
 def launch_llvm_backward(dy: Tensor, seed: Tensor, mask: Tensor, p: float) -> Tensor:
-    """As launch_llvm, from a mask; the seed says nothing then."""
+    """Compute launch_llvm from a stored mask; the seed is not used."""
     dx = dy.new_empty(dy.shape)
     n = dy.numel()
     if n:
@@ -76,7 +66,7 @@ def launch_llvm_backward(dy: Tensor, seed: Tensor, mask: Tensor, p: float) -> Te
 
 
 def empty_mask(x: Tensor) -> Tensor:
-    """Memory for the mask of x, a bit an element: llvm_kernels.py has its layout."""
+    """Return memory for the mask of x, one bit per element; llvm_kernels.py describes its layout."""
     return x.new_empty(ceil_div(x.numel(), 4 * GROUP) * GROUP // 2, dtype=torch.uint8)
 
 
@@ -100,20 +90,20 @@ def _compiled(program: DropoutKernel | MaskKernel) -> tuple[ComputeProvider, Ker
 
 
 def refuses_llvm(case: Case) -> str | None:
-    """Why the CPU's kernel does not serve a case."""
+    """Return why the CPU's kernel cannot serve a case, or None."""
     if case.device.type != "cpu":
-        return f"for a CPU, not {case.device.type}"
+        return f"is for a CPU, not {case.device.type}"
     return refuses_half() if case.dtype == torch.float16 else None
 
 
 def torch_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    """As launch, from torch's functions, on any device; differentiable in x."""
+    """Compute `launch` by torch's functions on any device; differentiable in x."""
     keep = _keep(x.shape, seed, p).to(x.dtype)
     return x.contiguous() * keep * (1.0 / (1.0 - p))
 
 
 def torch_masked(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """As launch_llvm_masked, from torch's functions."""
+    """Compute launch_llvm_masked by torch's functions."""
     mask = empty_mask(x)
     keep = torch.zeros(8 * mask.numel(), dtype=torch.uint8, device=x.device)
     keep[: x.numel()] = _keep(x.shape, seed, p).flatten()
@@ -122,7 +112,7 @@ def torch_masked(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
 
 
 def _keep(shape: torch.Size, seed: Tensor, p: float) -> Tensor:
-    """The mask, of bool."""
+    """Return the mask, bool."""
     n = shape.numel()
     groups = (n + 4 * GROUP - 1) // (4 * GROUP)
     counter = torch.arange(groups * GROUP, dtype=torch.int64, device=seed.device)
@@ -132,7 +122,7 @@ def _keep(shape: torch.Size, seed: Tensor, p: float) -> Tensor:
 
 
 def _philox(c0: Tensor, c1: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox 4x32-10 in int64: products wrap at 2^64, which leaves the bits of both halves right."""
+    """Compute Philox 4x32-10 in int64: products wrap modulo 2^64, which keeps the bits of both halves."""
     c2 = c3 = torch.zeros_like(c0)
     for _ in range(10):
         first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57

@@ -14,60 +14,52 @@ from accelerant.ops._launch import accesses
 from accelerant.ops._library import is_plain, name_of
 from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
 from accelerant.ops._straight import straight
-from accelerant.ops.dropout.launch import (
-    empty_mask,
-    launch,
-    launch_llvm,
-    launch_llvm_backward,
-    launch_llvm_masked,
-    refuses_llvm,
-    torch_dropout,
-    torch_masked,
-)
+from accelerant.ops.dropout import launch as kernels
+from accelerant.ops.dropout.launch import empty_mask, launch, refuses_llvm, torch_dropout
 from accelerant.runtime.dispatch import Case, Implementation, Operation
 from accelerant.runtime.dispatch.rules import rules
 
 __all__ = ["dropout", "dropout_bwd", "dropout_fwd"]
 
 _FEW, _FEW_LEARNING = 2048, 8192
-"""Elements up to which torch's own is quicker on a CPU, without and with a gradient to come."""
+"""Up to this many elements torch's dropout is faster on a CPU, without and with a gradient."""
 
 _IMPLEMENTATIONS = (
     Implementation("triton", launch, refuses=refuses_triton_kernel, own=True),
-    Implementation("llvm", launch_llvm, refuses=refuses_llvm, own=True),
+    Implementation("llvm", kernels.launch_llvm, refuses=refuses_llvm, own=True),
     Implementation("torch", torch_dropout),
 )
 dropout_fwd = Operation("dropout_fwd", _IMPLEMENTATIONS, cost=accesses(2, 15))
 dropout_bwd = Operation("dropout_bwd", _IMPLEMENTATIONS, cost=accesses(2, 15))
 
-# The same on a CPU, where the mask of the forward pass is kept for the backward one: a bit an element.
+# On a CPU, where the forward pass stores the mask for the backward pass, one bit per element.
 _masked_fwd = Operation(
     "dropout_masked_fwd",
     (
-        Implementation("llvm", launch_llvm_masked, refuses=refuses_llvm, own=True),
-        Implementation("torch", torch_masked),
+        Implementation("llvm", kernels.launch_llvm_masked, refuses=refuses_llvm, own=True),
+        Implementation("torch", kernels.torch_masked),
     ),
     cost=accesses(2, 15),
 )
 _masked_bwd = Operation(
     "dropout_masked_bwd",
     (
-        Implementation("llvm", launch_llvm_backward, refuses=refuses_llvm, own=True),
+        Implementation("llvm", kernels.launch_llvm_backward, refuses=refuses_llvm, own=True),
         Implementation("torch", lambda dy, seed, mask, p: torch_dropout(dy, seed, p)),
     ),
     cost=accesses(2, 1),
 )
 
 
-# Torch's own, which keeps its mask: where any seed will do and no kernel of ours runs, or is worth its call.
-def _torchs(x: Tensor, p: float, keep: bool = True) -> tuple[Tensor, ...]:
-    """The result and the mask; the result alone, quicker and with torch's own gradient, unless `keep`."""
+# torch's own dropout, which stores its mask: for calls without a seed that no kernel serves, or serves faster.
+def _torch_native(x: Tensor, p: float, keep: bool = True) -> tuple[Tensor, ...]:
+    """Return the result and the mask; if not `keep` only the result, faster and with torch's own gradient."""
     return torch.native_dropout(x, p, True) if keep else (F.dropout(x, p),)
 
 
 _native_fwd = Operation(
     "dropout_native_fwd",
-    (Implementation("torch", _torchs, differentiable=True),),
+    (Implementation("torch", _torch_native, differentiable=True),),
     cost=accesses(2, 1),
 )
 _native_bwd = Operation(
@@ -79,35 +71,36 @@ _native_bwd = Operation(
 
 @straight("dropout_native_fwd", lambda x, p=0.5, **_: torch.dropout(x, p, True), learns=True)
 def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Tensor | None = None) -> Tensor:
-    """Set each element to zero with probability p, and scale the others so that the mean stays.
+    """Set each element to zero with probability p, and scale the others so that the expectation is unchanged.
 
-    y = x / (1 - p) where the element stays, 0 x elsewhere
+    y = x / (1 - p) for kept elements, 0 x for dropped ones
 
     Args:
         x: any shape; float16, bfloat16, float32 or float64; fastest if contiguous. Autocast does not change its dtype.
-        p: probability of zero, in [0, 1]; taken to the nearest multiple of 2^-31.
-        training: False gives x itself.
-        seed: what the mask depends on, besides the place of an element in x (in row-major order): the same seed gives
-            the same mask on every device and in every dtype and layout. An integer in [0, 2^64), or a tensor of one
-            int64 on the device of x, which is read when the kernel runs. None: a new one from torch's generator for
-            that device, so that torch.manual_seed makes a run reproducible.
+        p: probability of zero, in [0, 1]; rounded to a multiple of 2^-31.
+        training: False returns x itself.
+        seed: determines the mask, together with an element's row-major index in x: the same seed gives the same mask on
+            every device and in every dtype and layout. An integer in [0, 2^64), or a tensor of one int64 on the device
+            of x, which is read when the kernel runs. None: drawn from torch's generator for that device, so that
+            torch.manual_seed makes a run reproducible.
 
     Returns:
         shape and dtype of x, contiguous; x itself for p = 0 or without training, 0 x for p = 1.
-        Differentiable any number of times. NaN stays NaN, infinity that is dropped becomes NaN, as in PyTorch.
+        Differentiable any number of times. NaN stays NaN, and a dropped infinity becomes NaN, as in PyTorch.
 
     Raises:
         ConfigError: p or the seed out of range.
         ShapeError: the seed's tensor has more than one element, or is on another device.
-        UnsupportedDtype: dtype not listed above, or the seed's is not int64.
+        UnsupportedDtype: a dtype not listed above, or the seed's is not int64.
+        TypeError: x is not a tensor.
 
-    No mask is stored: the backward pass makes it again from the seed. On a CPU it is stored, a bit an element, which is
-    quicker there. In a captured CUDA graph seed=None draws anew at each replay; an integer gives each replay the same
-    mask; a tensor's value is what it is at the replay.
-    Without a seed, where no kernel of ours runs (float64 on a GPU), for a few thousand elements on a CPU, and under
-    torch.compile, forward-mode differentiation and the transforms of torch.func, this is torch's own dropout with
-    torch's own mask. With a seed it is the same function everywhere, made of torch's integer operations where no kernel
-    of ours runs, which are slower.
+    No mask is stored: the backward pass recomputes it from the seed. On a CPU, where that is faster, it is stored with
+    one bit per element. In a captured CUDA graph seed=None draws again at each replay, an integer gives each replay the
+    same mask, and a tensor is read at each replay.
+    Without a seed, torch's own dropout with torch's own mask runs where no kernel serves (float64 on a GPU), for a few
+    thousand elements on a CPU, and under torch.compile, forward-mode differentiation and the transforms of torch.func.
+    With a seed the function is the same everywhere; where no kernel serves it uses torch's integer operations, which
+    are slower.
 
     Source: Srivastava et al. 2014, "Dropout: a simple way to prevent neural networks from overfitting", section 10;
     Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox 4x32-10).
@@ -136,7 +129,7 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Ten
 
 
 def _is_torchs(x: Tensor) -> bool:
-    """Whether no kernel of ours serves x, or the CPU's would take longer than torch's own: it is called from Python."""
+    """Return whether no kernel serves x, or the CPU's, which is called from Python, is slower than torch's dropout."""
     case = Case(x.device, x.dtype, ())
     if refuses_triton_kernel(case) is None:
         return False
@@ -147,7 +140,7 @@ def _is_torchs(x: Tensor) -> bool:
 
 
 def _keeps_mask(x: Tensor) -> bool:
-    """Whether the CPU's kernels run a call with a gradient to come: no other does, and none is asked for by name."""
+    """Return whether the CPU's kernels run a call with a gradient: no other serves, and none is forced."""
     if not (x.is_cpu and x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return False
     case = Case(x.device, x.dtype, ())
@@ -155,7 +148,7 @@ def _keeps_mask(x: Tensor) -> bool:
 
 
 def _checked(seed: int | Tensor, x: Tensor) -> int | Tensor:
-    """The seed as a scalar tensor, or as the integer in the range of int64 that has its bits."""
+    """Return the seed as a scalar tensor, or as the int64 with its bits."""
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64:
             raise UnsupportedDtype(f"the seed must be int64, got {name_of(seed.dtype)}")
@@ -192,8 +185,8 @@ _dropout = DifferentiableOp(
 
 
 def _masked_forward(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = _masked_fwd(Case(x.device, x.dtype, x.shape), x, seed, p)
-    return found
+    results: tuple[Tensor, Tensor] = _masked_fwd(Case(x.device, x.dtype, x.shape), x, seed, p)
+    return results
 
 
 def _masked_backward(dy: Tensor, seed: Tensor, mask: Tensor, p: float, needs: Sequence[bool]) -> tuple[Tensor]:
@@ -214,23 +207,19 @@ _masked = DifferentiableOp(
 
 
 def _native_forward(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = _native_fwd(Case(x.device, x.dtype, x.shape), x.contiguous(), p)
-    return found
+    results: tuple[Tensor, Tensor] = _native_fwd(Case(x.device, x.dtype, x.shape), x.contiguous(), p)
+    return results
 
 
 def _native_backward(dy: Tensor, mask: Tensor, p: float, needs: Sequence[bool]) -> tuple[Tensor]:
     return (_native_bwd(Case(dy.device, dy.dtype, dy.shape), dy.contiguous(), mask, 1.0 / (1.0 - p)),)
 
 
-def _native_again(dy: Tensor, mask: Tensor, p: float, needs: Sequence[bool]) -> tuple[Tensor]:
-    return (dy * mask.to(dy.dtype) * (1.0 / (1.0 - p)),)
-
-
 _native = DifferentiableOp(
     "dropout_native(Tensor x, float p) -> (Tensor y, Tensor mask)",
     forward=_native_forward,
     backward=_native_backward,
-    composite_backward=_native_again,
+    composite_backward=lambda dy, mask, p, needs: (dy * mask.to(dy.dtype) * (1.0 / (1.0 - p)),),
     saves=("mask",),
     gradients={"x": "y"},
     composite=F.dropout,

@@ -1,4 +1,4 @@
-"""The mathematics of dropout; the oracle of its tests in float64. The mask is exact, in NumPy's integers."""
+"""Reference of dropout in plain PyTorch, with the mask in NumPy's integers; the tests' oracle in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUP = 512
 
 
 def philox_reference(counter: list[_Words], key: tuple[int, int], rounds: int = 10) -> list[_Words]:
-    """Philox 4x32: four words below 2^32 from each counter of four and a key of two.
+    """Return Philox 4x32's four 32-bit words for each counter of four words and a key of two.
 
     Source: Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3", section 5.2.2.
     """
@@ -35,11 +35,11 @@ def philox_reference(counter: list[_Words], key: tuple[int, int], rounds: int = 
 
 
 def keep_reference(n: int, p: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Which of n elements stay.
+    """Return which of n elements are kept.
 
-    Elements are taken in groups of 2048, four runs of 512 each: element i of run j of group t looks at word j of
-    counter (512 t + i, 0, 0, 0), of 64 bits in its first two words; the key is the seed. It stays where the word's
-    upper 31 bits are at least p 2^31.
+    Elements are numbered in groups of 2048, four runs of 512 each: element i of run j of group t uses word j of counter
+    (512 t + i, 0, 0, 0), whose first two words are 64 bits; the key is the seed. It is kept if the word's upper 31 bits
+    are at least p 2^31.
     """
     group, run, i = np.unravel_index(np.arange(n), (-(-n // (4 * GROUP)), 4, GROUP)) if n else (np.zeros(0, int),) * 3
     counter = (group * GROUP + i).astype(np.uint64)
@@ -51,7 +51,7 @@ def keep_reference(n: int, p: float, seed: int) -> npt.NDArray[np.bool_]:
 
 
 def dropout_reference(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int) -> Tensor:
-    """Return x / (1 - p) where it stays and 0 elsewhere."""
+    """Return x / (1 - p) for kept elements and 0 for dropped ones."""
     if not training or p == 0:
         return x
     if p == 1:

@@ -1,15 +1,15 @@
-"""dropout: Philox 4x32-10 from a seed and the element's place; no mask is stored.
+"""dropout: Philox 4x32-10 from a seed and the element's index; no mask is stored.
 
-    y = x / (1 - p) where the place's word, without its lowest bit, is at least p 2^31, else 0 x; dx from dy likewise
+    y = x / (1 - p) if the index's word, without its lowest bit, is at least p 2^31, else 0 x; dx from dy likewise
 
 Source: Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3", section 5.2.2 (Philox);
         Srivastava et al. 2014, "Dropout: a simple way to prevent neural networks from overfitting", section 10.
-Layout: contiguous memory, taken as n elements, in groups of 4 GROUP: element i of run j of group t has word j of the
-        counter (GROUP t + i, 0, 0), 64 bits and two words. So a thread's four words serve four loads of its own, and
-        the mask depends on neither warps nor alignment. The seed lies in memory, or each one would be another launch to
-        prepare, and a captured graph could not draw another at each replay.
-Grid:   one program for each group.
-Bound:  memory: 2 accesses an element, forward and backward; about 15 integer operations.
+Layout: n contiguous elements, in groups of 4 GROUP: element i of run j of group t uses word j of the counter
+        (GROUP t + i, 0, 0), 64 bits and two words. A thread's four words serve four loads of its own, and the mask
+        depends on neither warps nor alignment. The seed is read from memory, so that launches can be prepared and a
+        captured graph can draw another seed at each replay.
+Grid:   one program per group.
+Bound:  memory: 2 accesses per element, forward and backward; about 15 integer operations.
 """
 
 import triton

@@ -1,1 +1,1 @@
-"""Linear layers whose products are of 8-bit floating-point numbers, and what stands between them in an MLP."""
+"""Linear layers with products in 8-bit floating point, and the activations between them in an MLP."""

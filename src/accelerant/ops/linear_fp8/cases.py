@@ -1,4 +1,4 @@
-"""What linear_fp8's kernels are compiled for, tested and measured on."""
+"""Compiled kernels and test shapes of linear_fp8."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from accelerant.ops.linear_fp8.launch import constants, dgelu_plan, gelu_plan, r
 
 __all__ = ["KERNELS", "KIND", "MATRICES", "WEIGHTS"]
 
-KIND = "mutating"
-"""No functions of a public name."""
+KIND = "mutating"  # no public function
 
 MATRICES = ((0, 16), (1, 1), (3, 7), (16, 128), (129, 130), (5, 768), (40, 48), (2, 3072))
-"""Rows and columns."""
+"""Rows and columns of activations."""
 
 WEIGHTS = ((16, 16), (48, 32), (96, 160), (32, 2304))
-"""The same of weights: multiples of 16."""
+"""Rows and columns of weights: multiples of 16."""
 
 
 def _ints(*names: str) -> dict[str, str]:
@@ -26,10 +25,7 @@ def _rows(kind: str, N: int, *, factor: bool) -> Compilation:
     plan = row_plan(N)
     types = {"x_ptr": kind, "q_ptr": "*u8", "scale_ptr": "*fp32", **_ints("M", "N", "stride")}
     fixed: dict[str, object] = {**constants(plan, N)}
-    if factor:
-        types["factor_ptr"] = "*fp32"
-    else:
-        fixed["factor_ptr"] = None
+    (types if factor else fixed)["factor_ptr"] = "*fp32" if factor else None
     return Compilation(_KERNELS["rows"], types, fixed, plan.num_warps)
 
 

@@ -1,13 +1,13 @@
-"""Linear layers in 8-bit floating-point numbers: their result and the gradient of their input.
+"""Linear layers in 8-bit floating point (e4m3): their result and the gradient of their input.
 
-    y  = q(x) q(W)^T + b          rows of x and of W scaled into e4m3
-    dx = q(dy diag(s)) q(W)       s the scales of W's rows, which stand in the middle of this product
+    y  = q(x) q(W)^T + b          rows of x and of W scaled to the range of e4m3
+    dx = q(dy diag(s)) q(W)       s the scales of W's rows, which are inside this product's sum
 
-Products are torch._scaled_mm (cuBLASLt), add in float32 and give the dtype of the layer's input. The gradient of the
-weight is left to the caller, in the higher precision: its sum runs over the rows, which have a scale each.
+Products are torch._scaled_mm (cuBLASLt), accumulate in float32 and return the dtype of the layer's input. The caller
+computes the weight's gradient in the higher precision: its sum runs over the rows, which have different scales.
 
-Scales come from the numbers themselves, one a row, so that a tensor is read once and nothing is remembered from step to
-step. Gradients are e4m3 too: a row's own scale makes the range of e5m2 unnecessary, and it has a bit more.
+Scales come from the tensor itself, one per row, so that it is read once and nothing is remembered between steps.
+Gradients are e4m3 too: with a scale per row the range of e5m2 is unnecessary, and e4m3 has one bit more.
 
 Source: Micikevicius et al. 2022, arXiv:2209.05433.
 """
@@ -34,51 +34,48 @@ __all__ = [
 ]  # fmt: skip
 
 MULTIPLE = 16
-"""Both sizes of a weight must be multiples of it: rows of 16 bytes."""
+"""Both sizes of a weight must be multiples of this: rows of 16 bytes."""
 
 _E4M3 = torch.float8_e4m3fn
-_LEAST = (8, 9)
+_MIN_CAPABILITY = (8, 9)
 
 
 class Float8Weight(NamedTuple):
-    """A weight (N, K) as 8-bit numbers, twice: a product reads rows of what it sums over.
+    """A weight (N, K) in e4m3, also transposed, since products read rows along the summed dimension.
 
     Attributes:
         q: (N, K) e4m3.
-        turned: (K, N), its transpose.
+        transposed: (K, N), the transpose of q.
         scale: (N,) float32, of q's rows.
     """
 
     q: Tensor
-    turned: Tensor
+    transposed: Tensor
     scale: Tensor
 
     @classmethod
     def empty(cls, weight: Tensor) -> Float8Weight:
-        """Room for a weight.
+        """Allocate the tensors for a weight.
 
         Raises:
-            ShapeError: a size is no multiple of 16.
+            ShapeError: a size is not a multiple of 16.
         """
         N, K = weight.shape
         if N % MULTIPLE or K % MULTIPLE:
             raise ShapeError(f"products in fp8 take weights whose sizes are multiples of {MULTIPLE}, got {(N, K)}")
         device = weight.device
-        q, turned = torch.empty(N, K, dtype=_E4M3, device=device), torch.empty(K, N, dtype=_E4M3, device=device)
-        return cls(q, turned, torch.empty(N, dtype=torch.float32, device=device))
+        q, transposed = (torch.empty(shape, dtype=_E4M3, device=device) for shape in ((N, K), (K, N)))
+        return cls(q, transposed, torch.empty(N, dtype=torch.float32, device=device))
 
 
 class Float8Weights:
-    """Some weights as 8-bit numbers.
-
-    Args:
-        weights: of one device.
+    """Several weights of one device in e4m3.
 
     Attributes:
-        each: in their order.
+        each: the Float8Weights, in the order of the weights.
 
     Raises:
-        ShapeError: a size is no multiple of 16.
+        ShapeError: a size is not a multiple of 16.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -86,19 +83,19 @@ class Float8Weights:
         self.each = [Float8Weight.empty(weight) for weight in weights]
 
     def fill(self) -> None:
-        """Make them anew."""
+        """Quantize the weights again."""
         for weight, each in zip(self._weights, self.each, strict=True):
             _weight(Case(weight.device, weight.dtype, weight.shape), weight.detach(), each)
-        torch.autograd.graph.increment_version(flattened(self.each))  # kernels do not say that they write
+        torch.autograd.graph.increment_version(flattened(self.each))  # autograd does not see the kernels' writes
 
 
 def flattened(weights: Sequence[Tensor | Float8Weight]) -> list[Tensor]:
-    """The tensors of some weights, for autograd to keep."""
+    """Return the tensors of weights, for autograd to save."""
     return [part for weight in weights for part in (weight if isinstance(weight, Float8Weight) else (weight,))]
 
 
 def unflattened(parts: Sequence[Tensor]) -> tuple[Tensor | Float8Weight, ...]:
-    """The weights that `flattened` took apart; all of one kind."""
+    """Return the weights whose tensors `flattened` returned; all of one kind."""
     if parts[0].dtype != _E4M3:
         return tuple(parts)
     return tuple(Float8Weight(*parts[i : i + 3]) for i in range(0, len(parts), 3))
@@ -108,12 +105,12 @@ def unflattened(parts: Sequence[Tensor]) -> tuple[Tensor | Float8Weight, ...]:
 
 
 def refuses_device(device: torch.device) -> str | None:
-    """Why products of 8-bit floating-point numbers cannot run on a device; None if they can."""
+    """Return why a device cannot multiply 8-bit floating point, or None."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"{device} is no NVIDIA GPU"
-    found = torch.cuda.get_device_capability(device)
-    if found < _LEAST:
-        return f"{device} has compute capability {found[0]}.{found[1]}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _MIN_CAPABILITY:
+        return f"{device} has compute capability {capability[0]}.{capability[1]}"
     return None
 
 
@@ -140,45 +137,40 @@ def _scaled_mm(
     if weight_scale is None:
         weight_scale = _ones(weight.shape[0], weight.device)
     return torch._scaled_mm(
-        x,
-        weight.t(),
-        scale_a=x_scale[:, None],
-        scale_b=weight_scale[None, :],
-        bias=bias,
-        out_dtype=dtype,
+        x, weight.t(), scale_a=x_scale[:, None], scale_b=weight_scale[None, :], bias=bias, out_dtype=dtype,
         use_fast_accum=True,
-    )
+    )  # fmt: skip
 
 
 _kept_ones: dict[torch.device, Tensor] = {}
 
 
 def _ones(count: int, device: torch.device) -> Tensor:
-    """So many ones, of a tensor that is made once and grows."""
+    """Return `count` ones, a view of a cached tensor that grows."""
     kept = _kept_ones.get(device)
     if kept is None or kept.numel() < count:
         kept = _kept_ones[device] = torch.ones(max(count, launch.LONGEST), dtype=torch.float32, device=device)
     return kept[:count]
 
 
-def _fill(weight: Tensor, into: Float8Weight) -> None:
-    launch.launch_rows(weight, None, into=(into.q, into.scale))
-    into.turned.view(torch.uint8).copy_(into.q.view(torch.uint8).t())
+def _fill(weight: Tensor, out: Float8Weight) -> None:
+    launch.launch_rows(weight, None, out=(out.q, out.scale))
+    out.transposed.view(torch.uint8).copy_(out.q.view(torch.uint8).t())
 
 
-def _fill_reference(weight: Tensor, into: Float8Weight) -> None:
+def _fill_reference(weight: Tensor, out: Float8Weight) -> None:
     q, scale = reference.rows_reference(weight)
-    into.q.copy_(q)
-    into.turned.copy_(q.t())
-    into.scale.copy_(scale)
+    out.q.copy_(q)
+    out.transposed.copy_(q.t())
+    out.scale.copy_(scale)
 
 
-def _moved(accesses: int) -> Callable[[Case], Cost]:
-    """The cost of so many accesses in the case's dtype, and one of a byte."""
+def _access_cost(accesses: int) -> Callable[[Case], Cost]:
+    """Return the cost function of `accesses` accesses in the case's dtype and one of a byte, per element."""
 
     def cost(case: Case) -> Cost:
-        numbers = math.prod(case.shape)
-        return Cost(numbers * (accesses * case.dtype.itemsize + 1), 30 * numbers)
+        elements = math.prod(case.shape)
+        return Cost(elements * (accesses * case.dtype.itemsize + 1), 30 * elements)
 
     return cost
 
@@ -192,7 +184,7 @@ def _operation(
             Implementation("triton", kernel, refuses=_refuses_kernels, own=True, mutates=mutates),
             Implementation("torch", plain, mutates=mutates),
         ),
-        cost=_moved(accesses),
+        cost=_access_cost(accesses),
     )
 
 
@@ -223,8 +215,8 @@ Rounded = tuple[Tensor, Tensor]
 
 def _rounded(x: Tensor, factor: Tensor | None) -> Rounded:
     options = () if factor is None else ("factor",)
-    found: Rounded = _rows(Case(x.device, x.dtype, x.shape, options), x, factor)
-    return found
+    rounded: Rounded = _rows(Case(x.device, x.dtype, x.shape, options), x, factor)
+    return rounded
 
 
 def _multiplied(x: Rounded, weight: Tensor, scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -234,22 +226,22 @@ def _multiplied(x: Rounded, weight: Tensor, scale: Tensor | None, bias: Tensor |
 
 
 def linear(x: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:
-    """The rows x (M, K) times a weight (N, K) transposed, plus bias, both in x's dtype: (M, N)."""
+    """Return x (M, K) times the transposed weight (N, K), plus bias: (M, N) in x's dtype, as is bias."""
     return _multiplied(_rounded(x, None), weight.q, weight.scale, bias, x.dtype)
 
 
 def linear_dx(dy: Tensor, weight: Float8Weight) -> Tensor:
-    """The gradient (M, K) of linear's rows, from that of its result (M, N)."""
+    """Return the gradient (M, K) of linear's x, from that of its result (M, N)."""
     return rounded_dx(_rounded(dy, weight.scale), weight, dy.dtype)
 
 
 def rounded_dx(dy: Rounded, weight: Float8Weight, dtype: torch.dtype) -> Tensor:
-    """The same of dy in e4m3, its columns multiplied by the weight's scales before."""
-    return _multiplied(dy, weight.turned, None, None, dtype)
+    """Return linear_dx of dy in e4m3, quantized after multiplying its columns by the weight's scales."""
+    return _multiplied(dy, weight.transposed, None, None, dtype)
 
 
 def gelu_linear(z: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:
-    """The layer on gelu(z), z (M, K) contiguous; gelu by the tanh approximation, rounded once, to e4m3."""
+    """Return linear of gelu(z), z (M, K) contiguous; gelu by the tanh approximation, rounded once, to e4m3."""
     rounded: Rounded = _gelu(Case(z.device, z.dtype, z.shape), z)
     return _multiplied(rounded, weight.q, weight.scale, bias, z.dtype)
 
@@ -257,17 +249,17 @@ def gelu_linear(z: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:
 def linear_dz(
     dy: Tensor, weight: Float8Weight, z: Tensor, before: Float8Weight, sums: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Rounded]:
-    """Back through linear(gelu(z)): the gradient of z (M, N), gelu(z), and the sums of the former's columns.
+    """Return the gradients of linear(gelu(z)) with respect to z.
 
     Args:
         dy: (M, K), the gradient of the result.
         weight: (K, N).
-        z: contiguous.
-        before: the weight whose product z is.
-        sums: their dtype; None for none.
+        z: (M, N), contiguous.
+        before: the weight of the layer whose result z is.
+        sums: dtype of the column sums; None for none.
 
     Returns:
-        besides these dz as `rounded_dx` takes it, for `before`.
+        dz, gelu(z), the sums of dz's columns, and dz quantized for `rounded_dx` with `before`.
     """
     da = linear_dx(dy, weight)
     dz, a, q, scale, partial = _dgelu(Case(z.device, z.dtype, z.shape, ("dgelu",)), da, z, before.scale)

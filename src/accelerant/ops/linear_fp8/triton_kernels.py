@@ -1,20 +1,19 @@
-"""What a product of 8-bit floating-point numbers (e4m3) needs before it: rows scaled into their range, and rounded.
+"""Quantization to 8-bit floating point (e4m3) for products: rows are scaled to its range and rounded.
 
-    rows    q = e4m3(x f / s), s one power of two a row, f one number a column (1 without)
-    gelu    the same of gelu(z)
-    dgelu   dz = da gelu'(z), a = gelu(z), sums of dz's columns, and the same of dz
+    rows    q = e4m3(x f / s), s one power of two per row, f one factor per column (1 without)
+    gelu    rows of gelu(z)
+    dgelu   dz = da gelu'(z), a = gelu(z), sums of dz's columns, and rows of dz
 
-s is the least power of two with max |x f| <= 448 s, and f of a gradient's columns are the scales of the weight's rows:
-a factor that stands in the middle of a product cannot leave it. Powers of two round nothing themselves. A row that is
-not finite gets the scale NaN, and so does the row of the product.
+s is the least power of two with max |x f| <= 448 s. For a gradient f are the scales of the weight's rows, which are
+inside the product's sum and cannot be applied after it. Scaling by powers of two is exact. A row that is not finite
+gets the scale NaN, and so does the row of the product.
 
-Source: Micikevicius et al. 2022, arXiv:2209.05433, section 3 (e4m3, 448 its largest number, no infinity); gelu as in
+Source: Micikevicius et al. 2022, arXiv:2209.05433, section 3 (e4m3: largest number 448, no infinity); gelu as in
         accelerant.ops.gelu.
-Layout: x, z, da (M, N), rows of contiguous elements; x and da with a distance between rows; q bytes (M, N) without
-        gaps; s and f float32.
-Grid:   rows, gelu: ROWS rows a program, in registers. dgelu: `span` rows a program, ROWS at a time; partial sums of
-        columns leave it.
-Bound:  memory: 3 bytes an element of bfloat16 (rows, gelu), 9 (dgelu).
+Layout: x, z, da (M, N), rows of contiguous elements; x and da with row strides; q bytes (M, N) dense; s and f float32.
+Grid:   rows, gelu: one program per ROWS rows, in registers. dgelu: one program per `span` rows, ROWS at a time, with
+        partial sums of the columns.
+Bound:  memory: 3 bytes per element of bfloat16 (rows, gelu), 9 (dgelu).
 """
 
 import triton
@@ -22,18 +21,18 @@ import triton.language as tl
 
 from accelerant.ops.gelu.triton_kernels import _gelu, _gelu_slope
 
-_TINY = tl.constexpr(0x0D800000)  # 2^-100: below it a row counts as 0, so that 1 / s stays finite
+_TINY = tl.constexpr(0x0D800000)  # 2^-100: smaller rows count as 0, so that 1 / s stays finite
 
 
 @triton.jit
 def _magnitude(x):
-    """Bits of |x|: integers in the order of the magnitudes, NaN above infinity."""
+    """Return the bits of |x|: integers ordered as the magnitudes, NaN above infinity."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _scale(bits):
-    """The scale of a row's largest magnitude: 448 is 1.75 * 2^8, so the exponent rises for a mantissa above 1.75."""
+    """Return the scale of a row's largest magnitude; 448 = 1.75 * 2^8, so mantissas above 1.75 raise the exponent."""
     power = ((tl.maximum(bits, _TINY) + 0x1FFFFF) & 0x7F800000) - (8 << 23)
     return tl.where(bits < 0x7F800000, power, 0x7FC00000).to(tl.float32, bitcast=True)
 

@@ -149,7 +149,7 @@ def _element(
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradient of element (r, c) of each cell; in the windows zh rows of y further its row is r + PH - zh SH."""
+    """Return the gradient of element (r, c) of each cell; zh rows of y further its row is r + PH - zh SH."""
     ZH0: tl.constexpr = -(((KH - 1) * DH - PH) // SH)
     ZW0: tl.constexpr = -(((KW - 1) * DW - PW) // SW)
     ZH1: tl.constexpr = (SH - 1 + PH) // SH + 1

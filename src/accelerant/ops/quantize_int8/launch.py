@@ -1,4 +1,4 @@
-"""Launches of quantize_int8's kernels: what a program takes of the rows."""
+"""Launches of quantize_int8's Triton kernels."""
 
 from __future__ import annotations
 
@@ -18,22 +18,17 @@ KERNELS = {
 }
 
 WIDE_FROM = 16384
-"""Above this many columns a row does not stay in registers."""
+"""Longer rows do not stay in registers."""
 
 WIDE = RowPlan(rows=1, block_n=4096, num_warps=8)
 
-PLANS = {
-    4096: (
-        *(RowPlan(1, 4096, warps) for warps in (4, 8, 16)),
-        *(RowPlan(2, 4096, warps) for warps in (8, 16)),
-    )
-}
-"""Columns -> what is worth timing for quantize_int8_fwd."""
+PLANS = {4096: tuple(RowPlan(rows, 4096, warps) for rows, warps in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16)))}
+"""Candidates of quantize_int8_fwd by columns."""
 
 
 @functools.cache
 def row_plan(N: int) -> RowPlan:
-    """What a program of quantize_int8_fwd takes: about 4096 elements, 16 or 32 a thread."""
+    """Return the default plan of quantize_int8_fwd: about 4096 elements per program, 16 or 32 per thread."""
     block_n = max(16, next_power_of_2(N))
     if block_n <= 2048:
         return RowPlan(rows=min(64, 4096 // block_n), block_n=block_n, num_warps=4)
@@ -41,12 +36,12 @@ def row_plan(N: int) -> RowPlan:
 
 
 def constants(plan: RowPlan, N: int) -> dict[str, int | bool]:
-    """The compile-time arguments of quantize_int8_fwd."""
+    """Return the compile-time arguments of quantize_int8_fwd."""
     return {"EXACT": plan.block_n == N, "ROWS": plan.rows, "BLOCK_N": plan.block_n}
 
 
 def launch(x: Tensor, dim: int, plan: RowPlan | None = None) -> tuple[Tensor, Tensor]:
-    """Find q, contiguous, and scale; dim counts from 0, x has at least one dimension."""
+    """Return q, contiguous, and scale; dim counts from 0, x has at least one dimension."""
     last = dim == x.dim() - 1
     rows = x if last else x.movedim(dim, -1)
     N = rows.shape[-1]
@@ -67,7 +62,7 @@ def launch(x: Tensor, dim: int, plan: RowPlan | None = None) -> tuple[Tensor, Te
 
 
 def _launch_wide(lines: Tensor, q: Tensor, scale: Tensor, stride: int) -> None:
-    """Rows that do not stay in registers, shared among programs where they are few."""
+    """Launch the kernels for rows that do not stay in registers; few rows are split among programs."""
     M, N = scale.numel(), q.shape[-1]
     fixed = {"BLOCK_N": WIDE.block_n}
     parts, span = split_rows(M, N, WIDE.block_n, q.device)

@@ -27,14 +27,15 @@ def quantize_int8(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:
         dim: the dimension whose elements share a scale; negative counts from the end.
 
     Returns:
-        q, int8, shape of x, contiguous; and scale, float32, the shape of x without `dim`. All is computed in float32,
-        float64 rounded to it first. The scale of a row of zeros (or none, or all below 127 * 2^-150) is 1, so that it
-        may always be divided by. A row with an infinity or a NaN has that as its scale and zeros for q, so that
-        q scale is NaN there and nowhere else. No gradient goes through.
+        q, int8, shape of x, contiguous; and scale, float32, the shape of x without `dim`. Computed in float32, to which
+        float64 is rounded first. The scale of a row of zeros (or empty, or with all magnitudes below 127 * 2^-150) is
+        1, so that division by it is always defined. A row with an infinity or a NaN has that as its scale and zeros
+        for q, so that q scale is NaN there and nowhere else. Not differentiable.
 
     Raises:
         ShapeError: x has no such dimension.
-        UnsupportedDtype: dtype not listed above.
+        UnsupportedDtype: a dtype not listed above.
+        TypeError: x is not a tensor.
 
     Source: Jacob et al. 2018, arXiv:1712.05877, section 2.
     """
@@ -45,31 +46,28 @@ def quantize_int8(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:
     if x.dim() == 0:
         q, scale = quantize_int8(x.reshape(1), dim=0)
         return q.reshape(()), scale
-    found = quantize_rows(x, dim % dims) if not torch.compiler.is_compiling() and is_plain(x) else _op(x, dim % dims)
-    q, scale = found
+    run = quantize_rows if not torch.compiler.is_compiling() and is_plain(x) else _op
+    q, scale = run(x, dim % dims)
     return q, scale
 
 
 def by_torch(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The same from torch's functions; dim counts from 0."""
+    """Return quantize_int8 by torch's functions; dim counts from 0."""
     with torch.no_grad():
         if not x.shape[dim]:
-            return (
-                x.new_empty(x.shape, dtype=torch.int8),
-                x.new_ones(_without(x, dim), dtype=torch.float32),
-            )
+            return x.new_empty(x.shape, dtype=torch.int8), x.new_ones(_without(x, dim), dtype=torch.float32)
         wide = x.detach().float().contiguous()
         peak = torch.maximum(wide.amax(dim, keepdim=True), -wide.amin(dim, keepdim=True))  # faster than of |x|
-        scale = peak / wide.new_full((), 127.0)  # by a mere number, torch multiplies by the reciprocal on CUDA
+        scale = peak / wide.new_full((), 127.0)  # with a Python number torch multiplies by the reciprocal on CUDA
         scale = torch.where(scale == 0, 1.0, scale)
         steps = (wide / scale).round_()
-        if not _is_usual(scale):
+        if not _needs_no_clamp(scale):
             steps = steps.clamp(-127, 127).nan_to_num_(nan=0.0)
         return steps.to(torch.int8), scale.squeeze(dim)
 
 
-def _is_usual(scale: Tensor) -> bool:
-    """Whether no element needs a bound: no NaN, infinity or subnormal scale. Looked at only where that is free."""
+def _needs_no_clamp(scale: Tensor) -> bool:
+    """Return whether all scales are known to be normal and finite, which is checked only where that is cheap."""
     if scale.device.type != "cpu" or torch.compiler.is_compiling() or not is_plain(scale) or not scale.numel():
         return False
     low, high = torch.aminmax(scale)
@@ -77,7 +75,7 @@ def _is_usual(scale: Tensor) -> bool:
 
 
 def _without(x: Tensor, dim: int) -> list[int]:
-    return [size for at, size in enumerate(x.shape) if at != dim]
+    return [size for i, size in enumerate(x.shape) if i != dim]
 
 
 def _refuses(case: Case) -> str | None:
@@ -99,16 +97,16 @@ _fwd = Operation(
 
 
 def quantize_rows(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """quantize_int8 of a plain tensor with at least one dimension, unchecked; dim counts from 0."""
+    """Return quantize_int8 of a plain tensor with at least one dimension, without checks; dim counts from 0."""
     case = Case(x.device, x.dtype, x.shape, () if dim == x.dim() - 1 else (f"dim {dim}",))
-    found: tuple[Tensor, Tensor] = _fwd(case, x, dim)
-    return found
+    results: tuple[Tensor, Tensor] = _fwd(case, x, dim)
+    return results
 
 
 def _past_autograd(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     with below_autograd():
-        found: tuple[Tensor, Tensor] = _op(x, dim)
-        return found
+        results: tuple[Tensor, Tensor] = _op(x, dim)
+    return results
 
 
 def _fake(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

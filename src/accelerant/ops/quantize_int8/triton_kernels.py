@@ -1,15 +1,15 @@
-"""quantize_int8: rows of numbers as 8-bit integers and one scale a row.
+"""quantize_int8: rounds rows to 8-bit integers with a scale per row.
 
     scale = max |x| / 127 (1 where that is 0)    q = round(x / scale), halves to even
 
-Source: Jacob et al. 2018, arXiv:1712.05877, section 2, with the zero point at 0; the row as unit as in Dettmers et al.
-        2022, arXiv:2208.07339, section 3.1. Rounding by adding 1.5 * 2^23, after which the low bits of a float32 are
-        the integer.
-Layout: x (M, N), rows of N contiguous elements x_stride apart; q (M, N) int8 without gaps; scale (M,) float32. Largest
-        magnitudes are compared as bit patterns, in which NaN is above infinity: either is the row's scale, and its q 0.
-Grid:   fwd: ROWS rows a program, kept in registers. _wide: one row a program, read twice, the second time from L2.
-        _part, _join: the same of a row shared among programs, each with `span` columns of it; peaks (M, parts) int32.
-Bound:  memory: x read and q written once, 3 bytes an element of bfloat16; about 15 operations, the division among them.
+Source: Jacob et al. 2018, arXiv:1712.05877, section 2, with zero point 0; scales per row as in Dettmers et al. 2022,
+        arXiv:2208.07339, section 3.1. Rounds by adding 1.5 * 2^23, after which the low bits of the float32 are the
+        integer.
+Layout: x (M, N), rows of N contiguous elements x_stride apart; q (M, N) int8 dense; scale (M,) float32. Magnitudes are
+        compared as bit patterns, in which NaN is above infinity; both become the row's scale, with q = 0.
+Grid:   fwd: one program per ROWS rows, in registers. _wide: one program per row, which it reads twice, the second time
+        from L2. _part, _join: programs for `span` columns of a row each; peaks (M, parts) int32.
+Bound:  memory: x is read and q written once, 3 bytes per element of bfloat16; about 15 operations, one a division.
 """
 
 import triton
@@ -20,7 +20,7 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23
 
 @triton.jit
 def _magnitude(x):
-    """Bits of |x| in float32: integers in the order of the magnitudes."""
+    """Return the bits of |x| in float32: integers ordered as the magnitudes."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -54,7 +54,7 @@ def quantize_int8_fwd(
 
 @triton.jit
 def _peak(x_ptr, first, end, BLOCK_N: tl.constexpr):
-    """Bits of the largest magnitude from first to end."""
+    """Return the bits of the largest magnitude from first to end."""
     peak = tl.zeros([BLOCK_N], dtype=tl.int32)
     for start in range(first, end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)

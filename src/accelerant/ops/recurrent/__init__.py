@@ -1,1 +1,1 @@
-"""Recurrent layers through the vendor's library: nn's LSTM and GRU call them, no public name does."""
+"""Recurrent layers by the vendor's library, called by nn's LSTM and GRU; no public function."""

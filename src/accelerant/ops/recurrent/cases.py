@@ -1,4 +1,4 @@
-"""Nothing is compiled here: the library has the kernels."""
+"""No kernels are compiled: the layers are the library's."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from accelerant.ops._cases import Compilation
 
 __all__ = ["KERNELS", "KIND"]
 
-KIND = "mutating"  # no public name: the layers are tested in tests/ops/test_recurrent.py and tests/nn
+KIND = "mutating"  # no public function: the layers are tested in tests/ops/test_recurrent.py and tests/nn
 KERNELS: tuple[Compilation, ...] = ()

@@ -1,6 +1,6 @@
-"""LSTM and GRU: cuDNN's on a GPU, torch's own on a CPU; what this adds is the ledger.
+"""LSTM and GRU by cuDNN on a GPU and by torch on a CPU, counted in the ledger.
 
-A recurrence of our own would not beat cuDNN, which keeps the weights on chip from step to step. The gradients are from
+A recurrent kernel would not beat cuDNN, which keeps the weights on chip between steps. Gradients are computed by
 torch's autograd; the backward pass is not counted.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["gru", "gru_fwd", "lstm", "lstm_fwd"]
 
 
 def _cost(case: Case) -> Cost:
-    """X read, the weights read and y written once; each weight works at each step of each sequence."""
+    """Return the cost of reading x and the weights and writing y once, with a product per weight, step and sequence."""
     B, T, inputs = case.shape
     weights, outputs = case.options[0], case.options[1]
     return Cost((B * T * (inputs + outputs) + weights) * case.dtype.itemsize, 2 * B * T * weights)
@@ -28,49 +28,35 @@ gru_fwd = Operation("gru_fwd", (Implementation("torch", torch._VF.gru),), cost=_
 
 
 def lstm(
-    x: Tensor,
-    state: tuple[Tensor, Tensor],
-    weights: Sequence[Tensor],
-    *,
-    bias: bool,
-    layers: int,
-    dropout: float,
-    training: bool,
-    bidirectional: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Long short-term memory over (B, T, inputs); arguments as torch.nn.LSTM has them, already checked.
+    x: Tensor, state: tuple[Tensor, Tensor], weights: Sequence[Tensor], *, bias: bool, layers: int, dropout: float,
+    training: bool, bidirectional: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Run an LSTM over x (B, T, inputs); arguments as in torch.nn.LSTM, already checked.
 
     Returns:
         y (B, T, outputs), and h and c after the last step, (layers directions, B, hidden) each.
     """
-    found: tuple[Tensor, Tensor, Tensor] = lstm_fwd(
+    results: tuple[Tensor, Tensor, Tensor] = lstm_fwd(
         _case(x, state[0], weights, bidirectional),
         x, state, list(weights), bias, layers, dropout, training, bidirectional, True,
     )  # fmt: skip
-    return found
+    return results
 
 
 def gru(
-    x: Tensor,
-    state: Tensor,
-    weights: Sequence[Tensor],
-    *,
-    bias: bool,
-    layers: int,
-    dropout: float,
-    training: bool,
-    bidirectional: bool,
-) -> tuple[Tensor, Tensor]:
-    """Gated recurrent units over (B, T, inputs); as lstm.
+    x: Tensor, state: Tensor, weights: Sequence[Tensor], *, bias: bool, layers: int, dropout: float,
+    training: bool, bidirectional: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run a GRU over x (B, T, inputs); arguments as in torch.nn.GRU, already checked.
 
     Returns:
         y (B, T, outputs), and h after the last step, (layers directions, B, hidden).
     """
-    found: tuple[Tensor, Tensor] = gru_fwd(
+    results: tuple[Tensor, Tensor] = gru_fwd(
         _case(x, state, weights, bidirectional),
         x, state, list(weights), bias, layers, dropout, training, bidirectional, True,
     )  # fmt: skip
-    return found
+    return results
 
 
 def _case(x: Tensor, h: Tensor, weights: Sequence[Tensor], bidirectional: bool) -> Case:

@@ -1,4 +1,4 @@
-"""The mathematics of one layer in one direction, in whatever dtype comes; the oracle of its tests in float64."""
+"""Reference of one layer in one direction in plain PyTorch; the tests' oracle in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["gru_reference", "lstm_reference"]
 
 
 def lstm_reference(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """X (B, T, inputs), h and c (B, hidden): y (B, T, hidden) and the last h and c.
+    """Return y (B, T, hidden) and the last h and c, of x (B, T, inputs), h and c (B, hidden).
 
     Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers, Schmidhuber and Cummins 2000, as cuDNN.
     """
@@ -26,7 +26,7 @@ def lstm_reference(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]) -
 
 
 def gru_reference(x: Tensor, h: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """X (B, T, inputs), h (B, hidden): y (B, T, hidden) and the last h.
+    """Return y (B, T, hidden) and the last h, of x (B, T, inputs) and h (B, hidden).
 
     Source: Cho et al. 2014, arXiv:1406.1078, with the reset gate after the product, as cuDNN.
     """

@@ -1,4 +1,4 @@
-"""What the transformer's kernels are compiled for, tested and measured on."""
+"""Compiled kernels, test shapes and tolerances of the transformer's kernels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from accelerant.ops.transformer.launch import KERNELS as _KERNELS
 
 __all__ = ["KERNELS", "KIND", "MATRICES", "TOLERANCES"]
 
-KIND = "mutating"
-"""No functions of a public name."""
+KIND = "mutating"  # no public function
 
 MATRICES = ((0, 5), (4, 0), (1, 1), (3, 7), (16, 128), (129, 130), (300, 48))
-"""Rows and columns."""
+"""Rows and columns of test matrices."""
 
-# Relative to the largest element. A sum of 300 numbers, each of them rounded once.
+# Relative to the largest element of a sum of 300 numbers, each rounded once.
 TOLERANCES = {
     torch.float64: Tolerance(1e-12, 1e-12),
     torch.float32: Tolerance(1e-5, 1e-5),
@@ -45,20 +44,13 @@ def _embed(kind: str) -> Compilation:
     return Compilation(_KERNELS["embed"], types, _constants(plan, 768), plan.num_warps)
 
 
+_JOIN = {"partial_ptr": "*fp32", "sums_ptr": "*fp32", "P": "i32", "N": "i32"}
 KERNELS = (
     _columns("*bf16"),
     _columns("*fp32"),
     _dgelu("*bf16", tanh=True),
     _dgelu("*fp32", tanh=False),
-    *(
-        Compilation(
-            _KERNELS["join"],
-            {"partial_ptr": "*fp32", "sums_ptr": "*fp32", "P": "i32", "N": "i32"},
-            {"BLOCK_P": rows, "BLOCK_N": columns},
-            4,
-        )
-        for rows, columns in JOINS
-    ),
+    *(Compilation(_KERNELS["join"], _JOIN, {"BLOCK_P": rows, "BLOCK_N": columns}, 4) for rows, columns in JOINS),
     Compilation(_KERNELS["turn"], {"x_ptr": "*bf16", "y_ptr": "*bf16", "M": "i32", "N": "i32"}, {"BLOCK": SQUARE}, 4),
     _embed("*bf16"),
     _embed("*fp32"),

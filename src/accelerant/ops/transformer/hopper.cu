@@ -1,20 +1,19 @@
-// The gradient before gelu, in the epilogue of the product that gives the gradient after it (Hopper):
+// The gradient before gelu, in the epilogue of the product that computes the gradient after it (Hopper):
 //
 //     dz = (x W^T) gelu'(z)    a = gelu(z)    partial[p, n] = sum of dz[m, n] over 32 rows m
 //
-// x (M, K) is the gradient of the second linear map's result, W (N, K) that map's weight transposed, z (M, N) what stands
-// before gelu. So the gradient of a is never written, and a, which the forward pass did not keep, is made anew from z,
-// which is read once for both.
+// x (M, K) is the gradient of the second linear layer's result, W (N, K) that layer's transposed weight, z (M, N) the
+// input of gelu. The gradient of a is never written; a, which the forward pass did not save, is recomputed from z, which is
+// read once for both.
 //
-// The course of the product is that of ops/_hopper/product.h, by tiles of 128 x 128. A warp has z's four boxes of 16 rows
-// by 64 columns fetched when its turn begins, so that they are there when the sums are; dz replaces z where it lies, a
-// goes through two buffers, and the copy engine stores both. A second kernel adds the M / 32 sums of each column in a
-// fixed order.
+// The product follows ops/_hopper/product.h, with tiles of 128 x 128. When its turn begins, a warp fetches z's four boxes
+// of 16 rows by 64 columns, which arrive before the sums are complete. dz overwrites z in shared memory, a goes through two
+// buffers, and the copy engine stores both. A second kernel adds the M / 32 partial sums of each column in a fixed order.
 //
-// Bound: 2 M N K operations; beside them z is read, dz and a are written, 6 bytes an element, where a product apart, and
-// gelu's gradient apart, move 12. About 20 operations and two special functions an element.
-// Measured (H200, 32768 x 768 x 3072): 0.295 ms; cuBLAS's product apart takes 0.223 and the rest apart 0.223 more. Slower:
-// loads of z between the stores 0.306; tiles of 128 x 192 so, with three steps in flight, 0.315.
+// Bound: tensor cores, 2 M N K flops. z is read and dz and a are written, 6 bytes per element, where a separate product
+// and gelu gradient move 12. About 20 operations and two special functions per element.
+// Measured (H200, 32768 x 768 x 3072): 0.295 ms; cuBLAS's product alone 0.223 and the separate rest 0.223. Slower: loads
+// of z between the stores 0.306; tiles of 128 x 192, with three steps in flight, 0.315.
 // Source: PTX ISA 8.7, section 9.7.15 (wgmma); Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
 
 constexpr int BOXES = HEIGHT * WIDTH / 64, WARP_BYTES = (BOXES + 2) * SLOT_BYTES;

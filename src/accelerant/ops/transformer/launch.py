@@ -1,4 +1,4 @@
-"""Launches of the transformer's kernels."""
+"""Launches of the transformer's Triton kernels."""
 
 from __future__ import annotations
 
@@ -19,33 +19,31 @@ _NAMES = ("columns", "dgelu", "join", "turn", "embed")
 KERNELS = {name: TritonKernel("accelerant.ops.transformer.triton_kernels", f"transformer_{name}") for name in _NAMES}
 
 STRIP = (16, 128)
-"""Rows and columns of a step: 2048 elements, lines of 256 bytes in 16-bit dtypes."""
+"""Rows and columns of a step of dgelu: 2048 elements, rows of 256 bytes in 16-bit dtypes."""
 
 COLUMNS = {"BLOCK_M": 16, "BLOCK_N": 256, "STAGES": 4}
-"""The same of a kernel that reads one tensor, with so many steps in flight: 32 KiB of bfloat16 a program."""
+"""Step and pipeline stages of the column sums, which read one tensor: 32 KiB of bfloat16 in flight per program."""
 
 SQUARE = 64
-"""Rows and columns of a square that is turned."""
+"""Rows and columns of a transposed tile."""
 
 JOINS = ((64, 16), (256, 16))
-"""Rows and columns of a step over partial sums, of few rows and of more; narrow strips fill the device."""
-
+"""Rows and columns of a step over partial sums, for few rows and for more; narrow strips fill the device."""
 
 _WARPS = 4
-_LEAST_SPAN = 128
-_MOST_PARTS = 256
-_COLUMN_PROGRAMS = 6
-"""A multiprocessor: as many as hold their steps in flight there."""
+_MIN_SPAN = 128
+_MAX_PARTS = 256
+_COLUMN_PROGRAMS = 6  # per multiprocessor: as many as fit with their steps in flight
 
 
-def _spans(M: int, most: int) -> tuple[int, int]:
-    """Rows of a part, and how many parts: at most so many."""
-    span = max(_LEAST_SPAN, ceil_div(ceil_div(M, most), STRIP[0]) * STRIP[0])
+def _spans(M: int, max_parts: int) -> tuple[int, int]:
+    """Return the rows of a part, and the number of parts."""
+    span = max(_MIN_SPAN, ceil_div(ceil_div(M, max_parts), STRIP[0]) * STRIP[0])
     return span, ceil_div(M, span)
 
 
 def launch_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of each column of x (M, N), in a dtype; added in float32."""
+    """Return the sum of each column of x (M, N) in a dtype, accumulated in float32."""
     M, N = x.shape
     if not M or not N:
         return torch.zeros(N, dtype=dtype, device=x.device)
@@ -53,37 +51,28 @@ def launch_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
     strips = ceil_div(N, COLUMNS["BLOCK_N"])
     span, parts = _spans(M, max(1, _COLUMN_PROGRAMS * multiprocessors(x.device) // strips))
     partial = torch.empty(parts, N, dtype=torch.float32, device=x.device)
-    KERNELS["columns"].launch(
-        (parts * strips,),
-        (rows, partial, M, N, stride, span),
-        COLUMNS,
-        num_warps=_WARPS,
-    )
+    KERNELS["columns"].launch((parts * strips,), (rows, partial, M, N, stride, span), COLUMNS, num_warps=_WARPS)
     return partial[0].to(dtype) if parts == 1 else launch_join(partial, dtype)
 
 
 def launch_columns_each(x: Tensor, examples: int) -> Tensor:
-    """The sum of each column over each example's rows, which stand together: (examples, N) in float32."""
+    """Return the sum of each column over each example's rows, which are consecutive: (examples, N) in float32."""
     M, N = x.shape
     if not M or not N:
         return torch.zeros(examples, N, dtype=torch.float32, device=x.device)
     rows, stride = as_rows(x, N)
     strips = ceil_div(N, COLUMNS["BLOCK_N"])
     span, splits = M // examples, 1
-    while span % 2 == 0 and span > _LEAST_SPAN and examples * splits * strips < 2 * multiprocessors(x.device):
+    while span % 2 == 0 and span > _MIN_SPAN and examples * splits * strips < 2 * multiprocessors(x.device):
         span, splits = span // 2, splits * 2
     partial = torch.empty(examples, splits, N, dtype=torch.float32, device=x.device)
-    KERNELS["columns"].launch(
-        (examples * splits * strips,),
-        (rows, partial, M, N, stride, span),
-        COLUMNS,
-        num_warps=_WARPS,
-    )
+    grid = (examples * splits * strips,)
+    KERNELS["columns"].launch(grid, (rows, partial, M, N, stride, span), COLUMNS, num_warps=_WARPS)
     return partial[:, 0] if splits == 1 else partial.sum(1)
 
 
 def launch_turn(x: Tensor) -> Tensor:
-    """The transpose of x (M, N), contiguous."""
+    """Return the transpose of x (M, N), contiguous."""
     M, N = x.shape
     x = x.contiguous()
     y = torch.empty(N, M, dtype=x.dtype, device=x.device)
@@ -94,7 +83,7 @@ def launch_turn(x: Tensor) -> Tensor:
 
 
 def launch_join(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of each column of a few rows of partial sums, in a fixed order."""
+    """Return the sum of each column of partial sums, added in a fixed order."""
     parts, N = partial.shape
     sums = torch.empty(N, dtype=dtype, device=partial.device)
     block_p, block_n = JOINS[parts > JOINS[0][0]]
@@ -106,13 +95,13 @@ def launch_join(partial: Tensor, dtype: torch.dtype) -> Tensor:
 def launch_dgelu(
     dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradient dz of z (M, N), gelu(z), and the sums of dz's columns in a dtype if one is given."""
+    """Return the gradient dz of z (M, N), gelu(z), and the sums of dz's columns in a dtype unless None."""
     M, N = z.shape
     dz, a = torch.empty_like(z), torch.empty_like(z)
     if not M or not N:
         return dz, a, None if sums is None else z.new_zeros(N, dtype=sums)
     rows, stride = as_rows(dy, N)
-    span, parts = _spans(M, _MOST_PARTS)
+    span, parts = _spans(M, _MAX_PARTS)
     partial = None if sums is None else torch.empty(parts, N, dtype=torch.float32, device=z.device)
     KERNELS["dgelu"].launch(
         (parts * ceil_div(N, STRIP[1]),),
@@ -123,15 +112,15 @@ def launch_dgelu(
     return dz, a, None if partial is None or sums is None else launch_join(partial, sums)
 
 
-def launch_embed(tokens: Tensor, table: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of table (V, D) by tokens (B, T), plus rows of places by their place in the sequence: (B, T, D)."""
+def launch_embed(tokens: Tensor, table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows of table (V, D) by tokens (B, T) plus rows of positions by index in the sequence: (B, T, D)."""
     (V, D), (B, T) = table.shape, tokens.shape
     y = torch.empty(B, T, D, dtype=dtype, device=table.device)
     if y.numel():
         plan = embedding_plan(D)
         KERNELS["embed"].launch(
             (ceil_div(B * T, plan.rows), ceil_div(D, plan.block_d)),
-            (tokens.contiguous(), table.contiguous(), places.contiguous(), y, B * T, V, D, T),
+            (tokens.contiguous(), table.contiguous(), positions.contiguous(), y, B * T, V, D, T),
             embedding_constants(plan, D),
             num_warps=plan.num_warps,
         )

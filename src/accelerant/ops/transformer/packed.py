@@ -1,4 +1,4 @@
-"""Self-attention of q, k and v as they leave one product, (B, T, 3, H, D), and its gradient in the same form."""
+"""Self-attention of packed q, k and v, (B, T, 3, H, D), the result of one product, and its packed gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["attend", "attend_backward"]
 
 
 def _heads(qkv: Tensor) -> tuple[Tensor, ...]:
-    """Views of a packed (B, T, 3, H, D): q, k and v, (B, H, T, D) each."""
+    """Return views of a packed (B, T, 3, H, D): q, k and v, (B, H, T, D) each."""
     return qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
 
@@ -40,9 +40,9 @@ def attend(qkv: Tensor, causal: bool = True, window: int = -1, scale: float | No
 def _hopper_packed(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool) -> Tensor:
     dqkv = torch.empty_like(qkv)
     q, k, v = _heads(qkv)
-    into = _heads(dqkv)
+    out = _heads(dqkv)
     hopper_bwd.launch_hopper(
-        do, q, k, v, o, lse, causal, q.shape[-1] ** -0.5, rules().deterministic, out=(into[0], into[1], into[2])
+        do, q, k, v, o, lse, causal, q.shape[-1] ** -0.5, rules().deterministic, out=(out[0], out[1], out[2])
     )
     return dqkv
 
@@ -55,16 +55,16 @@ def _copied(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool, windo
     q, k, v = _heads(qkv)
     gradients = attention_bwd(_attention_case(qkv, causal, window), do, q, k, v, o, lse, causal, scale, window)
     dqkv = torch.empty_like(qkv)
-    for into, gradient in zip(_heads(dqkv), gradients, strict=True):
-        into.copy_(gradient)
+    for out, gradient in zip(_heads(dqkv), gradients, strict=True):
+        out.copy_(gradient)
     return dqkv
 
 
 def _attention_cost(case: Case) -> Cost:
     B, H, _, T, _, D = case.shape
-    numbers = B * H * T * D
-    flops = 10 * numbers * (T + 1) // 2 if "causal" in case.options else 10 * numbers * T
-    return Cost(8 * numbers * case.dtype.itemsize + 4 * B * H * T, flops)
+    elements = B * H * T * D
+    flops = 10 * elements * (T + 1) // 2 if "causal" in case.options else 10 * elements * T
+    return Cost(8 * elements * case.dtype.itemsize + 4 * B * H * T, flops)
 
 
 _attend_backward = Operation(

@@ -1,18 +1,18 @@
-"""What a transformer's step does beside products, attention and norms.
+"""Steps of a transformer other than products, attention and norms.
 
     columns  sums[n] = sum over m of x[m, n]
-    dgelu    dz = dy gelu'(z), a = gelu(z), sums[n] = sum over m of dz[m, n]: a is made anew, so that it is not kept
+    dgelu    dz = dy gelu'(z), a = gelu(z), sums[n] = sum over m of dz[m, n]: a is recomputed rather than saved
     turn     y[n, m] = x[m, n]
     embed    y[t] = table[token[t]] + places[t mod time], rounded once
 
 Source: gelu as in accelerant.ops.gelu; Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", for
         the sum of the two embeddings.
-Layout: x and dy (M, N) with a distance between rows, everything else dense; sums in float32. A token outside [0, V)
-        reads nothing and gives a row of NaN.
-Grid:   columns, dgelu: a strip of BLOCK_N columns and `span` rows a program, whose sums go to partial sums; join:
-        BLOCK_N columns of these a program, in a fixed order. turn: a square of BLOCK by BLOCK a program. embed: ROWS
-        tokens by BLOCK_D columns a program.
-Bound:  memory: columns 1 access an element, dgelu 4 (about 30 operations), turn 2, embed 3 and 2 of four bytes.
+Layout: x and dy (M, N) with row strides, everything else dense; sums in float32. A token outside [0, V) reads nothing
+        and gives a row of NaN.
+Grid:   columns, dgelu: one program per strip of BLOCK_N columns and `span` rows, with partial sums; join: one program
+        per BLOCK_N columns of these, added in a fixed order. turn: one program per BLOCK x BLOCK tile. embed: one
+        program per ROWS tokens and BLOCK_D columns.
+Bound:  memory: columns 1 access per element, dgelu 4 (about 30 operations), turn 2, embed 3 and 2 of four bytes.
 """
 
 import triton
