@@ -119,8 +119,8 @@ def test_nothing_to_compute(interpreted):
         ((torch.zeros(1, 3), torch.zeros(2, 4)), {}, ShapeError, r"got \(1, 3\) and \(2, 4\)"),
         ((torch.zeros(3), torch.zeros(2, 3)), {}, ShapeError, r"x must be \(M, K\)"),
         ((torch.zeros(1, 3), torch.zeros(2, 3).double()), {}, UnsupportedDtype, "float64 for x of float32"),
-        ((torch.zeros(1, 3), torch.zeros(2, 3).char()), {}, ShapeError, "comes with a scale"),
-        ((torch.zeros(1, 3), torch.zeros(2, 3), torch.zeros(2)), {}, ShapeError, "comes with a scale"),
+        ((torch.zeros(1, 3), torch.zeros(2, 3).char()), {}, ShapeError, "take a scale, others none"),
+        ((torch.zeros(1, 3), torch.zeros(2, 3), torch.zeros(2)), {}, ShapeError, "take a scale, others none"),
         ((torch.zeros(1, 3), torch.zeros(3, 3)), {"gated": True}, ShapeError, "even number of rows, got 3"),
         ((torch.zeros(1, 3), torch.zeros(2, 3)), {"norm": torch.zeros(2)}, ShapeError, r"norm must be \(3,\)"),
         (
