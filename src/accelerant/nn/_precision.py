@@ -1,10 +1,10 @@
-"""Weights in the precision to compute in, made once a step rather than at each use.
+"""Weights cast to the compute dtype once a step rather than at each use.
 
-Autocast leaves parameters in float32 and casts them where they are used: twice a step for each matrix, and again for
-each micro-batch. A `LowWeights` makes the copies that the layers asked for with one multi-tensor cast, and while it is
-in force the layers take them from it. Nothing is remembered beyond that: a weight that changes has no stale copy.
+Autocast keeps parameters in float32 and casts them at each use: twice a step for each matrix, and again for each
+micro-batch. A `LowWeights` refreshes all copies that layers requested with one multi-tensor cast, and the layers use
+them while it is active. Copies are not used outside of that, so no weight has a stale copy.
 
-Some matrices may be wanted as 8-bit numbers instead (`float8`): those are made at the beginning of a step, too.
+Some matrices may be cast to 8-bit floating point instead (`float8`), also at the beginning of a step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["LowWeights", "float8_of", "lowered"]
 
 
 class LowWeights:
-    """Copies of parameters in a dtype, of those that were asked for while it was in force.
+    """Low-precision copies of the parameters that layers requested while it was active.
 
     Args:
-        dtype: of the copies.
-        float8: matrices that products take as 8-bit numbers.
+        dtype: dtype of the copies.
+        float8: matrices that products use in 8-bit floating point.
 
     Raises:
-        ShapeError: a size of such a matrix is no multiple of 16.
+        ShapeError: a dimension of such a matrix is not a multiple of 16.
     """
 
     def __init__(self, dtype: torch.dtype, float8: Iterable[Tensor] = ()) -> None:
@@ -42,48 +42,48 @@ class LowWeights:
         self._rounded = dict(zip(map(id, sources), self._float8.each, strict=True)) if self._float8 else {}
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """A parameter's copy, made now if nobody asked before."""
+        """Return a parameter's copy, created on the first request."""
         if dtype != self._dtype:
             return weight.detach().to(dtype)
-        found = self._by_id.get(id(weight))
-        if found is None:
-            found = weight.detach().to(dtype)
-            self._sources.append(weight)  # held, so that its identity is no other's
-            self._copies.append(found)
-            self._by_id[id(weight)] = found
-        return found
+        copy = self._by_id.get(id(weight))
+        if copy is None:
+            copy = weight.detach().to(dtype)
+            self._sources.append(weight)  # kept alive, so that its id stays unique
+            self._copies.append(copy)
+            self._by_id[id(weight)] = copy
+        return copy
 
     @contextmanager
     def refreshed(self) -> Iterator[None]:
-        """Make all copies anew, and put them in force inside."""
+        """Refresh all copies and activate them inside the context."""
         if self._copies:
             torch._foreach_copy_(self._copies, [source.detach() for source in self._sources])
         if self._float8 is not None:
             self._float8.fill()
-        token = _in_force.set(self)
+        token = _active.set(self)
         _rounded.update(self._rounded)
         try:
             yield
         finally:
-            _in_force.reset(token)
+            _active.reset(token)
             for key in self._rounded:
                 del _rounded[key]
 
 
-_in_force: ContextVar[LowWeights | None] = ContextVar("accelerant_low_weights", default=None)
+_active: ContextVar[LowWeights | None] = ContextVar("accelerant_low_weights", default=None)
 
 _rounded: dict[int, Float8Weight] = {}
-"""By the weight's identity, while in force, for every thread: a recomputed forward pass runs on one of autograd's."""
+"""Weight identity -> its 8-bit form while active, for all threads: recomputation runs on autograd's threads."""
 
 
 def lowered(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in a dtype, without its history: itself, the copy in force, or a new one."""
+    """Return a weight in a dtype, detached: itself, the active copy, or a new one."""
     if weight.dtype == dtype:
         return weight.detach()
-    copies = _in_force.get()
+    copies = _active.get()
     return weight.detach().to(dtype) if copies is None else copies.of(weight, dtype)
 
 
 def float8_of(weight: Tensor) -> Float8Weight | None:
-    """A weight as 8-bit numbers, where it is wanted so."""
+    """Return a weight's active 8-bit form; None if there is none."""
     return _rounded.get(id(weight))

@@ -1,4 +1,4 @@
-"""Layers over images (B, C, H, W), or a single (C, H, W)."""
+"""Convolution and pooling of images (B, C, H, W), or of a single one (C, H, W)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Conv2d(nn.Module):
     """A convolution; see accelerant.ops.conv2d.
 
     Attributes:
-        weight: (out_channels, in_channels / groups, K, L), uniform within 1 / sqrt(inputs of an output), as torch's.
-        bias: (out_channels,), drawn likewise, or None.
+        weight: (out_channels, in_channels / groups, K, L), uniform within 1 / sqrt(fan-in), as in torch.
+        bias: (out_channels,), with the same distribution, or None.
     """
 
     bias: nn.Parameter | None
@@ -39,7 +39,9 @@ class Conv2d(nn.Module):
     ) -> None:
         super().__init__()
         if in_channels < 1 or out_channels < 1 or groups < 1:
-            raise ConfigError(f"Conv2d needs channels and groups, got {in_channels}, {out_channels} and {groups}")
+            raise ConfigError(
+                f"Conv2d needs channels and groups of at least 1, got {in_channels}, {out_channels} and {groups}"
+            )
         if in_channels % groups or out_channels % groups:
             raise ConfigError(f"groups must divide the channels, got {groups} for {in_channels} and {out_channels}")
         if isinstance(padding, str) and padding not in ("valid", "same"):
@@ -53,14 +55,14 @@ class Conv2d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights with torch's global generator."""
+        """Draw weight and bias with torch's global generator."""
         bound = 1 / math.sqrt(self.weight[0].numel())
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve.
+        """Convolve x with the weight.
 
         Args:
             x: (B, in_channels, H, W) or (in_channels, H, W).
@@ -69,7 +71,7 @@ class Conv2d(nn.Module):
             (B, out_channels, H', W') or (out_channels, H', W'), in x's dtype or the autocast dtype.
 
         Raises:
-            ShapeError: other channels, or an image smaller than the kernel.
+            ShapeError: a different number of channels, or an image smaller than the kernel.
         """
         if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:
             raise ShapeError(f"Conv2d takes (B, {self.in_channels}, H, W), got {tuple(x.shape)}")
@@ -81,46 +83,40 @@ class Conv2d(nn.Module):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """Sizes, for `print(model)`."""
+        """Describe the module for `print(model)`."""
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
             f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, bias={self.bias is not None}"
         )
 
 
-class MaxPool2d(nn.Module):
+class _Pool2d(nn.Module):
+    """A pooling layer's window: kernel size, stride (by default the kernel size) and padding."""
+
+    def __init__(self, kernel_size: Pair, *, stride: Pair | None = None, padding: Pair = 0) -> None:
+        super().__init__()
+        self.kernel_size = pair("kernel_size", kernel_size, 1)
+        self.stride = self.kernel_size if stride is None else pair("stride", stride, 1)
+        self.padding = pair("padding", padding, 0)
+
+    def extra_repr(self) -> str:
+        """Describe the module for `print(model)`."""
+        return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
+
+
+class MaxPool2d(_Pool2d):
     """The largest element of each window; see accelerant.ops.max_pool2d."""
 
-    def __init__(self, kernel_size: Pair, *, stride: Pair | None = None, padding: Pair = 0) -> None:
-        super().__init__()
-        self.kernel_size = pair("kernel_size", kernel_size, 1)
-        self.stride = self.kernel_size if stride is None else pair("stride", stride, 1)
-        self.padding = pair("padding", padding, 0)
-
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) or (C, H, W) to the windows' rows and columns."""
+        """Pool x, (B, C, H, W) or (C, H, W)."""
         y = ops.max_pool2d(x, self.kernel_size, self.stride, self.padding)
-        assert isinstance(y, Tensor)  # for the type checker: no indices were asked for
+        assert isinstance(y, Tensor)  # for the type checker: no indices were requested
         return y
 
-    def extra_repr(self) -> str:
-        """Sizes, for `print(model)`."""
-        return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
 
-
-class AvgPool2d(nn.Module):
+class AvgPool2d(_Pool2d):
     """The mean of each window; see accelerant.ops.avg_pool2d."""
 
-    def __init__(self, kernel_size: Pair, *, stride: Pair | None = None, padding: Pair = 0) -> None:
-        super().__init__()
-        self.kernel_size = pair("kernel_size", kernel_size, 1)
-        self.stride = self.kernel_size if stride is None else pair("stride", stride, 1)
-        self.padding = pair("padding", padding, 0)
-
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) or (C, H, W) to the windows' rows and columns."""
+        """Pool x, (B, C, H, W) or (C, H, W)."""
         return ops.avg_pool2d(x, self.kernel_size, self.stride, self.padding)
-
-    def extra_repr(self) -> str:
-        """Sizes, for `print(model)`."""
-        return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"

@@ -478,11 +478,12 @@ def clip_grad_norm_(
     grads = [param.grad for param in params if param.grad is not None]
     if not grads:
         return torch.tensor(0.0)
+    norm: Tensor
     if not is_plain(grads[0]) or not all(map(is_ordinary, grads)):
-        total, factor = torch_norm(grads, max_norm)
-        _require_finite(total, error_if_nonfinite)
-        torch_clip(grads, factor)
-        return total
+        norm, scale = torch_norm(grads, max_norm)
+        _require_finite(norm, error_if_nonfinite)
+        torch_clip(grads, scale)
+        return norm
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         by_device.setdefault(grad.device, []).append(grad)
@@ -494,7 +495,6 @@ def clip_grad_norm_(
         table = workspace.table(Tensors([], local, [], [], [], [], []))
         case = case_of(table, device)
         calls.append((case, local, table, global_norm(case, local, table, float(max_norm))))
-    norm: Tensor
     norm, scale = calls[0][3]
     if len(calls) > 1:
         norm = torch.linalg.vector_norm(torch.stack([partial[0].to(norm) for *_, partial in calls]))

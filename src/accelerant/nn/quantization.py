@@ -1,10 +1,10 @@
-"""A model's linear layers with weights of 8-bit integers.
+"""Linear layers with 8-bit integer weights.
 
-quantize(model) puts a LinearInt8 in the place of each linear layer. A layer then takes half the memory of one in
-bfloat16, and a product with few rows, as when a model answers one user, reads half the bytes, which is what bounds it.
-mode="dynamic" rounds the inputs too and multiplies integers, which is for products of many rows.
+quantize(model) replaces each linear layer by a LinearInt8. A layer then takes half the memory of one in bfloat16, and a
+product with few rows, as in decoding for one user, reads half the bytes, which bound its time. mode="dynamic" rounds
+the inputs too and multiplies integers, for products with many rows.
 
-The quantised layers are not trained, but gradients go through them, so that adapters beside or before them can be.
+Quantised layers are not trained, but gradients pass through them, so adapters can be.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Skip = Sequence[str] | Callable[[str, nn.Module], bool]
 
 
 class LinearInt8(nn.Module):
-    """y = (x @ weight^T) * scale + bias, the weight in integers; made of a linear layer by `from_linear`.
+    """A linear layer with integer weights, y = (x @ weight^T) * scale + bias; see `from_linear`.
 
     Attributes:
-        weight: (out_features, in_features), int8; a buffer, as the others.
-        scale: (out_features,), float32, which it stays when the module is moved to another dtype.
+        weight: (out_features, in_features), int8; a buffer, like the others.
+        scale: (out_features,), float32 even when the module is moved to another dtype.
         bias: (out_features,), or None.
-        dynamic: whether x is rounded to integers too, row by row.
+        dynamic: whether x is also rounded to integers, row by row.
     """
 
     weight: Tensor
@@ -57,7 +57,7 @@ class LinearInt8(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear | Linear, *, dynamic: bool = False) -> LinearInt8:
-        """Quantise a layer, each output's weights by their largest magnitude; see ops.quantize_int8.
+        """Quantise a layer, scaling each output's weights by their largest magnitude; see ops.quantize_int8.
 
         Raises:
             ConfigError: a weight is not finite.
@@ -66,11 +66,11 @@ class LinearInt8(nn.Module):
         if not scale.is_meta and not bool(scale.isfinite().all()):
             output = int((~scale.isfinite()).nonzero()[0])
             raise ConfigError(f"a weight of output {output} is not finite: it cannot be quantised")
-        with torch.device("meta"):  # its buffers are replaced at once
-            made = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, dynamic=dynamic)
-        made.weight, made.scale = weight, scale
-        made.bias = None if linear.bias is None else linear.bias.detach().clone()
-        return made.train(linear.training)
+        with torch.device("meta"):  # its buffers are replaced below
+            layer = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, dynamic=dynamic)
+        layer.weight, layer.scale = weight, scale
+        layer.bias = None if linear.bias is None else linear.bias.detach().clone()
+        return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the map to the last dimension.
@@ -92,7 +92,7 @@ class LinearInt8(nn.Module):
         return ops.linear_int8(x.to(dtype), self.weight, self.scale, bias, dynamic=self.dynamic)
 
     def extra_repr(self) -> str:
-        """Sizes, for `print(model)`."""
+        """Describe the module for `print(model)`."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, dynamic={self.dynamic}"
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LinearInt8:
@@ -105,14 +105,14 @@ class LinearInt8(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class QuantizationReport:
-    """What quantize changed.
+    """The changes that quantize made.
 
     Attributes:
-        model: the one with quantised layers: the one given if it was changed in place, else a copy.
+        model: the quantised model: the argument if changed in place, else a copy.
         mode: "weight_only" or "dynamic".
-        replaced: names of the layers that were.
-        skipped: name -> reason, of the linear layers that were not.
-        bytes_before, bytes_after: of all parameters and buffers, shared ones counted once.
+        replaced: names of the replaced layers.
+        skipped: name -> reason for each linear layer that was not replaced.
+        bytes_before, bytes_after: size of all parameters and buffers, shared ones counted once.
     """
 
     model: nn.Module
@@ -135,56 +135,55 @@ def quantize(
 ) -> QuantizationReport:
     """Replace a model's linear layers by LinearInt8.
 
-    Layers of torch.nn.Linear and accelerant.nn.Linear are replaced; those of a class derived from them are left, since
-    they may compute something else, and so are those whose weight another module has too or that have hooks. A layer
-    that stands at two places is replaced at both.
+    Replaces torch.nn.Linear and accelerant.nn.Linear. Subclasses, which may compute something else, layers whose weight
+    another module shares, and layers with hooks are left. A layer that occurs twice is replaced at both occurrences.
 
     Args:
-        model: its layers, not itself one.
-        mode: "weight_only": x is taken as it is. "dynamic": x is rounded to integers too, for many rows.
-        skip: layers to leave: names, whole ("blocks.0.mlp.up") or the last part ("lm_head"); or a function of name and
-            layer. The output layer is left by default: its errors go straight to the result.
-        inplace: False: a copy is changed, and found in the report.
+        model: a model that contains linear layers, not itself one.
+        mode: "weight_only" or "dynamic", which also rounds x to integers, for products with many rows.
+        skip: layers to leave: full names ("blocks.0.mlp.up") or last components ("lm_head"); or a function of name and
+            layer. The output layer is left by default: its errors affect the result directly.
+        inplace: False changes a copy, which the report holds.
 
     Returns:
-        what was replaced, what was left and why, and the bytes.
+        the replaced layers, the others with reasons, and the sizes in bytes.
 
     Raises:
-        ConfigError: there is no such mode, no linear layer, or a weight that is not finite. Nothing is changed then.
+        ConfigError: an unknown mode, no linear layer, or a weight that is not finite. Nothing is changed then.
     """
     if mode not in _MODES:
         raise ConfigError(f"mode must be 'weight_only' or 'dynamic', got {mode!r}")
     if isinstance(model, _KINDS):
         raise ConfigError("quantize takes a model that has linear layers, not a layer: see LinearInt8.from_linear")
-    places = list(_linear_layers(model))
-    if not places:
+    occurrences = list(_linear_layers(model))
+    if not occurrences:
         raise ConfigError(f"{type(model).__name__} has no linear layer: there is nothing to quantise")
     before = _size_bytes(model)
     if not inplace:
         model = copy.deepcopy(model)
-        places = list(_linear_layers(model))
+        occurrences = list(_linear_layers(model))
     owners = _owners(model)
     skipped: dict[str, str] = {}
-    made: dict[nn.Module, LinearInt8] = {}
+    quantised: dict[nn.Module, LinearInt8] = {}
     changes: list[tuple[str, nn.Module, str, nn.Module]] = []
-    for name, parent, key, layer in places:
+    for name, parent, key, layer in occurrences:
         reason = _reason_against(name, layer, skip, owners)
         if reason is not None:
             skipped[name] = reason
             continue
-        if layer not in made:
+        if layer not in quantised:
             try:
-                made[layer] = LinearInt8.from_linear(layer, dynamic=mode == "dynamic")
+                quantised[layer] = LinearInt8.from_linear(layer, dynamic=mode == "dynamic")
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from error
-        changes.append((name, parent, key, made[layer]))
+        changes.append((name, parent, key, quantised[layer]))
     for _, parent, key, new in changes:
-        parent._modules[key] = new  # as add_module, for containers whose names are no attributes
+        parent._modules[key] = new  # like add_module, but for containers whose keys are not attribute names
     return QuantizationReport(model, mode, tuple(name for name, *_ in changes), skipped, before, _size_bytes(model))
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """Each linear layer at each of its places: name, parent, name in the parent, layer."""
+    """Yield each occurrence of each linear layer: name, parent, key in the parent, layer."""
     seen: set[tuple[nn.Module, str]] = set()
     for path, parent in model.named_modules(remove_duplicate=False):
         for key, child in parent._modules.items():
@@ -194,7 +193,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]
 
 
 def _owners(model: nn.Module) -> dict[int, set[nn.Module]]:
-    """Parameter, by identity -> the modules that have it."""
+    """Return the modules that hold each parameter, by its id."""
     owners: dict[int, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -214,7 +213,7 @@ def _reason_against(name: str, layer: Any, skip: Skip, owners: dict[int, set[nn.
     if layer.weight.dtype not in _DTYPES:
         return f"its weight is {layer.weight.dtype}"
     if len(owners[id(layer.weight)]) > 1:
-        others = sorted(type(each).__name__ for each in owners[id(layer.weight)] if each is not layer)
+        others = sorted(type(owner).__name__ for owner in owners[id(layer.weight)] if owner is not layer)
         return f"its weight is also that of {', '.join(others)}"
     if any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)):
         return "it has hooks"
@@ -222,5 +221,5 @@ def _reason_against(name: str, layer: Any, skip: Skip, owners: dict[int, set[nn.
 
 
 def _size_bytes(model: nn.Module) -> int:
-    kept = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    return sum(each.nbytes for each in kept.values())
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return sum(tensor.nbytes for tensor in tensors.values())

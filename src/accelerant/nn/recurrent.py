@@ -1,6 +1,7 @@
-"""Recurrent layers over (B, T, inputs), through cuDNN on a GPU.
+"""Recurrent layers over (B, T, inputs), by cuDNN on a GPU.
 
-They are torch.nn.LSTM and torch.nn.GRU in their parameters, so a state fits both; the call goes through the ledger.
+Their parameters are those of torch.nn.LSTM and torch.nn.GRU, so state dicts are interchangeable; calls are counted
+in the ledger.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ def _check_sizes(name: str, inputs: int, hidden: int, layers: int, dropout: floa
     if not 0 <= dropout < 1:
         raise ConfigError(f"{name}: dropout must be at least 0 and below 1, got {dropout}")
     if dropout and layers == 1:
-        raise ConfigError(f"{name}: dropout stands between layers, and there is one")
+        raise ConfigError(f"{name}: dropout applies between layers, and there is one")
 
 
-def _begin(module: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
-    """The states to begin with: those given, or zeros; everything checked."""
+def _initial_states(module: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
+    """Check x and the states; return the states, zeros if none are given."""
     name = type(module).__name__
     if x.dim() != 3 or x.shape[2] != module.input_size or not x.shape[1]:
         raise ShapeError(f"{name} takes (B, T, {module.input_size}), T at least 1, got {tuple(x.shape)}")
@@ -46,7 +47,7 @@ def _begin(module: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], count: int
 
 
 def _weights(module: nn.RNNBase) -> list[Tensor]:
-    """All of them, in one piece of memory on a GPU, as cuDNN wants them."""
+    """Return all weights; on a GPU they share one allocation, as cuDNN requires."""
     return cast("list[Tensor]", module._flat_weights)
 
 
@@ -84,20 +85,20 @@ class LSTM(nn.LSTM):
     def forward(  # type: ignore[override]  # torch also takes packed and unbatched sequences
         self, x: Tensor, state: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Read sequences.
+        """Process sequences.
 
         Args:
             x: (B, T, inputs).
-            state: h and c to begin with, (layers directions, B, hidden) each; None for zeros.
+            state: initial h and c, (layers directions, B, hidden) each; None for zeros.
 
         Returns:
             y (B, T, directions hidden), and h and c after the last step.
 
         Raises:
-            ShapeError: x or a state is not as above.
-            UnsupportedDtype: x or a state is not of the parameters' dtype.
+            ShapeError: x or a state has another shape.
+            UnsupportedDtype: x or a state has another dtype than the parameters.
         """
-        h, c = _begin(self, x, state or (), 2)
+        h, c = _initial_states(self, x, state or (), 2)
         y, h, c = lstm(x, (h, c), _weights(self), **_options(self))
         return y, (h, c)
 
@@ -105,7 +106,7 @@ class LSTM(nn.LSTM):
 class GRU(nn.GRU):
     """Gated recurrent units; dropout between layers while training.
 
-    Source: Cho et al. 2014, arXiv:1406.1078, with the reset gate after the product, as cuDNN has it.
+    Source: Cho et al. 2014, arXiv:1406.1078, with the reset gate after the product, as in cuDNN.
     """
 
     def __init__(
@@ -126,18 +127,18 @@ class GRU(nn.GRU):
     def forward(  # type: ignore[override]  # torch also takes packed and unbatched sequences
         self, x: Tensor, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Read sequences.
+        """Process sequences.
 
         Args:
             x: (B, T, inputs).
-            state: h to begin with, (layers directions, B, hidden); None for zeros.
+            state: initial h, (layers directions, B, hidden); None for zeros.
 
         Returns:
             y (B, T, directions hidden), and h after the last step.
 
         Raises:
-            ShapeError: x or the state is not as above.
-            UnsupportedDtype: x or a state is not of the parameters' dtype.
+            ShapeError: x or the state has another shape.
+            UnsupportedDtype: x or a state has another dtype than the parameters.
         """
-        (h,) = _begin(self, x, () if state is None else (state,), 1)
+        (h,) = _initial_states(self, x, () if state is None else (state,), 1)
         return gru(x, h, _weights(self), **_options(self))

@@ -17,81 +17,64 @@ from typing import Any
 
 __all__ = ["FINGERPRINTS", "fingerprint", "unknown"]
 
+_TRANSFORMERS = {
+    "activations": {
+        "AccurateGELUActivation.forward": ("1f9121cf6b0ae2dd",),
+        "FastGELUActivation.forward": ("4caa3bda3218009e",),
+        "GELUActivation.forward": ("618093a6bcb89521",),
+        "GELUTanh.forward": ("618093a6bcb89521",),
+        "NewGELUActivation.forward": ("9d0b9dd7175386e1",),
+        "SiLUActivation.forward": ("e730f54291b81588",),
+    },
+    "loss.loss_utils": {"ForCausalLMLoss": ("0637640fcbd0cbda",), "fixed_cross_entropy": ("7c2fdd59ca33bb6a",)},
+    "pytorch_utils": {"Conv1D.forward": ("2de078e4b215d5ec",)},
+    "models.bert.modeling_bert": {
+        "BertAttention.forward": ("5fac741babed40e0",),
+        "BertForMaskedLM.forward": ("9b5ba72bf54eebe4",),
+        "BertIntermediate.forward": ("ab3f9454469ba468",),
+        "BertLMPredictionHead.forward": ("0fbe9980deb512b0",),
+        "BertLayer.feed_forward_chunk": ("d935db5223a7e491",),
+        "BertLayer.forward": ("c9f8ef605ef5c212",),
+        "BertOnlyMLMHead.forward": ("90de951299e89740",),
+        "BertOutput.forward": ("3799d79263d3217e",),
+        "BertSelfAttention.forward": ("4d9cb73ac04687c9",),
+        "BertSelfOutput.forward": ("3799d79263d3217e",),
+    },
+    "models.gpt2.modeling_gpt2": {
+        "GPT2Attention.forward": ("b3815a1ead7c7886",),
+        "GPT2Block.forward": ("c0a1ea7601811039",),
+        "GPT2LMHeadModel.forward": ("7485893d9d1fa433", "6b811332f7acd907"),
+        "GPT2MLP.forward": ("41ab05398d2adda7",),
+    },
+    "models.vit.modeling_vit": {
+        "ViTAttention.forward": ("a921c8a872957f03",),
+        "ViTLayer.forward": ("a462ca28ad994a36",),
+        "ViTMLP.forward": ("13885f42f2bbb7aa",),
+    },
+}
+_LLAMA_TABLES = ("4eddbbbe63e2ef48", "25e93363c8e3094f", "8851abe280f0d9fa")
+_QWEN_TABLES = ("735deb9920dba9d4", "b03d3d9e740110f2", "8851abe280f0d9fa")
+for _family, _attention, _tables in (
+    ("Llama", "865d17a1b6edd273", _LLAMA_TABLES),
+    ("Mistral", "38eb7a675fc00c3f", _LLAMA_TABLES),
+    ("Qwen2", "467d2e0bba2fd378", _QWEN_TABLES),
+    ("Qwen3", "e0b15d778eecc3a8", _QWEN_TABLES),
+):
+    _TRANSFORMERS[f"models.{_family.lower()}.modeling_{_family.lower()}"] = {
+        f"{_family}Attention.forward": (_attention,),
+        f"{_family}DecoderLayer.forward": ("1a8125909341e389",),
+        f"{_family}ForCausalLM.forward": ("30455d0ea27cee0c", "bc1bb9f5b8f9536d"),
+        f"{_family}MLP.forward": ("7d2027d4464e3e71",),
+        f"{_family}RMSNorm.forward": ("9635bcd843f309a0",),
+        f"{_family}RotaryEmbedding.forward": _tables,
+        "apply_rotary_pos_emb": ("4a8f8b85ee37bd3f",),
+        "rotate_half": ("7b6c9b425ca04287",),
+    }
+
 FINGERPRINTS: dict[str, tuple[str, ...]] = {
-    "transformers.activations:AccurateGELUActivation.forward": ("1f9121cf6b0ae2dd",),
-    "transformers.activations:FastGELUActivation.forward": ("4caa3bda3218009e",),
-    "transformers.activations:GELUActivation.forward": ("618093a6bcb89521",),
-    "transformers.activations:GELUTanh.forward": ("618093a6bcb89521",),
-    "transformers.activations:NewGELUActivation.forward": ("9d0b9dd7175386e1",),
-    "transformers.activations:SiLUActivation.forward": ("e730f54291b81588",),
-    "transformers.loss.loss_utils:ForCausalLMLoss": ("0637640fcbd0cbda",),
-    "transformers.loss.loss_utils:fixed_cross_entropy": ("7c2fdd59ca33bb6a",),
-    "transformers.models.bert.modeling_bert:BertAttention.forward": ("5fac741babed40e0",),
-    "transformers.models.bert.modeling_bert:BertForMaskedLM.forward": ("9b5ba72bf54eebe4",),
-    "transformers.models.bert.modeling_bert:BertIntermediate.forward": ("ab3f9454469ba468",),
-    "transformers.models.bert.modeling_bert:BertLMPredictionHead.forward": ("0fbe9980deb512b0",),
-    "transformers.models.bert.modeling_bert:BertLayer.feed_forward_chunk": ("d935db5223a7e491",),
-    "transformers.models.bert.modeling_bert:BertLayer.forward": ("c9f8ef605ef5c212",),
-    "transformers.models.bert.modeling_bert:BertOnlyMLMHead.forward": ("90de951299e89740",),
-    "transformers.models.bert.modeling_bert:BertOutput.forward": ("3799d79263d3217e",),
-    "transformers.models.bert.modeling_bert:BertSelfAttention.forward": ("4d9cb73ac04687c9",),
-    "transformers.models.bert.modeling_bert:BertSelfOutput.forward": ("3799d79263d3217e",),
-    "transformers.models.gpt2.modeling_gpt2:GPT2Attention.forward": ("b3815a1ead7c7886",),
-    "transformers.models.gpt2.modeling_gpt2:GPT2Block.forward": ("c0a1ea7601811039",),
-    "transformers.models.gpt2.modeling_gpt2:GPT2LMHeadModel.forward": ("7485893d9d1fa433", "6b811332f7acd907"),
-    "transformers.models.gpt2.modeling_gpt2:GPT2MLP.forward": ("41ab05398d2adda7",),
-    "transformers.models.llama.modeling_llama:LlamaAttention.forward": ("865d17a1b6edd273",),
-    "transformers.models.llama.modeling_llama:LlamaDecoderLayer.forward": ("1a8125909341e389",),
-    "transformers.models.llama.modeling_llama:LlamaForCausalLM.forward": ("30455d0ea27cee0c", "bc1bb9f5b8f9536d"),
-    "transformers.models.llama.modeling_llama:LlamaMLP.forward": ("7d2027d4464e3e71",),
-    "transformers.models.llama.modeling_llama:LlamaRMSNorm.forward": ("9635bcd843f309a0",),
-    "transformers.models.llama.modeling_llama:LlamaRotaryEmbedding.forward": (
-        "4eddbbbe63e2ef48",
-        "25e93363c8e3094f",
-        "8851abe280f0d9fa",
-    ),
-    "transformers.models.llama.modeling_llama:apply_rotary_pos_emb": ("4a8f8b85ee37bd3f",),
-    "transformers.models.llama.modeling_llama:rotate_half": ("7b6c9b425ca04287",),
-    "transformers.models.mistral.modeling_mistral:MistralAttention.forward": ("38eb7a675fc00c3f",),
-    "transformers.models.mistral.modeling_mistral:MistralDecoderLayer.forward": ("1a8125909341e389",),
-    "transformers.models.mistral.modeling_mistral:MistralForCausalLM.forward": ("30455d0ea27cee0c", "bc1bb9f5b8f9536d"),
-    "transformers.models.mistral.modeling_mistral:MistralMLP.forward": ("7d2027d4464e3e71",),
-    "transformers.models.mistral.modeling_mistral:MistralRMSNorm.forward": ("9635bcd843f309a0",),
-    "transformers.models.mistral.modeling_mistral:MistralRotaryEmbedding.forward": (
-        "4eddbbbe63e2ef48",
-        "25e93363c8e3094f",
-        "8851abe280f0d9fa",
-    ),
-    "transformers.models.mistral.modeling_mistral:apply_rotary_pos_emb": ("4a8f8b85ee37bd3f",),
-    "transformers.models.mistral.modeling_mistral:rotate_half": ("7b6c9b425ca04287",),
-    "transformers.models.qwen2.modeling_qwen2:Qwen2Attention.forward": ("467d2e0bba2fd378",),
-    "transformers.models.qwen2.modeling_qwen2:Qwen2DecoderLayer.forward": ("1a8125909341e389",),
-    "transformers.models.qwen2.modeling_qwen2:Qwen2ForCausalLM.forward": ("30455d0ea27cee0c", "bc1bb9f5b8f9536d"),
-    "transformers.models.qwen2.modeling_qwen2:Qwen2MLP.forward": ("7d2027d4464e3e71",),
-    "transformers.models.qwen2.modeling_qwen2:Qwen2RMSNorm.forward": ("9635bcd843f309a0",),
-    "transformers.models.qwen2.modeling_qwen2:Qwen2RotaryEmbedding.forward": (
-        "735deb9920dba9d4",
-        "b03d3d9e740110f2",
-        "8851abe280f0d9fa",
-    ),
-    "transformers.models.qwen2.modeling_qwen2:apply_rotary_pos_emb": ("4a8f8b85ee37bd3f",),
-    "transformers.models.qwen2.modeling_qwen2:rotate_half": ("7b6c9b425ca04287",),
-    "transformers.models.qwen3.modeling_qwen3:Qwen3Attention.forward": ("e0b15d778eecc3a8",),
-    "transformers.models.qwen3.modeling_qwen3:Qwen3DecoderLayer.forward": ("1a8125909341e389",),
-    "transformers.models.qwen3.modeling_qwen3:Qwen3ForCausalLM.forward": ("30455d0ea27cee0c", "bc1bb9f5b8f9536d"),
-    "transformers.models.qwen3.modeling_qwen3:Qwen3MLP.forward": ("7d2027d4464e3e71",),
-    "transformers.models.qwen3.modeling_qwen3:Qwen3RMSNorm.forward": ("9635bcd843f309a0",),
-    "transformers.models.qwen3.modeling_qwen3:Qwen3RotaryEmbedding.forward": (
-        "735deb9920dba9d4",
-        "b03d3d9e740110f2",
-        "8851abe280f0d9fa",
-    ),
-    "transformers.models.qwen3.modeling_qwen3:apply_rotary_pos_emb": ("4a8f8b85ee37bd3f",),
-    "transformers.models.qwen3.modeling_qwen3:rotate_half": ("7b6c9b425ca04287",),
-    "transformers.models.vit.modeling_vit:ViTAttention.forward": ("a921c8a872957f03",),
-    "transformers.models.vit.modeling_vit:ViTLayer.forward": ("a462ca28ad994a36",),
-    "transformers.models.vit.modeling_vit:ViTMLP.forward": ("13885f42f2bbb7aa",),
-    "transformers.pytorch_utils:Conv1D.forward": ("2de078e4b215d5ec",),
+    f"transformers.{module}:{name}": digests
+    for module, functions in _TRANSFORMERS.items()
+    for name, digests in functions.items()
 }
 """Function -> digests of its statements in the supported versions, transformers 5.17.0 to 5.23.0.
 

@@ -1,3 +1,4 @@
+# ruff: noqa: D102  methods without a docstring are documented in LanguageModel and Decodable
 """GPT: a decoder-only transformer in GPT-2's form, with learned positions and an output layer tied to the embedding.
 
 logits = norm(blocks(wte[tokens] + wpe[positions])) @ wte^T    (lm_head^T if untied)
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accelerant import ops
-from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
+from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn._precision import lowered
 from accelerant.nn.layers import (
     LayerNorm,
@@ -32,7 +33,7 @@ from accelerant.nn.layers import (
 )
 from accelerant.nn.models.generation import Cache, CacheShape, padded_prompt_length, require_tokens
 from accelerant.nn.models.hugging_face import Fields, Layout, Part
-from accelerant.nn.models.language_model import LanguageModel
+from accelerant.nn.models.language_model import LanguageModel, ModelConfig
 from accelerant.ops._per_example import sink_of
 from accelerant.ops.decode.op import append
 from accelerant.ops.transformer.block import ColumnSums, fused_embed, tied_loss
@@ -43,7 +44,7 @@ _PAD_MULTIPLE = 64  # rows of the vocabulary matrix: tensor cores work on whole 
 
 
 @dataclass(frozen=True, slots=True)
-class GPTConfig:
+class GPTConfig(ModelConfig):
     """The dimensions of a GPT; the defaults are GPT-2 124M.
 
     Attributes:
@@ -67,9 +68,7 @@ class GPTConfig:
     tied: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "context", "layers", "heads", "width"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"GPTConfig.{name} must be at least 1, got {getattr(self, name)}")
+        self.require_positive("vocab_size", "context", "layers", "heads", "width")
         if self.width % self.heads:
             raise ConfigError(f"GPTConfig.width must be a multiple of heads, got {self.width} and {self.heads}")
 
@@ -77,10 +76,6 @@ class GPTConfig:
     def padded_vocab_size(self) -> int:
         """The number of rows of the vocabulary matrix in memory."""
         return -(-self.vocab_size // _PAD_MULTIPLE) * _PAD_MULTIPLE
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
 
 
 # --- Hugging Face's form ---------------------------------------------------------------------------------------------
@@ -224,12 +219,8 @@ class GPT(LanguageModel):
         return self.wte.weight if self.lm_head is None else self.lm_head.weight
 
     def hidden(self, idx: Tensor) -> Tensor:
-        """Return the final normalised features, (B, T, width), of tokens (B, T)."""
-        self._require_fits(idx)
-        return self._hidden(idx)[0]
-
-    def _require_fits(self, idx: Tensor) -> None:
         require_tokens(idx, self.config.context)
+        return self._hidden(idx)[0]
 
     def _hidden(self, idx: Tensor) -> tuple[Tensor, Tensor]:
         """Return the final features, and the vocabulary matrix for a tied output layer (see Embed)."""
@@ -265,39 +256,11 @@ class GPT(LanguageModel):
         return fuses(table, compute_dtype(table)) and is_fusable(idx) and is_fusable(positions)
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Score every token as the next one, at each position.
-
-        Args:
-            idx: (B, T), integer tokens below vocab_size, 1 <= T <= context.
-
-        Returns:
-            (B, T, vocab_size) logits, in the parameters' dtype or the autocast dtype.
-
-        Raises:
-            ShapeError: idx is not (B, T) or T is out of range.
-            UnsupportedDtype: idx is not int32 or int64.
-        """
         logits = self._padded_logits(self.hidden(idx))
         return logits[:, : self.config.vocab_size].view(*idx.shape, self.config.vocab_size)
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy of the targets, in nats per token, summed in float32 or better.
-
-        Args:
-            idx: (B, T), as for `forward`.
-            targets: (B, T), the token that follows each position; -100 excludes a position.
-
-        Returns:
-            A scalar, differentiable in the parameters.
-
-        Raises:
-            ShapeError: the shapes differ or T exceeds the context.
-            UnsupportedDtype: idx or targets are not int32 or int64.
-        """
-        require_tokens(targets, name="targets")
-        if idx.shape != targets.shape:
-            raise ShapeError(f"targets must have the shape of idx, {tuple(idx.shape)}, got {tuple(targets.shape)}")
-        self._require_fits(idx)
+        self._require_targets(idx, targets)
         hidden, table = self._hidden(idx)
         head = () if self.lm_head is None else (self.lm_head,)
         if fuses(hidden, hidden.dtype, *head) and is_fusable(targets) and is_fusable(table):
@@ -316,7 +279,6 @@ class GPT(LanguageModel):
     # --- decoding (accelerant.nn.models.generation) ------------------------------------------------------------------
 
     def can_cache(self) -> bool:
-        """Return whether `decode` computes what the model does: its blocks are as constructed, without hooks."""
         for block in self.blocks:
             if type(block) is not TransformerBlock or type(block.attention) is not MultiHeadAttention:
                 return False
@@ -325,21 +287,15 @@ class GPT(LanguageModel):
         return not has_hooks(self.wte) and not has_hooks(self.wpe)
 
     def cache_shape(self) -> CacheShape:
-        """Return the dimensions of the cache."""
         return CacheShape(self.config.layers, self.config.heads, self.config.width // self.config.heads)
 
     def activation_dtype(self) -> torch.dtype:
-        """Return the dtype of activations: the parameters' or autocast's."""
         return compute_dtype(self.wte.weight)
 
     def prefill(self, idx: Tensor, cache: Cache | None) -> Tensor:
-        """Read a prompt (B, T) into the cache; return float32 logits (B, vocab_size) of the next token.
-
-        The prompt is padded on the right, where causal attention does not look.
-        """
         time = idx.shape[1]
         length = padded_prompt_length(time, self.config.context, cache)
-        idx = F.pad(idx, (0, length - time))
+        idx = F.pad(idx, (0, length - time))  # on the right, to which causal attention does not look
         if cache is None:
             return self._next_logits(self.hidden(idx)[:, time - 1])
         x = (self.wte(idx) + self.wpe(torch.arange(length, device=idx.device))).to(self.activation_dtype())
@@ -357,7 +313,6 @@ class GPT(LanguageModel):
         return self._next_logits(self.norm(x[:, time - 1]))
 
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Append one token of each sequence (B,) to the cache; return float32 logits (B, vocab_size) of the next."""
         positions = cache.lengths.clamp(max=self.config.context - 1)
         x = (self.wte(tokens) + self.wpe(positions)).to(self.activation_dtype())
         lengths = cache.lengths + 1

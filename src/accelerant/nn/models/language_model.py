@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 
+from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn.models import generation, hugging_face
-from accelerant.nn.models.generation import Decodable
+from accelerant.nn.models.generation import Decodable, require_tokens
 
-__all__ = ["LanguageModel"]
+__all__ = ["LanguageModel", "ModelConfig"]
+
+
+class ModelConfig:
+    """Base class of the frozen dataclasses that describe a model."""
+
+    __slots__ = ()
+
+    def require_positive(self, *names: str) -> None:
+        """Raise ConfigError unless the named fields are at least 1."""
+        for name in names:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{type(self).__name__}.{name} must be at least 1, got {getattr(self, name)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(cast("Any", self))
 
 
 class LanguageModel(nn.Module):
@@ -27,6 +45,47 @@ class LanguageModel(nn.Module):
     def parameter_count(self) -> int:
         """Return the number of trained values."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    def hidden(self, idx: Tensor) -> Tensor:
+        """Return the final normalised features, (B, T, width), of tokens (B, T)."""
+        raise NotImplementedError
+
+    def forward(self, idx: Tensor) -> Tensor:
+        """Score every token as the next one, at each position.
+
+        Args:
+            idx: (B, T), integer tokens below vocab_size, 1 <= T <= context.
+
+        Returns:
+            (B, T, vocab_size) logits, in the parameters' dtype or the autocast dtype.
+
+        Raises:
+            ShapeError: idx is not (B, T) or T is out of range.
+            UnsupportedDtype: idx is not int32 or int64.
+        """
+        raise NotImplementedError
+
+    def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy of the targets, in nats per token, summed in float32 or better.
+
+        Args:
+            idx: (B, T), as for `forward`.
+            targets: (B, T), the token that follows each position; -100 excludes a position.
+
+        Returns:
+            A scalar, differentiable in the parameters.
+
+        Raises:
+            ShapeError: the shapes differ or T exceeds the context.
+            UnsupportedDtype: idx or targets are not int32 or int64.
+        """
+        raise NotImplementedError
+
+    def _require_targets(self, idx: Tensor, targets: Tensor) -> None:
+        require_tokens(idx, self.config.context)
+        require_tokens(targets, name="targets")
+        if idx.shape != targets.shape:
+            raise ShapeError(f"targets must have the shape of idx, {tuple(idx.shape)}, got {tuple(targets.shape)}")
 
     def generate(
         self,

@@ -1,3 +1,4 @@
+# ruff: noqa: D102  methods without a docstring are documented in LanguageModel and Decodable
 """Llama: a decoder-only transformer with rotary positions, grouped-query attention, RMS norms and gated MLPs.
 
 h = embed[tokens];  h += attention(norm(h)), h += mlp(norm(h)) in each block;  logits = norm(h) @ head^T
@@ -12,18 +13,18 @@ Source: Touvron et al. 2023, arXiv:2302.13971, section 2.2; Grattafiori et al. 2
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from accelerant import ops
-from accelerant.errors import ConfigError, ShapeError
+from accelerant.errors import ConfigError
 from accelerant.nn.layers import Linear, RMSNorm, compute_dtype, has_hooks
 from accelerant.nn.models.generation import Cache, CacheShape, cache_capacity, padded_prompt_length, require_tokens
 from accelerant.nn.models.hugging_face import Fields, Layout, Part
-from accelerant.nn.models.language_model import LanguageModel
+from accelerant.nn.models.language_model import LanguageModel, ModelConfig
 from accelerant.nn.quantization import LinearInt8
 from accelerant.ops.decode.op import append, linear
 from accelerant.ops.rope.tables import Llama3Scaling, rope_tables
@@ -32,7 +33,7 @@ __all__ = ["Llama", "LlamaConfig"]
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaConfig:
+class LlamaConfig(ModelConfig):
     """The dimensions of a Llama; the defaults are Llama 3.1 8B.
 
     Attributes:
@@ -64,9 +65,7 @@ class LlamaConfig:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "context", "layers", "heads", "kv_heads", "width", "hidden"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"LlamaConfig.{name} must be at least 1, got {getattr(self, name)}")
+        self.require_positive("vocab_size", "context", "layers", "heads", "kv_heads", "width", "hidden")
         if self.heads % self.kv_heads:
             raise ConfigError(f"LlamaConfig.kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
         if self.head_width is None and self.width % self.heads:
@@ -80,10 +79,6 @@ class LlamaConfig:
     def head_size(self) -> int:
         """The number of features of a head."""
         return self.width // self.heads if self.head_width is None else self.head_width
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
 
 
 # --- Hugging Face's form ---------------------------------------------------------------------------------------------
@@ -295,40 +290,13 @@ class Llama(LanguageModel):
         nn.init.normal_(self.embed.weight, std=0.02)
 
     def hidden(self, idx: Tensor) -> Tensor:
-        """Return the final normalised features, (B, T, width), of tokens (B, T)."""
         return self._hidden(idx, None)
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Score every token as the next one, at each position.
-
-        Args:
-            idx: (B, T), integer tokens below vocab_size, 1 <= T <= context.
-
-        Returns:
-            (B, T, vocab_size) logits, in the parameters' dtype or the autocast dtype.
-
-        Raises:
-            ShapeError: idx is not (B, T) or T is out of range.
-            UnsupportedDtype: idx is not int32 or int64.
-        """
         return self._logits(self.hidden(idx))
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy of the targets, in nats per token, without materialising the logits.
-
-        Args:
-            idx: (B, T), as for `forward`.
-            targets: (B, T), the token that follows each position; -100 excludes a position.
-
-        Returns:
-            A scalar, differentiable in the parameters.
-
-        Raises:
-            ShapeError: the shapes differ or T exceeds the context.
-            UnsupportedDtype: idx or targets are not int32 or int64.
-        """
-        if idx.shape != targets.shape:
-            raise ShapeError(f"targets must have the shape of idx, {tuple(idx.shape)}, got {tuple(targets.shape)}")
+        self._require_targets(idx, targets)
         rows = self.hidden(idx).flatten(0, 1)
         head: nn.Module = self._head()
         if isinstance(head, LinearInt8):  # its weight is an integer matrix
@@ -339,7 +307,6 @@ class Llama(LanguageModel):
     # --- decoding (accelerant.nn.models.generation) ------------------------------------------------------------------
 
     def can_cache(self) -> bool:
-        """Return whether `decode` computes what the model does: its modules are as constructed, without hooks."""
         unmodified = type(self.norm) is RMSNorm and all(
             type(block) is LlamaBlock
             and type(block.attention) is LlamaAttention
@@ -350,15 +317,12 @@ class Llama(LanguageModel):
         return unmodified and not any(has_hooks(module) for module in self.modules() if module is not self)
 
     def cache_shape(self) -> CacheShape:
-        """Return the dimensions of the cache."""
         return CacheShape(self.config.layers, self.config.kv_heads, self.config.head_size)
 
     def activation_dtype(self) -> torch.dtype:
-        """Return the dtype of activations: the parameters' or autocast's."""
         return compute_dtype(self.embed.weight)
 
     def prefill(self, idx: Tensor, cache: Cache | None) -> Tensor:
-        """Read a prompt (B, T) into the cache; return float32 logits (B, vocab_size) of the next token."""
         time = idx.shape[1]
         length = padded_prompt_length(time, self.config.context, cache)
         if cache is not None:
@@ -367,7 +331,6 @@ class Llama(LanguageModel):
         return self._logits(hidden[:, time - 1]).float()
 
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Append one token of each sequence (B,) to the cache; return float32 logits (B, vocab_size) of the next."""
         dtype = self.activation_dtype()
         s = self.embed(tokens).to(dtype)
         cos, sin = self._rope_tables(s)

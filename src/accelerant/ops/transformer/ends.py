@@ -1,4 +1,4 @@
-"""The two ends of a language model: the sum of embeddings, and the loss of an output layer, tied or not."""
+"""The first and the last operation of a language model: the sum of embeddings, and the output layer's loss."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = ["embed", "embed_backward", "scaled", "tied_loss"]
 # --- embeddings ------------------------------------------------------------------------------------------------------
 
 
-def _torch_embed(tokens: Tensor, table: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
-    return (functional.embedding(tokens, table) + places[: tokens.shape[1]]).to(dtype)
+def _torch_embed(tokens: Tensor, table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    return (functional.embedding(tokens, table) + positions[: tokens.shape[1]]).to(dtype)
 
 
 def _add_atomic(dy: Tensor, tokens: Tensor, dtable: Tensor) -> None:
@@ -83,18 +83,18 @@ _embed_bwd = Operation(
 )
 
 
-def embed(tokens: Tensor, table: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of table (V, D) by tokens (B, T), plus the first T rows of places, rounded once: (B, T, D) in a dtype."""
-    y: Tensor = _embed_fwd(_embed_case(tokens, table, dtype), tokens, table, places, dtype)
+def embed(tokens: Tensor, table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add the first T rows of positions to the rows of table (V, D) that tokens (B, T) select, rounded once."""
+    y: Tensor = _embed_fwd(_embed_case(tokens, table, dtype), tokens, table, positions, dtype)
     return y
 
 
 def embed_backward(dy: Tensor, tokens: Tensor, dtable: Tensor) -> None:
-    """Add the rows of dy (B, T, D) to those of dtable (V, D) that tokens name."""
+    """Add the rows of dy (B, T, D) to the rows of dtable (V, D) that tokens select."""
     _embed_bwd(_embed_case(tokens, dtable, dy.dtype), dy, tokens, dtable)
 
 
-# --- the loss of a tied output layer ---------------------------------------------------------------------------------
+# --- the output layer's loss -----------------------------------------------------------------------------------------
 
 
 def _tied_loss(
@@ -128,30 +128,30 @@ def tied_loss(
     hidden: Tensor, table: Tensor, targets: Tensor, classes: int, ignore_index: int, needs: Sequence[bool],
     forming: Forming | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Mean cross entropy of hidden (M, K) times table (V, K) transposed, and its gradients.
+    """Return the mean cross entropy of hidden (M, K) times table (V, K) transposed, and its gradients.
 
     Args:
         hidden, table: of one dtype, contiguous.
         targets: (M,), contiguous.
-        classes: so many rows of table are classes, the first ones; the others get a gradient of 0.
-        ignore_index: rows of this class do not count.
-        needs: whether the gradients of hidden and of table are wanted.
-        forming: makes the gradients of the table, where they are wanted one by one; M / examples rows are one's.
+        classes: number of rows of table that are classes, the first ones; the others get a gradient of 0.
+        ignore_index: rows with this target are excluded.
+        needs: whether the gradients of hidden and of table are required.
+        forming: forms per-example gradients of the table; an example has M / examples rows.
 
     Returns:
-        the loss, in float32 or better; dhidden in the dtype of hidden and dtable in float32, None where not wanted.
-        With `forming`, as accelerant.ops.linear_cross_entropy.chunks has it.
+        the loss, in float32 or better; dhidden in the dtype of hidden and dtable in float32, None if not required.
+        With `forming`, as in accelerant.ops.linear_cross_entropy.chunks.
     """
-    wanted = tuple(name for name, need in zip(("hidden", "table"), needs, strict=True) if need)
-    case = Case(hidden.device, hidden.dtype, (hidden.shape[0], *table.shape), wanted)
-    found: tuple[Tensor, Tensor | None, Tensor | None] = _tied_loss_fwd(
+    required = tuple(name for name, need in zip(("hidden", "table"), needs, strict=True) if need)
+    case = Case(hidden.device, hidden.dtype, (hidden.shape[0], *table.shape), required)
+    results: tuple[Tensor, Tensor | None, Tensor | None] = _tied_loss_fwd(
         case, hidden, table, targets, classes, ignore_index, needs, forming
     )
-    return found
+    return results
 
 
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """The product of x, which is overwritten, and a scalar; costs nothing on a GPU where that is 1."""
+    """Multiply x by a scalar in place; on a GPU, a factor of 1 costs nothing."""
     if x.dtype == torch.float64 or refuses_triton(x.device) is not None:
         return x.mul_(factor)
     return scale_(x, factor)
