@@ -250,10 +250,10 @@ LOOSE = {"rtol": 5e-2, "atol": 3e-2}  # of bfloat16: of single elements
     ("family", "dtype", "tolerance"),
     [
         ("gpt2", torch.float32, TIGHT),
-        ("gpt2", torch.bfloat16, LOOSE),
-        ("qwen3", torch.float32, TIGHT),
-        ("bert", torch.float32, TIGHT),
-        ("vit", torch.float32, TIGHT),
+        pytest.param("gpt2", torch.bfloat16, LOOSE, marks=pytest.mark.slow),
+        pytest.param("qwen3", torch.float32, TIGHT, marks=pytest.mark.slow),
+        pytest.param("bert", torch.float32, TIGHT, marks=pytest.mark.slow),
+        pytest.param("vit", torch.float32, TIGHT, marks=pytest.mark.slow),
     ],
 )
 def test_compiles_whole(family, dtype, tolerance):

@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["FINGERPRINTS", "fingerprint", "unknown"]
 
-_TRANSFORMERS = {
+_TRANSFORMERS: dict[str, dict[str, tuple[str, ...]]] = {
     "activations": {
         "AccurateGELUActivation.forward": ("1f9121cf6b0ae2dd",),
         "FastGELUActivation.forward": ("4caa3bda3218009e",),
