@@ -100,7 +100,7 @@ def test_one_wrong_output_among_all_is_found(cpu, small, monkeypatch):
     def spoilt(y):
         words = y.words.copy()
         words[-2] ^= np.uint64(1)
-        return zk.FieldArray(y.field, y.place, words)
+        return zk.FieldArray(y.field, y.space, words)
 
     record = Record(suite.Environment.of(cpu), ceilings={"copy GB/s": 1.0})
     with pytest.raises(AccelerantError, match="an output is not the one of the closed form"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerant.algebra.field.op import source
+from accelerant.algebra.field.program import field_add_source
 from accelerant.bench.shipped import shipped_kernels
 from accelerant.cli.app import main
 from accelerant.config import override
@@ -46,7 +46,7 @@ def test_an_empty_cache(run, cache):
 
 
 def test_what_was_compiled_is_listed(run, cache):
-    registry.create("cpu").compile(source())
+    registry.create("cpu").compile(field_add_source())
     (entry,) = json.loads(run("list", "--json")[1])
     assert entry["name"] == "field_add"
     assert entry["compiler"].startswith("llvmlite")
@@ -60,7 +60,7 @@ def test_what_was_compiled_is_listed(run, cache):
 
 @pytest.mark.parametrize("damage", ["no code", "no report", "torn report", "a list"])
 def test_a_damaged_entry_is_listed_and_cleared(run, cache, damage):
-    registry.create("cpu").compile(source())
+    registry.create("cpu").compile(field_add_source())
     (folder,) = cache.iterdir()
     match damage:
         case "no code":
@@ -133,7 +133,7 @@ def test_warm_for_the_cpu(run, cache):
     assert status == 0
     assert output.startswith("cpu: ")
     assert "field_add" in errors
-    assert registry.create("cpu").compile(source()).from_cache
+    assert registry.create("cpu").compile(field_add_source()).from_cache
 
 
 def test_warm_for_architectures_without_a_device(run, cache):
@@ -206,7 +206,7 @@ def test_a_device_finds_what_was_compiled_ahead(run, cache):
     device = registry.choose("cuda")
     assert run("warm", "field_add")[0] == 0
     assert {entry.target for entry in KernelCache().entries()} == {device.architecture}
-    assert registry.create("cuda").compile(source()).from_cache
+    assert registry.create("cuda").compile(field_add_source()).from_cache
 
 
 @pytest.mark.gpu

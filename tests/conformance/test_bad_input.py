@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from accelerant.algebra.field.op import source as field_add_source
+from accelerant.algebra.field.program import field_add_source
 from accelerant.config import override
 from accelerant.errors import CompileError, ConfigError, LaunchError, OutOfMemory, ShapeError
 from accelerant.runtime.compilation.cache import KernelCache
@@ -188,7 +188,7 @@ COMPILES = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from accelerant.algebra.field.op import source
+from accelerant.algebra.field.program import field_add_source
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache
 
@@ -205,7 +205,7 @@ def put_together(self, temporary, key):
 
 KernelCache._put = put_together
 provider = registry.create(name)
-kernel = provider.compile(source())
+kernel = provider.compile(field_add_source())
 x = provider.copy_to_device(np.array([5, 6], np.uint64))
 provider.launch(kernel, (1,), (32,), (x, x, x, 2))
 print(kernel.from_cache, provider.copy_to_host(x, np.uint64, (2,)).tolist())

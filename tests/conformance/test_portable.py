@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from accelerant.algebra.field.op import source as field_add_source
 from accelerant.algebra.field.parameters import FIELDS
-from accelerant.algebra.field.program import INVERSES, entries, kernel_source
+from accelerant.algebra.field.program import INVERSES, entries, field_add_source, kernel_source
 from accelerant.errors import ConfigError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops.gelu.portable import gelu_on
 from accelerant.ops.gelu.portable import source as gelu_source

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from accelerant.algebra.field.op import source as field_add_source
+from accelerant.algebra.field.program import field_add_source
 from accelerant.algebra.field.reference import MODULI, field_add_reference
 from accelerant.config import override, settings
 from accelerant.errors import CompileError, LaunchError, OutOfMemory, ShapeError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from accelerant.algebra.field.op import source
+from accelerant.algebra.field.program import field_add_source
 from accelerant.config import override
 from accelerant.errors import CompileError, LaunchError, OutOfMemory
 from accelerant.runtime import host, provider, registry
@@ -31,7 +31,7 @@ def cpu():
 
 def test_a_launch_uses_every_core(cpu, monkeypatch):
     """The range is split evenly, whatever the number of cores."""
-    kernel = cpu.compile(source())
+    kernel = cpu.compile(field_add_source())
     seen = []
     monkeypatch.setattr(cpu, "cores", 3)
     kernel.handle = lambda begin, end, *_: seen.append((begin, end))
@@ -107,7 +107,7 @@ def test_the_kernel_is_vectorised(cpu):
     if not llvm.get_host_cpu_features().get("avx2"):
         pytest.skip("this processor has no AVX2")
     target = cpu._machine()
-    module = llvm.parse_assembly(source().dialects["llvm"].build("native"))
+    module = llvm.parse_assembly(field_add_source().dialects["llvm"].build("native"))
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization = True
     builder = llvm.create_pass_builder(target, options)
@@ -117,7 +117,7 @@ def test_the_kernel_is_vectorised(cpu):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_launches_work_after_a_fork(cpu):
-    kernel = cpu.compile(source())
+    kernel = cpu.compile(field_add_source())
     x = cpu.copy_to_device(np.ones(1 << 17, np.uint64))
     cpu.launch(kernel, (512,), (256,), (x, x, x, 1 << 17))
     child = os.fork()
@@ -143,7 +143,7 @@ def test_the_memory_fraction_of_the_settings_holds_from_the_start(monkeypatch):
 
 
 def test_tensors_of_another_device_are_refused(cpu):
-    kernel = cpu.compile(source())
+    kernel = cpu.compile(field_add_source())
     x = cpu.allocate(8)
     with pytest.raises(LaunchError, match="argument 1: the tensor is on meta, not on the cpu"):
         cpu.launch(kernel, (1,), (1,), (x, torch.empty(1, device="meta"), x, 1))
@@ -165,7 +165,7 @@ def test_a_buffer_may_die_in_a_thread_that_holds_a_lock(cpu, lock):
 
 
 def test_the_code_lives_as_long_as_its_kernel(cpu):
-    kernel = cpu.compile(source())
+    kernel = cpu.compile(field_add_source())
     library = weakref.ref(kernel.handle.library)
     gc.collect()
     x = cpu.copy_to_device(np.ones(4, np.uint64))
@@ -260,7 +260,7 @@ def test_programs_that_are_written_out_get_few_passes(cpu, monkeypatch, few):
 def test_a_kernel_that_another_process_compiles_is_waited_for(cpu):
     asked = []
     cpu.wait_for = asked.append
-    made = source()
+    made = field_add_source()
     cpu.compile(made)
     assert asked == [cpu.key_of(made)]
     assert KernelCache().has(asked[0])

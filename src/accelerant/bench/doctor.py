@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from accelerant._version import __version__
-from accelerant.algebra.field import op as field_op
+from accelerant.algebra.field.program import field_add_source
 from accelerant.bench.proof import Check, Status, prove
 from accelerant.config import settings
 from accelerant.runtime import registry
@@ -177,7 +177,7 @@ def _nvrtc() -> Iterator[Check]:
     from accelerant.runtime.compilation.inspect import nvrtc_version
 
     began = time.perf_counter()
-    binary = compile_cuda(field_op.source(), "sm_90")
+    binary = compile_cuda(field_add_source(), "sm_90")
     took = (time.perf_counter() - began) * 1e3
     registers = binary.resources["field_add"].registers
     yield Check(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from accelerant.algebra.field import op as field_op
+from accelerant.algebra.field.program import field_add_source
 from accelerant.algebra.field.reference import MODULI, field_add_reference
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel
@@ -104,7 +104,7 @@ def _prepare(provider: ComputeProvider, device: ComputeDevice) -> tuple[_Launch,
     edges = [0, 1, 2**32 - 1, 2**63, modulus - 2, modulus - 1]
     pairs = [(a, b) for a in edges for b in edges]
     x[: len(pairs)], y[: len(pairs)] = [a for a, _ in pairs], [b for _, b in pairs]
-    kernel = provider.compile(field_op.source(), device=device.index)
+    kernel = provider.compile(field_add_source(), device=device.index)
     z = provider.copy_to_device(np.full(n, 2**64 - 1, np.uint64), device.index)
     buffers = (provider.copy_to_device(x, device.index), provider.copy_to_device(y, device.index), z)
     return _Launch(provider, device, kernel, buffers, n), x, y

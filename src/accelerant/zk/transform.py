@@ -97,8 +97,8 @@ def _of_field_array(
     _check_points(x.field.parameters, x.words.shape)
     g = _coset(x.field, coset)
     x = x if device is None else x.moved(space_at(device))
-    words = transform(x.place, x.field.parameters, x.words, inverse=inverse, coset=g, order=order)
-    return FieldArray(x.field, x.place, words, home=x.home)
+    words = transform(x.space, x.field.parameters, x.words, inverse=inverse, coset=g, order=order)
+    return FieldArray(x.field, x.space, words, home=x.home)
 
 
 def _check_points(field: Field, shape: Any) -> None:

@@ -1,16 +1,15 @@
 """Prime fields, element by element.
 
-parameters.py   the fields, one table; every constant derived
-reference.py    the same arithmetic on Python integers
-field.py        PrimeField: functions of arrays of canonical words
-array.py        FieldArray: elements that stay on their device, with operators
-words.py        words of Python integers and back, on the host
-memory_space.py      memory of the host, of torch's devices, of backends without tensors
-launch.py       the kernels' launches and their count in the ledger
+parameters.py     the fields and every constant derived from them
+reference.py      the same arithmetic on Python integers
+field.py          PrimeField, functions of arrays of canonical words; FieldArray, elements that stay on their device
+words.py          words of Python integers and back, on the host
+memory_space.py   memory of the host, of torch devices, of backends without tensors
+launch.py         kernel launches, recorded in the ledger
+program.py        programs in C and CUDA (ptx.py: carry chains)
+llvm_kernels.py   programs of the CPU, over packs of elements (llvm_packed.py, llvm_ifma.py)
 """
 
-from accelerant.algebra.field.array import FieldArray
-from accelerant.algebra.field.field import PrimeField, prime_field, register_field
-from accelerant.algebra.field.op import add, add_on
+from accelerant.algebra.field.field import FieldArray, PrimeField, prime_field, register_field
 
-__all__ = ["FieldArray", "PrimeField", "add", "add_on", "prime_field", "register_field"]
+__all__ = ["FieldArray", "PrimeField", "prime_field", "register_field"]

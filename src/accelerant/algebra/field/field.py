@@ -1,15 +1,22 @@
-"""A prime field for users: vectorised arithmetic on NumPy arrays and torch tensors.
+"""Prime fields for users: vectorised arithmetic on NumPy arrays and torch tensors, and arrays that stay on a device.
 
 Arrays hold canonical words (words.py): (..., limbs) of uint64, the least significant first; one-limb fields have no
-axis of limbs, and BabyBear's words are uint32. Python integers, also in lists, stand for elements. Arrays decide where
-a call runs: NumPy's on the CPU, tensors on CUDA there; `device=` sends it elsewhere and brings the answer back.
+axis of limbs, and BabyBear's words are uint32. Python integers, also in lists, represent elements. Arrays decide where
+a call runs: NumPy arrays on the CPU, CUDA tensors there; `device=` computes elsewhere and brings the result back.
+
+>>> fr = accelerant.zk.field("bn254_fr")
+>>> fr.add(fr.encode([1, 2]), fr.random(2))      # canonical words in and out
+>>> x = fr.array(fr.random(1000))                # a FieldArray, in Montgomery form on its device
+>>> y = (x**5 + 3 * x - 1) / x                   # nothing leaves the device
+>>> y.canonical()                                # words as the field's functions take them
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,49 +25,56 @@ import numpy.typing as npt
 
 from accelerant.algebra.field import launch, parameters
 from accelerant.algebra.field import words as host
-from accelerant.algebra.field.array import FieldArray, exponent_of
-from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, signed_view, space_at, space_of
+from accelerant.algebra.field.memory_space import (
+    HOST,
+    MemorySpace,
+    in_kind,
+    is_tensor,
+    signed_view,
+    space_at,
+    space_of,
+)
 from accelerant.algebra.field.parameters import Field, field_of
-from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["PrimeField", "prime_field", "register_field"]
+__all__ = ["FieldArray", "PrimeField", "prime_field", "register_field"]
 
 Device = str | ComputeDevice | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    """An argument.
+    """An argument of a field's function.
 
     Attributes:
-        words: of it.
-        place: where they are.
-        tensor: that it came from, if it was one.
-        free: made of Python's integers, which go where the other argument is.
+        words: its words.
+        space: where they are.
+        tensor: the torch tensor that it came from, if it was one.
+        movable: made of Python integers, which are moved to the other argument's space.
     """
 
     words: Any
-    place: MemorySpace
+    space: MemorySpace
     tensor: Any = None
-    free: bool = False
+    movable: bool = False
 
 
 class PrimeField:
-    """A prime field; prime_field(name) makes the one of a name.
+    """A prime field; prime_field(name) returns it.
 
-    Every function of arrays takes, besides the arrays, `device=` (where to compute: "cpu", "cuda:1", "opencl", ...) and
-    `reduce=` (take what is not below the modulus modulo it, where it would be an error), and raises
+    Every function of arrays also takes `device=` (where to compute: "cpu", "cuda:1", "opencl", ...) and `reduce=`
+    (reduce elements that are not below the modulus, which are an error by default), and raises
 
         UnsupportedDtype    not the field's words, nor integers
         ShapeError          shapes that do not broadcast, a last axis that is not the limbs, arrays on two devices
         FormatError         an element not below the modulus, or 0 to be inverted; names the flattened index
-        BackendUnavailable  the device is not there; says why
+        BackendUnavailable  the device is not available; says why
 
-    Leading dimensions broadcast as NumPy's. What comes back is of the first array's library, on its device.
+    Leading dimensions broadcast as NumPy's. The result is of the first array's library, on its device.
 
     Attributes:
-        parameters: the row of the table that all follows from.
+        parameters: the field's parameters.
     """
 
     def __init__(self, parameters: Field) -> None:
@@ -72,26 +86,26 @@ class PrimeField:
     def __reduce__(self) -> tuple[Callable[[str], PrimeField], tuple[str]]:
         return prime_field, (self.name,)
 
-    # --- facts ---------------------------------------------------------------------------------------------------
+    # --- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """As prime_field takes it."""
+        """The name that prime_field takes."""
         return self.parameters.name
 
     @property
     def modulus(self) -> int:
-        """p, the number of elements."""
+        """The modulus p, the number of elements."""
         return self.parameters.modulus
 
     @property
     def limbs(self) -> int:
-        """Words of an element."""
+        """Words per element."""
         return self.parameters.limbs
 
     @property
     def generator(self) -> int:
-        """Of the multiplicative group: its powers are all elements but 0."""
+        """A generator of the multiplicative group: its powers are all elements but 0."""
         return self.parameters.generator
 
     @property
@@ -101,13 +115,13 @@ class PrimeField:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of a word."""
+        """The dtype of a word."""
         return host.dtype_of(self.parameters)
 
     # --- in and out ----------------------------------------------------------------------------------------------
 
     def encode(self, ints: Any, *, reduce: bool = False) -> npt.NDArray[Any]:
-        """Canonical words of integers.
+        """Return the canonical words of integers.
 
         Args:
             ints: a Python integer, a nested list of such, or an array of integers (any dtype of them, or objects).
@@ -123,7 +137,7 @@ class PrimeField:
         return host.encode(self.parameters, ints, reduce=reduce)
 
     def decode(self, array: Any, *, reduce: bool = False) -> Any:
-        """Python integers of words: one, or nested lists in the elements' shape.
+        """Return the Python integers of words: one, or nested lists in the elements' shape.
 
         Args:
             array: canonical words, NumPy's or torch's; or a FieldArray.
@@ -132,10 +146,10 @@ class PrimeField:
         if isinstance(array, FieldArray):
             return array.ints()
         operand = self._operand(array, "x", reduce)
-        return host.decode(self.parameters, operand.place.store(operand.words))
+        return host.decode(self.parameters, operand.space.store(operand.words))
 
     def random(self, shape: int | Sequence[int]) -> npt.NDArray[Any]:
-        """Uniform elements from the system's entropy, by rejection; canonical words on the host.
+        """Draw uniform elements from the system's entropy, by rejection; return canonical words on the host.
 
         Raises:
             ShapeError: a negative size.
@@ -146,107 +160,107 @@ class PrimeField:
         return host.random(self.parameters, sizes)
 
     def array(self, x: Any, *, device: Device = None, reduce: bool = False) -> FieldArray:
-        """The elements as a FieldArray, which stays on its device in Montgomery form between calls.
+        """Return the elements as a FieldArray, which stays on its device in Montgomery form between calls.
 
         Args:
             x: canonical words, integers, or a FieldArray of this field.
-            device: where it shall be; where x is by default.
+            device: the array's; x's own by default.
             reduce: as everywhere.
         """
         if isinstance(x, FieldArray):
             if x.field is not self:
                 raise ConfigError(f"this is an array of {x.field.name}, not of {self.name}")
-            place = x.place if device is None else space_at(device)
-            return x.moved(place)
+            space = x.space if device is None else space_at(device)
+            return x.moved(space)
         operand = self._operand(x, "x", reduce)
-        place = operand.place if device is None else space_at(device)
-        words = _moved(operand, place)
-        made = launch.unary(place, self.parameters, "to_montgomery", words, "canonical")
-        return FieldArray(self, place, made, home=None if operand.tensor is None else operand.tensor.device)
+        space = operand.space if device is None else space_at(device)
+        words = _moved(operand, space)
+        montgomery = launch.unary(space, self.parameters, "to_montgomery", words, "canonical")
+        return FieldArray(self, space, montgomery, home=None if operand.tensor is None else operand.tensor.device)
 
     # --- arithmetic ----------------------------------------------------------------------------------------------
 
     def add(self, x: Any, y: Any, *, device: Device = None, reduce: bool = False) -> Any:
-        """The sum, (x + y) mod p."""
+        """Return (x + y) mod p."""
         return self._binary("add", x, y, device, reduce)
 
     def sub(self, x: Any, y: Any, *, device: Device = None, reduce: bool = False) -> Any:
-        """The difference, (x - y) mod p."""
+        """Return (x - y) mod p."""
         return self._binary("sub", x, y, device, reduce)
 
     def mul(self, x: Any, y: Any, *, device: Device = None, reduce: bool = False) -> Any:
-        """The product, x y mod p."""
+        """Return x y mod p."""
         return self._binary("mul", x, y, device, reduce)
 
     def square(self, x: Any, *, device: Device = None, reduce: bool = False) -> Any:
-        """The square, x^2 mod p."""
+        """Return x^2 mod p."""
         return self._unary("square", x, device, reduce)
 
     def neg(self, x: Any, *, device: Device = None, reduce: bool = False) -> Any:
-        """The negative, -x mod p."""
+        """Return -x mod p."""
         return self._unary("neg", x, device, reduce)
 
     def inv(self, x: Any, *, device: Device = None, reduce: bool = False) -> Any:
-        """The inverse, x^-1 mod p, many with one inversion; a 0 among them is a FormatError that names its index."""
+        """Return x^-1 mod p, many with one inversion; a 0 among them is a FormatError that names its index."""
         return self._each(launch.inverse, (x,), device, reduce, "canonical", "x")
 
     def pow(self, x: Any, exponent: int, *, device: Device = None, reduce: bool = False) -> Any:
-        """The power, x^exponent mod p, one Python integer for all, below 0 too; x^0 = 1, also of 0.
+        """Return x^exponent mod p for one Python integer, which may be negative; x^0 = 1, also of 0.
 
         The exponent is public: the time depends on it.
         """
-        return self._each(launch.power, (x,), device, reduce, exponent_of(exponent), "canonical", "x")
+        return self._each(launch.power, (x,), device, reduce, _exponent(exponent), "canonical", "x")
 
     def sum(self, x: Any, axis: int | None = None, *, device: Device = None, reduce: bool = False) -> Any:
-        """The sum of all elements, or along an axis of the elements' shape; 0 of none."""
+        """Return the sum of all elements, or along an axis of the elements' shape; 0 of none."""
         return self._each(launch.summed, (x,), device, reduce, axis, "canonical")
 
     def dot(self, x: Any, y: Any, *, device: Device = None, reduce: bool = False) -> Any:
-        """The sum of the products along the last axis of the elements' shape."""
+        """Return the sum of the products along the last axis of the elements' shape."""
         return self._each(launch.dotted, (x, y), device, reduce, "canonical")
 
-    # --- parts ---------------------------------------------------------------------------------------------------
+    # --- helpers ---------------------------------------------------------------------------------------------------
 
     def _binary(self, op: str, x: Any, y: Any, device: Device, reduce: bool) -> Any:
-        def run(place: MemorySpace, field: Field, a: Any, b: Any) -> Any:
-            return launch.binary(place, field, op, a, b, "canonical")
+        def run(space: MemorySpace, field: Field, a: Any, b: Any) -> Any:
+            return launch.binary(space, field, op, a, b, "canonical")
 
         return self._each(run, (x, y), device, reduce)
 
     def _unary(self, op: str, x: Any, device: Device, reduce: bool) -> Any:
-        def run(place: MemorySpace, field: Field, a: Any) -> Any:
-            return launch.unary(place, field, op, a, "canonical")
+        def run(space: MemorySpace, field: Field, a: Any) -> Any:
+            return launch.unary(space, field, op, a, "canonical")
 
         return self._each(run, (x,), device, reduce)
 
     def _each(self, run: Callable[..., Any], arrays: Sequence[Any], device: Device, reduce: bool, *options: Any) -> Any:
-        """Bring the arguments together, run(place, field, *words, *options), answer in kind."""
+        """Move the arguments to one space, run(space, field, *words, *options), return the result in kind."""
         names = ("x", "y")
         operands = [self._operand(x, name, reduce) for x, name in zip(arrays, names, strict=False)]
-        placed = [each for each in operands if not each.free]
-        home = placed[0].place if placed else HOST
-        for each in placed:
-            if each.place != home:
-                raise ShapeError(f"x and y must be on one device, got {home.label} and {each.place.label}")
-        place = home if device is None else space_at(device)
-        words = _broadcast(self.parameters, place, [_moved(each, place) for each in operands])
-        answer = run(place, self.parameters, *words, *options)
-        tensor = next((each.tensor for each in placed), None)
-        return in_kind(answer, place, tensor.device if tensor is not None else None)
+        fixed = [each for each in operands if not each.movable]
+        home = fixed[0].space if fixed else HOST
+        for each in fixed:
+            if each.space != home:
+                raise ShapeError(f"x and y must be on one device, got {home.label} and {each.space.label}")
+        space = home if device is None else space_at(device)
+        words = _broadcast(self.parameters, space, [_moved(each, space) for each in operands])
+        answer = run(space, self.parameters, *words, *options)
+        tensor = next((each.tensor for each in fixed), None)
+        return in_kind(answer, space, tensor.device if tensor is not None else None)
 
     def _operand(self, x: Any, name: str, reduce: bool) -> _Operand:
-        """Contiguous words below the modulus, or the error that the class documents."""
+        """Return contiguous words below the modulus, or raise the error that the class documents."""
         field = self.parameters
         if isinstance(x, (int, np.integer, list, tuple)) or (isinstance(x, np.ndarray) and x.dtype == object):
-            return _Operand(host.encode(field, x, reduce=reduce, name=name), HOST, free=True)
+            return _Operand(host.encode(field, x, reduce=reduce, name=name), HOST, movable=True)
         if is_tensor(x):
             host.check_words(field, str(x.dtype).removeprefix("torch."), x.shape, name)
-            place, tensor = space_of(x), x
-            words = x.detach().numpy() if place is HOST else signed_view(x)
+            space, tensor = space_of(x), x
+            words = x.detach().numpy() if space is HOST else signed_view(x)
         elif isinstance(x, np.ndarray):
             if x.dtype != self.dtype or field.limbs > 1:  # a dtype's name takes longer than a small sum
                 host.check_words(field, x.dtype.name if x.dtype.isnative else x.dtype.str, x.shape, name)
-            place, words, tensor = HOST, x, None
+            space, words, tensor = HOST, x, None
         elif isinstance(x, FieldArray):
             raise UnsupportedDtype(
                 f"{name} is a FieldArray: use its operators, or give its .canonical() words to the field's functions"
@@ -255,25 +269,263 @@ class PrimeField:
             raise UnsupportedDtype(
                 f"{name} must be a NumPy array, a torch tensor or Python integers, got {type(x).__name__}"
             )
-        words = place.contiguous(words)
+        words = space.contiguous(words)
         if reduce:
-            words = launch.reduced(place, field, words)
+            words = launch.reduced(space, field, words)
         else:
-            launch.check_reduced(place, field, words, name)
-        return _Operand(words, place, tensor)
+            launch.check_reduced(space, field, words, name)
+        return _Operand(words, space, tensor)
 
 
-def _moved(operand: _Operand, place: MemorySpace) -> Any:
-    return operand.words if operand.place == place else place.load(operand.place.store(operand.words))
+class FieldArray:
+    """Elements that stay on their device in Montgomery form, with Python's operators and NumPy's functions.
+
+    PrimeField.array returns them. Arrays do not change: every operation returns a new one, indexing may share memory.
+    An operand may be a FieldArray of the same field on the same device, Python integers, or canonical words, which are
+    moved to the device first.
+
+    Attributes:
+        field: the field of the elements.
+        space: the memory space of the words.
+        words: Montgomery form x R mod p with R = 2^(bits of an element's words), below p; R = 1 for Goldilocks.
+        home: the torch device of the original tensor, to which canonical() moves the words; None for NumPy arrays.
+    """
+
+    __slots__ = ("field", "home", "space", "words")
+    __hash__ = None  # type: ignore[assignment]  # == is element by element
+
+    def __init__(self, field: PrimeField, space: MemorySpace, words: Any, *, home: Any = None) -> None:
+        self.field = field
+        self.space = space
+        self.words = words
+        self.home = home
+
+    # --- properties ----------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, without the axis of limbs."""
+        return host.element_shape(self.field.parameters, self.words.shape)
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the shape."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the words."""
+        return self.size * self.field.parameters.size_bytes
+
+    @property
+    def device(self) -> str:
+        """The device: "cpu", "cuda:0", "opencl:0"."""
+        return self.space.label
+
+    def __repr__(self) -> str:
+        return f"FieldArray({self.field.name}, shape {self.shape}, {self.device})"  # no values: they may be secret
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a single element has no length")
+        return self.shape[0]
+
+    def canonical(self) -> Any:
+        """Return canonical words: a NumPy array, or a tensor if it was made of one."""
+        return in_kind(self._plain(), self.space, self.home)
+
+    def ints(self) -> Any:
+        """Return Python integers: one, or nested lists."""
+        return host.decode(self.field.parameters, self.space.store(self._plain()))
+
+    def _plain(self) -> Any:
+        return launch.unary(self.space, self.field.parameters, "from_montgomery", self.words, "montgomery")
+
+    def moved(self, space: MemorySpace) -> FieldArray:
+        """Return the elements in another memory space."""
+        if space == self.space:
+            return self
+        return FieldArray(self.field, space, space.load(self.space.store(self.words)), home=self.home)
+
+    # --- shape ---------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> FieldArray:
+        """Index as NumPy does, over the elements; the result is copied unless it is one slice of memory."""
+        keys = key if isinstance(key, tuple) else (key,)
+        if host.tail_of(self.field.parameters):
+            dots = any(each is Ellipsis for each in keys)
+            keys = (*keys, slice(None)) if dots else (*keys, Ellipsis, slice(None))
+        return self._of(self.space.getitem(self.words, keys))
+
+    def __iter__(self) -> Iterator[FieldArray]:
+        return (self[i] for i in range(len(self)))
+
+    def reshape(self, *shape: int | Sequence[int]) -> FieldArray:
+        """Return the same elements in another shape; one size may be -1.
+
+        Raises:
+            ShapeError: the shape has another number of elements.
+        """
+        flat = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        sizes = [operator.index(size) for size in flat]  # type: ignore[arg-type]  # of either spelling
+        known = math.prod(size for size in sizes if size != -1)
+        if sizes.count(-1) == 1 and known > 0 and self.size % known == 0:
+            sizes[sizes.index(-1)] = self.size // known
+        if min(sizes, default=0) < 0 or math.prod(sizes) != self.size:
+            raise ShapeError(f"{self.size} elements of shape {self.shape} cannot be reshaped to {tuple(flat)}")
+        return self._of(self.space.reshape(self.words, (*sizes, *host.tail_of(self.field.parameters))))
+
+    # --- arithmetic ----------------------------------------------------------------------------------------------
+
+    def __add__(self, other: Any) -> FieldArray:
+        return self._binary("add", self, other)
+
+    def __radd__(self, other: Any) -> FieldArray:
+        return self._binary("add", other, self)
+
+    def __sub__(self, other: Any) -> FieldArray:
+        return self._binary("sub", self, other)
+
+    def __rsub__(self, other: Any) -> FieldArray:
+        return self._binary("sub", other, self)
+
+    def __mul__(self, other: Any) -> FieldArray:
+        return self._binary("mul", self, other)
+
+    def __rmul__(self, other: Any) -> FieldArray:
+        return self._binary("mul", other, self)
+
+    def __truediv__(self, other: Any) -> FieldArray:
+        return self._binary("mul", self, self._like(other, "y")._inverse("y"))
+
+    def __rtruediv__(self, other: Any) -> FieldArray:
+        return self._binary("mul", other, self.inv())
+
+    def __neg__(self) -> FieldArray:
+        return self._unary("neg")
+
+    def __pos__(self) -> FieldArray:
+        return self
+
+    def __pow__(self, exponent: Any) -> FieldArray:
+        """Raise to one public Python integer: the time depends on it. x^0 = 1, also of 0."""
+        field = self.field.parameters
+        return self._of(launch.power(self.space, field, self.words, _exponent(exponent), "montgomery", "x"))
+
+    def square(self) -> FieldArray:
+        """Return the squares."""
+        return self._unary("square")
+
+    def inv(self) -> FieldArray:
+        """Return the inverses, many with one inversion.
+
+        Raises:
+            FormatError: an element is 0; names its flattened index.
+        """
+        return self._inverse("x")
+
+    def _inverse(self, name: str) -> FieldArray:
+        return self._of(launch.inverse(self.space, self.field.parameters, self.words, "montgomery", name))
+
+    def sum(self, axis: int | None = None, dtype: None = None, out: None = None) -> FieldArray:
+        """Return the sum of all elements, or along an axis. NumPy's dtype and out must be left out."""
+        if dtype is not None or out is not None:
+            raise UnsupportedCase("the sum of field elements takes no dtype and no out")
+        return self._of(launch.summed(self.space, self.field.parameters, self.words, axis, "montgomery"))
+
+    def dot(self, other: Any) -> FieldArray:
+        """Return the sum of the products along the last axis."""
+        x, y = self._together(self, other)
+        return self._of(launch.dotted(self.space, self.field.parameters, x, y, "montgomery"))
+
+    def __eq__(self, other: object) -> Any:
+        """Compare element by element; return booleans of NumPy, or of torch on its device."""
+        if not isinstance(other, (int, np.integer, list, tuple, np.ndarray, FieldArray)) and not is_tensor(other):
+            return NotImplemented
+        x, y = self._together(self, other)
+        return self.space.equal(x, y, len(host.tail_of(self.field.parameters)))
+
+    def __ne__(self, other: object) -> Any:
+        same = self.__eq__(other)
+        return same if same is NotImplemented else ~same
+
+    # --- NumPy ---------------------------------------------------------------------------------------------------
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        if method == "reduce" and ufunc is np.add and not set(options) - {"axis"}:
+            return self.sum(options.get("axis", 0))
+        function = _UFUNCS.get(ufunc.__name__)
+        if method != "__call__" or function is None or options:
+            called = (
+                ufunc.__name__ + f".{method}" * (method != "__call__") + f" with {', '.join(options)}" * bool(options)
+            )
+            raise UnsupportedCase(
+                f"np.{called} is not defined on field elements; defined are {', '.join(_UFUNCS)} and np.sum. "
+                "For words call .canonical(), for Python integers .ints()"
+            )
+        return function(
+            *(each if isinstance(each, FieldArray) else self._like(each, "x") for each in inputs[:1]), *inputs[1:]
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Refuse the conversion: it could mean words or integers."""
+        raise UnsupportedDtype(
+            "NumPy cannot know what is meant: call .canonical() for words, .ints() for Python integers"
+        )
+
+    # --- helpers ---------------------------------------------------------------------------------------------------
+
+    def _of(self, words: Any) -> FieldArray:
+        return FieldArray(self.field, self.space, words, home=self.home)
+
+    def _like(self, other: Any, name: str) -> FieldArray:
+        """Return an operand as an array of this field in this space."""
+        if isinstance(other, FieldArray) and other.field is not self.field:
+            raise ConfigError(f"{self.field.name} and {other.field.name} are different fields")
+        array = self.field.array(other)
+        if array.space != self.space:
+            if isinstance(other, FieldArray) or array.space is not HOST:
+                raise ShapeError(f"x and y must be on one device, got {self.device} and {array.device}")
+            array = array.moved(self.space)
+        return array
+
+    def _together(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """Return the words of two operands, broadcast to one shape."""
+        first, second = self._like(x, "x"), self._like(y, "y")
+        try:
+            shape = np.broadcast_shapes(first.shape, second.shape)
+        except ValueError:
+            raise ShapeError(f"x and y must have shapes that broadcast, got {first.shape} and {second.shape}") from None
+        full = (*shape, *host.tail_of(self.field.parameters))
+        a, b = (
+            each.words if each.shape == shape else self.space.broadcast(each.words, full) for each in (first, second)
+        )
+        return a, b
+
+    def _binary(self, op: str, x: Any, y: Any) -> FieldArray:
+        a, b = self._together(x, y)
+        return self._of(launch.binary(self.space, self.field.parameters, op, a, b, "montgomery"))
+
+    def _unary(self, op: str) -> FieldArray:
+        return self._of(launch.unary(self.space, self.field.parameters, op, self.words, "montgomery"))
 
 
-def _broadcast(field: Field, place: MemorySpace, words: list[Any]) -> list[Any]:
+def _moved(operand: _Operand, space: MemorySpace) -> Any:
+    return operand.words if operand.space == space else space.load(operand.space.store(operand.words))
+
+
+def _broadcast(field: Field, space: MemorySpace, words: list[Any]) -> list[Any]:
     shapes = [host.element_shape(field, each.shape) for each in words]
     try:
         shape = (*np.broadcast_shapes(*shapes), *host.tail_of(field))
     except ValueError:
         raise ShapeError(f"x and y must have shapes that broadcast, got {shapes[0]} and {shapes[1]}") from None
-    return [each if tuple(each.shape) == shape else place.broadcast(each, shape) for each in words]
+    return [each if tuple(each.shape) == shape else space.broadcast(each, shape) for each in words]
 
 
 @functools.cache
@@ -281,7 +533,7 @@ def prime_field(name: str) -> PrimeField:
     """Return the field of a name: goldilocks, babybear, bn254_fr, bn254_fq, bls12_381_fr, bls12_381_fq, or registered.
 
     Raises:
-        ConfigError: no field has that name; lists those there are.
+        ConfigError: no field has that name; lists the known ones.
     """
     return PrimeField(field_of(name))
 
@@ -299,3 +551,26 @@ def register_field(name: str, modulus: int, generator: int) -> PrimeField:
         ConfigError: another field has the name, or a parameter is out of these limits.
     """
     return PrimeField(parameters.register_field(name, modulus, generator))
+
+
+def _exponent(exponent: object) -> int:
+    """Return a Python integer, or raise UnsupportedDtype."""
+    if isinstance(exponent, (int, np.integer)) and not isinstance(exponent, bool):
+        return int(exponent)
+    raise UnsupportedDtype(f"the exponent must be one Python integer for all elements, got {type(exponent).__name__}")
+
+
+_UFUNCS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "divide": operator.truediv,
+    "power": operator.pow,
+    "negative": operator.neg,
+    "positive": operator.pos,
+    "square": FieldArray.square,
+    "reciprocal": FieldArray.inv,
+    "equal": operator.eq,
+    "not_equal": operator.ne,
+}
+"""NumPy function -> the method or operator. np.true_divide is np.divide."""

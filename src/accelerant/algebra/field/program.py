@@ -1,11 +1,11 @@
-"""A field's programs, put together from its constants and the texts beside this module.
+"""A field's programs, assembled from its constants and the C texts in this folder.
 
 Two C dialects share the kernels (kernel.c) and the elements (limbs.h, goldilocks.h, babybear.h):
 
     portable   arithmetic in C (limbs_c.h): CUDA, HIP and OpenCL
     cuda       for fields of several limbs: NVIDIA's carry chains behind the same names (limbs_ptx.h, ptx.py)
 
-FIELD in a text stands for a prefix, so that one program can hold several fields. The CPU's dialect is built by
+FIELD in a text is replaced by a prefix, so that one program can hold several fields. The CPU's dialect is built by
 llvm_kernels.py.
 """
 
@@ -14,11 +14,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelerant.algebra.field.llvm_kernels import FieldKernels
-from accelerant.algebra.field.parameters import Field
+from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.algebra.field.ptx import ptx_macros
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import Builder, KernelSource, LazyDialects, portable_header
@@ -30,36 +30,29 @@ __all__ = [
     "CudaProgram",
     "defined",
     "entries",
+    "field_add_source",
     "field_text",
     "kernel_source",
     "montgomery_radix",
 ]
 
 BLOCK = 256
-"""Threads of a block in the C dialects, at most; a power of two."""
+"""Most threads per block in the C dialects; a power of two."""
 
 INVERSES = 16
-"""Elements a thread inverts together in the C dialects: about (3 * 16 + 380) / 16 multiplies each for 254 bits, and
-2^20 elements still give 65,536 threads."""
+"""Elements that a thread inverts together in the C dialects: about (3 * 16 + 380) / 16 multiplies each for 254 bits,
+and 2^20 elements still give 65,536 threads."""
 
 _BINARY = ("add", "sub", "mul", "mul_montgomery")
 _UNARY = (
-    "neg",
-    "square",
-    "square_montgomery",
-    "to_montgomery",
-    "from_montgomery",
-    "reduce",
-    "inv",
-    "inv_montgomery",
-)
-
+    "neg", "square", "square_montgomery", "to_montgomery", "from_montgomery", "reduce", "inv", "inv_montgomery",
+)  # fmt: skip
 _BY_CHUNK = ("field_sum", "field_dot", "field_dot_montgomery", "field_unreduced")
 _BY_SEVERAL = ("field_inv", "field_inv_montgomery")
 
 
 def entries(field: Field) -> dict[str, tuple[str, ...]]:
-    """Entry point -> the types of its arguments, E = "*u64", an array of elements ("*u32" where a word has 32 bits).
+    """Return each entry point and the types of its arguments, where E = "*u64" ("*u32" for words of 32 bits).
 
         field_add field_sub field_mul field_mul_montgomery        x E, y E, z E, n
         field_neg field_square field_square_montgomery
@@ -70,29 +63,28 @@ def entries(field: Field) -> dict[str, tuple[str, ...]]:
         field_dot field_dot_montgomery                            x E, y E, partial E, n, chunk
         field_unreduced                                           x E, first *i64, n, chunk
 
-    All take canonical elements and give such, but "montgomery" entries, which take and give x R mod p (R:
-    montgomery_radix; field_to_montgomery takes any words, field_from_montgomery gives canonical elements);
-    field_add, _sub, _neg and _sum serve both. field_reduce takes any words. An exponent is at least 0, little-endian
-    words, and public: the time depends on it, on nothing else. 0^0 = 1. The inverse of 0 is 0. A chunk c, of
-    elements [c chunk, min(n, (c + 1) chunk)), gives partial[c], their sum, and first[c], the least index of an element
-    not below p, else n.
+    Elements are canonical, in "montgomery" entries x R mod p (R: montgomery_radix; field_to_montgomery takes any words,
+    field_from_montgomery returns canonical elements); field_add, _sub, _neg and _sum serve both. field_reduce takes any
+    words. An exponent is at least 0, little-endian words, and public: the time depends on nothing else. 0^0 = 1. The
+    inverse of 0 is 0. Chunk c is the elements [c chunk, min(n, (c + 1) chunk)): partial[c] is their sum, first[c] the
+    least index of an element not below p, else n.
     """
     e = f"*u{field.word_bits}"
-    found: dict[str, tuple[str, ...]] = {f"field_{name}": (e, e, e, "i64") for name in _BINARY}
-    found |= {f"field_{name}": (e, e, "i64") for name in _UNARY}
-    found |= {f"field_{name}": (e, e, "*u64", "i64", "i64") for name in ("pow", "pow_montgomery")}
-    found |= {f"field_{name}": (e, e, e, "i64", "i64") for name in ("dot", "dot_montgomery")}
-    return found | {"field_sum": (e, e, "i64", "i64"), "field_unreduced": (e, "*i64", "i64", "i64")}
+    types: dict[str, tuple[str, ...]] = {f"field_{name}": (e, e, e, "i64") for name in _BINARY}
+    types |= {f"field_{name}": (e, e, "i64") for name in _UNARY}
+    types |= {f"field_{name}": (e, e, "*u64", "i64", "i64") for name in ("pow", "pow_montgomery")}
+    types |= {f"field_{name}": (e, e, e, "i64", "i64") for name in ("dot", "dot_montgomery")}
+    return types | {"field_sum": (e, e, "i64", "i64"), "field_unreduced": (e, "*i64", "i64", "i64")}
 
 
 @dataclass(frozen=True, slots=True)
 class CudaProgram:
-    """A Builder (see runtime/compilation/kernel.py) of CUDA C++ that is written, in 2 ms and more, only to be compiled.
+    """A Builder (see runtime/compilation/kernel.py) of CUDA C++, which takes 2 ms and more to write.
 
     Attributes:
-        arguments: all that decides the text beside the sources, in words.
+        arguments: everything that the text depends on besides the sources.
         folders: of the package, with the code and the texts that the program is made of.
-        write: gives the text that stands behind portable.h.
+        write: returns the text that follows portable.h.
     """
 
     arguments: str
@@ -101,32 +93,32 @@ class CudaProgram:
 
     @property
     def key(self) -> str:
-        """The arguments, and the sources."""
+        """The arguments, and the hash of the sources."""
         hashes = (sources_hash(folder, endings=(".py", ".c", ".h")) for folder in self.folders)
         return " ".join((self.arguments, *hashes, portable_header()))
 
     def build(self, target: str) -> str:
-        """The text, the same for each target."""
+        """Return the text, the same for each target."""
         return f"{portable_header()}\n{self.write()}"
 
 
 @functools.cache
 def montgomery_radix(field: Field) -> int:
-    """R of the form x R mod p that programs keep elements in; 1 of Goldilocks, whose products need none."""
+    """Return R of the form x R mod p that programs keep elements in; 1 for Goldilocks, whose products need none."""
     return 1 if _is_goldilocks(field) else 1 << field.limbs * field.word_bits
 
 
 @functools.cache
 def kernel_source(field: Field, entry: str | None = None) -> KernelSource:
-    """The field's functions on arrays, in every dialect that it has.
+    """Return the field's functions on arrays, in every dialect that it has.
 
     Args:
         field: any.
-        entry: one of entries(field); the source has that one alone. None: all, which NVRTC compiles in seconds for
-            fields of several limbs.
+        entry: the one of entries(field) to include. None: all, which NVRTC compiles in seconds for fields of several
+            limbs.
 
     Raises:
-        ConfigError: there is no such entry.
+        ConfigError: unknown entry.
     """
     known = entries(field)
     if entry is not None and entry not in known:
@@ -140,6 +132,12 @@ def kernel_source(field: Field, entry: str | None = None) -> KernelSource:
         makers["cuda"] = lambda: CudaProgram(f"{field} {entry}", ("algebra/field",), write)
     kept = known if entry is None else {entry: known[entry]}
     return KernelSource(name=f"{entry or 'field'}_{field.name}", dialects=LazyDialects(**makers), entries=kept)
+
+
+@functools.cache
+def field_add_source() -> KernelSource:
+    """Return the sum in Goldilocks in every dialect: the kernel that conformance tests and `doctor` run."""
+    return replace(kernel_source(field_of("goldilocks"), "field_add"), name="field_add")
 
 
 def grid_and_block(entry: str, n: int, chunk: int = 1) -> tuple[int, int]:
@@ -156,18 +154,18 @@ def grid_and_block(entry: str, n: int, chunk: int = 1) -> tuple[int, int]:
 
 
 def field_text(field: Field, prefix: str, dialect: str) -> str:
-    """A field's elements and arithmetic, for the C dialects; stands after portable.h.
+    """Return a field's elements and arithmetic for the C dialects, to follow portable.h.
 
-    Types and functions begin with the prefix (an element's type is the prefix itself): PREFIX_add, _sub, _mul, _square
-    (in Montgomery form), _zero, _one, _is_zero, _is_reduced, _select, _to_montgomery, _from_montgomery, _load, _store.
+    An element's type is the prefix; functions begin with it: PREFIX_add, _sub, _mul, _square (in Montgomery form),
+    _zero, _one, _is_zero, _is_reduced, _select, _to_montgomery, _from_montgomery, _load, _store.
 
     Args:
         field: any.
-        prefix: an identifier, of which no other field's prefix in the program is the beginning.
+        prefix: an identifier that begins with no other field's prefix in the program.
         dialect: "portable" or "cuda"; the same text for a field of one word.
 
     Raises:
-        ConfigError: there is no such dialect, or the modulus leaves no spare bit in 32 bits or an even number of words.
+        ConfigError: unknown dialect, or a modulus without a spare bit in 32 bits or an even number of words.
     """
     if dialect not in ("portable", "cuda"):
         raise ConfigError(f"field_text knows the dialects portable and cuda, got {dialect!r}")
@@ -179,7 +177,7 @@ def field_text(field: Field, prefix: str, dialect: str) -> str:
     return _prefixed(_constants(field), prefix) + macros + _prefixed(_texts(names), prefix)
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+# --- texts -----------------------------------------------------------------------------------------------------------
 
 
 def _is_goldilocks(field: Field) -> bool:
@@ -196,10 +194,10 @@ _ENTRY = re.compile(
 
 
 def _kernels(field: Field, dialect: str, entry: str | None) -> str:
-    """The field and its kernels, or the one named, under the field's name."""
+    """Return the field and its kernels, or one of them, under the field's name."""
 
-    def kept(found: re.Match[str]) -> str:
-        return found[0] if entry in (None, found["map"], found["kernel"]) else ""
+    def select(match: re.Match[str]) -> str:
+        return match[0] if entry in (None, match["map"], match["kernel"]) else ""
 
     sizes = {
         "FIELD_BLOCK": str(BLOCK),
@@ -208,12 +206,12 @@ def _kernels(field: Field, dialect: str, entry: str | None) -> str:
         "FIELD_P_MINUS_2": _hexadecimal(field.words(field.modulus - 2, 64, -(-field.bits // 64)), "UL"),
     }
     return field_text(field, field.name, dialect) + _prefixed(
-        defined(sizes) + _ENTRY.sub(kept, _texts(["kernel.c"])), field.name
+        defined(sizes) + _ENTRY.sub(select, _texts(["kernel.c"])), field.name
     )
 
 
 def _constants(field: Field) -> str:
-    """What the field's header needs; nothing for Goldilocks, whose modulus is in its reduction."""
+    """Return the macros of the field's header; none for Goldilocks, whose modulus is in its reduction."""
     if _is_goldilocks(field):
         return ""
     limbs = field.limbs * field.word_bits // 32
@@ -224,22 +222,22 @@ def _constants(field: Field) -> str:
         )
     radix = montgomery_radix(field)
 
-    def listed(value: int) -> str:
+    def limbs_of(value: int) -> str:
         return _hexadecimal(field.words(value, 32, limbs), "U")
 
     return defined(
         {
             "FIELD_LIMBS": str(limbs),
             "FIELD_INVERSE": _hexadecimal((field.montgomery_inverse(32),), "U"),
-            "FIELD_MODULUS": listed(field.modulus),
-            "FIELD_ONE": listed(radix % field.modulus),
-            "FIELD_R2": listed(radix**2 % field.modulus),
+            "FIELD_MODULUS": limbs_of(field.modulus),
+            "FIELD_ONE": limbs_of(radix % field.modulus),
+            "FIELD_R2": limbs_of(radix**2 % field.modulus),
         }
     )
 
 
 def defined(values: dict[str, str]) -> str:
-    """A macro of each name."""
+    """Return a macro for each name."""
     return "".join(f"#define {name} {value}\n" for name, value in values.items())
 
 
@@ -252,5 +250,5 @@ def _texts(names: list[str]) -> str:
 
 
 def _prefixed(text: str, prefix: str) -> str:
-    """FIELD as a word, or before an underscore, is the prefix."""
+    """Replace FIELD, as a word or before an underscore, by the prefix."""
     return re.sub(r"\bFIELD(?=_|\b)", prefix, text)

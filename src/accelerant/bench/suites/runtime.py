@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from accelerant import ops
-from accelerant.algebra.field import op as field_op
+from accelerant.algebra.field.program import field_add_source
 from accelerant.bench.record import Environment, Record, Row
 from accelerant.bench.suites import batches, streaming
 from accelerant.bench.timer import host_time_us
@@ -97,7 +97,7 @@ def _host_row(op: str, case: str, runner: str, implementation: str, fn: Callable
 
 def _launches(device: ComputeDevice, where: torch.device) -> list[Row]:
     provider = registry.create(device.backend)
-    kernel = provider.compile(field_op.source(), device=device.index)
+    kernel = provider.compile(field_add_source(), device=device.index)
     x = torch.zeros(256, dtype=torch.uint64, device=where)
     args = (x, x, x, 256)
     rows = [
@@ -161,7 +161,7 @@ def _triton_cache(folder: str) -> Iterator[None]:
 def _compiles(device: ComputeDevice) -> list[Row]:
     """Compile times with an empty and with a filled disk cache, of the C kernel and of a Triton kernel."""
     provider = registry.create(device.backend)
-    sources = {"field_add": field_op.source()}
+    sources = {"field_add": field_add_source()}
     if device.backend == "cuda":
         from accelerant.ops.gelu.cases import KERNELS
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from accelerant.privacy.random.chacha20 import BLOCK_WORDS
 from accelerant.privacy.random.llvm_kernels import KeystreamBlocks, VectorKernel, host_vectors
-from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, Variable, lane_constants, vector
+from accelerant.runtime.compilation.llvm import FunctionBuilder, Operand, Value, Variable, lane_constants, vector
 
 __all__ = ["LaplaceKernel"]
 
@@ -89,7 +89,8 @@ def _digit(blocks: KeystreamBlocks, i: Value, digits: Value, pool: list[Variable
     values = [variable.get() for variable in pool]
     tie = code.op("and", equal, code.compare("ult", values[0], remainder))
     below = code.op("or", code.compare("ult", word, threshold), tie)
-    for variable, value, following in zip(pool, values, [*values[1:], 0], strict=True):
+    rest_of_pool: list[Operand] = [*values[1:], 0]
+    for variable, value, following in zip(pool, values, rest_of_pool, strict=True):
         variable.set(code.select(equal, following, value))
     weight = code.i64("shl", 1, digit)
     signed = code.select(second, code.i64("sub", 0, weight), weight)
