@@ -1,7 +1,7 @@
 """Every kernel that the package ships, as sources that a provider compiles.
 
-Ops list theirs in `KERNELS` of their folder's cases.py; algebra folders give theirs by `source()` in op.py, or list
-them in cases.py as ops do.
+Ops list theirs in `KERNELS` of their folder's cases.py. Of algebra's kernels, which are compiled for each field and
+curve, only the sum in Goldilocks is among them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import importlib.util
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from accelerant.algebra.field.program import field_add_source
 from accelerant.runtime.compilation.kernel import KernelSource
 
 __all__ = ["Shipped", "shipped_kernels"]
@@ -37,34 +37,23 @@ class Shipped:
 
 def shipped_kernels() -> list[Shipped]:
     """All of them; imports Triton where it is installed, since the signatures are read from its functions."""
+    modules = pkgutil.iter_modules(importlib.import_module("accelerant.ops").__path__)
+    folders = sorted(entry.name for entry in modules if entry.ispkg and not entry.name.startswith("_"))
+    field_add = field_add_source()
     return [
-        each for package in ("ops", "algebra") for folder in _folders(package) for each in _kernels(package, folder)
+        *(kernel for folder in folders for kernel in _kernels(folder)),
+        Shipped("field", field_add.name, "", field_add),
     ]
 
 
-def _folders(package: str) -> list[str]:
-    module = importlib.import_module(f"accelerant.{package}")
-    return sorted(
-        entry.name for entry in pkgutil.iter_modules(module.__path__) if entry.ispkg and not entry.name.startswith("_")
-    )
-
-
-def _kernels(package: str, folder: str) -> Iterator[Shipped]:
+def _kernels(folder: str) -> Iterator[Shipped]:
     has_triton = importlib.util.find_spec("triton") is not None
-    cases = _module(f"accelerant.{package}.{folder}.cases")
-    listed = getattr(cases, "KERNELS", ())
-    for each in listed:
+    name = f"accelerant.ops.{folder}.cases"
+    if importlib.util.find_spec(name) is None:
+        return
+    for each in getattr(importlib.import_module(name), "KERNELS", ()):
         if isinstance(each, KernelSource):
             yield Shipped(folder, each.name, "", each)
         elif has_triton:
             source: KernelSource = each.source()
             yield Shipped(folder, source.name, str(each.name).removeprefix(source.name).strip(), source)
-    source_of = getattr(_module(f"accelerant.{package}.{folder}.op"), "source", None)
-    if not listed and callable(source_of):
-        found = source_of()
-        yield Shipped(folder, found.name, "", found)
-
-
-def _module(name: str) -> Any:
-    """The module, or None where the folder has none of that name."""
-    return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None
