@@ -138,3 +138,12 @@ def test_counts_of_bytes_do_not_wrap():
     assert found.dtype == torch.uint8
     assert int((found == 0).sum()) > 20  # a third of the answers are below 0
     assert int((found > 200).sum()) == 0  # exp(-20) each
+
+
+@pytest.mark.parametrize("add", [dp.gaussian_noise_, dp.laplace_noise_])
+@pytest.mark.parametrize(
+    "x", [np.zeros(3), [np.zeros(3)], [torch.zeros(2), np.zeros(3)]], ids=["array", "list", "mixed"]
+)
+def test_noise_in_place_takes_tensors_alone(add, x):
+    with pytest.raises(UnsupportedDtype, match=r"torch tensors, got .*: convert it by torch.from_numpy"):
+        add(x, 1.0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from accelerant.privacy.dp.sampling import PoissonSampler
-from accelerant.privacy.dp.sampling.rare_draws import RareDraws
+from accelerant.privacy.dp.sampling.poisson import RareDraws
 
 WORDS = 1 << 53
 

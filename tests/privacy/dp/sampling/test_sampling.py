@@ -208,8 +208,8 @@ def test_every_drawn_row_is_in_one_batch_of_its_draw(kind, microbatch):
     seen = []
 
     class Remembered(PoissonSampler):
-        def _drawn(self):
-            seen.append(super()._drawn().tolist())
+        def _draw_units(self):
+            seen.append(super()._draw_units().tolist())
             return np.array(seen[-1], np.int64)
 
     batches = PoissonBatches(KINDS[kind], Remembered(20, 0.1, steps=300), microbatch=microbatch)

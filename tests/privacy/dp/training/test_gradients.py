@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -135,3 +136,13 @@ def test_tensors_are_checked():
         make(max_grad_norm={"a": 1.0})({"b": torch.zeros(2, 2)})
     with pytest.raises(ConfigError, match="name no tensor"):
         make()({})
+
+
+@pytest.mark.parametrize(
+    "gradients", [np.zeros((3, 2)), {"weight": np.zeros((3, 2))}, None], ids=["array", "named", "none"]
+)
+def test_gradients_are_tensors(gradients):
+    privatizer = dp.GradientPrivatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=3)
+    with pytest.raises(UnsupportedDtype, match=r"must be torch tensors, .* got"):
+        privatizer(gradients)
+    assert not privatizer.ledger.events

@@ -1,6 +1,7 @@
 """make_private: what it checks before anything is attached, what it finds, what a checkpoint holds."""
 
 import copy
+import gc
 import pickle
 import warnings
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from loops import classify, mlp, parameters, points, private
 from torch import nn
+from torch.optim import optimizer as optimizer_module
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError, ShapeError, UnsupportedCase
 from accelerant.privacy import dp
 from accelerant.privacy.dp.noise.charge import charge
+from accelerant.privacy.dp.training import private as private_module
 
 
 def train(training, data, steps=None, **options):
@@ -550,3 +553,42 @@ def test_a_copy_of_the_model_is_an_ordinary_one():
         torch.optim.SGD(twin.parameters(), lr=0.1).step()
         assert torch.equal(model[0].weight.grad, noisy)
         assert sum(event.count for event in training.ledger.events) == 2
+
+
+def test_a_failure_at_the_end_of_make_private_leaves_nothing_attached(monkeypatch):
+    model = mlp()
+    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    steps = len(optimizer_module._global_optimizer_pre_hooks)
+    with monkeypatch.context() as patch:
+        patch.setattr(private_module, "PrivateTraining", None)
+        with pytest.raises(TypeError):
+            private(model)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
+    assert not any(param._backward_hooks for param in model.parameters())
+    assert len(optimizer_module._global_optimizer_pre_hooks) == steps
+    private(model).close()  # and it can be made private
+
+
+def test_draws_that_made_a_step_are_not_kept():
+    training = private(mlp(), 0.5, noise_multiplier=1.0)
+    for batch in training.batches(points(), steps=20):
+        classify(training.model, *batch.tensors).backward()
+        training.step()
+    del batch
+    gc.collect()
+    assert len(training._tracker._stepped) <= 1
+    training.close()
+
+
+def test_a_drawn_batch_has_no_copies_that_could_make_a_second_step():
+    training = private(mlp(), 0.5, noise_multiplier=1.0)
+    batch = next(training.batches(points()))
+    again = copy.deepcopy(batch)
+    with pytest.raises(TypeError, match="second step"):
+        pickle.dumps(batch)
+    classify(training.model, *batch.tensors).backward()
+    training.step()
+    with pytest.raises(ConfigError, match="has made a step already"):
+        training.use(again)
+    training.close()

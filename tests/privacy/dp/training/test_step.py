@@ -101,7 +101,7 @@ def test_gradients_that_were_cleared_come_back_to_their_memory():
     kept = [each.grad for each in private.model.parameters()]
     given_up = next(parts(rows(4), 4, microbatch=4))
     private.use(given_up)
-    step._parted(given_up)
+    step._run_part(given_up)
     private.optimizer.zero_grad()
     assert all(each.grad is None for each in private.model.parameters())
     found = []
@@ -123,11 +123,11 @@ def test_graphs_of_a_model_that_was_changed_are_dropped():
         private.model.eval,
         lambda: weight.requires_grad_(False),
     ):
-        step._part, step._placed = object(), step._placement()
-        step._place_gradients()
+        step._part, step._captured_layout = object(), step._layout()
+        step._keep_gradients()
         assert step.captured
         change()
-        step._place_gradients()
+        step._keep_gradients()
         assert not step.captured
 
 

@@ -17,8 +17,7 @@ from accelerant.nn.train.job import resume_training, run_training
 from accelerant.nn.train.presets import Recipe, RunConfig
 from accelerant.privacy import dp
 from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.training.run import PrivateRun, PrivateSettings
-from accelerant.privacy.dp.training.windows import WindowSource, split_draw
+from accelerant.privacy.dp.training.run import PrivateRun, PrivateSettings, WindowSource, split_draw
 
 CPU = torch.device("cpu")
 RECIPE = Recipe(

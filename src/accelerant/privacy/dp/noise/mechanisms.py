@@ -1,12 +1,12 @@
-"""Noise on tensors and on the answers to queries, with the sensitivity that the caller states.
+"""Noise on tensors and on the answers to queries, for a sensitivity that the caller states.
 
 >>> release(count, mechanism="laplace", sensitivity=1, epsilon=0.5, ledger=ledger)
 >>> release(means, mechanism="gaussian", sensitivity=2 / n, noise_multiplier=4.0, ledger=ledger)
 
 The sensitivity is a promise of the caller: how far the answer moves, in L1 norm (Laplace) or L2 norm (Gaussian), when
-one record is added or removed. Clip each record's share before summing; nothing here can check it.
+one record is added or removed. Clip each record's contribution before summing; nothing here can check it.
 Laplace: Dwork, McSherry, Nissim and Smith 2006 (doi:10.1007/11681878_14); Gaussian: Balle and Wang 2018,
-    arXiv:1805.06530.
+arXiv:1805.06530.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from accelerant.privacy.dp.ledger.accounting import calibrate
 from accelerant.privacy.dp.ledger.events import check_number
 from accelerant.privacy.dp.noise.charge import charge as gaussian_charge
 from accelerant.privacy.dp.noise.charge import choose_grid, laplace_charge
-from accelerant.privacy.dp.noise.noisy_sum import Kind, NoisySum, Plan, delta_of, make_source
+from accelerant.privacy.dp.noise.noisy_sum import Kind, NoisePlan, NoisySum, delta_of, make_source
 
 __all__ = ["gaussian_noise_", "laplace_noise_", "release"]
 
@@ -49,8 +49,8 @@ def gaussian_noise_(
         x.
 
     Raises:
-        ConfigError: a value that has no meaning; a ledger without a sensitivity.
-        UnsupportedDtype: x is not floating point.
+        ConfigError: an invalid value; a ledger without a sensitivity.
+        UnsupportedDtype: x is no floating-point tensor.
         BudgetExceeded: the ledger's budget does not allow it; x is as it was.
     """
     return _noise_(x, "gaussian", check_number("std", std), sensitivity, secure, ledger)
@@ -59,7 +59,7 @@ def gaussian_noise_(
 def laplace_noise_(
     x: _T, scale: float, *, sensitivity: float | None = None, secure: bool = True, ledger: Ledger | None = None
 ) -> _T:
-    """Add Laplace noise to tensors, in place; as `gaussian_noise_`, with b in place of the standard deviation.
+    """Add Laplace noise to tensors, in place; as `gaussian_noise_`, with the scale b instead of the deviation.
 
     Args:
         scale: b, in the units of x; the variance is 2 b^2.
@@ -80,23 +80,23 @@ def release(
     ledger: Ledger | None = None,
     note: str = "",
 ) -> Any:
-    """The answer to a query, with noise; the value itself is not changed.
+    """Return the answer to a query with noise; the value itself is not changed.
 
     Args:
         value: a number, a NumPy array or a tensor. Whole numbers stay whole.
         mechanism: "laplace" or "gaussian".
         sensitivity: how far one record moves the value: L1 norm for laplace, L2 for gaussian.
         epsilon: of this release. With gaussian, delta is needed too; the least noise is found for the pair.
-        noise_multiplier: scale of the noise (b, or the standard deviation) over the sensitivity, in place of epsilon.
+        noise_multiplier: scale of the noise (b, or the standard deviation) over the sensitivity, instead of epsilon.
         secure: as for `gaussian_noise_`.
         ledger: records the event before anything is drawn.
-        note: for the ledger's reader: which query it was.
+        note: for the ledger's reader, for example the query.
 
     Returns:
-        As value: int, float, array or tensor of its dtype and shape.
+        int, float, array or tensor like value, with its dtype and shape.
 
     Raises:
-        ConfigError: a value that has no meaning, or is not finite; whole numbers past 2^53.
+        ConfigError: an invalid value, or one that is not finite; whole numbers past 2^53.
         BudgetExceeded: the ledger's budget does not allow it; nothing was drawn.
     """
     if mechanism not in ("gaussian", "laplace"):
@@ -123,12 +123,17 @@ def release(
 
 
 def _noise_(x: _T, kind: Kind, scale: float, sensitivity: float | None, secure: bool, ledger: Ledger | None) -> _T:
-    """Noise of a given scale, and its event."""
+    """Add noise of a given scale, and record its event."""
     tensors = [x] if isinstance(x, Tensor) else list(x)
-    for each in tensors:
-        if not each.is_floating_point():
-            raise UnsupportedDtype(f"noise is added to floating-point tensors, got {each.dtype}")
-    dimensions = sum(each.numel() for each in tensors)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise UnsupportedDtype(
+                f"noise is added in place to torch tensors, got {type(x).__name__} of {type(tensor).__name__}: convert "
+                "it by torch.from_numpy, which shares its memory, or use release()"
+            )
+        if not tensor.is_floating_point():
+            raise UnsupportedDtype(f"noise is added to floating-point tensors, got {tensor.dtype}")
+    dimensions = sum(tensor.numel() for tensor in tensors)
     if ledger is not None and sensitivity is None:
         raise ConfigError("a ledger needs the sensitivity: how far one record moves the tensors")
     bound = scale if sensitivity is None else check_number("sensitivity", sensitivity)
@@ -142,17 +147,17 @@ def _noise_(x: _T, kind: Kind, scale: float, sensitivity: float | None, secure: 
             cost = laplace_charge if kind == "laplace" else gaussian_charge
             rounding, delta = cost(scale, grid, dimensions).sensitivity, delta_of(kind, scale, grid, dimensions)
         named = NoisySum(source, scale / (bound + rounding), dimensions, kind)
-        ledger.record(named.event(Plan(scale, grid, delta), "none", 1.0))
+        ledger.record(named.event(NoisePlan(scale, grid, delta), "none", 1.0))
     with torch.no_grad():
-        NoisySum(source, 1.0, dimensions, kind).add_(tensors, Plan(scale, grid, 0.0), 1.0)
+        NoisySum(source, 1.0, dimensions, kind).add_(tensors, NoisePlan(scale, grid, 0.0), 1.0)
     return x
 
 
 def _multiplier(mechanism: Kind, epsilon: float | None, delta: float | None, given: float | None) -> float:
-    """The noise multiplier, from whichever way it was stated.
+    """Return the noise multiplier, given as such or by epsilon.
 
     Raises:
-        ConfigError: both or neither, or a delta where it has no place.
+        ConfigError: both or neither, or a delta that does not apply.
     """
     if (epsilon is None) == (given is None):
         raise ConfigError(f"give either epsilon or noise_multiplier; got {epsilon!r} and {given!r}")
@@ -170,23 +175,23 @@ def _multiplier(mechanism: Kind, epsilon: float | None, delta: float | None, giv
     return calibrate(epsilon, check_number("delta", delta, most=0.5), 1.0, 1, sampling="none")
 
 
-def _whole_plan(noisy: NoisySum, sensitivity: float) -> Plan:
-    """On a grid of 1 or a fraction of it, where whole numbers need no rounding, and none is charged."""
+def _whole_plan(noisy: NoisySum, sensitivity: float) -> NoisePlan:
+    """Plan a grid of 1 or a fraction of it, where whole numbers need no rounding, and none is charged."""
     scale = noisy.noise_multiplier * sensitivity
     if not noisy.source.secure or not noisy.dimensions:
-        return Plan(scale, 0.0, 0.0)
+        return NoisePlan(scale, 0.0, 0.0)
     grid = min(1.0, 2.0 ** math.floor(math.log2(scale / 8)))
-    return Plan(scale, grid, delta_of(noisy.kind, scale, grid, noisy.dimensions))
+    return NoisePlan(scale, grid, delta_of(noisy.kind, scale, grid, noisy.dimensions))
 
 
 def _whole(answer: Tensor, dtype: torch.dtype) -> Tensor:
-    """Whole numbers that the dtype holds: noise takes a count of bytes below 0, which would come out as 253."""
+    """Round to whole numbers within the dtype: a small count of dtype uint8 plus noise below 0 would become 253."""
     limits = torch.iinfo(dtype)
     return answer.round().clamp_(max(-_EXACT, limits.min), min(_EXACT, limits.max))
 
 
 def _as_given(value: Any, answer: Tensor) -> Any:
-    """In the kind of the value."""
+    """Convert an answer to the type of the value."""
     if isinstance(value, Tensor):
         return answer
     if isinstance(value, np.ndarray | np.generic):

@@ -1,12 +1,11 @@
-"""Noise on a sum of bounded vectors, and the event that it is.
+"""Noise on a sum of bounded vectors, and its event in the ledger.
 
     released = (sum + noise) * scale,   noise of scale noise_multiplier * (C + s)
 
 C bounds what one example adds to the sum (its L2 norm for Gaussian noise, its L1 norm for Laplace), s what rounding to
-the grid adds. The noise is widened by s, so that the multiplier that the ledger gets is the one that was asked for.
-Why a
-grid: Mironov 2012 (doi:10.1145/2382196.2382264); the discrete Gaussian: Canonne, Kamath and Steinke 2020,
-    arXiv:2004.00010.
+the grid adds. The noise is widened by s, so that the multiplier in the ledger is the requested one.
+Source: on grids Mironov 2012 (doi:10.1145/2382196.2382264); the discrete Gaussian: Canonne, Kamath and Steinke 2020,
+arXiv:2004.00010.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from accelerant.privacy.dp.ledger.events import Event, Mechanism, Sampling, chec
 from accelerant.privacy.dp.noise import FastSource, NoiseSource, SecureSource
 from accelerant.privacy.dp.noise.charge import charge, choose_grid, laplace_charge
 
-__all__ = ["Kind", "NoisySum", "Plan", "delta_of", "make_source", "require_clipped_unit"]
+__all__ = ["Kind", "NoisePlan", "NoisySum", "delta_of", "make_source", "require_clipped_unit"]
 
 Kind = Literal["gaussian", "laplace"]
 
 
 def require_clipped_unit(ledger: Ledger) -> Ledger:
-    """The ledger, if clipping to C bounds what one of its units changes.
+    """Return the ledger, if clipping to C bounds what one of its units changes.
 
     Raises:
-        ConfigError: its units are replaced, which changes a sum by up to 2 C: epsilon would come out too small.
+        ConfigError: its units are replaced, which changes a sum by up to 2 C: epsilon would be too small.
     """
     if ledger.neighbouring != "add-or-remove-one":
         raise ConfigError(
@@ -44,18 +43,18 @@ def require_clipped_unit(ledger: Ledger) -> Ledger:
 
 
 def make_source(secure: bool) -> NoiseSource:
-    """ChaCha20 and integers where the noise must hold; Philox and floating point where it is research."""
+    """Return ChaCha20 on integers for privacy claims; Philox in floating point for research."""
     return SecureSource() if secure else FastSource()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How one release is made.
+class NoisePlan:
+    """The noise of one release.
 
     Attributes:
-        scale: of the noise, standard deviation or b, in the units of the sum; 0 without noise.
-        grid: on which a secure source works, a power of two; 0 where there is none.
-        delta: charged besides what is accounted, as an Event has it: tails, tables, smoothing.
+        scale: standard deviation or b, in the units of the sum; 0 without noise.
+        grid: of a secure source, a power of two; 0 where there is none.
+        delta: charged by the release, as in Event: tails, tables, smoothing.
     """
 
     scale: float
@@ -69,7 +68,7 @@ class NoisySum:
     Args:
         source: of the noise.
         noise_multiplier: scale of the noise over sensitivity; 0: no noise, and no privacy.
-        dimensions: numbers in all tensors of a release together.
+        dimensions: elements of all tensors of a release together.
         kind: "gaussian" (sensitivity in L2, scale the standard deviation) or "laplace" (in L1, scale b).
     """
 
@@ -78,33 +77,29 @@ class NoisySum:
         self.noise_multiplier = check_number("noise_multiplier", noise_multiplier, open_below=False)
         self.dimensions = dimensions
         self.kind = kind
-        self._plans: dict[tuple[float, float], Plan] = {}
+        self._plans: dict[tuple[float, float], NoisePlan] = {}
 
-    def plan(self, sensitivity: float, multiplier: float | None = None) -> Plan:
-        """Noise and grid at a sensitivity.
-
-        Args:
-            multiplier: other than the release's own (adaptive clipping shares it out).
-        """
+    def plan(self, sensitivity: float, multiplier: float | None = None) -> NoisePlan:
+        """Return noise and grid at a sensitivity; `multiplier` overrides the release's own."""
         multiplier = self.noise_multiplier if multiplier is None else multiplier
         key = (sensitivity, multiplier)
         if key not in self._plans:
-            self._plans = {key: self._planned(sensitivity, multiplier)}
+            self._plans = {key: self._make_plan(sensitivity, multiplier)}
         return self._plans[key]
 
-    def _planned(self, sensitivity: float, multiplier: float) -> Plan:
+    def _make_plan(self, sensitivity: float, multiplier: float) -> NoisePlan:
         scale = multiplier * sensitivity
         if not scale or not self.source.secure or not self.dimensions:
-            return Plan(scale, 0.0, 0.0)
+            return NoisePlan(scale, 0.0, 0.0)
         if self.kind == "gaussian":
             grid = choose_grid(scale, sensitivity, self.dimensions)
             scale = multiplier * (sensitivity + charge(scale, grid, self.dimensions).sensitivity)
         else:  # rounding adds grid * dimensions in L1
             grid = choose_grid(scale, sensitivity, self.dimensions**2)
             scale = multiplier * (sensitivity + laplace_charge(scale, grid, self.dimensions).sensitivity)
-        return Plan(scale, grid, delta_of(self.kind, scale, grid, self.dimensions))
+        return NoisePlan(scale, grid, delta_of(self.kind, scale, grid, self.dimensions))
 
-    def add_(self, tensors: Sequence[Tensor], plan: Plan, factor: float) -> None:
+    def add_(self, tensors: Sequence[Tensor], plan: NoisePlan, factor: float) -> None:
         """Add the noise and multiply by a factor, in place."""
         if not plan.scale:  # nothing to hide: rounding would only blur
             for tensor in tensors:
@@ -115,9 +110,9 @@ class NoisySum:
             self.source.add_laplace_(tensors, plan.scale, grid=plan.grid or 1.0, scale=factor)
 
     def event(
-        self, plan: Plan, sampling: Sampling, sample_rate: float, *, idealised: bool = False, note: str = ""
+        self, plan: NoisePlan, sampling: Sampling, sample_rate: float, *, idealised: bool = False, note: str = ""
     ) -> Event:
-        """What the ledger is told of such a release.
+        """Return the event of a release.
 
         Args:
             idealised: the sum was taken in floating point, without a bound on its rounding.
@@ -139,10 +134,9 @@ class NoisySum:
 
 
 def delta_of(kind: Kind, scale: float, grid: float, dimensions: int) -> float:
-    """What tails, tables and smoothing charge of delta, as events want it: for a total epsilon of EPSILON_LIMIT.
+    """Return what tails, tables and smoothing charge of delta, for a total epsilon of EPSILON_LIMIT, as events have it.
 
     Rounded up to a power of two, so that steps of an adaptive norm are equal events.
     """
-    cost = laplace_charge if kind == "laplace" else charge
-    found = cost(scale, grid, dimensions).delta
-    return min(1.0, 2.0 ** math.ceil(math.log2(found))) if found else 0.0
+    delta = (laplace_charge if kind == "laplace" else charge)(scale, grid, dimensions).delta
+    return min(1.0, 2.0 ** math.ceil(math.log2(delta))) if delta else 0.0

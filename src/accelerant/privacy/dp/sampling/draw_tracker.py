@@ -1,18 +1,61 @@
-"""Which examples went through backward since the last step, and whether they are a whole draw of our sampler.
+"""Drawn batches, and the check that each drawn row goes through backward once and each draw makes one step.
 
-The claim of a step rests on each example adding at most one clipped gradient to the sum. The tally holds a loop to
-that: one backward pass for each row of a drawn batch, one step for each draw.
+The claim of a step rests on each example adding at most one clipped gradient to the sum.
 """
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from torch import Tensor
+
 from accelerant.errors import ConfigError
 
-__all__ = ["Tally"]
+__all__ = ["Draw", "DrawTracker", "DrawnBatch"]
 
 
-class Tally:
-    """Counts rows through backward passes, beside those of the batch that is being used.
+class Draw:
+    """The identity of one draw, shared by its parts and their copies."""
+
+    __slots__ = ("__weakref__",)
+
+    def __copy__(self) -> Draw:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Draw:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a drawn batch is not pickled: a copy could make a second step. Send its tensors")
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnBatch:
+    """A draw, or a part of one.
+
+    Attributes:
+        tensors: a tuple of tensors, or a mapping where the data are one; dimension 0 is the row.
+        mask: (rows,) bool, the rows that were drawn; None where all were. The others are padding, which must not count.
+        last: whether it is the draw's last part: then step.
+        examples: rows that were drawn.
+        rows: rows of the tensors, padding included.
+        draw: parts of one draw have the same; None where it is not known.
+        sampler: that drew it; None where it is not known.
+    """
+
+    tensors: Any
+    mask: Tensor | None
+    last: bool
+    examples: int
+    rows: int
+    draw: Draw | None = field(default=None, repr=False)
+    sampler: Any = field(default=None, repr=False, compare=False)
+
+
+class DrawTracker:
+    """Compares rows that went through backward with those of the batch in use.
 
     Attributes:
         passes: backward passes since the last step.
@@ -22,18 +65,18 @@ class Tally:
     def __init__(self) -> None:
         self.passes = 0
         self.examples = 0
-        self._rows = 0
+        self._rows = 0  # of the part in use, and how many of them went through backward
         self._seen = 0
         self._last = True
         self._open = False
-        self._drawn = 0
+        self._drawn = 0  # examples of the draw, so far
         self._origin: object = None
-        self._number = 0
-        self._used: set[int] = set()
+        self._draw: Draw | None = None
+        self._stepped: weakref.WeakSet[Draw] = weakref.WeakSet()
 
     @property
     def sampled(self) -> bool:
-        """Whether what is summed is of a draw of our sampler."""
+        """Whether the sum is of a draw of our sampler."""
         return self._open
 
     @property
@@ -51,22 +94,18 @@ class Tally:
         """Whether parts of an unfinished draw are in the gradients: they must not be cleared."""
         return self.passes > 0 and self._open and not (self._last and self._seen)
 
-    def begin(self, *, rows: int, examples: int, last: bool, origin: object = None, number: int = 0) -> None:
-        """A part of a draw is handed to the loop.
+    def begin(self, batch: DrawnBatch, origin: object = None) -> None:
+        """Start a part of a draw.
 
         Args:
-            rows: of its tensors, padding included.
-            examples: that were drawn, in this part.
-            last: whether the draw ends with it.
-            origin: what hands the parts out; a draw of another begins, even if the last one is not complete.
-
-            number: of the draw, 0 where it is not known: each makes one step.
+            batch: the part.
+            origin: the iterator of the parts; a draw of another one begins, even if the last draw is not complete.
 
         Raises:
-            ConfigError: the draw before it was summed and not stepped, or gradients of other batches are there; the
-                part before it was left out, or is still to be used; the draw made a step before.
+            ConfigError: the previous draw was summed and not stepped, or gradients of other batches are there; the
+                previous part was left out, or is still to be used; the draw made a step already.
         """
-        if number in self._used:
+        if batch.draw in self._stepped:
             raise ConfigError(
                 "this draw has made a step already: amplification by sampling is for a draw of its own in each step. "
                 "Iterate batches(data) or draws(data) anew, and keep no list of them"
@@ -74,9 +113,9 @@ class Tally:
         if self.awaited and origin is not None and origin is self._origin:
             raise ConfigError(
                 f"the batch before this one ({self._rows} rows) has not been through backward: take batches one at a "
-                "time, without list() or fetching ahead, and leave none out; an empty draw makes a step, too"
+                "time, without list() or prefetching, and leave none out; an empty draw makes a step, too"
             )
-        new = self._last or not self._open or origin is not self._origin or number != self._number
+        new = self._last or not self._open or origin is not self._origin or batch.draw is not self._draw
         if new and self.passes:
             self._open = False  # so that zero_grad clears them
             raise ConfigError(
@@ -84,56 +123,54 @@ class Tally:
                 "each draw. zero_grad() gives these up. For larger batches raise sample_rate; for less memory give "
                 "microbatch"
             )
-        if not new:
-            self._require_all()
         if new:
             self._drawn = 0
-        self._rows, self._seen, self._last, self._open, self._origin = rows, 0, last, True, origin
-        self._number = number
-        self._drawn += examples
+        else:
+            self._require_all()
+        self._rows, self._seen, self._last, self._open = batch.rows, 0, batch.last, True
+        self._origin, self._draw = origin, batch.draw
+        self._drawn += batch.examples
 
     def add(self, rows: int) -> None:
-        """A backward pass over so many rows has ended."""
+        """Count the rows of a finished backward pass."""
         self.passes += 1
         self.examples += rows
         self._seen += rows
 
     def require_step(self) -> None:
-        """Check that what is summed may be released.
+        """Check that the sum may be released.
 
         Raises:
             ConfigError: no backward pass since the last step, unless an empty batch was drawn; or not each row once.
         """
-        if self.passes and not (self.awaited and self._drawn == 0):
-            self._require_all()
-        if not self.passes and not (self._open and self._drawn == 0):
+        empty = self._open and self._drawn == 0
+        if not self.passes and not empty:
             raise ConfigError(
                 "optimizer.step() without a backward pass since the last step: only an empty batch that our sampler "
-                "drew "
-                "makes a step of noise alone"
+                "drew makes a step of noise alone"
             )
+        if self.passes and not (empty and self.awaited):
+            self._require_all()
 
     def forget(self) -> None:
-        """The sums were cleared without a step."""
+        """Forget sums that were cleared without a step."""
         self.passes = self.examples = self._seen = 0
 
     def released(self) -> None:
-        """The sums were released: the draw is used up."""
+        """Mark the draw as used up by a step."""
         self.forget()
-        if self._open and self._number:
-            self._used.add(self._number)
+        if self._open and self._draw is not None:
+            self._stepped.add(self._draw)
         self._open = False
 
     def _require_all(self) -> None:
         """Check that each row of the part went through backward once."""
         if not self._open or self._seen == self._rows:
             return
-        if self._seen < self._rows:
-            raise ConfigError(
-                f"{self._seen} rows went through backward passes, the batch has {self._rows}: the model's input must "
-                "have the examples in its first dimension, and each of them; rows to leave out are for clipper.mask"
-            )
-        raise ConfigError(
-            f"{self._seen} rows went through backward passes, the batch has {self._rows}: an example would count "
-            "more than once. Add the losses up and call backward once for each batch"
+        remedy = (
+            "the model's input must have the examples in its first dimension, and each of them; rows to leave out are "
+            "for clipper.mask"
+            if self._seen < self._rows
+            else "an example would count more than once. Add the losses up and call backward once for each batch"
         )
+        raise ConfigError(f"{self._seen} rows went through backward passes, the batch has {self._rows}: {remedy}")

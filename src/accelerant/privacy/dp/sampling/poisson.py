@@ -1,8 +1,8 @@
 """Poisson sampling: each unit is in each draw independently, with exactly the probability that is accounted.
 
 The amplification that the accountant uses holds for such draws alone, and only while nobody learns who was drawn: the
-randomness is the operating system's, read anew for each draw. There is no seed that could come again after a resume,
-in another process or in a copy.
+randomness is the operating system's, read anew for each draw. There is no seed that could repeat after a resume, in
+another process or in a copy.
 
 Source: Abadi et al. 2016, arXiv:1607.00133, section 3; Chua et al. 2024, arXiv:2403.17673, on what shuffling costs.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final, Literal, Protocol
 
 import numpy as np
@@ -21,9 +21,8 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.privacy.dp.ledger.events import check_whole
-from accelerant.privacy.dp.sampling.rare_draws import RareDraws
 
-__all__ = ["GroupedSampler", "PoissonSampler", "Stream", "require_groups"]
+__all__ = ["GroupedSampler", "PoissonSampler", "RareDraws", "Stream", "require_groups"]
 
 _BITS: Final = 53  # a rate is a multiple of 2^-53, so that float64 holds it exactly
 _LOW: Final = _BITS - 8
@@ -31,32 +30,36 @@ _BLOCK_BITS: Final = 12  # blocks of rare draws: longer ones take long to prepar
 _LEAST_BLOCK_BITS: Final = 6
 
 
+_Integers = Callable[[int], NDArray[np.int64]]
+"""From n to n uniform integers of 53 bits."""
+
+
 class Stream(Protocol):
-    """What a sampler needs of `accelerant.privacy.random.SecureStream`."""
+    """The part of `accelerant.privacy.random.SecureStream` that a sampler uses."""
 
     def uniform(self, n: int) -> Tensor:
-        """(n,) float64 in [0, 1), multiples of 2^-53, on the CPU."""
+        """Return (n,) float64 in [0, 1), multiples of 2^-53, on the CPU."""
 
 
 class PoissonSampler:
-    """Iterates draws from size units: each in a draw with probability sample_rate, independently of all else.
+    """Iterates draws from size units: each is in a draw with probability sample_rate, independently of all else.
 
-    A draw has any length, 0 too. At rates below 1/64 it costs about what it draws and 10^-3 of the size, else one byte
-    of randomness a unit.
+    A draw has any length, 0 too. At rates below 1/64 its cost is proportional to what it draws plus 10^-3 of the size,
+    else to one byte of randomness a unit.
 
     Args:
         size: units, 1 or more.
         sample_rate: in (0, 1].
-        steps: draws of one iteration; None: without end.
+        steps: draws of one iteration; None: endless.
         stream: a `SecureStream` instead of the system's randomness; whoever knows its key knows every draw.
 
     Attributes:
-        sample_rate: the one given, rounded down to a multiple of 2^-53: exactly the probability that is used.
-        draws: how many were drawn so far, by all iterations.
-        rows_per_unit: rows that a unit has in a draw, at most: 1.
+        sample_rate: rounded down to a multiple of 2^-53: exactly the probability that is used.
+        draws: drawn so far, by all iterations.
+        rows_per_unit: the most rows that a unit has in a draw: 1.
 
     Raises:
-        ConfigError: a value without meaning.
+        ConfigError: an invalid value.
     """
 
     sampling: ClassVar[Literal["poisson"]] = "poisson"
@@ -82,32 +85,32 @@ class PoissonSampler:
         self._rare: RareDraws | None = None
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Index tensors: (n,) int64, ascending, on the CPU."""
+        """Iterate index tensors: (n,) int64, ascending, on the CPU."""
         done = 0
         while self.steps is None or done < self.steps:
             done += 1
             self.draws += 1
-            yield torch.from_numpy(self._rows(self._drawn()))
+            yield torch.from_numpy(self._rows(self._draw_units()))
 
     def _rows(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows of the data that stand for these units."""
+        """Return the rows of the data that represent these units."""
         return units
 
-    def _drawn(self) -> NDArray[np.int64]:
-        """The units of a draw, ascending."""
+    def _draw_units(self) -> NDArray[np.int64]:
+        """Draw units, ascending."""
         blocks = self.size >> self._block_bits
         if self._block_bits < _LEAST_BLOCK_BITS or not blocks:
-            return self._compared(self.size)
+            return self._draw_by_comparison(self.size)
         if self._rare is None:
             self._rare = RareDraws(self._threshold, self._block_bits)
         whole = blocks << self._block_bits
         drawn = self._rare.draw(blocks, self._integers)
-        return np.concatenate([drawn, whole + self._compared(self.size - whole)])
+        return np.concatenate([drawn, whole + self._draw_by_comparison(self.size - whole)])
 
-    def _compared(self, size: int) -> NDArray[np.int64]:
-        """Of so many units those whose uniform number of 53 bits is below the threshold.
+    def _draw_by_comparison(self, size: int) -> NDArray[np.int64]:
+        """Draw those units whose uniform number of 53 bits is below the threshold.
 
-        Compared from the top: its first byte settles all but one in 256, whose other 45 bits are then drawn.
+        The first byte settles all but one comparison in 256, whose other 45 bits are then drawn.
         """
         top, rest = divmod(self._threshold, 1 << _LOW)
         first = self._bytes(size)
@@ -119,11 +122,11 @@ class PoissonSampler:
         within = ~undecided
         if count:
             within[undecided] = self._integers(count) >> (_BITS - _LOW) < rest
-        found: NDArray[np.int64] = near[within].astype(np.int64, copy=False)
-        return found
+        drawn: NDArray[np.int64] = near[within].astype(np.int64, copy=False)
+        return drawn
 
     def _bytes(self, count: int) -> NDArray[np.uint8]:
-        """(count,) uniform in 0..255."""
+        """Return (count,) uniform in 0..255."""
         if self._stream is None:
             return np.frombuffer(os.urandom(count), np.uint8)
         whole = self._integers(-(-count // 6))  # 48 of 53 bits
@@ -131,24 +134,24 @@ class PoissonSampler:
         return parts.reshape(-1)[:count].astype(np.uint8)
 
     def _integers(self, count: int) -> NDArray[np.int64]:
-        """(count,) uniform in 0..2^53 - 1."""
+        """Return (count,) uniform in 0..2^53 - 1."""
         if self._stream is None:
             return (np.frombuffer(os.urandom(8 * count), np.uint64) >> np.uint64(64 - _BITS)).astype(np.int64)
         return (self._stream.uniform(count).numpy() * 2.0**_BITS).astype(np.int64)
 
 
 class GroupedSampler(PoissonSampler):
-    """Draws units that have several records, users say, and of each some of its records: privacy by unit.
+    """Draws units that have several records, for example users, and some records of each: privacy by unit.
 
-    Units are drawn as by `PoissonSampler`. Each drawn unit puts `records` of its records, chosen uniformly without
-    replacement, into the draw (fewer where it has fewer). Whatever a unit holds, it adds at most `records` clipped
-    rows, so that it changes the sum by at most records * C: the noise multiplier to record is the noise over that,
-    and with records=1 (the default, and the best for equal noise) over C as ever.
+    Units are drawn as by `PoissonSampler`. Each drawn unit contributes `records` of its records, chosen uniformly
+    without replacement (fewer where it has fewer). Whatever a unit holds, it adds at most `records` clipped rows, so
+    that it changes the sum by at most records * C: the noise multiplier to record is the noise over that, and with
+    records=1 (the default, and the best for equal noise) over C.
 
     Args:
-        groups: (N,) integers, or texts in an array or list: the unit of each row of the data.
+        groups: (N,) integers, or strings in an array or list: the unit of each row of the data.
         sample_rate: of units, in (0, 1].
-        records: rows of a unit in a draw, at most.
+        records: the most rows of a unit in a draw.
         steps, stream: as for `PoissonSampler`.
 
     Attributes:
@@ -157,7 +160,7 @@ class GroupedSampler(PoissonSampler):
         rows_per_unit: `records`.
 
     Raises:
-        ConfigError, ShapeError: a value without meaning; groups are neither N integers nor N texts.
+        ConfigError, ShapeError: an invalid value; groups are neither N integers nor N strings.
     """
 
     def __init__(
@@ -170,12 +173,12 @@ class GroupedSampler(PoissonSampler):
         stream: Stream | None = None,
     ) -> None:
         check_whole("records", records, 1)
-        found = require_groups(groups).numpy()
-        counts = np.bincount(found)
+        numbers = require_groups(groups).numpy()
+        counts = np.bincount(numbers)
         super().__init__(len(counts), sample_rate, steps=steps, stream=stream)
-        self.rows = len(found)
+        self.rows = len(numbers)
         self.rows_per_unit = records
-        self._by_unit = np.argsort(found, kind="stable")
+        self._by_unit = np.argsort(numbers, kind="stable")
         self._counts = counts.astype(np.int64)
         self._starts = np.cumsum(self._counts) - self._counts
 
@@ -183,20 +186,20 @@ class GroupedSampler(PoissonSampler):
         counts = self._counts[units]
         total = int(counts.sum())
         ends = np.cumsum(counts)
-        place = np.arange(total) - np.repeat(ends - counts, counts)
-        rows = self._by_unit[np.repeat(self._starts[units], counts) + place]
+        rank = np.arange(total) - np.repeat(ends - counts, counts)  # of each row within its unit
+        rows = self._by_unit[np.repeat(self._starts[units], counts) + rank]
         order = np.lexsort((self._integers(total), np.repeat(np.arange(len(units)), counts)))
-        return np.sort(rows[order][place < self.rows_per_unit])  # in order of units, as place is
+        return np.sort(rows[order][rank < self.rows_per_unit])  # order is by unit, as rank is
 
 
 def require_groups(groups: Any) -> Tensor:
-    """The unit of each row, numbered from 0 in order of appearance: (N,) int64 on the CPU, in memory of its own.
+    """Return the unit of each row, numbered from 0 in order of appearance: (N,) int64 on the CPU, a copy.
 
     Args:
-        groups: a tensor of integers, or an array or list of integers or texts.
+        groups: a tensor of integers, or an array or list of integers or strings.
 
     Raises:
-        ShapeError: it is nothing of the kind; texts and numbers are mixed, of which 1 and "1" would be one unit.
+        ShapeError: another type; strings and numbers are mixed, of which 1 and "1" would be one unit.
     """
     if isinstance(groups, Tensor):
         if groups.ndim != 1 or not len(groups) or groups.is_floating_point() or groups.is_complex():
@@ -211,3 +214,73 @@ def require_groups(groups: Any) -> Tensor:
         raise ShapeError("groups must be integers or texts, got both: the number 1 and the text '1' would be one unit")
     _, first, number = np.unique(names, return_index=True, return_inverse=True)
     return torch.from_numpy(first.argsort().argsort()[number].astype(np.int64))
+
+
+class RareDraws:
+    """Draws at small rates in time proportional to what is drawn, with exact probabilities.
+
+    Units come in blocks of m = 2^bits. The number drawn from a block is binomial: with a rate t / 2^53 its distribution
+    function is a multiple of 2^(-53 m), so that a uniform number of 53 m bits gives it without error. Its first 53 bits
+    settle all but one block in 10^14; the others' bits are then drawn. Which units is uniform: positions are drawn
+    again where two are equal.
+
+    Args:
+        threshold: the rate times 2^53, a whole number above 0 and below 2^53.
+        bits: log2 of a block's length, 1 or more; the mean of a block, rate * 2^bits, should not be above 1.
+    """
+
+    def __init__(self, threshold: int, bits: int) -> None:
+        self._threshold = threshold
+        self._bits = bits
+        self._length = 1 << bits
+        self._shift = _BITS * (self._length - 1)
+        self._exact: list[int] = []  # P(count <= k) * 2^(53 m)
+        self._weight = 0  # P(count = k) * 2^(53 m) of the last k
+        first = [self._up_to(0) >> self._shift]
+        while first[-1] < (1 << _BITS) - 1:  # words above the last are settled exactly, as ties are
+            first.append(self._up_to(len(first)) >> self._shift)
+        self._first = np.array(first, np.int64)
+
+    def draw(self, blocks: int, integers: _Integers) -> NDArray[np.int64]:
+        """Draw units from so many blocks: (n,) int64, ascending."""
+        counts = self.counts(integers(blocks), integers)
+        owners = np.repeat(np.arange(blocks, dtype=np.int64), counts) << self._bits
+        units = owners | self._positions(len(owners), integers)
+        while True:
+            units.sort()  # owners stay as they are: each has its high bits
+            (equal,) = np.nonzero(units[1:] == units[:-1])
+            if not equal.size:
+                return units
+            again = np.isin(owners, owners[equal])
+            units[again] = owners[again] | self._positions(int(again.sum()), integers)
+
+    def counts(self, words: NDArray[np.int64], integers: _Integers) -> NDArray[np.int64]:
+        """Return how many of each block are drawn, from the first 53 bits of its uniform number."""
+        counts = np.searchsorted(self._first, words).astype(np.int64)
+        for block in np.nonzero(self._first[np.minimum(counts, len(self._first) - 1)] == words)[0]:
+            counts[block] = self._settle(int(words[block]), integers)
+        return counts
+
+    def _settle(self, word: int, integers: _Integers) -> int:
+        """Return the count of a block whose first bits equal those of a bound, by all 53 m bits."""
+        number = word
+        for more in integers(self._length - 1).tolist():
+            number = number << _BITS | more
+        count = 0
+        while count < self._length and number >= self._up_to(count):
+            count += 1
+        return count
+
+    def _up_to(self, count: int) -> int:
+        """Return P(count or fewer of a block) * 2^(53 m), exactly."""
+        while len(self._exact) <= count:
+            k, rest = len(self._exact), (1 << _BITS) - self._threshold
+            if k:
+                self._weight = self._weight * (self._length - k + 1) * self._threshold // (k * rest)  # no remainder
+            else:
+                self._weight = rest**self._length
+            self._exact.append(self._weight + (self._exact[-1] if k else 0))
+        return self._exact[count]
+
+    def _positions(self, count: int, integers: _Integers) -> NDArray[np.int64]:
+        return integers(count) & (self._length - 1)

@@ -1,10 +1,10 @@
-"""Whose privacy a training keeps, rows of the data or groups of rows, and who draws them."""
+"""Units of privacy: rows of the data or groups of rows, and their samplers in one or several processes."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,34 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.privacy.dp.ledger import Ledger
-from accelerant.privacy.dp.sampling.batches import require_poisson, require_rows
+from accelerant.privacy.dp.sampling.batches import require_poisson
 from accelerant.privacy.dp.sampling.poisson import GroupedSampler, PoissonSampler, require_groups
 
-__all__ = ["ShardSampler", "Units", "delta_remark", "require_sampler", "rows_of"]
+__all__ = ["ShardSampler", "Units", "delta_remark", "require_sampler"]
+
+
+class ShardSampler:
+    """Maps draws from this process's share of the rows to row numbers of the whole.
+
+    The shares are disjoint, have whole units, and each is sampled at the same rate, so the union of the draws is a
+    Poisson sample of all units.
+
+    Args:
+        sampler: of a share's rows, numbered from 0.
+        rows: int64, the share's rows in the whole.
+    """
+
+    def __init__(self, sampler: PoissonSampler, rows: Tensor) -> None:
+        self._sampler = sampler
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Iterate index tensors, int64."""
+        for drawn in self._sampler:
+            yield self._rows[drawn]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +49,8 @@ class Units:
 
     Attributes:
         groups: (N,) int64 on the CPU, the unit of each row as `require_groups` numbers it; None where each row is one.
-        digest: of the groups, whatever they are called: SHA-256 of the numbers; empty where there are none. It tells
-            of the data: not to be written anywhere.
+        digest: SHA-256 of these numbers, which do not depend on the groups' names; empty without groups. It reveals
+            something of the data: never to be written anywhere.
     """
 
     groups: Tensor | None = None
@@ -34,19 +58,19 @@ class Units:
 
     @classmethod
     def of(cls, groups: Any) -> Units:
-        """The units of such groups, as `require_groups` takes them; errors as there."""
+        """Return the units of groups; arguments and errors of `require_groups`."""
         if groups is None:
             return cls()
-        found = require_groups(groups)
-        return cls(found, hashlib.sha256(found.numpy().tobytes()).hexdigest())
+        numbers = require_groups(groups)
+        return cls(numbers, hashlib.sha256(numbers.numpy().tobytes()).hexdigest())
 
     @property
     def name(self) -> str:
-        """What a ledger calls one, where nobody says more."""
+        """A ledger's default name of a unit."""
         return "example" if self.groups is None else "user"
 
     def number(self, rows: int) -> int:
-        """How many there are in data of so many rows.
+        """Return the number of units in data of so many rows.
 
         Raises:
             ShapeError: groups are of other data.
@@ -60,7 +84,7 @@ class Units:
         return int(self.groups.max()) + 1
 
     def sampler(self, rows: int, rate: float, steps: int, *, rank: int, size: int) -> PoissonSampler | ShardSampler:
-        """Draws of them; of several processes, from this one's share: no unit is in two.
+        """Return a sampler of them; for one of several processes, of its share: no unit is in two.
 
         Raises:
             ConfigError: more processes than units; in each of them, so that none waits for another.
@@ -70,15 +94,15 @@ class Units:
         if self.groups is None:
             if size == 1:
                 return PoissonSampler(rows, rate, steps=steps)
-            mine = torch.arange(rank, rows, size)
-            return ShardSampler(PoissonSampler(len(mine), rate, steps=steps), mine)
+            share = torch.arange(rank, rows, size)
+            return ShardSampler(PoissonSampler(len(share), rate, steps=steps), share)
         if size == 1:
             return GroupedSampler(self.groups, rate, steps=steps)
-        mine = (self.groups % size == rank).nonzero().flatten()
-        return ShardSampler(GroupedSampler(self.groups[mine], rate, steps=steps), mine)
+        share = (self.groups % size == rank).nonzero().flatten()
+        return ShardSampler(GroupedSampler(self.groups[share], rate, steps=steps), share)
 
     def require_ledger(self, ledger: Ledger) -> None:
-        """Check that a ledger says what the unit is.
+        """Check that a ledger names the unit.
 
         Raises:
             ConfigError: groups of rows are drawn, and it calls the unit an example.
@@ -90,37 +114,13 @@ class Units:
 def _require_named(ledger: Ledger) -> None:
     if ledger.unit == "example":
         raise ConfigError(
-            "groups of rows are drawn, and the ledger's unit is an example: its statement would be of rows. Make it by "
-            'Ledger(path, unit="user")'
+            "groups of rows are drawn, and the ledger's unit is an example: its statement would be of rows. Create it "
+            'by Ledger(path, unit="user")'
         )
 
 
-class ShardSampler:
-    """Turns draws from this process's share of the rows into numbers of the whole.
-
-    The shares are disjoint, have whole units, and each is sampled at the same rate, so the union of the draws is a
-    Poisson sample of all units.
-
-    Args:
-        sampler: of a share's rows, numbered from 0.
-        rows: int64, the share's rows in the whole.
-    """
-
-    def __init__(self, sampler: Any, rows: Tensor) -> None:
-        self._sampler = sampler
-        self._rows = rows
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """Index tensors, int64."""
-        for drawn in self._sampler:
-            yield self._rows[drawn]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-
 def require_sampler(sampler: PoissonSampler, rate: float, ledger: Ledger, units: Units, processes: int) -> None:
-    """Check a sampler that the user gives against what make_private was told.
+    """Check a user's sampler against the arguments of make_private.
 
     Raises:
         ConfigError: another rate, units of several rows in a draw, a ledger of other units.
@@ -142,25 +142,8 @@ def require_sampler(sampler: PoissonSampler, rate: float, ledger: Ledger, units:
         _require_named(ledger)
 
 
-def rows_of(data: Any) -> int:
-    """How many rows some data have.
-
-    Raises:
-        ConfigError: they do not say it.
-        UnsupportedCase: they have no rows that can be drawn.
-    """
-    if isinstance(data, Mapping) and data:
-        data = tuple(data.values())
-    if isinstance(data, tuple | list) and data:
-        return len(data[0])
-    require_rows(data)
-    if not hasattr(data, "__len__"):
-        raise ConfigError(f"{type(data).__name__} has no length: the number of rows to draw from must be known")
-    return len(data)
-
-
 def delta_remark(delta: float, count: int, unit: str) -> str:
-    """What is wrong with delta for so many units; empty where it is below one over their number."""
+    """Return a warning if delta is not below one over the number of units; else an empty string."""
     if delta * count < 1:
         return ""
     return (

@@ -26,24 +26,24 @@ __all__ = ["AdaptiveClipping", "AdaptiveNorm"]
 
 _COUNT_SENSITIVITY = 0.5
 _LEAST_SHARE = 5.0
-"""The count's multiplier over the whole's, at least: the gradients then get 2.1% more noise than without the count."""
+"""Least multiplier of the count over the whole's: the gradients then get 2.1% more noise than without the count."""
 
 _LARGEST_CHANGE, _LARGEST_NORM = 2.0, 2.0**60
-"""Of a step, in natural logarithms, and of the norm: where few examples are expected, the count is noise alone."""
+"""Limits of a step's change, in natural logarithms, and of the norm: with few expected examples the count is noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveClipping:
-    """How the clipping norm follows the norms of the gradients.
+    """Settings of a clipping norm that follows the norms of the gradients.
 
     Attributes:
-        quantile: of the norms, where the clipping norm goes; above 0 and below 1.
+        quantile: of the norms, to which the clipping norm moves; above 0 and below 1.
         learning_rate: of the geometric update.
         count_std: standard deviation of the noise on the count; None: the larger of a twentieth of the expected batch
             size (as the paper has it) and 2.5 times the noise multiplier.
 
     Raises:
-        ConfigError: a value that has no meaning.
+        ConfigError: an invalid value.
     """
 
     quantile: float = 0.5
@@ -60,10 +60,10 @@ class AdaptiveClipping:
 
 
 class AdaptiveNorm:
-    """The clipping norm of a training, as it moves.
+    """The clipping norm of a training, and the noisy counts that move it.
 
     Args:
-        settings: how.
+        settings: of the user.
         source: of the count's noise.
         noise_multiplier: of the whole mechanism.
     """
@@ -76,7 +76,7 @@ class AdaptiveNorm:
         self._below: Tensor | None = None
 
     def prepare(self, expected: float) -> None:
-        """Share the noise out, once the expected batch size is known.
+        """Divide the noise between gradients and count, once the expected batch size is known.
 
         Raises:
             ConfigError: count_std leaves nothing for the gradients.
@@ -94,21 +94,21 @@ class AdaptiveNorm:
 
     @property
     def gradient_multiplier(self) -> float:
-        """What the gradients get of the noise: z_delta."""
+        """Noise multiplier of the gradients: z_delta."""
         z = self._multiplier
         return 1.0 / math.sqrt(z**-2 - self._prepared.noise_multiplier**-2) if z else 0.0
 
     @property
     def delta(self) -> float:
-        """What the noise on the count charges of delta besides."""
+        """Delta charged by the noise on the count."""
         return self._prepared.plan(_COUNT_SENSITIVITY).delta
 
     @property
     def note(self) -> str:
-        """Words for the ledger."""
+        """Note for the ledger."""
         return f"with a count of multiplier {self._prepared.noise_multiplier:.6g} for the clipping norm"
 
-    def see(self, norms: Tensor, clipper: PerExampleClipper) -> None:
+    def count(self, norms: Tensor, clipper: PerExampleClipper) -> None:
         """Count a backward pass's norms; nothing waits for the device."""
         norm = clipper.max_grad_norm
         assert isinstance(norm, float)  # for the type checker: adaptive clipping is flat
@@ -134,7 +134,7 @@ class AdaptiveNorm:
         self.forget()
 
     def forget(self) -> None:
-        """Start the count anew."""
+        """Reset the count."""
         self._below = None
 
     @property

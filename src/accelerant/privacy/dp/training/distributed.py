@@ -23,10 +23,10 @@ _T = TypeVar("_T")
 
 
 class Processes:
-    """The processes that train together; one, where torch.distributed is not initialised.
+    """The processes that train together; one if torch.distributed is not initialised.
 
     Attributes:
-        rank, size: of this process, and how many there are.
+        rank, size: of this process, and their number.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Processes:
         return self.rank == 0
 
     def on_first(self, action: Callable[[], _T]) -> _T:
-        """What an action gives on rank 0, in every process; its error too, so that none waits for the others.
+        """Return an action's result on rank 0, in every process; raise its error in each, so that none waits.
 
         Raises:
             AccelerantError: as the action raised it.
@@ -64,18 +64,18 @@ class Processes:
         return result
 
     def agree(self, value: str) -> bool:
-        """Whether every process has the same text here."""
-        found = [value] * self.size
+        """Return whether every process passes the same text."""
+        values = [value] * self.size
         if self.size > 1:
-            torch.distributed.all_gather_object(found, value)
-        return len(set(found)) == 1
+            torch.distributed.all_gather_object(values, value)
+        return len(set(values)) == 1
 
     def sum_to_first_(self, tensors: Sequence[Tensor]) -> None:
-        """Add each tensor up over the processes, in place, on rank 0; elsewhere it is left undefined."""
+        """Add each tensor up over the processes, in place, on rank 0; elsewhere the result is undefined."""
         self._all(torch.distributed.reduce, tensors)
 
     def from_first_(self, tensors: Sequence[Tensor]) -> None:
-        """Put rank 0's values into each tensor."""
+        """Copy rank 0's values into each tensor."""
         self._all(torch.distributed.broadcast, tensors)
 
     def _all(self, collective: Callable[..., Any], tensors: Sequence[Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""Privacy for gradients that a program already has one by one: clip, sum, noise, divide.
+"""GradientPrivatizer: clip, sum, noise and divide per-example gradients that a program already has.
 
-Unlike the clipper, which never sees most of them, this one can put each clipped gradient on the grid and sum integers:
-the bound on what one example adds is a fact of arithmetic, not of real numbers.
+Unlike the clipper, which never forms most of them, it can round each clipped gradient to the grid and sum integers: the
+bound on what one example adds holds in the arithmetic of the computer, not only in real numbers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class GradientPrivatizer:
         noise_multiplier: standard deviation of the noise over the sensitivity; 0: no noise, no privacy.
         max_grad_norm: L2 norm to which an example's gradient, over all tensors together, is clipped; or one for each
             tensor by name, and then the sensitivity is the root of the sum of their squares.
-        expected_batch_size: what the sum is divided by, whatever the batch has.
+        expected_batch_size: divisor of the sum, whatever the batch has.
         sampling: how the examples of a call were chosen: "poisson" with sample_rate, "none" (all data, each time),
             "shuffled", "unknown". Only "poisson" is amplified.
         sample_rate: of Poisson sampling.
-        secure: ChaCha20 on an integer grid; False: Philox in floating point, and the ledger says so.
+        secure: ChaCha20 on an integer grid; False: Philox in floating point, which the ledger records.
         ledger: a Ledger or its file; None: in memory.
 
     Attributes:
@@ -49,7 +49,7 @@ class GradientPrivatizer:
         dropped: examples of the last call whose gradient was not finite and counted as 0; not private.
 
     Raises:
-        ConfigError: a value that has no meaning.
+        ConfigError: an invalid value.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class GradientPrivatizer:
 
     @property
     def sensitivity(self) -> float:
-        """What one example adds to the sum at most, in L2 norm."""
+        """The most that one example adds to the sum, in L2 norm."""
         return math.sqrt(sum(norm**2 for norm in self._norms.values()))
 
     def __call__(self, gradients: Tensor | Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
-        """The private mean of a batch.
+        """Return the private mean of a batch.
 
         Args:
             gradients: (B, ...), or several by name with the same B, which may be 0; floating point, on one device.
@@ -95,7 +95,7 @@ class GradientPrivatizer:
             (...), or several by name, in the dtypes of the gradients.
 
         Raises:
-            ShapeError, UnsupportedDtype, ConfigError: the tensors do not fit one another, or max_grad_norm's names.
+            ShapeError, UnsupportedDtype, ConfigError: no tensors, or they do not match one another or max_grad_norm.
             BudgetExceeded: the ledger's budget does not allow it; nothing was computed.
         """
         named = dict(gradients) if isinstance(gradients, Mapping) else {"": gradients}
@@ -116,18 +116,19 @@ class GradientPrivatizer:
         return means if isinstance(gradients, Mapping) else means[""]
 
     def _check(self, named: Mapping[str, Tensor]) -> int:
-        """How many examples the tensors hold.
-
-        Raises:
-            ShapeError, UnsupportedDtype, ConfigError: they do not go together.
-        """
+        """Return the number of examples; errors as of `__call__`."""
         if not named:
             raise ConfigError("gradients name no tensor")
         if "" not in self._norms and self._norms.keys() != named.keys():
             raise ConfigError(f"max_grad_norm names {sorted(self._norms)}, the gradients {sorted(named)}")
-        for name, each in named.items():
-            if not each.is_floating_point():
-                raise UnsupportedDtype(f"gradients must be floating point, {name or 'they'} got {each.dtype}")
+        for name, gradient in named.items():
+            if not isinstance(gradient, Tensor):
+                raise UnsupportedDtype(
+                    f"gradients must be torch tensors, {name or 'they'} got {type(gradient).__name__}: convert them by "
+                    "torch.from_numpy"
+                )
+            if not gradient.is_floating_point():
+                raise UnsupportedDtype(f"gradients must be floating point, {name or 'they'} got {gradient.dtype}")
         shapes = {name: tuple(each.shape) for name, each in named.items()}
         if any(not shape for shape in shapes.values()) or len({shape[0] for shape in shapes.values()}) != 1:
             raise ShapeError(f"the first dimension of each tensor must be the examples, as many in each; got {shapes}")

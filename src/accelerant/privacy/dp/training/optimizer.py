@@ -1,10 +1,10 @@
-"""An optimiser whose steps are private: it wraps one of torch's and passes for it.
+"""A private optimizer: it wraps one of torch's and can be used in its place.
 
     loss.backward()            # adds clipped gradients to .grad (clipping/)
     optimizer.step()           # budget, ledger, noise, division by the expected batch size, the wrapped step
     optimizer.zero_grad()
 
-Schedulers, checkpoints and loops see the wrapped optimiser's groups and state.
+Schedulers, checkpoints and loops see the wrapped optimizer's groups and state.
 """
 
 from __future__ import annotations
@@ -25,53 +25,53 @@ from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.ledger import Ledger
 from accelerant.privacy.dp.ledger.events import Event, Sampling
 from accelerant.privacy.dp.ledger.ledger import Allowance, Budget
-from accelerant.privacy.dp.noise.noisy_sum import NoisySum, Plan
-from accelerant.privacy.dp.sampling.draw_tracker import Tally
+from accelerant.privacy.dp.noise.noisy_sum import NoisePlan, NoisySum
+from accelerant.privacy.dp.sampling.draw_tracker import DrawTracker
 from accelerant.privacy.dp.training.adaptive import AdaptiveNorm
 from accelerant.privacy.dp.training.distributed import Processes
 
-__all__ = ["PrivateOptimizer", "require_wide"]
+__all__ = ["PrivateOptimizer", "require_float32"]
 
-_NOT_OURS = (
+_FOREIGN_BATCH = (
     "this batch was not drawn by the sampler of make_private: its steps are accounted without amplification by "
     "sampling, which costs far more epsilon, and an example must not be in two backward passes of a step, which nobody "
     "checks here. Take batches from PrivateTraining.batches(data)"
 )
 
-_SEVERAL_ROWS = (
+_FOREIGN_GROUPS = (
     "this batch was not drawn by the sampler of make_private: it may hold several rows of a group, each with a clipped "
     "gradient, where the ledger counts one. Take batches from PrivateTraining.batches(data)"
 )
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
-    """Wraps an optimiser; `make_private` makes it.
+    """Wraps an optimizer; created by `make_private`.
 
-    `step` releases (sum of clipped gradients + noise) / expected batch size into `.grad`, calls the wrapped optimiser,
+    `step` releases (sum of clipped gradients + noise) / expected batch size into `.grad`, calls the wrapped optimizer,
     and leaves the noisy mean in `.grad` until the next forward pass. While only some parts of a drawn batch have been
-    through backward (virtual steps), `step` and `zero_grad` do nothing, so that an ordinary loop is right as it
-    stands; `stepped` says which it was. What else the wrapped optimiser has (its own clipping of the noisy mean,
-    `grad_norm`) is reached through this object.
+    through backward (virtual steps), `step` and `zero_grad` do nothing, so that an ordinary loop works unchanged;
+    `stepped` tells which it was. Other attributes of the wrapped optimizer (its own clipping of the noisy mean,
+    `grad_norm`) are reached through this object.
 
     Attributes:
         stepped: whether the last call of `step` made one.
-        steps: steps made so far.
-        expected_batch_size: what the sum is divided by.
-        inner: the wrapped optimiser.
+        steps: made so far.
+        expected_batch_size: divisor of the sum.
+        inner: the wrapped optimizer.
         grouped: whether the ledger's unit has several rows: then only what our sampler drew is stepped.
-        keeps_gradients: whether gradients are zeroed, and not dropped, after a step: PrivateStep, for its graphs.
+        keeps_gradients: whether gradients are zeroed instead of dropped after a step: for PrivateStep's graphs.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler shows itself to step, which refuses it
+    _step_supports_amp_scaling = True  # so that a GradScaler shows itself to step, which refuses it
 
-    def __init__(  # Optimizer's own __init__ is left out: groups, state and hooks are the wrapped optimiser's
+    def __init__(  # Optimizer.__init__ is not called: groups, state and hooks are the wrapped optimizer's
         self,
         optimizer: torch.optim.Optimizer,
         clipper: PerExampleClipper,
         release: NoisySum,
         ledger: Ledger,
         *,
-        tally: Tally,
+        tracker: DrawTracker,
         processes: Processes,
         sample_rate: float,
         expected_batch_size: float | None,
@@ -83,44 +83,40 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.stepped = False
         self.steps = 0
         self.expected_batch_size = expected_batch_size
-        self._clipper = clipper
-        self._release = release
-        self._ledger = ledger
-        self._tally = tally
-        self._processes = processes
+        self.keeps_gradients = False
+        self.grouped = grouped
+        self._clipper, self._release, self._ledger = clipper, release, ledger
+        self._tracker, self._processes, self._adaptive = tracker, processes, adaptive
         self._sample_rate = sample_rate
-        self._adaptive = adaptive
         self._allowance = None if budget is None else Allowance(budget, ledger.neighbouring)
         self._params: list[nn.Parameter] = [parameter for _, parameter in clipper.parameters]
         self._clipped = {id(param) for param in self._params}
-        self._marks: list[tuple[int, int] | None] = []
-        self._bound = 0.0
-        self._released = False
+        self._marks: list[tuple[int, int] | None] = []  # identity and version of each gradient that was summed
+        self._bound = 0.0  # the largest that was clipped to since the last step
+        self._released = False  # .grad is the noisy mean
         self._updating = False
         self._warned = False
-        self._unwatch = _watched(self)
-        self.keeps_gradients = False
-        self.grouped = grouped
+        self._unwatch = _watch_steps(self)
         clipper.on_begin = self._backward_begins
         clipper.on_backward = self._backward_ended
         for param in self._params:
-            param.grad = None  # of backward passes before this one, unclipped
+            param.grad = None  # of earlier backward passes, unclipped
 
-    # --- what passes for the wrapped optimiser -----------------------------------------------------------------------
+    # --- the wrapped optimizer's interface ---------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in Optimizer
-        """The wrapped optimiser's."""
+        """The wrapped optimizer's."""
         return self.inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # as above
-        """The wrapped optimiser's."""
+        """The wrapped optimizer's."""
         return self.inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # as above
-        """The wrapped optimiser's."""
+        """The wrapped optimizer's."""
         return self.inner.defaults
 
     def __getattr__(self, name: str) -> Any:
@@ -135,27 +131,23 @@ class PrivateOptimizer(torch.optim.Optimizer):
         raise TypeError("a PrivateOptimizer is not pickled or copied: save PrivateTraining.state_dict()")
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimiser's: no key and no noise is in it."""
+        """Return the wrapped optimizer's state: no key and no noise is in it."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the wrapped optimiser."""
+        """Load into the wrapped optimizer."""
         self.inner.load_state_dict(state_dict)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
-        """On the wrapped optimiser: it sees the noisy mean, ready for the update."""
+        """Register on the wrapped optimizer: the hook sees the noisy mean, ready for the update."""
         return self.inner.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> Any:
-        """On the wrapped optimiser."""
+        """Register on the wrapped optimizer."""
         return self.inner.register_step_post_hook(hook)
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Refused.
-
-        Raises:
-            UnsupportedCase: always: parameters are clipped from the beginning or not at all.
-        """
+        """Raise UnsupportedCase: parameters are clipped from the beginning or not at all."""
         raise UnsupportedCase(
             "parameters cannot be added to a private optimizer: detach(), add the group, and call make_private again"
         )
@@ -163,59 +155,64 @@ class PrivateOptimizer(torch.optim.Optimizer):
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; nothing, while parts of an unfinished draw are in them."""
-        if not self._tally.held:
+        """Clear the gradients; while parts of an unfinished draw are in them, do nothing."""
+        if not self._tracker.held:
             self._clear()
-            self._tally.forget()
+            self._tracker.forget()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]  # no closure
-        """Release the noisy mean of what was summed, and update the parameters by it.
+        """Release the noisy mean of the sum, and update the parameters by it.
 
         Raises:
             BudgetExceeded: the step would pass the budget; nothing was changed.
-            ConfigError: no backward pass, an example used twice, gradients changed by hand, no expected batch size; of
-                groups, a batch that our sampler did not draw.
+            ConfigError: no backward pass, an example used twice, gradients changed by hand, no expected batch size;
+                with groups, a batch that our sampler did not draw.
             UnsupportedCase: a closure, or a GradScaler; the model is no longer as it was attached.
         """
-        self._require_plain(closure)
+        if closure is not None:
+            raise UnsupportedCase("a private step takes no closure: it would use the examples several times")
+        if getattr(self, "grad_scale", None) is not None:
+            raise UnsupportedCase(
+                "a GradScaler scales the losses, and so what is clipped: use bfloat16 autocast without a scaler"
+            )
         self.stepped = False
-        if not self._tally.passes:
+        if not self._tracker.passes:
             self.drop_released()
         plan = self.prepare()
         if plan is None:
             return
         self.update(plan)
-        self._released = True  # .grad is the noisy mean now, to be looked at; it is no part of the next sum
+        self._released = True  # .grad may be looked at; it is no part of the next sum
         self.finish()
 
-    def prepare(self) -> Plan | None:
-        """What a step does before the device has part in it: checks, and the entry in the ledger.
+    def prepare(self) -> NoisePlan | None:
+        """Run the host's part of a step: checks, and the entry in the ledger.
 
         Returns:
             its noise; None while parts of the draw are still to come.
         """
-        if not self._tally.complete:
+        if not self._tracker.complete:
             self._require_untouched()
             return None
-        if self._processes.size == 1 or self._tally.sampled:
-            self._tally.require_step()  # of several processes, one may have no batch of its own while others do
+        if self._processes.size == 1 or self._tracker.sampled:
+            self._tracker.require_step()  # of several processes, one may have no batch of its own while others do
         if self.expected_batch_size is None:
             raise ConfigError(
                 "the expected batch size is not known: give expected_batch_size, or take batches from batches(data)"
             )
-        if self.grouped and not self._tally.sampled:
-            raise ConfigError(_SEVERAL_ROWS)
+        if self.grouped and not self._tracker.sampled:
+            raise ConfigError(_FOREIGN_GROUPS)
         self.require_as_attached()
         self._require_untouched()
         self._require_clipped()
-        plan = self._planned(self.expected_batch_size)
+        plan = self._plan(self.expected_batch_size)
         self._spend(plan)
         return plan
 
-    def update(self, plan: Plan) -> None:
-        """What it does on the device: noise, division, the wrapped step. Gradients are left as the update saw them."""
-        assert self.expected_batch_size is not None  # for the type checker: prepare looked
-        self._noise(plan, self.expected_batch_size)
+    def update(self, plan: NoisePlan) -> None:
+        """Run the device's part of a step: noise, division, the wrapped step. Gradients stay as the update saw them."""
+        assert self.expected_batch_size is not None  # for the type checker: prepare checked it
+        self._add_noise(plan, self.expected_batch_size)
         self._updating = True
         try:
             self.inner.step()
@@ -223,16 +220,16 @@ class PrivateOptimizer(torch.optim.Optimizer):
             self._updating = False
 
     def summed(self, rows: int) -> None:
-        """A backward pass over so many rows was replayed: what one that runs tells by itself."""
-        self._tally.add(rows)
+        """Count a replayed backward pass over so many rows, of which no hook tells."""
+        self._tracker.add(rows)
         self._mark()
 
     def finish(self) -> None:
-        """The end of a step; its gradients stay where they are."""
+        """End a step; its gradients stay as they are."""
         self._marks, self._bound = [], 0.0
-        if self._tally.sampled:
+        if self._tracker.sampled:
             self._clipper.mask = None  # it was the draw's
-        self._tally.released()
+        self._tracker.released()
         if self._adaptive is not None:
             self._adaptive.forget()
         self.stepped = True
@@ -240,32 +237,30 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @property
     def follows_norms(self) -> bool:
-        """Whether each backward pass's norms are looked at: adaptive clipping."""
+        """Whether the host reads each backward pass's norms: for adaptive clipping."""
         return self._adaptive is not None
 
     def affordable(self) -> bool:
-        """Whether the ledger's budget allows one more step, of a batch that our sampler drew."""
+        """Return whether the ledger's budget allows one more step, of a batch that our sampler drew."""
         if self.expected_batch_size is None:
             return True
         try:
-            event = self._event(self._planned(self.expected_batch_size), "poisson")
+            event = self._event(self._plan(self.expected_batch_size), "poisson")
             self._require_allowed(event)
             self._ledger.require(event)
         except BudgetExceeded:
             return False
         return True
 
-    def _planned(self, expected: float) -> Plan:
-        """Noise and grid of a step at the present clipping norm."""
+    def _plan(self, expected: float) -> NoisePlan:
+        """Return noise and grid of a step at the present clipping norm, which may have been set between passes."""
         multiplier = None
         if self._adaptive is not None:
             self._adaptive.prepare(expected)
             multiplier = self._adaptive.gradient_multiplier
-        # The largest bound that was clipped to since the last step: the norm may have been set between.
         return self._release.plan(max(self._bound, self._clipper.sensitivity), multiplier)
 
-    def _event(self, plan: Plan, sampling: Sampling) -> Event:
-        """What the ledger is told of a step."""
+    def _event(self, plan: NoisePlan, sampling: Sampling) -> Event:
         note = ""
         if self._adaptive is not None:
             note = self._adaptive.note
@@ -273,28 +268,29 @@ class PrivateOptimizer(torch.optim.Optimizer):
         rate = self._sample_rate if sampling == "poisson" else 1.0
         return self._release.event(plan, sampling, rate, idealised=True, note=note)  # summed in floating point
 
-    def _spend(self, plan: Plan) -> None:
+    def _spend(self, plan: NoisePlan) -> None:
         """Record the step in the ledger, before anything of it is seen."""
-        sampling: Sampling = "poisson" if self._tally.sampled else "unknown"
+        sampling: Sampling = "poisson" if self._tracker.sampled else "unknown"
         if sampling == "unknown" and not self._warned:
             self._warned = True
-            warnings.warn(_NOT_OURS, UserWarning, stacklevel=4)
+            warnings.warn(_FOREIGN_BATCH, UserWarning, stacklevel=4)
         event = self._event(plan, sampling)
-        self._processes.on_first(lambda: self._record(event))
-        if not self._processes.first:
-            self._ledger.record(event)  # in memory: what this process answers when it is asked for epsilon
 
-    def _record(self, event: Event) -> None:
-        self._require_allowed(event)
-        self._ledger.record(event)
+        def record() -> None:
+            self._require_allowed(event)
+            self._ledger.record(event)
+
+        self._processes.on_first(record)
+        if not self._processes.first:
+            self._ledger.record(event)  # in memory: this process's answer when it is asked for epsilon
 
     def _require_allowed(self, event: Event) -> None:
         """Check the training's own target, where the ledger, which may serve others, has no budget as tight."""
         if self._allowance is not None:
-            self._allowance.require(Counter({each.times(1): each.count for each in self._ledger.events}), event)
+            self._allowance.require(Counter({past.times(1): past.count for past in self._ledger.events}), event)
 
-    def _noise(self, plan: Plan, expected: float) -> None:
-        """The noisy mean into .grad of every clipped parameter, whether this batch reached it or not."""
+    def _add_noise(self, plan: NoisePlan, expected: float) -> None:
+        """Write the noisy mean into .grad of every clipped parameter, whether this batch reached it or not."""
         with torch.no_grad():
             grads = []
             for param in self._params:
@@ -309,12 +305,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
             if self._adaptive is not None:
                 self._adaptive.update(self._clipper, self._processes, expected, self._params[0].device)
 
+    # --- between steps -----------------------------------------------------------------------------------------------
+
     def detach(self) -> None:
-        """Give the wrapped optimiser back; a sum that no step has released is cleared."""
+        """Release the wrapped optimizer; a sum that no step has released is cleared."""
         self._unwatch()
         if not self._released:
             self._clear()
-            self._tally.forget()
+            self._tracker.forget()
 
     def drop_released(self, *_: object) -> None:
         """Clear what the last step left in .grad: before a forward pass, or a draw."""
@@ -330,49 +328,40 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if self._adaptive is not None:
             self._adaptive.forget()
 
-    def require_as_attached(self) -> None:
-        """Check, before a draw, a pass or a step, that the model is still one whose steps can be private.
-
-        Raises:
-            UnsupportedCase: a parameter became 16 bits wide, a frozen BatchNorm was put into train mode; by name.
-        """
-        for name, parameter in self._clipper.parameters:
-            require_wide(name, parameter)
-        self._clipper.require_frozen()
-
-    # --- what happens between steps ----------------------------------------------------------------------------------
-
     def _backward_begins(self) -> None:
-        """Nothing but what was summed may be in the gradients: a pass that failed half-way leaves some there."""
+        """Check that only the sum is in the gradients: a pass that failed half-way leaves some there."""
         if self._released:
             raise ConfigError(
                 "the noisy mean of the last step is still in .grad, and this backward pass would add to it: call "
                 "optimizer.zero_grad() after the step"
             )
-        if self._tally.passes:
+        if self._tracker.passes:
             self._require_untouched()
         elif not self.keeps_gradients:
             self._require_none()
 
     def _backward_ended(self, norms: Tensor, factors: Tensor) -> None:
-        """A backward pass has added its clipped gradients."""
-        self._tally.add(norms.numel())
+        self._tracker.add(norms.numel())
         if self._adaptive is not None:
-            self._adaptive.see(norms, self._clipper)
+            self._adaptive.count(norms, self._clipper)
         self._mark()
 
     def _mark(self) -> None:
-        """Remember what was summed: the memory and versions of the gradients, and the bound they were clipped to."""
+        """Remember the sum: the memory and versions of the gradients, and the bound they were clipped to."""
         self._bound = max(self._bound, self._clipper.sensitivity)
         self._marks = [None if param.grad is None else (id(param.grad), param.grad._version) for param in self._params]
 
-    def _require_untouched(self) -> None:
-        if not self._marks:  # an empty draw: there is nothing to release but noise
-            self.require_clear()
-        for param, mark in zip(self._params, self._marks, strict=bool(self._marks)):
-            now = None if param.grad is None else (id(param.grad), param.grad._version)
-            if now != mark:
-                self._refuse_changed()
+    # --- checks ------------------------------------------------------------------------------------------------------
+
+    def require_as_attached(self) -> None:
+        """Check, before a draw, a pass or a step, that the model's steps can still be private.
+
+        Raises:
+            UnsupportedCase: names a parameter that became 16 bits wide, or a frozen BatchNorm in train mode.
+        """
+        for name, parameter in self._clipper.parameters:
+            require_float32(name, parameter)
+        self._clipper.require_frozen()
 
     def require_clear(self) -> None:
         """Check, before a draw, that no gradient is there: it would be released with the sum.
@@ -381,32 +370,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
             ConfigError: there is one.
         """
         self.drop_released()
-        if not self._tally.passes:
+        if not self._tracker.passes:
             self._require_none()
 
-    def _require_none(self) -> None:
-        if any(param.grad is not None for param in self._params):
-            raise ConfigError(
-                "a parameter has a gradient before the first backward pass of a step, set by hand or by a pass that "
-                "failed: clear it with optimizer.zero_grad()"
-            )
-
-    def _require_clipped(self) -> None:
-        """No other parameter may be updated: one that was frozen when the clipper was attached, say."""
-        for group in self.inner.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and id(param) not in self._clipped:
-                    raise ConfigError(
-                        f"a parameter {tuple(param.shape)} of the optimizer has a gradient that is not clipped: it was "
-                        "frozen or not there when make_private was called; call it again after detach()"
-                    )
-
     def require_own(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check, before the step of any optimiser, that it does not update by a sum that has no noise yet.
+        """Check, before the step of any optimizer, that it does not update by a sum that has no noise yet.
 
         Raises:
-            ConfigError: it would: the wrapped optimiser was stepped past this one, or a second one is over its
-                parameters.
+            ConfigError: it would: the wrapped optimizer was stepped directly, or a second one is over its parameters.
         """
         if self._updating or self._released:
             return
@@ -418,23 +389,36 @@ class PrivateOptimizer(torch.optim.Optimizer):
                         "ledger would know: call step() and zero_grad() of PrivateTraining.optimizer"
                     )
 
-    def _refuse_changed(self) -> NoReturn:
-        raise ConfigError(
-            "a gradient was changed or cleared between backward and optimizer.step(): what is released must be the "
-            "clipped sum. Clip after the noise (accelerant.nn.optim with max_grad_norm), clear with "
-            "optimizer.zero_grad()"
-        )
+    def _require_untouched(self) -> None:
+        if not self._marks:  # an empty draw: nothing but noise is released
+            self.require_clear()
+        for param, mark in zip(self._params, self._marks, strict=bool(self._marks)):
+            if mark != (None if param.grad is None else (id(param.grad), param.grad._version)):
+                raise ConfigError(
+                    "a gradient was changed or cleared between backward and optimizer.step(): what is released must be "
+                    "the clipped sum. Clip after the noise (accelerant.nn.optim with max_grad_norm), clear with "
+                    "optimizer.zero_grad()"
+                )
 
-    def _require_plain(self, closure: object) -> None:
-        if closure is not None:
-            raise UnsupportedCase("a private step takes no closure: it would use the examples several times")
-        if getattr(self, "grad_scale", None) is not None:
-            raise UnsupportedCase(
-                "a GradScaler scales the losses, and so what is clipped: use bfloat16 autocast without a scaler"
+    def _require_none(self) -> None:
+        if any(param.grad is not None for param in self._params):
+            raise ConfigError(
+                "a parameter has a gradient before the first backward pass of a step, set by hand or by a pass that "
+                "failed: clear it with optimizer.zero_grad()"
             )
 
+    def _require_clipped(self) -> None:
+        """Check that no other parameter would be updated, for example one that was frozen at make_private."""
+        for group in self.inner.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and id(param) not in self._clipped:
+                    raise ConfigError(
+                        f"a parameter {tuple(param.shape)} of the optimizer has a gradient that is not clipped: it was "
+                        "frozen or not there when make_private was called; call it again after detach()"
+                    )
 
-def require_wide(name: str, parameter: Tensor) -> None:
+
+def require_float32(name: str, parameter: Tensor) -> None:
     """Check that a parameter's gradients can be summed and noised.
 
     Raises:
@@ -447,8 +431,8 @@ def require_wide(name: str, parameter: Tensor) -> None:
         )
 
 
-def _watched(optimizer: PrivateOptimizer) -> Callable[[], None]:
-    """Have it look at each step of any optimiser, until the function that is returned is called."""
+def _watch_steps(optimizer: PrivateOptimizer) -> Callable[[], None]:
+    """Make it check each step of any optimizer, until the returned function is called."""
     known = weakref.ref(optimizer)
 
     def before(other: torch.optim.Optimizer, *_: Any) -> None:

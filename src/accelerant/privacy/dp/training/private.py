@@ -1,4 +1,4 @@
-"""`make_private`: an ordinary training loop made differentially private, and what comes with it.
+"""`make_private`: makes an ordinary training loop differentially private.
 
     private = make_private(model, optimizer, target_epsilon=8, steps=2000, delta=1e-5, max_grad_norm=1.0,
                            sample_rate=256 / 60000)
@@ -14,6 +14,7 @@ DP-SGD: Abadi et al. 2016, arXiv:1607.00133, algorithm 1, with Poisson sampling 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 import weakref
@@ -26,35 +27,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from accelerant.errors import BudgetExceeded, ConfigError, FormatError
+from accelerant.errors import BudgetExceeded, ConfigError, FormatError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.rules import mark
-from accelerant.privacy.dp.ledger import Budget, Ledger
+from accelerant.privacy.dp.ledger import Budget, Event, Ledger
 from accelerant.privacy.dp.ledger.accounting import calibrate
-from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.ledger.events import check_number, check_whole
 from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source, require_clipped_unit
 from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
-from accelerant.privacy.dp.sampling.draw_tracker import Tally
-from accelerant.privacy.dp.sampling.units import ShardSampler, Units, delta_remark, require_sampler, rows_of
+from accelerant.privacy.dp.sampling.batches import rows_of
+from accelerant.privacy.dp.sampling.draw_tracker import DrawTracker
+from accelerant.privacy.dp.sampling.units import ShardSampler, Units, delta_remark, require_sampler
 from accelerant.privacy.dp.training.adaptive import AdaptiveClipping, AdaptiveNorm
-from accelerant.privacy.dp.training.arguments import Arguments, clipping_of, require_fit
 from accelerant.privacy.dp.training.distributed import Processes
-from accelerant.privacy.dp.training.optimizer import PrivateOptimizer
+from accelerant.privacy.dp.training.optimizer import PrivateOptimizer, require_float32
 
 __all__ = ["Clipping", "PrivateTraining", "make_private"]
 
 Clipping = Literal["flat", "per_layer", "adaptive"]
 
 _private: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models that have a clipper: a second one would clip what the first has clipped."""
+"""Models with a clipper attached: a second one would clip what the first has clipped."""
 
 
 class PrivateTraining:
-    """What `make_private` gives; a context manager that detaches and closes at its end.
+    """A private training, created by `make_private`; a context manager that detaches and closes at its end.
 
     Attributes:
-        model: the same module; its backward passes clip now.
-        optimizer: in the place of the one that was given.
+        model: the given module; its backward passes clip now.
+        optimizer: replaces the given one.
         ledger: what was spent. In several processes rank 0 writes it, the others keep a copy in memory.
         clipper: per-example norms and factors of the last backward pass.
         noise_multiplier: standard deviation of the noise over the sensitivity of the sum.
@@ -67,9 +68,9 @@ class PrivateTraining:
         model: nn.Module,
         clipper: PerExampleClipper,
         ledger: Ledger,
-        tally: Tally,
+        tracker: DrawTracker,
         processes: Processes,
-        plan: Arguments,
+        arguments: _Arguments,
         units: Units,
         *,
         owns_ledger: bool,
@@ -78,14 +79,12 @@ class PrivateTraining:
         self.optimizer = optimizer
         self.ledger = ledger
         self.clipper = clipper
-        self.noise_multiplier = plan.noise_multiplier
-        self.delta, self.sample_rate, self.steps = plan.delta, plan.sample_rate, plan.steps
-        self._microbatch = plan.microbatch
-        self._units = units
-        self._tally = tally
-        self._processes = processes
+        self.noise_multiplier = arguments.noise_multiplier
+        self.delta, self.sample_rate, self.steps = arguments.delta, arguments.sample_rate, arguments.steps
+        self._microbatch = arguments.microbatch
+        self._units, self._tracker, self._processes = units, tracker, processes
         self._owns_ledger = owns_ledger
-        self._told_of_delta = False
+        self._warned_of_delta = False
         self._samplers: weakref.WeakSet[PoissonSampler | ShardSampler] = weakref.WeakSet()
         self._attached = True
         self._hook = model.register_forward_pre_hook(mark(_before_forward(optimizer, model)))
@@ -98,24 +97,23 @@ class PrivateTraining:
         steps: int | None = None,
         sampler: PoissonSampler | None = None,
     ) -> Generator[DrawnBatch, None, None]:
-        """Draws from the data by Poisson sampling, each in one or more parts, for an ordinary loop.
+        """Draw batches from the data by Poisson sampling, each in one or more parts, for an ordinary loop.
 
-        Each row is in each draw with probability sample_rate, independently: batches vary in size and may be empty. Of
-        groups each is, with one of its rows, chosen anew for each draw. The padding of a part is masked in the clipper.
-        In several processes each draws from its own rows (rank, rank + size, ...), or groups.
+        Each row is in each draw with probability sample_rate, independently: batches vary in size and may be empty.
+        With groups each group is, with one of its rows, chosen anew for each draw. The padding of a part is masked in
+        the clipper. In several processes each draws from its own rows (rank, rank + size, ...), or groups.
 
         Args:
             data: tensors of as many rows each in a tuple, a Dataset, or whatever PoissonBatches takes.
-            microbatch: rows of a part; None: as `make_private` was told, else a draw is one part.
-            steps: draws; None: those that are left of the steps that were planned, else one pass (1 / sample_rate).
+            microbatch: rows of a part; None: as given to `make_private`, else a draw is one part.
+            steps: draws; None: those that are left of the planned steps, else one pass (1 / sample_rate).
             sampler: another of `sampling` that draws at sample_rate.
 
         Raises:
-            ConfigError: a value that has no meaning; later, when a draw was not stepped.
+            ConfigError: an invalid value; later, when a draw was not stepped.
             ShapeError: groups are of other data.
         """
-        drawn = self.draws(data, microbatch=microbatch, steps=steps, sampler=sampler)
-        return self._watched(drawn)
+        return self._used(self.draws(data, microbatch=microbatch, steps=steps, sampler=sampler))
 
     def draws(
         self,
@@ -125,7 +123,7 @@ class PrivateTraining:
         steps: int | None = None,
         sampler: PoissonSampler | None = None,
     ) -> PoissonBatches:
-        """As `batches`, for a loop that calls `use` itself before the forward pass of each part."""
+        """Draw as `batches` does, for a loop that calls `use` itself before the forward pass of each part."""
         if not self._attached:
             raise ConfigError("this private training was detached: call make_private again")
         self.optimizer.require_as_attached()
@@ -142,37 +140,37 @@ class PrivateTraining:
         else:
             self._require_sampler(sampler)
             count, drawn = sampler.size, sampler
-        if not self._told_of_delta and (remark := self.remark_on_delta(count)):
+        if not self._warned_of_delta and (remark := self.remark_on_delta(count)):
             warnings.warn(remark, UserWarning, stacklevel=3)
         if self.optimizer.expected_batch_size is None:
             self.optimizer.expected_batch_size = self.sample_rate * count
         return PoissonBatches(data, drawn, microbatch=self._microbatch if microbatch is None else microbatch)
 
     def remark_on_delta(self, count: int) -> str:
-        """What is wrong with delta for so many units, empty where nothing is; `draws` does not warn of it again."""
-        self._told_of_delta = True
+        """Return a warning if delta is too large for so many units, else ""; `draws` does not warn of it again."""
+        self._warned_of_delta = True
         return delta_remark(self.delta, count, self.ledger.unit)
 
     def use(self, batch: DrawnBatch, origin: object = None) -> None:
-        """Say that the next forward and backward pass is of this part of a draw; `batches` does it by itself.
+        """Declare that the next forward and backward pass is of this part of a draw; `batches` does it by itself.
 
         Args:
             batch: the part.
             origin: the same object for all parts of a draw, where draws may be left unfinished.
 
         Raises:
-            ConfigError: the draw before it was summed and not stepped; it was drawn at another rate, or from rows where
-                groups are drawn.
+            ConfigError: the previous draw was summed and not stepped; the part was drawn at another rate, or from rows
+                where groups are drawn.
             UnsupportedCase: the model is no longer as it was attached (16-bit parameters, BatchNorm in train mode).
         """
         self.optimizer.require_as_attached()
         if batch.sampler is not None and batch.sampler not in self._samplers:
             self._require_sampler(batch.sampler)
-        self._tally.begin(rows=batch.rows, examples=batch.examples, last=batch.last, origin=origin, number=batch.number)
+        self._tracker.begin(batch, origin)
         mask = batch.mask
         self.clipper.mask = None if mask is None else mask.to(self.clipper.parameters[0][1].device)
 
-    def _watched(self, batches: PoissonBatches) -> Generator[DrawnBatch, None, None]:
+    def _used(self, batches: PoissonBatches) -> Generator[DrawnBatch, None, None]:
         try:
             parts = iter(batches)
             while True:
@@ -183,32 +181,32 @@ class PrivateTraining:
                 self.use(batch, batches)
                 yield batch
         finally:
-            if not self._tally.awaited:  # next(batches(...)) ends this before the batch is used: its padding stays out
+            if not self._tracker.awaited:  # next(batches(...)) ends this before the batch is used: it stays masked
                 self.clipper.mask = None
 
     def _require_sampler(self, sampler: PoissonSampler) -> None:
-        """Check one that was not made here: the ledger is told this training's rate, whatever drew a batch."""
+        """Check a sampler of the user's: the ledger records this training's rate, whatever drew a batch."""
         require_sampler(sampler, self.sample_rate, self.ledger, self._units, self._processes.size)
         self.optimizer.grouped = self.optimizer.grouped or isinstance(sampler, GroupedSampler)
         self._samplers.add(sampler)
 
     def step(self) -> bool:
-        """optimizer.step() and optimizer.zero_grad(); whether it made a step: not while parts of a draw are to come."""
+        """Call optimizer.step() and zero_grad(); return whether a step was made: not before a draw's last part."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         return self.optimizer.stepped
 
     def epsilon(self, delta: float | None = None, method: Literal["pld", "rdp"] = "pld") -> float:
-        """What all recorded events together have spent; infinity where a step had no noise.
+        """Return the epsilon of all recorded events; infinity where a step had no noise.
 
         Args:
             delta: None: that of `make_private`.
             method: of the accountant.
         """
-        return float(self.ledger.epsilon(self.delta if delta is None else delta, method=method))
+        return self.ledger.epsilon(self.delta if delta is None else delta, method=method)
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into a checkpoint: optimiser, clipping norm, steps, the ledger's events; no key and no noise.
+        """Return the state for a checkpoint: optimizer, clipping norm, steps, the ledger's events; no key and no noise.
 
         The noise and the draws of a resumed training are fresh: a repeated key would let two noisy sums be subtracted.
         """
@@ -221,21 +219,21 @@ class PrivateTraining:
             "expected_batch_size": self.optimizer.expected_batch_size,
             "steps": self.optimizer.steps,
             "unit": self.ledger.unit,
-            "grouped": self._units.groups is not None,  # no digest of them: who knows all but one user could check it
+            "grouped": self._units.groups is not None,  # no digest: who knows all but one user could check a guess
             "ledger": None if self.ledger.path is None else str(self.ledger.path),
             "spent": [event.to_dict() for event in self.ledger.events],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave. The ledger is not rewound: steps done since then stay spent.
+        """Restore the state of `state_dict`. The ledger is not rewound: steps done since then stay spent.
 
         What was spent by then and is not in the ledger (of a training in memory, or of another file) is recorded; equal
         events that are in it are taken for the same ones.
 
         Raises:
             FormatError: it is of something else, of another noise multiplier, of another unit; of groups where there
-                are none here, or the other way round. That groups are the same ones cannot be seen: a state that told
-                of them would not be private.
+                are none here, or the other way round. Whether groups are the same is not checked: a state that
+                described them would not be private.
             BudgetExceeded: what was spent by then passes the ledger's budget.
         """
         lacking = {"optimizer", "max_grad_norm", "noise_multiplier", "expected_batch_size", "steps"} - state.keys()
@@ -244,8 +242,7 @@ class PrivateTraining:
         if state["noise_multiplier"] != self.noise_multiplier:
             raise FormatError(
                 f"the state is of noise_multiplier {state['noise_multiplier']}, this training has "
-                f"{self.noise_multiplier}: "
-                "give make_private the same"
+                f"{self.noise_multiplier}: give make_private the same"
             )
         if (unit := state.get("unit", self.ledger.unit)) != self.ledger.unit:
             raise FormatError(
@@ -264,7 +261,7 @@ class PrivateTraining:
         self.optimizer.steps = int(state["steps"])
 
     def detach(self) -> None:
-        """Take the clipper off: backward passes of the model are ordinary again. The ledger stays open."""
+        """Detach the clipper: backward passes of the model are ordinary again. The ledger stays open."""
         if self._attached:
             self._attached = False
             self._hook.remove()
@@ -288,7 +285,7 @@ class PrivateTraining:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a PrivateTraining is not pickled or copied: save state_dict(), and the model for itself")
+        raise TypeError("a PrivateTraining is not pickled or copied: save state_dict(), and the model separately")
 
     def __repr__(self) -> str:
         return (
@@ -342,74 +339,77 @@ def make_private(
             checks it.
         clipping: "flat": over all parameters; "per_layer": sensitivity is the root of the sum of squares; "adaptive":
             the norm follows the median of the gradients' norms, `AdaptiveClipping` has its settings.
-        secure: noise from ChaCha20 on an integer grid. False: Philox and floating point, for research; the ledger says
-            so.
-        microbatch: rows of a part of a draw (virtual steps); None: `batches` says it, else a draw is one part.
+        secure: noise from ChaCha20 on an integer grid. False: Philox and floating point, for research; the ledger
+            records it.
+        microbatch: rows of a part of a draw (virtual steps); None: as given to `batches`, else a draw is one part.
         ledger: a Ledger or the path of its file, which may hold earlier trainings on the same data; None: in memory
             alone.
-        groups: (N,), whose each row of the data is, a user's number or name, say. Epsilon is then that of a user with
-            all rows: users are drawn, and of each one row, at random; batches of one's own are refused. A ledger that
-            is made here says "user", one that is given must not say "example". The same in all processes. None: each
-            row stands for itself.
+        groups: (N,), the owner of each row of the data, for example a user's number or name. Epsilon is then that of a
+            user with all rows: users are drawn, and of each one row, at random; batches from elsewhere are refused. A
+            ledger that is created here calls the unit "user", one that is given must not call it "example". The same in
+            all processes. None: each row is its own unit.
 
     Raises:
-        ConfigError: a value that has no meaning; parameters and optimiser do not go together.
-        ShapeError: groups are neither N integers nor N texts.
+        ConfigError: an invalid value; parameters and optimizer do not match.
+        ShapeError: groups are neither N integers nor N strings.
         UnsupportedCase: a layer whose per-example gradients cannot be exact, a wrapped model.
         BudgetExceeded: the target cannot be reached with what the ledger holds.
         MissingDependency: dp-accounting is not installed, which target_epsilon needs.
     """
-    arguments = Arguments.checked(
+    arguments = _Arguments.checked(
         noise_multiplier, target_epsilon, steps, delta, max_grad_norm, sample_rate, expected_batch_size, microbatch
     )
     if loss_reduction not in ("mean", "sum"):
         raise ConfigError(f"loss_reduction must be mean or sum, got {loss_reduction!r}")
-    adaptive = clipping_of(clipping, max_grad_norm)
+    adaptive = _adaptive_settings(clipping, max_grad_norm)
     if isinstance(model, nn.Module) and model in _private:
         raise ConfigError("the model is private already: detach() the PrivateTraining first")
-    dimensions = require_fit(model, optimizer)
+    dimensions = _require_match(model, optimizer)
     units = Units.of(groups)
     processes = Processes()
     if not processes.agree(units.digest):
         raise ConfigError("groups must be those of all rows, the same in each process: a unit would be in two shares")
     source = make_source(secure)
-    book, owned = _opened(ledger, arguments, processes, units)
-    try:
+    book, owned = _open_ledger(ledger, arguments, processes, units)
+    with contextlib.ExitStack() as undo:
+        if owned:
+            undo.callback(book.close)
         if arguments.noise_multiplier < 0:  # to be found
-            arguments = dataclasses.replace(
-                arguments, noise_multiplier=processes.on_first(lambda: _found(arguments, book, secure, dimensions))
-            )
+            noise = processes.on_first(lambda: _calibrated(arguments, book, secure, dimensions))
+            arguments = dataclasses.replace(arguments, noise_multiplier=noise)
         clipper = PerExampleClipper(
             model,
             max_grad_norm=max_grad_norm,
             clipping="per_layer" if clipping == "per_layer" else "flat",
             loss_reduction=loss_reduction,
         )
-    except BaseException:
-        if owned:
-            book.close()
-        raise
-    processes.from_first_([tensor.data for tensor in (*model.parameters(), *model.buffers())])
-    tally = Tally()
-    private = PrivateOptimizer(
-        optimizer,
-        clipper,
-        NoisySum(source, arguments.noise_multiplier, dimensions),
-        book,
-        tally=tally,
-        processes=processes,
-        sample_rate=arguments.sample_rate,
-        expected_batch_size=arguments.expected_batch_size,
-        adaptive=None if adaptive is None else AdaptiveNorm(adaptive, source, arguments.noise_multiplier),
-        budget=_own_budget(arguments, book),
-        grouped=units.groups is not None,
-    )
+        undo.callback(clipper.detach)
+        processes.from_first_([tensor.data for tensor in (*model.parameters(), *model.buffers())])
+        tracker = DrawTracker()
+        private = PrivateOptimizer(
+            optimizer,
+            clipper,
+            NoisySum(source, arguments.noise_multiplier, dimensions),
+            book,
+            tracker=tracker,
+            processes=processes,
+            sample_rate=arguments.sample_rate,
+            expected_batch_size=arguments.expected_batch_size,
+            adaptive=None if adaptive is None else AdaptiveNorm(adaptive, source, arguments.noise_multiplier),
+            budget=_own_budget(arguments, book),
+            grouped=units.groups is not None,
+        )
+        undo.callback(private.detach)
+        training = PrivateTraining(
+            private, model, clipper, book, tracker, processes, arguments, units, owns_ledger=owned
+        )
+        undo.pop_all()
     _private.add(model)
-    return PrivateTraining(private, model, clipper, book, tally, processes, arguments, units, owns_ledger=owned)
+    return training
 
 
 def _before_forward(optimizer: PrivateOptimizer, model: nn.Module) -> Callable[[nn.Module, Any], None]:
-    """A hook that looks at the model, and clears the last step's noisy mean."""
+    """Return a hook that checks the model, and clears the last step's noisy mean."""
     known, own = weakref.ref(optimizer), weakref.ref(model)
 
     def before(module: nn.Module, args: Any) -> None:
@@ -422,10 +422,130 @@ def _before_forward(optimizer: PrivateOptimizer, model: nn.Module) -> Callable[[
     return before
 
 
-def _opened(
-    ledger: Ledger | str | Path | None, arguments: Arguments, processes: Processes, units: Units
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Arguments:
+    """The numbers of `make_private`; noise_multiplier is -1 until it is found for a target."""
+
+    noise_multiplier: float
+    target_epsilon: float | None
+    steps: int | None
+    delta: float
+    sensitivity: float
+    sample_rate: float
+    expected_batch_size: float | None
+    microbatch: int | None
+
+    @classmethod
+    def checked(
+        cls,
+        noise_multiplier: float | None,
+        target_epsilon: float | None,
+        steps: int | None,
+        delta: float,
+        max_grad_norm: float | Mapping[str, float],
+        sample_rate: float,
+        expected_batch_size: float | None,
+        microbatch: int | None,
+    ) -> _Arguments:
+        """Check each value.
+
+        Raises:
+            ConfigError: names the first invalid one.
+        """
+        if (noise_multiplier is None) == (target_epsilon is None):
+            values = f"got noise_multiplier={noise_multiplier!r} and target_epsilon={target_epsilon!r}"
+            raise ConfigError(f"give either noise_multiplier or target_epsilon (with steps); {values}")
+        if target_epsilon is not None:
+            check_number("target_epsilon", target_epsilon)
+            if steps is None:
+                raise ConfigError("target_epsilon needs the planned number of steps: give steps")
+        for name, value in (("steps", steps), ("microbatch", microbatch)):
+            if value is not None:
+                check_whole(name, value, 1)
+        check_number("delta", delta, most=0.5)
+        norms = dict(max_grad_norm) if isinstance(max_grad_norm, Mapping) else {"max_grad_norm": max_grad_norm}
+        squares = [check_number(name, value) ** 2 for name, value in norms.items()]
+        if not squares:
+            raise ConfigError("max_grad_norm names no layer")
+        if expected_batch_size is not None:
+            check_number("expected_batch_size", expected_batch_size)
+        if noise_multiplier is not None:
+            noise_multiplier = check_number("noise_multiplier", noise_multiplier, open_below=False)
+        return cls(
+            -1.0 if noise_multiplier is None else noise_multiplier,
+            target_epsilon,
+            steps,
+            float(delta),
+            sum(squares) ** 0.5,
+            check_number("sample_rate", sample_rate, most=1.0),
+            expected_batch_size,
+            microbatch,
+        )
+
+
+def _require_match(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Check model and optimizer before anything is attached; return the number of trained values.
+
+    Raises:
+        ConfigError, UnsupportedCase: names what does not match.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise UnsupportedCase(
+            f"{type(model).__name__} adds gradients up before they are clipped: give its module; the private step "
+            "sums over the processes of torch.distributed itself"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, PrivateOptimizer):
+        raise ConfigError("the optimizer is private already: detach() the PrivateTraining first")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedCase("LBFGS evaluates the loss several times a step: take another optimizer")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    trained = {id(parameter): parameter for parameter in model.parameters() if parameter.requires_grad}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for position, parameter in enumerate(held):
+        if id(parameter) not in names:
+            raise ConfigError(
+                f"parameter {position} of the optimizer, {tuple(parameter.shape)}, is not the model's: it would be "
+                "updated by a gradient that is not clipped"
+            )
+    for key in trained.keys() - {id(parameter) for parameter in held}:
+        raise ConfigError(
+            f"{names[key]} requires a gradient and is not in the optimizer: freeze it by requires_grad_(False), or "
+            "add it"
+        )
+    for key, parameter in trained.items():
+        require_float32(names[key], parameter)
+    if not trained:
+        raise ConfigError(f"{type(model).__name__} has no parameter that requires a gradient")
+    return sum(parameter.numel() for parameter in trained.values())
+
+
+def _adaptive_settings(clipping: object, max_grad_norm: float | Mapping[str, float]) -> AdaptiveClipping | None:
+    """Return the settings of adaptive clipping; None where the norm is constant.
+
+    Raises:
+        ConfigError: an unknown kind of clipping, or adaptive clipping from several norms.
+    """
+    adaptive = AdaptiveClipping() if clipping == "adaptive" else clipping
+    if isinstance(adaptive, AdaptiveClipping):
+        if isinstance(max_grad_norm, Mapping):
+            raise ConfigError(f"adaptive clipping starts from one max_grad_norm, got {max_grad_norm!r}")
+        return adaptive
+    if clipping not in ("flat", "per_layer"):
+        raise ConfigError(f"clipping must be flat, per_layer, adaptive or an AdaptiveClipping, got {clipping!r}")
+    return None
+
+
+def _open_ledger(
+    ledger: Ledger | str | Path | None, arguments: _Arguments, processes: Processes, units: Units
 ) -> tuple[Ledger, bool]:
-    """The ledger to write, and whether it is ours to close."""
+    """Return the ledger to write, and whether it was opened here."""
     if isinstance(ledger, Ledger):
         units.require_ledger(ledger)
         return require_clipped_unit(ledger), False
@@ -437,8 +557,8 @@ def _opened(
     return Ledger(unit=units.name), True
 
 
-def _own_budget(arguments: Arguments, ledger: Ledger) -> Budget | None:
-    """The target as a budget, unless the ledger's own is as tight."""
+def _own_budget(arguments: _Arguments, ledger: Ledger) -> Budget | None:
+    """Return the target as a budget, unless the ledger's own is as tight."""
     if arguments.target_epsilon is None:
         return None
     budget, held = Budget(arguments.target_epsilon, arguments.delta), ledger.budget
@@ -446,13 +566,13 @@ def _own_budget(arguments: Arguments, ledger: Ledger) -> Budget | None:
     return None if tight else budget
 
 
-def _found(arguments: Arguments, ledger: Ledger, secure: bool, dimensions: int) -> float:
-    """The noise multiplier for the target, with what the ledger holds already and what the noise itself is charged.
+def _calibrated(arguments: _Arguments, ledger: Ledger, secure: bool, dimensions: int) -> float:
+    """Return the noise multiplier for the target, with what the ledger holds already and what the noise is charged.
 
     Raises:
         BudgetExceeded: what the ledger holds has spent the target.
     """
-    target, steps, delta, rate = (arguments.target_epsilon, arguments.steps, arguments.delta, arguments.sample_rate)
+    target, steps, delta = arguments.target_epsilon, arguments.steps, arguments.delta
     assert target is not None and steps is not None  # noqa: PT018  for the type checker: checked before
     # Twice: the count of adaptive clipping has noise of its own.
     charged = 2 * NoisySum(make_source(secure), 1.0, dimensions).plan(arguments.sensitivity).delta
@@ -461,4 +581,4 @@ def _found(arguments: Arguments, ledger: Ledger, secure: bool, dimensions: int) 
             f"the ledger holds epsilon {before:.4g} at delta {delta:g} already: {steps} more steps cannot end at "
             f"{target:g}"
         )
-    return calibrate(target, delta, rate, steps, charged=charged, before=ledger.events)
+    return calibrate(target, delta, arguments.sample_rate, steps, charged=charged, before=ledger.events)

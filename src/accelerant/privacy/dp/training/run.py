@@ -1,9 +1,9 @@
-"""`accelerant train --private`: the main job with private steps.
+"""`accelerant train --private`: the training job with private steps.
 
 The unit of privacy is one window: context + 1 tokens in a row, cut from the training part at multiples of context + 1,
 so that each token belongs to exactly one window and the windows do not depend on the steps. A document that fills
 several windows has several times the epsilon. The number of windows, the corpus's other sizes and the held-out part
-are not covered; nor are the losses of the training, which are measured on it and not noised, nor the SHA-256 that names
+are not covered; nor are the losses of the training, which are measured on it without noise, nor the SHA-256 that names
 the text in checkpoints and in the ledger.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,27 +20,28 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import BudgetExceeded, ConfigError
-from accelerant.nn.train.batches import Tokens
+from accelerant.nn.train.batches import Batch, Tokens, gather, halves
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.extension import Curve, Extension, Step
 from accelerant.nn.train.folder import RunFolder
 from accelerant.nn.train.presets import RunConfig
 from accelerant.nn.train.source import Source
+from accelerant.nn.train.sources import TokenSource
 from accelerant.nn.train.step import StepResult
 from accelerant.nn.train.tokenfile import is_token_file
 from accelerant.nn.train.trainer import Trainer
 from accelerant.privacy.dp.ledger import Budget, Ledger
 from accelerant.privacy.dp.ledger.accounting import spent
 from accelerant.privacy.dp.ledger.events import Event, check_number
+from accelerant.privacy.dp.sampling import DrawnBatch
 from accelerant.privacy.dp.training.private import PrivateTraining, make_private
 from accelerant.privacy.dp.training.step import PrivateStep
-from accelerant.privacy.dp.training.windows import WindowSource
 from accelerant.runtime.files import write_atomic
 
-__all__ = ["PrivateRun", "PrivateSettings"]
+__all__ = ["PrivateRun", "PrivateSettings", "WindowSource", "split_draw"]
 
 _CURVE_POINTS = 12
-_NO_TARGET = -100  # what a loss leaves out
+_NO_TARGET = -100  # ignored by the loss
 _SPENT = "the privacy budget is spent"
 _NOT_COVERED = (
     "Private are the parameters, and what was made from them: model and sample. Not covered are metrics.jsonl and this "
@@ -52,18 +53,18 @@ _NOT_COVERED = (
 
 @dataclass(frozen=True, slots=True)
 class PrivateSettings:
-    """What a private run is asked for.
+    """Options of a private run.
 
     Attributes:
+        ledger: path of the ledger's file; empty for the one in the run's folder, wherever that is moved.
         target_epsilon: at the end, with all that the ledger holds; None for no limit.
-        noise_multiplier: found from the target where it is None; with a target the run stops before the step past it.
+        noise_multiplier: None: found from the target; with a target the run stops before the step past it.
         delta: of (epsilon, delta).
         max_grad_norm: to which each window's gradient is clipped.
         secure: ChaCha20 on an integer grid; False: Philox.
-        ledger: path of the ledger's file; empty for the one in the run's folder, wherever that is moved.
 
     Raises:
-        ConfigError: a value that has no meaning.
+        ConfigError: an invalid value.
     """
 
     ledger: str
@@ -88,17 +89,17 @@ class PrivateRun(Extension):
     """Makes the steps of a run private.
 
     Args:
-        settings: what is asked for; of a resumed run those of `description`, with the noise that was found then.
+        settings: of the user; of a resumed run those of `description`, with the noise that was found then.
     """
 
     name = "private"
 
     def __init__(self, settings: PrivateSettings) -> None:
         self.settings = settings
-        self._asked = settings
+        self._requested = settings
         self._private: PrivateTraining | None = None
         self._source: WindowSource | None = None
-        self._ledger_of_others: Ledger | None = None
+        self._shared_ledger: Ledger | None = None
         self._delta_remark = ""
         self._dataset = ""
         self._unit = ""
@@ -109,17 +110,17 @@ class PrivateRun(Extension):
 
     @classmethod
     def of(cls, description: Mapping[str, Any]) -> PrivateRun:
-        """The run that config.json describes.
+        """Return the run that config.json describes.
 
         Raises:
-            ConfigError: a setting is missing, unknown or without meaning.
+            ConfigError: a setting is missing, unknown or invalid.
         """
         try:
             return cls(PrivateSettings(**description["settings"]))
         except (KeyError, TypeError) as error:
             raise ConfigError(f"config.json does not say how the run is private: {error}") from None
 
-    # --- what the run asks -------------------------------------------------------------------------------------------
+    # --- before the run ----------------------------------------------------------------------------------------------
 
     def require(self, run: RunConfig) -> None:
         """Check that the run can be private.
@@ -133,21 +134,20 @@ class PrivateRun(Extension):
             raise ConfigError("--private does not go with --recompute: lower --micro-batch to save memory")
         if run.recipe.tokenizer == "bpe" and not any(is_token_file(Path(name)) for name in run.data):
             raise ConfigError(
-                "a tokenizer trained on the text tells of it, and epsilon would not cover that: make a token file "
-                "with a "
-                "tokenizer from elsewhere (accelerant data prepare --tokenizer PATH) and give it as --data"
+                "a tokenizer trained on the text reveals some of it, and epsilon would not cover that: make a token "
+                "file with a tokenizer from elsewhere (accelerant data prepare --tokenizer PATH) and give it as --data"
             )
 
     def configured(self, config: TrainConfig) -> TrainConfig:
-        """Without clipping of the mean, graphs and the prediction of a step's memory, which is of an ordinary step."""
+        """Turn off clipping of the mean, graphs, and the memory prediction, which is of an ordinary step."""
         return replace(config, clip=0.0, graph="off", predict_memory=False)
 
     def source(self, tokens: Tokens, config: TrainConfig, fingerprint: str) -> Source:
-        """Windows drawn by Poisson sampling.
+        """Return the source of windows drawn by Poisson sampling.
 
         Raises:
             ConfigError: fewer windows than a batch has; the ledger cannot be written, or is of another unit or data.
-            FormatError: the ledger is none, or was cut or edited.
+            FormatError: the file is no ledger, or was cut or edited.
             BudgetExceeded: what the ledger holds has spent the target.
             MissingDependency: dp-accounting is not installed.
         """
@@ -155,25 +155,25 @@ class PrivateRun(Extension):
         self._dataset = fingerprint
         self._unit = f"window of {config.context + 1} tokens"
         self.settings = replace(self.settings, ledger=str(self._ledger_path(Path(config.folder))))
-        spent([Event("gaussian", 1.0)], self.settings.delta, method="rdp")  # says where there is no accountant
+        spent([Event("gaussian", 1.0)], self.settings.delta, method="rdp")  # raises where there is no accountant
         if not self._is_own_ledger(Path(config.folder)):
             self._check_ledger()
-            if not self._comes_with(Path(config.folder)):
-                self._ledger_of_others = self._open_ledger()
+            if not self._is_created_with(Path(config.folder)):
+                self._shared_ledger = self._open_ledger()
         return self._source
 
     def attach(self, trainer: Trainer) -> Step:
         """Clip the model's backward passes, open the ledger, find the noise."""
         config, source, settings = trainer.config, self._source, self.settings
         assert source is not None  # for the type checker: source was called before
-        ledger = self._ledger_of_others or self._open_ledger()
-        found, self._folder = settings.noise_multiplier, Path(config.folder)
+        ledger = self._shared_ledger or self._open_ledger()
+        noise, self._folder = settings.noise_multiplier, Path(config.folder)
         try:
             self._private = make_private(
                 trainer.model,
                 trainer.optimizer,
-                noise_multiplier=found,
-                target_epsilon=settings.target_epsilon if found is None else None,
+                noise_multiplier=noise,
+                target_epsilon=settings.target_epsilon if noise is None else None,
                 steps=config.steps,
                 delta=settings.delta,
                 max_grad_norm=settings.max_grad_norm,
@@ -192,11 +192,11 @@ class PrivateRun(Extension):
         self._delta_remark = self._private.remark_on_delta(source.windows)
         if self._delta_remark:
             trainer.tell("note", self._delta_remark)
-        trainer.optimizer.defaults["max_grad_norm"] = math.inf  # finds the norm of the noisy mean on the way
-        return _LoopStep(trainer, self._private, source, self._stepped)
+        trainer.optimizer.defaults["max_grad_norm"] = math.inf  # so that the step computes the norm of the noisy mean
+        return _TrainerStep(trainer, self._private, source, self._stepped)
 
     def description(self) -> dict[str, Any]:
-        """Settings, with the noise that was found, and the unit."""
+        """Return the settings, with the noise that was found, and the unit."""
         if self._source is None:
             return {}
         more = {"windows": self._source.windows, "sample_rate": self._source.rate, "unit": self._ledger.unit}
@@ -204,23 +204,23 @@ class PrivateRun(Extension):
         return {"settings": asdict(kept), **more}
 
     def words(self, folder: Path) -> list[str]:
-        """The options of the command line."""
-        asked = self._asked
-        words = ["--private", "--delta", str(asked.delta), "--max-grad-norm", str(asked.max_grad_norm)]
-        if asked.target_epsilon is not None:
-            words += ["--target-epsilon", str(asked.target_epsilon)]
+        """Return the options of the command line."""
+        requested = self._requested
+        words = ["--private", "--delta", str(requested.delta), "--max-grad-norm", str(requested.max_grad_norm)]
+        if requested.target_epsilon is not None:
+            words += ["--target-epsilon", str(requested.target_epsilon)]
         else:
-            words += ["--noise-multiplier", str(asked.noise_multiplier)]
+            words += ["--noise-multiplier", str(requested.noise_multiplier)]
         if not self._is_own_ledger(folder):
-            words += ["--ledger", asked.ledger]
-        return words if asked.secure else [*words, "--insecure-noise"]
+            words += ["--ledger", requested.ledger]
+        return words if requested.secure else [*words, "--insecure-noise"]
 
     def _is_own_ledger(self, folder: Path) -> bool:
-        """Whether the ledger is the one that is made, or moved away, with the run's folder."""
+        """Return whether the ledger is the one that is created, or moved, with the run's folder."""
         return self._ledger_path(folder).resolve() == (folder / RunFolder.LEDGER).resolve()
 
-    def _comes_with(self, folder: Path) -> bool:
-        """Whether the ledger is to be made in the run's folder, which may not be there yet."""
+    def _is_created_with(self, folder: Path) -> bool:
+        """Return whether the ledger is to be created in the run's folder, which may not exist yet."""
         path = self._ledger_path(folder)
         return path.parent.resolve() == folder.resolve() and not path.exists()
 
@@ -233,7 +233,7 @@ class PrivateRun(Extension):
         return Ledger(settings.ledger, unit=self._unit, budget=budget, dataset=self._dataset)
 
     def _check_ledger(self) -> None:
-        """Look at a ledger of other runs, before anything is written."""
+        """Check a ledger of other runs, before anything is written."""
         settings = self.settings
         path = Path(settings.ledger)
         if not path.is_file() or not path.stat().st_size:
@@ -246,29 +246,28 @@ class PrivateRun(Extension):
             if known >= settings.target_epsilon:
                 raise BudgetExceeded(
                     f"the ledger {settings.ledger} holds epsilon {known:.4g} at delta {settings.delta:g}: the target "
-                    f"is "
-                    f"{settings.target_epsilon:g}"
+                    f"is {settings.target_epsilon:g}"
                 )
 
-    # --- while it goes on --------------------------------------------------------------------------------------------
+    # --- during the run ----------------------------------------------------------------------------------------------
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """A step comes, 0 the first."""
+        """Note the number of the step, 0 for the first."""
         self._step = step + 1
 
     def saved(self, trainer: Trainer, path: Path, step: int) -> None:
-        """Have the ledger exact where a resumed run begins."""
+        """Settle the ledger where a resumed run begins."""
         self._ledger.settle()
 
     def state(self) -> Mapping[str, Any]:
-        """For a checkpoint: what the ledger holds, and how many steps it held, by step."""
+        """Return the ledger's events, and how many steps it held at marked steps, for a checkpoint."""
         if self._private is None:
             return {}
         spent_now = [event.to_dict() for event in self._ledger.events]
         return {"marks": [list(mark) for mark in self._marks], "spent": spent_now}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` gave; what of it is in no ledger any more is recorded again.
+        """Restore `state`; events that are in no ledger any more are recorded again.
 
         Raises:
             BudgetExceeded: it passes the budget.
@@ -277,17 +276,17 @@ class PrivateRun(Extension):
         self._ledger.record_missing(map(Event.from_dict, state.get("spent", ())))
 
     def _stepped(self, trainer: Trainer) -> None:
-        """A step was made: mark it, and end the training where the budget allows no other (what a crash cost)."""
+        """Mark a step, and end the training where the budget allows no other (after the over-count of a crash)."""
         assert self._private is not None  # for the type checker: it was attached
         if self._step in self._marked:
             self._marks.append((self._step, self._count()))
         if self._step < trainer.config.steps and not self._private.optimizer.affordable():
             trainer.stop(_SPENT)
 
-    # --- when it is over ---------------------------------------------------------------------------------------------
+    # --- after the run -----------------------------------------------------------------------------------------------
 
     def results(self) -> dict[str, Any]:
-        """Epsilon and what it is of, for summary.json; the statement goes into privacy.json."""
+        """Return epsilon and its terms for summary.json; write the statement to privacy.json."""
         private, ledger, settings = self._private, self._ledger, self.settings
         assert private is not None  # for the type checker: as below, it was attached
         path = self._folder / "privacy.json"
@@ -307,30 +306,29 @@ class PrivateRun(Extension):
         }
 
     def curves(self) -> Sequence[Curve]:
-        """Epsilon by step; none where it is infinite."""
+        """Return epsilon by step; none where it is infinite."""
         ours = self._event()
         if ours is None:
             return ()
         rest = [event for event in self._ledger.events if event.times(1) != ours]
         points = []
         for step, count in self._marks:
-            found = spent([*rest, ours.times(count)], self.settings.delta).epsilon
-            if math.isfinite(found):
-                points.append((float(step), found))
+            epsilon = spent([*rest, ours.times(count)], self.settings.delta).epsilon
+            if math.isfinite(epsilon):
+                points.append((float(step), epsilon))
         if not points:
             return ()
         return [Curve("Privacy spent", f"epsilon at delta {self.settings.delta:g}", points, "epsilon")]
 
     def remarks(self) -> Sequence[str]:
-        """What is private, and what is not."""
+        """Return sentences on what is private, and what is not."""
         settings = self.settings
         spent_now = self._ledger.epsilon(settings.delta)
         noise = "secure noise" if settings.secure else "noise that is NOT secure (Philox): for research alone"
         first = (
             f"Private training: epsilon {spent_now:.4g} at delta {settings.delta:g} for each {self._ledger.unit}, "
-            f"added or "
-            f"removed; noise multiplier {settings.noise_multiplier:.4g}, clipping norm {settings.max_grad_norm:g}, "
-            f"{noise}."
+            f"added or removed; noise multiplier {settings.noise_multiplier:.4g}, "
+            f"clipping norm {settings.max_grad_norm:g}, {noise}."
         )
         return [first, *([f"{self._delta_remark}."] if self._delta_remark else []), _NOT_COVERED]
 
@@ -339,8 +337,8 @@ class PrivateRun(Extension):
         if self._private is not None:
             self._private.close()
             self._ledger.close()
-        elif self._ledger_of_others is not None:
-            self._ledger_of_others.close()
+        elif self._shared_ledger is not None:
+            self._shared_ledger.close()
 
     @property
     def _ledger(self) -> Ledger:
@@ -348,7 +346,7 @@ class PrivateRun(Extension):
         return self._private.ledger
 
     def _event(self) -> Event | None:
-        """This run's event, of which there is one."""
+        """Return this run's event, of which there is one kind."""
         assert self._private is not None  # for the type checker: as above
         noise = self._private.noise_multiplier
         ours = [event for event in self._ledger.events if event.noise_multiplier == noise and event.amplified]
@@ -356,11 +354,11 @@ class PrivateRun(Extension):
 
     def _count(self) -> int:
         ours = self._event()
-        return 0 if ours is None else sum(each.count for each in self._ledger.events if each.times(1) == ours)
+        return 0 if ours is None else sum(event.count for event in self._ledger.events if event.times(1) == ours)
 
 
-class _LoopStep:
-    """A step of the loop: each part forward and backward, then noise and update; on a GPU from CUDA graphs."""
+class _TrainerStep:
+    """The trainer's step: each part forward and backward, then noise and update; on a GPU from CUDA graphs."""
 
     def __init__(
         self, trainer: Trainer, private: PrivateTraining, source: WindowSource, stepped: Callable[[Trainer], None]
@@ -375,7 +373,7 @@ class _LoopStep:
         self._step = PrivateStep(private, self._summed, precision=trainer.precision, graph=graph)
 
     def __call__(self, batches: Sequence[tuple[Tensor, ...]], learning_rate: float) -> StepResult:
-        """The loss is the mean over the windows that were drawn; that of the step before, where none was."""
+        """Make a step; its loss is the mean over the drawn windows, or that of the previous step if none was drawn."""
         if not self._optimizer.affordable():
             self._trainer.stop(_SPENT)
             return StepResult(self._loss.clone(), torch.zeros_like(self._loss))
@@ -391,8 +389,76 @@ class _LoopStep:
         return StepResult(self._loss.clone(), self._optimizer.grad_norm.float().clone())
 
     def _summed(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the windows' losses, which is also kept."""
+        """Return the sum of the windows' losses, and add it to the total."""
         windows = (targets[:, 0] != _NO_TARGET).sum()
         loss = self._trainer.objective(self._trainer.model, inputs, targets) * windows
         self._total.add_(loss.detach())
         return loss
+
+
+# --- windows of tokens -----------------------------------------------------------------------------------------------
+
+
+class _Windows:
+    """Disjoint windows of tokens, by number."""
+
+    def __init__(self, tokens: Tokens, context: int) -> None:
+        self._tokens = tokens
+        self._context = context
+
+    def __len__(self) -> int:
+        return len(self._tokens) // (self._context + 1)
+
+    def __getitem__(self, index: Tensor) -> Batch:
+        return halves(gather(self._tokens, index.numpy() * (self._context + 1), self._context))
+
+
+class WindowSource(TokenSource):
+    """Poisson draws of disjoint windows, in parts of at most the config's micro-batch.
+
+    Attributes:
+        windows: their number.
+        rate: of the sampling: batch_size over windows.
+        private: the training that draws them.
+        drawn: the parts of the current step.
+    """
+
+    fixed = False
+
+    def __init__(self, tokens: Tokens, config: TrainConfig, fingerprint: str) -> None:
+        super().__init__(tokens, config, fingerprint=fingerprint)
+        self.micro_batch = None  # the draws are split here
+        self._data = _Windows(tokens, config.context)
+        self._rows = config.micro_batch
+        self.windows = len(self._data)
+        self.rate = config.batch_size / max(1, self.windows)
+        self.private: PrivateTraining | None = None
+        self.drawn: list[DrawnBatch] = []
+        if self.rate > 1:
+            raise ConfigError(
+                f"not enough data: the training part has {self.windows} windows of {config.context + 1} tokens, a "
+                f"batch draws {config.batch_size} of them; give --data more text, or a smaller --batch-size"
+            )
+
+    def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
+        """Iterate the parts of each step. Draws are never repeated, not even after a resumption."""
+        assert self.private is not None  # for the type checker: set when it was attached
+        self.drawn = []
+        for part in self.private.draws(self._data, steps=len(steps), microbatch=self._rows if pin else None):
+            self.drawn += [part] if pin else split_draw(part, self._rows)
+            if part.last:
+                yield [tuple(x.pin_memory() if pin else x for x in batch.tensors) for batch in self.drawn]
+                self.drawn = []
+
+
+def split_draw(draw: DrawnBatch, rows: int) -> list[DrawnBatch]:
+    """Split a draw into parts of at most so many rows, without padding, which only CUDA graphs need."""
+    if draw.rows <= rows:
+        return [draw]
+    parts = list(zip(*(x.split(rows) for x in draw.tensors), strict=True))
+    sizes = [len(part[0]) for part in parts]
+    numbered = enumerate(zip(parts, sizes, strict=True), 1)
+    return [
+        replace(draw, tensors=part, mask=None, last=number == len(parts), examples=size, rows=size)
+        for number, (part, size) in numbered
+    ]

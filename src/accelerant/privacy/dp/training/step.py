@@ -1,12 +1,12 @@
-"""A private step as one call for each part of a draw; on a GPU as two CUDA graphs.
+"""PrivateStep: a private step as one call for each part of a draw; on a GPU as two CUDA graphs.
 
     step = PrivateStep(private, private.model.loss, precision=torch.bfloat16)
     for batch in private.draws(data, microbatch=64):
         result = step(batch, learning_rate)      # None until the draw's last part
 
-A draw has any number of parts, so the parts are one graph (forward, backward, the clipped sum into .grad) and the
-update another (noise, division, the optimiser): each draw replays the first as often as it has parts. What is checked
-and recorded on the host stays there, before each replay.
+A draw has any number of parts, so a part is one graph (forward, backward, the clipped sum into .grad) and the update
+another (noise, division, the optimizer): each draw replays the first as often as it has parts. Checks and the ledger
+run on the host, before each replay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from accelerant.nn._precision import LowWeights
 from accelerant.nn.optim import MultiTensorOptimizer
 from accelerant.nn.train.graphed import EAGER_STEPS, GraphedStep, Same
 from accelerant.nn.train.step import require_scalar
-from accelerant.privacy.dp.noise.noisy_sum import Plan
+from accelerant.privacy.dp.noise.noisy_sum import NoisePlan
 from accelerant.privacy.dp.sampling import DrawnBatch
 from accelerant.privacy.dp.training.private import PrivateTraining
 from accelerant.runtime.streams.graphs import Graph
@@ -31,10 +31,10 @@ __all__ = ["PrivateResult", "PrivateStep"]
 
 
 class PrivateResult(NamedTuple):
-    """What a step found, on the device.
+    """The result of a step, on the device.
 
     Attributes:
-        loss: float32, the mean over the draw's last part. It is of the data: what is private is the parameters.
+        loss: float32, the mean over the draw's last part. Computed from the data without noise: not private.
         examples: that were drawn.
     """
 
@@ -47,14 +47,14 @@ class PrivateStep(GraphedStep):
 
     Args:
         private: of `make_private`.
-        loss: called with the tensors of a batch, gives a scalar, reduced over the examples as `make_private` was told.
+        loss: from the tensors of a batch to a scalar, reduced over the examples as given to `make_private`.
         precision: bfloat16 for autocast, with each matrix cast once a part; None for the parameters' own dtype.
-        graph: True captures; False never does; None does on a CUDA device. Where it cannot be, steps run eagerly and
-            the ledger of ops has the reason. Batches must be parts of one shape (`draws(..., microbatch=)`); one of
-            another shape runs eagerly.
+        graph: True captures; False never does; None does on a CUDA device. Where capture is impossible, steps run
+            eagerly and the ledger of ops has the reason. Batches must be parts of one shape (`draws(...,
+            microbatch=)`); one of another shape runs eagerly.
 
     Raises:
-        ConfigError: a value that has no meaning.
+        ConfigError: an invalid value.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class PrivateStep(GraphedStep):
         self.private, self.loss = private, loss
         low = None if precision in (None, torch.float32) else LowWeights(precision)
         self._optimizer = private.optimizer
-        self._params = [each for _, each in private.clipper.parameters]
+        self._params = [param for _, param in private.clipper.parameters]
         device = self._params[0].device
         precision = None if low is None else precision
         super().__init__("private_step", "private", private.model, private.optimizer, device, precision, low)
         self._shape: Any = None
-        self._placed: Any = None
+        self._captured_layout: Any = None
         self._states = Same(())
         self._eager = 0
         self._part: Graph | None = None
@@ -86,17 +86,17 @@ class PrivateStep(GraphedStep):
         self._optimizer.keeps_gradients = True
         self._end: Graph | None = None
         self._eager_updates = 0
-        self._planned: Plan | None = None
+        self._captured_plan: NoisePlan | None = None
         self._examples = 0
-        self._decide(graph, self._obstacle_of())
+        self._decide(graph, self._reason_against_capture())
 
     @property
     def captured(self) -> bool:
-        """Whether parts of the last shape are replays."""
+        """Whether parts of the last shape are replayed."""
         return self._part is not None
 
     def __call__(self, batch: DrawnBatch, learning_rate: float) -> PrivateResult | None:
-        """Take a part of a draw; with its last one, make the step. Nothing waits for the device.
+        """Process a part of a draw; with its last one, make the step. The host does not wait for the device.
 
         Args:
             batch: of `PrivateTraining.draws`, a tuple of tensors.
@@ -116,12 +116,12 @@ class PrivateStep(GraphedStep):
         optimizer = self._optimizer
         self.private.use(batch)
         self._examples += batch.examples
-        loss = self._parted(batch)
+        loss = self._run_part(batch)
         if not batch.last:
             return None
         plan = optimizer.prepare()
         assert plan is not None  # for the type checker: the draw is complete
-        self._updated(plan, learning_rate)
+        self._run_update(plan, learning_rate)
         optimizer.finish()
         result = PrivateResult(loss, self._examples)
         self._examples = 0
@@ -129,19 +129,19 @@ class PrivateStep(GraphedStep):
 
     # --- a part ------------------------------------------------------------------------------------------------------
 
-    def _parted(self, batch: DrawnBatch) -> Tensor:
+    def _run_part(self, batch: DrawnBatch) -> Tensor:
         tensors = self._moved(batch.tensors)
         mask = batch.mask
         if mask is None:
             mask = torch.ones(batch.rows, dtype=torch.bool)
         mask = mask.to(self._device, non_blocking=True)
-        self._place_gradients()
+        self._keep_gradients()
         if not self._wants_graph:
             return self._run(tensors, mask)
-        shape = tuple([(each.shape, each.dtype) for each in tensors])
+        shape = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
         if self._part is not None and shape == self._shape:
             loss = self._replay(tensors, mask)
-            self._optimizer.summed(batch.rows)  # which an eager pass tells it by itself
+            self._optimizer.summed(batch.rows)  # an eager pass does it by its hook
             return loss
         if self._part is not None:
             return self._aside(lambda: self._run(tensors, mask)).clone()
@@ -153,22 +153,22 @@ class PrivateStep(GraphedStep):
         self._optimizer.summed(batch.rows)
         return loss
 
-    def _place_gradients(self) -> None:
-        """Memory that stays, since graphs add to it: zero_grad() takes it from the parameters, and nothing else may."""
-        if self._part is not None and self._placement() != self._placed:  # what the graphs stand on was changed
+    def _keep_gradients(self) -> None:
+        """Give each parameter the same gradient memory again, which graphs add to: only zero_grad() may remove it."""
+        if self._part is not None and self._layout() != self._captured_layout:  # what the graphs depend on was changed
             self._part = self._end = None
             self._eager = 0
-        for at, param in enumerate(self._params):
+        for index, param in enumerate(self._params):
             if param.grad is None and param.requires_grad:
-                kept = self._gradients[at]
+                kept = self._gradients[index]
                 param.grad = torch.zeros_like(param) if kept is None else kept.zero_()
-            if param.grad is not self._gradients[at]:
+            if param.grad is not self._gradients[index]:
                 self._part = self._end = None
                 self._eager = 0
-                self._gradients[at] = param.grad
+                self._gradients[index] = param.grad
 
-    def _placement(self) -> tuple[Any, ...]:
-        """Where parameters and gradients are, which parameters are trained, and the modes of the modules."""
+    def _layout(self) -> tuple[Any, ...]:
+        """Return addresses of parameters and gradients, which parameters are trained, and the modules' modes."""
         return (
             [(param.data_ptr(), param.requires_grad) for param in self._params],
             [None if gradient is None else gradient.data_ptr() for gradient in self._gradients],
@@ -184,9 +184,9 @@ class PrivateStep(GraphedStep):
         return loss.detach().float()
 
     def _capture(self, tensors: Sequence[Tensor], mask: Tensor) -> bool:
-        self._inputs, self._mask = [each.clone() for each in tensors], mask.clone()
+        self._inputs, self._mask = [tensor.clone() for tensor in tensors], mask.clone()
         graph = Graph("private_part")
-        told, self.private.clipper.on_backward = self.private.clipper.on_backward, None  # nothing runs in a capture
+        hook, self.private.clipper.on_backward = self.private.clipper.on_backward, None  # a capture runs nothing
 
         def capture() -> None:
             self._loss = graph.capture(self._run, self._inputs, self._mask, warm_up=0)
@@ -195,27 +195,27 @@ class PrivateStep(GraphedStep):
             if not self._recorded(capture):
                 return False
         finally:
-            self.private.clipper.on_backward = told
-        self._part, self._placed = graph, self._placement()
+            self.private.clipper.on_backward = hook
+        self._part, self._captured_layout = graph, self._layout()
         return True
 
     def _replay(self, tensors: Sequence[Tensor], mask: Tensor) -> Tensor:
         assert self._part is not None  # for the type checker, as the next
         assert self._mask is not None and self._loss is not None  # noqa: PT018
-        for to, each in zip(self._inputs, tensors, strict=True):
-            to.copy_(each, non_blocking=True)
+        for static, tensor in zip(self._inputs, tensors, strict=True):
+            static.copy_(tensor, non_blocking=True)
         self._mask.copy_(mask, non_blocking=True)
         self._part.replay()
         return self._loss.clone()
 
     # --- the update --------------------------------------------------------------------------------------------------
 
-    def _updated(self, plan: Plan, learning_rate: float) -> None:
-        """Noise, division and the optimiser; then the gradients are 0."""
+    def _run_update(self, plan: NoisePlan, learning_rate: float) -> None:
+        """Add noise, divide, run the optimizer, and zero the gradients."""
         self._set_rate(learning_rate)
         try:
             states = Same(self._optimizer.state.values())
-            if self._end is not None and (plan != self._planned or states != self._states):
+            if self._end is not None and (plan != self._captured_plan or states != self._states):
                 self._end = None  # the clipping norm moved, or a checkpoint was loaded
             if (
                 self._end is None
@@ -236,20 +236,20 @@ class PrivateStep(GraphedStep):
         finally:
             self._put_rate(learning_rate)
 
-    def _update(self, plan: Plan) -> None:
+    def _update(self, plan: NoisePlan) -> None:
         self._optimizer.update(plan)
         torch._foreach_zero_([param.grad for param in self._params if param.grad is not None])
 
-    def _capture_update(self, plan: Plan) -> None:
+    def _capture_update(self, plan: NoisePlan) -> None:
         inner = self._optimizer.inner
         if isinstance(inner, MultiTensorOptimizer):
             inner.refresh()
         graph = Graph("private_update")
         if self._recorded(lambda: graph.capture(self._update, plan, warm_up=0)):
-            self._end, self._planned = graph, plan
+            self._end, self._captured_plan = graph, plan
             self._states = Same(self._optimizer.state.values())
 
-    def _obstacle_of(self) -> str | None:
+    def _reason_against_capture(self) -> str | None:
         if (known := self._obstacle(self._optimizer.inner)) is not None:
             return known
         if self._optimizer.follows_norms:
