@@ -11,6 +11,7 @@ import torch
 
 import accelerant
 from accelerant import Accelerator, AcceleratorConfig
+from accelerant.accelerator import facade
 from accelerant.accelerator.methods import METHODS
 from accelerant.algebra.field.reference import MODULI
 from accelerant.config import override
@@ -235,6 +236,7 @@ def test_sums_of_multiples(acc):
     off[2, 0, 0] ^= np.uint64(1)
     with pytest.raises(FormatError, match=r"points\[2\]"):
         acc.msm([1, 2, 3], off)
+    np.testing.assert_array_equal(acc.msm([1], [(1, 2)]), accelerant.zk.msm([1], [(1, 2)]))
 
 
 def test_attention_agrees_with_torch(acc):
@@ -320,6 +322,27 @@ def test_a_call_past_its_time_or_memory_limit_says_so():
         with pytest.raises(OutOfMemory, match="gelu: inputs and result take 800,000 bytes; the limit is 799,999"):
             acc.gelu(x)
         acc.gelu(x[:50])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda acc: acc.gelu(np.zeros((8, 8), np.float32)),
+        lambda acc: acc.ntt([1, 2, 3, 4]),
+        lambda acc: acc.msm([1], [(1, 2)]),
+        lambda acc: acc.attention(*np.zeros((3, 1, 2, 5, 8), np.float32)),
+    ],
+    ids=["gelu", "ntt", "msm", "attention"],
+)
+def test_the_time_limit_holds_for_calls_in_one_piece(call, monkeypatch):
+    """A call that began in time and took too long ends in an error, too."""
+    now = iter([0.0, 0.5, *[2.0] * 10])
+    monkeypatch.setattr(facade.time, "monotonic", lambda: next(now))
+    with Accelerator("cpu", config=AcceleratorConfig(timeout_s=1.0)) as acc:
+        with pytest.raises(TimeLimitExceeded, match=r"2 s of at most 1 s at its end"):
+            call(acc)
+        monkeypatch.undo()
+        call(acc)
 
 
 @pytest.mark.parametrize("name", ["batch_size", "timeout_s", "memory_limit_bytes"])
@@ -446,3 +469,50 @@ def test_futures_are_awaited_and_asked(acc):
     assert future.done()
     with pytest.raises(UnsupportedDtype):
         acc.submit(acc.gelu, "abc").result(10)
+
+
+def test_a_batch_keeps_the_memory_limit():
+    x = np.zeros(1000, np.float32)
+    with Accelerator("cpu", config=AcceleratorConfig(memory_limit_bytes=20_000)) as acc:
+        with acc.batch() as batch:
+            answers = [batch.gelu(x) for _ in range(5)]  # 8,000 bytes each with its result: two at a time
+            large = batch.gelu(np.zeros(3000, np.float32))
+        assert batch.launches == 3
+        for answer in answers:
+            np.testing.assert_array_equal(answer.result(), x)
+        with pytest.raises(OutOfMemory, match="gelu: inputs and result take 24,000 bytes; the limit is 20,000"):
+            large.result()
+
+
+def test_a_batch_keeps_the_time_limit():
+    with Accelerator("cpu", config=AcceleratorConfig(timeout_s=1e-9)) as acc:
+        with acc.batch() as batch:
+            answers = [batch.gelu([1.0]), batch.gelu([2.0])]
+        for answer in answers:
+            with pytest.raises(TimeLimitExceeded, match="gelu: .* of at most 1e-09 s"):
+                answer.result()
+
+
+@pytest.mark.parametrize("policy", ["warn", "forbid"])
+def test_a_batch_falls_back_as_a_call_does(policy, monkeypatch):
+    run, failures = METHODS["gelu"].run, []
+
+    def fails_once(x, **options):
+        if not failures:
+            failures.append(LaunchError("refused"))
+            raise failures[0]
+        return run(x, **options)
+
+    acc = Accelerator("cpu", config=AcceleratorConfig(fallback=policy))
+    monkeypatch.setattr(acc, "device", replace(acc.device, backend="another"))
+    monkeypatch.setitem(METHODS, "gelu", replace(METHODS["gelu"], run=fails_once))
+    batch = acc.batch()
+    answers = [batch.gelu([1.0]), batch.gelu([2.0, 3.0])]
+    if policy == "warn":
+        with pytest.warns(FallbackWarning, match=r"gelu: another:0 is not used, cpu is\. LaunchError: refused"):
+            batch.__exit__(None, None, None)
+        assert acc.metrics()["gelu"]["fallbacks"] == 2
+    else:
+        batch.__exit__(None, None, None)
+        assert acc.metrics()["gelu"]["fallbacks"] == 0
+    np.testing.assert_allclose(answers[1].result(), acc.gelu([2.0, 3.0]), rtol=1e-6)

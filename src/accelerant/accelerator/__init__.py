@@ -5,10 +5,9 @@
 ...     y = acc.gelu(x)                              # NumPy, torch, CuPy or JAX in; the same kind out
 ...     acc.metrics()["gelu"]["p95_ms"]
 
-    facade.py    Accelerator and its configuration
-    methods.py   the operations: what runs, how calls merge, what they cost
+    facade.py    Accelerator, its configuration, limits and metrics
+    methods.py   the operations: implementation, merging, cost
     batch.py     many small calls in one launch
-    figures.py   calls, times and bytes by operation
 """
 
 from accelerant.accelerator.batch import Batch, PendingCall

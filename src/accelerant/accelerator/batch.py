@@ -1,12 +1,12 @@
 """Many small calls in one launch.
 
 >>> with acc.batch() as batch:
-...     answers = [batch.gelu(x) for x in xs]        # noted, not done
->>> [answer.result() for answer in answers]          # done when the block ended
+...     answers = [batch.gelu(x) for x in xs]        # recorded, not run
+>>> [answer.result() for answer in answers]          # run at the end of the block
 
 Calls of the same operation with the same options become one call on joined arrays, as far as the operation allows
-(Method.merge); the result is cut apart again. What cannot be joined is called one by one. A call whose arguments do
-not fit fails alone, when its result is asked for.
+(Method.merge), and the result is split again. Other calls run one by one. A call with invalid arguments fails alone,
+when its result is requested.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from accelerant.accelerator.methods import METHODS, Operations
-from accelerant.errors import AccelerantError, ShapeError
+from accelerant.errors import AccelerantError, ShapeError, TimeLimitExceeded
 from accelerant.runtime.arrays import Foreign
 
 __all__ = ["Batch", "PendingCall"]
@@ -27,7 +27,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class PendingCall:
-    """A call that its batch does."""
+    """A recorded call of a batch."""
 
     def __init__(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.name = name
@@ -36,34 +36,57 @@ class PendingCall:
         self._outcome: Callable[[], Any] | None = None
 
     def result(self) -> Any:
-        """The answer, in kind.
+        """Return the result, in the kind of the inputs.
 
         Raises:
-            AccelerantError: the batch has not ended; or what the call raised.
+            AccelerantError: the batch has not ended; or the call's own error.
         """
         if self._outcome is None:
             raise AccelerantError(f"{self.name}: this call's batch has not ended yet")
         return self._outcome()
 
     def done(self) -> bool:
-        """Whether the batch has ended."""
+        """Return whether the batch has ended."""
         return self._outcome is not None
 
-    def settle(self, outcome: Callable[[], Any]) -> None:
-        """Set what result() gives or raises; for the batch."""
+    def succeed(self, origin: Foreign, tensor: torch.Tensor) -> None:
+        """Set the result; for the batch."""
+        self._outcome = lambda: origin.wrap(tensor)
+
+    def fail(self, error: Exception) -> None:
+        """Set the error that result() raises; for the batch."""
+
+        def outcome() -> Any:
+            raise error
+
         self._outcome = outcome
 
 
+_Member = tuple[PendingCall, Tensors, Foreign]
+
+
 class Batch(Operations):
-    """Notes calls until its block ends, then does them; made by Accelerator.batch()."""
+    """Records calls until its block ends, then runs them; made by Accelerator.batch().
+
+    Args:
+        move: moves a call's arrays to the device; returns them, their origin and the bytes that the call takes.
+        run: runs an operation on tensors for a number of calls.
+        memory_limit_bytes: the most that calls on the device may take together; a batch beyond it runs in several
+            parts.
+
+    Attributes:
+        launches: calls of operations made.
+    """
 
     def __init__(
         self,
-        move: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[Tensors, Foreign]],
+        move: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[Tensors, Foreign, int]],
         run: Callable[[str, Tensors, dict[str, Any], int], torch.Tensor],
+        memory_limit_bytes: int | None = None,
     ) -> None:
         self._move = move
         self._run = run
+        self._limit = memory_limit_bytes
         self._calls: list[PendingCall] = []
         self.launches = 0
 
@@ -82,56 +105,56 @@ class Batch(Operations):
         return call
 
     def _finish(self) -> None:
-        """Group the calls, do each group, hand out the answers."""
-        groups: dict[tuple[Any, ...], list[tuple[PendingCall, Tensors, Foreign]]] = {}
+        """Group the calls and run each group; start anew where the next call would pass the memory limit."""
+        groups: dict[tuple[Any, ...], list[_Member]] = {}
+        held_bytes = 0
         for call in self._calls:
             try:
-                tensors, origin = self._move(call.name, call.arrays, call.options)
+                tensors, origin, needed = self._move(call.name, call.arrays, call.options)
             except AccelerantError as error:
-                call.settle(_raising(error))
+                call.fail(error)
                 continue
+            if self._limit is not None and held_bytes + needed > self._limit:
+                self._run_groups(groups)
+                groups, held_bytes = {}, 0
             groups.setdefault(_key(call, tensors), []).append((call, tensors, origin))
-        for key, members in groups.items():
-            self._do(key[0], members)
+            held_bytes += needed
+        self._run_groups(groups)
 
-    def _do(self, name: str, members: list[tuple[PendingCall, Tensors, Foreign]]) -> None:
-        options = members[0][0].options
-        arguments = [tensors for _, tensors, _ in members]
-        if len(members) > 1:
-            try:
-                joined, cut = _join(name, arguments)
-                results = cut(self._run(name, joined, options, len(members)))
-                self.launches += 1
-            except AccelerantError:
-                results = []  # one of them does not fit: find out which, one by one
-            if results:
-                for (call, _, origin), result in zip(members, results, strict=True):
-                    call.settle(_returning(origin, result))
-                return
-        for call, tensors, origin in members:
-            try:
-                call.settle(_returning(origin, self._run(name, tensors, options, 1)))
-                self.launches += 1
-            except AccelerantError as error:
-                call.settle(_raising(error))
+    def _run_groups(self, groups: dict[tuple[Any, ...], list[_Member]]) -> None:
+        for members in groups.values():
+            if len(members) == 1 or not self._run_joined(members):
+                for call, tensors, origin in members:
+                    try:
+                        call.succeed(origin, self._run(call.name, tensors, call.options, 1))
+                        self.launches += 1
+                    except AccelerantError as error:
+                        call.fail(error)
 
-
-def _returning(origin: Foreign, tensor: torch.Tensor) -> Callable[[], Any]:
-    return lambda: origin.wrap(tensor)
-
-
-def _raising(error: Exception) -> Callable[[], Any]:
-    def outcome() -> Any:
-        raise error
-
-    return outcome
+    def _run_joined(self, members: list[_Member]) -> bool:
+        """Run calls as one; False if that failed, so that each is to run by itself and show which is at fault."""
+        first = members[0][0]
+        try:
+            joined, split = _join(first.name, [tensors for _, tensors, _ in members])
+            results = split(self._run(first.name, joined, first.options, len(members)))
+        except TimeLimitExceeded as error:
+            for call, _, _ in members:
+                call.fail(error)
+            return True
+        except AccelerantError:
+            return False
+        self.launches += 1
+        for (call, _, origin), result in zip(members, results, strict=True):
+            call.succeed(origin, result)
+        return True
 
 
 def _key(call: PendingCall, tensors: Tensors) -> tuple[Any, ...]:
-    """Calls with the same key become one."""
+    """Return the key that calls share which become one."""
     merge = METHODS[call.name].merge
     first, rest = tensors[0], tensors[1:]
-    common = (call.name, tuple(sorted(call.options.items())), tuple(x.dtype for x in tensors), len(tensors))
+    kinds = tuple((x.dtype, x.device) for x in tensors)
+    common = (call.name, tuple(sorted(call.options.items())), kinds)
     if merge == "elements" and all(x.shape == first.shape for x in rest):
         return common
     last = call.options.get("dim", -1) in (-1, first.ndim - 1)
@@ -143,7 +166,7 @@ def _key(call: PendingCall, tensors: Tensors) -> tuple[Any, ...]:
 
 
 def _join(name: str, calls: list[Tensors]) -> tuple[Tensors, Callable[[torch.Tensor], list[torch.Tensor]]]:
-    """The arguments of one call for all, and what cuts its result apart."""
+    """Return the arguments of one call for all, and the function that splits its result."""
     merge = METHODS[name].merge
     firsts = [tensors[0] for tensors in calls]
     shapes = [x.shape for x in firsts]
@@ -159,7 +182,7 @@ def _join(name: str, calls: list[Tensors]) -> tuple[Tensors, Callable[[torch.Ten
     else:
         raise ShapeError(f"calls of {name} cannot be joined")
 
-    def cut(y: torch.Tensor) -> list[torch.Tensor]:
+    def split(y: torch.Tensor) -> list[torch.Tensor]:
         return [part.reshape(shape) for part, shape in zip(y.split(sizes), shapes, strict=True)]
 
-    return joined, cut
+    return joined, split

@@ -1,17 +1,19 @@
 """Accelerator: a device, its operations on arrays of any library, limits, metrics and fallback.
 
-What fails on the device before it wrote anything runs on the CPU from the same inputs, with a warning and a line in
-the ledger, unless fallback is off. A device that is lost (DeviceLost) is never worked around inside the process.
+A call that fails on the device before anything was written runs on the CPU from the same inputs, with a warning and an
+entry in the ledger, unless fallback is off. A lost device (DeviceLost) is never worked around inside the process.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import threading
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -19,7 +21,6 @@ import numpy as np
 import torch
 
 from accelerant.accelerator.batch import Batch
-from accelerant.accelerator.figures import Figures, quantile
 from accelerant.accelerator.methods import METHODS, Operations, result_bytes
 from accelerant.algebra.field import prime_field
 from accelerant.config import FallbackPolicy, override, settings
@@ -37,7 +38,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.arrays import Foreign, to_torch
 from accelerant.runtime.dispatch.operation import RECOVERABLE
 from accelerant.runtime.ledger import FallbackRecord, ledger
-from accelerant.runtime.provider import ComputeDevice, MemoryInfo
+from accelerant.runtime.provider import ComputeDevice, Event, MemoryInfo
 from accelerant.runtime.streams.stream import Future, Stream, submit
 from accelerant.zk.msm.fixed import FixedBase
 from accelerant.zk.transform import ntt
@@ -48,15 +49,20 @@ T = TypeVar("T")
 Tensors = tuple[torch.Tensor, ...]
 
 
+_SAMPLES_KEPT = 4096
+_PENDING_LIMIT = 64
+
+
 @dataclass(frozen=True, slots=True)
 class AcceleratorConfig:
-    """What an Accelerator may take.
+    """Limits of an Accelerator's calls.
 
     Attributes:
-        batch_size: rows (of the first dimension) that a row-wise operation works on at once; all by default.
-        timeout_s: seconds after which a call ends with TimeLimitExceeded; looked at between batches, so a call of one
-            batch is never cut short. No limit by default.
-        memory_limit_bytes: the most that a call's inputs and outputs may take on the device; a call that needs more
+        batch_size: rows (of the first dimension) that a row-wise operation processes at once; all by default.
+        timeout_s: seconds after which a call ends with TimeLimitExceeded. Checked between batches of rows, after the
+            inputs are on the device and at the end of the call: running work is not interrupted, and its result is
+            discarded. No limit by default.
+        memory_limit_bytes: the most that a call's inputs and result may take on the device; a call that needs more
             raises OutOfMemory before anything is allocated. No limit by default.
         fallback: "allow", "warn" or "forbid"; the Accelerator's argument by default.
     """
@@ -75,17 +81,111 @@ class AcceleratorConfig:
             raise ConfigError(f"fallback must be allow, warn or forbid, got {self.fallback!r}")
 
 
+# --- metrics and time limits -----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _OperationRow:
+    calls: int = 0
+    errors: int = 0
+    fallbacks: int = 0
+    bytes: int = 0
+    flops: int = 0
+    samples_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES_KEPT))
+    pending: deque[tuple[Event, Event]] = field(default_factory=deque)
+
+    def collect(self) -> None:
+        """Move the times of finished calls to the samples."""
+        for _ in range(len(self.pending)):
+            start, stop = self.pending.popleft()
+            if stop.done():
+                self.samples_ms.append(start.elapsed_ms(stop))
+            else:
+                self.pending.append((start, stop))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures by name, with quantiles of the times."""
+        self.collect()
+        ordered = sorted(self.samples_ms)
+        counts = {name: getattr(self, name) for name in ("calls", "errors", "fallbacks", "bytes", "flops")}
+        return counts | {f"p{q}_ms": _quantile(ordered, q / 100) for q in (50, 95, 99)}
+
+
+class OperationMetrics:
+    """Calls, times and bytes of operations; may be used from several threads."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._lock = threading.Lock()
+        self._rows = {name: _OperationRow() for name in names}
+
+    def called(self, name: str, calls: int = 1) -> None:
+        """Count calls that begin."""
+        with self._lock:
+            self._rows[name].calls += calls
+
+    def failed(self, name: str, calls: int = 1) -> None:
+        """Count calls that raised."""
+        with self._lock:
+            self._rows[name].errors += calls
+
+    def fell_back(self, name: str, calls: int = 1) -> None:
+        """Count calls that another device ran."""
+        with self._lock:
+            self._rows[name].fallbacks += calls
+
+    def done(self, name: str, moved_bytes: int, flops: int, start: Event | None, stop: Event | None) -> None:
+        """Add the bytes and operations of a call, and the events around it."""
+        with self._lock:
+            row = self._rows[name]
+            row.bytes += moved_bytes
+            row.flops += flops
+            if start is not None and stop is not None:
+                row.pending.append((start, stop))
+                if len(row.pending) >= _PENDING_LIMIT:
+                    row.collect()
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the figures of the operations that were called."""
+        with self._lock:
+            return {name: row.to_dict() for name, row in self._rows.items() if row.calls}
+
+
+def _quantile(samples: list[float], q: float) -> float | None:
+    """Return a quantile with linear interpolation; None without samples."""
+    return float(np.quantile(samples, q)) if samples else None
+
+
+class _Deadline:
+    """The time limit of one call, from its construction on."""
+
+    def __init__(self, name: str, timeout_s: float | None) -> None:
+        self.name = name
+        self.timeout_s = timeout_s
+        self._began = time.monotonic()
+
+    def check(self, reached: str) -> None:
+        """Raise TimeLimitExceeded if the limit has passed; the message says how far the call came."""
+        if self.timeout_s is None:
+            return
+        spent = time.monotonic() - self._began
+        if spent > self.timeout_s:
+            raise TimeLimitExceeded(f"{self.name}: {spent:.3g} s of at most {self.timeout_s:g} s {reached}")
+
+
+# --- the accelerator -------------------------------------------------------------------------------------------------
+
+
 class Accelerator(Operations):
-    """A device and its operations; see the module's docstring. May be called from several threads.
+    """A device and its operations. May be called from several threads.
 
     Args:
-        backend: "auto", or one of accelerant.runtime.registry.BACKENDS; the setting's (ACCELERANT_BACKEND) for "auto".
-        device: its number on the backend.
-        fallback: whether another device may be used where this one is absent or fails before it wrote anything.
+        backend: "auto" (the setting's, ACCELERANT_BACKEND), or one of accelerant.runtime.registry.BACKENDS.
+        device: number of the device on the backend.
+        fallback: whether another device may be used if this one is absent, or fails before anything was written.
         config: limits.
 
     Raises:
-        ConfigError: unknown backend, no device of that number, a limit without meaning.
+        ConfigError: unknown backend, no device of that number, an invalid limit.
         BackendUnavailable: an explicit backend is absent and fallback is off; says why.
     """
 
@@ -98,7 +198,7 @@ class Accelerator(Operations):
     ) -> None:
         self.config = config or AcceleratorConfig()
         self._policy: FallbackPolicy = self.config.fallback or (settings().fallback if fallback else "forbid")
-        self._figures = Figures(METHODS)
+        self._metrics = OperationMetrics(METHODS)
         self._closed = False
         self.device = self._choose(backend, device)
         self._provider = registry.create(self.device.backend)
@@ -127,7 +227,7 @@ class Accelerator(Operations):
         self.close()
 
     def close(self) -> None:
-        """Wait for the device and end; later calls raise. May be called twice."""
+        """Wait for the device; later calls raise. May be called twice."""
         if not self._closed:
             self._closed = True
             self._provider.synchronize(self.device.index)
@@ -138,40 +238,40 @@ class Accelerator(Operations):
 
     @property
     def backend(self) -> str:
-        """The name of the backend that is used."""
+        """Name of the backend in use."""
         return self.device.backend
 
     def __repr__(self) -> str:
-        return f"Accelerator({self.device.backend}:{self.device.index}, {self.device.name}{', closed' * self._closed})"
+        return f"Accelerator({self.device.label}, {self.device.name}{', closed' * self._closed})"
 
     # --- what happened -------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, dict[str, Any]]:
-        """For each operation that was called: calls, errors, fallbacks, bytes, flops, p50_ms, p95_ms, p99_ms.
+        """Return calls, errors, fallbacks, bytes, flops, p50_ms, p95_ms and p99_ms of each operation that was called.
 
-        Times are the device's, from inputs on the device to the result there; None while the device is not done.
+        Times are the device's, without transfers of inputs and result; None while no timed call is done.
         """
-        return self._figures.to_dict()
+        return self._metrics.to_dict()
 
     def memory(self) -> MemoryInfo:
-        """What the device's memory holds now."""
+        """Return the state of the device's memory."""
         self._check_open()
         return self._provider.memory(self.device.index)
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything asked of it."""
+        """Wait until the device has finished all work."""
         self._check_open()
         self._provider.synchronize(self.device.index)
 
     def benchmark(self, iterations: int = 20, size: int = 256) -> dict[str, dict[str, float]]:
-        """Time every operation on random data; does not count in metrics().
+        """Time every operation on random data; metrics() does not count it.
 
         Args:
-            iterations: timed calls of each, at least 1.
+            iterations: timed calls of each operation, at least 1.
             size: rows of 1024.
 
         Returns:
-            for each operation that this device has: p50_ms, p95_ms, p99_ms, gb_per_s, gflop_per_s.
+            for each operation that this device supports: p50_ms, p95_ms, p99_ms, gb_per_s, gflop_per_s.
         """
         self._check_open()
         for name, value in (("iterations", iterations), ("size", size)):
@@ -185,8 +285,8 @@ class Accelerator(Operations):
             except UnsupportedCase:
                 continue
             moved = sum(arg.nbytes for arg in args) + out.nbytes
-            middle = quantile(samples, 0.5) or math.nan
-            results[name] = {f"p{q}_ms": quantile(samples, q / 100) or math.nan for q in (50, 95, 99)}
+            middle = _quantile(samples, 0.5) or math.nan
+            results[name] = {f"p{q}_ms": _quantile(samples, q / 100) or math.nan for q in (50, 95, 99)}
             results[name] |= {"gb_per_s": moved / middle / 1e6, "gflop_per_s": method.flops(args, out) / middle / 1e6}
         return results
 
@@ -195,7 +295,7 @@ class Accelerator(Operations):
         for i in range(iterations + 2):
             self._provider.synchronize(self.device.index)
             began = time.perf_counter()
-            out = self._run(name, args, {})
+            out = self._run(name, args, {}, _Deadline(name, None))
             self._provider.synchronize(self.device.index)
             if i >= 2:
                 samples.append((time.perf_counter() - began) * 1e3)
@@ -204,41 +304,47 @@ class Accelerator(Operations):
     # --- many calls ----------------------------------------------------------------------------------------------
 
     def batch(self) -> Batch:
-        """A block whose calls become as few launches as possible; see accelerant.accelerator.batch.
+        """Return a block whose calls are merged into as few launches as possible; see accelerant.accelerator.batch.
+
+        Each call keeps the limits, and each launch falls back to the CPU, as single calls do.
 
         >>> with acc.batch() as batch:
         ...     answers = [batch.gelu(x) for x in xs]
         >>> ys = [answer.result() for answer in answers]
         """
         self._check_open()
+        return Batch(self._batched_move, self._batched_run, self.config.memory_limit_bytes)
 
-        def run(name: str, tensors: Tensors, options: dict[str, Any], calls: int) -> torch.Tensor:
-            self._check_open()
-            self._figures.called(name, calls)
-            try:
-                with override(fallback=self._policy):
-                    return self._timed(name, tensors, options)
-            except Exception:
-                self._figures.failed(name, calls)
-                raise
+    def _batched_move(
+        self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[Tensors, Foreign, int]:
+        """Prepare and move a call's arrays; return them, their origin, and the bytes that the call takes."""
+        self._check_open()
+        arrays = self._prepared(name, arrays, options)
+        needed = self._check_memory(name, arrays)
+        with override(fallback=self._policy):
+            tensors, origin = self._move_or_fall_back(name, arrays)
+        return tensors, origin, needed
 
-        def move(name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensors, Foreign]:
-            return self._move(name, self._prepared(name, arrays, options))
-
-        return Batch(move, run)
+    def _batched_run(self, name: str, tensors: Tensors, options: dict[str, Any], calls: int) -> torch.Tensor:
+        self._check_open()
+        self._metrics.called(name, calls)
+        try:
+            with override(fallback=self._policy):
+                return self._run_or_fall_back(name, tensors, options, self._deadline(name), calls)
+        except Exception:
+            self._metrics.failed(name, calls)
+            raise
 
     def submit(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
-        """Call an operation without waiting for the device.
+        """Call an operation without waiting for the device, and return a Future of its result.
 
         >>> answer = acc.submit(acc.gelu, x)
         >>> answer.result(timeout_s=1)             # or, in asyncio: y = await answer
 
         Args:
             fn: a method of this Accelerator, or any function of arrays.
-            args, kwargs: its own.
-
-        Returns:
-            a Future with done(), result(timeout_s) and await.
+            args, kwargs: arguments of fn.
         """
         self._check_open()
         stream = Stream.current(self._where)
@@ -247,91 +353,117 @@ class Accelerator(Operations):
     # --- one call ------------------------------------------------------------------------------------------------
 
     def _call(self, name: str, arrays: tuple[Any, ...], **options: Any) -> Any:
-        """Bring the arrays to the device, run, answer in kind."""
+        """Move the arrays to the device, run, and return the result in kind."""
         self._check_open()
-        self._figures.called(name)
+        self._metrics.called(name)
+        deadline = self._deadline(name)
         try:
             with override(fallback=self._policy):
-                tensor, origin = self._with_fallback(name, arrays, options)
+                arrays = self._prepared(name, arrays, options)
+                self._check_memory(name, arrays)
+                tensors, origin = self._move_or_fall_back(name, arrays)
+                tensor = self._run_or_fall_back(name, tensors, options, deadline)
         except Exception:
-            self._figures.failed(name)
+            self._metrics.failed(name)
             raise
         return origin.wrap(tensor)
 
-    def _with_fallback(
-        self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[torch.Tensor, Foreign]:
-        arrays = self._prepared(name, arrays, options)
-        self._check_memory(name, arrays)
+    def _move_or_fall_back(self, name: str, arrays: tuple[Any, ...]) -> tuple[Tensors, Foreign]:
+        """Move arrays to the device; to the CPU if they do not fit."""
         try:
-            tensors, origin = self._move(name, arrays)
-            return self._timed(name, tensors, options), origin
+            return self._move(name, arrays)
         except RECOVERABLE as error:
-            if self._policy == "forbid" or self.device.backend == "cpu":
-                raise
-            wanted = f"{self.device.backend}:{self.device.index}"
-            self._announce(name, wanted, "cpu", f"{type(error).__name__}: {error}")
-            self._figures.fell_back(name)
-            tensors, origin = self._move(name, arrays, torch.device("cpu"))
-            return self._in_batches(name, tensors, options), origin
+            self._fall_back_or_raise(name, error)
+            return self._move(name, arrays, torch.device("cpu"))
+
+    def _run_or_fall_back(
+        self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline, calls: int = 1
+    ) -> torch.Tensor:
+        """Run on the device of the tensors, or on the CPU after a failure that wrote nothing."""
+        if tensors[0].device == self._where:
+            try:
+                result = self._timed(name, tensors, options, deadline)
+                self._check_end(deadline)
+                return result
+            except RECOVERABLE as error:
+                self._fall_back_or_raise(name, error, calls)
+        result = self._in_batches(name, tuple(tensor.cpu() for tensor in tensors), options, deadline)
+        deadline.check("at its end")
+        return result
+
+    def _fall_back_or_raise(self, name: str, error: Exception, calls: int = 1) -> None:
+        if self._policy == "forbid" or self.device.backend == "cpu":
+            raise error
+        self._announce(name, self.device.label, "cpu", f"{type(error).__name__}: {error}")
+        self._metrics.fell_back(name, calls)
+
+    def _deadline(self, name: str) -> _Deadline:
+        return _Deadline(name, self.config.timeout_s)
+
+    def _check_end(self, deadline: _Deadline) -> None:
+        if deadline.timeout_s is not None:
+            self._provider.synchronize(self.device.index)
+            deadline.check("at its end")
 
     def _prepared(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """What is moved to the device in place of the arguments."""
+        """Return the arrays to move to the device in place of the arguments."""
         prepare = METHODS[name].prepare
         if prepare is None:
             return arrays
         return tuple(prepare(x, argument, options) for x, argument in zip(arrays, ("x", "y"), strict=False))
 
     def _move(self, name: str, arrays: tuple[Any, ...], to: torch.device | None = None) -> tuple[Tensors, Foreign]:
-        """The arrays as tensors on the device, and where the first came from."""
+        """Return the arrays as tensors on a device, and the origin of the first."""
         dtype = np.dtype(METHODS[name].dtype)
         plain = (int, float, list, tuple)
         moved = [to_torch(x, to or self._where, dtype if isinstance(x, plain) else None) for x in arrays]
         return tuple(tensor for tensor, _ in moved), moved[0][1]
 
-    def _timed(self, name: str, tensors: Tensors, options: dict[str, Any]) -> torch.Tensor:
+    def _timed(self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline) -> torch.Tensor:
         start = self._provider.record_event(self.device.index)
-        result = self._run(name, tensors, options)
+        result = self._run(name, tensors, options, deadline)
         stop = self._provider.record_event(self.device.index) if start is not None else None
         moved = sum(tensor.nbytes for tensor in tensors) + result.nbytes
-        self._figures.done(name, moved, METHODS[name].flops(tensors, result, **options), start, stop)
+        self._metrics.done(name, moved, METHODS[name].flops(tensors, result, **options), start, stop)
         return result
 
-    def _run(self, name: str, tensors: Tensors, options: dict[str, Any]) -> torch.Tensor:
+    def _run(self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline) -> torch.Tensor:
         if self.device.torch_device:
-            return self._in_batches(name, tensors, options)
+            return self._in_batches(name, tensors, options, deadline)
         if name not in _WITHOUT_TENSORS:
             raise UnsupportedCase(f"{self.device.backend} has no {name}")
         arrays = (tensor.numpy() for tensor in tensors)
         return torch.from_numpy(_WITHOUT_TENSORS[name](self.device, *arrays, **options))
 
-    def _in_batches(self, name: str, tensors: Tensors, options: dict[str, Any]) -> torch.Tensor:
-        """Run on at most batch_size rows at a time, looking at the clock between them."""
+    def _in_batches(self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline) -> torch.Tensor:
+        """Run on at most batch_size rows at a time, checking the deadline between them."""
         method, size = METHODS[name], self.config.batch_size
         rows = tensors[0].shape[0] if tensors[0].ndim else 0
         cut = _cut_along_rows(name, tensors, options)
         with torch.no_grad():
             if size is None or rows <= size or cut is None:
+                deadline.check("with its inputs on the device")
                 return method.run(*tensors, **options)
-            began = time.monotonic()
             parts = []
             for low in range(0, rows, size):
-                spent = time.monotonic() - began
-                if self.config.timeout_s is not None and spent > self.config.timeout_s:
-                    limit = f"{self.config.timeout_s:g} s"
-                    raise TimeLimitExceeded(f"{name}: {spent:.3g} s of at most {limit} after {low} of {rows} rows")
+                deadline.check(f"after {low} of {rows} rows")
                 batch = (x[low : low + size] if along else x for x, along in zip(tensors, cut, strict=True))
                 parts.append(method.run(*batch, **options))
-                if self.config.timeout_s is not None:
+                if deadline.timeout_s is not None:
                     self._provider.synchronize(self.device.index)
             return torch.cat(parts)
 
-    def _check_memory(self, name: str, arrays: tuple[Any, ...]) -> None:
-        """Refuse what would pass the limit, before anything is allocated."""
+    def _check_memory(self, name: str, arrays: tuple[Any, ...]) -> int:
+        """Return the bytes of a call's inputs and result, or 0 without a limit.
+
+        Raises:
+            OutOfMemory: they pass the limit; nothing was allocated.
+        """
         limit = self.config.memory_limit_bytes
         needed = result_bytes(name, arrays) if limit is not None else 0
         if limit is not None and needed > limit:
             raise OutOfMemory(f"{name}: inputs and result take {needed:,} bytes; the limit is {limit:,}")
+        return needed
 
     def _announce(self, op: str, wanted: str, ran: str, reason: str) -> None:
         first = ledger().fallback(FallbackRecord(op, "", wanted, ran, reason))
@@ -340,7 +472,7 @@ class Accelerator(Operations):
 
 
 def _cut_along_rows(name: str, tensors: Tensors, options: dict[str, Any]) -> tuple[bool, ...] | None:
-    """Which arguments are cut when rows of the first dimension are done in batches; None where they cannot be."""
+    """Return which arguments are split when rows are processed in batches; None if the call cannot be split."""
     first, rest = tensors[0], tensors[1:]
     whole = METHODS[name].whole
     if whole is not None and whole(tensors, options):
@@ -359,14 +491,14 @@ def _field_on(name: str) -> Callable[..., Any]:
     return run
 
 
-def _multiples_on(device: ComputeDevice, scalars: Any, points: Any, *, curve: str, check: bool) -> Any:
+def _msm_on(device: ComputeDevice, scalars: Any, points: Any, *, curve: str, check: bool) -> Any:
     return FixedBase(curve, points, device, check=check, multiples=False).msm(scalars)
 
 
 _WITHOUT_TENSORS: dict[str, Callable[..., Any]] = {
     **{f"field_{name}": _field_on(name) for name in ("add", "sub", "mul", "inv")},
     "ntt": lambda device, x, **options: ntt(x, device=device, **options),
-    "msm": _multiples_on,
+    "msm": _msm_on,
     "gelu": gelu_on,
 }
-"""What backends without tensors can do, on NumPy arrays."""
+"""Operations of backends without tensors, on NumPy arrays."""

@@ -1,4 +1,4 @@
-"""The operations of the facade: what runs, how calls may be cut or merged, what they cost."""
+"""The operations of the Accelerator: implementation, merging of calls, cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accelerant.errors import ConfigError, ShapeError
 from accelerant.runtime.arrays import kind_of
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.msm.op import msm
-from accelerant.zk.operands import plain_scalars, scalar_words
+from accelerant.zk.operands import encoded_points, plain_scalars, scalar_words
 from accelerant.zk.transform import ntt
 
 __all__ = ["METHODS", "Method", "Operations", "result_bytes"]
@@ -34,14 +34,14 @@ class Method:
 
     Attributes:
         run: on tensors of one device.
-        merge: how many calls become one. "elements": each element for itself, so that flattened arguments are joined;
-            "rows": each row (last dimension) for itself, further arguments shared; "stack": calls of one shape become
-            a batch; None: they do not.
-        example: arguments for Accelerator.benchmark: random, on a device, of so many rows.
+        merge: how several calls become one. "elements": elementwise, flattened arguments are concatenated; "rows":
+            each row (last dimension) by itself, further arguments shared; "stack": calls of one shape are stacked;
+            None: not merged.
+        example: makes random arguments for Accelerator.benchmark, from a device and a number of rows.
         flops: operations of a call, from the tensors, the result and the options.
-        dtype: what plain Python numbers become.
-        prepare: what is moved to the device, of an argument, its name and the call's options; the argument by default.
-        whole: whether a call, by its tensors and options, is never done in batches of rows.
+        dtype: dtype of plain Python numbers.
+        prepare: converts an argument before it is moved, from its value, its name and the call's options.
+        whole: whether a call, by its tensors and options, is never split into batches of rows.
     """
 
     run: Callable[..., torch.Tensor]
@@ -54,7 +54,7 @@ class Method:
 
 
 def _floats(*shapes: tuple[int, ...]) -> Callable[[torch.device, int], Tensors]:
-    """Random float32 tensors; a dimension of -1 is the number of rows that is asked for."""
+    """Return a maker of random float32 tensors; -1 stands for the number of rows."""
 
     def make(device: torch.device, rows: int) -> Tensors:
         return tuple(torch.randn([rows if n < 0 else n for n in shape], device=device) for shape in shapes)
@@ -66,7 +66,7 @@ def _floats(*shapes: tuple[int, ...]) -> Callable[[torch.device, int], Tensors]:
 
 
 def _elements(count: int) -> Callable[[torch.device, int], Tensors]:
-    """So many arrays of random elements of the default field, but 0."""
+    """Return a maker of arrays of random nonzero elements of the default field."""
 
     def make(device: torch.device, rows: int) -> Tensors:
         return tuple(torch.randint(1, 2**62, (rows * 1024,), device=device).view(torch.uint64) for _ in range(count))
@@ -75,7 +75,7 @@ def _elements(count: int) -> Callable[[torch.device, int], Tensors]:
 
 
 def _field_words(x: Any, name: str, options: Mapping[str, Any]) -> Any:
-    """Integers as words of their field; of arrays, dtype and shape checked before anything is moved."""
+    """Encode integers as words of their field; check an array's dtype and shape before anything is moved."""
     field = prime_field(options["field"]).parameters
     kind = kind_of(x)
     if not hasattr(x, "dtype"):
@@ -86,7 +86,7 @@ def _field_words(x: Any, name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _field_method(name: str, arguments: int) -> Method:
-    """A function of fields. Its tensors may come flattened to one axis of words, as batches join them."""
+    """Return the Method of a field operation. Batches pass its tensors flattened to one axis of words."""
 
     def run(*tensors: torch.Tensor, field: str = _DEFAULT_FIELD) -> torch.Tensor:
         found = prime_field(field)
@@ -111,37 +111,36 @@ def _transform(x: torch.Tensor, *, field: str = _DEFAULT_FIELD, **options: Any) 
 
 
 def _transform_flops(args: Tensors, y: torch.Tensor, *, field: str = _DEFAULT_FIELD, **_: Any) -> int:
-    """Products: half a one for each point and level."""
+    """Return the number of products: half a product for each point and level."""
     limbs = prime_field(field).limbs
     return y.numel() // limbs * (y.shape[-1 if limbs == 1 else -2].bit_length() - 1) // 2
 
 
-def _multiples(
-    scalars: torch.Tensor, points: torch.Tensor, *, curve: str = _DEFAULT_CURVE, **options: Any
-) -> torch.Tensor:
+def _msm(scalars: torch.Tensor, points: torch.Tensor, *, curve: str = _DEFAULT_CURVE, **options: Any) -> torch.Tensor:
     return torch.as_tensor(msm(scalars, points, curve, **options))
 
 
-def _multiples_words(x: Any, name: str, options: Mapping[str, Any]) -> Any:
-    """Scalars, the first argument, as words of their field, and never in a message; points as they are."""
+def _msm_words(x: Any, name: str, options: Mapping[str, Any]) -> Any:
+    """Encode scalars ("x") and points given as Python integers; no message shows a scalar."""
+    group = curve_named(options["curve"])
     if name != "x":
-        return x
-    field = curve_named(options["curve"]).scalar_field.parameters
+        return encoded_points(group.parameters, x, "points") if isinstance(x, (list, tuple)) else x
+    field = group.scalar_field.parameters
     if isinstance(x, (list, tuple)):
         return scalar_words(x, field.modulus, "the curve's order")
     return _field_words(plain_scalars(field, x), "scalars", {"field": field.name})
 
 
-def _multiples_example(device: torch.device, rows: int) -> Tensors:
-    """Random scalars below 2^252; points that are 1, 2, ... times the generator."""
+def _msm_example(device: torch.device, rows: int) -> Tensors:
+    """Return random scalars below 2^252, and the multiples 1, 2, ... of the generator."""
     group = curve_named(_DEFAULT_CURVE)
     points = torch.from_numpy(group.mul(group.generator, list(range(1, rows + 1))).view(np.int64)).to(device)
     scalars = torch.randint(0, 2**60, (rows, 4), device=device)
     return scalars.view(torch.uint64), points.view(torch.uint64)
 
 
-def _multiples_flops(args: Tensors, y: torch.Tensor, *, curve: str = _DEFAULT_CURVE, **_: Any) -> int:
-    """Additions of a plain sum: one a bit of each scalar."""
+def _msm_flops(args: Tensors, y: torch.Tensor, *, curve: str = _DEFAULT_CURVE, **_: Any) -> int:
+    """Return the additions of a plain sum: one a bit of each scalar."""
     return math.prod(args[0].shape[:-1]) * curve_named(curve).order.bit_length()
 
 
@@ -176,12 +175,12 @@ METHODS: dict[str, Method] = {
         lambda args, options: True,
     ),
     "msm": Method(
-        _multiples,
+        _msm,
         None,
-        _multiples_example,
-        _multiples_flops,
+        _msm_example,
+        _msm_flops,
         np.uint64,
-        _multiples_words,
+        _msm_words,
         lambda args, options: True,
     ),
     "attention": Method(
@@ -195,42 +194,42 @@ METHODS: dict[str, Method] = {
 
 
 class Operations(ABC):
-    """The operations by name, for whatever can call them."""
+    """The operations as methods; subclasses run or record the calls."""
 
     @abstractmethod
     def _call(self, name: str, arrays: tuple[Any, ...], **options: Any) -> Any:
-        """Do or note a call."""
+        """Run or record a call."""
 
     def gelu(self, x: Any, approximate: str = "none") -> Any:
         """Multiply x by the normal distribution function at x; see accelerant.ops.gelu."""
         return self._call("gelu", (x,), approximate=approximate)
 
     def softmax(self, x: Any, dim: int = -1) -> Any:
-        """Exponentials of x over their sum along dim; see accelerant.ops.softmax."""
+        """Divide the exponentials of x by their sum along dim; see accelerant.ops.softmax."""
         return self._call("softmax", (x,), dim=dim)
 
     def layer_norm(self, x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5) -> Any:
-        """Rows of x at mean 0 and variance 1, times weight, plus bias; see accelerant.ops.layer_norm."""
+        """Normalise rows of x to mean 0 and variance 1, scale and shift; see accelerant.ops.layer_norm."""
         return self._call("layer_norm", (x, weight) if bias is None else (x, weight, bias), eps=eps)
 
     def matmul(self, a: Any, b: Any) -> Any:
-        """The matrix product; see accelerant.ops.matmul."""
+        """Multiply matrices; see accelerant.ops.matmul."""
         return self._call("matmul", (a, b))
 
     def field_add(self, x: Any, y: Any, *, field: str = _DEFAULT_FIELD) -> Any:
-        """The sum of field elements, canonical words or integers; see accelerant.zk.field."""
+        """Add field elements, canonical words or integers; see accelerant.zk.field."""
         return self._call("field_add", (x, y), field=field)
 
     def field_sub(self, x: Any, y: Any, *, field: str = _DEFAULT_FIELD) -> Any:
-        """The difference of field elements; as field_add."""
+        """Subtract field elements; arguments as for field_add."""
         return self._call("field_sub", (x, y), field=field)
 
     def field_mul(self, x: Any, y: Any, *, field: str = _DEFAULT_FIELD) -> Any:
-        """The product of field elements; as field_add."""
+        """Multiply field elements; arguments as for field_add."""
         return self._call("field_mul", (x, y), field=field)
 
     def field_inv(self, x: Any, *, field: str = _DEFAULT_FIELD) -> Any:
-        """The inverse of field elements, of which none may be 0; as field_add."""
+        """Invert nonzero field elements; arguments as for field_add."""
         return self._call("field_inv", (x,), field=field)
 
     def ntt(
@@ -242,9 +241,9 @@ class Operations(ABC):
         coset: int | None = None,
         order: str = "natural",
     ) -> Any:
-        """Number-theoretic transforms along the last axis of elements; see accelerant.zk.ntt.
+        """Apply the number-theoretic transform along the last axis of elements; see accelerant.zk.ntt.
 
-        Words or integers, of a field that is named; a coset is an integer.
+        Takes words or integers of the named field; the coset is an integer.
 
         Raises:
             ConfigError: the coset is no integer.
@@ -256,16 +255,16 @@ class Operations(ABC):
         return self._call("ntt", (x,), field=field, inverse=inverse, coset=coset, order=order)
 
     def msm(self, scalars: Any, points: Any, *, curve: str = _DEFAULT_CURVE, check: bool = True) -> Any:
-        """The sum of scalars[i] points[i], in the library of the scalars; see accelerant.zk.msm."""
+        """Sum scalars[i] points[i], arguments as accelerant.zk.msm takes them; the result is of the scalars' kind."""
         return self._call("msm", (scalars, points), curve=curve, check=check)
 
     def attention(self, q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None) -> Any:
-        """Softmax of scaled products of queries and keys, times values; see accelerant.ops.attention."""
+        """Multiply the softmax of scaled queries times keys by the values; see accelerant.ops.attention."""
         return self._call("attention", (q, k, v), causal=causal, scale=scale)
 
 
 def result_bytes(name: str, arrays: tuple[Any, ...]) -> int:
-    """Bytes of a call's inputs and result, from the inputs alone.
+    """Return the bytes of a call's inputs and result, computed from the inputs.
 
     Raises:
         ShapeError: matmul of scalars.
