@@ -1,4 +1,4 @@
-"""Accelerated computing on whatever device is there: neural kernels, private training, zero-knowledge proofs.
+"""Accelerated computing on any available device: neural kernels, private training, zero-knowledge proofs.
 
 >>> import accelerant as acl
 >>> acl.devices()

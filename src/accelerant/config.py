@@ -5,17 +5,19 @@ The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration f
     backend = "auto"          # ACCELERANT_BACKEND     auto, cpu, cuda, ...
     fallback = "allow"        # ACCELERANT_FALLBACK    allow, warn, forbid
     cache_dir = "/path"       # ACCELERANT_CACHE_DIR   compiled kernels, choices, tokenisers
-    memory_fraction = 1.0     # ACCELERANT_MEMORY_FRACTION   of each device, for this process
+    memory_fraction = 1.0     # ACCELERANT_MEMORY_FRACTION   share of each device's memory for this process
     log = "warning"           # ACCELERANT_LOG         debug, info, warning, error
     race = "off"              # ACCELERANT_RACE        off, first_use: time implementations, choose the fastest
     tune = "off"              # ACCELERANT_TUNE        off, first_use: the same for launch parameters
-    deterministic = false     # ACCELERANT_DETERMINISTIC   refuse implementations whose bits vary
+    deterministic = false     # ACCELERANT_DETERMINISTIC   refuse implementations whose results may vary between runs
 
     [implementation]          # ACCELERANT_IMPLEMENTATION="gelu_fwd=torch, ..."   force an op's implementation
     gelu_fwd = "torch"
 
-`settings()` is read once a process; `override(...)` changes it for a block of code. What is overridden holds in the
-thread or asyncio task that did it, and in the threads in which autograd runs a backward pass that was started there.
+`settings()` is read once a process; `override(...)` changes it for a block of code, in its thread or asyncio task and
+in the threads in which autograd runs a backward pass started there. At the log level "debug", each kernel launch is
+logged with grid, block and host time. Messages go to Python's logger "accelerant", which prints to stderr unless the
+program has set up logging itself.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 def _user_folder(kind: Literal["cache", "config"]) -> Path:
-    """Where the system wants a user's files of that kind."""
+    """Return the system's folder for a user's files of that kind."""
     if sys.platform == "win32":
         root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
         return root / "accelerant" / kind
@@ -54,19 +56,19 @@ def _user_folder(kind: Literal["cache", "config"]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What can be set, with the defaults.
+    """The settings and their defaults.
 
     Attributes:
         backend: "auto", or the one backend to use.
-        fallback: what to do where a device or implementation fails: allow (warn once, count),
-            warn (each time) or forbid (raise).
-        cache_dir: where compiled kernels, raced choices and tokenisers are kept.
-        memory_fraction: the part of a device's memory this process may allocate, above 0 to 1.
+        fallback: what to do if a device or implementation fails: allow (warn once, count), warn (each time) or
+            forbid (raise).
+        cache_dir: folder of compiled kernels, raced choices and tokenisers.
+        memory_fraction: share of a device's memory that this process may allocate, above 0 to 1.
         log: level of the "accelerant" logger.
-        race: whether implementations that serve the same case are timed against each other when it is first met.
-        tune: whether launch parameters are.
-        deterministic: refuse implementations that may give other bits for the same inputs; start no race.
-        implementation: pairs of an op and the implementation that must run, no other; sorted.
+        race: "first_use" times the implementations that serve a case when it is first met.
+        tune: "first_use" does the same for launch parameters.
+        deterministic: refuse implementations that may give different bits for the same inputs; start no race.
+        implementation: pairs of an op and the only implementation that may run it; sorted.
     """
 
     backend: str = "auto"
@@ -94,7 +96,7 @@ def _require(ok: bool, name: str, value: object, allowed: tuple[str, ...]) -> No
 
 
 def _converted(name: str, value: object, origin: str) -> Any:
-    """The value as its setting's type, from text or from that type."""
+    """Return a value, text or already of the setting's type, as that type."""
     try:
         if name == "memory_fraction":
             return float(str(value))
@@ -115,13 +117,13 @@ _SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0"
 
 
 def _pairs(value: object) -> tuple[tuple[str, str], ...]:
-    """Names and values of a mapping, of pairs, or of text "a=b, c=d"; sorted, the last of a name counts."""
+    """Return sorted pairs from a mapping, pairs, or text "a=b, c=d"; the last value of a name counts."""
     if isinstance(value, str):
         value = [part.split("=") for part in value.split(",") if part.strip()]
     if not isinstance(value, (Mapping, list, tuple)):
         raise ValueError
     pairs = value.items() if isinstance(value, Mapping) else value
-    if not all(len(pair) == 2 and all(isinstance(each, str) and each.strip() for each in pair) for pair in pairs):
+    if not all(len(pair) == 2 and all(isinstance(text, str) and text.strip() for text in pair) for pair in pairs):
         raise ValueError
     return tuple(sorted({name.strip(): text.strip() for name, text in pairs}.items()))
 
@@ -135,7 +137,7 @@ def _from_file(path: Path, *, must_exist: bool) -> dict[str, Any]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
-    known = {one.name for one in fields(Settings)}
+    known = {setting.name for setting in fields(Settings)}
     unknown = sorted(set(table) - known)
     if unknown:
         raise ConfigError(f"{path}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
@@ -143,39 +145,61 @@ def _from_file(path: Path, *, must_exist: bool) -> dict[str, Any]:
 
 
 def load(environ: Mapping[str, str] | None = None) -> Settings:
-    """Read the settings from the file and the environment; the environment's values win over the file's.
+    """Read the settings from the file and the environment, which takes precedence.
 
     Args:
-        environ: the environment to read; the process's by default.
+        environ: environment variables; the process's by default.
 
     Raises:
-        ConfigError: a name or value has no meaning.
+        ConfigError: an unknown name or an invalid value.
     """
     environ = os.environ if environ is None else environ
     named = environ.get("ACCELERANT_CONFIG")
     default = _user_folder("config") / "config.toml"
     values = _from_file(Path(named) if named else default, must_exist=bool(named))
-    for one in fields(Settings):
-        variable = f"ACCELERANT_{one.name.upper()}"
+    for setting in fields(Settings):
+        variable = f"ACCELERANT_{setting.name.upper()}"
         if environ.get(variable):
-            values[one.name] = _converted(one.name, environ[variable], variable)
+            values[setting.name] = _converted(setting.name, environ[variable], variable)
     return Settings(**values)
 
 
 _loaded: Settings | None = None
 _overridden: ContextVar[Settings | None] = ContextVar("accelerant_settings", default=None)
 _published: list[Settings] = []
-"""What is overridden for threads that Python did not start, the last one in force: see override."""
+"""Overrides for threads that Python did not start; the last one is in force (see override)."""
 
 choice_overrides: list[Settings] = []
-"""The overrides in force, in any thread, of a setting that a choice depends on: while it is empty, the hot path of
-dispatch need not ask for the settings."""
+"""The overrides in force, in any thread, of a setting that a choice of implementation depends on. While it is empty,
+the hot path of dispatch need not read the settings."""
 
 CHOICE_SETTINGS = frozenset({"race", "tune", "deterministic", "implementation", "cache_dir"})
 
 
+class _LaunchLog:
+    """Whether kernel launches are logged: an attribute that launches read at no cost."""
+
+    __slots__ = ("enabled",)
+
+    def __init__(self) -> None:
+        self.enabled = False
+
+
+launch_log = _LaunchLog()
+
+
+def _set_log_level(level: str) -> None:
+    logger = logging.getLogger("accelerant")
+    logger.setLevel(level.upper())
+    launch_log.enabled = level == "debug"
+    if level in ("debug", "info") and not logger.hasHandlers():  # Python's last resort prints warnings only
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)
+
+
 def settings() -> Settings:
-    """The settings in force, here and now."""
+    """Return the settings in force in this thread or task."""
     global _loaded
     inner = _overridden.get()
     if inner is not None:
@@ -185,7 +209,7 @@ def settings() -> Settings:
         return latest[0]
     if _loaded is None:
         _loaded = load()
-        logging.getLogger("accelerant").setLevel(_loaded.log.upper())
+        _set_log_level(_loaded.log)
     return _loaded
 
 
@@ -193,9 +217,9 @@ def settings() -> Settings:
 def override(**changes: Any) -> Iterator[Settings]:
     """Change settings for a block of code, in this thread or asyncio task and in its backward passes.
 
-    Other threads of Python, also those that the block starts, keep theirs. Autograd's threads, which torch starts and a
-    ContextVar does not reach, follow the override that was entered last, whichever thread entered it. The logger's
-    level is the whole process's.
+    Python's other threads keep theirs, also those that the block starts. Autograd's threads, which torch starts and a
+    ContextVar does not reach, follow the override entered last, whichever thread entered it. The log level is that of
+    the whole process.
 
     >>> with override(fallback="forbid"):
     ...     train()
@@ -204,15 +228,14 @@ def override(**changes: Any) -> Iterator[Settings]:
         changes: settings by name; text is read as from the environment.
 
     Raises:
-        ConfigError: a name or value has no meaning.
+        ConfigError: an unknown name or an invalid value.
     """
-    unknown = sorted(set(changes) - {one.name for one in fields(Settings)})
+    unknown = sorted(set(changes) - {setting.name for setting in fields(Settings)})
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}")
     read = {name: _converted(name, value, "override") for name, value in changes.items()}
     changed = replace(settings(), **read)
-    logger = logging.getLogger("accelerant")
-    level = logger.level
+    level = settings().log
     chooses = not CHOICE_SETTINGS.isdisjoint(read)
     token = _overridden.set(changed)
     try:
@@ -220,7 +243,7 @@ def override(**changes: Any) -> Iterator[Settings]:
         if chooses:
             choice_overrides.append(changed)
         if "log" in read:
-            logger.setLevel(changed.log.upper())
+            _set_log_level(changed.log)
         yield changed
     finally:
         _overridden.reset(token)
@@ -228,4 +251,4 @@ def override(**changes: Any) -> Iterator[Settings]:
         if chooses:
             choice_overrides.remove(changed)
         if "log" in read:
-            logger.setLevel(level)
+            _set_log_level(level)

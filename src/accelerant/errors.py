@@ -6,19 +6,19 @@
     ├── CompileError            a kernel did not compile; carries the compiler's log
     ├── LaunchError             the device refused a launch; nothing ran
     ├── OutOfMemory             an allocation failed or would pass a limit
-    ├── DeviceLost              a sticky device error: this process is done with the device
-    ├── ShapeError              shapes do not fit one another               (also ValueError)
-    ├── UnsupportedDtype        a dtype the operation does not take         (also TypeError)
+    ├── DeviceLost              a sticky device error: this process can no longer use the device
+    ├── ShapeError              incompatible shapes                         (also ValueError)
+    ├── UnsupportedDtype        a dtype that the operation does not take    (also TypeError)
     ├── UnsupportedCase         valid input that no implementation serves
-    ├── FormatError             a file or message is not what it claims     (also ValueError)
-    ├── ConfigError             a setting or argument has no meaning        (also ValueError)
+    ├── FormatError             a malformed file or message                 (also ValueError)
+    ├── ConfigError             an invalid setting or argument              (also ValueError)
     ├── DivergenceError         a loss or gradient is no longer finite
     ├── ProtocolError           a multi-party protocol was not followed
     ├── TimeLimitExceeded       a call or a wait passed its time limit      (also TimeoutError)
     └── BudgetExceeded          the privacy budget would be overspent
 
-and one warning, FallbackWarning, where something else than the first choice ran.
-Messages say what was wanted, what came and what to do.
+and one warning, FallbackWarning: another implementation or device ran than the preferred one.
+Messages state what was expected, what was given and what to do.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ __all__ = [
 
 
 class AccelerantError(Exception):
-    """The root: `except AccelerantError` catches whatever this library raises on purpose."""
+    """Base class of the errors that this library raises."""
 
 
 class BackendUnavailable(AccelerantError):
-    """An explicitly chosen backend is not there.
+    """An explicitly chosen backend is absent.
 
     Attributes:
         backend: its name, for example "cuda".
-        reason: why, for example "no NVIDIA driver: libcuda.so.1 not found".
+        reason: for example "no NVIDIA driver: libcuda.so.1 not found".
     """
 
     def __init__(self, backend: str, reason: str) -> None:
@@ -80,7 +80,7 @@ class CompileError(AccelerantError):
     """A kernel did not compile.
 
     Attributes:
-        log: the compiler's own words.
+        log: the compiler's log.
     """
 
     def __init__(self, message: str, log: str = "") -> None:
@@ -101,7 +101,7 @@ class DeviceLost(AccelerantError):
 
 
 class ShapeError(AccelerantError, ValueError):
-    """Shapes do not fit one another."""
+    """Incompatible shapes."""
 
 
 class UnsupportedDtype(AccelerantError, TypeError):
@@ -113,15 +113,15 @@ class UnsupportedCase(AccelerantError):
 
 
 class DivergenceError(AccelerantError):
-    """Training went to a loss or gradient that is not finite; names the step and the last good checkpoint."""
+    """A loss or gradient of training is not finite; names the step and the last good checkpoint."""
 
 
 class FormatError(AccelerantError, ValueError):
-    """A file or message is not what it claims to be."""
+    """A malformed file or message."""
 
 
 class ConfigError(AccelerantError, ValueError):
-    """A setting or argument has no meaning; the message names it and what is allowed."""
+    """An invalid setting or argument; the message names it and the allowed values."""
 
 
 class ProtocolError(AccelerantError):
@@ -129,7 +129,7 @@ class ProtocolError(AccelerantError):
 
 
 class TimeLimitExceeded(AccelerantError, TimeoutError):
-    """A call or a wait passed its time limit; the message names the limit and how far it came."""
+    """A call or a wait passed its time limit; the message names the limit and the progress made."""
 
 
 class BudgetExceeded(AccelerantError):
@@ -137,4 +137,4 @@ class BudgetExceeded(AccelerantError):
 
 
 class FallbackWarning(UserWarning):
-    """Something else than the first choice ran; the message names both and the reason."""
+    """Another implementation or device ran than the preferred one; the message names both and the reason."""

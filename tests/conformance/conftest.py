@@ -18,7 +18,7 @@ def pytest_addoption(parser):
 def pytest_generate_tests(metafunc):
     if "provider" in metafunc.fixturenames:
         wanted = metafunc.config.getoption("--backend", None)
-        names = [wanted] if wanted else list(registry.PROVIDERS)
+        names = [wanted] if wanted else [name for name in registry.PROVIDERS if registry._provider_class(name).dialects]
         marks = {"cuda": [pytest.mark.gpu]}
         metafunc.parametrize(
             "provider", [pytest.param(name, marks=marks.get(name, [])) for name in names], indirect=True

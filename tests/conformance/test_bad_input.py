@@ -312,7 +312,7 @@ def test_another_compiler_finds_no_entry_of_this_one(provider, tmp_path, monkeyp
     with override(cache_dir=tmp_path):
         provider.compile(of_two("one"))
         if provider.name == "opencl":
-            monkeypatch.setattr(provider._slots[0], "identity", "another driver")
+            monkeypatch.setattr(provider._devices[0], "identity", "another driver")
         else:
             of = {"cpu": "cpu._llvm_version", "cuda": "cuda_compile._nvrtc_version"}[provider.name]
             monkeypatch.setattr(f"accelerant.runtime.providers.{of}", lambda: "another version")

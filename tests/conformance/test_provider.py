@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -206,3 +207,18 @@ def test_events_time_what_lies_between(provider):
     assert start.done()
     assert stop.done()
     assert 0 < start.elapsed_ms(stop) < 60_000
+
+
+def test_launches_are_logged_at_the_level_debug(provider, caplog, monkeypatch):
+    kernel = provider.compile(field_add_source())
+    x = provider.copy_to_device(np.ones(1000, np.uint64))
+    with override(log="debug"), caplog.at_level("DEBUG", "accelerant.launch"):
+        provider.launch(kernel, (4,), (256,), (x, x, x, 1000))
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "accelerant.launch"]
+    assert re.fullmatch(
+        rf"field_add on {provider.name}:0: grid \(4,.*\), block \(256,.*\), [\d.]+ us on the host", line
+    )
+    caplog.clear()
+    with override(log="warning"):
+        provider.launch(kernel, (4,), (256,), (x, x, x, 1000))
+    assert not caplog.records

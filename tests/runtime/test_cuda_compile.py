@@ -52,6 +52,17 @@ def test_the_log_of_a_broken_kernel_names_its_line():
     assert "(2)" in caught.value.log
 
 
+def test_options_reach_nvrtc():
+    text = 'extern "C" __global__ void k(int *x) { x[0] = WIDTH; }'
+    plain = KernelSource("k", {"cuda": text}, {"k": ("*i32",)})
+    with pytest.raises(CompileError, match='identifier "WIDTH" is undefined'):
+        compile_cuda(plain, "sm_90")
+    codes = {compile_cuda(replace(plain, options=(f"-DWIDTH={width}",)), "sm_90").code for width in (1, 2)}
+    assert len(codes) == 2
+    for_ptxas = compile_cuda(replace(plain, options=("-DWIDTH=1", "--ptxas-options=-O0")), "sm_90")
+    assert for_ptxas.code not in codes
+
+
 def test_the_preferred_dialect_is_cuda():
     both = KernelSource("k", {"portable": "not even C", "cuda": 'extern "C" __global__ void k() {}'}, {"k": ()})
     assert both.pick(CudaProvider.dialects)[0] == "cuda"
@@ -69,7 +80,7 @@ SPECIAL = triton.Specialisation("some.module", "k", ("*fp32", "i32", "constexpr"
     [
         replace(PLAIN, dialects={"cuda": "text "}),
         replace(PLAIN, dialects={"portable": "text"}),
-        replace(PLAIN, options=("-O1",)),
+        replace(PLAIN, options=("-DN=1",)),
         replace(PLAIN, entries={"l": ("*f32",)}),
         replace(PLAIN, entries={"k": ("*f32",), "l": ()}),
     ],

@@ -3,6 +3,7 @@
 import pytest
 
 from accelerant.errors import CompileError
+from accelerant.runtime.compilation import sources
 from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
 from accelerant.runtime.compilation.sources import sources_hash
 
@@ -31,7 +32,7 @@ def test_a_dialect_is_written_when_it_is_asked_for_and_once():
 
 
 def test_the_hash_is_of_names_and_contents(tmp_path, monkeypatch):
-    monkeypatch.setattr("accelerant.runtime.compilation.kernel._PACKAGE", tmp_path)
+    monkeypatch.setattr(sources, "_PACKAGE", tmp_path)
 
     def now():
         sources_hash.cache_clear()

@@ -5,14 +5,18 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 import accelerant
 from accelerant.config import override
-from accelerant.errors import BackendUnavailable, ConfigError
+from accelerant.errors import BackendUnavailable, CompileError, ConfigError
 from accelerant.runtime import registry
+from accelerant.runtime.compilation.kernel import KernelSource
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain_quietly, operations
 from accelerant.runtime.providers import cuda
+from accelerant.runtime.providers.torch_devices import TorchProvider, torch_provider
 
 
 def test_every_backend_is_named_and_an_absent_one_says_why():
@@ -100,3 +104,56 @@ def test_a_provider_that_does_not_start_is_a_reason_and_takes_nothing_down(monke
         assert "cuda" not in registry.available()
         with pytest.raises(BackendUnavailable, match="driver on your system is too old"):
             registry.choose("cuda")
+
+
+# --- devices without kernels of ours ---------------------------------------------------------------------------------
+
+
+class HostAsAnother(TorchProvider):
+    """torch's CPU tensors in the part of an accelerator that Accelerant has no kernels for."""
+
+    name = "another"
+    torch_type = "cpu"
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_tensors_without_kernels_of_ours_run_torchs_operations(kind):
+    case = Case(torch.device(kind), torch.float32, (4, 8))
+    reasons = {each.name: reason for each, reason in operations()["softmax_fwd"].refusals(case)}
+    name = {"mps": "apple"}.get(kind, kind)
+    assert reasons == {"triton": f"Accelerant has no kernels for {name}: torch's operations run", "torch": None}
+
+
+def test_a_rocm_build_of_torch_runs_torchs_operations(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert registry.reason_without_kernels(torch.device("cuda")).startswith("Accelerant has no kernels for rocm")
+    assert registry.reason_absent("cuda").startswith("torch")
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert registry.reason_without_kernels(torch.device("cuda")) == ""
+
+
+def test_an_op_on_such_a_device_is_in_the_ledger_with_the_reason(monkeypatch):
+    monkeypatch.setitem(registry.PROVIDERS, "cpu", ("tests", "HostAsAnother"))
+    monkeypatch.setattr(registry, "_provider_class", lambda name: HostAsAnother if name == "cpu" else cuda.CudaProvider)
+    monkeypatch.setattr(registry, "_created", {"cpu": HostAsAnother()})
+    own = Implementation("own", lambda x: 1 / 0, own=True)
+    double = Operation("double", (own, Implementation("torch", lambda x: 2 * x)), cost=lambda case: Cost(8, 1))
+    x = torch.ones(3)
+    explained = explain_quietly(lambda: double(Case(x.device, x.dtype, (3,)), x))
+    assert torch.equal(explained.result, 2 * x)
+    (decision,) = explained.decisions
+    assert decision.implementation == "torch"
+    assert dict(decision.refused)["own"].startswith("Accelerant has no kernels for cpu")
+
+
+def test_such_a_provider_holds_memory_and_refuses_kernels():
+    provider = HostAsAnother()
+    assert [device.torch_device for device in provider.devices()] == ["cpu"]
+    buffer = provider.copy_to_device(np.arange(5))
+    assert provider.copy_to_host(buffer, np.int64, (5,)).tolist() == [0, 1, 2, 3, 4]
+    provider.synchronize()
+    assert provider.record_event() is None
+    with pytest.raises(CompileError, match="'k': Accelerant has no kernels for another"):
+        provider.compile(KernelSource("k", {"cuda": ""}, {"k": ()}))
+    with pytest.raises(BackendUnavailable, match="no provider serves such tensors"):
+        torch_provider("vulkan")

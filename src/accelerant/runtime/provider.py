@@ -25,7 +25,9 @@ A backend author writes one class in `runtime/providers/`, names it in `registry
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -337,6 +339,24 @@ def _drop_unlimited(device: ComputeDevice) -> None:
     key = (device.backend, device.index)
     if allocation_limits[key] == [device.memory_bytes]:
         del allocation_limits[key]
+
+
+# --- the log of launches ---------------------------------------------------------------------------------------------
+
+_launches = logging.getLogger("accelerant.launch")
+
+
+def log_launch(kernel: str, device: str, grid: Sequence[int], block: Sequence[int], began_s: float) -> None:
+    """Log a launch at the level "debug"; called where config.launch_log is enabled.
+
+    Args:
+        kernel: name of the kernel.
+        device: "cuda:0".
+        grid, block: blocks, and threads a block.
+        began_s: time.perf_counter() before the launch.
+    """
+    host_us = (time.perf_counter() - began_s) * 1e6
+    _launches.debug("%s on %s: grid %s, block %s, %.1f us on the host", kernel, device, grid, block, host_us)
 
 
 # --- checks shared by the providers ----------------------------------------------------------------------------------

@@ -199,18 +199,22 @@ class KernelCache:
                 "log": binary.log,
             }
             (temporary / "report.json").write_text(json.dumps(body, indent=1), encoding="utf-8")
-            for last_attempt in (False, True):
-                try:
-                    os.rename(temporary, self.root / key)
-                    break
-                except OSError:  # an entry exists: a sound one, another process's, stays
-                    if self._read(key) is not None:
-                        break
-                    if last_attempt:
-                        raise
-                    self.remove(key)
+            self._put(temporary, key)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # exists only where the rename failed
+
+    def _put(self, temporary: Path, key: str) -> None:
+        """Rename a complete entry to its key; a sound entry of another process stays."""
+        for last_attempt in (False, True):
+            try:
+                os.rename(temporary, self.root / key)
+                return
+            except OSError:
+                if self._read(key) is not None:
+                    return
+                if last_attempt:
+                    raise
+                self.remove(key)
 
 
 def _describe(folder: Path) -> CacheEntry:

@@ -4,13 +4,14 @@ An entry point in the "llvm" dialect is a function
 
     void name(i64 begin, i64 end, <arguments>)
 
-that does the indices [begin, end) of the flattened range grid x block. A launch splits that range over the cores;
-ctypes releases the GIL, so they all work. It returns when the work is done: this backend has no streams.
+for the indices [begin, end) of the flattened range grid x block. A launch splits that range over the cores, which run
+in parallel since ctypes releases the GIL. It returns when the work is done: this backend has no streams.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import platform
 import threading
@@ -23,6 +24,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from accelerant.config import launch_log
 from accelerant.errors import CompileError, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Builder, Kernel, KernelSource, Resources
@@ -41,6 +43,7 @@ from accelerant.runtime.provider import (
     check_size,
     host_bytes,
     host_size,
+    log_launch,
     out_of_memory,
     pick_entry,
 )
@@ -58,37 +61,37 @@ _SCALARS: dict[str, Any] = {
 }
 _LEVEL = 3
 _PASSES = ("loop_vectorization", "slp_vectorization", "loop_unrolling")
-"""LLVM's options for a kernel that leaves vectors and loops to it; part of the cache's key."""
+"""LLVM's options for a kernel whose vectorisation and unrolling are left to it; part of the cache's key."""
 
 _FEW_PASSES = (
     "always_inliner", "global_dead_code_eliminate", "sroa", "simplify_cfg", "new_gvn", "aggressive_dce", "simplify_cfg",
 )  # fmt: skip
-"""All that straight-line arithmetic needs whose text says what is inlined, a vector or unrolled. It takes an eighth of
-what LLVM's third level does, whose code for large numbers is no faster, and for limbs of 64 bits a tenth slower."""
+"""The passes for straight-line arithmetic, whose text already says what is inlined, a vector or unrolled. They take an
+eighth of the time of LLVM's level 3, whose code for large numbers is no faster, and for 64-bit limbs a tenth slower."""
 
 _LEAST_SHARE = 16384
-"""Indices below which another thread costs more than it gives (a task switch is about 10 us), where one is an addition
-or so. A kernel whose indices are more work says how few are enough: see _Shares."""
+"""The fewest indices worth another thread (a task switch is about 10 us) if an index costs about one addition. Builders
+of heavier kernels give their own number: see _HasLeastShare."""
 
 
 @runtime_checkable
-class _Shares(Protocol):
-    """A builder of a program that knows from how many indices on, at least 1, a thread is worth while."""
+class _HasLeastShare(Protocol):
+    """A builder that gives the fewest indices, at least 1, worth a thread."""
 
     @property
     def least_share(self) -> int: ...
 
 
 @runtime_checkable
-class _WrittenOut(Protocol):
-    """A builder of a program that needs _FEW_PASSES only."""
+class _StraightLine(Protocol):
+    """A builder that says whether its program needs _FEW_PASSES only."""
 
     @property
     def written_out(self) -> bool: ...
 
 
 class _HostEvent(Event):
-    """A reading of the clock: work is done when a call returns."""
+    """A clock reading: work is done when a call returns."""
 
     __slots__ = ("seconds",)
 
@@ -105,12 +108,12 @@ class _HostEvent(Event):
 
 
 class CpuProvider(ComputeProvider):
-    """See the module's docstring.
+    """The CPU as one device.
 
     Attributes:
-        cores: that launches are split over.
-        wait_for: called with a kernel's key in the cache before that is asked: returns when another process, which is
-            compiling it, has done so. None: there is no such process.
+        cores: number of cores that launches are split over.
+        wait_for: called with a kernel's cache key before the cache is read; returns when another process, which is
+            compiling the kernel, has finished. None if there is no such process.
     """
 
     name: ClassVar[str] = "cpu"
@@ -121,13 +124,13 @@ class CpuProvider(ComputeProvider):
 
     @classmethod
     def probe(cls) -> str:
-        """Always there."""
+        """Return an empty reason: the CPU is always available."""
         return ""
 
     def __init__(self) -> None:
         self.cores = usable_cores()
         self._lock = threading.Lock()
-        self._counting = threading.RLock()  # _Held.__del__ takes it, in any thread, also one that holds _lock
+        self._counting = threading.RLock()  # _HostMemory.__del__ takes it, also in a thread that holds _lock
         self._pool: ThreadPoolExecutor | None = None
         self._pool_pid = 0
         self._target: Any = None
@@ -160,19 +163,19 @@ class CpuProvider(ComputeProvider):
         except (MemoryError, ValueError):
             raise out_of_memory(size_bytes, "cpu", self.memory()) from None
         start = -storage.ctypes.data % _ALIGNMENT
-        held = _Held(self, storage[start : start + size_bytes])
+        held = _HostMemory(self, storage[start : start + size_bytes])
         return Buffer(storage.ctypes.data + start, size_bytes, 0, held)
 
     def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
         flat = host_bytes(array, out)
         buffer = self.allocate(flat.nbytes, device) if out is None else out
-        check_owner(buffer, _Held, self.name, "out")
+        check_owner(buffer, _HostMemory, self.name, "out")
         ctypes.memmove(buffer.data_ptr(), flat.ctypes.data, flat.nbytes)
         return buffer
 
     def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
         size = host_size(buffer, dtype, shape)
-        check_owner(buffer, _Held, self.name, "buffer")
+        check_owner(buffer, _HostMemory, self.name, "buffer")
         array = np.empty(tuple(shape), dtype)
         ctypes.memmove(array.ctypes.data, buffer.data_ptr(), size)
         return array
@@ -211,7 +214,7 @@ class CpuProvider(ComputeProvider):
         )
 
     def key_of(self, source: KernelSource) -> str:
-        """What the cache knows a kernel by."""
+        """Return a kernel's key in the cache."""
         self._machine()
         _, program = source.pick(self.dialects)
         return self._key(source, program)
@@ -228,23 +231,18 @@ class CpuProvider(ComputeProvider):
         values = [
             _value(kernel, i, kind, arg) for i, (kind, arg) in enumerate(zip(kernel.arguments, args, strict=True))
         ]
+        began = time.perf_counter() if launch_log.enabled else 0.0
         total = prod(grid) * prod(block)
         parts = max(1, min(self.cores, total // kernel.metadata["least_share"]))
         if parts == 1:
             kernel.handle(0, total, *values)
-            return
-        bounds = [total * i // parts for i in range(parts + 1)]
-        pool = self._threads()
-        futures: list[Future[None]] = []
-        try:
-            for i in range(1, parts):
-                futures.append(pool.submit(kernel.handle, bounds[i], bounds[i + 1], *values))
-            kernel.handle(bounds[0], bounds[1], *values)
-        finally:
-            _join(futures)
+        else:
+            self._run_parts(kernel.handle, [total * i // parts for i in range(parts + 1)], values)
+        if launch_log.enabled:
+            log_launch(kernel.name, "cpu:0", grid, block, began)
 
     def synchronize(self, device: int = 0) -> None:
-        """Nothing to wait for: launches return when they are done."""
+        """Return at once: launches return when they are done."""
         check_device(self.name, device, 1)
 
     def memory(self, device: int = 0) -> MemoryInfo:
@@ -259,11 +257,25 @@ class CpuProvider(ComputeProvider):
             peak_bytes=self._peak,
         )
 
+    def trim(self, device: int = 0) -> None:
+        check_device(self.name, device, 1)
+
     def record_event(self, device: int = 0) -> Event:
         check_device(self.name, device, 1)
         return _HostEvent()
 
-    # --- parts ---------------------------------------------------------------------------------------------------
+    # --- internals -----------------------------------------------------------------------------------------------
+
+    def _run_parts(self, function: Callable[..., None], bounds: Sequence[int], values: Sequence[Any]) -> None:
+        """Run the ranges between the bounds in parallel, the first in this thread."""
+        pool = self._threads()
+        futures: list[Future[None]] = []
+        try:
+            for begin, end in itertools.pairwise(bounds[1:]):
+                futures.append(pool.submit(function, begin, end, *values))
+            function(bounds[0], bounds[1], *values)
+        finally:
+            _join(futures)
 
     def _count(self, size_bytes: int) -> None:
         with self._counting:
@@ -329,16 +341,16 @@ class CpuProvider(ComputeProvider):
         return Binary(code=code, symbols=entries, resources={entry: Resources() for entry in entries})
 
     def _load(self, binary: Binary, entry: str) -> tuple[int, Any]:
-        """The entry's address, and what must live as long as it is called: the code, a library of its own.
+        """Return the entry's address, and the library of the code, which must live as long as the entry is called.
 
-        All are in one linker, which takes 0.3 ms for each; an engine for each took 1.2 ms.
+        One linker takes 0.3 ms for each library; an engine for each took 1.2 ms.
         """
         import llvmlite.binding as llvm
 
         with self._lock:
             if self._linker is None:
-                # JITLink keeps a library's parts together. The older linker maps each where there is room, and ends the
-                # process where that is more than 2 GB from the code: seen beside a CUDA context.
+                # JITLink keeps a library's parts together. The older linker maps each anywhere, and ends the process
+                # if that is more than 2 GB from the code, as happens with a CUDA context in the process.
                 machine = llvm.Target.from_default_triple().create_target_machine(
                     cpu=self._cpu, features=self._features, opt=_LEVEL
                 )
@@ -356,7 +368,7 @@ class CpuProvider(ComputeProvider):
 
 
 def _join(futures: Sequence[Future[None]]) -> None:
-    """Wait until all are done, also where a handler of signals raises: they write to memory that is freed then."""
+    """Wait for all futures, even if a signal handler raises: they write to memory that is freed afterwards."""
     raised: BaseException | None = None
     for future in futures:
         while not future.done():
@@ -369,7 +381,7 @@ def _join(futures: Sequence[Future[None]]) -> None:
         raise raised
 
 
-class _Held:
+class _HostMemory:
     """Memory of a Buffer, counted while it lives."""
 
     __slots__ = ("provider", "storage")
@@ -387,7 +399,7 @@ def _value(kernel: Kernel, position: int, kind: str, arg: Pointer | int | float)
     if kind.startswith("*"):
         where = f"kernel {kernel.name!r}, argument {position}"
         if isinstance(arg, Buffer):
-            check_owner(arg, _Held, "cpu", where)
+            check_owner(arg, _HostMemory, "cpu", where)
             return arg.data_ptr()
         pointer = getattr(arg, "data_ptr", None)
         if pointer is None:
@@ -399,14 +411,14 @@ def _value(kernel: Kernel, position: int, kind: str, arg: Pointer | int | float)
 
 
 def _least_share(program: str | Builder) -> int:
-    return program.least_share if isinstance(program, _Shares) else _LEAST_SHARE
+    return program.least_share if isinstance(program, _HasLeastShare) else _LEAST_SHARE
 
 
 def _has_few(program: str | Builder) -> bool:
-    """Whether a program gets _FEW_PASSES; llvmlite before 0.45 has not all of them."""
+    """Return whether a program gets _FEW_PASSES; llvmlite before 0.45 lacks some of them."""
     from llvmlite.binding import ModulePassManager
 
-    written_out = isinstance(program, _WrittenOut) and program.written_out
+    written_out = isinstance(program, _StraightLine) and program.written_out
     return written_out and all(hasattr(ModulePassManager, f"add_{name}_pass") for name in _FEW_PASSES)
 
 

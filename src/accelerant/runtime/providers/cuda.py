@@ -1,7 +1,7 @@
 """NVIDIA: torch's allocator and streams; CUDA C++ through NVRTC, Triton; both loaded through cuda.core.
 
-Kernels are compiled to cubins for the device at hand and kept in the disk cache, so a second start loads machine
-code without a compiler (cuda_compile.py). Launches go to torch's current stream, in order with torch's own work
+Kernels are compiled to cubins for the device at hand and kept in the disk cache, so that a second start loads machine
+code without a compiler (compilation/cuda.py). Launches go to torch's current stream, in order with torch's own work
 (cuda_launch.py).
 """
 
@@ -80,7 +80,7 @@ class _CudaEvent(Event):
 
 
 class CudaProvider(ComputeProvider):
-    """See the module's docstring."""
+    """NVIDIA's devices, as torch numbers them."""
 
     name: ClassVar[str] = "cuda"
     dialects: ClassVar[tuple[str, ...]] = DIALECTS
@@ -90,7 +90,7 @@ class CudaProvider(ComputeProvider):
 
     @classmethod
     def probe(cls) -> str:
-        """Starts the driver in a child process, and looks at what this process's torch was built for."""
+        """Check torch's build, and start the driver in a child process."""
         if torch.version.cuda is None:
             built = "for ROCm" if torch.version.hip else "without CUDA"
             return f"torch {torch.__version__} is built {built}"
@@ -156,7 +156,7 @@ class CudaProvider(ComputeProvider):
 
     def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
         size = host_size(buffer, dtype, shape)
-        array = np.empty(tuple(shape), dtype)  # NumPy asks for huge pages: ten times quicker to touch first
+        array = np.empty(tuple(shape), dtype)  # NumPy asks for huge pages: the first touch is ten times quicker
         storage = _storage(buffer, "buffer")
         if size:
             torch.from_numpy(array.reshape(-1).view(np.uint8)).copy_(storage[:size])
@@ -184,7 +184,7 @@ class CudaProvider(ComputeProvider):
         stream: object | None = None,
     ) -> None:
         check_launch(kernel, self.name, grid, block, args)
-        _check_places(kernel, args)
+        _check_memory(kernel, args)
         self._start(kernel, tuple(grid), tuple(block), args, stream)
 
     def synchronize(self, device: int = 0) -> None:
@@ -197,7 +197,9 @@ class CudaProvider(ComputeProvider):
     def memory(self, device: int = 0) -> MemoryInfo:
         check_device(self.name, device, self._count)
         free, total = torch.cuda.mem_get_info(device)
-        held = torch.cuda.memory_stats_as_nested_dict(device)  # one call: each of torch's getters makes the whole anew
+        held = torch.cuda.memory_stats_as_nested_dict(
+            device
+        )  # one call: each of torch's getters computes the whole dict
         return MemoryInfo(
             total_bytes=total,
             free_bytes=free,
@@ -215,8 +217,8 @@ class CudaProvider(ComputeProvider):
         torch.cuda.set_per_process_memory_fraction(fraction, device.index)
 
     def lost(self, error: Exception) -> DeviceLost | None:
-        found = cuda_error(str(error), "the device")
-        return found if isinstance(found, DeviceLost) else None
+        translated = cuda_error(str(error), "the device")
+        return translated if isinstance(translated, DeviceLost) else None
 
     def record_event(self, device: int = 0) -> Event | None:
         check_device(self.name, device, self._count)
@@ -224,10 +226,10 @@ class CudaProvider(ComputeProvider):
             return None
         return _CudaEvent(torch.cuda.current_stream(device))
 
-    # --- parts ---------------------------------------------------------------------------------------------------
+    # --- internals ---------------------------------------------------------------------------------------------------
 
     def _target(self, source: KernelSource, device: int) -> str:
-        """The device's architecture, with the suffix of its special instructions where the source asks for it."""
+        """Return the device's architecture, with the suffix for its special instructions if the source asks for it."""
         check_device(self.name, device, self._count)
         major, minor = torch.cuda.get_device_capability(device)
         plain = f"sm_{major}{minor}"
@@ -294,17 +296,14 @@ class CudaProvider(ComputeProvider):
         kernel.handle.start(grid, block, args, raw)
 
 
-# --- small parts -----------------------------------------------------------------------------------------------------
-
-
 def _runs_on(target: str, major: int, minor: int) -> bool:
-    """Whether machine code for the target's family may be compiled for this device: any newer one."""
+    """Return whether a source for the target compiles for this device: it is of that architecture or newer."""
     digits = target.removeprefix("sm_")
     return digits.isdigit() and int(digits) <= 10 * major + minor
 
 
-def _check_places(kernel: Kernel, args: Sequence[object]) -> None:
-    """Refuse memory that is not this backend's: the kernel's access would cost the process its device."""
+def _check_memory(kernel: Kernel, args: Sequence[object]) -> None:
+    """Refuse memory of other backends, whose access by the kernel would lose the device for this process."""
     for position, arg in enumerate(args):
         if isinstance(arg, Buffer):
             if not isinstance(arg.owner, torch.Tensor):
@@ -336,20 +335,20 @@ def _allow_shared(core: Any, shared_bytes: int, device: int) -> None:
         raise LaunchError(f"{shared_bytes} bytes of shared memory a block: {code.name}")
 
 
-def _complete(known: Resources, core: Any, shared_bytes: int, device: int) -> Resources:
-    """Ask the driver for what the compiler's log did not say."""
+def _complete(reported: Resources, core: Any, shared_bytes: int, device: int) -> Resources:
+    """Fill in from the driver what the compiler's log does not have."""
     from cuda.bindings import driver
 
-    def asked(name: str) -> int | None:
+    def attribute_of(name: str) -> int | None:
         attribute = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
         code, value = driver.cuKernelGetAttribute(attribute, int(core.handle), device)
         return int(value) if code == driver.CUresult.CUDA_SUCCESS else None
 
     return Resources(
-        registers=asked("NUM_REGS") if known.registers is None else known.registers,
-        spill_bytes=known.spill_bytes,
-        stack_bytes=asked("LOCAL_SIZE_BYTES") if known.stack_bytes is None else known.stack_bytes,
-        shared_bytes=shared_bytes or asked("SHARED_SIZE_BYTES"),
+        registers=attribute_of("NUM_REGS") if reported.registers is None else reported.registers,
+        spill_bytes=reported.spill_bytes,
+        stack_bytes=attribute_of("LOCAL_SIZE_BYTES") if reported.stack_bytes is None else reported.stack_bytes,
+        shared_bytes=shared_bytes or attribute_of("SHARED_SIZE_BYTES"),
     )
 
 

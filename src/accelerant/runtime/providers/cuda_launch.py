@@ -1,8 +1,8 @@
-"""A launch with the least host time: what can be prepared is prepared when a kernel is loaded.
+"""Kernel launches with little host time: everything that does not change between launches is prepared once.
 
-cuda.core's `launch` takes 4 us when its stream and configuration are ready-made objects, and 6 us and more when it
-has to make them. So both are kept, by stream and by grid and block, and an argument's conversion is chosen once, from
-its declared type. (Packing the arguments into one struct and calling cuLaunchKernel through ctypes took 6.4 us.)
+cuda.core's `launch` takes 4 us with a ready-made stream and configuration, and 6 us or more when it has to make them.
+Both are therefore kept, by stream and by grid and block, and each argument's conversion is chosen once, from its
+declared type. (Packing the arguments into one struct and calling cuLaunchKernel through ctypes took 6.4 us.)
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from accelerant.config import launch_log
 from accelerant.errors import AccelerantError, CompileError, DeviceLost, LaunchError, OutOfMemory
 from accelerant.runtime.launches import noted, watched
 from accelerant.runtime.memory.live_set import predictions, predicts_here
-from accelerant.runtime.provider import check_scalar
+from accelerant.runtime.provider import check_scalar, log_launch
 
 __all__ = ["LoadedKernel", "PackedLaunch", "PointedLaunch", "PreparedLaunch", "cuda_error", "load_error", "make_ready"]
 
@@ -38,13 +40,18 @@ _STICKY = re.compile(
     r"uncorrectable",
     re.IGNORECASE,
 )
-"""Errors after which no call of this process can use the device."""
+"""Errors after which this process cannot use the device."""
 
 _OUT_OF_MEMORY = re.compile(r"out.of.memory", re.IGNORECASE)
 
+_thread = threading.local()
+"""`ready` is set in threads that have a CUDA context; libraries make one on first use, a launch must not assume it."""
+
+_streams: dict[int, Any] = {}
+
 
 def cuda_error(text: str, what: str) -> AccelerantError:
-    """The error to raise for what the driver or torch said.
+    """Return the error for a message of the driver or torch.
 
     Out of memory is an error of its own: with lazy loading, the first launch also loads the code.
     """
@@ -55,16 +62,9 @@ def cuda_error(text: str, what: str) -> AccelerantError:
 
 
 def load_error(text: str, what: str) -> AccelerantError:
-    """The error to raise where code does not load: the code's fault only if it is not the device's."""
-    found = cuda_error(text, what)
-    return found if isinstance(found, (DeviceLost, OutOfMemory)) else CompileError(f"{what} does not load", text)
-
-
-_thread = threading.local()
-"""Where it has `ready`, the thread has a CUDA context; libraries make one on first use, we must not assume it."""
-
-
-_streams: dict[int, Any] = {}
+    """Return the error for code that does not load: a CompileError unless the device is at fault."""
+    error = cuda_error(text, what)
+    return error if isinstance(error, (DeviceLost, OutOfMemory)) else CompileError(f"{what} does not load", text)
 
 
 class LoadedKernel:
@@ -73,13 +73,13 @@ class LoadedKernel:
     Args:
         name: for errors.
         core: cuda.core's Kernel.
-        kinds: argument types, as KernelSource.entries gives them.
-        code: what it was loaded from, cuda.core's ObjectCode; kept as long as this is.
-        extra: pointers that the compiler's code takes besides, all null.
+        kinds: argument types, as in KernelSource.entries.
+        code: cuda.core's ObjectCode that it was loaded from, which must live as long.
+        extra: number of further pointers that the compiled code takes, all null.
         shared_bytes: dynamic shared memory of a block.
-        threads: threads a block where the compiler fixed them, else 0.
-        overlaps: whether its blocks may begin before the kernel ahead in the stream has ended; it then waits itself
-            (griddepcontrol.wait) before it reads or writes what others may write or read.
+        threads: threads a block if the compiler fixed them, else 0.
+        overlaps: whether its blocks may begin before the preceding kernel of the stream has ended; the kernel then
+            waits (griddepcontrol.wait) before it touches memory that others may use.
     """
 
     def __init__(
@@ -111,22 +111,28 @@ class LoadedKernel:
         self._enqueue(config, self._converted(args), stream)
 
     def prepare(self, grid: tuple[int, ...], args: Sequence[Any], device: int, threads: int = 0) -> PreparedLaunch:
-        """A launch that lacks only the pointers, of so many threads a block, or as many as the compiler fixed.
+        """Return a launch that lacks only its pointers.
+
+        Args:
+            grid: blocks.
+            args: arguments, whose pointers are replaced at each launch.
+            device: index of the device.
+            threads: threads a block; those that the compiler fixed by default.
 
         Raises:
             LaunchError: an argument or the grid does not fit.
         """
         values = self._converted(args)
-        places = [i for i, convert in enumerate(self._converters) if convert is None]
-        return PreparedLaunch(self, self._configure(grid, (threads or self.threads,)), values, places, device)
+        positions = [i for i, convert in enumerate(self._converters) if convert is None]
+        return PreparedLaunch(self, self._configure(grid, (threads or self.threads,)), values, positions, device)
 
     def pack(
         self, grid: tuple[int, int, int], args: Sequence[Any], device: int, together: bool = False
     ) -> PackedLaunch:
-        """A launch of `threads` threads a block with everything in place, structs (as bytes) among the arguments.
+        """Return a complete launch of `threads` threads a block; arguments may be structs, as bytes.
 
         Args:
-            together: whether all blocks must run at the same time, as they wait for each other: a cooperative launch.
+            together: whether all blocks must be resident at once since they wait for each other (cooperative launch).
 
         Raises:
             LaunchError: an argument does not fit.
@@ -137,10 +143,10 @@ class LoadedKernel:
     def point(
         self, grid: tuple[int, int, int], args: Sequence[Any], device: int, threads: int, overlaps: bool = False
     ) -> PointedLaunch:
-        """A launch that lacks the first few pointers, which change from one call to the next.
+        """Return a launch that lacks its first few pointers, which change from call to call.
 
         Args:
-            overlaps: as of the class, for this launch.
+            overlaps: as for the class, for this launch.
 
         Raises:
             LaunchError: an argument does not fit.
@@ -156,7 +162,12 @@ class LoadedKernel:
                 for convert, arg in zip(self._converters, args, strict=True)
             ]
         except (AttributeError, ValueError) as error:
-            raise self._misfit(args) from error
+            for position, (kind, arg) in enumerate(zip(self.kinds, args, strict=False)):
+                if kind.startswith("*") and not hasattr(arg, "data_ptr"):
+                    where = f"kernel {self.name!r}, argument {position}"
+                    raise LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}") from error
+            text = f"kernel {self.name!r} takes {len(self.kinds)} arguments, got {len(args)}"
+            raise LaunchError(text) from error
 
     def _enqueue(self, config: Any, values: Sequence[Any], stream: int) -> None:
         if predictions and predicts_here():
@@ -165,10 +176,13 @@ class LoadedKernel:
         if wrapped is None:
             wrapped = _streams[stream] = self._wrap_stream(stream)
         make_ready()
+        began = time.perf_counter() if launch_log.enabled else 0.0
         try:
             self._launch(wrapped, config, self.core, *values, *self._extra)
         except Exception as error:
             raise cuda_error(str(error), f"kernel {self.name!r}, {config}") from error
+        if launch_log.enabled:
+            log_launch(self.name, f"cuda:{torch.cuda.current_device()}", config.grid, config.block, began)
         if watched:
             noted()
 
@@ -184,25 +198,17 @@ class LoadedKernel:
         self._configs[grid, block] = config
         return config
 
-    def _misfit(self, args: Sequence[object]) -> LaunchError:
-        """Which argument does not fit, in words."""
-        for position, (kind, arg) in enumerate(zip(self.kinds, args, strict=False)):
-            if kind.startswith("*") and not hasattr(arg, "data_ptr"):
-                where = f"kernel {self.name!r}, argument {position}"
-                return LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}")
-        return LaunchError(f"kernel {self.name!r} takes {len(self.kinds)} arguments, got {len(args)}")
-
 
 class PreparedLaunch:
-    """A launch with everything but the pointers in place; see LoadedKernel.prepare."""
+    """A launch that lacks only its pointers; see LoadedKernel.prepare."""
 
-    __slots__ = ("_config", "_device", "_kernel", "_places", "_values")
+    __slots__ = ("_config", "_device", "_kernel", "_positions", "_values")
 
-    def __init__(self, kernel: LoadedKernel, config: Any, values: list[Any], places: list[int], device: int) -> None:
+    def __init__(self, kernel: LoadedKernel, config: Any, values: list[Any], positions: list[int], device: int) -> None:
         self._kernel = kernel
         self._config = config
         self._values = values
-        self._places = places
+        self._positions = positions
         self._device = device
 
     def start(self, pointers: Sequence[int]) -> None:
@@ -216,16 +222,16 @@ class PreparedLaunch:
                 self.start(pointers)
             return
         values = self._values.copy()
-        for place, pointer in zip(self._places, pointers, strict=True):
-            values[place] = pointer
+        for position, pointer in zip(self._positions, pointers, strict=True):
+            values[position] = pointer
         self._kernel._enqueue(self._config, values, torch._C._cuda_getCurrentRawStream(self._device))
 
 
 class PackedLaunch:
-    """A launch through the driver with every argument in place; see LoadedKernel.pack.
+    """A complete launch through the driver; see LoadedKernel.pack.
 
-    For kernels that take structs by value, tensor maps among them, which cuda.core's launch does not pass. Nothing in
-    it changes after it is made, but for what it keeps by stream, so threads may share it.
+    For kernels that take structs by value, such as tensor maps, which cuda.core's launch does not pass. Threads may
+    share it: only its configurations by stream change after construction.
     """
 
     __slots__ = ("_attribute", "_configs", "_device", "_driver", "_kernel", "_launch", "_shape", "_where")
@@ -258,10 +264,11 @@ class PackedLaunch:
         self._enqueue(self._where.address)
 
     def _enqueue(self, arguments: int) -> None:
-        """Launch with the arguments whose addresses are in an array at that address."""
+        """Launch with the arguments whose addresses are in an array at address `arguments`."""
         if predictions and predicts_here():
             return
         make_ready()
+        began = time.perf_counter() if launch_log.enabled else 0.0
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         if self._attribute:
             config = self._configs.get(stream) or self._configure(stream)
@@ -270,11 +277,13 @@ class PackedLaunch:
             (code,) = self._launch(*self._shape, stream, arguments, 0)
         if code:
             raise cuda_error(f"{code.name}".replace("_", " ").lower(), f"kernel {self._kernel.name!r}")
+        if launch_log.enabled:
+            log_launch(self._kernel.name, f"cuda:{self._device}", self._shape[1:4], self._shape[4:7], began)
         if watched:
             noted()
 
     def _configure(self, stream: int) -> Any:
-        """The configuration of launches with the attribute on a stream."""
+        """Return the configuration of launches with the attribute on a stream."""
         config, attribute = self._driver.CUlaunchConfig(), self._driver.CUlaunchAttribute()
         attribute.id = getattr(self._driver.CUlaunchAttributeID, _ATTRIBUTES[self._attribute])
         setattr(attribute.value, self._attribute, 1)
@@ -291,13 +300,13 @@ _ATTRIBUTES = {
     "cooperative": "CU_LAUNCH_ATTRIBUTE_COOPERATIVE",
     "programmaticStreamSerializationAllowed": "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION",
 }
-"""What stands in a CUlaunchAttribute's value -> its id."""
+"""Field of a CUlaunchAttribute's value -> the attribute's id."""
 
 
 class PointedLaunch(PackedLaunch):
-    """A launch through the driver with every argument in place but the first few pointers; see LoadedKernel.point.
+    """A launch through the driver that lacks its first few pointers; see LoadedKernel.point.
 
-    The driver reads an argument while it is called, and each thread has memory of its own for them.
+    The driver reads the arguments during the call; each thread has its own memory for them.
     """
 
     __slots__ = ("_own",)
@@ -326,7 +335,7 @@ class PointedLaunch(PackedLaunch):
 
 
 class _Arguments:
-    """Arguments as the driver reads them.
+    """Arguments in the form that the driver reads.
 
     Attributes:
         values: objects of ctypes.
@@ -340,28 +349,26 @@ class _Arguments:
 
 
 class _ThreadArguments(threading.local):
-    """Copies of the arguments for each thread, made in it."""
+    """A copy of the arguments for each thread."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.arguments = _Arguments([type(value).from_buffer_copy(value) for value in values])
 
 
 def make_ready() -> None:
-    """See to it that the calling thread has a CUDA context: one of autograd's has none before its first work."""
+    """Give the calling thread a CUDA context: a thread of autograd has none before its first work."""
     if not hasattr(_thread, "ready"):
         torch.cuda.set_device(torch.cuda.current_device())
         _thread.ready = True
 
 
 def _in_memory(value: Any) -> Any:
-    """A converted argument as an object of ctypes."""
-    if isinstance(value, int):
-        return ctypes.c_void_p(value)
-    return value
+    """Return a converted argument as an object of ctypes."""
+    return ctypes.c_void_p(value) if isinstance(value, int) else value
 
 
 def _converter(name: str, position: int, kind: str) -> Callable[[Any], Any] | None:
-    """What makes of a number what cuda.core takes; None for a pointer."""
+    """Return the function that converts a number for cuda.core; None for a pointer."""
     if kind.startswith("*"):
         return None
     if kind == "struct":

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from accelerant.config import launch_log
 from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources, portable_header
@@ -39,6 +40,7 @@ from accelerant.runtime.provider import (
     check_size,
     host_bytes,
     host_size,
+    log_launch,
     out_of_memory,
     pick_entry,
 )
@@ -85,7 +87,7 @@ class _ClEvent(Event):
 
 
 class OpenclProvider(ComputeProvider):
-    """See the module's docstring."""
+    """Devices of every OpenCL driver."""
 
     name: ClassVar[str] = "opencl"
     dialects: ClassVar[tuple[str, ...]] = ("opencl", "portable")
@@ -93,7 +95,7 @@ class OpenclProvider(ComputeProvider):
 
     @classmethod
     def probe(cls) -> str:
-        """Lists the devices in a child process: a broken driver aborts its process."""
+        """List the devices in a child process: a broken driver aborts its process."""
         if importlib.util.find_spec("pyopencl") is None:
             return "pyopencl is not installed: pip install 'accelerant[opencl]'"
         try:
@@ -109,7 +111,7 @@ class OpenclProvider(ComputeProvider):
         return ""
 
     def __init__(self) -> None:
-        os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # our disk cache keeps the programs
+        os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # the kernel cache keeps the programs
         if "POCL_CACHE_DIR" not in os.environ:  # processes that share PoCL's cache can disturb one another
             private = tempfile.mkdtemp(prefix="accelerant-pocl-")
             os.environ["POCL_CACHE_DIR"] = private
@@ -117,13 +119,15 @@ class OpenclProvider(ComputeProvider):
         import pyopencl as cl
 
         self._cl = cl
-        self._slots = [_Slot(cl, device) for platform in cl.get_platforms() for device in platform.get_devices()]
+        self._devices = [
+            _OpenclDevice(cl, device) for platform in cl.get_platforms() for device in platform.get_devices()
+        ]
         self._lock = threading.Lock()
 
     def devices(self) -> list[ComputeDevice]:
         found = []
-        for index, slot in enumerate(self._slots):
-            device = slot.device
+        for index, opened in enumerate(self._devices):
+            device = opened.device
             found.append(
                 ComputeDevice(
                     backend="opencl",
@@ -144,13 +148,13 @@ class OpenclProvider(ComputeProvider):
         return found
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
-        slot = self._slot(device)
+        opened = self._device(device)
         check_size(size_bytes)
         self.check_limit(size_bytes, device)
         try:
-            if size_bytes > slot.device.max_mem_alloc_size:
+            if size_bytes > opened.device.max_mem_alloc_size:
                 raise self._cl.MemoryError
-            held = _Held(slot, slot.pool.allocate(max(1, size_bytes)), size_bytes)
+            held = _PooledMemory(opened, opened.pool.allocate(max(1, size_bytes)), size_bytes)
         except (self._cl.Error, MemoryError, OverflowError):
             raise out_of_memory(size_bytes, f"opencl:{device}", self.memory(device)) from None
         return Buffer(held.memory.int_ptr, size_bytes, device, held)
@@ -160,7 +164,7 @@ class OpenclProvider(ComputeProvider):
         buffer = self.allocate(flat.nbytes, device) if out is None else out
         memory = _memory(buffer, "out")
         if flat.nbytes:
-            self._cl.enqueue_copy(self._slots[buffer.device].queue, memory, flat, is_blocking=True)
+            self._cl.enqueue_copy(self._devices[buffer.device].queue, memory, flat, is_blocking=True)
         return buffer
 
     def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
@@ -168,40 +172,40 @@ class OpenclProvider(ComputeProvider):
         memory = _memory(buffer, "buffer")
         array = np.empty(tuple(shape), dtype)
         if array.nbytes:
-            self._cl.enqueue_copy(self._slots[buffer.device].queue, array, memory, is_blocking=True)
+            self._cl.enqueue_copy(self._devices[buffer.device].queue, array, memory, is_blocking=True)
         return array
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
-        slot = self._slot(device)
+        opened = self._device(device)
         entry = pick_entry(source, entry)
         began = time.perf_counter()
         dialect, program = source.pick(self.dialects)
         if not isinstance(program, str):
             raise CompileError(
-                f"kernel {source.name!r}: OpenCL compiles text, not what a {type(program).__name__} builds"
+                f"kernel {source.name!r}: OpenCL compiles text, not the result of a {type(program).__name__}"
             )
         text = f"{portable_header()}\n#line 1\n{program}" if dialect == "portable" else program
         key = kernel_key(
-            program=text, entries=sorted(source.entries), options=[*_OPTIONS, *source.options], target=slot.identity
+            program=text, entries=sorted(source.entries), options=[*_OPTIONS, *source.options], target=opened.identity
         )
-        report = {"name": source.name, "target": slot.device.name.strip(), "compiler": slot.identity}
+        report = {"name": source.name, "target": opened.device.name.strip(), "compiler": opened.identity}
         cache = KernelCache()
-        binary, from_cache = cache.get_or_build(key, lambda: self._build(slot, source, text), **report)
+        binary, from_cache = cache.get_or_build(key, lambda: self._build(opened, source, text), **report)
         try:
-            loaded = self._load(slot, binary, entry)
+            loaded = self._load(opened, binary, entry)
         except self._cl.Error:
             if not from_cache:
                 raise
-            cache.remove(key)  # the driver no longer takes its own binary
-            binary, from_cache = cache.get_or_build(key, lambda: self._build(slot, source, text), **report)
-            loaded = self._load(slot, binary, entry)
+            cache.remove(key)  # the driver no longer accepts its own binary
+            binary, from_cache = cache.get_or_build(key, lambda: self._build(opened, source, text), **report)
+            loaded = self._load(opened, binary, entry)
         return Kernel(
             name=entry,
             backend=self.name,
             device=device,
-            target=slot.device.name.strip(),
+            target=opened.device.name.strip(),
             arguments=source.entries[entry],
-            resources=self._resources(slot, loaded),
+            resources=self._resources(opened, loaded),
             compile_ms=(time.perf_counter() - began) * 1e3,
             from_cache=from_cache,
             metadata=binary.metadata,
@@ -227,77 +231,79 @@ class OpenclProvider(ComputeProvider):
         sizes = tuple(
             blocks * width for blocks, width in zip((*grid, *(1,) * (len(threads) - len(grid))), threads, strict=True)
         )
-        queue = stream if stream is not None else self._slots[kernel.device].queue
+        queue = stream if stream is not None else self._devices[kernel.device].queue
+        began = time.perf_counter() if launch_log.enabled else 0.0
         try:
             with self._lock:  # a kernel object holds its arguments until it is enqueued
                 kernel.handle.set_args(*values)
                 self._cl.enqueue_nd_range_kernel(queue, kernel.handle, sizes, threads)
-            self._slots[kernel.device].queue.flush()
+            self._devices[kernel.device].queue.flush()
         except self._cl.Error as error:
             raise _as_error(error, f"kernel {kernel.name!r}, grid {tuple(grid)}, block {tuple(block)}") from error
+        if launch_log.enabled:
+            log_launch(kernel.name, f"opencl:{kernel.device}", grid, block, began)
 
     def synchronize(self, device: int = 0) -> None:
-        queue = self._slot(device).queue
+        queue = self._device(device).queue
         try:
             queue.finish()
         except self._cl.Error as error:
             raise _as_error(error, f"opencl:{device}") from error
 
     def memory(self, device: int = 0) -> MemoryInfo:
-        slot = self._slot(device)
+        opened = self._device(device)
         return MemoryInfo(
-            total_bytes=slot.device.global_mem_size,
-            free_bytes=max(0, slot.device.global_mem_size - slot.pool.managed_bytes),
-            allocated_bytes=slot.allocated,
-            reserved_bytes=slot.pool.managed_bytes,
-            peak_bytes=slot.peak,
+            total_bytes=opened.device.global_mem_size,
+            free_bytes=max(0, opened.device.global_mem_size - opened.pool.managed_bytes),
+            allocated_bytes=opened.allocated,
+            reserved_bytes=opened.pool.managed_bytes,
+            peak_bytes=opened.peak,
         )
 
     def record_event(self, device: int = 0) -> Event:
-        queue = self._slot(device).queue
+        queue = self._device(device).queue
         mark = self._cl.enqueue_marker(queue)
-        queue.flush()  # or it would wait in the queue until somebody else does
+        queue.flush()  # or it stays in the queue until another call flushes
         return _ClEvent(mark)
 
     def trim(self, device: int = 0) -> None:
-        """Give the blocks that the pool holds for later back to the driver."""
-        self._slot(device).pool.free_held()
+        self._device(device).pool.free_held()
 
-    # --- parts ---------------------------------------------------------------------------------------------------
+    # --- internals ---------------------------------------------------------------------------------------------------
 
-    def _slot(self, device: int) -> _Slot:
-        check_device(self.name, device, len(self._slots))
-        return self._slots[device]
+    def _device(self, device: int) -> _OpenclDevice:
+        check_device(self.name, device, len(self._devices))
+        return self._devices[device]
 
-    def _build(self, slot: _Slot, source: KernelSource, text: str) -> Binary:
-        program = self._cl.Program(slot.context, text)
+    def _build(self, opened: _OpenclDevice, source: KernelSource, text: str) -> Binary:
+        program = self._cl.Program(opened.context, text)
         try:
-            built = program.build(options=[*_OPTIONS, *source.options], devices=[slot.device])
+            built = program.build(options=[*_OPTIONS, *source.options], devices=[opened.device])
         except self._cl.Error as error:
             raise CompileError(
-                f"kernel {source.name!r} does not compile for {slot.device.name.strip()}", str(error)
+                f"kernel {source.name!r} does not compile for {opened.device.name.strip()}", str(error)
             ) from None
         (code,) = built.get_info(self._cl.program_info.BINARIES)
         return Binary(
             code=code,
             symbols={entry: entry for entry in source.entries},
             resources={entry: Resources() for entry in source.entries},
-            log=built.get_build_info(slot.device, self._cl.program_build_info.LOG) or "",
+            log=built.get_build_info(opened.device, self._cl.program_build_info.LOG) or "",
         )
 
-    def _load(self, slot: _Slot, binary: Binary, entry: str) -> Any:
-        program = self._cl.Program(slot.context, [slot.device], [binary.code]).build()
+    def _load(self, opened: _OpenclDevice, binary: Binary, entry: str) -> Any:
+        program = self._cl.Program(opened.context, [opened.device], [binary.code]).build()
         return self._cl.Kernel(program, binary.symbols[entry])
 
-    def _resources(self, slot: _Slot, kernel: Any) -> Resources:
+    def _resources(self, opened: _OpenclDevice, kernel: Any) -> Resources:
         info = self._cl.kernel_work_group_info
         return Resources(
-            shared_bytes=kernel.get_work_group_info(info.LOCAL_MEM_SIZE, slot.device),
-            stack_bytes=kernel.get_work_group_info(info.PRIVATE_MEM_SIZE, slot.device),
+            shared_bytes=kernel.get_work_group_info(info.LOCAL_MEM_SIZE, opened.device),
+            stack_bytes=kernel.get_work_group_info(info.PRIVATE_MEM_SIZE, opened.device),
         )
 
 
-class _Slot:
+class _OpenclDevice:
     """A device with its context, queue and pool."""
 
     def __init__(self, cl: Any, device: Any) -> None:
@@ -308,7 +314,7 @@ class _Slot:
         self.queue = cl.CommandQueue(self.context, properties=cl.command_queue_properties.PROFILING_ENABLE)
         self.pool = MemoryPool(ImmediateAllocator(self.queue))
         self.identity = " ".join((device.platform.version, device.name, device.driver_version))
-        self.counting = threading.RLock()  # _Held.__del__ takes it, in any thread, also one that is counting
+        self.counting = threading.RLock()  # _PooledMemory.__del__ takes it, also in a thread that is counting
         self.allocated = 0
         self.peak = 0
 
@@ -318,23 +324,23 @@ class _Slot:
             self.peak = max(self.peak, self.allocated)
 
 
-class _Held:
+class _PooledMemory:
     """Pooled memory of a Buffer, counted while it lives."""
 
-    __slots__ = ("memory", "size_bytes", "slot")
+    __slots__ = ("memory", "opened", "size_bytes")
 
-    def __init__(self, slot: _Slot, memory: Any, size_bytes: int) -> None:
-        self.slot, self.memory, self.size_bytes = slot, memory, size_bytes
-        slot.count(size_bytes)
+    def __init__(self, opened: _OpenclDevice, memory: Any, size_bytes: int) -> None:
+        self.opened, self.memory, self.size_bytes = opened, memory, size_bytes
+        opened.count(size_bytes)
 
     def __del__(self) -> None:
-        self.slot.count(-self.size_bytes)
+        self.opened.count(-self.size_bytes)
 
 
 def _memory(buffer: Pointer, where: str) -> Any:
     if not isinstance(buffer, Buffer):
         raise LaunchError(f"{where}: wanted a buffer, got {type(buffer).__name__}")
-    return check_owner(buffer, _Held, "opencl", where).memory
+    return check_owner(buffer, _PooledMemory, "opencl", where).memory
 
 
 def _kind(cl: Any, device: Any) -> str:
