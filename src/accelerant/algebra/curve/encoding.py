@@ -1,23 +1,23 @@
 """Points as arrays of limbs and as bytes, to and from Python integers.
 
 Arrays: canonical little-endian 64-bit limbs, affine, (n, 2, limbs) for G1 and (n, 2, 2, limbs) for G2 with c0 before
-c1; infinity is all zeros, which no curve here contains (b is not 0).
+c1; infinity is all zeros, which is on no curve here (b is not 0).
 
-Bytes, one layout a name, points one after another without a gap:
+Bytes, by layout, points contiguous:
 
     evm           x then y, big-endian. EIP-196 and EIP-197 for bn254: 32 bytes a coefficient, c1 before c0. EIP-2537
                   for bls12_381: 64 bytes a coefficient, the first 16 zero, c0 before c1. Infinity is all zeros.
     uncompressed  x then y, big-endian, c1 before c0, 32 or 48 bytes a coefficient, flags in the top bits of byte 0.
-    compressed    x alone, in the same way; the flags choose y.
+    compressed    x only, in the same way; the flags choose y.
 
 The flags of bls12_381 are ZCash's (draft-irtf-cfrg-pairing-friendly-curves-11, appendix C): 0x80 compressed,
 0x40 infinity, 0x20 y is the larger root (compressed only). Those of bn254 are gnark-crypto's (ecc/bn254/marshal.go,
-commit 186d567), for want of a third bit: 0x00 uncompressed, 0x40 compressed infinity, 0x80 compressed with the smaller
-root, 0xc0 with the larger one; an uncompressed infinity is all zeros. The larger of y and -y is the one with the larger
-c1, or c0 where c1 is zero.
+commit 186d567), since there is no third spare bit: 0x00 uncompressed, 0x40 compressed infinity, 0x80 compressed with
+the smaller root, 0xc0 with the larger one; an uncompressed infinity is all zeros. The larger of y and -y is the one
+with the larger c1, or c0 where c1 is zero.
 
-What is read comes from strangers. Coefficients that are not reduced, and wrong flags and padding, are always refused;
-points off the curve or out of the subgroup where the caller does not say check=False. Not constant-time.
+Input is untrusted. Coefficients that are not reduced, and wrong flags and padding, are always refused; points off the
+curve or out of the subgroup are refused unless check=False. Not constant-time.
 """
 
 from __future__ import annotations
@@ -52,14 +52,7 @@ _EVM_WORD = 32
 
 
 def encode_points(curve: Curve[E], points: Sequence[Affine[E]]) -> U64:
-    """Points as canonical limbs.
-
-    Args:
-        curve: of the points.
-        points: affine, reduced; not checked to lie on the curve.
-
-    Returns:
-        (n, *curve.shape), uint64.
+    """Return affine points as canonical limbs, (n, *curve.shape), uint64; not checked to be on the curve.
 
     Raises:
         FormatError: a coefficient is negative or not reduced.
@@ -75,10 +68,10 @@ def encode_points(curve: Curve[E], points: Sequence[Affine[E]]) -> U64:
 
 
 def decode_points(curve: Curve[E], array: U64, *, check: bool = True) -> list[Affine[E]]:
-    """Points from canonical limbs.
+    """Return the points of canonical limbs.
 
     Args:
-        curve: of the points.
+        curve: the curve.
         array: (n, *curve.shape), uint64.
         check: refuse points off the curve or out of the subgroup.
 
@@ -106,12 +99,7 @@ def decode_points(curve: Curve[E], array: U64, *, check: bool = True) -> list[Af
 
 
 def check_points(curve: Curve[E], points: Sequence[Affine[E]], *, subgroup: bool = True) -> None:
-    """Refuse points off the curve or out of the subgroup.
-
-    Args:
-        curve: of the points.
-        points: affine, reduced.
-        subgroup: ask for the subgroup too; needless where the cofactor is 1, and left out there.
+    """Check that affine, reduced points are on the curve and, unless subgroup is False, in the subgroup.
 
     Raises:
         FormatError: names the first such point's index and value.
@@ -124,7 +112,7 @@ def check_points(curve: Curve[E], points: Sequence[Affine[E]], *, subgroup: bool
 
 
 def point_bytes(curve: Curve[E], layout: Layout) -> int:
-    """Bytes of one point.
+    """Return the size of one point in bytes.
 
     Raises:
         ConfigError: no such layout.
@@ -133,12 +121,7 @@ def point_bytes(curve: Curve[E], layout: Layout) -> int:
 
 
 def points_to_bytes(curve: Curve[E], points: Sequence[Affine[E]], layout: Layout) -> bytes:
-    """Points in a layout, one after another.
-
-    Args:
-        curve: of the points.
-        points: affine, reduced; not checked to lie on the curve.
-        layout: see above.
+    """Return affine points as bytes in a layout; not checked to be on the curve.
 
     Raises:
         ConfigError: no such layout.
@@ -153,11 +136,11 @@ def points_to_bytes(curve: Curve[E], points: Sequence[Affine[E]], layout: Layout
             _check_reduced(curve, f"points[{index}] {name}", value)
         ordered = _reordered(curve, layout, [value for _, value in values])
         data = bytearray(b"".join(value.to_bytes(size, "big") for value in ordered[:kept]))
-        marks = _marks(curve, layout)
+        codes = _flags_of(curve, layout)
         if point is None:
-            data[0] |= marks.infinity
+            data[0] |= codes.infinity
         else:
-            data[0] |= marks.larger if curve.coordinates.is_larger(point[1]) else marks.smaller
+            data[0] |= codes.larger if curve.coordinates.is_larger(point[1]) else codes.smaller
         result += data
     return bytes(result)
 
@@ -165,14 +148,14 @@ def points_to_bytes(curve: Curve[E], points: Sequence[Affine[E]], layout: Layout
 def points_from_bytes(
     curve: Curve[E], data: bytes, layout: Layout, *, check: bool = True, subgroup: bool = True
 ) -> list[Affine[E]]:
-    """Points from bytes in a layout.
+    """Return the points of bytes in a layout.
 
     Args:
-        curve: of the points.
-        data: points one after another.
+        curve: the curve.
+        data: contiguous points.
         layout: see above.
         check: refuse points off the curve or out of the subgroup. A compressed x that no point has is always refused.
-        subgroup: False leaves the subgroup out of check, as EIP-2537's additions do.
+        subgroup: False omits the subgroup from check, as EIP-2537's additions do.
 
     Raises:
         ConfigError: no such layout.
@@ -189,16 +172,16 @@ def points_from_bytes(
 
 
 def _from_bytes(curve: Curve[E], data: bytes, layout: Layout, index: int) -> Affine[E]:
-    marks = _marks(curve, layout)
-    flags, rest = data[0] & marks.mask, bytes([data[0] & ~marks.mask]) + data[1:]
-    if flags not in (marks.infinity, marks.smaller, marks.larger):
-        wanted = ", ".join(f"{flag:#04x}" for flag in sorted({marks.infinity, marks.smaller, marks.larger}))
+    codes = _flags_of(curve, layout)
+    flags, rest = data[0] & codes.mask, bytes([data[0] & ~codes.mask]) + data[1:]
+    if flags not in (codes.infinity, codes.smaller, codes.larger):
+        wanted = ", ".join(f"{flag:#04x}" for flag in sorted({codes.infinity, codes.smaller, codes.larger}))
         raise FormatError(f"points[{index}] has flags {flags:#04x} in byte 0; {layout} {curve.name} has {wanted}")
-    infinity_is_flagged = marks.infinity != marks.smaller
-    if infinity_is_flagged and flags == marks.infinity:
+    infinity_is_flagged = codes.infinity != codes.smaller
+    if infinity_is_flagged and flags == codes.infinity:
         if any(rest):
             raise FormatError(
-                f"points[{index}] is flagged as infinity but is 0x{data.hex()}, not zero beside its flags"
+                f"points[{index}] is flagged as infinity but is 0x{data.hex()}, not zero except its flags"
             )
         return None
     size = _coefficient_bytes(curve, layout)
@@ -207,18 +190,18 @@ def _from_bytes(curve: Curve[E], data: bytes, layout: Layout, index: int) -> Aff
     if layout != "compressed":
         point = _point(curve, values, index)
         if point is None and infinity_is_flagged:
-            raise FormatError(f"points[{index}] is all zeros without the flag of infinity, {marks.infinity:#04x}")
+            raise FormatError(f"points[{index}] is all zeros without the flag of infinity, {codes.infinity:#04x}")
         return point
     x = _element(curve, values, f"points[{index}] x")
     y = curve.coordinates.sqrt(curve.right_side(x))
     if y is None:
         raise FormatError(f"points[{index}] has x = {_hex(x)}, with which no point is on {curve.name}")
-    return x, y if curve.coordinates.is_larger(y) == (flags == marks.larger) else curve.coordinates.neg(y)
+    return x, y if curve.coordinates.is_larger(y) == (flags == codes.larger) else curve.coordinates.neg(y)
 
 
 @dataclass(frozen=True, slots=True)
-class _Marks:
-    """The bits of byte 0 that are flags, and what they say: infinity, or the smaller or larger of y and -y."""
+class _Flags:
+    """The flag bits of byte 0: their mask, and the values for infinity and for the smaller or larger of y and -y."""
 
     mask: int
     infinity: int
@@ -226,15 +209,15 @@ class _Marks:
     larger: int
 
 
-_ZCASH = {"compressed": _Marks(0xE0, 0xC0, 0x80, 0xA0), "uncompressed": _Marks(0xE0, 0x40, 0x00, 0x00)}
-_GNARK = {"compressed": _Marks(0xC0, 0x40, 0x80, 0xC0), "uncompressed": _Marks(0xC0, 0x00, 0x00, 0x00)}
-_NO_MARKS = _Marks(0x00, 0x00, 0x00, 0x00)
+_ZCASH = {"compressed": _Flags(0xE0, 0xC0, 0x80, 0xA0), "uncompressed": _Flags(0xE0, 0x40, 0x00, 0x00)}
+_GNARK = {"compressed": _Flags(0xC0, 0x40, 0x80, 0xC0), "uncompressed": _Flags(0xC0, 0x00, 0x00, 0x00)}
+_NO_FLAGS = _Flags(0x00, 0x00, 0x00, 0x00)
 
 
-def _marks(curve: Curve[E], layout: Layout) -> _Marks:
+def _flags_of(curve: Curve[E], layout: Layout) -> _Flags:
     field = curve.coordinates.base
     spare_bits = 8 * field.size_bytes - field.bits
-    return (_ZCASH if spare_bits >= 3 else _GNARK).get(layout, _NO_MARKS)
+    return (_ZCASH if spare_bits >= 3 else _GNARK).get(layout, _NO_FLAGS)
 
 
 def _coefficient_bytes(curve: Curve[E], layout: Layout) -> int:
@@ -245,7 +228,7 @@ def _coefficient_bytes(curve: Curve[E], layout: Layout) -> int:
 
 
 def _reordered(curve: Curve[E], layout: Layout, values: Sequence[int]) -> list[int]:
-    """Coefficients (c0 first, x before y) in the layout's order, or the other way: it is its own inverse."""
+    """Return coefficients (c0 first, x before y) in the layout's order, or back: the permutation is an involution."""
     degree = curve.coordinates.degree
     if layout == "evm" and _coefficient_bytes(curve, layout) != curve.coordinates.base.size_bytes:
         return list(values)  # EIP-2537
@@ -253,7 +236,7 @@ def _reordered(curve: Curve[E], layout: Layout, values: Sequence[int]) -> list[i
 
 
 def _coefficients(curve: Curve[E], point: Affine[E]) -> list[tuple[str, int]]:
-    """Names and values, x before y and c0 before c1; zeros for infinity."""
+    """Return names and values, x before y and c0 before c1; zeros for infinity."""
     k = curve.coordinates
     x, y = (k.zero, k.zero) if point is None else point
     return [*zip(_names(curve, "x"), k.parts(x), strict=True), *zip(_names(curve, "y"), k.parts(y), strict=True)]
@@ -265,7 +248,7 @@ def _names(curve: Curve[E], name: str) -> list[str]:
 
 
 def _point(curve: Curve[E], values: Sequence[int], index: int) -> Affine[E]:
-    """The point of these coefficients, c0 first; None where all are zero."""
+    """Return the point with these coefficients, c0 first; None if all are zero."""
     degree = curve.coordinates.degree
     x = _element(curve, values[:degree], f"points[{index}] x")
     y = _element(curve, values[degree:], f"points[{index}] y")

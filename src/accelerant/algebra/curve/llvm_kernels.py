@@ -1,17 +1,18 @@
-"""The CPU's curve kernels: LLVM IR of every entry for one curve, over whichever form of arithmetic the processor has.
+"""The CPU's curve kernels: LLVM IR of the entries of one curve, in scalar or vector form.
 
-An entry does the indices [begin, end) that lie below n; see runtime/providers/cpu.py. A point is affine, x then y (over
-Fq2 c0 then c1), its coordinates in Montgomery form x R mod q with R = 2^(64 limbs), infinity all zeros.
+An entry processes the indices [begin, end) that are below n; see runtime/providers/cpu.py. A point is affine, x then y
+(over Fq2 c0 then c1), in Montgomery form x R mod q with R = 2^(64 limbs), infinity all zeros.
 
     curve_add            (x, y, z, n)                                  any points of the curve; z may be x or y
     curve_neg            (x, z, n)                                     z may be x
-    curve_mul            (x, scalars, z, n, x_step, scalar_step)       z_i = s_i x_i, of any 256-bit numbers s_i of four
-                                                                       words; steps 0 (one for all) or 1
+    curve_mul            (x, scalars, z, n, x_step, scalar_step)       z_i = s_i x_i, for any 256-bit numbers s_i of
+    four
+                                                                       words; steps 0 (broadcast) or 1
 
-Here an index is a chunk of `chunk` points, the chunks at or above n left alone:
+In the following an index is a chunk of `chunk` points; chunks at or above n are skipped:
 
     curve_off_curve      (x, first, n, chunk)     first[c]: the least index of a point not on the curve, else n
-    curve_off_subgroup   (x, first, n, chunk)     the same of a point, on the curve, out of the subgroup
+    curve_off_subgroup   (x, first, n, chunk)     the same for a point, on the curve, out of the subgroup
 
 Coordinates are reduced. curve_neg and curve_mul have no branch and no address that depends on points or scalars;
 curve_add branches on special cases, and its time depends on the points.
@@ -20,20 +21,289 @@ curve_add branches on special cases, and its time depends on the points.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
-from accelerant.algebra.curve.llvm_entries import ENTRIES, POINTERS
-from accelerant.algebra.curve.llvm_points import functions
-from accelerant.algebra.curve.parameters import curve_of
+from accelerant.algebra.curve.llvm_points import (
+    Element,
+    Elements,
+    Pair,
+    Scratch,
+    batch_add,
+    functions,
+    public_digits,
+    to_projective,
+)
+from accelerant.algebra.curve.parameters import curve_of, endomorphism
+from accelerant.algebra.curve.weierstrass import SCALAR_WORDS, Curve
 from accelerant.algebra.field.llvm_kernels import SOURCES, host_form, packed_field
+from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.errors import ConfigError
-from accelerant.runtime.compilation.llvm import FunctionBuilder, program
+from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, program
 from accelerant.runtime.compilation.sources import builder_key
 
-__all__ = ["CurveKernels"]
+__all__ = ["ENTRIES", "POINTERS", "CurveKernels", "Lanes", "from_memory", "lanes_from", "store_affine", "to_memory"]
+
+Writer = Callable[[Curve[Any], PackedField, FunctionBuilder], None]
+
+_PACKS = 256
+"""Packs of pairs over Fq that share an inversion (some 330 products of 254 bits; 5M + 1S for each pack), half as many
+over Fq2. Their intermediate values are on the stack: at most 256 KiB, for BLS12-381 in lanes of eight."""
+
+_WINDOW = 4
+"""Bits of a digit of curve_mul: a table of 16 multiples."""
+
+_LIMB_BITS = {1: 64, 8: 52}
+"""Bits of a limb of a pack in memory, by the pack's lanes: limbs are i64 or vectors of eight."""
+
+
+# --- points in memory ------------------------------------------------------------------------------------------------
+
+
+class Lanes:
+    """The indices of a pack's lanes: consecutive from i on, clamped to the last one before stop.
+
+    Lanes beyond the end repeat the computation of the last one, and write its result again.
+    """
+
+    def __init__(self, code: FunctionBuilder, lanes: int, i: str, stop: str) -> None:
+        self._code = code
+        last = code.i64("sub nsw", stop, 1)
+        self.indices = [i, *(code.smin(code.i64("add nsw", i, lane), last) for lane in range(1, lanes))]
+
+    def pointers(self, base: str, size: int, step: str = "") -> list[str]:
+        """Append the addresses of elements of `size` bytes, at `step` times the lanes' indices."""
+        code, indices = self._code, self.indices
+        if step:
+            indices = [code.i64("mul nsw", index, step) for index in indices]
+        return [code.at("i8", base, code.i64("mul nsw", index, size)) for index in indices]
+
+
+def lanes_from(k: Elements, i: str, stop: str) -> Lanes:
+    """Append the indices of the pack that begins at i."""
+    return Lanes(k.code, k.form.lanes, i, stop)
+
+
+def from_memory(k: Elements, a: Element) -> Element:
+    """Append the conversion from memory's Montgomery form x R to the arithmetic's own, x L."""
+    return k.product(a, k.form.radix**2 * pow(k.form.memory_radix, -1, k.form.field.modulus))
+
+
+def to_memory(k: Elements, a: Element) -> Element:
+    """Append the conversion from x L to x R."""
+    return k.product(a, k.form.memory_radix)
+
+
+def _read(k: Elements, pointers: Sequence[str]) -> tuple[Element, Element]:
+    """Append loads of affine points, as x L and y L."""
+    return from_memory(k, k.read(pointers, 0)), from_memory(k, k.read(pointers, 1))
+
+
+# --- loops -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _each_pack(k: Elements) -> Iterator[Lanes]:
+    """Append a loop over the packs of [begin, min(end, n))."""
+    stop = k.code.smin("%end", "%n")
+    with k.code.loop("%begin", stop, k.form.lanes) as i:
+        yield lanes_from(k, i, stop)
+
+
+def _firsts(k: Elements, bad: Callable[[list[str]], Value]) -> None:
+    """Append first[c] = the least index in chunk c whose lane bad(pointers of the points) sets, else n."""
+    code, packs = k.code, k.packs
+    with code.loop("%begin", "%end") as c:
+        start = code.i64("mul nsw", c, "%chunk")
+        with code.when(code.compare("slt", start, "%n")):
+            stop = code.smin(code.i64("add nsw", start, "%chunk"), "%n")
+            least = code.variable("i64", "%n")
+            with code.loop(start, stop, k.form.lanes) as i:
+                lanes = lanes_from(k, i, stop)
+                mask = bad(lanes.pointers("%x", 2 * k.size))
+                least.set(packs.least(code, mask, packs.joined(code, lanes.indices), least.get()))
+            code.store("i64", least.get(), "%first", c)
+
+
+# --- entries ---------------------------------------------------------------------------------------------------------
+
+
+def _add(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
+    """Append additions in blocks of packs that share an inversion; coordinates stay in memory's form."""
+    k = Elements(curve.coordinates, form, code)
+    count = _PACKS // k.degree
+    size, block = 2 * k.size, count * form.lanes
+    scratch = Scratch(k.space(count), k.space(count), code.stack("i8", count))
+    stop = code.smin("%end", "%n")
+    with code.loop("%begin", stop, block) as base:
+        last = code.smin(code.i64("add nsw", base, block), stop)
+        rounded = code.i64("add nsw", code.i64("sub nsw", last, base), form.lanes - 1)
+
+        def pair(i: str) -> Pair:
+            lanes = lanes_from(k, code.i64("add nsw", base, code.i64("mul nsw", i, form.lanes)), last)
+            p, q, z = (lanes.pointers(pointer, size) for pointer in ("%x", "%y", "%z"))
+
+            def write(x: Element, y: Element) -> None:
+                k.write(z, 0, x)
+                k.write(z, 1, y)
+
+            return Pair(lambda: (k.read(p, 0), k.read(q, 0)), lambda: (k.read(p, 1), k.read(q, 1)), write)
+
+        batch_add(k, code.i64("sdiv", rounded, form.lanes), pair, scratch, form.memory_radix)
+
+
+def _neg(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
+    k = Elements(curve.coordinates, form, code)
+    with _each_pack(k) as lanes:
+        x, z = (lanes.pointers(pointer, 2 * k.size) for pointer in ("%x", "%z"))
+        kept, opposite = k.read(x, 0), k.neg(k.read(x, 1))
+        k.write(z, 0, kept)
+        k.write(z, 1, opposite)
+
+
+def _mul(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
+    """Append multiplications by digits of four bits, the highest first, with a lookup that reads the whole table."""
+    k = Elements(curve.coordinates, form, code)
+    packs, points, t = k.packs, 1 << _WINDOW, form.type
+    table, total, chosen = k.space(3 * points), k.space(3), k.space(3)
+    digits = code.stack(packs.numbers, SCALAR_WORDS)
+    stride = 3 * k.degree
+    with _each_pack(k) as lanes:
+        base = lanes.pointers("%x", 2 * k.size, "%x_step")
+        scalars = lanes.pointers("%scalars", 8 * SCALAR_WORDS, "%scalar_step")
+        for word in range(SCALAR_WORDS):
+            values = [code.load("i64", pointer, word) for pointer in scalars]
+            code.store(packs.numbers, packs.joined(code, values), digits, word)
+        for j, element in enumerate((k.zero, k.one, k.zero, *to_projective(k, _read(k, base)))):
+            k.store(table, j, element)
+        one = code.at(t, table, stride)
+        with code.loop(2, points) as i:
+            last = code.at(t, table, code.i64("mul", code.i64("sub", i, 1), stride))
+            code.do(f"call void @point_add(ptr {code.at(t, last, stride)}, ptr {last}, ptr {one})")
+        for j, element in enumerate((k.zero, k.one, k.zero)):
+            k.store(total, j, element)
+        with code.countdown(SCALAR_WORDS * 64 // _WINDOW) as step:
+            for _ in range(_WINDOW):
+                code.do(f"call void @point_double(ptr {total}, ptr {total})")
+            at = code.i64("mul", step, _WINDOW)
+            words = code.load(packs.numbers, digits, code.i64("lshr", at, 6))
+            shift = packs.joined(code, [code.i64("and", at, 63)] * form.lanes)
+            value = code.op("and", code.op("lshr", words, shift), points - 1)
+            _choose(k, table, value, chosen)
+            code.do(f"call void @point_add(ptr {total}, ptr {total}, ptr {chosen})")
+        store_affine(k, total, lanes.pointers("%z", 2 * k.size))
+
+
+def _choose(k: Elements, table: str, numbers: Value, chosen: str) -> None:
+    """Append table[number], lane by lane: every entry is read whole, and masked.
+
+    The masks pass through volatile memory to hide them from LLVM. It turns a select between a loaded value, even a
+    volatile one, and another into a masked load, which leaves the other lanes unread, so that time could depend on the
+    scalar. The cost is within 4% of a multiplication; on one lane it is a gain.
+    """
+    code, number = k.code, k.packs.numbers
+    limbs = 3 * k.degree * (k.form.radix.bit_length() // _LIMB_BITS[k.form.lanes])
+    cells = [code.variable(number, 0) for _ in range(limbs)]
+    unknown = code.stack(number)
+    with code.loop(0, 1 << _WINDOW) as i:
+        equal = code.compare("eq", numbers, k.packs.joined(code, [i] * k.form.lanes))
+        code.do(f"store volatile {number} {code.convert('sext', equal, 'i64')}, ptr {unknown}")
+        mask = code(f"load volatile {number}, ptr {unknown}", number)
+        first = code.i64("mul", i, limbs)
+        for j, cell in enumerate(cells):
+            limb = code.load(number, table, code.i64("add", first, j))
+            cell.set(code.op("or", cell.get(), code.op("and", limb, mask)))
+    for j, cell in enumerate(cells):
+        code.store(number, cell.get(), chosen, j)
+
+
+def store_affine(k: Elements, point: str, pointers: Sequence[str]) -> None:
+    """Append stores of a projective point's affine coordinates: zeros for infinity, since the inverse of 0 is 0."""
+    inverse = k.inverse(k.load(point, 2))
+    for i in range(2):
+        k.write(pointers, i, to_memory(k, k.mul(k.load(point, i), inverse)))
+
+
+def _off_curve(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
+    """Append the test y^2 = x^3 + b, or both coordinates 0."""
+    k = Elements(curve.coordinates, form, code)
+    b = k.constant(curve.coordinates.parts(curve.b))
+
+    def bad(pointers: list[str]) -> Value:
+        x, y = _read(k, pointers)
+        on = k.is_zero(k.sub(k.square(y), k.add(k.mul(k.square(x), x), b)))
+        infinite = code.op("and", k.is_zero(x), k.is_zero(y))
+        return k.packs.and_not(code, k.packs.all_set(), code.op("or", on, infinite))
+
+    _firsts(k, bad)
+
+
+def _off_subgroup(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
+    """Append the test of parameters.Endomorphism."""
+    k = Elements(curve.coordinates, form, code)
+    test = endomorphism(curve)
+    if test is None:
+        _firsts(k, lambda _: k.packs.none_set())
+        return
+    chain = _chain(curve, test.eigenvalue)
+    digits, odd = public_digits(chain[0])
+    listed = code.table("eigenvalue_digits", "i8", digits)
+    factors = [curve.coordinates.parts(factor) for factor in (test.x_factor, test.y_factor)]
+    point, multiple = k.space(3), k.space(3)
+
+    def bad(pointers: list[str]) -> Value:
+        affine = _read(k, pointers)
+        for i, element in enumerate(to_projective(k, affine)):
+            k.store(point, i, element)
+        source = point
+        for _ in range(chain[1]):
+            numbers = f"ptr {listed}, i64 {len(digits)}, i64 {odd}"
+            code.do(f"call void @point_multiple(ptr {multiple}, ptr {source}, {numbers})")
+            source = multiple
+        if chain[2]:
+            k.store(point, 1, k.neg(k.load(point, 1)))
+            code.do(f"call void @point_add(ptr {multiple}, ptr {multiple}, ptr {point})")
+        z = k.load(multiple, 2)
+        good = k.packs.all_set()
+        for i, (coordinate, factor) in enumerate(zip(affine, factors, strict=True)):
+            image = k.scaled(k.conjugate(coordinate), factor)
+            same = k.is_zero(k.sub(k.load(multiple, i), k.mul(image, z)))
+            good = code.op("and", good, same)
+        infinite = k.is_zero(affine[1])
+        if curve.cofactor % 2 == 0:
+            # Points of order 2 have y = 0. The sum of points that differ by one of them is (0, 0, 0), and stays so.
+            good = k.packs.and_not(code, k.packs.and_not(code, good, infinite), k.is_zero(z))
+            infinite = code.op("and", infinite, k.is_zero(affine[0]))
+        return k.packs.and_not(code, k.packs.all_set(), code.op("or", good, infinite))
+
+    _firsts(k, bad)
+
+
+def _chain(curve: Curve[Any], eigenvalue: int) -> tuple[int, int, bool]:
+    """Return (k, n, less): the eigenvalue is k^n, or k^n - 1 if `less` is set.
+
+    For BLS12's G1 it is x^2 - 1, x with six bits set: a third less work than by its own digits.
+    """
+    root = math.isqrt(eigenvalue + 1)
+    return (root, 2, True) if root * root == eigenvalue + 1 else (eigenvalue, 1, False)
+
+
+POINTERS = ("x", "y", "z", "scalars", "first")
+_CHECK = ("x", "first", "n", "chunk")
+ENTRIES: Mapping[str, tuple[tuple[str, ...], Writer]] = {
+    "add": (("x", "y", "z", "n"), _add),
+    "neg": (("x", "z", "n"), _neg),
+    "mul": (("x", "scalars", "z", "n", "x_step", "scalar_step"), _mul),
+    "off_curve": (_CHECK, _off_curve),
+    "off_subgroup": (_CHECK, _off_subgroup),
+}
+
 
 _LEAST_SHARES = {"add": 1024, "neg": 8192, "mul": 8, "off_curve": 64, "off_subgroup": 2}
-"""Indices that are worth another thread, points or chunks of points: 50 us of work, more where chunks are large."""
+"""Indices (points or chunks of points) that justify another thread: 50 us of work, more for large chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +312,8 @@ class CurveKernels:
 
     Attributes:
         curve: its name.
-        entry: the one entry to build, "curve_add"; all of them where it is "".
-        form: "scalar" or "vector"; what this processor is best at where it is "".
+        entry: the only entry to build, "curve_add"; "" for all.
+        form: "scalar" or "vector"; "" for the fastest on this processor.
     """
 
     curve: str
@@ -51,27 +321,27 @@ class CurveKernels:
     form: str = ""
 
     written_out = True
-    """LLVM has little to do: see runtime/providers/cpu.py."""
+    """LLVM has little to optimise: see runtime/providers/cpu.py."""
 
     @property
     def key(self) -> str:
-        """See builder_key; the text depends on the target in nothing else."""
+        """See builder_key; the text does not depend on the target."""
         curve = curve_of(self.curve)
         parameters = (curve.coordinates.base, curve.coordinates.degree, curve.scalars, curve.b, curve.generator)
         return builder_key((replace(self, form=self.kind), *parameters), *SOURCES)
 
     @property
     def kind(self) -> str:
-        """The form that is built."""
+        """Return the form that is built."""
         return self.form or host_form(curve_of(self.curve).coordinates.base)
 
     @property
     def least_share(self) -> int:
-        """Indices that are worth another thread."""
+        """Return the indices that justify another thread."""
         return _LEAST_SHARES[self.entry.removeprefix("curve_")] if self.entry else min(_LEAST_SHARES.values())
 
     def build(self, target: str) -> str:
-        """LLVM IR.
+        """Return the LLVM IR.
 
         Raises:
             ConfigError: unknown curve, entry or form.

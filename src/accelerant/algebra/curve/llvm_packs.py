@@ -78,7 +78,7 @@ class Packs(ABC):
         """Return the mask of no lane."""
         return constant(self.mask, False)
 
-    def but(self, code: FunctionBuilder, a: Value, b: Value) -> Value:
+    def and_not(self, code: FunctionBuilder, a: Value, b: Value) -> Value:
         """Return the mask of the lanes that are set in a and not in b."""
         return code.op("and", a, code.op("xor", b, True))
 

@@ -1,19 +1,21 @@
-"""Points in LLVM IR: complete formulas, and additions of affine points that share an inversion.
+"""Points in LLVM IR: coordinates, complete formulas, and additions of affine points that share an inversion.
 
 Projective points (X : Y : Z), x = X / Z and y = Y / Z, infinity (0 : 1 : 0), are added by formulas that hold for every
 pair of points of a group of odd order, without a branch. Source: Renes, Costello and Batina, eprint 2015/1060,
-algorithms 7, 8 and 9 (a = 0). They become internal functions on packs in memory, T for the form's type and d for the
-degree of the coordinates over Fq:
+algorithms 7, 8 and 9 (a = 0). They become internal functions on packs in memory, T the form's type and d the degree of
+the coordinates over Fq:
 
     void point_add(ptr z, ptr x, ptr y)                   12M; 3 d T each, z may be x or y
     void point_add_affine(ptr z, ptr x, ptr y)            11M; y is 2 d T, and infinity where its second element is 0
     void point_double(ptr z, ptr x)                        8M
     void point_multiple(ptr z, ptr x, ptr digits, i64 count, i64 odd)      by public_digits; z may be x
-    void quadratic_add, quadratic_sub, quadratic_mul(ptr z, ptr x, ptr y)         of elements of Fq2, 2 T each
+    void quadratic_add, quadratic_sub, quadratic_mul(ptr z, ptr x, ptr y)         elements of Fq2, 2 T each
     void quadratic_square(ptr z, ptr x)
-    T    FIELD_inverse(T x)                               x^-1 in the form's representation; 0 of 0
+    T    FIELD_inverse(T x)                               x^-1 in the form's representation; 0 for 0
 
-Affine points take 5M + 1S and a share of an inversion (batch_add). Infinity is (0, 0); no point has y = 0.
+Affine points take 5M + 1S and a share of an inversion (batch_add). Infinity is (0, 0); no point of a group of odd order
+has y = 0. An element is a tuple of one or two packs (c0, c1), each in the form's own Montgomery representation x L
+unless said otherwise.
 """
 
 from __future__ import annotations
@@ -21,14 +23,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from accelerant.algebra.curve.llvm_coordinates import Element, Elements
+from accelerant.algebra.curve.llvm_packs import Packs, packs_of
 from accelerant.algebra.curve.parameters import curve_of
+from accelerant.algebra.curve.weierstrass import Coordinates
 from accelerant.algebra.field.llvm_kernels import packed_field
 from accelerant.algebra.field.llvm_packed import PackedField
-from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, constant
+from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Variable, constant
 
 __all__ = [
+    "Cell",
+    "Element",
+    "Elements",
     "Pair",
     "Projective",
     "Scratch",
@@ -36,10 +43,228 @@ __all__ = [
     "add_affine",
     "batch_add",
     "double",
-    "entered",
     "functions",
     "public_digits",
+    "to_projective",
 ]
+
+Element = tuple[str, ...]
+
+_SMALL = 16
+"""Factors up to here are additions: a product takes as long as six or more of them."""
+
+
+class Cell:
+    """A variable element."""
+
+    def __init__(self, parts: Sequence[Variable]) -> None:
+        self._parts = parts
+
+    def get(self) -> Element:
+        """Append a load of the element."""
+        return tuple(part.get() for part in self._parts)
+
+    def set(self, value: Element) -> None:
+        """Append a store to it."""
+        for part, pack in zip(self._parts, value, strict=True):
+            part.set(pack)
+
+
+class Elements:
+    """Arithmetic and memory of coordinates, as instructions appended to a function.
+
+    Attributes:
+        code: where instructions go.
+        form: the arithmetic of Fq.
+        packs: masks and memory.
+        degree: over Fq, 1 or 2.
+        size: bytes of an element in memory.
+        zero: of the field.
+        one: of the field, as 1 L.
+    """
+
+    def __init__(
+        self,
+        field: Coordinates[Any],
+        form: PackedField,
+        code: FunctionBuilder,
+        *,
+        calls: bool = True,
+        call_sums: bool = False,
+    ) -> None:
+        """Bind the arithmetic to a function.
+
+        Args:
+            field: of the coordinates.
+            form: the arithmetic of Fq.
+            code: where instructions go.
+            calls: products are calls, of FIELD_mul_call and, over Fq2, of quadratic_mul (llvm_points.py).
+            call_sums: over Fq2 sums and differences are calls too: a tenth slower, and half the time to compile.
+        """
+        self.code = code
+        self.form = form
+        self.packs: Packs = packs_of(form)
+        self.degree = field.degree
+        self.size = field.degree * field.base.size_bytes
+        self.zero = self.constant([0] * field.degree)
+        self.one = self.constant([1] + [0] * (field.degree - 1))
+        self._suffix = "_call" if calls else ""
+        self._called = self.degree == 2 and calls
+        self._call_sums = self.degree == 2 and call_sums
+        self._passed: list[str] = []
+
+    # --- arithmetic --------------------------------------------------------------------------------------------------
+
+    def constant(self, parts: Sequence[int]) -> Element:
+        """Return the constant with these coefficients."""
+        form = self.form
+        return tuple(form.constant(part * form.radix % form.field.modulus) for part in parts)
+
+    def add(self, a: Element, b: Element) -> Element:
+        """Append a + b."""
+        if self._call_sums:
+            return self._pass("quadratic_add", a, b)
+        return tuple(self._call("add", x, y) for x, y in zip(a, b, strict=True))
+
+    def sub(self, a: Element, b: Element) -> Element:
+        """Append a - b."""
+        if self._call_sums:
+            return self._pass("quadratic_sub", a, b)
+        return tuple(self._call("sub", x, y) for x, y in zip(a, b, strict=True))
+
+    def neg(self, a: Element) -> Element:
+        """Append -a."""
+        return tuple(self._call("neg", x) for x in a)
+
+    def conjugate(self, a: Element) -> Element:
+        """Append c0 - c1 u; an element of Fq is its own conjugate."""
+        return (a[0], *(self._call("neg", x) for x in a[1:]))
+
+    def times(self, a: Element, k: int) -> Element:
+        """Append the product of a and an integer k >= 0."""
+        if k > _SMALL:
+            constant = self.constant([k])
+            return tuple(self._mul(constant[0], x) for x in a)
+        if k < 2:
+            return a if k else self.zero
+        half = self.times(a, k // 2)
+        double = self.add(half, half)
+        return self.add(double, a) if k % 2 else double
+
+    def scaled(self, a: Element, factor: Sequence[int]) -> Element:
+        """Append the product of a and the constant with these coefficients."""
+        if all(part == 0 for part in factor[1:]):
+            return self.times(a, factor[0])
+        if factor[0] == factor[1] <= _SMALL:
+            difference, total = self._call("sub", *a), self._call("add", *a)
+            return self.times((difference, total), factor[0])
+        return self.mul(self.constant(factor), a)
+
+    def mul(self, a: Element, b: Element) -> Element:
+        """Append a b; in Fq2 by Karatsuba, three products in Fq."""
+        if self.degree == 1:
+            return (self._mul(a[0], b[0]),)
+        return self._pass("quadratic_mul", a, b) if self._called else self.karatsuba(a, b)
+
+    def karatsuba(self, a: Element, b: Element) -> Element:
+        """Append the product in Fq2 inline."""
+        low, high = self._mul(a[0], b[0]), self._mul(a[1], b[1])
+        cross = self._mul(self._call("add", *a), self._call("add", *b))
+        return self._call("sub", low, high), self._call("sub", cross, self._call("add", low, high))
+
+    def square(self, a: Element) -> Element:
+        """Append a^2; in Fq2 (c0 + c1) (c0 - c1) + 2 c0 c1 u."""
+        if self.degree == 1:
+            return (self._call(f"square{self._suffix}", a[0]),)
+        return self._pass("quadratic_square", a) if self._called else self.complex_square(a)
+
+    def complex_square(self, a: Element) -> Element:
+        """Append the square in Fq2 inline."""
+        real = self._mul(self._call("add", *a), self._call("sub", *a))
+        half = self._mul(*a)
+        return real, self._call("add", half, half)
+
+    def inverse(self, a: Element) -> Element:
+        """Append 1/a, and 0 for 0: (c0 - c1 u) / (c0^2 + c1^2) by FIELD_inverse."""
+        t = self.form.type
+        call = f"call {t} @{self.form.field.name}_inverse({t} "
+        if self.degree == 1:
+            return (self.code(f"{call}{a[0]})", t),)
+        squares = [self._call(f"square{self._suffix}", part) for part in a]
+        scale = self.code(f"{call}{self._call('add', *squares)})", t)
+        return tuple(self._mul(scale, part) for part in self.conjugate(a))
+
+    def product(self, a: Element, factor: int) -> Element:
+        """Append a factor / L: conversion from one Montgomery form to another."""
+        return tuple(self.form.times(self.code, part, factor) for part in a)
+
+    def _pass(self, name: str, *operands: Element) -> Element:
+        """Append a call of a function on elements in memory."""
+        if not self._passed:
+            self._passed = [self.space() for _ in range(3)]
+        for place, operand in zip(self._passed[1:], operands, strict=False):
+            self.store(place, 0, operand)
+        arguments = ", ".join(f"ptr {place}" for place in self._passed[: 1 + len(operands)])
+        self.code.do(f"call void @{name}({arguments})")
+        return self.load(self._passed[0], 0)
+
+    def _mul(self, x: str, y: str) -> str:
+        return self._call(f"mul{self._suffix}", x, y)
+
+    def _call(self, name: str, *packs: str) -> str:
+        return self.form.call(self.code, name, *packs)
+
+    # --- choices -----------------------------------------------------------------------------------------------------
+
+    def is_zero(self, a: Element) -> str:
+        """Append the mask of the lanes that are 0."""
+        mask = self.packs.is_zero(self.code, a[0])
+        for part in a[1:]:
+            mask = self.code.op("and", mask, self.packs.is_zero(self.code, part))
+        return mask
+
+    def select(self, mask: str, a: Element, b: Element) -> Element:
+        """Append a where the mask is set, else b; without a branch."""
+        return tuple(self.packs.select(self.code, mask, x, y) for x, y in zip(a, b, strict=True))
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def read(self, pointers: Sequence[str], index: int = 0) -> Element:
+        """Append loads of element `index` of the arrays at each lane's address, in memory's form."""
+        step = self.form.field.size_bytes
+        return tuple(
+            self.packs.read(self.code, pointers, index * self.size + part * step) for part in range(self.degree)
+        )
+
+    def write(self, pointers: Sequence[str], index: int, a: Element) -> None:
+        """The same outward."""
+        for part, pack in enumerate(a):
+            offset = index * self.size + part * self.form.field.size_bytes
+            self.packs.write(self.code, pointers, offset, pack)
+
+    def load(self, pointer: str, index: str | int) -> Element:
+        """Append the load of an element of an array of packs, in the kernel's own memory."""
+        return tuple(self.code.load(self.form.type, pointer, at) for at in self._places(index))
+
+    def store(self, pointer: str, index: str | int, a: Element) -> None:
+        """The same outward."""
+        for at, pack in zip(self._places(index), a, strict=True):
+            self.code.store(self.form.type, pack, pointer, at)
+
+    def _places(self, index: str | int) -> list[str]:
+        if isinstance(index, int):
+            return [str(index * self.degree + part) for part in range(self.degree)]
+        first = index if self.degree == 1 else self.code.i64("mul nsw", index, self.degree)
+        return [first, *(self.code.i64("add nsw", first, part) for part in range(1, self.degree))]
+
+    def space(self, count: int = 1) -> str:
+        """Allocate the kernel's own memory for so many elements."""
+        return self.code.stack(self.form.type, count * self.degree)
+
+    def cell(self, a: Element) -> Cell:
+        """Allocate a variable with this value."""
+        return Cell([self.code.variable(self.form.type, part) for part in a])
+
 
 Projective = tuple[Element, Element, Element]
 
@@ -48,7 +273,7 @@ Projective = tuple[Element, Element, Element]
 
 
 def add(k: Elements, b3: Sequence[int], p: Projective, q: Projective) -> Projective:
-    """P + Q; 12M and two products by 3 b. Source: algorithm 7."""
+    """Append P + Q; 12M and two products by 3 b. Source: algorithm 7."""
     (x1, y1, z1), (x2, y2, z2) = p, q
     xx, yy, zz = k.mul(x1, x2), k.mul(y1, y2), k.mul(z1, z2)
     xy = k.sub(k.mul(k.add(x1, y1), k.add(x2, y2)), k.add(xx, yy))
@@ -58,7 +283,7 @@ def add(k: Elements, b3: Sequence[int], p: Projective, q: Projective) -> Project
 
 
 def add_affine(k: Elements, b3: Sequence[int], p: Projective, q: tuple[Element, Element]) -> Projective:
-    """P + Q, Q affine and not infinity; 11M and two products by 3 b. Source: algorithm 8."""
+    """Append P + Q, Q affine and not infinity; 11M and two products by 3 b. Source: algorithm 8."""
     (x1, y1, z1), (x2, y2) = p, q
     xx, yy = k.mul(x1, x2), k.mul(y1, y2)
     xy = k.sub(k.mul(k.add(x1, y1), k.add(x2, y2)), k.add(xx, yy))
@@ -69,7 +294,7 @@ def add_affine(k: Elements, b3: Sequence[int], p: Projective, q: tuple[Element, 
 def _combined(
     k: Elements, b3: Sequence[int], xx3: Element, yy: Element, zz: Element, xy: Element, yz: Element, xz: Element
 ) -> Projective:
-    """What the two share: from the products of like coordinates and the sums of the crossed ones; 6M."""
+    """Append the common end of both: from products of like coordinates and sums of crossed ones; 6M."""
     b3zz, b3xz = k.scaled(zz, b3), k.scaled(xz, b3)
     plus, minus = k.add(yy, b3zz), k.sub(yy, b3zz)
     x3 = k.sub(k.mul(xy, minus), k.mul(yz, b3xz))
@@ -78,7 +303,7 @@ def _combined(
 
 
 def double(k: Elements, b3: Sequence[int], p: Projective) -> Projective:
-    """2 P; 6M + 2S and a product by 3 b. Source: algorithm 9."""
+    """Append 2 P; 6M + 2S and a product by 3 b. Source: algorithm 9."""
     x, y, z = p
     yy, yz, xy = k.square(y), k.mul(y, z), k.mul(x, y)
     b3zz = k.scaled(k.square(z), b3)
@@ -90,8 +315,8 @@ def double(k: Elements, b3: Sequence[int], p: Projective) -> Projective:
 # --- functions -------------------------------------------------------------------------------------------------------
 
 
-def entered(k: Elements, affine: tuple[Element, Element]) -> Projective:
-    """An affine point, x L and y L, as a projective one."""
+def to_projective(k: Elements, affine: tuple[Element, Element]) -> Projective:
+    """Append the projective coordinates of an affine point, x L and y L."""
     infinity = k.is_zero(affine[1])
     return affine[0], k.select(infinity, k.one, affine[1]), k.select(infinity, k.zero, k.one)
 
@@ -124,14 +349,14 @@ def _double(k: Elements, b3: Sequence[int]) -> None:
 
 
 _ODD = 4
-"""Odd multiples in a table of public_digits: P, 3 P, 5 P and 7 P."""
+"""Odd multiples in a table for public_digits: P, 3 P, 5 P and 7 P."""
 
 
 def public_digits(number: int) -> tuple[list[int], int]:
-    """Signed digits of a number that is known to all, and how many odd multiples they need: the fewest additions.
+    """Return signed digits of a public number and the odd multiples they need, for the fewest additions.
 
-    number = sum d_j 2^j, the lowest first, each digit 0 or odd and at most 2 odd - 1 in magnitude; of several digits in
-    a row only one is not 0. Source: Solinas 2000, Designs, Codes and Cryptography 19, "width-w NAF".
+    number = sum d_j 2^j, the lowest first, each digit 0 or odd and at most 2 odd - 1 in magnitude; among several
+    consecutive digits only one is not 0. Source: Solinas 2000, Designs, Codes and Cryptography 19, "width-w NAF".
     """
     found = []
     for odd in (1, _ODD):
@@ -177,7 +402,7 @@ _WINDOW = 4
 
 
 def _inverse(form: PackedField) -> FunctionBuilder:
-    """The power p - 2 by windows of four bits: for each digit, which is public, four squares and a product."""
+    """Return FIELD_inverse: the power p - 2 by windows of four bits, four squares and a product for each."""
     t, field = form.type, form.field
     code = FunctionBuilder(f"{field.name}_inverse", [f"{t} %x"], t, attributes=NOINLINE)
     exponent = field.modulus - 2
@@ -202,7 +427,7 @@ def _inverse(form: PackedField) -> FunctionBuilder:
 
 @functools.cache
 def functions(name: str, kind: str) -> tuple[FunctionBuilder, ...]:
-    """The definitions that the module's docstring lists, and the form's that they call.
+    """Return the definitions that the module's docstring lists, and those of the form that they call.
 
     Args:
         name: of the curve.
@@ -228,7 +453,7 @@ def functions(name: str, kind: str) -> tuple[FunctionBuilder, ...]:
 
 
 def _stored(name: str, operands: int = 2) -> Callable[[Elements], None]:
-    """Write z = the method of that name of x, or of x and y."""
+    """Return a writer of z = the method of that name of x, or of x and y."""
 
     def write(k: Elements) -> None:
         k.store("%z", 0, getattr(k, name)(*(k.load(pointer, 0) for pointer in ("%x", "%y")[:operands])))
@@ -252,13 +477,13 @@ _QUADRATIC: _Writers = {
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A pack of affine points P and Q to be added, read when it is asked for.
+    """A pack of affine points P and Q to add, read on demand.
 
     Attributes:
         x: of P and of Q.
         y: of P and of Q.
         write: takes the sum's x and y.
-        fetch: asks for P and Q to be brought into the cache, where they lie anywhere.
+        fetch: prefetches P and Q, for points at arbitrary addresses.
     """
 
     x: Callable[[], tuple[Element, Element]]
@@ -269,10 +494,10 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Memory that a batch of additions needs, one of each for a pack of pairs.
+    """Memory for a batch of additions: arrays with an element per pack of pairs.
 
     Attributes:
-        products: elements, of all denominators before.
+        products: elements, the product of all preceding denominators.
         denominators: elements.
         special: bytes, 1 where a pack has a doubling, opposite points or infinity.
     """
@@ -283,11 +508,11 @@ class Scratch:
 
 
 _AHEAD = 4
-"""Packs between asking for points and reading them: a miss takes about as long as a pack's first pass."""
+"""Packs between prefetching points and reading them: a miss takes about as long as a pack's first pass."""
 
 
 def batch_add(k: Elements, count: str, pair: Callable[[str], Pair], scratch: Scratch, unit: int) -> None:
-    """Write the sums of the packs of pairs 0 to count - 1, at least one.
+    """Append the additions of the packs of pairs 0 to count - 1, at least one.
 
     Slopes are (y2 - y1) / (x2 - x1), or 3 x^2 / (2 y) where the points are equal; x3 = slope^2 - x1 - x2 and
     y3 = slope (x1 - x3) - y1. The denominators are inverted together (Montgomery 1987, section 10.3.1): 5M + 1S a pair.
@@ -320,7 +545,7 @@ def batch_add(k: Elements, count: str, pair: Callable[[str], Pair], scratch: Scr
 
 
 def _denominator(k: Elements, pair: Pair, scratch: Scratch, i: str) -> Element:
-    """X2 - x1; 2 y of a doubling, and 1 where nothing is divided."""
+    """Append x2 - x1; 2 y for a doubling, and 1 where there is nothing to divide."""
     code, packs = k.code, k.packs
     x1, x2 = pair.x()
     difference = k.sub(x2, x1)

@@ -1,14 +1,14 @@
 """The group law and sums of multiples on Python integers: the oracle of the kernels.
 
 Points are affine (x, y), None for infinity; Jacobian (X, Y, Z) with x = X/Z^2, y = Y/Z^3; or XYZZ (X, Y, ZZ, ZZZ) with
-x = X/ZZ, y = Y/ZZZ, ZZ^3 = ZZZ^2. In both, infinity is what has Z or ZZ zero. Every function takes any two points of
-the curve, equal, opposite or infinite; that they lie on it is the caller's affair. Costs: M multiplications,
+x = X/ZZ, y = Y/ZZZ, ZZ^3 = ZZZ^2. Infinity has Z = 0 or ZZ = 0. Every function takes any two points of
+the curve, equal, opposite or infinite; callers check that they lie on it. Costs: M multiplications,
 S squarings, I inversions.
 
 Source: Bernstein and Lange, Explicit-Formulas Database, hyperelliptic.org/EFD, short Weierstrass curves: "jacobian-0"
-and "xyzz", by the names that stand beside each function.
+and "xyzz", by the names in each function.
 
-Not constant-time in anything.
+Not constant-time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ __all__ = [
     "add",
     "double",
     "in_subgroup",
-    "is_on_curve",
     "jacobian_add",
     "jacobian_add_mixed",
     "jacobian_double",
@@ -50,23 +49,18 @@ Jacobian = tuple[E, E, E]
 XYZZ = tuple[E, E, E, E]
 
 
-def is_on_curve(curve: Curve[E], point: Affine[E]) -> bool:
-    """Whether y^2 = x^3 + b; infinity is on the curve."""
-    return curve.is_on_curve(point)
-
-
 def in_subgroup(curve: Curve[E], point: Affine[E]) -> bool:
-    """Whether r times the point, which lies on the curve, is infinity. By the definition: one multiplication by r."""
+    """Return whether r times a point of the curve is infinity."""
     return multiply(curve, curve.order, point) is None
 
 
 def negate(curve: Curve[E], point: Affine[E]) -> Affine[E]:
-    """(x, -y)."""
+    """Return -P = (x, -y)."""
     return None if point is None else (point[0], curve.coordinates.neg(point[1]))
 
 
 def add(curve: Curve[E], p: Affine[E], q: Affine[E]) -> Affine[E]:
-    """The chord's third point, mirrored; I + 2M + S."""
+    """Return P + Q by the chord; I + 2M + S."""
     k = curve.coordinates
     if p is None:
         return q
@@ -93,9 +87,9 @@ def _third(curve: Curve[E], p: tuple[E, E], other_x: E, slope: E) -> tuple[E, E]
 
 
 def multiply(curve: Curve[E], scalar: int, point: Affine[E]) -> Affine[E]:
-    """The multiple, for any integer, which is not reduced mod r: points outside the subgroup get what they are due.
+    """Return the multiple by any integer, which is not reduced mod r: points outside the subgroup are correct, too.
 
-    Doubling and adding from the highest bit, in Jacobian coordinates.
+    Double-and-add from the highest bit, in Jacobian coordinates.
     """
     if point is None or scalar == 0:
         return None
@@ -109,13 +103,13 @@ def multiply(curve: Curve[E], scalar: int, point: Affine[E]) -> Affine[E]:
 
 
 def jacobian_from_affine(curve: Curve[E], point: Affine[E]) -> Jacobian[E]:
-    """(x, y, 1), or (1, 1, 0)."""
+    """Return (x, y, 1), or (1, 1, 0) for infinity."""
     k = curve.coordinates
     return (k.one, k.one, k.zero) if point is None else (*point, k.one)
 
 
 def jacobian_to_affine(curve: Curve[E], p: Jacobian[E]) -> Affine[E]:
-    """(X/Z^2, Y/Z^3); I + 3M + S."""
+    """Return (X/Z^2, Y/Z^3); I + 3M + S."""
     k = curve.coordinates
     if p[2] == k.zero:
         return None
@@ -125,12 +119,12 @@ def jacobian_to_affine(curve: Curve[E], p: Jacobian[E]) -> Affine[E]:
 
 
 def jacobian_negate(curve: Curve[E], p: Jacobian[E]) -> Jacobian[E]:
-    """(X, -Y, Z)."""
+    """Return (X, -Y, Z)."""
     return p[0], curve.coordinates.neg(p[1]), p[2]
 
 
 def jacobian_double(curve: Curve[E], p: Jacobian[E]) -> Jacobian[E]:
-    """dbl-2009-l; 2M + 5S. Infinity doubles to infinity by itself: Z3 = 2 Y Z."""
+    """Return 2 P by dbl-2009-l; 2M + 5S. Infinity needs no special case: Z3 = 2 Y Z."""
     k = curve.coordinates
     x, y, z = p
     a, b = k.square(x), k.square(y)
@@ -142,7 +136,7 @@ def jacobian_double(curve: Curve[E], p: Jacobian[E]) -> Jacobian[E]:
 
 
 def jacobian_add(curve: Curve[E], p: Jacobian[E], q: Jacobian[E]) -> Jacobian[E]:
-    """add-2007-bl; 11M + 5S."""
+    """Return P + Q by add-2007-bl; 11M + 5S."""
     k = curve.coordinates
     if p[2] == k.zero:
         return q
@@ -163,7 +157,7 @@ def jacobian_add(curve: Curve[E], p: Jacobian[E], q: Jacobian[E]) -> Jacobian[E]
 
 
 def jacobian_add_mixed(curve: Curve[E], p: Jacobian[E], q: Affine[E]) -> Jacobian[E]:
-    """madd-2007-bl; 7M + 4S."""
+    """Return P + Q, Q affine, by madd-2007-bl; 7M + 4S."""
     k = curve.coordinates
     if q is None:
         return p
@@ -184,13 +178,13 @@ def jacobian_add_mixed(curve: Curve[E], p: Jacobian[E], q: Affine[E]) -> Jacobia
 
 
 def xyzz_from_affine(curve: Curve[E], point: Affine[E]) -> XYZZ[E]:
-    """(x, y, 1, 1), or (1, 1, 0, 0)."""
+    """Return (x, y, 1, 1), or (1, 1, 0, 0) for infinity."""
     k = curve.coordinates
     return (k.one, k.one, k.zero, k.zero) if point is None else (*point, k.one, k.one)
 
 
 def xyzz_to_affine(curve: Curve[E], p: XYZZ[E]) -> Affine[E]:
-    """(X/ZZ, Y/ZZZ) with one inversion: 1/ZZ = (ZZ/ZZZ)^2; I + 3M + S."""
+    """Return (X/ZZ, Y/ZZZ) with one inversion, by 1/ZZ = (ZZ/ZZZ)^2; I + 3M + S."""
     k = curve.coordinates
     if p[2] == k.zero:
         return None
@@ -199,7 +193,7 @@ def xyzz_to_affine(curve: Curve[E], p: XYZZ[E]) -> Affine[E]:
 
 
 def xyzz_batch_to_affine(curve: Curve[E], points: Sequence[XYZZ[E]]) -> list[Affine[E]]:
-    """As xyzz_to_affine with one inversion for all: I + n (6M + S). Source: Montgomery 1987, section 10.3.1."""
+    """Return xyzz_to_affine of each, with one inversion: I + n (6M + S). Source: Montgomery 1987, section 10.3.1."""
     k = curve.coordinates
     products, product = [], k.one
     for point in points:
@@ -218,12 +212,12 @@ def xyzz_batch_to_affine(curve: Curve[E], points: Sequence[XYZZ[E]]) -> list[Aff
 
 
 def xyzz_negate(curve: Curve[E], p: XYZZ[E]) -> XYZZ[E]:
-    """(X, -Y, ZZ, ZZZ)."""
+    """Return (X, -Y, ZZ, ZZZ)."""
     return p[0], curve.coordinates.neg(p[1]), p[2], p[3]
 
 
 def xyzz_double(curve: Curve[E], p: XYZZ[E]) -> XYZZ[E]:
-    """dbl-2008-s-1 with a = 0; 6M + 3S. Infinity doubles to infinity by itself."""
+    """Return 2 P by dbl-2008-s-1 with a = 0; 6M + 3S. Infinity needs no special case."""
     k = curve.coordinates
     x, y, zz, zzz = p
     u = k.times(y, 2)
@@ -235,7 +229,7 @@ def xyzz_double(curve: Curve[E], p: XYZZ[E]) -> XYZZ[E]:
 
 
 def xyzz_add(curve: Curve[E], p: XYZZ[E], q: XYZZ[E]) -> XYZZ[E]:
-    """add-2008-s; 12M + 2S."""
+    """Return P + Q by add-2008-s; 12M + 2S."""
     k = curve.coordinates
     if p[2] == k.zero:
         return q
@@ -254,7 +248,7 @@ def xyzz_add(curve: Curve[E], p: XYZZ[E], q: XYZZ[E]) -> XYZZ[E]:
 
 
 def xyzz_add_mixed(curve: Curve[E], p: XYZZ[E], q: Affine[E]) -> XYZZ[E]:
-    """madd-2008-s; 8M + 2S."""
+    """Return P + Q, Q affine, by madd-2008-s; 8M + 2S."""
     k = curve.coordinates
     if q is None:
         return p
@@ -272,15 +266,10 @@ def xyzz_add_mixed(curve: Curve[E], p: XYZZ[E], q: Affine[E]) -> XYZZ[E]:
 
 
 def msm_sum(curve: Curve[E], scalars: Sequence[int], points: Sequence[Affine[E]]) -> Affine[E]:
-    """The sum of scalars[i] points[i], each product by itself; affine additions throughout.
-
-    Args:
-        curve: of the points.
-        scalars: any integers.
-        points: as many.
+    """Return the sum of scalars[i] points[i], product by product, with affine additions.
 
     Raises:
-        ValueError: not as many points as scalars.
+        ValueError: the lengths differ.
     """
     total: Affine[E] = None
     for scalar, point in zip(scalars, points, strict=True):
@@ -289,15 +278,15 @@ def msm_sum(curve: Curve[E], scalars: Sequence[int], points: Sequence[Affine[E]]
 
 
 def signed_digits(scalar: int, window: int, count: int) -> list[int]:
-    """Digits d_j of scalar = sum d_j 2^(window j), -2^(window - 1) < d_j <= 2^(window - 1), the lowest first.
+    """Return the digits d_j of scalar = sum d_j 2^(window j), -2^(window - 1) < d_j <= 2^(window - 1), lowest first.
 
     Args:
         scalar: not negative.
         window: bits of a digit, at least 2.
-        count: of digits; (bits + 1) / window, rounded up, are enough.
+        count: number of digits; (bits + 1) / window, rounded up, suffice.
 
     Raises:
-        ValueError: they are not enough.
+        ValueError: the scalar does not fit.
     """
     base, half = 1 << window, 1 << window - 1
     digits, rest = [], scalar
@@ -315,17 +304,14 @@ def signed_digits(scalar: int, window: int, count: int) -> list[int]:
 def msm_buckets(
     curve: Curve[E], scalars: Sequence[int], points: Sequence[Affine[E]], *, window: int | None = None
 ) -> Affine[E]:
-    """As msm_sum, by buckets of signed digits. Source: Bernstein et al., eprint 2012/549, after Pippenger.
+    """Return msm_sum by buckets of signed digits. Source: Bernstein et al., eprint 2012/549, after Pippenger.
 
-    For each digit j, from the highest: bucket b sums the points whose digit is b, less those whose digit is -b; the sum
-    of b times bucket b is that of its running sums; and the total is 2^window times the total so far, plus that.
+    For each digit j, from the highest: bucket b sums the points with digit b, minus those with digit -b; the sum of b
+    times bucket b is the sum of the buckets' running sums; the total is 2^window times the previous total, plus that.
 
     Args:
         curve, scalars, points: as for msm_sum.
-        window: bits of a digit, at least 2; that of the fewest additions if not given.
-
-    Raises:
-        As msm_sum.
+        window: bits of a digit, at least 2; by default the one with the fewest additions.
     """
     bits = max((abs(scalar).bit_length() for scalar in scalars), default=0)
     if window is None:

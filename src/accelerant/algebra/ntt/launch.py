@@ -18,8 +18,7 @@ from accelerant.algebra.field.llvm_kernels import host_form, packed_field
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.words import dtype_of, element_shape
-from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS, PassKernel
-from accelerant.algebra.ntt.llvm_packs import by_limbs
+from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS, PassKernel, by_limbs
 from accelerant.algebra.ntt.plan import Pass, Variant, make_passes
 from accelerant.algebra.ntt.program import Tile, kernel_source
 from accelerant.algebra.ntt.tables import device_tables, limbs_of_52_bits, pass_tables

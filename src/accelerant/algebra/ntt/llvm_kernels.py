@@ -1,28 +1,201 @@
-"""The CPU's pass of a transform: LLVM IR for one field and variant, over a form of arithmetic.
+"""The CPU's pass of a transform: LLVM IR for one field and variant, in scalar or vector form.
 
-ntt_pass does the columns of which all elements lie in [begin, min(end, count 2^log_rows)), counted along the columns,
-`lanes` columns at a time (a tile): from memory to packs on the stack, one a row; the sums there (llvm_core.py); back.
-Where a column's rows are neighbours, as many packs as lanes are loaded along the rows and turned.
+ntt_pass transforms the columns all of whose elements are in [begin, min(end, count 2^log_rows)), counted along the
+columns, `lanes` columns at a time (a tile): from memory to packs on the stack, one per row; the sums there; and back.
+If a column's rows are neighbours in memory, as many packs as lanes are loaded along the rows and transposed.
 
-Tables for FIELD_each (llvm_packs.py), as factors x L mod p of the form's L: roots, before, after, high. low: words, a
-pack of which is factors of neighbouring columns.
+    FIELD_each(ptr x, i64 i)      all lanes one factor of a table: words where an element is a word or a pack one
+                                  element; 52-bit limbs, contiguous, where a pack has a register for each limb
+    FIELD_sums(ptr rows, ptr roots, i64 log_rows)
+                                  transforms 2^log_rows packs in place, from natural to bit-reversed order
+
+Tables for FIELD_each hold factors x L mod p, L the form's radix: roots, before, after, high. low holds words; a pack of
+it is the factors of neighbouring columns.
+
+FIELD_sums works by steps of up to `radix_log` levels that each load a few packs, and store them. With w of order s, a
+level on blocks of s packs takes
+
+    a_i, a_(i + s/2)  to  a_i + a_(i + s/2), (a_i - a_(i + s/2)) w^i        i < s/2
+
+The first step takes the remainder of the levels; the last has constant factors, of which 1 is omitted.
+Source: Gentleman and Sande 1966, AFIPS Fall Joint Computer Conference 29, pages 563 to 578.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from accelerant.algebra.field.llvm_ifma import LANE_ORDER, PackedIfma
 from accelerant.algebra.field.llvm_kernels import SOURCES, packed_field
 from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.algebra.field.parameters import field_of
-from accelerant.algebra.ntt.llvm_core import sums
-from accelerant.algebra.ntt.llvm_packs import each, each_function, lane_order, reversed_bits, transposed
 from accelerant.algebra.ntt.plan import Variant
-from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, program
+from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Operand, Value, constant, program
 from accelerant.runtime.compilation.sources import builder_key
 
-__all__ = ["POINTERS", "SCALARS", "PassKernel"]
+__all__ = ["POINTERS", "SCALARS", "PassKernel", "by_limbs"]
+
+
+def by_limbs(form: PackedField) -> bool:
+    """Return whether tables for FIELD_each hold 52-bit limbs."""
+    return isinstance(form, PackedIfma)
+
+
+def _registers(form: PackedField, code: FunctionBuilder, pack: Value) -> list[Value]:
+    """Return the registers of a pack that has lanes."""
+    return code.parts(pack) if by_limbs(form) else [pack]
+
+
+def _joined(form: PackedField, code: FunctionBuilder, registers: Sequence[Value]) -> Value:
+    return code.array(form.type, registers) if by_limbs(form) else registers[0]
+
+
+def each_function(form: PackedField) -> FunctionBuilder:
+    """Return FIELD_each."""
+    code = FunctionBuilder(f"{form.field.name}_each", ["ptr %x", "i64 %i"], form.type)
+    if form.lanes == 1:
+        code.ret(form.load(code, "%x", "%i", code.op("add", "%i", 1)))
+        return code
+    element = f"i{form.field.word_bits}"
+    count = int(form.type[1:].split(" ")[0]) if by_limbs(form) else 1
+    first = code.at(f"[{count} x {element}]", "%x", "%i")
+    registers = []
+    for k in range(count):
+        limb = code.load(element, first, k, align=form.field.word_bits // 8)
+        registers.append(code.broadcast(limb, form.lanes))
+    code.ret(_joined(form, code, registers))
+    return code
+
+
+def each(form: PackedField, code: FunctionBuilder, pointer: str, i: Operand) -> Value:
+    """Append a call of FIELD_each."""
+    return code(f"call {form.type} @{form.field.name}_each(ptr {pointer}, i64 {i})", form.type)
+
+
+def lane_order(form: PackedField) -> Sequence[int]:
+    """Return the element of a pack in memory that each lane holds."""
+    return LANE_ORDER if by_limbs(form) else range(form.lanes)
+
+
+def transposed(form: PackedField, code: FunctionBuilder, packs: Sequence[Value]) -> list[Value]:
+    """Return as many packs as lanes, transposed: lane r of pack c is what lane c of pack r was.
+
+    log2(lanes) shuffles for each register of a pack.
+    """
+    lanes = form.lanes
+    rows = [_registers(form, code, pack) for pack in packs]
+    step = 1
+    while step < lanes:
+        low = [lane if not lane & step else lanes + lane - step for lane in range(lanes)]
+        high = [lane + step if not lane & step else lanes + lane for lane in range(lanes)]
+        for r in range(lanes):
+            if r & step:
+                continue
+            for k, (a, b) in enumerate(zip(rows[r], rows[r + step], strict=True)):
+                rows[r][k], rows[r + step][k] = (code.shuffle(a, b, order) for order in (low, high))
+        step *= 2
+    return [_joined(form, code, row) for row in rows]
+
+
+def reversed_bits(code: FunctionBuilder, index: Value, bits: str) -> Value:
+    """Return the lowest bits of an index in the opposite order; bits is a value of at least 1."""
+    reverse = code.intrinsic("i64", "llvm.bitreverse.i64", index)
+    return code.op("lshr", reverse, code.op("sub", constant("i64", 64), bits))
+
+
+def radix_log(form: PackedField) -> int:
+    """Return the levels of a step: about as many as leave its packs in registers; of words, as LLVM vectorises."""
+    return 3 if form.field.limbs == 1 else 2
+
+
+def sums(form: PackedField) -> list[FunctionBuilder]:
+    """Return FIELD_sums and its steps."""
+    levels = range(1, radix_log(form) + 1)
+    return [*(_step(form, count) for count in levels), *(_last(form, count) for count in levels), _driver(form)]
+
+
+def _levels(
+    form: PackedField, code: FunctionBuilder, levels: int, places: list[Value], factors: list[list[Value | None]]
+) -> None:
+    """Load 2^levels packs, transform, store; factors[level][k], None for 1."""
+    values: list[Value] = [code.load(form.type, place) for place in places]
+    for level in range(levels):
+        half = 1 << levels - level - 1
+        for first in range(0, 1 << levels, 2 * half):
+            for k in range(half):
+                a, b = values[first + k], values[first + k + half]
+                values[first + k] = form.call(code, "add", a, b)
+                difference = form.call(code, "sub", a, b)
+                factor = factors[level][k]
+                values[first + k + half] = difference if factor is None else form.call(code, "mul", factor, difference)
+    for place, value in zip(places, values, strict=True):
+        code.store(form.type, value, place)
+
+
+def _step(form: PackedField, levels: int) -> FunctionBuilder:
+    """Return FIELD_step<levels>: those levels of all blocks of 2^log_size packs."""
+    arguments = ["ptr noalias %rows", "ptr noalias %roots", "i64 %log_rows", "i64 %log_size"]
+    code = FunctionBuilder(f"{form.field.name}_step{levels}", arguments, attributes=NOINLINE)
+    rows, size = (code.i64("shl", 1, log) for log in ("%log_rows", "%log_size"))
+    quarter = code.op("lshr", size, levels)
+    scale = code.op("sub", "%log_rows", "%log_size")
+    with code.loop(0, rows, size) as first, code.loop(0, quarter) as j:
+        offsets = [j]
+        for _ in range(1, 1 << levels):
+            offsets.append(code.op("add nsw", offsets[-1], quarter))
+        places = [code.at(form.type, "%rows", code.op("add nsw", first, offset)) for offset in offsets]
+        factors: list[list[Value | None]] = []
+        for level in range(levels):
+            shift = code.op("add", scale, level)
+            half = offsets[: 1 << levels - level - 1]
+            factors.append([each(form, code, "%roots", code.op("shl", offset, shift)) for offset in half])
+        _levels(form, code, levels, places, factors)
+    code.ret()
+    return code
+
+
+def _last(form: PackedField, levels: int) -> FunctionBuilder:
+    """Return FIELD_last<levels>: the last levels, of blocks of 2^levels packs."""
+    arguments = ["ptr noalias %rows", "ptr noalias %roots", "i64 %log_rows"]
+    code = FunctionBuilder(f"{form.field.name}_last{levels}", arguments, attributes=NOINLINE)
+    rows = code.i64("shl", 1, "%log_rows")
+    factors: list[list[Value | None]] = []
+    for level in range(levels):
+        shift = code.op("add", code.op("sub", "%log_rows", levels), level)
+        half = range(1 << levels - level - 1)
+        factors.append([each(form, code, "%roots", code.i64("shl", k, shift)) if k else None for k in half])
+    with code.loop(0, rows, 1 << levels) as first:
+        places = [code.at(form.type, "%rows", code.op("add nsw", first, k)) for k in range(1 << levels)]
+        _levels(form, code, levels, places, factors)
+    code.ret()
+    return code
+
+
+def _driver(form: PackedField) -> FunctionBuilder:
+    """Return FIELD_sums: a first step of 1 to `most` levels, so that those left are a multiple of `most`."""
+    name, most = form.field.name, radix_log(form)
+    code = FunctionBuilder(f"{name}_sums", ["ptr %rows", "ptr %roots", "i64 %log_rows"], attributes=NOINLINE)
+    rows = "ptr %rows, ptr %roots, i64 %log_rows"
+    first = code.op("add", code.op("urem", code.op("sub", "%log_rows", 1), most), 1)
+    single = code.compare("eq", first, "%log_rows")
+    for levels in code.switch(first, range(1, most + 1)):
+        for alone in code.branches(single):
+            step = f"last{levels}({rows})" if alone else f"step{levels}({rows}, i64 %log_rows)"
+            code.do(f"call void @{name}_{step}")
+    for alone in code.branches(single):
+        if alone:
+            continue
+        left = code.variable("i64", code.op("sub", "%log_rows", first))
+        with code.loop(code.op("add", first, most), "%log_rows", most):
+            size = left.get()
+            code.do(f"call void @{name}_step{most}({rows}, i64 {size})")
+            left.set(code.op("sub", size, most))
+        code.do(f"call void @{name}_last{most}({rows})")
+    code.ret()
+    return code
+
 
 POINTERS = ("x", "z", "roots", "before", "after", "low", "high")
 SCALARS = (
@@ -40,7 +213,8 @@ SCALARS = (
     "write_2",
     "write_row",
 )
-"""Arguments of ntt_pass, in every dialect: pointers, then i64. See plan.py's Pass; count: of columns."""
+"""Arguments of ntt_pass, in every dialect: pointers, then i64. count is that of columns; for the others see
+plan.Pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +224,8 @@ class PassKernel:
     Attributes:
         field: its name.
         variant: of the pass.
-        form: one of algebra.field.llvm_kernels.FORMS. A vector's lanes must divide the count of columns, and rows
-            where they are neighbours, and the lowest digit of columns where those are.
+        form: one of algebra.field.llvm_kernels.FORMS. A vector's lanes must divide the number of columns, and that of
+            rows or of the lowest digit of columns, whichever are neighbours in memory.
     """
 
     field: str
@@ -60,21 +234,21 @@ class PassKernel:
 
     @property
     def key(self) -> str:
-        """See builder_key; the text depends on the target in nothing else."""
+        """See builder_key; the text does not depend on the target."""
         return builder_key((self, field_of(self.field)), *SOURCES)
 
     @property
     def written_out(self) -> bool:
-        """Whether LLVM has little to do: see runtime/providers/cpu.py."""
+        """Return whether LLVM has little to optimise: see runtime/providers/cpu.py."""
         return field_of(self.field).limbs > 1
 
     @property
     def least_share(self) -> int:
-        """Elements below which another thread costs more than it gives."""
+        """Return the elements that justify another thread."""
         return 2048 if field_of(self.field).limbs > 1 else 16384
 
     def build(self, target: str) -> str:
-        """LLVM IR.
+        """Return the LLVM IR.
 
         Raises:
             ConfigError: unknown field or form.
@@ -89,7 +263,7 @@ def _text(name: str, variant: Variant, kind: str) -> str:
 
 
 class _Pass:
-    """Writes ntt_pass."""
+    """The writer of ntt_pass."""
 
     def __init__(self, form: PackedField, variant: Variant) -> None:
         self.form, self.variant = form, variant

@@ -22,10 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accelerant.algebra.curve.llvm_coordinates import Element, Elements
-from accelerant.algebra.curve.llvm_entries import lanes_of, leave, mine
-from accelerant.algebra.curve.llvm_kernels import CurveKernels
-from accelerant.algebra.curve.llvm_points import Pair, Scratch, batch_add, functions
+from accelerant.algebra.curve.llvm_kernels import CurveKernels, from_memory, lanes_from, store_affine
+from accelerant.algebra.curve.llvm_points import Element, Elements, Pair, Scratch, batch_add, functions
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.llvm_kernels import packed_field
@@ -110,9 +108,9 @@ def _enter(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
     k = Elements(curve.coordinates, form, code)
     stop = code.smin("%end", "%n")
     with code.loop("%begin", stop, form.lanes) as i:
-        lanes = lanes_of(k, i, stop)
+        lanes = lanes_from(k, i, stop)
         x, z = (lanes.pointers(pointer, 2 * k.size) for pointer in ("%x", "%z"))
-        entered = [mine(k, k.read(x, part)) for part in range(2)]
+        entered = [from_memory(k, k.read(x, part)) for part in range(2)]
         for part, element in enumerate(entered):
             k.write(z, part, element)
 
@@ -213,7 +211,7 @@ def _pairs(curve: Curve[Any], form: PackedField) -> FunctionBuilder:
         rounded = code.i64("add nsw", code.i64("sub nsw", last, base), form.lanes - 1)
 
         def pair(i: str) -> Pair:
-            indices = lanes_of(k, code.i64("add nsw", base, code.i64("mul nsw", i, form.lanes)), last).indices
+            indices = lanes_from(k, code.i64("add nsw", base, code.i64("mul nsw", i, form.lanes)), last).indices
             sources, signs = [], []
             for array in ("%a", "%b"):
                 numbers, sign = _signed(k, array, indices)
@@ -247,7 +245,7 @@ def _copy(curve: Curve[Any], form: PackedField) -> FunctionBuilder:
     code = FunctionBuilder("msm_copy", arguments, attributes=NOINLINE)
     k = Elements(curve.coordinates, form, code)
     with code.loop(0, "%count", form.lanes) as i:
-        indices = lanes_of(k, i, "%count").indices
+        indices = lanes_from(k, i, "%count").indices
         numbers, sign = _signed(k, "%a", indices)
         source, target = _at(k, "%source", numbers), _at(k, "%target", _signed(k, "%z", indices)[0])
         x, y = k.read(source, 0), _ordinate(k, source, sign)
@@ -324,7 +322,7 @@ def _finish(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None
         for i in range(3):
             k.store(partial, i, k.read([place] * form.lanes, i))
         code.do(f"call void @point_add(ptr {total}, ptr {total}, ptr {partial})")
-    leave(k, total, ["%z"] * form.lanes)
+    store_affine(k, total, ["%z"] * form.lanes)
 
 
 _POINTERS = {
