@@ -65,38 +65,39 @@ class MemorySpace(ABC):
         """Copy words to the host."""
 
     @abstractmethod
-    def unsigned(self, words: Any) -> Any:
-        """Return words as an unsigned array of the library that holds them."""
-
-    @abstractmethod
     def pointer(self, words: Any) -> Pointer:
         """Return a launch's argument for contiguous words."""
 
-    @abstractmethod
+    # The following copy by way of the host where a subclass knows nothing better.
+
+    def unsigned(self, words: Any) -> Any:
+        """Return words as an unsigned array of the library that holds them."""
+        return self.store(words)
+
     def contiguous(self, words: Any) -> Any:
         """Return words in C order, copied if they are not."""
-
-    @abstractmethod
-    def broadcast(self, words: Any, shape: Shape) -> Any:
-        """Broadcast words to a shape, contiguous."""
-
-    @abstractmethod
-    def getitem(self, words: Any, key: tuple[Any, ...]) -> Any:
-        """Return words[key], contiguous."""
-
-    @abstractmethod
-    def pad(self, words: Any, axis: int, size: int) -> Any:
-        """Extend an axis to a size with zeros."""
-
-    @abstractmethod
-    def move_axis(self, words: Any, axis: int, before: int) -> Any:
-        """Move an axis in front of the last `before` ones, contiguous."""
+        return words
 
     def reshape(self, words: Any, shape: Shape) -> Any:
         """Return the same words in another shape."""
         return words.reshape(shape)
 
-    @abstractmethod
+    def broadcast(self, words: Any, shape: Shape) -> Any:
+        """Broadcast words to a shape, contiguous."""
+        return words if words.shape == shape else self.load(np.broadcast_to(self.store(words), shape))
+
+    def getitem(self, words: Any, key: tuple[Any, ...]) -> Any:
+        """Return words[key], contiguous."""
+        return self.load(self.store(words)[key])
+
+    def pad(self, words: Any, axis: int, size: int) -> Any:
+        """Extend an axis to a size with zeros."""
+        return self.load(HOST.pad(self.store(words), axis, size))
+
+    def move_axis(self, words: Any, axis: int, before: int) -> Any:
+        """Move an axis in front of the last `before` ones, contiguous."""
+        return self.load(np.moveaxis(self.store(words), axis, -1 - before))
+
     def equal(self, x: Any, y: Any, limbs: int) -> Any:
         """Compare element by element, with broadcasting; return booleans in the elements' shape.
 
@@ -104,14 +105,15 @@ class MemorySpace(ABC):
             x, y: words.
             limbs: of an element; 0 where elements have no axis of limbs.
         """
+        return HOST.equal(self.store(x), self.store(y), limbs)
 
-    @abstractmethod
     def minimum(self, numbers: Any) -> int:
         """Return the least of some int64 numbers."""
+        return int(self.store(numbers).min())
 
-    @abstractmethod
     def first_zero(self, words: Any, limbs: int) -> int | None:
         """Return the flattened index of the first element whose limbs are all 0, or None; limbs is at least 1."""
+        return HOST.first_zero(self.store(words), limbs)
 
 
 class _Address:
@@ -142,9 +144,6 @@ class _Host(MemorySpace):
     def store(self, words: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return words
 
-    def unsigned(self, words: Any) -> Any:
-        return words
-
     def pointer(self, words: Any) -> Pointer:
         return _Address(words)
 
@@ -165,9 +164,6 @@ class _Host(MemorySpace):
 
     def equal(self, x: Any, y: Any, limbs: int) -> Any:
         return (x == y).all(axis=-1) if limbs else np.asarray(x == y)
-
-    def minimum(self, numbers: Any) -> int:
-        return int(numbers.min())
 
     def first_zero(self, words: Any, limbs: int) -> int | None:
         zero = ~words.reshape(-1, limbs).any(axis=-1)
@@ -266,35 +262,8 @@ class _Buffers(MemorySpace):
     def store(self, words: Any) -> npt.NDArray[Any]:
         return self.provider.copy_to_host(words.buffer, words.dtype, words.shape)
 
-    def unsigned(self, words: Any) -> Any:
-        return self.store(words)
-
     def pointer(self, words: Any) -> Pointer:
         return words.buffer
-
-    def contiguous(self, words: Any) -> Any:
-        return words
-
-    def broadcast(self, words: Any, shape: Shape) -> Any:
-        return words if words.shape == shape else self.load(np.broadcast_to(self.store(words), shape))
-
-    def getitem(self, words: Any, key: tuple[Any, ...]) -> Any:
-        return self.load(self.store(words)[key])
-
-    def pad(self, words: Any, axis: int, size: int) -> Any:
-        return self.load(HOST.pad(self.store(words), axis, size))
-
-    def move_axis(self, words: Any, axis: int, before: int) -> Any:
-        return self.load(np.moveaxis(self.store(words), axis, -1 - before))
-
-    def equal(self, x: Any, y: Any, limbs: int) -> Any:
-        return HOST.equal(self.store(x), self.store(y), limbs)
-
-    def minimum(self, numbers: Any) -> int:
-        return HOST.minimum(self.store(numbers))
-
-    def first_zero(self, words: Any, limbs: int) -> int | None:
-        return HOST.first_zero(self.store(words), limbs)
 
 
 def is_tensor(x: object) -> bool:

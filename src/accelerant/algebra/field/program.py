@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from accelerant.algebra.field.llvm_kernels import FieldKernels
+from accelerant.algebra.field.llvm_kernels import ENTRIES, FieldKernels
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.algebra.field.ptx import ptx_macros
 from accelerant.errors import ConfigError
@@ -43,38 +43,19 @@ INVERSES = 16
 """Elements that a thread inverts together in the C dialects: about (3 * 16 + 380) / 16 multiplies each for 254 bits,
 and 2^20 elements still give 65,536 threads."""
 
-_BINARY = ("add", "sub", "mul", "mul_montgomery")
-_UNARY = (
-    "neg", "square", "square_montgomery", "to_montgomery", "from_montgomery", "reduce", "inv", "inv_montgomery",
-)  # fmt: skip
 _BY_CHUNK = ("field_sum", "field_dot", "field_dot_montgomery", "field_unreduced")
 _BY_SEVERAL = ("field_inv", "field_inv_montgomery")
 
 
 def entries(field: Field) -> dict[str, tuple[str, ...]]:
-    """Return each entry point and the types of its arguments, where E = "*u64" ("*u32" for words of 32 bits).
-
-        field_add field_sub field_mul field_mul_montgomery        x E, y E, z E, n
-        field_neg field_square field_square_montgomery
-        field_to_montgomery field_from_montgomery
-        field_reduce field_inv field_inv_montgomery               x E, z E, n
-        field_pow field_pow_montgomery                            x E, z E, exponent *u64, bits, n
-        field_sum                                                 x E, partial E, n, chunk
-        field_dot field_dot_montgomery                            x E, y E, partial E, n, chunk
-        field_unreduced                                           x E, first *i64, n, chunk
+    """Return each entry point and the types of its arguments; llvm_kernels.py lists and defines them.
 
     Elements are canonical, in "montgomery" entries x R mod p (R: montgomery_radix; field_to_montgomery takes any words,
-    field_from_montgomery returns canonical elements); field_add, _sub, _neg and _sum serve both. field_reduce takes any
-    words. An exponent is at least 0, little-endian words, and public: the time depends on nothing else. 0^0 = 1. The
-    inverse of 0 is 0. Chunk c is the elements [c chunk, min(n, (c + 1) chunk)): partial[c] is their sum, first[c] the
-    least index of an element not below p, else n.
+    field_from_montgomery returns canonical elements). An exponent is at least 0, 64-bit words, the least significant
+    first, and public: the time depends on nothing else.
     """
-    e = f"*u{field.word_bits}"
-    types: dict[str, tuple[str, ...]] = {f"field_{name}": (e, e, e, "i64") for name in _BINARY}
-    types |= {f"field_{name}": (e, e, "i64") for name in _UNARY}
-    types |= {f"field_{name}": (e, e, "*u64", "i64", "i64") for name in ("pow", "pow_montgomery")}
-    types |= {f"field_{name}": (e, e, e, "i64", "i64") for name in ("dot", "dot_montgomery")}
-    return types | {"field_sum": (e, e, "i64", "i64"), "field_unreduced": (e, "*i64", "i64", "i64")}
+    types = dict.fromkeys(("x", "y", "z", "partial"), f"*u{field.word_bits}") | {"exponent": "*u64", "first": "*i64"}
+    return {f"field_{name}": tuple(types.get(a, "i64") for a in arguments) for name, (arguments, _) in ENTRIES.items()}
 
 
 @dataclass(frozen=True, slots=True)
