@@ -1,8 +1,8 @@
 """The prime fields, as one table, and every constant that follows from it.
 
 A field is its modulus and a generator of its multiplicative group; the moduli of curves follow from the curve's
-parameter. All else (words, two-adicity, roots of unity, Montgomery constants) is derived here, so that no constant is
-typed in twice, and what can be wrong is checked when a field is made.
+parameter. Words, two-adicity, roots of unity and Montgomery constants are derived, so that no constant is typed twice,
+and a field is checked when it is constructed.
 
     goldilocks      p = 2^64 - 2^32 + 1                            Hamburg 2015, eprint 2015/625, with phi = 2^32
     babybear        p = 15 2^27 + 1                                the largest prime below 2^31 with 2^27 | p - 1
@@ -24,10 +24,10 @@ class Field:
     """A prime field.
 
     Attributes:
-        name: as users spell it.
+        name: the identifier that users pass.
         modulus: p, an odd prime.
-        generator: of the multiplicative group; a quadratic non-residue, therefore.
-        bits: of the modulus.
+        generator: of the multiplicative group, and so a quadratic non-residue.
+        bits: the modulus's.
         word_bits: of the unsigned words that hold a canonical element: 32 where p fits in them, else 64.
         limbs: words of a canonical element, the least significant first.
     """
@@ -40,10 +40,9 @@ class Field:
     limbs: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Derive the sizes; refuse a table that cannot be right: an even modulus, or a generator that is a square.
+        """Derive the sizes; refuse an even modulus, or a generator that is a square.
 
-        What is checked (Euler's criterion) fails for nearly all composite moduli too, and suffices for roots of unity
-        of order 2^k.
+        Euler's criterion fails for nearly all composite moduli too, and suffices for roots of unity of order 2^k.
         """
         p = self.modulus
         if p < 3 or p % 2 == 0 or pow(self.generator, (p - 1) // 2, p) != p - 1:
@@ -55,7 +54,7 @@ class Field:
 
     @property
     def size_bytes(self) -> int:
-        """Of a canonical element."""
+        """The bytes of a canonical element."""
         return self.limbs * self.word_bits // 8
 
     @property
@@ -65,7 +64,7 @@ class Field:
         return (below & -below).bit_length() - 1
 
     def root_of_unity(self, order: int) -> int:
-        """A primitive root, generator^((p - 1) / order).
+        """Return the primitive root of unity generator^((p - 1) / order).
 
         Raises:
             ConfigError: order is not positive or does not divide p - 1.
@@ -75,18 +74,18 @@ class Field:
         return pow(self.generator, (self.modulus - 1) // order, self.modulus)
 
     def montgomery_radix(self, limb_bits: int, limbs: int) -> int:
-        """R = 2^(limb_bits limbs) mod p: x is kept as x R where products are Montgomery's."""
+        """Return R = 2^(limb_bits limbs) mod p, of the Montgomery form x R."""
         return (1 << limb_bits * limbs) % self.modulus
 
     def montgomery_inverse(self, limb_bits: int) -> int:
-        """-1/p mod 2^limb_bits, the factor of one step of Montgomery's reduction."""
+        """Return -1/p mod 2^limb_bits, the factor of one step of Montgomery's reduction."""
         return -pow(self.modulus, -1, 1 << limb_bits) % (1 << limb_bits)
 
     def words(self, value: int, limb_bits: int, limbs: int) -> tuple[int, ...]:
-        """The limbs of a number that fits in them, the least significant first.
+        """Return the limbs of a number, the least significant first.
 
         Raises:
-            ValueError: it does not fit, or is negative.
+            ValueError: the number does not fit, or is negative.
         """
         if not 0 <= value < 1 << limb_bits * limbs:
             raise ValueError(f"{value} does not fit in {limbs} limbs of {limb_bits} bits")
@@ -112,13 +111,13 @@ _BLS_X = -0xD201000000010000
 
 
 def _bn(x: int) -> tuple[int, int]:
-    """Moduli (q of the curve's coordinates, r of its order) of a Barreto-Naehrig curve. Source: SAC 2005."""
+    """Return the moduli q (coordinates) and r (order) of a Barreto-Naehrig curve. Source: SAC 2005."""
     q = 36 * x**4 + 36 * x**3 + 24 * x**2 + 6 * x + 1
     return q, q - 6 * x**2
 
 
 def _bls12(x: int) -> tuple[int, int]:
-    """The same of a Barreto-Lynn-Scott curve of embedding degree 12. Source: SCN 2002."""
+    """Return those of a Barreto-Lynn-Scott curve of embedding degree 12. Source: SCN 2002."""
     r = x**4 - x**2 + 1
     return (x - 1) ** 2 * r // 3 + x, r
 
@@ -145,10 +144,10 @@ FQ2 = {name: QuadraticField(f"{name}2", FIELDS[name]) for name in ("bn254_fq", "
 
 
 def field_of(name: str) -> Field:
-    """The field of that name.
+    """Return the field of a name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: unknown name.
     """
     if name not in FIELDS:
         raise ConfigError(f"unknown field {name!r}; known are {', '.join(FIELDS)}")

@@ -1,7 +1,7 @@
-"""Arithmetic of large fields in PTX: carry chains, written out for a field's number of limbs.
+"""Arithmetic of large fields in PTX: carry chains, unrolled for a field's number of limbs.
 
 A product is split in two sums of 32-bit limbs, *even* and *odd*: x_j y_i goes to the even one where j is even, else to
-the odd one, which stands one limb higher. So the 64-bit products of a row follow one another without overlap, the whole
+the odd one, which is one limb higher. So the 64-bit products of a row follow one another without overlap, the whole
 row is one carry chain, and a pair mad.lo.cc, madc.hi.cc of the same factors becomes one wide multiply-add with carry.
 After a row x y_i and a row m p the lowest limb is 0. Shifted down by it, the sums change places: the odd one is the
 next row's even one, once the limb left over from the even one is added; its carry enters the next row's first chain.
@@ -41,11 +41,11 @@ class _Chains:
         self._operands = [[f"%{limbs * (1 + i) + j}" for j in range(limbs)] for i in range(inputs)]
 
     def operand(self, i: int) -> Limbs:
-        """The limbs of an argument."""
+        """Return the limbs of an argument."""
         return self._operands[i]
 
     def do(self, instruction: str, *sources: str | None) -> str:
-        """Append an instruction on u32; gives its result."""
+        """Append an instruction on u32; return its result."""
         result = f"t{self._registers}"
         self._registers += 1
         self._lines.append(f"{instruction} {result}, {', '.join(source or '0' for source in sources)};")
@@ -54,7 +54,7 @@ class _Chains:
     def products(
         self, sums: list[str | None], at: int, factors: Sequence[str], y: str, carry: bool = False, last: bool = False
     ) -> None:
-        """Sums += (factors[0] + factors[1] 2^64 + ...) y 2^(32 at), in one chain.
+        """Add (factors[0] + factors[1] 2^64 + ...) y 2^(32 at) to the sums, in one chain.
 
         Args:
             sums: limbs; changed. Where the highest product has one limb there, its upper half is lost.
@@ -84,7 +84,7 @@ class _Chains:
             sums[end] = self.do("addc.u32", sums[end], None)
 
     def chain(self, operation: str, x: Sequence[str | None], y: Sequence[str | None], out: bool = False) -> Limbs:
-        """X + y or x - y ("add", "sub"), limb by limb; the flag holds the carry afterwards where out says so."""
+        """Append x + y or x - y ("add", "sub"), limb by limb; the flag holds the carry afterwards if `out` is set."""
         result = []
         for i, (a, b) in enumerate(zip(x, y, strict=True)):
             final = "" if i == len(x) - 1 and not out else ".cc"
@@ -92,11 +92,11 @@ class _Chains:
         return result
 
     def borrow(self) -> str:
-        """All bits set where the last difference was negative."""
+        """Append a word with all bits set if the last difference was negative."""
         return self.do("subc.u32", None, None)
 
     def statement(self, name: str, result: Limbs) -> str:
-        """The macro of that name, which assigns these limbs."""
+        """Return the macro of a name, which assigns these limbs."""
         moves = [f"mov.u32 %{i}, {limb};" for i, limb in enumerate(result)]
         declared = [f".reg .u32 t<{self._registers}>;"]
         if self._predicates:
@@ -108,7 +108,7 @@ class _Chains:
         return f'#define {name}(z, {", ".join(names)}) asm("{text}" : {outputs} : {inputs})'
 
     def at_least_zero(self, reduced: Limbs, otherwise: Limbs, negative: str) -> Limbs:
-        """The reduced limbs, or the others where negative has all bits set."""
+        """Append a choice of the reduced limbs, or of the others where `negative` has all bits set."""
         which = f"q{self._predicates}"
         self._predicates += 1
         self._lines.append(f"setp.ne.u32 {which}, {negative}, 0;")
@@ -125,17 +125,17 @@ class _Field:
         self.inverse = f"0x{field.montgomery_inverse(_BITS):08x}"
 
     def multiple(self, k: int) -> Limbs:
-        """The limbs of k p mod R."""
+        """Return the limbs of k p mod R."""
         value = k * self.field.modulus % (1 << _BITS * self.limbs)
         return [f"0x{limb:08x}" for limb in self.field.words(value, _BITS, self.limbs)]
 
     def below(self, do: _Chains, t: Limbs, bound: Limbs) -> Limbs:
-        """The chains of t - bound where t >= bound."""
+        """Append t - bound where t >= bound."""
         less = do.chain("sub", t, bound, out=True)
         return do.at_least_zero(less, t, do.borrow())
 
     def below_p(self, do: _Chains, t: Limbs) -> Limbs:
-        """The chains of t - p where t >= p, with t < 2 p."""
+        """Append t - p where t >= p, with t < 2 p."""
         return self.below(do, t, self.p)
 
     def add(self, name: str) -> str:
@@ -150,7 +150,7 @@ class _Field:
         return do.statement(name, do.chain("add", difference, back))
 
     def negated_quotient(self, do: _Chains, lowest: str | None) -> str:
-        """M = -lowest / p mod 2^32; a difference where 1 / p is 1, as of BLS12-381's scalars.
+        """Append m = -lowest / p mod 2^32; a difference where 1 / p is 1, as for BLS12-381's scalars.
 
         Of a product by 2^32 - 1, and of neg, NVIDIA's compiler makes the same difference, but then splits 48 of the 128
         wide products of a multiply in a low and a high one (CUDA 13, sm_90a).
@@ -168,7 +168,7 @@ class _Field:
     def shifted(
         self, do: _Chains, even: list[str | None], odd: list[str | None]
     ) -> tuple[list[str | None], list[str | None]]:
-        """Both sums divided by 2^32. The flag holds a carry into the new odd one."""
+        """Divide both sums by 2^32. The flag holds a carry into the new odd one."""
         n = self.limbs
         low = do.do("add.cc.u32", odd[0], even[1])
         return [low, *odd[1:n], None], [*even[2 : n + 1], None]
@@ -183,7 +183,7 @@ class _Field:
         return do.statement(name, self.below_p(do, self.below_p(do, self._sum_of_products(do, *pairs))))
 
     def _sum_of_products(self, do: _Chains, *pairs: tuple[Limbs, Limbs]) -> Limbs:
-        """The chains of (x y + ...) / R mod p, below (1 + pairs) p, row by row."""
+        """Append (x y + ...) / R mod p, below (1 + pairs) p, row by row."""
         n = self.limbs
         even: list[str | None] = [None] * (n + 1)
         odd: list[str | None] = [None] * n
@@ -197,7 +197,7 @@ class _Field:
         return do.chain("add", even[1:], odd)
 
     def square(self, name: str) -> str:
-        """The products below the diagonal once, with one factor doubled; then n steps of reduction."""
+        """Square: the products below the diagonal once, with one factor doubled; then n steps of reduction."""
         n = self.limbs
         do = _Chains(1, n)
         x = do.operand(0)
@@ -213,7 +213,7 @@ class _Field:
         return do.statement(name, self.below_p(do, self._reduced(do, t)))
 
     def shoup(self, name: str) -> str:
-        """X, w, floor(w R / p); any x."""
+        """Multiply by a constant: arguments x, w, floor(w R / p); any x."""
         n = self.limbs
         do = _Chains(3, n)
         x, w = do.operand(0), do.operand(1)
@@ -228,7 +228,7 @@ class _Field:
         return do.statement(name, [lowest, *do.chain("add", even[1:], odd[1:])])
 
     def _upper_half(self, do: _Chains, x: Limbs, y: Limbs) -> Limbs:
-        """The chains of x y / R, without the products that stand below limb n - 2."""
+        """Append x y / R, without the products below limb n - 2."""
         n = self.limbs
         sums: tuple[list[str | None], ...] = ([None] * (2 * n + 1), [None] * (2 * n + 1))
         for i in range(n):
@@ -250,7 +250,7 @@ class _Field:
         return do.statement(name, self.below(do, do.operand(0), self.multiple(2)))
 
     def _reduced(self, do: _Chains, t: Limbs) -> Limbs:
-        """The chains of t / R mod p, below 2 p, with t < p^2: its lower half in n steps, then the upper is added."""
+        """Append t / R mod p, below 2 p, with t < p^2: its lower half in n steps, then the upper is added."""
         n = self.limbs
         even: list[str | None] = [*t[:n], None]
         odd: list[str | None] = [None] * n
@@ -265,10 +265,10 @@ class _Field:
 
 
 def ptx_macros(field: Field, prefix: str) -> str:
-    """Macros PREFIX_PTX_ADD, _SUB, _MUL (z, x, y), _SQUARE (z, x) and _DOT2 (z, x, y, v, w), of variables with `.limb`.
+    """Return macros PREFIX_PTX_ADD, _SUB, _MUL (z, x, y) and _SQUARE (z, x), of variables with `.limb`.
 
     Operands are below p, but y of a multiply may be any number of n limbs; results are below p. In Montgomery form,
-    R = 2^(32 n). _DOT2, x y + v w, is there where p has two spare bits, p < 2^(32 n - 2), and so are:
+    R = 2^(32 n). If p has two spare bits, p < 2^(32 n - 2), there are also _DOT2 (z, x, y, v, w), x y + v w, and:
 
         _SHOUP (z, x, y, v)   x y mod p, below (1 + x / R + 2^-28) p; v = floor(y R / p), y < p, and any x
         _LAZY_ADD (z, x, y)   x + y
@@ -279,9 +279,9 @@ def ptx_macros(field: Field, prefix: str) -> str:
         field: with an even number n of 32-bit limbs and a spare bit, p < 2^(32 n - 1).
         prefix: as program.field_text takes it.
     """
-    made = _Field(field)
-    operations = {"ADD": made.add, "SUB": made.sub, "MUL": made.mul, "SQUARE": made.square}
-    if field.bits <= _BITS * made.limbs - 2:
-        operations |= {"DOT2": made.dot2, "SHOUP": made.shoup, "LAZY_ADD": made.lazy_add}
-        operations |= {"LAZY_SUB": made.lazy_sub, "LAZY_REDUCE": made.lazy_reduce}
+    chains = _Field(field)
+    operations = {"ADD": chains.add, "SUB": chains.sub, "MUL": chains.mul, "SQUARE": chains.square}
+    if field.bits <= _BITS * chains.limbs - 2:
+        operations |= {"DOT2": chains.dot2, "SHOUP": chains.shoup, "LAZY_ADD": chains.lazy_add}
+        operations |= {"LAZY_SUB": chains.lazy_sub, "LAZY_REDUCE": chains.lazy_reduce}
     return "\n".join(operation(f"{prefix}_PTX_{name}") for name, operation in operations.items()) + "\n"

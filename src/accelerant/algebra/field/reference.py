@@ -1,6 +1,6 @@
 """Field arithmetic on Python integers: the oracle.
 
-Elements are canonical: integers from 0 to p - 1, but where a function says otherwise. Nothing here is constant-time.
+Elements are canonical integers from 0 to p - 1 unless a function says otherwise. Nothing here is constant-time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODULI = {name: field.modulus for name, field in FIELDS.items()}
 
 
 def field_add_reference(x: Sequence[int], y: Sequence[int], *, field: str) -> list[int]:
-    """(x + y) mod p, element by element.
+    """Return (x + y) mod p, element by element.
 
     Raises:
         ConfigError: unknown field.
@@ -42,33 +42,33 @@ def field_add_reference(x: Sequence[int], y: Sequence[int], *, field: str) -> li
 
 
 def field_sub_reference(x: Sequence[int], y: Sequence[int], *, field: str) -> list[int]:
-    """(x - y) mod p; raises as field_add_reference."""
+    """Return (x - y) mod p; raises as field_add_reference."""
     p = field_of(field).modulus
     return [(a - b) % p for a, b in _pairs(x, y)]
 
 
 def field_mul_reference(x: Sequence[int], y: Sequence[int], *, field: str) -> list[int]:
-    """X y mod p; raises as field_add_reference."""
+    """Return x y mod p; raises as field_add_reference."""
     p = field_of(field).modulus
     return [a * b % p for a, b in _pairs(x, y)]
 
 
 def field_square_reference(x: Sequence[int], *, field: str) -> list[int]:
-    """x^2 mod p."""
+    """Return x^2 mod p."""
     return field_mul_reference(x, x, field=field)
 
 
 def field_neg_reference(x: Sequence[int], *, field: str) -> list[int]:
-    """-x mod p."""
+    """Return -x mod p."""
     p = field_of(field).modulus
     return [-a % p for a in x]
 
 
 def field_pow_reference(x: Sequence[int], exponent: int, *, field: str) -> list[int]:
-    """x^exponent mod p; x^0 = 1, also of 0. Below 0, the power of the inverse.
+    """Return x^exponent mod p; x^0 = 1, also of 0. A negative exponent takes the power of the inverse.
 
     Raises:
-        ZeroDivisionError: the exponent is below 0 and an element is 0; names its index.
+        ZeroDivisionError: the exponent is negative and an element is 0; names its index.
     """
     p = field_of(field).modulus
     base = x if exponent >= 0 else field_batch_inverse_reference(x, field=field)
@@ -76,13 +76,13 @@ def field_pow_reference(x: Sequence[int], exponent: int, *, field: str) -> list[
 
 
 def field_inv_reference(x: Sequence[int], *, field: str) -> list[int]:
-    """x^(p - 2): the inverse, and 0 of 0."""
+    """Return x^(p - 2): the inverse, and 0 of 0."""
     p = field_of(field).modulus
     return [pow(a, p - 2, p) for a in x]
 
 
 def field_batch_inverse_reference(x: Sequence[int], *, field: str) -> list[int]:
-    """All inverses by one inversion and three products an element.
+    """Return all inverses by one inversion and three products an element.
 
     Source: Montgomery 1987, Mathematics of Computation 48, pages 243 to 264.
 
@@ -96,31 +96,31 @@ def field_batch_inverse_reference(x: Sequence[int], *, field: str) -> list[int]:
             raise ZeroDivisionError(f"x[{i}] is 0, which has no inverse")
         products.append(products[-1] * a % p)
     inverse = pow(products[-1], -1, p)
-    found = [0] * len(x)
+    inverses = [0] * len(x)
     for i in reversed(range(len(x))):
-        found[i] = inverse * products[i] % p
+        inverses[i] = inverse * products[i] % p
         inverse = inverse * x[i] % p
-    return found
+    return inverses
 
 
 def field_sum_reference(x: Sequence[int], *, field: str) -> int:
-    """The sum of all elements; 0 of none."""
+    """Return the sum of all elements; 0 of none."""
     return sum(x) % field_of(field).modulus
 
 
 def field_dot_reference(x: Sequence[int], y: Sequence[int], *, field: str) -> int:
-    """The sum of x y; 0 of none. Raises as field_add_reference."""
+    """Return the sum of x y; 0 of none. Raises as field_add_reference."""
     return sum(a * b for a, b in _pairs(x, y)) % field_of(field).modulus
 
 
 def field_reduce_reference(x: Sequence[int], *, field: str) -> list[int]:
-    """Any integers mod p."""
+    """Return any integers mod p."""
     p = field_of(field).modulus
     return [a % p for a in x]
 
 
 def field_unreduced_reference(x: Sequence[int], *, field: str) -> int:
-    """The least index of an integer that is not from 0 to p - 1; the length where there is none."""
+    """Return the least index of an integer that is not from 0 to p - 1; the length if there is none."""
     p = field_of(field).modulus
     return next((i for i, a in enumerate(x) if not 0 <= a < p), len(x))
 

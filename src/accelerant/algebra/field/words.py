@@ -1,7 +1,7 @@
-"""Canonical words on the host: from Python integers and back, from the system's entropy, and what may pass as words.
+"""Canonical words on the host: conversion from and to Python integers, random elements, and checks.
 
 An element is its number below the modulus, in the field's unsigned words (parameters.py), the least significant first
-along the last axis; a field of one limb has no such axis. None of this is constant time: Python's integers are not.
+along the last axis; a field of one limb has no such axis. Nothing here is constant time: Python integers are not.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _DTYPES: dict[int, np.dtype[Any]] = {32: np.dtype(np.uint32), 64: np.dtype(np.ui
 
 
 def dtype_of(field: Field) -> np.dtype[Any]:
-    """Of a word: uint64, or uint32 where the modulus fits."""
+    """Return the dtype of a word: uint64, or uint32 where the modulus fits."""
     return _DTYPES[field.word_bits]
 
 
 def tail_of(field: Field) -> Shape:
-    """What a word array's shape has after the elements' own: the limbs, or nothing where there is one."""
+    """Return the axis of limbs that a word array has after the elements' shape, if any."""
     return (field.limbs,) if field.limbs > 1 else ()
 
 
 def modulus_words(field: Field) -> tuple[int, ...]:
-    """The modulus as canonical words."""
+    """Return the modulus as canonical words."""
     return field.words(field.modulus, field.word_bits, field.limbs)
 
 
 def check_words(field: Field, dtype: str, shape: Sequence[int], name: str) -> None:
-    """Refuse what cannot be words of the field.
+    """Refuse arrays that cannot be words of the field.
 
     Args:
-        field: whose.
-        dtype: as NumPy spells it.
+        field: whose words.
+        dtype: NumPy's name of it.
         shape: of the words.
-        name: of the argument, for the message.
+        name: the argument's, for the message.
 
     Raises:
         UnsupportedDtype: another dtype; says what to do.
@@ -69,21 +69,21 @@ def check_words(field: Field, dtype: str, shape: Sequence[int], name: str) -> No
 
 
 def element_shape(field: Field, shape: Sequence[int]) -> Shape:
-    """The elements' shape, of the shape of their words."""
+    """Return the elements' shape from the shape of their words."""
     return tuple(shape[:-1] if field.limbs > 1 else shape)
 
 
 def encode(field: Field, values: Any, *, reduce: bool = False, name: str = "x") -> Words:
-    """Words of integers.
+    """Return the words of integers.
 
     Args:
-        field: whose.
+        field: whose words.
         values: a Python integer, a nested sequence of such, or an array of integers.
-        reduce: take them modulo the modulus; else they must be from 0 to below it.
-        name: of the argument, for messages.
+        reduce: reduce them modulo the modulus; else they must be from 0 to below it.
+        name: the argument's, for messages.
 
     Returns:
-        the values' shape and the limbs.
+        words of the values' shape and the limbs.
 
     Raises:
         UnsupportedDtype: not integers; names the index.
@@ -114,7 +114,7 @@ def _integer(value: object, index: int, name: str) -> int:
 
 
 def unreduced(name: str, index: int, value: int, modulus: int) -> FormatError:
-    """The error of an element that is not below the modulus."""
+    """Return the error of an element that is not below the modulus."""
     what = "negative" if value < 0 else f"not below the modulus {modulus}"
     return FormatError(f"{name}[{index}] (flattened) is {value}, {what}")
 
@@ -124,7 +124,7 @@ def _from_bytes(field: Field, data: bytes | bytearray) -> Words:
 
 
 def decode(field: Field, words: Words) -> Any:
-    """Words, their dtype and shape right, as a Python integer or as nested lists in the elements' shape."""
+    """Return a Python integer, or nested lists in the elements' shape, of words that check_words accepts."""
     shape = element_shape(field, words.shape)
     if field.limbs == 1:
         return words.tolist()
@@ -135,10 +135,10 @@ def decode(field: Field, words: Words) -> Any:
 
 
 def random(field: Field, shape: Shape) -> Words:
-    """Uniform elements from the system's entropy.
+    """Draw uniform elements from the system's entropy.
 
-    As many bits as the modulus has, drawn again where they are not below it: fewer than two draws an element on
-    average, and every element alike likely.
+    Draws as many bits as the modulus has, and again where they are not below it: fewer than two draws an element on
+    average.
     """
     words = _bits(field, math.prod(shape))
     missing = np.flatnonzero(_not_below(field, words))
@@ -155,7 +155,7 @@ def _bits(field: Field, n: int) -> Words:
 
 
 def _not_below(field: Field, words: Words) -> npt.NDArray[np.bool_]:
-    """Element by element of (n, limbs), compared from the least significant limb up."""
+    """Return the mask of elements of (n, limbs) that are not below the modulus."""
     found = np.ones(len(words), np.bool_)
     for column, limb in zip(words.T, modulus_words(field), strict=True):
         word = words.dtype.type(limb)

@@ -1,4 +1,4 @@
-"""ChaCha20 in NumPy's integers: what every kernel's keystream equals.
+"""ChaCha20 in NumPy integers: the reference of every kernel's keystream.
 
 A block is 16 words of 32 bits from a key of 8 and an input of 4: Bernstein's layout puts a counter of 64 bits in the
 first two of these and a nonce of 64 bits in the others; RFC 8439 a counter of 32 bits and a nonce of 96. The function
@@ -28,12 +28,12 @@ Words = npt.NDArray[np.uint32]
 
 
 def key_words(key: bytes) -> Words:
-    """A key of 32 bytes as 8 words."""
+    """Return a key of 32 bytes as 8 words."""
     return np.frombuffer(key, "<u4").astype(np.uint32)
 
 
 def chacha20_blocks(key: Words, inputs: Words) -> Words:
-    """The blocks of some inputs.
+    """Return the blocks of some inputs.
 
     Args:
         key: (8,).
@@ -58,7 +58,7 @@ def chacha20_blocks(key: Words, inputs: Words) -> Words:
 
 
 def chacha20_words(key: Words, first: int, count: int, nonce: int = 0) -> Words:
-    """(16, count): the blocks of the 64-bit counters from `first`, which wrap at 2^64, under a nonce of 64 bits."""
+    """Return (16, count), the blocks of the 64-bit counters from `first`, wrapping at 2^64, under a 64-bit nonce."""
     counters = np.arange(count, dtype=np.uint64) + np.uint64(first)
     inputs = np.empty((4, count), np.uint32)
     inputs[0] = counters & np.uint64(0xFFFFFFFF)

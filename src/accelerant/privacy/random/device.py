@@ -1,8 +1,8 @@
-"""Keystreams where they are used: a stream's key and counter in a device's memory.
+"""Keystreams on devices: a stream's key and counter in a device's memory.
 
-On the CPU the stream's own counter is advanced by the caller. On a CUDA device key and counter lie in device memory,
-and a kernel of one thread takes counters from it: a captured graph so draws anew at each replay, and work on several
-streams cannot take the same counters.
+On the CPU the caller advances the stream's own counter. On a CUDA device key and counter are in device memory, and a
+kernel of one thread reserves counters: so each replay of a captured graph draws new words, and work on several CUDA
+streams cannot reserve the same counters.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STATE_WORDS = 12
 
 
 class Taken(NamedTuple):
-    """Counters of a keystream that nobody else gets.
+    """Counters of a keystream that are reserved for the caller.
 
     Attributes:
         state: (12,) int32: key and nonce; a secret.
@@ -46,7 +46,7 @@ class Taken(NamedTuple):
 
 
 def take(stream: SecureStream, blocks: int, device: torch.device) -> Taken:
-    """Counters of so many blocks, for kernels on a device.
+    """Reserve the counters of so many blocks, for kernels on a device.
 
     Raises:
         ConfigError: a graph is being captured before the stream was used on the device.
@@ -66,9 +66,9 @@ def take(stream: SecureStream, blocks: int, device: torch.device) -> Taken:
 
 
 def _state_on(stream: SecureStream, index: int) -> Tensor:
-    """A device's key, 8 words of the stream, and its counter."""
-    found = stream.states.get(index)
-    if found is None:
+    """Return a device's key, 8 words of the stream, and its counter."""
+    state = stream.states.get(index)
+    if state is None:
         if capturing(index):
             raise ConfigError(
                 "noise is captured before it was drawn once on this device: run a step before the capture"
@@ -76,12 +76,12 @@ def _state_on(stream: SecureStream, index: int) -> Tensor:
         key, first = stream.reserve(1)
         words = np.zeros(STATE_WORDS, np.uint32)
         words[:8] = chacha20_words(key, first, 1)[:8, 0]
-        found = stream.states[index] = torch.from_numpy(words.view(np.int32)).to(torch.device("cuda", index))
-    return found
+        state = stream.states[index] = torch.from_numpy(words.view(np.int32)).to(torch.device("cuda", index))
+    return state
 
 
 def keystream(stream: SecureStream, n: int, device: torch.device) -> Tensor:
-    """(n,) int32: words of the stream that nobody else gets."""
+    """Return (n,) int32, new words of the stream."""
     blocks = -(-n // 16)
     taken = take(stream, blocks, device)
     if device.type != "cuda":
@@ -107,6 +107,6 @@ def _compiled(backend: str, index: int) -> tuple[ComputeProvider, Kernel]:
 
 @functools.cache
 def compiled_reserve(index: int) -> tuple[ComputeProvider, Kernel]:
-    """The kernel that takes counters, on a CUDA device."""
+    """Return the kernel that reserves counters on a CUDA device."""
     provider = registry.create("cuda")
     return provider, provider.compile(reserve_source(), device=index)

@@ -1,4 +1,4 @@
-"""The keystream's program in its dialects, and the text that other programs put before their own."""
+"""The keystream's program in its dialects, and the C text that other programs include."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from accelerant.runtime.compilation.kernel import KernelSource
 __all__ = ["KEYSTREAM_BLOCK", "chacha20_text", "keystream_source", "reserve_source"]
 
 KEYSTREAM_BLOCK = 256
-"""Threads of a block of chacha20_keystream, at most; each makes a block of keystream."""
+"""Most threads per block of chacha20_keystream; each generates a block of keystream."""
 
 
 @functools.cache
 def chacha20_text() -> str:
-    """chacha20.h, which stands after portable.h."""
+    """Return chacha20.h, to follow portable.h."""
     return _text("chacha20.h")
 
 
 @functools.cache
 def keystream_source() -> KernelSource:
-    """chacha20_keystream(state, first, words, n, one): n words from the block `first` on.
+    """Return chacha20_keystream(state, first, words, n, one): n words from the block `first` on.
 
-    state: key (8 words) and nonce (2); first: u64, in the device's memory, so that a captured graph draws anew at each
-    replay; one: 1.
+    state: key (8 words) and nonce (2); first: u64, in the device's memory, so that each replay of a captured graph
+    draws new words; one: 1.
     """
     from accelerant.privacy.random.llvm_kernels import KeystreamKernel
 
@@ -38,7 +38,7 @@ def keystream_source() -> KernelSource:
 
 @functools.cache
 def reserve_source() -> KernelSource:
-    """reserve(counter, first, blocks): first <- counter, counter <- counter + blocks, whatever runs beside it."""
+    """Return reserve(counter, first, blocks): first <- counter, counter <- counter + blocks, atomically."""
     text = (
         'extern "C" __global__ void reserve(unsigned long long *counter, unsigned long long *first,\n'
         "                                   unsigned long long blocks) {\n"

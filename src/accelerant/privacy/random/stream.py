@@ -1,8 +1,8 @@
-"""Random words for what must stay secret: ChaCha20 under a key of the system's entropy.
+"""Cryptographically secure random words: ChaCha20 under a key of the system's entropy.
 
-A stream is a key and a counter of blocks of 64 bits that only grows. What copies a stream (fork, copy, pickle) would
-repeat it, so each of these gives a fresh key: a child process draws other words than its parent, and a checkpoint holds
-no key. A stream is not a thing to be reproduced.
+A stream is a key and a 64-bit counter of blocks that only grows. A copy (fork, copy, pickle) would repeat the stream,
+so each of these gets a fresh key: a child process draws other words than its parent, and a checkpoint holds no key.
+Streams are not reproducible.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SecureStream:
 
     Copying, pickling and forking give a stream with a fresh key. May be used from several threads.
 
-    Trust: the key is in this process's memory, and in the device's where it draws there; whoever reads either knows the
+    Trust: the key is in this process's memory, and in the device's if it draws there; a reader of either knows the
     stream. Neither repr nor errors show it.
 
     Source: RFC 8439 (ChaCha20), with Bernstein's counter of 64 bits.
@@ -53,7 +53,7 @@ class SecureStream:
         _live.add(self)
 
     def reserve(self, blocks: int) -> tuple[npt.NDArray[np.uint32], int]:
-        """The key, and the first of so many counters that nobody else gets.
+        """Reserve so many counters; return the key and the first of them.
 
         Raises:
             ConfigError: the counter would pass 2^64.
@@ -66,13 +66,13 @@ class SecureStream:
             return self._key, first
 
     def words(self, n: int, device: Any = None) -> Tensor:
-        """Words of the keystream: (n,) int32 with the bits of uint32, on the CPU or a CUDA device."""
+        """Return (n,) int32 words of the keystream, with the bits of uint32, on the CPU or a CUDA device."""
         from accelerant.privacy.random.device import keystream
 
         return keystream(self, n, torch.device(device or "cpu"))
 
     def uniform(self, n: int) -> Tensor:
-        """(n,) float64 in [0, 1) on the CPU: multiples of 2^-53, all equally likely."""
+        """Return (n,) float64 in [0, 1) on the CPU: multiples of 2^-53, all equally likely."""
         wide = self.words(2 * n).numpy().view(np.uint64)
         return torch.from_numpy((wide >> np.uint64(11)) * 2.0**-53)
 
