@@ -289,7 +289,7 @@ def test_a_program_that_is_declared_with_another_entry_is_another_kernel(provide
         assert provider.compile(of_two("one", "two"), entry="two").from_cache
 
 
-_OPTION = {"cuda": "-O1", "opencl": "-DUNUSED=1", "cpu": "-unused"}
+_OPTION = {"cuda": "--ptxas-options=-O1", "opencl": "-DUNUSED=1", "cpu": "-unused"}
 
 
 @pytest.mark.parametrize("part", ["program", "options", "entries"])
@@ -314,8 +314,8 @@ def test_another_compiler_finds_no_entry_of_this_one(provider, tmp_path, monkeyp
         if provider.name == "opencl":
             monkeypatch.setattr(provider._devices[0], "identity", "another driver")
         else:
-            of = {"cpu": "cpu._llvm_version", "cuda": "cuda_compile._nvrtc_version"}[provider.name]
-            monkeypatch.setattr(f"accelerant.runtime.providers.{of}", lambda: "another version")
+            version = {"cpu": "providers.cpu._llvm_version", "cuda": "compilation.cuda._nvrtc_version"}[provider.name]
+            monkeypatch.setattr(f"accelerant.runtime.{version}", lambda: "another version")
         assert not provider.compile(of_two("one")).from_cache
 
 
