@@ -61,11 +61,8 @@ def _options(module: nn.RNNBase) -> dict[str, Any]:
     }
 
 
-class LSTM(nn.LSTM):
-    """Long short-term memory; dropout between layers while training.
-
-    Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers, Schmidhuber and Cummins 2000.
-    """
+class _Recurrent(nn.RNNBase):
+    """Base of the layers: our constructor over that of torch's class, which follows in the method resolution order."""
 
     def __init__(
         self,
@@ -77,10 +74,17 @@ class LSTM(nn.LSTM):
         dropout: float = 0.0,
         bidirectional: bool = False,
     ) -> None:
-        _check_sizes("LSTM", inputs, hidden, layers, dropout)
-        super().__init__(
+        _check_sizes(type(self).__name__, inputs, hidden, layers, dropout)
+        super().__init__(  # type: ignore[misc]  # torch's LSTM and GRU set the mode themselves
             inputs, hidden, layers, bias=bias, batch_first=True, dropout=dropout, bidirectional=bidirectional
         )
+
+
+class LSTM(_Recurrent, nn.LSTM):
+    """Long short-term memory; dropout between layers while training.
+
+    Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers, Schmidhuber and Cummins 2000.
+    """
 
     def forward(  # type: ignore[override]  # torch also takes packed and unbatched sequences
         self, x: Tensor, state: tuple[Tensor, Tensor] | None = None
@@ -103,26 +107,11 @@ class LSTM(nn.LSTM):
         return y, (h, c)
 
 
-class GRU(nn.GRU):
+class GRU(_Recurrent, nn.GRU):
     """Gated recurrent units; dropout between layers while training.
 
     Source: Cho et al. 2014, arXiv:1406.1078, with the reset gate after the product, as in cuDNN.
     """
-
-    def __init__(
-        self,
-        inputs: int,
-        hidden: int,
-        layers: int = 1,
-        *,
-        bias: bool = True,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-    ) -> None:
-        _check_sizes("GRU", inputs, hidden, layers, dropout)
-        super().__init__(
-            inputs, hidden, layers, bias=bias, batch_first=True, dropout=dropout, bidirectional=bidirectional
-        )
 
     def forward(  # type: ignore[override]  # torch also takes packed and unbatched sequences
         self, x: Tensor, state: Tensor | None = None

@@ -72,7 +72,7 @@ class LeftAlone:
 
 @dataclass(slots=True)
 class PatchReport:
-    """What patch changed, what it left alone and why; print it, or take to_dict().
+    """A report of the modules that patch changed or left alone, with reasons; printable.
 
     Attributes:
         model: the model's class.

@@ -30,12 +30,7 @@ __all__ = ["Fields", "Layout", "Part", "load", "save"]
 
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES_IN_MESSAGE = 4
 
 
@@ -76,7 +71,7 @@ class Layout(Generic[C]):
         config_to_fields: the inverse.
         parts: our config -> for each of our tensors, the parts whose concatenation along rows it is.
         tied: our config -> (name of the head, name of the embedding) if both are one tensor, else None.
-        ignored: names of tensors that a checkpoint may contain besides.
+        ignored: names of further tensors that a checkpoint may contain.
     """
 
     model_type: str

@@ -33,12 +33,7 @@ from accelerant.ops.linear_fp8.op import Float8Weight, flattened, unflattened
 from accelerant.ops.linear_gelu.op import linear_gelu_fwd
 from accelerant.ops.norm.op import _add_layer_norm, _layer_norm
 from accelerant.ops.transformer import ends, op, packed
-from accelerant.ops.transformer.reference import (
-    BlockSpec,
-    block_reference,
-    mlp_reference,
-    packed_attention_reference,
-)
+from accelerant.ops.transformer.reference import BlockSpec, block_reference, mlp_reference, packed_attention_reference
 from accelerant.runtime.dispatch import Case
 
 __all__ = [
