@@ -1,6 +1,6 @@
-/* A prime field of one 32-bit word in Montgomery form, R = 2^32: p = 15 2^27 + 1 (BabyBear). FIELD stands for its prefix.
+/* A prime field of one 32-bit word in Montgomery form, R = 2^32: p = 15 2^27 + 1 (BabyBear). FIELD is replaced by a prefix.
  *
- * Given before, by program.py: FIELD_MODULUS p, below 2^31; FIELD_INVERSE -1/p mod R; FIELD_ONE R mod p; FIELD_R2 R^2 mod p.
+ * Defined by program.py: FIELD_MODULUS p, below 2^31; FIELD_INVERSE -1/p mod R; FIELD_ONE R mod p; FIELD_R2 R^2 mod p.
  * An element is below p. No branch depends on one. */
 #define FIELD_WORD u32
 
@@ -23,17 +23,17 @@ ACL_DEVICE FIELD FIELD_one(void) {
     return FIELD_ONE;
 }
 
-/* All bits set where x is 0, else none. */
+/* Return all bits set if x is 0, else none. */
 ACL_DEVICE u32 FIELD_is_zero(FIELD x) {
     return 0 - (u32)(x == 0);
 }
 
-/* x where mask has all bits set, y where it has none. */
+/* Return x if mask has all bits set, y if it has none. */
 ACL_DEVICE FIELD FIELD_select(u32 mask, FIELD x, FIELD y) {
     return mask ? x : y;
 }
 
-/* Whether x is below p; x is any word. */
+/* Return whether x is below p; x is any word. */
 ACL_DEVICE u32 FIELD_is_reduced(FIELD x) {
     return x < FIELD_MODULUS;
 }

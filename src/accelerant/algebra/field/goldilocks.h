@@ -1,4 +1,4 @@
-/* The field of p = 2^64 - 2^32 + 1 (Goldilocks), an element a 64-bit word below p. FIELD stands for its prefix.
+/* The field of p = 2^64 - 2^32 + 1 (Goldilocks), an element a 64-bit word below p. FIELD is replaced by a prefix.
  *
  * 2^64 = e mod p with e = 2^32 - 1, and 2^96 = -1: a product is reduced by shifts and adds, so nothing is kept in
  * Montgomery form; R = 1 here, and "Montgomery" functions are the plain ones. No branch depends on an element.
@@ -25,17 +25,17 @@ ACL_DEVICE FIELD FIELD_one(void) {
     return 1;
 }
 
-/* All bits set where x is 0, else none. */
+/* Return all bits set if x is 0, else none. */
 ACL_DEVICE u32 FIELD_is_zero(FIELD x) {
     return 0 - (u32)(x == 0);
 }
 
-/* x where mask has all bits set, y where it has none. */
+/* Return x if mask has all bits set, y if it has none. */
 ACL_DEVICE FIELD FIELD_select(u32 mask, FIELD x, FIELD y) {
     return mask ? x : y;
 }
 
-/* Whether x is below p; x is any word. */
+/* Return whether x is below p; x is any word. */
 ACL_DEVICE u32 FIELD_is_reduced(FIELD x) {
     return x < FIELD_P;
 }
@@ -58,7 +58,7 @@ ACL_DEVICE FIELD FIELD_sub(FIELD x, FIELD y) {
     return x - y - (FIELD_EPSILON & (0 - (u64)(x < y)));
 }
 
-/* x y = low + 2^64 (a + 2^32 b) = low - b + e a. low - b borrows where low < b; what wrapped is then at least
+/* x y = low + 2^64 (a + 2^32 b) = low - b + e a. low - b borrows where low < b; the wrapped value is then at least
  * 2^64 - 2^32 + 1, so that e can be taken off. e a is at most (2^32 - 1)^2, so that their sum, where it carries, is below
  * 2^64 - 2^33 + 1 and e can be added. x and y may be any words. */
 ACL_DEVICE FIELD FIELD_mul(FIELD x, FIELD y) {
@@ -78,7 +78,7 @@ ACL_DEVICE FIELD FIELD_square(FIELD x) {
     return FIELD_mul(x, x);
 }
 
-/* Any word, as the element that it is mod p. */
+/* Reduce any word mod p. */
 ACL_DEVICE FIELD FIELD_to_montgomery(FIELD x) {
     return FIELD_reduced(x);
 }

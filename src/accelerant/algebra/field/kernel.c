@@ -1,13 +1,13 @@
-/* A field's functions on arrays. FIELD stands for the field's prefix; before this stands what field_text gives.
+/* A field's functions on arrays, to follow field_text's output. FIELD is replaced by the field's prefix.
  *
- * Layout: arrays of elements, n of them, as limbs.h, goldilocks.h and babybear.h say; canonical but where "montgomery" says
- * that elements are x R mod p. The result may stand in place of an argument. field_add, field_sub, field_neg,
+ * Layout: arrays of elements, n of them, as limbs.h, goldilocks.h and babybear.h define them; canonical, in
+ * "montgomery" functions x R mod p. The result may overwrite an argument. field_add, field_sub, field_neg,
  * field_sum are the same in both forms.
  * Grid: one thread an element; a thread does FIELD_INVERSES elements in field_inv; a block of at most FIELD_BLOCK threads, a
  * power of two, does a chunk of elements in the sums and in field_unreduced.
  * Bound by memory: two or three elements of traffic each, but for field_mul of large fields (two Montgomery products),
- * field_pow and field_inv. Nothing branches on an element, or takes an address from one, but field_unreduced, which looks for
- * a mistake of the caller's; field_pow's time depends on the exponent. */
+ * field_pow and field_inv. No branch and no address depends on an element, except in field_unreduced, which looks
+ * for a mistake of the caller's; field_pow's time depends on the exponent. */
 
 #define FIELD_MAP(entry, value)                                                                        \
     ACL_KERNEL void entry(ACL_GLOBAL const FIELD_WORD *x, ACL_GLOBAL FIELD_WORD *z, i64 n) {           \
@@ -83,12 +83,12 @@ ACL_DEVICE FIELD FIELD_inverse(FIELD x) {
     return z;
 }
 
-/* A thread's elements stand a block's threads apart. Only their product is inverted; going back through the partial
+/* A thread's elements are a block's threads apart. Only their product is inverted; going back through the partial
  * products gives each one's inverse for three multiplies. A zero counts as 1 on the way.
  * Source: Montgomery 1987, Mathematics of Computation 48, pages 243 to 264.
  *
- * The loops stay loops: written out, BLS12-381's took 196 registers and most of the program's time to compile. So the
- * partial products lie in the thread's own memory, 64 bytes of traffic an element beside some 27 multiplies.
+ * The loops are not unrolled: unrolled, BLS12-381's took 196 registers and most of the program's time to compile. So the
+ * partial products are in the thread's local memory, 64 bytes of traffic an element for some 27 multiplies.
  *
  * Canonical elements are taken for the Montgomery form of x / R, whose inverse is R^2 / x in that form: so where the
  * product's inverse is divided by R^2, all results are canonical. */
@@ -166,7 +166,7 @@ ACL_KERNEL void field_dot_montgomery(ACL_GLOBAL const FIELD_WORD *x, ACL_GLOBAL 
     FIELD_SUM_OF(FIELD_mul(FIELD_load(x, i), FIELD_load(y, i)), sum)
 }
 
-/* The least index in a block's chunk whose element is not below p; n where there is none. */
+/* Find the least index in a block's chunk whose element is not below p; n if there is none. */
 ACL_KERNEL void field_unreduced(ACL_GLOBAL const FIELD_WORD *x, ACL_GLOBAL i64 *first, i64 n, i64 chunk) {
     ACL_LOCAL i64 tile[FIELD_BLOCK];
     i32 thread = acl_local_id();

@@ -1,11 +1,11 @@
-/* A prime field of several limbs, in Montgomery form: what an element is. FIELD stands for the field's prefix, and is
- * replaced by it. limbs_c.h or limbs_ptx.h follows, with the arithmetic.
+/* A prime field of several limbs, in Montgomery form: the element type. FIELD is replaced by the field's
+ * prefix. limbs_c.h or limbs_ptx.h follows, with the arithmetic.
  *
- * Given before, by program.py: FIELD_LIMBS n, a multiple of 4, of 32-bit limbs, R = 2^(32 n); FIELD_INVERSE -1/p mod 2^32;
+ * Defined by program.py: FIELD_LIMBS n, a multiple of 4, of 32-bit limbs, R = 2^(32 n); FIELD_INVERSE -1/p mod 2^32;
  * and as lists of limbs FIELD_MODULUS p, FIELD_ONE R mod p, FIELD_R2 R^2 mod p. p has a spare bit: p < 2^(32 n - 1).
  *
- * An element is below p, the least significant limb first. Nothing branches on one, and no address depends on one: all of
- * this takes the same time for all values. In memory an element is n / 2 words of 64 bits. */
+ * An element is below p, the least significant limb first. No branch and no address depends on one, so all functions take the
+ * same time for all values. In memory an element is n / 2 words of 64 bits. */
 #define FIELD_WORD u64
 
 typedef struct {
@@ -27,7 +27,7 @@ ACL_DEVICE FIELD FIELD_one(void) {
     return z;
 }
 
-/* All bits set where x is 0, else none. */
+/* Return all bits set if x is 0, else none. */
 ACL_DEVICE u32 FIELD_is_zero(FIELD x) {
     u32 any = 0;
 #pragma unroll
@@ -37,7 +37,7 @@ ACL_DEVICE u32 FIELD_is_zero(FIELD x) {
     return (u32)(((u64)any - 1) >> 32);
 }
 
-/* x where mask has all bits set, y where it has none. */
+/* Return x if mask has all bits set, y if it has none. */
 ACL_DEVICE FIELD FIELD_select(u32 mask, FIELD x, FIELD y) {
 #pragma unroll
     for (int i = 0; i < FIELD_LIMBS; i++) {
@@ -46,7 +46,7 @@ ACL_DEVICE FIELD FIELD_select(u32 mask, FIELD x, FIELD y) {
     return x;
 }
 
-/* Whether x is below p; x is any number of n limbs. */
+/* Return whether x is below p; x is any number of n limbs. */
 ACL_DEVICE u32 FIELD_is_reduced(FIELD x) {
     const u32 p[FIELD_LIMBS] = {FIELD_MODULUS};
     u64 borrow = 0;

@@ -18,7 +18,7 @@ ACL_DEVICE void FIELD_store(ACL_GLOBAL FIELD_WORD *z, i64 index, FIELD x) {
     }
 }
 
-/* x + y, which n limbs must hold. */
+/* Return x + y, which must fit in n limbs. */
 ACL_DEVICE FIELD FIELD_lazy_add(FIELD x, FIELD y) {
     u64 carry = 0;
 #pragma unroll
@@ -68,7 +68,7 @@ ACL_DEVICE FIELD FIELD_add(FIELD x, FIELD y) {
     return FIELD_reduced(FIELD_lazy_add(x, y));
 }
 
-/* x - y, and p once more where that is negative. */
+/* x - y, plus p where that is negative. */
 ACL_DEVICE FIELD FIELD_sub(FIELD x, FIELD y) {
     const FIELD p = {{FIELD_MODULUS}};
     u32 negative;

@@ -1,5 +1,5 @@
-/* Arithmetic of limbs.h with NVIDIA's carry flag. The chains, FIELD_PTX_*(result, arguments), are written out for the
- * field's limbs by ptx.py, which says how they go. */
+/* Arithmetic of limbs.h with NVIDIA's carry flag. The chains, FIELD_PTX_*(result, arguments), are unrolled for the
+ * field's limbs by ptx.py, which describes them. */
 
 /* Aligned to 16 bytes, an element is read and written in two or three wide accesses: half or a third as many. */
 ACL_DEVICE FIELD FIELD_load(const FIELD_WORD *x, i64 index) {
@@ -73,7 +73,7 @@ ACL_DEVICE FIELD FIELD_mul_sub(FIELD x, FIELD y, FIELD v, FIELD w) {
 #endif
 }
 
-/* What follows is of elements that are not reduced, any number of n limbs but where a bound is said; see limbs_c.h. */
+/* The following functions take unreduced elements, any number of n limbs unless a bound is given; see limbs_c.h. */
 #if defined(FIELD_PTX_SHOUP)
 ACL_DEVICE FIELD FIELD_shoup(FIELD x, FIELD w, FIELD quotient) {
     FIELD z;

@@ -1,7 +1,8 @@
 /* ChaCha20's block function, after portable.h (RFC 8439, section 2.3).
  *
- * NVIDIA's multiplier stands beside its adder: additions as products by a 1 that the compiler does not know go there,
- * which leaves 640 of 960 operations of a block to the other (two thirds of the time, by the count of instructions). */
+ * NVIDIA's integer multiplier works in parallel with its adder: additions written as products by a 1 that the compiler
+ * does not know use it, which leaves 640 of 960 operations of a block to the adder (two thirds of the time, by the count
+ * of instructions). */
 #if defined(__CUDACC__)
 #define CHACHA_ADD(a, b) ((a) * one + (b))
 #define CHACHA_UNROLL _Pragma("unroll")
