@@ -11,7 +11,7 @@ import torch
 from accelerant.errors import ConfigError
 from accelerant.privacy.dp.noise import charge, choose_grid, laplace_charge
 from accelerant.privacy.dp.noise.charge import EPSILON_LIMIT, FINENESS, grid_steps, sixth_trigger
-from accelerant.privacy.dp.noise.plan import (
+from accelerant.privacy.dp.noise.discrete import (
     BASE_LIMIT,
     MAX_TERMS,
     SMOOTH,

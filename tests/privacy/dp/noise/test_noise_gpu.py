@@ -9,9 +9,8 @@ import torch
 from noise_fits import assert_fits, below
 
 from accelerant.privacy.dp.noise import SecureSource, launch
-from accelerant.privacy.dp.noise.plan import make_plan
-from accelerant.privacy.dp.noise.program import fused_source
-from accelerant.privacy.dp.noise.reference import GROUP, UNIT_BLOCKS, draws_of_unit
+from accelerant.privacy.dp.noise.discrete import GROUP, UNIT_BLOCKS, draws_of_unit, make_plan
+from accelerant.privacy.dp.noise.launch import fused_source
 from accelerant.privacy.random import SecureStream
 from accelerant.privacy.random.device import take
 

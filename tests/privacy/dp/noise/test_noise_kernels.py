@@ -2,25 +2,33 @@
 
 from fractions import Fraction
 
+import noise_reference
 import numpy as np
 import pytest
 import torch
+from noise_reference import gaussian_reference, laplace_reference
 
-from accelerant.privacy.dp.noise import reference
-from accelerant.privacy.dp.noise.laplace import digits_of, laplace_blocks, laplace_reference, thresholds
-from accelerant.privacy.dp.noise.launch import add_steps, table_words
-from accelerant.privacy.dp.noise.llvm_gaussian import GaussianKernel
-from accelerant.privacy.dp.noise.plan import make_plan
-from accelerant.privacy.dp.noise.program import (
+from accelerant.privacy.dp.noise.discrete import (
+    GROUP,
+    digits_of,
+    draws_of_unit,
+    groups_of,
+    laplace_blocks,
+    make_plan,
+    make_tables,
+    thresholds,
+)
+from accelerant.privacy.dp.noise.launch import (
     BLOCK,
     THREADS,
+    add_steps,
     fused_source,
     gaussian_source,
     laplace_source,
     philox_source,
+    table_words,
 )
-from accelerant.privacy.dp.noise.reference import GROUP, draws_of_unit, gaussian_reference, groups_of
-from accelerant.privacy.dp.noise.table import make_tables
+from accelerant.privacy.dp.noise.llvm_gaussian import GaussianKernel
 from accelerant.privacy.random.chacha20 import key_words
 from accelerant.privacy.random.llvm_kernels import Vectors, lanes
 from accelerant.runtime import registry
@@ -122,7 +130,7 @@ def test_portable_adds_as_torch_does(opencl):
 def often(monkeypatch):
     """Triggers of probability 1/64 in the reference: of 2^-22, no test would see one."""
     usual = expected(make_plan(Fraction(BY_TERMS[4])), 5000)
-    monkeypatch.setattr(reference, "TRIGGER", OFTEN)
+    monkeypatch.setattr(noise_reference, "TRIGGER", OFTEN)
     assert (expected(make_plan(Fraction(BY_TERMS[4])), 5000) != usual).mean() > 0.03
     return usual
 

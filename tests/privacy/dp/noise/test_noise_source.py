@@ -7,17 +7,17 @@ import os
 import pickle
 from fractions import Fraction
 
+import noise_reference
 import numpy as np
 import pytest
 import torch
+from noise_reference import gaussian_reference
 
 from accelerant.errors import ConfigError, UnsupportedDtype
 from accelerant.ops.dropout.reference import philox_reference
-from accelerant.privacy.dp.noise import FastSource, SecureSource, launch, reference
-from accelerant.privacy.dp.noise.launch import RANGE, add_steps
-from accelerant.privacy.dp.noise.plan import make_plan
-from accelerant.privacy.dp.noise.program import fused_source
-from accelerant.privacy.dp.noise.reference import GROUP, UNIT_BLOCKS, gaussian_reference, groups_of
+from accelerant.privacy.dp.noise import FastSource, SecureSource, launch
+from accelerant.privacy.dp.noise.discrete import GROUP, UNIT_BLOCKS, groups_of, make_plan
+from accelerant.privacy.dp.noise.launch import RANGE, add_steps, fused_source
 from accelerant.privacy.random import SecureStream
 from accelerant.privacy.random.chacha20 import chacha20_words, key_words
 from accelerant.runtime.ledger import ledger
@@ -336,7 +336,7 @@ def test_triggers_on_a_gpu_take_the_remainder_from_the_pool(monkeypatch):
     monkeypatch.setattr(launch, "fused_source", lambda *_: source)
     key, plan = chacha20_words(key_words(KEY), 0, 1)[:8, 0], make_plan(Fraction(2**20))
     (plain,) = drawn(key, plan, [20_000])
-    monkeypatch.setattr(reference, "TRIGGER", often)
+    monkeypatch.setattr(noise_reference, "TRIGGER", often)
     (wanted,) = drawn(key, plan, [20_000])
     assert not torch.equal(plain, wanted)
     assert torch.equal(secure().integers((20_000,), 2.0**20, "cuda").cpu(), wanted)

@@ -16,11 +16,9 @@ import torch
 from noise_fits import assert_fits, below
 
 from accelerant.privacy.dp.noise import FastSource, SecureSource
-from accelerant.privacy.dp.noise.launch import compiled
+from accelerant.privacy.dp.noise.discrete import GROUP, draws_of_unit, make_plan
+from accelerant.privacy.dp.noise.launch import compiled, gaussian_source
 from accelerant.privacy.dp.noise.llvm_gaussian import GaussianKernel
-from accelerant.privacy.dp.noise.plan import make_plan
-from accelerant.privacy.dp.noise.program import gaussian_source
-from accelerant.privacy.dp.noise.reference import GROUP, draws_of_unit
 from accelerant.privacy.random import SecureStream
 from accelerant.privacy.random.llvm_kernels import host_vectors, lanes
 
@@ -165,8 +163,8 @@ def test_time_does_not_depend_on_what_is_drawn():
     plan = make_plan(Fraction(2**20))
     provider, kernel = compiled(gaussian_source(4, False), torch.device("cpu"))
     del provider
+    from accelerant.privacy.dp.noise.discrete import make_tables
     from accelerant.privacy.dp.noise.launch import table_words
-    from accelerant.privacy.dp.noise.table import make_tables
 
     real = table_words(make_tables(plan.weights()))
     tables = [real, np.zeros_like(real), np.full_like(real, 511 << 7)]

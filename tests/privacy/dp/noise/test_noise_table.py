@@ -6,17 +6,19 @@ import mpmath
 import numpy as np
 import pytest
 
-from accelerant.privacy.dp.noise.laplace import digits_of, laplace_distance, thresholds
-from accelerant.privacy.dp.noise.table import (
+from accelerant.privacy.dp.noise.discrete import (
     CELL_FIELD,
     CELL_SHIFT,
     CELLS,
     COMPARED,
     TOTAL_BITS,
     base_weights,
+    digits_of,
+    laplace_distance,
     make_tables,
     split_weights,
     table_distance,
+    thresholds,
 )
 
 VARIANCES = [Fraction(1, 100), Fraction(1), Fraction(137, 3), Fraction(2100), Fraction(465, 10) ** 2]

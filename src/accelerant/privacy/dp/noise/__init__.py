@@ -1,4 +1,4 @@
-"""Noise for private releases, and what it costs besides."""
+"""Noise for private releases, and what it charges of delta and sensitivity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a release on a grid costs beside the noise: rounding, cut tails, rounded tables, smoothing.
+"""The cost of a release on a grid beyond the noise itself: rounding, cut tails, rounded tables, smoothing.
 
 Sensitivity. A release rounds each of d coordinates to the nearest multiple of the grid g, which moves it by at most
 g / 2, the vector by at most g sqrt(d) / 2. Two neighbouring sums at distance C are so at most C + g sqrt(d) apart on
@@ -11,13 +11,13 @@ r gives the discrete Gaussian of deviation sigma, within the smoothing error of 
 parallel Gaussian sampler for lattices", Theorem 3.1). So it is no less private than the continuous one of deviation
 sqrt(sigma^2 - r^2): Charge.std, with r = 1.58 steps.
 
-Delta. What is drawn differs from the discrete Gaussian twice:
+Delta. The draws differ from the discrete Gaussian in two ways:
 
-* Its base samples are within total variation t of theirs (plan.distance: tails cut at 11 deviations, weights in units
-  of 2^-118), and five triggers are all that a unit's pool serves. d coordinates of a release are within
-  T = d (terms t + u), u the probability of a sixth trigger for each draw. A mechanism within T of one that is
-  (epsilon, delta) private is (epsilon, delta + (1 + e^epsilon) T) private.
-* With exact base samples its probabilities are within exp(-+ tau) of the discrete Gaussian's (plan.py), a release's
+* Its base samples are within total variation t of theirs (GaussianPlan.distance: tails cut at 11 deviations, weights in
+  units of 2^-118), and a unit's pool serves five triggers. d coordinates of a release are within T = d (terms t + u), u
+  the probability of a sixth trigger for each draw. A mechanism within T of one that is (epsilon, delta) private is
+  (epsilon, delta + (1 + e^epsilon) T) private.
+* With exact base samples its probabilities are within exp(-+ tau) of the discrete Gaussian's (discrete.py), a release's
   within exp(-+ d tau). That adds 2 d tau to epsilon, and whoever is (epsilon + a, delta) private is
   (epsilon, delta + 1 - e^-a) private: so 2 d tau to delta. The random rounding above has its own tau.
 
@@ -31,9 +31,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from accelerant.errors import ConfigError
-from accelerant.privacy.dp.noise.laplace import laplace_distance
-from accelerant.privacy.dp.noise.plan import SMOOTH, log_ratio, make_plan
-from accelerant.privacy.dp.noise.reference import POOL, UNIT_BLOCKS, draws_of_unit
+from accelerant.privacy.dp.noise.discrete import (
+    POOL,
+    SMOOTH,
+    UNIT_BLOCKS,
+    draws_of_unit,
+    laplace_distance,
+    log_ratio,
+    make_plan,
+)
 
 __all__ = [
     "EPSILON_LIMIT",
@@ -47,18 +53,18 @@ __all__ = [
 ]
 
 EPSILON_LIMIT = 16.0
-"""Charge.delta holds for what is together at most this epsilon."""
+"""Charge.delta holds for a total of at most this epsilon."""
 
 FINENESS = 64
 """choose_grid's grid: rounding adds at most 1 / FINENESS to the sensitivity."""
 
 LEAST_STEPS = 1024
-"""Steps of choose_grid's grid in a deviation, at least."""
+"""Least steps of choose_grid's grid in a deviation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a release costs besides.
+    """The cost of a release beyond the noise itself.
 
     Attributes:
         delta: added to delta by each release, for a total epsilon up to EPSILON_LIMIT.
@@ -76,9 +82,9 @@ class Charge:
 
 
 def choose_grid(std: float, sensitivity: float, dimensions: int, *, most_steps: float = 2.0**24) -> float:
-    """The largest power of two whose rounding adds at most 1/64 to an L2 sensitivity; finer where the noise is narrow.
+    """Return the largest power of two whose rounding adds at most 1/64 to an L2 sensitivity; less for narrow noise.
 
-    Of an L1 sensitivity: give the square of the dimensions.
+    For an L1 sensitivity, pass the square of the dimensions.
 
     Args:
         std: of the noise, in the units of the values; 0 for none.
@@ -104,7 +110,7 @@ def choose_grid(std: float, sensitivity: float, dimensions: int, *, most_steps: 
 
 
 def grid_steps(std: float, grid: float) -> Fraction:
-    """The deviation in grid steps, exact.
+    """Return the deviation in grid steps, exact.
 
     Raises:
         ConfigError: the grid is not a power of two, or a number is out of range.
@@ -119,7 +125,7 @@ def grid_steps(std: float, grid: float) -> Fraction:
 
 
 def charge(std: float, grid: float, dimensions: int) -> Charge:
-    """What a release of `dimensions` values with add_gaussian_ costs besides; see the module's docstring.
+    """Return the charge of a release of `dimensions` values with add_gaussian_; see the module's docstring.
 
     Args:
         std: of the noise; 0 (no noise) has no delta.
@@ -142,13 +148,13 @@ def charge(std: float, grid: float, dimensions: int) -> Charge:
 
 
 def sixth_trigger(terms: int) -> float:
-    """Probability that a unit has more triggers than its pool serves, for each of its draws, from above."""
+    """Return a bound on the probability, for each draw, that its unit has more triggers than its pool serves."""
     words = (UNIT_BLOCKS - 1) * (16 // terms) * terms
     return math.comb(words, POOL + 1) * 2.0 ** (-22 * (POOL + 1)) / draws_of_unit(terms)
 
 
 def laplace_charge(scale: float, grid: float, dimensions: int) -> Charge:
-    """As charge, of add_laplace_; its sensitivity is L1, to which rounding adds grid * dimensions."""
+    """Return the charge of add_laplace_, whose sensitivity is L1: rounding adds grid * dimensions."""
     steps = grid_steps(scale, grid)
     apart = dimensions * laplace_distance(steps) if steps else 0.0
     return Charge(min(1.0, (1 + math.exp(EPSILON_LIMIT)) * apart), grid * dimensions, scale, apart)

@@ -1,4 +1,4 @@
-/* Discrete Gaussian noise for NVIDIA's GPUs, of any number of tensors in one launch; reference.py defines it.
+/* Discrete Gaussian noise for NVIDIA's GPUs, of any number of tensors in one launch; discrete.py defines it.
  *
  *   x <- (round(x / grid) + Z) * grid * scale        of VALUE_STEPS: out <- Z
  *

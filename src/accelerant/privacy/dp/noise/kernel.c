@@ -1,4 +1,4 @@
-/* Discrete Gaussian and discrete Laplace noise, portable; reference.py and laplace.py define both bit for bit.
+/* Discrete Gaussian and discrete Laplace noise, portable; discrete.py defines both bit for bit.
  *
  * gaussian_steps   out <- Z                                        out i64
  * gaussian_add     x <- (round(x / grid) + Z) * grid * scale       x float32; inverse = 1 / grid, outward = grid * scale

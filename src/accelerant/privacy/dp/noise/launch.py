@@ -1,4 +1,4 @@
-"""Launches of the samplers: on CPUs, on CUDA devices, fused with rounding and scaling where the dtype allows."""
+"""Programs and launches of the samplers: on CPUs, on CUDA devices, fused with rounding and scaling by dtype."""
 
 from __future__ import annotations
 
@@ -6,40 +6,171 @@ import functools
 import struct
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError
+from accelerant.ops._hopper.program import HopperProgram
 from accelerant.ops._launch import multiprocessors
-from accelerant.privacy.dp.noise.laplace import digits_of, laplace_blocks, thresholds
-from accelerant.privacy.dp.noise.plan import Plan
-from accelerant.privacy.dp.noise.program import BLOCK, ROWS, THREADS, fused_source, gaussian_source, laplace_source
-from accelerant.privacy.dp.noise.reference import GROUP, UNIT_BLOCKS, draws_of_unit, groups_of
-from accelerant.privacy.dp.noise.table import Tables, make_tables
+from accelerant.privacy.dp.noise.discrete import (
+    GROUP,
+    MAX_TERMS,
+    UNIT_BLOCKS,
+    GaussianPlan,
+    Tables,
+    digits_of,
+    draws_of_unit,
+    groups_of,
+    laplace_blocks,
+    make_tables,
+    thresholds,
+)
+from accelerant.privacy.dp.noise.llvm_gaussian import GaussianKernel
+from accelerant.privacy.dp.noise.llvm_laplace import LaplaceKernel
+from accelerant.privacy.dp.noise.llvm_philox import PhiloxKernel
 from accelerant.privacy.random import SecureStream
 from accelerant.privacy.random.device import take
 from accelerant.privacy.random.llvm_kernels import lanes
+from accelerant.privacy.random.program import chacha20_text
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import Kernel, KernelSource
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Kernel, KernelSource, portable_header
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.provider import ComputeProvider
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 from accelerant.runtime.streams.stream import capturing
 
 __all__ = [
+    "BLOCK",
+    "KINDS",
+    "PHILOX_GROUP",
+    "PHILOX_THREADS",
+    "ROWS",
+    "SHARED_BYTES",
+    "THREADS",
     "add_steps",
     "compiled",
     "fused_dtypes",
+    "fused_source",
     "gaussian_add",
+    "gaussian_source",
     "gaussian_steps",
+    "host_philox_source",
     "index_of",
+    "laplace_source",
     "laplace_steps",
     "noted",
     "packed_rows",
+    "philox_source",
     "table_words",
 ]
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+BLOCK = 128
+"""Largest block of the portable kernels."""
+
+THREADS = 512
+"""Block of the CUDA kernel. 512 with 80 registers each draw 2^28 in 3.99 ms on an H200, 1024 with 64 in 4.23."""
+
+ROWS = 192
+"""Most tensors of a launch of the CUDA kernel: its arguments have 4 KiB."""
+
+PHILOX_THREADS = 256
+PHILOX_GROUP = 1024
+"""Elements of a group of philox_add."""
+
+SHARED_BYTES = (512 * 32 + 3 * 512 * 4) * 4
+
+KINDS = {"float32": "VALUE_FLOAT", "bfloat16": "VALUE_BFLOAT16", "float16": "VALUE_FLOAT16", "int64": "VALUE_STEPS"}
+
+_COMMON = ("*u32", "*u64", "*u32", "*", "i64", "i32", "i32", "i32", "i32", "u32")
+
+
+@functools.cache
+def gaussian_source(terms: int, adds: bool) -> KernelSource:
+    """Return gaussian_steps or gaussian_add (state, first, tables, x, n, k1, k2, k3, k4, one[, inverse, outward]).
+
+    state and first as of keystream_source; tables: 2048 words (discrete.py), the first table, then the second's three.
+    """
+    if not 1 <= terms <= MAX_TERMS:
+        raise ConfigError(f"terms must be 1 to {MAX_TERMS}, got {terms}")
+    entry = "gaussian_add" if adds else "gaussian_steps"
+    text = f"#define TERMS {terms}\n" + chacha20_text() + _text("sampler.h") + _text("kernel.c")
+    arguments = (*_COMMON, "f32", "f32") if adds else _COMMON
+    return KernelSource(
+        f"{entry}_{terms}", {"portable": _only(text, entry), "llvm": GaussianKernel(terms, adds)}, {entry: arguments}
+    )
+
+
+@functools.cache
+def laplace_source() -> KernelSource:
+    """Return laplace_steps(state, first, thresholds, out, n, digits, blocks, one)."""
+    text = "#define TERMS 1\n" + chacha20_text() + _text("sampler.h") + _text("kernel.c")
+    return KernelSource(
+        "laplace_steps",
+        {"portable": _only(text, "laplace_steps"), "llvm": LaplaceKernel()},
+        {"laplace_steps": ("*u32", "*u64", "*u32", "*i64", "i64", "i32", "i32", "u32")},
+    )
+
+
+@functools.cache
+def fused_source(terms: int, kind: str, threads: int = THREADS) -> KernelSource:
+    """Return gaussian(rows, state, first, tables, k1, k2, k3, k4, one, inverse, outward) of gaussian.cuh."""
+    return KernelSource(
+        f"gaussian_{kind}_{terms}",
+        {"cuda": HopperProgram("gaussian", fused_text(terms, kind, threads), threads, SHARED_BYTES)},
+        {"gaussian": ("struct", "*u32", "*u64", "*u32", "i32", "i32", "i32", "i32", "u32", "f32", "f32")},
+        targets=CUDA_TARGETS[1:],
+    )
+
+
+def fused_text(terms: int, kind: str, threads: int = THREADS) -> str:
+    """Return the CUDA C++ text of gaussian.cuh."""
+    sizes = f"#define TERMS {terms}\n#define THREADS {threads}\n#define {KINDS[kind]}\n"
+    parts = (portable_header(), chacha20_text(), _text("sampler.h"), _text("rows.cuh"), _text("gaussian.cuh"))
+    return sizes + "".join(parts)
+
+
+@functools.cache
+def host_philox_source(*, laplace: bool = False) -> KernelSource:
+    """Return philox_add(x, keys, first, stream, n, width, outward) of llvm_philox.py."""
+    return KernelSource(
+        f"philox_{'laplace' if laplace else 'normal'}_host",
+        {"llvm": PhiloxKernel(laplace)},
+        {"philox_add": ("*f32", "*u32", "i64", "i64", "i64", "f32", "f32")},
+    )
+
+
+@functools.cache
+def philox_source(kind: str, *, laplace: bool = False, fills: bool = False) -> KernelSource:
+    """Return philox_add(rows, keys, first, aligned, width, outward) of philox.cuh; fills: the tensors count as 0."""
+    options = f"#define {KINDS[kind]}\n" + "#define LAPLACE\n" * laplace + "#define FILLS\n" * fills
+    text = options + portable_header() + _text("rows.cuh") + _text("philox.cuh")
+    name = f"philox_{'laplace' if laplace else 'normal'}_{kind}" + "_fills" * fills
+    arguments = ("struct", "struct", "*u64", "i32", "f32", "f32")
+    program = HopperProgram("philox_add", text, PHILOX_THREADS, 0)
+    return KernelSource(name, {"cuda": program}, {"philox_add": arguments})
+
+
+def _only(text: str, entry: str) -> str:
+    """Return the text with one kernel of kernel.c: a driver takes a second to compile each."""
+    head, *kernels = text.split("ACL_KERNEL ")
+    before, kept = [head], []
+    for kernel in kernels:
+        if f" {entry}(" in kernel.split("{", 1)[0]:
+            kept.append("ACL_KERNEL " + kernel)
+    return "".join(before + kept)
+
+
+@functools.cache
+def _text(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
 
 RANGE = 2.0**46
 """Grid steps at which a value saturates before noise is added."""
@@ -52,14 +183,14 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 
 def fused_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """Those that gaussian_add takes on a device; the others go through gaussian_steps and add_steps."""
+    """Return the dtypes that gaussian_add takes on a device; others go through gaussian_steps and add_steps."""
     if device.type == "cuda" and _is_fused(index_of(device)):
         return torch.float32, torch.bfloat16, torch.float16
     return (torch.float32,)
 
 
 def add_steps(x: Tensor, noise: Tensor | None, grid: float, scale: float) -> None:
-    """Make of x (round(x / grid) + noise) * grid * scale by torch's functions; noise int64, None for none."""
+    """Replace x by (round(x / grid) + noise) * grid * scale, by torch's functions; noise int64, None for none."""
     real = torch.float64 if x.dtype == torch.float64 else torch.float32
     x = x.detach()
     steps = (x.to(real) * (1 / grid)).round_().nan_to_num_(nan=0.0, posinf=RANGE, neginf=-RANGE).clamp_(-RANGE, RANGE)
@@ -67,8 +198,10 @@ def add_steps(x: Tensor, noise: Tensor | None, grid: float, scale: float) -> Non
     x.copy_(total.to(real) * (grid * scale))
 
 
-def gaussian_add(stream: SecureStream, tensors: Sequence[Tensor], plan: Plan, grid: float, scale: float) -> None:
-    """Make of x (round(x / grid) + Z) * grid * scale, of contiguous tensors of one dtype on one device."""
+def gaussian_add(
+    stream: SecureStream, tensors: Sequence[Tensor], plan: GaussianPlan, grid: float, scale: float
+) -> None:
+    """Replace x by (round(x / grid) + Z) * grid * scale; x contiguous, of one dtype, on one device."""
     if not tensors:
         return
     device = tensors[0].device
@@ -81,8 +214,8 @@ def gaussian_add(stream: SecureStream, tensors: Sequence[Tensor], plan: Plan, gr
         _launch_one(stream, x, plan, numbers)
 
 
-def gaussian_steps(stream: SecureStream, shape: Sequence[int], plan: Plan, device: torch.device) -> Tensor:
-    """int64 draws."""
+def gaussian_steps(stream: SecureStream, shape: Sequence[int], plan: GaussianPlan, device: torch.device) -> Tensor:
+    """Return int64 draws of the discrete Gaussian."""
     out = torch.empty(tuple(shape), dtype=torch.int64, device=device)
     if not out.numel():
         return out
@@ -94,7 +227,7 @@ def gaussian_steps(stream: SecureStream, shape: Sequence[int], plan: Plan, devic
 
 
 def laplace_steps(stream: SecureStream, shape: Sequence[int], steps: Fraction, device: torch.device) -> Tensor:
-    """int64 draws of the discrete Laplace distribution."""
+    """Return int64 draws of the discrete Laplace distribution."""
     digits, count = digits_of(steps), 1
     for size in shape:
         count *= size
@@ -112,11 +245,8 @@ def laplace_steps(stream: SecureStream, shape: Sequence[int], steps: Fraction, d
     return out[:count].view(tuple(shape))
 
 
-# --- launches --------------------------------------------------------------------------------------------------------
-
-
-def _launch_one(stream: SecureStream, x: Tensor, plan: Plan, numbers: tuple[float, ...]) -> None:
-    """The portable kernels, or the CPU's: a tensor a launch; without numbers x gets the draws."""
+def _launch_one(stream: SecureStream, x: Tensor, plan: GaussianPlan, numbers: tuple[float, ...]) -> None:
+    """Launch the portable or the CPU's kernel for one tensor; without numbers x becomes the draws."""
     if not x.numel():
         return
     groups = groups_of(x.numel(), plan.terms)
@@ -128,8 +258,10 @@ def _launch_one(stream: SecureStream, x: Tensor, plan: Plan, numbers: tuple[floa
         provider.launch(kernel, grid, block, (*taken, table, x, x.numel(), *_factors(plan), 1, *numbers))
 
 
-def _launch_rows(stream: SecureStream, tensors: Sequence[Tensor], plan: Plan, numbers: tuple[float, float]) -> None:
-    """gaussian.cuh: up to ROWS tensors a launch."""
+def _launch_rows(
+    stream: SecureStream, tensors: Sequence[Tensor], plan: GaussianPlan, numbers: tuple[float, float]
+) -> None:
+    """Launch gaussian.cuh for up to ROWS tensors."""
     rows, groups = packed_rows(tensors, GROUP * draws_of_unit(plan.terms))
     if not groups:
         return
@@ -166,7 +298,7 @@ def _record(op: str, implementation: str, backend: str, index: int, case: str, s
 
 
 def packed_rows(tensors: Sequence[Tensor], group: int) -> tuple[bytes, int]:
-    """The struct Rows of rows.cuh, with groups of so many elements, and how many those are."""
+    """Return the struct Rows of rows.cuh, for groups of so many elements, and the number of groups."""
     pointers, sizes, begins, groups = [], [], [], 0
     for x in tensors:
         if x.numel():
@@ -184,17 +316,17 @@ def packed_rows(tensors: Sequence[Tensor], group: int) -> tuple[bytes, int]:
 
 
 def _grid(indices: int, device: torch.device) -> tuple[tuple[int], tuple[int]]:
-    """Grid and block of so many indices or threads."""
+    """Return grid and block for so many indices or threads."""
     return ((indices,), (1,)) if device.type == "cpu" else ((-(-indices // BLOCK),), (BLOCK,))
 
 
-def _factors(plan: Plan) -> tuple[int, int, int, int]:
+def _factors(plan: GaussianPlan) -> tuple[int, int, int, int]:
     k = (*plan.factors[1:], 0, 0, 0, 0)
     return k[0], k[1], k[2], k[3]
 
 
 def index_of(device: torch.device) -> int:
-    """Its number on its backend."""
+    """Return the device's number on its backend."""
     if device.type != "cuda":
         return 0
     return torch.cuda.current_device() if device.index is None else device.index
@@ -206,7 +338,7 @@ def _is_fused(index: int) -> bool:
 
 
 def compiled(source: KernelSource, device: torch.device) -> tuple[ComputeProvider, Kernel]:
-    """A source's one kernel on a device; sources are known by their names."""
+    """Return a source's one kernel on a device, compiled once by the source's name."""
     key = source.name, device.type, index_of(device)
     if key not in _kernels:
         provider = registry.create(device.type)
@@ -218,32 +350,32 @@ _kernels: dict[tuple[str, str, int], tuple[ComputeProvider, Kernel]] = {}
 
 
 def table_words(tables: Tables) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
-    """(2048,) as kernels take them."""
+    """Return (2048,), the layout of the kernels."""
     return np.concatenate([tables.first, tables.rest.reshape(-1)])
 
 
 _tables: dict[tuple[object, str, int], Tensor] = {}
 
 
-def _on_device(wanted: Plan | tuple[str, Fraction], device: torch.device) -> Tensor:
-    """A table in a device's memory, kept.
+def _on_device(key: GaussianPlan | tuple[str, Fraction], device: torch.device) -> Tensor:
+    """Return a table in a device's memory, cached.
 
     Raises:
-        ConfigError: a graph is being captured, and the table is not there yet.
+        ConfigError: a graph is being captured, and the table is not cached.
     """
-    key = (wanted, device.type, index_of(device))
-    found = _tables.get(key)
-    if found is None:
+    cached = (key, device.type, index_of(device))
+    table = _tables.get(cached)
+    if table is None:
         if capturing(device):
             raise ConfigError("noise of this width is captured before it was drawn once: run a step before the capture")
-        words = table_words(make_tables(wanted.weights())) if isinstance(wanted, Plan) else thresholds(wanted[1])
-        found = torch.from_numpy(words.reshape(-1).view(np.int32).copy()).to(device)
+        words = table_words(make_tables(key.weights())) if isinstance(key, GaussianPlan) else thresholds(key[1])
+        table = torch.from_numpy(words.reshape(-1).view(np.int32).copy()).to(device)
         while len(_tables) >= _TABLES_LIMIT:
             _tables.pop(next(iter(_tables)))
-        _tables[key] = found
+        _tables[cached] = table
     if device.type == "cuda" and capturing(device):
-        _held.append(found)
-    return found
+        _held.append(table)
+    return table
 
 
 _held: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Discrete Gaussian noise on the CPU as LLVM IR; reference.py defines it bit for bit.
+"""Discrete Gaussian noise on the CPU as LLVM IR; discrete.py defines it bit for bit.
 
     gaussian_steps  out <- Z                                     out i64
     gaussian_add    x <- (round(x / grid) + Z) * grid * scale    x float32
@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accelerant.privacy.dp.noise.reference import POOL, draws_of_unit
-from accelerant.privacy.dp.noise.table import CELL_FIELD, COMPARED, COMPARED_REST, TRIGGER
+from accelerant.privacy.dp.noise.discrete import CELL_FIELD, COMPARED, COMPARED_REST, POOL, TRIGGER, draws_of_unit
 from accelerant.privacy.random.chacha20 import BLOCK_WORDS
 from accelerant.privacy.random.llvm_kernels import KeystreamBlocks, VectorKernel, host_vectors
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, constant, lane_constants, vector

@@ -1,4 +1,4 @@
-"""Discrete Laplace noise on the CPU as LLVM IR; laplace.py defines it bit for bit.
+"""Discrete Laplace noise on the CPU as LLVM IR; discrete.py defines it bit for bit.
 
 Layout: an index of the launch is lanes() draws side by side.
 Time:   does not depend on what is drawn: each digit is compared, and the pool is read, whatever comes out.

@@ -1,4 +1,4 @@
-/* Base samples of the discrete Gaussian, after chacha20.h; table.py says what is in a word and in an entry.
+/* Base samples of the discrete Gaussian, after chacha20.h; discrete.py defines the words and the entries.
  *
  * No branch and no memory address but the tables' depends on what is drawn. */
 #define CELL_FIELD 0x0000ff80u

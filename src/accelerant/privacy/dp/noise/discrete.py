@@ -1,0 +1,375 @@
+"""Discrete Gaussian and Laplace distributions: how draws are made from random words, and how far from exact they are.
+
+Discrete Gaussian. A wide one is a sum of narrow ones:
+
+    Z = x_0 + k_1 x_1 + ... + k_m x_m        x_i independent, discrete Gaussian of deviation s (the base sampler's)
+
+With a_i^2 = s^2 (1 + k_1^2 + ... + k_i^2), each step adds k_i x_i to a sum of deviation a_(i-1). Completing the square,
+
+    P(sum = n) is proportional to exp(-n^2 / (2 a_i^2)) * f(c_n),
+    f(c) = sum over integers y of exp(-(y - c)^2 / (2 w_i^2)),
+    1 / w_i^2 = 1 / s^2 + k_i^2 / a_(i-1)^2
+
+and by Poisson summation f lies within a factor 1 -+ e_i of a constant,
+e_i = 2 sum over j >= 1 of exp(-2 pi^2 w_i^2 j^2). So every probability of Z is within a factor exp(-+ tau) of the
+discrete Gaussian's of deviation a_m, with tau = sum of ln((1 + e_i) / (1 - e_i)). A plan chooses the k_i so that no w_i
+is below SMOOTH, and s so that a_m is exactly the required deviation.
+
+Base sampler. One word of 32 bits gives a sample of magnitude 0 to 511: 9 bits choose a cell, 22 bits are compared with
+the cell's threshold, 1 is the sign.
+
+    31    sign
+    30-16 upper 15 bits of the comparison
+    15-7  cell
+    6-0   lower 7 bits of the comparison
+
+Below the threshold the magnitude is the cell, else the cell's alias (Walker 1977). A comparison of all ones, of
+probability 2^-22, is the *trigger*: the magnitude comes from a second table instead, of the weights that 22 bits cannot
+hold, with 96 bits of its own: 9 of a cell and 87 to compare. The mixture has the weights 2^-118 times an integer.
+A magnitude's weight is that of both signs together; 0 has no sign, and its sign's bit changes nothing. An entry of the
+first table has the threshold at the bits of the comparison and the alias at those of the cell; of the second likewise,
+in three words, with 23 bits of the threshold in the first (the sign's bit is one more).
+
+Units. A *unit* makes its draws from 16 blocks of keystream, counters first + 16 unit to first + 16 unit + 15. Its block
+0 is the pool: 5 samples of the second table, three words each. The words of blocks 1 to 15 are base samples, in order;
+16 // terms draws a block, remaining words are not used. Where a base sample's comparison is the trigger, its magnitude
+is the pool's next. More than 5 triggers in a unit (probability below 2^-94) give magnitude 0; `charge` includes it. 32
+units are a *group*: draw i of unit 32 g + l is element (g D + i) 32 + l, D the draws of a unit, so that 32 lanes that
+work in parallel access adjacent elements.
+
+Discrete Laplace. P(Z = z) is proportional to exp(-|z| / t); Z = G - G', both geometric: P(G = g) proportional to
+exp(-g / t). The binary digits of a geometric variable are independent: digit j is 1 with probability
+1 / (1 + exp(2^j / t)). Each is one comparison of a word of 32 bits with the digit's probability; a word equal to it
+(probability 2^-32) is decided by 64 bits of a pool that each draw has, whether it needs them or not. So probabilities
+have 96 bits, and time does not depend on what is drawn. A draw is a unit of `laplace_blocks` blocks of keystream: words
+0 to 5 are the pool, three of 64 bits (the upper word first), then a word for each digit of G, then of G'. A fourth
+equal word (probability below 2^-107) finds zeros.
+
+Source: Micciancio and Walter 2017, "Gaussian sampling over the integers: efficient, generic, constant-time", section 3
+and Lemma 2.3 there (Micciancio and Regev 2007, smoothing parameter); Walker 1977, "An efficient method for generating
+discrete random variables with general distributions"; the split of the weights into a table and a rare remainder is as
+in Kronmal and Peterson 1979, with integers throughout. Canonne, Kamath and Steinke 2020, arXiv:2004.00010, section 5
+(the discrete Laplace); the digits are the decomposition of the geometric series,
+1 + q + q^2 + ... = product over j of (1 + q^(2^j)).
+"""
+
+from __future__ import annotations
+
+import decimal
+import functools
+import math
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from accelerant.errors import ConfigError
+from accelerant.privacy.random.chacha20 import BLOCK_WORDS
+
+__all__ = [
+    "BASE_LIMIT", "CELLS", "CELL_FIELD", "CELL_SHIFT", "COMPARED", "COMPARED_REST", "CUT", "GROUP", "LAPLACE_POOL",
+    "MAX_DIGITS", "MAX_TERMS", "POOL", "SMOOTH", "TOTAL_BITS", "TRIGGER", "UNIT_BLOCKS", "WIDEST", "WIDEST_LAPLACE",
+    "GaussianPlan", "Tables", "base_weights", "digits_of", "draws_of_unit", "groups_of", "laplace_blocks",
+    "laplace_distance", "log_ratio", "make_plan", "make_tables", "smoothing_widths", "split_weights", "table_distance",
+    "thresholds",
+]  # fmt: skip
+
+# --- the base sampler's tables ---------------------------------------------------------------------------------------
+
+CELLS = 512
+CELL_SHIFT = 7
+CELL_FIELD = (CELLS - 1) << CELL_SHIFT
+COMPARED = 0x7FFFFFFF & ~CELL_FIELD
+"""Bits of a word that the first table compares."""
+
+TRIGGER = COMPARED
+"""Bits of a word that are all ones at the trigger."""
+
+COMPARED_REST = 0xFFFFFFFF & ~CELL_FIELD
+"""Bits of the first of three words that the second table compares."""
+
+_BITS = 22
+_CAPACITY = 2**_BITS - 1
+"""Values of the comparison of a cell of the first table: all but the trigger."""
+
+_REST_BITS = 87
+TOTAL_BITS = 9 + _BITS + _REST_BITS
+_DIGITS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Tables of the base sampler; see the module's docstring.
+
+    Attributes:
+        first: (512,) uint32.
+        rest: (3, 512) uint32.
+    """
+
+    first: npt.NDArray[np.uint32]
+    rest: npt.NDArray[np.uint32]
+
+
+def _weights(variance: Fraction) -> tuple[list[Decimal], Decimal]:
+    """Return exp(-m^2 / (2 variance)), m = 0 to 511, both signs together, and an upper bound of the sum over all m."""
+    with decimal.localcontext(decimal.Context(prec=_DIGITS, Emin=-(10**6))):
+        factor = Decimal(-variance.denominator) / Decimal(2 * variance.numerator)
+        weight, step, square = Decimal(1), factor.exp(), (2 * factor).exp()  # of m^2 and of 2 m + 1 by products, which
+        both = [weight]  # are 20 times faster than 512 exponentials; they lose 6 of the 80 digits
+        for _ in range(1, CELLS):
+            weight, step = weight * step, step * square
+            both.append(2 * weight)
+        # Beyond: at most a geometric series of ratio exp((2 * 512 + 1) factor).
+        beyond = 2 * (factor * CELLS * CELLS).exp() / (1 - (factor * (2 * CELLS + 1)).exp())
+        return both, sum(both, beyond)
+
+
+@functools.lru_cache(maxsize=64)
+def base_weights(variance: Fraction) -> tuple[int, ...]:
+    """Return probabilities of the magnitudes 0 to 511 of a discrete Gaussian, times 2^118; they sum to 2^118.
+
+    Rounded to the nearest; 0 takes what cut tails and rounding leave.
+    """
+    both, total = _weights(variance)
+    with decimal.localcontext(decimal.Context(prec=_DIGITS, Emin=-(10**6))):
+        rounded = [int((w / total * 2**TOTAL_BITS).to_integral_value()) for w in both]
+    rounded[0] += 2**TOTAL_BITS - sum(rounded)
+    return tuple(rounded)
+
+
+@functools.lru_cache(maxsize=64)
+def table_distance(variance: Fraction) -> Decimal:
+    """Return a bound on the total variation between base_weights and the discrete Gaussian on all integers."""
+    both, total = _weights(variance)
+    with decimal.localcontext(decimal.Context(prec=_DIGITS, Emin=-(10**6))):
+        scale = Decimal(2**TOTAL_BITS)
+        held = [abs(weight / scale - w / total) for weight, w in zip(base_weights(variance), both, strict=True)]
+        return (sum(held, 1 - sum(both, Decimal(0)) / total) / 2) * (1 + Decimal(10) ** -30) + Decimal(10) ** -60
+
+
+def split_weights(weights: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Split weights between the first table, which sum to 512 (2^22 - 1), and the second, which sum to 2^96.
+
+    weights[m] = first[m] 2^87 + rest[m].
+    """
+    first = [w >> _REST_BITS for w in weights]
+    rest = [w & (2**_REST_BITS - 1) for w in weights]
+    surplus = sum(first) - CELLS * _CAPACITY  # 1 to 512, since the remainders are below 2^87 each
+    largest = max(range(CELLS), key=first.__getitem__)
+    first[largest] -= surplus
+    rest[largest] += surplus << _REST_BITS
+    return first, rest
+
+
+def _alias(weights: list[int], capacity: int) -> tuple[list[int], list[int]]:
+    """Return thresholds below `capacity` and aliases; a full cell has the threshold 0 and itself as alias.
+
+    Cell c gives c for values below its threshold and the alias for the others, below the capacity: exactly in
+    proportion to the weights, which sum to 512 times the capacity.
+    """
+    left = list(weights)
+    small = [c for c in range(CELLS) if left[c] < capacity]
+    large = [c for c in range(CELLS) if left[c] > capacity]
+    thresholds, aliases = [0] * CELLS, list(range(CELLS))
+    while small:
+        cell, giver = small.pop(), large[-1]
+        thresholds[cell], aliases[cell] = left[cell], giver
+        left[giver] -= capacity - left[cell]
+        if left[giver] <= capacity:
+            large.pop()
+            if left[giver] < capacity:
+                small.append(giver)
+    return thresholds, aliases
+
+
+def _spread(upper: int) -> int:
+    """Move bits of a comparison to their positions around the cell: 7 below, the others above."""
+    return (upper & 0x7F) | (upper >> 7) << 16
+
+
+@functools.lru_cache(maxsize=64)
+def make_tables(weights: tuple[int, ...]) -> Tables:
+    """Return the tables of magnitudes with weights that sum to 2^118."""
+    main, remainder = split_weights(weights)
+    thresholds, aliases = _alias(main, _CAPACITY)
+    first = [_spread(t) | a << CELL_SHIFT for t, a in zip(thresholds, aliases, strict=True)]
+    thresholds, aliases = _alias(remainder, 2**_REST_BITS)
+    rest = [
+        [_spread(t >> 64) | a << CELL_SHIFT for t, a in zip(thresholds, aliases, strict=True)],
+        [t >> 32 & 0xFFFFFFFF for t in thresholds],
+        [t & 0xFFFFFFFF for t in thresholds],
+    ]
+    tables = Tables(np.array(first, np.uint32), np.array(rest, np.uint32))
+    tables.first.setflags(write=False)
+    tables.rest.setflags(write=False)
+    return tables
+
+
+# --- sums of base samples --------------------------------------------------------------------------------------------
+
+CUT = 11
+"""Deviations of the base sampler within its table: the rest has probability 4e-28, 2^-91."""
+
+SMOOTH = 1.58
+"""The least w_i: e_i is then below 2^-70."""
+
+BASE_LIMIT = (CELLS - 1) / CUT
+"""The largest deviation of the base sampler."""
+
+MAX_TERMS = 5
+
+WIDEST = 3.2e7
+"""The largest deviation in grid steps. Sums then stay below 2^31."""
+
+UNIT_BLOCKS = 16
+POOL = 5
+GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class GaussianPlan:
+    """A discrete Gaussian as a sum.
+
+    Attributes:
+        sigma: its deviation in grid steps, exact.
+        factors: 1, k_1, ... k_m.
+        log_ratio: tau above: a bound of |ln(P(Z = n) / ideal)| with the ideal base sampler.
+    """
+
+    sigma: Fraction
+    factors: tuple[int, ...]
+    log_ratio: float
+
+    @property
+    def base_variance(self) -> Fraction:
+        """s^2."""
+        return self.sigma**2 / sum(k * k for k in self.factors)
+
+    @property
+    def terms(self) -> int:
+        """Base samples of a draw."""
+        return len(self.factors)
+
+    def weights(self) -> tuple[int, ...]:
+        """Return the base sampler's weights."""
+        return base_weights(self.base_variance)
+
+    def distance(self) -> Decimal:
+        """Return a bound on a draw's total variation from a sum of ideal base samples: cut tails, rounded weights."""
+        return self.terms * table_distance(self.base_variance)
+
+
+@functools.lru_cache(maxsize=64)
+def make_plan(sigma: Fraction) -> GaussianPlan:
+    """Return the plan of fewest terms for a deviation in grid steps.
+
+    Raises:
+        ConfigError: sigma is above WIDEST.
+    """
+    if sigma <= 0 or sigma > WIDEST:
+        raise ConfigError(
+            f"the noise must be between 0 and {WIDEST:.1e} grid steps wide, got {float(sigma):.6g}: "
+            "take a coarser grid (choose_grid gives one)"
+        )
+    if sigma <= BASE_LIMIT:
+        return GaussianPlan(sigma, (1,), 0.0)
+    for terms in range(2, MAX_TERMS + 1):
+        factors = _factors(float(sigma), terms)
+        widths = smoothing_widths(sigma, factors)
+        if min(widths) >= SMOOTH:
+            return GaussianPlan(sigma, factors, sum(map(log_ratio, widths)))
+    raise ConfigError(f"no sum of {MAX_TERMS} terms is {float(sigma):.6g} grid steps wide")
+
+
+def _factors(sigma: float, terms: int) -> tuple[int, ...]:
+    """Return nearly 1, t, t^2, ..., with the base sampler nearly as wide as its table allows."""
+    ratio = (sigma / (BASE_LIMIT * 0.998)) ** (1 / (terms - 1))
+    factors = [max(1, round(ratio**i)) for i in range(terms)]
+    while sigma > BASE_LIMIT * math.sqrt(sum(k * k for k in factors)):
+        factors[-1] += 1
+    return tuple(factors)
+
+
+def smoothing_widths(sigma: Fraction, factors: tuple[int, ...]) -> list[float]:
+    """Return w_1 to w_m."""
+    base = float(sigma**2 / sum(k * k for k in factors))
+    widths, partial = [], base
+    for k in factors[1:]:
+        widths.append((1 / base + k * k / partial) ** -0.5)
+        partial += k * k * base
+    return widths
+
+
+def log_ratio(width: float) -> float:
+    """Return an upper bound of ln((1 + e) / (1 - e)) for a w."""
+    first = math.exp(-2 * math.pi**2 * width**2)
+    e = 2 * first / (1 - first)
+    return 2 * e / (1 - e)
+
+
+def draws_of_unit(terms: int) -> int:
+    """Return D: 240, 120, 75, 60, 45."""
+    return (UNIT_BLOCKS - 1) * (BLOCK_WORDS // terms)
+
+
+def groups_of(elements: int, terms: int) -> int:
+    """Return the number of groups for so many elements."""
+    return -(-elements // (GROUP * draws_of_unit(terms)))
+
+
+# --- discrete Laplace ------------------------------------------------------------------------------------------------
+
+LAPLACE_POOL = 3
+MAX_DIGITS = 36
+WIDEST_LAPLACE = 2.0**29
+"""The largest t in grid steps."""
+
+_LAPLACE_BITS = 96
+_TAIL = 75
+"""Cut tails in scales: P(G >= 75 t) is below 2^-108."""
+
+_LAPLACE_DIGITS = 60
+
+
+def digits_of(steps: Fraction) -> int:
+    """Return the number of binary digits of G: the least J with 2^J >= 75 t.
+
+    Raises:
+        ConfigError: t is above WIDEST_LAPLACE.
+    """
+    if not 0 < steps <= WIDEST_LAPLACE:
+        raise ConfigError(
+            f"the scale must be between 0 and {WIDEST_LAPLACE:.1e} grid steps, got {float(steps):.6g}: "
+            "take a coarser grid"
+        )
+    return max(1, math.ceil(_TAIL * steps) - 1).bit_length()
+
+
+def laplace_blocks(digits: int) -> int:
+    """Return the blocks of keystream of a draw."""
+    return -(-(2 * LAPLACE_POOL + 2 * digits) // BLOCK_WORDS)
+
+
+@functools.lru_cache(maxsize=64)
+def thresholds(steps: Fraction) -> npt.NDArray[np.uint32]:
+    """Return the digits' probabilities times 2^96, (3, J) words, the upper first."""
+    scaled = []
+    with decimal.localcontext(decimal.Context(prec=_LAPLACE_DIGITS, Emin=-(10**9), Emax=10**9)):
+        for digit in range(digits_of(steps)):
+            q = (-(Decimal(2**digit * steps.denominator) / Decimal(steps.numerator))).exp()
+            scaled.append(int((q / (1 + q) * 2**_LAPLACE_BITS).to_integral_value()))
+    table = np.array([[t >> shift & 0xFFFFFFFF for t in scaled] for shift in (64, 32, 0)], np.uint32)
+    table.setflags(write=False)
+    return table
+
+
+@functools.lru_cache(maxsize=64)
+def laplace_distance(steps: Fraction) -> float:
+    """Return a bound on the total variation between a draw and the discrete Laplace distribution."""
+    digits = digits_of(steps)
+    tail = 2 * math.exp(-(2**digits) / float(steps))
+    rounding = 2 * digits * 2.0 ** -(_LAPLACE_BITS + 1)
+    pool = math.comb(2 * digits, LAPLACE_POOL + 1) * 2.0 ** (-32 * (LAPLACE_POOL + 1))
+    return tail + rounding + pool
