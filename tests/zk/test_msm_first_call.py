@@ -72,11 +72,11 @@ class Nowhere(MemorySpace):
         return words
     def store(self, words):
         return words
-    def least(self, numbers):
+    def minimum(self, numbers):
         return 1 << 62
-for name in MemorySpace.__abstractmethods__:
-    if name not in vars(Nowhere):
-        setattr(Nowhere, name, getattr(type(HOST), name))
+for name, method in vars(type(HOST)).items():
+    if callable(method) and name not in vars(Nowhere):
+        setattr(Nowhere, name, method)
 Nowhere.__abstractmethods__ = frozenset()
 
 registry._reasons["cuda"], registry._created["cuda"] = "", Provider()
