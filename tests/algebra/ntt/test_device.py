@@ -22,7 +22,7 @@ from accelerant.algebra.ntt.launch import LOG_MOST, DeviceNttPlan, Division, div
 from accelerant.algebra.ntt.plan import ORDERS, Variant, make_passes
 from accelerant.algebra.ntt.program import Tile, has_quotients, kernel_source
 from accelerant.algebra.ntt.reference import ntt_reference
-from accelerant.algebra.ntt.tables import DeviceTables, device_tables, pass_tables, roots_of
+from accelerant.algebra.ntt.tables import Tables, device_tables, pass_tables, roots_of
 from accelerant.errors import ConfigError, LaunchError
 from accelerant.runtime import registry
 from vectors import TRANSFORM_BASE, field_elements
@@ -191,7 +191,7 @@ def test_pointed_launches_have_what_others_have(monkeypatch):
     def launch(kernel, grid, block, args):
         asked.append(((*grid, *block), [arg.data_ptr() if hasattr(arg, "data_ptr") else arg for arg in args]))
 
-    tables = DeviceTables(*(torch.zeros(4, dtype=torch.int64) for _ in range(5)))
+    tables = Tables(*(torch.zeros(4, dtype=torch.int64) for _ in range(5)))
     monkeypatch.setattr(ntt_launch, "device_tables", lambda *args: tables)
     provider = SimpleNamespace(launch=launch, synchronize=lambda index: None)
     place = SimpleNamespace(provider=provider, index=0, pointer=lambda words: words)

@@ -33,9 +33,9 @@ def run_pass(step, x, p):
         )
 
         def factor(place, when, tables, c=c):
-            value = tables.by_place(p)[place] if tables else 1
+            value = tables.by_position(p)[place] if tables else 1
             if variant.twiddle == when:
-                start, base = (each.by_place(p)[place] for each in (step.twiddles.start, step.twiddles.base))
+                start, base = (each.by_position(p)[place] for each in (step.twiddles.start, step.twiddles.base))
                 value = value * start * pow(base, c, p)
             return value
 

@@ -87,42 +87,33 @@ class ScalarPacks(Packs):
     """One element: a wide integer."""
 
     def read(self, code: FunctionBuilder, pointers: Sequence[str], offset: int) -> Value:
-        """See Packs."""
         return code.load(self.packed.type, code.at("i8", pointers[0], offset), align=8)
 
     def write(self, code: FunctionBuilder, pointers: Sequence[str], offset: int, pack: str) -> None:
-        """See Packs."""
         code.store(self.packed.type, pack, code.at("i8", pointers[0], offset), align=8)
 
     def is_zero(self, code: FunctionBuilder, pack: str) -> Value:
-        """See Packs."""
         return code.compare("eq", Value(pack, self.packed.type), 0)
 
     def select(self, code: FunctionBuilder, mask: str, x: str, y: str) -> Value:
-        """See Packs."""
         bits = code.convert("sext", hide(code, code.convert("sext", Value(mask, "i1"), "i64")), self.packed.type)
         x, y = Value(x, self.packed.type), Value(y, self.packed.type)
         difference = code.op("xor", x, y)
         return code.op("xor", y, code.op("and", bits, difference))
 
     def any(self, code: FunctionBuilder, mask: Value) -> Value:
-        """See Packs."""
         return mask
 
     def joined(self, code: FunctionBuilder, values: Sequence[Operand]) -> Value:
-        """See Packs."""
         return Value(str(values[0]), "i64")
 
     def least(self, code: FunctionBuilder, mask: Value, numbers: Value, other: Value) -> Value:
-        """See Packs."""
         return code.smin(code.select(mask, numbers, other), other)
 
     def rotated(self, code: FunctionBuilder, pack: str, step: int) -> str:
-        """See Packs."""
         return pack
 
     def lanes(self, chosen: Sequence[bool]) -> Value:
-        """See Packs."""
         return constant("i1", chosen[0])
 
 
@@ -143,7 +134,6 @@ class LanePacks(Packs):
         self._count = packed.radix.bit_length() // LIMB_BITS
 
     def read(self, code: FunctionBuilder, pointers: Sequence[str], offset: int) -> Value:
-        """See Packs."""
         words = []
         for pair in range(self._pairs):
             halves = [code.load(_PAIR, code.at("i8", pointer, offset + 16 * pair), align=8) for pointer in pointers]
@@ -152,7 +142,6 @@ class LanePacks(Packs):
         return code.array(self.packed.type, [_limb(code, words, LIMB_BITS * k) for k in range(self._count)])
 
     def write(self, code: FunctionBuilder, pointers: Sequence[str], offset: int, pack: str) -> None:
-        """See Packs."""
         limbs = code.parts(Value(pack, self.packed.type))
         for pair in range(self._pairs):
             even, odd = (_word(code, limbs, 64 * (2 * pair + word)) for word in (0, 1))
@@ -163,7 +152,6 @@ class LanePacks(Packs):
                 code.store(_PAIR, value, code.at("i8", pointer, offset + 16 * pair), align=8)
 
     def is_zero(self, code: FunctionBuilder, pack: str) -> Value:
-        """See Packs."""
         limbs = code.parts(Value(pack, self.packed.type))
         some = limbs[0]
         for limb in limbs[1:]:
@@ -171,32 +159,26 @@ class LanePacks(Packs):
         return code.compare("eq", some, 0)
 
     def select(self, code: FunctionBuilder, mask: str, x: str, y: str) -> Value:
-        """See Packs."""
         xs, ys = (code.parts(Value(pack, self.packed.type)) for pack in (x, y))
         chosen = [code.select(Value(mask, self.mask), a, b) for a, b in zip(xs, ys, strict=True)]
         return code.array(self.packed.type, chosen)
 
     def any(self, code: FunctionBuilder, mask: Value) -> Value:
-        """See Packs."""
         return code.compare("ne", code.bitcast(mask, "i8"), 0)
 
     def joined(self, code: FunctionBuilder, values: Sequence[Operand]) -> Value:
-        """See Packs."""
         return code.join([Value(str(value), "i64") for value in values])
 
     def least(self, code: FunctionBuilder, mask: Value, numbers: Value, other: Value) -> Value:
-        """See Packs."""
         kept = code.select(mask, numbers, (1 << 63) - 1)
         return code.smin(code.intrinsic("i64", "llvm.vector.reduce.smin.v8i64", kept), other)
 
     def rotated(self, code: FunctionBuilder, pack: str, step: int) -> str:
-        """See Packs."""
         order = [(lane + step) % 8 for lane in range(8)]
         limbs = code.parts(Value(pack, self.packed.type))
         return code.array(self.packed.type, [code.shuffle(limb, None, order) for limb in limbs])
 
     def lanes(self, chosen: Sequence[bool]) -> Value:
-        """See Packs."""
         return lane_constants("i1", chosen)
 
 

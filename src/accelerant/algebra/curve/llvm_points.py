@@ -30,7 +30,7 @@ from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Coordinates
 from accelerant.algebra.field.llvm_kernels import packed_field
 from accelerant.algebra.field.llvm_packed import PackedField
-from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Variable, constant
+from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Value, Variable, constant
 
 __all__ = [
     "Cell",
@@ -216,7 +216,7 @@ class Elements:
 
     # --- choices -----------------------------------------------------------------------------------------------------
 
-    def is_zero(self, a: Element) -> str:
+    def is_zero(self, a: Element) -> Value:
         """Append the mask of the lanes that are 0."""
         mask = self.packs.is_zero(self.code, a[0])
         for part in a[1:]:

@@ -1,4 +1,4 @@
-"""What a transform of 2^k points does, pass by pass; numbers only, no device.
+"""The passes of a transform of 2^k points, as numbers that are independent of the device.
 
 A transform of n points, n = A B C, is three passes, or two (n = A B), or one. A pass does many transforms of A points
 (its *rows*) that are small enough for a core's cache or a block's shared memory, one for each of n / A *columns*. With
@@ -6,13 +6,14 @@ input index i = (iA B + iB) C + iC and output index j = jA + A (jB + B jC), and 
 
     sum_i x_i w^(i j) = sum_iC v^(iC jC) [ u^(iC jB) sum_iB v'^(iB jB) [ w^((iB C + iC) jA) sum_iA v''^(iA jA) x_i ] ]
 
-where v, v', v'' have the orders C, B, A, and u has the order B C. What stands before an inner bracket are the
-*twiddles*. Every pass writes where it reads, row j in the place of row i, but for the last one in natural order: that
-reads rows where they are neighbours, and writes columns where they are; so no pass only moves elements.
+where v, v', v'' have the orders C, B, A, and u has the order B C. The factors before an inner bracket
+are the *twiddles*. Every pass writes where it reads, row j in place of row i, except the last one in natural order: it
+reads along rows and writes along columns, so that no pass merely moves elements.
 
     natural                    passes A, B, C; the last one from one memory to another
-    natural_to_bit_reversed    passes A, B, C; each writes row j at place bitrev(j)
-    bit_reversed_to_natural    the transposed: passes C, B, A; each reads row i at place bitrev(i); twiddles come before
+    natural_to_bit_reversed    passes A, B, C; each writes row j at position bitrev(j)
+    bit_reversed_to_natural    the transposed: passes C, B, A; each reads row i at position bitrev(i); twiddles come
+        before
 
 A coset g, where x_i is g^i x_i (forward) or y_i is g^-i y_i (inverse), and the inverse's 1 / n go into the twiddles,
 and into one factor for each row of the first or the last pass.
@@ -28,28 +29,28 @@ from dataclasses import dataclass
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.ntt.reference import bit_reversed
 
-__all__ = ["ORDERS", "Pass", "Places", "Powers", "Twiddles", "Variant", "make_passes"]
+__all__ = ["ORDERS", "Layout", "Pass", "Powers", "Twiddles", "Variant", "make_passes"]
 
 ORDERS = ("natural", "natural_to_bit_reversed", "bit_reversed_to_natural")
 """Of input and output; "natural" is both."""
 
 _ALL = 62
-"""Bits of a column's number that are one digit, where no other digit follows."""
+"""Bits of a column's number in its last digit."""
 
 _LOG_NEAR = 4
-"""Log2 of the neighbouring columns whose twiddles one table has, at least: as many as the CPU takes together."""
+"""Log2 of the fewest neighbouring columns whose twiddles are in one table: as many as the CPU processes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What of a pass its program is compiled for.
+    """The properties of a pass that its program is compiled for.
 
     Attributes:
-        along_in, along_out: whether a column's rows are neighbours in memory, where it reads and where it writes;
-            else the columns are.
-        reversed_in: row i is read at place bitrev(i).
-        reversed_out: row j is written at place bitrev(j).
-        before, after: whether there is a factor for each place of a row, before and after the sums.
+        along_in, along_out: whether the rows of a column are neighbours in memory when read, and when written; else
+            the columns are.
+        reversed_in: row i is read at position bitrev(i).
+        reversed_out: row j is written at position bitrev(j).
+        before, after: whether there is a factor for each row, before and after the sums.
         twiddle: "before" or "after" the sums, or "".
         split: whether twiddles are products of two tables.
     """
@@ -65,8 +66,8 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Where elements are: row r of column t at digit_0 column[0] + digit_1 column[1] + rest column[2] + r row.
+class Layout:
+    """The index of an element: row r of column t is at digit_0 column[0] + digit_1 column[1] + rest column[2] + r row.
 
     The digits of t are those of Pass.digits, the lowest first.
     """
@@ -77,12 +78,12 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Powers:
-    """A factor for each place of a row: scale base^r for the row r there.
+    """A factor scale base^r for each row r.
 
     Attributes:
         scale, base: below p.
         log_rows: log2 of the rows.
-        by_bits: whether row r stands at place bitrev(r); else at place r.
+        by_bits: whether row r is at position bitrev(r); else at position r.
     """
 
     scale: int
@@ -90,8 +91,8 @@ class Powers:
     log_rows: int
     by_bits: bool = False
 
-    def by_place(self, p: int) -> list[int]:
-        """The factors, in the order of the places."""
+    def by_position(self, p: int) -> list[int]:
+        """Return the factors, by position."""
         values, power = [], self.scale
         for _ in range(1 << self.log_rows):
             values.append(power)
@@ -102,7 +103,7 @@ class Powers:
 
 @dataclass(frozen=True, slots=True)
 class Twiddles:
-    """The factor start base^c at a row's place in column c = digit_0, both of that place."""
+    """The factor start base^c of a row in column c = digit_0; start and base are those of the row."""
 
     start: Powers
     base: Powers
@@ -110,24 +111,24 @@ class Twiddles:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass.
+    """One pass of a transform.
 
     Attributes:
-        variant: see there.
+        variant: what its program is compiled for.
         log_rows: log2 A.
         digits: bits of the two lowest digits of a column's number.
-        reads, writes: places of the elements.
+        reads, writes: indices of the elements.
         root: of order A.
-        before, after: a factor for each place of a row, or none.
+        before, after: a factor for each row, or None.
         twiddles: or None.
-        log_low: a twiddle of column c is low[place, c mod 2^log_low] high[place, c >> log_low].
+        log_low: a twiddle of column c is low[row, c mod 2^log_low] high[row, c >> log_low].
     """
 
     variant: Variant
     log_rows: int
     digits: tuple[int, int]
-    reads: Places
-    writes: Places
+    reads: Layout
+    writes: Layout
     root: int
     before: Powers | None = None
     after: Powers | None = None
@@ -136,18 +137,18 @@ class Pass:
 
     @property
     def rows(self) -> int:
-        """A."""
+        """Return A."""
         return 1 << self.log_rows
 
     @property
     def in_place(self) -> bool:
-        """Whether it writes each element where it read one of the same column."""
+        """Return whether a column is written where it was read."""
         return self.reads == self.writes
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
-    """What all passes of a transform share."""
+class _Transform:
+    """The parameters that all passes of a transform share."""
 
     field: Field
     logs: tuple[int, ...]
@@ -165,11 +166,11 @@ class _Whole:
         return 1 << sum(self.logs)
 
     def unit(self, m: int) -> int:
-        """What jm counts in j."""
+        """Return the weight of jm in j."""
         return 1 << sum(self.logs[:m])
 
     def inner(self, m: int) -> int:
-        """What im counts in i."""
+        """Return the weight of im in i."""
         return 1 << sum(self.logs[m + 1 :])
 
     def root(self, order: int) -> int:
@@ -177,65 +178,65 @@ class _Whole:
         return pow(w, -1, self.p) if self.inverse else w
 
     def powers(self, base: int, m: int, by_bits: bool, scale: int = 1) -> Powers:
-        """Scale base^r for the row r of each place; base may have a negative exponent already taken."""
+        """Return the powers scale base^r for the rows of pass m."""
         return Powers(scale % self.p, base % self.p, self.logs[m], by_bits)
 
 
 def make_passes(
     field: Field, logs: Sequence[int], *, inverse: bool, coset: int, order: str, log_table: int
 ) -> tuple[Pass, ...]:
-    """The passes of transforms of 2^(sum of logs) points, in the order in which they run.
+    """Return the passes of transforms of 2^(sum of logs) points, in the order of execution.
 
     Args:
-        field: whose modulus less 1 is divisible by the number of points.
+        field: p - 1 is divisible by the number of points.
         logs: log2 of A, B, C.
-        inverse: whether it is the inverse transform.
+        inverse: make the inverse transform.
         coset: g, not 0; 1 for none.
         order: one of ORDERS.
-        log_table: log2 of the elements that a table of twiddles may have; above, they are products of two tables.
+        log_table: log2 of the most elements of a table of twiddles; beyond, twiddles are products of two tables.
     """
-    whole = _Whole(field, tuple(logs), inverse, coset % field.modulus, order, log_table)
-    numbers = range(len(whole.logs))
+    transform = _Transform(field, tuple(logs), inverse, coset % field.modulus, order, log_table)
+    numbers = range(len(transform.logs))
     if order == "bit_reversed_to_natural":
-        return tuple(_reversed_input(whole, m) for m in reversed(numbers))
-    return tuple(_natural_input(whole, m) for m in numbers)
+        return tuple(_reversed_input(transform, m) for m in reversed(numbers))
+    return tuple(_natural_input(transform, m) for m in numbers)
 
 
-def _natural_input(whole: _Whole, m: int) -> Pass:
-    """Pass m of an input in natural order: twiddles after the sums, row j of the output at j or bitrev(j)."""
-    p, g, n, last = whole.p, whole.coset, whole.n, m == len(whole.logs) - 1
-    by_bits = whole.order == "natural_to_bit_reversed"
-    inner, unit = whole.inner(m), whole.unit(m)
+def _natural_input(transform: _Transform, m: int) -> Pass:
+    """Return pass m for input in natural order: twiddles after the sums, row j of the output at j or bitrev(j)."""
+    p, g, n, last = transform.p, transform.coset, transform.n, m == len(transform.logs) - 1
+    by_bits = transform.order == "natural_to_bit_reversed"
+    inner, unit = transform.inner(m), transform.unit(m)
     start, step, after, before = 1, 1, (1, 1), 1  # start and after: a scale and a base of powers of the row
-    if not whole.inverse and m == 0:
+    if not transform.inverse and m == 0:
         before, step = pow(g, inner, p), g
-    if whole.inverse:
-        scale = pow(n, -1, p) if m == (0 if g == 1 else len(whole.logs) - 1) else 1
+    if transform.inverse:
+        scale = pow(n, -1, p) if m == (0 if g == 1 else len(transform.logs) - 1) else 1
         after, start = (scale, pow(g, -unit, p)), scale
     twiddles = None
     if not last:
-        w = whole.root(inner << whole.logs[m])
-        twiddles = Twiddles(whole.powers(after[1], m, by_bits, start), whole.powers(w, m, by_bits, step))
+        w = transform.root(inner << transform.logs[m])
+        twiddles = Twiddles(transform.powers(after[1], m, by_bits, start), transform.powers(w, m, by_bits, step))
         after = (1, 1)
     return _pass(
-        whole,
+        transform,
         m,
         by_bits_in=False,
         by_bits_out=by_bits,
-        before=None if before == 1 else whole.powers(before, m, False),
-        after=None if after == (1, 1) else whole.powers(after[1], m, by_bits, after[0]),
+        before=None if before == 1 else transform.powers(before, m, False),
+        after=None if after == (1, 1) else transform.powers(after[1], m, by_bits, after[0]),
         twiddles=twiddles,
         twiddle="" if last else "after",
     )
 
 
-def _reversed_input(whole: _Whole, m: int) -> Pass:
-    """Pass m of an input in bit-reversed order: twiddles before the sums, row i of the input at bitrev(i)."""
-    p, g, n, last = whole.p, whole.coset, whole.n, m == len(whole.logs) - 1
-    inner, unit = whole.inner(m), whole.unit(m)
-    entering = (1, 1 if whole.inverse else pow(g, unit, p))  # a scale and a base of powers of the row
+def _reversed_input(transform: _Transform, m: int) -> Pass:
+    """Return pass m for input in bit-reversed order: twiddles before the sums, row i of the input at bitrev(i)."""
+    p, g, n, last = transform.p, transform.coset, transform.n, m == len(transform.logs) - 1
+    inner, unit = transform.inner(m), transform.unit(m)
+    entering = (1, 1 if transform.inverse else pow(g, unit, p))  # a scale and a base of powers of the row
     step, leaving = 1, (1, 1)
-    if whole.inverse and m == 0:
+    if transform.inverse and m == 0:
         step = pow(g, -1, p)
         leaving = (1, pow(g, -inner, p))
         if last:
@@ -244,23 +245,23 @@ def _reversed_input(whole: _Whole, m: int) -> Pass:
             entering = (pow(n, -1, p), 1)
     twiddles = None
     if not last:
-        w = whole.root(inner << whole.logs[m])
-        twiddles = Twiddles(whole.powers(entering[1], m, True, entering[0]), whole.powers(w, m, True, step))
+        w = transform.root(inner << transform.logs[m])
+        twiddles = Twiddles(transform.powers(entering[1], m, True, entering[0]), transform.powers(w, m, True, step))
         entering = (1, 1)
     return _pass(
-        whole,
+        transform,
         m,
         by_bits_in=True,
         by_bits_out=False,
-        before=None if entering == (1, 1) else whole.powers(entering[1], m, True, entering[0]),
-        after=None if leaving == (1, 1) else whole.powers(leaving[1], m, False, leaving[0]),
+        before=None if entering == (1, 1) else transform.powers(entering[1], m, True, entering[0]),
+        after=None if leaving == (1, 1) else transform.powers(leaving[1], m, False, leaving[0]),
         twiddles=twiddles,
         twiddle="" if last else "before",
     )
 
 
 def _pass(
-    whole: _Whole,
+    transform: _Transform,
     m: int,
     *,
     by_bits_in: bool,
@@ -270,9 +271,9 @@ def _pass(
     twiddles: Twiddles | None,
     twiddle: str,
 ) -> Pass:
-    digits, reads, writes = _places(whole, m)
-    log_rows, log_inner = whole.logs[m], digits[0]
-    log_low = min(log_inner, max(whole.log_table - log_rows, -(-log_inner // 2), _LOG_NEAR)) if twiddles else 0
+    digits, reads, writes = _layouts(transform, m)
+    log_rows, log_inner = transform.logs[m], digits[0]
+    log_low = min(log_inner, max(transform.log_table - log_rows, -(-log_inner // 2), _LOG_NEAR)) if twiddles else 0
     return Pass(
         variant=Variant(
             along_in=reads.row == 1,
@@ -288,7 +289,7 @@ def _pass(
         digits=digits,
         reads=reads,
         writes=writes,
-        root=whole.root(1 << log_rows),
+        root=transform.root(1 << log_rows),
         before=before,
         after=after,
         twiddles=twiddles,
@@ -296,16 +297,16 @@ def _pass(
     )
 
 
-def _places(whole: _Whole, m: int) -> tuple[tuple[int, int], Places, Places]:
-    rows, inner, n = 1 << whole.logs[m], whole.inner(m), whole.n
+def _layouts(transform: _Transform, m: int) -> tuple[tuple[int, int], Layout, Layout]:
+    rows, inner, n = 1 << transform.logs[m], transform.inner(m), transform.n
     if inner > 1:
-        same = Places((1, rows * inner, 0), inner)
+        same = Layout((1, rows * inner, 0), inner)
         bits = inner.bit_length() - 1
         return (bits, _ALL - bits), same, same
-    if whole.order != "natural" or m == 0:
-        same = Places((rows, 0, 0), 1)
+    if transform.order != "natural" or m == 0:
+        same = Layout((rows, 0, 0), 1)
         return (_ALL, 0), same, same
-    logs = (*whole.logs[:m], 0)
+    logs = (*transform.logs[:m], 0)
     first, second = 1 << logs[0], 1 << logs[1]
-    reads = Places((n // first, n // (first * second), n), 1)
-    return (logs[0], logs[1]), reads, Places((1, first, n), first * second)
+    reads = Layout((n // first, n // (first * second), n), 1)
+    return (logs[0], logs[1]), reads, Layout((1, first, n), first * second)

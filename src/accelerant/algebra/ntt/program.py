@@ -1,4 +1,4 @@
-"""The pass of a transform in the C dialects: kernel.c for one field, variant and division of work."""
+"""The C programs of transforms: a pass (kernel.c) for one field, variant and tile, and powers.c."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LADDER = 28
 """Squares of each number in powers.c: exponents are below 2^28, since transforms have at most 2^27 points."""
 
 _FOLDERS = ("algebra/field", "algebra/ntt")
-"""With the sources of all programs here."""
+"""Folders with the sources of all programs here."""
 
 _LOG_TURN = 4
 """Log2 of the order of Goldilocks's roots that are powers of two, which have order 192."""
@@ -27,13 +27,13 @@ _LOG_TURN = 4
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a block divides its work; the first three are log2.
+    """The division of a block's work; the first three are log2.
 
     Attributes:
-        rows: of a column.
-        columns: of a block.
+        rows: rows of a column.
+        columns: columns of a block.
         radix: elements of a thread, in registers; at most rows, and 4.
-        resident: blocks of an NVIDIA multiprocessor that registers shall suffice for; 0: as the compiler likes.
+        resident: blocks per NVIDIA multiprocessor that registers must suffice for; 0 leaves it to the compiler.
     """
 
     rows: int
@@ -43,24 +43,24 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Return the threads of a block."""
         return 1 << self.rows + self.columns - self.radix
 
 
 def has_quotients(field: Field) -> bool:
-    """Whether roots have quotients beside them: see limbs.h, whose bounds need p < 2^(32 n - 2) by some margin."""
+    """Return whether roots come with quotients: see limbs.h, whose bounds need p < 2^(32 n - 2) with some margin."""
     return field.limbs > 1 and 5 * field.modulus < montgomery_radix(field)
 
 
 @functools.cache
 def kernel_source(field: Field, variant: Variant, tile: Tile, inverse: bool = False) -> KernelSource:
-    """Entry ntt_pass: the arguments of llvm_kernels.py without log_rows, tables as device_tables.py makes them.
+    """Return ntt_pass in C, with the arguments of llvm_kernels.py but log_rows, and tables of tables.device_tables.
 
     Args:
         field: of the elements.
         variant: of the pass.
-        tile: see there.
-        inverse: of the transform; only of matter to Goldilocks, whose program has roots.
+        tile: division of the work.
+        inverse: of the transform; matters only to Goldilocks, whose program contains roots.
 
     Raises:
         ConfigError: the radix is above 4.
@@ -83,7 +83,7 @@ def kernel_source(field: Field, variant: Variant, tile: Tile, inverse: bool = Fa
 
 @functools.cache
 def powers_source(field: Field) -> KernelSource:
-    """Entry ntt_powers, see powers.c: pointers z and ladder, then the seven numbers."""
+    """Return ntt_powers, see powers.c: pointers z and ladder, then seven numbers."""
 
     def text(dialect: str) -> str:
         sizes = {"POWERS_LADDER": str(LADDER), "POWERS_BLOCK": str(BLOCK), "NTT_RESIDENT": "0"}
@@ -101,7 +101,7 @@ def powers_source(field: Field) -> KernelSource:
 
 @functools.cache
 def _field_text(field: Field, dialect: str) -> str:
-    """The field with the prefix F, the same for all programs of a plan."""
+    """Return the field with the prefix F, the same for all programs of a plan."""
     return field_text(field, "F", dialect)
 
 
@@ -141,16 +141,16 @@ def _text(field: Field, variant: Variant, tile: Tile, inverse: bool, dialect: st
 
 
 def _first_levels(field: Field, tile: Tile) -> int:
-    """Of levels before the first exchange: all that a thread's elements have, since half of those products are by 1.
+    """Return the levels before the first exchange: all of a thread's elements, since half of those products are by 1.
 
-    That takes BN254 5% fewer products at 2^20. Goldilocks multiplies between groups, so there is nothing to save, and
-    fields of one word are bound by memory: with as many as leave whole groups, they need no branch.
+    That saves BN254 5% of the products at 2^20. Goldilocks multiplies between groups, so there is nothing to save, and
+    fields of one word are bound by memory: with a number that leaves whole groups, they need no branch.
     """
     return tile.radix if field.limbs > 1 and tile.rows >= 2 * tile.radix else (tile.rows - 1) % tile.radix + 1
 
 
 def _shift(field: Field, inverse: bool) -> int:
-    """The logarithm to base 2 of the root of order 2^_LOG_TURN, which is a power of two."""
+    """Return the base-2 logarithm of the root of order 2^_LOG_TURN, which is a power of two."""
     order = 1 << _LOG_TURN
     root = pow(field.root_of_unity(order), -1 if inverse else 1, field.modulus)
     return next(k for k in range(0, 192, 192 // order) if pow(2, k, field.modulus) == root)

@@ -1,7 +1,4 @@
-"""Number-theoretic transforms of Python integers: the oracle.
-
-Elements are canonical, and so are the results. Nothing here is constant-time.
-"""
+"""Number-theoretic transforms of Python integers, the oracle of the kernels: canonical elements, not constant-time."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ __all__ = ["bit_reversed", "ntt_dft_reference", "ntt_reference"]
 
 
 def bit_reversed(index: int, bits: int) -> int:
-    """The number whose lowest `bits` bits are the index's in the opposite order."""
+    """Return the number whose lowest `bits` bits are those of the index in the opposite order."""
     return int(f"{index:0{bits}b}"[::-1], 2) if bits else 0
 
 
@@ -23,7 +20,7 @@ def _permuted(x: Sequence[int]) -> list[int]:
 
 
 def ntt_dft_reference(x: Sequence[int], *, field: str, inverse: bool = False, coset: int = 1) -> list[int]:
-    """The sums themselves, n^2 products, in natural order.
+    """Transform by the definition, n^2 products, in natural order.
 
     forward  y_j = sum_i x_i (g w^j)^i              inverse  y_i = g^-i / n sum_j x_j w^(-i j)
 
@@ -44,7 +41,7 @@ def ntt_dft_reference(x: Sequence[int], *, field: str, inverse: bool = False, co
 def ntt_reference(
     x: Sequence[int], *, field: str, inverse: bool = False, coset: int = 1, order: str = "natural"
 ) -> list[int]:
-    """The same by halves, n / 2 log2 n products, in any order of accelerant.algebra.ntt.plan.
+    """Transform by halves, n / 2 log2 n products, in any order of accelerant.algebra.ntt.plan.
 
     Source: Cooley and Tukey 1965, Mathematics of Computation 19(90), pages 297 to 301.
 
@@ -64,7 +61,7 @@ def ntt_reference(
 
 
 def _scaled(x: Sequence[int], base: int, p: int) -> list[int]:
-    """x_i base^i."""
+    """Return x_i base^i."""
     power, scaled = 1, []
     for value in x:
         scaled.append(value * power % p)
