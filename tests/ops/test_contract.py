@@ -193,7 +193,7 @@ def test_gradcheck(op, sample):
     tensors = [tensor.requires_grad_() for tensor in it.tensors]
     with force(
         dropout_native_fwd="torch"
-    ):  # whatever is forced, no call is left to torch's autograd (test_by_torch.py)
+    ):  # whatever is forced, no call is left to torch's autograd (test_cpu_fast_path.py)
         assert torch.autograd.gradcheck(it.call, tensors)
         assert torch.autograd.gradgradcheck(it.call, tensors)
 

@@ -5,7 +5,8 @@ import torch
 
 from accelerant.ops import _launch
 from accelerant.ops.softmax import op as softmax
-from accelerant.runtime.dispatch import Case, choices, choose, operations
+from accelerant.runtime import registry
+from accelerant.runtime.dispatch import Case, choices, operation, operations
 
 DEVICE = torch.device("cuda", 0)
 SOFTMAX = [f"{name}_{way}" for name in ("softmax", "log_softmax") for way in ("fwd", "bwd")]
@@ -20,15 +21,17 @@ def _h200(monkeypatch, tmp_path):
     monkeypatch.setattr("accelerant.runtime.compilation.triton._version", lambda: "3.6.0")
     monkeypatch.setattr(choices, "model_of", lambda device: "NVIDIA H200")
     store = choices.Choices(tmp_path)
-    monkeypatch.setattr(choose, "choices", lambda: store)
+    monkeypatch.setattr(operation, "choices", lambda: store)
+    cpu = registry.create("cpu")
+    monkeypatch.setattr(registry, "provider_of", lambda device: cpu)
 
 
 def chosen(op, shape, *options, dtype=torch.bfloat16):
-    """The choice, and why others are not it."""
+    """The decision, and why others refused."""
     case = Case(DEVICE, dtype, shape, options)
     refusals = operations()[op].refusals(case)
-    choice = choose.choose(op, case, refusals, choose.powers_of_two, (), lambda error: False)
-    return choice, {each.name: why for each, why in refusals if why}
+    decision = operations()[op]._choose(case, {}, ()).decision
+    return decision, {each.name: why for each, why in refusals if why}
 
 
 @pytest.mark.parametrize("op", SOFTMAX)
@@ -44,7 +47,7 @@ def chosen(op, shape, *options, dtype=torch.bfloat16):
 )
 def test_softmax_is_torchs(op, shape, options, why):
     choice, refused = chosen(op, shape, *options)
-    assert choice.implementation.name == "torch"
+    assert choice.implementation == "torch"
     assert refused["triton"].startswith(why)
 
 
@@ -69,7 +72,7 @@ def test_softmax_is_torchs(op, shape, options, why):
 )
 def test_softmax_is_ours(op, shape, options):
     choice, refused = chosen(op, shape, *options)
-    assert choice.implementation.name == "triton"
+    assert choice.implementation == "triton"
     assert not refused
 
 
@@ -79,15 +82,15 @@ def test_softmax_of_some_wide_rows(M):
     for op in SOFTMAX:
         choice, refused = chosen(op, (M, 50257))
         if op == "softmax_bwd":
-            assert choice.implementation.own
+            assert choice.own
         else:
-            assert choice.implementation.name == "torch"
+            assert choice.implementation == "torch"
             assert f"{M} rows of 50257 elements" in refused["triton"]
 
 
 def test_softmax_keeps_what_the_table_says():
     choice, _ = chosen("softmax_fwd", (16384, 4096))
-    assert choice.implementation.own
+    assert choice.own
     assert "shipped table for NVIDIA H200" in choice.reason
 
 
@@ -105,26 +108,26 @@ def test_few_long_rows_are_shared(M, N, monkeypatch):
 
 def test_sum_of_short_rows_is_torchs():
     choice, refused = chosen("add_bwd", (1_000_003, 3), (3,))
-    assert choice.implementation.name == "torch"
+    assert choice.implementation == "torch"
     assert "rows of 3 elements" in refused["triton"]
     for shape in ((1_000_003, 9), (3, 1_000_003)):
-        assert chosen("add_bwd", shape, shape[1:])[0].implementation.own
-    assert chosen("add_bwd", (5, 3), (1, 3))[0].implementation.name == "torch"
-    assert chosen("mul_bwd", (1_000_003, 3), "row")[0].implementation.own
+        assert chosen("add_bwd", shape, shape[1:])[0].own
+    assert chosen("add_bwd", (5, 3), (1, 3))[0].implementation == "torch"
+    assert chosen("mul_bwd", (1_000_003, 3), "row")[0].own
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_linear_gelu_of_one_row(approximate):
     choice, refused = chosen("linear_gelu_fwd", (1, 4096, 4096), approximate, "", "keep")
-    assert choice.implementation.name == "torch"
+    assert choice.implementation == "torch"
     assert "one row" in refused["hopper"]
     assert "one row" in refused["triton"]
-    assert chosen("linear_gelu_fwd", (2, 4096, 4096), approximate, "", "keep")[0].implementation.name == "hopper"
+    assert chosen("linear_gelu_fwd", (2, 4096, 4096), approximate, "", "keep")[0].implementation == "hopper"
 
 
 def test_linear_gelu_of_unaligned_rows():
     choice, refused = chosen("linear_gelu_fwd", (257, 999, 1111), "tanh", "bias", "")
-    assert choice.implementation.name == "torch"
+    assert choice.implementation == "torch"
     assert all("rows of 1111 elements" in refused[name] for name in ("hopper", "triton", "cublaslt"))
 
 
@@ -138,7 +141,7 @@ def test_linear_gelu_of_unaligned_rows():
 )
 def test_others_are_ours(op, shape, options):
     """Whose kernels share long rows, and do not sort few tokens."""
-    assert chosen(op, shape, *options)[0].implementation.own
+    assert chosen(op, shape, *options)[0].own
 
 
 @pytest.mark.parametrize("op", [*SOFTMAX, "linear_gelu_fwd"])

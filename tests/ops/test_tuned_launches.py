@@ -22,7 +22,7 @@ from accelerant.ops.softmax import launch as softmax
 from accelerant.ops.swiglu import launch as swiglu
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import choices
-from accelerant.runtime.dispatch.choices import Entry, key_of
+from accelerant.runtime.dispatch.choices import Measurement, key_of
 from accelerant.runtime.dispatch.tuning import Tuned
 
 CPU = torch.device("cpu")
@@ -309,7 +309,7 @@ def test_without_a_result_the_rule_and_with_one_the_best_is_launched(name, sampl
     assert not list(folder.iterdir())
     dtype = torch.bfloat16 if name == "cross_entropy_fwd_wide" and sizes[-1] else torch.float32
     key = key_of(f"plan {name}", dtype, TUNED[name]._bucket(*sizes))
-    choices.choices().keep(CPU, key, Entry({repr(usual): 1.0, repr(best): 0.5}))
+    choices.choices().keep(CPU, key, Measurement({repr(usual): 1.0, repr(best): 0.5}))
     TUNED[name].forget()
     assert launched(None) == by_result
     assert by_result != by_rule

@@ -13,8 +13,9 @@ import torch
 import accelerant
 from accelerant.config import override
 from accelerant.errors import AccelerantError, CompileError, FallbackWarning, LaunchError, OutOfMemory, UnsupportedCase
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain, force
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain, explain_quietly, force
 from accelerant.runtime.dispatch import operation as dispatch
+from accelerant.runtime.dispatch.plan import observers
 from accelerant.runtime.launches import launches, noted, watched
 from accelerant.runtime.ledger import Ledger
 
@@ -174,7 +175,7 @@ def test_every_implementation_that_is_left_is_tried_in_turn(book):
         Implementation("small", lambda x: x + 1),
     )
     with pytest.warns(FallbackWarning) as caught:
-        explanation = dispatch.explain_quietly(op, CASE, 1)
+        explanation = explain_quietly(op, CASE, 1)
     assert explanation.result == 2
     (decision,) = explanation.decisions
     assert decision.implementation == "small"
@@ -211,7 +212,7 @@ def test_a_fallback_does_not_hold_the_memory_of_what_failed(book):
 
 
 def test_what_is_broken_is_kept_for_few_cases_and_holds_no_tensor(book, monkeypatch):
-    monkeypatch.setattr(dispatch, "_PLANS_LIMIT", 8)
+    monkeypatch.setattr(dispatch, "PLANS_LIMIT", 8)
 
     def breaks(x):
         raise CompileError("no")
@@ -306,7 +307,7 @@ def test_explain_names_what_ran_and_what_refused(book, capsys):
 
 
 def test_explain_of_a_real_op():
-    explanation = dispatch.explain_quietly(accelerant.ops.gelu, torch.randn(3, 5))
+    explanation = explain_quietly(accelerant.ops.gelu, torch.randn(3, 5))
     (decision,) = explanation.decisions
     assert decision.op == "gelu_fwd"
     assert decision.device == "cpu"
@@ -413,11 +414,12 @@ BY_TORCH = Implementation("torch", lambda x: x * 2, differentiable=True)
 def test_a_call_is_left_to_torch_where_torch_alone_serves_it(book):
     op = operation(Implementation("fast", lambda x: x, refuses=lambda case: "not here", own=True), BY_TORCH)
     seen = []
-    dispatch.observers.append(seen.append)
+    observers.append(seen.append)
     try:
-        assert op.by_torch(CASE, (torch.ones(4, 8, requires_grad=True),)).requires_grad
+        assert op.torch_autograd_plan(CASE) is not None
+        assert op(CASE, torch.ones(4, 8, requires_grad=True)).requires_grad
     finally:
-        dispatch.observers.remove(seen.append)
+        observers.remove(seen.append)
     (row,) = book.to_dict()["ops"]
     assert (row["calls"], row["failures"]) == (1, 0)
     assert row["reason"] == "the only one that serves this case; torch on the CPU: its own autograd where that serves"
@@ -435,21 +437,20 @@ def test_a_call_is_left_to_torch_where_torch_alone_serves_it(book):
 )
 def test_a_call_is_not_left_to_torch(case, others, book):
     op = operation(*others, BY_TORCH)
-    assert op.by_torch(case, (None,)) is NotImplemented
+    assert op.torch_autograd_plan(case) is None
     assert not book.to_dict()["ops"]
 
 
 def test_a_call_is_not_left_to_torch_while_anything_is_forced(book):
-    op = operation(BY_TORCH, name="by_torch_probe")
-    x = torch.ones(2)
-    with force(by_torch_probe="torch"):
-        assert op.by_torch(CASE, (x,)) is NotImplemented
-    assert op.by_torch(CASE, (x,)) is not NotImplemented
+    op = operation(BY_TORCH, name="autograd_probe")
+    with force(autograd_probe="torch"):
+        assert op.torch_autograd_plan(CASE) is None
+    assert op.torch_autograd_plan(CASE) is not None
 
 
 def test_what_torch_raises_is_counted(book):
     op = operation(Implementation("torch", failing(RuntimeError("torch says no")), differentiable=True))
     with pytest.raises(RuntimeError, match="torch says no"):
-        op.by_torch(CASE, (1,))
+        op(CASE, 1)
     (row,) = book.to_dict()["ops"]
     assert (row["calls"], row["failures"]) == (1, 1)

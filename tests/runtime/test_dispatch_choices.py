@@ -15,7 +15,16 @@ import torch
 
 from accelerant.config import override
 from accelerant.errors import CompileError, ConfigError, FallbackWarning, OutOfMemory, UnsupportedCase
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, choices
+from accelerant.runtime.dispatch import (
+    Case,
+    Cost,
+    Implementation,
+    Operation,
+    choices,
+    explain_quietly,
+    force,
+    saved_by,
+)
 from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.ledger import Ledger
 
@@ -71,7 +80,7 @@ def contest(own=4e-3, other=1e-4, **more):
 
 
 def decided(op, case=CASE, *args):
-    (decision,) = dispatch.explain_quietly(op, case, *args).decisions
+    (decision,) = explain_quietly(op, case, *args).decisions
     return decision
 
 
@@ -234,13 +243,13 @@ def test_a_race_leaves_no_tensor(racing, book):
 def test_forcing(book):
     op, *_ = contest()
     assert op(CASE) == "own"
-    with dispatch.force(probe="torch"):
+    with force(probe="torch"):
         decision = decided(op)
         assert (decision.implementation, decision.reason) == ("torch", "forced")
         assert decision.not_tried == ("own",)
-        with dispatch.force(probe="own"):
+        with force(probe="own"):
             assert op(CASE) == "own"
-        with dispatch.force(gelu_fwd="torch"):
+        with force(gelu_fwd="torch"):
             assert op(CASE) == "torch"
     assert op(CASE) == "own"
     with override(implementation="probe = torch"):
@@ -253,31 +262,31 @@ def test_a_forced_choice_that_cannot_be_is_an_error_with_the_reason(book):
         Implementation("broken", failing(CompileError("no"))),
         Implementation("plain", lambda: "plain"),
     )
-    with pytest.raises(ConfigError, match=r"there is no op 'prob'; there are .*probe"), dispatch.force(prob="fast"):
+    with pytest.raises(ConfigError, match=r"there is no op 'prob'; there are .*probe"), force(prob="fast"):
         pass
     known = "probe has the implementations fast, broken, plain; got 'triton'"
-    with pytest.raises(ConfigError, match=known), dispatch.force(probe="triton"):
+    with pytest.raises(ConfigError, match=known), force(probe="triton"):
         pass
     with override(implementation={"probe": "triton"}), pytest.raises(ConfigError, match="got 'triton'"):
         op(CASE)
     refusal = "forced to 'fast', which refuses 4x8 float32 on cpu: rows of 8 are too short"
-    with dispatch.force(probe="fast"), pytest.raises(UnsupportedCase, match=refusal):
+    with force(probe="fast"), pytest.raises(UnsupportedCase, match=refusal):
         op(CASE)
-    with dispatch.force(probe="broken"), pytest.raises(CompileError):
+    with force(probe="broken"), pytest.raises(CompileError):
         op(CASE)
     assert not book.to_dict()["fallbacks"]
     with pytest.warns(FallbackWarning):
         assert op(CASE) == "plain"
-    with dispatch.force(probe="plain"), warnings.catch_warnings(), override(fallback="forbid"):
+    with force(probe="plain"), warnings.catch_warnings(), override(fallback="forbid"):
         warnings.simplefilter("error")
         assert op(CASE) == "plain"
-    with dispatch.force(probe="broken"), pytest.raises(UnsupportedCase, match=r"which refuses .*CompileError: no"):
+    with force(probe="broken"), pytest.raises(UnsupportedCase, match=r"which refuses .*CompileError: no"):
         op(CASE)
 
 
 def test_forcing_comes_before_a_race(racing, book):
     op, own, other = contest()
-    with dispatch.force(probe="own"):
+    with force(probe="own"):
         assert op(CASE) == "own"
     assert (own.calls, other.calls) == (1, 0)
 
@@ -290,7 +299,7 @@ def test_where_determinism_is_asked_for_atomics_are_refused(book):
         assert decision.implementation == "torch"
         assert decision.refused == (("own", "not deterministic"),)
         assert [each.name for each in op.candidates(CASE)] == ["torch"]
-        with dispatch.force(probe="own"), pytest.raises(UnsupportedCase, match="not deterministic"):
+        with force(probe="own"), pytest.raises(UnsupportedCase, match="not deterministic"):
             op(CASE)
     assert op(CASE) == "own"
     assert [each.name for each in op.candidates(CASE)] == ["own", "torch"]
@@ -317,7 +326,7 @@ def test_determinism_starts_no_race(racing, book):
 def test_what_one_thread_forces_is_not_forced_on_another(book):
     op, *_ = contest(own=0.0, other=0.0)
     seen = []
-    with dispatch.force(probe="torch"):
+    with force(probe="torch"):
         thread = threading.Thread(target=lambda: seen.append(op(CASE)))
         thread.start()
         thread.join()
@@ -337,15 +346,15 @@ def test_a_backward_pass_follows_the_forward_pass_that_saved_for_it(book):
         pairs_with="pair_fwd",
     )
     assert decided(forward).reason == "the only one that serves this case; its backward will be cudnn's"
-    case = CASE._replace(options=(dispatch.saved_by("cudnn"),))
+    case = CASE._replace(options=(saved_by("cudnn"),))
     decision = decided(backward, case)
     assert decision.implementation == "cudnn"
     assert decision.case == "4x8 float32 saved by cudnn"
     assert decision.reason == "the only one that serves this case; its forward was cudnn's"
     refusal = "pair_fwd saved its tensors in the form of cudnn, which this one does not read"
     assert decision.refused == (("triton", refusal),)
-    own = decided(backward, CASE._replace(options=(dispatch.saved_by(""),)))
+    own = decided(backward, CASE._replace(options=(saved_by(""),)))
     assert (own.implementation, own.case) == ("triton", "4x8 float32")
     refusal = r"'cudnn', which refuses .* pair_fwd saved its tensors in its own form"
-    with dispatch.force(pair_bwd="cudnn"), pytest.raises(UnsupportedCase, match=refusal):
+    with force(pair_bwd="cudnn"), pytest.raises(UnsupportedCase, match=refusal):
         backward(CASE)

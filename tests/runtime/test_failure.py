@@ -14,8 +14,7 @@ from accelerant.config import override
 from accelerant.errors import DeviceLost, FallbackWarning, LaunchError, OutOfMemory
 from accelerant.nn import GPT, GPTConfig
 from accelerant.runtime.compilation.triton import TritonKernel
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, operations
-from accelerant.runtime.dispatch import operation as dispatch
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain_quietly, operations
 from accelerant.runtime.ledger import ledger
 
 CPU = torch.device("cpu")
@@ -165,7 +164,7 @@ def test_memory_that_runs_out_names_the_op_the_bytes_and_the_holders():
     assert "3000000" in text.replace(",", "").replace("_", "")
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     del held
-    assert dispatch.explain_quietly(lambda: 1).result == 1  # and the process goes on
+    assert explain_quietly(lambda: 1).result == 1  # and the process goes on
 
 
 TRAP = """

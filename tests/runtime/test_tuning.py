@@ -10,7 +10,7 @@ import torch
 
 from accelerant.config import override
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, choices, force
-from accelerant.runtime.dispatch.choices import Entry
+from accelerant.runtime.dispatch.choices import Measurement
 from accelerant.runtime.dispatch.tuning import Tuned, tune
 
 CPU = torch.device("cpu")
@@ -91,9 +91,9 @@ def test_what_was_chosen_before_is_chosen_anew_after_measuring(folder, launches)
 
 def test_a_plan_that_is_no_candidate_any_more_is_not_used(folder):
     key = choices.key_of("plan probe_fwd", torch.float32, (8, 16))
-    choices.choices().keep(CPU, key, Entry({"Plan(rows=3, warps=4)": 0.1}))
+    choices.choices().keep(CPU, key, Measurement({"Plan(rows=3, warps=4)": 0.1}))
     assert tuned()(CPU, torch.float32, (8, 16)) == Plan(1)
-    choices.choices().keep(CPU, key, Entry({repr(Plan(2)): 0.5, repr(Plan(1)): 0.505}))
+    choices.choices().keep(CPU, key, Measurement({repr(Plan(2)): 0.5, repr(Plan(1)): 0.505}))
     assert tuned()(CPU, torch.float32, (8, 16)) == Plan(1)  # the rule wins a tie
 
 

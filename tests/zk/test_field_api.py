@@ -22,7 +22,7 @@ from accelerant.errors import (
     UnsupportedDtype,
 )
 from accelerant.runtime import registry
-from accelerant.runtime.dispatch.decisions import explain_quietly
+from accelerant.runtime.dispatch.plan import explain_quietly
 from accelerant.runtime.ledger import ledger
 from accelerant.zk import FieldArray
 from accelerant.zk import field as field_of

@@ -20,7 +20,7 @@ from accelerant.bench.suites.plan import plan
 from accelerant.bench.suites.warm import compile_ahead
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError, DeviceLost
-from accelerant.runtime.dispatch.decisions import Decision, explain_quietly
+from accelerant.runtime.dispatch.plan import Decision, explain_quietly
 from accelerant.runtime.dispatch.tuning import tune
 from accelerant.runtime.provider import ComputeDevice
 

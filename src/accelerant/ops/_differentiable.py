@@ -1,156 +1,335 @@
-"""An op with kernels for its value and its first derivative, as one object.
+"""A differentiable op as one declaration: from the public call to the kernels, autograd, and torch's registration.
 
-An op's module says what is its own: how to run forward and backward, what to keep in between, and torch's functions
-that compute the same. What is the same for all ops is here: the way from a public call to the kernels (plain tensors go
-straight there, traced ones through torch's dispatcher), the autograd functions, and the registration with torch.
+An op's module states what is its own: the forward and backward Operations, what to save in between, and torch's
+functions that compute the same. Everything else is here. Plain tensors go straight to the kernels, traced ones through
+torch's dispatcher, and CPU tensors to torch's own function where that serves best (CpuFastPath).
+
+    _cpu = CpuFastPath(lambda x, weight=None, *, eps=1e-6: torch.rms_norm(x, x.shape[-1:], weight, eps))
+
+    @_cpu
+    def rms_norm(x, weight=None, *, eps=1e-6):
+        ...                           # checks the arguments
+        return _rms_norm(x, weight, eps)
 
     _rms_norm = DifferentiableOp(
         "rms_norm(Tensor x, Tensor? weight, float eps) -> (Tensor y, Tensor rstd)",
-        forward=_forward,             # (x, weight, eps) -> (y, rstd)
-        infer=_infer,                 # (x, weight, eps) -> y, where no gradient is asked
+        operation=rms_norm_fwd,       # (x, weight, eps) -> (y, rstd)
+        case=_case,                   # (x, weight, eps) -> Case
         backward=_backward,           # (dy, x, weight, rstd, eps, needs) -> (dx, dweight)
         saves=("x", "weight", "rstd"),
         gradients={"x": "x", "weight": "weight"},
-        composite=_torch_forward,     # (x, weight, eps) -> y
+        composite=_composite,         # (x, weight, eps) -> y
         fake=_fake,                   # (x, weight, eps) -> (y, rstd)
+        cpu=_cpu,
     )
-    ...
-    return _rms_norm(x, weight, eps)
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
-from accelerant.ops._library import below_autograd, define, is_ordinary, is_plain, is_watched
+from accelerant.config import choice_overrides
+from accelerant.errors import UnsupportedCase
+from accelerant.ops._library import (
+    active_modes,
+    below_autograd,
+    define,
+    is_ordinary,
+    is_plain,
+    keys_of,
+    ordinary_keys,
+    transforming,
+)
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch.case import torch_wants_determinism
+from accelerant.runtime.dispatch.plan import observers
+from accelerant.runtime.ledger import SAMPLE_EVERY, OpRecord, ledger
 
-__all__ = ["ByTorch", "DifferentiableOp"]
+__all__ = ["CpuFastPath", "DifferentiableOp"]
 
-_ARGUMENT = re.compile(r"(?P<type>[\w?\[\]]+) (?P<name>\w+)")
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 """Types whose tensors on a CPU torch's functions take as they are."""
 
+# --- CPU fast path ---------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True, slots=True)
-class ByTorch:
-    """How to call an op where torch's function for it, with torch's own autograd, is the best there is: on a CPU.
+_CALLS_LIMIT = 4096
+"""Maximum number of kinds of call that a fast path remembers."""
+
+_VALUES = frozenset({int, float, bool, str, tuple, type(None)})
+"""Types of options that are identified by their value and type. (Torch's functions refuse 2.0 in place of 2.)"""
+
+_TORCH_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, OverflowError)
+"""Errors of torch's functions. Checkpoint ends a call by an error of another kind, which must reach it."""
+
+_autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_ledger = ledger()
+_count_lock = _ledger.lock
+
+
+class _Taken(threading.local):
+    """The record and Operation of this thread's last call that was left to torch's autograd."""
+
+    record: OpRecord | None = None
+    operation: Operation | None = None
+
+    def clear(self) -> None:
+        """Forget the call."""
+        self.record = None
+
+
+_REFUSED = object()
+"""Stored for a kind of call that torch's function does not serve as the op does."""
+
+
+class CpuFastPath:
+    """Leaves an op's CPU calls to torch's function and torch's own autograd, where torch alone serves them.
 
     An autograd function in Python costs several times a small call, and saves nothing that torch's does not. So where
-    dispatch finds that torch alone serves a case, its function is called with autograd listening. The ledger counts
-    the forward call, with the reason; the backward pass is then torch's and not counted.
+    dispatch finds that torch's implementation alone serves a case, DifferentiableOp runs it with autograd recording
+    (`run`). The ledger counts the forward call, with the reason; the backward pass is torch's and not counted.
 
-    Attributes:
-        forward: the forward pass. Its implementation by torch is marked `differentiable`.
-        case: the arguments -> its case, or None for a call that torch's function does not serve.
-        more: further arguments of the Operation, after the op's.
-        cut: the Operation gives a tuple, of which the caller gets the public results.
+    Validation, the case and its plan then take another 2 to 15 us, and several times that after large tensors have
+    passed through the caches. So the public function, decorated with this object, remembers each kind of call (dtypes,
+    shapes, options) that took this path; the next one of the kind is counted and made by `function`. The public
+    function itself runs for any other device, tensors that are not contiguous, subclasses, modes, transforms,
+    torch.compile, autocast, settings that a choice depends on, `explain`, calls that are to be timed, and where
+    `function` raises, so that errors are in the op's words.
+
+    Both give the same bits in the same layout, and save the same for the gradient: torch's checkpoint compares what two
+    runs save, which may take different paths.
+
+    Args:
+        function: torch's function, with the parameters of the public one.
+        serves: whether `function` gives what the public function gives, for these arguments; asked once for each kind.
+            None: always.
+        by_gradient: the choice depends on which tensors require a gradient.
+        any_layout: `function` also takes tensors that are not contiguous; strides are then part of a kind.
     """
 
-    forward: Operation
-    case: Callable[..., Case | None]
-    more: tuple[Any, ...] = ()
-    cut: bool = False
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        serves: Callable[..., bool] | None = None,
+        by_gradient: bool = False,
+        any_layout: bool = False,
+    ) -> None:
+        self._function, self._serves = function, serves
+        self._by_gradient, self._any_layout = by_gradient, any_layout
+        self._known: dict[Hashable, Any] = {}
+        self._taken = _Taken()
+
+    def run(self, operation: Operation, case: Case, args: tuple[Any, ...]) -> Any:
+        """Run a case by torch's implementation with autograd recording; NotImplemented where it is not to."""
+        plan = operation.torch_autograd_plan(case)
+        if plan is None:
+            return NotImplemented
+        result = operation(case, *args)
+        self._taken.record, self._taken.operation = plan.record, operation
+        return result
+
+    def __call__(self, public: Callable[P, R]) -> Callable[P, R]:
+        """Decorate the op's public function."""
+        function, known = self._function, self._known
+        by_gradient, any_layout = self._by_gradient, self._any_layout
+
+        @functools.wraps(public)
+        def call(*args: P.args, **options: P.kwargs) -> R:
+            if is_compiling():
+                return public(*args, **options)
+            key: tuple[Any, ...] = (torch.is_grad_enabled(),) if by_gradient else ()
+            values: tuple[Any, ...] = (*args, *options, *options.values()) if options else args
+            try:
+                for x in values:
+                    kind = type(x)
+                    if kind in _TENSORS:
+                        if any_layout and x.is_cpu:
+                            key += (x.stride(),)
+                        elif not (x.is_cpu and x.is_contiguous()):
+                            return public(*args, **options)
+                        key += (x.dtype, x.shape, x.requires_grad) if by_gradient else (x.dtype, x.shape)
+                    elif kind in _VALUES:
+                        key += (x,)
+                    else:
+                        return public(*args, **options)
+                record = known.get(key)
+            except (RuntimeError, TypeError):  # a sparse or nested tensor; a list within a tuple
+                return public(*args, **options)
+            if (
+                record is _REFUSED
+                or active_modes()
+                or forward_ad._current_level >= 0
+                or transforming()
+                or observers
+                or choice_overrides
+                or torch_wants_determinism()
+                or _autocasts()
+            ):
+                return public(*args, **options)
+            if record is None:
+                return self._learn(key, public, args, options)  # type: ignore[no-any-return]
+            with _count_lock:
+                calls = record.calls + 1
+                counted = calls > 4 and calls % SAMPLE_EVERY
+                if counted:
+                    record.calls = calls
+            if counted:
+                try:
+                    return function(*args, **options)  # type: ignore[no-any-return]
+                except _TORCH_ERRORS:
+                    _ledger.discount(record)  # the public function says what is wrong, in its own words
+                except BaseException:
+                    _ledger.failed(record)
+                    raise
+            return public(*args, **options)
+
+        return call
+
+    def _learn(self, key: Hashable, public: Callable[..., Any], args: Any, options: Any) -> Any:
+        """Call the public function, and remember the kind of call if it was left to torch's autograd."""
+        self._taken.clear()
+        y = public(*args, **options)
+        record, operation = self._taken.record, self._taken.operation
+        if record is not None and operation is not None:
+            if len(self._known) >= _CALLS_LIMIT:
+                self._known.clear()
+            operation.plans.add_dependent(self._known)
+            served = self._serves is None or self._serves(*args, **options)
+            self._known[key] = record if served else _REFUSED
+        return y
+
+
+# --- differentiable ops ----------------------------------------------------------------------------------------------
+
+_ARGUMENT = re.compile(r"(?P<type>[\w?\[\]]+) (?P<name>\w+)")
 
 
 class DifferentiableOp:
-    """See the module's docstring. Calling it takes the schema's arguments, positional, already validated.
+    """An op with kernels for its value and its first derivative; see the module's docstring.
+
+    Calling it takes the schema's arguments, positional, already validated, and returns the public results.
 
     Args:
         schema: of torch's registration, with a name for every result: "silu(Tensor x) -> (Tensor y)". Results after the
             public ones are for the backward pass alone.
-        forward: the arguments -> all results, a tuple unless there is one.
+        operation: the forward Operation: the arguments -> all results, a tuple unless there is one.
+        case: the arguments -> the case of `operation`.
+        infer_args: arguments of `operation` after the op's own where no gradient is asked for.
+        forward: replaces `operation` and `case` where the forward pass does more: the arguments -> all results.
+        infer: replaces them where no gradient is asked for: the arguments -> the public results.
         backward: (gradient of each differentiable result, None where nothing depends on it; the saved tensors; the
             arguments that are no tensors; needs) -> a gradient for each entry of `gradients`, None where it is not
             needed. `needs` is a tuple of bools, one for each.
-        saves: names of arguments and results that the backward pass takes, tensors all of them.
-        only_for: saved argument -> the differentiable ones whose gradients alone need it; absent where none is asked.
-        gradients: differentiable argument -> the saved tensor that has its shape and dtype, or the result that has
-            (its gradient is at hand): then nothing need be saved for the shape alone.
+        saves: names of the arguments and results that the backward pass takes, all of them tensors.
+        only_for: saved argument -> the differentiable ones whose gradients alone need it; saved as None where none of
+            these is asked for.
+        gradients: differentiable argument -> the saved tensor of its shape and dtype, or the result of its shape and
+            dtype (whose gradient is at hand), so that nothing need be saved for the shape alone.
         shares: differentiable argument -> the entry of `gradients` whose gradient is its own too, as in a sum.
-        composite: the arguments -> the public results, from torch's own differentiable functions.
+        composite: the arguments -> the public results, from torch's differentiable functions.
         fake: the arguments -> all results, empty, with the right shape, dtype and strides.
-        infer: the arguments -> the public results, where no gradient is asked; None: forward serves.
-        public: how many results the caller gets.
-        differentiable: how many of the public results carry a gradient, the first ones.
-        composite_backward: as backward, from torch's own differentiable functions; None: composite is run again on the
-            saved arguments and differentiated, which takes that every tensor argument is saved.
-        keeps_layout: whether gradients have the strides of what they are like, not only its shape.
-        decomposes: whether torch.compile is to see the composite rather than the op, to fuse it with what is around.
-        by_torch: how to leave a call on the CPU to torch and its autograd; None: never.
+        public: number of results that the caller gets.
+        differentiable: number of the public results that carry a gradient, the first ones.
+        composite_backward: as `backward`, from torch's differentiable functions; None: composite is run again on the
+            saved arguments and differentiated, which requires that every tensor argument is saved.
+        keeps_layout: gradients have the strides of the tensor named in `gradients`, not only its shape.
+        decomposes: torch.compile sees the composite rather than the op, to fuse it with its surroundings.
+        cpu: leaves calls on a CPU to torch; None: never.
+        cpu_case: replaces `case` for `cpu`; returns None for a call that torch's function does not serve.
+        cpu_args: replaces `infer_args` for `cpu`.
+        eager_gradient: makes the gradient together with the value, in one pass over the input: (needs, the arguments)
+            -> None where this call does not; else all results (None for one that is no longer needed), the state that
+            `finish_gradient` takes, and whether saved arguments were overwritten, so that there can be only one
+            backward pass. Meant for losses, whose upstream gradient is nearly always 1.
+        finish_gradient: (gradient of the first result, that state, the arguments that are no tensors, needs) -> as
+            `backward`. The first backward pass gives the state away; another one (retain_graph=True), one that is
+            differentiated itself, and traced calls use `backward`.
 
     Attributes:
-        forward, backward: as given, for whoever differentiates several ops in one autograd function.
+        forward, backward: for callers that differentiate several ops in one autograd function.
     """
 
     def __init__(
         self,
         schema: str,
         *,
-        forward: Callable[..., Any],
         backward: Callable[..., Sequence[Tensor | None]],
         saves: Sequence[str],
         gradients: Mapping[str, str],
         composite: Callable[..., Any],
         fake: Callable[..., Any],
+        operation: Operation | None = None,
+        case: Callable[..., Case] | None = None,
+        infer_args: tuple[Any, ...] = (),
+        forward: Callable[..., Any] | None = None,
+        infer: Callable[..., Any] | None = None,
         shares: Mapping[str, str] | None = None,
         only_for: Mapping[str, Sequence[str]] | None = None,
-        infer: Callable[..., Any] | None = None,
         public: int = 1,
         differentiable: int = 1,
         composite_backward: Callable[..., Sequence[Tensor | None]] | None = None,
         keeps_layout: bool = False,
         decomposes: bool = False,
-        by_torch: ByTorch | None = None,
+        cpu: CpuFastPath | None = None,
+        cpu_case: Callable[..., Case | None] | None = None,
+        cpu_args: tuple[Any, ...] | None = None,
+        eager_gradient: Callable[..., tuple[tuple[Tensor | None, ...], Any, bool] | None] | None = None,
+        finish_gradient: Callable[..., Sequence[Tensor | None]] | None = None,
     ) -> None:
         head, _, results = schema.partition("->")
         self.name = head.partition("(")[0]
         arguments = [(match["type"], match["name"]) for match in _ARGUMENT.finditer(head.partition("(")[2])]
         names = [name for _, name in arguments]
         outputs = [match["name"] for match in _ARGUMENT.finditer(results)]
+        self._width = len(arguments)
         self._tensors = tuple(i for i, (kind, _) in enumerate(arguments) if kind.startswith("Tensor"))
         self._options = tuple(i for i, (kind, _) in enumerate(arguments) if not kind.startswith("Tensor"))
-        self._places = tuple(names.index(name) for name in gradients)
+        self._positions = tuple(names.index(name) for name in gradients)  # of differentiable arguments
         self._only_for = tuple(
             (list(saves).index(name), tuple(map(names.index, users))) for name, users in (only_for or {}).items()
         )
         self._shared = tuple((names.index(name), list(gradients).index(of)) for name, of in (shares or {}).items())
         inputs = [*(f"d_{name}" for name in outputs[:differentiable]), *saves]
         self._likes = tuple(inputs.index(like if like in saves else f"d_{like}") for like in gradients.values())
-        self._saved_arguments = tuple(names.index(name) for name in saves if name in names)
         self._saved = tuple((name in names, (names if name in names else outputs).index(name)) for name in saves)
         self._outputs, self._public, self._differentiable = len(outputs), public, differentiable
-        self._width = len(arguments)
-        self._forward, self._infer, self._backward = forward, infer or self._public_forward, backward
-        self.forward, self.backward = forward, backward
-        self._composite = composite
+        self._backward_rank = (len(outputs[:differentiable]), len(saves))
+        self._operation, self._case, self._infer_args = operation, case, infer_args
+        self._forward, self._infer = forward, infer
+        self.backward = backward
         self.composite_backward = composite_backward or self._recomputed
-        self._rank = (len(outputs[:differentiable]), len(saves))
+        self._composite, self._decomposes = composite, decomposes
         self._empty = torch.empty_like if keeps_layout else _contiguous
-        self._decomposes = decomposes
-        self._by_torch = by_torch
+        self._cpu, self._cpu_case = cpu, cpu_case or case
+        self._cpu_args = infer_args if cpu_args is None else cpu_args
+        self._eager_gradient, self._finish_gradient = eager_gradient, finish_gradient
         self._second = Operation(
             f"{self.name}_bwd_create_graph",
             (Implementation("torch", self.composite_backward),),
             cost=lambda _: Cost(0, 0),
         )
-        self._names = names
-        eager, traced = self._functions()
+        eager, traced = self._autograd_functions()
         # Past Function.apply, which looks for transforms and dead wrappers in Python: plain tensors have neither.
         self._apply: Callable[..., Any] = super(torch.autograd.Function, eager).apply  # type: ignore[misc]
         self._op = define(
-            schema, kernel=forward, fake=fake, differentiable=traced.apply, composite=self._padded(composite)
+            schema, kernel=self.forward, fake=fake, differentiable=traced.apply, composite=self._padded(composite)
         )
         mark = "" if differentiable == 1 else "?"
         kinds = {name: kind for kind, name in arguments} | dict.fromkeys(outputs, "Tensor")
-        parts = [f"Tensor{mark} d_{name}" for name in outputs[:differentiable]]
         kinds |= dict.fromkeys(only_for or (), "Tensor?")
+        parts = [f"Tensor{mark} d_{name}" for name in outputs[:differentiable]]
         parts += [f"{kinds[name]} {name}" for name in saves]
         parts += [f"{arguments[i][0]} {names[i]}" for i in self._options]
         returns = ", ".join(["Tensor"] * len(gradients))
@@ -164,58 +343,99 @@ class DifferentiableOp:
         )
 
     def __call__(self, *args: Any) -> Any:
-        """The public results."""
-        if torch.compiler.is_compiling():
+        """Return the public results."""
+        if is_compiling():
             return self._composite(*args) if self._decomposes else self._cut(self._op(*args))
-        if is_watched():
+        if active_modes() or forward_ad._current_level >= 0 or transforming():
             return self._cut(self._op(*args))
-        by_torch = self._by_torch
-        wants = False
-        for place in self._tensors:
-            x = args[place]
+        cpu = self._cpu
+        learns = False
+        for position in self._tensors:
+            x = args[position]
             if x is not None:
-                if by_torch is None or not x.is_cpu or type(x) not in _TENSORS:
-                    if not is_ordinary(x):
+                if cpu is None or not x.is_cpu or type(x) not in _TENSORS:
+                    if not ordinary_keys.get(keys_of(x).raw_repr()) and not is_ordinary(x):
                         return self._cut(self._op(*args))
-                    by_torch = None
-                wants = wants or x.requires_grad
-        if by_torch is not None:
-            case = by_torch.case(*args)
-            found = NotImplemented if case is None else by_torch.forward.by_torch(case, args + by_torch.more)
-            if found is not NotImplemented:
-                return self._cut(found) if by_torch.cut else found
-        if wants and torch.is_grad_enabled():
+                    cpu = None
+                learns = learns or x.requires_grad
+        if cpu is not None:
+            case = self._cpu_case(*args)  # type: ignore[misc]  # comes with cpu
+            if case is not None:
+                result = cpu.run(self._operation, case, args + self._cpu_args)  # type: ignore[arg-type]  # as above
+                if result is not NotImplemented:
+                    return self._cut(result)
+        if learns and torch.is_grad_enabled():
             return self._apply(*args)
-        return self._infer(*args)
+        if self._infer is not None:
+            return self._infer(*args)
+        if self._forward is not None:
+            return self._cut(self._forward(*args))
+        return self._cut(self._operation(self._case(*args), *args, *self._infer_args))  # type: ignore[misc]
+
+    def forward(self, *args: Any) -> Any:
+        """Return all results, without autograd."""
+        if self._forward is not None:
+            return self._forward(*args)
+        return self._operation(self._case(*args), *args)  # type: ignore[misc]  # one of the two is declared
 
     # --- autograd ----------------------------------------------------------------------------------------------------
 
-    def _functions(self) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
-        """The autograd functions for plain tensors and for traced ones, which see every result; named for profiles."""
+    def _autograd_functions(self) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
+        """Return the autograd functions for plain tensors and for traced ones, which see every result."""
 
         def eager_forward(ctx: Any, *args: Any) -> Any:
-            return self._keep(ctx, args, self._forward(*args), self._public)
+            if self._eager_gradient is None:
+                return self._save(ctx, args, self.forward(*args), self._public)
+            ctx.eager, ctx.overwritten = None, False
+            made = self._eager_gradient(self._needs(ctx), *args)
+            if made is None:
+                return self._save(ctx, args, self.forward(*args), self._public)
+            results, ctx.eager, ctx.overwritten = made
+            return self._save(ctx, args, results, self._public)
 
         def traced_forward(ctx: Any, *args: Any) -> Any:
             with below_autograd():
                 results = self._op(*args)
-            return self._keep(ctx, args, results, self._outputs)
+            return self._save(ctx, args, results, self._outputs)
 
         def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
             return self._gradients(ctx, dys[: self._differentiable])
 
-        title = "".join(part.capitalize() for part in self.name.split("_"))
+        def eager_backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+            if self._eager_gradient is None or self._finish_gradient is None:
+                return self._gradients(ctx, dys[: self._differentiable])
+            dy, state = dys[0], ctx.eager
+            if state is None or dy is None or torch.is_grad_enabled() or not is_plain(dy):
+                if ctx.overwritten:
+                    raise UnsupportedCase(
+                        f"{self.name} wrote its gradient over its input: there can be one backward pass, and none that "
+                        "is differentiated itself (create_graph=True) or transformed; call it without the in-place "
+                        "option for more"
+                    )
+                return self._gradients(ctx, dys[: self._differentiable])
+            ctx.eager = None  # the gradients may be kept or changed by whoever gets them
+            gradients: list[Tensor | None] = [None] * self._width
+            finished = self._finish_gradient(dy, state, *ctx.options, self._needs(ctx))
+            for position, gradient in zip(self._positions, finished, strict=True):
+                gradients[position] = gradient
+            return tuple(gradients)
+
+        title = "".join(part.capitalize() for part in self.name.split("_"))  # seen in profiles
         eager, traced = (
-            type(name, (torch.autograd.Function,), {"forward": staticmethod(f), "backward": staticmethod(backward)})
-            for name, f in ((title, eager_forward), (f"{title}Traced", traced_forward))
+            type(name, (torch.autograd.Function,), {"forward": staticmethod(f), "backward": staticmethod(b)})
+            for name, f, b in ((title, eager_forward, eager_backward), (f"{title}Traced", traced_forward, backward))
         )
         return eager, traced
 
-    def _keep(self, ctx: Any, args: tuple[Any, ...], results: Any, shown: int) -> Any:
+    def _needs(self, ctx: Any) -> tuple[bool, ...]:
+        needed = ctx.needs_input_grad
+        return tuple([needed[position] for position in self._positions])
+
+    def _save(self, ctx: Any, args: tuple[Any, ...], results: Any, shown: int) -> Any:
         outputs = results if isinstance(results, tuple) else (results,)
         saved = [(args if argument else outputs)[at] for argument, at in self._saved]
         for at, users in self._only_for:
-            if not any(ctx.needs_input_grad[place] for place in users):
+            if not any(ctx.needs_input_grad[position] for position in users):
                 saved[at] = None
         ctx.save_for_backward(*saved)
         ctx.options = [args[i] for i in self._options]
@@ -227,55 +447,54 @@ class DifferentiableOp:
 
     def _gradients(self, ctx: Any, dys: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * self._width
-        given = next((dy for dy in dys if dy is not None), None)
-        if given is None:
+        first = next((dy for dy in dys if dy is not None), None)
+        if first is None:
             return tuple(gradients)
-        needed = ctx.needs_input_grad
-        needs = tuple([needed[place] for place in self._places])
-        for place, entry in self._shared:
-            needs = (*needs[:entry], needs[entry] or needed[place], *needs[entry + 1 :])
-        saved = ctx.saved_tensors
-        args = (*dys, *saved, *ctx.options, needs)
-        found: Sequence[Tensor | None]
-        if not is_plain(given):
-            result = self._op_backward(*args[:-1], list(needs))
-            found = result if isinstance(result, (tuple, list)) else (result,)
+        needs = self._needs(ctx)
+        for position, entry in self._shared:
+            needs = (*needs[:entry], needs[entry] or ctx.needs_input_grad[position], *needs[entry + 1 :])
+        args = (*dys, *ctx.saved_tensors, *ctx.options, needs)
+        results: Sequence[Tensor | None]
+        if not is_plain(first):
+            traced = self._op_backward(*args[:-1], list(needs))
+            results = traced if isinstance(traced, (tuple, list)) else (traced,)
         elif torch.is_grad_enabled():
-            found = self._second(Case(given.device, given.dtype, given.shape, ("create_graph",)), *args)
+            results = self._second(Case(first.device, first.dtype, first.shape, ("create_graph",)), *args)
         else:
-            found = self._backward(*args)
-        for place, need, gradient in zip(self._places, needs, found, strict=True):
+            results = self.backward(*args)
+        for position, need, gradient in zip(self._positions, needs, results, strict=True):
             if need:
-                gradients[place] = gradient
-        for place, entry in self._shared:
-            gradients[place] = gradients[self._places[entry]]
+                gradients[position] = gradient
+        for position, entry in self._shared:
+            gradients[position] = gradients[self._positions[entry]]
         return tuple(gradients)
 
     def _recomputed(self, *args: Any) -> list[Tensor | None]:
-        """The gradients from torch: the composite is run once more, on the saved arguments."""
-        dys, saved, options, needs = self._split(args)
+        """Return the gradients from torch, by running the composite again on the saved arguments."""
+        dys_end = self._backward_rank[0]
+        saved_end = dys_end + self._backward_rank[1]
+        dys, saved, options, needs = args[:dys_end], args[dys_end:saved_end], args[saved_end:-1], args[-1]
         whole: list[Any] = [None] * self._width
         for (argument, at), tensor in zip(self._saved, saved, strict=True):
             if argument:
                 whole[at] = tensor
         for at, value in zip(self._options, options, strict=True):
             whole[at] = value
-        again = torch.is_grad_enabled()
+        create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            for place, need in zip(self._places, needs, strict=True):
+            for position, need in zip(self._positions, needs, strict=True):
                 if need:
-                    whole[place] = whole[place].view_as(whole[place]) if again else whole[place].detach()
-                    whole[place].requires_grad_()
+                    x = whole[position]
+                    whole[position] = (x.view_as(x) if create_graph else x.detach()).requires_grad_()
             results = self._composite(*whole)
             results = results if isinstance(results, tuple) else (results,)
             pairs = [(y, dy) for y, dy in zip(results, dys, strict=False) if dy is not None]
-            wanted = [whole[place] for place, need in zip(self._places, needs, strict=True) if need]
             found = iter(
                 torch.autograd.grad(
                     [y for y, _ in pairs],
-                    wanted,
+                    [whole[position] for position, need in zip(self._positions, needs, strict=True) if need],
                     [dy for _, dy in pairs],
-                    create_graph=again,
+                    create_graph=create_graph,
                     allow_unused=True,
                     materialize_grads=True,
                 )
@@ -284,17 +503,14 @@ class DifferentiableOp:
 
     # --- registration ------------------------------------------------------------------------------------------------
 
-    def _public_forward(self, *args: Any) -> Any:
-        return self._cut(self._forward(*args))
-
     def _cut(self, results: Any) -> Any:
-        """The public ones of all results."""
+        """Return the public ones of all results."""
         if not isinstance(results, (tuple, list)):
             return results
         return results[0] if self._public == 1 else tuple(results[: self._public])
 
     def _padded(self, composite: Callable[..., Any]) -> Callable[..., Any]:
-        """The composite as an op may give it: with an empty tensor for each result that is not public."""
+        """Return the composite with an empty tensor for each result that is not public, as the schema has it."""
         hidden = self._outputs - self._public
         if not hidden:
             return composite
@@ -306,22 +522,15 @@ class DifferentiableOp:
 
         return run
 
-    def _split(self, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[bool]]:
-        """What a backward pass is called with: gradients, saved tensors, options, needs."""
-        count, saved = self._rank
-        return args[:count], args[count : count + saved], args[count + saved : -1], args[-1]
-
     def _all_tensors(self, backward: Callable[..., Sequence[Tensor | None]]) -> Callable[..., Any]:
-        """The same backward pass as an op may give it.
+        """Return the backward pass in the form of torch's registration.
 
-        Its results are tensors, so what is not needed is an empty one; and memory of their own, no argument's.
+        Results are tensors: one that is not needed is empty, and none shares memory with an argument.
         """
 
         def run(*args: Any) -> Any:
-            found = backward(*args)
-            needs = args[-1]
             whole: list[Tensor] = []
-            for gradient, like, need in zip(found, self._present(args), needs, strict=True):
+            for gradient, like, need in zip(backward(*args), self._present(args), args[-1], strict=True):
                 if gradient is None or not need:
                     whole.append(args[like].new_empty(0))
                 else:
@@ -332,7 +541,7 @@ class DifferentiableOp:
         return run
 
     def _present(self, args: Sequence[Any]) -> list[int]:
-        """Where to read dtype and device of each gradient: an absent argument's is no one's, so any tensor serves."""
+        """Return where to read dtype and device of each gradient; any tensor stands in for an absent argument."""
         some = next(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
         return [like if isinstance(args[like], Tensor) else some for like in self._likes]
 

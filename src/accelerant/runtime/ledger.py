@@ -107,16 +107,16 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One dispatch inside an explained call.
+    """Which implementation runs a case of an op, and why.
 
     Attributes:
-        op, case, device: what ran on what.
-        implementation: what was chosen.
-        own: Accelerant's own kernel.
-        refused: what was preferred but refused, or failed in the race, with the reason.
+        op, case, device: as text.
+        implementation: the chosen one.
+        own: whether it is a kernel of Accelerant.
+        refused: implementations that were preferred but refused, or failed in the race, with the reason.
         not_tried: implementations that were neither refused nor timed.
-        reason: why this one: "forced", a race's times, a shipped table, the order of preference.
-        raced: implementation and milliseconds of a call, the chosen one among them; empty where none were timed.
+        reason: of the choice: "forced", race times, a shipped table, the order of preference.
+        raced: timed implementations and milliseconds per call, the chosen one among them; empty without a race.
     """
 
     op: str
@@ -124,8 +124,8 @@ class Decision:
     device: str
     implementation: str
     own: bool
-    refused: tuple[tuple[str, str], ...]
-    not_tried: tuple[str, ...]
+    refused: tuple[tuple[str, str], ...] = ()
+    not_tried: tuple[str, ...] = ()
     reason: str = ""
     raced: tuple[tuple[str, float], ...] = ()
 
@@ -175,7 +175,7 @@ class Ledger:
     """The process's record; `accelerant.ledger()` returns the one that dispatch writes."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._records: dict[OpKey, OpRecord] = {}
         self._fallbacks: dict[FallbackRecord, int] = {}
         self._manifests: list[Manifest] = []
@@ -187,7 +187,7 @@ class Ledger:
         Beyond 512 cases an op's further ones share a record, so that a program whose shapes never repeat does not
         grow without limit.
         """
-        with self._lock:
+        with self.lock:
             key = (new.op, new.implementation, new.device, new.case)
             known = self._records.get(key)
             if known is not None:
@@ -201,7 +201,7 @@ class Ledger:
 
     def begin(self, record: OpRecord, provider: ComputeProvider, device: int) -> Event | None:
         """Count a call; where it shall be timed, the event that stands before it."""
-        with self._lock:
+        with self.lock:
             calls = record.calls = record.calls + 1
         if calls % SAMPLE_EVERY and (calls > 4 or calls == 1):
             return None
@@ -209,7 +209,7 @@ class Ledger:
 
     def count(self, record: OpRecord) -> bool:
         """Count a call; False, and nothing is counted, where it should be timed: then `begin` is the one to ask."""
-        with self._lock:
+        with self.lock:
             calls = record.calls + 1
             if calls > 4 and calls % SAMPLE_EVERY:
                 record.calls = calls
@@ -218,7 +218,7 @@ class Ledger:
 
     def discount(self, record: OpRecord) -> None:
         """Take a counted call back: another way makes it."""
-        with self._lock:
+        with self.lock:
             record.calls = max(0, record.calls - 1)  # it may have been reset in between
 
     def end(self, record: OpRecord, start: Event, provider: ComputeProvider, device: int) -> None:
@@ -226,7 +226,7 @@ class Ledger:
         stop = provider.record_event(device)
         if stop is None:
             return
-        with self._lock:
+        with self.lock:
             self._pending.append((record, start, stop))
             full = len(self._pending) >= _PENDING_LIMIT
         if full:
@@ -234,12 +234,12 @@ class Ledger:
 
     def failed(self, record: OpRecord) -> None:
         """Count a call that raised."""
-        with self._lock:
+        with self.lock:
             record.failures += 1
 
     def fallback(self, entry: FallbackRecord) -> bool:
         """Count a fallback; True the first time."""
-        with self._lock:
+        with self.lock:
             count = self._fallbacks.get(entry, 0)
             self._fallbacks[entry] = count + 1
             return count == 0
@@ -247,14 +247,14 @@ class Ledger:
     def captured(self, name: str, calls: Mapping[OpKey, int]) -> Manifest:
         """Take back calls that were counted while a graph was captured, since they did not run; its manifest."""
         manifest = Manifest(name, dict(calls))
-        with self._lock:
+        with self.lock:
             self._add(manifest.calls, -1)
             self._manifests.append(manifest)
         return manifest
 
     def release(self, manifest: Manifest) -> None:
         """Forget a graph that is replayed no more; what it did stays counted."""
-        with self._lock:
+        with self.lock:
             self._settle()
             self._manifests = [each for each in self._manifests if each is not manifest]
 
@@ -273,7 +273,7 @@ class Ledger:
 
     def collect(self) -> None:
         """Read the events that the device has passed."""
-        with self._lock:
+        with self.lock:
             waiting = len(self._pending)
             for record, start, stop in itertools.islice(list(self._pending), waiting):
                 self._pending.popleft()
@@ -287,13 +287,13 @@ class Ledger:
     def records(self) -> list[OpRecord]:
         """Every record, in order of first use."""
         self.collect()
-        with self._lock:
+        with self.lock:
             self._settle()
             return [record for record in self._records.values() if record.calls]
 
     def reset(self) -> None:
         """Forget counts, times and fallbacks."""
-        with self._lock:
+        with self.lock:
             self._pending.clear()
             self._fallbacks.clear()
             for record in self._records.values():
@@ -305,7 +305,7 @@ class Ledger:
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         ops = [record.to_dict() for record in self.records()]
-        with self._lock:
+        with self.lock:
             fallbacks = [
                 {
                     "op": entry.op,

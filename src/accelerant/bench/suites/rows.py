@@ -28,7 +28,7 @@ from accelerant.config import override
 from accelerant.errors import OutOfMemory
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import force, operations
-from accelerant.runtime.dispatch.decisions import Decision, explain_quietly
+from accelerant.runtime.dispatch.plan import Decision, explain_quietly
 
 __all__ = ["lack_of_memory", "own_kernels", "rows_of", "runner_names", "runners_of"]
 

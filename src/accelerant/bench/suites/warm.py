@@ -27,7 +27,7 @@ from accelerant.bench.suites.cases import Case, call_of
 from accelerant.bench.suites.plan import Planned
 from accelerant.config import override
 from accelerant.runtime.dispatch import force
-from accelerant.runtime.dispatch.decisions import explain_quietly
+from accelerant.runtime.dispatch.plan import explain_quietly
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["compile_ahead", "share_caches"]

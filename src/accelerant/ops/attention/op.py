@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import ByTorch, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops._refusals import FLOATING, check_dtype, refuses_triton_kernel
-from accelerant.ops._straight import straight
 from accelerant.ops.attention import hopper_bwd, hopper_fwd
 from accelerant.ops.attention.backends import CUDNN, EFFICIENT, FLASH, FLASH_4, TORCH, nvidia_capability
 from accelerant.ops.attention.composite import attend, unfolded
 from accelerant.ops.attention.launch import MAX_WIDTH, launch_backward, launch_forward, like
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.dispatch.rules import rules
+from accelerant.runtime.dispatch.case import rules
 
 __all__ = ["attention", "attention_bwd", "attention_fwd"]
 
@@ -142,7 +141,10 @@ def _is_torchs(
     return there and (contiguous or turned) and place and q.shape[1] == k.shape[1] and window is None and not return_lse
 
 
-@straight("attention_fwd", _torchs, serves=_is_torchs, learns=True, strided=True)
+_cpu = CpuFastPath(_torchs, serves=_is_torchs, by_gradient=True, any_layout=True)
+
+
+@_cpu
 def attention(
     q: Tensor,
     k: Tensor,
@@ -298,5 +300,7 @@ _attention = DifferentiableOp(
     fake=_fake,
     public=2,
     keeps_layout=True,
-    by_torch=ByTorch(attention_fwd, _case_by_torch),
+    operation=attention_fwd,
+    cpu=_cpu,
+    cpu_case=_case_by_torch,
 )

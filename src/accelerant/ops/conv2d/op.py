@@ -15,15 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError
-from accelerant.ops._differentiable import ByTorch, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._library import autocast_dtype, cast_for_autocast
 from accelerant.ops._refusals import check_dtype, check_matches
-from accelerant.ops._straight import straight
 from accelerant.ops._windows import Pair, as_images, output_sizes, pair
 from accelerant.ops.conv2d import algorithms
 from accelerant.ops.conv2d.algorithms import Gradients
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.dispatch.rules import rules
+from accelerant.runtime.dispatch.case import rules
 
 __all__ = ["conv2d", "conv2d_bwd", "conv2d_fwd"]
 
@@ -119,7 +118,10 @@ def _is_torchs(
     return padding != "same" or all(total % 2 == 0 for total in _padding(weight, pair("dilation", dilation, 1)))
 
 
-@straight("conv2d_fwd", _torchs, serves=_is_torchs)
+_cpu = CpuFastPath(_torchs, serves=_is_torchs)
+
+
+@_cpu
 def conv2d(
     x: Tensor,
     weight: Tensor,
@@ -258,5 +260,7 @@ _conv2d = DifferentiableOp(
     fake=torch.conv2d,
     keeps_layout=True,
     decomposes=True,
-    by_torch=ByTorch(conv2d_fwd, _case_by_torch),
+    operation=conv2d_fwd,
+    cpu=_cpu,
+    cpu_case=_case_by_torch,
 )

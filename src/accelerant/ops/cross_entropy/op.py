@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._ahead import AheadOp
-from accelerant.ops._differentiable import ByTorch
+from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._library import autocast_dtype, is_plain, name_of
 from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
-from accelerant.ops._straight import straight
 from accelerant.ops.cross_entropy import hopper
 from accelerant.ops.cross_entropy.launch import COUNTS, launch_backward, launch_forward
 from accelerant.ops.cross_entropy.torch_ops import is_low, torch_backward, torch_composite, torch_forward
@@ -24,7 +22,7 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 __all__ = ["check_loss", "check_targets", "cross_entropy", "cross_entropy_bwd", "cross_entropy_fwd"]
 
 REDUCTIONS = ("mean", "sum", "none")
-_AHEAD = (torch.bfloat16, torch.float32)
+_EAGER = (torch.bfloat16, torch.float32)
 """Dtypes whose gradient may be computed together with the loss; see _ahead."""
 
 _MANY = 2**18
@@ -83,7 +81,10 @@ def _is_torchs(logits: Tensor, targets: Tensor, **_: object) -> bool:
     return logits.dim() == 2 and logits.numel() > 0 and not is_low(logits.dtype) and targets.dtype == torch.int64
 
 
-@straight("cross_entropy_fwd", _torchs, serves=_is_torchs, learns=True)
+_cpu = CpuFastPath(_torchs, serves=_is_torchs, by_gradient=True)
+
+
+@_cpu
 def cross_entropy(
     logits: Tensor,
     targets: Tensor,
@@ -186,7 +187,7 @@ def _case_by_torch(logits: Tensor, *args: object) -> Case | None:
     """
     learns, many = logits.requires_grad and torch.is_grad_enabled(), logits.numel() >= _MANY
     reduction, inplace = args[3], args[5]
-    if learns and (inplace or (many and reduction != "none" and logits.dtype in _AHEAD)):
+    if learns and (inplace or (many and reduction != "none" and logits.dtype in _EAGER)):
         return None
     return None if many and is_low(logits.dtype) else _case(logits)
 
@@ -198,7 +199,7 @@ def _forward(
     return cross_entropy_fwd(_case(logits), logits, targets, ignore_index, smoothing, reduction, wide, False)
 
 
-def _ahead(
+def _eager_gradient(
     needs: Sequence[bool], logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str,
     wide: bool, inplace: bool,
 ) -> tuple[tuple[Tensor | None, ...], Any, bool] | None:  # fmt: skip
@@ -207,7 +208,7 @@ def _ahead(
     A float16 gradient divided by the count would underflow before the upstream gradient, a loss scale, multiplies it.
     float64 is for gradient checks, whose repeated backward passes must agree exactly.
     """
-    if reduction == "none" or logits.dtype not in _AHEAD:
+    if reduction == "none" or logits.dtype not in _EAGER:
         return None
     check_targets(targets, logits.shape[1], ignore_index)
     args = (logits, targets, ignore_index, smoothing, reduction, wide, inplace, True)
@@ -220,7 +221,7 @@ def _ahead(
     return tuple(results), (dx, targets, *results[1:]), False
 
 
-def _finish(
+def _finish_gradient(
     dy: Tensor, ahead: tuple[Tensor, ...], ignore_index: int, smoothing: float, reduction: str, *_: object
 ) -> tuple[Tensor]:
     dx, targets, statistics, counts = ahead
@@ -250,16 +251,19 @@ def _fake(
     )
 
 
-_cross_entropy = AheadOp(
+_cross_entropy = DifferentiableOp(
     "cross_entropy(Tensor logits, Tensor targets, int ignore_index, float smoothing, str reduction, bool wide, "
     "bool inplace) -> (Tensor loss, Tensor statistics, Tensor counts)",
-    ahead=_ahead,
-    finish=_finish,
+    eager_gradient=_eager_gradient,
+    finish_gradient=_finish_gradient,
     forward=_forward,
     backward=_backward,
     saves=("logits", "targets", "statistics", "counts"),
     gradients={"logits": "logits"},
     composite=torch_composite,
     fake=_fake,
-    by_torch=ByTorch(cross_entropy_fwd, _case_by_torch, more=(False, False), cut=True),
+    operation=cross_entropy_fwd,
+    cpu=_cpu,
+    cpu_case=_case_by_torch,
+    cpu_args=(False, False),
 )

@@ -9,15 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import ByTorch, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import accesses
 from accelerant.ops._library import is_plain, name_of
 from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
-from accelerant.ops._straight import straight
 from accelerant.ops.dropout import launch as kernels
 from accelerant.ops.dropout.launch import empty_mask, launch, refuses_llvm, torch_dropout
 from accelerant.runtime.dispatch import Case, Implementation, Operation
-from accelerant.runtime.dispatch.rules import rules
+from accelerant.runtime.dispatch.case import rules
 
 __all__ = ["dropout", "dropout_bwd", "dropout_fwd"]
 
@@ -69,7 +68,10 @@ _native_bwd = Operation(
 )
 
 
-@straight("dropout_native_fwd", lambda x, p=0.5, **_: torch.dropout(x, p, True), learns=True)
+_cpu = CpuFastPath(lambda x, p=0.5, **_: torch.dropout(x, p, True), by_gradient=True)
+
+
+@_cpu
 def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Tensor | None = None) -> Tensor:
     """Set each element to zero with probability p, and scale the others so that the expectation is unchanged.
 
@@ -223,12 +225,10 @@ _native = DifferentiableOp(
     saves=("mask",),
     gradients={"x": "y"},
     composite=F.dropout,
-    by_torch=ByTorch(
-        _native_fwd,
-        lambda x, p: Case(x.device, x.dtype, x.shape) if x.is_contiguous() else None,
-        more=(False,),
-        cut=True,
-    ),
+    operation=_native_fwd,
+    cpu=_cpu,
+    cpu_case=lambda x, p: Case(x.device, x.dtype, x.shape) if x.is_contiguous() else None,
+    cpu_args=(False,),
     fake=lambda x, p: (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)),
     decomposes=True,
 )

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import ByTorch, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import accesses
 from accelerant.ops._library import name_of
 from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
-from accelerant.ops._straight import straight
 from accelerant.ops.elementwise.launch import (
     add_row_backward,
     is_row,
@@ -114,7 +113,10 @@ mul_bwd = _operation("mul_bwd", _own_mul_backward, _torch_mul_backward, _cost(5,
 mul_constant_bwd = _operation("mul_constant_bwd", _own_mul_backward, _torch_mul_backward, _cost(3, 1))
 
 
-@straight("add_fwd", lambda a, b: torch.add(a, b))
+_add_cpu = CpuFastPath(torch.add)
+
+
+@_add_cpu
 def add(a: Tensor, b: Tensor | float) -> Tensor:
     """Sum of two tensors, or of a tensor and a number.
 
@@ -141,7 +143,10 @@ def add(a: Tensor, b: Tensor | float) -> Tensor:
     return y
 
 
-@straight("mul_fwd", lambda a, b: torch.mul(a, b))
+_mul_cpu = CpuFastPath(torch.mul)
+
+
+@_mul_cpu
 def mul(a: Tensor, b: Tensor | float) -> Tensor:
     """Elementwise product of two tensors, or of a tensor and a number.
 
@@ -211,11 +216,6 @@ def _number_case(a: Tensor, b: float) -> Case:
     return case_of((a.device, a.dtype, a.shape, ("number",)))
 
 
-def _add_forward(a: Tensor, b: Tensor) -> Tensor:
-    y: Tensor = add_fwd(_case(a, b), a, b)
-    return y
-
-
 def _add_row_backward(dy: Tensor, b: Tensor, needs: _Needs) -> _Gradients:
     db = add_bwd(Case(dy.device, dy.dtype, dy.shape, (tuple(b.shape),)), dy, b) if needs[1] else None
     return dy, db
@@ -225,14 +225,10 @@ def _add_row_composite_backward(dy: Tensor, b: Tensor, needs: _Needs) -> _Gradie
     return dy, _torch_add_row_backward(dy, b) if needs[1] else None
 
 
-def _add_number_forward(a: Tensor, b: float) -> Tensor:
-    y: Tensor = add_fwd(_number_case(a, b), a, b)
-    return y
-
-
 _add = DifferentiableOp(
     "add(Tensor a, Tensor b) -> (Tensor y)",
-    forward=_add_forward,
+    operation=add_fwd,
+    case=_case,
     backward=lambda dy, needs: (dy,),
     composite_backward=lambda dy, needs: (dy,),
     saves=(),
@@ -242,11 +238,12 @@ _add = DifferentiableOp(
     fake=torch.add,
     keeps_layout=True,
     decomposes=True,
-    by_torch=ByTorch(add_fwd, _case),
+    cpu=_add_cpu,
 )
 _add_row = DifferentiableOp(
     "add_row(Tensor a, Tensor b) -> (Tensor y)",
-    forward=_add_forward,
+    operation=add_fwd,
+    case=_case,
     backward=_add_row_backward,
     composite_backward=_add_row_composite_backward,
     saves=("b",),
@@ -255,11 +252,12 @@ _add_row = DifferentiableOp(
     fake=torch.add,
     keeps_layout=True,
     decomposes=True,
-    by_torch=ByTorch(add_fwd, _case),
+    cpu=_add_cpu,
 )
 _add_number = DifferentiableOp(
     "add_number(Tensor a, float b) -> (Tensor y)",
-    forward=_add_number_forward,
+    operation=add_fwd,
+    case=_number_case,
     backward=lambda dy, b, needs: (dy,),
     composite_backward=lambda dy, b, needs: (dy,),
     saves=(),
@@ -268,16 +266,11 @@ _add_number = DifferentiableOp(
     fake=torch.add,
     keeps_layout=True,
     decomposes=True,
-    by_torch=ByTorch(add_fwd, _number_case),
+    cpu=_add_cpu,
 )
 
 
 # --- mul -------------------------------------------------------------------------------------------------------------
-
-
-def _mul_forward(a: Tensor, b: Tensor) -> Tensor:
-    y: Tensor = mul_fwd(_case(a, b), a, b)
-    return y
 
 
 def _mul_backward(dy: Tensor, a: Tensor, b: Tensor, needs: _Needs) -> _Gradients:
@@ -308,19 +301,15 @@ def _mul_with_row(a: Tensor, b: Tensor) -> Tensor:
     return y
 
 
-def _mul_number_forward(a: Tensor, b: float) -> Tensor:
-    y: Tensor = mul_fwd(_number_case(a, b), a, b)
-    return y
-
-
 def _mul_number_backward(dy: Tensor, b: float, needs: _Needs) -> tuple[Tensor]:
-    return (_mul_number_forward(dy, b),)
+    return (mul_fwd(_number_case(dy, b), dy, b),)
 
 
 def _mul_form(name: str) -> DifferentiableOp:
     return DifferentiableOp(
         f"{name}(Tensor a, Tensor b) -> (Tensor y)",
-        forward=_mul_forward,
+        operation=mul_fwd,
+        case=_case,
         backward=_mul_backward,
         composite_backward=_torch_mul_backward,
         saves=("a", "b"),
@@ -329,14 +318,15 @@ def _mul_form(name: str) -> DifferentiableOp:
         fake=torch.mul,
         keeps_layout=True,
         decomposes=True,
-        by_torch=ByTorch(mul_fwd, _case),
+        cpu=_mul_cpu,
     )
 
 
 _mul, _mul_row = _mul_form("mul"), _mul_form("mul_row")
 _mul_constant = DifferentiableOp(
     "mul_constant(Tensor a, Tensor b) -> (Tensor y)",
-    forward=_mul_forward,
+    operation=mul_fwd,
+    case=_case,
     backward=_mul_constant_backward,
     composite_backward=lambda dy, b, needs: (dy * b,),
     saves=("b",),
@@ -345,11 +335,12 @@ _mul_constant = DifferentiableOp(
     fake=torch.mul,
     keeps_layout=True,
     decomposes=True,
-    by_torch=ByTorch(mul_fwd, _case),
+    cpu=_mul_cpu,
 )
 _mul_number = DifferentiableOp(
     "mul_number(Tensor a, float b) -> (Tensor y)",
-    forward=_mul_number_forward,
+    operation=mul_fwd,
+    case=_number_case,
     backward=_mul_number_backward,
     composite_backward=lambda dy, b, needs: (dy * b,),
     saves=(),
@@ -358,5 +349,5 @@ _mul_number = DifferentiableOp(
     fake=torch.mul,
     keeps_layout=True,
     decomposes=True,
-    by_torch=ByTorch(mul_fwd, _number_case),
+    cpu=_mul_cpu,
 )

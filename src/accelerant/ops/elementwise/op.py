@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelerant.ops._differentiable import ByTorch, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import accesses, launch_map, launch_map_backward
 from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
-from accelerant.ops._straight import straight
 from accelerant.ops.elementwise.launch import STREAM_KERNELS
 from accelerant.runtime.dispatch import Case, Implementation, Operation, case_of
 
@@ -27,6 +26,7 @@ def _unary(
     *,
     saves: str,
     flops: tuple[int, int],
+    cpu: CpuFastPath,
     again: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> DifferentiableOp:
     """An op of one tensor from torch's functions for it, its kernels by their names.
@@ -66,7 +66,8 @@ def _unary(
 
     return DifferentiableOp(
         f"{name}(Tensor x) -> (Tensor y)",
-        forward=lambda x: fwd(case(x), x),
+        operation=fwd,
+        case=case,
         backward=run_backward,
         saves=(saves,),
         gradients={"x": saves},
@@ -75,7 +76,7 @@ def _unary(
         fake=torch.empty_like,
         keeps_layout=True,
         decomposes=True,
-        by_torch=ByTorch(fwd, case),
+        cpu=cpu,
     )
 
 
@@ -86,13 +87,19 @@ def _silu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return (dy * (s * (1.0 + wide * (1.0 - s)))).to(x.dtype)
 
 
-_relu = _unary("relu", torch.relu, lambda dy, y: _aten.threshold_backward(dy, y, 0), saves="y", flops=(1, 1))
-_sigmoid = _unary("sigmoid", torch.sigmoid, _aten.sigmoid_backward, saves="y", flops=(3, 3))
-_tanh = _unary("tanh", torch.tanh, _aten.tanh_backward, saves="y", flops=(15, 3))
-_silu = _unary("silu", torch.nn.functional.silu, _aten.silu_backward, saves="x", flops=(3, 8), again=_silu_backward)
+_relu_cpu, _sigmoid_cpu = CpuFastPath(torch.relu), CpuFastPath(torch.sigmoid)
+_tanh_cpu, _silu_cpu = CpuFastPath(torch.tanh), CpuFastPath(functional.silu)
+_relu = _unary(
+    "relu", torch.relu, lambda dy, y: _aten.threshold_backward(dy, y, 0), saves="y", flops=(1, 1), cpu=_relu_cpu
+)
+_sigmoid = _unary("sigmoid", torch.sigmoid, _aten.sigmoid_backward, saves="y", flops=(3, 3), cpu=_sigmoid_cpu)
+_tanh = _unary("tanh", torch.tanh, _aten.tanh_backward, saves="y", flops=(15, 3), cpu=_tanh_cpu)
+_silu = _unary(
+    "silu", functional.silu, _aten.silu_backward, saves="x", flops=(3, 8), cpu=_silu_cpu, again=_silu_backward
+)
 
 
-@straight("relu_fwd", lambda x: torch.relu(x))
+@_relu_cpu
 def relu(x: Tensor) -> Tensor:
     """Set what is negative to zero.
 
@@ -116,7 +123,7 @@ def relu(x: Tensor) -> Tensor:
     return y
 
 
-@straight("sigmoid_fwd", lambda x: torch.sigmoid(x))
+@_sigmoid_cpu
 def sigmoid(x: Tensor) -> Tensor:
     """Apply the logistic function.
 
@@ -138,7 +145,7 @@ def sigmoid(x: Tensor) -> Tensor:
     return y
 
 
-@straight("tanh_fwd", lambda x: torch.tanh(x))
+@_tanh_cpu
 def tanh(x: Tensor) -> Tensor:
     """Apply the hyperbolic tangent.
 
@@ -161,7 +168,7 @@ def tanh(x: Tensor) -> Tensor:
     return y
 
 
-@straight("silu_fwd", lambda x: functional.silu(x))
+@_silu_cpu
 def silu(x: Tensor) -> Tensor:
     """Multiply each element of x by the logistic function of it.
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import ByTorch, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._library import is_plain, name_of
 from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
-from accelerant.ops._straight import straight
 from accelerant.ops.embedding.launch import launch_backward_atomic, launch_backward_sorted, launch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
@@ -29,7 +28,10 @@ def _torchs(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) 
     return torch.embedding(weight, indices, -1 if padding_idx is None else padding_idx % len(weight))
 
 
-@straight("embedding_fwd", _torchs, serves=lambda indices, weight, **_: not _is_low(weight.dtype))
+_cpu = CpuFastPath(_torchs, serves=lambda indices, weight, **_: not _is_low(weight.dtype))
+
+
+@_cpu
 def embedding(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
     """Look up rows of a table.
 
@@ -217,5 +219,7 @@ _embedding = DifferentiableOp(
     composite=_torch_forward,
     composite_backward=_composite_backward,
     fake=lambda indices, weight, padding_idx: weight.new_empty((*indices.shape, weight.shape[1])),
-    by_torch=ByTorch(_fwd, _case_by_torch),
+    operation=_fwd,
+    cpu=_cpu,
+    cpu_case=_case_by_torch,
 )

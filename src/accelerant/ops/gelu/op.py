@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ConfigError
-from accelerant.ops._differentiable import ByTorch, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import accesses
 from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
-from accelerant.ops._straight import straight
 from accelerant.ops.gelu.launch import launch_backward, launch_forward
 from accelerant.runtime.dispatch import Case, Implementation, Operation, case_of
 
@@ -48,7 +47,10 @@ gelu_bwd = Operation(
 )
 
 
-@straight("gelu_fwd", lambda x, approximate="none": F.gelu(x, approximate=approximate))
+_cpu = CpuFastPath(lambda x, approximate="none": F.gelu(x, approximate=approximate))
+
+
+@_cpu
 def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """Multiply each element of x by the standard normal distribution function at it.
 
@@ -66,7 +68,7 @@ def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
         UnsupportedDtype: dtype not listed above.
         ConfigError: approximate is neither.
 
-    Under torch.compile this is torch's own gelu, so that the compiler fuses it with what stands around it.
+    Under torch.compile this is torch's own gelu, so that the compiler fuses it with its surroundings.
     Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is torch's own
     gelu, which the ledger does not count.
 
@@ -83,18 +85,14 @@ def _case(x: Tensor, approximate: str) -> Case:
     return case_of((x.device, x.dtype, x.shape, (approximate,)))
 
 
-def _forward(x: Tensor, approximate: str) -> Tensor:
-    y: Tensor = gelu_fwd(_case(x, approximate), x, approximate)
-    return y
-
-
 def _backward(dy: Tensor, x: Tensor, approximate: str, needs: Sequence[bool]) -> tuple[Tensor]:
     return (gelu_bwd(_case(x, approximate), dy, x, approximate),)
 
 
 _gelu = DifferentiableOp(
     "gelu(Tensor x, str approximate) -> (Tensor y)",
-    forward=_forward,
+    operation=gelu_fwd,
+    case=_case,
     backward=_backward,
     saves=("x",),
     gradients={"x": "x"},
@@ -103,5 +101,5 @@ _gelu = DifferentiableOp(
     fake=lambda x, approximate: torch.empty_like(x),
     keeps_layout=True,
     decomposes=True,
-    by_torch=ByTorch(gelu_fwd, _case),
+    cpu=_cpu,
 )

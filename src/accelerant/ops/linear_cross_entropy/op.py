@@ -10,11 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._ahead import AheadOp
-from accelerant.ops._differentiable import ByTorch
+from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
-from accelerant.ops._straight import straight
 from accelerant.ops.cross_entropy import launch
 from accelerant.ops.cross_entropy.op import check_loss, check_targets
 from accelerant.ops.cross_entropy.torch_ops import torch_composite
@@ -164,7 +162,10 @@ def _is_torchs(hidden: Tensor, weight: Tensor, targets: Tensor, **_: object) -> 
     return plain and hidden.dtype in (torch.float32, torch.float64)
 
 
-@straight("linear_cross_entropy_fwd", _torchs, serves=_is_torchs, learns=True)
+_cpu = CpuFastPath(_torchs, serves=_is_torchs, by_gradient=True)
+
+
+@_cpu
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -264,7 +265,7 @@ def _infer(hidden: Tensor, weight: Tensor, *args: Any) -> Tensor:
     return _forward(hidden, weight, *args[:-2], False, False)[0]
 
 
-def _ahead(needs: Sequence[bool], hidden: Tensor, weight: Tensor, *args: Any) -> Any:
+def _eager_gradient(needs: Sequence[bool], hidden: Tensor, weight: Tensor, *args: Any) -> Any:
     loss, dhidden, dweight = _forward(hidden, weight, *args[:-2], *needs, narrow=True)
     reduction = args[3]
     targets = args[0].clone() if args[4] == "float16" else args[0]  # the backward pass counts them
@@ -272,7 +273,7 @@ def _ahead(needs: Sequence[bool], hidden: Tensor, weight: Tensor, *args: Any) ->
     return (loss, None, None), ahead, False
 
 
-def _finish(dy: Tensor, ahead: tuple[Tensor, ...], *options: Any) -> Sequence[Tensor | None]:
+def _finish_gradient(dy: Tensor, ahead: tuple[Tensor, ...], *options: Any) -> Sequence[Tensor | None]:
     hidden, weight, targets, dhidden, dweight = ahead
     return _run_backward(dy, hidden, weight, targets, dhidden, dweight, options, owned=True)
 
@@ -306,12 +307,12 @@ def _fake(
     )
 
 
-_linear_cross_entropy = AheadOp(
+_linear_cross_entropy = DifferentiableOp(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, float smoothing, "
     "str reduction, str dtype, bool wide, bool gradient_hidden, bool gradient_weight) "
     "-> (Tensor loss, Tensor dhidden, Tensor dweight)",
-    ahead=_ahead,
-    finish=_finish,
+    eager_gradient=_eager_gradient,
+    finish_gradient=_finish_gradient,
     forward=_forward,
     infer=_infer,
     backward=_backward,
@@ -319,5 +320,8 @@ _linear_cross_entropy = AheadOp(
     gradients={"hidden": "hidden", "weight": "weight"},
     composite=_composite,
     fake=_fake,
-    by_torch=ByTorch(linear_cross_entropy_fwd, _case_by_torch, more=(True,), cut=True),
+    operation=linear_cross_entropy_fwd,
+    cpu=_cpu,
+    cpu_case=_case_by_torch,
+    cpu_args=(True,),
 )

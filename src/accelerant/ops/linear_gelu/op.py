@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelerant.errors import ConfigError, ShapeError
-from accelerant.ops._differentiable import ByTorch, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._hopper.launch import refuses_product
 from accelerant.ops._library import autocast_dtype, cast_for_autocast, name_of
 from accelerant.ops._refusals import check_dtype, check_matches, refuses_triton_kernel
-from accelerant.ops._straight import straight
 from accelerant.ops.linear_gelu.hopper import launch_hopper
 from accelerant.ops.linear_gelu.launch import launch_dz, launch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
@@ -157,7 +156,10 @@ def _torchs(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: 
     return _torchs(x.reshape(-1, x.shape[-1]), weight, bias, approximate).view(*x.shape[:-1], weight.shape[0])
 
 
-@straight("linear_gelu_fwd", _torchs)
+_cpu = CpuFastPath(_torchs)
+
+
+@_cpu
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
     """Apply a linear layer, then gelu.
 
@@ -259,5 +261,8 @@ _linear_gelu = DifferentiableOp(
     gradients={"x": "x", "weight": "weight", "bias": "bias"},
     composite=_composite,
     fake=_fake,
-    by_torch=ByTorch(linear_gelu_fwd, _forward_case, more=(False,), cut=True),
+    operation=linear_gelu_fwd,
+    cpu=_cpu,
+    cpu_case=_forward_case,
+    cpu_args=(False,),
 )

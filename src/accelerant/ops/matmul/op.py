@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError
+from accelerant.ops._differentiable import CpuFastPath
 from accelerant.ops._library import (
     autocast_dtype,
     below_autograd,
@@ -22,7 +23,6 @@ from accelerant.ops._library import (
     is_plain,
 )
 from accelerant.ops._refusals import check_dtype, check_matches
-from accelerant.ops._straight import straight
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = ["matmul", "matmul_op"]
@@ -53,7 +53,10 @@ def _torchs(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
-@straight("matmul", _torchs)
+_cpu = CpuFastPath(_torchs)
+
+
+@_cpu
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Multiply matrices, or batches of them.
 
@@ -95,7 +98,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad) and not a.is_cpu:
         y = _apply(a, b)
     else:  # on a CPU with torch's own autograd
-        found = matmul_op.by_torch(_case(a, b), (a, b))
+        found = _cpu.run(matmul_op, _case(a, b), (a, b))
         y = _product(a, b) if found is NotImplemented else found
     return y
 

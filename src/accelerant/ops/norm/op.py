@@ -11,38 +11,36 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import ByTorch, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._library import name_of
-from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
-from accelerant.ops._straight import straight
+from accelerant.ops._refusals import FLOATING, check_dtype, refuses_triton_kernel
 from accelerant.ops.norm.launch import launch_backward, launch_forward
 from accelerant.ops.norm.torch_ops import torch_backward, torch_composite, torch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
+# --- torch's functions, for the CPU fast path ------------------------------------------------------------------------
 
-# --- the public functions --------------------------------------------------------------------------------------------
 
-
-def _torchs_layer_norm(
+def _torch_layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> Tensor:
     return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def _torchs_rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
+def _torch_rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
     return torch.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def _torchs_add_layer_norm(
+def _torch_add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     s = x + residual
     return torch.layer_norm(s, s.shape[-1:], weight, bias, eps), s
 
 
-def _torchs_add_rms_norm(
+def _torch_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
     s = x + residual
@@ -50,12 +48,20 @@ def _torchs_add_rms_norm(
 
 
 def _all_wide(*args: Any, **options: Any) -> bool:
-    """Whether torch computes in the dtype that everything has."""
+    """Return whether all tensors are float32 or all float64, so that torch computes in their dtype."""
     dtypes = {x.dtype for x in (*args, *options.values()) if isinstance(x, Tensor)}
     return len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64}
 
 
-@straight("layer_norm_fwd", _torchs_layer_norm, serves=_all_wide)
+_layer_norm_cpu = CpuFastPath(_torch_layer_norm, serves=_all_wide)
+_rms_norm_cpu = CpuFastPath(_torch_rms_norm, serves=_all_wide)
+_add_layer_norm_cpu = CpuFastPath(_torch_add_layer_norm, serves=_all_wide)
+_add_rms_norm_cpu = CpuFastPath(_torch_add_rms_norm, serves=_all_wide)
+
+# --- the public functions --------------------------------------------------------------------------------------------
+
+
+@_layer_norm_cpu
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
     """Centre each row of x, scale it to unit variance, then scale by weight and shift by bias.
 
@@ -63,7 +69,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
     Args:
         x: (..., N), float16, bfloat16, float32 or float64.
-        weight: (N,), dtype of x or float32 (float32 master weights beside bfloat16 activations); None for ones.
+        weight: (N,), dtype of x or float32 (float32 master weights with bfloat16 activations); None for ones.
         bias: (N,), as weight; None for zeros.
         eps: added to the variance; dimensionless.
 
@@ -85,7 +91,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return y
 
 
-@straight("rms_norm_fwd", _torchs_rms_norm, serves=_all_wide)
+@_rms_norm_cpu
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
     """Scale each row of x to unit root mean square, then by weight.
 
@@ -112,11 +118,11 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> T
     return y
 
 
-@straight("add_layer_norm_fwd", _torchs_add_layer_norm, serves=_all_wide)
+@_add_layer_norm_cpu
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """Add x to the residual stream, and normalise the sum as layer_norm does: one pass over memory for both.
+    """Add x to the residual stream, and normalise the sum as layer_norm does, in one pass over memory.
 
     s = x + residual        y = layer_norm(s, weight, bias)
 
@@ -129,8 +135,8 @@ def add_layer_norm(
 
     Returns:
         y and s, shape and dtype of x, contiguous. s is rounded to that dtype, and y is computed from the rounded s, as
-        torch does unfused. The gradient of x and of residual is one and the same tensor, made by one kernel. Either
-        result may go unused. Differentiable twice.
+        torch does unfused. The gradients of x and of residual are one and the same tensor, made by one kernel. Either
+        result may be unused. Differentiable twice.
 
     Raises:
         ShapeError: x is a scalar, residual has another shape, weight or bias is not (N,), or they are on several
@@ -139,17 +145,16 @@ def add_layer_norm(
 
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450, equations 3 and 4.
     """
-    _check("add_layer_norm", x, weight, bias)
-    _check_residual(x, residual)
+    _check("add_layer_norm", x, weight, bias, residual)
     y, s = _add_layer_norm(x, residual, weight, bias, eps)
     return y, s
 
 
-@straight("add_rms_norm_fwd", _torchs_add_rms_norm, serves=_all_wide)
+@_add_rms_norm_cpu
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """Add x to the residual stream, and normalise the sum as rms_norm does: one pass over memory for both.
+    """Add x to the residual stream, and normalise the sum as rms_norm does, in one pass over memory.
 
     s = x + residual        y = rms_norm(s, weight)
 
@@ -168,40 +173,33 @@ def add_rms_norm(
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
     """
-    _check("add_rms_norm", x, weight, None)
-    _check_residual(x, residual)
+    _check("add_rms_norm", x, weight, None, residual)
     y, s = _add_rms_norm(x, residual, weight, None, eps)
     return y, s
 
 
-def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    check_dtype(op, x)
+def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None) -> None:
+    if x.dtype not in FLOATING:
+        check_dtype(op, x)
     if x.dim() == 0:
         raise ShapeError(f"{op} takes (..., N), got a scalar")
-    if weight is not None:
-        _check_vector("weight", weight, x)
-    if bias is not None:
-        _check_vector("bias", bias, x)
-
-
-def _check_vector(name: str, vector: Tensor, x: Tensor) -> None:
-    N = x.shape[-1]
-    if vector.dim() != 1 or vector.shape[0] != N:
-        raise ShapeError(f"{name} must be ({N},), got {tuple(vector.shape)}")
-    if vector.dtype != x.dtype and (vector.dtype != torch.float32 or x.dtype == torch.float64):
-        allowed = " or ".join(dict.fromkeys((name_of(x.dtype), "float32" if x.dtype != torch.float64 else "float64")))
-        raise UnsupportedDtype(f"{name} must be {allowed} for x of {name_of(x.dtype)}, got {name_of(vector.dtype)}")
-    if vector.device != x.device:
-        raise ShapeError(f"{name} must be on {x.device}, where x is; it is on {vector.device}")
-
-
-def _check_residual(x: Tensor, residual: Tensor) -> None:
-    if residual.shape != x.shape:
-        raise ShapeError(f"residual must be {tuple(x.shape)} as x is, got {tuple(residual.shape)}")
-    if residual.dtype != x.dtype:
-        raise UnsupportedDtype(f"residual must be {name_of(x.dtype)} as x is, got {name_of(residual.dtype)}")
-    if residual.device != x.device:
-        raise ShapeError(f"residual must be on {x.device}, where x is; it is on {residual.device}")
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is None:
+            continue
+        if vector.dim() != 1 or vector.shape[0] != x.shape[-1]:
+            raise ShapeError(f"{name} must be ({x.shape[-1]},), got {tuple(vector.shape)}")
+        if vector.dtype != x.dtype and (vector.dtype != torch.float32 or x.dtype == torch.float64):
+            allowed = name_of(x.dtype) + ("" if x.dtype in (torch.float32, torch.float64) else " or float32")
+            raise UnsupportedDtype(f"{name} must be {allowed} for x of {name_of(x.dtype)}, got {name_of(vector.dtype)}")
+        if vector.device != x.device:
+            raise ShapeError(f"{name} must be on {x.device}, where x is; it is on {vector.device}")
+    if residual is not None:
+        if residual.shape != x.shape:
+            raise ShapeError(f"residual must be {tuple(x.shape)} as x is, got {tuple(residual.shape)}")
+        if residual.dtype != x.dtype:
+            raise UnsupportedDtype(f"residual must be {name_of(x.dtype)} as x is, got {name_of(residual.dtype)}")
+        if residual.device != x.device:
+            raise ShapeError(f"residual must be on {x.device}, where x is; it is on {residual.device}")
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
@@ -215,47 +213,41 @@ def _cost(accesses: int, flops: int, case: Case) -> Cost:
     return Cost(accesses * n * case.dtype.itemsize + vectors + statistics, flops * n)
 
 
-_NAMES: dict[tuple[torch.dtype | None, torch.dtype | None], tuple[str, ...]] = {}
+_OPTIONS: dict[tuple[torch.dtype | None, torch.dtype | None], tuple[str, ...]] = {}
 
 
-def _case(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Case:
-    """With what matters beside x: ("weight float32", "bias float32"), made once for each combination."""
+def _case(x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: object) -> Case:
+    """Return the case of x; its options are the dtypes of the vectors: ("weight float32", "bias float32")."""
     key = (None if weight is None else weight.dtype, None if bias is None else bias.dtype)
-    names = _NAMES.get(key)
-    if names is None:
+    options = _OPTIONS.get(key)
+    if options is None:
         pairs = zip(("weight", "bias"), key, strict=True)
-        names = _NAMES[key] = tuple(f"{name} {name_of(dtype)}" for name, dtype in pairs if dtype is not None)
-    return case_of((x.device, x.dtype, x.shape, names))
+        options = _OPTIONS[key] = tuple(f"{name} {name_of(dtype)}" for name, dtype in pairs if dtype is not None)
+    return case_of((x.device, x.dtype, x.shape, options))
 
 
 def _operations(
     name: str, accesses: tuple[int, int], forward: Sequence[Callable[..., Any]], backward: Sequence[Callable[..., Any]]
 ) -> tuple[Operation, Operation]:
-    """Forward and backward, each from our kernels and from torch's."""
-    flops = (9, 18)
-    fwd, bwd = (
-        Operation(
-            f"{name}_{suffix}",
-            (
-                Implementation("triton", ours, refuses=refuses_triton_kernel, own=True),
-                Implementation("torch", theirs, differentiable=suffix == "fwd"),
-            ),
-            cost=partial(_cost, count, work),
+    """Return the forward and the backward Operation, each from our kernels and from torch's."""
+
+    def operation(suffix: str, count: int, flops: int, *runs: Callable[..., Any]) -> Operation:
+        implementations = (
+            Implementation("triton", runs[0], refuses=refuses_triton_kernel, own=True),
+            Implementation("torch", runs[1], differentiable=suffix == "fwd"),
         )
-        for suffix, count, work, (ours, theirs) in zip(
-            ("fwd", "bwd"), accesses, flops, (forward, backward), strict=True
-        )
-    )
-    return fwd, bwd
+        return Operation(f"{name}_{suffix}", implementations, cost=partial(_cost, count, flops))
+
+    return operation("fwd", accesses[0], 9, *forward), operation("bwd", accesses[1], 18, *backward)
 
 
-def _shared_fake(centre: bool, x: Tensor) -> tuple[Tensor, Tensor]:
+def _fake(centre: bool, x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return x.new_empty(x.shape), x.new_empty((x.shape[:-1].numel(), 1 + centre), dtype=wide)
 
 
-def _norm(name: str, centre: bool) -> DifferentiableOp:
-    """An op on x alone; rms_norm's bias is always None."""
+def _norm(name: str, centre: bool, cpu: CpuFastPath) -> DifferentiableOp:
+    """Return an op on x alone; rms_norm's bias is always None."""
     fwd, bwd = _operations(
         name,
         (2, 3),
@@ -263,36 +255,31 @@ def _norm(name: str, centre: bool) -> DifferentiableOp:
         (partial(launch_backward, centre), partial(torch_backward, centre)),
     )
 
-    def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-        return fwd(_case(x, weight, bias), x, weight, bias, eps)
-
-    def infer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-        return fwd(_case(x, weight, bias), x, weight, bias, eps, False)[0]
-
     def backward(dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Any:
         return bwd(_case(x, weight, bias), dy, x, weight, bias, *rest)
 
     return DifferentiableOp(
         f"{name}(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor statistics)",
-        forward=forward,
-        infer=infer,
+        operation=fwd,
+        case=_case,
+        infer_args=(False,),  # no statistics
         backward=backward,
         saves=("x", "weight", "bias", "statistics"),
         gradients={"x": "x", "weight": "weight", "bias": "bias"},
         composite=partial(torch_composite, centre),
-        fake=lambda x, weight, bias, eps: _shared_fake(centre, x),
-        by_torch=ByTorch(fwd, lambda x, weight, bias, eps: _case(x, weight, bias), more=(False,), cut=True),
+        fake=partial(_fake, centre),
+        cpu=cpu,
     )
 
 
-def _add_norm(name: str, centre: bool, norm: DifferentiableOp) -> DifferentiableOp:
-    """An op on x + residual; `norm` is the same without the residual."""
+def _add_norm(name: str, centre: bool, norm: DifferentiableOp, cpu: CpuFastPath) -> DifferentiableOp:
+    """Return an op on x + residual; `norm` is the same without the residual."""
 
-    def run(kernel: Callable[..., Any], x: Tensor, residual: Tensor, *args: Any) -> Any:
+    def with_residual(kernel: Callable[..., Any], x: Tensor, residual: Tensor, *args: Any) -> Any:
         weight, bias, eps, statistics = (*args, True)[:4]
         return kernel(centre, x, weight, bias, eps, statistics, residual)
 
-    def run_backward(kernel: Callable[..., Any], dy: Tensor | None, ds: Tensor | None, s: Tensor, *args: Any) -> Any:
+    def with_ds(kernel: Callable[..., Any], dy: Tensor | None, ds: Tensor | None, s: Tensor, *args: Any) -> Any:
         if dy is not None:
             return kernel(centre, dy, s, *args, ds)
         assert ds is not None  # autograd asks for no gradients where there is none to start from
@@ -301,15 +288,9 @@ def _add_norm(name: str, centre: bool, norm: DifferentiableOp) -> Differentiable
     fwd, bwd = _operations(
         name,
         (4, 4),
-        (partial(run, launch_forward), partial(run, torch_forward)),
-        (partial(run_backward, launch_backward), partial(run_backward, torch_backward)),
+        (partial(with_residual, launch_forward), partial(with_residual, torch_forward)),
+        (partial(with_ds, launch_backward), partial(with_ds, torch_backward)),
     )
-
-    def forward(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-        return fwd(_case(x, weight, bias), x, residual, weight, bias, eps)
-
-    def infer(x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-        return fwd(_case(x, weight, bias), x, residual, weight, bias, eps, False)[:2]
 
     def backward(
         dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
@@ -327,15 +308,16 @@ def _add_norm(name: str, centre: bool, norm: DifferentiableOp) -> Differentiable
         dx, dweight, dbias = norm.composite_backward(dy, s, *args)
         return dx if ds is None or dx is None else dx + ds, dweight, dbias
 
-    def fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        y, statistics = _shared_fake(centre, x)
+    def fake(x: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+        y, statistics = _fake(centre, x)
         return y, torch.empty_like(y), statistics
 
     return DifferentiableOp(
         f"{name}(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) "
         "-> (Tensor y, Tensor s, Tensor statistics)",
-        forward=forward,
-        infer=infer,
+        operation=fwd,
+        case=lambda x, residual, weight, bias, eps: _case(x, weight, bias),
+        infer_args=(False,),
         backward=backward,
         saves=("s", "weight", "bias", "statistics"),
         gradients={"x": "s", "weight": "weight", "bias": "bias"},
@@ -345,19 +327,19 @@ def _add_norm(name: str, centre: bool, norm: DifferentiableOp) -> Differentiable
         fake=fake,
         public=2,
         differentiable=2,
-        by_torch=ByTorch(fwd, lambda x, s, weight, bias, eps: _case(x, weight, bias), more=(False,), cut=True),
+        cpu=cpu,
     )
 
 
 def _zeros(weight: Tensor | None, bias: Tensor | None, needs: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of weight and bias where nothing depends on y."""
+    """Return the gradients of weight and bias where nothing depends on y."""
     return (
         torch.zeros_like(weight) if needs[1] and weight is not None else None,
         torch.zeros_like(bias) if needs[2] and bias is not None else None,
     )
 
 
-_layer_norm = _norm("layer_norm", True)
-_rms_norm = _norm("rms_norm", False)
-_add_layer_norm = _add_norm("add_layer_norm", True, _layer_norm)
-_add_rms_norm = _add_norm("add_rms_norm", False, _rms_norm)
+_layer_norm = _norm("layer_norm", True, _layer_norm_cpu)
+_rms_norm = _norm("rms_norm", False, _rms_norm_cpu)
+_add_layer_norm = _add_norm("add_layer_norm", True, _layer_norm, _add_layer_norm_cpu)
+_add_rms_norm = _add_norm("add_rms_norm", False, _rms_norm, _add_rms_norm_cpu)

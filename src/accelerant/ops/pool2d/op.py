@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError
-from accelerant.ops._differentiable import ByTorch, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._refusals import check_dtype, refuses_float64
-from accelerant.ops._straight import straight
 from accelerant.ops._windows import Pair, as_images, output_sizes, pair
 from accelerant.ops.pool2d.launch import Window, launch_backward, launch_forward, layout_of
 from accelerant.runtime.compilation.triton import interpreting, refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.dispatch.rules import rules
+from accelerant.runtime.dispatch.case import rules
 
 __all__ = ["avg_pool2d", "max_pool2d"]
 
@@ -49,7 +48,10 @@ def _torchs_max(
     return run(x, kernel_size, kernel_size if stride is None else stride, padding, dilation, ceil_mode)
 
 
-@straight("max_pool2d_fwd", _torchs_max, serves=_is_batch)
+_max_pool2d_cpu = CpuFastPath(_torchs_max, serves=_is_batch)
+
+
+@_max_pool2d_cpu
 def max_pool2d(
     x: Tensor,
     kernel_size: Pair,
@@ -102,7 +104,10 @@ def max_pool2d(
     return y, indices if x.dim() == 4 else indices.squeeze(0)
 
 
-@straight("avg_pool2d_fwd", F.avg_pool2d, serves=_is_batch)
+_avg_pool2d_cpu = CpuFastPath(F.avg_pool2d, serves=_is_batch)
+
+
+@_avg_pool2d_cpu
 def avg_pool2d(
     x: Tensor,
     kernel_size: Pair,
@@ -368,7 +373,9 @@ _max_pool2d = DifferentiableOp(
     public=2,
     keeps_layout=True,
     decomposes=True,
-    by_torch=ByTorch(max_pool2d_fwd, _max_case_by_torch),
+    operation=max_pool2d_fwd,
+    cpu=_max_pool2d_cpu,
+    cpu_case=_max_case_by_torch,
 )
 
 
@@ -456,5 +463,7 @@ _avg_pool2d = DifferentiableOp(
     fake=F.avg_pool2d,
     keeps_layout=True,
     decomposes=True,
-    by_torch=ByTorch(avg_pool2d_fwd, _avg_case),
+    operation=avg_pool2d_fwd,
+    cpu=_avg_pool2d_cpu,
+    cpu_case=_avg_case,
 )

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops._differentiable import ByTorch, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._library import name_of
 from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
-from accelerant.ops._straight import straight
 from accelerant.ops.rope.launch import launch
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
@@ -27,7 +26,10 @@ with an autograd function in Python."""
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-@straight("rope_fwd", lambda x, cos, sin, *, interleaved=False: _composite(x, cos, sin, interleaved))
+_cpu = CpuFastPath(lambda x, cos, sin, *, interleaved=False: _composite(x, cos, sin, interleaved))
+
+
+@_cpu
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate each pair of a head's features by the angle of its position (rotary position embedding).
 
@@ -272,5 +274,7 @@ _rope = DifferentiableOp(
     composite_backward=_composite_backward,
     fake=lambda x, cos, sin, interleaved: torch.empty_like(x),
     keeps_layout=True,
-    by_torch=ByTorch(_fwd, _case_by_torch),
+    operation=_fwd,
+    cpu=_cpu,
+    cpu_case=_case_by_torch,
 )

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError
-from accelerant.ops._differentiable import ByTorch, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
-from accelerant.ops._straight import straight
 from accelerant.ops.softmax.launch import (
     INNER_COLUMNS,
     NARROW,
@@ -75,7 +74,10 @@ def _cost(accesses: int, flops: int, case: Case) -> Cost:
     return Cost(accesses * n * case.dtype.itemsize, flops * n)
 
 
-@straight("softmax_fwd", lambda x, dim=-1: torch.softmax(x, dim), serves=lambda x, dim=-1: x.dim() > 0)
+_softmax_cpu = CpuFastPath(lambda x, dim=-1: torch.softmax(x, dim), serves=lambda x, dim=-1: x.dim() > 0)
+
+
+@_softmax_cpu
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
     """Exponentials of x, divided by their sum along a dimension.
 
@@ -106,7 +108,10 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     return y
 
 
-@straight("log_softmax_fwd", lambda x, dim=-1: torch.log_softmax(x, dim), serves=lambda x, dim=-1: x.dim() > 0)
+_log_softmax_cpu = CpuFastPath(lambda x, dim=-1: torch.log_softmax(x, dim), serves=lambda x, dim=-1: x.dim() > 0)
+
+
+@_log_softmax_cpu
 def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
     """The logarithm of softmax, exact where softmax would underflow.
 
@@ -151,7 +156,7 @@ def _case(x: Tensor, dim: int) -> Case:
 
 
 def _op(
-    name: str, log: bool, torch_forward: Callable[..., Tensor], torch_gradient: Callable[..., Tensor]
+    name: str, log: bool, torch_forward: Callable[..., Tensor], torch_gradient: Callable[..., Tensor], cpu: CpuFastPath
 ) -> DifferentiableOp:
     """One of the two, from our kernels and from torch's functions."""
 
@@ -176,25 +181,22 @@ def _op(
         )
     )
 
-    def forward(x: Tensor, dim: int) -> Tensor:
-        y: Tensor = fwd(_case(x, dim), x, dim)
-        return y
-
     def backward(dy: Tensor, y: Tensor, dim: int, needs: Sequence[bool]) -> tuple[Tensor]:
         return (bwd(_case(y, dim), dy, y, dim),)
 
     return DifferentiableOp(
         f"{name}(Tensor x, int dim) -> (Tensor y)",
-        forward=forward,
+        operation=fwd,
+        case=_case,
         backward=backward,
         saves=("y",),
         gradients={"x": "y"},
         composite=composite,
         composite_backward=lambda dy, y, dim, needs: (torch_backward(dy, y, dim),),
         fake=lambda x, dim: x.new_empty(x.shape),
-        by_torch=ByTorch(fwd, _case),
+        cpu=cpu,
     )
 
 
-_softmax = _op("softmax", False, torch.softmax, torch._softmax_backward_data)
-_log_softmax = _op("log_softmax", True, torch.log_softmax, torch._log_softmax_backward_data)
+_softmax = _op("softmax", False, torch.softmax, torch._softmax_backward_data, _softmax_cpu)
+_log_softmax = _op("log_softmax", True, torch.log_softmax, torch._log_softmax_backward_data, _log_softmax_cpu)

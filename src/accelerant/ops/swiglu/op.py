@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.errors import ShapeError
-from accelerant.ops._differentiable import ByTorch, DifferentiableOp
+from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import accesses
 from accelerant.ops._refusals import check_dtype, check_matches, refuses_triton_kernel
-from accelerant.ops._straight import straight
 from accelerant.ops.swiglu.launch import launch_backward, launch_forward, packed_backward, packed_forward
 from accelerant.runtime.dispatch import Case, Implementation, Operation, case_of
 
@@ -71,7 +70,10 @@ swiglu_bwd = Operation(
 )
 
 
-@straight("swiglu_fwd", lambda gate, up=None: _torch_forward(gate, up))
+_cpu = CpuFastPath(lambda gate, up=None: _torch_forward(gate, up))
+
+
+@_cpu
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """Multiply up by silu(gate).
 
@@ -167,5 +169,7 @@ _swiglu = DifferentiableOp(
     composite=_composite,
     fake=_fake,
     decomposes=True,
-    by_torch=ByTorch(swiglu_fwd, _case_by_torch),
+    operation=swiglu_fwd,
+    cpu=_cpu,
+    cpu_case=_case_by_torch,
 )

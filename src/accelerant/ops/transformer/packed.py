@@ -8,7 +8,7 @@ from torch import Tensor
 from accelerant.ops.attention import hopper_bwd
 from accelerant.ops.attention.op import attention_bwd, attention_fwd, options_of
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.dispatch.rules import rules
+from accelerant.runtime.dispatch.case import rules
 
 __all__ = ["attend", "attend_backward"]
 

@@ -1,13 +1,14 @@
 """Choice among the implementations of an op, with reasons: cases, plans, races, tuned launches, explanations."""
 
 from accelerant.runtime.dispatch.case import Case, Cost, Implementation, case_of, saved_by
-from accelerant.runtime.dispatch.decisions import Decision, Explanation, explain, explain_quietly
-from accelerant.runtime.dispatch.operation import Operation, force, operations, taken_by_torch
+from accelerant.runtime.dispatch.operation import Operation, force, operations
+from accelerant.runtime.dispatch.plan import Decision, DispatchPlan, Explanation, explain, explain_quietly
 
 __all__ = [
     "Case",
     "Cost",
     "Decision",
+    "DispatchPlan",
     "Explanation",
     "Implementation",
     "Operation",
@@ -17,5 +18,4 @@ __all__ = [
     "force",
     "operations",
     "saved_by",
-    "taken_by_torch",
 ]

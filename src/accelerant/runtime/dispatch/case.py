@@ -1,25 +1,39 @@
-"""What dispatch chooses for and among: a case, its least cost, the ways to run it."""
+"""The inputs of a choice: a case, its cost, the implementations, and the settings in force."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["Case", "Cost", "Implementation", "case_of", "group_of", "saved_by"]
+from accelerant.config import Settings, choice_overrides, settings
+
+__all__ = [
+    "Case",
+    "Cost",
+    "Implementation",
+    "PlanCache",
+    "Rules",
+    "case_of",
+    "group_of",
+    "rules",
+    "saved_by",
+    "torch_wants_determinism",
+]
 
 
 class Case(NamedTuple):
-    """What a choice may depend on; hashable and cheap.
+    """Everything that a choice may depend on; hashable and cheap.
 
     Attributes:
-        device: where the inputs are.
+        device: of the inputs.
         dtype: of the main input.
         shape: the sizes that matter to the op, for example (M, N).
-        options: what else matters, for example ("tanh",) or strides.
+        options: other properties that matter, for example ("tanh",) or strides.
     """
 
     device: torch.device
@@ -34,7 +48,7 @@ class Case(NamedTuple):
 
 case_of: Callable[[tuple[torch.device, torch.dtype, tuple[int, ...], tuple[Any, ...]]], Case]
 case_of = partial(tuple.__new__, Case)
-"""A Case of its four fields, in a quarter of the time that the class takes in Python: for what each call makes."""
+"""Build a Case from a tuple of its four fields, in a quarter of the time of the class's own constructor."""
 
 
 class Cost(NamedTuple):
@@ -50,18 +64,18 @@ class Implementation:
 
     Attributes:
         name: "triton", "torch", "cublaslt", ...
-        run: takes what the Operation is called with after the Case.
-        refuses: the reason why it cannot serve a case, or None; None altogether if it serves all.
-        own: Accelerant's own kernel, not a library's.
-        deterministic: the same inputs give the same bits; False for one that sums with atomics, which is refused where
-            the setting `deterministic` holds.
-        mutates: it changes its arguments, and so is never raced: a second run would start from other ones. Where it
-            fails, another one runs only if it is our own and had launched no kernel yet: a fallback starts from the
-            arguments, and what a library had written by then cannot be known.
-        differentiable: made of torch's differentiable functions, so that on a CPU, where nothing else serves a case,
-            the op can leave the gradient to torch's own autograd, which gives the same bits each time there.
-        group: of implementations of an op and its backward that read each other's saved tensors, for example "cudnn";
-            "" for those that share the op's own form of them. See saved_by.
+        run: called with the arguments that follow the Case in a call of the Operation.
+        refuses: returns why it cannot serve a case, or None; None if it serves every case.
+        own: a kernel of Accelerant, not of a library.
+        deterministic: the same inputs give the same bits. An implementation that adds with atomics says False and is
+            refused where the setting `deterministic` holds.
+        mutates: changes its arguments, so that it is never raced. After a failure another implementation runs only if
+            this one is our own and had launched no kernel: a fallback starts from the arguments, and what a library had
+            written is unknown.
+        differentiable: consists of torch's differentiable functions. Where nothing else serves a case on a CPU, the op
+            can leave the gradient to torch's autograd.
+        group: implementations of an op and of its backward op that read each other's saved tensors, for example
+            "cudnn"; "" for those that share the op's own form. See saved_by.
     """
 
     name: str
@@ -78,17 +92,121 @@ _SAVED_BY = "saved by "
 
 
 def saved_by(group: str) -> str:
-    """The option of a backward case that says whose saved tensors it has.
+    """Return the option of a backward case that names the group whose tensors were saved.
 
-    An implementation with a group gives it back with what it saves, so that the op knows which ran, also after a
-    fallback. The backward Operation is declared with `pairs_with`, and refuses the implementations of other groups.
+    An implementation with a group returns it with the tensors that it saves, so that the op knows which one ran, also
+    after a fallback. The backward Operation is declared with `pairs_with` and refuses implementations of other groups.
     """
     return f"{_SAVED_BY}{group}" if group else ""
 
 
 def group_of(case: Case) -> str:
-    """Whose saved tensors a backward case has; see saved_by."""
+    """Return the group whose saved tensors a backward case has; see saved_by."""
     for option in case.options:
         if isinstance(option, str) and option.startswith(_SAVED_BY):
             return option.removeprefix(_SAVED_BY)
     return ""
+
+
+# --- the settings that a choice depends on ---------------------------------------------------------------------------
+
+# The public function is a Python wrapper, which would show in the time of a call.
+torch_wants_determinism: Callable[[], bool] = getattr(
+    torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
+
+
+class Rules(NamedTuple):
+    """The settings that a choice depends on besides its case.
+
+    Attributes:
+        race, tune: measure candidates without a result when they are first met.
+        deterministic: set, or requested by torch.use_deterministic_algorithms.
+        forced: pairs of an op and its implementation.
+        cache_dir: folder of local results.
+    """
+
+    race: bool
+    tune: bool
+    deterministic: bool
+    forced: tuple[tuple[str, str], ...]
+    cache_dir: Path
+
+
+_latest: tuple[Settings, bool, Rules] | None = None
+
+
+def rules() -> Rules:
+    """Return the rules in force."""
+    global _latest
+    current, by_torch, latest = settings(), torch_wants_determinism(), _latest
+    if latest is not None and latest[0] is current and latest[1] is by_torch:
+        return latest[2]
+    result = Rules(
+        race=current.race == "first_use",
+        tune=current.tune == "first_use",
+        deterministic=current.deterministic or by_torch,
+        forced=current.implementation,
+        cache_dir=current.cache_dir,
+    )
+    _latest = (current, by_torch, result)
+    return result
+
+
+V = TypeVar("V")
+
+_RULES_LIMIT = 64
+"""Maximum number of rules that plans are kept for."""
+
+PLANS_LIMIT = 4096
+"""Maximum number of plans under one set of rules."""
+
+
+class PlanCache(Generic[V]):
+    """Plans by case, separate for each set of rules, since a plan must not outlive the settings it was made under.
+
+    While no setting that matters is overridden and torch asks for no determinism there is one dict of plans, and a
+    look-up costs what a dict costs.
+
+    Attributes:
+        usual: the plans under the settings as loaded. Hot paths read it directly, unless `choice_overrides` of
+            config.py holds something or torch_wants_determinism() says so.
+    """
+
+    def __init__(self) -> None:
+        self.usual: dict[Any, V] = {}
+        self._others: dict[Rules, dict[Any, V]] = {}
+        self._dependents: list[dict[Any, Any]] = []
+
+    def current(self) -> dict[Any, V]:
+        """Return the plans under the rules in force."""
+        if not choice_overrides and not torch_wants_determinism():
+            return self.usual
+        key = rules()
+        plans = self._others.get(key)
+        if plans is None:
+            if len(self._others) >= _RULES_LIMIT:
+                self._others.clear()
+            plans = self._others.setdefault(key, {})
+        return plans
+
+    def store(self, plans: dict[Any, V], key: Hashable, plan: V) -> None:
+        """Keep a plan in one of the dicts, which is emptied when it is full."""
+        if len(plans) >= PLANS_LIMIT:
+            plans.clear()
+        plans[key] = plan
+
+    def add_dependent(self, derived: dict[Any, Any]) -> None:
+        """Clear a dict that was derived from the usual plans whenever plans are dropped."""
+        if all(derived is not known for known in self._dependents):
+            self._dependents.append(derived)
+
+    def forget(self, key: Hashable | None = None) -> None:
+        """Drop the plans of a key, or all plans; and everything derived from the usual ones."""
+        for derived in self._dependents:
+            derived.clear()
+        for plans in (self.usual, *list(self._others.values())):
+            if key is None:
+                plans.clear()
+            else:
+                plans.pop(key, None)

@@ -1,16 +1,18 @@
-"""What races found, kept by device model: on disk for this user, and shipped with the package.
+"""Results of races and tuning by device model: local files of this user, and tables shipped with the package.
 
-A local file for each model, `<cache_dir>/choices/<model>.json`, holds entries by what produced them: the versions of
-torch, Triton, the driver and Accelerant's own sources. Entries of other versions are not used, since any of these may
-change who wins, and `ignored` says so. Files are written under a lock, by renaming a complete one; a torn or foreign
-one costs a warning and is replaced. Shipped tables, `tables/*.json` beside this module, are used where no local result
-is: they say which models they serve, and were measured with the release, so they carry versions for people only.
+The local file of a model, `<cache_dir>/choices/<model>.json`, holds measurements by the versions of torch, Triton and
+the driver they were made with. Those of other versions are not used, since any of these may change who wins, and
+`ignored` says so. A measurement also carries a digest of the op's own sources, and is not used after these changed.
+Files are replaced atomically under a lock; a damaged or foreign one costs a warning and is replaced. Shipped tables,
+`tables/*.json`, serve where there is no local result: they name the models that they serve. They were measured with the
+release, so their versions are for people only.
 
-An entry stands for a bucket of cases: sizes are rounded up to a power of two unless the op says otherwise.
+A measurement stands for a bucket of cases: sizes are rounded up to a power of two unless the op says otherwise.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -18,9 +20,10 @@ import importlib.metadata
 import json
 import logging
 import re
+import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +34,10 @@ from accelerant.config import settings
 from accelerant.runtime import registry
 from accelerant.runtime.files import decode_json, write_atomic
 
-__all__ = ["Choices", "Entry", "choices", "key_of", "model_of", "rounded", "versions"]
+__all__ = ["Choices", "Measurement", "Sources", "choices", "key_of", "model_of", "rounded", "versions"]
 
 _FORMAT = 1
-_STAMPS_KEPT = 4
+_VERSIONS_KEPT = 4
 _LOCK_WAIT_S = 2.0
 TABLES = Path(__file__).parent / "tables"
 
@@ -42,85 +45,191 @@ _log = logging.getLogger("accelerant.choices")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """Times of one bucket.
+class Measurement:
+    """Times of the candidates for one bucket.
 
     Attributes:
-        ms: name -> milliseconds of a call.
-        case: what was timed.
+        ms: name -> milliseconds per call.
+        case: the case that was timed.
         date: of the race, "2026-11-21".
         failed: name -> why it has no time.
-        table: the shipped table that it is from; "" for a local one.
+        sources: digest of the op's sources, see Sources; "" where they do not matter.
+        table: name of the shipped table that it is from; "" for a local one.
     """
 
     ms: Mapping[str, float]
     case: str = ""
     date: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))
     failed: Mapping[str, str] = field(default_factory=dict)
+    sources: str = ""
     table: str = ""
 
+    def covers(self, name: str) -> bool:
+        """Return whether a candidate was timed or failed."""
+        return name in self.ms or name in self.failed
+
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the measurement for JSON."""
         body = {"ms": {name: float(f"{ms:.4g}") for name, ms in self.ms.items()}, "case": self.case, "date": self.date}
-        return body | ({"failed": dict(self.failed)} if self.failed else {})
+        body |= {"failed": dict(self.failed)} if self.failed else {}
+        return body | ({"sources": self.sources} if self.sources else {})
 
     @classmethod
-    def read(cls, body: Any, table: str = "") -> Entry:
-        """From JSON; ValueError, TypeError, KeyError or AttributeError where it is something else."""
-        ms = {str(name): float(each) for name, each in body["ms"].items()}
-        if not all(each > 0 for each in ms.values()):
+    def read(cls, body: Any, table: str = "") -> Measurement:
+        """Read a measurement from JSON.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: it is something else.
+        """
+        ms = {str(name): float(value) for name, value in body["ms"].items()}
+        if not all(value > 0 for value in ms.values()):
             raise ValueError("times must be above 0")
         failed = {str(name): str(reason) for name, reason in body.get("failed", {}).items()}
-        return cls(ms, str(body.get("case", "")), str(body.get("date", "")), failed, table)
+        case, date, sources = (str(body.get(name, "")) for name in ("case", "date", "sources"))
+        return cls(ms, case, date, failed, sources, table)
 
 
 def rounded(sizes: Iterable[int], *, exact_to: int = 0) -> tuple[int, ...]:
-    """Each size rounded up to a power of two; those up to exact_to, and 0, as they are."""
+    """Return each size rounded up to a power of two; those up to exact_to, and 0, as they are."""
     return tuple(n if n <= max(exact_to, 0) else 1 << (n - 1).bit_length() for n in sizes)
 
 
 def key_of(op: str, dtype: torch.dtype, bucket: Iterable[object]) -> str:
-    """The key of an entry: "gelu_fwd bfloat16 8192 4096 none"."""
+    """Return the key of a measurement: "gelu_fwd bfloat16 8192 4096 none"."""
     return " ".join([op, str(dtype).removeprefix("torch."), *map(str, bucket)])
 
 
 @functools.cache
 def model_of(device: torch.device) -> str:
-    """The model's name as its driver gives it: "NVIDIA H200"."""
+    """Return a device's model as its driver names it: "NVIDIA H200"."""
     return _described(device)[0]
 
 
 @functools.cache
 def _described(device: torch.device) -> tuple[str, str]:
-    found = registry.provider_of(device).devices()[device.index or 0]
-    return found.name, str(found.properties.get("driver", ""))
-
-
-@functools.cache
-def _sources_hash() -> str:
-    """Of what may change who wins: the ops' and the runtime's sources."""
-    digest = hashlib.sha256()
-    package = Path(__file__).parents[2]
-    for folder in ("ops", "runtime", "algebra"):
-        for path in sorted((package / folder).rglob("*")):
-            if path.suffix in (".py", ".cu", ".cl", ".h", ".wgsl"):
-                digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    """Return a device's model and the version of its driver."""
+    described = registry.provider_of(device).devices()[device.index or 0]
+    return described.name, str(described.properties.get("driver", ""))
 
 
 @functools.cache
 def versions(device: torch.device) -> dict[str, str]:
-    """What an entry depends on besides its key."""
+    """Return the versions that a measurement depends on besides its key and sources."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton = ""
-    driver = _described(device)[1]
-    return {"accelerant": _sources_hash(), "torch": torch.__version__, "triton": triton, "driver": driver}
+    return {"torch": torch.__version__, "triton": triton, "driver": _described(device)[1]}
+
+
+# --- sources of an op ------------------------------------------------------------------------------------------------
+
+_PACKAGE = "accelerant"
+_ROOT = Path(__file__).parents[2]
+_FOLLOWED = re.compile(rf"{_PACKAGE}\.(ops|algebra|privacy)\.")
+_KERNEL_SUFFIXES = frozenset({".c", ".cl", ".cu", ".cuh", ".h", ".wgsl"})
+_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+
+
+class Sources:
+    """The sources that an op's implementations are made of; call it for their digest.
+
+    These are the modules that define the functions, the modules of ops, algebra and privacy that they import, and the
+    kernels in the folders of all of these. Comments, docstrings and layout do not change the digest. It is computed at
+    the first call, in 10 to 60 ms.
+
+    Args:
+        functions: of the op.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+        self._functions = functions
+        self._digest: str | None = None
+
+    def __call__(self) -> str:
+        """Return the digest; "" for functions from outside the package."""
+        if self._digest is None:
+            modules = {module for module in map(_module_of, self._functions) if module.startswith(f"{_PACKAGE}.")}
+            digest = hashlib.sha256()
+            for path in sorted(_closure(modules)):
+                digest.update(_stripped(path).encode())
+            self._digest = digest.hexdigest()[:16] if modules else ""
+        return self._digest
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not hasattr(owner, "__path__") and type(owner).__module__.startswith(f"{_PACKAGE}."):
+        return type(owner).__module__
+    return getattr(function, "__module__", None) or type(function).__module__
+
+
+def _closure(modules: Iterable[str]) -> set[Path]:
+    """Return the files of modules, of what they import within the package, and of the kernels in their folders."""
+    waiting, seen, files = list(modules), set[str](), set[Path]()
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        base = _ROOT.joinpath(*module.split(".")[1:])
+        path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+        if not path.is_file():
+            loaded = getattr(sys.modules.get(module), "__file__", None)
+            if loaded is None:
+                continue
+            path = Path(loaded)
+        files.add(path)
+        files.update(
+            other
+            for other in path.parent.iterdir()
+            if other.suffix in _KERNEL_SUFFIXES or other.stem in ("triton_kernels", "llvm_kernels")
+        )
+        waiting += _imports(path)
+    return files
+
+
+@functools.cache
+def _imports(path: Path) -> tuple[str, ...]:
+    """Return the modules of ops, algebra and privacy that a file imports."""
+    names: list[str] = []
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.ImportFrom) and node.module and _FOLLOWED.match(f"{node.module}."):
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return tuple(name for name in names if _FOLLOWED.match(name))
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_bytes())
+
+
+@functools.cache
+def _stripped(path: Path) -> str:
+    """Return a source without comments, docstrings and layout."""
+    if path.suffix != ".py":
+        return " ".join(_COMMENT.sub(" ", path.read_text(encoding="utf-8")).split())
+    tree = _tree(path)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):  # a string on its own is a docstring, or one of a constant
+            body[:] = [line for line in body if not _is_constant(line)]
+    return ast.dump(tree)
+
+
+def _is_constant(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+# --- the store -------------------------------------------------------------------------------------------------------
 
 
 class Choices:
-    """The local results and the shipped ones.
+    """The local measurements and the shipped ones.
 
     Args:
         root: folder of the local files; `choices` in the settings' cache folder by default.
@@ -131,59 +240,75 @@ class Choices:
         self.root = root if root is not None else settings().cache_dir / "choices"
         self._tables = tables
         self._lock = threading.RLock()
-        self._local: dict[str, dict[str, Entry]] = {}
-        self._shipped: dict[str, dict[str, Entry]] = {}
+        self._local: dict[str, dict[str, Measurement]] = {}
+        self._shipped: dict[str, dict[str, Measurement]] = {}
         self._ignored: dict[str, tuple[str, ...]] = {}
 
-    def find(self, device: torch.device, key: str) -> Entry | None:
-        """The local entry, or the shipped one, or None."""
-        with self._lock:
-            self._load(device)
-            model = model_of(device)
-            return self._local[model].get(key) or self._shipped[model].get(key)
+    def find(self, device: torch.device, key: str, sources: Callable[[], str] | None = None) -> Measurement | None:
+        """Return the local measurement of a key, or the shipped one, or None.
 
-    def keep(self, device: torch.device, key: str, entry: Entry) -> None:
-        """Remember an entry, also on disk if that can be written; times of other names in the same bucket stay."""
+        Args:
+            device: of the model.
+            key: see key_of.
+            sources: the digest that a local measurement must carry; asked only where there is one. None: any.
+        """
         with self._lock:
             self._load(device)
             model = model_of(device)
-            now = versions(device)
+            local = self._local[model].get(key)
+            if local is not None and (sources is None or local.sources == sources()):
+                return local
+            return self._shipped[model].get(key)
+
+    def keep(self, device: torch.device, key: str, measured: Measurement) -> None:
+        """Store a measurement, also on disk if that can be written.
+
+        Times of other candidates in the same bucket stay if they are of the same sources.
+        """
+        with self._lock:
+            self._load(device)
+            model = model_of(device)
+            current = versions(device)
             with _locked(self._path(model)):
                 stamps, _ = self._read(model)
-                mine = stamps.pop(_stamp(now), {"versions": now, "entries": {}})
-                known = _entries(mine["entries"]).get(key)
-                if known is not None:
-                    failed = {
-                        name: why for name, why in {**known.failed, **entry.failed}.items() if name not in entry.ms
-                    }
-                    ms = {name: each for name, each in known.ms.items() if name not in entry.failed}
-                    entry = replace(entry, ms={**ms, **entry.ms}, failed=failed)
-                mine["entries"][key] = entry.to_dict()
-                recent = dict(list(stamps.items())[1 - _STAMPS_KEPT :])
-                self._write(model, {**recent, _stamp(now): mine})
-            self._local[model] = _entries(mine["entries"])
+                own = stamps.pop(_stamp(current), {"versions": current, "entries": {}})
+                known = _measurements(own["entries"]).get(key)
+                if known is not None and known.sources == measured.sources:
+                    failed = {**known.failed, **measured.failed}
+                    ms = {name: value for name, value in known.ms.items() if name not in measured.failed}
+                    measured = replace(
+                        measured,
+                        ms={**ms, **measured.ms},
+                        failed={name: reason for name, reason in failed.items() if name not in measured.ms},
+                    )
+                own["entries"][key] = measured.to_dict()
+                recent = dict(list(stamps.items())[1 - _VERSIONS_KEPT :])
+                self._write(model, {**recent, _stamp(current): own})
+            self._local[model] = _measurements(own["entries"])
 
-    def entries(self, device: torch.device) -> dict[str, Entry]:
-        """Everything known of a device's model: the shipped entries, then the local ones over them."""
+    def entries(self, device: torch.device) -> dict[str, Measurement]:
+        """Return every measurement of a device's model: the shipped ones, with the local ones over them."""
         with self._lock:
             self._load(device)
             return {**self._shipped[model_of(device)], **self._local[model_of(device)]}
 
     def ignored(self, device: torch.device) -> tuple[str, ...]:
-        """Which local entries are not used, and why."""
+        """Return which local measurements are not used, and why."""
         with self._lock:
             self._load(device)
             return self._ignored[model_of(device)]
 
     def table(self, device: torch.device, serves: Iterable[str] = ()) -> dict[str, Any]:
-        """The local entries in the form of a shipped table.
+        """Return the local measurements in the form of a shipped table.
 
         Args:
             device: one of the model.
-            serves: further models that it is good for, as their names begin.
+            serves: the beginnings of the names of further models that the table is good for.
         """
         model = model_of(device)
-        local = {key: each.to_dict() for key, each in self.entries(device).items() if not each.table}
+        local = {
+            key: replace(each, sources="").to_dict() for key, each in self.entries(device).items() if not each.table
+        }
         head = {"format": _FORMAT, "device": model, "serves": [model, *serves], "versions": versions(device)}
         return {**head, "entries": dict(sorted(local.items()))}
 
@@ -198,25 +323,25 @@ class Choices:
         if model in self._local:
             return
         stamps, reasons = self._read(model)
-        now = versions(device) if stamps else {}
-        mine = stamps.pop(_stamp(now), {"entries": {}})
+        current = versions(device) if stamps else {}
+        own = stamps.pop(_stamp(current), {"entries": {}})
         for other in stamps.values():
-            differing = [f"{name} {was}" for name, was in other["versions"].items() if was != now.get(name)]
+            differing = [f"{name} {was}" for name, was in other["versions"].items() if was != current.get(name)]
             reasons.append(f"{len(other['entries'])} entries of {', '.join(differing)}: other versions are here now")
         self._shipped[model] = self._read_tables(model)
         self._ignored[model] = tuple(reasons)
-        self._local[model] = _entries(mine["entries"])
+        self._local[model] = _measurements(own["entries"])
 
     def _read(self, model: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
-        """The file's entries by stamp, and why some are left out."""
+        """Return the file's measurements by stamp, and why some are left out."""
         path = self._path(model)
         try:
             body = decode_json(path.read_bytes())
             if body["format"] != _FORMAT:
                 return {}, [f"{path}: format {body['format']!r}, not {_FORMAT}"]
             stamps = body["stamps"]
-            for each in stamps.values():
-                if not isinstance(each["versions"], dict) or not isinstance(each["entries"], dict):
+            for stamp in stamps.values():
+                if not isinstance(stamp["versions"], dict) or not isinstance(stamp["entries"], dict):
                     raise TypeError("no table of entries")
             return stamps, []
         except FileNotFoundError:
@@ -234,13 +359,13 @@ class Choices:
         except OSError as error:  # a full or read-only disk costs the next process a race, not this one
             _log.warning("choices cannot be kept in %s: %s", path, error)
 
-    def _read_tables(self, model: str) -> dict[str, Entry]:
-        """The shipped table that serves a model. A slice of a device is another device."""
+    def _read_tables(self, model: str) -> dict[str, Measurement]:
+        """Return the shipped table that serves a model. A slice of a device is another device."""
         for path in sorted(self._tables.glob("*.json")):
             try:
                 body = decode_json(path.read_bytes())
                 if body["format"] == _FORMAT and any(_serves(name, model) for name in body["serves"]):
-                    return _entries(body["entries"], str(body["device"]))
+                    return _measurements(body["entries"], str(body["device"]))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 _log.warning("shipped table %s cannot be read: %s", path, error)
         return {}
@@ -254,20 +379,21 @@ def _stamp(of: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _entries(body: Mapping[str, Any], table: str = "") -> dict[str, Entry]:
-    """Those that can be read; a damaged one is as good as none."""
-    found = {}
-    for key, each in body.items():
+def _measurements(body: Mapping[str, Any], table: str = "") -> dict[str, Measurement]:
+    """Return the measurements that can be read; a damaged one counts as absent."""
+    readable = {}
+    for key, entry in body.items():
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-            found[key] = Entry.read(each, table)
-    return found
+            readable[key] = Measurement.read(entry, table)
+    return readable
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone among processes that write the file, where the system can; after a wait, or where it cannot, not.
+    """Lock the file against other processes that write it, where the system can.
 
-    Then the worst is that of two results written at once one is lost, and raced again by a later process.
+    Without a lock, or after waiting too long for it, the worst is that one of two results written at once is lost and
+    raced again by a later process.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -293,7 +419,7 @@ _stores: dict[Path, Choices] = {}
 
 
 def choices() -> Choices:
-    """The store of the settings' cache folder."""
+    """Return the store of the settings' cache folder."""
     root = settings().cache_dir / "choices"
-    found = _stores.get(root)
-    return found if found is not None else _stores.setdefault(root, Choices(root))
+    store = _stores.get(root)
+    return store if store is not None else _stores.setdefault(root, Choices(root))

@@ -1,36 +1,36 @@
-"""Choice among implementations, with reasons.
+"""An op's implementations, the choice among them, and the fallback from one to the next.
 
-An op module declares its implementations in order of preference and calls its Operation with a Case (everything a
-choice may depend on) and the arguments. The first call of a case chooses a plan; later calls look it up:
+An op declares its implementations in order of preference and calls its Operation with a Case (everything a choice may
+depend on) and the arguments. The first call of a case makes a plan; later calls look it up:
 
     layer_norm_fwd = Operation("layer_norm_fwd", (
-        Implementation("triton", _run_triton, refuses=_triton_refuses, own=True),
-        Implementation("torch", _run_torch),
+        Implementation("triton", launch_forward, refuses=refuses_triton_kernel, own=True),
+        Implementation("torch", torch_forward),
     ), cost=_cost)
     ...
-    y, mean, rstd = layer_norm_fwd(Case(x.device, x.dtype, (M, N)), x, weight, bias, eps)
+    y, statistics = layer_norm_fwd(Case(x.device, x.dtype, (M, N)), x, weight, bias, eps)
 
-Which of those that serve a case runs is choose.py's: the forced one, the fastest of a race, or the first.
+Of the implementations that serve a case, the forced one runs; otherwise the fastest by the times measured on this model
+of device, a local race before a shipped table; otherwise the first. Where the setting `race` asks for it and no local
+result covers the case, the race is run on the arguments of the call.
 
-An implementation that fails before it wrote anything (compile, refused launch, allocation) is followed by the next
-ones from the same inputs, as the fallback policy allows: ops are functional, so nothing can be half-written. One that
-did not compile or launch stays out for that case; each later call is counted, warned of or refused as the policy says.
-One that lacked memory is tried again at the next call. One that changes its arguments is followed by another only if
-it is our own and had launched nothing yet. Where nothing is left, an out-of-memory error names the op, the bytes and
-the largest holders; an error after which the process has lost its device is raised as DeviceLost and never worked
-around. What ran, what refused and what fell back goes into the ledger.
+An implementation that fails before it wrote anything (compilation, a refused launch, allocation) is followed by the
+next ones from the same inputs, as the fallback policy allows: ops are functional, so nothing is half-written. One that
+did not compile or launch stays out for that case; each later call is counted, warned of or refused by the policy. One
+that lacked memory is tried again at the next call. One that changes its arguments is followed by another only if it is
+our own and had launched nothing. Where nothing is left, an out-of-memory error names the op, the bytes and the largest
+memory owners; an error after which the process has lost its device is raised as DeviceLost. What ran, what refused and
+what fell back goes into the ledger.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,87 +46,49 @@ from accelerant.errors import (
     UnsupportedCase,
 )
 from accelerant.runtime import registry
-from accelerant.runtime.dispatch.case import Case, Cost, Implementation, case_of, group_of, saved_by
-from accelerant.runtime.dispatch.choose import Choice, choose, powers_of_two, reason_of
-from accelerant.runtime.dispatch.decisions import Decision, Explanation, explain, explain_quietly, observers
-from accelerant.runtime.dispatch.rules import Plans, rules, torch_wants_determinism
+from accelerant.runtime.dispatch.case import (
+    PLANS_LIMIT,
+    Case,
+    Cost,
+    Implementation,
+    PlanCache,
+    group_of,
+    rules,
+    torch_wants_determinism,
+)
+from accelerant.runtime.dispatch.choices import Measurement, Sources, choices, key_of, rounded
+from accelerant.runtime.dispatch.plan import DispatchPlan
+from accelerant.runtime.dispatch.race import MARGIN, RACED_DEVICES, fastest, obstacle, race, reason_of
 from accelerant.runtime.launches import launches
-from accelerant.runtime.ledger import FallbackRecord, OpRecord, ledger
+from accelerant.runtime.ledger import SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
 from accelerant.runtime.memory.live_set import count, has_fakes, predictions, uncounted
-from accelerant.runtime.provider import ComputeProvider
 
-__all__ = [
-    "Case",
-    "Cost",
-    "Decision",
-    "Explanation",
-    "Implementation",
-    "Operation",
-    "case_of",
-    "explain",
-    "explain_quietly",
-    "force",
-    "operations",
-    "saved_by",
-    "taken_by_torch",
-]
+__all__ = ["RECOVERABLE", "Operation", "force", "operations"]
 
 RECOVERABLE = (CompileError, LaunchError, OutOfMemory, UnsupportedCase, torch.OutOfMemoryError)
-"""Failures seen before anything was written."""
+"""Failures that are seen before anything was written."""
 
 _TRANSIENT = (OutOfMemory, torch.OutOfMemoryError)
-_PLANS_LIMIT = 4096
-"""The most cases whose plans, and whose broken implementations, an Operation keeps."""
+"""Failures that say nothing about the next call."""
 
-
-@dataclass(slots=True)
-class _Plan:
-    """A case's choice.
-
-    `run` is the implementation's, `fallback_from` holds the preferred that failed, with errors; `by_torch` says that
-    autograd may listen to the call, since torch's own backward pass is the one to take.
-    """
-
-    run: Callable[..., Any]
-    implementation: Implementation
-    record: OpRecord
-    provider: ComputeProvider
-    device: int
-    refused: tuple[tuple[str, str], ...]
-    raced: tuple[tuple[str, float], ...] = ()
-    forced: bool = False
-    fallback_from: tuple[tuple[str, Exception], ...] = ()
-    by_torch: bool = False
-
-
-class _Taken(threading.local):
-    """What the last call that `Operation.by_torch` made is counted as, in this thread."""
-
-    record: OpRecord | None = None
-
-    def clear(self) -> None:
-        """Forget it."""
-        self.record = None
-
-
-taken_by_torch = _Taken()
+_ledger = ledger()
 _operations: dict[str, Operation] = {}
 
 
 def operations() -> dict[str, Operation]:
-    """Every Operation that was declared so far, by name."""
+    """Return every Operation that was declared so far, by name."""
     return dict(_operations)
 
 
 class Operation:
-    """An op's implementations, its plans by case and its cost; see the module's docstring.
+    """An op's implementations, its plans by case, and its cost; see the module's docstring.
 
     Args:
         name: of the op in the ledger.
         implementations: the preferred first.
         cost: least bytes and operations of a case.
-        bucket: what of a case, besides device and dtype, one race stands for; by default the options, and each size
-            rounded up to a power of two.
+        bucket: the part of a case, besides device and dtype, that one race stands for; by default each size rounded up
+            to a power of two, and the options.
         pairs_with: the forward op whose saved tensors this one reads, where some implementations save their own form.
     """
 
@@ -142,102 +104,78 @@ class Operation:
         self.name = name
         self.implementations = tuple(implementations)
         self.pairs_with = pairs_with
+        self.plans: PlanCache[DispatchPlan] = PlanCache()
+        self._usual = self.plans.usual
         self._cost = cost
-        self._bucket = bucket or powers_of_two
-        self._plans: Plans[_Plan] = Plans()
-        self._usual = self._plans.usual
+        self._bucket = bucket or (lambda case: (*rounded(case.shape), *case.options))
         self._broken: dict[Case, dict[str, Exception]] = {}
+        self._sources = Sources([each.run for each in implementations])
         _operations[name] = self
 
     def __call__(self, case: Case, *args: Any) -> Any:
-        """Run the case's implementation; count it, and time it now and then."""
+        """Run the case's implementation; count the call, and time some of them."""
         if predictions and has_fakes(args):
             return self._run_on_fakes(case, args)
-        plans = self._plans.now() if choice_overrides or torch_wants_determinism() else self._usual
+        plans = self.plans.current() if choice_overrides or torch_wants_determinism() else self._usual
         plan = plans.get(case)
         if plan is None:
             plan = self._choose(case, plans, args)
-        if plan.fallback_from:
-            self._keep_policy(case, plan)
+        if plan.failed:
+            self._apply_policy(case, plan)
         record = plan.record
-        start = _ledger.begin(record, plan.provider, plan.device)
+        with _ledger.lock:  # Ledger.begin, inlined: a call costs as much as the count
+            calls = record.calls = record.calls + 1
+        start = None
+        if calls % SAMPLE_EVERY == 0 or 1 < calls <= 4:
+            start = plan.provider.record_event(plan.device_index)
         try:
             result = plan.run(*args)
-        except RECOVERABLE as error:
-            _ledger.failed(record)
-            return self._fall_back(case, plan, error, args)
-        except _ChangedError as stopped:
-            _ledger.failed(record)
-            found = self._half_done(case, plan.implementation.name, stopped.error)
-            raise found from found.__cause__
-        except RuntimeError as error:
-            _ledger.failed(record)
-            lost = plan.provider.lost(error)
-            if lost is None:
-                raise
-            raise lost from error
-        if start is not None:
-            _ledger.end(record, start, plan.provider, plan.device)
+        except Exception as error:  # noqa: BLE001 - sorted by _recover
+            plan, result = self._recover(case, plan, error, args)
+        else:
+            if start is not None:
+                _ledger.end(record, start, plan.provider, plan.device_index)
         if observers:
-            _notify(self, case, plan)
-        return result
-
-    def by_torch(self, case: Case, args: tuple[Any, ...]) -> Any:
-        """Run a case with autograd listening, if torch is all that serves it and is to differentiate it, too.
-
-        That is so on a CPU, for an implementation that says it is differentiable, where nothing is forced. There is
-        then nothing to fall back on, and what torch raises is the caller's.
-
-        Returns:
-            as a call; NotImplemented, and nothing has run, where it is not so.
-        """
-        plans = self._plans.now() if choice_overrides or torch_wants_determinism() else self._usual
-        plan = plans.get(case)
-        if plan is None:
-            if case.device.type != "cpu" or len(self.candidates(case)) != 1:
-                return NotImplemented
-            plan = self._choose(case, plans, ())
-        if not plan.by_torch:
-            return NotImplemented
-        start = _ledger.begin(plan.record, plan.provider, plan.device)
-        try:
-            result = plan.run(*args)
-        except Exception:
-            _ledger.failed(plan.record)
-            raise
-        if start is not None:
-            _ledger.end(plan.record, start, plan.provider, plan.device)
-        if observers:
-            _notify(self, case, plan)
-        taken_by_torch.record = plan.record
+            for observer in list(observers):
+                observer(plan.decision)
         return result
 
     def _run_on_fakes(self, case: Case, args: tuple[Any, ...]) -> Any:
-        """Run the preferred implementation that runs on tensors without memory, past plans and ledger.
+        """Run the preferred implementation that runs on tensors without memory, without plans and ledger.
 
         Launches are left out, so an own implementation allocates what it would on real tensors. If one reads memory,
-        the next is tried; temporaries of torch's count only where torch's is what really runs.
+        the next is tried; temporaries of torch's count only where torch's implementation is what really runs.
         """
         serving = self.candidates(case)
-        for each in serving[:-1]:
+        for candidate in serving[:-1]:
             with contextlib.suppress(Exception):
-                return each.run(*args)
+                return candidate.run(*args)
         with uncounted() if len(serving) > 1 else contextlib.nullcontext():
             result = serving[-1].run(*args)
         count(result)
         return result
 
+    def torch_autograd_plan(self, case: Case) -> DispatchPlan | None:
+        """Return the plan of a case that torch's function alone serves and torch's autograd may differentiate.
+
+        That is so on a CPU, for an implementation that is differentiable, where no op is forced. A call of such a case
+        may run with autograd recording.
+        """
+        plans = self.plans.current() if choice_overrides or torch_wants_determinism() else self._usual
+        plan = plans.get(case)
+        if plan is None:
+            if case.device.type != "cpu" or len(self.candidates(case)) != 1:
+                return None
+            plan = self._choose(case, plans, ())
+        return plan if plan.torch_autograd else None
+
     def forget(self) -> None:
         """Choose anew from the next call on; for tests and after a change of settings."""
-        self._plans.forget()
+        self.plans.forget()
         self._broken.clear()
 
-    def also_forgets(self, made: dict[Any, Any]) -> None:
-        """Clear this, too, whenever plans are dropped: it was made of those under the settings as loaded."""
-        self._plans.also_forgets(made)
-
     def run(self, implementation: str, *args: Any) -> Any:
-        """Run one implementation by name, past choice and ledger; for tests and benchmarks.
+        """Run one implementation by name, without choice and ledger; for tests and benchmarks.
 
         Raises:
             UnsupportedCase: there is none of that name.
@@ -249,158 +187,231 @@ class Operation:
         raise UnsupportedCase(f"{self.name} has the implementations {known}; got {implementation!r}")
 
     def candidates(self, case: Case) -> list[Implementation]:
-        """The implementations that serve a case, the preferred first."""
-        return [each for each, reason in self.refusals(case) if reason is None]
+        """Return the implementations that serve a case, the preferred first."""
+        return [candidate for candidate, reason in self.refusals(case) if reason is None]
 
     def refusals(self, case: Case) -> list[tuple[Implementation, str | None]]:
-        """Each implementation with its reason against the case, None where it serves it."""
+        """Return each implementation with its reason against the case, None where it serves it."""
         broken = self._broken.get(case, {})
         deterministic = rules().deterministic
         return [(each, self._refusal(each, case, broken, deterministic)) for each in self.implementations]
 
     def _refusal(
-        self, each: Implementation, case: Case, broken: dict[str, Exception], deterministic: bool
+        self, implementation: Implementation, case: Case, broken: dict[str, Exception], deterministic: bool
     ) -> str | None:
-        if each.name in broken:
-            return reason_of(broken[each.name])
-        if each.own and (lacking := registry.reason_without_kernels(case.device)):
+        if implementation.name in broken:
+            return reason_of(broken[implementation.name])
+        if implementation.own and (lacking := registry.reason_without_kernels(case.device)):
             return lacking
-        if deterministic and not each.deterministic:
+        if deterministic and not implementation.deterministic:
             return "not deterministic"
         if self.pairs_with:
             group = group_of(case)
-            if each.group != group:
+            if implementation.group != group:
                 form = f"the form of {group}" if group else "its own form"
                 return f"{self.pairs_with} saved its tensors in {form}, which this one does not read"
-        return each.refuses(case) if each.refuses else None
+        return implementation.refuses(case) if implementation.refuses else None
 
-    def _choose(self, case: Case, plans: dict[Case, _Plan], args: tuple[Any, ...]) -> _Plan:
-        """The plan of a case that has none under the rules in force; raced if they ask for that."""
-        choice = choose(self.name, case, self.refusals(case), self._bucket, args, _is_transient)
-        if choice.measured:
-            self._plans.forget()  # other cases of the bucket, and those under other rules, are chosen anew
-        self._remember(case, choice.failed)
+    # --- the choice --------------------------------------------------------------------------------------------------
+
+    def _choose(self, case: Case, plans: dict[Any, DispatchPlan], args: tuple[Any, ...]) -> DispatchPlan:
+        """Make the plan of a case under the rules in force, with a race on the arguments if they ask for one.
+
+        Raises:
+            UnsupportedCase: no implementation serves the case, or the forced one does not.
+            ConfigError: the forced implementation does not exist.
+        """
+        refusals = self.refusals(case)
+        serving = [candidate for candidate, reason in refusals if reason is None]
+        forced = dict(rules().forced).get(self.name)
+        raced: tuple[tuple[str, float], ...] = ()
+        failed_before: tuple[tuple[str, str], ...] = ()
+        lasting = True
+        if forced is not None:
+            chosen, reason = self._forced(case, forced, refusals), "forced"
+        elif not serving:
+            reasons = "; ".join(f"{candidate.name}: {reason}" for candidate, reason in refusals)
+            raise UnsupportedCase(f"{self.name} has no implementation for {case} on {case.device} ({reasons})")
+        elif len(serving) == 1:
+            chosen, reason = serving[0], "the only one that serves this case"
+        elif case.device.type not in RACED_DEVICES or any(candidate.mutates for candidate in serving):
+            chosen, reason = serving[0], "order of preference"
+        else:
+            measured, lasting = self._measured(case, serving, args)
+            chosen, reason, raced, failed_before = _by_times(measured, serving, str(case))
+            refusals = self.refusals(case)  # with what failed in a race just now
         broken = self._broken.get(case, {})
-        order = [each.name for each in self.implementations]
-        before = order[: order.index(choice.implementation.name)]
-        refusals = [(each.name, why) for each, why in self.refusals(case)]
-        alone = sum(why is None for _, why in refusals) == 1  # then what comes after it has a reason, too
-        against = {name: why for name, why in refusals if why and (alone or name in before or name in broken)}
-        by_torch = alone and case not in self._broken and _left_to_torch(case, choice.implementation)
-        if by_torch:
-            choice.reason += "; torch on the CPU: its own autograd where that serves"
-        plan = self._plan(case, choice, tuple((dict(choice.refused) | against).items()))
-        plan.by_torch = by_torch
-        if not choice.forced:
-            plan.fallback_from = tuple((name, broken[name]) for name in before if name in broken)
-        if choice.lasting:
-            if len(plans) >= _PLANS_LIMIT:
-                plans.clear()
-            plans[case] = plan
+        order = [candidate.name for candidate in self.implementations]
+        preferred = order[: order.index(chosen.name)]
+        alone = sum(reason is None for _, reason in refusals) == 1
+        refused = dict(failed_before) | {
+            candidate.name: against
+            for candidate, against in refusals
+            if against and (alone or candidate.name in preferred or candidate.name in broken)
+        }
+        torch_autograd = (
+            alone
+            and chosen.differentiable
+            and case.device.type == "cpu"
+            and case not in self._broken
+            and not rules().forced  # it may be the backward op that is forced
+        )
+        if torch_autograd:
+            reason += "; torch on the CPU: its own autograd where that serves"
+        plan = self._plan(case, chosen, reason, tuple(refused.items()), raced)
+        plan.forced, plan.torch_autograd = forced is not None, torch_autograd
+        if not plan.forced:
+            plan.failed = tuple((name, broken[name]) for name in preferred if name in broken)
+        if lasting:
+            self.plans.store(plans, case, plan)
         return plan
 
-    def _plan(self, case: Case, choice: Choice, refused: tuple[tuple[str, str], ...]) -> _Plan:
+    def _forced(self, case: Case, name: str, refusals: Sequence[tuple[Implementation, str | None]]) -> Implementation:
+        for candidate, reason in refusals:
+            if candidate.name == name:
+                if reason is None:
+                    return candidate
+                raise UnsupportedCase(
+                    f"{self.name} is forced to {name!r}, which refuses {case} on {case.device}: {reason}"
+                )
+        known = ", ".join(candidate.name for candidate, _ in refusals)
+        raise ConfigError(f"setting implementation: {self.name} has the implementations {known}; got {name!r}")
+
+    def _measured(
+        self, case: Case, serving: Sequence[Implementation], args: tuple[Any, ...]
+    ) -> tuple[Measurement | None, bool]:
+        """Return the times to choose by, raced now if the rules ask for it, and whether the choice is to be kept."""
+        current = rules()
+        key = key_of(self.name, case.dtype, self._bucket(case))
+        known = choices().find(case.device, key, self._sources)
+        covered = known is not None and not known.table and all(known.covers(each.name) for each in serving)
+        if not current.race or current.deterministic or covered:
+            return known, True
+        if obstacle(case.device, args) is not None:
+            return known, False
+        runs = [(candidate.name, partial(candidate.run, *args)) for candidate in serving]
+        outcome = race(runs, case.device, lost=registry.provider_of(case.device).lost)
+        if outcome is None:  # another thread is racing
+            return known, False
+        if not outcome.ms:  # every one failed: the call itself raises the error
+            return known, False
+        failed = {name: reason_of(error) for name, error in outcome.failed.items()}
+        measured = Measurement(outcome.ms, str(case), failed=failed, sources=self._sources())
+        lasting = not any(map(_is_transient, outcome.failed.values()))
+        if lasting:
+            choices().keep(case.device, key, measured)
+            self.plans.forget()  # other cases of the bucket, and those under other rules, are chosen anew
+        self._leave_out(case, outcome.failed)
+        return measured, lasting
+
+    def _plan(
+        self,
+        case: Case,
+        chosen: Implementation,
+        reason: str,
+        refused: tuple[tuple[str, str], ...],
+        raced: tuple[tuple[str, float], ...] = (),
+    ) -> DispatchPlan:
         provider = registry.provider_of(case.device)
+        if chosen.group:
+            reason += f"; its {'forward was' if self.pairs_with else 'backward will be'} {chosen.group}'s"
+        tried = {name for name, _ in (*refused, *raced)} | {chosen.name}
+        not_tried = tuple(each.name for each in self.implementations if each.name not in tried)
+        decision = Decision(
+            self.name, str(case), str(case.device), chosen.name, chosen.own, refused, not_tried, reason, raced
+        )
         cost = self._cost(case)
-        implementation = choice.implementation
-        group = implementation.group
-        paired = f"; its {'forward was' if self.pairs_with else 'backward will be'} {group}'s" if group else ""
         record = OpRecord(
-            op=self.name,
-            implementation=implementation.name,
-            backend=provider.name,
-            device=str(case.device),
-            case=str(case),
-            own=implementation.own,
-            refused=refused,
-            bytes_per_call=cost.bytes,
-            flops_per_call=cost.flops,
-            reason=choice.reason + paired,
+            decision.op,
+            decision.implementation,
+            provider.name,
+            decision.device,
+            decision.case,
+            decision.own,
+            refused,
+            cost.bytes,
+            cost.flops,
+            reason=reason,
         )
-        return _Plan(
-            run=_watched(implementation) if implementation.mutates else implementation.run,
-            implementation=implementation,
-            record=_ledger.record(record),
-            provider=provider,
-            device=case.device.index or 0,
-            refused=refused,
-            raced=choice.raced,
-            forced=choice.forced,
-        )
+        run = _guarded(chosen) if chosen.mutates else chosen.run
+        return DispatchPlan(decision, run, _ledger.record(record), provider, case.device.index or 0)
 
-    def _keep_policy(self, case: Case, plan: _Plan) -> None:
-        """Before a call whose preferred implementation is broken: raise why, or count and warn."""
+    # --- failures ----------------------------------------------------------------------------------------------------
+
+    def _apply_policy(self, case: Case, plan: DispatchPlan) -> None:
+        """Before a call whose preferred implementation is broken: raise its error, or count the fallback and warn."""
         if settings().fallback == "forbid":
-            raise self._in_words(copy.copy(plan.fallback_from[0][1]), case)  # a copy: tracebacks would pile up
-        for name, error in plan.fallback_from:
-            _announce(self._fallback(case, name, plan.implementation.name, error))
+            raise self._described(copy.copy(plan.failed[0][1]), case)  # a copy: tracebacks would pile up
+        for name, error in plan.failed:
+            self._announce(case, name, plan.decision.implementation, error)
 
-    def _fall_back(self, case: Case, plan: _Plan, error: Exception, args: tuple[Any, ...]) -> Any:
-        """Run the remaining implementations in turn from the same inputs, or raise what the last one raised."""
-        if plan.forced or settings().fallback == "forbid":
-            raise self._in_words(error, case)
-        failed = {plan.implementation.name: error}
-        for following, reason in self.refusals(case):
-            if reason is not None or following.name in failed:
-                continue
-            traceback.clear_frames(error.__traceback__)  # its frames hold memory that may be what is lacking
-            refused = [*plan.refused, *((name, reason_of(each)) for name, each in failed.items())]
-            now = self._plan(case, Choice(following, f"{', '.join(failed)} failed"), tuple(refused))
-            start = _ledger.begin(now.record, now.provider, now.device)
-            try:
-                result = now.run(*args)
-            except RECOVERABLE as another:
-                _ledger.failed(now.record)
-                failed[following.name] = error = another
-                continue
-            except _ChangedError as stopped:
-                _ledger.failed(now.record)
-                found = self._half_done(case, following.name, stopped.error)
-                raise found from found.__cause__
-            except RuntimeError as another:
-                _ledger.failed(now.record)
-                lost = now.provider.lost(another)
+    def _recover(
+        self, case: Case, plan: DispatchPlan, error: Exception, args: tuple[Any, ...]
+    ) -> tuple[DispatchPlan, Any]:
+        """Run the remaining implementations in turn from the same inputs.
+
+        Returns:
+            the plan that ran, and its result.
+
+        Raises:
+            the last error, where nothing is left, the policy forbids a fallback, or the error allows none.
+        """
+        failed: dict[str, Exception] = {}
+        while True:
+            _ledger.failed(plan.record)
+            name = plan.decision.implementation
+            if isinstance(error, _ArgumentsChangedError):
+                self._raise_half_done(case, name, error.error)
+            if not isinstance(error, RECOVERABLE):
+                lost = plan.provider.lost(error) if isinstance(error, RuntimeError) else None
                 if lost is None:
-                    raise
-                raise lost from another
+                    raise error
+                raise lost from error
+            if plan.forced or settings().fallback == "forbid":
+                raise self._described(error, case)
+            failed[name] = error
+            following = next((each for each in self.candidates(case) if each.name not in failed), None)
+            if following is None:
+                raise self._described(error, case)
+            traceback.clear_frames(error.__traceback__)  # its frames hold memory that may be what is lacking
+            refused = (*plan.decision.refused, (name, reason_of(error)))
+            plan = self._plan(case, following, f"{', '.join(failed)} failed", refused)
+            start = _ledger.begin(plan.record, plan.provider, plan.device_index)
+            try:
+                result = plan.run(*args)
+            except Exception as another:  # noqa: BLE001 - sorted at the top of the loop
+                error = another
+                continue
             if start is not None:
-                _ledger.end(now.record, start, now.provider, now.device)
-            self._remember(case, failed)
+                _ledger.end(plan.record, start, plan.provider, plan.device_index)
+            self._leave_out(case, failed)
             for name, each in failed.items():
-                _announce(self._fallback(case, name, following.name, each))
-            if observers:
-                _notify(self, case, now)
-            return result
-        raise self._in_words(error, case)
+                self._announce(case, name, following.name, each)
+            return plan, result
 
-    def _remember(self, case: Case, failed: Mapping[str, Exception]) -> None:
-        """Leave out, from the next call of the case on, what failed for another reason than a lack of memory."""
+    def _leave_out(self, case: Case, failed: Mapping[str, Exception]) -> None:
+        """Leave out, from the next call of the case on, implementations that failed for another reason than memory."""
         lasting = {name: copy.copy(error) for name, error in failed.items() if not _is_transient(error)}
         if lasting:
-            if len(self._broken) >= _PLANS_LIMIT:
+            if len(self._broken) >= PLANS_LIMIT:
                 self._broken.clear()
             self._broken[case] = self._broken.get(case, {}) | lasting
-            self._plans.forget(case)
+            self.plans.forget(case)
 
-    def _half_done(self, case: Case, name: str, error: Exception) -> Exception:
-        """Of an implementation that may have changed its arguments and failed; the next call starts with another."""
-        self._remember(case, {name: error})
+    def _raise_half_done(self, case: Case, name: str, error: Exception) -> None:
+        """Raise for an implementation that may have changed its arguments and failed; the next call uses another."""
+        self._leave_out(case, {name: error})
         text = (
             f"{self.name}: {name} may have changed its arguments before it failed, so no other implementation followed"
         )
         if _is_transient(error):
-            described = self._in_words(error, case)
+            described = self._described(error, case)
             described.add_note(text)
-            return described
-        stopped = AccelerantError(f"{text}. {reason_of(error)}")
-        stopped.__cause__ = error
-        return stopped
+            raise described
+        raise AccelerantError(f"{text}. {reason_of(error)}") from error
 
-    def _fallback(self, case: Case, wanted: str, ran: str, error: Exception) -> FallbackRecord:
-        return FallbackRecord(self.name, f"{case} on {case.device}", wanted, ran, reason_of(error))
-
-    def _in_words(self, error: Exception, case: Case) -> Exception:
-        """What an operator needs to know of an error that nothing was left to do about."""
+    def _described(self, error: Exception, case: Case) -> Exception:
+        """Return the error, with the op, the bytes and the largest memory owners if it is torch's lack of memory."""
         if not isinstance(error, torch.OutOfMemoryError):
             return error
         from accelerant.runtime.memory.limits import describe_out_of_memory
@@ -409,37 +420,67 @@ class Operation:
         described.__cause__ = error
         return described
 
+    def _announce(self, case: Case, wanted: str, ran: str, error: Exception) -> None:
+        """Count a fallback, and warn the first time or as the policy says."""
+        fallback = FallbackRecord(self.name, f"{case} on {case.device}", wanted, ran, reason_of(error))
+        first = _ledger.fallback(fallback)
+        if first or settings().fallback == "warn":
+            warnings.warn(
+                f"{self.name} ({fallback.case}): {wanted} failed, {ran} ran instead. {fallback.reason}",
+                FallbackWarning,
+                stacklevel=4,
+            )
 
-_ledger = ledger()
+
+def _by_times(
+    measured: Measurement | None, serving: Sequence[Implementation], case: str
+) -> tuple[Implementation, str, tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]:
+    """Return the fastest implementation that was measured, or the first.
+
+    Returns:
+        the implementation, the reason in words, the times, and which failed in that race, with their reasons.
+    """
+    name = fastest(measured.ms, [each.name for each in serving]) if measured is not None else None
+    if measured is None or name is None:
+        return serving[0], "order of preference", (), ()
+    times = {each.name: measured.ms[each.name] for each in serving if each.name in measured.ms}
+    failed = tuple(
+        (each.name, f"failed in the race of {measured.date}: {measured.failed[each.name]}")
+        for each in serving
+        if each.name in measured.failed
+    )
+    others = ", ".join(f"{other} {ms:.4f} ms" for other, ms in times.items() if other != name)
+    reason = f"raced {times[name]:.4f} ms" + (f" against {others}" if others else "")
+    if times[name] > min(times.values()):
+        reason += f", preferred within {MARGIN:.0%}"
+    if measured.case and measured.case != case:
+        reason += f" at {measured.case}"
+    if measured.table:
+        reason = f"shipped table for {measured.table}, {reason}"
+    else:
+        reason += f" ({measured.date}, this device)"
+    return next(each for each in serving if each.name == name), reason, tuple(times.items()), failed
 
 
-class _ChangedError(Exception):
-    """An implementation that mutates failed, and may have changed its arguments by then."""
+class _ArgumentsChangedError(Exception):
+    """Carries the failure of an implementation that may have changed its arguments by then."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
 
 
-def _left_to_torch(case: Case, only: Implementation) -> bool:
-    """Whether torch's autograd may run the gradient of the only implementation that serves a case.
-
-    Not where an op is forced, since that may be the backward one.
-    """
-    return only.differentiable and case.device.type == "cpu" and not rules().forced
-
-
-def _watched(each: Implementation) -> Callable[..., Any]:
-    """Its run, which tells a failure before anything was changed from one after."""
+def _guarded(implementation: Implementation) -> Callable[..., Any]:
+    """Return the implementation's run, with failures after its arguments may have changed told from those before."""
 
     def run(*args: Any) -> Any:
         with launches() as launched:
             try:
-                return each.run(*args)
+                return implementation.run(*args)
             except RECOVERABLE as error:
-                if each.own and not launched:
+                if implementation.own and not launched:
                     raise
-                raise _ChangedError(error) from error
+                raise _ArgumentsChangedError(error) from error
 
     return run
 
@@ -448,39 +489,9 @@ def _is_transient(error: Exception) -> bool:
     return isinstance(error, _TRANSIENT)
 
 
-def _announce(entry: FallbackRecord) -> None:
-    first = _ledger.fallback(entry)
-    if first or settings().fallback == "warn":
-        warnings.warn(
-            f"{entry.op} ({entry.case}): {entry.wanted} failed, {entry.ran} ran instead. {entry.reason}",
-            FallbackWarning,
-            stacklevel=4,
-        )
-
-
-def _notify(operation: Operation, case: Case, plan: _Plan) -> None:
-    tried = {name for name, _ in (*plan.refused, *plan.raced)} | {plan.implementation.name}
-    decision = Decision(
-        op=operation.name,
-        case=str(case),
-        device=str(case.device),
-        implementation=plan.implementation.name,
-        own=plan.implementation.own,
-        refused=plan.refused,
-        not_tried=tuple(each.name for each in operation.implementations if each.name not in tried),
-        reason=plan.record.reason,
-        raced=plan.raced,
-    )
-    for observer in list(observers):
-        observer(decision)
-
-
-# --- forcing ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
+@contextlib.contextmanager
 def force(**implementations: str) -> Iterator[None]:
-    """Let an implementation run, and no other, for a block of code: where it refuses or fails, that is an error.
+    """Run one implementation of an op, and no other, within a block: where it refuses or fails, that is an error.
 
     >>> with force(gelu_fwd="torch"):
     ...     y = accelerant.ops.gelu(x)

@@ -1,4 +1,4 @@
-"""Launch parameters: an op's rule of thumb, or what was measured to be faster on this model of device.
+"""Launch parameters: an op's default rule, or the plan that was measured to be faster on this model of device.
 
     def _candidates(M: int, N: int) -> list[RowPlan]: ...
 
@@ -17,33 +17,31 @@ inside `tune(...)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from accelerant.config import choice_overrides, override
 from accelerant.runtime import registry
-from accelerant.runtime.dispatch.choices import Entry, choices, key_of, rounded
-from accelerant.runtime.dispatch.choose import RACED, reason_of
-from accelerant.runtime.dispatch.decisions import Explanation, explain_quietly
-from accelerant.runtime.dispatch.race import fastest, obstacle, race
-from accelerant.runtime.dispatch.rules import Plans, rules, torch_wants_determinism
+from accelerant.runtime.dispatch.case import PlanCache, rules, torch_wants_determinism
+from accelerant.runtime.dispatch.choices import Measurement, Sources, choices, key_of, rounded
+from accelerant.runtime.dispatch.plan import Explanation, explain_quietly
+from accelerant.runtime.dispatch.race import RACED_DEVICES, fastest, obstacle, race, reason_of
 
 __all__ = ["Tuned", "tune"]
-
-_PLANS_LIMIT = 4096
 
 P = TypeVar("P", bound=Hashable)
 
 
 class Tuned(Generic[P]):
-    """The plan of a kernel's launch by device, dtype and sizes.
+    """The launch plans of a kernel by device, dtype and sizes.
 
     Args:
         name: of the kernel; unique.
-        default: the rule: the plan for some sizes.
-        candidates: the plans to try for some sizes, the default among them or not; their repr tells them apart, so it
-            must be short, say everything, and stay the same from run to run.
+        default: the rule: sizes -> plan.
+        candidates: sizes -> the plans to time, with or without the default. Their repr tells them apart, so it must be
+            short and complete, and stay the same from run to run.
         bucket: the sizes that one measurement stands for; by default each rounded up to a power of two.
     """
 
@@ -58,9 +56,10 @@ class Tuned(Generic[P]):
         self.name = name
         self.default = default
         self.candidates = candidates
+        self.plans: PlanCache[P] = PlanCache()
+        self._usual = self.plans.usual
         self._bucket = bucket or (lambda *sizes: rounded(sizes))
-        self._plans: Plans[P] = Plans()
-        self._usual = self._plans.usual
+        self._sources = Sources((default, candidates))
 
     def __call__(
         self,
@@ -69,21 +68,21 @@ class Tuned(Generic[P]):
         sizes: tuple[int, ...],
         run: Callable[[P], object] | None = None,
     ) -> P:
-        """The plan to launch with; looked up after the first call for the sizes.
+        """Return the plan to launch with; a look-up after the first call for the sizes.
 
         Args:
-            device: where.
+            device: to launch on.
             dtype: of the main input.
-            sizes: what default, candidates and bucket are called with.
-            run: launches with a plan, changing nothing; without it nothing is measured here.
+            sizes: arguments of default, candidates and bucket.
+            run: launches with a plan, without side effects; None: nothing is measured in this call.
         """
-        plans = self._plans.now() if choice_overrides or torch_wants_determinism() else self._usual
+        plans = self.plans.current() if choice_overrides or torch_wants_determinism() else self._usual
         plan = plans.get((device, dtype, sizes))
         return self._choose(device, dtype, sizes, run, plans) if plan is None else plan
 
     def forget(self) -> None:
         """Choose anew from the next call on."""
-        self._plans.forget()
+        self.plans.forget()
 
     def _choose(
         self,
@@ -94,25 +93,22 @@ class Tuned(Generic[P]):
         plans: dict[Any, P],
     ) -> P:
         default = self.default(*sizes)
-        known = {repr(plan): plan for plan in (default, *self.candidates(*sizes))}
-        lasting = True
-        found: P | None = None
-        if len(known) > 1 and device.type in RACED:
+        candidates = {repr(plan): plan for plan in (default, *self.candidates(*sizes))}
+        plan, lasting = default, True
+        if len(candidates) > 1 and device.type in RACED_DEVICES:
             key = key_of(f"plan {self.name}", dtype, self._bucket(*sizes))
-            entry = choices().find(device, key)
-            now = rules()
-            measured = entry is not None and not entry.table
-            if now.tune and not now.deterministic and not measured and run is not None:
-                raced = None if obstacle(device, ()) else self._measure(device, key, sizes, known, run)
-                lasting = raced is not None
-                entry = raced or entry
-            name = fastest(entry.ms, known) if entry is not None else None
-            found = known[name] if name is not None else None
-        plan = default if found is None else found
+            measured = choices().find(device, key, self._sources)
+            current = rules()
+            wanted = current.tune and not current.deterministic and (measured is None or bool(measured.table))
+            if wanted and run is not None:
+                result = None if obstacle(device, ()) else self._measure(device, key, sizes, candidates, run)
+                lasting = result is not None
+                measured = result or measured
+            name = fastest(measured.ms, candidates) if measured is not None else None
+            if name is not None:
+                plan = candidates[name]
         if lasting:
-            if len(plans) >= _PLANS_LIMIT:
-                plans.clear()
-            plans[device, dtype, sizes] = plan
+            self.plans.store(plans, (device, dtype, sizes), plan)
         return plan
 
     def _measure(
@@ -120,29 +116,25 @@ class Tuned(Generic[P]):
         device: torch.device,
         key: str,
         sizes: tuple[int, ...],
-        known: dict[str, P],
+        candidates: dict[str, P],
         run: Callable[[P], object],
-    ) -> Entry | None:
-        """Times of all plans; None where another thread is racing or none could be launched."""
-        runs = [(name, _bound(run, plan)) for name, plan in known.items()]
+    ) -> Measurement | None:
+        """Time all candidates; return None where another thread is racing or none could be launched."""
+        runs = [(name, partial(run, plan)) for name, plan in candidates.items()]
         outcome = race(runs, device, lost=registry.provider_of(device).lost)
         if outcome is None or not outcome.ms:
             return None
         failed = {name: reason_of(error) for name, error in outcome.failed.items()}
-        entry = Entry(outcome.ms, "x".join(map(str, sizes)), failed=failed)
-        choices().keep(device, key, entry)
+        measured = Measurement(outcome.ms, "x".join(map(str, sizes)), failed=failed, sources=self._sources())
+        choices().keep(device, key, measured)
         self.forget()
-        return entry
-
-
-def _bound(run: Callable[[P], object], plan: P) -> Callable[[], object]:
-    return lambda: run(plan)
+        return measured
 
 
 def tune(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Call fn, and measure what is not measured yet: implementations and launch parameters of each op in it.
+    """Call fn, and measure what is not measured yet: implementations and launch plans of each op in it.
 
-    What is found is kept on disk and holds from now on. Takes the time of compiling and of a few dozen calls for each
+    Results are kept on disk and used from now on. Takes the time of compiling, and of a few dozen calls of each
     candidate; backward passes that run inside fn are measured too.
 
     Returns:

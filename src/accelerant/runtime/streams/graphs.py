@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from accelerant.errors import LaunchError
-from accelerant.runtime.dispatch.decisions import Decision, observers
+from accelerant.runtime.dispatch.plan import Decision, observers
 from accelerant.runtime.ledger import Ledger, OpKey, ledger
 from accelerant.runtime.streams.stream import capturing
 

@@ -1,6 +1,7 @@
-"""Calls that go straight to torch's function: which do, that nobody can tell, and that each is counted."""
+"""The CPU fast path: which calls go to torch's function and autograd, that results do not differ, and the count."""
 
 import contextlib
+import sys
 import threading
 import warnings
 
@@ -12,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from accelerant import ops
 from accelerant.config import override
-from accelerant.errors import ConfigError, ShapeError
-from accelerant.ops import _straight
-from accelerant.ops._straight import straight
+from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
+from accelerant.ops import _differentiable
+from accelerant.ops._differentiable import CpuFastPath
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of, force
 from accelerant.runtime.dispatch import operation as dispatch
-from accelerant.runtime.dispatch.decisions import explain_quietly
+from accelerant.runtime.dispatch.plan import explain_quietly, observers
 from accelerant.runtime.ledger import SAMPLE_EVERY, ledger
 
 
@@ -34,10 +35,11 @@ class Probe:
 
     def __init__(self, **options):
         run = Implementation("torch", lambda x: x * 2, differentiable=True)
-        self.operation = Operation("straight_probe", (run,), cost=lambda case: Cost(bytes=1, flops=1))
+        self.operation = Operation("fast_path_probe", (run,), cost=lambda case: Cost(bytes=1, flops=1))
         self.ran = []
         self.fails = None
-        self.call = straight("straight_probe", self.torchs, **options)(self.function)
+        self.path = CpuFastPath(self.torchs, **options)
+        self.call = self.path(self.function)
 
     def torchs(self, x, scale=1):
         self.ran.append("torch")
@@ -49,7 +51,7 @@ class Probe:
         self.ran.append("function")
         if self.fails is not None:
             raise ShapeError("in the op's words")
-        return self.operation.by_torch(case_of((x.device, x.dtype, tuple(x.shape), ())), (x,))
+        return self.path.run(self.operation, case_of((x.device, x.dtype, tuple(x.shape), ())), (x,))
 
     def by(self, *args, **options):
         """What a call runs."""
@@ -67,7 +69,7 @@ class Probe:
 @pytest.fixture
 def probes():
     yield Probe
-    dispatch._operations.pop("straight_probe", None)
+    dispatch._operations.pop("fast_path_probe", None)
 
 
 @pytest.fixture
@@ -83,12 +85,12 @@ def counted(op):
 X = torch.ones(3, 4)
 
 
-def test_a_known_kind_goes_straight_unless_it_is_to_be_timed(probe):
+def test_a_known_kind_takes_the_fast_path_unless_it_is_to_be_timed(probe):
     for _ in range(2 * SAMPLE_EVERY + 1):
         probe.call(X)
     usual = [number for number, ran in enumerate(probe.ran, 1) if ran == "function"]
     assert usual == [1, 2, 3, 4, SAMPLE_EVERY, 2 * SAMPLE_EVERY]
-    assert counted("straight_probe") == (2 * SAMPLE_EVERY + 1, 0)
+    assert counted("fast_path_probe") == (2 * SAMPLE_EVERY + 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_another_kind_is_checked_first(call, probe):
 
 
 def test_a_gradient_to_come_is_part_of_the_kind_where_it_matters(probes):
-    probe = probes(learns=True)
+    probe = probes(by_gradient=True)
     probe.learn(X)
     wants = X.clone().requires_grad_()
     assert probe.by(wants) == ["function"]
@@ -136,11 +138,11 @@ def deterministic():
 
 @contextlib.contextmanager
 def explained():
-    dispatch.observers.append(told := [].append)
+    observers.append(told := [].append)
     try:
         yield
     finally:
-        dispatch.observers.remove(told)
+        observers.remove(told)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def test_an_option_that_says_nothing_by_its_value_takes_the_usual_way(option, pr
 
 
 def test_strides_are_part_of_the_kind_where_any_are_taken(probes):
-    probe = probes(strided=True)
+    probe = probes(any_layout=True)
     probe.learn(X)
     assert probe.by(X.t().contiguous().t()) == ["function"]
     probe.learn(X.t().contiguous().t())
@@ -205,7 +207,7 @@ def test_what_torch_does_not_serve_is_never_learnt(probes):
 
 
 def test_another_op_that_ran_is_not_taken_for_this_one(probe):
-    other = straight("some_other_op", probe.torchs)(probe.function)
+    other = CpuFastPath(probe.torchs)(probe.function)
     for _ in range(6):
         other(X)
     assert set(probe.ran) == {"function"}
@@ -218,7 +220,7 @@ def test_plans_that_are_dropped_take_what_was_learnt_along(probe):
 
 
 def test_kinds_are_kept_up_to_a_limit(probe, monkeypatch):
-    monkeypatch.setattr(_straight, "_KINDS_LIMIT", 3)
+    monkeypatch.setattr(_differentiable, "_CALLS_LIMIT", 3)
     probe.learn(X)
     for size in range(1, 5):
         probe.learn(torch.ones(size))
@@ -227,13 +229,13 @@ def test_kinds_are_kept_up_to_a_limit(probe, monkeypatch):
 
 def test_an_error_is_in_the_words_of_the_op_and_counted_once(probe):
     probe.learn(X)
-    before = counted("straight_probe")
+    before = counted("fast_path_probe")
     for error in (RuntimeError(), TypeError(), ValueError(), IndexError(), OverflowError()):
         probe.fails = error
         with pytest.raises(ShapeError, match="in the op's words") as raised:
             probe.call(X)
         assert raised.value.__context__ is None
-    assert counted("straight_probe") == before  # the function raised before anything ran
+    assert counted("fast_path_probe") == before  # the function raised before anything ran
 
 
 def test_an_error_that_is_not_torchs_goes_through(probe):
@@ -241,12 +243,12 @@ def test_an_error_that_is_not_torchs_goes_through(probe):
         pass
 
     probe.learn(X)
-    calls, failures = counted("straight_probe")
+    calls, failures = counted("fast_path_probe")
     probe.fails = OtherError()
     with pytest.raises(OtherError):
         probe.call(X)
     assert probe.ran[-1] == "torch"
-    assert counted("straight_probe") == (calls + 1, failures + 1)
+    assert counted("fast_path_probe") == (calls + 1, failures + 1)
 
 
 def test_the_count_is_exact_whoever_calls(probe):
@@ -259,7 +261,7 @@ def test_the_count_is_exact_whoever_calls(probe):
         thread.start()
     for thread in threads:
         thread.join()
-    assert counted("straight_probe") == (2000, 0)
+    assert counted("fast_path_probe") == (2000, 0)
     assert "torch" in probe.ran
 
 
@@ -336,14 +338,13 @@ def calls():
 def entered(monkeypatch):
     """The Operations that are called, the usual way."""
     names = []
-    for way in ("__call__", "by_torch"):
-        usual = getattr(Operation, way)
+    usual = Operation.__call__
 
-        def call(self, *args, usual=usual):
-            names.append(self.name)
-            return usual(self, *args)
+    def call(self, *args):
+        names.append(self.name)
+        return usual(self, *args)
 
-        monkeypatch.setattr(Operation, way, call)
+    monkeypatch.setattr(Operation, "__call__", call)
     return names
 
 
@@ -357,7 +358,7 @@ def differentiated(function, args, options):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_straight_call_gives_what_the_function_gives(name, entered):
+def test_a_fast_call_gives_what_the_function_gives(name, entered):
     function, args, options = CALLS[name]
     usual = differentiated(function.__wrapped__, args, options)
     for _ in range(5):
@@ -384,7 +385,7 @@ def test_what_torch_does_in_another_way_is_not_its(name, entered):
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("attention")])
-def test_a_checkpoint_may_run_it_straight_once_and_once_not(name):
+def test_a_checkpoint_may_run_the_fast_path_once_and_once_not(name):
     """It ends the second run by an error of its own, and compares what the two keep."""
     function, args, options = CALLS[name]
     for _ in range(5):
@@ -468,7 +469,7 @@ def test_the_second_derivative_of_attention_stays_right(turned):
         torch.testing.assert_close(packed, twice(composed, of))
 
 
-def test_explain_sees_a_call_that_would_go_straight():
+def test_explain_sees_a_call_of_a_known_kind():
     for _ in range(6):
         ops.relu(A)
     (decision,) = explain_quietly(ops.relu, A).decisions
@@ -491,8 +492,209 @@ def test_torch_compile_sees_the_function():
 
 
 def test_a_case_is_made_of_what_it_was():
-    """The record that straight calls are counted in is the one of the usual calls."""
+    """Fast calls are counted in the same record as the usual calls."""
     for _ in range(10):
         ops.relu(A)
     (row,) = ledger().to_dict()["ops"]
     assert (row["op"], row["calls"], row["case"]) == ("relu_fwd", 10, str(Case(A.device, A.dtype, A.shape)))
+
+
+# --- torch's own autograd ---------------------------------------------------------------------------------------------
+
+LABELS = torch.tensor([1, 4, -100, 0])
+AUTOGRAD_CALLS = {
+    "add": lambda x, w: ops.add(x, x),
+    "add row": lambda x, w: ops.add(x, w[0]),
+    "add number": lambda x, w: ops.add(x, 2.0),
+    "mul": lambda x, w: ops.mul(x, x),
+    "mul row": lambda x, w: ops.mul(x, w[0]),
+    "relu": lambda x, w: ops.relu(x),
+    "sigmoid": lambda x, w: ops.sigmoid(x),
+    "tanh": lambda x, w: ops.tanh(x),
+    "silu": lambda x, w: ops.silu(x),
+    "gelu": lambda x, w: ops.gelu(x, "tanh"),
+    "swiglu": lambda x, w: ops.swiglu(x, x),
+    "swiglu packed": lambda x, w: ops.swiglu(x),
+    "softmax": lambda x, w: ops.softmax(x),
+    "log_softmax": lambda x, w: ops.log_softmax(x, 0),
+    "layer_norm": lambda x, w: ops.layer_norm(x, w[0], w[1]),
+    "rms_norm": lambda x, w: ops.rms_norm(x, w[0]),
+    "add_layer_norm": lambda x, w: ops.add_layer_norm(x, x, w[0])[0],
+    "add_rms_norm": lambda x, w: ops.add_rms_norm(x, x, w[0])[0],
+    "linear_gelu": lambda x, w: ops.linear_gelu(x, w),
+    "embedding": lambda x, w: ops.embedding(LABELS.clamp(0), x),
+    "conv2d": lambda x, w: ops.conv2d(x[None, None], w[None, None, :3, :3]),
+    "max_pool2d": lambda x, w: ops.max_pool2d(x[None, None], 2),
+    "avg_pool2d": lambda x, w: ops.avg_pool2d(x[None, None], 2),
+    "rope": lambda x, w: ops.rope(x[None, None], w[:, :3], w[:, 3:]),
+    "rope interleaved": lambda x, w: ops.rope(x[None, None], w[:, :3], w[:, 3:], interleaved=True),
+    "cross_entropy": lambda x, w: ops.cross_entropy(x, LABELS),
+    "linear_cross_entropy": lambda x, w: ops.linear_cross_entropy(x, w, LABELS),
+}
+
+
+def tensors(dtype=torch.float32):
+    make = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=make).to(dtype).requires_grad_() for shape in ((5, 6), (5, 6))]
+
+
+def is_ours(y):
+    return isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)
+
+
+@pytest.mark.parametrize("name", AUTOGRAD_CALLS)
+def test_gradient_is_torchs_and_the_ledger_says_so(name):
+    x, w = tensors()
+    x = x[: len(LABELS)] if "cross" in name else x
+    y = AUTOGRAD_CALLS[name](x, w)
+    assert not is_ours(y)
+    y.sum().backward()
+    (row,) = ledger().to_dict()["ops"]
+    assert row["calls"] == 1
+    assert row["implementation"] == "torch"
+    assert "torch on the CPU: its own autograd" in row["reason"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", AUTOGRAD_CALLS)
+def test_it_is_what_the_own_way_gives(name, dtype):
+    def found():
+        x, w = tensors(dtype)
+        y = AUTOGRAD_CALLS[name](x[: len(LABELS)] if "cross" in name else x, w)
+        # One of the leaves may have no part in the result.
+        return y, *torch.autograd.grad(y.float().square().sum(), [x, w], allow_unused=True, materialize_grads=True)
+
+    torchs = found()
+    with force(dropout_fwd="torch"):  # whatever is forced, calls take the own way
+        own = found()
+        assert is_ours(own[0])
+    for one, other in zip(torchs, own, strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+        torch.testing.assert_close(one, other, **({} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}))
+
+
+def test_a_forced_backward_pass_is_not_passed_over():
+    x, _ = tensors()
+    with force(gelu_bwd="triton"), pytest.raises(UnsupportedCase, match="gelu_bwd is forced to 'triton'"):
+        ops.gelu(x).sum().backward()
+    with force(gelu_bwd="torch"):
+        ops.gelu(x).sum().backward()
+    assert [(row["op"], row["calls"]) for row in ledger().to_dict()["ops"]] == [("gelu_fwd", 2), ("gelu_bwd", 1)]
+
+
+@pytest.mark.parametrize("name", ["embedding", "cross_entropy", "layer_norm"])
+def test_the_same_bits_each_time(name):
+    def found():
+        table = torch.randn(300, 64, generator=torch.Generator().manual_seed(2), requires_grad=True)
+        places = torch.arange(4000) % 7  # many sums into few rows
+        with override(deterministic=True):
+            y = {
+                "embedding": lambda: ops.embedding(places, table),
+                "cross_entropy": lambda: ops.cross_entropy(table[places], places),
+                "layer_norm": lambda: ops.layer_norm(table[places], table[0], table[1]),
+            }[name]()
+        assert not is_ours(y)
+        return torch.autograd.grad(y.square().sum(), table)[0]
+
+    first = found()
+    assert all(torch.equal(first, found()) for _ in range(3))
+
+
+def test_with_a_kernel_that_serves_the_call_is_ours(monkeypatch):
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert is_ours(ops.gelu(tensors()[0]))
+
+
+def test_a_mode_sees_the_op():
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        ops.gelu(tensors()[0])
+    assert torch.ops.accelerant.gelu.default in seen
+
+
+def test_inplace_gradient_of_a_loss_is_still_inplace():
+    logits = torch.randn(4, 6, requires_grad=True)
+    inside = logits * 1.0
+    loss = ops.cross_entropy(inside, LABELS, inplace_backward=True)
+    (dx,) = torch.autograd.grad(loss, inside)
+    assert dx.data_ptr() == inside.data_ptr()
+
+
+def test_what_torch_cannot_do_as_well_is_ours():
+    weight = torch.randn(5, 6, requires_grad=True)
+    assert is_ours(ops.embedding(torch.empty(0, dtype=torch.int64), weight))
+    low = torch.randn(300, 64).bfloat16().requires_grad_()
+    assert is_ours(ops.embedding(LABELS.clamp(0), low))  # torch would add in bfloat16
+
+
+def test_few_rows_of_low_precision_are_added_in_float32():
+    table, dy = torch.zeros(3, 64), torch.randn(5000, 64)
+    low, places = table.bfloat16().requires_grad_(), torch.arange(5000) % 3
+    y = ops.embedding(places, low)
+    assert not is_ours(y)
+    (found,) = torch.autograd.grad(y, low, dy.bfloat16())
+    exact = torch.zeros(3, 64).index_add(0, places, dy.bfloat16().float())
+    torch.testing.assert_close(found, exact.bfloat16(), rtol=8e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_loss_of_many_logits_makes_its_gradient_itself(dtype):
+    few, many = (torch.zeros(rows, 1024, dtype=dtype).requires_grad_() for rows in (255, 256))
+    assert not is_ours(ops.cross_entropy(few, torch.zeros(255, dtype=torch.int64)))
+    targets = torch.zeros(256, dtype=torch.int64)
+    assert is_ours(ops.cross_entropy(many, targets))
+    assert is_ours(ops.cross_entropy(many, targets, reduction="none")) == (dtype == torch.bfloat16)
+    assert not ops.cross_entropy(many.detach(), targets).requires_grad
+    assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"torch"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", AUTOGRAD_CALLS)
+def test_under_autocast_as_the_own_way(name, dtype):
+    def found():
+        x, w = tensors(dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = AUTOGRAD_CALLS[name](x[: len(LABELS)] if "cross" in name else x, w)
+            return y, *torch.autograd.grad(y.float().sum(), [x, w], allow_unused=True, materialize_grads=True)
+
+    torchs = found()
+    with force(dropout_fwd="torch"):
+        own = found()
+    assert [each.dtype for each in torchs] == [each.dtype for each in own]
+    for one, other in zip(torchs, own, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_explain_tells():
+    (decision,) = explain_quietly(ops.gelu, tensors()[0]).decisions
+    assert "torch on the CPU: its own autograd" in str(decision)
+
+
+def calls_of(run):
+    """How many Python functions a call enters."""
+    entered = []
+    sys.setprofile(lambda frame, event, _: entered.append(frame.f_code) if event == "call" else None)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return len(entered)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("relu", 9), ("gelu", 10), ("add", 11), ("softmax", 13), ("layer_norm", 16)]
+)
+def test_a_small_call_enters_few_functions(name, most):
+    """What an eager call costs beside torch's own is what Python does; the second call looks everything up."""
+    x, w = tensors()
+    for _ in range(4):
+        AUTOGRAD_CALLS[name](x, w)  # the second to fourth calls are timed
+
+    assert calls_of(lambda: AUTOGRAD_CALLS[name](x, w)) <= most + 2  # the two lambdas

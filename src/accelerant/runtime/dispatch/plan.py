@@ -1,0 +1,99 @@
+"""A case's plan, the decision that explains it, and `explain`, which shows decisions to people."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from accelerant.runtime.ledger import Decision, OpRecord, observers
+from accelerant.runtime.provider import ComputeProvider
+
+__all__ = ["Decision", "DispatchPlan", "Explanation", "explain", "explain_quietly", "observers"]
+
+
+@dataclass(slots=True)
+class DispatchPlan:
+    """How an Operation runs one case: looked up by each call, and shown to people as its decision.
+
+    Attributes:
+        decision: the choice and its reason.
+        run: called with the arguments.
+        record: the ledger's record of these calls.
+        provider, device_index: of the case's device.
+        forced: no other implementation may run.
+        torch_autograd: torch alone serves the case, and its own autograd may differentiate the call.
+        failed: preferred implementations that failed in an earlier call, with their errors.
+    """
+
+    decision: Decision
+    run: Callable[..., Any]
+    record: OpRecord
+    provider: ComputeProvider
+    device_index: int
+    forced: bool = False
+    torch_autograd: bool = False
+    failed: tuple[tuple[str, Exception], ...] = ()
+
+
+@dataclass(slots=True)
+class Explanation:
+    """The decisions within an explained call.
+
+    Attributes:
+        result: of the function.
+        decisions: one for each dispatch, in order.
+        total_ms: wall time of the call with the device synchronised; includes compilation on a first call.
+    """
+
+    result: Any
+    decisions: list[Decision] = field(default_factory=list)
+    total_ms: float = 0.0
+
+    def __str__(self) -> str:
+        body = [str(decision) for decision in self.decisions] or ["no op of Accelerant ran"]
+        return "\n".join([*body, f"{self.total_ms:.3f} ms in all"])
+
+    def __repr__(self) -> str:
+        return f"Explanation({len(self.decisions)} decisions, {self.total_ms:.3f} ms)"
+
+
+_observers_lock = threading.Lock()
+
+
+def explain_quietly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Call fn as `explain` does, without printing."""
+    decisions: list[Decision] = []
+    with _observers_lock:
+        observers.append(decisions.append)
+    began = time.perf_counter()
+    try:
+        result = fn(*args, **kwargs)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return Explanation(result, decisions, (time.perf_counter() - began) * 1e3)
+    finally:
+        with _observers_lock:
+            observers.remove(decisions.append)
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Call fn and print, for each op in it, which implementation ran, why, and which were refused, with the reason.
+
+    Backward passes that run inside fn count too, and so do calls of other threads in the meantime.
+
+    Returns:
+        the same as an object; `.result` is what fn returned.
+
+    >>> accelerant.explain(accelerant.ops.gelu, x)
+    gelu_fwd  8192x4096 bfloat16 none  on cuda:0
+      chosen   triton (own kernel): raced 0.0686 ms against torch 0.0786 ms (2026-11-21, this device)
+    0.071 ms in all
+    """
+    explanation = explain_quietly(fn, *args, **kwargs)
+    print(explanation)
+    return explanation
