@@ -309,7 +309,7 @@ def test_without_a_result_the_rule_and_with_one_the_best_is_launched(name, sampl
     assert not list(folder.iterdir())
     dtype = torch.bfloat16 if name == "cross_entropy_fwd_wide" and sizes[-1] else torch.float32
     key = key_of(f"plan {name}", dtype, TUNED[name]._bucket(*sizes))
-    choices.choices().keep(CPU, key, Measurement({repr(usual): 1.0, repr(best): 0.5}))
+    choices.choices().keep(CPU, key, Measurement({repr(usual): 1.0, repr(best): 0.5}, sources=TUNED[name]._sources()))
     TUNED[name].forget()
     assert launched(None) == by_result
     assert by_result != by_rule
