@@ -1,7 +1,7 @@
 /* Points of y^2 = x^3 + b in projective coordinates, x = X/Z, y = Y/Z, infinity (0 : 1 : 0), by formulas that hold for any
- * two points and branch on nothing. They are complete where no point has order 2, which holds for every curve of the
- * table. COORD is as in point.h; COORD_3B is 3 b in Montgomery form.
- * Source: Renes, Costello and Batina, eprint 2015/1060, algorithms 7 and 9. */
+ * two points without branches. They are complete on curves of odd order, and in subgroups of odd order: the sum of two points
+ * that differ by a point of order 2 is (0 : 0 : 0), and so is every sum with that. COORD is as in point.h; COORD_3B is 3 b
+ * in Montgomery form. Source: Renes, Costello and Batina, eprint 2015/1060, algorithms 7 and 9. */
 
 typedef struct {
     COORD x, y, z;
@@ -12,7 +12,7 @@ ACL_DEVICE COORD COORD_times_3b(COORD x) {
     return COORD_MUL(x, b3);
 }
 
-/* (x, y, 1), or (0, 1, 0) of what is all zeros. */
+/* (x, y, 1), or (0, 1, 0) for infinity. */
 ACL_DEVICE COORD_projective COORD_projective_from_affine(COORD_affine p) {
     u32 infinity = COORD_affine_is_infinity(p);
     COORD_projective q;
@@ -22,7 +22,7 @@ ACL_DEVICE COORD_projective COORD_projective_from_affine(COORD_affine p) {
     return q;
 }
 
-/* All zeros of infinity, since the inverse of 0 is 0. */
+/* All zeros for infinity, since the inverse of 0 is 0. */
 ACL_DEVICE COORD_affine COORD_projective_to_affine(COORD_projective p) {
     COORD inverse = COORD_inverse(p.z);
     COORD_affine q;
@@ -38,7 +38,7 @@ ACL_DEVICE COORD_projective COORD_projective_select(u32 mask, COORD_projective p
     return p;
 }
 
-/* 12M and two by 3 b. */
+/* 12M and two products by 3 b. */
 ACL_FAR COORD_projective COORD_projective_add(COORD_projective p, COORD_projective q) {
     COORD xx = COORD_MUL(p.x, q.x);
     COORD yy = COORD_MUL(p.y, q.y);
@@ -58,7 +58,7 @@ ACL_FAR COORD_projective COORD_projective_add(COORD_projective p, COORD_projecti
     return s;
 }
 
-/* 6M + 2S and one by 3 b. */
+/* 6M + 2S and a product by 3 b. */
 ACL_FAR COORD_projective COORD_projective_double(COORD_projective p) {
     COORD yy = COORD_SQUARE(p.y);
     COORD zz = COORD_times_3b(COORD_SQUARE(p.z));

@@ -1,9 +1,9 @@
-/* Inverses in a prime field of several limbs. BASE stands for the field's prefix; before this stand its arithmetic and
+/* Inverses in a prime field of several limbs. BASE is the field's prefix. Preceded by its arithmetic and
  * BASE_EXPONENT, the 64-bit words of p - 2, BASE_NIBBLES digits of four bits. */
 
 ACL_CONSTANT u64 BASE_exponent[] = {BASE_EXPONENT};
 
-/* 1/x, and 0 of 0: x^(p - 2) by digits of four bits, from a table of x^0 to x^15 in the thread's own memory: 254 bits
+/* 1/x, and 0 for 0: x^(p - 2) by digits of four bits, from a table of x^0 to x^15 in the thread's private memory: 254 bits
  * take 252 squares and 77 multiplies, where bit by bit they take 253 and about 110. The exponent is the same for all. */
 ACL_FAR BASE BASE_inverse(BASE x) {
     BASE table[16];

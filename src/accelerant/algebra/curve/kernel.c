@@ -1,10 +1,10 @@
-/* Functions on arrays of points. Before this stand point.h and complete.h, with COORD replaced.
+/* Functions on arrays of points. Preceded by point.h and complete.h, with COORD replaced.
  *
- * Layout: n points, affine, x then y in Montgomery form, infinity all zeros; all on the curve, but in curve_off_curve.
- * Grid: one thread a point; CURVE_ADDS points in curve_add; a block a chunk of points in curve_off_curve and
+ * Layout: n points, affine, x then y in Montgomery form, infinity all zeros; all on the curve, except in curve_off_curve.
+ * Grid: one thread per point; CURVE_ADDS points in curve_add; one block per chunk of points in curve_off_curve and
  * curve_off_subgroup. A block has at most CURVE_BLOCK threads, a power of two.
- * Bound by arithmetic: curve_add takes 5M + 2S a point and a share of an inversion; curve_mul 64 additions and 256 doublings,
- * and an inversion. A thread's tables lie in its own memory. */
+ * Bound by arithmetic: curve_add takes 5M + 2S per point and a share of an inversion; curve_mul 64 additions and 256
+ * doublings, and an inversion. A thread's tables are in its private memory. */
 
 ACL_KERNEL ACL_BLOCK(CURVE_BLOCK) void curve_neg(ACL_GLOBAL const u64 *x, ACL_GLOBAL u64 *z, i64 n) {
     i64 i = acl_global_id();
@@ -13,7 +13,7 @@ ACL_KERNEL ACL_BLOCK(CURVE_BLOCK) void curve_neg(ACL_GLOBAL const u64 *x, ACL_GL
     }
 }
 
-/* What the slope is divided by: the chord's x2 - x1 or the tangent's 2 y1, and 1 where there is neither. */
+/* The denominator of the slope: x2 - x1 for a chord, 2 y1 for a tangent, else 1. */
 ACL_DEVICE COORD COORD_run_of(COORD_affine p, COORD_affine q) {
     COORD chord = COORD_sub(q.x, p.x);
     u32 same = COORD_is_zero(chord);
@@ -38,8 +38,8 @@ ACL_DEVICE COORD_affine COORD_affine_sum(COORD_affine p, COORD_affine q, COORD i
     return z;
 }
 
-/* A thread's points stand a block's threads apart, and share one inversion, as in the field's own kernels: Montgomery 1987,
- * Mathematics of Computation 48, pages 243 to 264. */
+/* A thread's points are as far apart as the block has threads, and share one inversion, as in the field's kernels:
+ * Montgomery 1987, Mathematics of Computation 48, pages 243 to 264. */
 ACL_KERNEL ACL_BLOCK(CURVE_BLOCK) void curve_add(ACL_GLOBAL const u64 *x, ACL_GLOBAL const u64 *y, ACL_GLOBAL u64 *z, i64 n) {
     i64 threads = acl_local_size();
     i64 first = acl_group_id() * threads * CURVE_ADDS + acl_local_id();
@@ -122,8 +122,8 @@ ACL_DEVICE u32 COORD_on_curve(COORD_affine p) {
 
 ACL_CONSTANT u64 COORD_eigenvalue[] = {CURVE_EIGENVALUE};
 
-/* Whether a point of the curve is in the subgroup of order r, where an endomorphism multiplies by a constant:
- * (c x', d y') = k P, with x' the conjugate over Fq2. See endomorphism.py for the constants and why that is enough. */
+/* Whether a point of the curve is in the subgroup of order r: whether (c x', d y') = k P, with x' the conjugate over Fq2.
+ * See Endomorphism in parameters.py for the constants and the proof. */
 ACL_DEVICE u32 COORD_in_subgroup(COORD_affine p) {
     if (CURVE_EIGENVALUE_BITS == 0) {
         return ~(u32)0; /* the whole curve is the subgroup */
@@ -145,8 +145,8 @@ ACL_DEVICE u32 COORD_in_subgroup(COORD_affine p) {
     return equal | COORD_affine_is_infinity(p);
 }
 
-/* The least index in a chunk whose point is not good; n where there is none. A block does a chunk, a point a thread at a
- * time; or, where a chunk is one point, as many chunks as it has threads. */
+/* The least index in a chunk whose point is not good; n if there is none. A block processes a chunk, one point per thread at
+ * a time; or, for chunks of one point, as many chunks as it has threads. */
 #define CURVE_FIRST_BUT(good)                                                                          \
     ACL_LOCAL i64 tile[CURVE_BLOCK];                                                                   \
     i32 thread = acl_local_id();                                                                       \

@@ -1,10 +1,9 @@
-/* Points of y^2 = x^3 + b in XYZZ coordinates: x = X/ZZ, y = Y/ZZZ, ZZ^3 = ZZZ^2; infinity has ZZ = 0. COORD stands for the
- * prefix of the coordinates' field, whose elements are in Montgomery form; before this stand its arithmetic, and COORD_MUL,
- * COORD_SQUARE and COORD_MUL_SUB, which say whether a product is written out at each place or called. The last, x y - v w, may
- * share a reduction.
+/* Points of y^2 = x^3 + b in XYZZ coordinates: x = X/ZZ, y = Y/ZZZ, ZZ^3 = ZZZ^2; infinity has ZZ = 0. COORD is the
+ * prefix of the coordinates' field, whose elements are in Montgomery form. Preceded by its arithmetic, and by COORD_MUL,
+ * COORD_SQUARE and COORD_MUL_SUB, which either inline a product or call it. The last, x y - v w, may share a reduction.
  *
- * Every function takes any two points of the curve, equal, opposite or infinite; no point has order 2. They branch on the
- * points: what has two equal or opposite points is rare. M a product, S a square.
+ * Every function takes any two points of the curve, equal, opposite or infinite; none of order 2. They branch on the
+ * points: equal and opposite points are rare. M is a product, S a square.
  * Source: Explicit-Formulas Database, short Weierstrass curves, "xyzz", by the names at each function. */
 
 typedef struct {

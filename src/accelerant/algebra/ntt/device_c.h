@@ -1,10 +1,10 @@
-/* What a pass asks of the compiler, for every device; device_cuda.h has the same names. */
+/* The compiler-dependent parts of a pass, for every device; device_cuda.h has the same names. */
 #define NTT_BLOCK ACL_BLOCK(NTT_THREADS)
 #define NTT_TABLE ACL_GLOBAL const F_WORD *
 #define NTT_ALIGNED(pointer)
 #define NTT_AHEAD_ENDED()
 
-/* The 32 bits in the opposite order. */
+/* The 32 bits, reversed. */
 ACL_DEVICE u32 ntt_turned(u32 x) {
     x = (x >> 1 & 0x55555555U) | (x & 0x55555555U) << 1;
     x = (x >> 2 & 0x33333333U) | (x & 0x33333333U) << 2;

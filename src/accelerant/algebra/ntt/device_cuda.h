@@ -1,6 +1,7 @@
-/* What a pass asks of NVIDIA's compiler. Registers so few that NTT_RESIDENT blocks fit on a multiprocessor, where that is
- * not 0. Tables do not change while a pass runs, so they are read past the stores. Arrays and tables begin at a multiple of
- * 16 bytes, so that no access of an element of several words looks whether it may be wide: that took 70 branches. */
+/* The compiler-dependent parts of a pass for NVIDIA. Registers are limited so that NTT_RESIDENT blocks fit on a
+ * multiprocessor, unless that is 0. Tables do not change while a pass runs, so they are read past the stores. Arrays and
+ * tables begin at a multiple of 16 bytes, so that no access of an element of several words looks whether it may be wide:
+ * that took 70 branches. */
 #if NTT_RESIDENT > 0
 #define NTT_BLOCK __launch_bounds__(NTT_THREADS, NTT_RESIDENT)
 #else
@@ -9,8 +10,8 @@
 #define NTT_TABLE const F_WORD *__restrict__
 #define NTT_ALIGNED(pointer) __builtin_assume(((u64)(pointer) & 15) == 0)
 
-/* Wait until what is ahead in the stream has ended and can be read. Before that, let what follows take its place on the
- * device: its blocks come where there is room when all of these are there, and wait in turn. Without it a multiprocessor
+/* Wait until the preceding kernel of the stream has ended and its results can be read. Before that, let the next kernel
+ * launch: its blocks start where there is room once all of these have started, and wait in turn. Without it a multiprocessor
  * is idle for 1 to 2 us between two passes. */
 #if __CUDA_ARCH__ >= 900
 #define NTT_AHEAD_ENDED()                                                                              \

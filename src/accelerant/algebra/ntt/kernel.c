@@ -1,19 +1,19 @@
-/* One pass of number-theoretic transforms: see plan.py for what it computes, and for "place", "column", "twiddle".
+/* One pass of number-theoretic transforms: see plan.py for what it computes, and for "column" and "twiddle".
  *
  *     sums of a column   y_j = sum_i x_i root^(i j)                i, j < NTT_ROWS
  *
- * Before this stand the field (field_text with the prefix F); from program.py, log2 of rows, of the columns of a block and
+ * Preceded by the field (field_text with the prefix F); from program.py, log2 of rows, of the columns of a block and
  * of the elements of a thread (NTT_LOG_ROWS, _COLUMNS, _RADIX), NTT_RADIX, and the pass's variant (NTT_ALONG_IN, ...);
  * device_c.h or device_cuda.h; and levels.h, limbs.h or goldilocks.h:
  *
  *     ntt_levels                          levels of butterflies between a thread's elements
- *     ntt_canonical                       below p, of what levels leave, which is any F
- *     NTT_AHEAD_ENDED                     waits for the launch ahead where that may still run; tables are older
+ *     ntt_canonical                       the value below p of any F, which levels return
+ *     NTT_AHEAD_ENDED                     waits for the preceding kernel if that may still run; tables are older
  *
- * Grid: a block for each NTT_COLUMNS columns, neighbours; NTT_THREADS threads, NTT_RADIX elements each, in registers.
+ * Grid: a block for each NTT_COLUMNS neighbouring columns; NTT_THREADS threads, NTT_RADIX elements each, in registers.
  * Where columns are neighbours in memory, elements go straight between memory and registers, NTT_COLUMNS to an access;
  * where rows are, through the block's memory, along the rows. Levels of butterflies are done NTT_LOG_RADIX at a time;
- * in between a block exchanges elements through its memory: a plane for each word, with unused places in between, so that
+ * in between a block exchanges elements through its memory: a plane for each word, with unused positions in between, so that
  * threads access different banks, also in the last levels, where their rows are NTT_RADIX apart.
  *
  * A level halves blocks of rows: of the pair (x, y) of a block, y is multiplied by the block's own factor, then come x + y
@@ -21,8 +21,8 @@
  * are block 2^level + part. Factors are kept in the order of the blocks, and what comes first is not multiplied (its factor
  * is 1), so values that are not reduced grow by one product's a level. Early levels have few factors, which threads share.
  *
- * Traffic: each element is read and written once a pass, and a twiddle read for it; roots lie in the nearest cache.
- * Multiplies for each element: half a one a level, less in the first NTT_LOG_RADIX levels, and one for each factor.
+ * Traffic: each element is read and written once a pass, and a twiddle read for it; roots are in the nearest cache.
+ * Multiplies per element: half a multiply per level, less in the first NTT_LOG_RADIX levels, and one for each factor.
  * Bound by multiplies for fields of several limbs, by instructions for Goldilocks, by memory for others.
  * No branch and no address depends on an element. Source: Cooley and Tukey 1965, with factors in bit-reversed order as in
  * Longa and Naehrig, CANS 2016 (levels); Bailey 1990 (passes). */
@@ -32,8 +32,9 @@
 #define NTT_ELEMENTS (NTT_ROWS * NTT_COLUMNS)
 #define NTT_SPACE (NTT_ELEMENTS + NTT_ELEMENTS / NTT_RADIX)
 
-/* Where an element lies in the block's memory. NTT_LINEAR: whether rows 2^shift apart, of which a thread has NTT_RADIX, are
- * so many elements apart, however the unused places fall: a thread then finds one place, and the others are constants. */
+/* The position of an element in the block's memory. NTT_LINEAR: whether rows 2^shift apart, of which a thread has NTT_RADIX,
+ * are so many elements apart, wherever the unused positions are: a thread then computes one position, and the others are
+ * constant distances from it. */
 #if NTT_ALONG_IN && NTT_ALONG_OUT
 #define NTT_NUMBER(row, column) (((column) << NTT_LOG_ROWS) + (row))
 #define NTT_UNUSED(number) ((number) >> NTT_LOG_RADIX)

@@ -1,4 +1,4 @@
-/* Levels of butterflies of elements below p, which stay so: of one word, and of limbs without room for more. */
+/* Levels of butterflies on elements that stay below p: of one word, or of limbs without room for larger values. */
 
 /* See kernel.c. */
 ACL_DEVICE void ntt_levels(F *v, NTT_TABLE roots, i32 block, i32 done, i32 skip, i32 levels, i32 first) {

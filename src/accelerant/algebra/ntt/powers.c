@@ -1,15 +1,15 @@
-/* A table of factors, made where it is used:
+/* A table of factors, made on the device that uses it:
  *
- *     z[place][c] = s a^row (t w^row)^(c 2^log_unit)       row = place, or bitrev(place) by_bits; c < 2^log_count
+ *     z[position][c] = s a^row (t w^row)^(c 2^log_unit)       row = position, or bitrev(position) by_bits; c < 2^log_count
  *
- * Before this stand the field (field_text with the prefix F), POWERS_LADDER, and device_c.h or device_cuda.h.
+ * Preceded by the field (field_text with the prefix F), POWERS_LADDER, and device_c.h or device_cuda.h.
  *
- * ladder: s, as the table is to have it; then POWERS_LADDER elements each of a, t and w in Montgomery form, element j
+ * ladder: s, in the table's form; then POWERS_LADDER elements each of a, t and w in Montgomery form, element j
  * raised to 2^j. by_row, by_column: whether a and t are other than 1.
  * Grid: a thread for 2^log_steps factors of a row, 2^(log_count - log_steps) apart, so that neighbours store neighbours.
- * Multiplies: one a factor, and for each thread the bits set in its exponents, about two a factor in all. Bound by memory
- * for fields of one word, else by multiplies: 2^24 factors are some milliseconds, which the host took seconds for.
- * The time depends on the numbers of rows and columns alone. */
+ * Multiplies: one per factor, and for each thread the bits set in its exponents, about two per factor in all. Bound by memory
+ * for fields of one word, else by multiplies: 2^24 factors take some milliseconds; on the host, seconds.
+ * The time depends only on the numbers of rows and columns. */
 
 /* v x^exponent, of the elements x^(2^j) from `first` on. */
 ACL_DEVICE F powers_times(F v, ACL_GLOBAL const F_WORD *ladder, i32 first, u64 exponent) {
