@@ -39,7 +39,7 @@ from accelerant.runtime.memory.limits import (
     trim,
 )
 from accelerant.runtime.memory.live_set import LiveSet, predicting, storage_bytes
-from accelerant.runtime.memory.owners import largest_holders
+from accelerant.runtime.memory.owners import largest_owners
 from accelerant.runtime.memory.peak import compare_peak, predict_peak
 from accelerant.runtime.streams.stream import Stream, submit
 from accelerant.runtime.streams.transfer import copy_async, stream_chunks
@@ -142,7 +142,7 @@ def test_negative_and_impossible_sizes():
         allocate(-5, "cpu")
     with pytest.raises(OutOfMemory, match=r"(?s)allocate: out of memory on cpu:0.*asked   1,152,921,504,606,846,976"):
         allocate(1 << 60, "cpu")
-    for call in (statistics, trim, largest_holders, available_bytes, apply_limit):
+    for call in (statistics, trim, largest_owners, available_bytes, apply_limit):
         with pytest.raises(ConfigError, match="abacus"):
             call(device="abacus")
 
@@ -173,7 +173,7 @@ def test_statistics_of_opencl():
     figures = statistics("opencl")
     assert figures.device == "opencl:0"
     assert figures.reserved_bytes >= figures.allocated_bytes >= MIB
-    holder = next(holder for holder in largest_holders("opencl", 3) if holder.size_bytes == MIB)
+    holder = next(holder for holder in largest_owners("opencl", 3) if holder.size_bytes == MIB)
     assert holder.kind == "Buffer"
     del buffer, holder
     gc.collect()
@@ -194,7 +194,7 @@ class Owner:
     pass
 
 
-def test_the_largest_holders_are_named():
+def test_the_largest_owners_are_named():
     model = nn.Sequential(nn.Linear(1500, 1501))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 1500)).sum().backward()
@@ -204,7 +204,7 @@ def test_the_largest_holders_are_named():
     view = owner.cache[:10]
     buffer = allocate(1500 * 1503 * 4, "cpu")
     fake = torch._subclasses.FakeTensorMode().from_tensor(torch.zeros(10_000_000))
-    found = {str(holder): holder for holder in largest_holders("cpu", 100)}
+    found = {str(holder): holder for holder in largest_owners("cpu", 100)}
     text = "\n".join(found)
     assert "(1501, 1500) Parameter, Sequential.0.weight" in text
     assert "gradient of Sequential.0.weight" in text
@@ -215,10 +215,10 @@ def test_the_largest_holders_are_named():
     assert not any(holder.shape == (10_000_000,) for holder in found.values())
     sizes = [holder.size_bytes for holder in found.values()]
     assert sizes == sorted(sizes, reverse=True)
-    assert len(largest_holders("cpu", 2)) == 2
-    assert largest_holders("cpu", 0) == []
+    assert len(largest_owners("cpu", 2)) == 2
+    assert largest_owners("cpu", 0) == []
     with pytest.raises(ConfigError, match="-1"):
-        largest_holders("cpu", -1)
+        largest_owners("cpu", -1)
     del view, buffer, fake
 
 
@@ -433,6 +433,16 @@ def test_a_prediction_in_one_thread_leaves_launches_of_others(fused_on_the_cpu):
         with ThreadPoolExecutor(1) as other:
             y = other.submit(ops.gelu, x).result()
     torch.testing.assert_close(y, torch.nn.functional.gelu(x))
+
+
+def test_the_peak_of_a_block_on_the_cpu():
+    with memory.peak_recorded("cpu:0") as record:
+        x = torch.zeros(1 << 18)
+        del x
+        y = torch.zeros(1 << 16)
+    assert record.growth_bytes == 4 << 18
+    assert record.peak_bytes - record.before_bytes == record.growth_bytes
+    del y
 
 
 def test_the_prediction_touches_nothing():

@@ -1,11 +1,11 @@
-"""The largest batch that fits a memory budget: predicted from shapes, confirmed by running, nothing left behind.
+"""The largest batch that fits a memory budget: predicted from shapes, then confirmed by real runs.
 
     found = optimal_batch_size(model, (idx, targets), call=GPT.loss, optimizer=torch.optim.AdamW)
     loader = DataLoader(data, batch_size=found.batch_size)
 
-The peak of a step is close to linear in the batch (exactly: a maximum of linear functions, one for each moment of the
-step), so two predictions give a line, and a few more settle on the largest batch whose prediction fits. Real runs then
-confirm it, and move it where the prediction was off.
+The peak of a step is a maximum of linear functions of the batch, one for each moment of the step, and so nearly linear:
+two predictions give a line, and a few more find the largest batch whose prediction fits. Real runs then confirm that
+batch or correct it.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from accelerant.errors import ConfigError, OutOfMemory
 from accelerant.runtime.memory.limits import available_bytes, is_out_of_memory, size_text
 from accelerant.runtime.memory.live_set import CUDA_GRANULARITY, storage_bytes
 from accelerant.runtime.memory.peak import (
+    ModelStep,
     OptimizerLike,
     PeakPrediction,
-    Step,
     device_of,
     measure_step,
     predict_step,
-    resized,
+    with_batch,
 )
 
 __all__ = ["BatchSizeSearch", "optimal_batch_size"]
 
 _SHARE = {"cuda": 0.9, "cpu": 0.5}
-"""The part of the memory at hand that is the budget, where none is given: the CPU's is shared with everything else."""
+"""Default budget as a fraction of the available memory; the CPU's is shared with everything else."""
 
 _RUNS_LIMIT = 8
 _CLOSE_ENOUGH = 1 / 64
-"""Real runs stop where a larger batch could not be larger by more than this part."""
+"""Real runs stop when the batch could grow by no more than this fraction."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSizeSearch:
-    """What optimal_batch_size found; stands for the batch size where an integer is wanted.
+    """The result of optimal_batch_size; usable as an integer, the batch size.
 
     Attributes:
         batch_size: the largest that fits.
-        budget_bytes: what the peak may be, the model's own memory included.
+        budget_bytes: limit on the peak, with the model's own memory.
         predicted_bytes: peak at that batch size, from shapes.
-        measured_bytes: peak of the real run at that batch size; None where it was not confirmed.
-        bytes_per_row: what one more row of the batch costs.
-        runs: the real runs in order: batch size, and the peak or None where memory ran out.
+        measured_bytes: peak of the real run at that batch size; None without one.
+        bytes_per_row: cost of one more row of the batch.
+        runs: the real runs in order: batch size, and the peak or None if memory ran out.
     """
 
     batch_size: int
@@ -67,7 +67,7 @@ class BatchSizeSearch:
         return self.batch_size
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields by name, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -91,33 +91,33 @@ def optimal_batch_size(
 ) -> BatchSizeSearch:
     """Find the largest batch whose step stays within the budget.
 
-    The model, its gradients and buffers, its modes, the random state and the device's memory are afterwards as before.
+    The model, its gradients, buffers and modes, the random state and the device's memory are unchanged afterwards.
 
     Args:
-        model: on the device that is asked about.
+        model: on its device.
         sample: one input, or a tuple of them, as for a call; the first dimension of each tensor is the batch. A few
-            rows do: they are repeated.
-        budget: bytes for the whole peak, or, as a float up to 1.0, the part of the memory that this process could
-            have. 0.9 by default, 0.5 on the CPU.
-        backward: a training step in train mode; if not, inference in eval mode under no_grad.
-        call: how the model is used: call(model, *inputs); let it return the loss.
-        optimizer: counts its state and the memory of its step; it is not stepped.
+            rows suffice: they are repeated.
+        budget: bytes for the whole peak, or, as a float up to 1.0, a fraction of the memory that this process could
+            have; 0.9 by default, 0.5 on the CPU.
+        backward: whether it is a training step in train mode, or inference in eval mode under no_grad.
+        call: how the model is used, call(model, *inputs); it should return the loss.
+        optimizer: its state and its step's memory count; it is not stepped.
         maximum: the largest batch to consider.
-        confirm: run for real. Without, the prediction stands.
+        confirm: whether to run the step; if not, the prediction is the result.
 
     Raises:
-        OutOfMemory: not even one row fits; says what it takes.
-        ConfigError, ShapeError: an argument without meaning.
+        OutOfMemory: not even one row fits; says how much it needs.
+        ConfigError, ShapeError: an invalid argument.
         UnsupportedCase: the step cannot be predicted; says why.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: wanted a torch.nn.Module, got {type(model).__name__}")
     if isinstance(maximum, bool) or not isinstance(maximum, int) or maximum < 1:
         raise ConfigError(f"maximum must be a whole number of at least 1, got {maximum!r}")
-    step = Step(model, call, backward)
+    step = ModelStep(model, call, backward)
     inputs = tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)
     device = device_of(step, inputs)
-    resized(inputs, 1)  # refuses what has no batch
+    with_batch(inputs, 1)  # raises if there is no batch dimension
     budget_bytes = _budget(budget, step, device)
     modes = {module: module.training for module in model.modules()}
     try:
@@ -128,7 +128,7 @@ def optimal_batch_size(
             module.training = training
 
 
-def _budget(budget: int | float | None, step: Step, device: torch.device) -> int:
+def _budget(budget: int | float | None, step: ModelStep, device: torch.device) -> int:
     share = _SHARE.get(device.type, 0.5) if budget is None else budget
     if isinstance(share, bool) or not isinstance(share, (int, float)) or share <= 0:
         raise ConfigError(f"budget must be bytes above 0, or a part of the memory above 0.0 to 1.0; got {budget!r}")
@@ -141,11 +141,11 @@ def _budget(budget: int | float | None, step: Step, device: torch.device) -> int
 
 
 class _Search:
-    """One search; see optimal_batch_size."""
+    """The state of one search."""
 
     def __init__(
         self,
-        step: Step,
+        step: ModelStep,
         inputs: tuple[Any, ...],
         device: torch.device,
         optimizer: OptimizerLike | None,
@@ -162,7 +162,7 @@ class _Search:
         self._predicted = functools.cache(self._predict)
 
     def run(self, confirm: bool) -> BatchSizeSearch:
-        """Predict; confirm if asked."""
+        """Predict, and confirm if asked."""
         fits = self._predict_largest()
         slope = self._slope(fits)
         found = BatchSizeSearch(fits, self._budget, self._predicted(fits).total, None, slope, ())
@@ -194,8 +194,8 @@ class _Search:
         return predict_step(self._step, make, self._device, self._optimizer)
 
     def _predict_largest(self) -> int:
-        """The largest batch whose prediction fits: secants between one that fits and one that does not."""
-        low, high = 0, self._maximum + 1  # low fits, or is not known to; high does not, or is not allowed
+        """Return the largest batch whose prediction fits, by secants between one that fits and one that does not."""
+        low, high = 0, self._maximum + 1  # low fits or is untested; high does not fit or is not allowed
         guess = min(2, self._maximum)
         if guess == 2 and self._maximum >= 4:
             slope = (self._predicted(4).total - self._predicted(2).total) / 2
@@ -216,14 +216,14 @@ class _Search:
         return low
 
     def _between(self, low: int, high: int) -> int:
-        """Where the line through the two predictions meets the budget."""
+        """Return the batch at which the line through two predictions meets the budget."""
         if low == 0 or high > self._maximum:
             return (low + high) // 2
         under, over = self._predicted(low).total, self._predicted(high).total
         return low + int((self._budget - under) / (over - under) * (high - low))
 
     def _slope(self, rows: int) -> int:
-        """Bytes that a row adds, around that batch size."""
+        """Return the bytes that a row adds, around that batch size."""
         fewer = max(1, rows // 2)
         if fewer == rows:
             return self._predicted(rows).inputs
@@ -232,7 +232,7 @@ class _Search:
     # --- for real ----------------------------------------------------------------------------------------------------
 
     def _confirm(self, first: int, slope: int) -> tuple[int, int]:
-        """The largest batch that really fits, and its peak: from the predicted one up or down by what was measured."""
+        """Return the largest batch that fits in real runs, and its peak; `first` is the predicted one."""
         good, best_peak, bad = 0, 0, self._maximum + 1
         guess = first
         while len(self._runs) < _RUNS_LIMIT or good == 0:
@@ -255,19 +255,19 @@ class _Search:
         return good, best_peak
 
     def _measure(self, rows: int) -> int | None:
-        """Peak of a real run; None where memory ran out."""
+        """Return the peak of a real run; None if memory ran out."""
         expected = self._predicted(rows)
         state = expected.optimizer_state
         temporaries = expected.activations if expected.phase == "optimizer" else 0
         peak: int | None = None
         try:
-            inputs = resized(self._inputs, rows, self._device)
+            inputs = with_batch(self._inputs, rows, self._device)
             peak = measure_step(
                 self._step, inputs, self._device, limit_bytes=self._budget, placeholder=(state, temporaries)
             )
         except (OutOfMemory, RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        # The error is gone here, and with it the tensors that its traceback held.
+        # The error is released here, with the tensors of its traceback.
         self._runs.append((rows, peak))
         return peak

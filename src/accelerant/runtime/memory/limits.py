@@ -1,4 +1,4 @@
-"""Device memory: limits, what the pool holds, who holds the most, and what to say when it runs out.
+"""Device memory: limits, statistics of the pool, measured peaks, and the message when memory runs out.
 
     apply_limit(0.5, "cuda:0")                 # this process takes at most half of the device
     with limit(2 << 30, "cuda:0"):             # this block takes at most 2 GiB more than is held now
@@ -6,8 +6,8 @@
     print(statistics("cuda:0"))
     trim("cuda:0")                             # unused pool memory back to the device
 
-Torch's CUDA allocator keeps limits itself. On the other backends, where nobody does, buffers are checked by
-`ComputeProvider.check_limit`, and torch's CPU tensors inside `limit` are counted op by op.
+Torch's CUDA allocator keeps limits itself. On other backends buffers are checked by `ComputeProvider.check_limit`, and
+torch's CPU tensors inside `limit` are counted op by op.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from accelerant.config import settings
-from accelerant.errors import ConfigError, OutOfMemory
+from accelerant.errors import ConfigError, OutOfMemory, UnsupportedCase
 from accelerant.runtime import registry
 from accelerant.runtime.host import control_group_room
 from accelerant.runtime.memory.live_set import LiveSet
-from accelerant.runtime.memory.owners import Holder, largest_holders
+from accelerant.runtime.memory.owners import MemoryOwner, largest_owners
 from accelerant.runtime.monitoring.readers import cuda_reader
 from accelerant.runtime.provider import (
     Buffer,
@@ -40,7 +40,7 @@ from accelerant.runtime.provider import (
 from accelerant.runtime.registry import DeviceLike, find_device
 
 __all__ = [
-    "Holder",
+    "MemoryOwner",
     "MemoryStatistics",
     "PeakRecord",
     "allocate",
@@ -49,7 +49,7 @@ __all__ = [
     "bytes_asked_by",
     "describe_out_of_memory",
     "is_out_of_memory",
-    "largest_holders",
+    "largest_owners",
     "limit",
     "peak_recorded",
     "size_text",
@@ -58,27 +58,27 @@ __all__ = [
 ]
 
 _CUDA_ROUNDING = 22 << 20
-"""The CUDA allocator takes memory from the device in segments of 2 and 20 MiB: so much more than was asked."""
+"""The CUDA allocator takes memory from the device in segments of 2 and 20 MiB, so up to this much beyond a request."""
 
 _former_peaks: dict[int, int] = {}
-"""CUDA index -> the peak before peak_recorded() started the allocator's own anew."""
+"""CUDA index -> the peak before peak_recorded() restarted the allocator's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryStatistics:
-    """A device's memory, and this process's pool on it, in bytes. None where the backend does not tell.
+    """A device's memory and this process's pool on it, in bytes; None for a figure that the backend does not report.
 
     Attributes:
         device: "cuda:0", "cpu:0", ...
-        total_bytes, free_bytes: what the device has, and what any process could still take.
-        allocated_bytes: what live tensors and buffers hold (on the CPU: buffers; torch does not count its tensors).
-        reserved_bytes: what the pool holds, live or kept for later.
-        peak_bytes: the most that was allocated at once.
-        limit_bytes: what this process may allocate, where a limit is set.
+        total_bytes, free_bytes: size of the device's memory, and the part available to any process.
+        allocated_bytes: in live tensors and buffers (on the CPU only buffers; torch does not count its tensors).
+        reserved_bytes: held by the pool, in use or cached.
+        peak_bytes: highest allocated_bytes.
+        limit_bytes: limit of this process, if one is set.
         live_blocks: blocks in use.
         pool_blocks: segments that the pool took from the device.
-        fragmentation: the part of the reserved bytes that is free but cannot be given back by trim(), since its
-            segment is partly in use; 0 to 1.
+        fragmentation: share of the reserved bytes, 0 to 1, that is free but in partly used segments, which trim()
+            cannot return.
         out_of_memory: allocations that failed.
         retries: allocations that succeeded after the pool was emptied for them.
     """
@@ -97,7 +97,7 @@ class MemoryStatistics:
     retries: int
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields by name, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -118,16 +118,13 @@ class MemoryStatistics:
 
 
 def apply_limit(fraction: float | None = None, device: DeviceLike = "auto") -> int:
-    """Let this process take at most a part of a device's memory, from now on.
+    """Limit this process to a fraction of a device's memory, and return the limit in bytes.
 
-    On CUDA torch's allocator keeps to it, so it holds for tensors too. Elsewhere it holds for buffers.
+    On CUDA the limit holds for tensors and buffers, elsewhere for buffers.
 
     Args:
         fraction: above 0 to 1; the setting memory_fraction by default. 1 lifts the limit.
-        device: of which device.
-
-    Returns:
-        the limit in bytes.
+        device: device to limit.
 
     Raises:
         ConfigError: a fraction outside (0, 1], or no such device.
@@ -141,11 +138,11 @@ def apply_limit(fraction: float | None = None, device: DeviceLike = "auto") -> i
 
 
 def allocate(size_bytes: int, device: DeviceLike = "auto") -> Buffer:
-    """A buffer, within the limits; where the device has no room, after trim() once more.
+    """Allocate a buffer within the limits; if the device is full, try once more after trim().
 
     Raises:
         ShapeError: a negative size.
-        OutOfMemory: a limit would be passed, or there is no room; says what would help.
+        OutOfMemory: a limit would be passed, or the device is full; the message says what may help.
     """
     found = find_device(device)
     provider = registry.create(found.backend)
@@ -153,7 +150,7 @@ def allocate(size_bytes: int, device: DeviceLike = "auto") -> Buffer:
     with contextlib.suppress(OutOfMemory):
         return provider.allocate(size_bytes, found.index)
     trim(found)
-    counts = allocation_failures.setdefault(_key(found), [0, 0])
+    counts = allocation_failures.setdefault((found.backend, found.index), [0, 0])
     try:
         buffer = provider.allocate(size_bytes, found.index)
     except OutOfMemory as error:
@@ -165,11 +162,11 @@ def allocate(size_bytes: int, device: DeviceLike = "auto") -> Buffer:
 
 @contextmanager
 def limit(limit_bytes: int, device: DeviceLike = "auto") -> Iterator[None]:
-    """Refuse, inside the block, whatever would hold more than so many bytes beyond what is held at its start.
+    """Limit the memory that a block of code may hold beyond what is held at its start.
 
-    CUDA: the whole process's tensors and buffers. The allocator refuses what would pass the limit by more than one of
-    its segments (22 MiB); less than that is noticed at the end of the block. Other backends: buffers, when they are
-    allocated; on the CPU also the tensors of this thread, after the op that made them.
+    CUDA: tensors and buffers of the whole process. The allocator refuses a request that passes the limit by more than
+    one of its segments (22 MiB); a smaller excess raises at the end of the block. Other backends: buffers, when they
+    are allocated; on the CPU also this thread's tensors, after the op that made them.
 
     Raises:
         ConfigError: a negative limit, or no such device.
@@ -182,13 +179,13 @@ def limit(limit_bytes: int, device: DeviceLike = "auto") -> Iterator[None]:
         with _cuda_limit(limit_bytes, found):
             yield
         return
-    ceiling = registry.create(found.backend).memory(found.index).allocated_bytes + limit_bytes
-    push_limit(found, ceiling)
+    limit_total = registry.create(found.backend).memory(found.index).allocated_bytes + limit_bytes
+    push_limit(found, limit_total)
     try:
         with LiveSet("cpu", limit_bytes=limit_bytes) if found.backend == "cpu" else contextlib.nullcontext():
             yield
     finally:
-        pop_limit(found, ceiling)
+        pop_limit(found, limit_total)
 
 
 @contextmanager
@@ -204,12 +201,12 @@ def _cuda_limit(limit_bytes: int, device: ComputeDevice) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         asked = bytes_asked_by(error)
         named = "an allocation" if asked is None else f"an allocation of {asked:,} bytes"
-        raise OutOfMemory(f"{named} on {_name(device)} passes the limit of {limit_bytes:,} more bytes") from error
+        raise OutOfMemory(f"{named} on {device.label} passes the limit of {limit_bytes:,} more bytes") from error
     finally:
         torch.cuda.set_per_process_memory_fraction(before, index)
     if record.growth_bytes > limit_bytes:
         raise OutOfMemory(
-            f"{record.growth_bytes:,} more bytes were held on {_name(device)}; the limit is {limit_bytes:,}"
+            f"{record.growth_bytes:,} more bytes were held on {device.label}; the limit is {limit_bytes:,}"
         )
 
 
@@ -217,17 +214,18 @@ def _cuda_limit(limit_bytes: int, device: ComputeDevice) -> Iterator[None]:
 
 
 def statistics(device: DeviceLike = "auto") -> MemoryStatistics:
-    """A device's memory and this process's pool on it.
+    """Return the state of a device's memory and of this process's pool on it.
 
     Raises:
         ConfigError, BackendUnavailable: no such device.
     """
     found = find_device(device)
     info = registry.create(found.backend).memory(found.index)
-    ceilings = allocation_limits.get(_key(found))
-    failures, retries = allocation_failures.get(_key(found), (0, 0))
+    key = (found.backend, found.index)
+    limits = allocation_limits.get(key)
+    failures, retries = allocation_failures.get(key, (0, 0))
     blocks = segments = fragmentation = None
-    most, peak = min(ceilings) if ceilings else None, info.peak_bytes
+    limit_bytes, peak = min(limits) if limits else None, info.peak_bytes
     if found.backend == "cuda":
         figures = torch.cuda.memory_stats(found.index)
         failures, retries = int(figures.get("num_ooms", 0)), int(figures.get("num_alloc_retries", 0))
@@ -235,16 +233,16 @@ def statistics(device: DeviceLike = "auto") -> MemoryStatistics:
         stuck = int(figures.get("inactive_split_bytes.all.current", 0))
         fragmentation = stuck / info.reserved_bytes if info.reserved_bytes else 0.0
         fraction = torch.cuda.get_per_process_memory_fraction(found.index)
-        most = int(fraction * info.total_bytes) if fraction < 1.0 else None
+        limit_bytes = int(fraction * info.total_bytes) if fraction < 1.0 else None
         peak = max(peak, _former_peaks.get(found.index, 0))
     return MemoryStatistics(
-        device=_name(found),
+        device=found.label,
         total_bytes=info.total_bytes,
         free_bytes=info.free_bytes,
         allocated_bytes=info.allocated_bytes,
         reserved_bytes=info.reserved_bytes,
         peak_bytes=peak,
-        limit_bytes=most,
+        limit_bytes=limit_bytes,
         live_blocks=blocks,
         pool_blocks=segments,
         fragmentation=fragmentation,
@@ -254,7 +252,7 @@ def statistics(device: DeviceLike = "auto") -> MemoryStatistics:
 
 
 class PeakRecord:
-    """What peak_recorded() saw; complete once its block has ended.
+    """The result of peak_recorded(); complete once its block has ended.
 
     Attributes:
         before_bytes: allocated when the block began.
@@ -267,47 +265,61 @@ class PeakRecord:
 
     @property
     def growth_bytes(self) -> int:
-        """The most that was allocated at once beyond what was there before."""
+        """The most that was allocated at once beyond what was allocated before."""
         return self.peak_bytes - self.before_bytes
 
 
 @contextmanager
 def peak_recorded(device: DeviceLike) -> Iterator[PeakRecord]:
-    """Measure the peak of the CUDA allocator inside a block.
+    """Measure the peak of allocated memory inside a block.
 
-    It starts the allocator's peak anew; `statistics` still knows the former one. cuBLAS's workspaces are given back
-    first, so that the block's own count, whatever ran before it.
+    CUDA: the allocator's, of the whole process. Its peak is restarted, though `statistics` still reports the former
+    one, and cuBLAS's workspaces are freed first, so that the block's own count whatever ran before. CPU: storages that
+    ops of this thread return inside the block, counted one op at a time, and buffers.
+
+    Raises:
+        UnsupportedCase: a backend that counts neither.
     """
-    index = find_device(device).index
-    torch.cuda.synchronize(index)
-    torch._C._cuda_clearCublasWorkspaces()
-    _former_peaks[index] = max(_former_peaks.get(index, 0), torch.cuda.max_memory_allocated(index))
-    torch.cuda.reset_peak_memory_stats(index)
-    record = PeakRecord(torch.cuda.memory_allocated(index))
-    try:
-        yield record
-    finally:
-        record.peak_bytes = torch.cuda.max_memory_allocated(index)
+    found = find_device(device)
+    if found.backend == "cuda":
+        index = found.index
+        torch.cuda.synchronize(index)
+        torch._C._cuda_clearCublasWorkspaces()
+        _former_peaks[index] = max(_former_peaks.get(index, 0), torch.cuda.max_memory_allocated(index))
+        torch.cuda.reset_peak_memory_stats(index)
+        record = PeakRecord(torch.cuda.memory_allocated(index))
+        try:
+            yield record
+        finally:
+            record.peak_bytes = torch.cuda.max_memory_allocated(index)
+        return
+    if found.backend != "cpu":
+        raise UnsupportedCase(f"peaks are measured on cuda and cpu; {found.label} reports none")
+    provider = registry.create("cpu")
+    record = PeakRecord(provider.memory().allocated_bytes)
+    with LiveSet("cpu") as live:
+        try:
+            yield record
+        finally:
+            buffers = max(record.before_bytes, provider.memory().allocated_bytes)
+            record.peak_bytes = buffers + live.peak_bytes
 
 
 def available_bytes(device: DeviceLike = "auto") -> int:
-    """What this process could still allocate on a device, its own unused pool included, within its limits."""
+    """Return the bytes that this process can still allocate within its limits, its own unused pool included."""
     found = find_device(device)
     info = registry.create(found.backend).memory(found.index)
     room = info.free_bytes + info.reserved_bytes - info.allocated_bytes
-    most = statistics(found).limit_bytes
-    if most is not None:
-        room = min(room, most - info.allocated_bytes)
+    limit_bytes = statistics(found).limit_bytes
+    if limit_bytes is not None:
+        room = min(room, limit_bytes - info.allocated_bytes)
     if found.backend == "cpu":
         room = min(room, control_group_room())
     return max(0, room)
 
 
 def trim(device: DeviceLike = "auto") -> int:
-    """Give the pool's unused memory back to the device.
-
-    Returns:
-        how many bytes went back.
+    """Return the pool's unused memory to the device, and the number of bytes returned.
 
     Raises:
         ConfigError, BackendUnavailable: no such device.
@@ -327,14 +339,14 @@ _UNITS = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: ours, torch's on a device, torch's on the host, Python's."""
+    """Return whether an error reports exhausted memory: of this library, torch (device or host) or Python."""
     if isinstance(error, (OutOfMemory, torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def bytes_asked_by(error: BaseException) -> int | None:
-    """The size that could not be allocated, read from the error's text, as exactly as that gives it."""
+    """Return the size that could not be allocated, parsed from the error's text, with the text's precision."""
     match = _ASKED.search(str(error))
     if match is None:
         return None
@@ -343,32 +355,31 @@ def bytes_asked_by(error: BaseException) -> int | None:
 
 
 def describe_out_of_memory(op: str, asked: int | BaseException | None, device: DeviceLike) -> str:
-    """What to tell when an op ran out of memory. Allocates nothing on the device.
+    """Return the message for an op that ran out of memory; allocates nothing on the device.
 
     Args:
-        op: what was running.
-        asked: the bytes that it asked for, or the error that it met (torch's or ours), or None.
-        device: on which device.
+        op: name of the op.
+        asked: bytes requested, or the error of the allocation, or None.
+        device: where memory ran out.
     """
     found = find_device(device)
-    name = _name(found)
     size = bytes_asked_by(asked) if isinstance(asked, BaseException) else asked
     wanted = "an unknown size" if size is None else f"{size:,} bytes ({size_text(size)})"
     try:
         figures = statistics(found)
-        holders = largest_holders(found, 5)
+        owners = largest_owners(found, 5)
     except RuntimeError as error:  # the device itself no longer answers
-        return f"{op}: out of memory on {name}; asked for {wanted}; no figures: {error}"
+        return f"{op}: out of memory on {found.label}; asked for {wanted}; no figures: {error}"
     unused = figures.reserved_bytes - figures.allocated_bytes
     lines = [
-        f"{op}: out of memory on {name}",
+        f"{op}: out of memory on {found.label}",
         f"  asked   {wanted}",
         f"  free    {figures.free_bytes:,} of {figures.total_bytes:,} bytes",
         f"  held    {figures.allocated_bytes:,} by this process, and {unused:,} unused in its pool",
     ]
     if figures.limit_bytes is not None:
         lines.append(f"  limit   {figures.limit_bytes:,} bytes for this process")
-    lines += [f"  largest {holder}" for holder in holders]
+    lines += [f"  largest {owner}" for owner in owners]
     lines += [f"  others  {text}" for text in _others(found, figures)]
     lines += [f"  try     {text}" for text in _advice(figures, unused, size)]
     return "\n".join(lines)
@@ -389,34 +400,24 @@ def _advice(figures: MemoryStatistics, unused: int, size: int | None) -> list[st
 
 
 def _others(device: ComputeDevice, figures: MemoryStatistics) -> list[str]:
-    """What other processes hold; by process where NVML tells."""
+    """Describe the memory of other processes; by process where NVML reports it."""
     if device.backend != "cuda":
         return []
     together = max(0, figures.total_bytes - figures.free_bytes - figures.reserved_bytes)
     lines = [f"{size_text(together)} by other processes and CUDA's own contexts"]
-    figures_there, _ = cuda_reader(device).read(("processes",))
-    others = [each for each in figures_there.get("processes", ()) if each.pid != os.getpid()]
-    lines += [
-        f"{'an unknown size' if each.memory_bytes is None else size_text(each.memory_bytes)} by process {each.pid}"
-        f"{f' ({each.name})' if each.name else ''}"
-        for each in others[:3]
-    ]
+    figures_by_name, _ = cuda_reader(device).read(("processes",))
+    others = [process for process in figures_by_name.get("processes", ()) if process.pid != os.getpid()]
+    for process in others[:3]:
+        size = "an unknown size" if process.memory_bytes is None else size_text(process.memory_bytes)
+        lines.append(f"{size} by process {process.pid}{f' ({process.name})' if process.name else ''}")
     return lines
 
 
 def size_text(size_bytes: int) -> str:
-    """A size for people: "1.5 GiB"."""
+    """Format a size for people: "1.5 GiB"."""
     value = float(size_bytes)
     for unit in ("bytes", "KiB", "MiB"):
         if abs(value) < 1024:
             return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} GiB"
-
-
-def _key(device: ComputeDevice) -> tuple[str, int]:
-    return device.backend, device.index
-
-
-def _name(device: ComputeDevice) -> str:
-    return f"{device.backend}:{device.index}"

@@ -1,6 +1,6 @@
-"""Who holds a device's memory: the largest live tensors and buffers that Python can see, and what refers to them.
+"""Owners of device memory: the largest live tensors and buffers that Python can see, and what refers to them.
 
-Tensors that only C++ holds (saved for a backward pass, inside a captured graph) have no Python object and are not seen.
+Tensors that only C++ holds (saved for a backward pass, in a captured graph) have no Python object and are not seen.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from accelerant.errors import ConfigError
 from accelerant.runtime.provider import Buffer, ComputeDevice
 from accelerant.runtime.registry import DeviceLike, find_device
 
-__all__ = ["Holder", "largest_holders"]
+__all__ = ["MemoryOwner", "largest_owners"]
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """A piece of device memory that is alive.
+class MemoryOwner:
+    """A live storage on a device.
 
     Attributes:
-        size_bytes: of the whole storage, which may be more than the tensor shows.
+        size_bytes: of the whole storage, which may be larger than the tensor.
         shape, dtype: of the largest tensor on it; empty for a buffer.
         kind: "Tensor", "Parameter", "Buffer", ...
-        held_by: what refers to it, as far as that is cheap to know; empty where it is not.
+        held_by: what refers to it, if that is cheap to find; else empty.
     """
 
     size_bytes: int
@@ -43,10 +43,10 @@ class Holder:
         return f"{self.size_bytes:,} bytes: {what}" + (f", {self.held_by}" if self.held_by else "")
 
 
-def largest_holders(device: DeviceLike = "auto", n: int = 5) -> list[Holder]:
-    """The n largest live storages on a device, the largest first; each storage once.
+def largest_owners(device: DeviceLike = "auto", n: int = 5) -> list[MemoryOwner]:
+    """Return the n largest live storages on a device, the largest first.
 
-    Walks everything that Python's collector tracks: some 50 ms in a large process.
+    Walks all objects that Python's garbage collector tracks: some 50 ms in a large process.
 
     Raises:
         ConfigError: a negative n, or no such device.
@@ -58,27 +58,27 @@ def largest_holders(device: DeviceLike = "auto", n: int = 5) -> list[Holder]:
     modules: list[nn.Module] = []
     optimizers: list[torch.optim.Optimizer] = []
     for thing in gc.get_objects():
-        kind = type(thing)  # not isinstance: it would ask proxies for their class, and start them
+        kind = type(thing)  # not isinstance, which would resolve lazy proxies
         if issubclass(kind, Tensor):
-            place = None if issubclass(kind, FakeTensor) else _tensor_place(thing, found)
+            storage = None if issubclass(kind, FakeTensor) else _tensor_storage(thing, found)
         elif issubclass(kind, Buffer):
-            place = _buffer_place(thing, found)
+            storage = _buffer_storage(thing, found)
         else:
             if issubclass(kind, nn.Module):
                 modules.append(thing)
             elif issubclass(kind, torch.optim.Optimizer):
                 optimizers.append(thing)
             continue
-        if place is not None and _extent(thing) > _extent(largest.get(place[0], (0, None))[1]):
-            largest[place[0]] = place[1], thing
+        if storage is not None and _extent(thing) > _extent(largest.get(storage[0], (0, None))[1]):
+            largest[storage[0]] = storage[1], thing
     top = sorted(largest.values(), key=lambda pair: -pair[0])[:n]
     names = _names(modules, optimizers) if top else {}
     own = {id(pair) for pair in top}
-    return [_holder(size, thing, names, own) for size, thing in top]
+    return [_owner(size, thing, names, own) for size, thing in top]
 
 
-def _tensor_place(tensor: Tensor, device: ComputeDevice) -> tuple[int, int] | None:
-    """Address and size of a tensor's storage, if it is on the device."""
+def _tensor_storage(tensor: Tensor, device: ComputeDevice) -> tuple[int, int] | None:
+    """Return address and size of a tensor's storage, if it is on the device."""
     where = tensor.device
     if where.type != device.torch_type or (where.index or 0) != device.index:
         return None
@@ -89,7 +89,7 @@ def _tensor_place(tensor: Tensor, device: ComputeDevice) -> tuple[int, int] | No
         return None
 
 
-def _buffer_place(buffer: Buffer, device: ComputeDevice) -> tuple[int, int] | None:
+def _buffer_storage(buffer: Buffer, device: ComputeDevice) -> tuple[int, int] | None:
     owner = type(buffer.owner)
     backend = "cuda" if issubclass(owner, Tensor) else owner.__module__.rpartition(".")[2]
     if backend != device.backend or buffer.device != device.index or not buffer.size_bytes:
@@ -98,14 +98,14 @@ def _buffer_place(buffer: Buffer, device: ComputeDevice) -> tuple[int, int] | No
 
 
 def _extent(thing: Any) -> int:
-    """How much of its storage it shows: of several views, the largest is named."""
+    """Return the bytes of its storage that an object shows: of several views, the largest is reported."""
     if thing is None:
         return -1
     return int(thing.size_bytes if isinstance(thing, Buffer) else thing.numel() * thing.element_size())
 
 
 def _names(modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[int, str]:
-    """Names of parameters, their gradients, buffers and optimizer state, by the tensor's id."""
+    """Return the names of parameters, their gradients, buffers and optimizer state, by the tensor's id."""
     names: dict[int, str] = {}
     inner = {id(child) for module in modules for child in module._modules.values()}
     for module in modules:
@@ -127,16 +127,16 @@ def _names(modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) ->
     return names
 
 
-def _holder(size: int, thing: Any, names: dict[int, str], own: set[int]) -> Holder:
+def _owner(size: int, thing: Any, names: dict[int, str], own: set[int]) -> MemoryOwner:
     kind = type(thing).__name__
     held_by = names.get(id(thing)) or _referrer(thing, own)
     if isinstance(thing, Buffer):
-        return Holder(size, (), "", kind, held_by)
-    return Holder(size, tuple(thing.shape), str(thing.dtype).removeprefix("torch."), kind, held_by)
+        return MemoryOwner(size, (), "", kind, held_by)
+    return MemoryOwner(size, tuple(thing.shape), str(thing.dtype).removeprefix("torch."), kind, held_by)
 
 
 def _referrer(thing: Any, own: set[int]) -> str:
-    """A module's variable of that name, or the container or object that refers to it; `own` are this module's."""
+    """Return the module variable, container or object that refers to a thing, other than those in `own`."""
     for name, module in list(sys.modules.items()):
         for variable, value in list(getattr(module, "__dict__", {}).items()):
             if value is thing:

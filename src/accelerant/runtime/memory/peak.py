@@ -1,11 +1,16 @@
-"""Peak memory of a step: predicted from shapes without touching the device, and measured beside it.
+"""Peak memory of a training or inference step: predicted from shapes, and measured.
 
     print(predict_peak(model, idx, targets, call=GPT.loss, optimizer=torch.optim.AdamW))
     print(compare_peak(model, idx, targets, call=GPT.loss))
 
-The prediction runs the step on fake tensors, which have shapes and no memory, and counts the storages alive after each
-op, forward and backward. It knows any op with a fake implementation, ours included. What a kernel allocates inside one
-op it can only guess: that is the figure `workspace`.
+The prediction runs the step on fake tensors, which have shapes and no memory, and counts the live storages after each
+op, forward and backward. Fused layers and own implementations run as they do on real tensors, without launching a
+kernel; other ops need a fake implementation. Memory that a library's kernel allocates inside one op is estimated: the
+figure `workspace`.
+
+A real run does not touch the model's own tensors: it uses parameters that share the values but have gradients of their
+own, and copies of the buffers. Everything else that a step changes (random state, train or eval mode, attributes of
+modules, cached memory) is restored.
 """
 
 from __future__ import annotations
@@ -36,20 +41,20 @@ from accelerant.runtime.memory.limits import peak_recorded, size_text
 from accelerant.runtime.memory.live_set import CUDA_GRANULARITY, LiveSet, predicting, storage_bytes
 
 __all__ = [
+    "ModelStep",
     "OptimizerLike",
     "PeakComparison",
     "PeakPrediction",
-    "Step",
-    "bound",
+    "bind_forward",
     "compare_peak",
     "device_of",
     "measure_step",
     "predict_peak",
     "predict_step",
-    "resized",
+    "restored_state",
     "run_step",
-    "stand_ins",
-    "undisturbed",
+    "shadow_parameters",
+    "with_batch",
 ]
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -58,17 +63,17 @@ OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.opt
 
 @dataclass(frozen=True, slots=True)
 class PeakPrediction:
-    """What is alive when the most is, in bytes; the parts add up to the total.
+    """Memory at the peak of a step, in bytes; the parts add up to the total.
 
     Attributes:
         parameters: parameters and buffers.
         inputs: the example inputs.
-        gradients: those gradients that are there at the peak.
-        optimizer_state: from the second step on.
-        activations: everything else: intermediate results, results, temporaries of the optimizer.
-        workspace: a guess of what kernels allocate inside one op (0 on the CPU).
+        gradients: those that exist at the peak.
+        optimizer_state: as from the second step on.
+        activations: everything else: intermediate results, results, the optimizer's temporaries.
+        workspace: estimate of what kernels allocate inside one op (0 on the CPU).
         total: the sum.
-        phase: where the peak is: "forward", "backward" or "optimizer".
+        phase: "forward", "backward" or "optimizer".
     """
 
     parameters: int
@@ -81,7 +86,7 @@ class PeakPrediction:
     phase: str
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields by name, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -92,12 +97,12 @@ class PeakPrediction:
 
 @dataclass(frozen=True, slots=True)
 class PeakComparison:
-    """A prediction beside the truth.
+    """A prediction and a measurement.
 
     Attributes:
         predicted: from shapes.
-        measured_bytes: CUDA: what the allocator counted; CPU: what the same count of live storages gives on a real run.
-        device: where it ran.
+        measured_bytes: CUDA: the allocator's count; CPU: the live storages of a real run.
+        device: device of the run.
     """
 
     predicted: PeakPrediction
@@ -106,7 +111,7 @@ class PeakComparison:
 
     @property
     def error(self) -> float:
-        """The prediction's deviation from what was measured: 0.03 is 3% too high."""
+        """Relative error of the prediction: 0.03 is 3% too high."""
         return self.predicted.total / self.measured_bytes - 1.0 if self.measured_bytes else math.inf
 
     def __str__(self) -> str:
@@ -123,22 +128,21 @@ def predict_peak(
     backward: bool = True,
     optimizer: OptimizerLike | None = None,
 ) -> PeakPrediction:
-    """Peak memory of a step, from shapes; nothing runs on the device and nothing is changed.
+    """Predict the peak memory of a step from shapes; nothing runs on the device and nothing is changed.
 
     Args:
         target: a module, or a function of tensors.
-        inputs: what it is called with: tensors, or lists, tuples and dicts of them. Only their shapes, dtypes and
-            devices are read.
-        call: how the module is used: call(module, *inputs); module(*inputs) by default. With backward, let it return
-            the loss: a larger result is given a gradient of its own size.
-        backward: a training step; if not, an inference under no_grad.
-        optimizer: steps after the backward pass, its state there from before.
+        inputs: arguments: tensors, or lists, tuples and dicts of them. Only shapes, dtypes and devices are read.
+        call: how the module is used, call(module, *inputs); module(*inputs) by default. With backward, it should return
+            the loss: a larger result gets a gradient of its own size.
+        backward: whether it is a training step, or an inference under no_grad.
+        optimizer: steps after the backward pass, with its state already allocated.
 
     Raises:
-        ConfigError: arguments that do not go together.
+        ConfigError: arguments that exclude each other.
         UnsupportedCase: control flow or shapes depend on values, or an op has no fake implementation; names it.
     """
-    step = Step(target, call, backward)
+    step = ModelStep(target, call, backward)
     return predict_step(step, lambda fake: _faked(fake, inputs), device_of(step, inputs), optimizer)
 
 
@@ -149,12 +153,12 @@ def compare_peak(
     backward: bool = True,
     optimizer: OptimizerLike | None = None,
 ) -> PeakComparison:
-    """Predict the peak, then run two steps for real and measure the second's.
+    """Predict the peak, then run a real step (two with an optimizer) and measure it.
 
-    Arguments and errors are predict_peak's. The model is left as it was: gradients, buffers, modes and random state are
-    put back; with an optimizer, the parameters' values are copied to the host and back.
+    Arguments and errors are those of predict_peak. The model is unchanged afterwards: gradients, buffers, modes and
+    random state are restored; with an optimizer, the parameters' values are copied to the host and back.
     """
-    step = Step(target, call, backward)
+    step = ModelStep(target, call, backward)
     device = device_of(step, inputs)
     predicted = predict_peak(target, *inputs, call=call, backward=backward, optimizer=optimizer)
     measured = measure_step(step, inputs, device, optimizer)
@@ -165,12 +169,12 @@ def compare_peak(
 
 
 def predict_step(
-    step: Step,
+    step: ModelStep,
     make_inputs: Callable[[FakeTensorMode], tuple[Any, ...]],
     device: torch.device,
     optimizer: OptimizerLike | None = None,
 ) -> PeakPrediction:
-    """As predict_peak; the inputs are made inside the fake mode, so that they may have any size."""
+    """Predict as predict_peak does, with inputs that are made inside the fake mode and may have any size."""
     if optimizer is not None and not step.backward:
         raise ConfigError("an optimizer needs gradients; got backward=False")
     rounding = _granularity(device)
@@ -180,35 +184,35 @@ def predict_step(
     try:
         # One thread: the modes are this thread's own, and autograd would use another one for a CUDA device.
         with (
-            undisturbed(step, torch.device("meta")),
+            restored_state(step, torch.device("meta")),
             torch.autograd.set_multithreading_enabled(False),
             predicting() as fake,
         ):
             state = {name: fake.from_tensor(tensor) for name, tensor in step.tensors().items()}
-            made = make_inputs(fake)
-            parameters, inputs = live.hold(state), live.hold(made)
-            forward = bound(step, state, made)
+            fakes = make_inputs(fake)
+            parameters, inputs = live.hold(state), live.hold(fakes)
+            forward = bind_forward(step, state, fakes)
             with live:
                 result, gradients = run_step(forward, step.backward, lambda: after_forward.append(live.peak_bytes))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedCase(f"the step depends on values, not on shapes alone ({error}): no prediction") from error
     except UnsupportedOperatorException as error:
         raise UnsupportedCase(f"{error} has no fake implementation: no prediction") from error
-    peak, here = live.peak_bytes, live.alive_at_peak(gradients)
+    peak, gradient_bytes = live.peak_bytes, live.alive_at_peak(gradients)
     phase = "backward" if peak > after_forward[0] else "forward"
     state_bytes = 0
     if optimizer is not None:
         state_bytes, temporaries = _optimizer_bytes(optimizer, step, rounding)
         if live.live_bytes + temporaries > peak:
             peak, phase = live.live_bytes + temporaries, "optimizer"
-            here = storage_bytes(gradients, device.type, rounding)
+            gradient_bytes = storage_bytes(gradients, device.type, rounding)
     del result
     return PeakPrediction(
         parameters=parameters,
         inputs=inputs,
-        gradients=here,
+        gradients=gradient_bytes,
         optimizer_state=state_bytes,
-        activations=peak - parameters - inputs - here,
+        activations=peak - parameters - inputs - gradient_bytes,
         workspace=workspace.size_bytes,
         total=peak + state_bytes + workspace.size_bytes,
         phase=phase,
@@ -228,10 +232,10 @@ def _faked(fake: FakeTensorMode, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _Workspace:
-    """Guesses what CUDA kernels allocate inside one op.
+    """An estimate of the memory that CUDA kernels allocate inside one op.
 
-    That is cuBLAS's workspace, kept from the first product on by each thread that multiplies (autograd's is another
-    than the caller's), and the largest temporary of convolutions and attention.
+    It consists of cuBLAS's workspace, which each thread that multiplies keeps from its first product on (autograd's
+    thread is not the caller's), and of the largest temporary of convolutions and attention.
     """
 
     def __init__(self, device: torch.device, threads: int) -> None:
@@ -243,11 +247,11 @@ class _Workspace:
 
     @property
     def size_bytes(self) -> int:
-        """The guess for the ops seen."""
+        """The estimate for the ops seen so far."""
         return self._threads * self._products + self._largest
 
     def see(self, name: str, args: Sequence[Any], result: Any) -> None:
-        """Look at an op."""
+        """Update the estimate with an op."""
         if not self._cuda:
             return
         op = name.partition("::")[2].partition(".")[0]
@@ -255,7 +259,7 @@ class _Workspace:
             wide = torch.cuda.is_available() and torch.cuda.get_device_capability(self._device)[0] >= 9
             self._products = (32 << 20) if wide else (8 << 20) + (128 << 10)  # torch's defaults
         elif "convolution" in op:
-            # cuDNN may turn the layout of an operand around, or build a matrix as large as the two together.
+            # cuDNN may transpose an operand, or build a matrix as large as both together
             self._largest = max(self._largest, storage_bytes([list(args[:3]), result], "cuda"))
         elif op.endswith("attention_backward"):
             query = args[1]
@@ -265,61 +269,63 @@ class _Workspace:
 # --- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-def _optimizer_bytes(optimizer: OptimizerLike, step: Step, granularity: int) -> tuple[int, int]:
-    """What an optimizer keeps, and what its step allocates beyond that: run on the meta device."""
+def _optimizer_bytes(optimizer: OptimizerLike, step: ModelStep, granularity: int) -> tuple[int, int]:
+    """Return the bytes of an optimizer's state and of its step's temporaries, by a run on the meta device."""
     if not isinstance(step.target, nn.Module):
         raise ConfigError("an optimizer steps the parameters of a module; the target is a function")
     own = [parameter for parameter in step.target.parameters() if parameter.requires_grad]
-    twin, fused = _on_meta(optimizer, own)
+    copied, fused = _on_meta(optimizer, own)
     live = LiveSet("meta", granularity=granularity)
-    live.hold([[parameter, parameter.grad] for group in twin.param_groups for parameter in group["params"]])
+    live.hold([[parameter, parameter.grad] for group in copied.param_groups for parameter in group["params"]])
     before = live.live_bytes
     try:
         with live:
-            twin.step()
+            copied.step()
             kept = live.live_bytes
             live.reset_peak()
-            twin.step()
+            copied.step()
     except (RuntimeError, TypeError) as error:  # needs values, or a closure
-        raise UnsupportedCase(f"{type(twin).__name__} does not step without values: {error}") from error
+        raise UnsupportedCase(f"{type(copied).__name__} does not step without values: {error}") from error
     return kept - before, 0 if fused else live.peak_bytes - kept
 
 
 def _on_meta(optimizer: OptimizerLike, own: list[nn.Parameter]) -> tuple[torch.optim.Optimizer, bool]:
-    """The optimizer on parameters without memory, its state empty; and whether its step is one kernel."""
+    """Return the optimizer on parameters without memory and with empty state, and whether its step is one kernel."""
     if isinstance(optimizer, torch.optim.Optimizer):
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        twin = twin_of(optimizer, {id(parameter): _meta(parameter) for parameter in given})
+        copied = copy_optimizer(optimizer, {id(parameter): _meta(parameter) for parameter in given})
         cuda = any(parameter.device.type == "cuda" for parameter in given)
     else:
-        twin = _made(optimizer, [_meta(parameter) for parameter in own])
+        copied = _make_optimizer(optimizer, [_meta(parameter) for parameter in own])
         cuda = any(parameter.device.type == "cuda" for parameter in own)
-    fused = any(group.get("fused") for group in twin.param_groups)
-    for group in twin.param_groups:
+    fused = any(group.get("fused") for group in copied.param_groups)
+    for group in copied.param_groups:
         if group.get("capturable"):
             group["capturable"] = False
         if group.get("fused"):
             group["fused"], group["foreach"] = False, False
         elif cuda and group.get("foreach", False) is None:
             group["foreach"] = True  # torch's default on CUDA
-    return twin, fused
+    return copied, fused
 
 
-def _made(optimizer: Callable[[list[nn.Parameter]], Any], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _make_optimizer(
+    optimizer: Callable[[list[nn.Parameter]], Any], parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
     made = optimizer(parameters)
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: wanted one, or what makes one from parameters; that made {type(made).__name__}")
     return made
 
 
-def twin_of(optimizer: torch.optim.Optimizer, parameters: dict[int, nn.Parameter]) -> torch.optim.Optimizer:
-    """A copy of an optimizer without its state, on other parameters, given by the id of those that they stand for."""
+def copy_optimizer(optimizer: torch.optim.Optimizer, parameters: dict[int, nn.Parameter]) -> torch.optim.Optimizer:
+    """Copy an optimizer without its state onto other parameters, given by the id of those they replace."""
     memo: dict[int, Any] = dict(parameters)
     for state in optimizer.state.values():
-        memo.update({id(value): value for value in state.values() if isinstance(value, Tensor)})  # not worth a copy
-    twin = copy.deepcopy(optimizer, memo)
-    twin.state.clear()
-    return twin
+        memo.update({id(value): value for value in state.values() if isinstance(value, Tensor)})  # not copied
+    copied = copy.deepcopy(optimizer, memo)
+    copied.state.clear()
+    return copied
 
 
 def _meta(parameter: nn.Parameter) -> nn.Parameter:
@@ -332,7 +338,7 @@ def _meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def measure_step(
-    step: Step,
+    step: ModelStep,
     inputs: tuple[Any, ...],
     device: torch.device,
     optimizer: OptimizerLike | None = None,
@@ -340,41 +346,41 @@ def measure_step(
     limit_bytes: int | None = None,
     placeholder: tuple[int, int] = (0, 0),
 ) -> int:
-    """The peak of a real run, its parameters and inputs included; leaves nothing behind.
+    """Measure the peak of a real run, with its parameters and inputs; the model is unchanged afterwards.
 
     Args:
-        step, inputs, device: what runs where.
-        optimizer: steps too; the parameters get their values back from the host.
-        limit_bytes: on the CPU, stop where more than this is alive.
-        placeholder: bytes to hold all the time, and after backward, in place of an optimizer.
+        step, inputs, device: the step, its arguments and its device.
+        optimizer: steps too; the parameters' values are restored from the host.
+        limit_bytes: on the CPU, stop when more than this is alive.
+        placeholder: bytes allocated throughout, and after the backward pass, in place of an optimizer.
 
     Raises:
         OutOfMemory, torch.OutOfMemoryError: it does not fit.
     """
-    with undisturbed(step, device):
-        state = stand_ins(step)
-        rehearsal = _Rehearsal(step, state, inputs, optimizer, placeholder)
+    with restored_state(step, device):
+        state = shadow_parameters(step)
+        run = _RealRun(step, state, inputs, optimizer, placeholder)
         try:
             if device.type == "cuda":
                 held = storage_bytes([state, inputs], "cuda", CUDA_GRANULARITY)
                 with peak_recorded(device) as record:
-                    rehearsal.run(device)
+                    run.steps(device)
                 return held + record.growth_bytes
             live = LiveSet(device.type, limit_bytes=limit_bytes)
             live.hold([state, inputs])
             with live:
-                rehearsal.run(device)
+                run.steps(device)
             return live.peak_bytes
         finally:
-            rehearsal.restore()
+            run.restore()
 
 
-class _Rehearsal:
-    """Two steps on stand-ins, the second with whatever the first created."""
+class _RealRun:
+    """A step on shadow parameters; two with an optimizer, so that its state exists in the second."""
 
     def __init__(
         self,
-        step: Step,
+        step: ModelStep,
         state: dict[str, Tensor],
         inputs: tuple[Any, ...],
         optimizer: OptimizerLike | None,
@@ -382,7 +388,7 @@ class _Rehearsal:
     ) -> None:
         self._step = step
         self._trained = [tensor for name, tensor in state.items() if isinstance(tensor, nn.Parameter)]
-        self._forward = bound(step, state, inputs)
+        self._forward = bind_forward(step, state, inputs)
         self._placeholder = placeholder
         self._optimizer: torch.optim.Optimizer | None = None
         self._values: list[Tensor] = []
@@ -390,8 +396,8 @@ class _Rehearsal:
             self._values = [parameter.detach().to("cpu", copy=True) for parameter in self._trained]
             self._optimizer = self._bind(optimizer)
 
-    def run(self, device: torch.device) -> None:
-        """Both steps; one is enough where no optimizer has a state to create."""
+    def steps(self, device: torch.device) -> None:
+        """Run the steps."""
         always = torch.empty(self._placeholder[0], dtype=torch.uint8, device=device)
         for _ in range(1 if self._optimizer is None else 2):
             result, gradients = run_step(self._forward, self._step.backward)
@@ -405,27 +411,29 @@ class _Rehearsal:
         del always
 
     def restore(self) -> None:
-        """The parameters' values."""
+        """Restore the parameters' values."""
         for parameter, value in zip(self._trained, self._values, strict=False):
             parameter.data.copy_(value)
 
     def _bind(self, optimizer: OptimizerLike) -> torch.optim.Optimizer:
         trained = [parameter for parameter in self._trained if parameter.requires_grad]
         if not isinstance(optimizer, torch.optim.Optimizer):
-            return _made(optimizer, trained)
+            return _make_optimizer(optimizer, trained)
         assert isinstance(self._step.target, nn.Module)  # for the type checker: predicted before
         originals = self._step.target.parameters()
-        return twin_of(optimizer, {id(original): own for original, own in zip(originals, self._trained, strict=True)})
+        return copy_optimizer(
+            optimizer, {id(original): own for original, own in zip(originals, self._trained, strict=True)}
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What is rehearsed.
+class ModelStep:
+    """A forward pass, with or without its backward pass.
 
     Attributes:
         target: a module, or a function of tensors.
-        call: how a module is used: call(module, *inputs); None for module(*inputs).
-        backward: whether gradients are computed, of all that requires them; if not, autograd does not listen.
+        call: how a module is used, call(module, *inputs); None for module(*inputs).
+        backward: whether gradients are computed, or autograd is off.
     """
 
     target: nn.Module | Callable[..., Any]
@@ -439,20 +447,20 @@ class Step:
             raise ConfigError("call= says how a module is used; the target is a function already")
 
     def tensors(self) -> dict[str, Tensor]:
-        """The module's parameters and buffers by name, each once; nothing for a function."""
+        """Return the module's parameters and buffers by name, each once; empty for a function."""
         if not isinstance(self.target, nn.Module):
             return {}
         return {**dict(self.target.named_parameters()), **dict(self.target.named_buffers())}
 
     def trained(self) -> list[str]:
-        """The names of the parameters that require a gradient."""
+        """Return the names of the parameters that require a gradient."""
         if not isinstance(self.target, nn.Module):
             return []
         return [name for name, parameter in self.target.named_parameters() if parameter.requires_grad]
 
 
 class _Call(nn.Module):
-    """A module together with the way in which it is used."""
+    """A module with a function that calls it."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -460,12 +468,12 @@ class _Call(nn.Module):
         self.call = call
 
     def forward(self, *inputs: Any) -> Any:
-        """As `call` does."""
+        """Call the function on the module."""
         return self.call(self.module, *inputs)
 
 
-def bound(step: Step, state: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Callable[[], Any]:
-    """The step's forward pass on other tensors in place of the module's own."""
+def bind_forward(step: ModelStep, state: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Callable[[], Any]:
+    """Return the step's forward pass on other tensors in place of the module's own."""
     target = step.target
     if not isinstance(target, nn.Module):
         return lambda: target(*inputs)
@@ -481,10 +489,10 @@ def run_step(
 ) -> tuple[Any, dict[int, Tensor]]:
     """Run forward and, if asked, backward from all of its results that require a gradient.
 
-    A result that is not a scalar is given a gradient of ones, as large as itself. `between` is called after forward.
+    A result that is not a scalar gets a gradient of ones. `between` is called after the forward pass.
 
     Returns:
-        the result, and the gradients by the id of the leaf that they belong to.
+        the result, and the gradients by the id of their leaf tensor.
 
     Raises:
         UnsupportedCase: gradients are wanted and nothing requires one.
@@ -505,7 +513,7 @@ def run_step(
 
 
 def _leaves(roots: list[Tensor]) -> list[Tensor]:
-    """The tensors whose gradients a backward pass from the roots would accumulate."""
+    """Return the tensors whose gradients a backward pass from the roots accumulates."""
     found = {id(root): root for root in roots if root.grad_fn is None}
     waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(waiting)
@@ -521,8 +529,8 @@ def _leaves(roots: list[Tensor]) -> list[Tensor]:
     return list(found.values())
 
 
-def stand_ins(step: Step) -> dict[str, Tensor]:
-    """Parameters that share the module's values and nothing else, and copies of its buffers, by name."""
+def shadow_parameters(step: ModelStep) -> dict[str, Tensor]:
+    """Return parameters that share only the module's values, and copies of its buffers, by name."""
     if not isinstance(step.target, nn.Module):
         return {}
     state: dict[str, Tensor] = {
@@ -533,8 +541,8 @@ def stand_ins(step: Step) -> dict[str, Tensor]:
     return state
 
 
-def device_of(step: Step, inputs: Any) -> torch.device:
-    """Where the step runs: the accelerator that its tensors are on, or else the CPU.
+def device_of(step: ModelStep, inputs: Any) -> torch.device:
+    """Return the accelerator that the step's tensors are on, or the CPU.
 
     Raises:
         ConfigError: they are on several accelerators.
@@ -549,8 +557,8 @@ def device_of(step: Step, inputs: Any) -> torch.device:
     return torch.device(accelerators[0] if accelerators else "cpu")
 
 
-def resized(sample: Any, rows: int, device: torch.device | None = None) -> Any:
-    """The sample with so many rows: its own, repeated. Tensors without dimensions stay as they are.
+def with_batch(sample: Any, rows: int, device: torch.device | None = None) -> Any:
+    """Return the sample with a number of rows, its own repeated; tensors without dimensions are unchanged.
 
     Raises:
         ShapeError: tensors of the sample differ in their first dimension, or it has no rows.
@@ -574,14 +582,14 @@ def resized(sample: Any, rows: int, device: torch.device | None = None) -> Any:
 
 
 @contextmanager
-def undisturbed(step: Step, device: torch.device) -> Iterator[None]:
-    """Put back, at the end, what a step on stand-ins may still change: see the module's docstring.
+def restored_state(step: ModelStep, device: torch.device) -> Iterator[None]:
+    """Restore at the end what a step on shadow parameters may change; see the module's docstring.
 
-    Attributes of modules that are lists, dicts or sets get back their content, one level deep.
+    The content of modules' lists, dicts and sets is restored one level deep.
 
     Args:
-        step: what runs.
-        device: where; "meta" where nothing runs on a device.
+        step: the step.
+        device: its device; "meta" if nothing runs on a device.
     """
     modules = list(step.target.modules()) if isinstance(step.target, nn.Module) else []
     attributes = [(module, dict(vars(module)), _contents(module)) for module in modules]
@@ -594,7 +602,7 @@ def undisturbed(step: Step, device: torch.device) -> Iterator[None]:
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
-    """The module's containers, each with a copy of what is in it."""
+    """Return the module's containers, each with a copy of its content."""
     return [(value, value.copy()) for value in vars(module).values() if isinstance(value, (list, dict, set))]
 
 
@@ -622,11 +630,11 @@ def _random_state(device: torch.device) -> Iterator[None]:
 
 
 def _empty_caches(device: torch.device, held_before: int) -> None:
-    """Free what the rehearsal left in torch's caches on the device."""
+    """Free memory that the run left in torch's caches on the device."""
     if device.type != "cuda":
         return
     if torch.cuda.memory_allocated(device) > held_before:
-        gc.collect()  # results that refer to themselves
+        gc.collect()  # results with reference cycles
         clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         if clear is not None and torch.cuda.memory_allocated(device) > held_before:
             clear()
