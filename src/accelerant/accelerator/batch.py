@@ -19,7 +19,7 @@ import torch
 
 from accelerant.accelerator.methods import METHODS, Operations
 from accelerant.errors import AccelerantError, ShapeError, TimeLimitExceeded
-from accelerant.runtime.arrays import Foreign
+from accelerant.runtime.arrays import ArrayOrigin
 
 __all__ = ["Batch", "PendingCall"]
 
@@ -49,7 +49,7 @@ class PendingCall:
         """Return whether the batch has ended."""
         return self._outcome is not None
 
-    def succeed(self, origin: Foreign, tensor: torch.Tensor) -> None:
+    def succeed(self, origin: ArrayOrigin, tensor: torch.Tensor) -> None:
         """Set the result; for the batch."""
         self._outcome = lambda: origin.wrap(tensor)
 
@@ -62,7 +62,7 @@ class PendingCall:
         self._outcome = outcome
 
 
-_Member = tuple[PendingCall, Tensors, Foreign]
+_Member = tuple[PendingCall, Tensors, ArrayOrigin]
 
 
 class Batch(Operations):
@@ -80,7 +80,7 @@ class Batch(Operations):
 
     def __init__(
         self,
-        move: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[Tensors, Foreign, int]],
+        move: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[Tensors, ArrayOrigin, int]],
         run: Callable[[str, Tensors, dict[str, Any], int], torch.Tensor],
         memory_limit_bytes: int | None = None,
     ) -> None:

@@ -35,7 +35,7 @@ from accelerant.errors import (
 )
 from accelerant.ops.gelu.portable import gelu_on
 from accelerant.runtime import registry
-from accelerant.runtime.arrays import Foreign, to_torch
+from accelerant.runtime.arrays import ArrayOrigin, to_torch
 from accelerant.runtime.dispatch.operation import RECOVERABLE
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.provider import ComputeDevice, Event, MemoryInfo
@@ -317,7 +317,7 @@ class Accelerator(Operations):
 
     def _batched_move(
         self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[Tensors, Foreign, int]:
+    ) -> tuple[Tensors, ArrayOrigin, int]:
         """Prepare and move a call's arrays; return them, their origin, and the bytes that the call takes."""
         self._check_open()
         arrays = self._prepared(name, arrays, options)
@@ -368,7 +368,7 @@ class Accelerator(Operations):
             raise
         return origin.wrap(tensor)
 
-    def _move_or_fall_back(self, name: str, arrays: tuple[Any, ...]) -> tuple[Tensors, Foreign]:
+    def _move_or_fall_back(self, name: str, arrays: tuple[Any, ...]) -> tuple[Tensors, ArrayOrigin]:
         """Move arrays to the device; to the CPU if they do not fit."""
         try:
             return self._move(name, arrays)
@@ -412,7 +412,7 @@ class Accelerator(Operations):
             return arrays
         return tuple(prepare(x, argument, options) for x, argument in zip(arrays, ("x", "y"), strict=False))
 
-    def _move(self, name: str, arrays: tuple[Any, ...], to: torch.device | None = None) -> tuple[Tensors, Foreign]:
+    def _move(self, name: str, arrays: tuple[Any, ...], to: torch.device | None = None) -> tuple[Tensors, ArrayOrigin]:
         """Return the arrays as tensors on a device, and the origin of the first."""
         dtype = np.dtype(METHODS[name].dtype)
         plain = (int, float, list, tuple)

@@ -7,7 +7,7 @@ import os
 import platform
 from pathlib import Path
 
-__all__ = ["host_memory", "processor_name", "usable_cores"]
+__all__ = ["control_group_room", "host_memory", "processor_name", "read_meminfo", "usable_cores"]
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
@@ -49,12 +49,17 @@ class _MemoryStatus(ctypes.Structure):
     )
 
 
-def host_memory(proc: Path = Path("/proc")) -> dict[str, int]:
+def read_meminfo(path: Path) -> dict[str, int]:
+    """Return the figures of Linux's /proc/meminfo that are sizes, in bytes."""
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
+
+
+def host_memory() -> dict[str, int]:
     """Return Linux's memory figures in bytes; elsewhere "MemTotal", and on Windows "MemAvailable"."""
-    path = proc / "meminfo"
+    path = Path("/proc/meminfo")
     if path.is_file():
-        rows = (line.split() for line in path.read_text().splitlines())
-        return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
+        return read_meminfo(path)
     if hasattr(os, "sysconf"):
         return {"MemTotal": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
     windows = getattr(ctypes, "windll", None)

@@ -1,11 +1,11 @@
-"""How torch computes in float32: TF32 in matrix products and convolutions, and the search for convolution algorithms.
+"""Torch's float32 mode: TF32 in matrix products and convolutions, and cuDNN's search for algorithms.
 
     configure_math(tf32=True, cudnn_benchmark=True)    # from now on
     with configure_math(tf32=False):                   # for a block of code
         check_against_reference()
 
-TF32 keeps 10 of float32's 23 bits of mantissa in the inputs of a product and sums in float32. Both settings are
-torch's, for the whole process; they are taken everywhere and matter on CUDA.
+TF32 keeps 10 of float32's 23 mantissa bits in the inputs of a product and sums in float32. Both settings are torch's
+and hold for the whole process; they are accepted on every device and matter on CUDA.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["MathMode", "configure_math", "math_mode"]
 
 
 class _State(NamedTuple):
-    """torch's settings in its own words."""
+    """torch's settings."""
 
     matmul: str
     convolution: str
@@ -39,7 +39,7 @@ def _read() -> _State:
 
 
 def _set_tf32(tf32: bool) -> None:
-    # The older of torch's two ways: it keeps both in step, while the newer one makes reads of the older raise.
+    # torch's older interface, which updates both; after the newer one, reads of the older raise.
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
 
@@ -58,11 +58,11 @@ def _write(state: _State) -> None:
 
 
 class MathMode:
-    """What `configure_math` set; leaving it as a context manager restores what was before.
+    """The settings in force; as a context manager, restores the former settings at its end.
 
     Attributes:
-        tf32: whether float32 matrix products and convolutions may use TF32, as it is set now.
-        cudnn_benchmark: whether cuDNN tries its algorithms on the first call of each shape and keeps the fastest.
+        tf32: whether float32 matrix products and convolutions may use TF32.
+        cudnn_benchmark: whether cuDNN times its algorithms on the first call of each shape and keeps the fastest.
     """
 
     def __init__(self, before: _State, tf32: bool, cudnn_benchmark: bool) -> None:
@@ -83,24 +83,21 @@ class MathMode:
 
 
 def math_mode() -> MathMode:
-    """The settings in force; as a context manager, it restores them at the end of a block that changes them."""
+    """Return the settings in force; as a context manager, the result restores them at the end of its block."""
     state = _read()
     return MathMode(state, state.matmul == "tf32" and state.convolution == "tf32", state.benchmark)
 
 
 def configure_math(tf32: bool | None = None, cudnn_benchmark: bool | None = None) -> MathMode:
-    """Set them, at once; None leaves a setting as it is.
+    """Change the settings, and return those in force; use the result in a `with` to restore the former ones.
 
     Args:
-        tf32: allow TF32 in float32 matrix products, convolutions and recurrent layers.
-        cudnn_benchmark: let cuDNN time its algorithms on the first call of each shape and keep the fastest. It pays
-            where shapes repeat, and makes results differ in the last bits from run to run.
-
-    Returns:
-        what is in force now; use it in a `with` to have the former settings back afterwards.
+        tf32: allow TF32 in float32 matrix products, convolutions and recurrent layers; None leaves the setting.
+        cudnn_benchmark: let cuDNN time its algorithms on the first call of each shape and keep the fastest; None leaves
+            the setting. It pays if shapes repeat, and results may differ in the last bits from run to run.
 
     Raises:
-        ConfigError: a value that is neither a truth value nor None.
+        ConfigError: a value that is neither a bool nor None.
     """
     for name, value in (("tf32", tf32), ("cudnn_benchmark", cudnn_benchmark)):
         if value is not None and not isinstance(value, bool):

@@ -1,11 +1,11 @@
-"""Triton as one more compiler: a Triton function and its specialisation become a KernelSource.
+"""Triton as a compiler: a Triton function and its specialisation become a KernelSource.
 
-Triton makes the machine code; the provider keeps it in its disk cache, loads it and launches it as any other kernel.
-So a warm start imports no Triton and needs no C compiler, and a launch costs what a CUDA launch costs. Under
-TRITON_INTERPRET=1 the function runs on CPU tensors instead, which is how the tests reach it without a GPU.
+Triton makes the machine code; the provider keeps it in its disk cache, loads it and launches it as any other kernel. A
+warm start therefore imports no Triton and needs no C compiler, and a launch costs as much as a CUDA launch. Under
+TRITON_INTERPRET=1 the function runs on CPU tensors instead; tests use this without a GPU.
 
-A specialisation is: the element types of the pointers, whether each pointer and integer is a multiple of 16 (wider
-loads), for row lengths and distances whether of 8, 4 or 2, and the compile-time constants.
+A specialisation consists of the element types of the pointers, whether each pointer and integer is a multiple of 16
+(wider loads; for row lengths and strides also 8, 4 or 2), and the compile-time constants.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _POINTERS = {
     torch.bool: "*i1",
 }
 _FIXED = {"enable_fp_fusion": True}
-"""Triton's options that are the same for each kernel; part of the cache's key."""
+"""Triton's options that are the same for every kernel; part of the cache's key."""
 
 _PREPARED_LIMIT = 4096
 _Argument = torch.Tensor | int | float | None
@@ -57,7 +57,7 @@ _AMD = re.compile(r"gfx\w+")
 
 
 def interpreting() -> bool:
-    """Whether Triton functions run in its interpreter, on CPU tensors."""
+    """Return whether Triton functions run in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -70,7 +70,7 @@ def _version() -> str | None:
 
 
 def refuses_triton(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on a device; None if they can."""
+    """Return why Triton kernels cannot run on a device; None if they can."""
     if device.type == "cuda":
         return None if _version() else "Triton is not installed"
     if interpreting():
@@ -80,7 +80,7 @@ def refuses_triton(device: torch.device) -> str | None:
 
 @functools.cache
 def _sources_hash() -> str:
-    """Of every Triton source in the package: kernels may call one another across modules."""
+    """Hash every Triton source of the package: kernels may call one another across modules."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[2].rglob("triton_kernels.py")):
         digest.update(path.read_bytes())
@@ -89,13 +89,13 @@ def _sources_hash() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Specialisation:
-    """A Builder (see kernel.py): one Triton function with everything fixed that its code depends on.
+    """A Builder (see kernel.py) of one Triton function, with everything that its code depends on.
 
     Attributes:
-        module, name: where the function is.
+        module, name: of the function.
         kinds: Triton type of each argument in order ("*bf16", "i32"), "constexpr" for constants.
-        constants: constant argument, by name or position, and its value.
-        multiples: positions of arguments, and what each of them is a multiple of: 16, 8, 4 or 2.
+        constants: constant arguments, by name or position, with their values.
+        multiples: positions of arguments that are multiples of 16, 8, 4 or 2, with that number.
         num_warps, num_stages: warps a block; depth of software pipelining.
     """
 
@@ -116,7 +116,7 @@ class Specialisation:
         """Compile with Triton for an architecture: "sm_90", "gfx942".
 
         Raises:
-            CompileError: with Triton's words.
+            CompileError: with Triton's message.
         """
         import triton
         from triton.backends.compiler import GPUTarget
@@ -143,7 +143,7 @@ class Specialisation:
 
 
 def _binary(name: str, compiled: Any, backend: str) -> Binary:
-    """What the cache keeps of Triton's result."""
+    """Return Triton's result as the cache keeps it."""
     metadata = compiled.metadata
     if getattr(metadata, "global_scratch_size", 0):
         raise CompileError(f"Triton kernel {name!r} asks for {metadata.global_scratch_size} bytes of global scratch")
@@ -171,12 +171,12 @@ class TritonKernel:
     """A Triton function that is compiled on demand and launched through the provider.
 
     Args:
-        module: that holds it; imported only to compile or to interpret.
+        module: of the function; imported only to compile or to interpret.
         name: of the function.
-        targets: the architectures it is meant for.
-        widths: positions of the integers that are row lengths or distances between rows: loads are as wide as these
-            are known to allow. Rows of 1000 float16 taken one number at a time took an H200 twice as long. Of other
-            integers 16 alone counts, lest each number of rows be compiled for.
+        targets: the architectures it is written for.
+        widths: positions of the integers that are row lengths or row strides, which bound the width of loads: rows of
+            1000 float16 loaded one number at a time took an H200 twice as long. For other integers only divisibility
+            by 16 counts, so that not every number of rows is compiled for.
 
     >>> gelu_fwd = TritonKernel("accelerant.ops.gelu.triton_kernels", "gelu_fwd")
     >>> gelu_fwd.launch((blocks,), (x, y, n), {"BLOCK": 4096}, num_warps=8)
@@ -211,7 +211,7 @@ class TritonKernel:
             num_stages: depth of software pipelining.
 
         Raises:
-            CompileError: with Triton's words.
+            CompileError: with Triton's message.
             LaunchError: the device refused.
         """
         if predictions and has_fakes(args):
@@ -221,7 +221,7 @@ class TritonKernel:
             first = next(arg for arg in args if isinstance(arg, torch.Tensor))
         if not isinstance(first, torch.Tensor) or not first.is_cuda:
             function = getattr(importlib.import_module(self.module), self.name)
-            function[grid](*args, **constants)  # the interpreter's: refuses_triton keeps the others away
+            function[grid](*args, **constants)  # in the interpreter: refuses_triton excludes other devices
             noted()
             return
         key: list[object] = [grid, num_warps, num_stages, first.get_device(), *constants.values()]
@@ -247,7 +247,7 @@ class TritonKernel:
         num_warps: int,
         num_stages: int,
     ) -> PreparedLaunch:
-        """A launch with everything but the pointers in place; kept by what it depends on."""
+        """Return a launch that lacks only its pointers; kept under `key`."""
         device = next(arg for arg in args if isinstance(arg, torch.Tensor)).get_device()
         described = tuple(_describe(arg, at in self.widths) for at, arg in enumerate(args))
         variant = (device, num_warps, num_stages, *constants.values(), *described)
@@ -256,14 +256,14 @@ class TritonKernel:
             try:
                 kernel = self._compile(args, constants, num_warps, num_stages)
             except CompileError as error:
-                kernel = copy.copy(error)  # without the traceback, whose frames hold the tensors
+                kernel = copy.copy(error)  # without the traceback, whose frames hold tensors
             self._kernels[variant] = kernel
-        if isinstance(kernel, CompileError):  # the code is the same for each shape: no use in trying again
+        if isinstance(kernel, CompileError):  # the code is the same for each shape: another attempt fails, too
             raise copy.copy(kernel)
         if len(self._prepared) >= _PREPARED_LIMIT:
             self._prepared.clear()
-        given = [arg for arg in args if arg is not None]
-        prepared: PreparedLaunch = kernel.handle.prepare(grid, given, device)
+        present = [arg for arg in args if arg is not None]
+        prepared: PreparedLaunch = kernel.handle.prepare(grid, present, device)
         self._prepared[key] = prepared
         return prepared
 
@@ -276,12 +276,12 @@ class TritonKernel:
         num_warps: int = 4,
         num_stages: int = 3,
     ) -> KernelSource:
-        """A KernelSource for stated types; for compile checks without a device.
+        """Return a KernelSource for given types; for compile checks without a device.
 
         Args:
             types: argument -> Triton type ("*bf16", "i32", "fp32"); absent tensors left out.
-            constants: constexpr arguments by name, absent tensors among them as None.
-            multiple: of what the widths are multiples; every pointer and other integer is one of 16.
+            constants: constexpr arguments by name; absent tensors are None.
+            multiple: divisor of the widths; pointers and other integers are multiples of 16.
             num_warps: warps a program.
             num_stages: depth of software pipelining.
         """
@@ -291,7 +291,7 @@ class TritonKernel:
         multiples = tuple((i, each) for i, each in known if each > 1)
         present = [(name, value) for name, value in constants.items() if value is not None]
         absent = sorted((names.index(name), None) for name, value in constants.items() if value is None)
-        # In the order of _compile, so that a kernel that was compiled ahead is found again at run time.
+        # in the order of _compile, so that a kernel compiled ahead of time is found at run time
         return self._source(kinds, (*present, *absent), multiples, num_warps, num_stages)
 
     def _source(
@@ -329,7 +329,7 @@ _LAUNCH_TYPES = {"fp32": "f32", "fp64": "f64"}
 
 
 def _describe(arg: _Argument, width: bool = False) -> tuple[str, int]:
-    """Triton's type of an argument, and what the code may take it to be a multiple of: 16 or 1; a width, 8, 4 or 2."""
+    """Return Triton's type of an argument and a divisor that its code may assume: 16 or 1; for a width also 8, 4, 2."""
     if arg is None:
         return "constexpr", 1
     if isinstance(arg, torch.Tensor):

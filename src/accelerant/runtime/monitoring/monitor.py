@@ -1,11 +1,11 @@
-"""How a device is: load, memory, power, temperature, clocks and processes; and what a stretch of work cost in energy.
+"""State of a device (load, memory, power, temperature, clocks, processes), and energy used by a block of code.
 
 >>> sample(choose()).power_w                                 # now
 >>> with measure(choose()) as measured:                      # over a region
 ...     train()
 >>> measured.energy_j, measured.temperature_peak_c, measured.ops[0].energy_per_call_j
 
-Every figure may be None; `.reasons` then says why. Nothing here starts a driver that choosing the device did not start.
+Every figure may be None; `.reasons` then says why. No driver is started that choosing the device did not start.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ __all__ = ["Measurement", "OpEnergy", "ProcessMemory", "Sample", "measure", "sam
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A device at one moment. Each figure is None where it is absent; `reasons` says why.
+    """A device at one moment. An absent figure is None, and `reasons` says why.
 
     Attributes:
         device: "cuda:0", "cpu:0".
-        name: as its driver gives it.
+        name: as its driver reports it.
         time_s: seconds since 1970.
-        utilisation_percent: part of the last moment (NVML: up to a second; CPU: since the sample before, at least a
-            tenth of a second) in which anything ran on the device.
+        utilisation_percent: share of the recent past (NVML: up to a second; CPU: since the previous sample, at least
+            0.1 s) in which anything ran on the device.
         core_percents: the same for each core; CPU only.
-        memory_used_bytes: by every process (on Apple silicon, by this one).
-        memory_total_bytes: what there is.
-        power_w: watts drawn.
+        memory_used_bytes: by all processes (on Apple silicon, by this one).
+        memory_total_bytes: size of the memory.
+        power_w: watts.
         temperature_c: degrees Celsius.
         clock_mhz: of multiprocessors or cores.
         memory_clock_mhz: of the memory.
-        processes: those on the device, the largest first; on a CPU the ten largest.
-        reasons: name of an absent figure -> why.
+        processes: on the device, the largest first; on a CPU the ten largest.
+        reasons: name of an absent figure -> reason.
     """
 
     device: str
@@ -73,7 +73,7 @@ class Sample:
     reasons: dict[str, str] = field(default_factory=dict, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, for JSON."""
+        """Return the fields by name, for JSON."""
         return asdict(self)
 
 
@@ -82,7 +82,7 @@ _readers_lock = threading.Lock()
 
 
 def _new_reader(device: ComputeDevice) -> Reader:
-    """The reader of a device's kind; one that knows only the total of memory where there is none."""
+    """Return the reader for a device's backend; other backends report only the total of memory."""
     if not device.available:
         raise BackendUnavailable(device.backend, device.reason)
     match device.backend:
@@ -99,18 +99,14 @@ def _new_reader(device: ComputeDevice) -> Reader:
             return TableReader(figures, f"{device.backend} has no query for it")
 
 
-def _label(device: ComputeDevice) -> str:
-    return f"{device.backend}:{device.index}"
-
-
 def sample(device: ComputeDevice) -> Sample:
-    """The device's figures now.
+    """Return the device's present figures.
 
     Args:
         device: from registry.devices() or registry.choose().
 
     Raises:
-        BackendUnavailable: the device stands for an absent backend.
+        BackendUnavailable: the device is the entry of an absent backend.
     """
     key = (device.backend, device.index)
     with _readers_lock:
@@ -118,7 +114,7 @@ def sample(device: ComputeDevice) -> Sample:
         if reader is None:
             reader = _readers[key] = _new_reader(device)
     found, reasons = reader.read(FIGURES)
-    return Sample(_label(device), device.name, time.time(), **found, reasons=reasons)
+    return Sample(device.label, device.name, time.time(), **found, reasons=reasons)
 
 
 # --- a region --------------------------------------------------------------------------------------------------------
@@ -126,14 +122,14 @@ def sample(device: ComputeDevice) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class OpEnergy:
-    """An op's share of a region's energy; `measure` says how it is reckoned and what it is worth.
+    """An op's share of a region's energy; `measure` explains how it is estimated.
 
     Attributes:
         op, implementation, case: as in the ledger.
         calls: in the region.
-        time_ms: of those calls, reckoned from the ledger's median; None where no call was ever timed.
-        energy_j: its share; None where it has none.
-        energy_per_call_j: the same a call.
+        time_ms: of those calls, from the ledger's median; None if no call was ever timed.
+        energy_j: its share; None if it has none.
+        energy_per_call_j: the share of one call.
     """
 
     op: str
@@ -147,21 +143,21 @@ class OpEnergy:
 
 @dataclass(slots=True)
 class Measurement:
-    """What `measure` found; complete when its block has ended.
+    """The result of `measure`; complete when its block has ended.
 
     Attributes:
         device: "cuda:0".
         seconds: wall time of the region.
-        energy_j: joules that the whole device took.
+        energy_j: joules used by the whole device.
         energy_source: "counter" (the device's own), "power" (integrated over the readings) or "".
         power_mean_w: energy over time.
-        power_peak_w: the most that was read.
+        power_peak_w: highest reading.
         temperature_start_c, temperature_end_c, temperature_peak_c: degrees Celsius.
-        readings: how often the device was read.
-        shared_by: "time" or "calls": what the energy was shared over the ops by; "" where there was nothing to share.
-        busy: the ops' time over the wall time; None where no op has a time. Above 1 with several streams.
-        ops: the ops of the region, the dearest first.
-        reasons: absent figure -> why.
+        readings: number of readings.
+        shared_by: weights of the ops' shares, "time" or "calls"; "" without ops.
+        busy: the ops' time over the wall time; None if no op has a time. Above 1 with several streams.
+        ops: ops of the region, by falling energy.
+        reasons: absent figure -> reason.
     """
 
     device: str
@@ -180,21 +176,23 @@ class Measurement:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, for JSON."""
+        """Return the fields by name, for JSON."""
         return asdict(self)
 
 
-_WANTED = ("energy_j", "power_w", "temperature_c")
+_MEASURED = ("energy_j", "power_w", "temperature_c")
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
+    """Figures of a device at one time."""
+
     seconds: float
     figures: dict[str, float]
 
 
 class _Sampler:
-    """Reads a device at once, then again and again in a thread, until stopped."""
+    """Reads a device at the start, at intervals in a thread, and at the end."""
 
     def __init__(self, reader: Reader, interval_s: float) -> None:
         self._reader = reader
@@ -209,7 +207,7 @@ class _Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take the last reading, at the end of the region."""
+        """Stop the thread and take the last reading."""
         self._stop.set()
         self._thread.join()
         self._read()
@@ -219,7 +217,7 @@ class _Sampler:
             self._read()
 
     def _read(self) -> None:
-        figures, reasons = self._reader.read(_WANTED)
+        figures, reasons = self._reader.read(_MEASURED)
         self.readings.append(_Reading(time.perf_counter(), figures))
         self.reasons.update(reasons)
 
@@ -229,17 +227,17 @@ class _Sampler:
 
 @contextmanager
 def measure(device: ComputeDevice, interval_s: float = 0.05) -> Iterator[Measurement]:
-    """Record energy and temperature over a block of code, and share the energy over the ops that the ledger counted.
+    """Record energy and temperature over a block of code, and divide the energy among the ops that the ledger counted.
 
     The device is synchronised at both ends. Energy is the difference of the device's own counter (NVML: since Volta;
-    CPU: powercap, where it may be read), which counts everything on the device, other processes too. NVML's counter
-    moves some ten times a second, so a region should last a second or more; where it did not move, and where there is
-    none, power is integrated over the readings by the trapezoidal rule.
+    CPU: powercap, if readable), which includes other processes. NVML's counter is updated about ten times a second, so
+    a region should last a second or more; if it did not change, or there is none, power is integrated over the readings
+    by the trapezoidal rule.
 
     An op's share is energy * (its calls * its median time) / (the same summed over the region's ops); an op that was
-    never timed has none. Where no op was timed, calls stand for time. What that is worth: it takes power for the same
-    in every op, although a matrix product draws more than a copy, and it spreads idle time and work outside Accelerant
-    over the ops, so a share is too high by about 1 / busy. To compare two kernels, measure each in a region of its own.
+    never timed has none. If no op was timed, calls replace times. The shares are estimates: they assume the same power
+    in every op, although a matrix product draws more than a copy, and they spread idle time and work outside Accelerant
+    over the ops, so that a share is too high by about 1 / busy. To compare two kernels, measure each in its own region.
 
     Args:
         device: from registry.devices() or registry.choose().
@@ -247,14 +245,14 @@ def measure(device: ComputeDevice, interval_s: float = 0.05) -> Iterator[Measure
 
     Raises:
         ConfigError: the interval is out of range.
-        BackendUnavailable: the device stands for an absent backend.
+        BackendUnavailable: the device is the entry of an absent backend.
         DeviceLost: a kernel of the region broke the device.
     """
     if not (math.isfinite(interval_s) and 0.0 < interval_s <= 60.0):
         raise ConfigError(f"interval_s must be above 0 to 60 seconds, got {interval_s}")
     sampler = _Sampler(_new_reader(device), interval_s)
     provider = registry.create(device.backend)
-    measurement = Measurement(_label(device))
+    measurement = Measurement(device.label)
     provider.synchronize(device.index)
     before = {id(record): record.calls for record in ledger().records()}
     sampler.start()
@@ -289,7 +287,7 @@ def _energy(measurement: Measurement, sampler: _Sampler) -> None:
 
 
 def _integral(series: Sequence[tuple[float, float]]) -> float:
-    """Trapezoidal rule."""
+    """Integrate by the trapezoidal rule."""
     return sum((t1 - t0) * (w0 + w1) / 2 for (t0, w0), (t1, w1) in itertools.pairwise(series))
 
 
@@ -303,7 +301,7 @@ def _temperature(measurement: Measurement, sampler: _Sampler) -> None:
 
 
 def _share(measurement: Measurement, device: ComputeDevice, before: dict[int, int]) -> None:
-    """Share the energy over the device's ops; see measure."""
+    """Divide the energy among the device's ops; see measure."""
     counted: list[tuple[OpRecord, int, float | None]] = []
     for record in ledger().records():
         calls = record.calls - before.get(id(record), 0)
@@ -329,6 +327,6 @@ def _share(measurement: Measurement, device: ComputeDevice, before: dict[int, in
 
 
 def _is_on(record: OpRecord, device: ComputeDevice) -> bool:
-    """Whether an op ran on the device; the ledger has torch's name of it, whose index may be missing."""
+    """Return whether an op ran on the device; the ledger has torch's name of it, which may lack the index."""
     _, _, index = record.device.partition(":")
     return record.backend == device.backend and int(index or 0) == device.index

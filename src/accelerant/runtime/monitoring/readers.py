@@ -1,9 +1,12 @@
-"""What each kind of device tells about itself; monitor.py asks, these answer.
+"""Readers of device figures: NVML, nvidia-smi, amdsmi, torch.mps, and Linux's files for the CPU.
 
-A reader knows some of the figures named in FIGURES. Each is read on its own: what a driver does not tell becomes a
-reason beside the figures that it does tell. No reader needs more than its driver: NVIDIA's is read through
-nvidia-ml-py (extra `monitor`), and without that package through the nvidia-smi that comes with the driver, whose query
-format is documented but starts a process (tens of milliseconds) and has no energy counter.
+A reader reports some of the figures in FIGURES. Each is read by itself; a figure that the driver does not report gets a
+reason instead. No reader needs more than its driver: NVIDIA's is read through nvidia-ml-py (extra `monitor`), and
+without that package through the nvidia-smi that comes with the driver, whose query format is documented but starts a
+process (tens of milliseconds) and has no energy counter.
+
+The CPU's load, clocks, memory and processes are in /proc, temperature and energy in /sys. Counters become rates between
+two readings. On systems other than Linux only the total of memory is known.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
+from accelerant.runtime.host import read_meminfo
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
@@ -50,14 +54,14 @@ FIGURES = (
     "memory_clock_mhz",
     "processes",
 )
-"""What a sample has; besides these a reader may know "energy_j", joules since some fixed time."""
+"""The figures of a sample; a reader may also report "energy_j", joules since some fixed time."""
 
 EXTRA = "needs nvidia-ml-py: pip install 'accelerant[monitor]'"
 _SMI_TIMEOUT_S = 20
 
 
-class Absent(Exception):  # noqa: N818 - not an error: it carries a reason to the table of reasons, and nowhere else
-    """A figure that the device does not tell, with the reason."""
+class Absent(Exception):  # noqa: N818 - not an error: it carries a reason to the table of reasons
+    """A figure that the device does not report, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,9 @@ class ProcessMemory:
     """A process on a device.
 
     Attributes:
-        pid: as the driver gives it; a container may have another number for the same process.
-        name: of its program; None where it may not be seen.
-        memory_bytes: on the device (resident, on a CPU); None where the driver does not tell.
+        pid: as the driver reports it; a container may have another number for the same process.
+        name: of its program; None if it may not be read.
+        memory_bytes: on the device (resident, on a CPU); None if the driver does not report it.
     """
 
     pid: int
@@ -79,7 +83,7 @@ class Reader(Protocol):
     """Reads figures of one device."""
 
     def read(self, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """The figures that are there, and for each other one of the names the reason why not."""
+        """Return the figures that are present, and a reason for each of the other names."""
         ...
 
 
@@ -88,8 +92,8 @@ class TableReader:
 
     Args:
         figures: name -> function that returns the figure or raises Absent.
-        otherwise: the reason for every other figure.
-        errors: what the driver's own calls raise; becomes the reason.
+        otherwise: reason for every other figure.
+        errors: exceptions of the driver's calls, whose text becomes the reason.
     """
 
     def __init__(
@@ -121,7 +125,7 @@ class TableReader:
 
 
 def cuda_reader(device: ComputeDevice) -> Reader:
-    """NVML where nvidia-ml-py is installed and starts, else nvidia-smi, else what torch tells."""
+    """Return a reader of NVML if nvidia-ml-py is installed and starts, else of nvidia-smi, else of torch."""
     uuid = str(torch.cuda.get_device_properties(device.index).uuid)  # no CUDA_VISIBLE_DEVICES renumbers it
     reason = nvml_missing()
     if not reason:
@@ -146,7 +150,7 @@ def cuda_reader(device: ComputeDevice) -> Reader:
 
 @functools.cache
 def nvml_missing() -> str:
-    """Why NVML cannot be read through nvidia-ml-py here; empty if it can."""
+    """Return why NVML cannot be read through nvidia-ml-py here; empty if it can."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -209,16 +213,16 @@ _SMI_FIELDS = {
     "clock_mhz": ("clocks.sm", 1),
     "memory_clock_mhz": ("clocks.mem", 1),
 }
-"""Figure -> nvidia-smi's name and what its unit is in ours."""
+"""Figure -> nvidia-smi's name, and the factor to our unit."""
 
 
 class SmiReader:
     """NVIDIA's figures from the nvidia-smi program.
 
     Args:
-        program: its path.
+        program: path of nvidia-smi.
         identity: "GPU-..." of the device.
-        without: why NVML itself is not read.
+        without: reason why NVML itself is not read.
     """
 
     def __init__(self, program: str, identity: str, without: str) -> None:
@@ -227,7 +231,7 @@ class SmiReader:
         self._without = without
 
     def read(self, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """See Reader; one or two processes a call."""
+        """Read figures as Reader.read does, with one or two processes a call."""
         known = [name for name in names if name in _SMI_FIELDS]
         reasons = {name: self._without for name in names if name not in _SMI_FIELDS and name != "processes"}
         found: dict[str, Any] = {}
@@ -251,7 +255,7 @@ class SmiReader:
         return found, reasons
 
     def _query(self, what: str, fields: Sequence[str]) -> list[list[str]]:
-        """The table that nvidia-smi prints, by rows."""
+        """Return the rows of the table that nvidia-smi prints."""
         command = [
             self._program,
             f"--id={self._identity}",
@@ -277,7 +281,7 @@ def _smi_process(row: list[str]) -> ProcessMemory:
 
 
 def _number(text: object) -> float | None:
-    """A number, or None for "[N/A]" and its kin."""
+    """Return the text as a number, or None for "[N/A]" and the like."""
     try:
         return float(str(text))
     except ValueError:
@@ -288,7 +292,7 @@ def _number(text: object) -> float | None:
 
 
 def amdsmi_reader(device: ComputeDevice) -> Reader:
-    """AMD's figures from amdsmi, the package that ROCm brings; torch finds its handle."""
+    """Return a reader of amdsmi, a package of ROCm; torch finds the device's handle."""
     try:
         smi: Any = importlib.import_module("amdsmi")
         finder: Any = torch.cuda
@@ -300,7 +304,7 @@ def amdsmi_reader(device: ComputeDevice) -> Reader:
 
     def clock(kind: str) -> float:
         info = smi.amdsmi_get_clock_info(handle, getattr(smi.AmdSmiClkType, kind))
-        return _told(info.get("clk", info.get("cur_clk")))
+        return _amd_number(info.get("clk", info.get("cur_clk")))
 
     def memory(which: int) -> int:
         return torch.cuda.mem_get_info(device.index)[which]
@@ -308,15 +312,19 @@ def amdsmi_reader(device: ComputeDevice) -> Reader:
     def power() -> float:
         info = smi.amdsmi_get_power_info(handle)
         current = _number(info.get("current_socket_power"))
-        return current if current is not None else _told(info.get("average_socket_power"))
+        return current if current is not None else _amd_number(info.get("average_socket_power"))
 
     def temperature() -> float:
         junction = smi.AmdSmiTemperatureType.JUNCTION
-        return _told(smi.amdsmi_get_temp_metric(handle, junction, smi.AmdSmiTemperatureMetric.CURRENT))
+        return _amd_number(smi.amdsmi_get_temp_metric(handle, junction, smi.AmdSmiTemperatureMetric.CURRENT))
 
     def energy() -> float:
         info = smi.amdsmi_get_energy_count(handle)  # the count was called "power" before ROCm 6.2.1
-        return _told(info.get("energy_accumulator", info.get("power"))) * _told(info["counter_resolution"]) / 1e6
+        return (
+            _amd_number(info.get("energy_accumulator", info.get("power")))
+            * _amd_number(info["counter_resolution"])
+            / 1e6
+        )
 
     def processes() -> tuple[ProcessMemory, ...]:
         return tuple(
@@ -326,7 +334,7 @@ def amdsmi_reader(device: ComputeDevice) -> Reader:
 
     return TableReader(
         {
-            "utilisation_percent": lambda: _told(smi.amdsmi_get_gpu_activity(handle)["gfx_activity"]),
+            "utilisation_percent": lambda: _amd_number(smi.amdsmi_get_gpu_activity(handle)["gfx_activity"]),
             "memory_used_bytes": lambda: memory(1) - memory(0),
             "memory_total_bytes": lambda: memory(1),
             "power_w": power,
@@ -341,8 +349,8 @@ def amdsmi_reader(device: ComputeDevice) -> Reader:
     )
 
 
-def _told(value: object) -> float:
-    """A number, unless amdsmi says "N/A"."""
+def _amd_number(value: object) -> float:
+    """Return a figure of amdsmi as a number; raise Absent for "N/A"."""
     number = _number(value)
     if number is None:
         raise Absent(f"amdsmi says {value}")
@@ -353,19 +361,19 @@ def _told(value: object) -> float:
 
 
 def apple_reader() -> Reader:
-    """What torch.mps tells: this process's memory, and how much the system recommends to use at most."""
+    """Return a reader of torch.mps: this process's memory, and the most that the system recommends to use."""
     figures: dict[str, Callable[[], Any]] = {
         "memory_used_bytes": torch.mps.driver_allocated_memory,
         "memory_total_bytes": torch.mps.recommended_max_memory,
     }
-    return TableReader(figures, "macOS tells this to powermetrics only, which needs root", (RuntimeError,))
+    return TableReader(figures, "macOS reports this only to powermetrics, which needs root", (RuntimeError,))
 
 
 _LEAST_S = 0.1
-"""The least time between two readings that make a rate: the kernel counts busy time in hundredths of a second."""
+"""Least time between two readings of a rate: the kernel counts busy time in hundredths of a second."""
 
 _STALE_S = 10.0
-"""A rate shall be about now: an older first reading is replaced."""
+"""An earlier reading older than this is replaced, so that a rate is recent."""
 
 _PROCESSES = 10
 _SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal")
@@ -373,11 +381,11 @@ _LOADS = ("utilisation_percent", "core_percents")
 
 
 class CpuReader:
-    """Reads the CPU.
+    """Reads the CPU's figures.
 
     Args:
         total_bytes: memory, for systems without /proc.
-        root: where /proc and /sys are; for tests.
+        root: folder of /proc and /sys; for tests.
     """
 
     def __init__(self, total_bytes: int = 0, root: Path = Path("/")) -> None:
@@ -397,7 +405,7 @@ class CpuReader:
                 "processes": self._processes,
                 "energy_j": self._energy,
             },
-            "the system does not tell it for a CPU",
+            "the system does not report it for a CPU",
         )
         self._earlier_s = -float("inf")
         self._earlier_ticks: dict[str, tuple[int, int]] = {}
@@ -407,7 +415,7 @@ class CpuReader:
         self._counters: dict[Path, int] = {}
 
     def read(self, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """See readers.Reader; waits a tenth of a second where load is asked for and no earlier reading is there."""
+        """Read figures as Reader.read does; waits 0.1 s for the load if there is no recent reading."""
         with self._lock:
             if not any(name in _LOADS for name in names):
                 return self._table.read(names)
@@ -424,7 +432,7 @@ class CpuReader:
     # --- load --------------------------------------------------------------------------------------------------------
 
     def _read_ticks(self) -> dict[str, tuple[int, int]]:
-        """For "cpu" and each "cpuN": ticks busy and ticks in all; empty without /proc/stat."""
+        """Return busy and total ticks of "cpu" and each "cpuN"; empty without /proc/stat."""
         found = {}
         try:
             lines = (self._proc / "stat").read_text().splitlines()
@@ -433,12 +441,12 @@ class CpuReader:
         for line in lines:
             name, *cells = line.split()
             if name.startswith("cpu"):
-                ticks = [int(cell) for cell in cells[:8]]  # what follows is counted in user time already
+                ticks = [int(cell) for cell in cells[:8]]  # the rest is part of user time
                 found[name] = sum(ticks) - sum(ticks[3:5]), sum(ticks)  # idle, iowait
         return found
 
     def _busy(self) -> dict[str, float]:
-        """Percent busy since the earlier reading."""
+        """Return the percentage of busy time since the earlier reading."""
         if not self._ticks:
             raise Absent(f"no {self._proc / 'stat'} on this system")
         percents = {}
@@ -454,7 +462,7 @@ class CpuReader:
     # --- energy and temperature --------------------------------------------------------------------------------------
 
     def _energy(self) -> float:
-        """Joules since the first call, over every package."""
+        """Return the joules since the first call, summed over the packages."""
         zones = [zone for zone in sorted(self._sys.glob("class/powercap/*:*")) if _is_package(zone)]
         counters = {zone / "energy_uj": zone / "max_energy_range_uj" for zone in zones}
         if not counters:
@@ -463,7 +471,7 @@ class CpuReader:
             for path, limit in counters.items():
                 count = int(path.read_text())
                 step = count - self._counters.get(path, count)
-                if step < 0:  # the counter began again
+                if step < 0:  # the counter wrapped around
                     step += int(limit.read_text())
                 self._counters[path] = count
                 self._joules += step / 1e6
@@ -472,7 +480,7 @@ class CpuReader:
         return self._joules
 
     def _power(self) -> float:
-        """Since the earlier call; energy is counted in microjoules, about once a millisecond."""
+        """Return the mean power since the earlier call; energy is updated about once a millisecond."""
         earlier, now = self._earlier_energy, (time.monotonic(), self._energy())
         self._earlier_energy = now
         if earlier is None or now[0] - earlier[0] < 2e-3:
@@ -480,7 +488,7 @@ class CpuReader:
         return (now[1] - earlier[1]) / (now[0] - earlier[0])
 
     def _temperature(self) -> float:
-        """The hottest of the CPU's sensors."""
+        """Return the highest temperature of the CPU's sensors."""
         found = []
         for monitor in sorted(self._sys.glob("class/hwmon/hwmon*")):
             if _line(monitor / "name") in _SENSORS:
@@ -496,7 +504,7 @@ class CpuReader:
     # --- the rest ----------------------------------------------------------------------------------------------------
 
     def _clock(self) -> float:
-        """The mean over the cores."""
+        """Return the mean clock of the cores."""
         paths = sorted(self._sys.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_cur_freq"))
         clocks = [int(path.read_text()) / 1e3 for path in paths]
         if not clocks:
@@ -506,24 +514,20 @@ class CpuReader:
             raise Absent("neither cpufreq nor /proc/cpuinfo has the clock")
         return statistics.fmean(clocks)
 
-    def _memory(self) -> dict[str, int]:
-        text = (self._proc / "meminfo").read_text()
-        return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
-
     def _memory_used(self) -> int:
-        info = self._memory()
+        info = read_meminfo(self._proc / "meminfo")
         return info["MemTotal"] - info["MemAvailable"] if {"MemTotal", "MemAvailable"} <= info.keys() else 0
 
     def _memory_total(self) -> int:
         try:
-            return self._memory()["MemTotal"]
+            return read_meminfo(self._proc / "meminfo")["MemTotal"]
         except (OSError, KeyError):
             if self._total_bytes:
                 return self._total_bytes
-            raise Absent("the system does not tell it") from None
+            raise Absent("the system does not report it") from None
 
     def _processes(self) -> tuple[ProcessMemory, ...]:
-        """Those with the most resident memory."""
+        """Return the processes with the most resident memory."""
         found = []
         folders = [folder for folder in self._proc.iterdir() if folder.name.isdigit()]
         for folder in folders:
@@ -538,7 +542,7 @@ class CpuReader:
 
 
 def _is_package(zone: Path) -> bool:
-    """Whether a zone of powercap is a whole socket: its parts would be counted twice."""
+    """Return whether a zone of powercap is a whole socket; counting its parts as well would count twice."""
     return _line(zone / "name").startswith("package")
 
 

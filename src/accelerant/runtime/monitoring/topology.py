@@ -1,4 +1,4 @@
-"""The devices of this machine: naming one, choosing one by its free memory, and which can read one another's memory."""
+"""The devices of a backend: free memory, choice by free memory, and peer access."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """A device and its memory now.
+    """A device and its memory.
 
     Attributes:
-        device: what it is.
-        total_bytes: its memory.
-        free_bytes: what any process could still take.
+        device: the device.
+        total_bytes: size of its memory.
+        free_bytes: available to any process.
     """
 
     device: ComputeDevice
@@ -44,7 +44,7 @@ class Topology:
     Attributes:
         backend: its name.
         devices: by index.
-        peers: peers[i][j] tells whether device i reads device j's memory directly; the diagonal is True.
+        peers: peers[i][j] is whether device i reads device j's memory directly; the diagonal is True.
     """
 
     backend: str
@@ -52,7 +52,7 @@ class Topology:
     peers: tuple[tuple[bool, ...], ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields by name, for JSON."""
         return {
             "backend": self.backend,
             "devices": [
@@ -78,10 +78,9 @@ class Topology:
 
 
 def free_memory(device: ComputeDevice) -> tuple[int, int]:
-    """Total and free bytes of a device.
+    """Return the total and free bytes of a device.
 
-    On CUDA the driver's tools are asked where they are there: CUDA itself would make a context, about 0.5 GB, on each
-    device asked.
+    On CUDA the driver's tools are used if present: CUDA itself would create a context, about 0.5 GB, on each device.
     """
     if device.backend == "cuda":
         names = ("memory_total_bytes", "memory_used_bytes")
@@ -93,7 +92,7 @@ def free_memory(device: ComputeDevice) -> tuple[int, int]:
 
 
 def peer_access(backend: str = "cuda") -> tuple[tuple[bool, ...], ...]:
-    """Which devices of a backend read one another's memory directly: the matrix of Topology.peers.
+    """Return which devices of a backend read one another's memory directly, as in Topology.peers.
 
     Raises:
         ConfigError, BackendUnavailable: no such backend.
@@ -107,7 +106,7 @@ def peer_access(backend: str = "cuda") -> tuple[tuple[bool, ...], ...]:
 
 
 def topology(backend: str = "auto") -> Topology:
-    """The devices of a backend with their memory and peers; by default of the one that the setting chooses.
+    """Return the devices of a backend, by default the setting's, with their memory and peers.
 
     Raises:
         ConfigError, BackendUnavailable: no such backend.
@@ -118,11 +117,11 @@ def topology(backend: str = "auto") -> Topology:
 
 
 def select_by_free_memory(backend: str = "auto", *, least_bytes: int = 0) -> ComputeDevice:
-    """The device of a backend with the most free memory; of several equals the first.
+    """Return the device of a backend with the most free memory; of equals the first.
 
     Args:
-        backend: its name; "auto" is the setting's.
-        least_bytes: what must be free on it.
+        backend: name; "auto" is the setting's.
+        least_bytes: bytes that must be free on it.
 
     Raises:
         ConfigError, BackendUnavailable: no such backend, or a negative size.

@@ -1,7 +1,7 @@
-"""CUDA graphs whose ops the ledger knows: captured once, counted at each replay.
+"""CUDA graphs whose ops the ledger counts: captured once, counted at each replay.
 
 graph = Graph("step")
-y = graph.capture(model, x)      # y is written anew by each replay
+y = graph.capture(model, x)      # each replay writes y anew
 x.copy_(following)
 graph.replay()
 """
@@ -27,11 +27,11 @@ __all__ = ["Graph", "counting"]
 
 @contextmanager
 def counting(is_captured: Callable[[torch.device], bool] = capturing) -> Iterator[Counter[OpKey]]:
-    """Count by op the calls of the block that are captured and not run.
+    """Count by op the calls inside the block that are captured and not run.
 
     Args:
-        is_captured: asked of each call's device in the thread that makes it; so what autograd's threads capture counts
-            too, and what other threads run meanwhile, or the thread itself on another device, does not.
+        is_captured: called with each call's device in the thread of the call. Captures by autograd's threads therefore
+            count, and calls that other threads run meanwhile, or this one on another device, do not.
     """
     calls: Counter[OpKey] = Counter()
 
@@ -47,12 +47,12 @@ def counting(is_captured: Callable[[torch.device], bool] = capturing) -> Iterato
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Leave Python's cycles alone meanwhile.
+def _without_collection() -> Iterator[None]:
+    """Disable garbage collection inside the block.
 
-    Pinned memory that an earlier capture used is given back by an event on the capture's stream. Given back by a
-    collection in the middle of another capture, that event belongs to the capture, and the next allocation of pinned
-    memory, .item() included, fails when it asks whether it is over: "invalid argument" (torch 2.11).
+    Pinned memory that an earlier capture used is returned with an event on the capture's stream. If a collection
+    returns it in the middle of another capture, that event belongs to the capture, and the next allocation of pinned
+    memory, .item() included, fails when it queries the event: "invalid argument" (torch 2.11).
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -77,21 +77,21 @@ class Graph:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, fn: Callable[..., Any], *args: Any, warm_up: int = 3, **kwargs: Any) -> Any:
-        """Record what fn does on the device; once for each Graph.
+        """Capture the device work of fn; once for each Graph.
 
-        Before that fn is called warm_up times on a stream of its own, so that compiling, races and lazy set-ups are
-        over: none of them may happen in a capture.
+        fn is first called warm_up times on a stream of its own, so that compilation, races and lazy initialisation,
+        none of which may happen in a capture, are over.
 
         Args:
-            fn: with arguments in memory that stays; it may not wait for the device nor read from it.
-            args, kwargs: of fn.
-            warm_up: calls before; 0 if fn is known to be ready.
+            fn: its arguments are in memory that stays; it may not wait for the device or read from it.
+            args, kwargs: arguments of fn.
+            warm_up: calls before the capture; 0 if fn is known to be ready.
 
         Returns:
-            what fn returned, in memory that each replay writes anew.
+            the result of fn, in memory that each replay writes anew.
 
         Raises:
-            LaunchError: captured already.
+            LaunchError: a second capture.
         """
         if self._graph is not None:
             raise LaunchError(f"graph {self.name!r} is captured already; make another Graph")
@@ -102,9 +102,9 @@ class Graph:
                 fn(*args, **kwargs)
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with counting() as calls, _uncollected():
+        with counting() as calls, _without_collection():
             try:
-                # Other threads go on with what a capture of theirs could not hold, such as pinning the next batch.
+                # Other threads may do what a capture forbids, such as pinning memory for the next batch.
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     result = fn(*args, **kwargs)
             except BaseException:

@@ -8,8 +8,8 @@
 
     answer = submit(model, x, stream=copies)   # a Future: answer.done(), answer.result(timeout_s), await answer
 
-On CUDA these are torch's streams and events. The CPU has none, so there the same calls do the same at once: work in a
-`with` block runs in the caller's thread, and what is submitted runs in order on one thread that the stream owns.
+On CUDA these are torch's streams and events. The CPU has none: there, work in a `with` block runs at once in the
+caller's thread, and submitted functions run in order on a thread of the stream.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 _POLL_LEAST_S = 50e-6
 _POLL_MOST_S = 10e-3
 _POLL_PART = 0.05
-"""Waiting by polling asks again after this part of the time already waited, so it is late by 5% at most."""
+"""Polling waits this fraction of the time already waited before it asks again, so it is late by at most 5%."""
 
 
 class Event(provider.Event):
@@ -51,11 +51,11 @@ class Event(provider.Event):
 
     @abstractmethod
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """Wait on the host until the device has passed it.
+        """Wait on the host until the device has passed the mark.
 
         Raises:
-            TimeLimitExceeded: it has not in that time.
-            DeviceLost: the device broke before.
+            TimeLimitExceeded: it has not within timeout_s.
+            DeviceLost: the device failed.
         """
 
 
@@ -88,7 +88,7 @@ class _CudaEvent(Event):
 
 
 class _HostEvent(Event):
-    """The time at which the stream's thread came to it; at once where it has nothing to do."""
+    """The time at which the stream's thread reached the mark; the present time if the thread is idle."""
 
     __slots__ = ("task",)
 
@@ -114,11 +114,11 @@ class _HostEvent(Event):
 
 
 class Stream:
-    """An order of work on a device; work on several streams may overlap. See the module's docstring.
+    """A queue of work on a device; work on different streams may overlap.
 
     Args:
         device: a CUDA device or the CPU.
-        priority: on CUDA, -1 goes before 0.
+        priority: on CUDA, -1 takes precedence over 0.
 
     Raises:
         ConfigError, BackendUnavailable: no such device.
@@ -126,7 +126,7 @@ class Stream:
     """
 
     def __init__(self, device: DeviceLike = "auto", *, priority: int = 0) -> None:
-        self.device = _with_streams(find_device(device))
+        self.device = _require_streams(find_device(device))
         self._cuda: torch.cuda.Stream | None = None
         if self.device.backend == "cuda":
             self._cuda = torch.cuda.Stream(torch.device(self.device.torch_device), priority=priority)
@@ -141,8 +141,8 @@ class Stream:
 
     @classmethod
     def current(cls, device: DeviceLike = "auto") -> Stream:
-        """The stream that torch uses now on the device; on the CPU, one that all callers share."""
-        found = _with_streams(find_device(device))
+        """Return torch's current stream on the device; on the CPU, one that all callers share."""
+        found = _require_streams(find_device(device))
         if found.backend == "cpu":
             return _shared_host_stream(found)
         stream = cls.__new__(cls)
@@ -153,12 +153,12 @@ class Stream:
 
     @property
     def cuda_stream(self) -> int:
-        """The driver's handle, as a provider's launch takes it; 0 on the CPU."""
+        """The driver's handle, for a provider's launch; 0 on the CPU."""
         return 0 if self._cuda is None else int(self._cuda.cuda_stream)
 
     @property
     def torch_stream(self) -> torch.cuda.Stream | None:
-        """Torch's own object; None on the CPU."""
+        """Torch's stream; None on the CPU."""
         return self._cuda
 
     def record(self) -> Event:
@@ -168,7 +168,7 @@ class Stream:
         return _HostEvent(None if self._idle() else self.run(time.perf_counter))
 
     def wait(self, event: Event) -> None:
-        """Let what comes later on this stream wait for the event; the host does not wait."""
+        """Make later work on this stream wait for the event; the host does not wait."""
         if self._cuda is not None and isinstance(event, _CudaEvent):
             self._cuda.wait_event(event.event)
         elif self._cuda is not None:
@@ -177,23 +177,23 @@ class Stream:
             self.run(event.synchronize)
 
     def wait_stream(self, other: Stream) -> None:
-        """Let what comes later on this stream wait for what the other one was given so far."""
+        """Make later work on this stream wait for the work given to another so far."""
         self.wait(other.record())
 
     def done(self) -> bool:
-        """Whether everything that the stream was given is done; does not wait."""
+        """Return whether all work given to the stream is done; does not wait."""
         return self._idle() if self._cuda is None else bool(self._cuda.query())
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """Wait on the host until everything that the stream was given is done.
+        """Wait on the host until all work given to the stream is done.
 
         Raises:
-            TimeLimitExceeded, DeviceLost: as an event's.
+            TimeLimitExceeded, DeviceLost: as Event.synchronize.
         """
         self.record().synchronize(timeout_s)
 
     def run(self, fn: Callable[..., T], *args: Any) -> Task[T]:
-        """On a stream of the CPU: run fn on its thread, after what it was given before.
+        """Run fn on the thread of a CPU stream, after the work given before.
 
         Raises:
             UnsupportedCase: a stream of another device.
@@ -241,7 +241,7 @@ def _shared_host_stream(device: ComputeDevice) -> Stream:
         return _shared[0]
 
 
-def _with_streams(device: ComputeDevice) -> ComputeDevice:
+def _require_streams(device: ComputeDevice) -> ComputeDevice:
     if device.backend not in ("cuda", "cpu"):
         raise UnsupportedCase(f"streams are for cuda and cpu; {device.backend} works through its provider's one queue")
     return device
@@ -251,7 +251,7 @@ def _with_streams(device: ComputeDevice) -> ComputeDevice:
 
 
 class Future(Generic[T]):
-    """The result of work on a stream; made by submit(). Await it, or ask for its result."""
+    """The result of work on a stream; made by submit(). Await it, or call result()."""
 
     def __init__(self, stream: Stream, task: Task[T], event: Event | None) -> None:
         self._stream = stream
@@ -259,15 +259,16 @@ class Future(Generic[T]):
         self._event = event
 
     def done(self) -> bool:
-        """Whether the result, or the error, is there; does not wait."""
+        """Return whether the result or the error is available; does not wait."""
         return self._task.done() and (self._event is None or self._event.done())
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the result. Its tensors may be used on torch's current stream.
 
         Raises:
-            TimeLimitExceeded: it is not there in that time; the work goes on, and it may be asked for again.
-            Exception: what the function raised.
+            TimeLimitExceeded: it is not available within timeout_s; the work continues, and result() may be called
+                again.
+            Exception: the function's error.
         """
         _check_timeout(timeout_s)
         wait_for_tasks([self._task], timeout_s)
@@ -280,7 +281,7 @@ class Future(Generic[T]):
         return value
 
     def value_on(self, stream: Stream) -> T:
-        """The result for use on another stream, which waits for it; on CUDA the host does not."""
+        """Return the result for use on another stream, which waits for it; on CUDA the host does not wait."""
         value = self._task.result()
         if self._event is not None:
             stream.wait(self._event)
@@ -292,7 +293,7 @@ class Future(Generic[T]):
         return self._wait().__await__()
 
     async def _wait(self) -> T:
-        """Without holding up the loop; cancelling the wait leaves the work alone."""
+        """Wait without blocking the event loop; cancelling the wait does not cancel the work."""
         if self._event is None:
             return await asyncio.shield(asyncio.wrap_future(self._task))
         began = time.perf_counter()
@@ -305,16 +306,16 @@ class Future(Generic[T]):
 
 
 def submit(fn: Callable[..., T], *args: Any, stream: Stream | None = None) -> Future[T]:
-    """Run fn(*args) on a stream.
+    """Run fn(*args) on a stream, and return a Future of its result.
 
-    CUDA: fn is called at once, in the caller's thread, and what it launches goes to the stream, after what torch's
-    current stream was given so far; so fn must not wait for the device. CPU: fn runs on the stream's thread, under the
+    CUDA: fn is called at once, in the caller's thread, and its launches go to the stream, after the work given to
+    torch's current stream so far; so fn must not wait for the device. CPU: fn runs on the stream's thread, under the
     caller's grad mode.
 
     Args:
-        fn: what to run; its exception is raised by the future.
-        args: its arguments.
-        stream: where; by default the current one of the first tensor's device, or of the device in use.
+        fn: function to run; the future raises its exception.
+        args: arguments of fn.
+        stream: by default the current one of the first tensor's device, or of the default device.
 
     Raises:
         ConfigError: fn cannot be called.
@@ -344,7 +345,7 @@ def _with_grad_mode(enabled: bool, fn: Callable[..., T], args: tuple[Any, ...]) 
 
 
 def _used_on(tree: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator, so that the memory is not given to others before the stream is done with it."""
+    """Tell the allocator that a stream uses the tensors, so that it does not reuse their memory too early."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.is_cuda:
             leaf.record_stream(stream)
@@ -377,10 +378,13 @@ def _cuda_error(error: RuntimeError) -> Exception:
 
 
 def capturing(device: torch.device | int) -> bool:
-    """Whether the current stream of a device is being captured.
+    """Return whether the current stream of a device is being captured into a CUDA graph.
+
+    torch.cuda.is_current_stream_capturing asks the current device. Work goes to the current stream of its tensors'
+    device, which may be another.
 
     Args:
-        device: of the tensors; its index for a CUDA device. Devices other than CUDA's capture nothing.
+        device: of the tensors, or the index of a CUDA device. Other devices capture nothing.
     """
     if isinstance(device, torch.device):
         if device.type != "cuda":

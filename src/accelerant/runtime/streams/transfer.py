@@ -1,9 +1,15 @@
-"""Copies between host and device that overlap with work, through pinned staging.
+"""Copies between host and device that overlap with work, and functions of arrays larger than the device.
 
-    future = copy_async(array, "cuda:0", stream)           # the host is free once the last piece is staged
+    future = copy_async(array, "cuda:0", stream)           # returns once the last part is staged
     x = future.value_on(other_stream)                      # the device waits, not the host
 
-Arrays larger than the device: chunks.py.
+    run = stream_chunks(torch.special.erf, huge, device="cuda:0")
+    run.result, run.overlap
+
+In stream_chunks, three streams let chunk i + 1 travel to the device while chunk i is computed and chunk i - 1 travels
+back. Host memory that is not pinned goes through pinned buffers: in by the caller's thread, out by another. Time is
+bound by the slower direction of the link, the function, the host's copies, and, on an array's first use, the system's
+page allocation.
 """
 
 from __future__ import annotations
@@ -31,21 +37,21 @@ from accelerant.runtime.streams.stream import Event, Future, Stream
 __all__ = ["ChunkedRun", "HostArray", "StagingPool", "as_host", "copy_async", "release_staging", "stream_chunks"]
 
 HostArray = npt.NDArray[Any] | Tensor
-"""An array in host memory: NumPy's, mapped files included, or torch's on the CPU."""
+"""An array in host memory: NumPy's, memory-mapped files included, or torch's on the CPU."""
 
 _STAGING_BYTES = 32 << 20
-"""A pinned buffer; a copy of this size takes 0.6 ms at 55 GB/s, far above the cost of starting it."""
+"""Size of a pinned buffer: its copy takes 0.6 ms at 55 GB/s, far more than the cost of starting it."""
 
 
 # --- pinned staging --------------------------------------------------------------------------------------------------
 
 
 class StagingPool:
-    """Host buffers used in turn, pinned for CUDA. A buffer is taken again once the copy that last used it is done.
+    """Host buffers used in turn, pinned for CUDA. A buffer is reused once its last copy is done.
 
     Args:
         size_bytes: of each buffer.
-        count: how many; two let the host fill one while the other travels.
+        count: number of buffers; with two, the host fills one while the other is copied.
         pinned: whether the device may read them directly.
     """
 
@@ -59,7 +65,7 @@ class StagingPool:
         self._next = 0
 
     def copy(self, source: Tensor, target: Tensor, stream: Stream) -> None:
-        """Copy flat bytes from pageable host memory to the device; returns when the last piece is staged."""
+        """Copy flat bytes from pageable host memory to the device; returns when the last part is staged."""
         with self.lock:
             for begin in range(0, source.numel(), self.size_bytes):
                 piece = source[begin : begin + self.size_bytes]
@@ -88,27 +94,24 @@ def _pool_of(stream: Stream) -> StagingPool:
 
 
 def release_staging() -> None:
-    """Give up the pinned buffers that copy_async keeps; the next copy makes new ones."""
+    """Release the pinned buffers that copy_async keeps; the next copy allocates new ones."""
     with _pools_lock:
         _pools.clear()
 
 
 def copy_async(array: HostArray, device: DeviceLike = "auto", stream: Stream | None = None) -> Future[Tensor]:
-    """Copy an array to the device, in order with the stream's work.
+    """Copy an array to the device in order with a stream's work, and return a Future of the tensor.
 
-    Pinned memory is read by the device directly and must not be changed before the copy is done; other memory goes
-    through the pool's pinned buffers, and may be changed as soon as this returns.
+    Pinned memory is read by the device directly and must not change before the copy is done; other memory goes through
+    pinned buffers and may change as soon as this returns.
 
     Args:
-        array: of any dtype that torch has.
-        device: where to; ignored if a stream is given.
+        array: of any dtype of torch.
+        device: target; ignored if a stream is given.
         stream: by default the device's current one.
 
-    Returns:
-        a future of the tensor on the device.
-
     Raises:
-        UnsupportedDtype: a dtype that torch has not.
+        UnsupportedDtype: a dtype that torch lacks.
         ConfigError: not an array in host memory.
     """
     source = as_host(array, "array")
@@ -131,18 +134,18 @@ def copy_async(array: HostArray, device: DeviceLike = "auto", stream: Stream | N
 # --- host memory -----------------------------------------------------------------------------------------------------
 
 
-class _Writable:
-    """A read-only array to torch, which knows no such thing; it is only read."""
+class _WritableView:
+    """A read-only array shown as writable, since torch has no read-only tensors; it is only read."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
-        self.array = array  # lives as long as what is made of this
+        self.array = array  # keeps the memory alive
         interface = dict(array.__array_interface__)
         interface["data"] = (interface["data"][0], False)
         self.__array_interface__ = interface
 
 
 def as_host(array: Any, name: str, *, write: bool = False) -> Tensor:
-    """The array as a tensor on the same memory."""
+    """Return the array as a tensor on the same memory."""
     if isinstance(array, Tensor):
         if array.device.type != "cpu":
             raise ConfigError(f"{name}: wanted an array in host memory, got a tensor on {array.device}")
@@ -153,12 +156,12 @@ def as_host(array: Any, name: str, *, write: bool = False) -> Tensor:
         raise ConfigError(f"{name} is read-only")
     if any(stride < 0 for stride in array.strides):
         if write:
-            raise ConfigError(f"{name} runs backwards in memory, which torch's tensors cannot")
+            raise ConfigError(f"{name} has negative strides, which torch's tensors cannot have")
         array = array.copy()
     try:
-        return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))
+        return torch.from_numpy(array if array.flags.writeable else np.asarray(_WritableView(array)))
     except TypeError:
-        raise UnsupportedDtype(f"{name} is {array.dtype}, which torch has not") from None
+        raise UnsupportedDtype(f"{name} is {array.dtype}, which torch does not have") from None
     except ValueError as error:  # another byte order
         raise UnsupportedDtype(f"{name} is {array.dtype}: {error}") from None
 
@@ -169,20 +172,20 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 
 _CHUNK_BYTES = 64 << 20
 _DEPTH = 4
-"""Chunks in flight: one in each of the three stages, and one whose place the host prepares."""
+"""Chunks in flight: one in each of the three stages, and one whose buffers the host fills."""
 
 
 @dataclass(slots=True)
 class ChunkedRun:
-    """What stream_chunks did.
+    """The result and times of stream_chunks.
 
     Attributes:
-        result: one array, or a tuple of them, as the function returns; NumPy's if the first array was.
-        rows, chunks: rows of the arrays, and the chunks they came in.
-        bytes_in, bytes_out: moved to the device and back.
+        result: one array, or a tuple of them, as the function returns; NumPy's if the first input was.
+        rows, chunks: rows of the arrays, and number of chunks.
+        bytes_in, bytes_out: copied to the device and back.
         elapsed_s: of the whole call.
-        device_s: from the first copy's start to the last one's end, by the device's events.
-        copy_in_s, compute_s, copy_out_s: the parts, by events, each as long as it took beside the others.
+        device_s: from the start of the first copy to the end of the last, by the device's events.
+        copy_in_s, compute_s, copy_out_s: the stages, by events; they overlap.
     """
 
     result: Any = None
@@ -198,7 +201,7 @@ class ChunkedRun:
 
     @property
     def overlap(self) -> float:
-        """The sum of the parts over the time that they took together: 1 is one after the other, 3 the most."""
+        """The sum of the stages over device_s: 1 without overlap, at most 3."""
         parts = self.copy_in_s + self.compute_s + self.copy_out_s
         return parts / self.device_s if self.device_s else 1.0
 
@@ -220,28 +223,28 @@ def stream_chunks(
     timeout_s: float | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> ChunkedRun:
-    """Apply a function of rows to arrays that need not fit the device, with copies and work overlapped.
+    """Apply a function of rows to arrays that need not fit the device, overlapping copies and work.
 
     fn is called under no_grad with one tensor for each array, the same rows of each, and returns one tensor or several
-    with as many rows. Where it computes each row by itself, the result is the same as in one call: exactly so for
-    elementwise functions, and for others as far as their kernels do not depend on the number of rows.
+    with as many rows. If it computes each row by itself, the result equals that of one call: exactly for elementwise
+    functions, and for others as far as their kernels do not depend on the number of rows.
 
     Args:
         fn: the function.
         arrays: one or several, in host memory, with the same first dimension.
-        device: where fn runs.
-        chunk_bytes: input bytes a chunk, at least one row; by default up to 64 MiB, as fits the device.
+        device: device of fn.
+        chunk_bytes: input bytes a chunk, at least one row; by default up to 64 MiB, as the device has room.
         out: arrays to write the result to, instead of new ones.
-        atomic: write `out` only when all is done, at the cost of a second array of its size; if not, an error leaves
-            the rows before it written.
-        timeout_s: checked between chunks; the rows in flight are waited for.
-        progress: called with the rows done and all rows, in order, in the caller's thread.
+        atomic: whether to write `out` only at the end, at the cost of a second array of its size; if not, an error
+            leaves the rows before it written.
+        timeout_s: checked between chunks; rows in flight are waited for.
+        progress: called with the rows done and the number of rows, in order, in the caller's thread.
 
     Raises:
-        TimeLimitExceeded: the time is over; with atomic, `out` is as it was.
+        TimeLimitExceeded: timeout_s has passed; with atomic, `out` is unchanged.
         ShapeError: the arrays differ in their rows, fn returns another number of rows, or out does not fit.
-        UnsupportedDtype: a dtype that torch, or for the result NumPy, has not.
-        ConfigError: an argument without meaning.
+        UnsupportedDtype: a dtype that torch, or for the result NumPy, lacks.
+        ConfigError: an invalid argument.
     """
     given = [arrays] if isinstance(arrays, (np.ndarray, Tensor)) else list(arrays)
     sources = [as_host(array, f"array {i}") for i, array in enumerate(given)]
@@ -250,8 +253,8 @@ def stream_chunks(
         raise ConfigError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
     if timeout_s is not None and not timeout_s > 0:
         raise ConfigError(f"timeout_s must be above 0, or None for no limit; got {timeout_s}")
-    wanted = None if out is None else [out] if isinstance(out, (np.ndarray, Tensor)) else list(out)
-    targets = None if wanted is None else [as_host(each, f"out {i}", write=True) for i, each in enumerate(wanted)]
+    outputs = None if out is None else [out] if isinstance(out, (np.ndarray, Tensor)) else list(out)
+    targets = None if outputs is None else [as_host(array, f"out {i}", write=True) for i, array in enumerate(outputs)]
     pipeline = _Pipeline(fn, sources, device, chunk_bytes, None if atomic else targets)
     pipeline.as_numpy = isinstance(given[0], np.ndarray)
     pipeline.expected = targets
@@ -259,13 +262,13 @@ def stream_chunks(
     if targets is not None and atomic:
         for target, value in zip(targets, pipeline.results, strict=True):
             target.copy_(value)
-    results = wanted or [value.numpy() if pipeline.as_numpy else value for value in pipeline.results]
+    results = outputs or [value.numpy() if pipeline.as_numpy else value for value in pipeline.results]
     run.result = results[0] if pipeline.single else tuple(results)
     return run
 
 
 @dataclass(slots=True)
-class _Slot:
+class _ChunkBuffers:
     """The memory of a chunk in flight."""
 
     inputs: list[Tensor]
@@ -275,9 +278,9 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Flight:
-    """A chunk under way: which rows, its marks, and the task that brings its rows home."""
+    """A chunk in flight: its rows, its marks, and the task that copies its rows to the result."""
 
-    slot: _Slot
+    buffers: _ChunkBuffers
     rows: range
     marks: list[Event]
     home: Task[None] | None = None
@@ -285,7 +288,7 @@ class _Flight:
 
 
 class _Pipeline:
-    """The chunks of one call; see stream_chunks."""
+    """The chunks of one call of stream_chunks."""
 
     def __init__(
         self,
@@ -313,13 +316,13 @@ class _Pipeline:
         self.home = ThreadPoolExecutor(1, thread_name_prefix="accelerant-unstage")
 
     def run(self, timeout_s: float | None, progress: Callable[[int, int], object] | None) -> ChunkedRun:
-        """All chunks; leaves nothing under way, whatever happens."""
+        """Run all chunks; nothing is in flight afterwards, even after an error."""
         began = time.perf_counter()
         guard = torch.cuda.device(self.where) if self.cuda else nullcontext()
         try:
             with torch.no_grad(), guard:
                 self.work.wait_stream(Stream.current(self.work.device))
-                spare = [self._slot() for _ in range(min(_DEPTH, max(1, -(-self.rows // self.step))))]
+                spare = [self._new_buffers() for _ in range(min(_DEPTH, max(1, -(-self.rows // self.step))))]
                 for begin in range(0, max(1, self.rows), self.step):
                     while not spare or (self.flights and self._is_home(self.flights[0])):
                         spare.append(self._land(progress))
@@ -333,12 +336,12 @@ class _Pipeline:
         self.record.elapsed_s = time.perf_counter() - began
         return self.record
 
-    # --- a chunk's way -----------------------------------------------------------------------------------------------
+    # --- one chunk ----------------------------------------------------------------------------------------------------
 
-    def _start(self, slot: _Slot, rows: range) -> _Flight:
-        """Put a chunk on its way."""
-        inputs = [tensor[: len(rows)] for tensor in slot.inputs]
-        begun = self._copy_in(slot, inputs, rows)
+    def _start(self, buffers: _ChunkBuffers, rows: range) -> _Flight:
+        """Start a chunk."""
+        inputs = [tensor[: len(rows)] for tensor in buffers.inputs]
+        begun = self._copy_in(buffers, inputs, rows)
         arrived = self.into.record()
         self.work.wait(arrived)
         with self.work:
@@ -347,21 +350,21 @@ class _Pipeline:
             computed = self.work.record()
         self.outof.wait(computed)
         leaving = self.outof.record()
-        targets = self._copy_out(slot, values, rows)
+        targets = self._copy_out(buffers, values, rows)
         left = self.outof.record()
-        flight = _Flight(slot, rows, [begun, arrived, ready, computed, leaving, left], values=values)
+        flight = _Flight(buffers, rows, [begun, arrived, ready, computed, leaving, left], values=values)
         if targets:
-            flight.home = self.home.submit(_bring_home, left, targets)
+            flight.home = self.home.submit(_copy_home, left, targets)
         self.first = self.first or begun
         self.record.chunks += 1
         self.record.bytes_in += sum(tensor.nbytes for tensor in inputs)
         self.record.bytes_out += sum(value.nbytes for value in values)
         return flight
 
-    def _copy_in(self, slot: _Slot, inputs: list[Tensor], rows: range) -> Event:
-        """Stage what is not pinned, and start the copies to the device; returns the mark before them."""
+    def _copy_in(self, buffers: _ChunkBuffers, inputs: list[Tensor], rows: range) -> Event:
+        """Stage memory that is not pinned, start the copies to the device, and return the mark before them."""
         parts = [source[rows.start : rows.stop] for source in self.sources]
-        for i, staged in enumerate(slot.staged):
+        for i, staged in enumerate(buffers.staged):
             if staged.numel():
                 parts[i] = staged[: len(rows)].copy_(parts[i])
         begun = self.into.record()
@@ -370,29 +373,29 @@ class _Pipeline:
                 tensor.copy_(part, non_blocking=True)
         return begun
 
-    def _copy_out(self, slot: _Slot, values: tuple[Tensor, ...], rows: range) -> list[tuple[Tensor, Tensor]]:
-        """Start the copies to the host; returns what must then be moved on from pinned buffers."""
-        onward: list[tuple[Tensor, Tensor]] = []
-        if self.cuda and not slot.staged_out:
-            slot.staged_out = [
+    def _copy_out(self, buffers: _ChunkBuffers, values: tuple[Tensor, ...], rows: range) -> list[tuple[Tensor, Tensor]]:
+        """Start the copies to the host, and return the pairs of pinned buffers and targets still to be copied."""
+        pending: list[tuple[Tensor, Tensor]] = []
+        if self.cuda and not buffers.staged_out:
+            buffers.staged_out = [
                 _pinned((0 if result.is_pinned() else self.step, *result.shape[1:]), result.dtype)
                 for result in self.results
             ]
         with self.outof:
             for i, (result, value) in enumerate(zip(self.results, values, strict=True)):
                 target = result[rows.start : rows.stop]
-                if self.cuda and slot.staged_out[i].numel():
-                    staged = slot.staged_out[i][: len(rows)]
-                    onward.append((staged, target))
+                if self.cuda and buffers.staged_out[i].numel():
+                    staged = buffers.staged_out[i][: len(rows)]
+                    pending.append((staged, target))
                     target = staged
                 target.copy_(value, non_blocking=True)
-        return onward
+        return pending
 
     def _is_home(self, flight: _Flight) -> bool:
         return flight.marks[-1].done() if flight.home is None else flight.home.done()
 
-    def _land(self, progress: Callable[[int, int], object] | None) -> _Slot:
-        """Wait for the oldest chunk, take its times, and give its memory free."""
+    def _land(self, progress: Callable[[int, int], object] | None) -> _ChunkBuffers:
+        """Wait for the oldest chunk, add its times, and return its buffers."""
         flight = self.flights.popleft()
         flight.marks[-1].synchronize()
         if flight.home is not None:
@@ -405,10 +408,10 @@ class _Pipeline:
             self.record.device_s = self.first.elapsed_ms(left) / 1e3
         if progress is not None:
             progress(flight.rows.stop, self.rows)
-        return flight.slot
+        return flight.buffers
 
     def _settle(self) -> None:
-        """Wait for everything under way, so that no memory is given free under the device's hands."""
+        """Wait for all chunks in flight, so that no memory is freed while the device uses it."""
         try:
             for stream in (self.into, self.work, self.outof):
                 stream.synchronize()
@@ -416,7 +419,7 @@ class _Pipeline:
             self.home.shutdown(wait=True)
             self.flights.clear()
 
-    # --- parts -------------------------------------------------------------------------------------------------------
+    # --- internals -----------------------------------------------------------------------------------------------
 
     def _rows_a_chunk(self, chunk_bytes: int | None) -> int:
         row = sum(source[0].nbytes for source in self.sources) if self.rows else 0
@@ -427,7 +430,7 @@ class _Pipeline:
             chunk_bytes = max(1 << 20, min(_CHUNK_BYTES, room, row * self.rows // 16))
         return min(self.rows, max(1, chunk_bytes // row))
 
-    def _slot(self) -> _Slot:
+    def _new_buffers(self) -> _ChunkBuffers:
         def of(source: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
             return (self.step, *source.shape[1:]), source.dtype
 
@@ -438,10 +441,10 @@ class _Pipeline:
             _pinned((0,), source.dtype) if skip else _pinned(*of(source))
             for source, skip in zip(self.sources, direct, strict=True)
         ]
-        return _Slot(inputs, staged)
+        return _ChunkBuffers(inputs, staged)
 
     def _checked(self, values: Any, rows: int) -> tuple[Tensor, ...]:
-        """What fn returned; the first time, the result's arrays are made after it."""
+        """Check and return the values of fn; the first call determines the result's arrays."""
         single = isinstance(values, Tensor)
         checked: tuple[Tensor, ...] = (values,) if single else tuple(values)
         for i, value in enumerate(checked):
@@ -449,7 +452,7 @@ class _Pipeline:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ShapeError(f"fn was given {rows} rows and must return as many; result {i} is {got}")
             if self.as_numpy and value.dtype == torch.bfloat16:
-                raise UnsupportedDtype(f"result {i} is bfloat16, which NumPy has not; return float32 or give tensors")
+                raise UnsupportedDtype(f"result {i} is bfloat16, which NumPy lacks; return float32 or pass tensors")
         if not self.record.chunks:
             self.single = single
             self._make_results(checked)
@@ -479,8 +482,8 @@ class _Pipeline:
             )
 
 
-def _bring_home(left: Event, targets: list[tuple[Tensor, Tensor]]) -> None:
-    """Move a chunk's rows from pinned memory to the result."""
+def _copy_home(left: Event, targets: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy a chunk's rows from pinned memory to the result."""
     left.synchronize()
     for staged, target in targets:
         target.copy_(staged)
