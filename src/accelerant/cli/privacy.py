@@ -1,4 +1,4 @@
-"""`accelerant privacy`: what noise costs, the noise for an epsilon, and a ledger's statement."""
+"""`accelerant privacy`: epsilon of a run, the noise for an epsilon, and a ledger's statement."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["calibrate", "epsilon", "register", "statement"]
 
 _MOST_STEPS = 10**9
 
-_Q = Annotated[float, typer.Option("--q", help="Sampling rate: each record's probability to be in a step; 1: all.")]
+_Q = Annotated[float, typer.Option("--q", help="Sampling rate: probability of each record to be in a step; 1: all.")]
 _Steps = Annotated[int, typer.Option(help="Number of steps.")]
-_Delta = Annotated[float, typer.Option(help="Of (epsilon, delta); well below one over the number of records.")]
+_Delta = Annotated[float, typer.Option(help="Delta of (epsilon, delta); well below one over the number of records.")]
 _Method = Annotated[str, typer.Option(help="pld (privacy loss distributions) or rdp (Renyi divergence; looser).")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the group."""
+    """Add the command group."""
     group = typer.Typer(
         name="privacy", help="Differential privacy: epsilon, noise and the ledger.", no_args_is_help=True
     )
@@ -49,9 +49,9 @@ def epsilon(
     method: _Method = "pld",
     json_output: _Json = False,
 ) -> None:
-    """Epsilon of steps of DP-SGD: Poisson sampling, Gaussian noise, one record added or removed.
+    """Compute epsilon of steps of DP-SGD: Poisson sampling, Gaussian noise, one record added or removed.
 
-    Without noise, or with too little for delta, it is infinite, and the answer says why.
+    Without noise, or with too little for delta, it is infinite, and the reason is printed.
     """
     _check(0 <= sigma < math.inf, "--sigma must be 0 or more, and finite", sigma)
     _check_run(q, steps, delta, method)
@@ -59,14 +59,14 @@ def epsilon(
     from accelerant.privacy.dp.ledger.events import Event
 
     events = [Event("gaussian", sigma, "poisson", q, steps)]
-    found = {way: spent(events, delta, method=way) for way in ("pld", "rdp")}
-    chosen, other = found[method], "rdp" if method == "pld" else "pld"
+    costs = {way: spent(events, delta, method=way) for way in ("pld", "rdp")}
+    chosen, other = costs[method], "rdp" if method == "pld" else "pld"
     if json_output:
         facts = {
-            "epsilon": _plain(chosen.epsilon),
+            "epsilon": _number(chosen.epsilon),
             "delta": delta,
             "method": method,
-            f"epsilon_{other}": _plain(found[other].epsilon),
+            f"epsilon_{other}": _number(costs[other].epsilon),
             "reason": chosen.reason,
             "sigma": sigma,
             "q": q,
@@ -77,8 +77,8 @@ def epsilon(
         print(json.dumps(facts))
         return
     why = f": {chosen.reason}" if chosen.reason else ""
-    print(f"epsilon {_plain(chosen.epsilon, 6)} at delta {delta:g} ({method.upper()}){why}")
-    print(f"cross-check by {other.upper()}: {_plain(found[other].epsilon, 6)}")
+    print(f"epsilon {_number(chosen.epsilon, 6)} at delta {delta:g} ({method.upper()}){why}")
+    print(f"cross-check by {other.upper()}: {_number(costs[other].epsilon, 6)}")
     print("for Poisson sampling, one record added or removed; shuffled batches are not covered")
 
 
@@ -90,7 +90,7 @@ def calibrate(
     method: _Method = "pld",
     json_output: _Json = False,
 ) -> None:
-    """The least noise multiplier for an epsilon: never too small, and at most 0.1 per cent too large."""
+    """Find the least noise multiplier for an epsilon: never too small, and at most 0.1 per cent too large."""
     _check(0 < target_epsilon < math.inf, "--target-epsilon must be above 0, and finite", target_epsilon)
     _check_run(q, steps, delta, method)
     from accelerant.privacy.dp.ledger.accounting import calibrate as least_noise
@@ -99,28 +99,27 @@ def calibrate(
 
     sigma = least_noise(target_epsilon, delta, q, steps, method)
     events = [Event("gaussian", sigma, "poisson", q, steps)]
-    found = {way: spent(events, delta, method=way).epsilon for way in ("pld", "rdp")}
+    costs = {way: spent(events, delta, method=way).epsilon for way in ("pld", "rdp")}
     if json_output:
-        facts = {"sigma": sigma, "target_epsilon": target_epsilon, "epsilon": found[method], "method": method}
-        facts |= {f"epsilon_{way}": cost for way, cost in found.items() if way != method}
+        facts = {"sigma": sigma, "target_epsilon": target_epsilon, "epsilon": costs[method], "method": method}
+        facts |= {f"epsilon_{way}": cost for way, cost in costs.items() if way != method}
         print(json.dumps(facts | {"delta": delta, "q": q, "steps": steps}))
         return
-    place = 10 ** (5 - math.floor(math.log10(sigma)))
-    upwards = math.ceil(sigma * place) / place  # the digits shown are enough noise as well
-    print(f"sigma {upwards:.6g}")
-    costs = ", ".join(f"{cost:.6g} ({way.upper()})" for way, cost in found.items())
-    print(f"epsilon at delta {delta:g} is then {costs}, for Poisson sampling, one record added or removed")
+    scale = 10 ** (5 - math.floor(math.log10(sigma)))
+    print(f"sigma {math.ceil(sigma * scale) / scale:.6g}")  # rounded up: the printed digits are enough noise as well
+    listed = ", ".join(f"{cost:.6g} ({way.upper()})" for way, cost in costs.items())
+    print(f"epsilon at delta {delta:g} is then {listed}, for Poisson sampling, one record added or removed")
 
 
 def statement(
     ledger: Annotated[Path, typer.Argument(metavar="LEDGER", help="The ledger's file.")],
     delta: Annotated[
-        float | None, typer.Option(help="Of (epsilon, delta). Default: of the last budget, or 1e-5.")
+        float | None, typer.Option(help="Delta of (epsilon, delta). Default: of the last budget, or 1e-5.")
     ] = None,
     json_output: _Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a section for a report.")] = False,
 ) -> None:
-    """What a reviewer needs of a ledger: unit of privacy, epsilon at delta, events, and what it all rests on.
+    """Print what a reviewer needs of a ledger: unit of privacy, epsilon at delta, events, and the assumptions.
 
     Exit status 2 where the file was cut or edited. A ledger that is being written can be read.
     """
@@ -130,13 +129,13 @@ def statement(
         _check(0 < delta < 1, "--delta must be in (0, 1)", delta)
     from accelerant.privacy.dp.ledger import Ledger
 
-    found = Ledger.read(ledger).statement(delta)
+    report = Ledger.read(ledger).statement(delta)
     if json_output:
-        print(found.to_json())
+        print(report.to_json())
     elif markdown:
-        print(found.to_markdown(), end="")
+        print(report.to_markdown(), end="")
     else:
-        print("\n".join(shown(line) for line in str(found).splitlines()))
+        print("\n".join(shown(line) for line in str(report).splitlines()))
 
 
 def _check_run(q: float, steps: int, delta: float, method: str) -> None:
@@ -151,8 +150,8 @@ def _check(holds: bool, rule: str, value: object) -> None:
         raise ConfigError(f"{rule}, got {value!r}")
 
 
-def _plain(value: float, digits: int = 0) -> float | str:
-    """For JSON, which has no infinity; with digits, for people."""
+def _number(value: float, digits: int = 0) -> float | str:
+    """Format for JSON, which has no infinity; with digits, for people."""
     if math.isinf(value):
         return "infinite" if digits else "inf"
     return f"{value:.{digits}g}" if digits else value

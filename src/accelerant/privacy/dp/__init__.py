@@ -1,4 +1,4 @@
-"""Differential privacy: private training, mechanisms, and the ledger that says what was spent.
+"""Differential privacy: private training, mechanisms, and the ledger of what was spent.
 
 >>> private = dp.make_private(model, optimizer, target_epsilon=8, steps=2000, delta=1e-5, max_grad_norm=1.0,
 ...                           sample_rate=256 / 60000)

@@ -1,4 +1,4 @@
-"""What clipping does beside products.
+"""Kernels of clipping, other than products.
 
     squares  parts[b, c] = sum of x[b, p]^2 over the span c of p
     sum      y[p] (+)= sum over b of weight[b] x[b, p], where weight[b] is not 0: x[b] is not read there
@@ -10,9 +10,9 @@
 Source: Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038, section 2; Li et al. 2022, arXiv:2110.05679, section 4.
 Layout: dense; weights and sums in float32, squares of the rounded values.
 Grid:   squares, scale, clear: an example's span of SPAN values a program. sum: BLOCK_P columns a program, one example
-        after the other. ghost: a pair of tiles of BLOCK_T positions of an example a program, those
-        above the diagonal end at once.
-Bound:  memory, but for ghost: B P read by squares and sum, 2 B P by scale, nothing by clear. ghost: T (T + BLOCK_T)
+        after the other. ghost: a pair of tiles of BLOCK_T positions of an example a program; those
+        above the diagonal exit immediately.
+Bound:  memory, except ghost: B P read by squares and sum, 2 B P by scale, nothing by clear. ghost: T (T + BLOCK_T)
         (N + K) operations an example.
 """
 

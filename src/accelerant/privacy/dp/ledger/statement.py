@@ -98,7 +98,7 @@ class Statement:
         yield "Epsilon", f"{_number(self.epsilon)} at delta {self.delta:g}{reason}"
         yield "Accountant", "dp-accounting, privacy loss distributions"
         yield "Cross-check", f"epsilon {_number(self.epsilon_rdp)} by Renyi divergence, a looser bound"
-        yield "Delta charged", f"{self.charged_delta:.3g}, taken off delta before the accountant is asked"
+        yield "Delta charged", f"{self.charged_delta:.3g}, subtracted from delta before the accountant is asked"
         if self.budget is not None:
             yield "Budget", f"epsilon {self.budget[0]:g} at delta {self.budget[1]:g} ({self.budget[2]})"
         releases = sum(event.count for event in self.events)

@@ -1,11 +1,11 @@
-"""Local differential privacy: each record is made private by its owner, before anybody collects it.
+"""Local differential privacy: each record is randomized by its owner, before anybody collects it.
 
     response = RandomizedResponse(choices=4, epsilon=1.0)
-    reports = response.randomize(answers)                   # each owner does this
-    response.estimate(reports)                              # the collector: unbiased shares of the answers
+    reports = response.randomize(answers)                   # by each owner
+    response.estimate(reports)                              # by the collector: unbiased shares of the answers
 
 Epsilon is for each record and each report: any two values of a record give any report with probabilities that differ
-by a factor of exp(epsilon) at most. Nobody has to be trusted with the data. Several reports on one record add up.
+by a factor of at most exp(epsilon). Nobody has to be trusted with the data. Several reports on one record add up.
 Warner 1965; Kairouz, Oh and Viswanath 2016, arXiv:1407.1338 (k-ary response); Duchi, Jordan and Wainwright 2013.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy.dp.ledger import Ledger
 from accelerant.privacy.dp.ledger.accounting import calibrate
-from accelerant.privacy.dp.ledger.events import Event, check_number
+from accelerant.privacy.dp.ledger.events import Event, check_number, check_whole
 from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source
 from accelerant.privacy.random import SecureStream
 
@@ -29,16 +29,16 @@ _MOST_CHOICES = 1 << 20
 
 
 class RandomizedResponse:
-    """k-ary randomised response: the truth with probability p, else one of the other answers, all alike.
+    """k-ary randomised response: the truth with probability p, else one of the other answers, uniformly.
 
-    p = exp(epsilon) / (exp(epsilon) + k - 1), lowered by what 53-bit random numbers round.
+    p = exp(epsilon) / (exp(epsilon) + k - 1), lowered by the rounding of 53-bit random numbers.
 
     Args:
-        choices: k, how many answers there are, 2 to 2^20.
+        choices: k, the number of answers, 2 to 2^20.
         epsilon: of each report.
 
     Raises:
-        ConfigError: a value that has no meaning.
+        ConfigError: an invalid value.
     """
 
     def __init__(self, choices: int, epsilon: float) -> None:
@@ -46,17 +46,17 @@ class RandomizedResponse:
             raise ConfigError(f"choices must be a whole number from 2 to {_MOST_CHOICES}, got {choices!r}")
         self.choices = choices
         self.epsilon = check_number("epsilon", epsilon)
-        # Another answer has a probability within 2^-53 of 1 / (k - 1): p pays for it, and stays below exp(epsilon).
+        # Another answer has a probability within 2^-53 of 1 / (k - 1): p is lowered by it, to stay within exp(epsilon).
         slack = 2.0**-50 + 2 * choices * 2.0**-53
         self.truth = (1.0 - slack) / (1.0 + (choices - 1) * math.exp(-self.epsilon))
         self._stream = SecureStream()
 
     def randomize(self, answers: Tensor, *, ledger: Ledger | None = None) -> Tensor:
-        """A report for each answer.
+        """Return a report for each answer.
 
         Args:
             answers: whole numbers, 0 to k - 1, any shape; each element is a record.
-            ledger: of replaced records (neighbouring="replace-one"); gets one event for each call.
+            ledger: of replaced records (neighbouring="replace-one"); records one event for each call.
 
         Returns:
             int64, the shape of answers, on the CPU.
@@ -66,18 +66,16 @@ class RandomizedResponse:
         """
         if answers.is_floating_point() or answers.is_complex():
             raise UnsupportedDtype(f"answers must be whole numbers, got {answers.dtype}")
-        given = answers.detach().to("cpu", torch.int64)
-        if given.numel() and not (int(given.min()) >= 0 and int(given.max()) < self.choices):
-            raise ConfigError(f"answers must be 0 to {self.choices - 1}, got {int(given.min())} to {int(given.max())}")
+        flat = answers.detach().to("cpu", torch.int64).reshape(-1)
+        if flat.numel() and not (int(flat.min()) >= 0 and int(flat.max()) < self.choices):
+            raise ConfigError(f"answers must be 0 to {self.choices - 1}, got {int(flat.min())} to {int(flat.max())}")
         _record(ledger, Event("randomized_response", 1.0 / self.epsilon))
-        count = given.numel()
-        keep = self._stream.uniform(count) < self.truth
-        other = (self._stream.uniform(count) * (self.choices - 1)).floor().long().clamp_(max=self.choices - 2)
-        flat = given.reshape(-1)
-        return torch.where(keep, flat, other + (other >= flat)).reshape(given.shape)
+        keep = self._stream.uniform(flat.numel()) < self.truth
+        other = (self._stream.uniform(flat.numel()) * (self.choices - 1)).floor().long().clamp_(max=self.choices - 2)
+        return torch.where(keep, flat, other + (other >= flat)).reshape(answers.shape)
 
     def estimate(self, reports: Tensor) -> Tensor:
-        """Unbiased estimates of the share of each answer, (k,) float64; single ones may be below 0.
+        """Return unbiased estimates of the share of each answer, (k,) float64; they may be below 0.
 
         Raises:
             ConfigError: no report, or one that is out of range.
@@ -91,13 +89,13 @@ class RandomizedResponse:
         return shares
 
     def standard_error(self, reports: int) -> float:
-        """Of one share, from so many reports, where the true share is small: sqrt(lie (1 - lie) / n) / (p - lie)."""
+        """Return the error of one small share from so many reports: sqrt(lie (1 - lie) / n) / (p - lie)."""
         lie = (1.0 - self.truth) / (self.choices - 1)
-        return float(math.sqrt(lie * (1.0 - lie) / reports) / (self.truth - lie))
+        return math.sqrt(lie * (1.0 - lie) / reports) / (self.truth - lie)
 
 
 class LocalLaplace:
-    """Numbers between two bounds, each with Laplace noise of its own.
+    """Laplace noise on numbers between two bounds, drawn for each number.
 
     Args:
         low, high: values outside are clamped; the sensitivity is high - low.
@@ -105,7 +103,7 @@ class LocalLaplace:
         secure: as for `gaussian_noise_`.
 
     Raises:
-        ConfigError: a value that has no meaning.
+        ConfigError: an invalid value.
     """
 
     def __init__(self, low: float, high: float, epsilon: float, *, secure: bool = True) -> None:
@@ -116,7 +114,7 @@ class LocalLaplace:
         self._plan = self._noisy.plan(self.high - self.low)
 
     def randomize(self, values: Tensor, *, ledger: Ledger | None = None) -> Tensor:
-        """A report for each value.
+        """Return a report for each value.
 
         Args:
             values: any shape; each element is a record.
@@ -138,34 +136,32 @@ class LocalLaplace:
         return flat.reshape(values.shape)
 
     def mean(self, reports: Tensor) -> float:
-        """Unbiased for the mean of the clamped values."""
+        """Return an unbiased estimate of the mean of the clamped values."""
         return float(reports.double().mean())
 
     def standard_error(self, reports: int) -> float:
-        """What the noise adds to the mean of so many reports: sqrt(2 / n) b."""
+        """Return the deviation that the noise adds to the mean of so many reports: sqrt(2 / n) b."""
         return math.sqrt(2.0 / reports) * self._plan.scale
 
 
 class LocalGaussian:
-    """Vectors within a ball, each with Gaussian noise of its own.
+    """Gaussian noise on vectors within a ball, drawn for each vector.
 
     Args:
-        max_norm: longer vectors are scaled down to it in L2; the sensitivity is its double: any vector may become any
-            other.
+        max_norm: longer vectors are scaled down to it in L2; the sensitivity is its double, since any vector may become
+            any other.
         dimensions: of a vector.
         epsilon, delta: of each report.
         secure: as for `gaussian_noise_`.
 
     Raises:
-        ConfigError: a value that has no meaning.
+        ConfigError: an invalid value.
         MissingDependency: dp-accounting is not installed.
     """
 
     def __init__(self, max_norm: float, dimensions: int, epsilon: float, delta: float, *, secure: bool = True) -> None:
         self.max_norm = check_number("max_norm", max_norm)
-        if not isinstance(dimensions, int) or isinstance(dimensions, bool) or dimensions < 1:
-            raise ConfigError(f"dimensions must be a whole number, at least 1, got {dimensions!r}")
-        self.dimensions = dimensions
+        self.dimensions = check_whole("dimensions", dimensions, 1)
         self.epsilon, self.delta = check_number("epsilon", epsilon), check_number("delta", delta, most=0.5)
         source = make_source(secure)
         charged = NoisySum(source, 1.0, dimensions).plan(2 * self.max_norm).delta
@@ -174,7 +170,7 @@ class LocalGaussian:
         self._plan = self._noisy.plan(2 * self.max_norm)
 
     def randomize(self, vectors: Tensor, *, ledger: Ledger | None = None) -> Tensor:
-        """A report for each vector.
+        """Return a report for each vector.
 
         Args:
             vectors: (n, dimensions); each row is a record.
@@ -199,20 +195,20 @@ class LocalGaussian:
         return clipped
 
     def mean(self, reports: Tensor) -> Tensor:
-        """Unbiased for the mean of the clipped vectors, (dimensions,)."""
+        """Return an unbiased estimate of the mean of the clipped vectors, (dimensions,)."""
         mean: Tensor = reports.double().mean(0)
         return mean
 
     def standard_error(self, reports: int) -> float:
-        """What the noise adds to each coordinate of the mean of so many reports."""
+        """Return the deviation that the noise adds to each coordinate of the mean of so many reports."""
         return self._plan.scale / math.sqrt(reports)
 
 
 def _record(ledger: Ledger | None, event: Event) -> None:
-    """One report of each record.
+    """Record one report of each record.
 
     Raises:
-        ConfigError: the ledger is of records that come and go: the bound here is for a record that is replaced.
+        ConfigError: the ledger is not of replaced records, which the bound here is for.
     """
     if ledger is None:
         return

@@ -73,13 +73,14 @@ class PrivateTraining:
         arguments: _Arguments,
         units: Units,
         *,
+        noise_multiplier: float,
         owns_ledger: bool,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.ledger = ledger
         self.clipper = clipper
-        self.noise_multiplier = arguments.noise_multiplier
+        self.noise_multiplier = noise_multiplier
         self.delta, self.sample_rate, self.steps = arguments.delta, arguments.sample_rate, arguments.steps
         self._microbatch = arguments.microbatch
         self._units, self._tracker, self._processes = units, tracker, processes
@@ -356,7 +357,7 @@ def make_private(
         BudgetExceeded: the target cannot be reached with what the ledger holds.
         MissingDependency: dp-accounting is not installed, which target_epsilon needs.
     """
-    arguments = _Arguments.checked(
+    arguments = _Arguments(
         noise_multiplier, target_epsilon, steps, delta, max_grad_norm, sample_rate, expected_batch_size, microbatch
     )
     if loss_reduction not in ("mean", "sum"):
@@ -374,9 +375,9 @@ def make_private(
     with contextlib.ExitStack() as undo:
         if owned:
             undo.callback(book.close)
-        if arguments.noise_multiplier < 0:  # to be found
+        noise = arguments.noise_multiplier
+        if noise is None:
             noise = processes.on_first(lambda: _calibrated(arguments, book, secure, dimensions))
-            arguments = dataclasses.replace(arguments, noise_multiplier=noise)
         clipper = PerExampleClipper(
             model,
             max_grad_norm=max_grad_norm,
@@ -389,19 +390,28 @@ def make_private(
         private = PrivateOptimizer(
             optimizer,
             clipper,
-            NoisySum(source, arguments.noise_multiplier, dimensions),
+            NoisySum(source, noise, dimensions),
             book,
             tracker=tracker,
             processes=processes,
             sample_rate=arguments.sample_rate,
             expected_batch_size=arguments.expected_batch_size,
-            adaptive=None if adaptive is None else AdaptiveNorm(adaptive, source, arguments.noise_multiplier),
+            adaptive=None if adaptive is None else AdaptiveNorm(adaptive, source, noise),
             budget=_own_budget(arguments, book),
             grouped=units.groups is not None,
         )
         undo.callback(private.detach)
         training = PrivateTraining(
-            private, model, clipper, book, tracker, processes, arguments, units, owns_ledger=owned
+            private,
+            model,
+            clipper,
+            book,
+            tracker,
+            processes,
+            arguments,
+            units,
+            noise_multiplier=noise,
+            owns_ledger=owned,
         )
         undo.pop_all()
     _private.add(model)
@@ -427,63 +437,45 @@ def _before_forward(optimizer: PrivateOptimizer, model: nn.Module) -> Callable[[
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Arguments:
-    """The numbers of `make_private`; noise_multiplier is -1 until it is found for a target."""
+    """The numbers of `make_private`; noise_multiplier is None until it is found for the target.
 
-    noise_multiplier: float
+    Raises:
+        ConfigError: names the first invalid one.
+    """
+
+    noise_multiplier: float | None
     target_epsilon: float | None
     steps: int | None
     delta: float
-    sensitivity: float
+    max_grad_norm: float | Mapping[str, float]
     sample_rate: float
     expected_batch_size: float | None
     microbatch: int | None
+    sensitivity: float = dataclasses.field(init=False)
 
-    @classmethod
-    def checked(
-        cls,
-        noise_multiplier: float | None,
-        target_epsilon: float | None,
-        steps: int | None,
-        delta: float,
-        max_grad_norm: float | Mapping[str, float],
-        sample_rate: float,
-        expected_batch_size: float | None,
-        microbatch: int | None,
-    ) -> _Arguments:
-        """Check each value.
-
-        Raises:
-            ConfigError: names the first invalid one.
-        """
-        if (noise_multiplier is None) == (target_epsilon is None):
-            values = f"got noise_multiplier={noise_multiplier!r} and target_epsilon={target_epsilon!r}"
+    def __post_init__(self) -> None:
+        noise, target = self.noise_multiplier, self.target_epsilon
+        if (noise is None) == (target is None):
+            values = f"got noise_multiplier={noise!r} and target_epsilon={target!r}"
             raise ConfigError(f"give either noise_multiplier or target_epsilon (with steps); {values}")
-        if target_epsilon is not None:
-            check_number("target_epsilon", target_epsilon)
-            if steps is None:
+        if target is not None:
+            check_number("target_epsilon", target)
+            if self.steps is None:
                 raise ConfigError("target_epsilon needs the planned number of steps: give steps")
-        for name, value in (("steps", steps), ("microbatch", microbatch)):
+        for name, value in (("steps", self.steps), ("microbatch", self.microbatch)):
             if value is not None:
                 check_whole(name, value, 1)
-        check_number("delta", delta, most=0.5)
-        norms = dict(max_grad_norm) if isinstance(max_grad_norm, Mapping) else {"max_grad_norm": max_grad_norm}
+        check_number("delta", self.delta, most=0.5)
+        norms = self.max_grad_norm if isinstance(self.max_grad_norm, Mapping) else {"max_grad_norm": self.max_grad_norm}
         squares = [check_number(name, value) ** 2 for name, value in norms.items()]
         if not squares:
             raise ConfigError("max_grad_norm names no layer")
-        if expected_batch_size is not None:
-            check_number("expected_batch_size", expected_batch_size)
-        if noise_multiplier is not None:
-            noise_multiplier = check_number("noise_multiplier", noise_multiplier, open_below=False)
-        return cls(
-            -1.0 if noise_multiplier is None else noise_multiplier,
-            target_epsilon,
-            steps,
-            float(delta),
-            sum(squares) ** 0.5,
-            check_number("sample_rate", sample_rate, most=1.0),
-            expected_batch_size,
-            microbatch,
-        )
+        if self.expected_batch_size is not None:
+            check_number("expected_batch_size", self.expected_batch_size)
+        if noise is not None:
+            object.__setattr__(self, "noise_multiplier", check_number("noise_multiplier", noise, open_below=False))
+        object.__setattr__(self, "sample_rate", check_number("sample_rate", self.sample_rate, most=1.0))
+        object.__setattr__(self, "sensitivity", sum(squares) ** 0.5)
 
 
 def _require_match(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
