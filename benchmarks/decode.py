@@ -1,13 +1,14 @@
 """Decoding one sequence with a Llama of 8 billion parameters: the time of a token, beside plain torch's.
 
-The model has Llama 3.1 8B's shape and random weights, made on the device. A step reads one token and draws the next,
-with a cache of 512 tokens behind it; sampling is greedy. The runners are `Llama` as `generate` runs it ("accelerant"),
-the same computation in torch's functions, step by step ("torch"), and that with each block under torch.compile and the
-whole step in a CUDA graph ("compile", as gpt-fast does). In int8 every linear layer's weight is 8-bit integers with a
-scale for each output, the output layer's too.
+    python -m benchmarks.decode --dtype int8
 
-A step cannot be faster than its weights and its cache are read: the rows' bytes are those. On a CPU the model is tiny:
-the suite then only shows that it runs.
+The model has Llama 3.1 8B's shape and random weights, made on the device. A step reads one token and draws the next,
+with a cache of 512 tokens; sampling is greedy. The runners are `Llama` as `generate` runs it ("accelerant"), the same
+computation in torch's functions, step by step ("torch"), and that with each block under torch.compile and the whole
+step in a CUDA graph ("compile", as gpt-fast does). In int8 every linear layer's weight, the output layer's too, is
+8-bit integers with a scale for each output.
+
+The weights and the cache are a step's least bytes. On a CPU the model is tiny: the suite then only shows that it runs.
 """
 
 from __future__ import annotations
@@ -15,126 +16,100 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accelerant.bench.ceilings import measure_copy
-from accelerant.bench.journal import Journal
-from accelerant.bench.pieces import Piece, measure_pieces
-from accelerant.bench.record import Environment, Record, Row
+from accelerant.bench.record import Row, failure_note
+from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
 from accelerant.bench.timer import Timing, synchronize
+from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import LinearInt8, Llama, LlamaConfig, quantize
 from accelerant.nn.models.generation import Decoding, Sampling
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["AGAINST", "DTYPES", "check_names", "measure", "run"]
+__all__ = ["DTYPES", "PEERS", "DecodeSuite"]
 
 DTYPES = ("bfloat16", "int8")
-AGAINST = ("torch", "compile")
+PEERS = ("torch", "compile")
 
-_TARGETS_OF = "H200"
 _TARGETS_MS = {"bfloat16": 1e3 / 200, "int8": 1e3 / 370}
+"""Targets on an H200."""
+
 _PROMPT, _WARM, _TOGETHER = 512, 6, 8
 """Tokens before the first that counts; steps before the first sample; steps of a sample."""
 
 _TINY = LlamaConfig(vocab_size=256, context=1024, layers=2, heads=4, kv_heads=2, width=64, hidden=96)
 _TIMES, _ALLOWED = 2.0, 1e-3
-"""A runner's logits may be so many times as far from float32's as torch's are, and so much of the largest more: every
-runner rounds to bfloat16 in places of its own, layer after layer."""
+"""A runner's logits may be _TIMES as far from float32's as torch's are, plus _ALLOWED of the largest: every runner
+rounds to bfloat16 at other points, layer after layer."""
 
 
-def check_names(dtypes: Sequence[str], against: Sequence[str]) -> None:
-    """Refuse a dtype or a peer that the suite does not have.
+@dataclass(frozen=True)
+class DecodeSuite(Suite):
+    """Measure decoding of one sequence with a Llama of 8 billion parameters: milliseconds a token, tokens a second."""
 
-    Raises:
-        ConfigError: names it and the ones there are.
-    """
-    for what, given, known in (("dtype", dtypes, DTYPES), ("peer", against, AGAINST)):
-        for name in given:
-            if name not in known:
-                raise ConfigError(f"no {what} {name!r} in this suite; it has {', '.join(known)}")
+    name = "decode"
+    examples = ("", "--dtype int8 --against none", "--out now.json --compare before.json")
 
+    dtypes: tuple[str, ...] = option(
+        DTYPES, "Dtypes of the weights: bfloat16, int8.", flags=("--dtype", "--dtypes"), metavar="LIST", comma=True
+    )
+    against: tuple[str, ...] = option(PEERS, "Peers: torch, compile, or none.", metavar="LIST", comma=True, same=True)
+    budget_s: float = option(0.5, "Seconds of steps behind each figure.", min=0.0, same=True)
 
-def run(device: ComputeDevice, **options: Any) -> Record:
-    """A record of its own; see measure."""
-    record = Record(Environment.of(device))
-    measure(record, device, **options)
-    record.conclude()
-    return record
+    def resolve(self, device: ComputeDevice) -> Self:
+        """Return the suite with whole names of dtypes; raises ConfigError for an unknown dtype or peer, or no dtype."""
+        names = ["bfloat16" if name == "bf16" else name for name in self.dtypes]
+        check_names("--dtype", "dtype", names, DTYPES)
+        dtypes = tuple(dtype for dtype in DTYPES if dtype in names)
+        check_names("--against", "peer", self.against, PEERS)
+        if not dtypes:
+            raise ConfigError(f"--dtype: name one of {', '.join(DTYPES)}")
+        return replace(self, dtypes=dtypes)
 
+    def prepare(self, run: SuiteRun) -> None:
+        """Measure the copy rate."""
+        run.require_ceiling("copy", self.budget_s)
 
-def measure(
-    record: Record,
-    device: ComputeDevice,
-    *,
-    dtypes: Sequence[str] = DTYPES,
-    against: Sequence[str] = AGAINST,
-    budget_s: float = 0.5,
-    journal: Journal | None = None,
-    until: float | None = None,
-    progress: Callable[[str], None] = lambda _: None,
-) -> None:
-    """Measure into a record.
+    def cases(self, run: SuiteRun) -> list[SuiteCase]:
+        """Return a case for each dtype, bfloat16 first: int8 changes the model."""
+        model = functools.cache(functools.partial(_random_model, run.torch_device))
+        runners = ", ".join(("accelerant", *self.against))
+        return [
+            SuiteCase(f"{dtype}, {runners}", functools.partial(self._measure, dtype, model)) for dtype in self.dtypes
+        ]
 
-    Args:
-        record: gets ceilings and rows.
-        device: where.
-        dtypes: of DTYPES.
-        against: of AGAINST.
-        budget_s: seconds of steps behind each figure.
-        journal: gets the rows of a dtype as soon as they are there; those that it has are left out.
-        until: the time of time.monotonic() after which no further dtype is begun.
-        progress: told what is measured next.
+    def covers(self, row: Row) -> bool:
+        """Return whether a baseline's row is of one of the dtypes."""
+        return row.suite == self.name and any(dtype in row.case for dtype in self.dtypes)
 
-    Raises:
-        ConfigError: a dtype or peer that there is not.
-        AccelerantError: our step gives other logits than torch's.
-    """
-    check_names(dtypes, against)
-    where = torch.device(device.torch_device)
-    if "copy GB/s" not in record.ceilings:
-        record.ceilings |= measure_copy(where, budget_s=budget_s)
-    made = functools.cache(functools.partial(_made, where))
-    pieces = [
-        Piece(
-            "decode",
-            f"{dtype}, {', '.join(('accelerant', *against))}",
-            functools.partial(_dtype, made, dtype, device, where, against, budget_s),
-        )
-        for dtype in DTYPES
-        if dtype in dtypes
-    ]  # bfloat16 first: int8 changes the model
-    try:
-        measure_pieces(record, pieces, where=where, journal=journal, until=until, progress=progress)
-    finally:
-        made.cache_clear()
-        gc.collect()
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
+    def measure(self, run: SuiteRun) -> None:
+        """Measure all cases and release the model."""
+        try:
+            super().measure(run)
+        finally:
+            gc.collect()
+            if run.gpu:
+                torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def _measure(self, dtype: str, make: Callable[[], Llama], run: SuiteRun) -> None:
+        run.progress("decode: making the model")
+        model = make()
+        if dtype == "int8":
+            quantize(model, skip=())
+        for row in _rows(model, dtype, self, run):
+            run.add(row)  # at once: an error keeps it
 
 
-@torch.no_grad()
-def _dtype(
-    made: Callable[[], Llama], dtype: str, device: ComputeDevice, where: torch.device, against: Sequence[str],
-    budget_s: float, record: Record, progress: Callable[[str], None],
-) -> None:  # fmt: skip
-    """The rows of a dtype."""
-    progress("decode: making the model")
-    model = made()
-    if dtype == "int8":
-        quantize(model, skip=())
-    for row in _rows(model, dtype, device, where, against, budget_s, progress):
-        record.rows.append(row)  # at once: what ends the run leaves it
-
-
-def _made(where: torch.device) -> Llama:
-    """Random weights of the usual size, the norms one."""
+def _random_model(where: torch.device) -> Llama:
+    """Return the model with random weights of the usual size; norms are one."""
     config = LlamaConfig(context=8192) if where.type == "cuda" else _TINY
     with torch.device("meta"):
         model = Llama(config).to(torch.bfloat16)
@@ -148,72 +123,75 @@ def _made(where: torch.device) -> Llama:
     return model.eval()
 
 
-def _rows(
-    model: Llama, dtype: str, device: ComputeDevice, where: torch.device, against: Sequence[str], budget_s: float,
-    progress: Callable[[str], None],
-) -> Iterator[Row]:  # fmt: skip
-    """Each runner's row."""
-    config = model.config
-    length = _PROMPT if where.type == "cuda" else 16
+def _rows(model: Llama, dtype: str, suite: DecodeSuite, run: SuiteRun) -> Iterator[Row]:
+    """Yield each runner's row, after its logits were compared with float32's.
+
+    Raises:
+        AccelerantError: our step gives other logits, or torch's fails, which the others are compared with.
+    """
+    where, config, against = run.torch_device, model.config, suite.against
+    length = _PROMPT if run.gpu else 16
     prompt = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(where)
-    name = "Llama 8B" if where.type == "cuda" else "Llama, tiny"
+    name = "Llama 8B" if run.gpu else "Llama, tiny"
     cached = 2 * config.layers * config.kv_heads * config.head_size * length * 2
     base = Row(
         "decode", name, f"1 token after {length}, {dtype}", "", "", bytes=_weight_bytes(model) + cached, ceiling="copy"
     )
-    steps = {"accelerant": "one CUDA graph" if where.type == "cuda" else "eager"}
-    steps |= {"torch": "eager", "compile": "blocks compiled, one CUDA graph"}
+    implementations = {
+        "torch": "eager",
+        "accelerant": "one CUDA graph" if run.gpu else "eager",
+        "compile": "blocks compiled, one CUDA graph",
+    }
     exact: Tensor | None = None
     allowed = 0.0
-    for runner in ("torch", "accelerant", "compile"):
-        if runner not in ("accelerant", *against) and runner != "torch":
+    for runner, implementation in implementations.items():
+        if runner not in ("torch", "accelerant", *against):
             continue
-        progress(f"decode: {dtype}, {runner}")
-        row = replace(base, runner=runner, implementation=steps[runner])
+        run.progress(f"decode: {dtype}, {runner}")
+        row = replace(base, runner=runner, implementation=implementation)
         try:
-            step: Any = _Ours(model, prompt) if runner == "accelerant" else _Plain(model, prompt, runner == "compile")
+            step: Any = (
+                _OwnStep(model, prompt) if runner == "accelerant" else _PlainStep(model, prompt, runner == "compile")
+            )
             logits = step.logits()
             if exact is None:
                 exact = step.exact_logits()
                 allowed = _TIMES * _distance(logits, exact) + _ALLOWED
         except (RuntimeError, AccelerantError) as error:
-            words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+            note = failure_note(error)
             if runner == "accelerant":
                 raise
-            if runner == "torch":  # what the others are compared with
-                raise AccelerantError(f"decode, {dtype}: torch's step, which others are checked by: {words}") from error
-            yield replace(row, note=words)
+            if runner == "torch":
+                raise AccelerantError(f"decode, {dtype}: torch's step, which others are checked by: {note}") from error
+            yield replace(row, note=note)
             continue
         distance = _distance(logits, exact)
         if not distance <= allowed:
-            words = f"logits are {distance:.3g} of the largest from float32's, {allowed:.3g} are allowed"
+            note = f"logits are {distance:.3g} of the largest from float32's, {allowed:.3g} are allowed"
             if runner == "accelerant":
-                raise AccelerantError(f"decode, {dtype}: {words}")
-            yield replace(row, note=words)
+                raise AccelerantError(f"decode, {dtype}: {note}")
+            yield replace(row, note=note)
             continue
         if runner != "torch" or "torch" in against:
-            timing = _timed(step.advance, where, budget_s)
-            target = _TARGETS_MS[dtype] if runner == "accelerant" and _TARGETS_OF in device.name else None
-            yield replace(
-                row, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, samples=timing.samples, target=target,
-                note=f"{1e3 / timing.p50_ms:,.1f} tokens/s",
-            )  # fmt: skip
+            timing = _timed(step.advance, where, suite.budget_s)
+            target = _TARGETS_MS[dtype] if runner == "accelerant" and run.is_model("H200") else None
+            yield replace(row.timed(timing), target=target, note=f"{1e3 / timing.p50_ms:,.1f} tokens/s")
         del step
 
 
 def _distance(logits: Tensor, exact: Tensor) -> float:
-    """The root mean square of the difference, of the largest."""
+    """Return the root mean square of the difference over the largest logit."""
     return float((logits - exact).square().mean().sqrt() / exact.abs().max())
 
 
 def _weight_bytes(model: Llama) -> int:
-    """What a step reads of the weights: all but the embedding, of which it reads a row."""
-    kept = {id(each): each.nbytes for each in (*model.parameters(), *model.buffers())}
-    return sum(kept.values()) - (model.embed.weight.nbytes if model.lm_head is not None else 0)
+    """Return the bytes of the weights that a step reads: all but the embedding, of which it reads a row."""
+    sizes = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    return sum(sizes.values()) - (model.embed.weight.nbytes if model.lm_head is not None else 0)
 
 
 def _timed(advance: Callable[[], object], where: torch.device, budget_s: float) -> Timing:
-    """Milliseconds a token, of steps one after the other: from idle device to idle device, several at a time."""
+    """Return the milliseconds of a token, from consecutive steps between idle states of the device."""
     for _ in range(_WARM):
         advance()
     samples: list[float] = []
@@ -228,8 +206,8 @@ def _timed(advance: Callable[[], object], where: torch.device, budget_s: float) 
     return Timing.of(samples)
 
 
-class _Ours:
-    """Llama's decoding as generate runs it."""
+class _OwnStep:
+    """Llama's decoding as `generate` runs it."""
 
     def __init__(self, model: Llama, prompt: Tensor) -> None:
         self._model, self._prompt = model, prompt
@@ -238,20 +216,20 @@ class _Ours:
         self._run.advance()
 
     def logits(self) -> Tensor:
-        """After the prompt's last token, decoded."""
+        """Return the logits after the prompt's last token."""
         run = Decoding(self._model, self._prompt[:, :-1], 8, Sampling(temperature=0))
         run.advance()
         assert run.cache is not None  # for the type checker: more than one token may come
         return self._model.decode(self._prompt[:, -1], run.cache)
 
     def advance(self) -> None:
-        """One token more."""
+        """Decode one more token."""
         if self._run.end >= min(self._run.tokens.shape[1], self._model.config.context):
             raise AccelerantError("decode: the sequence is at its end")
         self._run.advance()
 
 
-class _Plain:
+class _PlainStep:
     """The same computation in torch's functions, with a static cache and the position on the device."""
 
     def __init__(self, model: Llama, prompt: Tensor, compiled: bool) -> None:
@@ -271,18 +249,18 @@ class _Plain:
             self._block = torch.compile(_block, options={"coordinate_descent_tuning": True})
 
     def exact_logits(self) -> Tensor:
-        """After the prompt's last token, computed in float32 from the same weights and the same cache."""
+        """Return the logits in float32, from the same weights and cache."""
         return self._step(torch.float32)
 
     def logits(self) -> Tensor:
-        """After the prompt's last token."""
-        found = self._step()
+        """Return the logits after the prompt's last token."""
+        logits = self._step()
         if self._block is not _block and self._token.is_cuda:
             self._capture()
-        return found
+        return logits
 
     def advance(self) -> None:
-        """One token more."""
+        """Decode one more token."""
         if self._graph is not None:
             self._graph.replay()
         else:
@@ -301,10 +279,10 @@ class _Plain:
         for block, k, v in zip(model.blocks, self._k, self._v, strict=True):
             x = self._block(x, _weights(block), k.to(dtype), v.to(dtype), self._position, mask, cos, sin, config)
         x = F.rms_norm(x, x.shape[-1:], model.norm.weight.to(dtype), model.config.eps)
-        return _times(x, _weight(model.lm_head)).float()
+        return _linear(x, _weight(model.lm_head)).float()
 
     def _capture(self) -> None:
-        """The whole step as one CUDA graph; it is warm already."""
+        """Capture the whole step, which is warm already, as one CUDA graph."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -315,11 +293,11 @@ class _Plain:
             self._draw()
 
 
-def _tables(model: Llama, places: int, where: torch.device) -> tuple[Tensor, Tensor]:
+def _tables(model: Llama, positions: int, where: torch.device) -> tuple[Tensor, Tensor]:
     from accelerant.ops.rope.tables import rope_tables
 
     config = model.config
-    cos, sin = rope_tables(places, config.head_size, config.rope_base, config.rope_scaling, device=where)
+    cos, sin = rope_tables(positions, config.head_size, config.rope_base, config.rope_scaling, device=where)
     return cos, sin
 
 
@@ -332,13 +310,13 @@ def _weights(block: Any) -> tuple[Any, ...]:
     return (block.norm_1.weight, block.norm_2.weight, *map(_weight, layers))
 
 
-def _times(x: Tensor, weight: tuple[Tensor, Tensor | None]) -> Tensor:
+def _linear(x: Tensor, weight: tuple[Tensor, Tensor | None]) -> Tensor:
     matrix, scale = weight
     y = F.linear(x, matrix.to(x.dtype))
     return y if scale is None else y * scale.to(x.dtype)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
@@ -347,14 +325,20 @@ def _block(
     x: Tensor, weights: tuple[Any, ...], k: Tensor, v: Tensor, position: Tensor, mask: Tensor, cos: Tensor, sin: Tensor,
     config: tuple[int, int, int, float],
 ) -> Tensor:  # fmt: skip
-    """A block on one token x (1, width)."""
+    """Compute a block on one token x (1, width)."""
     norm_1, norm_2, qkv, projection, gate_up, down = weights
     heads, kv_heads, width, eps = config
-    found = _times(F.rms_norm(x, x.shape[-1:], norm_1.to(x.dtype), eps), qkv).view(1, heads + 2 * kv_heads, 1, width)
-    q, new_k, new_v = found.split((heads, kv_heads, kv_heads), 1)
-    k.index_copy_(2, position, _turned(new_k, cos, sin))
+    heads_of = _linear(F.rms_norm(x, x.shape[-1:], norm_1.to(x.dtype), eps), qkv).view(
+        1, heads + 2 * kv_heads, 1, width
+    )
+    q, new_k, new_v = heads_of.split((heads, kv_heads, kv_heads), 1)
+    k.index_copy_(2, position, _rotated(new_k, cos, sin))
     v.index_copy_(2, position, new_v)
-    o = F.scaled_dot_product_attention(_turned(q, cos, sin), k, v, attn_mask=mask, enable_gqa=True)
-    x = x + _times(o.reshape(1, heads * width), projection)
-    gate, up = _times(F.rms_norm(x, x.shape[-1:], norm_2.to(x.dtype), eps), gate_up).chunk(2, -1)
-    return x + _times(F.silu(gate) * up, down)
+    o = F.scaled_dot_product_attention(_rotated(q, cos, sin), k, v, attn_mask=mask, enable_gqa=True)
+    x = x + _linear(o.reshape(1, heads * width), projection)
+    gate, up = _linear(F.rms_norm(x, x.shape[-1:], norm_2.to(x.dtype), eps), gate_up).chunk(2, -1)
+    return x + _linear(F.silu(gate) * up, down)
+
+
+if __name__ == "__main__":
+    run_command(DecodeSuite)

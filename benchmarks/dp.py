@@ -1,56 +1,54 @@
-"""Private training steps beside steps without privacy: ours, plain PyTorch's and Opacus's, in one run.
+"""Private training steps beside steps without privacy, ours, plain PyTorch's and Opacus's; and noise alone.
 
-A case is a batch of rows of tokens and a model, by default GPT-2 124M with an output layer of its own. Ours is measured
-without privacy (TrainStep), privately with noise that is secure and with Philox's, and, where the case has parts, in
-virtual steps. All begin with the same numbers and take the same tokens; AdamW updates in every step, and one without
-privacy clips the mean gradient, as trainings do. A private row aims at a share of our own speed without privacy, and
-at a multiple of its memory.
+    python -m benchmarks.dp --case 64x1024/16 --against torch,opacus
 
-Masks are full: each draw has exactly the expected size, so that a share compares equal work. Draws of a Poisson sampler
-vary by their square root. The ledger is a file, as a training's is; nobody asks it for epsilon here.
+A case is a batch of rows of tokens and a model, by default GPT-2 124M with an output layer of its own. Ours is
+measured without privacy (TrainStep), privately with secure noise and with Philox's, and, where the case has parts, in
+virtual steps. All start from the same weights and take the same tokens; AdamW updates in each step, and one without
+privacy clips the mean gradient. The targets of a private row are a share of our own speed without privacy, and a
+multiple of its memory. Masks are full: each draw has exactly the expected size, so that a share compares equal work.
+Draws of a Poisson sampler vary by their square root. The ledger is a file, as in training; epsilon is not computed.
+
+Noise is timed as a release adds it: to float32 values in place, rounded to a grid where it is secure; Philox's also as
+draws alone, which only write. Its mean and spread are checked first, to six standard errors.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
+from torch import Tensor
 
-from accelerant.bench.ceilings import measure_ceilings
-from accelerant.bench.journal import Journal
-from accelerant.bench.pieces import Piece, measure_pieces
-from accelerant.bench.record import Environment, Record, Row
+from accelerant.bench.record import DEVICE, Row, failure_note
+from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
+from accelerant.bench.timer import Timing, time_ms
+from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
-from accelerant.nn import GPT, GPTConfig
+from accelerant.nn import GPTConfig
 from accelerant.runtime.provider import ComputeDevice
-from benchmarks import dp_noise
-from benchmarks.dp_peers import PEERS, peer_step
 from benchmarks.dp_steps import (
-    BOUND,
-    MODEL,
-    NOISE,
-    WARM_UP,
-    Batches,
-    Case,
-    Found,
-    Kind,
-    Make,
-    Prepared,
-    alone,
-    in_turns,
+    GPT2_UNTIED,
+    PEERS,
+    PrivateCase,
+    PrivateKind,
+    StepMaker,
+    StepResult,
     parse_case,
+    peer_step,
     precision_on,
     private_step,
-    without,
+    run_alone,
+    run_in_turns,
+    step_without_privacy,
 )
-from benchmarks.training import KernelShare, _flops, kernel_shares
+from benchmarks.gpt_steps import TokenBatches, step_flops
 
-__all__ = ["PEERS", "Case", "cases_on", "measure", "parse_case", "run", "step_by_kernel"]
+__all__ = ["DpSuite", "check_noise"]
 
 _OURS = "accelerant"
 
@@ -58,245 +56,306 @@ _SHARES = {
     (64, 1024, "secure"): 0.9, (64, 1024, "Philox"): 0.9, (64, 1024, "parts"): 0.85,
     (16, 1024, "secure"): 0.8, (16, 1024, "Philox"): 0.9, (128, 128, "secure"): 0.75,
 }  # fmt: skip
-"""Asked on an H200 of GPT-2 124M: the share of our own speed without privacy."""
+"""Targets of GPT-2 124M on an H200: the share of our own speed without privacy, by batch, length and kind."""
 
 _CPU_SHARE = 1 / 1.25
 _MEMORY, _PARTS_MEMORY = 1.8, 1.3
-_OPACUS = "Opacus's noise is Philox's here: its secure mode needs torchcsprng"
+_NOISE_MS = {"secure": 8.0, "Philox": 0.30, "keystream": 2**30 / 1e9}
+"""Targets of 2^28 draws on an H200; of the keystream 1.0 TB/s."""
+
+_OPACUS_NOTE = "Opacus's noise is Philox's here: its secure mode needs torchcsprng"
 
 
-def cases_on(where: torch.device) -> tuple[str, ...]:
-    """The cases of a device, the most wanted first; "noise" among them."""
-    if where.type == "cuda":
-        return "64x1024/16", "noise", "16x1024", "128x128"
-    return "tiny", "noise"
+@dataclass(frozen=True)
+class DpSuite(Suite):
+    """Measure private steps of GPT-2 124M: time, memory, share of the speed without privacy; and noise alone."""
+
+    name = "dp"
+    examples = (
+        "",
+        "--case 64x1024/16 --against none",
+        "--case noise",
+        "--device cpu --out folder --limit-s 120",
+    )
+
+    case: tuple[str, ...] | None = option(
+        None, "BATCHxLENGTH, BATCHxLENGTH/PART with virtual batches of PART rows, tiny (the preset), or noise; may be "
+        "repeated. By default on a GPU 64x1024/16, noise, 16x1024, 128x128; on a CPU tiny, noise.",
+    )  # fmt: skip
+    against: tuple[str, ...] = option(
+        ("torch", "opacus"), "Peers: torch (plain, not private), opacus (opacus ghost, opacus fast, opacus hooks), "
+        "or none. One that is absent leaves a row that says so.",
+        metavar="LIST", comma=True, same=True,
+    )  # fmt: skip
+    layers: int = option(12, "Layers of the model; the defaults are GPT-2 124M's.", min=1, same=True)
+    width: int = option(768, "Width of the model; a head has 64 of it.", min=1, same=True)
+    vocab: int = option(50304, "Tokens that the model knows.", min=1, same=True)
+    draws: int | None = option(None, "Draws of noise, as a power of two. By default 28; on a CPU 22.", min=10, max=32)
+    budget_s: float = option(2.0, "Seconds of steps behind each figure.", min=0.0, same=True)
+
+    @property
+    def model(self) -> GPTConfig:
+        """The model of cases that do not name one."""
+        return GPTConfig(self.vocab, 1024, self.layers, max(1, self.width // 64), self.width, tied=False)
+
+    def resolve(self, device: ComputeDevice) -> Self:
+        """Return the suite with the device's cases and single peers.
+
+        Raises:
+            ConfigError: an unknown peer, or a text that is not a case.
+        """
+        peers: list[str] = []
+        for name in self.against:
+            known = [peer for peer in PEERS if name in (peer, peer.split()[0])]
+            if not known:
+                raise ConfigError(f"--against: no peer {name!r}; there are {', '.join(PEERS)}")
+            peers += [peer for peer in known if peer not in peers]
+        gpu = device.torch_device.startswith("cuda")
+        case = self.case or (("64x1024/16", "noise", "16x1024", "128x128") if gpu else ("tiny", "noise"))
+        for text in case:
+            if text != "noise":
+                parse_case(text, self.model)
+        return replace(self, case=case, against=tuple(peers), draws=self.draws or (28 if gpu else 22))
+
+    def prepare(self, run: SuiteRun) -> None:
+        """Measure the ceilings."""
+        run.require_ceiling("matmul")
+
+    def cases(self, run: SuiteRun) -> list[SuiteCase]:
+        """Return ours in the order of the cases, then the peers; on a CPU peers are part of our cases."""
+        precision, in_turns = precision_on(run.torch_device), not run.gpu
+        parsed = {text: parse_case(text, self.model) for text in self.case or () if text != "noise"}
+        cases = []
+        for text in self.case or ():
+            if text == "noise":
+                budget = min(self.budget_s, 0.5)
+                measure = functools.partial(_measure_noise, self.draws or 22, budget)
+                cases.append(SuiteCase(f"noise 2^{self.draws}", measure))
+                continue
+            case = parsed[text]
+            peers = self.against if in_turns and not case.config.tied else ()
+            parts = "" if case.part is None else f", in parts of {case.part} too"
+            key = case.text(", ".join((f"ours{parts}", *peers)), precision)
+            cases.append(SuiteCase(key, functools.partial(_measure_ours, case, self.budget_s, peers)))
+        for case in parsed.values():
+            for peer in () if case.config.tied or in_turns else self.against:
+                measure = functools.partial(_measure_peer, peer, case, self.budget_s)
+                cases.append(SuiteCase(case.text(peer, precision), measure))
+        return cases
+
+    def covers(self, row: Row) -> bool:
+        """Return whether a baseline's row is of one of the cases."""
+        names = {parse_case(text).name for text in self.case or () if text != "noise"}
+        noise = "noise" in (self.case or ()) and row.op in ("noise", "keystream")
+        return row.suite == self.name and (noise or row.case.split()[0] in names)
+
+    def measure(self, run: SuiteRun) -> None:
+        """Measure all cases; a note says which noise Opacus has."""
+        try:
+            super().measure(run)
+        finally:
+            opacus = any(row.runner.startswith("opacus") for row in run.record.rows)
+            if opacus and _OPACUS_NOTE not in run.record.notes:
+                run.record.notes.append(_OPACUS_NOTE)
 
 
-def run(device: ComputeDevice, **options: object) -> Record:
-    """A record of its own; see measure."""
-    record = Record(Environment.of(device))
-    measure(record, device, **options)  # type: ignore[arg-type]  # its own names
-    record.conclude()
-    return record
+# --- steps -----------------------------------------------------------------------------------------------------------
 
 
-def measure(
-    record: Record,
-    device: ComputeDevice,
-    *,
-    cases: Sequence[str] | None = None,
-    model: GPTConfig = MODEL,
-    draws: int | None = None,
-    against: Sequence[str] = PEERS,
-    budget_s: float = 2.0,
-    journal: Journal | None = None,
-    until: float | None = None,
-    progress: Callable[[str], None] = lambda _: None,
-) -> None:
-    """Measure into a record: ours in the order of the cases, then the peers; on a CPU these take turns with ours.
-
-    Args:
-        record: gets ceilings and rows.
-        device: where.
-        cases: as `parse_case` takes them, or "noise"; by default those of the device.
-        model: of the cases that name none; their lengths replace its context.
-        draws: of the noise, as a power of two; by default 28 on a GPU and 22 on a CPU.
-        against: the peers, of PEERS.
-        budget_s: seconds behind each figure.
-        journal: gets the rows of each piece as soon as they are there; those that it has are left out.
-        until: the time of time.monotonic() after which no further piece is begun.
-        progress: told what is measured next.
+def _measure_ours(case: PrivateCase, budget_s: float, peers: Sequence[str], run: SuiteRun) -> None:
+    """Measure a step without privacy and the private ones; on a CPU in turns with the peers' steps.
 
     Raises:
-        ConfigError: a case or a peer that there is none of.
-        AccelerantError: a loss that is not finite, or far from the one without privacy; noise of another spread.
+        AccelerantError: a loss is not finite, or far from the one without privacy.
     """
-    unknown = [name for name in against if name not in PEERS]
-    if unknown:
-        raise ConfigError(f"no peer {unknown[0]!r} of a private step; there are {', '.join(PEERS)}")
-    where = torch.device(device.torch_device)
-    named = cases_on(where) if cases is None else cases
-    parsed = {name: parse_case(name, model) for name in named if name != "noise"}
-    if "matmul TFLOP/s" not in record.ceilings:
-        progress("ceilings")
-        record.ceilings |= measure_ceilings(where, budget_s=0.3)
-    exponent = draws or (28 if where.type == "cuda" else 22)
-    together = () if where.type == "cuda" else tuple(against)
-    pieces = []
-    for name in named:
-        if name == "noise":
-            pieces += dp_noise.pieces(exponent, where, device, min(budget_s, 0.5))
-            continue
-        case = parsed[name]
-        beside = () if case.config.tied else together  # the peers' model is not
-        parts = "" if case.part is None else f", in parts of {case.part} too"
-        ours = functools.partial(_ours, case, where, device, budget_s, beside)
-        pieces.append(Piece("dp", case.text(", ".join((f"ours{parts}", *beside)), precision_on(where)), ours))
-    for case in parsed.values():
-        for peer in () if case.config.tied or together else against:
-            alone_there = functools.partial(_beside, peer, case, where, budget_s)
-            pieces.append(Piece("dp", case.text(peer, precision_on(where)), alone_there))
-    measure_pieces(record, pieces, where=where, journal=journal, until=until, progress=progress)
-    if any(row.runner.startswith("opacus") for row in record.rows) and _OPACUS not in record.notes:
-        record.notes.append(_OPACUS)
-
-
-# --- ours ------------------------------------------------------------------------------------------------------------
-
-
-def _ours(
-    case: Case, where: torch.device, device: ComputeDevice, budget_s: float, beside: Sequence[str],
-    record: Record, progress: Callable[[str], None],
-) -> None:  # fmt: skip
-    """A step without privacy, and the private ones as shares of it; the peers beside, where all is taken in turns."""
-    kinds = [Kind(secure=True), Kind(secure=False)]
+    where = run.torch_device
+    kinds = [PrivateKind(secure=True), PrivateKind(secure=False)]
     if case.part is not None:
-        kinds.insert(1, Kind(secure=True, part=case.part))
-    makes: list[Make] = [functools.partial(without, case, where)]
-    makes += [functools.partial(private_step, case, kind, where) for kind in kinds]
-    peers = [peer for peer in beside if _works(peer, case, where, record)]
-    makes += [functools.partial(_peer, peer, case, where) for peer in peers]
-    plain: Found | None = None
-    what: list[Kind | str | None] = [None, *kinds, *peers]
-    for each, one in zip(what, _run(makes, case, where, budget_s, progress), strict=True):
-        if isinstance(each, str):
-            record.rows.append(_peer_row(each, case, where, one))
-        elif each is None or plain is None:
-            plain = one
-            row = _row(case, "not private", where, plain, _OURS, "gpt step")
-            record.rows.append(replace(row, note=_note(case, plain)))
-        else:
-            _check_losses(case, each, one.losses, plain.losses)
-            record.rows.append(_private_row(case, each, where, device, one, plain))
+        kinds.insert(1, PrivateKind(secure=True, part=case.part))
+    working = [peer for peer in peers if _works(peer, case, run)]
+    makers: list[StepMaker] = [functools.partial(step_without_privacy, case, where)]
+    makers += [functools.partial(private_step, case, kind, where) for kind in kinds]
+    makers += [functools.partial(peer_step, peer, case, where) for peer in working]
+    results = iter(_results(makers, case, budget_s, run))
+    plain = next(results)
+    row = _row(case, "not private", where, plain, _OURS, "gpt step")
+    run.add(replace(row, note=_note(case, plain)))
+    for kind, result in zip(kinds, results, strict=False):
+        _check_losses(case, kind, result.losses, plain.losses)
+        run.add(_private_row(case, kind, run, result, plain))
+    for peer, result in zip(working, results, strict=True):
+        run.add(_peer_row(peer, case, where, result))
 
 
-def _run(
-    makes: Sequence[Make], case: Case, where: torch.device, budget_s: float, progress: Callable[[str], None]
-) -> Iterable[Found]:
-    """Each step's figures: on a GPU as they are measured, one after the other; on a CPU in turns."""
-    if where.type != "cuda":
-        progress(f"{case.name}, in turns")
-        yield from in_turns(makes, case, where, budget_s)
+def _results(makers: Sequence[StepMaker], case: PrivateCase, budget_s: float, run: SuiteRun) -> Iterable[StepResult]:
+    """Yield each step's figures: on a GPU as they are measured, one after the other; on a CPU in turns."""
+    if not run.gpu:
+        run.progress(f"{case.name}, in turns")
+        yield from run_in_turns(makers, case, run.torch_device, budget_s)
         return
-    for i, make in enumerate(makes):
-        progress(f"{case.name}, {i + 1} of {len(makes)}")
-        yield alone(make, case, where, budget_s)
+    for i, make in enumerate(makers):
+        run.progress(f"{case.name}, {i + 1} of {len(makers)}")
+        yield run_alone(make, case, run.torch_device, budget_s)
 
 
-def _private_row(case: Case, kind: Kind, where: torch.device, device: ComputeDevice, found: Found, plain: Found) -> Row:
-    how = kind.noise if kind.part is None else f"{kind.noise}, in parts of {kind.part}"
-    row = _row(case, how, where, found, _OURS, "private gpt step")
-    share = plain.timing.p50_ms / found.timing.p50_ms
-    asked = _asked(case, kind, device)
-    note = f"{share:.3f} of our speed without privacy" + (f" (asked: {asked:.2f})" if asked else "")
-    if found.peak is not None and plain.peak is not None:
-        more = _MEMORY if kind.part is None else _PARTS_MEMORY
-        note += f", {found.peak / plain.peak:.2f}x its memory"
-        if asked:
-            note += f" (asked: {more:.2f}x)"
-            row = replace(row, target_bytes=int(more * plain.peak))
-    note += f"; {_note(case, found)}"
-    return replace(row, note=note, target=plain.timing.p50_ms / asked if asked else None)
-
-
-def _asked(case: Case, kind: Kind, device: ComputeDevice) -> float | None:
-    """The share to reach, of what the figures are asked for."""
-    if case.preset:
-        return _CPU_SHARE if not device.torch_device.startswith("cuda") else None
-    if "H200" not in device.name or case.config != replace(MODEL, context=case.config.context):
-        return None
-    return _SHARES.get((case.batch, case.config.context, kind.asked))
-
-
-def _check_losses(case: Case, kind: Kind, losses: Sequence[float], plain: Sequence[float]) -> None:
-    """That the first is the one without privacy (of virtual steps, that of the last part), and all are finite.
-
-    Raises:
-        AccelerantError: they are not.
-    """
-    near = 0.01 if kind.part is None else 0.1
+def _check_losses(case: PrivateCase, kind: PrivateKind, losses: Sequence[float], plain: Sequence[float]) -> None:
+    near = 0.01 if kind.part is None else 0.1  # the loss of virtual steps is that of the last part
     if not all(map(math.isfinite, losses)) or abs(losses[0] - plain[0]) > near:
-        raise AccelerantError(f"{case.name} {kind.asked}: losses {list(losses)}, without privacy {list(plain)}")
+        raise AccelerantError(f"{case.name} {kind.target_key}: losses {losses}, without privacy {plain}")
 
 
-# --- peers -----------------------------------------------------------------------------------------------------------
+def _private_row(case: PrivateCase, kind: PrivateKind, run: SuiteRun, result: StepResult, plain: StepResult) -> Row:
+    variant = kind.noise if kind.part is None else f"{kind.noise}, in parts of {kind.part}"
+    row = _row(case, variant, run.torch_device, result, _OURS, "private gpt step")
+    share = plain.timing.p50_ms / result.timing.p50_ms
+    target = _target_share(case, kind, run)
+    note = f"{share:.3f} of our speed without privacy" + (f" (asked: {target:.2f})" if target else "")
+    if result.peak is not None and plain.peak is not None:
+        most = _MEMORY if kind.part is None else _PARTS_MEMORY
+        note += f", {result.peak / plain.peak:.2f}x its memory"
+        if target:
+            note += f" (asked: {most:.2f}x)"
+            row = replace(row, target_bytes=int(most * plain.peak))
+    note += f"; {_note(case, result)}"
+    return replace(row, note=note, target=plain.timing.p50_ms / target if target else None)
 
 
-@contextmanager
-def _peer(peer: str, case: Case, where: torch.device) -> Iterator[Prepared]:
-    torch.manual_seed(0)
-    model = GPT(case.config).to(where)
-    step = peer_step(peer, model, precision=precision_on(where), noise=NOISE, bound=BOUND, batch=case.batch)
-    del model  # the peer has a copy
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Opacus's hooks have torch warn in each step
-        yield step, lambda: peer
+def _target_share(case: PrivateCase, kind: PrivateKind, run: SuiteRun) -> float | None:
+    """Return the share of our own speed to reach, where there is a target."""
+    if case.preset:
+        return None if run.gpu else _CPU_SHARE
+    if not run.is_model("H200") or case.config != replace(GPT2_UNTIED, context=case.config.context):
+        return None
+    return _SHARES.get((case.batch, case.config.context, kind.target_key))
 
 
-def _beside(
-    peer: str, case: Case, where: torch.device, budget_s: float, record: Record, progress: Callable[[str], None]
-) -> None:
-    """A peer's step on a GPU that holds nothing else."""
-    progress(f"{case.name} {peer}")
+def _measure_peer(peer: str, case: PrivateCase, budget_s: float, run: SuiteRun) -> None:
+    """Measure a peer's step on a GPU that holds nothing else."""
+    run.progress(f"{case.name} {peer}")
+    where = run.torch_device
     try:
-        row = _peer_row(peer, case, where, alone(functools.partial(_peer, peer, case, where), case, where, budget_s))
+        result = run_alone(functools.partial(peer_step, peer, case, where), case, where, budget_s)
+        row = _peer_row(peer, case, where, result)
     except Exception as error:  # noqa: BLE001 - whatever a peer raises, its row says so
-        row = _failed(peer, case, where, error)
-    record.rows.append(row)
+        row = _failed_row(peer, case, where, error)
+    run.add(row)
 
 
-def _works(peer: str, case: Case, where: torch.device, record: Record) -> bool:
-    """Whether a peer makes a step; if not, its row says why."""
+def _works(peer: str, case: PrivateCase, run: SuiteRun) -> bool:
+    """Return whether a peer makes a step; if not, add the row that says why."""
+    where = run.torch_device
     try:
-        with _peer(peer, case, where) as (step, _):
-            step(*Batches.of(case, where).batch(0))
+        with peer_step(peer, case, where) as (step, _):
+            step(*TokenBatches.drawn(case.config, case.batch, where, contiguous=True).batch(0))
     except Exception as error:  # noqa: BLE001 - as above
-        record.rows.append(_failed(peer, case, where, error))
+        run.add(_failed_row(peer, case, where, error))
         return False
     return True
 
 
-def _peer_row(peer: str, case: Case, where: torch.device, found: Found) -> Row:
-    op, how = _PLACES[peer == "torch"]
-    return replace(_row(case, how, where, found, peer, op), note=_note(case, found))
+_PEER_ROW = {True: ("gpt step", "not private"), False: ("private gpt step", "Philox")}
+"""Op and variant of the rows of plain PyTorch (True) and of Opacus."""
 
 
-def _failed(peer: str, case: Case, where: torch.device, error: Exception) -> Row:
-    op, how = _PLACES[peer == "torch"]
-    note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-    return Row("dp", op, case.text(how, precision_on(where)), peer, peer, note=note)
+def _peer_row(peer: str, case: PrivateCase, where: torch.device, result: StepResult) -> Row:
+    op, variant = _PEER_ROW[peer == "torch"]
+    return replace(_row(case, variant, where, result, peer, op), note=_note(case, result))
 
 
-_PLACES = {True: ("gpt step", "not private"), False: ("private gpt step", "Philox")}
-"""Op and case of plain PyTorch's rows, and of Opacus's."""
+def _failed_row(peer: str, case: PrivateCase, where: torch.device, error: Exception) -> Row:
+    op, variant = _PEER_ROW[peer == "torch"]
+    return Row("dp", op, case.text(variant, precision_on(where)), peer, peer, note=failure_note(error))
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
-
-
-def _row(case: Case, how: str, where: torch.device, found: Found, runner: str, op: str) -> Row:
-    timing, precision = found.timing, precision_on(where)
-    return Row(
-        "dp", op, case.text(how, precision), runner, found.implementation,
-        p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, samples=found.samples, peak_bytes=found.peak,
-        flops=_flops(case.config, case.batch * case.config.context), ceiling="matmul",
+def _row(case: PrivateCase, variant: str, where: torch.device, result: StepResult, runner: str, op: str) -> Row:
+    row = Row(
+        "dp", op, case.text(variant, precision_on(where)), runner, result.implementation, peak_bytes=result.peak,
+        flops=step_flops(case.config, case.batch * case.config.context), ceiling="matmul",
         timing="" if where.type == "cuda" else "steps in turns",
     )  # fmt: skip
+    return replace(row.timed(result.timing), samples=result.samples)
 
 
-def _note(case: Case, found: Found) -> str:
-    first = " ".join(f"{loss:.4f}" for loss in found.losses)
-    return f"{1e3 * case.batch * case.config.context / found.timing.p50_ms:,.0f} tokens/s, first losses {first}"
+def _note(case: PrivateCase, result: StepResult) -> str:
+    first = " ".join(f"{loss:.4f}" for loss in result.losses)
+    return f"{1e3 * case.batch * case.config.context / result.timing.p50_ms:,.0f} tokens/s, first losses {first}"
 
 
-# --- by kernel -------------------------------------------------------------------------------------------------------
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+_CHECKED = 2**20
+_STD = 1.0
 
 
-def step_by_kernel(device: ComputeDevice, case: Case, *, secure: bool = True) -> list[KernelShare]:
-    """A captured private step of ours on a GPU, by kernel."""
-    where = torch.device(device.torch_device)
-    with private_step(case, Kind(secure, case.part), where) as (step, _):
-        data = Batches.of(case, where)
-        for i in range(WARM_UP):
-            step(*data.batch(i))
-        return kernel_shares(lambda: step(*data.batch(0)))
+@dataclass(frozen=True, slots=True)
+class _NoiseCall:
+    """A call to time: fields of its row, and the key of its target."""
+
+    op: str
+    variant: str
+    runner: str
+    implementation: str
+    call: Callable[[], object]
+    bytes: int
+    target: str = ""
+    note: str = ""
+
+
+def check_noise(x: Tensor, std: float, name: str) -> None:
+    """Check that values are noise of mean 0 and deviation `std`.
+
+    Raises:
+        AccelerantError: mean or deviation is more than six standard errors away.
+    """
+    values = x.flatten()[:_CHECKED].double()
+    n = values.numel()
+    spread, mean = (float(value) for value in torch.std_mean(values))
+    if not abs(mean) < 6 * std / math.sqrt(n) or not abs(spread / std - 1) < 6 / math.sqrt(2 * n):
+        raise AccelerantError(f"{name}: {n} draws of deviation {std} have mean {mean:.5g}, deviation {spread:.6g}")
+
+
+def _measure_noise(exponent: int, budget_s: float, run: SuiteRun) -> None:
+    """Measure 2^exponent draws: secure, Philox's, the keystream, torch's own, and a fill of the same memory."""
+    from accelerant.privacy.dp.noise import FastSource, SecureSource, choose_grid
+    from accelerant.privacy.random import SecureStream
+
+    where, n = run.torch_device, 1 << exponent
+    x = torch.zeros(n, dtype=torch.float32, device=where)
+    grid = choose_grid(_STD, _STD, n)
+    secure, fast, stream = SecureSource(), FastSource(), SecureStream()
+    for source in (secure, fast):
+        run.progress(f"noise, 2^{exponent}: {source.name}, checked")
+        x.zero_()
+        source.add_gaussian_([x], _STD, grid=grid)
+        check_noise(x, _STD, source.name)
+    steps = f"{_STD / grid:g} grid steps in a deviation"
+    calls = [
+        _NoiseCall("noise", "secure", _OURS, secure.name, lambda: secure.add_gaussian_([x], _STD, grid=grid), 8 * n,
+                   "secure", f"added to float32 in place, {steps}"),
+        _NoiseCall("noise", "Philox", _OURS, fast.name, lambda: fast.add_gaussian_([x], _STD, grid=grid), 8 * n,
+                   note="added to float32 in place"),
+        _NoiseCall("noise", "Philox", "torch", "torch.randn, add_", lambda: x.add_(torch.randn_like(x)), 8 * n),
+        _NoiseCall("noise", "Philox, drawn alone", _OURS, fast.name, lambda: fast.fill_gaussian_([x], _STD), 4 * n,
+                   "Philox"),
+        _NoiseCall("noise", "Philox, drawn alone", "torch", "torch.normal_", lambda: x.normal_(), 4 * n),
+        _NoiseCall("noise", "fill", DEVICE, "fill_", lambda: x.fill_(1.0), 4 * n),
+        _NoiseCall("keystream", "words", _OURS, "chacha20", lambda: stream.words(n, where), 4 * n, "keystream"),
+    ]  # fmt: skip
+    for one in calls:
+        run.progress(f"{one.op}, 2^{exponent}: {one.variant}, {one.runner}")
+        run.add(_noise_row(one, exponent, run, time_ms(one.call, where, budget_s=budget_s)))
+
+
+def _noise_row(one: _NoiseCall, exponent: int, run: SuiteRun, timing: Timing) -> Row:
+    target = _NOISE_MS.get(one.target) if exponent == 28 and run.is_model("H200") else None
+    note = f"{timing.p50_ms * 1e6 / (1 << exponent):.3g} ns each"
+    note += "" if run.gpu else f", {torch.get_num_threads()} threads of torch"
+    row = Row(
+        "dp", one.op, f"2^{exponent} {one.variant}", one.runner, one.implementation, bytes=one.bytes, ceiling="copy",
+        target=target, note="; ".join(filter(None, (note, one.note))),
+    )  # fmt: skip
+    return row.timed(timing)
+
+
+if __name__ == "__main__":
+    run_command(DpSuite)

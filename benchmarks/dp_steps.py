@@ -1,73 +1,90 @@
-"""What the suite dp times: its cases, our steps with and without privacy, and how a step is run.
+"""The steps that the suite dp times: ours with and without privacy, and Opacus's; its cases, and how a step is run.
 
-A case is a batch of rows of tokens and a model. A step is called with tokens and targets and gives the loss.
+A case is a batch of rows of tokens and a model. Opacus trains the same architecture, GPT-2 with an output layer of its
+own (ghost clipping does not take a tied one), with float32 parameters under autocast and torch's AdamW.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accelerant.bench.timer import Timing, time_in_turns
-from accelerant.errors import ConfigError
+from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.presets import PRESETS
-from benchmarks.dp_peers import Step
-from benchmarks.training import _BETAS, _RATE, _Data, _groups, _times, own_step
+from benchmarks.gpt_steps import (
+    BETAS,
+    RATE,
+    WARM_UP,
+    WEIGHT_DECAY,
+    PlainGPT,
+    Step,
+    TokenBatches,
+    own_step,
+    parameter_groups,
+    plain_step,
+    step_times,
+)
 
 __all__ = [
-    "BOUND",
-    "MODEL",
-    "NOISE",
-    "WARM_UP",
-    "Batches",
-    "Case",
-    "Found",
-    "Kind",
-    "Make",
-    "Prepared",
-    "alone",
-    "in_turns",
+    "GPT2_UNTIED",
+    "PEERS",
+    "PreparedStep",
+    "PrivateCase",
+    "PrivateKind",
+    "StepMaker",
+    "StepResult",
+    "opacus_step",
     "parse_case",
+    "peer_step",
     "precision_on",
     "private_step",
-    "without",
+    "run_alone",
+    "run_in_turns",
+    "step_without_privacy",
 ]
 
-WARM_UP = 6
-NOISE, BOUND = 1.0, 1.0
-"""Noise multiplier and clipping norm."""
+PEERS = ("torch", "opacus ghost", "opacus fast", "opacus hooks")
+"""Plain PyTorch without privacy; Opacus with ghost norms, with instantiated norms, and with per-example gradients."""
 
-_ROWS = 2**20
-"""Of the data set that a batch is said to be drawn from."""
+_NOISE_MULTIPLIER, _MAX_GRAD_NORM = 1.0, 1.0
+_DATASET_ROWS = 2**20
+"""Rows of the nominal data set that a batch is drawn from."""
 
-MODEL = GPTConfig(vocab_size=50304, tied=False)
+GPT2_UNTIED = GPTConfig(vocab_size=50304, tied=False)
 _TINY = PRESETS["tiny"]
 
-Prepared = tuple[Step, Callable[[], str]]
-"""A step, and what says how it ran."""
+PreparedStep = tuple[Step, Callable[[], str]]
+"""A step, and a function that describes how it ran."""
 
-Make = Callable[[], AbstractContextManager[Prepared]]
+StepMaker = Callable[[], AbstractContextManager[PreparedStep]]
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """What is measured together.
+class PrivateCase:
+    """A batch and a model.
 
     Attributes:
         batch: rows of tokens in a step.
-        config: of the model; its context is a row's length.
-        part: rows of a virtual batch, measured besides; None for no such steps.
-        preset: whether it is the model of the preset tiny.
+        config: the model; its context is a row's length.
+        part: rows of a virtual batch, measured in addition; None for no virtual steps.
+        preset: the model is that of the preset tiny.
     """
 
     batch: int
@@ -84,61 +101,179 @@ class Case:
         """Batch and length."""
         return f"{self.batch}x{self.config.context}"
 
-    def text(self, how: str, precision: torch.dtype | None) -> str:
-        """As rows have it."""
+    def text(self, variant: str, precision: torch.dtype | None) -> str:
+        """Return the case as rows have it."""
         config = self.config
         shape = f"{config.layers} layers of {config.width}, {'tied' if config.tied else 'untied'}"
-        return f"{self.name} {shape}, {'bf16 autocast' if precision else 'float32'}, {how}"
+        return f"{self.name} {shape}, {'bf16 autocast' if precision else 'float32'}, {variant}"
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A private step: its noise, and the rows of a part."""
+class PrivateKind:
+    """A private step: whether its noise is secure, and the rows of a virtual batch."""
 
     secure: bool
     part: int | None = None
 
     @property
     def noise(self) -> str:
-        """As rows call it."""
+        """The noise, as rows name it."""
         return "secure" if self.secure else "Philox"
 
     @property
-    def asked(self) -> str:
-        """What is asked of it: of its noise, or of virtual steps."""
+    def target_key(self) -> str:
+        """The key of its target: its noise, or "parts" for virtual steps."""
         return self.noise if self.part is None else "parts"
 
 
-def parse_case(text: str, model: GPTConfig = MODEL) -> Case:
-    """A case as the command line names it: "64x1024", "64x1024/16" with virtual batches of 16, or "tiny".
+def parse_case(text: str, model: GPTConfig = GPT2_UNTIED) -> PrivateCase:
+    """Parse "64x1024", "64x1024/16" with virtual batches of 16 rows, or "tiny".
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text is none of these.
     """
     if text == "tiny":
         config = GPTConfig(_TINY.vocab_size, _TINY.context, _TINY.layers, _TINY.heads, _TINY.width)
-        return Case(_TINY.batch_size, config, preset=True)
+        return PrivateCase(_TINY.batch_size, config, preset=True)
     sizes, divided, part = text.partition("/")
     batch, _, context = sizes.partition("x")
-    if not all(each.isdecimal() and int(each) > 0 for each in (batch, context, part if divided else "1")):
+    if not all(number.isdecimal() and int(number) > 0 for number in (batch, context, part if divided else "1")):
         raise ConfigError(f'a case is "BATCHxLENGTH", "BATCHxLENGTH/PART" or "tiny", got {text!r}')
-    return Case(int(batch), replace(model, context=int(context)), int(part) if part else None)
+    return PrivateCase(int(batch), replace(model, context=int(context)), int(part) if part else None)
 
 
 def precision_on(where: torch.device) -> torch.dtype | None:
-    """Of autocast on a device; None for float32."""
+    """Return the dtype of autocast on a device; None for float32."""
     return torch.bfloat16 if where.type == "cuda" else None
 
 
+# --- ours ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def step_without_privacy(case: PrivateCase, where: torch.device) -> Iterator[PreparedStep]:
+    """Yield a step of ours without privacy."""
+    torch.manual_seed(0)
+    yield own_step(GPT(case.config).to(where), precision=precision_on(where)), lambda: "TrainStep"
+
+
+@contextmanager
+def private_step(case: PrivateCase, kind: PrivateKind, where: torch.device) -> Iterator[PreparedStep]:
+    """Yield a private step of ours, with full masks and its ledger in a file."""
+    from accelerant.privacy.dp.sampling import DrawnBatch
+    from accelerant.privacy.dp.training.private import make_private
+    from accelerant.privacy.dp.training.step import PrivateStep
+
+    torch.manual_seed(0)
+    model = GPT(case.config).to(where)
+    optimizer = AdamW(parameter_groups(model), lr=RATE, betas=BETAS)
+    rows = kind.part or case.batch
+    mask = torch.ones(rows, dtype=torch.bool)
+    with tempfile.TemporaryDirectory() as folder, make_private(
+        model, optimizer, noise_multiplier=_NOISE_MULTIPLIER, delta=1 / (10 * _DATASET_ROWS),
+        max_grad_norm=_MAX_GRAD_NORM, sample_rate=case.batch / _DATASET_ROWS, expected_batch_size=case.batch,
+        secure=kind.secure, ledger=Path(folder) / "privacy.jsonl",
+    ) as private:  # fmt: skip
+        step = PrivateStep(private, model.loss, precision=precision_on(where))
+
+        def call(tokens: Tensor, targets: Tensor) -> Tensor:
+            for at in range(0, case.batch, rows):
+                part = (tokens[at : at + rows], targets[at : at + rows])
+                result = step(DrawnBatch(part, mask, at + rows == case.batch, rows, rows), RATE)
+            assert result is not None  # for the type checker: the last part makes the step
+            return result.loss
+
+        yield call, lambda: f"PrivateStep, {'graphs' if step.captured else 'eager'}"
+
+
+# --- peers -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def peer_step(peer: str, case: PrivateCase, where: torch.device) -> Iterator[PreparedStep]:
+    """Yield a step of a peer that starts from the weights of ours.
+
+    Raises:
+        UnsupportedCase: Opacus cannot be imported, or the model's output layer is tied.
+    """
+    if case.config.tied:
+        raise UnsupportedCase("the peers' model has an output layer of its own: give a config with tied=False")
+    torch.manual_seed(0)
+    plain = PlainGPT.like(GPT(case.config).to(where), per_example=peer != "torch")
+    precision = precision_on(where)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of Opacus's hooks in each step
+        if peer == "torch":
+            step = plain_step(plain, precision=precision)
+        else:
+            step, _ = opacus_step(plain, peer.removeprefix("opacus "), precision=precision, batch=case.batch)
+        yield step, lambda: peer
+
+
+def opacus_step(
+    model: nn.Module, mode: str, *, precision: torch.dtype | None, batch: int, noise: float = _NOISE_MULTIPLIER,
+    bound: float = _MAX_GRAD_NORM,
+) -> tuple[Step, Any]:  # fmt: skip
+    """Return a private step of Opacus, and its wrapped model.
+
+    Args:
+        model: returns logits (B, T, V) of tokens.
+        mode: "ghost" or "fast" (two backward passes, gradients of examples never kept), or "hooks".
+        noise, bound: noise multiplier and clipping norm.
+
+    Raises:
+        UnsupportedCase: Opacus cannot be imported.
+    """
+    opacus, utils = _opacus("opacus"), _opacus("opacus.utils.fast_gradient_clipping_utils")
+    optimizers = _opacus("opacus.optimizers")
+    device = next(model.parameters()).device
+    inner = torch.optim.AdamW(model.parameters(), RATE, BETAS, weight_decay=WEIGHT_DECAY, fused=device.type == "cuda")
+    options = {"noise_multiplier": noise, "max_grad_norm": bound, "expected_batch_size": batch}
+    criterion: Any = nn.CrossEntropyLoss()
+    if mode == "hooks":
+        module = opacus.GradSampleModule(model)
+        optimizer = optimizers.DPOptimizer(inner, **options)
+    else:
+        ghost = mode == "ghost"
+        module = opacus.GradSampleModuleFastGradientClipping(model, max_grad_norm=bound, use_ghost_clipping=ghost)
+        optimizer = optimizers.DPOptimizerFastGradientClipping(inner, **options)
+        criterion = utils.DPLossFastGradientClipping(module, optimizer, criterion)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast(device.type, dtype=precision or torch.bfloat16, enabled=precision is not None):
+            logits = module(tokens)
+        shape = {} if mode == "hooks" else {"shape": logits.shape}
+        loss = criterion(logits.flatten(0, 1).float(), targets.flatten(), **shape)
+        loss.backward()
+        optimizer.step()
+        result: Tensor = loss.detach()
+        return result
+
+    return step, module
+
+
+def _opacus(name: str) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 - a library that does not load counts as absent; the row says why
+        raise UnsupportedCase(f"Opacus cannot be used here: {type(error).__name__}: {error}") from None
+
+
+# --- running steps ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(slots=True)
-class Found:
-    """What running a step gave.
+class StepResult:
+    """The figures of a step.
 
     Attributes:
-        timing, samples: of a step, in ms.
-        peak: the most bytes allocated, model and optimiser included; None on a CPU.
-        losses: of the warm-up.
-        implementation: what ran.
+        timing, samples: times of a step, in ms.
+        peak: the most bytes allocated, model and optimizer included; None on a CPU.
+        losses: losses of the warm-up.
+        implementation: how the step ran.
     """
 
     timing: Timing
@@ -148,81 +283,29 @@ class Found:
     implementation: str
 
 
-@dataclass(slots=True)
-class Batches(_Data):
-    """Tokens and targets without gaps, which Opacus needs."""
-
-    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, case: Case, where: torch.device) -> Batches:
-        """Those of a case."""
-        drawn = _Data.drawn(case.config, case.batch, where)
-        pairs = [drawn.batch(i) for i in range(len(drawn.rows))]
-        return cls(drawn.rows, [(tokens.contiguous(), targets.contiguous()) for tokens, targets in pairs])
-
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of a step, (B, T) each."""
-        return self.pairs[step % len(self.pairs)]
-
-
-@contextmanager
-def without(case: Case, where: torch.device) -> Iterator[Prepared]:
-    """A step of ours without privacy."""
-    torch.manual_seed(0)
-    yield own_step(GPT(case.config).to(where), precision=precision_on(where)), lambda: "TrainStep"
-
-
-@contextmanager
-def private_step(case: Case, kind: Kind, where: torch.device) -> Iterator[Prepared]:
-    """A private step of ours. Full masks; its ledger is a file."""
-    from accelerant.privacy.dp.sampling import DrawnBatch
-    from accelerant.privacy.dp.training.private import make_private
-    from accelerant.privacy.dp.training.step import PrivateStep
-
-    torch.manual_seed(0)
-    model = GPT(case.config).to(where)
-    optimizer = AdamW(_groups(model), lr=_RATE, betas=_BETAS)
-    rows = kind.part or case.batch
-    mask = torch.ones(rows, dtype=torch.bool)
-    with tempfile.TemporaryDirectory() as folder, make_private(
-        model, optimizer, noise_multiplier=NOISE, delta=1 / (10 * _ROWS), max_grad_norm=BOUND,
-        sample_rate=case.batch / _ROWS, expected_batch_size=case.batch, secure=kind.secure,
-        ledger=Path(folder) / "privacy.jsonl",
-    ) as private:  # fmt: skip
-        step = PrivateStep(private, model.loss, precision=precision_on(where))
-
-        def call(tokens: Tensor, targets: Tensor) -> Tensor:
-            for at in range(0, case.batch, rows):
-                part = (tokens[at : at + rows], targets[at : at + rows])
-                result = step(DrawnBatch(part, mask, at + rows == case.batch, rows, rows), _RATE)
-            assert result is not None  # for the type checker: the last part makes the step
-            return result.loss
-
-        yield call, lambda: f"PrivateStep, {'graphs' if step.captured else 'eager'}"
-
-
-def alone(make: Make, case: Case, where: torch.device, budget_s: float) -> Found:
-    """A step on a GPU that holds nothing else."""
+def run_alone(make: StepMaker, case: PrivateCase, where: torch.device, budget_s: float) -> StepResult:
+    """Run a step on a GPU that holds nothing else."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(where)
-    with make() as (step, how):
-        data = Batches.of(case, where)
+    with make() as (step, describe):
+        data = TokenBatches.drawn(case.config, case.batch, where, contiguous=True)
         losses = [step(*data.batch(i)) for i in range(WARM_UP)]
-        times = _times(step, data, where, budget_s)
+        times = step_times(step, data, where, budget_s)
         peak = torch.cuda.max_memory_allocated(where)
-        return Found(Timing.of(times), tuple(times), peak, [float(loss) for loss in losses], how())
+        return StepResult(Timing.of(times), tuple(times), peak, [float(loss) for loss in losses], describe())
 
 
-def in_turns(makes: Sequence[Make], case: Case, where: torch.device, budget_s: float) -> list[Found]:
-    """Steps on a CPU, whose speed is another from one second to the next: called in turns."""
-    data = Batches.of(case, where)
+def run_in_turns(
+    makers: Sequence[StepMaker], case: PrivateCase, where: torch.device, budget_s: float
+) -> list[StepResult]:
+    """Run steps on a CPU in turns, since its speed changes from one second to the next."""
+    data = TokenBatches.drawn(case.config, case.batch, where, contiguous=True)
     with ExitStack() as stack:
-        steps = [stack.enter_context(make()) for make in makes]
+        steps = [stack.enter_context(make()) for make in makers]
         losses = [[float(step(*data.batch(i))) for i in range(WARM_UP)] for step, _ in steps]
         timings = time_in_turns([functools.partial(step, *data.batch(0)) for step, _ in steps], budget_s=budget_s)
         return [
-            Found(timing, timing.samples, None, first, how())
-            for timing, first, (_, how) in zip(timings, losses, steps, strict=True)
+            StepResult(timing, timing.samples, None, first, describe())
+            for timing, first, (_, describe) in zip(timings, losses, steps, strict=True)
         ]

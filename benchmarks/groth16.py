@@ -1,17 +1,19 @@
-"""Groth16 proofs on BN254: with the key kept ready, from files, and what memory they take; snarkjs beside.
+"""Groth16 proofs on BN254 beside snarkjs: with the key kept ready, from files, and their memory.
 
-Circuits are made up (groth16_circuit.py), their keys by who knows tau. A case has
+    python -m benchmarks.groth16 --constraints 32701
 
-    proof         by a Prover that has read the key: witnesses that it has not seen, from files, each once
-    stage, span   what that goes to: stages on the host's clock, spans on the device's, which overlap
-    many          the same by Prover.prove_many, for each proof
+Circuits are generated (groth16_circuit.py), their keys made from a known tau. A case has
+
+    proof         by a Prover that has read the key: new witnesses from files, each once
+    stage, span   its parts: stages on the host's clock, spans on the device's, which overlap
+    many          proofs by Prover.prove_many, the time of each
     key           reading the key, once for a Prover; kernels are loaded
     command       `accelerant zk prove` as a process, from its start to its end
-    memory        of reading the key and a proof, over that of a process that has made a small proof
+    memory        of reading the key and a proof, above that of a process that has made a small proof
     first proof   the command with an empty cache of kernels; of the first case
 
-Each proof is verified before its time counts, and the command's by snarkjs too where it is there, as snarkjs's is by
-us. It has no prover that stays, so its command stands beside both. Processes run in turns, ours and snarkjs's.
+Each proof is verified before its time counts, the command's by snarkjs too where it is installed, and snarkjs's by us.
+snarkjs has no prover that keeps the key, so its command is the peer of both. The processes take turns.
 """
 
 from __future__ import annotations
@@ -25,144 +27,125 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from accelerant.algebra.field.llvm_kernels import host_form
 from accelerant.algebra.field.parameters import field_of
-from accelerant.bench.journal import Journal
-from accelerant.bench.pieces import Piece, Progress, measure_pieces
-from accelerant.bench.record import Environment, Record, Row
+from accelerant.bench.record import Row
+from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
 from accelerant.bench.timer import Timing
-from accelerant.errors import AccelerantError, ConfigError
+from accelerant.cli.bench import run_command
+from accelerant.errors import AccelerantError
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk.formats import write_wtns
 from accelerant.zk.groth16 import Proof, Prover, VerificationKey, verify
 from accelerant.zk.groth16.setup import setup_with_known_tau
 from benchmarks import groth16_memory
 from benchmarks.groth16_circuit import Circuit
-from benchmarks.groth16_process import Ran, Snarkjs, accelerant, environment, find_snarkjs, run
+from benchmarks.groth16_process import FinishedProcess, Snarkjs, accelerant, environment, find_snarkjs, run
 
-__all__ = ["CONSTRAINTS", "PEERS", "check_peers", "key_of", "measure", "run_suite"]
+__all__ = ["Groth16Suite", "case_name"]
 
-CONSTRAINTS = (1_000, 32_701, 131_001, 1_048_001)
-"""Of the cases, by default: with public inputs and all a little below powers of two, as domains are."""
-
-PEERS = ("snarkjs",)
-
-_TARGETS_OF = "H200"
 _WARM_MS = {131_001: 12.0, 1_048_001: 40.0}
-"""Constraints -> a proof to reach on an H200, self-verification apart."""
+"""Target of a proof on an H200 without self-verification, by constraints."""
 
 _WARM_CPU_X = {"vector": 10.0, "scalar": 5.0}
-"""Form of field arithmetic -> of snarkjs's CPU time; "vector" is AVX512-IFMA."""
+"""Target as a multiple of snarkjs's speed in CPU time, by the form of field arithmetic; "vector" is AVX512-IFMA."""
 
 _COMMAND_CPU_X = 5.0
 _AIMED = 32_701
-"""Constraints from which on aims on a CPU and for memory hold: below, both programs spend their time on starting."""
+"""Least constraints for targets on a CPU and of memory: with fewer, both programs mostly start."""
 
 _MEMORY_X = 2.0
 _FIRST_MS = 3000.0
 _SMALL = 1_000
-"""Constraints of the circuit that warms a process up where memory is looked at."""
+"""Constraints of the proof that warms a process up before its memory is counted."""
 
 _LIMIT_S = 1800.0
-"""Of one process: snarkjs takes minutes for a million constraints."""
+"""Limit of one process: snarkjs takes minutes for a million constraints."""
 
 _LARGE = 1 << 18
 _LARGE_RUNS = 2
-"""Runs of processes of so many constraints and more, at most."""
+"""Most runs of processes from _LARGE constraints on."""
 
 
-def run_suite(device: ComputeDevice, **options: Any) -> Record:
-    """A record of its own; see measure."""
-    record = Record(Environment.of(device))
-    measure(record, device, **options)
-    record.conclude()
-    return record
-
-
-def check_peers(against: Sequence[str]) -> None:
-    """Refuse names that no peer has.
-
-    Raises:
-        ConfigError: lists those that there are.
-    """
-    for name in against:
-        if name not in PEERS:
-            raise ConfigError(f"--against: no peer {name!r}; there are {', '.join(PEERS)}, or none")
-
-
-def key_of(constraints: int) -> str:
-    """How the cases of a circuit begin."""
+def case_name(constraints: int) -> str:
+    """Return the text that the cases of a circuit begin with."""
     return f"{constraints:,} constraints"
 
 
-def measure(
-    record: Record,
-    device: ComputeDevice,
-    *,
-    constraints: Sequence[int] = CONSTRAINTS,
-    against: Sequence[str] = PEERS,
-    snarkjs: Path | None = None,
-    runs: int = 5,
-    journal: Journal | None = None,
-    until: float | None = None,
-    progress: Progress = lambda _: None,
-) -> None:
-    """Measure into a record.
+@dataclass(frozen=True)
+class Groth16Suite(Suite):
+    """Measure Groth16 proofs: the key warm, by stages; the command from files; memory; snarkjs on the same files."""
 
-    Args:
-        record: gets rows.
-        device: where proofs are made.
-        constraints: of each circuit.
-        against: of PEERS.
-        snarkjs: its cli.cjs, or a program; looked for if not given.
-        runs: proofs and processes behind each figure, 2 at least.
-        journal: gets the rows of a circuit as soon as they are there; those that it has are left out.
-        until: the time of time.monotonic() after which no further circuit is begun.
-        progress: told what is measured next.
+    name = "groth16"
+    examples = (
+        "--constraints 1000 --constraints 32701",
+        "--device cpu --against none --json",
+        "--against snarkjs --snarkjs node_modules/snarkjs/build/cli.cjs --out folder",
+    )
 
-    Raises:
-        ConfigError: another peer.
-        AccelerantError: a proof was wrong; the other circuits were measured.
-    """
-    check_peers(against)
-    peer = find_snarkjs(snarkjs) if "snarkjs" in against else None
-    with tempfile.TemporaryDirectory() as folder:
-        pieces = [
-            Piece("groth16", key_of(n), functools.partial(_case, _Case(n, i == 0, device, Path(folder), runs, peer)))
-            for i, n in enumerate(constraints)
+    constraints: tuple[int, ...] = option(
+        (1_000, 32_701, 131_001, 1_048_001),
+        "Constraints of a circuit; may be repeated. By default 1000, 32701, 131001 and 1048001: with public inputs a "
+        "little below powers of two, as domains are.",
+        metavar="N", min=1,
+    )  # fmt: skip
+    against: tuple[str, ...] = option(
+        ("snarkjs",), "snarkjs, or none. Where it is absent its rows say so.", metavar="LIST", comma=True, same=True
+    )
+    snarkjs: Path | None = option(  # noqa: RUF009 - a dataclass field
+        None, "snarkjs's cli.cjs, or its program; by default a checkout's or the one on PATH.", metavar="FILE"
+    )
+    runs: int = option(5, "Proofs, and processes, behind each figure.", min=2, same=True)
+
+    def resolve(self, device: ComputeDevice) -> Self:
+        """Return the suite; raises ConfigError for an unknown peer."""
+        check_names("--against", "peer", self.against, ("snarkjs",))
+        return self
+
+    def cases(self, run: SuiteRun) -> list[SuiteCase]:
+        """Return a case for each circuit."""
+        return [
+            SuiteCase(case_name(n), functools.partial(self._measure, n, first=i == 0))
+            for i, n in enumerate(self.constraints)
         ]
-        measure_pieces(record, pieces, journal=journal, until=until, progress=progress)
+
+    def covers(self, row: Row) -> bool:
+        """Return whether a baseline's row is of one of the circuits."""
+        return row.suite == self.name and any(row.case.startswith(f"{case_name(n)},") for n in self.constraints)
+
+    def _measure(self, constraints: int, run: SuiteRun, *, first: bool) -> None:
+        peer = find_snarkjs(self.snarkjs) if "snarkjs" in self.against else None
+        with tempfile.TemporaryDirectory() as folder:
+            _measure_circuit(_CircuitRun(constraints, first, run, Path(folder), self.runs, peer))
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
-    """A circuit on a device.
+class _CircuitRun:
+    """A circuit being measured.
 
     Attributes:
-        constraints: of it.
-        first: whether first proofs are measured with it.
-        device: where.
+        first: first proofs are measured with it.
         root: a folder for files.
-        runs: behind each figure.
-        peer: snarkjs; None where it was not asked for.
+        runs: proofs and processes behind each figure.
+        peer: None where snarkjs was not requested.
     """
 
     constraints: int
     first: bool
-    device: ComputeDevice
+    run: SuiteRun
     root: Path
     runs: int
     peer: Snarkjs | None
 
     @property
-    def gpu(self) -> bool:
-        return self.device.torch_device.startswith("cuda")
+    def name(self) -> str:
+        return case_name(self.constraints)
 
     @property
-    def place(self) -> str:
-        return f"cuda:{self.device.index}" if self.gpu else "cpu"
+    def device_name(self) -> str:
+        return f"cuda:{self.run.device.index}" if self.run.gpu else "cpu"
 
     @property
     def folder(self) -> Path:
@@ -173,7 +156,7 @@ class _Case:
         return self.folder / "circuit.zkey"
 
     def witness(self, i: int) -> Path:
-        """The file of a witness."""
+        """Return the file of a witness."""
         return self.folder / f"witness-{i}.wtns"
 
     @property
@@ -181,217 +164,221 @@ class _Case:
         return min(self.runs, _LARGE_RUNS) if self.constraints >= _LARGE else self.runs
 
     def env(self, **more: str) -> dict[str, str]:
-        return environment(self.device.backend, self.root, **more)
+        return environment(self.run.device.backend, self.root, **more)
 
-    def aimed(self, aim: float) -> float | None:
-        """What is to be reached, where anything is."""
-        return aim if self.constraints >= _AIMED else None
+    def aimed(self, target: float) -> float | None:
+        """Return a target, or None where the circuit is too small to have one."""
+        return target if self.constraints >= _AIMED else None
 
-    def row(self, op: str, what: str = "", **values: Any) -> Row:
-        """One of ours, without its figures."""
-        base = Row("groth16", op, key_of(self.constraints) + what, "accelerant", "own kernels")
-        return replace(base, **values)
+    def progress(self, text: str) -> None:
+        self.run.progress(f"groth16: {self.name}: {text}")
+
+    def row(self, op: str, variant: str = "", **values: Any) -> Row:
+        """Return a row of ours without its figures."""
+        return replace(Row("groth16", op, self.name + variant, "accelerant", "own kernels"), **values)
+
+    def check(self, proof: Proof, key: VerificationKey) -> None:
+        """Raise AccelerantError for a proof that does not verify."""
+        if proof.public is None or not verify(key, proof.public, proof):
+            raise AccelerantError(f"{self.name}: a proof does not verify")
 
 
-def _case(this: _Case, record: Record, progress: Progress) -> None:
-    _files(this, record, progress)
+def _measure_circuit(this: _CircuitRun) -> None:
+    _write_files(this)
     try:
-        processes = _Processes(this, progress)
-        _warm(this, record, progress, processes)
-        processes.report(record)
-        _memory(this, record, progress)
+        processes = _Processes(this)
+        _measure_warm(this, processes)
+        processes.add_rows()
+        _measure_memory(this)
         if this.first:
-            _first_proof(this, record, progress)
+            _measure_first_proof(this)
     finally:
-        for path in this.folder.iterdir():  # a million constraints are a gigabyte
+        for path in this.folder.iterdir():  # a million constraints take a gigabyte
             path.unlink()
 
 
-def _files(this: _Case, record: Record, progress: Progress, count: int | None = None) -> None:
-    """Key, witnesses and verification key of a circuit."""
-    named = key_of(this.constraints)
-    progress(f"groth16: {named}: circuit")
+def _write_files(this: _CircuitRun, count: int | None = None) -> None:
+    """Write the key, witnesses and verification key of a circuit; `count` is the number of witnesses."""
+    this.progress("circuit")
     this.folder.mkdir(exist_ok=True)
     circuit = Circuit(this.constraints)
     began = time.perf_counter()
-    setup_with_known_tau(circuit.constraints, this.zkey, progress=lambda part: progress(f"groth16: {named}: {part}"))
+    setup_with_known_tau(circuit.constraints, this.zkey, progress=this.progress)
     took = time.perf_counter() - began
     for i in range(2 * this.runs + 2 if count is None else count):
-        progress(f"groth16: {named}: witness {i + 1}")
+        this.progress(f"witness {i + 1}")
         write_wtns(this.witness(i), circuit.constraints.family, circuit.witness(i))
     (this.folder / "key.json").write_text(VerificationKey.from_zkey(this.zkey).to_json(), encoding="utf-8")
     if count is None:
-        record.notes.append(f"{named}: a key of {this.zkey.stat().st_size / 2**20:.3g} MiB, made in {took:.3g} s")
+        size = this.zkey.stat().st_size / 2**20
+        this.run.record.notes.append(f"{this.name}: a key of {size:.3g} MiB, made in {took:.3g} s")
 
 
 # --- a prover that has read the key ----------------------------------------------------------------------------------
 
 
-def _warm(this: _Case, record: Record, progress: Progress, processes: _Processes) -> None:
-    named = key_of(this.constraints)
-    progress(f"groth16: {named}: reading the key")
+def _measure_warm(this: _CircuitRun, processes: _Processes) -> None:
+    """Measure reading the key, proofs with the key warm by stages and spans, and many proofs."""
+    run = this.run
+    this.progress("reading the key")
     reading = []
     for _ in range(3):
         began = time.perf_counter()
-        prover = Prover(this.zkey, device=this.place)
+        prover = Prover(this.zkey, device=this.device_name)
         reading.append((time.perf_counter() - began) * 1e3)
     key = _timed(this.row("key", ", read", reason=prover.explain()), reading[1:])  # the first loads kernels
-    _check(this, prover.prove(this.witness(0)), prover.verification_key)
-    progress(f"groth16: {named}: proofs with the key warm")
-    wall, cpu, parts = [], [], list[dict[str, float]]()
-    spans = list[dict[str, float]]()
+    this.check(prover.prove(this.witness(0)), prover.verification_key)
+    this.progress("proofs with the key warm")
+    wall, cpu = [], []
+    stages, spans = list[dict[str, float]](), list[dict[str, float]]()
     for i in range(1, this.runs + 1):
         began, spent = time.perf_counter(), time.process_time()
         proof = prover.prove(this.witness(i))
         wall.append((time.perf_counter() - began) * 1e3)
         cpu.append((time.process_time() - spent) * 1e3)
-        _check(this, proof, prover.verification_key)
-        parts.append({name: s * 1e3 for name, s in prover.timings.items() if not name.startswith("key: ")})
+        this.check(proof, prover.verification_key)
+        stages.append({name: s * 1e3 for name, s in prover.timings.items() if not name.startswith("key: ")})
         spans.append({name: s * 1e3 for name, s in prover.spans.items()})
-    apart = [all_of_it - each.get("verification", 0.0) for all_of_it, each in zip(wall, parts, strict=True)]
-    fast = this.gpu and _TARGETS_OF in this.device.name
-    record.rows.append(_timed(this.row("proof", ", key warm, wall"), wall))
-    record.rows += processes.beside(record.rows[-1], "wall")
-    target = _WARM_MS.get(this.constraints) if fast else None
-    record.rows.append(_timed(this.row("proof", ", key warm, self-verification apart", target=target), apart))
-    if not this.gpu:
+    row = _timed(this.row("proof", ", key warm, wall"), wall)
+    run.add(row, *processes.peer_rows(row, "wall"))
+    target = _WARM_MS.get(this.constraints) if run.is_model("H200") else None
+    apart = [ms - stage.get("verification", 0.0) for ms, stage in zip(wall, stages, strict=True)]
+    run.add(_timed(this.row("proof", ", key warm, self-verification apart", target=target), apart))
+    if not run.gpu:
         form = host_form(field_of("bn254_fq"))
         note = "" if form == "vector" else "no AVX512-IFMA here"
-        aim = this.aimed(_WARM_CPU_X[form])
-        record.rows.append(_timed(this.row("proof", ", key warm, CPU time", target_x=aim, note=note), cpu))
-        record.rows += processes.beside(record.rows[-1], "cpu")
-    for op, each in (("stage", parts), ("span", spans)):
-        for name in each[0]:
-            record.rows.append(_timed(this.row(op, f", {name}"), [one[name] for one in each if name in one]))
-    record.rows.append(key)
-    progress(f"groth16: {named}: many proofs")
-    ahead = [this.witness(i) for i in range(this.runs + 1, 2 * this.runs + 1)]
+        row = this.row("proof", ", key warm, CPU time", target_x=this.aimed(_WARM_CPU_X[form]), note=note)
+        run.add(_timed(row, cpu), *processes.peer_rows(row, "cpu"))
+    for op, samples in (("stage", stages), ("span", spans)):
+        for name in samples[0]:
+            run.add(_timed(this.row(op, f", {name}"), [sample[name] for sample in samples if name in sample]))
+    run.add(key)
+    this.progress("many proofs")
+    witnesses = [this.witness(i) for i in range(this.runs + 1, 2 * this.runs + 1)]
     began = time.perf_counter()
-    proofs = list(prover.prove_many(ahead))
-    took = (time.perf_counter() - began) * 1e3 / len(ahead)
+    proofs = list(prover.prove_many(witnesses))
+    took = (time.perf_counter() - began) * 1e3 / len(witnesses)
     for proof in proofs:
-        _check(this, proof, prover.verification_key)
-    record.rows.append(_timed(this.row("many", ", for each proof", note=f"{len(ahead)} witnesses"), [took]))
-
-
-def _check(this: _Case, proof: Proof, key: VerificationKey) -> None:
-    if proof.public is None or not verify(key, proof.public, proof):
-        raise AccelerantError(f"{key_of(this.constraints)}: a proof does not verify")
+        this.check(proof, prover.verification_key)
+    run.add(_timed(this.row("many", ", for each proof", note=f"{len(witnesses)} witnesses"), [took]))
 
 
 def _timed(row: Row, samples: Sequence[float]) -> Row:
-    """With quantiles; of one sample all the same."""
+    """Return the row with the quantiles of its samples, all the same for a single one."""
     timing = Timing.of(list(samples) * (2 if len(samples) == 1 else 1))
-    return replace(row, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, samples=tuple(samples))
+    return replace(row.timed(timing), samples=tuple(samples))
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
 class _Processes:
-    """Our command and snarkjs's, in turns."""
+    """Our command and snarkjs's, which take turns; each side verifies the other's proof."""
 
-    def __init__(self, this: _Case, progress: Progress) -> None:
+    def __init__(self, this: _CircuitRun) -> None:
         self._this = this
-        self._ours: list[Ran] = []
-        self._theirs: list[Ran] = []
-        named, folder = key_of(this.constraints), this.folder
+        self._ours: list[FinishedProcess] = []
+        self._peers: list[FinishedProcess] = []
         self._peer = this.peer if this.peer is not None and not this.peer.missing else None
-        self._out = {who: (folder / f"{who}-proof.json", folder / f"{who}-public.json") for who in ("our", "their")}
-        progress(f"groth16: {named}: accelerant zk prove, the first time")
+        self._out = {
+            who: (this.folder / f"{who}-proof.json", this.folder / f"{who}-public.json") for who in ("our", "peer")
+        }
+        this.progress("accelerant zk prove, the first time")
         self._prove()
         for i in range(this.process_runs):
-            progress(f"groth16: {named}: accelerant zk prove, {i + 1} of {this.process_runs}")
+            this.progress(f"accelerant zk prove, {i + 1} of {this.process_runs}")
             self._ours.append(self._prove())
             if self._peer is not None:
-                progress(f"groth16: {named}: snarkjs, {i + 1} of {this.process_runs}")
-                files = (this.zkey, this.witness(0), *self._out["their"])
-                self._theirs.append(self._snarkjs("prove", *files).checked("snarkjs groth16 prove"))
-        self._judge()
+                this.progress(f"snarkjs, {i + 1} of {this.process_runs}")
+                files = (this.zkey, this.witness(0), *self._out["peer"])
+                self._peers.append(self._snarkjs("prove", *files).checked("snarkjs groth16 prove"))
+        self._verify()
 
-    def _prove(self) -> Ran:
+    def _prove(self) -> FinishedProcess:
         files = (self._this.zkey, self._this.witness(0), *self._out["our"])
         return run(accelerant("zk", "prove", *files), _LIMIT_S, self._this.env()).checked("accelerant zk prove")
 
-    def _snarkjs(self, what: str, *files: Path) -> Ran:
-        command = self._peer.command if self._peer is not None else ()
-        return run([*command, "groth16", what, *map(str, files)], _LIMIT_S)
+    def _snarkjs(self, command: str, *files: Path) -> FinishedProcess:
+        program = self._peer.command if self._peer is not None else ()
+        return run([*program, "groth16", command, *map(str, files)], _LIMIT_S)
 
-    def _judge(self) -> None:
-        """Our proof by them, theirs by us."""
-        key, named = self._this.folder / "key.json", key_of(self._this.constraints)
+    def _verify(self) -> None:
+        key = self._this.folder / "key.json"
         for who, (proof, public) in self._out.items():
-            if who == "their" and self._peer is None:
-                continue
-            parsed = Proof.from_json(proof.read_text(), public.read_text())
-            _check(self._this, parsed, VerificationKey.from_json(key.read_text()))
+            if who == "our" or self._peer is not None:
+                parsed = Proof.from_json(proof.read_text(), public.read_text())
+                self._this.check(parsed, VerificationKey.from_json(key.read_text()))
         if self._peer is not None and self._snarkjs("verify", key, *reversed(self._out["our"])).status:
-            raise AccelerantError(f"{named}: snarkjs does not accept our proof")
+            raise AccelerantError(f"{self._this.name}: snarkjs does not accept our proof")
 
-    def report(self, record: Record) -> None:
-        """Rows of the command."""
-        for kind, what, aim in (("wall", "wall", None), ("cpu", "CPU time", _COMMAND_CPU_X)):
-            target = None if aim is None or self._this.gpu else self._this.aimed(aim)
-            row = self._this.row("command", f", {what}", target_x=target)
+    def add_rows(self) -> None:
+        """Add the rows of the commands."""
+        for kind, variant, aim in (("wall", "wall", None), ("cpu", "CPU time", _COMMAND_CPU_X)):
+            target = None if aim is None or self._this.run.gpu else self._this.aimed(aim)
             note = "accepted by snarkjs groth16 verify" if self._peer is not None else ""
-            record.rows.append(_timed(replace(row, note=note), [getattr(ran, f"{kind}_ms") for ran in self._ours]))
-            record.rows += self.beside(record.rows[-1], kind)
+            row = self._this.row("command", f", {variant}", target_x=target, note=note)
+            times = [getattr(process, f"{kind}_ms") for process in self._ours]
+            self._this.run.add(_timed(row, times), *self.peer_rows(row, kind))
 
-    def beside(self, row: Row, kind: str) -> list[Row]:
-        """The peer in a case; nothing where it was not asked for."""
+    def peer_rows(self, row: Row, kind: str) -> list[Row]:
+        """Return snarkjs's row in the case of one of ours; none where it was not requested."""
         peer = self._this.peer
         if peer is None:
             return []
-        version = peer.version or "snarkjs"
-        theirs = Row(row.suite, row.op, row.case, "snarkjs", version, note=peer.missing or "its command, whole")
-        return [_timed(theirs, [getattr(ran, f"{kind}_ms") for ran in self._theirs]) if self._theirs else theirs]
+        note = peer.missing or "its command, whole"
+        theirs = Row(row.suite, row.op, row.case, "snarkjs", peer.version or "snarkjs", note=note)
+        times = [getattr(process, f"{kind}_ms") for process in self._peers]
+        return [_timed(theirs, times) if times else theirs]
 
 
 # --- memory, and first proofs ----------------------------------------------------------------------------------------
 
 
-def _memory(this: _Case, record: Record, progress: Progress) -> None:
-    """Beside twice the key's size; on a GPU the device's memory and the host's."""
-    progress(f"groth16: {key_of(this.constraints)}: memory")
+def _measure_memory(this: _CircuitRun) -> None:
+    """Measure the host's memory, and on a GPU the device's, against twice the size of the key."""
+    this.progress("memory")
     size = this.zkey.stat().st_size
     ours = this.row("memory", ", host", unit="MiB", target=this.aimed(_MEMORY_X * size / 2**20))
     if not sys.platform.startswith("linux"):
-        record.rows.append(replace(ours, note="only Linux's kernel counts it as it is counted here"))
+        this.run.add(replace(ours, note="only Linux's kernel counts it as it is counted here"))
         return
     small = replace(this, constraints=_SMALL, root=this.root / "small")
     small.root.mkdir(exist_ok=True)
-    _files(small, record, lambda _: None, count=1)
+    _write_files(small, count=1)
     files = (small.zkey, small.witness(0), this.zkey, this.witness(0))
-    program = [sys.executable, "-P", str(Path(groth16_memory.__file__)), this.place, *map(str, files)]
-    found = []
+    program = [sys.executable, "-P", str(Path(groth16_memory.__file__)), this.device_name, *map(str, files)]
+    counts = []
     for _ in range(min(3, this.process_runs)):
-        ran = run(program, _LIMIT_S, this.env()).checked("the proof whose memory is counted")
-        found.append(json.loads(ran.output.splitlines()[-1]))  # warnings come before
+        process = run(program, _LIMIT_S, this.env()).checked("the proof whose memory is counted")
+        counts.append(json.loads(process.output.splitlines()[-1]))  # warnings come before
 
-    def row(of: Row, name: str, note: str) -> Row:
-        values = [max(each[name], 1) / 2**20 for each in found]
+    def counted(row: Row, name: str, note: str) -> Row:
+        values = [max(count[name], 1) / 2**20 for count in counts]
         times = f"{statistics.median(values) * 2**20 / size:.2f} times the key"
-        return replace(_timed(of, values), note="; ".join(filter(None, (times, note))))
+        return replace(_timed(row, values), note="; ".join(filter(None, (times, note))))
 
-    anonymous = statistics.median(each["anonymous"] for each in found) / size
-    base = statistics.median(each["base"] for each in found) / 2**20
+    anonymous = statistics.median(count["anonymous"] for count in counts) / size
+    base = statistics.median(count["base"] for count in counts) / 2**20
     note = f"{anonymous:.2f} without pages of files; over {base:.0f} MiB that a small proof leaves"
-    record.rows.append(row(replace(ours, target=None if this.gpu else ours.target), "peak", note))
-    if this.gpu:
-        record.rows.append(row(this.row("memory", ", device", unit="MiB", target=ours.target), "device", ""))
+    this.run.add(counted(replace(ours, target=None if this.run.gpu else ours.target), "peak", note))
+    if this.run.gpu:
+        this.run.add(counted(this.row("memory", ", device", unit="MiB", target=ours.target), "device", ""))
 
 
-def _first_proof(this: _Case, record: Record, progress: Progress) -> None:
-    """With an empty cache: what compiling takes."""
-    samples: dict[str, list[float]] = {"wall": [], "CPU time": []}
+def _measure_first_proof(this: _CircuitRun) -> None:
+    """Measure the command with an empty cache, which includes compiling."""
+    wall, cpu = [], []
     for i in range(min(3, this.runs)):
-        progress(f"groth16: first proof, empty cache, {i + 1}")
+        this.progress(f"first proof, empty cache, {i + 1}")
         with tempfile.TemporaryDirectory() as cache:
             files = (this.zkey, this.witness(0), this.folder / "first.json", this.folder / "public.json")
             env = this.env(ACCELERANT_CACHE_DIR=cache, CUDA_CACHE_PATH=cache)
-            ran = run(accelerant("zk", "prove", *files), _LIMIT_S, env).checked("accelerant zk prove")
-        samples["wall"].append(ran.wall_ms)
-        samples["CPU time"].append(ran.cpu_ms)
-    for name, times in samples.items():
-        target = _FIRST_MS if name == "wall" else None
-        record.rows.append(_timed(this.row("first proof", f", empty cache, {name}", target=target), times))
+            process = run(accelerant("zk", "prove", *files), _LIMIT_S, env).checked("accelerant zk prove")
+        wall.append(process.wall_ms)
+        cpu.append(process.cpu_ms)
+    this.run.add(_timed(this.row("first proof", ", empty cache, wall", target=_FIRST_MS), wall))
+    this.run.add(_timed(this.row("first proof", ", empty cache, CPU time"), cpu))
+
+
+if __name__ == "__main__":
+    run_command(Groth16Suite)

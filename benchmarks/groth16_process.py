@@ -18,14 +18,14 @@ from pathlib import Path
 
 from accelerant.errors import AccelerantError
 
-__all__ = ["Ran", "Snarkjs", "accelerant", "environment", "find_snarkjs", "run"]
+__all__ = ["FinishedProcess", "Snarkjs", "accelerant", "environment", "find_snarkjs", "run"]
 
 _CHECKOUT = Path("tests/interop/snarkjs/node_modules/snarkjs/build/cli.cjs")
 _SCRIPTS = (".js", ".cjs", ".mjs")
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class FinishedProcess:
     """A process that has ended.
 
     Attributes:
@@ -40,7 +40,7 @@ class Ran:
     status: int
     output: str
 
-    def checked(self, what: str) -> Ran:
+    def checked(self, what: str) -> FinishedProcess:
         """Itself.
 
         Raises:
@@ -52,7 +52,7 @@ class Ran:
         return self
 
 
-def run(command: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> Ran:
+def run(command: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> FinishedProcess:
     """Run a program to its end.
 
     Args:
@@ -82,7 +82,7 @@ def run(command: Sequence[str], limit_s: float, env: Mapping[str, str] | None = 
         text = output.read().decode(errors="replace")
     if not in_time:
         raise AccelerantError(f"{Path(command[0]).name} {' '.join(command[1:3])} took longer than {limit_s:g} s")
-    return Ran(wall_ms, (usage.ru_utime + usage.ru_stime) * 1e3, child.returncode, text)
+    return FinishedProcess(wall_ms, (usage.ru_utime + usage.ru_stime) * 1e3, child.returncode, text)
 
 
 def accelerant(*arguments: object) -> list[str]:

@@ -1,13 +1,16 @@
-"""Loss curves of one training, beside plain PyTorch's: the same initial weights, the same batches in the same order.
+"""Loss curves of a training beside plain PyTorch's: the same initial weights, the same batches in the same order.
+
+    python -m benchmarks.loss_curve --batch 4 --out runs/curve
 
 Each run is a model trained for all steps. The reference is plain PyTorch: PlainGPT and torch's AdamW. Two more runs of
-plain PyTorch say how far curves lie apart for no reason that matters:
+plain PyTorch show how far curves differ without a reason that matters:
 
-    rounded    the same initial weights, rounded to bfloat16: what rounding alone does to a curve
-    reseeded   other initial weights: what the luck of the draw does
+    rounded    the same initial weights, rounded to bfloat16: the effect of rounding alone
+    reseeded   other initial weights: the effect of the draw
 
-Batches are drawn from (seed, step) alone, so all runs see the same ones. A folder keeps what was done: finished runs
-are not made again, an interrupted one goes on from its checkpoint.
+Batches are drawn from (seed, step) alone, so all runs see the same ones. The folder keeps finished runs, which are not
+made again, and the checkpoint of an interrupted one, which continues. Its curve.json and curve.csv have every loss,
+report.html and curve.svg the curves (loss_curve_page.py).
 """
 
 from __future__ import annotations
@@ -15,21 +18,26 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 import statistics
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+import typer
 from torch import Tensor, nn
 
 from accelerant.bench.journal import SAME
 from accelerant.bench.record import Environment
+from accelerant.cli.app import exit_status
 from accelerant.errors import ConfigError, DivergenceError, FormatError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.layers import require_float8
+from accelerant.nn.optim import AdamW
 from accelerant.nn.train.batches import Prefetcher, halves, random_windows
 from accelerant.nn.train.checkpoint import Checkpoints
 from accelerant.nn.train.config import TrainConfig
@@ -39,12 +47,24 @@ from accelerant.nn.train.material import Material, Watcher, prepare_material
 from accelerant.nn.train.optim import learning_rate
 from accelerant.nn.train.presets import Recipe, RunConfig, preset
 from accelerant.nn.train.state import gathered, restored
+from accelerant.nn.train.step import TrainStep
+from accelerant.runtime import registry
 from accelerant.runtime.files import decode_json, write_atomic
 from accelerant.runtime.provider import ComputeDevice
-from benchmarks.loss_curve_steps import Made, own_run, plain_run
-from benchmarks.training import PlainGPT
+from benchmarks.gpt_steps import PlainGPT, parameter_groups
 
-__all__ = ["NOISES", "OURS", "PRECISIONS", "REFERENCE", "Curve", "CurveRecord", "CurveSettings", "run"]
+__all__ = [
+    "NOISES",
+    "OURS",
+    "PRECISIONS",
+    "REFERENCE",
+    "CurveRecord",
+    "CurveSettings",
+    "LossCurve",
+    "curve",
+    "main",
+    "run",
+]
 
 PRECISIONS = ("fp32", "bf16", "fp8")
 NOISES = ("rounded", "reseeded")
@@ -54,25 +74,25 @@ OURS = "accelerant"
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _FORMAT = "accelerant-curve-1"
 _READ_EVERY = 50
-"""Steps between two looks at the losses: each waits for the device."""
+"""Steps between two reads of the losses, which wait for the device."""
 
 _SAVE_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class CurveSettings:
-    """What is trained.
+    """The settings of a comparison.
 
     Attributes:
-        preset: of accelerant.nn.train.presets: the model's shape, the optimiser's numbers, the tokenizer.
-        steps: optimiser steps of each run; warm-up and cosine are spread over them.
-        batch: windows in a step; 0: the preset's.
-        context: tokens in a window, at most the preset's; 0: the preset's.
+        preset: of accelerant.nn.train.presets: the model's shape, the optimizer's numbers, the tokenizer.
+        steps: optimizer steps of each run; warm-up and cosine are spread over them.
+        batch: windows in a step; 0 for the preset's.
+        context: tokens in a window, at most the preset's; 0 for the preset's.
         data: "stdlib", or paths, as `accelerant train` takes them.
-        seed: of initial weights and batches.
-        precisions: of ours, of PRECISIONS. The reference computes in float32 where ours does in nothing else, in
-            bfloat16 under autocast otherwise.
-        noises: of NOISES.
+        seed: seed of initial weights and batches.
+        precisions: precisions of our runs. The reference computes in float32 if that is the only one, else in bfloat16
+            under autocast.
+        noises: kinds of further runs of plain PyTorch.
     """
 
     preset: str = "gpt2"
@@ -104,7 +124,7 @@ class CurveSettings:
 
     @property
     def recipe(self) -> Recipe:
-        """The preset's numbers."""
+        """The preset."""
         return preset(self.preset)
 
     @property
@@ -125,22 +145,20 @@ class CurveSettings:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> CurveSettings:
-        """Read what asdict wrote and JSON made lists of."""
-        given: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-        }
-        return cls(**given)
+        """Return the settings of a dictionary read from JSON."""
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**fields)
 
 
 @dataclass(slots=True)
-class Curve:
-    """One run.
+class LossCurve:
+    """The losses of a run.
 
     Attributes:
-        name: of CurveSettings.names.
-        losses: of each step, nats a token.
+        name: one of CurveSettings.names.
+        losses: loss of each step, nats a token.
         step_ms: wall time of a step, median over stretches of steps, reading the losses included.
-        peak_bytes: most memory allocated on a GPU; None elsewhere.
+        peak_bytes: peak memory on a GPU; None elsewhere.
     """
 
     name: str
@@ -151,17 +169,17 @@ class Curve:
 
 @dataclass(slots=True)
 class CurveRecord:
-    """All runs of some settings, and where they were made."""
+    """All runs of some settings, and their environment."""
 
     settings: CurveSettings
     environment: Environment
     corpus: dict[str, Any]
     parameters: int = 0
-    curves: list[Curve] = field(default_factory=list)
+    curves: list[LossCurve] = field(default_factory=list)
 
-    def curve(self, name: str) -> Curve | None:
-        """A finished run by its name."""
-        return next((each for each in self.curves if each.name == name), None)
+    def curve(self, name: str) -> LossCurve | None:
+        """Return a finished run by its name."""
+        return next((curve for curve in self.curves if curve.name == name), None)
 
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""
@@ -187,27 +205,24 @@ class CurveRecord:
                 environment=Environment(**body["environment"]),
                 corpus=body["corpus"],
                 parameters=body["parameters"],
-                curves=[Curve(**each) for each in body["curves"]],
+                curves=[LossCurve(**each) for each in body["curves"]],
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{path} is no record of loss curves: {error}") from None
 
 
 class Progress(Watcher, Protocol):
-    """Who watches."""
+    """Receives progress and notes."""
 
     def note(self, text: str) -> None:
-        """Something the user should know."""
+        """Show a note."""
 
 
 def run(settings: CurveSettings, device: ComputeDevice, folder: Path, progress: Progress) -> CurveRecord:
-    """Make all runs, or those that the folder lacks.
+    """Make the runs that the folder lacks.
 
     Args:
-        settings: what to train.
-        device: where.
-        folder: gets curve.json after each run, and a checkpoint of one that is interrupted.
-        progress: is told how far it is.
+        folder: gets curve.json after each run, and a checkpoint of an interrupted one.
 
     Raises:
         ConfigError: the folder has curves of other settings or another device; the data cannot be read; the device does
@@ -233,7 +248,7 @@ def run(settings: CurveSettings, device: ComputeDevice, folder: Path, progress: 
             if record.corpus and record.corpus != material.description:
                 raise ConfigError(f"the data of {path} changed since its first run: take another folder")
             record.corpus = material.description
-            session = _Session(settings, material, where, folder, progress)
+            session = _CurveRuns(settings, material, where, folder, progress)
             record.parameters = session.begun(settings.seed).parameter_count()
             for name in settings.names:
                 if record.curve(name) is None:
@@ -248,7 +263,7 @@ def run(settings: CurveSettings, device: ComputeDevice, folder: Path, progress: 
 
 
 def _continued(path: Path, fresh: CurveRecord) -> CurveRecord:
-    """The record in a folder, if it is one of these settings on this device; it keeps runs that nobody asks for now."""
+    """Return a folder's record, with its runs that are not requested now; raises ConfigError for other settings."""
     found = CurveRecord.load(path)
     asked = fresh.settings
     for name in ("preset", "steps", "shape", "data", "seed", "reference"):
@@ -265,15 +280,15 @@ def _continued(path: Path, fresh: CurveRecord) -> CurveRecord:
 
 
 def _require_same(path: Path, found: Environment, here: Environment) -> None:
-    """Refuse to put runs of other code, or of another machine, beside those that are there."""
+    """Raise ConfigError if the runs in a folder are of other code or another machine."""
     for name in SAME:
         was, now = getattr(found, name), getattr(here, name)
         if was != now:
             raise ConfigError(f"{path} has curves made with {name} {was}, this run has {now}: take another folder")
 
 
-class _Session:
-    """What all runs share."""
+class _CurveRuns:
+    """The data, model and folder that all runs share."""
 
     def __init__(
         self, settings: CurveSettings, material: Material, where: torch.device, folder: Path, progress: Progress
@@ -291,21 +306,21 @@ class _Session:
         self.stopped = False
 
     def begun(self, seed: int) -> GPT:
-        """The model with the initial weights of a seed, on the host; drawn once."""
+        """Return the model with the initial weights of a seed, on the host; drawn once."""
         if seed not in self._drawn:
             torch.manual_seed(seed)
             self._drawn[seed] = GPT(self._model)
         return self._drawn[seed]
 
-    def train(self, name: str) -> Curve:
-        """One run, all of it."""
-        curve, steps = Curve(name), self._settings.steps
+    def train(self, name: str) -> LossCurve:
+        """Train a run to its end."""
+        curve, steps = LossCurve(name), self._settings.steps
         self._progress.phase(f"training {steps:,} steps: {name}")
         gpu = self._where.type == "cuda"
         if gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._where)
-        model, optimizer, step = self._made(name)
+        model, optimizer, step = self._prepared(name)
         self._restore(curve, model, optimizer)
         rate = functools.partial(learning_rate, self._train, steps)
         first, times, pending = len(curve.losses), list[float](), list[Tensor]()
@@ -332,8 +347,8 @@ class _Session:
         self._forget()
         return curve
 
-    def _made(self, name: str) -> Made:
-        """A run's model, optimiser and step."""
+    def _prepared(self, name: str) -> RatedStep:
+        """Return a run's model, optimizer and step."""
         runner, _, kind = name.partition(", ")
         seed = self._settings.seed + (kind == "reseeded")
         model = copy.deepcopy(self.begun(seed)).to(self._where)
@@ -343,7 +358,7 @@ class _Session:
                     param.copy_(param.bfloat16())
         low = None if self._settings.reference == "fp32" else torch.bfloat16
         if runner == REFERENCE:
-            with self._where:  # drawn there, which is quick on a GPU, and overwritten
+            with self._where:  # drawn on the device, which is quick on a GPU, and overwritten
                 plain = PlainGPT.like(model)
             return plain_run(plain, self._settings.recipe, low)
         return own_run(model, self._settings.recipe, _DTYPES[kind])
@@ -357,14 +372,14 @@ class _Session:
         for tokens, targets in batches:
             yield tokens.to(self._where, non_blocking=True), targets.to(self._where, non_blocking=True)
 
-    # --- what an interruption leaves ---------------------------------------------------------------------------------
+    # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _save(self, curve: Curve, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def _save(self, curve: LossCurve, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         tensors, values = gathered(model, optimizer, self._where)
         self._checkpoints.save(tensors, {**values, "run": curve.name, "losses": curve.losses})
 
-    def _restore(self, curve: Curve, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Go on with an interrupted run, if it is this one; what another left is of no use."""
+    def _restore(self, curve: LossCurve, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Continue from the checkpoint, if it is of this run."""
         if not self._checkpoints.exist:
             return
         tensors, document, note = self._checkpoints.load()
@@ -379,8 +394,172 @@ class _Session:
             path.unlink(missing_ok=True)
 
 
-def _require_finite(curve: Curve) -> None:
-    """Raises DivergenceError for a loss that is not finite."""
+def _require_finite(curve: LossCurve) -> None:
+    """Raise DivergenceError for a loss that is not finite."""
     for step, loss in enumerate(curve.losses[-_READ_EVERY:], max(0, len(curve.losses) - _READ_EVERY)):
         if not abs(loss) < float("inf"):
             raise DivergenceError(f"{curve.name} diverged at step {step}: loss {loss}")
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+RatedStep = tuple[nn.Module, torch.optim.Optimizer, Callable[[Tensor, Tensor, float], Tensor]]
+"""A model, its optimizer, and the step: a function of tokens, targets and learning rate that returns the loss."""
+
+
+def plain_run(model: PlainGPT, recipe: Recipe, low: torch.dtype | None) -> RatedStep:
+    """Return a training with torch's optimizer, clipping and autocast.
+
+    On a GPU the step is captured as a CUDA graph, the same kernels in the same order: eager steps of few tokens wait
+    for the host.
+
+    Args:
+        low: the dtype of autocast; None for none.
+    """
+    where = model.wte.weight.device
+    gpu = where.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, recipe.weight_decay),
+        lr=torch.tensor(recipe.learning_rate, device=where) if gpu else recipe.learning_rate,
+        betas=(recipe.beta1, recipe.beta2),
+        fused=gpu,
+        capturable=gpu,
+    )
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(where.type, dtype=low or torch.bfloat16, enabled=low is not None):
+            loss: Tensor = model(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        optimizer.step()
+        return loss.detach()
+
+    run = _CapturedStep(step) if gpu else step
+
+    def rated(tokens: Tensor, targets: Tensor, rate: float) -> Tensor:
+        for group in optimizer.param_groups:
+            if gpu:
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        return run(tokens, targets)
+
+    return model, optimizer, rated
+
+
+def own_run(model: GPT, recipe: Recipe, precision: torch.dtype | None) -> RatedStep:
+    """Return the same training by ours; `precision` is float8_e4m3fn for fp8."""
+    groups = parameter_groups(model, recipe.weight_decay)
+    optimizer = AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2))
+    step = TrainStep(model, optimizer, model.loss, max_grad_norm=recipe.clip, precision=precision)
+    return model, optimizer, lambda tokens, targets, rate: step([(tokens, targets)], rate).loss
+
+
+class _CapturedStep:
+    """A step of plain PyTorch, replayed as a CUDA graph after a few eager calls."""
+
+    _EAGER = 3
+
+    def __init__(self, step: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._step = step
+        self._done = 0
+        self._stream = torch.cuda.Stream()
+        self._graph = torch.cuda.CUDAGraph()
+        self._inputs: tuple[Tensor, ...] = ()
+        self._loss = torch.empty(0)
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self._done += 1
+        if self._done <= self._EAGER:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                loss = self._step(tokens, targets)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return loss
+        if not self._inputs:
+            self._inputs = tokens.clone(), targets.clone()
+            with torch.cuda.graph(self._graph):
+                self._loss = self._step(*self._inputs)
+        for to, given in zip(self._inputs, (tokens, targets), strict=True):
+            to.copy_(given)
+        self._graph.replay()
+        return self._loss.clone()
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def curve(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the record; what is there is not made again.")],
+    preset: Annotated[
+        str | None, typer.Option(help="tiny, small or gpt2. Default: gpt2 on a GPU, tiny on a CPU.", show_default=False)
+    ] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each run.")] = 2000,
+    batch: Annotated[int, typer.Option(min=0, help="Windows in a step; 0: the preset's.")] = 0,
+    context: Annotated[int, typer.Option(min=0, help="Tokens in a window; 0: the preset's.")] = 0,
+    precision: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Of our runs: fp32, bf16, fp8. Default: bf16,fp8 on a GPU, fp32 on a CPU."),
+    ] = None,
+    noise: Annotated[
+        str, typer.Option(metavar="LIST", help="Further runs of plain PyTorch: rounded, reseeded, or none.")
+    ] = "rounded,reseeded",
+    data: Annotated[list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text. Default: stdlib.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of initial weights and batches.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    page: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Train nothing: put the figures of --out into this page, between its marks."),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of a table.")] = False,
+) -> None:
+    """Train with plain PyTorch and with ours, from the same weights and batches, and compare the losses.
+
+    Writes curve.json, curve.csv, curve.svg and report.html into a folder. Interrupted, the same command continues.
+    """
+    from accelerant.cli.train_view import make_view
+    from benchmarks import loss_curve_page
+
+    def names(text: str) -> tuple[str, ...]:
+        return tuple(part.strip() for part in text.split(",") if part.strip() and part.strip() != "none")
+
+    if page is not None:
+        record = CurveRecord.load(out / "curve.json")
+        loss_curve_page.write_curve(out, record)
+        image, source = (
+            Path(os.path.relpath(out / name, page.parent)).as_posix() for name in ("curve.svg", "curve.json")
+        )
+        loss_curve_page.update_page(page, loss_curve_page.markdown(record, image, source))
+        return
+    chosen = registry.choose(device)
+    if not chosen.torch_device:
+        raise ConfigError(f"--device: training needs cuda or cpu; {device} is not one")
+    gpu = chosen.torch_device.startswith("cuda")
+    default = "bf16,fp8" if gpu else "fp32"
+    settings = CurveSettings(
+        preset or ("gpt2" if gpu else "tiny"), steps, batch, context,
+        data=tuple(data or ("stdlib",)), seed=seed,
+        precisions=names(default if precision is None else precision), noises=names(noise),
+    )  # fmt: skip
+    view = make_view(quiet=json_output)
+    try:
+        record = run(settings, chosen, out, view)
+    finally:
+        view.close()
+    loss_curve_page.write_curve(out, record)
+    print((out / "curve.json").read_text() if json_output else loss_curve_page.table(record))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(epilog="Example:  python -m benchmarks.loss_curve --batch 4 --out runs/curve")(curve)
+    with exit_status():
+        app(args=sys.argv[1:] if arguments is None else arguments, prog_name="python -m benchmarks.loss_curve")
+
+
+if __name__ == "__main__":
+    from benchmarks.loss_curve import main as imported_main  # loss_curve_page imports this module by its name
+
+    imported_main()

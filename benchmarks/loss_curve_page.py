@@ -1,11 +1,11 @@
-"""What loss curves say: how far each lies from plain PyTorch's, beside how far plain PyTorch lies from itself.
+"""The results of loss curves: how far each lies from plain PyTorch's, and how far plain PyTorch lies from itself.
 
 write_curve(folder, record)     curve.csv, curve.svg, curve.md and report.html
 update_page(path, record)       the section of a page between its two marks
-table(record)                   for people
+table(record)                   a text table
 
-Two curves are compared by windows of steps. Both saw the same batches, so what a batch is like drops out of the
-difference. The distance of two curves is the root mean square, over all windows, of the difference of their means.
+Two curves are compared by windows of steps. Both saw the same batches, so a batch's effect drops out of the difference.
+The distance of two curves is the root mean square, over all windows, of the difference of their means.
 """
 
 from __future__ import annotations
@@ -22,11 +22,22 @@ from pathlib import Path
 
 from accelerant.errors import ConfigError
 from accelerant.nn.train.charts import Line, line_chart
-from accelerant.nn.train.page import document
 from accelerant.runtime.files import write_atomic
-from benchmarks.loss_curve import REFERENCE, Curve, CurveRecord
+from accelerant.runtime.html_page import card, document
+from accelerant.runtime.html_page import table as html_table
+from benchmarks.loss_curve import REFERENCE, CurveRecord, LossCurve
 
-__all__ = ["MARKS", "Comparison", "comparisons", "markdown", "picture", "table", "update_page", "window", "write_curve"]
+__all__ = [
+    "MARKS",
+    "CurveComparison",
+    "comparisons",
+    "markdown",
+    "picture",
+    "table",
+    "update_page",
+    "window",
+    "write_curve",
+]
 
 MARKS = ("<!-- curve: made by `accelerant bench curve --page`, not by hand -->", "<!-- curve ends -->")
 """Around the section of a page."""
@@ -35,21 +46,11 @@ _WINDOWS = 20
 _STYLES = ("s4", "s0", "s1", "s2", "s3", "s5")
 _NOISE = f"{REFERENCE}, "
 
-_PAGE_STYLE = """
-.line.s0 { stroke: var(--one); } .line.s1 { stroke: var(--two); } .line.s2 { stroke: var(--three); }
-.line.s3 { stroke: var(--four); } .line.s4 { stroke: var(--peer); } .line.s5 { stroke: var(--soft); }
-.dot.s0, i.s0 { fill: var(--one); background: var(--one); } .dot.s1, i.s1 { fill: var(--two); background: var(--two); }
-.dot.s2, i.s2 { fill: var(--three); background: var(--three); }
-.dot.s3, i.s3 { fill: var(--four); background: var(--four); }
-.dot.s4, i.s4 { fill: var(--peer); background: var(--peer); }
-.dot.s5, i.s5 { fill: var(--soft); background: var(--soft); }
-table { font-size: 13.5px; } th, td { padding: 6px 14px 6px 0; }
-.good { color: var(--three); font-weight: 600; } .bad { color: var(--two); font-weight: 600; }
-"""
+_PAGE_STYLE = "table { font-size: 13.5px; } th, td { padding: 6px 14px 6px 0; }"
 
 _LIGHT = ("#3b6fe0", "#d9631e", "#0f9d76", "#8a5bd6", "#8a96a8", "#647084")
 _DARK = ("#7aa5ff", "#ff9a57", "#3fd2a4", "#b794f6", "#7c899d", "#94a1b5")
-"""Of the lines s0 to s5, as on the other pages; an image has no page to take them from."""
+"""Colours of the lines s0 to s5, as on HTML pages, whose style sheet an image does not have."""
 
 _SVG_STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #647084; } .grid { stroke: #d5dbe4; } .axis { stroke: #647084; }
@@ -59,16 +60,15 @@ _SVG_DARK = "text { fill: #94a1b5; } .grid { stroke: #2a3342; } .axis { stroke: 
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """A run beside the reference.
+class CurveComparison:
+    """A run compared with the reference.
 
     Attributes:
-        name: of the run.
         final: mean loss of the last window.
         distance: root mean square over windows of the difference from the reference; 0 for the reference itself.
         last: difference of the last window.
-        differences: of each window, run less reference.
-        within: whether the distance is at most that of each kind of noise, by its name; empty for plain PyTorch.
+        differences: difference of each window, run minus reference.
+        within: by kind of noise, whether the distance is at most the noise's; empty for plain PyTorch.
     """
 
     name: str
@@ -80,19 +80,19 @@ class Comparison:
 
 
 def window(steps: int) -> int:
-    """Steps in a window: a twentieth of all."""
+    """Return the steps in a window: a twentieth of all."""
     return max(1, steps // _WINDOWS)
 
 
-def _means(curve: Curve, size: int) -> list[float]:
-    """The mean of each window; steps that fill none at the end count with the last."""
+def _means(curve: LossCurve, size: int) -> list[float]:
+    """Return the mean of each window; the last one includes the remaining steps."""
     whole = max(1, len(curve.losses) // size)
     cuts = [*(i * size for i in range(whole)), len(curve.losses)]
     return [sum(curve.losses[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
 
 
-def comparisons(record: CurveRecord) -> list[Comparison]:
-    """Each finished run beside the reference.
+def comparisons(record: CurveRecord) -> list[CurveComparison]:
+    """Compare each finished run with the reference.
 
     Raises:
         ConfigError: the reference is not finished.
@@ -107,7 +107,7 @@ def comparisons(record: CurveRecord) -> list[Comparison]:
         means = _means(curve, size)
         differences = tuple(a - b for a, b in zip(means, base, strict=True))
         distance = math.sqrt(sum(each**2 for each in differences) / len(differences))
-        found.append(Comparison(curve.name, means[-1], distance, differences[-1], differences, {}))
+        found.append(CurveComparison(curve.name, means[-1], distance, differences[-1], differences, {}))
     noise = {each.name.removeprefix(_NOISE): each.distance for each in found if each.name.startswith(_NOISE)}
     for each in found:
         if not each.name.startswith(REFERENCE):
@@ -139,7 +139,7 @@ def _cells(record: CurveRecord) -> list[list[str]]:
 
 
 def table(record: CurveRecord) -> str:
-    """For people: a line a run, and the verdict."""
+    """Return a text table with a line for each run, and the verdicts."""
     lines = _cells(record)
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     rows = [
@@ -179,13 +179,7 @@ def _described(record: CurveRecord) -> str:
 
 
 def markdown(record: CurveRecord, image: str, source: str) -> str:
-    """The section of a page.
-
-    Args:
-        record: of finished runs.
-        image: path of the picture, as the page names it.
-        source: the same of the record.
-    """
+    """Return the section of a page; `image` and `source` are the paths of the picture and the record in it."""
     head, *lines = _cells(record)
     size = window(record.settings.steps)
 
@@ -217,7 +211,7 @@ def markdown(record: CurveRecord, image: str, source: str) -> str:
 
 
 def update_page(path: Path, text: str) -> None:
-    """Put a section in the place of the one between the marks of a page.
+    """Replace the section between the marks of a page.
 
     Raises:
         ConfigError: the page does not have both marks, once each.
@@ -261,13 +255,13 @@ def _differences_chart(record: CurveRecord) -> str:
     return line_chart(lines, x_label="step", y_label="less plain PyTorch's") if lines else ""
 
 
-def _lengths(curve: Curve, size: int) -> list[int]:
+def _lengths(curve: LossCurve, size: int) -> list[int]:
     whole = max(1, len(curve.losses) // size)
     return [*([size] * (whole - 1)), len(curve.losses) - size * (whole - 1)]
 
 
 def picture(record: CurveRecord) -> str:
-    """Both charts as one SVG file, for light and dark pages."""
+    """Return both charts as one SVG file, for light and dark pages."""
     parts = [
         chart.split("</svg>")[0] + "</svg>" for chart in (_losses_chart(record), _differences_chart(record)) if chart
     ]
@@ -299,17 +293,13 @@ def _coloured(colours: Sequence[str]) -> str:
 
 
 def _page(record: CurveRecord) -> str:
-    title = f"Loss curves: {escape(record.settings.preset)} on {escape(record.environment.device)}"
+    title = f"Loss curves: {record.settings.preset} on {record.environment.device}"
     verdicts = "".join(
         f'<li class="{"good" if " within " in line else "bad"}">{escape(line)}</li>' for line in _verdicts(record)
     )
     head, *lines = _cells(record)
-    top = "".join(f'<th class="{"number" if i else ""}">{escape(text)}</th>' for i, text in enumerate(head))
-    rows = "".join(
-        "<tr>"
-        + "".join(f'<td class="{"number" if i else ""}">{escape(text)}</td>' for i, text in enumerate(line))
-        + "</tr>"
-        for line in lines
+    figures = html_table(
+        head, ([("number" if i else "", cell) for i, cell in enumerate(line)] for line in lines), head[1:]
     )
     env = record.environment
     facts = (
@@ -317,26 +307,22 @@ def _page(record: CurveRecord) -> str:
         ("system", env.system), ("python", env.python), ("time", env.time), *env.packages.items(),
         *((f"corpus: {name}", str(value)) for name, value in record.corpus.items()),
     )  # fmt: skip
-    about = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts if value)
+    about = html_table((), ((("soft", name), ("", value)) for name, value in facts if value))
     size = window(record.settings.steps)
     how = (
         f"The distance of two curves is the root mean square, over windows of {size} steps, of the difference of their "
         "means. All runs see the same batches in the same order."
     )
-    charts = _card("Loss", _losses_chart(record)) + _card("Difference from plain PyTorch", _differences_chart(record))
+    charts = card("Loss", _losses_chart(record)) + card("Difference from plain PyTorch", _differences_chart(record))
     body = [
-        f"<h1>{title}</h1>",
+        f"<h1>{escape(title)}</h1>",
         f'<p class="lead">{escape(_described(record))}</p>',
         f'<div class="row">{charts}</div>',
-        _card("Figures", f'<div class="scroll"><table><tr>{top}</tr>{rows}</table></div>'),
-        _card("Noise", f'<p class="soft">{how}</p><ul>{verdicts}</ul>'),
-        _card("Environment", f"<table>{about}</table>"),
+        card("Figures", figures),
+        card("Noise", f'<p class="soft">{how}</p><ul>{verdicts}</ul>'),
+        card("Environment", about),
     ]
     return document(title, _PAGE_STYLE, body)
-
-
-def _card(title: str, content: str) -> str:
-    return f'<section class="card"><h2>{title}</h2>{content}</section>'
 
 
 def _csv(record: CurveRecord) -> str:

@@ -1,14 +1,14 @@
-"""Hugging Face models before and after accelerant.nn.patch: a training step, its time and its memory.
+"""Hugging Face models before and after accelerant.nn.patch: the time and the memory of a training step.
 
-Each model is its usual shape with random weights, in bfloat16, without dropout (so that all runners compute the same).
+    python -m benchmarks.patch --model gpt2 --against compile,liger
+
+Each model has its usual shape and random weights, in bfloat16, without dropout, so that all runners compute the same.
 The runners are the model as it is ("eager"), patched ("accelerant"), under torch.compile ("compile") and with Liger's
-kernels ("liger", where it has the model). Each starts from the same weights and the same batch, and its loss and the
-norm of its gradients are compared with eager's before anything is timed.
+kernels ("liger", where it has the model). Each starts from the same weights and the same batch; its loss and the norm
+of its gradients are compared with eager's before anything is timed.
 
-torch.compile takes most of a minute for a whole model, and as long again for each. So it may be measured on models of
-fewer layers, beside the other runners on the same: `compile_layers`.
-
-On a CPU the shapes are tiny: the suite then only shows that it runs.
+torch.compile takes most of a minute for each whole model; `--compile-layers` measures it on models of fewer layers,
+with the other runners on the same models. On a CPU the shapes are tiny: the suite then only shows that it runs.
 """
 
 from __future__ import annotations
@@ -22,46 +22,48 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from accelerant.bench.journal import Journal
-from accelerant.bench.pieces import Piece, measure_pieces
-from accelerant.bench.record import Environment, Record, Row
+from accelerant.bench.record import Row
+from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
 from accelerant.bench.timer import Timing, synchronize
-from accelerant.errors import AccelerantError, ConfigError, MissingDependency, UnsupportedCase
+from accelerant.cli.bench import run_command
+from accelerant.errors import AccelerantError, MissingDependency, UnsupportedCase
 from accelerant.nn import patch
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["MODELS", "RUNNERS", "check_names", "measure", "run"]
+__all__ = ["MODELS", "PEERS", "ModelShape", "PatchSuite"]
 
-RUNNERS = ("eager", "accelerant", "compile", "liger")
-"""In the order in which they run: Liger changes transformers' modules, which are put back afterwards."""
+_RUNNERS = ("eager", "accelerant", "compile", "liger")
+"""In the order in which they run: Liger changes transformers' modules, which are restored afterwards."""
 
-_TARGETS_OF, _OVER_EAGER, _OVER_PEERS = "H200", 1.2, 1.0
-"""The device that has aims, and how many times eager's and the fastest peer's speed is asked there."""
+PEERS = ("compile", "liger")
+
+_OVER_EAGER, _OVER_PEERS = 1.2, 1.0
+"""Targets on an H200, as multiples of the speed of eager and of the fastest peer."""
 
 _SAMPLE_S, _LEAST, _MOST = 0.2, 3, 50
-"""Seconds of steps between two waits for the device, and how many such samples at least and at most."""
+"""Seconds of steps between two synchronizations, and the least and most number of such samples."""
 
 _LOSS_TOLERANCE, _NORM_TOLERANCE = 5e-3, 3e-2
-"""Relative, of bfloat16: of the loss, and of the norm of all gradients."""
+"""Relative, in bfloat16: of the loss, and of the norm of all gradients."""
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """A shape.
+class ModelShape:
+    """A model's shape and batch.
 
     Attributes:
         family: transformers' model type.
         kind: the class's name in transformers.
         config: arguments of its config.
-        batch, tokens: of a step; a picture counts as its patches.
-        aims: whether there is a speed to reach.
-        tiny: what the config gets instead on a CPU.
-        depth: what the config calls its number of layers.
+        batch, tokens: batch and length of a step; the patches of an image count as tokens.
+        aims: whether there is a target.
+        tiny: arguments of the config that a CPU gets in addition.
+        depth: the config's name for the number of layers.
     """
 
     family: str
@@ -73,8 +75,8 @@ class Model:
     tiny: dict[str, Any] | None = None
     depth: str = "num_hidden_layers"
 
-    def with_layers(self, layers: int) -> Model:
-        """Of another depth."""
+    def with_layers(self, layers: int) -> ModelShape:
+        """Return the model with another number of layers."""
         depth = {self.depth: layers}
         return replace(self, config=self.config | depth, tiny=(self.tiny or {}) | depth)
 
@@ -94,116 +96,96 @@ def _decoder(vocab: int, width: int, inner: int, layers: int, heads: int, shared
     }  # fmt: skip
 
 
-MODELS: dict[str, Model] = {
-    "gpt2": Model(
+MODELS: dict[str, ModelShape] = {
+    "gpt2": ModelShape(
         "gpt2", "GPT2LMHeadModel", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, 16, 1024, True,
         _TINY_GPT2, "n_layer",
     ),
-    "llama-1b": Model(
+    "llama-1b": ModelShape(
         "llama", "LlamaForCausalLM", _decoder(128256, 2048, 8192, 16, 32, 8, tie_word_embeddings=True), 4, 2048, True,
         _TINY,
     ),
-    "qwen2-0.5b": Model(
+    "qwen2-0.5b": ModelShape(
         "qwen2", "Qwen2ForCausalLM", _decoder(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True), 4, 2048, True,
         _TINY,
     ),
-    "qwen3-0.6b": Model(
+    "qwen3-0.6b": ModelShape(
         "qwen3", "Qwen3ForCausalLM",
         _decoder(151936, 1024, 3072, 28, 16, 8, head_dim=128, tie_word_embeddings=True), 4, 2048, True, _TINY,
     ),
-    "mistral-7b-8": Model(
+    "mistral-7b-8": ModelShape(
         "mistral", "MistralForCausalLM", _decoder(32768, 4096, 14336, 8, 32, 8, sliding_window=None), 4, 2048,
         False, _TINY,
     ),  # 8 layers of its 32
-    "bert-base": Model(
+    "bert-base": ModelShape(
         "bert", "BertForMaskedLM", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, 32, 512, False,
         {name: value for name, value in _TINY.items() if name not in ("num_key_value_heads", "head_dim")},
     ),
-    "vit-base": Model("vit", "ViTForImageClassification", {"num_labels": 1000}, 128, 197, False, _TINY_VIT),
+    "vit-base": ModelShape("vit", "ViTForImageClassification", {"num_labels": 1000}, 128, 197, False, _TINY_VIT),
 }  # fmt: skip
-"""What there is to measure."""
 
 
-def check_names(names: Sequence[str], runners: Sequence[str]) -> None:
-    """Refuse a model or a runner that the suite does not have.
+@dataclass(frozen=True)
+class PatchSuite(Suite):
+    """Measure a training step of Hugging Face models as they are, patched, compiled and with Liger: time and memory."""
 
-    Raises:
-        ConfigError: names it and the ones there are.
-    """
-    for what, given, known in (("model", names, tuple(MODELS)), ("runner", runners, RUNNERS)):
-        for name in given:
-            if name not in known:
-                raise ConfigError(f"no {what} {name!r} in this suite; it has {', '.join(known)}")
+    name = "patch"
+    examples = ("", "--model gpt2 --against compile", "--out folder --limit-s 120", "--out folder --resume")
 
+    model: tuple[str, ...] = option((), f"Only this model of {', '.join(MODELS)}; may be repeated.")
+    against: tuple[str, ...] = option(
+        PEERS, "Peers besides eager: compile, liger, or none.", metavar="LIST", comma=True, same=True
+    )
+    compile_layers: int = option(
+        0, "Compile models of N layers, and measure all runners on those too; 0: whole models.", metavar="N", min=0,
+        same=True,
+    )  # fmt: skip
+    budget_s: float = option(0.5, "Seconds of steps behind each figure.", min=0.0, same=True)
 
-def run(device: ComputeDevice, **options: Any) -> Record:
-    """A record of its own; see measure."""
-    record = Record(Environment.of(device))
-    measure(record, device, **options)
-    record.conclude()
-    return record
+    def resolve(self, device: ComputeDevice) -> Self:
+        """Return the suite.
 
+        Raises:
+            ConfigError: an unknown model or peer.
+            MissingDependency: transformers is not installed.
+        """
+        check_names("--model", "model", self.model, tuple(MODELS))
+        check_names("--against", "peer", self.against, PEERS)
+        try:
+            importlib.import_module("transformers")
+        except ModuleNotFoundError:
+            raise MissingDependency("transformers", "huggingface", "benchmarks.patch") from None
+        return self
 
-def measure(
-    record: Record,
-    device: ComputeDevice,
-    *,
-    names: Sequence[str] = (),
-    runners: Sequence[str] = RUNNERS,
-    compile_layers: int = 0,
-    budget_s: float = 0.5,
-    journal: Journal | None = None,
-    until: float | None = None,
-    progress: Callable[[str], None] = lambda _: None,
-) -> None:
-    """Measure into a record.
+    def cases(self, run: SuiteRun) -> list[SuiteCase]:
+        """Return a case for each model, and for each model of fewer layers."""
+        names, layers = self.model or tuple(MODELS), self.compile_layers
+        every = ("eager", "accelerant", *self.against)
+        whole = tuple(runner for runner in every if runner != "compile" or not layers)
+        shapes = [(name, MODELS[name], whole) for name in names]
+        if layers and "compile" in every:
+            text = f"with {layers} layer{'s' if layers > 1 else ''}"
+            shapes += [(f"{name} {text}", MODELS[name].with_layers(layers), every) for name in names]
+        return [
+            SuiteCase(f"{title}, {', '.join(runners)}", functools.partial(self._measure, title, model, runners))
+            for title, model, runners in shapes
+        ]
 
-    Args:
-        record: gets rows.
-        device: where.
-        names: of MODELS; all by default.
-        runners: of RUNNERS. "eager" always runs: the others are compared with it.
-        compile_layers: 0 to compile whole models. Else torch.compile runs on models of so many layers, and so do the
-            other runners once more.
-        budget_s: seconds for each figure.
-        journal: gets a model's rows as soon as they are there; the models that it has are left out.
-        until: the time of time.monotonic() after which no further model is begun.
-        progress: told what is measured next.
+    def covers(self, row: Row) -> bool:
+        """Return whether a baseline's row is of one of the models."""
+        return row.suite == self.name and (not self.model or row.op.split()[0] in self.model)
 
-    Raises:
-        ConfigError: a model or runner that there is not.
-        MissingDependency: transformers is not installed.
-        AccelerantError: a patched model computes something else.
-    """
-    check_names(names, runners)
-    try:
-        importlib.import_module("transformers")
-    except ModuleNotFoundError:
-        raise MissingDependency("transformers", "huggingface", "accelerant bench patch") from None
-    where, aims = torch.device(device.torch_device), _TARGETS_OF in device.name
-    whole = ("eager", *(each for each in runners if each != "eager" and (each != "compile" or not compile_layers)))
-    shapes = [(name, MODELS[name], whole) for name in names or MODELS]
-    if compile_layers and "compile" in runners:
-        every = ("eager", *(each for each in runners if each != "eager"))
-        layers = f"with {compile_layers} layer{'s' if compile_layers > 1 else ''}"
-        shapes += [(f"{name} {layers}", MODELS[name].with_layers(compile_layers), every) for name in names or MODELS]
-    pieces = [
-        Piece(
-            "patch",
-            f"{title}, {', '.join(asked)}",
-            functools.partial(_model, title, model, where, asked, budget_s, aims),
-        )
-        for title, model, asked in shapes
-    ]
-    measure_pieces(record, pieces, where=where, journal=journal, until=until, progress=progress)
+    def _measure(self, title: str, model: ModelShape, runners: Sequence[str], run: SuiteRun) -> None:
+        steps = _measure_steps(title, model, runners, self.budget_s, run)
+        run.add(*_rows(title, model, steps, run))
 
 
 # --- a model ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """What a runner's step gave and took: of forward and backward, and with the optimiser."""
+class _StepFigures:
+    """A runner's loss and gradient norm, and the times and peaks of forward and backward and with the optimizer."""
 
     loss: float
     norm: float
@@ -211,121 +193,106 @@ class _Step:
     peaks: tuple[int, ...]
 
 
-def _model(
-    title: str, model: Model, where: torch.device, runners: Sequence[str], budget_s: float, aims: bool, record: Record,
-    progress: Callable[[str], None],
-) -> None:  # fmt: skip
-    """A model's rows."""
-    found = _steps(title, model, where, runners, budget_s, progress)
-    record.rows += _rows(title, model, where, found, aims)
+def _measure_steps(
+    title: str, model: ModelShape, runners: Sequence[str], budget_s: float, run: SuiteRun
+) -> dict[str, _StepFigures | str]:
+    """Return each runner's figures, or why it has none.
 
-
-def _steps(
-    title: str, model: Model, where: torch.device, runners: Sequence[str], budget_s: float,
-    progress: Callable[[str], None],
-) -> dict[str, _Step | str]:  # fmt: skip
-    """What each runner did, or why it did nothing."""
-    found: dict[str, _Step | str] = {}
-    for runner in RUNNERS:
-        if runner not in runners:
-            continue
-        progress(f"{title}: {runner}")
+    Raises:
+        AccelerantError: a patched model computes something else.
+    """
+    where = run.torch_device
+    steps: dict[str, _StepFigures | str] = {}
+    for runner in (runner for runner in _RUNNERS if runner in runners):
+        run.progress(f"{title}: {runner}")
         try:
-            found[runner] = _measured(model, runner, where, budget_s)
-            _compare(title, runner, found)
+            steps[runner] = _measured(model, runner, where, budget_s)
+            _compare(title, runner, steps)
         except torch.OutOfMemoryError:
-            found[runner] = "out of memory"
+            steps[runner] = "out of memory"
         except UnsupportedCase as error:
             if runner == "accelerant":
                 raise
-            found[runner] = str(error)
+            steps[runner] = str(error)
         finally:
-            _release(where)
-    return found
+            gc.collect()
+            if run.gpu:
+                torch.cuda.empty_cache()
+    return steps
 
 
-def _measured(model: Model, runner: str, where: torch.device, budget_s: float) -> _Step:
-    """A runner's step; when this returns nobody holds its model, which the next one's peak would count."""
-    with _ready(model, runner, where, *_sizes(model, where)) as ready:
+def _measured(model: ModelShape, runner: str, where: torch.device, budget_s: float) -> _StepFigures:
+    """Measure a runner's step; nothing holds its model on return, which the next one's peak would count."""
+    with _warm_step(model, runner, where, *_sizes(model, where)) as ready:
         return ready.measure(budget_s)
 
 
-def _sizes(model: Model, where: torch.device) -> tuple[int, int]:
+def _sizes(model: ModelShape, where: torch.device) -> tuple[int, int]:
     return (model.batch, model.tokens) if where.type == "cuda" else (2, 16)
 
 
-def _rows(title: str, model: Model, where: torch.device, found: dict[str, _Step | str], aims: bool) -> list[Row]:
-    """Each runner's two rows, and how many times eager's speed the patched model has."""
-    batch, tokens = _sizes(model, where)
+def _rows(title: str, model: ModelShape, steps: dict[str, _StepFigures | str], run: SuiteRun) -> list[Row]:
+    """Return each runner's two rows, and the patched model's speed over eager's."""
+    batch, tokens = _sizes(model, run.torch_device)
     case = f"{batch} x {tokens} bfloat16"
     cases = (f"{case} forward, backward", f"{case} forward, backward, AdamW")
-    aims = aims and model.aims
+    aims = run.is_model("H200") and model.aims
     rows: list[Row] = []
-    for runner, step in found.items():
+    for runner, step in steps.items():
         base = Row("patch", title, "", runner, "patched" if runner == "accelerant" else runner)
         if isinstance(step, str):
             rows += [replace(base, case=case, note=step) for case in cases]
             continue
-        wanted = _OVER_PEERS if aims and runner == "accelerant" else None
+        target = _OVER_PEERS if aims and runner == "accelerant" else None
         for case, timing, peak in zip(cases, step.times, step.peaks, strict=True):
             note = (
                 f"{batch * tokens / timing.p50_ms * 1e3:,.0f} tokens/s; the peak holds the weights too; first loss "
                 f"{step.loss:.5f}, norm of the gradients {step.norm:.5f}"
             )
-            rows.append(
-                replace(
-                    base, case=case, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, peak_bytes=peak or None,
-                    samples=timing.samples, target_x=wanted, note=note,
-                )
-            )  # fmt: skip
-    eager, ours = found.get("eager"), found.get("accelerant")
-    if isinstance(eager, _Step) and isinstance(ours, _Step):
-        rows += _over_eager(title, cases, eager, ours, aims)
-    return rows
-
-
-def _over_eager(title: str, cases: Sequence[str], eager: _Step, ours: _Step, aims: bool) -> list[Row]:
-    rows = []
-    for case, old, new in zip(cases, eager.times, ours.times, strict=True):
-        gains = (old.p20_ms / new.p80_ms, old.p50_ms / new.p50_ms, old.p80_ms / new.p20_ms)
+            rows.append(replace(base.timed(timing), case=case, peak_bytes=peak or None, target_x=target, note=note))
+    eager, ours = steps.get("eager"), steps.get("accelerant")
+    if isinstance(eager, _StepFigures) and isinstance(ours, _StepFigures):
         note = f"asked: {_OVER_EAGER:.2f} x" if aims else ""
-        row = Row("patch", f"{title} over eager", case, "accelerant", "eager / patched", "x", *gains, better="higher")
-        rows.append(replace(row, note=note))
+        for case, old, new in zip(cases, eager.times, ours.times, strict=True):
+            row = Row(
+                "patch", f"{title} over eager", case, "accelerant", "eager / patched", "x", better="higher", note=note
+            )
+            rows.append(row.timed(old.over(new)))
     return rows
 
 
-def _compare(title: str, runner: str, found: dict[str, _Step | str]) -> None:
-    """Refuse a runner that computes something else: ours with an error, a peer with a note in its row."""
-    step, eager = found[runner], found["eager"]
+def _compare(title: str, runner: str, steps: dict[str, _StepFigures | str]) -> None:
+    """Raise for other results than eager's: AccelerantError for ours, UnsupportedCase for a peer."""
+    step, eager = steps[runner], steps["eager"]
     if isinstance(step, str) or isinstance(eager, str):
         return
-    for what, value, wanted, tolerance in (
+    for name, value, expected, tolerance in (
         ("loss", step.loss, eager.loss, _LOSS_TOLERANCE),
         ("norm of the gradients", step.norm, eager.norm, _NORM_TOLERANCE),
     ):
-        if not abs(value - wanted) <= tolerance * abs(wanted):
+        if not abs(value - expected) <= tolerance * abs(expected):
             kind = AccelerantError if runner == "accelerant" else UnsupportedCase
-            raise kind(f"{title}, {runner}: the {what} is {value:.5g}, eager's {wanted:.5g}")
+            raise kind(f"{title}, {runner}: the {name} is {value:.5g}, eager's {expected:.5g}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
-    """A runner that has made its first step."""
+class _WarmStep:
+    """A runner after its first step: the calls of forward and backward, and with the optimizer."""
 
     loss: float
     norm: float
     calls: tuple[Callable[[], object], ...]
     where: torch.device
 
-    def measure(self, budget_s: float) -> _Step:
-        """Time the steps, some back to back as in training, and find each one's peak before the next allocates."""
+    def measure(self, budget_s: float) -> _StepFigures:
+        """Measure the calls' times, several back to back as in training, and their peaks."""
         times, peaks = zip(
             *((self._paced(call, budget_s), _peak(call, self.where)) for call in self.calls), strict=True
         )
-        return _Step(self.loss, self.norm, times, peaks)
+        return _StepFigures(self.loss, self.norm, times, peaks)
 
     def _paced(self, call: Callable[[], object], budget_s: float) -> Timing:
-        """A step's time on the host's clock, where the host queues the next one while the device works."""
+        """Return a step's time on the host's clock; the host queues the next step while the device works."""
 
         def took(steps: int) -> float:
             synchronize(self.where)
@@ -346,8 +313,8 @@ class _Ready:
 
 
 @contextlib.contextmanager
-def _ready(model: Model, runner: str, where: torch.device, batch: int, tokens: int) -> Iterator[_Ready]:
-    """Build a runner and let it make a step, which compiles whatever there is to compile."""
+def _warm_step(model: ModelShape, runner: str, where: torch.device, batch: int, tokens: int) -> Iterator[_WarmStep]:
+    """Build a runner and make a step, which compiles."""
     with _built(model, runner, where) as (module, call):
         inputs = _inputs(model, module, where, batch, tokens)
         parameters = [p for p in module.parameters() if p.requires_grad]
@@ -374,11 +341,11 @@ def _ready(model: Model, runner: str, where: torch.device, batch: int, tokens: i
             text = (str(error).splitlines() or [""])[0]
             raise UnsupportedCase(f"{runner} failed: {type(error).__name__}: {text[:120]}") from error
         norms = torch.stack([p.grad.float().norm() for p in parameters if p.grad is not None])
-        yield _Ready(float(loss), float(norms.norm()), (step, whole), where)
+        yield _WarmStep(float(loss), float(norms.norm()), (step, whole), where)
 
 
 def _peak(call: Callable[[], object], where: torch.device) -> int:
-    """The most memory allocated in a call, weights included, in bytes; 0 where nobody counts."""
+    """Return the peak bytes of a call, weights included; 0 on a CPU."""
     if where.type != "cuda":
         return 0
     torch.cuda.synchronize(where)
@@ -388,19 +355,12 @@ def _peak(call: Callable[[], object], where: torch.device) -> int:
     return torch.cuda.max_memory_allocated(where)
 
 
-def _release(where: torch.device) -> None:
-    """Give back what a runner held, before the next one is measured."""
-    gc.collect()
-    if where.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 # --- runners ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _built(model: Model, runner: str, where: torch.device) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """A model in training mode, the same weights each time, and what to call; transformers is put back afterwards."""
+def _built(model: ModelShape, runner: str, where: torch.device) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """Yield a model in training mode, with the same weights each time, and its function; then restore transformers."""
     import transformers
     from transformers.utils import logging
 
@@ -408,7 +368,7 @@ def _built(model: Model, runner: str, where: torch.device) -> Iterator[tuple[nn.
     kind = getattr(transformers, model.kind)
     settings = model.config if where.type == "cuda" else model.config | (model.tiny or {})
     module_of = sys.modules[kind.__module__]
-    kept = dict(vars(module_of))
+    before = dict(vars(module_of))
     torch.manual_seed(0)
     with torch.device(where):
         module = kind(kind.config_class(**settings))
@@ -425,18 +385,14 @@ def _built(model: Model, runner: str, where: torch.device) -> Iterator[tuple[nn.
             call = torch.compile(module)
         yield module, call
     finally:
-        vars(module_of).update(kept)
+        vars(module_of).update(before)
 
 
 def _apply_liger(family: str, module: nn.Module) -> None:
-    """Liger's kernels in this model.
-
-    Raises:
-        UnsupportedCase: it is absent, does not load, or has no such model.
-    """
+    """Apply Liger's kernels to a model; raises UnsupportedCase where it is absent or has no such model."""
     try:
         liger = importlib.import_module("liger_kernel.transformers")
-    except Exception as error:  # noqa: BLE001 - a library that does not load is as good as absent; the row says why
+    except Exception as error:  # noqa: BLE001 - a library that does not load counts as absent; the row says why
         raise UnsupportedCase(f"liger-kernel cannot be used here: {type(error).__name__}: {error}") from None
     apply = getattr(liger, f"apply_liger_kernel_to_{family}", None)
     if apply is None:
@@ -444,7 +400,7 @@ def _apply_liger(family: str, module: nn.Module) -> None:
     apply(model=module)
 
 
-def _inputs(model: Model, module: nn.Module, where: torch.device, batch: int, tokens: int) -> dict[str, Tensor]:
+def _inputs(model: ModelShape, module: nn.Module, where: torch.device, batch: int, tokens: int) -> dict[str, Tensor]:
     config: Any = module.config
     generator = torch.Generator(device="cpu").manual_seed(1)
 
@@ -453,7 +409,11 @@ def _inputs(model: Model, module: nn.Module, where: torch.device, batch: int, to
 
     if model.family == "vit":
         size = config.image_size
-        pictures = torch.randn(batch, 3, size, size, generator=generator).to(where, torch.bfloat16)
-        return {"pixel_values": pictures, "labels": draw(config.num_labels, batch)}
+        images = torch.randn(batch, 3, size, size, generator=generator).to(where, torch.bfloat16)
+        return {"pixel_values": images, "labels": draw(config.num_labels, batch)}
     ids = draw(config.vocab_size, batch, tokens)
     return {"input_ids": ids, "labels": ids}
+
+
+if __name__ == "__main__":
+    run_command(PatchSuite)

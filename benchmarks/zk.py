@@ -1,15 +1,18 @@
-"""What proofs are made of: field products, number-theoretic transforms, sums of multiples of points, pairings.
+"""Field products, number-theoretic transforms, multi-scalar multiplications and pairings: the parts of proofs.
+
+    python -m benchmarks.zk --only msm --only "ntt bn254"
 
 Each answer is compared exactly before it is timed: all products and all outputs of a transform with closed forms (the
-inputs are geometric sequences), sums of points with the multiple of the generator that Python's integers give, pairings
-by their bilinearity. Times are of the public calls on data that is where the call runs: FieldArrays in Montgomery form
-for fields; for points canonical words ("prepared": brought to the kernels' form before; "with multiples": as
-`curve(...).precompute` keeps them, with their multiples by powers of two).
+inputs are geometric sequences), multi-scalar multiplications with the multiple of the generator that Python's integers
+give, pairings by their bilinearity. Times are of the public calls on data on the device: FieldArrays in Montgomery
+form for fields, canonical words for points ("points prepared": brought to the kernels' form before; "with multiples":
+as `curve(...).precompute` keeps them, with their multiples by powers of two).
 
-A case is compared with what bounds it on a GPU: the copy, where memory does; the rate of the 32-bit multiplier, where
-arithmetic does (zk_multiplier.py measures it and says what is counted). On a CPU the note has nanoseconds for each
-field product instead, and a product's launch is measured without the call around it too. What others take stands in
-the note (zk_cases.py), what is to be reached beside the median.
+On a GPU a case is compared with its bound: the copy rate where memory bounds it, the rate of the 32-bit multiplier
+where arithmetic does (zk_multiplier.py). On a CPU the note has nanoseconds for each field product, and a product's
+launch is measured without the call around it too. Other libraries need builds of their own and are not run here: the
+notes have their times as measured apart, on a GPU on one H200 (driver 580, CUDA 13.0), medians, data on the device; on
+a CPU on two cores.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -36,138 +39,199 @@ from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import kernel_source
 from accelerant.algebra.ntt.reference import bit_reversed, ntt_reference
-from accelerant.bench.ceilings import measure_copy
-from accelerant.bench.journal import Journal
-from accelerant.bench.pieces import Piece, Progress, measure_pieces
-from accelerant.bench.record import Environment, Record, Row
-from accelerant.bench.timer import Timing, time_ms
-from accelerant.errors import AccelerantError
+from accelerant.bench.record import Row
+from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
+from accelerant.bench.timer import time_ms
+from accelerant.cli.bench import run_command
+from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk import msm, ntt
 from accelerant.zk.msm.fixed import FixedBase
-from benchmarks import zk_first, zk_inputs
-from benchmarks.zk_cases import CPU_CASES, GPU_CASES, Case, chosen
-from benchmarks.zk_multiplier import (
-    CARRY,
-    measure_multiplier,
-    msm_multiplies,
-    msm_products,
-    ntt_multiplies,
-)
+from benchmarks import zk_first_call, zk_inputs
+from benchmarks.zk_multiplier import CARRY, measure_multiplier, msm_multiplies, msm_products, ntt_multiplies
 
-__all__ = ["cases_on", "measure", "run"]
+__all__ = ["CPU_CASES", "GPU_CASES", "ZkCase", "ZkSuite"]
 
-_TARGETS_OF = "H200"
 _SAMPLED = 16
 """Elements that Python's integers compute by themselves, besides the check of all."""
 
 _FIRST_CALLS = 3
 _COLD_MS, _WARM_MS = 3000.0, 20.0
-"""First calls: with an empty cache, and in a process after it."""
+"""Targets of first calls: with an empty cache, and in a process after it."""
 
 _FIRST_CALL_LIMIT_S = 300
-_COUNTED_BY_MEMORY = ("goldilocks", "babybear")
+_BOUND_BY_MEMORY = ("goldilocks", "babybear")
 """Fields whose transforms memory bounds."""
 
 
-def run(device: ComputeDevice, **options: Any) -> Record:
-    """A record of its own; see measure."""
-    record = Record(Environment.of(device))
-    measure(record, device, **options)
-    record.conclude()
-    return record
-
-
-def cases_on(device: ComputeDevice, only: Sequence[str] = ()) -> list[Case]:
-    """The cases of a device, or those of them with one of the texts in their names.
-
-    Raises:
-        ConfigError: a text that no case has.
-    """
-    return chosen(GPU_CASES if device.torch_device.startswith("cuda") else CPU_CASES, only)
-
-
-def measure(
-    record: Record,
-    device: ComputeDevice,
-    *,
-    only: Sequence[str] = (),
-    budget_s: float = 0.3,
-    journal: Journal | None = None,
-    until: float | None = None,
-    progress: Progress = lambda _: None,
-) -> None:
-    """Measure into a record.
-
-    Args:
-        record: gets ceilings and rows.
-        device: where.
-        only: as cases_on.
-        budget_s: seconds of calls behind each figure.
-        journal: gets the rows of a case as soon as they are there; those that it has are left out.
-        until: the time of time.monotonic() after which no further case is begun.
-        progress: told what is measured next.
-
-    Raises:
-        ConfigError: a text that no case has.
-        AccelerantError: a case gave a wrong answer; the others were measured.
-    """
-    cases, where = cases_on(device, only), torch.device(device.torch_device)
-    progress("zk: ceilings")
-    if "copy GB/s" not in record.ceilings:
-        record.ceilings |= measure_copy(where, budget_s=budget_s)
-    if device.backend == "cuda" and CARRY not in record.ceilings:
-        record.ceilings |= measure_multiplier(device, budget_s=budget_s)
-    pieces = [
-        Piece("zk", case.key, functools.partial(_MEASURES[case.op], _Run(case, device, where, budget_s)))
-        for case in cases
-    ]
-    measure_pieces(record, pieces, where=where, journal=journal, until=until, progress=progress)
+# --- cases -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """A case on a device."""
+class ZkCase:
+    """A case of the suite.
 
-    case: Case
-    device: ComputeDevice
-    where: torch.device
+    Attributes:
+        op: "field_mul", "ntt", "msm", "pairing" or "first call".
+        of: name of the field, the curve or the pairing; for a first call the op.
+        log_n: log2 of the elements or points.
+        target_ms: to reach on an H200, or on a CPU with AVX512-IFMA.
+        plain_ms: to reach on a CPU without AVX512-IFMA.
+        fixed_ms: to reach with precomputed multiples of the points.
+        peers: other libraries' times.
+    """
+
+    op: str
+    of: str
+    log_n: int = 0
+    target_ms: float | None = None
+    plain_ms: float | None = None
+    fixed_ms: float | None = None
+    peers: str = ""
+
+    @property
+    def name(self) -> str:
+        """The case, as rows have it."""
+        return f"{self.of} 2^{self.log_n}" if self.log_n else self.of
+
+    @property
+    def key(self) -> str:
+        """Op and case."""
+        return f"{self.op} {self.name}"
+
+
+_FIRST_CALL_CASES = tuple(ZkCase("first call", op) for op in ("field_mul", "ntt", "msm"))
+
+GPU_CASES = (
+    ZkCase("field_mul", "bn254_fr", 24, 0.41),
+    ZkCase("ntt", "bn254_fr", 20, 0.22, peers="era-bellman-cuda 0.245, sppark 0.266, ICICLE 0.477 ms"),
+    ZkCase("ntt", "bn254_fr", 24, 3.8, peers="era-bellman-cuda 4.19, sppark 4.40, ICICLE 6.2 ms"),
+    ZkCase("ntt", "goldilocks", 20, 0.038, peers="era-boojum 0.043, sppark 0.057 ms"),
+    ZkCase("ntt", "goldilocks", 24, 0.45, peers="era-boojum 0.544, sppark 0.61 ms"),
+    ZkCase("ntt", "babybear", 20, 0.030, peers="ICICLE 0.036, sppark 0.038 ms"),
+    ZkCase("ntt", "babybear", 23, 0.11, peers="sppark 0.129, ICICLE 0.145 ms"),
+    ZkCase("msm", "bn254_g1", 16, 1.4, peers="era-bellman-cuda 1.68, sppark 4.1, ICICLE v2 4.80 ms"),
+    ZkCase("msm", "bn254_g1", 18, 1.9, peers="era-bellman-cuda 2.22, ICICLE v2 6.35, sppark 12.6 ms"),
+    ZkCase("msm", "bn254_g1", 20, 4.1, peers="era-bellman-cuda 4.54, ICICLE v2 11.0, sppark 11.9 ms"),
+    ZkCase("msm", "bn254_g1", 22, 12.6, peers="era-bellman-cuda 14.0, sppark 26, ICICLE 30 ms"),
+    ZkCase("msm", "bn254_g1", 23, 22.9, peers="era-bellman-cuda 25.4, sppark 47, ICICLE 52 ms"),
+    ZkCase(
+        "msm", "bls12_381_g1", 20, 10.0, fixed_ms=8.0,
+        peers="sppark 20.1, ICICLE v2 20.5 ms; yrrid, precomputed, 9.4 ms",
+    ),
+    ZkCase(
+        "msm", "bls12_381_g1", 22, 30.0, fixed_ms=23.0,
+        peers="ICICLE v2 51, sppark 52 ms; yrrid, precomputed, 25.8 ms",
+    ),
+    *_FIRST_CALL_CASES,
+)  # fmt: skip
+
+CPU_CASES = (
+    ZkCase(
+        "field_mul", "bn254_fr", 14, 7e-6 * 2**14, 25e-6 * 2**14,
+        peers="C: 25.8 ns each, with AVX512-IFMA 5.5; galois 1151",
+    ),
+    ZkCase("ntt", "bn254_fr", 16),
+    ZkCase("ntt", "goldilocks", 16),
+    ZkCase("ntt", "babybear", 16),
+    ZkCase("msm", "bn254_g1", 14),
+    ZkCase("msm", "bn254_g1", 16, 135.0, 270.0, peers="snarkjs 2700 ms"),
+    ZkCase("pairing", "bn254", 0, 10.0, 10.0),
+    ZkCase("pairing", "bls12_381", 0, 10.0, 10.0),
+    *_FIRST_CALL_CASES,
+)  # fmt: skip
+"""The field product has few enough elements for one core: a launch is split from 32768 on."""
+
+
+@dataclass(frozen=True)
+class ZkSuite(Suite):
+    """Measure field products, number-theoretic transforms, multi-scalar multiplications, pairings, and first calls."""
+
+    name = "zk"
+    examples = ("", "--only msm --only ntt", '--only "bn254_g1 2^20" --json', "--device cpu --list")
+
+    only: tuple[str, ...] = option((), "Only cases with this text in their names; may be repeated.", metavar="TEXT")
+    budget_s: float = option(0.3, "Seconds of calls behind each figure.", min=0.0, same=True)
+
+    def resolve(self, device: ComputeDevice) -> Self:
+        """Return the suite.
+
+        Raises:
+            ConfigError: no case has one of the texts; lists the cases.
+        """
+        cases = _cases_on(device.torch_device.startswith("cuda"))
+        for text in self.only:
+            if not any(text.lower() in case.key.lower() for case in cases):
+                raise ConfigError(
+                    f"--only: no case has {text!r} in its name; there are {', '.join(case.key for case in cases)}"
+                )
+        return self
+
+    def chosen(self, gpu: bool) -> list[ZkCase]:
+        """Return the cases of a device that have one of the texts in their keys, in any letter case."""
+        texts = [text.lower() for text in self.only]
+        return [case for case in _cases_on(gpu) if not texts or any(text in case.key.lower() for text in texts)]
+
+    def prepare(self, run: SuiteRun) -> None:
+        """Measure the copy rate and, on an NVIDIA GPU, the multiplier's rates."""
+        run.require_ceiling("copy", self.budget_s)
+        if run.device.backend == "cuda" and CARRY not in run.record.ceilings:
+            run.record.ceilings |= measure_multiplier(run.device, budget_s=self.budget_s)
+
+    def cases(self, run: SuiteRun) -> list[SuiteCase]:
+        """Return the chosen cases."""
+        return [SuiteCase(case.key, functools.partial(self._measure, case)) for case in self.chosen(run.gpu)]
+
+    def _measure(self, case: ZkCase, run: SuiteRun) -> None:
+        _MEASURES[case.op](_ZkRun(case, run, self.budget_s))
+
+    def covers(self, row: Row) -> bool:
+        """Return whether a baseline's row is of a chosen case of either device."""
+        cases = {case.key for gpu in (True, False) for case in self.chosen(gpu)}
+        return row.suite == self.name and any(f"{row.op} {row.case}".startswith(key) for key in cases)
+
+
+def _cases_on(gpu: bool) -> tuple[ZkCase, ...]:
+    return GPU_CASES if gpu else CPU_CASES
+
+
+@dataclass(frozen=True, slots=True)
+class _ZkRun:
+    """A case being measured."""
+
+    case: ZkCase
+    run: SuiteRun
     budget_s: float
 
     @property
-    def gpu(self) -> bool:
-        return self.where.type == "cuda"
-
-    @property
-    def place(self) -> str:
-        """As the functions of fields and curves name the device."""
-        return str(self.where) if self.gpu else "cpu"
+    def device_name(self) -> str:
+        """The device as the functions of fields and curves name it."""
+        return str(self.run.torch_device) if self.run.gpu else "cpu"
 
     @property
     def target_ms(self) -> float | None:
-        """On this device; None where nothing is to be reached."""
-        if self.gpu:
-            return self.case.target_ms if _TARGETS_OF in self.device.name else None
+        if self.run.gpu:
+            return self.case.target_ms if self.run.is_model("H200") else None
         return self.case.target_ms if host_form(field_of("bn254_fr")) == "vector" else self.case.plain_ms
 
-    @property
-    def multiples_ms(self) -> float | None:
-        """The same of a sum over points whose multiples are kept."""
-        return self.case.fixed_ms if self.gpu and self.target_ms is not None else self.target_ms
-
     def row(self, **values: Any) -> Row:
-        """One of ours, without its times."""
+        """Return a row of ours without its times."""
         base = Row("zk", self.case.op, self.case.name, "accelerant", "own kernels", target=self.target_ms)
         return replace(base, **values)
 
     def timed(self, row: Row, call: Callable[[], object]) -> Row:
-        """The row with the times of a call."""
-        return _with(row, time_ms(call, self.where, budget_s=self.budget_s))
+        """Return the row with the times of a call."""
+        return row.timed(time_ms(call, self.run.torch_device, budget_s=self.budget_s))
 
-    def noted(self, row: Row, record: Record, multiplies: int, products: int) -> Row:
-        """The row with the share of the multiplier's rate, or on a CPU with the time of a product; and the peers'."""
-        p50, rate = row.p50 or 0.0, record.ceilings.get(CARRY)
-        if not self.gpu:
+    def noted(self, row: Row, multiplies: int, products: int) -> Row:
+        """Return the row with a note on its bound and on the peers.
+
+        Args:
+            multiplies: wide multiply-adds of the call; 0 where memory bounds it.
+            products: field products of the call.
+        """
+        p50, rate = row.p50 or 0.0, self.run.record.ceilings.get(CARRY)
+        if not self.run.gpu:
             share = f"{p50 * 1e6 / products:.3g} ns a field product"
         elif multiplies and rate:
             share = f"{100 * multiplies / p50 / 1e9 / rate:.0f}% of the carry-chain multiply rate"
@@ -176,47 +240,45 @@ class _Run:
         apart = f"measured apart: {self.case.peers}" if self.case.peers else ""
         return replace(row, note="; ".join(filter(None, (row.note, share, apart))))
 
+    def progress(self, text: str = "") -> None:
+        self.run.progress(f"zk: {self.case.key}{text}")
 
-def _with(row: Row, timing: Timing) -> Row:
-    return replace(row, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, samples=timing.samples)
-
-
-def _wrong(case: Case, what: str) -> AccelerantError:
-    return AccelerantError(f"{case.key}: {what}")
+    def wrong(self, text: str) -> AccelerantError:
+        return AccelerantError(f"{self.case.key}: {text}")
 
 
-# --- products in a field ---------------------------------------------------------------------------------------------
+# --- field products --------------------------------------------------------------------------------------------------
 
 
-def _field_mul(this: _Run, record: Record, progress: Progress) -> None:
-    """Products of two geometric sequences, which are a third one."""
-    case, field = this.case, zk.field(this.case.of)
+def _field_mul(this: _ZkRun) -> None:
+    """Measure products of two geometric sequences, which are a third one."""
+    case, run, field = this.case, this.run, zk.field(this.case.of)
     p, n = field.modulus, 1 << case.log_n
     a, b, g, h = p - 2, p // 3, field.generator, pow(field.generator, p // 5, p)
-    progress(f"zk: {case.key}, checked")
-    x, y = (zk_inputs.geometric(field, *each, case.log_n, this.place) for each in ((a, g), (b, h)))
+    this.progress(", checked")
+    x, y = (zk_inputs.geometric(field, *start, case.log_n, this.device_name) for start in ((a, g), (b, h)))
     z = x * y
     for i in _sampled(n):
         exact = a * b * pow(g * h, i, p) % p
         if z[i].ints() != exact:
-            raise _wrong(case, f"product {i} is {z[i].ints():#x}, not {exact:#x}")
-    if not bool((z == zk_inputs.geometric(field, a * b % p, g * h % p, case.log_n, this.place)).all()):
-        raise _wrong(case, "a product is not the one of the closed form")
-    progress(f"zk: {case.key}")
+            raise this.wrong(f"product {i} is {z[i].ints():#x}, not {exact:#x}")
+    if not bool((z == zk_inputs.geometric(field, a * b % p, g * h % p, case.log_n, this.device_name)).all()):
+        raise this.wrong("a product is not the one of the closed form")
+    this.progress()
     size = 3 * n * field.parameters.size_bytes
-    target = this.target_ms if this.gpu else None
-    row = this.timed(this.row(bytes=size, ceiling="copy" if this.gpu else "", target=target), lambda: x * y)
-    record.rows.append(this.noted(row, record, 0, n))
-    if not this.gpu:
+    target = this.target_ms if run.gpu else None
+    row = this.timed(this.row(bytes=size, ceiling="copy" if run.gpu else "", target=target), lambda: x * y)
+    run.add(this.noted(row, 0, n))
+    if not run.gpu:
         alone = this.row(case=f"{case.name}, kernel alone", bytes=size)
-        record.rows.append(this.noted(this.timed(alone, _kernel_alone(x, y, z)), record, 0, n))
+        run.add(this.noted(this.timed(alone, _kernel_alone(x, y, z)), 0, n))
         left, right = x.ints(), y.ints()
         peer = replace(row, runner="python", implementation="integers", target=None, note="")
-        record.rows.append(this.timed(peer, lambda: [u * v % p for u, v in zip(left, right, strict=True)]))
+        run.add(this.timed(peer, lambda: [u * v % p for u, v in zip(left, right, strict=True)]))
 
 
 def _kernel_alone(x: zk.FieldArray, y: zk.FieldArray, z: zk.FieldArray) -> Callable[[], object]:
-    """A launch on the CPU without the call around it: what one core takes, which is to be reached.
+    """Return a launch on the CPU without the call around it, which takes one core.
 
     Raises:
         AccelerantError: its answer is not z.
@@ -235,9 +297,9 @@ def _kernel_alone(x: zk.FieldArray, y: zk.FieldArray, z: zk.FieldArray) -> Calla
 
 
 def _sampled(n: int) -> list[int]:
-    """Places: both ends, and some between."""
+    """Return indices at both ends, in the middle, and random ones."""
     between = zk_inputs.splitmix64(n, _SAMPLED).tolist()
-    return sorted({0, 1, n // 2, n - 1, *(int(each) % n for each in between)})
+    return sorted({0, 1, n // 2, n - 1, *(int(index) % n for index in between)})
 
 
 # --- transforms ------------------------------------------------------------------------------------------------------
@@ -245,78 +307,76 @@ def _sampled(n: int) -> list[int]:
 _ORDERS = ("natural_to_bit_reversed", "bit_reversed_to_natural")
 
 
-def _ntt(this: _Run, record: Record, progress: Progress) -> None:
-    """Of a geometric sequence a g^i: output j is a (g^n - 1) / (g w^j - 1)."""
-    case, field = this.case, zk.field(this.case.of)
+def _ntt(this: _ZkRun) -> None:
+    """Measure the transform of a geometric sequence a g^i: output j is a (g^n - 1) / (g w^j - 1)."""
+    case, run, field = this.case, this.run, zk.field(this.case.of)
     p, n = field.modulus, 1 << case.log_n
     a, g = p - 2, field.generator
-    progress(f"zk: {case.key}, checked")
-    x = zk_inputs.geometric(field, a, g, case.log_n, this.place)
+    this.progress(", checked")
+    x = zk_inputs.geometric(field, a, g, case.log_n, this.device_name)
     y = ntt(x, order=_ORDERS[0])
-    w, sum_of_all = field.parameters.root_of_unity(n), a * (pow(g, n, p) - 1) % p
+    w, numerator = field.parameters.root_of_unity(n), a * (pow(g, n, p) - 1) % p
     for i in _sampled(n):
-        exact = sum_of_all * pow(g * pow(w, bit_reversed(i, case.log_n), p) - 1, -1, p) % p
+        exact = numerator * pow(g * pow(w, bit_reversed(i, case.log_n), p) - 1, -1, p) % p
         if y[i].ints() != exact:
-            raise _wrong(case, f"output {i} is {y[i].ints():#x}, not {exact:#x}")
-    if not bool((y * (zk_inputs.power_table(field, case.log_n, this.place) * g - 1) == sum_of_all).all()):
-        raise _wrong(case, "an output is not the one of the closed form")
+            raise this.wrong(f"output {i} is {y[i].ints():#x}, not {exact:#x}")
+    if not bool((y * (zk_inputs.power_table(field, case.log_n, this.device_name) * g - 1) == numerator).all()):
+        raise this.wrong("an output is not the one of the closed form")
     if not bool((ntt(y, inverse=True, order=_ORDERS[1]) == x).all()):
-        raise _wrong(case, "the inverse transform does not lead back")
-    progress(f"zk: {case.key}")
-    size = 2 * n * field.parameters.size_bytes
-    memory = case.of in _COUNTED_BY_MEMORY
-    row = this.row(bytes=size, ceiling="copy" if this.gpu and memory else "")
+        raise this.wrong("the inverse transform does not lead back")
+    this.progress()
+    memory = case.of in _BOUND_BY_MEMORY
+    row = this.row(bytes=2 * n * field.parameters.size_bytes, ceiling="copy" if run.gpu and memory else "")
     row = this.timed(row, lambda: ntt(x, order=_ORDERS[0]))
     multiplies = 0 if memory else ntt_multiplies(field.parameters, case.log_n)
-    record.rows.append(this.noted(row, record, multiplies, (case.log_n << case.log_n) // 2))
-    if not this.gpu:
+    run.add(this.noted(row, multiplies, (case.log_n << case.log_n) // 2))
+    if not run.gpu:
         values = x.ints()
         peer = replace(row, runner="python", implementation="integers", target=None, note="")
-        record.rows.append(this.timed(peer, lambda: ntt_reference(values, field=case.of, order=_ORDERS[0])))
+        run.add(this.timed(peer, lambda: ntt_reference(values, field=case.of, order=_ORDERS[0])))
 
 
-# --- sums of multiples of points -------------------------------------------------------------------------------------
-
+# --- multi-scalar multiplications ------------------------------------------------------------------------------------
 
 _PREPARED, _WITH_MULTIPLES = ", points prepared", ", with multiples"
 
 
-def _msm(this: _Run, record: Record, progress: Progress) -> None:
-    """Plainly, over points in the kernels' form, and over points whose multiples are kept."""
-    case, curve = this.case, zk.curve(this.case.of)
+def _msm(this: _ZkRun) -> None:
+    """Measure sums over canonical points, over points in the kernels' form, and over points with their multiples."""
+    case, run, curve = this.case, this.run, zk.curve(this.case.of)
     n = 1 << case.log_n
-    progress(f"zk: {case.key}, inputs")
+    this.progress(", inputs")
     words = zk_inputs.msm_scalars(curve.scalar_field.parameters, n)
     exact = zk_inputs.msm_answer(curve, words)
-    points = zk_inputs.msm_points(curve, n, this.where if this.gpu else None)
-    scalars = torch.from_numpy(words).to(this.where) if this.gpu else words
+    points = zk_inputs.msm_points(curve, n, run.torch_device if run.gpu else None)
+    scalars = torch.from_numpy(words).to(run.torch_device) if run.gpu else words
 
-    def measured(what: str, call: Callable[[], Any], **values: Any) -> None:
-        progress(f"zk: {case.key}{what}")
-        found = curve.decode(call())
-        if found != exact:
-            raise _wrong(case, f"the sum{what} is {found}, not {exact}")
+    def measure(variant: str, call: Callable[[], Any], **values: Any) -> None:
+        this.progress(variant)
+        result = curve.decode(call())
+        if result != exact:
+            raise this.wrong(f"the sum{variant} is {result}, not {exact}")
         size = n * (32 + 2 * curve.field.parameters.size_bytes)
-        row = this.timed(this.row(case=case.name + what, bytes=size, **values), call)
-        counted = {"precomputed": what == _WITH_MULTIPLES}
+        row = this.timed(this.row(case=case.name + variant, bytes=size, **values), call)
+        counted = {"precomputed": variant == _WITH_MULTIPLES}
         multiplies = msm_multiplies(curve.parameters, n, **counted)
-        record.rows.append(this.noted(row, record, multiplies, sum(msm_products(curve.parameters, n, **counted))))
+        run.add(this.noted(row, multiplies, sum(msm_products(curve.parameters, n, **counted))))
 
-    measured("", lambda: msm(scalars, points, case.of, check=False))
-    for what, multiples in ((_PREPARED, False), (_WITH_MULTIPLES, True)):
-        progress(f"zk: {case.key}{what}")
+    measure("", lambda: msm(scalars, points, case.of, check=False))
+    for variant, multiples in ((_PREPARED, False), (_WITH_MULTIPLES, True)):
+        this.progress(variant)
         base = FixedBase(case.of, points, check=False, multiples=multiples)
         if multiples and "multiples" not in base.explain():
-            return  # they had no room, or are not worth their time
-        target = this.multiples_ms if multiples else this.target_ms
-        measured(what, functools.partial(base.msm, scalars), reason=base.explain(), target=target)
+            return  # they do not fit, or are not worth their time
+        target = case.fixed_ms if multiples and run.gpu and this.target_ms is not None else this.target_ms
+        measure(variant, functools.partial(base.msm, scalars), reason=base.explain(), target=target)
 
 
 # --- pairings --------------------------------------------------------------------------------------------------------
 
 
-def _pairing(this: _Run, record: Record, progress: Progress) -> None:
-    """e(a P, Q) e(-P, a Q) e(b P, Q) e(-b P, Q), which is 1."""
+def _pairing(this: _ZkRun) -> None:
+    """Measure e(a P, Q) e(-P, a Q) e(b P, Q) e(-b P, Q), which is 1."""
     case, family = this.case, family_of(this.case.of)
     g1, g2 = curve_of(f"{case.of}_g1"), curve_of(f"{case.of}_g2")
     a, b = family.r // 3, family.r // 7
@@ -328,50 +388,50 @@ def _pairing(this: _Run, record: Record, progress: Progress) -> None:
     left = zk.curve(g1.name).encode([first(a), first(-1), first(b), first(-b)])
     other = zk.curve(g1.name).encode([first(a), first(-1), first(b), first(1 - b)])
     right = zk.curve(g2.name).encode([g2.generator, second, g2.generator, g2.generator])
-    progress(f"zk: {case.key}")
+    this.progress()
     if not zk.pairing_product_is_one(left, right, case.of):
-        raise _wrong(case, "a product that is 1 is said not to be")
+        raise this.wrong("a product that is 1 is said not to be")
     if zk.pairing_product_is_one(other, right, case.of):
-        raise _wrong(case, "a product that is not 1 is said to be")
+        raise this.wrong("a product that is not 1 is said to be")
     row = this.row(case=f"{case.name}, product of 4", note="points checked")
-    record.rows.append(this.timed(row, lambda: zk.pairing_product_is_one(left, right, case.of)))
+    this.run.add(this.timed(row, lambda: zk.pairing_product_is_one(left, right, case.of)))
 
 
 # --- first calls -----------------------------------------------------------------------------------------------------
 
 
-def _first_call(this: _Run, record: Record, progress: Progress) -> None:
-    """In new processes: with an empty cache, and with what that one left."""
-    op, found = this.case.of, {"cold cache": list[_First](), "second process, warm cache": list[_First]()}
+def _first_call(this: _ZkRun) -> None:
+    """Measure first calls in new processes: with an empty cache, and with what that process left in it."""
+    op, calls = this.case.of, {"cold cache": list[_FirstCall](), "second process, warm cache": list[_FirstCall]()}
     for i in range(_FIRST_CALLS):
-        progress(f"zk: {this.case.key}, {i + 1} of {_FIRST_CALLS}")
+        this.progress(f", {i + 1} of {_FIRST_CALLS}")
         with tempfile.TemporaryDirectory() as folder:
-            for each in found.values():
-                each.append(_in_new_process(op, this.place, folder))
-    for (name, calls), target in zip(found.items(), (_COLD_MS, _WARM_MS), strict=True):
-        times = sorted(call.ms for call in calls)
-        ready = statistics.median(call.ready_ms for call in calls)
+            for results in calls.values():
+                results.append(_in_new_process(op, this.device_name, folder))
+    for (name, results), target in zip(calls.items(), (_COLD_MS, _WARM_MS), strict=True):
+        times = sorted(call.ms for call in results)
+        ready = statistics.median(call.ready_ms for call in results)
         row = this.row(case=f"{op}, {name}", target=target, p20=times[0], p50=statistics.median(times), p80=times[-1])
         timing = f"each in a process of its own, {ready:.0f} ms after it turned to the device"
-        record.rows.append(replace(row, samples=tuple(times), timing=timing))
+        this.run.add(replace(row, samples=tuple(times), timing=timing))
 
 
 @dataclass(frozen=True, slots=True)
-class _First:
-    """What zk_first.py prints."""
+class _FirstCall:
+    """The output of zk_first_call.py."""
 
     ms: float
     ready_ms: float
     right: bool
 
 
-def _in_new_process(op: str, place: str, folder: str) -> _First:
-    """Make the first call of an op.
+def _in_new_process(op: str, device: str, folder: str) -> _FirstCall:
+    """Make the first call of an op with a cache folder.
 
     Raises:
         AccelerantError: the process failed, or its answer was wrong.
     """
-    program = [sys.executable, "-P", str(Path(zk_first.__file__)), op, place]
+    program = [sys.executable, "-P", str(Path(zk_first_call.__file__)), op, device]
     environment = os.environ | {"ACCELERANT_CACHE_DIR": folder, "CUDA_CACHE_PATH": folder}
     try:
         done = subprocess.run(
@@ -381,16 +441,20 @@ def _in_new_process(op: str, place: str, folder: str) -> _First:
         raise AccelerantError(f"first call {op}: took longer than {_FIRST_CALL_LIMIT_S} s") from None
     if done.returncode:
         raise AccelerantError(f"first call {op}: {(done.stderr.strip().splitlines() or ['it ended'])[-1]}")
-    found = _First(**json.loads(done.stdout))
-    if not found.right:
+    result = _FirstCall(**json.loads(done.stdout))
+    if not result.right:
         raise AccelerantError(f"first call {op}: the answer is wrong")
-    return found
+    return result
 
 
-_MEASURES: dict[str, Callable[[_Run, Record, Progress], None]] = {
+_MEASURES: dict[str, Callable[[_ZkRun], None]] = {
     "field_mul": _field_mul,
     "ntt": _ntt,
     "msm": _msm,
     "pairing": _pairing,
     "first call": _first_call,
 }
+
+
+if __name__ == "__main__":
+    run_command(ZkSuite)

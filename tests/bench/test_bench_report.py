@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 import pytest
 
 from accelerant.bench import Environment, Record, Row, compare
-from accelerant.bench.bars import Bar, bars
 from accelerant.bench.report import build_report, write_report
 from accelerant.runtime import registry
+from accelerant.runtime.html_page import Bar, bars
 
 WON = Row("neural", "gelu", "4x4 forward", "accelerant", "triton (own)", p20=0.9, p50=1.0, p80=1.2, target=1.1,
           bytes=10**6, ceiling="copy", cpu_ms=50.0, cpu_note="float32, 1 thread")  # fmt: skip

@@ -13,15 +13,15 @@ import torch.nn.functional as F
 
 from accelerant.algebra.field.reference import MODULI
 from accelerant.bench import Environment, Record, Row
-from accelerant.bench.collect import collect
-from accelerant.bench.cpu_column import cpu_column
-from accelerant.bench.suites import algebra, bandwidth, batches, neural, streaming
+from accelerant.bench.ceilings import cpu_time_ms
+from accelerant.bench.suite import SuiteRun, run_suite
+from accelerant.bench.suites import algebra, bandwidth, neural, runtime
+from accelerant.bench.suites.algebra import AlgebraSuite
+from accelerant.bench.suites.bandwidth import BandwidthSuite
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.ops._cases import Benchmark, Sample
 from accelerant.runtime import registry
 from accelerant.runtime.streams.transfer import ChunkedRun
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def cpu():
 
 
 def test_bandwidth_has_every_direction_and_size(cpu):
-    record = bandwidth.run(cpu, sizes=(1000, 2**20), budget_s=0.0)
+    record = run_suite(BandwidthSuite(sizes=("1000B", "1MiB"), budget_s=0.0), cpu)
     assert {(row.op, row.case, row.runner) for row in record.rows} == {
         entry
         for size in ("1000 B", "1 MiB")
@@ -68,23 +68,23 @@ def test_bandwidth_counts_no_copy_that_brings_other_bytes(cpu, monkeypatch):
 
     monkeypatch.setattr(bandwidth, "copy_async", wrong)
     with pytest.raises(AccelerantError, match="by copy_async: other bytes came than were sent"):
-        bandwidth.run(cpu, sizes=(4096,), budget_s=0.0)
+        run_suite(BandwidthSuite(sizes=("4096",), budget_s=0.0), cpu)
 
 
 def test_sizes_are_read_and_named():
-    assert bandwidth.parse_sizes("1MiB, 64 kib,3,1GiB,1MiB") == (3, 2**16, 2**20, 2**30)
+    assert bandwidth.parse_sizes(["1MiB", " 64 kib", "3", "1GiB", "1MiB"]) == (3, 2**16, 2**20, 2**30)
     assert [bandwidth.size_name(size) for size in (3, 2**16, 3 * 2**20, 2**30)] == ["3 B", "64 KiB", "3 MiB", "1 GiB"]
 
 
-@pytest.mark.parametrize("text", ["", "1MB", "0", "-1MiB", "1.5GiB", "1MiB,,2MiB", "MiB"])
+@pytest.mark.parametrize("text", ["", "1MB", "0", "-1MiB", "1.5GiB", "MiB"])
 def test_what_is_no_size_is_named(text):
     with pytest.raises(ConfigError, match="wanted sizes like 64KiB"):
-        bandwidth.parse_sizes(text)
+        bandwidth.parse_sizes(["1MiB", text])
 
 
 def test_a_size_beyond_the_memory_is_refused_before_anything_is_allocated(cpu):
     with pytest.raises(ConfigError, match="1048576 GiB needs 6 buffers"):
-        bandwidth.run(cpu, sizes=(2**50,), budget_s=0.0)
+        run_suite(BandwidthSuite(sizes=("1048576GiB",), budget_s=0.0), cpu)
 
 
 # --- algebra ---------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_a_size_beyond_the_memory_is_refused_before_anything_is_allocated(cpu):
 
 def test_algebra_stands_beside_numpy_and_torch(cpu, monkeypatch):
     monkeypatch.setattr(algebra, "_CPU_SIZES", (4096,))
-    record = algebra.run(cpu, budget_s=0.0, compiled=False)
+    record = run_suite(AlgebraSuite(budget_s=0.0, compiled=False), cpu)
     assert [(row.op, row.runner) for row in record.rows] == [
         ("field_add", "accelerant"),
         ("field_add", "torch"),
@@ -116,12 +116,12 @@ def test_the_peers_of_the_field_are_exact():
 def test_a_wrong_sum_is_an_error_and_a_wrong_peer_a_row_without_time(cpu, monkeypatch):
     monkeypatch.setattr(algebra, "_CPU_SIZES", (4096,))
     monkeypatch.setattr(algebra, "_numpy_add", lambda x, y: x + y)
-    row = next(row for row in algebra.run(cpu, budget_s=0.0, compiled=False).rows if row.runner == "numpy")
+    row = next(row for row in run_suite(AlgebraSuite(budget_s=0.0, compiled=False), cpu).rows if row.runner == "numpy")
     assert row.p50 is None
     assert "field_add by numpy" in row.note
     monkeypatch.setattr(algebra, "_add", lambda x, y: x)
     with pytest.raises(AccelerantError, match="field_add by accelerant"):
-        algebra.run(cpu, budget_s=0.0, compiled=False)
+        run_suite(AlgebraSuite(budget_s=0.0, compiled=False), cpu)
 
 
 # --- runtime ---------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_a_wrong_sum_is_an_error_and_a_wrong_peer_a_row_without_time(cpu, monkey
 
 def test_streaming_is_measured_beside_the_same_chunks_in_sequence(cpu):
     record = Record(Environment.of(cpu))
-    rows = streaming.rows(record, cpu, CPU, 0.0)
+    rows = runtime._streaming(SuiteRun(cpu, record), 0.0)
     assert {"host to device GB/s", "device to host GB/s"} <= set(record.ceilings)
     assert [(row.op, row.runner, row.unit, row.better) for row in rows] == [
         ("stream", "accelerant", "ms", "lower"),
@@ -146,9 +146,9 @@ def test_a_stream_that_computes_something_else_is_an_error(cpu, monkeypatch):
         out.fill_(1.0)
         return ChunkedRun()
 
-    monkeypatch.setattr(streaming, "stream_chunks", wrong)
+    monkeypatch.setattr(runtime, "stream_chunks", wrong)
     with pytest.raises(AccelerantError, match="stream_chunks: relative error"):
-        streaming.rows(Record(Environment.of(cpu)), cpu, CPU, 0.0)
+        runtime._streaming(SuiteRun(cpu, Record(Environment.of(cpu))), 0.0)
 
 
 class SmallAccelerator:
@@ -181,9 +181,10 @@ class SmallAccelerator:
             call.y = self.scale * y
 
 
-def test_the_gain_of_a_batch_is_single_calls_over_merged_ones(monkeypatch):
-    monkeypatch.setattr(batches, "_CALLS", 32)
-    rows = {(row.op, row.runner): row for row in batches.rows(SmallAccelerator, CPU, 0.0)}
+def test_the_gain_of_a_batch_is_single_calls_over_merged_ones(monkeypatch, cpu):
+    monkeypatch.setattr(runtime, "_BATCH_CALLS", 32)
+    run = SuiteRun(cpu, Record(Environment.of(cpu)), accelerator=SmallAccelerator)
+    rows = {(row.op, row.runner): row for row in runtime._batches(run, 0.0)}
     merged, single, gain = rows["batch", "accelerant"], rows["batch", "one by one"], rows["batch gain", "accelerant"]
     assert single.p50 > 3.2  # 32 calls of at least 0.1 ms
     assert gain.p50 == pytest.approx(single.p50 / merged.p50)
@@ -192,15 +193,12 @@ def test_the_gain_of_a_batch_is_single_calls_over_merged_ones(monkeypatch):
     assert (gain.unit, gain.better) == ("x", "higher")
 
 
-def test_a_batch_that_differs_or_is_missing_is_said():
+def test_a_batch_that_differs_is_an_error(cpu):
     class Wrong(SmallAccelerator):
         scale = 2.0
 
     with pytest.raises(AccelerantError, match=r"batch\(\) gave something else than single calls"):
-        batches.rows(Wrong, CPU, 0.0)
-    row = batches.rows(lambda: contextlib.nullcontext(object()), CPU, 0.0)[0]
-    assert row.p50 is None
-    assert "no batch()" in row.note
+        runtime._batches(SuiteRun(cpu, Record(Environment.of(cpu)), accelerator=Wrong), 0.0)
 
 
 # --- the CPU column --------------------------------------------------------------------------------------------------
@@ -214,17 +212,17 @@ def test_the_cpu_column_measures_all_rows_where_they_are_quick():
         sizes.append(rows)
         return lambda: x[:rows] + 1
 
-    taken, note = cpu_column(make, 4096, budget_s=0.0)
+    taken, note = cpu_time_ms(make, 4096, budget_s=0.0)
     assert sizes == [4, 4096]
     assert taken > 0
     assert note == "1 thread"
 
 
 def test_the_cpu_column_scales_from_fewer_rows_and_skips_what_takes_too_long():
-    taken, note = cpu_column(lambda rows: lambda: time.sleep(rows * 1e-3), 8192, budget_s=0.0)
+    taken, note = cpu_time_ms(lambda rows: lambda: time.sleep(rows * 1e-3), 8192, budget_s=0.0)
     assert note.startswith("scaled from 1/256 of the rows")
     assert 8192 <= taken < 3 * 8192
-    taken, note = cpu_column(lambda rows: lambda: time.sleep(rows * 0.025), 8192, budget_s=0.0)
+    taken, note = cpu_time_ms(lambda rows: lambda: time.sleep(rows * 0.025), 8192, budget_s=0.0)
     assert taken is None
     assert note.startswith("skipped: 2.")
 
@@ -236,41 +234,6 @@ def test_neural_cases_have_their_cpu_figure_in_float32(direction):
     found = neural._with_cpu(row, "layer_norm", benchmark, 0.0)
     assert found.cpu_note == "float32, 1 thread"
     assert found.over_cpu == pytest.approx(found.cpu_ms / 0.001)
-
-
-# --- several suites --------------------------------------------------------------------------------------------------
-
-
-def measured(name):
-    return Row(name, "op", "case", "accelerant", "own", p20=1.0, p50=1.0, p80=1.0)
-
-
-def test_a_suite_that_fails_costs_the_others_nothing(cpu):
-    def breaks(record):
-        record.rows.append(measured("first"))
-        raise ValueError("no such thing\nand more")
-
-    found = collect(cpu, [("first", breaks), ("second", lambda record: record.rows.append(measured("second")))])
-    assert [(row.suite, row.p50, row.note) for row in found.record.rows] == [
-        ("first", 1.0, ""),
-        ("first", None, "ValueError: no such thing"),
-        ("second", 1.0, ""),
-    ]
-    assert list(found.failures) == ["first"]
-    assert not found.interrupted
-    assert "the first suite failed" in found.record.table()
-
-
-def test_an_interrupt_keeps_what_was_measured_and_names_what_was_not(cpu):
-    def interrupted(record):
-        record.rows.append(measured("second"))
-        raise KeyboardInterrupt
-
-    parts = [("first", lambda record: record.rows.append(measured("first"))), ("second", interrupted)]
-    found = collect(cpu, [*parts, ("third", lambda record: record.rows.append(measured("third")))])
-    assert [row.suite for row in found.record.rows] == ["first", "second"]
-    assert found.interrupted
-    assert found.record.notes == ["interrupted: these suites are not complete: second, third"]
 
 
 def test_operands_are_the_same_in_every_run():

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from accelerant.bench.record import Environment, Record
+from accelerant.bench.suite import SuiteRun, run_suite
+from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
 from benchmarks import decode as suite
-from benchmarks.__main__ import main
+from benchmarks.decode import DecodeSuite
 
 
 def test_both_dtypes_are_measured_and_right():
-    record = suite.run(registry.choose("cpu"), against=("torch",), budget_s=0.0)
+    record = run_suite(DecodeSuite(against=("torch",), budget_s=0.0), registry.choose("cpu"))
     assert [(row.case.rpartition(" ")[2], row.runner) for row in record.rows] == [
         ("bfloat16", "torch"),
         ("bfloat16", "accelerant"),
@@ -32,13 +34,13 @@ def test_both_dtypes_are_measured_and_right():
 def test_the_longest_measurement_fits_the_models_context():
     device = registry.choose("cpu")
     record = Record(Environment.of(device), ceilings={"copy GB/s": 1.0})
-    suite.measure(record, device, dtypes=("bfloat16",), against=("torch",), budget_s=600.0)  # 40 samples end it
+    DecodeSuite(("bfloat16",), ("torch",), budget_s=600.0).measure(SuiteRun(device, record))  # 40 samples end it
     assert [len(row.samples) for row in record.rows] == [40, 40]
 
 
 def test_bytes_are_those_that_a_step_reads():
     with torch.no_grad():
-        model = suite._made(torch.device("cpu"))
+        model = suite._random_model(torch.device("cpu"))
     weights = sum(p.nbytes for p in model.parameters()) - model.embed.weight.nbytes
     assert suite._weight_bytes(model) == weights
 
@@ -51,7 +53,7 @@ def test_a_model_that_computes_something_else_is_an_error(monkeypatch):
 
     monkeypatch.setattr(suite, "_block", broken)
     with pytest.raises(AccelerantError, match=r"decode, bfloat16: logits are .* from float32's"):
-        suite.run(registry.choose("cpu"), against=(), budget_s=0.0)
+        run_suite(DecodeSuite(against=(), budget_s=0.0), registry.choose("cpu"))
 
 
 def test_a_peer_that_fails_says_why(monkeypatch):
@@ -59,7 +61,7 @@ def test_a_peer_that_fails_says_why(monkeypatch):
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", failing)
-    record = suite.run(registry.choose("cpu"), dtypes=("bfloat16",), against=("compile",), budget_s=0.0)
+    record = run_suite(DecodeSuite(dtypes=("bfloat16",), against=("compile",), budget_s=0.0), registry.choose("cpu"))
     notes = {row.runner: row.note for row in record.rows}
     assert notes["compile"] == "RuntimeError: no compiler here"
     assert "tokens/s" in notes["accelerant"]
@@ -71,29 +73,29 @@ def test_without_a_reference_nothing_is_measured(name, monkeypatch):
     def failing(self):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(suite._Plain, name, failing)
+    monkeypatch.setattr(suite._PlainStep, name, failing)
     with pytest.raises(AccelerantError, match=r"torch's step, which others are checked by: OutOfMemoryError"):
-        suite.run(registry.choose("cpu"), dtypes=("bfloat16",), against=(), budget_s=0.0)
+        run_suite(DecodeSuite(dtypes=("bfloat16",), against=(), budget_s=0.0), registry.choose("cpu"))
 
 
 def test_unknown_names():
-    with pytest.raises(ConfigError, match="no dtype 'int4' in this suite; it has bfloat16, int8"):
-        suite.check_names(["int4"], ())
-    with pytest.raises(ConfigError, match="no peer 'vllm' in this suite; it has torch, compile"):
-        suite.check_names((), ["vllm"])
+    with pytest.raises(ConfigError, match="no dtype 'int4'; there are bfloat16, int8"):
+        DecodeSuite(("int4",)).resolve(registry.choose("cpu"))
+    with pytest.raises(ConfigError, match="no peer 'vllm'; there are torch, compile"):
+        DecodeSuite(against=("vllm",)).resolve(registry.choose("cpu"))
 
 
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "record.json"
-    args = ["decode", "--dtype", "bf16", "--against", "none", "--device", "cpu", "--budget-s", "0"]
+    args = ["--dtype", "bf16", "--against", "none", "--device", "cpu", "--budget-s", "0"]
     with pytest.raises(SystemExit, match="0"):
-        main([*args, "--out", str(out), "--json"])
+        run_command(DecodeSuite, [*args, "--out", str(out), "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert [row["runner"] for row in printed["rows"]] == ["accelerant"]
     assert Record.load(out).rows[0].op == "Llama, tiny"
     with pytest.raises(SystemExit, match="2"):
-        main(["decode", "--dtype", "int4", "--device", "cpu"])
+        run_command(DecodeSuite, ["--dtype", "int4", "--device", "cpu"])
     assert "--dtype: no dtype 'int4'" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        main(["decode", "--dtype", ",", "--device", "cpu"])
-    assert "--dtype: name one of bfloat16, int8; got ','" in capsys.readouterr().err
+        run_command(DecodeSuite, ["--dtype", ",", "--device", "cpu"])
+    assert "--dtype: name one of bfloat16, int8" in capsys.readouterr().err

@@ -7,15 +7,21 @@ import pytest
 import torch
 
 from accelerant.bench.record import Environment, Record
+from accelerant.bench.suite import SuiteRun
+from accelerant.bench.timer import Timing
+from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig
 from accelerant.runtime import registry
 from benchmarks import dp as suite
-from benchmarks import dp_noise, dp_steps
-from benchmarks.__main__ import main
-from benchmarks.dp_peers import PEERS, UntiedGPT, peer_step
+from benchmarks import dp_steps
+from benchmarks.dp import DpSuite
+from benchmarks.dp_steps import PEERS, PrivateKind, StepResult, opacus_step, parse_case
+from benchmarks.gpt_steps import PlainGPT, plain_step
+from benchmarks.step_kernels import private_step_shares
 
 TINY = GPTConfig(vocab_size=50, context=8, layers=2, heads=2, width=16, tied=False)
+CPU = torch.device("cpu")
 SHAPE = "4x8 2 layers of 16, untied, float32"
 
 
@@ -24,15 +30,21 @@ def cpu():
     return registry.choose("cpu")
 
 
-def measured(device, model=TINY, **options):
+def measured(device, **options):
+    options = {"layers": 2, "width": 16, "vocab": 50, "budget_s": 0.0, **options}
     record = Record(Environment.of(device), ceilings={"copy GB/s": 1.0, "matmul TFLOP/s": 1.0})
-    suite.measure(record, device, model=model, budget_s=0.0, **options)
+    DpSuite(**options).resolve(device).measure(SuiteRun(device, record))
     record.conclude()
     return record
 
 
+def h200_run(cpu):
+    """A run that seems to be on an H200."""
+    return SuiteRun(replace(cpu, name="NVIDIA H200", backend="cuda", torch_type="cuda"), Record(Environment.of(cpu)))
+
+
 def test_rows_of_a_case(cpu):
-    record = measured(cpu, cases=["4x8/2"], against=["torch"])
+    record = measured(cpu, case=("4x8/2",), against=("torch",))
     assert [(row.op, row.case, row.runner) for row in record.rows] == [
         ("gpt step", f"{SHAPE}, not private", "accelerant"),
         ("private gpt step", f"{SHAPE}, secure", "accelerant"),
@@ -54,7 +66,7 @@ def test_noise_changes_the_losses_after_the_first_and_never_in_the_same_way(cpu)
     def losses(note):
         return note.split("first losses ")[1].split()
 
-    first, second = (measured(cpu, cases=["4x8"], against=[]) for _ in range(2))
+    first, second = (measured(cpu, case=("4x8",), against=()) for _ in range(2))
     plain, secure, philox = (losses(row.note) for row in first.rows)
     assert plain == losses(second.rows[0].note)
     assert plain[0] == secure[0] == philox[0]
@@ -65,7 +77,7 @@ def test_noise_changes_the_losses_after_the_first_and_never_in_the_same_way(cpu)
 def test_the_preset_aims_at_a_share_of_its_speed_without_privacy(cpu, monkeypatch):
     small = replace(dp_steps._TINY, context=8, layers=1, heads=1, width=16, batch_size=2, micro_batch=2)
     monkeypatch.setattr(dp_steps, "_TINY", small)
-    plain, secure, philox = measured(cpu, cases=["tiny"], against=["torch"]).rows  # no peer has its tied layer
+    plain, secure, philox = measured(cpu, case=("tiny",), against=("torch",)).rows  # no peer has its tied layer
     assert ", tied, " in plain.case
     assert plain.target is None
     assert secure.target == philox.target == plain.p50 / 0.8  # times 1.25 may round otherwise
@@ -73,29 +85,29 @@ def test_the_preset_aims_at_a_share_of_its_speed_without_privacy(cpu, monkeypatc
 
 
 def test_what_an_h200_is_asked_for(cpu):
-    h200 = replace(cpu, name="NVIDIA H200", backend="cuda")
+    h200 = h200_run(cpu)
     asked = {}
     for name in ("64x1024/16", "16x1024", "128x128", "32x1024"):
-        case = suite.parse_case(name)
-        kinds = [dp_steps.Kind(secure=True), dp_steps.Kind(secure=False), dp_steps.Kind(secure=True, part=case.part)]
-        asked[name] = [suite._asked(case, kind, h200) for kind in kinds]
+        case = parse_case(name)
+        kinds = [PrivateKind(secure=True), PrivateKind(secure=False), PrivateKind(secure=True, part=case.part)]
+        asked[name] = [suite._target_share(case, kind, h200) for kind in kinds]
     assert asked == {
         "64x1024/16": [0.9, 0.9, 0.85],
         "16x1024": [0.8, 0.9, 0.8],
         "128x128": [0.75, None, 0.75],
         "32x1024": [None, None, None],
     }
-    assert suite._asked(suite.parse_case("64x1024", TINY), dp_steps.Kind(secure=True), h200) is None
+    assert suite._target_share(parse_case("64x1024", TINY), PrivateKind(secure=True), h200) is None
 
 
 def test_memory_is_part_of_what_is_asked(cpu):
-    h200 = replace(cpu, name="NVIDIA H200", backend="cuda")
-    timing = dp_steps.Timing.of([100.0, 100.0])
-    plain = dp_steps.Found(timing, (), 10 << 30, [1.0], "TrainStep")
+    h200 = h200_run(cpu)
+    timing = Timing.of([100.0, 100.0])
+    plain = StepResult(timing, (), 10 << 30, [1.0], "TrainStep")
     for part, peak, reached in ((None, 18, True), (None, 19, False), (16, 13, True), (16, 14, False)):
-        found = dp_steps.Found(dp_steps.Timing.of([105.0, 105.0]), (), peak << 30, [1.0], "PrivateStep, graphs")
-        kind = dp_steps.Kind(secure=True, part=part)
-        row = suite._private_row(suite.parse_case("64x1024/16"), kind, torch.device("cpu"), h200, found, plain)
+        found = StepResult(Timing.of([105.0, 105.0]), (), peak << 30, [1.0], "PrivateStep, graphs")
+        kind = PrivateKind(secure=True, part=part)
+        row = suite._private_row(parse_case("64x1024/16"), kind, h200, found, plain)
         assert row.target == pytest.approx(100 / (0.9 if part is None else 0.85))
         assert row.reached is reached
         assert f"{peak / 10:.2f}x its memory" in row.note
@@ -104,7 +116,7 @@ def test_memory_is_part_of_what_is_asked(cpu):
 @pytest.mark.parametrize("losses", [[3.5, 3.4], [3.0, float("nan")]])
 def test_a_private_step_that_begins_elsewhere_is_an_error(losses):
     with pytest.raises(AccelerantError, match="64x1024 secure: losses"):
-        suite._check_losses(suite.parse_case("64x1024"), dp_steps.Kind(secure=True), losses, [3.0, 2.9])
+        suite._check_losses(parse_case("64x1024"), PrivateKind(secure=True), losses, [3.0, 2.9])
 
 
 def test_on_a_gpu_ours_come_first_and_a_peer_that_fails_costs_no_other_row(cpu, monkeypatch):
@@ -114,12 +126,13 @@ def test_on_a_gpu_ours_come_first_and_a_peer_that_fails_costs_no_other_row(cpu, 
         took = next(times)
         if took is None:
             raise torch.OutOfMemoryError("no room\nat all")
-        return dp_steps.Found(dp_steps.Timing.of([took, took]), (took,), 1 << 30, [1.0], "made")
+        return StepResult(Timing.of([took, took]), (took,), 1 << 30, [1.0], "made")
 
-    monkeypatch.setattr(suite, "alone", alone)
-    h200 = replace(cpu, name="NVIDIA H200", backend="cuda")
-    record = Record(Environment.of(cpu), ceilings={"copy GB/s": 1.0, "matmul TFLOP/s": 1.0})
-    suite.measure(record, h200, cases=["64x1024/16", "16x1024"], against=["torch", "opacus ghost"])
+    monkeypatch.setattr(suite, "run_alone", alone)
+    h200 = h200_run(cpu)
+    record = h200.record
+    record.ceilings = {"copy GB/s": 1.0, "matmul TFLOP/s": 1.0}
+    DpSuite(("64x1024/16", "16x1024"), ("torch", "opacus ghost")).resolve(h200.device).measure(h200)
     assert [(row.case.split()[0], row.case.split("autocast, ")[1], row.runner, row.p50) for row in record.rows] == [
         ("64x1024", "not private", "accelerant", 100.0),
         ("64x1024", "secure", "accelerant", 105.0),
@@ -140,12 +153,11 @@ def test_on_a_gpu_ours_come_first_and_a_peer_that_fails_costs_no_other_row(cpu, 
 @pytest.mark.gpu
 def test_on_a_gpu_private_steps_are_graphs_and_memory_is_measured():
     cuda = registry.choose("cuda")
-    model = GPTConfig(256, 64, 2, 2, 128, tied=False)
-    record = measured(cuda, model, cases=["4x64/2"], against=["torch"])
+    record = measured(cuda, width=128, vocab=256, case=("4x64/2",), against=("torch",))
     assert [row.implementation for row in record.rows] == ["TrainStep", *["PrivateStep, graphs"] * 3, "torch"]
     assert all(row.peak_bytes > 0 and "4x64 2 layers of 128, untied, bf16 autocast" in row.case for row in record.rows)
     assert all("x its memory" in row.note for row in record.rows[1:4])
-    shares = suite.step_by_kernel(cuda, suite.parse_case("4x64", model))
+    shares = private_step_shares(cuda, "4x64")
     assert sum(share.ms for share in shares) > 0
     assert any("gaussian" in share.name for share in shares)  # the noise is in the graph
 
@@ -158,11 +170,14 @@ def test_the_peers_model_is_the_same_model():
     model = GPT(TINY)
     tokens, targets = torch.randint(0, 50, (2, 3, 8))
     for per_example in (False, True):
-        plain = UntiedGPT.like(model, per_example=per_example)
+        plain = PlainGPT.like(model, per_example=per_example)
         assert [param.shape for param in plain.parameters()] == [param.shape for param in model.parameters()]
         torch.testing.assert_close(plain(tokens, targets), model.loss(tokens, targets))
-    with pytest.raises(UnsupportedCase, match="tied=False"):
-        UntiedGPT.like(GPT(replace(TINY, tied=True)))
+    with (
+        pytest.raises(UnsupportedCase, match="tied=False"),
+        dp_steps.peer_step("torch", replace(parse_case("2x8", TINY), config=replace(TINY, tied=True)), CPU),
+    ):
+        pass
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
@@ -171,15 +186,26 @@ def test_peers_begin_at_our_loss_and_learn(name):
     torch.manual_seed(0)
     model = GPT(TINY)
     tokens, targets = torch.randint(0, 50, (2, 4, 8))
-    step = peer_step(name, model, precision=None, noise=0.0, bound=1.0, batch=4)
+    if name == "torch":
+        step = plain_step(PlainGPT.like(model), precision=None)
+    else:
+        plain, mode = PlainGPT.like(model, per_example=True), name.removeprefix("opacus ")
+        step, _ = opacus_step(plain, mode, precision=None, noise=0.0, bound=1.0, batch=4)
     losses = [float(step(tokens, targets)) for _ in range(4)]
     assert losses[0] == pytest.approx(float(model.loss(tokens, targets).detach()), rel=1e-5)
     assert losses == sorted(losses, reverse=True)
 
 
 def test_a_peer_that_is_absent_leaves_a_row_that_says_so(cpu, monkeypatch):
-    monkeypatch.setattr("benchmarks.dp_peers.importlib.import_module", _absent)
-    record = measured(cpu, cases=["2x8"], against=["opacus ghost", "torch"])
+    monkeypatch.setattr("benchmarks.dp_steps.importlib.import_module", _absent)
+    record = measured(
+        cpu,
+        case=("2x8",),
+        against=(
+            "opacus ghost",
+            "torch",
+        ),
+    )
     ghost, plain = record.rows[0], record.rows[-1]
     assert (ghost.runner, ghost.p50) == ("opacus ghost", None)
     assert ghost.note == "UnsupportedCase: Opacus cannot be used here: ModuleNotFoundError: No module named 'opacus'"
@@ -196,7 +222,7 @@ def _absent(name):
 
 
 def test_rows_of_noise(cpu):
-    record = measured(cpu, cases=["noise"], draws=12)
+    record = measured(cpu, case=("noise",), draws=12)
     assert [(row.op, row.case, row.runner) for row in record.rows] == [
         ("noise", "2^12 secure", "accelerant"),
         ("noise", "2^12 Philox", "accelerant"),
@@ -216,22 +242,22 @@ def test_rows_of_noise(cpu):
 
 
 def test_what_noise_on_an_h200_is_asked_for(cpu):
-    h200 = replace(cpu, name="NVIDIA H200", backend="cuda")
-    timing = dp_steps.Timing.of([1.0, 1.0])
+    h200 = h200_run(cpu)
+    timing = Timing.of([1.0, 1.0])
     asked = {}
     for how in ("secure", "Philox", "keystream"):
-        each = dp_noise._Timed("noise", how, "accelerant", "", lambda: None, 8, how)
-        asked[how] = dp_noise._row(each, 28, torch.device("cuda"), h200, timing).target
-        assert dp_noise._row(each, 27, torch.device("cuda"), h200, timing).target is None
+        call = suite._NoiseCall("noise", how, "accelerant", "", lambda: None, 8, how)
+        asked[how] = suite._noise_row(call, 28, h200, timing).target
+        assert suite._noise_row(call, 27, h200, timing).target is None
     assert asked == {"secure": 8.0, "Philox": 0.3, "keystream": pytest.approx(1.0737, abs=1e-4)}
 
 
 @pytest.mark.parametrize("spoil", [lambda x: x + 0.1, lambda x: x * 1.1, lambda x: x * float("nan"), torch.zeros_like])
 def test_noise_of_another_spread_is_an_error(spoil):
     x = torch.randn(2**14, generator=torch.Generator().manual_seed(0))
-    dp_noise.check_noise(x, 1.0, "noise")
+    suite.check_noise(x, 1.0, "noise")
     with pytest.raises(AccelerantError, match="noise: 16384 draws of deviation"):
-        dp_noise.check_noise(spoil(x), 1.0, "noise")
+        suite.check_noise(spoil(x), 1.0, "noise")
 
 
 # --- what is asked for -----------------------------------------------------------------------------------------------
@@ -240,41 +266,35 @@ def test_noise_of_another_spread_is_an_error(spoil):
 @pytest.mark.parametrize("text", ["64", "64x", "x8", "0x8", "4x8/", "4x8/3", "4x-8", "large"])
 def test_cases_that_are_none(text):
     with pytest.raises(ConfigError, match=r"parts|BATCHxLENGTH"):
-        suite.parse_case(text)
+        parse_case(text)
 
 
 def test_peers_that_are_none(cpu, capsys):
     with pytest.raises(ConfigError, match="no peer 'jax'"):
-        measured(cpu, against=["jax"])
+        measured(cpu, against=("jax",))
     with pytest.raises(SystemExit, match="2"):
-        main(["dp", "--against", "jax"])
+        run_command(DpSuite, ["--against", "jax"])
     assert "there are torch, opacus ghost" in capsys.readouterr().err
 
 
-def test_defaults():
-    assert suite.cases_on(torch.device("cuda")) == ("64x1024/16", "noise", "16x1024", "128x128")
-    assert suite.cases_on(torch.device("cpu")) == ("tiny", "noise")
-    case = suite.parse_case("64x1024/16")
+def test_defaults(cpu):
+    assert DpSuite().resolve(h200_run(cpu).device).case == ("64x1024/16", "noise", "16x1024", "128x128")
+    assert DpSuite().resolve(cpu).case == ("tiny", "noise")
+    case = parse_case("64x1024/16")
     assert (case.batch, case.config.context, case.part, case.config.tied) == (64, 1024, 16, False)
     assert case.config.layers * case.config.width == 12 * 768
 
 
 def test_the_command(tmp_path, capsys):
-    arguments = ["dp", "--device", "cpu", "--case", "2x8", "--layers", "1", "--width", "16", "--vocab", "50"]
+    arguments = ["--device", "cpu", "--case", "2x8", "--layers", "1", "--width", "16", "--vocab", "50"]
     arguments += ["--against", "none", "--budget-s", "0", "--out", str(tmp_path / "run")]
     with pytest.raises(SystemExit, match="0"):
-        main([*arguments, "--json"])
+        run_command(DpSuite, [*arguments, "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert {row["case"] for row in printed["rows"]} == {
         f"2x8 1 layers of 16, untied, float32, {how}" for how in ("not private", "secure", "Philox")
     }
     assert Record.load(tmp_path / "run" / "record.json").rows
     with pytest.raises(SystemExit, match="0"):  # nothing is left to do
-        main([*arguments, "--resume"])
+        run_command(DpSuite, [*arguments, "--resume"])
     assert "continued" in capsys.readouterr().out
-
-
-def test_kernels_need_a_gpu(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["dp", "--device", "cpu", "--kernels"])
-    assert "take --device cuda" in capsys.readouterr().err

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerant.algebra.field.parameters import field_of
-from accelerant.bench.record import Record
+from accelerant.bench.record import Environment, Record
+from accelerant.bench.suite import SuiteRun, run_suite
+from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
 from accelerant.zk.formats import write_wtns
@@ -20,7 +22,7 @@ from accelerant.zk.groth16 import Proof, Prover, verify
 from accelerant.zk.groth16.setup import setup_with_known_tau
 from benchmarks import groth16 as suite
 from benchmarks import groth16_circuit, groth16_process
-from benchmarks.__main__ import main
+from benchmarks.groth16 import Groth16Suite
 from benchmarks.groth16_circuit import Circuit
 
 R = field_of("bn254_fr").modulus
@@ -157,7 +159,7 @@ def test_the_peer_that_stands_for_snarkjs(peer):
 def small(monkeypatch):
     monkeypatch.setattr(suite, "_SMALL", 3)
     monkeypatch.setattr(suite, "_AIMED", 20)
-    monkeypatch.setattr(suite, "_first_proof", lambda this, record, progress: record.notes.append(f"{this.first}"))
+    monkeypatch.setattr(suite, "_measure_first_proof", lambda this: this.run.record.notes.append(f"{this.first}"))
 
 
 STAGES = ("witness", "blinding", "quotient", "sum A", "sum B1", "sum B2", "sum C", "sum H", "proof", "verification")
@@ -165,8 +167,8 @@ STAGES = ("witness", "blinding", "quotient", "sum A", "sum B1", "sum B2", "sum C
 
 @pytest.mark.slow
 def test_every_row_is_there(small, peer):
-    record = suite.run_suite(registry.choose("cpu"), constraints=(20,), snarkjs=peer, runs=2)
-    case = suite.key_of(20)
+    record = run_suite(Groth16Suite((20,), snarkjs=peer, runs=2), registry.choose("cpu"))
+    case = suite.case_name(20)
     peers = {"proof": ", key warm, {}", "command": ", {}"}
     rows = {(row.op, row.case, row.runner): row for row in record.rows}
     assert len(rows) == len(record.rows)
@@ -194,8 +196,8 @@ def test_every_row_is_there(small, peer):
 
 def test_a_peer_that_is_not_here_leaves_rows_that_say_so(small, tmp_path, monkeypatch):
     monkeypatch.setattr(groth16_process.shutil, "which", lambda _: None)
-    monkeypatch.setattr(suite, "_memory", lambda this, record, progress: None)
-    record = suite.run_suite(registry.choose("cpu"), constraints=(3,), runs=2)
+    monkeypatch.setattr(suite, "_measure_memory", lambda this: None)
+    record = run_suite(Groth16Suite((3,), runs=2), registry.choose("cpu"))
     theirs = [row for row in record.rows if row.runner == "snarkjs"]
     assert [(row.p50, row.note) for row in theirs] == [(None, "Node is not here")] * 4
     ours = [row for row in record.rows if row.runner == "accelerant"]
@@ -206,25 +208,25 @@ def test_a_peer_that_is_not_here_leaves_rows_that_say_so(small, tmp_path, monkey
 def test_a_wrong_proof_stops_the_case(small, monkeypatch):
     monkeypatch.setattr(suite, "verify", lambda *_: False)
     monkeypatch.setattr(groth16_process.shutil, "which", lambda _: None)
-    record = Record.__new__(Record)
-    record.rows, record.notes, record.ceilings = [], [], {}
+    device = registry.choose("cpu")
+    record = Record(Environment.of(device))
     with pytest.raises(AccelerantError, match="3 constraints: a proof does not verify"):
-        suite.measure(record, registry.choose("cpu"), constraints=(3,), runs=2)
+        Groth16Suite((3,), runs=2).measure(SuiteRun(device, record))
     assert [(row.op, row.case) for row in record.rows] == [("3 constraints", "failed")]
 
 
 def test_another_peer_is_refused():
-    with pytest.raises(ConfigError, match="no peer 'rapidsnark'; there are snarkjs, or none"):
-        suite.check_peers(["snarkjs", "rapidsnark"])
+    with pytest.raises(ConfigError, match="no peer 'rapidsnark'; there are snarkjs"):
+        Groth16Suite(against=("snarkjs", "rapidsnark")).resolve(registry.choose("cpu"))
 
 
 @pytest.mark.slow
 def test_the_first_proof_compiles(monkeypatch, tmp_path):
-    case = suite._Case(3, True, registry.choose("cpu"), tmp_path, 2, None)
-    record = Record.__new__(Record)
-    record.rows, record.notes = [], []
-    suite._files(case, record, lambda _: None)
-    suite._first_proof(case, record, lambda _: None)
+    device = registry.choose("cpu")
+    record = Record(Environment.of(device))
+    case = suite._CircuitRun(3, True, SuiteRun(device, record), tmp_path, 2, None)
+    suite._write_files(case)
+    suite._measure_first_proof(case)
     assert [row.case for row in record.rows] == [f"3 constraints, empty cache, {what}" for what in ("wall", "CPU time")]
     assert record.rows[0].target == suite._FIRST_MS
 
@@ -235,7 +237,7 @@ def test_the_first_proof_compiles(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_the_command(small, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["groth16", "--device", "cpu", "--constraints", "3", "--against", "none", "--runs", "2",
+        run_command(Groth16Suite, ["--device", "cpu", "--constraints", "3", "--against", "none", "--runs", "2",
               "--out", str(tmp_path / "out"), "--json"])  # fmt: skip
     assert not ended.value.code
     printed = json.loads(capsys.readouterr().out)
@@ -250,7 +252,7 @@ def test_the_command(small, tmp_path, capsys):
 @pytest.mark.parametrize("arguments", [["--against", "rapidsnark"], ["--constraints", "0"], ["--runs", "1"]])
 def test_wrong_usage(arguments):
     with pytest.raises(SystemExit) as ended:
-        main(["groth16", "--device", "cpu", *arguments])
+        run_command(Groth16Suite, ["--device", "cpu", *arguments])
     assert ended.value.code == 2
 
 
@@ -271,28 +273,28 @@ def test_proofs_of_the_memory_program(tmp_path):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux's kernel counts memory as it is counted")
 def test_a_warning_beside_the_memory_program_s_figures(tmp_path, monkeypatch):
     """A cache that cannot be written makes one, in the same output."""
-    case = suite._Case(3, False, registry.choose("cpu"), tmp_path, 2, None)
+    device = registry.choose("cpu")
+    record = Record(Environment.of(device))
+    case = suite._CircuitRun(3, False, SuiteRun(device, record), tmp_path, 2, None)
     case.folder.mkdir()
     case.zkey.write_bytes(bytes(2**20))
     figures = json.dumps({"base": 0, "peak": 2**21, "anonymous": 2**20, "device": 0})
-    ran = groth16_process.Ran(1.0, 1.0, 0, f"kernel cache /nowhere cannot be written\n{figures}\n")
+    ran = groth16_process.FinishedProcess(1.0, 1.0, 0, f"kernel cache /nowhere cannot be written\n{figures}\n")
     monkeypatch.setattr(suite, "run", lambda *_: ran)
-    monkeypatch.setattr(suite, "_files", lambda *_, **__: None)
-    record = Record.__new__(Record)
-    record.rows = []
-    suite._memory(case, record, lambda _: None)
+    monkeypatch.setattr(suite, "_write_files", lambda *_, **__: None)
+    suite._measure_memory(case)
     (row,) = record.rows
     assert (row.p50, row.note.partition(";")[0]) == (2.0, "2.00 times the key")
 
 
 def test_proof_files_are_those_of_the_command(small, tmp_path):
     """What is judged is what the command wrote."""
-    case = suite._Case(3, False, registry.choose("cpu"), tmp_path, 2, None)
-    record = Record.__new__(Record)
-    record.rows, record.notes = [], []
-    suite._files(case, record, lambda _: None, count=1)
-    processes = suite._Processes(case, lambda _: None)
+    device = registry.choose("cpu")
+    record = Record(Environment.of(device))
+    case = suite._CircuitRun(3, False, SuiteRun(device, record), tmp_path, 2, None)
+    suite._write_files(case, count=1)
+    processes = suite._Processes(case)
     proof, public = processes._out["our"]
     assert Proof.from_json(proof.read_text(), public.read_text()).public
-    processes.report(record)
+    processes.add_rows()
     assert [row.case for row in record.rows] == ["3 constraints, wall", "3 constraints, CPU time"]

@@ -14,8 +14,7 @@ from accelerant.nn.train import step as step_module
 from accelerant.runtime import registry
 from benchmarks import loss_curve as curve
 from benchmarks import loss_curve_page as curve_page
-from benchmarks.__main__ import main
-from benchmarks.loss_curve import Curve, CurveRecord, CurveSettings, run
+from benchmarks.loss_curve import CurveRecord, CurveSettings, LossCurve, main, run
 from benchmarks.loss_curve_page import MARKS, comparisons, markdown, picture, table, update_page, write_curve
 
 
@@ -52,7 +51,7 @@ def made(**curves):
     given = CurveSettings("tiny", steps, precisions=("bf16", "fp8"))
     names = {"torch": "torch", "bf16": "accelerant, bf16", "fp8": "accelerant, fp8"}
     names |= {"rounded": "torch, rounded", "reseeded": "torch, reseeded"}
-    found = [Curve(names[name], list(losses), 2.0) for name, losses in curves.items()]
+    found = [LossCurve(names[name], list(losses), 2.0) for name, losses in curves.items()]
     return CurveRecord(given, Environment.of(cpu()), {"source": "a text"}, 1000, found)
 
 
@@ -78,8 +77,8 @@ def test_what_is_done_is_not_done_again(text, tmp_path, monkeypatch):
     out = tmp_path / "out"
     first = run(settings(text, steps=4, noises=()), cpu(), out, Quiet())
     trained = []
-    usual = curve._Session.train
-    monkeypatch.setattr(curve._Session, "train", lambda self, name: trained.append(name) or usual(self, name))
+    usual = curve._CurveRuns.train
+    monkeypatch.setattr(curve._CurveRuns, "train", lambda self, name: trained.append(name) or usual(self, name))
     second = run(settings(text, steps=4, noises=("reseeded",)), cpu(), out, Quiet())
     assert trained == ["torch, reseeded"]
     assert second.curves[0].losses == pytest.approx(first.curves[0].losses, abs=1e-6)
@@ -190,7 +189,7 @@ def test_fp8_where_there_is_none_is_refused_before_anything_runs(text, tmp_path)
 
 def test_a_loss_that_is_no_number_ends_the_run():
     with pytest.raises(DivergenceError, match="torch diverged at step 51: loss nan"):
-        curve._require_finite(Curve("torch", [1.0] * 51 + [math.nan]))
+        curve._require_finite(LossCurve("torch", [1.0] * 51 + [math.nan]))
 
 
 def test_a_file_that_is_no_record(tmp_path):
@@ -231,7 +230,7 @@ def test_distances_by_windows():
 
 
 def test_steps_that_fill_no_window_count_with_the_last():
-    curve_of = Curve("torch", [1.0] * 4 + [2.0] * 3)
+    curve_of = LossCurve("torch", [1.0] * 4 + [2.0] * 3)
     assert curve_page._means(curve_of, 2) == [1.0, 1.0, pytest.approx(2.0)]
     assert curve_page._lengths(curve_of, 2) == [2, 2, 3]
 
@@ -273,7 +272,7 @@ def test_files_and_pages(tmp_path):
 
 def status(*arguments):
     with pytest.raises(SystemExit) as exit_:
-        main(["curve", *arguments])
+        main([*arguments])
     return exit_.value.code or 0
 
 

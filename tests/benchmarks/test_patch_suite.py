@@ -13,10 +13,12 @@ import torch
 
 from accelerant.bench.journal import Journal
 from accelerant.bench.record import Environment, Record
+from accelerant.bench.suite import SuiteRun, run_suite
+from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedCase
 from accelerant.runtime import registry
 from benchmarks import patch as suite
-from benchmarks.__main__ import main
+from benchmarks.patch import PatchSuite
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +29,7 @@ def few_steps(monkeypatch):
 
 @pytest.mark.parametrize("name", suite.MODELS)
 def test_every_model_is_measured_and_right(name):
-    record = suite.run(registry.choose("cpu"), names=[name], runners=("eager", "accelerant"), budget_s=0.0)
+    record = run_suite(PatchSuite(model=(name,), against=(), budget_s=0.0), registry.choose("cpu"))
     assert record.environment.packages["transformers"] == importlib.metadata.version("transformers")
     rows = {(row.op, row.case.partition("16 ")[2] or row.case, row.runner): row for row in record.rows}
     assert len(rows) == 6  # two cases of eager and of ours, and their ratio
@@ -38,22 +40,21 @@ def test_every_model_is_measured_and_right(name):
     assert all(row.speedup is not None and row.implementation == "patched" for row in ours)
 
 
-def planned(**options):
-    """What a run would measure, which begins nothing."""
-    record = Record(Environment.of(registry.choose("cpu")))
-    suite.measure(record, registry.choose("cpu"), names=["gpt2"], until=0.0, **options)
-    (note,) = record.notes
-    return note.removeprefix("stopped by its time limit; not measured: ").split("; ")
+def case_keys(**options):
+    """Return the keys of the cases that a run would measure."""
+    device = registry.choose("cpu")
+    return [
+        case.key for case in PatchSuite(("gpt2",), **options).cases(SuiteRun(device, Record(Environment.of(device))))
+    ]
 
 
 def test_compiling_fewer_layers_measures_all_runners_on_them():
-    everyone = ("eager", "accelerant", "compile", "liger")
-    assert planned(runners=everyone) == ["gpt2, eager, accelerant, compile, liger"]
-    assert planned(runners=everyone, compile_layers=3) == [
+    assert case_keys() == ["gpt2, eager, accelerant, compile, liger"]
+    assert case_keys(compile_layers=3) == [
         "gpt2, eager, accelerant, liger",
         "gpt2 with 3 layers, eager, accelerant, compile, liger",
     ]
-    assert planned(runners=("accelerant", "liger"), compile_layers=3) == ["gpt2, eager, accelerant, liger"]
+    assert case_keys(against=("liger",), compile_layers=3) == ["gpt2, eager, accelerant, liger"]
 
 
 @pytest.mark.parametrize(("name", "setting"), [("gpt2", "n_layer"), ("vit-base", "num_hidden_layers")])
@@ -65,19 +66,18 @@ def test_models_of_another_depth(name, setting):
 
 def test_a_run_goes_on_after_the_models_that_it_has(tmp_path):
     path, device = tmp_path / "rows.jsonl", registry.choose("cpu")
-    options = {"runners": ("eager", "accelerant"), "budget_s": 0.0}
     first, second = (Record(Environment.of(device)) for _ in range(2))
-    suite.measure(first, device, names=["gpt2"], journal=Journal(path, first, resume=False), **options)
+    PatchSuite(("gpt2",), (), budget_s=0.0).measure(SuiteRun(device, first, Journal(path, first, resume=False)))
     begun = []
-    journal = Journal(path, second, resume=True)
-    suite.measure(second, device, names=["gpt2", "llama-1b"], journal=journal, progress=begun.append, **options)
+    run = SuiteRun(device, second, Journal(path, second, resume=True), progress=begun.append)
+    PatchSuite(("gpt2", "llama-1b"), (), budget_s=0.0).measure(run)
     assert begun == ["[1/1] llama-1b: eager", "[1/1] llama-1b: accelerant"]
     assert list(dict.fromkeys(row.op.split()[0] for row in second.rows)) == ["gpt2", "llama-1b"]
 
 
 def test_liger_says_why_it_did_not_run(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "liger_kernel", None)
-    record = suite.run(registry.choose("cpu"), names=["gpt2"], runners=("liger",), budget_s=0.0)
+    record = run_suite(PatchSuite(model=("gpt2",), against=("liger",), budget_s=0.0), registry.choose("cpu"))
     notes = {row.note for row in record.rows if row.runner == "liger"}
     assert len(notes) == 1
     assert "liger-kernel cannot be used here: ModuleNotFoundError" in notes.pop()
@@ -92,7 +92,7 @@ def test_a_patched_model_that_computes_something_else_is_an_error(monkeypatch):
 
     monkeypatch.setattr(suite, "patch", broken)
     with pytest.raises(AccelerantError, match=r"gpt2, accelerant: the (loss|norm of the gradients) is"):
-        suite.run(registry.choose("cpu"), names=["gpt2"], runners=("accelerant",), budget_s=0.0)
+        run_suite(PatchSuite(model=("gpt2",), against=(), budget_s=0.0), registry.choose("cpu"))
 
 
 def test_no_runner_holds_its_model_while_the_next_is_measured(monkeypatch):
@@ -108,8 +108,7 @@ def test_no_runner_holds_its_model_while_the_next_is_measured(monkeypatch):
 
     monkeypatch.setattr(suite, "_built", built)
     monkeypatch.setattr(suite, "_apply_liger", lambda *_: None)
-    runners = ("eager", "accelerant", "liger")
-    suite.run(registry.choose("cpu"), names=["llama-1b"], runners=runners, budget_s=0.0)
+    run_suite(PatchSuite(model=("llama-1b",), against=("liger",), budget_s=0.0), registry.choose("cpu"))
     assert alive == [[], [], []]
 
 
@@ -122,24 +121,24 @@ def test_a_case_that_our_ops_refuse_is_an_error(monkeypatch):
 
     monkeypatch.setattr(suite, "patch", refusing)
     with pytest.raises(UnsupportedCase, match="not this"):
-        suite.run(registry.choose("cpu"), names=["gpt2"], runners=("accelerant",), budget_s=0.0)
+        run_suite(PatchSuite(model=("gpt2",), against=(), budget_s=0.0), registry.choose("cpu"))
 
 
 def test_unknown_names():
-    with pytest.raises(ConfigError, match="no model 'gpt5' in this suite; it has gpt2, llama-1b"):
-        suite.check_names(["gpt5"], ())
-    with pytest.raises(ConfigError, match="no runner 'tensorflow' in this suite; it has eager, accelerant"):
-        suite.check_names((), ["tensorflow"])
+    with pytest.raises(ConfigError, match="no model 'gpt5'; there are gpt2, llama-1b"):
+        PatchSuite(("gpt5",)).resolve(registry.choose("cpu"))
+    with pytest.raises(ConfigError, match="no peer 'tensorflow'; there are compile, liger"):
+        PatchSuite(against=("tensorflow",)).resolve(registry.choose("cpu"))
 
 
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "record.json"
-    args = ["patch", "--model", "gpt2", "--against", "none", "--device", "cpu", "--budget-s", "0"]
+    args = ["--model", "gpt2", "--against", "none", "--device", "cpu", "--budget-s", "0"]
     with pytest.raises(SystemExit, match="0"):
-        main([*args, "--out", str(out), "--json"])
+        run_command(PatchSuite, [*args, "--out", str(out), "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert {row["runner"] for row in printed["rows"]} == {"eager", "accelerant"}
     assert Record.load(out).rows
     with pytest.raises(SystemExit, match="2"):
-        main([*args[:2], "gpt5"])
+        run_command(PatchSuite, ["--model", "gpt5"])
     assert "--model: no model 'gpt5'" in capsys.readouterr().err

@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from accelerant.cli.bench_pieces import peers_of
-from benchmarks.__main__ import main
+from accelerant.cli.bench import run_command
+from benchmarks import step_kernels
+from benchmarks.training import TrainingSuite
 
 
 def status(*arguments):
     with pytest.raises(SystemExit) as exit_:
-        main(["train", "--device", "cpu", *arguments])
+        run_command(TrainingSuite, ["--device", "cpu", *arguments])
     return exit_.value.code or 0
 
 
@@ -27,9 +28,6 @@ def test_ours_beside_plain_pytorch(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["--against", "jax"], "no peer 'jax'; there are torch, compile"),
-        (["--kernels"], "take --device cuda"),
-        (["--precision", "fp8"], "bf16, or with --kernels fp8; got 'fp8'"),
-        (["--precision", "fp4", "--kernels"], "got 'fp4'"),
         (["--batch", "0"], "equal to 1"),
     ],
 )
@@ -38,16 +36,22 @@ def test_wrong_usage(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_a_peer_named_twice_is_measured_once():
-    assert peers_of("torch, compile,torch,") == ("torch", "compile")
-    assert peers_of("none") == ()
+def test_kernels_need_a_gpu(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        step_kernels.main(["--device", "cpu"])
+    assert "take --device cuda" in capsys.readouterr().err
+
+
+def test_a_peer_named_twice_is_listed_once(capsys):
+    assert status("--against", "torch, compile,torch,", "--list") == 0
+    assert capsys.readouterr().out.splitlines()[0] == "batch of 8, accelerant, torch, compile"
 
 
 def test_a_folder_that_a_run_goes_on_from(tmp_path, capsys):
     folder = tmp_path / "run"
     shared = ["--against", "none", "--budget-s", "0", "--out", str(folder)]
     assert status("--batch", "2", "--batch", "3", "--limit-s", "0", *shared) == 0
-    assert "stopped by its time limit; not measured: batch of 2, accelerant; batch of 3, accelerant" in (
+    assert "stopped by its time limit; 2 of 2 cases not measured: batch of 2, accelerant; batch of 3, accelerant" in (
         capsys.readouterr().out
     )
     assert status("--batch", "2", *shared) == 2

@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from accelerant.bench.record import Environment, Record
+from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.runtime import registry
-from benchmarks import training
-from benchmarks.training import KernelShare, PlainGPT, kernel_table, own_step, plain_step
+from benchmarks import step_kernels, training
+from benchmarks.gpt_steps import PlainGPT, own_step, plain_step
+from benchmarks.step_kernels import KernelShare, kernel_table
+from benchmarks.training import TrainingSuite
 
 TINY = GPTConfig(vocab_size=50, context=8, layers=2, heads=2, width=16)
 
@@ -33,10 +36,7 @@ def test_steps_go_the_same_way():
 
 
 def test_rows():
-    device = registry.choose("cpu")
-    record = Record(Environment.of(device))
-    training.measure(record, device, batches=(2,), config=TINY, budget_s=0.01, against=("torch",))
-    record.conclude()
+    record = run_suite(TrainingSuite((2,), ("torch",), 0.01, TINY), registry.choose("cpu"))
     ours, theirs = record.rows
     assert (ours.runner, theirs.runner) == ("accelerant", "torch")
     assert ours.key[:3] == theirs.key[:3] == ("training", "gpt step", "2x8 2 layers of 16 bf16 autocast")
@@ -54,7 +54,7 @@ def test_a_peer_that_fails_says_why_and_costs_no_other_row(monkeypatch):
     monkeypatch.setattr(torch, "compile", failing)
     device = registry.choose("cpu")
     record = Record(Environment.of(device))
-    training.measure(record, device, batches=(2,), config=TINY, budget_s=0.0, against=("compile", "torch"))
+    TrainingSuite((2,), ("compile", "torch"), 0.0, TINY).measure(SuiteRun(device, record))
     assert [(row.runner, row.p50 is None) for row in record.rows] == [
         ("accelerant", False), ("compile", True), ("torch", False),
     ]  # fmt: skip
@@ -64,9 +64,8 @@ def test_a_peer_that_fails_says_why_and_costs_no_other_row(monkeypatch):
 
 
 def test_a_peer_that_is_none_is_refused():
-    device = registry.choose("cpu")
     with pytest.raises(ConfigError, match="no peer 'jax'"):
-        training.measure(Record(Environment.of(device)), device, against=("jax",))
+        TrainingSuite(against=("jax",)).resolve(registry.choose("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def test_a_peer_that_is_none_is_refused():
 )
 def test_wrong_losses_end_the_run(losses):
     with pytest.raises(AccelerantError, match="training step"):
-        training._check_losses(losses)
+        training._check_losses(losses.pop("accelerant"), losses)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +99,11 @@ def test_wrong_losses_end_the_run(losses):
     ],
 )
 def test_kinds_of_kernels(name, kind):
-    assert training._kind(name) == kind
+    assert step_kernels._kind(name) == kind
 
 
 def test_the_table_sums_by_kind():
     shares = [KernelShare("nvjet", "matmul", 6.0, 3), KernelShare("norm_bwd", "own", 3.0, 2)]
     shares.append(KernelShare("Memset", "other", 1.0, 1))
     table = kernel_table(shares)
-    assert "10.000 ms in all; of 4.000 ms beside products and attention 75.0% are ours" in table
+    assert "10.000 ms in all; of 4.000 ms besides products and attention 75.0% are ours" in table

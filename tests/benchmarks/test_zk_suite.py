@@ -7,32 +7,32 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from accelerant import zk
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.reference import multiply
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.ntt.reference import bit_reversed
-from accelerant.bench.record import Record
+from accelerant.bench.record import Environment, Record
+from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.bench.timer import Timing
+from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.provider import ComputeDevice
 from benchmarks import zk as suite
-from benchmarks import zk_first, zk_inputs, zk_multiplier
-from benchmarks.__main__ import main
-from benchmarks.zk_cases import CPU_CASES, GPU_CASES, Case, chosen
+from benchmarks import zk_first_call, zk_inputs, zk_multiplier
+from benchmarks.zk import CPU_CASES, GPU_CASES, ZkCase, ZkSuite
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 import vectors
 
 SMALL = (
-    Case("field_mul", "bn254_fr", 6, 1.0, 2.0, peers="another 3 ms"),
-    Case("ntt", "goldilocks", 6),
-    Case("msm", "bn254_g1", 6, 1e6, 1e6),
-    Case("pairing", "bn254"),
+    ZkCase("field_mul", "bn254_fr", 6, 1.0, 2.0, peers="another 3 ms"),
+    ZkCase("ntt", "goldilocks", 6),
+    ZkCase("msm", "bn254_g1", 6, 1e6, 1e6),
+    ZkCase("pairing", "bn254"),
 )
 
 
@@ -51,7 +51,7 @@ def small(monkeypatch):
 
 
 def test_every_case_is_measured_and_right(cpu, small):
-    record = suite.run(cpu, budget_s=0.0)
+    record = run_suite(ZkSuite(budget_s=0.0), cpu)
     assert [(row.op, row.case, row.runner) for row in record.rows] == [
         ("field_mul", "bn254_fr 2^6", "accelerant"),
         ("field_mul", "bn254_fr 2^6, kernel alone", "accelerant"),
@@ -86,9 +86,9 @@ def test_every_case_is_measured_and_right(cpu, small):
 def test_a_wrong_answer_is_an_error(name, only, said, cpu, small, monkeypatch):
     zero = {"ntt": lambda x, **_: x - x, "msm": lambda s, p, *_, **__: np.zeros_like(p[0])}
     monkeypatch.setattr(suite, name, zero[name])
-    record = Record(suite.Environment.of(cpu), ceilings={"copy GB/s": 1.0})
+    record = Record(Environment.of(cpu), ceilings={"copy GB/s": 1.0})
     with pytest.raises(AccelerantError, match=re.escape(said)):
-        suite.measure(record, cpu, only=[only], budget_s=0.0)
+        ZkSuite((only,), budget_s=0.0).measure(SuiteRun(cpu, record))
     assert [(row.case, row.p50) for row in record.rows] == [("failed", None)]
 
 
@@ -102,36 +102,36 @@ def test_one_wrong_output_among_all_is_found(cpu, small, monkeypatch):
         words[-2] ^= np.uint64(1)
         return zk.FieldArray(y.field, y.space, words)
 
-    record = Record(suite.Environment.of(cpu), ceilings={"copy GB/s": 1.0})
+    record = Record(Environment.of(cpu), ceilings={"copy GB/s": 1.0})
     with pytest.raises(AccelerantError, match="an output is not the one of the closed form"):
-        suite.measure(record, cpu, only=["ntt gold"], budget_s=0.0)
+        ZkSuite(("ntt gold",), budget_s=0.0).measure(SuiteRun(cpu, record))
 
 
 def test_a_product_that_is_wrong_is_found(cpu, small, monkeypatch):
     monkeypatch.setattr(zk.FieldArray, "__mul__", lambda x, y: x + y)
-    record = Record(suite.Environment.of(cpu), ceilings={"copy GB/s": 1.0})
+    record = Record(Environment.of(cpu), ceilings={"copy GB/s": 1.0})
     with pytest.raises(AccelerantError, match="field_mul bn254_fr 2\\^6: product 0 is"):
-        suite.measure(record, cpu, only=["field_mul"], budget_s=0.0)
+        ZkSuite(("field_mul",), budget_s=0.0).measure(SuiteRun(cpu, record))
 
 
 def test_first_calls_are_made_in_new_processes_with_and_without_a_cache(cpu, small, monkeypatch):
-    monkeypatch.setattr(suite, "CPU_CASES", (Case("first call", "field_mul"),))
-    record = suite.run(cpu, budget_s=0.0)
+    monkeypatch.setattr(suite, "CPU_CASES", (ZkCase("first call", "field_mul"),))
+    record = run_suite(ZkSuite(budget_s=0.0), cpu)
     assert [(row.case, row.target) for row in record.rows] == [
         ("field_mul, cold cache", 3000.0),
         ("field_mul, second process, warm cache", 20.0),
     ]
     assert record.rows[1].p50 < record.rows[0].p50
-    monkeypatch.setattr(suite, "zk_first", json)
+    monkeypatch.setattr(suite, "zk_first_call", json)
     with pytest.raises(AccelerantError, match="first call field_mul: "):
-        suite.run(cpu, budget_s=0.0)
+        run_suite(ZkSuite(budget_s=0.0), cpu)
 
 
 @pytest.mark.parametrize("op", ["field_mul", "ntt", "msm"])
 def test_the_first_calls_answers_are_checked(op, capsys, monkeypatch):
-    zk_first.main(op, "cpu")
+    zk_first_call.main(op, "cpu")
     assert json.loads(capsys.readouterr().out)["right"] is True
-    call, right = zk_first._CALLS[op](lambda words: words)
+    call, right = zk_first_call._CALLS[op](lambda words: words)
     wrong = call()
     wrong[0] ^= 1
     assert right(wrong) is False
@@ -146,45 +146,45 @@ def test_the_first_calls_answers_are_checked(op, capsys, monkeypatch):
     ],
 )
 def test_on_a_gpu_arithmetic_is_compared_with_the_multipliers_rate(case, device, multiplies, share, target):
-    device = ComputeDevice("cuda", 0, device, architecture="sm_90")
-    this = suite._Run(case, device, torch.device("cuda:0"), 0.0)
-    record = Record(suite.Environment.of(device), ceilings={zk_multiplier.CARRY: 8.0})
-    row = this.noted(suite._with(this.row(), Timing(0.9, 1.0, 1.1, 3)), record, multiplies, 1)
+    device = ComputeDevice("cuda", 0, device, architecture="sm_90", torch_type="cuda")
+    run = SuiteRun(device, Record(Environment.of(device), ceilings={zk_multiplier.CARRY: 8.0}))
+    this = suite._ZkRun(case, run, 0.0)
+    row = this.noted(this.row().timed(Timing(0.9, 1.0, 1.1, 3)), multiplies, 1)
     assert row.note == (f"{share}measured apart: {case.peers}" if case.peers else "")
     assert row.target == target
-    assert suite.cases_on(device) == list(GPU_CASES)
+    assert ZkSuite().chosen(gpu=True) == list(GPU_CASES)
 
 
 def test_cases_are_chosen_by_parts_of_their_names():
-    assert [case.key for case in chosen(GPU_CASES, ["MSM bls", "ntt goldilocks 2^2"])] == [
+    assert [case.key for case in ZkSuite(("MSM bls", "ntt goldilocks 2^2")).chosen(gpu=True)] == [
         "ntt goldilocks 2^20",
         "ntt goldilocks 2^24",
         "msm bls12_381_g1 2^20",
         "msm bls12_381_g1 2^22",
     ]
-    for cases in (CPU_CASES, GPU_CASES):
-        assert chosen(cases, ()) == list(cases)
+    for gpu, cases in ((False, CPU_CASES), (True, GPU_CASES)):
+        assert ZkSuite().chosen(gpu) == list(cases)
         assert len({case.key for case in cases}) == len(cases)
     with pytest.raises(ConfigError, match="no case has 'stark' in its name; there are field_mul bn254_fr 2\\^14, ntt"):
-        chosen(CPU_CASES, ["msm", "stark"])
+        ZkSuite(("msm", "stark")).resolve(registry.choose("cpu"))
 
 
 def test_the_command(tmp_path, capsys, small):
     folder = tmp_path / "run"
-    arguments = ["zk", "--device", "cpu", "--only", "pairing", "--budget-s", "0", "--out", str(folder)]
+    arguments = ["--device", "cpu", "--only", "pairing", "--budget-s", "0", "--out", str(folder)]
     with pytest.raises(SystemExit, match="0"):
-        main([*arguments, "--json"])
+        run_command(ZkSuite, [*arguments, "--json"])
     assert [row["op"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["pairing"]
     with pytest.raises(SystemExit, match="0"):
-        main([*arguments, "--only", "ntt gold", "--resume"])
+        run_command(ZkSuite, [*arguments, "--only", "ntt gold", "--resume"])
     assert [row.op for row in Record.load(folder / "record.json").rows] == ["pairing", "ntt", "ntt"]
     assert {each.name for each in folder.iterdir()} == {"record.json", "record.csv", "report.html", "rows.jsonl"}
     capsys.readouterr()
     with pytest.raises(SystemExit, match="0"):
-        main(["zk", "--device", "cpu", "--list", "--only", "ntt"])
-    assert capsys.readouterr().out.splitlines() == ["ntt goldilocks 2^6"]
+        run_command(ZkSuite, ["--device", "cpu", "--list", "--only", "ntt"])
+    assert capsys.readouterr().out.splitlines() == ["ntt goldilocks 2^6", "1 cases"]
     with pytest.raises(SystemExit, match="2"):
-        main(["zk", "--device", "cpu", "--only", "stark"])
+        run_command(ZkSuite, ["--device", "cpu", "--only", "stark"])
     assert "--only: no case has 'stark' in its name" in capsys.readouterr().err
 
 
@@ -318,7 +318,7 @@ class Interpreting:
 
 def test_rates_are_of_kernels_whose_answers_were_compared(monkeypatch):
     states = {"multiply_wide": zk_multiplier.wide_state, "multiply_carry": zk_multiplier.chain_state}
-    device = ComputeDevice("cpu", 0, "imitated", properties={"multiprocessors": 2})
+    device = ComputeDevice("cpu", 0, "imitated", properties={"multiprocessors": 2}, torch_type="cpu")
     provider = Interpreting(states)
     monkeypatch.setattr(zk_multiplier.registry, "create", lambda backend: provider)
     monkeypatch.setattr(zk_multiplier, "time_ms", lambda call, *_, **__: call() or Timing(1.0, 2.0, 3.0, 3))

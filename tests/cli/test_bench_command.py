@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from accelerant.bench import Record
-from accelerant.bench.suites import algebra, bandwidth, neural, runtime
+from accelerant.bench.suites import algebra, bandwidth, runtime
+from accelerant.bench.suites.algebra import AlgebraSuite
+from accelerant.bench.suites.bandwidth import BandwidthSuite
+from accelerant.bench.suites.neural import NeuralSuite
+from accelerant.bench.suites.runtime import RuntimeSuite
 from accelerant.cli.app import main
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 
+SUITES = (NeuralSuite, AlgebraSuite, RuntimeSuite, BandwidthSuite)
 QUICK = ["--device", "cpu", "--budget-s", "0"]
 
 
@@ -27,7 +34,7 @@ def status(*arguments):
 def small(monkeypatch):
     """Suites of few and small cases."""
     monkeypatch.setattr(algebra, "_CPU_SIZES", (4096,))
-    monkeypatch.setattr(bandwidth, "default_sizes", lambda device: (4096, 65536))
+    monkeypatch.setattr(bandwidth, "default_sizes", lambda gpu: (4096, 65536))
     monkeypatch.setattr(runtime, "_compiles", lambda device: [])
 
 
@@ -97,8 +104,8 @@ def test_a_bad_baseline_ends_with_2_before_anything_is_measured(suite, damage, t
     def never(*args, **kwargs):
         raise AssertionError("something was measured")
 
-    for module in (neural, algebra, runtime, bandwidth):
-        monkeypatch.setattr(module, "measure", never)
+    for suite_ in SUITES:
+        monkeypatch.setattr(suite_, "measure", never)
     path = tmp_path / "before.json"
     table = {
         "environment": dict.fromkeys(
@@ -119,10 +126,10 @@ def test_a_bad_baseline_ends_with_2_before_anything_is_measured(suite, damage, t
 
 
 def test_a_suite_that_fails_leaves_the_others_and_exits_1(tmp_path, small, monkeypatch, capsys):
-    def breaks(record, device, **options):
+    def breaks(self, run):
         raise RuntimeError("the abacus broke")
 
-    monkeypatch.setattr(algebra, "measure", breaks)
+    monkeypatch.setattr(AlgebraSuite, "measure", breaks)
     out, page = tmp_path / "now.json", tmp_path / "report.html"
     suites = ["--suite", "algebra", "--suite", "bandwidth"]
     assert status("all", *QUICK, *suites, "--out", str(out), "--report", str(page)) == 1
@@ -134,10 +141,10 @@ def test_a_suite_that_fails_leaves_the_others_and_exits_1(tmp_path, small, monke
 
 
 def test_an_interrupt_keeps_what_was_measured_and_exits_130(tmp_path, small, monkeypatch, capsys):
-    def interrupted(record, device, **options):
+    def interrupted(self, run):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bandwidth, "measure", interrupted)
+    monkeypatch.setattr(BandwidthSuite, "measure", interrupted)
     out = tmp_path / "now.json"
     suites = ["--suite", "algebra", "--suite", "bandwidth", "--against", "torch"]
     assert status("all", *QUICK, *suites, "--out", str(out)) == 130
@@ -171,7 +178,7 @@ def test_neural_leaves_a_folder_and_goes_on_with_it(tmp_path, capsys):
     ("other", "message"),
     [
         (("--against", "torch"), "is of a run with --against none; this one has --against torch"),
-        (("--dtypes", "bf16"), "is of a run with --dtypes each case's; this one has --dtypes bfloat16"),
+        (("--dtypes", "bf16"), "is of a run with --dtypes default; this one has --dtypes bfloat16"),
         (("--budget-s", "0.5"), "is of a run with --budget-s 0; this one has --budget-s 0.5"),
     ],
 )
@@ -217,7 +224,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
 @pytest.mark.parametrize(("index", "wanted"), [(0, []), (1, [1])])
 def test_the_device_that_is_measured_is_the_current_one(index, wanted, monkeypatch, capsys):
     """Else events and flushes would be another device's: calls on cuda:1 would seem to take no time."""
-    device = ComputeDevice("cuda", index, "abacus", architecture="sm_90")
+    device = ComputeDevice("cuda", index, "abacus", architecture="sm_90", torch_type="cuda")
     made_current = []
     monkeypatch.setattr(registry, "choose", lambda name: device)
     monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
@@ -226,32 +233,34 @@ def test_the_device_that_is_measured_is_the_current_one(index, wanted, monkeypat
 
 
 def test_neural_lists_its_cases_without_measuring(monkeypatch, capsys):
-    monkeypatch.setattr(neural, "measure_planned", lambda *args, **options: pytest.fail("something was measured"))
+    monkeypatch.setattr(NeuralSuite, "measure", lambda *args: pytest.fail("something was measured"))
     arguments = ["neural", "--device", "cpu", "--op", "softmax", "--dtypes", "bf16,fp32", "--sweep", "--odd", "--list"]
     assert status(*arguments) == 0
     *cases, total = capsys.readouterr().out.splitlines()
-    assert sum("figures  softmax 16384x4096" in case for case in cases) == 2
+    assert sum(" s  softmax 16384x4096" in case for case in cases) == 2
     assert {"float32", "bfloat16"} <= {word for case in cases for word in case.split()}
     assert total.startswith(f"{len(cases)} cases, about ")
     assert status(*arguments, "--json") == 0
     assert len(json.loads(capsys.readouterr().out)) == len(cases)
     assert status(*arguments, "--no-tables") == 0
     *rest, _ = capsys.readouterr().out.splitlines()
-    assert rest == [case for case in cases if "figures  softmax 16384x4096" not in case]
+    assert rest == [case for case in cases if " s  softmax 16384x4096" not in case]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["neural", "--device", "cpu", "--resume"], "--resume: --out must name the folder"),
-        (["neural", "--device", "cpu", "--dtypes", "bf16,int4"], "--dtype: wanted float32, bfloat16 or float16"),
+        (
+            ["neural", "--device", "cpu", "--dtypes", "bf16,int4"],
+            "--dtype: no dtype 'int4'; there are bfloat16, float16, float32",
+        ),
         (["neural", "--device", "cpu", "--no-tables"], "--no-tables: nothing is left to measure; add --odd or --sweep"),
         (["all", "--suite", "abacus"], "no suite 'abacus'; there are neural, algebra"),
         (["all", "--op", "abacus"], "no op 'abacus'"),
         (["bandwidth", "--sizes", "1MB"], "got '1MB'"),
         (["bandwidth", "--sizes", "1048576GiB", "--device", "cpu"], "needs 6 buffers"),
         (["bandwidth", "--device", "cpu:x"], "cpu:x"),
-        (["algebra", "--device", "cpu", "--out", "."], "--out: . is a folder"),
         (["algebra", "--device", "cpu", "--report", "."], "--report: . is a folder"),
     ],
 )
@@ -270,8 +279,8 @@ def test_a_path_that_cannot_be_written_ends_with_2_before_anything_is_measured(
     def never(*args, **kwargs):
         raise AssertionError("something was measured")
 
-    for module in (neural, algebra, runtime, bandwidth):
-        monkeypatch.setattr(module, "measure", never)
+    for suite_ in SUITES:
+        monkeypatch.setattr(suite_, "measure", never)
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "now.json"
     assert status(suite, "--device", "cpu", option, str(path)) == 2
@@ -282,14 +291,14 @@ def test_a_path_that_cannot_be_written_ends_with_2_before_anything_is_measured(
 
 def test_what_was_measured_is_printed_where_it_cannot_be_written_afterwards(tmp_path, small, monkeypatch, capsys):
     folder, page = tmp_path / "folder", tmp_path / "report.html"
-    measure = bandwidth.measure
+    measure = BandwidthSuite.measure
 
-    def disturbed(record, device, **options):
-        measure(record, device, **options)
+    def disturbed(self, run):
+        measure(self, run)
         shutil.rmtree(folder)
         folder.write_text("in the way")
 
-    monkeypatch.setattr(bandwidth, "measure", disturbed)
+    monkeypatch.setattr(BandwidthSuite, "measure", disturbed)
     path = folder / "now.json"
     assert status("bandwidth", *QUICK, "--out", str(path), "--report", str(page)) == 1
     said = capsys.readouterr()
@@ -303,3 +312,26 @@ def test_what_was_measured_is_printed_where_it_cannot_be_written_afterwards(tmp_
 def test_help_has_an_example(command, capsys):
     assert status(command, "--help") == 0
     assert "Example" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "module"), [("zk", "zk"), ("train", "training"), ("curve", "loss_curve")])
+def test_a_comparison_outside_the_package_is_named(name, module, capsys):
+    assert status(name, "--device", "cpu", "--batch", "2") == 2
+    assert f"run `python -m benchmarks.{module}`" in capsys.readouterr().err
+
+
+RECORDS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", [path for path in RECORDS if not path.name.startswith("curve")], ids=lambda p: p.stem)
+def test_committed_records_compare_with_themselves_and_with_a_slower_run(path, tmp_path, capsys):
+    assert status("compare", str(path), str(path)) == 0
+    assert "0 slower" not in capsys.readouterr().out
+    record = Record.load(path)
+    record.rows = [
+        replace(row, p20=row.p20 * factor, p50=row.p50 * factor, p80=row.p80 * factor) if row.p50 and row.p20 else row
+        for row in record.rows
+        for factor in [0.01 if row.better == "higher" else 100]
+    ]
+    record.save(tmp_path / "slow.json")
+    assert status("compare", str(path), str(tmp_path / "slow.json")) == 1

@@ -70,8 +70,8 @@ def test_bench_compare_exits_1_on_a_regression(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "neural", "--op", "abacus"], "no op 'abacus' in this suite"),
-        (["bench", "neural", "--dtype", "float8"], "got 'float8'"),
+        (["bench", "neural", "--op", "abacus"], "no op 'abacus'; there are"),
+        (["bench", "neural", "--dtype", "float8"], "no dtype 'float8'"),
         (["bench", "neural", "--device", "abacus"], "unknown backend 'abacus'"),
         (["bench", "runtime", "--device", "webgpu"], "backend 'webgpu' is not available"),
         (

@@ -11,7 +11,7 @@ from accelerant.errors import FallbackWarning
 from accelerant.nn import GPT, GPTConfig, optim
 from accelerant.nn.train.step import TrainStep
 from accelerant.runtime.ledger import ledger
-from benchmarks.training import PlainGPT, own_step, plain_step
+from benchmarks.gpt_steps import PlainGPT, own_step, plain_step
 
 pytestmark = pytest.mark.gpu
 

@@ -1,31 +1,34 @@
-"""The device's own limits, measured in the run that quotes them."""
+"""The device's own limits, measured in the run that quotes them, and the same cases on the CPU."""
 
 from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
 
 import torch
 
 from accelerant.bench.timer import time_ms
 
-__all__ = ["measure_ceilings", "measure_copy", "measure_link"]
+__all__ = ["cpu_time_ms", "measure_copy", "measure_link", "measure_matmul"]
 
 
-def measure_ceilings(device: torch.device, *, budget_s: float = 0.3) -> dict[str, float]:
-    """Copy bandwidth and matrix rate.
+def measure_matmul(device: torch.device, *, budget_s: float = 0.3) -> dict[str, float]:
+    """Measure the copy rate and the rate of a matrix product.
 
     Returns:
-        "copy GB/s", reading and writing counted; "matmul TFLOP/s" of an n x n x n product on random data, bfloat16 and
-        n = 8192 on a GPU, float32 and n = 1024 on a CPU.
+        "copy GB/s" as measure_copy; "matmul TFLOP/s" of an n x n x n product of random data, bfloat16 and n = 8192 on a
+        GPU, float32 and n = 1024 on a CPU.
     """
     ceilings = measure_copy(device, budget_s=budget_s)
     n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
-    a = torch.randn(n, n, device=device).to(dtype)
-    b = torch.randn(n, n, device=device).to(dtype)
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     product = time_ms(lambda: a @ b, device, budget_s=budget_s)
     return ceilings | {"matmul TFLOP/s": 2 * n**3 / product.p50_ms / 1e9}
 
 
 def measure_copy(device: torch.device, *, budget_s: float = 0.3) -> dict[str, float]:
-    """Only "copy GB/s"."""
+    """Return "copy GB/s" of a large copy on the device; bytes read and bytes written both count."""
     size = 2**30 if device.type == "cuda" else 2**26
     source = torch.empty(size, dtype=torch.uint8, device=device).random_(0, 256)
     target = torch.empty_like(source)
@@ -34,12 +37,10 @@ def measure_copy(device: torch.device, *, budget_s: float = 0.3) -> dict[str, fl
 
 
 def measure_link(device: torch.device, *, size: int | None = None, budget_s: float = 0.3) -> dict[str, float]:
-    """Rates of large copies between host and device, from and to pinned memory where there is such.
+    """Measure large copies between host and device, with pinned host memory on a GPU.
 
     Args:
-        device: where.
-        size: bytes; 512 MiB for a GPU and 64 MiB for a CPU by default.
-        budget_s: seconds for each direction.
+        size: bytes; by default 512 MiB for a GPU and 64 MiB for a CPU.
 
     Returns:
         "host to device GB/s" and "device to host GB/s", each byte counted once.
@@ -51,3 +52,46 @@ def measure_link(device: torch.device, *, size: int | None = None, budget_s: flo
     into = time_ms(lambda: there.copy_(host, non_blocking=True), device, budget_s=budget_s)
     back = time_ms(lambda: host.copy_(there, non_blocking=True), device, budget_s=budget_s)
     return {"host to device GB/s": size / into.p50_ms / 1e6, "device to host GB/s": size / back.p50_ms / 1e6}
+
+
+# --- the CPU column --------------------------------------------------------------------------------------------------
+
+_ENOUGH_S, _TOO_LONG_S = 0.2, 2.0
+_SHARES = (1, 32, 256, 1024)
+_CALLS = 12
+"""Calls behind a figure at least: warm-up and ten timed ones."""
+
+
+def cpu_time_ms(
+    make: Callable[[int], Callable[[], object]], rows: int, *, budget_s: float = 0.3
+) -> tuple[float | None, str]:
+    """Time a case on this machine's CPU, with fewer rows where all of them would take too long.
+
+    The smallest share of the rows is tried first; the largest share whose call should stay below 0.2 s is measured.
+
+    Args:
+        make: returns the call for a number of rows; its work grows linearly with them.
+        rows: rows of the whole case.
+
+    Returns:
+        Milliseconds for all rows, scaled from those measured, and a note that says so; None and the reason where even
+        the smallest share would take more than 2 s.
+    """
+    least = math.ceil(rows / _SHARES[-1])
+    call = make(least)
+    call()
+    began = time.perf_counter()
+    call()
+    once_s = time.perf_counter() - began
+    if once_s * _CALLS > _TOO_LONG_S:
+        return None, f"skipped: {once_s * _CALLS:.1f} s for 1/{_SHARES[-1]} of the rows"
+    for share in _SHARES:
+        some = math.ceil(rows / share)
+        if some == least or once_s * some / least < _ENOUGH_S:
+            break
+    timing = time_ms(make(some), torch.device("cpu"), budget_s=budget_s)
+    threads = torch.get_num_threads()
+    used = f"{threads} thread{'s' * (threads != 1)}"
+    if some == rows:
+        return timing.p50_ms, used
+    return timing.p50_ms * rows / some, f"scaled from 1/{rows / some:.0f} of the rows, {used}"

@@ -1,8 +1,8 @@
-"""What became slower since a baseline, judged by the spread that both runs measured.
+"""Comparison of a record with a baseline, judged by the spread that both runs measured.
 
-A row regressed where its median is worse by more than 5%, and by more than twice the noise: what the baseline spreads
-from its median on the worse side, and this run on the better side (p20 to p80, which is 0.84 standard deviations of a
-normal distribution to either side). Worse by less than that is "unclear": named, but it fails nothing.
+A row regressed if its median is worse by more than 5% and by more than twice the noise: the baseline's spread from its
+median on the worse side plus this run's on the better side (p20 to p80, which is 0.84 standard deviations of a normal
+distribution to either side). A row that is worse by less than that is "unclear": named, but not a regression.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accelerant.errors import FormatError
 __all__ = ["Change", "Comparison", "check_comparable", "compare"]
 
 _LEAST = 0.05
-"""Clocks and layouts move a median by this much from run to run, however steady each run is."""
+"""Change of a median from run to run by clocks and memory layouts, however steady each run is."""
 
 _TIMES_NOISE = 2.0
 
@@ -26,12 +26,12 @@ Verdict = Literal["slower", "missing", "unclear", "same", "faster"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One row then and now.
+    """A row of the baseline and of this run.
 
     Attributes:
-        before, now: now is None where this run does not have the row.
-        worse: what the median costs now over before; above 1 is worse, also for figures where more is better.
-        noise: the two spreads as a part of the baseline's median.
+        now: None where this run does not have the row.
+        worse: cost now over cost before; above 1 is worse, also for figures where more is better.
+        noise: the two spreads as a share of the baseline's median.
         verdict: "slower" and "missing" are regressions; "unclear" is worse within the noise.
     """
 
@@ -44,12 +44,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A run beside its baseline.
+    """The comparison of a run with its baseline.
 
     Attributes:
-        changes: of each row of the baseline that this run was asked for.
-        not_asked: rows of the baseline that this run was not asked for.
-        added: rows that the baseline does not have.
+        changes: one for each row of the baseline that this run was to measure.
+        not_asked: number of rows of the baseline that this run was not to measure.
+        added: number of rows that the baseline does not have.
     """
 
     changes: tuple[Change, ...]
@@ -58,11 +58,11 @@ class Comparison:
 
     @property
     def regressions(self) -> list[Change]:
-        """What fails the comparison."""
+        """The changes that fail the comparison."""
         return [change for change in self.changes if change.verdict in ("slower", "missing")]
 
     def table(self) -> str:
-        """For people: regressions first, the worst first, then what is unclear or faster; then the counts."""
+        """Return a text table of the changes, regressions first and the worst first, and the counts of all verdicts."""
         order = ("slower", "missing", "unclear", "faster")
         shown = sorted(
             (change for change in self.changes if change.verdict != "same"),
@@ -96,7 +96,7 @@ class Comparison:
 
 
 def check_comparable(old: Record, device: str) -> None:
-    """Look before anything is measured.
+    """Check a baseline before anything is measured.
 
     Raises:
         FormatError: the baseline is of another device, or has no row to compare with.
@@ -108,12 +108,12 @@ def check_comparable(old: Record, device: str) -> None:
 
 
 def compare(old: Record, new: Record, *, asked: Callable[[Row], bool] = lambda _: True) -> Comparison:
-    """Put each row of a baseline beside this run's; peers' times are not compared.
+    """Compare each row of a baseline with this run's; peers' times are not compared.
 
     Args:
         old: the baseline.
-        new: this run; must be of the same device.
-        asked: whether this run was to measure a row of the baseline.
+        new: this run, on the same device.
+        asked: returns whether this run was to measure a row of the baseline.
 
     Raises:
         FormatError: see check_comparable.
@@ -121,10 +121,10 @@ def compare(old: Record, new: Record, *, asked: Callable[[Row], bool] = lambda _
     check_comparable(old, new.environment.device)
     now = {row.key: row for row in new.rows if row.compared}
     before = {row.key: row for row in old.rows if row.compared and row.p50 is not None}
-    wanted = [row for row in before.values() if asked(row)]
+    covered = [row for row in before.values() if asked(row)]
     return Comparison(
-        tuple(_change(row, now.get(row.key)) for row in wanted),
-        not_asked=len(before) - len(wanted),
+        tuple(_change(row, now.get(row.key)) for row in covered),
+        not_asked=len(before) - len(covered),
         added=sum(row.p50 is not None and key not in before for key, row in now.items()),
     )
 
@@ -146,7 +146,7 @@ def _change(before: Row, now: Row | None) -> Change:
 
 
 def _costs(row: Row) -> tuple[float, float, float]:
-    """The quantiles in rising order, of something of which less is better."""
+    """Return the quantiles in rising order as costs, of which less is better."""
     middle = row.p50 or 1.0
     low, high = row.p20 or middle, row.p80 or middle
     if not low <= middle <= high:  # no run writes such a row: its spread cannot be believed

@@ -1,9 +1,9 @@
-"""What a benchmark run leaves: rows with the hardware and versions beside them, losses first.
+"""Benchmark records: rows of measurements with the environment that they were made in.
 
 record.save(path)              JSON, written whole or not at all
-print(record.table())          for people
-compare(old, new)              what became slower: compare.py
-build_report(record)           a page with plots: report.py
+print(record.table())          text; cases in which a peer was faster come first
+compare(old, new)              regressions since a baseline: compare.py
+build_report(record)           an HTML page with plots: report.py
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from typing import Any
 import torch
 
 from accelerant._version import __version__
+from accelerant.bench.timer import Timing
 from accelerant.errors import FormatError
 from accelerant.runtime.files import decode_json, write_atomic
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["DETERMINISTIC", "DEVICE", "OUT_OF_MEMORY", "OWN", "Environment", "Record", "Row"]
+__all__ = ["DETERMINISTIC", "DEVICE", "OUT_OF_MEMORY", "OWN", "Environment", "Record", "Row", "failure_note"]
 
 DEVICE = "device"
-"""The runner of rows that say what the device itself can do."""
+"""Runner of rows that measure the device itself."""
 
 OWN = "accelerant, own kernel"
-"""The runner of rows in which our own kernel was forced, where dispatch had chosen a library."""
+"""Runner of rows in which our own kernel was forced because dispatch had chosen a library."""
 
 DETERMINISTIC = "accelerant, deterministic"
-"""The runner of rows that were measured with the setting `deterministic`, where it may cost something."""
+"""Runner of rows measured with the setting `deterministic`, for ops that it may slow down."""
 
 OUT_OF_MEMORY = "out of memory: "
-"""How the note of a row begins that has no time for want of the device's memory."""
+"""Prefix of the note of a row without a time because the device lacked memory."""
 
 _OURS = "accelerant"
 _PACKAGES = (
@@ -53,7 +54,7 @@ _PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where and with what a record was made."""
+    """The device, versions, source commit and command that a record was made with."""
 
     device: str
     backend: str
@@ -69,7 +70,7 @@ class Environment:
 
     @classmethod
     def of(cls, device: ComputeDevice) -> Environment:
-        """Of this process and a device."""
+        """Return the environment of this process and a device."""
         versions = {}
         for package in _PACKAGES:
             try:
@@ -90,13 +91,19 @@ class Environment:
             packages=versions,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             commit=_commit(),
-            command=" ".join(["accelerant", *sys.argv[1:]]),
+            command=" ".join([_program(), *sys.argv[1:]]),
         )
 
 
+def _program() -> str:
+    """Return the command that this process runs: the installed one, or a module of the repository's benchmarks/."""
+    path = Path(sys.argv[0])
+    return f"python -m benchmarks.{path.stem}" if path.parent.name == "benchmarks" else "accelerant"
+
+
 def _commit() -> str:
-    """Of the source tree that this runs from, with a "+" where it was changed since; empty for an installed package."""
-    if "ACCELERANT_COMMIT" in os.environ:  # of a copy without its history
+    """Return the source tree's commit, with a "+" where bench/ was changed since; "" for an installed package."""
+    if "ACCELERANT_COMMIT" in os.environ:  # set for a copy without its history
         return os.environ["ACCELERANT_COMMIT"]
     here = Path(__file__).resolve()
     git = ["git", "-C", str(here.parent)]
@@ -113,31 +120,30 @@ class Row:
     """One implementation of one case, measured.
 
     Attributes:
-        suite, op, case: what; the case holds sizes, dtype and direction.
+        suite, op, case: what was measured; the case holds sizes, dtype and direction.
         runner: "accelerant" or the peer's name.
-        implementation: what really ran: "triton (own)", "torch"; for a peer its name.
-        unit: of the three quantiles: "ms", "us", or "x" for a ratio.
-        p20, p50, p80: quantiles.
-        bytes, flops: least work of the case; 0 where it has no meaning.
-        ceiling: which ceiling bounds the case: "copy", "matmul", "host to device", "device to host", or empty.
-        percent_of_ceiling: of the measured ceiling of this device in this run.
-        target: the p50 to reach on this device, where the case names one.
-        speedup: of accelerant over the fastest peer that ran, on accelerant's rows.
-        note: why a runner did not run, or what to know about the figure.
+        implementation: the implementation that ran: "triton (own)", "torch"; for a peer its name.
+        unit: of the quantiles: "ms", "us", "MiB", or "x" for a ratio.
+        p20, p50, p80: quantiles of the samples; None where the case did not run.
+        bytes, flops: least work of the case; 0 where meaningless.
+        ceiling: the ceiling that bounds the case: "copy", "matmul", "host to device", "device to host", or empty.
+        percent_of_ceiling: of the ceiling measured in this run.
+        target: the p50 to reach on this device, where one is set.
+        speedup: on our rows, speed over the fastest peer that ran.
+        note: why a runner did not run, or a remark on the figure.
         better: "lower" or "higher".
-        cpu_ms: the same case on this machine's CPU, on rows of ours for another device.
-        cpu_note: how that was measured, or why it was not.
+        cpu_ms: on our rows of another device, the same case on this machine's CPU.
+        cpu_note: how cpu_ms was measured, or why it was not.
         target_x: the speed to reach, as a multiple of the fastest peer's.
-        peak_bytes: device memory that a call takes above what its arguments do, at its highest.
-        samples: the calls' single times, in the row's unit.
-        part: of the neural suite: "" for its tables, "odd" for sizes that are no round numbers, "sweep" for sizes from
-            small to large.
-        error: of the results, ||x - reference|| / ||reference||, where they were compared.
+        peak_bytes: device memory that a call takes at its peak, above its arguments.
+        samples: single times, in the row's unit.
+        part: of the neural suite: "" for its tables, "odd" for odd sizes, "sweep" for a sweep of sizes.
+        error: ||x - reference|| / ||reference|| of the results, where they were compared.
         timing: how the times were taken, where not one by one with a cold cache.
         target_bytes: the peak_bytes to stay within.
-        level: whether a row of ours that is slower than the fastest peer is so by less than the samples spread: its
-            20th percentile is not above that peer's median, or its median not above that peer's 80th percentile.
-        reason: on rows of ours, why dispatch chose what ran: the times of its race, a shipped table, what was forced.
+        reason: on our rows, why dispatch chose the implementation.
+        level: whether one of our rows is slower than the fastest peer by less than the samples' spread: its 20th
+            percentile is at most that peer's median, or its median at most that peer's 80th percentile.
     """
 
     suite: str
@@ -171,23 +177,23 @@ class Row:
 
     @property
     def wrong(self) -> bool:
-        """Whether its results were, so that it was not timed."""
+        """True if the results were wrong, so that nothing was timed."""
         return self.note.startswith("wrong: ")
 
     @property
     def aims(self) -> bool:
-        """Whether there is something to reach."""
+        """True if the row has a target."""
         return bool(self.target or self.target_x or self.target_bytes)
 
     @property
     def tflop_s(self) -> float | None:
-        """Operations over the median."""
+        """Operations over the median, in TFLOP/s."""
         per_ms = {"ms": 1e9, "us": 1e6}.get(self.unit)
         return self.flops / self.p50 / per_ms if per_ms and self.flops and self.p50 else None
 
     @property
     def reached(self) -> bool | None:
-        """Whether what was to reach is; None where nothing was."""
+        """True if the targets are reached; None without targets."""
         if not self.aims:
             return None
         if self.p50 is None:
@@ -200,37 +206,41 @@ class Row:
 
     @property
     def rate_gb_s(self) -> float | None:
-        """Least bytes over the median."""
+        """Least bytes over the median, in GB/s."""
         per_ms = {"ms": 1e6, "us": 1e3}.get(self.unit)
         return self.bytes / self.p50 / per_ms if per_ms and self.bytes and self.p50 else None
 
     @property
     def over_cpu(self) -> float | None:
-        """How many times the CPU's speed this is."""
+        """Speed over the CPU's."""
         return self.cpu_ms / self.p50 if self.cpu_ms and self.p50 and self.unit == "ms" else None
 
     @property
     def compared(self) -> bool:
-        """Whether a baseline holds for it: ours and the device's own rates, not the peers' times."""
+        """True if it is compared with a baseline: our rows and the device's, not the peers'."""
         return self.runner in (_OURS, OWN, DETERMINISTIC, DEVICE)
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
-        """What makes a row the same in two records."""
+        """The identity of a row across records."""
         return self.suite, self.op, self.case, self.runner, self.part
 
     @property
     def case_key(self) -> tuple[str, str, str, str]:
-        """What the rows of one case share: a sweep may hold a size that a table has, too."""
+        """The identity of a case; a sweep may have a size that a table has too."""
         return self.suite, self.part, self.op, self.case
 
     @property
     def lacked_memory(self) -> bool:
-        """Whether it did not run for want of the device's memory."""
+        """True if it did not run because the device lacked memory."""
         return self.note.startswith(OUT_OF_MEMORY)
 
+    def timed(self, timing: Timing) -> Row:
+        """Return the row with the quantiles and samples of a timing."""
+        return replace(self, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, samples=timing.samples)
+
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: what it is, its quantiles, and of the rest what differs from the defaults."""
+        """Return the identity, the quantiles, and other fields that differ from their defaults, for JSON."""
         always = ("suite", "op", "case", "runner", "implementation", "unit", "p20", "p50", "p80")
         body = {one.name: getattr(self, one.name) for one in fields(self)}
         usual = {one.name: one.default for one in fields(self)}
@@ -238,10 +248,10 @@ class Row:
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Row:
-        """From JSON; names that no row has are left out.
+        """Return the row of a dictionary read from JSON; unknown names are ignored.
 
         Raises:
-            TypeError, ValueError: it is no row.
+            TypeError, ValueError: it is not a row.
         """
         known = {one.name for one in fields(cls)}
         row = cls(**{name: value for name, value in body.items() if name in known})
@@ -255,10 +265,8 @@ class Record:
     """The result of a run.
 
     Attributes:
-        environment: where it ran.
-        ceilings: limits measured in the run; each name ends in its unit.
-        rows: what was measured.
-        notes: what a reader must know: a suite that failed, a run cut short.
+        ceilings: the device's limits measured in the run; each name ends in its unit.
+        notes: what a reader must know, such as a suite that failed or a run cut short.
     """
 
     environment: Environment
@@ -267,7 +275,7 @@ class Record:
     notes: list[str] = field(default_factory=list)
 
     def conclude(self) -> None:
-        """Write percentages of the ceilings, and the speed-up over the fastest peer that ran, into the rows."""
+        """Compute the rows' percentages of the ceilings and speed-ups over the fastest peer that ran."""
         best: dict[tuple[str, ...], Row] = {}
         for row in self.rows:
             known = best.get(row.case_key)
@@ -291,10 +299,7 @@ class Record:
         return 100 * row.rate_gb_s / ceiling if ceiling and row.rate_gb_s else None
 
     def ordered(self) -> list[Row]:
-        """Cases that were lost first, by how much, those without a time of ours before; then the rest.
-
-        A case's rows stand together.
-        """
+        """Return the rows case by case: cases without a time of ours, then those a peer won, the worst first."""
         worst: dict[tuple[str, ...], float] = {}
         for row in self.rows:
             if row.runner == _OURS and (row.speedup is not None or row.p50 is None):
@@ -311,7 +316,7 @@ class Record:
         )
 
     def save_csv(self, path: Path) -> None:
-        """Write the rows, without their samples, as comma-separated values; whole or not at all."""
+        """Write the rows without their samples as comma-separated values; whole or not at all."""
         names = [one.name for one in fields(Row) if one.name != "samples"]
         derived = ("rate_gb_s", "tflop_s")
         text = io.StringIO()
@@ -323,7 +328,7 @@ class Record:
         write_atomic(path, text.getvalue().encode())
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; see Row.to_dict."""
+        """Return the record for JSON; see Row.to_dict."""
         return {
             "environment": asdict(self.environment),
             "ceilings": self.ceilings,
@@ -332,7 +337,7 @@ class Record:
         }
 
     def to_json(self) -> str:
-        """The same as text, a line a row, so that thousands of them stay small and versions of a file compare."""
+        """Return the record as JSON text with one row a line, so that files stay small and differences readable."""
         body = self.to_dict()
         rows = ",\n".join(json.dumps(row) for row in body.pop("rows"))
         head = json.dumps(body, indent=1)
@@ -368,7 +373,7 @@ class Record:
             raise FormatError(f"{path} is not a benchmark record: {error}") from None
 
     def cells(self) -> list[list[str]]:
-        """The table's texts, the head first; losses first. Columns that no row fills are left out."""
+        """Return the table's cells, the header first; columns without a value are left out."""
         shown = self.ordered()
         head = ["op", "case", "runner", "ran", "p50", "to reach", "p20-p80", "% of ceiling", "speedup"]
         head += ["GB/s", "TFLOP/s", "peak MiB", "CPU", "over CPU", "note"]
@@ -377,7 +382,7 @@ class Record:
         return [[line[i] for i in filled] for line in lines]
 
     def table(self) -> str:
-        """For people: losses first."""
+        """Return a text table; cases in which a peer was faster come first."""
         lines = self.cells()
         head = lines[0]
         widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
@@ -392,7 +397,7 @@ class Record:
         return "\n".join([*top, *body, *filter(None, [self.verdict()]), *(f"note: {note}" for note in self.notes)])
 
     def verdict(self) -> str:
-        """How many cases ours is at least as fast in as the fastest peer that ran; "" where none ran."""
+        """Return in how many cases we are at least as fast as the fastest peer that ran; "" where none ran."""
         ours = [row for row in self.rows if row.runner == _OURS and row.speedup is not None]
         if not ours:
             return ""
@@ -427,8 +432,13 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
+def failure_note(error: BaseException, most: int = 160) -> str:
+    """Return "Type: first line of the message" for a row's note."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
+
+
 def _level(ours: Row, peer: Row) -> bool:
-    """Whether the samples of two rows overlap as far as Row.level says."""
+    """Return Row.level of one of our rows against a peer's."""
     low, high = ours.p20 or ours.p50 or 0.0, peer.p80 or peer.p50 or 0.0
     return low <= (peer.p50 or 0.0) or (ours.p50 or 0.0) <= high
 
@@ -438,7 +448,7 @@ def _without_time(row: Row) -> str:
 
 
 def _aim(row: Row) -> str:
-    """What one of our rows was to reach."""
+    """Return the targets of one of our rows."""
     if row.runner not in (_OURS, OWN):
         return ""
     parts = [f"{row.target:.4g}" if row.target else "", f"{row.target_x:.2f}x the best" if row.target_x else ""]
@@ -447,12 +457,12 @@ def _aim(row: Row) -> str:
 
 
 def _digits(value: Any) -> Any:
-    """Floats to six digits: clocks give no more."""
+    """Round floats to six digits, the resolution of the clocks."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _check(row: Row) -> None:
-    """Refuse what no run writes: texts for figures, times that are not above zero."""
+    """Raise ValueError for a row that no run writes."""
     for name in ("suite", "op", "case", "runner", "unit"):
         if not isinstance(getattr(row, name), str):
             raise ValueError(f"a row's {name} is {getattr(row, name)!r}")

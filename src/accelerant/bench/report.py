@@ -1,6 +1,8 @@
-"""A record as a page: what was lost first, bars beside the peers, shares of the ceilings, targets, all rows.
+"""A record as an HTML page: lost cases first, bars beside the peers, shares of the ceilings, targets, all rows.
 
-One HTML file that loads nothing from anywhere, for light and dark screens.
+The roofline shows rates against arithmetic intensity (operations over least bytes) under the roof min(copy rate x
+intensity, matrix rate) of the ceilings measured in the run. Source: Williams, Waterman and Patterson 2009, "Roofline:
+an insightful visual performance model", section 2.
 """
 
 from __future__ import annotations
@@ -12,90 +14,84 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from accelerant.bench import bars as bars_module
-from accelerant.bench.bars import Bar, bars
 from accelerant.bench.compare import Comparison
-from accelerant.bench.record import DETERMINISTIC, DEVICE, OWN, Record, Row
-from accelerant.bench.roofline import roofline
+from accelerant.bench.record import DETERMINISTIC, OWN, Record, Row
 from accelerant.nn.train.charts import Line, line_chart
-from accelerant.nn.train.page import document
 from accelerant.runtime.files import write_atomic
+from accelerant.runtime.html_page import Bar, bars, card, document, facts, table
 
-__all__ = ["build_report", "write_report"]
+__all__ = ["build_report", "roofline", "write_report"]
 
 _STYLE = """
 .soft { font-size: 13.5px; margin: 0 0 12px; }
 .warn { border-color: var(--two); } .warn ul { margin: 0; padding-left: 20px; overflow-wrap: anywhere; }
-.line.s0 { stroke: var(--one); } .line.s1 { stroke: var(--two); } .line.s2 { stroke: var(--three); }
-.line.s3 { stroke: var(--four); } .line.s4 { stroke: var(--peer); } .line.s5 { stroke: var(--soft); }
-.dot.s0, i.s0 { fill: var(--one); background: var(--one); } .dot.s1, i.s1 { fill: var(--two); background: var(--two); }
-.dot.s2, i.s2 { fill: var(--three); background: var(--three); }
-.dot.s3, i.s3 { fill: var(--four); background: var(--four); }
-.dot.s4, i.s4 { fill: var(--peer); background: var(--peer); }
-.dot.s5, i.s5 { fill: var(--soft); background: var(--soft); }
 .peer-dot { fill: none; stroke: var(--peer); stroke-width: 1.5; }
 table { font-size: 13px; } th, td { padding: 5px 10px 5px 0; }
 td.number, td.word { white-space: nowrap; } td.wide { min-width: 150px; overflow-wrap: anywhere; }
-.bad { color: var(--two); font-weight: 600; } .good { color: var(--three); font-weight: 600; }
 pre { overflow-x: auto; }
 """
 
 _NUMBERS = ("p50", "to reach", "p20-p80", "% of ceiling", "speedup", "GB/s", "TFLOP/s", "peak MiB", "CPU", "over CPU")
 
 Cases = dict[tuple[str, ...], list[Row]]
+Points = list[tuple[float, float]]
 
 
 def write_report(path: Path, record: Record, comparison: Comparison | None = None) -> None:
-    """Write the page under a temporary name, then rename."""
+    """Write the page; whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, build_report(record, comparison).encode())
 
 
 def build_report(record: Record, comparison: Comparison | None = None) -> str:
-    """The page.
+    """Return the page as HTML.
 
     Args:
         record: concluded.
-        comparison: with a baseline, if one was made.
-
-    Returns:
-        HTML; every text from outside is escaped.
+        comparison: with a baseline, if there is one.
     """
     env = record.environment
-    swept, record = _parted(record)
+    swept, record = _without_sweep(record)
     cases = _cases(record.ordered())
-    title = f"Benchmark: {escape(env.device)}"
+    title = f"Benchmark: {env.device}"
+    drawn = roofline(record)
+    head, *lines = record.cells()
+    regressions = comparison is not None and comparison.regressions
     body = [
-        f"<h1>{title}</h1>",
+        f"<h1>{escape(title)}</h1>",
         f'<p class="lead">Accelerant {escape(env.accelerant)} on {escape(env.system)}, {escape(env.time)}</p>',
         _facts(record, cases),
         _notes(record),
-        _comparison(comparison),
+        card("Beside the baseline", f"<pre>{escape(comparison.table())}</pre>", "warn" if regressions else "")
+        if comparison is not None
+        else "",
         _losses(cases),
         _sweep_losses(swept),
         *(_suite(suite, cases) for suite in dict.fromkeys(key[0] for key in cases)),
         _links(record),
-        _roofline_card(record),
-        _sweep_card(swept),
-        _ceiling_card(record),
-        _cpu_card(record),
+        card("Roofline", _remark("Filled: ours; hollow: the peers. Each dot has its case as a tooltip.") + drawn)
+        if drawn
+        else "",
+        _sweep_rates(swept),
+        _ceilings(record),
+        _cpu(record),
         _targets(record),
-        _card("All rows", _table(record)),
+        card(
+            "All rows",
+            table(head, ([_cell(*pair) for pair in zip(head, line, strict=True)] for line in lines), _NUMBERS),
+        ),
         _environment(record),
         "<footer>Times are medians; the line over a bar spans the 20th to the 80th percentile.</footer>",
     ]
-    return document(title, _STYLE + bars_module.STYLE, [part for part in body if part])
+    return document(title, _STYLE, body)
 
 
-def _parted(record: Record) -> tuple[Record, Record]:
-    """The sweep, and the rest: thousands of sizes would bury the cases that have a name."""
-    parts = [
-        [row for row in record.rows if (row.part == "sweep") is swept and not (swept and row.p50 is None)]
-        for swept in (True, False)
-    ]
+def _without_sweep(record: Record) -> tuple[Record, Record]:
+    """Split off the measured rows of the sweep: thousands of sizes would bury the named cases."""
+    swept = [row for row in record.rows if row.part == "sweep" and row.p50 is not None]
+    rest = [row for row in record.rows if row.part != "sweep"]
     missing = [row for row in record.rows if row.part == "sweep" and row.p50 is None]
-    swept, rest = (replace(record, rows=rows) for rows in parts)
-    return swept, replace(rest, rows=rest.rows + missing)
+    return replace(record, rows=swept), replace(record, rows=rest + missing)
 
 
 def _cases(rows: Iterable[Row]) -> Cases:
@@ -106,36 +102,35 @@ def _cases(rows: Iterable[Row]) -> Cases:
 
 
 def _lost(rows: Sequence[Row]) -> bool:
-    """Whether what dispatch chose was slower than a peer, or has no time where a peer has one."""
-    if any(row.runner == "accelerant" and row.speedup is not None and row.speedup < 1 for row in rows):
-        return True
+    """Return whether dispatch's choice was slower than a peer, or has no time where a peer has one."""
     ours = [row for row in rows if row.runner == "accelerant"]
+    if any(row.speedup is not None and row.speedup < 1 for row in ours):
+        return True
     return any(row.p50 is None for row in ours) and any(row.p50 is not None and not row.compared for row in rows)
 
 
-def _card(title: str, content: str, style: str = "") -> str:
-    return f'<section class="card {style}"><h2>{escape(title)}</h2>{content}</section>'
+def _remark(text: str) -> str:
+    return f'<p class="soft">{escape(text)}</p>'
+
+
+# --- figures and notes -----------------------------------------------------------------------------------------------
 
 
 def _facts(record: Record, cases: Cases) -> str:
     contested = [row for row in record.rows if row.speedup is not None and row.runner == "accelerant"]
-    won = sum((row.speedup or 0) >= 1 for row in contested)
-    facts = []
+    items = []
     if contested:
+        won = sum((row.speedup or 0) >= 1 for row in contested)
         mean = math.exp(sum(math.log(row.speedup or 1) for row in contested) / len(contested))
-        facts.append(("Against peers", f"{won} of {len(contested)}", "cases at least as fast as the fastest peer"))
-        facts.append(("Speed-up", f"{mean:.2f}x", "over the fastest peer, geometric mean"))
+        items.append(("Against peers", f"{won} of {len(contested)}", "cases at least as fast as the fastest peer"))
+        items.append(("Speed-up", f"{mean:.2f}x", "over the fastest peer, geometric mean"))
     aimed = [row for row in record.rows if row.aims and row.compared]
     if aimed:
-        facts.append(("Targets", f"{sum(_met(row, cases) for row in aimed)} of {len(aimed)}", "reached"))
+        items.append(("Targets", f"{sum(_met(row, cases) for row in aimed)} of {len(aimed)}", "reached"))
     for name, value in record.ceilings.items():
         what, _, unit = name.rpartition(" ")
-        facts.append((what[:1].upper() + what[1:], f"{value:.4g}", f"{unit}, ceiling measured in this run"))
-    items = [
-        f'<dl class="card fact"><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(unit)}</small></dd></dl>'
-        for name, value, unit in facts
-    ]
-    return f'<div class="facts">{"".join(items)}</div>'
+        items.append((what[:1].upper() + what[1:], f"{value:.4g}", f"{unit}, ceiling measured in this run"))
+    return facts(items)
 
 
 def _notes(record: Record) -> str:
@@ -150,72 +145,61 @@ def _notes(record: Record) -> str:
         for (runner, note, op), cases in reasons.items()
     ]
     lines = [*record.notes, *wrong, *missing]
-    return _card("To know first", f"<ul>{''.join(f'<li>{escape(x)}</li>' for x in lines)}</ul>", "warn") * bool(lines)
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return card("To know first", f"<ul>{items}</ul>", "warn") if lines else ""
 
 
-def _comparison(comparison: Comparison | None) -> str:
-    if comparison is None:
-        return ""
-    style = "warn" if comparison.regressions else ""
-    return _card("Beside the baseline", f"<pre>{escape(comparison.table())}</pre>", style)
+# --- cases as bars ---------------------------------------------------------------------------------------------------
 
 
 def _losses(cases: Cases) -> str:
     lost = {key: rows for key, rows in cases.items() if _lost(rows)}
     if not lost:
         return ""
-    text = '<p class="soft">Cases in which a peer was faster, the worst first.</p>'
-    return _card("Lost", text + _keys() + "".join(_case(rows) for rows in lost.values()), "warn")
+    text = _remark("Cases in which a peer was faster, the worst first.")
+    return card("Lost", text + _key() + "".join(_case(rows) for rows in lost.values()), "warn")
 
 
-def _keys() -> str:
+def _key() -> str:
     names = (("--one", "Accelerant, at least as fast"), ("--two", "Accelerant, slower"), ("--peer", "peers"))
-    return f"""<div class="keys">{
-        "".join(f'<span><i style="background:var({colour})"></i>{name}</span>' for colour, name in names)
-    }</div>"""
+    items = "".join(f'<span><i style="background:var({colour})"></i>{name}</span>' for colour, name in names)
+    return f'<div class="keys">{items}</div>'
 
 
 def _suite(suite: str, cases: Cases) -> str:
-    """Cases of a suite that have a peer and were not lost, those stand above."""
+    """Return a suite's cases that have a peer and were not lost."""
     shown = [
         rows
         for key, rows in cases.items()
         if key[0] == suite and not _lost(rows) and any(row.speedup is not None for row in rows)
     ]
-    if not shown:
-        return ""
-    return _card(f"{suite.capitalize()}: beside the peers", _keys() + "".join(_case(rows) for rows in shown))
+    content = _key() + "".join(_case(rows) for rows in shown)
+    return card(f"{suite.capitalize()}: beside the peers", content) if shown else ""
 
 
 def _case(rows: Sequence[Row]) -> str:
-    """The runners of a case, each case on a scale of its own."""
+    """Return the bars of a case's runners, on a scale of their own."""
     ran = [row for row in rows if row.p50 is not None]
-    speedup = next((row.speedup for row in ran if row.speedup is not None and row.runner == "accelerant"), None)
-    aside = "" if speedup is None else f"{speedup:.3g}x the fastest peer's speed"
-    without = next((row.note for row in rows if row.runner == "accelerant" and row.p50 is None), None)
-    aside = f"ours has no time: {without}" if without is not None else aside
+    ours = next((row for row in rows if row.runner == "accelerant"), None)
+    aside = f"{ours.speedup:.3g}x the fastest peer's speed" if ours is not None and ours.speedup is not None else ""
+    aside = f"ours has no time: {ours.note}" if ours is not None and ours.p50 is None else aside
+
+    def style(row: Row) -> str:
+        if row.runner not in ("accelerant", OWN, DETERMINISTIC):
+            return "peer"
+        return "lost" if (row.speedup or 1) < 1 else "ours"
+
     shown = [
         Bar(
             row.runner if row.implementation in ("", row.runner) else f"{row.runner}: {row.implementation}",
-            row.p50 or 0.0,
-            f"{row.p50:.4g} {row.unit}",
-            "peer"
-            if row.runner not in ("accelerant", OWN, DETERMINISTIC)
-            else "lost"
-            if (row.speedup or 1) < 1
-            else "ours",
-            row.p20 or 0.0,
-            row.p80 or 0.0,
+            row.p50 or 0.0, f"{row.p50:.4g} {row.unit}", style(row), row.p20 or 0.0, row.p80 or 0.0,
         )
         for row in ran
-    ]
+    ]  # fmt: skip
     return bars(f"{ran[0].op} {ran[0].case}", shown, aside=aside)
 
 
-def _ceiling_card(record: Record) -> str:
-    rows = [row for row in record.rows if row.percent_of_ceiling is not None and row.runner in ("accelerant", DEVICE)]
-    if not rows:
-        return ""
+def _ceilings(record: Record) -> str:
     shown = [
         Bar(
             f"{row.op} {row.case}",
@@ -223,49 +207,49 @@ def _ceiling_card(record: Record) -> str:
             f"{row.percent_of_ceiling:.0f}% of {row.ceiling}",
             "ours",
         )
-        for row in sorted(rows, key=lambda row: row.percent_of_ceiling or 0.0)
-        if row.runner == "accelerant"
+        for row in sorted(record.rows, key=lambda row: row.percent_of_ceiling or 0.0)
+        if row.runner == "accelerant" and row.percent_of_ceiling is not None
     ]
-    text = '<p class="soft">Ours; the dashed line is the ceiling, bars end at 150%.</p>'
-    return _card("Share of the measured ceiling", text + bars("", shown, limit=100.0)) if shown else ""
+    text = _remark("Ours; the dashed line is the ceiling, bars end at 150%.")
+    return card("Share of the measured ceiling", text + bars("", shown, limit=100.0)) if shown else ""
 
 
-def _roofline_card(record: Record) -> str:
-    drawn = roofline(record)
-    text = '<p class="soft">Filled: ours; hollow: the peers. The pointer over a dot says which case it is.</p>'
-    return _card("Roofline", text + drawn) if drawn else ""
+def _cpu(record: Record) -> str:
+    shown = [
+        Bar(f"{row.op} {row.case}", math.log10(max(row.over_cpu or 1.0, 1.0)), f"{row.over_cpu:,.0f}x", "ours")
+        for row in sorted(record.rows, key=lambda row: row.over_cpu or 0.0)
+        if row.over_cpu is not None
+    ]
+    text = _remark("Bars on a logarithmic scale; the table says how the CPU was measured.")
+    return card("Over this machine's CPU", text + bars("", shown)) if shown else ""
 
 
-def _swept(record: Record) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Op and direction -> runner -> log2 of the elements and GB/s, of round numbers of elements."""
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+# --- rates by size ---------------------------------------------------------------------------------------------------
+
+
+def _sweep_rates(record: Record) -> str:
+    """Return charts of GB/s by log2 of the elements, one for each op and direction; round numbers of elements only."""
+    series: dict[str, dict[str, Points]] = {}
     for row in record.rows:
         size = re.match(r"(\d+)x(\d+)\b", row.case)
-        if row.rate_gb_s and size:
-            elements = int(size[1]) * int(size[2])
-            if elements % 2 == 0:
-                name = f"{row.op} {row.case.split()[-1]}"
-                found.setdefault(name, {}).setdefault(row.runner, []).append((math.log2(elements), row.rate_gb_s))
-    return found
-
-
-def _sweep_card(record: Record) -> str:
-    """Rates by size, ours beside torch's."""
+        if row.rate_gb_s and size and (elements := int(size[1]) * int(size[2])) % 2 == 0:
+            runners = series.setdefault(f"{row.op} {row.case.split()[-1]}", {})
+            runners.setdefault(row.runner, []).append((math.log2(elements), row.rate_gb_s))
     styles = {"accelerant": "s0", "torch": "s4", "torch.compile": "s2"}
     charts = []
-    for name, runners in _swept(record).items():
+    for name, runners in series.items():
         lines = [
             Line(runner, sorted(points), styles.get(runner, "s5"), dots=True)
             for runner, points in sorted(runners.items(), key=lambda pair: list(styles).index(pair[0]))
         ]
         chart = line_chart(lines, x_label="log2 of the elements", y_label="GB/s", zero=True)
         charts.append(f"<div><b>{escape(name)}</b>{chart}</div>")
-    text = '<p class="soft">Least bytes over the median; odd numbers of elements stand in the record alone.</p>'
-    return _card("Rate by size", f'{text}<div class="row">{"".join(charts)}</div>') if charts else ""
+    text = _remark("Least bytes over the median; only the record has odd numbers of elements.")
+    return card("Rate by size", f'{text}<div class="row">{"".join(charts)}</div>') if charts else ""
 
 
 def _sweep_losses(record: Record) -> str:
-    """Sizes at which torch or torch.compile was faster, a line each."""
+    """Return a table of the sizes at which torch or torch.compile was faster."""
     lost = [
         (row, min((peer for peer in rows if not peer.compared and peer.p50), key=lambda peer: peer.p50 or 0.0))
         for rows in _cases(record.rows).values()
@@ -276,57 +260,95 @@ def _sweep_losses(record: Record) -> str:
     if not lost:
         return ""
     lost.sort(key=lambda pair: pair[0].speedup or 0.0)
-    body = "".join(
-        f'<tr><td class="word">{escape(row.op)}</td><td class="wide">{escape(row.case)}</td>'
-        f'<td class="wide">{escape(row.implementation)}</td><td class="number">{row.p50:.4g}</td>'
-        f'<td class="word">{escape(peer.runner)}</td><td class="number">{peer.p50:.4g}</td>'
-        f'<td class="number bad">{row.speedup:.2f}x</td></tr>'
+    rows = (
+        (
+            ("word", row.op), ("wide", row.case), ("wide", row.implementation), ("number", f"{row.p50:.4g}"),
+            ("word", peer.runner), ("number", f"{peer.p50:.4g}"), ("number bad", f"{row.speedup:.2f}x"),
+        )
         for row, peer in lost
-    )
+    )  # fmt: skip
     count = len({row.case_key for row in record.rows if row.runner == "accelerant"})
-    text = f'<p class="soft">{len(lost)} of {count} sizes, the worst first; times in ms.</p>'
-    head = "<tr><th>op</th><th>case</th><th>ran</th><th>p50</th><th>faster</th><th>p50</th><th>speedup</th></tr>"
-    return _card("Lost in the sweep", f'{text}<div class="scroll"><table>{head}{body}</table></div>', "warn")
-
-
-def _cpu_card(record: Record) -> str:
-    rows = [row for row in record.rows if row.over_cpu is not None]
-    if not rows:
-        return ""
-    shown = [
-        Bar(f"{row.op} {row.case}", math.log10(max(row.over_cpu or 1.0, 1.0)), f"{row.over_cpu:,.0f}x", "ours")
-        for row in sorted(rows, key=lambda row: row.over_cpu or 0.0)
-    ]
-    text = '<p class="soft">Bars on a logarithmic scale; how the CPU was measured stands in the table.</p>'
-    return _card("Over this machine's CPU", text + bars("", shown))
+    text = _remark(f"{len(lost)} of {count} sizes, the worst first; times in ms.")
+    head = ("op", "case", "ran", "p50", "faster", "p50", "speedup")
+    return card("Lost in the sweep", text + table(head, rows), "warn")
 
 
 def _links(record: Record) -> str:
-    """Rates of copies by size, a chart each for the link and the device."""
-    series: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    """Return charts of copy rates by size, one each for the link's directions and the device."""
+    series: dict[str, dict[str, Points]] = {}
     for row in record.rows:
         size = re.match(r"(\d+) (B|KiB|MiB|GiB)\b", row.case)
         if row.suite != "bandwidth" or size is None or row.rate_gb_s is None:
             continue
         mib = int(size[1]) * {"B": 2**-20, "KiB": 2**-10, "MiB": 1, "GiB": 2**10}[size[2]]
-        kind = row.case[size.end() :].strip()
-        name = f"{row.op} {kind}, {row.implementation}".replace(" ,", ",")
+        name = f"{row.case[size.end() :].strip()}, {row.implementation}".removeprefix(", ")
         series.setdefault(row.op, {}).setdefault(name, []).append((math.log2(mib), row.rate_gb_s))
     charts = []
     for op, lines in series.items():
-        drawn = [
-            Line(name.removeprefix(f"{op} "), sorted(points), f"s{i % 6}", dots=True)
-            for i, (name, points) in enumerate(lines.items())
-        ]
+        drawn = [Line(name, sorted(points), f"s{i % 6}", dots=True) for i, (name, points) in enumerate(lines.items())]
         chart = line_chart(drawn, x_label="log2 of the size in MiB", y_label="GB/s", zero=True)
-        charts.append(_card(f"{op[:1].upper()}{op[1:]}", chart))
+        charts.append(card(f"{op[:1].upper()}{op[1:]}", chart))
     return f'<div class="row">{"".join(charts)}</div>' if charts else ""
 
 
+# --- the roofline ----------------------------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT = 1060, 420
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 16, 44
+
+
+def roofline(record: Record) -> str:
+    """Return the roofline as SVG, a dot for each row; "" without ceilings or rows with operations."""
+    copy, matrix = record.ceilings.get("copy GB/s"), record.ceilings.get("matmul TFLOP/s")
+    rows = [row for row in record.rows if row.tflop_s and row.bytes]
+    if not copy or not matrix or not rows:
+        return ""
+    intensities = [row.flops / row.bytes for row in rows]
+    ridge = matrix * 1e3 / copy
+    x_low, x_high = math.log10(min(*intensities, ridge) / 2), math.log10(max(*intensities, ridge) * 2)
+    y_low = math.log10(min(min(row.tflop_s or matrix for row in rows), copy * 10**x_low / 1e3) / 1.5)
+    y_high = math.log10(matrix * 1.6)
+    base, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+
+    def x(intensity: float) -> float:
+        return round(_LEFT + (math.log10(intensity) - x_low) / (x_high - x_low) * (right - _LEFT), 1)
+
+    def y(rate: float) -> float:
+        return round(base - (math.log10(rate) - y_low) / (y_high - y_low) * (base - _TOP), 1)
+
+    def dot(row: Row) -> str:
+        lost = row.speedup is not None and row.speedup < 1
+        style = f"dot {'s1' if lost else 's0'}" if row.compared else "peer-dot"
+        title = escape(f"{row.op} {row.case}, {row.runner} {row.implementation}: {row.tflop_s:.0f} TFLOP/s")
+        at = f'cx="{x(row.flops / row.bytes)}" cy="{y(row.tflop_s or 1.0)}"'
+        return f'<circle class="{style}" {at} r="5"><title>{title}</title></circle>'
+
+    parts = []
+    for value in (10**power for power in range(math.ceil(x_low), math.floor(x_high) + 1)):
+        parts.append(f'<line class="grid" x1="{x(value)}" x2="{x(value)}" y1="{_TOP}" y2="{base}"/>')
+        parts.append(f'<text x="{x(value)}" y="{base + 16}" text-anchor="middle">{value:g}</text>')
+    for value in (10**power for power in range(math.ceil(y_low), math.floor(y_high) + 1)):
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y(value)}" y2="{y(value)}"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y(value) + 4}" text-anchor="end">{value:g}</text>')
+    start = 10**x_low
+    roof = f"{x(start)},{y(copy * start / 1e3)} {x(ridge)},{y(matrix)} {x(10**x_high)},{y(matrix)}"
+    parts += [
+        f'<polyline class="line s5" points="{roof}"/>',
+        f'<text x="{right}" y="{y(matrix) - 6}" text-anchor="end">{matrix:.0f} TFLOP/s, matrix product</text>',
+        f'<text x="{x(start * 1.3)}" y="{y(copy * start * 1.3 / 1e3) + 34}">{copy:.0f} GB/s, copy</text>',
+        *map(dot, sorted(rows, key=lambda row: row.compared)),  # ours over the peers
+        f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">operations a byte</text>',
+        f'<text x="14" y="{_TOP + 4}">TFLOP/s</text>',
+    ]
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Roofline">{"".join(parts)}</svg>'
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
 def _met(row: Row, cases: Cases) -> bool:
-    """Reached, with every named peer there to be beaten."""
-    peers = cases[row.case_key]
-    return bool(row.reached) and all(peer.p50 is not None or peer.compared for peer in peers)
+    """Return whether a row's targets are reached and every named peer ran."""
+    return bool(row.reached) and all(peer.p50 is not None or peer.compared for peer in cases[row.case_key])
 
 
 def _targets(record: Record) -> str:
@@ -334,72 +356,48 @@ def _targets(record: Record) -> str:
     aimed = [row for row in record.rows if row.aims and row.compared]
     if not aimed:
         return ""
-    lines = []
+    rows = []
     for row in sorted(aimed, key=lambda row: _met(row, cases)):
         met = _met(row, cases)
-        reached = "wrong" if row.wrong else "did not run" if row.p50 is None else f"{row.p50:.4g} {row.unit}"
-        if row.target_x and row.speedup:
-            reached += f", {row.speedup:.2f}x"
-        if row.target_bytes and row.peak_bytes is not None:
+        reached = _figure(row)
+        if row.p50 is not None and row.target_bytes and row.peak_bytes is not None:
             reached += f", {row.peak_bytes / 2**20:.4g} MiB"
         if not met and row.reached:
             reached += ", a peer did not run"
-        lines.append(
-            (row, _aim(row), reached, _own(cases[row.case_key]), ("good", "reached") if met else ("bad", "unmet"))
-        )
-    body = "".join(
-        f'<tr><td class="word">{escape(row.op)}</td><td class="wide">{escape(row.case)}</td>'
-        f'<td class="wide">{escape(row.implementation)}</td><td class="number">{escape(target)}</td>'
-        f'<td class="number">{escape(reached)}</td><td class="number">{escape(own)}</td>'
-        f'<td class="{verdict[0]}">{verdict[1]}</td></tr>'
-        for row, target, reached, own, verdict in lines
-    )
-    head = "<tr><th>op</th><th>case</th><th>ran</th>"
-    head += (
-        "".join(f'<th class="number">{name}</th>' for name in ("to reach", "p50", "own kernel, forced"))
-        + "<th></th></tr>"
-    )
-    return _card("Targets", f'<div class="scroll"><table>{head}{body}</table></div>')
+        own = next((other for other in cases[row.case_key] if other.runner == OWN), None)
+        target = [f"{row.target:.4g} {row.unit}" if row.target else ""]
+        target.append(f"{row.target_x:.2f}x the fastest peer" if row.target_x else "")
+        target.append(f"{row.target_bytes / 2**20:.4g} MiB" if row.target_bytes else "")
+        rows.append(
+            (
+                ("word", row.op), ("wide", row.case), ("wide", row.implementation),
+                ("number", ", ".join(filter(None, target))), ("number", reached),
+                ("number", "the same" if own is None else _figure(own)),
+                ("good", "reached") if met else ("bad", "unmet"),
+            )
+        )  # fmt: skip
+    head = ("op", "case", "ran", "to reach", "p50", "own kernel, forced", "")
+    return card("Targets", table(head, rows, head[3:6]))
 
 
-def _aim(row: Row) -> str:
-    """What a row is to reach, in words."""
-    parts = [f"{row.target:.4g} {row.unit}" if row.target else ""]
-    parts.append(f"{row.target_x:.2f}x the fastest peer" if row.target_x else "")
-    parts.append(f"{row.target_bytes / 2**20:.4g} MiB" if row.target_bytes else "")
-    return ", ".join(filter(None, parts))
+def _figure(row: Row) -> str:
+    """Return a row's median and speed-up, or why it has none."""
+    if row.p50 is None:
+        return "wrong" if row.wrong else "did not run"
+    return f"{row.p50:.4g} {row.unit}" + (f", {row.speedup:.2f}x" if row.speedup else "")
 
 
-def _own(rows: Sequence[Row]) -> str:
-    """What our own kernel took where dispatch chose a library; "the same" where it chose ours."""
-    own = next((row for row in rows if row.runner == OWN), None)
-    if own is None:
-        return "the same"
-    if own.p50 is None:
-        return "wrong" if own.wrong else "did not run"
-    return f"{own.p50:.4g} {own.unit}" + (f", {own.speedup:.2f}x" if own.speedup else "")
-
-
-def _table(record: Record) -> str:
-    head, *lines = record.cells()
-    top = "".join(f'<th class="number">{escape(x)}</th>' if x in _NUMBERS else f"<th>{escape(x)}</th>" for x in head)
-    body = "".join(
-        f"<tr>{''.join(_cell(name, text) for name, text in zip(head, line, strict=True))}</tr>" for line in lines
-    )
-    return f'<div class="scroll"><table><tr>{top}</tr>{body}</table></div>'
-
-
-def _cell(name: str, text: str) -> str:
+def _cell(name: str, text: str) -> tuple[str, str]:
+    """Return the CSS class and the text of a cell of all rows."""
     if name in ("case", "note", "ran", "CPU"):
-        return f'<td class="wide">{escape(text)}</td>'
+        return "wide", text
     lost = name == "speedup" and text and float(text.split("x")[0]) < 1
-    style = ("number" if name in _NUMBERS else "word") + (" bad" if lost else "")
-    return f'<td class="{style}">{escape(text)}</td>'
+    return ("number" if name in _NUMBERS else "word") + (" bad" if lost else ""), text
 
 
 def _environment(record: Record) -> str:
     env = record.environment
-    facts: Iterable[tuple[str, str]] = (
+    items: Iterable[tuple[str, str]] = (
         ("device", f"{env.device} ({env.backend}, {env.architecture})"),
         ("driver", env.driver or "none"),
         ("system", env.system),
@@ -408,5 +406,4 @@ def _environment(record: Record) -> str:
         *env.packages.items(),
         *((f"ceiling: {name}", f"{value:.5g}") for name, value in record.ceilings.items()),
     )
-    rows = "".join(f'<tr><th>{escape(name)}</th><td class="wide">{escape(value)}</td></tr>' for name, value in facts)
-    return _card("Environment", f"<table>{rows}</table>")
+    return card("Environment", table((), ((("soft", name), ("wide", value)) for name, value in items)))

@@ -1,10 +1,11 @@
-"""The neural ops as the benchmark sees them: ours, torch's, the operations they take, and other libraries' versions.
+"""The neural ops as the benchmark sees them: torch's function of each, its operations, and torch's other back ends.
 
 Each function takes an op's arguments as its cases.py gives them: tensors positional, options by keyword.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant import ops
-from accelerant.bench import peers
+from accelerant.errors import UnsupportedCase
 from accelerant.ops._cases import Sample
 
 __all__ = ["OPS", "Subject"]
@@ -26,18 +27,17 @@ Flops = Callable[[Sequence[Tensor], Tensor], int]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """An op to measure; its cases stand in its folder.
+    """An op to measure; its cases are in its folder.
 
     Attributes:
-        theirs: the same function by torch.
-        peers: runner -> what makes its function; it raises UnsupportedCase where the library is absent.
-        flops: of the forward pass, from its inputs and its first result; None where bandwidth bounds it.
-        backward_flops: of the backward pass, as a multiple of the forward pass's.
-        constants: arguments that no model asks a gradient of, by place.
-        shared: arguments that are the same for every row of the first, by place: weights, also where they are as many
-            rows as that.
-        random: whether a result is another at each call, so that it is not compared.
-        odd: which of the op's LARGE samples torch's function takes as well.
+        theirs: torch's function.
+        peers: makers of the functions of torch's other back ends, by peer.
+        flops: operations of the forward pass, from its inputs and its first result; None where bandwidth bounds it.
+        backward_flops: operations of the backward pass, as a multiple of the forward pass's.
+        constants: indices of arguments without a gradient in training.
+        shared: indices of arguments that are the same for every row of the first, such as weights.
+        random: results differ from call to call, so they are not compared.
+        odd: returns whether torch's function takes one of the op's LARGE samples.
     """
 
     theirs: Fn
@@ -95,14 +95,38 @@ def _linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, **opt
 
 
 def attention_by_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """The back end that torch chooses."""
+    """Compute attention by the back end that torch chooses."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def _attention_by(backend: str) -> Fn:
+    """Return torch's attention by one of its back ends: CUDNN_ATTENTION, or FLASH_ATTENTION for FlashAttention-2."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    chosen = getattr(SDPBackend, backend)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        with sdpa_kernel(chosen):
+            return attention_by_torch(q, k, v, **options)
+
+    return call
+
+
+def _cublaslt_linear_gelu() -> Fn:
+    """Return torch's function for cuBLASLt's epilogue of bias and tanh GELU."""
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
+        if approximate != "tanh":
+            raise UnsupportedCase("cuBLASLt's epilogue computes GELU by tanh only")
+        return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+
+    return call
+
+
 def _attention_decode(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float | None = None) -> Tensor:
-    """By torch's attention with a mask of what each query sees."""
-    places = lengths[:, None] - q.shape[2] + torch.arange(q.shape[2], device=q.device)
-    seen = torch.arange(k.shape[2], device=q.device) <= places[..., None]
+    """Compute by torch's attention with a mask of the keys that each query sees."""
+    positions = lengths[:, None] - q.shape[2] + torch.arange(q.shape[2], device=q.device)
+    seen = torch.arange(k.shape[2], device=q.device) <= positions[..., None]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=seen[:, None], scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -112,25 +136,27 @@ def _attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     *, causal: bool = False, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """By torch's own function for packed sequences, a prototype that says "causal" in one way or the other."""
+    """Compute by torch's prototype for packed sequences, whose parameter for "causal" depends on the version."""
     from torch.nn.attention.varlen import varlen_attn
 
-    told = inspect.signature(varlen_attn).parameters
-    how: dict[str, Any] = {"is_causal": causal} if "is_causal" in told else {"window_size": (-1, 0 if causal else -1)}
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = (
+        {"is_causal": causal} if "is_causal" in known else {"window_size": (-1, 0 if causal else -1)}
+    )
     if scale is not None:
-        how["scale"] = scale
-    found = varlen_attn(q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, **how)
-    return found[0] if isinstance(found, tuple) else found
+        options["scale"] = scale
+    result = varlen_attn(q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, **options)
+    return result[0] if isinstance(result, tuple) else result
 
 
-def _by_torch_too(sample: Sample) -> bool:
-    """No window, and causal only where queries and keys are as many: torch's mask is another where they are not."""
+def _torch_takes(sample: Sample) -> bool:
+    """Return whether torch takes a sample of attention: no window, and causal only with as many queries as keys."""
     q, k = sample.shapes[:2]
     return "window" not in sample.options and (not sample.options.get("causal") or (q or ())[2:3] == (k or ())[2:3])
 
 
-def _of_one_number(sample: Sample) -> bool:
-    """A loss of all rows together, whose gradient needs none to start from."""
+def _reduced(sample: Sample) -> bool:
+    """Return whether a sample's loss is one number, which needs no upstream gradient."""
     return sample.options.get("reduction") != "none"
 
 
@@ -142,7 +168,7 @@ def _quantize_int8(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:
 def _linear_int8(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, dynamic: bool = False
 ) -> Tensor:
-    """With a dequantised weight; dynamic, by torch's product of integers."""
+    """Compute with a dequantized weight, or with torch's integer product where `dynamic`."""
     if not dynamic:
         return F.linear(x, (weight * scale[:, None]).to(x.dtype), bias)
     q, x_scale = _quantize_int8(x)
@@ -155,7 +181,7 @@ def _matmul_flops(inputs: Sequence[Tensor], y: Tensor) -> int:
 
 
 def _linear_int8_flops(inputs: Sequence[Tensor], y: Tensor) -> int:
-    """None for few rows: the weight's bytes bound those."""
+    """Return 0 for few rows, which the weight's bytes bound."""
     return _matmul_flops(inputs, y) if len(inputs[0]) > 16 else 0
 
 
@@ -169,13 +195,13 @@ def _conv_flops(inputs: Sequence[Tensor], y: Tensor) -> int:
 
 
 def varlen_flops(q: Tensor, cu_q: Tensor, cu_k: Tensor, *, causal: bool) -> int:
-    """The same, of each sequence."""
+    """Count attention_flops of each packed sequence."""
     pairs = int((cu_q.diff().long() * cu_k.diff().long()).sum())
     return 4 * pairs * q.shape[1] * q.shape[2] // (2 if causal else 1)
 
 
 def attention_flops(q: Tensor, k: Tensor, *, causal: bool) -> int:
-    """Two products over the pairs that are not masked, half of them where it is causal, as is the custom."""
+    """Count two products over all pairs, by convention half of them where it is causal."""
     return 4 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3] // (2 if causal else 1)
 
 
@@ -187,40 +213,31 @@ _ALL: dict[str, Subject] = {
     "tanh": Subject(torch.tanh),
     "silu": Subject(F.silu),
     "gelu": Subject(F.gelu),
-    "softmax": Subject(F.softmax, {"liger": peers.liger_softmax, "quack": peers.quack_softmax}),
+    "softmax": Subject(F.softmax),
     "log_softmax": Subject(F.log_softmax),
-    "layer_norm": Subject(
-        _layer_norm, {"liger": peers.liger_layer_norm, "quack": peers.quack_layer_norm}, shared=(1, 2)
-    ),
+    "layer_norm": Subject(_layer_norm, shared=(1, 2)),
     "add_layer_norm": Subject(_add_layer_norm, shared=(2, 3)),
-    "rms_norm": Subject(_rms_norm, {"liger": peers.liger_rms_norm, "quack": peers.quack_rms_norm}, shared=(1,)),
+    "rms_norm": Subject(_rms_norm, shared=(1,)),
     "add_rms_norm": Subject(_add_rms_norm, shared=(2,)),
-    "linear_gelu": Subject(_linear_gelu, {"cublaslt": peers.cublaslt_linear_gelu}, _matmul_flops, shared=(1, 2)),
-    "swiglu": Subject(_swiglu, {"liger": peers.liger_swiglu}),
+    "linear_gelu": Subject(_linear_gelu, {"cublaslt": _cublaslt_linear_gelu}, _matmul_flops, shared=(1, 2)),
+    "swiglu": Subject(_swiglu),
     "rope": Subject(_rope, constants=(1, 2)),
     "embedding": Subject(F.embedding, shared=(1,)),
     "dropout": Subject(lambda x, p=0.5, seed=None: F.dropout(x, p), random=True),
-    "cross_entropy": Subject(
-        _cross_entropy,
-        {"liger": peers.liger_cross_entropy, "quack": peers.quack_cross_entropy},
-        odd=_of_one_number,
-    ),
-    "linear_cross_entropy": Subject(
-        _linear_cross_entropy,
-        {"liger": peers.liger_linear_cross_entropy},
-        _linear_loss_flops,
-        shared=(1,),
-        odd=_of_one_number,
-    ),
+    "cross_entropy": Subject(_cross_entropy, odd=_reduced),
+    "linear_cross_entropy": Subject(_linear_cross_entropy, flops=_linear_loss_flops, shared=(1,), odd=_reduced),
     "matmul": Subject(torch.matmul, flops=_matmul_flops),
     "quantize_int8": Subject(_quantize_int8),
     "linear_int8": Subject(_linear_int8, flops=_linear_int8_flops, constants=(2,), shared=(1, 2, 3)),
     "attention": Subject(
         attention_by_torch,
-        {"cudnn": peers.cudnn_attention, "flash": peers.flash_attention, "flash_attn_4": peers.flash_attention_4},
+        {
+            "cudnn": functools.partial(_attention_by, "CUDNN_ATTENTION"),
+            "flash": functools.partial(_attention_by, "FLASH_ATTENTION"),
+        },
         lambda inputs, _: attention_flops(inputs[0], inputs[1], causal=False),
         backward_flops=2.5,
-        odd=_by_torch_too,
+        odd=_torch_takes,
     ),
     "attention_varlen": Subject(
         _attention_varlen,
@@ -235,4 +252,4 @@ _ALL: dict[str, Subject] = {
 }
 
 OPS: dict[str, Subject] = {name: _ALL[name] for name in ops.__all__ if name in _ALL}
-"""The subjects of the ops that there are."""
+"""The subjects by op, in the order of ops.__all__."""

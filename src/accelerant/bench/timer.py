@@ -1,16 +1,16 @@
-"""Times that can be trusted: warm-up, a cold cache, many repeats, quantiles.
+"""Timers of calls: warm-up, a cold cache, many repeats, quantiles.
 
-On a GPU a call stands between two events, after a write of many times what the L2 holds: the write empties the cache
-and keeps the device busy (about 0.2 ms on an H200; it is repeated for a slow host) while the host queues the call, so
-that host time does not stand in the figure; `host_time_us` measures that. What the write leaves in the L2 goes to
-memory during the call, as what the call itself writes does after it: for a call that reads and writes the two are
-even. A call that writes next to nothing would pay for the flush (50 MB, 11 us on an H200), so for it the cache is
-emptied by reading (`reads=True`). On the CPU the clock is read around the call.
+On a GPU a call is timed by two events, after a write that is much larger than the L2 cache. The write empties the
+cache and keeps the device busy (about 0.2 ms on an H200; repeated for a slow host) while the host queues the call, so
+that host time is not part of the figure; `host_time_us` measures that. What the write leaves in the L2 goes to memory
+during the call, as what the call writes does after it: for a call that reads and writes the two are even. A call that
+writes next to nothing would pay for the flush (50 MB, 11 us on an H200), so for it the cache is emptied by reading
+(`reads=True`). On the CPU the clock is read around the call.
 
-`rotated_ms` is for calls that a program makes one after the other on other memory each time, as the layers of a model
-do: alone, a call of some 20 us also shows what it costs to start one. `wall_ms` is what somebody waits for: from an
-idle device to an idle device, the host's part included. `time_in_turns` is for a comparison on a CPU, whose speed is
-another from one second to the next: what is compared is called in turns.
+`rotated_ms` times calls that a program makes one after the other on other memory each time, as the layers of a model
+do: a single call of some 20 us also shows what starting it costs. `wall_ms` includes the host, from an idle device to
+an idle device. `time_in_turns` compares calls on a CPU, whose speed changes from one second to the next, by
+alternating them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MIN_REPEATS = 10
 _MAX_REPEATS = 200
 _SLOW_S = 0.05
 _SLOW_REPEATS = 3
-"""Calls of more seconds than that are made at least so many times: their medians hardly move."""
+"""Least repeats of calls that take more than _SLOW_S seconds; their medians hardly move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,37 +45,35 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
-        """Of two samples or more."""
+        """Return the quantiles of at least two samples, in milliseconds."""
         cuts = statistics.quantiles(samples, n=10, method="inclusive")
         kept = tuple(float(f"{sample:.4g}") for sample in samples)
         return cls(cuts[1], statistics.median(samples), cuts[7], len(samples), kept)
 
+    def over(self, other: Timing) -> Timing:
+        """Return the ratio of this timing to another one, its spread from the extremes of both."""
+        return Timing(self.p20_ms / other.p80_ms, self.p50_ms / other.p50_ms, self.p80_ms / other.p20_ms, 1)
+
 
 def time_ms(fn: Callable[[], object], device: torch.device, *, budget_s: float = 0.3, reads: bool = False) -> Timing:
-    """Device time of a call.
+    """Return the device time of a call.
 
     Args:
-        fn: the call; its result is dropped.
-        device: where it works.
         budget_s: seconds to spend on the timed calls; at least 10 are made, or 3 of those that take above 50 ms.
-        reads: whether it writes next to nothing.
+        reads: the call writes next to nothing.
     """
     return Timing.of(_device_samples(fn, budget_s, reads) if device.type == "cuda" else _host_samples(fn, budget_s))
 
 
 _TURN_S = 2e-4
-"""Shorter calls are made several at a time, so that reading the clock is no part of the figure."""
+"""Shorter calls are timed several at a time, so that reading the clock does not count."""
 
 
 def time_in_turns(calls: Sequence[Callable[[], object]], *, budget_s: float = 0.3) -> list[Timing]:
-    """Host times of calls that are done when they return, each round one after the other, the next round another first.
+    """Return the host times of synchronous calls that take turns; each round begins with another call.
 
     Args:
-        calls: what is compared; results are dropped.
         budget_s: seconds to spend on each; at least 10 rounds are made, or 3 where a call takes above 50 ms.
-
-    Returns:
-        the times of each.
     """
     once_s = []
     for call in calls:
@@ -87,35 +85,34 @@ def time_in_turns(calls: Sequence[Callable[[], object]], *, budget_s: float = 0.
     rounds = _repeats(max((s * n for s, n in zip(once_s, together, strict=True)), default=0.0), budget_s)
     samples: list[list[float]] = [[] for _ in calls]
     for i in range(rounds):
-        for place in range(len(calls)):
-            at = (place + i) % len(calls)
+        for turn in range(len(calls)):
+            at = (turn + i) % len(calls)
             call, count = calls[at], together[at]
             began = time.perf_counter()
             for _ in range(count):
                 call()
             samples[at].append((time.perf_counter() - began) / count * 1e3)
-    return [Timing.of(each) for each in samples]
+    return [Timing.of(times) for times in samples]
 
 
 _ROTATED_CALLS = 64
-"""Between two events, at the least: what starting the first and ending the last take is then shared by so many."""
+"""Least calls between two events: they share the cost of starting the first and ending the last."""
 
 
 def rotated_ms(
     calls: Sequence[Callable[[], object]], device: torch.device, *, budget_s: float = 0.3
 ) -> tuple[Timing, str]:
-    """Device time of a call among calls that follow one another, each on memory of its own.
+    """Return the device time of one of several consecutive calls, each on memory of its own.
 
     On a GPU they are captured in one CUDA graph, and a replay's time is divided by their number. Calls that cannot be
-    captured stand between two events as they are, after work that gives the host a head start.
+    captured are timed as they are, after work that gives the host a head start.
 
     Args:
-        calls: the same on copies of its arguments, which together are many times what the L2 holds.
-        device: where they work.
+        calls: one call on copies of its arguments, which together are several times the size of the L2.
         budget_s: seconds to spend on timed replays.
 
     Returns:
-        the times, with how they were taken in words.
+        The times, and a description of how they were taken.
     """
     count = f"{len(calls)} copies in turn"
     if device.type != "cuda":
@@ -143,14 +140,14 @@ def rotated_ms(
 
 
 def _captured(calls: Sequence[Callable[[], object]]) -> tuple[Callable[[], object], str]:
-    """What makes all calls, and how."""
+    """Return a function that makes all calls, and a description of it."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     try:
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
-    except Exception:  # noqa: BLE001 - whatever cannot be captured is called instead, and the row says so
+    except Exception:  # noqa: BLE001 - what cannot be captured is called instead, and the row says so
         torch.cuda.synchronize()
         return lambda: [call() for call in calls], "calls back to back"
     return graph.replay, "calls in a CUDA graph"
@@ -159,13 +156,12 @@ def _captured(calls: Sequence[Callable[[], object]]) -> tuple[Callable[[], objec
 def wall_ms(
     fn: Callable[[], object], device: torch.device, *, budget_s: float = 0.3, least: int = _MIN_REPEATS
 ) -> Timing:
-    """Time on the host's clock of a call and all that it starts on the device.
+    """Return the host's time of a call and of all that it starts on the device.
 
     Args:
-        fn: the call; its result is dropped.
-        device: waited for before and after each call.
+        device: synchronized before and after each call.
         budget_s: seconds to spend on the timed calls.
-        least: calls to make at least, two or more.
+        least: least number of timed calls, two or more.
     """
 
     def timed() -> float:
@@ -182,15 +178,15 @@ def wall_ms(
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a device that torch has."""
+    """Wait for a torch device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def host_time_us(fn: Callable[[], object], *, calls: int = 200, rounds: int = 15) -> Timing:
-    """Host time of a call that does not wait for the device, in microseconds (the fields' unit is then us).
+    """Return the host time of a call that does not wait for the device, with the fields in microseconds.
 
-    Each round synchronises, then makes the calls back to back; too few for the launch queue to fill up. Cyclic garbage
+    Each round synchronizes, then makes the calls back to back, too few for the launch queue to fill up. Cyclic garbage
     collection stays on, as in a user's program.
     """
     samples = []
@@ -215,7 +211,7 @@ def _device_samples(fn: Callable[[], object], budget_s: float, reads: bool) -> l
     flush: Callable[[], object] = memory.sum if reads else memory.zero_
 
     def took(call: Callable[[], object], calls: int) -> tuple[float, float]:
-        """Seconds of one of several calls, each after a flush: of the host, and of both."""
+        """Return the seconds of one of several calls after a flush: of the host, and of host and device."""
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(calls):
@@ -244,11 +240,11 @@ def _device_samples(fn: Callable[[], object], budget_s: float, reads: bool) -> l
 
 
 _MOST_FLUSHES = 8
-"""Of a call that waits for the device itself, no number would hide the host's part."""
+"""Limit for calls that wait for the device themselves, whose host time no number of flushes hides."""
 
 
 def covers(host_s: float, flush_s: float) -> int:
-    """How many flushes keep the device busy while the host queues a call: twice its time, for hosts are uneven."""
+    """Return how many flushes keep the device busy for twice the time that the host takes to queue a call."""
     return max(1, min(_MOST_FLUSHES, math.ceil(2 * host_s / flush_s)))
 
 

@@ -15,9 +15,9 @@ import torch
 from accelerant import ops
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suites import neural
-from accelerant.bench.suites.cases import benchmarks_of, leaves_of
-from accelerant.bench.suites.plan import plan
-from accelerant.bench.suites.warm import compile_ahead
+from accelerant.bench.suites.neural_cases import benchmarks_of, leaves_of
+from accelerant.bench.suites.neural_plan import plan
+from accelerant.bench.suites.precompile import precompile
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError, DeviceLost
 from accelerant.runtime.dispatch.plan import Decision, explain_quietly
@@ -85,7 +85,7 @@ def tune_ops(
     if jobs > 1:
         planned = plan(names, dtypes=dtypes, against=(), budget_s=0.0, gpu=where.type == "cuda")
         most_s = _COMPILE_S if until is None else min(_COMPILE_S, _COMPILE_SHARE * (until - time.monotonic()))
-        compile_ahead(planned, device, jobs, limit_s=most_s, progress=progress)
+        precompile(planned, device, jobs, limit_s=most_s, progress=progress)
     began, done, count = time.monotonic(), 0, count_calls(names, dtypes)
     for name in names or OPS:
         for dtype in dtypes:

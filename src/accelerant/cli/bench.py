@@ -1,298 +1,345 @@
-"""`accelerant bench`: measure, beside the peers, in one run."""
+"""`accelerant bench`: one command for each suite, derived from the suite's options, and the comparison of records.
+
+`run_command(SuiteClass)` is the entry point of the suites in the repository's benchmarks/ folder.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import json
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import GenericAlias
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 
 from accelerant.errors import AccelerantError, ConfigError, FormatError
 
 if TYPE_CHECKING:
-    import torch
-
-    from accelerant.bench.collect import Part
     from accelerant.bench.compare import Comparison
-    from accelerant.bench.record import Record, Row
-    from accelerant.bench.suites.plan import Planned
-    from accelerant.runtime.provider import ComputeDevice
+    from accelerant.bench.record import Record
+    from accelerant.bench.suite import Suite
 
-__all__ = ["Progress", "algebra", "bandwidth", "check_writable", "everything", "neural", "register", "runtime"]
+__all__ = ["Progress", "check_writable", "register", "run_command"]
 
-_SUITES = ("neural", "algebra", "runtime", "bandwidth")
+_SUITES = {
+    "neural": "accelerant.bench.suites.neural:NeuralSuite",
+    "algebra": "accelerant.bench.suites.algebra:AlgebraSuite",
+    "runtime": "accelerant.bench.suites.runtime:RuntimeSuite",
+    "bandwidth": "accelerant.bench.suites.bandwidth:BandwidthSuite",
+}
+"""Command -> module and class; a suite imports torch, so it is loaded when its command runs."""
+
+_MOVED = {
+    "train": "training", "curve": "loss_curve", "patch": "patch", "decode": "decode", "dp": "dp", "zk": "zk",
+    "groth16": "groth16",
+}  # fmt: skip
+"""Command of an earlier version -> module in the repository's benchmarks/ folder."""
 
 _Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
-_Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the record there as JSON too.")]
+_Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="A .json file for the record; or a folder for record.json, record.csv, report.html, and rows.jsonl "
+        "as they are measured.",
+    ),
+]
+_Csv = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the rows there as CSV too.")]
 _Report = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with plots there.")]
 _Compare = Annotated[
     Path | None, typer.Option(metavar="BASELINE", help="A record to compare with; exit 1 where this run is slower.")
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of a table.")]
-_Budget = Annotated[float, typer.Option(min=0.0, help="Seconds of calls behind each figure.")]
-_Compiled = Annotated[bool, typer.Option(help="With torch.compile among the peers.")]
-_Against = Annotated[
-    str | None,
-    typer.Option(
-        metavar="LIST",
-        help="Peers: torch, compile, liger, quack, cudnn, flash, flash_attn_4, cublaslt, or none; on a CPU torch by "
-        "default. What is not installed leaves a row that says so.",
-    ),
-]
-_Csv = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the rows there as CSV too.")]
-_Ops = Annotated[list[str] | None, typer.Option(help="Only this op of the neural suite; may be repeated.")]
-_NEURAL_EPILOG = (
-    "Examples:  accelerant bench neural   |   "
-    "accelerant bench neural --op attention --against torch,cudnn,flash,flash_attn_4   |   "
-    "accelerant bench neural --out now.json --compare before.json   |   "
-    "accelerant bench neural --device cpu   |   "
-    "accelerant bench neural --dtypes bf16,fp16,fp32 --odd --sweep --out folder   |   "
-    "accelerant bench neural --no-tables --odd --sweep --out folder"
-)
-_ALL_EPILOG = (
-    "Examples:  accelerant bench all --out now.json --report report.html   |   "
-    "accelerant bench all --compare before.json   |   accelerant bench all --suite algebra --budget-s 0.1"
-)
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the group."""
-    group = typer.Typer(help="Measure the kernels and the runtime beside their peers.", no_args_is_help=True)
-    group.command("all", epilog=_ALL_EPILOG)(everything)
-    group.command("neural", epilog=_NEURAL_EPILOG)(neural)
-    group.command("algebra", epilog="Example:  accelerant bench algebra --no-compiled")(algebra)
-    group.command("runtime", epilog="Example:  accelerant bench runtime --json")(runtime)
-    group.command("bandwidth", epilog="Example:  accelerant bench bandwidth --sizes 1MiB,64MiB,1GiB")(bandwidth)
+    """Add the command group."""
+    group = typer.Typer(
+        cls=_SuiteGroup, help="Measure the kernels and the runtime beside their peers.", no_args_is_help=True
+    )
+    group.command("all", epilog=_epilog("accelerant bench all", _ALL_EXAMPLES))(everything)
+    group.command("compare", epilog="Example:  accelerant bench compare before.json after.json")(compare_records)
     for name in _MOVED:
-        group.command(name, hidden=True, context_settings=_ANY_ARGUMENTS)(_moved(name))
+        settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+        group.command(name, hidden=True, add_help_option=False, context_settings=settings)(_moved(name))
     app.add_typer(group, name="bench")
 
 
-_MOVED = ("patch", "decode", "train", "curve", "dp", "zk", "groth16")
-_ANY_ARGUMENTS = {"ignore_unknown_options": True, "allow_extra_args": True}
+class _SuiteGroup(TyperGroup):
+    """A command group that loads a suite's module when its command is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # Any: click's own Context or typer's copy, by typer's version
+        """Return the names of the suites and of the other commands."""
+        return [*_SUITES, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, or None where there is none of the name."""
+        if cmd_name not in _SUITES:
+            return super().get_command(ctx, cmd_name)
+        return typer.main.get_command(_suite_app(_load(cmd_name), f"accelerant bench {cmd_name}"))
+
+
+def _load(name: str) -> type[Suite]:
+    module, _, kind = _SUITES[name].partition(":")
+    found: type[Suite] = getattr(importlib.import_module(module), kind)
+    return found
 
 
 def _moved(name: str) -> Callable[[], None]:
-    """Return a command that names the one that replaced it."""
-
     def command() -> None:
         raise ConfigError(
-            f"bench {name} is not in the installed package: run `python -m benchmarks {name}` in a checkout"
+            f"bench {name} compares with other libraries and is not part of the package: in a checkout of the "
+            f"repository, run `python -m benchmarks.{_MOVED[name]}`"
         )
 
     return command
 
 
-def neural(
-    op: _Ops = None,
-    device: _Device = "auto",
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype",
-            "--dtypes",
-            metavar="LIST",
-            help="bf16, fp16, fp32 (or bfloat16, ...), the first one more thoroughly; by default each case's.",
-        ),
-    ] = None,
-    against: _Against = None,
-    tables: Annotated[bool, typer.Option(help="The ops' tables; without them odd sizes or the sweep alone.")] = True,
-    odd: Annotated[bool, typer.Option("--odd", help="Odd sizes too, beside torch.")] = False,
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="Ops of rows from 2^10 to 2^28 elements too, beside torch and compile.")
-    ] = False,
-    sweep_to: Annotated[int, typer.Option(min=10, max=30, help="The sweep's end, as a power of two.")] = 28,
-    budget_s: _Budget = 0.1,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes that compile everything first; by default 1 on a CPU.")
-    ] = None,
-    limit_s: Annotated[
-        float | None, typer.Option(min=0.0, help="Begin no case after so many seconds; --resume goes on later.")
-    ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Measure nothing; show the cases and about how long.")] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="A .json file for the record; or a folder, which gets record.json, record.csv, report.html, and "
-            "rows.jsonl as they are measured.",
-        ),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run whose folder --out names.")] = False,
-    csv: _Csv = None,
-    report: _Report = None,
-    compare: _Compare = None,
-    json_output: _Json = False,
-) -> None:
-    """Measure the neural ops, forward and backward, beside torch and other libraries. Losses come first."""
-    from accelerant.bench.journal import Journal
-    from accelerant.bench.suites import neural as suite
-    from accelerant.bench.suites.plan import plan, sweep_sizes
+def run_command(kind: type[Suite], arguments: list[str] | None = None) -> None:
+    """Run a suite's command line and exit; for `python -m benchmarks.NAME`.
 
-    until = None if limit_s is None else time.monotonic() + limit_s
-    wanted = _dtypes(dtype)
-    _check_ops(op)
-    chosen = _peers(against)
-    if not (tables or odd or sweep):
-        raise ConfigError("--no-tables: nothing is left to measure; add --odd or --sweep")
-    folder = out if out is not None and (out.is_dir() or not out.suffix) else None
-    if resume and folder is None:
-        raise ConfigError("--resume: --out must name the folder of the run to go on with")
-    if folder is not None:
-        _make_folder(folder)
-        out, csv, report = folder / "record.json", csv or folder / "record.csv", report or folder / "report.html"
-    session = _Session(device, out, report, compare, json_output, csv=csv)
-    gpu = session.device.torch_device.startswith("cuda")
-    named = _peers_on(session.device) if chosen is None else chosen
-    planned = plan(
-        op or (), dtypes=[each for _, each in wanted], against=named, budget_s=budget_s, gpu=gpu, tables=tables,
-        odd=odd, sweep=sweep_sizes(sweep_to) if sweep else (),
-    )  # fmt: skip
-    processes = jobs or (_compiling_jobs() if gpu and "compile" in named else 1)
-    if listed:
-        _list(planned, processes, json_output)
-        return
+    Args:
+        arguments: without the program's name; the process's by default.
+    """
+    from accelerant.cli.app import exit_status
 
-    asked_for = {
-        "--against": ",".join(named) or "none",
-        "--dtypes": ",".join(name for name, _ in wanted) or "each case's",
-        "--budget-s": f"{budget_s:g}",
-    }
+    program = f"python -m {kind.__module__ if kind.__module__ != '__main__' else f'benchmarks.{kind.name}'}"
+    with exit_status():
+        _suite_app(kind, program)(args=sys.argv[1:] if arguments is None else arguments, prog_name=program)
 
-    def measure(record: Record) -> None:
-        try:
-            journal = None if folder is None else Journal(folder / "rows.jsonl", record, resume=resume, asked=asked_for)
-        except FormatError as error:  # a usage error writes nothing: the record in the folder stays
-            raise ConfigError(f"--resume: {error}; another folder starts anew") from None
-        if processes > 1:
-            from accelerant.bench.suites.warm import compile_ahead, share_caches
 
-            share_caches()
-            left = [each for each in planned if journal is None or each.key not in journal.done]
-            most_s = _COMPILE_S if limit_s is None else min(_COMPILE_S, limit_s / 3)
-            missing = compile_ahead(left, session.device, processes, limit_s=most_s, progress=session.show)
-            record.notes += [missing] if missing else []
-        suite.measure_planned(
-            record, session.device, planned, journal=journal, budget_s=budget_s, until=until, progress=session.show
+# --- a suite's options -----------------------------------------------------------------------------------------------
+
+
+def _suite_app(kind: type[Suite], program: str) -> typer.Typer:
+    settings = {"help_option_names": ["-h", "--help"]}
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=settings)
+    app.command(kind.name, epilog=_epilog(program, kind.examples))(_suite_command(kind))
+    return app
+
+
+def _epilog(program: str, examples: Sequence[str]) -> str:
+    return "Examples:  " + "   |   ".join(f"{program} {example}".strip() for example in examples)
+
+
+def _suite_command(kind: type[Suite]) -> Callable[..., None]:
+    """Return a function whose parameters are the suite's options and those that all suites share."""
+    hints = get_type_hints(kind)
+    parameters = [
+        _parameter(one.name, hints[one.name], one.default, one.metadata["option"])
+        for one in fields(kind)
+        if "option" in one.metadata
+    ]
+    commas = {one.name for one in fields(kind) if one.metadata.get("option", {}).get("comma")}
+    shared = list(inspect.signature(_RunOptions, eval_str=True).parameters.values())
+    names = {parameter.name for parameter in parameters}
+
+    def command(**values: Any) -> None:
+        own = {name: _value(values.pop(name), name in commas) for name in names}
+        _RunOptions(**values).run(
+            [kind(**{name: value for name, value in own.items() if value is not None})], kind.name
         )
 
-    parts = {part for part, is_asked in (("", tables), ("odd", odd), ("sweep", sweep)) if is_asked}
-
-    def asked(row: Row) -> bool:
-        of_dtype = not wanted or any(f" {name}" in row.case for name, _ in wanted)
-        return row.suite == "neural" and row.part in parts and (not op or row.op in op) and of_dtype
-
-    session.run([("neural", measure)], asked)
+    signature = inspect.Signature([*parameters, *shared])
+    command.__signature__ = signature  # type: ignore[attr-defined]  # typer reads both
+    command.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
+    command.__doc__ = kind.__doc__
+    return command
 
 
-_COMPILE_S = 90.0
-"""Seconds that compiling ahead may take; what is not compiled by then is compiled as it is measured."""
+def _parameter(name: str, hint: Any, default: Any, declared: dict[str, Any]) -> inspect.Parameter:
+    """Return the command-line parameter of a suite's field."""
+    bounds = {bound: declared[bound] for bound in ("min", "max") if declared[bound] is not None}
+    info = typer.Option(*declared["flags"], help=declared["help"], metavar=declared["metavar"], **bounds)
+    if declared["comma"]:
+        hint, default = str | None, ",".join(map(str, default)) or "none" if default is not None else None
+    elif tuples := [one for one in (hint, *get_args(hint)) if get_origin(one) is tuple]:
+        hint, default = GenericAlias(list, get_args(tuples[0])[:1]) | None, None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
 
 
-def _compiling_jobs() -> int:
-    """A process a core, less two for the device's sake."""
-    import os
-
-    return max(1, min(14, (os.cpu_count() or 1) - 2))
-
-
-def _dtypes(text: str | None) -> list[tuple[str, torch.dtype]]:
-    """The dtypes that `--dtype` names, with their whole names."""
-    import torch
-
-    whole = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    found = {}
-    for each in [] if text is None else text.split(","):
-        name = whole.get(each.strip(), each.strip())
-        if name not in known:
-            raise ConfigError(f"--dtype: wanted float32, bfloat16 or float16, got {each!r}")
-        found[name] = known[name]
-    return list(found.items())
+def _value(given: Any, comma: bool) -> Any:
+    """Convert an option's value to the field's: lists and comma-separated texts to tuples without repetitions."""
+    if comma and given is not None:
+        given = [part.strip() for part in given.split(",") if part.strip() not in ("", "none")]
+        return tuple(dict.fromkeys(given))
+    return tuple(dict.fromkeys(given)) or None if isinstance(given, list) else given
 
 
-def _list(planned: Sequence[Planned], jobs: int, json_output: bool) -> None:
-    """Show what would be measured."""
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunOptions:
+    """The options that all suites share."""
+
+    device: _Device = "auto"
+    limit_s: Annotated[
+        float | None, typer.Option(min=0.0, help="Begin no case after so many seconds; --resume goes on later.")
+    ] = None
+    listed: Annotated[bool, typer.Option("--list", help="Measure nothing; show the cases.")] = False
+    out: _Out = None
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run whose folder --out names.")] = False
+    csv: _Csv = None
+    report: _Report = None
+    compare: _Compare = None
+    json_output: _Json = False
+
+    def run(self, suites: Sequence[Suite], name: str = "") -> None:
+        """Check the options, measure, print and write the results, and exit with the status.
+
+        Args:
+            name: of the only suite; "" where the record is of several.
+        """
+        from accelerant import Accelerator
+        from accelerant.bench.compare import compare
+        from accelerant.bench.record import Environment, Record
+        from accelerant.bench.suite import SuiteRun, collect
+        from accelerant.runtime import registry
+
+        until = None if self.limit_s is None else time.monotonic() + self.limit_s
+        device = registry.choose(self.device)
+        if not device.torch_device:
+            raise ConfigError(f"--device: bench measures devices that torch has tensors on; {self.device} is not one")
+        if device.torch_device.startswith("cuda") and device.index:
+            import torch
+
+            torch.cuda.set_device(device.index)  # timing events and cache flushes use the current device
+        suites = [suite.resolve(device) for suite in suites]
+        show = Progress()
+        accelerator = functools.partial(Accelerator, device.backend, device.index)
+        run = SuiteRun(device, Record(Environment.of(device)), until=until, progress=show, accelerator=accelerator)
+        if self.listed:
+            _show_cases([case for suite in suites for case in suite.cases(run)], self.json_output)
+            return
+        out, csv, report, journal = self._files()
+        baseline = self._baseline(device.name)
+        if journal is not None:
+            run = _with_journal(run, journal, self.resume, {k: v for one in suites for k, v in one.resumable().items()})
+        found = collect(suites, run, begin=lambda text: None if name or show.live else print(text, file=sys.stderr))
+        show("")
+        if name and isinstance(error := found.failures.get(name), ConfigError):
+            raise error
+        comparison = None
+        if baseline is not None and not found.interrupted:
+            comparison = compare(baseline, run.record, asked=lambda row: any(one.covers(row) for one in suites))
+        print(run.record.to_json() if self.json_output else run.record.table(), flush=True)
+        if comparison is not None:
+            word = "slower than" if comparison.regressions else "beside"
+            print(f"{word} {self.compare}:\n{comparison.table()}", file=sys.stderr)
+        for suite, error in found.failures.items():
+            first = (str(error).splitlines() or [""])[0]
+            text = first if isinstance(error, AccelerantError) else f"{type(error).__name__}: {first}"
+            print(f"accelerant: the {suite} suite failed: {text}", file=sys.stderr)
+        if found.interrupted:
+            print("accelerant: interrupted; what was measured is kept, nothing was compared", file=sys.stderr)
+        _save(run.record, comparison, out, csv, report)
+        if found.interrupted:
+            raise typer.Exit(130)
+        if found.failures or (comparison is not None and comparison.regressions):
+            raise typer.Exit(1)
+
+    def _files(self) -> tuple[Path | None, Path | None, Path | None, Path | None]:
+        """Return the paths of record, CSV, page and journal, after checking that they can be written."""
+        out, csv, report, journal = self.out, self.csv, self.report, None
+        folder = out if out is not None and (out.is_dir() or not out.suffix) else None
+        if self.resume and folder is None:
+            raise ConfigError("--resume: --out must name the folder of the run to go on with")
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"--out: folder {folder} cannot be made: {error.strerror or error}") from None
+            out, csv, report = folder / "record.json", csv or folder / "record.csv", report or folder / "report.html"
+            journal = folder / "rows.jsonl"
+        for name, path in (("--out", out), ("--report", report), ("--csv", csv)):
+            if path is not None:
+                check_writable(name, path)
+        return out, csv, report, journal
+
+    def _baseline(self, device: str) -> Record | None:
+        from accelerant.bench.compare import check_comparable
+        from accelerant.bench.record import Record
+
+        if self.compare is None:
+            return None
+        baseline = Record.load(self.compare)
+        try:
+            check_comparable(baseline, device)
+        except FormatError as error:
+            raise FormatError(f"{self.compare}: {error}") from None
+        return baseline
+
+
+def _with_journal(run: Any, path: Path, resume: bool, options: dict[str, str]) -> Any:
+    from accelerant.bench.journal import Journal
+
+    try:
+        return replace(run, journal=Journal(path, run.record, resume=resume, options=options))
+    except FormatError as error:  # a usage error writes nothing: the record in the folder stays
+        raise ConfigError(f"--resume: {error}; another folder starts anew") from None
+
+
+def _show_cases(cases: Sequence[Any], json_output: bool) -> None:
     if json_output:
-        print(json.dumps([{"case": each.key, "about_s": round(each.estimate_s, 3)} for each in planned], indent=1))
+        print(json.dumps([{"case": case.key, "about_s": case.estimate_s} for case in cases], indent=1))
         return
-    for each in planned:
-        print(f"{each.estimate_s:6.2f} s  {each.figures:2d} figures  {each.key}")
-    compile_s = sum(each.compile_s for each in planned if each.part != "sweep") / jobs if jobs > 1 else 0.0
-    measure_s, figures = sum(each.estimate_s for each in planned), sum(each.figures for each in planned)
-    print(
-        f"{len(planned)} cases, about {figures} figures: on a large GPU about {measure_s:.0f} s, after about "
-        f"{compile_s:.0f} s of compiling in {jobs} processes"
-    )
+    for case in cases:
+        print(case.key if case.estimate_s is None else f"{case.estimate_s:6.2f} s  {case.key}")
+    known = [case.estimate_s for case in cases if case.estimate_s is not None]
+    print(f"{len(cases)} cases" + (f", about {sum(known):.0f} s on a large GPU, without compiling" if known else ""))
 
 
-def algebra(
-    device: _Device = "auto",
-    budget_s: _Budget = 0.3,
-    compiled: _Compiled = True,
-    out: _Out = None,
-    report: _Report = None,
-    compare: _Compare = None,
-    json_output: _Json = False,
+def _save(
+    record: Record, comparison: Comparison | None, out: Path | None, csv: Path | None, report: Path | None
 ) -> None:
-    """Measure field arithmetic beside integer paths of NumPy and torch, checked exactly first."""
-    session = _Session(device, out, report, compare, json_output)
-    session.run([session.part("algebra", budget_s, compiled)], lambda row: row.suite == "algebra")
+    """Write the files; one that cannot be written keeps none of the others from being written."""
+    from accelerant.bench.report import write_report
+
+    refused: list[str] = []
+    calls: list[tuple[str, Path | None, Callable[[Path], None]]] = [
+        ("--out", out, record.save),
+        ("--csv", csv, record.save_csv),
+        ("--report", report, lambda path: write_report(path, record, comparison)),
+    ]
+    for name, path, write in calls:
+        if path is not None:
+            try:
+                write(path)
+            except OSError as error:
+                refused.append(f"{name}: {path} cannot be written: {error.strerror or error}")
+    if refused:
+        raise OSError("; ".join(refused))
 
 
-def runtime(
-    device: _Device = "auto",
-    budget_s: _Budget = 0.3,
-    out: _Out = None,
-    report: _Report = None,
-    compare: _Compare = None,
-    json_output: _Json = False,
-) -> None:
-    """Measure what a launch, an eager op call and a compile cost, and what streaming and batches gain."""
-    session = _Session(device, out, report, compare, json_output)
-    session.run([session.part("runtime", budget_s)], lambda row: row.suite == "runtime")
+# --- bench all, bench compare ----------------------------------------------------------------------------------------
 
-
-def bandwidth(
-    sizes: Annotated[str | None, typer.Option(metavar="LIST", help="Like 1MiB,64MiB,1GiB.")] = None,
-    device: _Device = "auto",
-    budget_s: _Budget = 0.3,
-    out: _Out = None,
-    report: _Report = None,
-    compare: _Compare = None,
-    json_output: _Json = False,
-) -> None:
-    """Measure copies to the device, back, and on it: by size, from pinned and from pageable memory."""
-    from accelerant.bench.suites import bandwidth as suite
-
-    wanted = suite.parse_sizes(sizes) if sizes is not None else ()
-    session = _Session(device, out, report, compare, json_output)
-
-    def measure(record: Record) -> None:
-        suite.measure(record, session.device, sizes=wanted, budget_s=budget_s, progress=session.show)
-
-    names = {suite.size_name(size) for size in wanted}
-
-    def asked(row: Row) -> bool:
-        return row.suite == "bandwidth" and (not names or " ".join(row.case.split()[:2]) in names)
-
-    session.run([("bandwidth", measure)], asked)
+_ALL_EXAMPLES = (
+    "--out now.json --report report.html",
+    "--compare before.json",
+    "--suite algebra --budget-s 0.1",
+)
 
 
 def everything(
     device: _Device = "auto",
     suite: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(_SUITES)}; may be repeated.")] = None,
-    op: _Ops = None,
-    budget_s: _Budget = 0.3,
-    against: _Against = None,
-    cpu: Annotated[bool, typer.Option(help="With a CPU column, where the device is another.")] = True,
+    op: Annotated[list[str] | None, typer.Option(help="Only this op of the neural suite; may be repeated.")] = None,
+    budget_s: Annotated[float, typer.Option(min=0.0, help="Seconds of calls behind each figure.")] = 0.3,
+    against: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Peers of the neural suite: see bench neural --help.")
+    ] = None,
+    cpu: Annotated[bool, typer.Option(help="Add a CPU column where the device is another.")] = True,
     out: _Out = None,
     report: _Report = None,
     compare: _Compare = None,
@@ -300,203 +347,63 @@ def everything(
     json_output: _Json = False,
 ) -> None:
     """Run every suite. One that fails, or Ctrl-C, leaves what was measured."""
-    unknown = [name for name in suite or () if name not in _SUITES]
-    if unknown:
-        raise ConfigError(f"--suite: no suite {unknown[0]!r}; there are {', '.join(_SUITES)}")
-    _check_ops(op)
+    from accelerant.bench.suite import check_names
+
+    check_names("--suite", "suite", suite or (), tuple(_SUITES))
+    peers = _value(against, comma=True)
+    compiled = {} if peers is None else {"compiled": "compile" in peers}
+    neural = {"op": tuple(op or ())} | ({} if peers is None else {"against": peers})
+    own: dict[str, dict[str, Any]] = {"neural": neural | {"cpu": cpu}, "algebra": compiled | {"cpu": cpu}}
     chosen = [name for name in _SUITES if not suite or name in suite]
-    peers = _peers(against)
-    session = _Session(device, out, report, compare, json_output, lines=True, csv=csv)
-    named = _peers_on(session.device) if peers is None else peers
-    parts = [session.part(name, budget_s, "compile" in named, cpu, op or (), named) for name in chosen]
-    session.run(parts, lambda row: row.suite in chosen and (row.suite != "neural" or not op or row.op in op))
+    options = _RunOptions(device=device, out=out, csv=csv, report=report, compare=compare, json_output=json_output)
+    options.run([_load(name)(**{"budget_s": budget_s, **own.get(name, {})}) for name in chosen])
 
 
-def _peers(against: str | None) -> tuple[str, ...] | None:
-    """The peers that `--against` names, each once; None where it is absent."""
-    from accelerant.bench.suites.neural import check_against
+def compare_records(
+    baseline: Annotated[Path, typer.Argument(help="The record to compare with.")],
+    record: Annotated[Path, typer.Argument(help="The record to judge, of the same device.")],
+) -> None:
+    """Compare two records; exit 1 where a row of the second is slower or missing."""
+    from accelerant.bench.compare import compare
+    from accelerant.bench.record import Record
 
-    if against is None:
-        return None
-    named = tuple(dict.fromkeys(part.strip() for part in against.split(",") if part.strip() not in ("", "none")))
-    try:
-        check_against(named)
-    except ConfigError as error:
-        raise ConfigError(f"--against: {error}") from None
-    return named
-
-
-def _peers_on(device: ComputeDevice) -> tuple[str, ...]:
-    """Those that come with a torch for the device."""
-    from accelerant.bench.suites.neural import AGAINST, AGAINST_ON_CPU
-
-    return AGAINST if device.torch_device.startswith("cuda") else AGAINST_ON_CPU
+    comparison = compare(Record.load(baseline), Record.load(record))
+    print(comparison.table())
+    if comparison.regressions:
+        raise typer.Exit(1)
 
 
-def _check_ops(names: Sequence[str] | None) -> None:
-    from accelerant.bench.suites.neural import OPS
+# --- progress and paths ----------------------------------------------------------------------------------------------
 
-    for name in names or ():
-        if name not in OPS:
-            raise ConfigError(f"--op: no op {name!r} in this suite; it has {', '.join(OPS)}")
-
-
-_SAY_EACH_S = 15.0
-
-
-def _columns() -> int:
-    """Of the terminal, so that a line that is written over stays one line."""
-    return max(20, shutil.get_terminal_size().columns - 1)
+_LINE_EVERY_S = 15.0
 
 
 class Progress:
-    """Says on a terminal's stderr what is measured now, in one line that is written over; else a line now and then.
+    """Shows what is measured: on a terminal's stderr in one line that is overwritten, else a line now and then.
 
-    The first line comes late enough for a short run to have none. An empty text clears the line.
+    The first line comes late enough that a short run has none. An empty text clears the line.
     """
 
     def __init__(self) -> None:
         self.live = sys.stderr.isatty()
-        self._said = time.monotonic()
+        self._last = time.monotonic()
 
-    def __call__(self, what: str) -> None:
-        """Say it."""
+    def __call__(self, text: str) -> None:
+        """Show a line."""
         if self.live:
-            print(f"\r\x1b[K{what[: _columns()]}", end="", file=sys.stderr, flush=True)
-        elif what and time.monotonic() - self._said > _SAY_EACH_S:
-            self._said = time.monotonic()
-            print(what, file=sys.stderr, flush=True)
-
-
-class _Session:
-    """One invocation: what is checked before anything is measured, the measuring, and what is left behind."""
-
-    def __init__(
-        self, device: str, out: Path | None, report: Path | None, baseline: Path | None, json_output: bool, *,
-        lines: bool = False, csv: Path | None = None,
-    ) -> None:  # fmt: skip
-        from accelerant.bench.compare import check_comparable
-        from accelerant.bench.record import Record
-        from accelerant.runtime import registry
-
-        self.device: ComputeDevice = registry.choose(device)
-        if not self.device.torch_device:
-            raise ConfigError(f"--device: bench measures devices that torch has tensors on; {device} is not one")
-        if self.device.torch_device.startswith("cuda") and self.device.index:
-            import torch
-
-            torch.cuda.set_device(self.device.index)  # clocks and flushes work on the current device
-        for name, path in (("--out", out), ("--report", report), ("--csv", csv)):
-            if path is not None:
-                check_writable(name, path)
-        self.out, self.report, self.csv, self.json_output = out, report, csv, json_output
-        self.baseline_path = baseline
-        self.baseline = None if baseline is None else Record.load(baseline)
-        if self.baseline is not None:
-            try:
-                check_comparable(self.baseline, self.device.name)
-            except FormatError as error:
-                raise FormatError(f"{baseline}: {error}") from None
-        self._lines = lines
-        self.show = Progress()
-
-    def part(
-        self,
-        name: str,
-        budget_s: float,
-        compiled: bool = True,
-        cpu: bool = False,
-        names: Sequence[str] = (),
-        against: Sequence[str] = (),
-    ) -> Part:
-        """A suite by its name."""
-        from accelerant import Accelerator
-        from accelerant.bench.suites import algebra, bandwidth, neural, runtime
-
-        common: dict[str, Any] = {"budget_s": budget_s, "progress": self.show}
-        accelerator = functools.partial(Accelerator, self.device.backend, self.device.index)
-        calls: dict[str, Callable[[Record], None]] = {
-            "neural": lambda record: neural.measure(
-                record, self.device, names=names, against=against, cpu=cpu, **common
-            ),
-            "algebra": lambda record: algebra.measure(record, self.device, compiled=compiled, cpu=cpu, **common),
-            "runtime": lambda record: runtime.measure(record, self.device, accelerator=accelerator, **common),
-            "bandwidth": lambda record: bandwidth.measure(record, self.device, **common),
-        }
-        return name, calls[name]
-
-    def run(self, parts: Sequence[Part], asked: Callable[[Row], bool]) -> None:
-        """Measure, leave the record, the page and the table, and exit with the status."""
-        from accelerant.bench.collect import collect
-        from accelerant.bench.compare import compare
-
-        found = collect(self.device, [self._announced(i, len(parts), part) for i, part in enumerate(parts)])
-        self.show("")
-        usage = next((error for error in found.failures.values() if isinstance(error, ConfigError)), None)
-        if usage is not None and len(parts) == 1:
-            raise usage
-        comparison: Comparison | None = None
-        if self.baseline is not None and not found.interrupted:
-            comparison = compare(self.baseline, found.record, asked=asked)
-        self._print(found.record, comparison)
-        for name, error in found.failures.items():
-            first = (str(error).splitlines() or [""])[0]
-            text = first if isinstance(error, AccelerantError) else f"{type(error).__name__}: {first}"
-            print(f"accelerant: the {name} suite failed: {text}", file=sys.stderr)
-        if found.interrupted:
-            print("accelerant: interrupted; what was measured is kept, nothing was compared", file=sys.stderr)
-        self._save(found.record, comparison)
-        if found.interrupted:
-            raise typer.Exit(130)
-        if found.failures or (comparison is not None and comparison.regressions):
-            raise typer.Exit(1)
-
-    def _announced(self, i: int, count: int, part: Part) -> Part:
-        name, measure = part
-
-        def announced(record: Record) -> None:
-            if self._lines and not self.show.live:
-                print(f"[{i + 1}/{count}] {name}", file=sys.stderr, flush=True)
-            measure(record)
-
-        return name, announced
-
-    def _print(self, record: Record, comparison: Comparison | None) -> None:
-        print(record.to_json() if self.json_output else record.table(), flush=True)
-        if comparison is not None:
-            slower = f"slower than {self.baseline_path}:" if comparison.regressions else f"beside {self.baseline_path}:"
-            print(f"{slower}\n{comparison.table()}", file=sys.stderr)
-
-    def _save(self, record: Record, comparison: Comparison | None) -> None:
-        """Write the record and the page, after everything was printed: a full disk takes neither the other nor that."""
-        from accelerant.bench.report import write_report
-
-        refused: list[str] = []
-        calls: list[tuple[str, Path | None, Callable[[Path], None]]] = [
-            ("--out", self.out, record.save),
-            ("--csv", self.csv, record.save_csv),
-            ("--report", self.report, lambda path: write_report(path, record, comparison)),
-        ]
-        for name, path, write in calls:
-            if path is not None:
-                try:
-                    write(path)
-                except OSError as error:
-                    refused.append(f"{name}: {path} cannot be written: {error.strerror or error}")
-        if refused:
-            raise OSError("; ".join(refused))
-
-
-def _make_folder(path: Path) -> None:
-    """See to it that the folder that `--out` names is there."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out: folder {path} cannot be made: {error.strerror or error}") from None
+            width = max(20, shutil.get_terminal_size().columns - 1)  # a longer line could not be overwritten
+            print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
+        elif text and time.monotonic() - self._last > _LINE_EVERY_S:
+            self._last = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Refuse, before anything is measured, a path that could not be written afterwards."""
+    """Raise ConfigError for a path that could not be written after the run.
+
+    Args:
+        name: the option that the path is of.
+    """
     if path.is_dir():
         raise ConfigError(f"{name}: {path} is a folder; name a file")
     try:

@@ -1,10 +1,10 @@
-"""Field arithmetic beside integer paths of NumPy and torch, checked exactly first."""
+"""Field addition beside integer code of NumPy and torch; every sum is checked exactly first."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,14 @@ from torch import Tensor
 from accelerant.algebra.field import prime_field
 from accelerant.algebra.field.program import field_add_source
 from accelerant.algebra.field.reference import MODULI, field_add_reference
-from accelerant.bench.ceilings import measure_copy
-from accelerant.bench.cpu_column import cpu_column
-from accelerant.bench.record import Environment, Record, Row
+from accelerant.bench.ceilings import cpu_time_ms
+from accelerant.bench.record import Row, failure_note
+from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
 from accelerant.bench.timer import time_ms
 from accelerant.errors import AccelerantError
 from accelerant.runtime import registry
-from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["measure", "run"]
+__all__ = ["AlgebraSuite"]
 
 _P = MODULI["goldilocks"]
 _SIGN = -(2**63)
@@ -31,104 +30,76 @@ _GPU_SIZES, _CPU_SIZES = (2**20, 2**25), (2**14, 2**20)
 _CHECKED = 2**12
 
 
-def run(
-    device: ComputeDevice,
-    *,
-    budget_s: float = 0.3,
-    compiled: bool = True,
-    cpu: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
-) -> Record:
-    """A record of its own; see measure."""
-    record = Record(Environment.of(device))
-    measure(record, device, budget_s=budget_s, compiled=compiled, cpu=cpu, progress=progress)
-    record.conclude()
-    return record
+@dataclass(frozen=True)
+class AlgebraSuite(Suite):
+    """Measure field arithmetic beside integer paths of NumPy and torch, checked exactly first."""
 
+    name = "algebra"
+    examples = ("--no-compiled",)
 
-def measure(
-    record: Record,
-    device: ComputeDevice,
-    *,
-    budget_s: float = 0.3,
-    compiled: bool = True,
-    cpu: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
-) -> None:
-    """Measure into a record.
+    budget_s: float = option(0.3, "Seconds of calls behind each figure.", min=0.0)
+    compiled: bool = option(True, "With torch.compile among the peers.")
+    cpu: bool = option(False, "Add a CPU column where the device is another.", flags=("--cpu",))
 
-    Args:
-        record: gets ceilings and rows.
-        device: where.
-        budget_s: seconds for each figure.
-        compiled: with torch.compile among the peers.
-        cpu: with a CPU column, where the device is another.
-        progress: told what is measured next.
+    def prepare(self, run: SuiteRun) -> None:
+        """Measure the copy ceiling."""
+        run.require_ceiling("copy", self.budget_s)
 
-    Raises:
-        AccelerantError: a sum is wrong: no time of a wrong result is worth anything.
-    """
-    where = torch.device(device.torch_device)
-    if "copy GB/s" not in record.ceilings:
-        progress("algebra: ceilings")
-        record.ceilings |= measure_copy(where, budget_s=budget_s)
-    for n in _GPU_SIZES if where.type == "cuda" else _CPU_SIZES:
+    def cases(self, run: SuiteRun) -> list[SuiteCase]:
+        """Return a case for each number of elements."""
+        sizes = _GPU_SIZES if run.gpu else _CPU_SIZES
+        return [SuiteCase(f"field_add {n:,} elements", functools.partial(self._measure, n)) for n in sizes]
+
+    def _measure(self, n: int, run: SuiteRun) -> None:
         x, y = _operands(n)
-        for row, call in _calls(device, where, x, y, compiled):
-            progress(f"{row.op} {row.case}: {row.runner}")
+        for row, call in self._calls(run, x, y):
+            run.progress(f"{row.op} {row.case}: {row.runner}")
             try:
                 _check(row, x, y, call())
-                timing = time_ms(call, where, budget_s=budget_s)
+                row = row.timed(time_ms(call, run.torch_device, budget_s=self.budget_s))
             except Exception as error:
                 if row.runner == "accelerant":
                     raise
-                note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-                record.rows.append(replace(row, implementation="", note=note))
+                run.add(replace(row, implementation="", note=failure_note(error)))
                 continue
-            row = replace(row, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms)
-            if cpu and where.type != "cpu" and row.runner == "accelerant" and row.op == "field_add":
-                taken, note = cpu_column(functools.partial(_on_cpu, x, y), n, budget_s=budget_s)
+            if self.cpu and run.gpu and row.runner == "accelerant" and row.op == "field_add":
+                taken, note = cpu_time_ms(functools.partial(_on_cpu, x, y), n, budget_s=self.budget_s)
                 row = replace(row, cpu_ms=taken, cpu_note=note)
-            record.rows.append(row)
+            run.add(row)
+
+    def _calls(self, run: SuiteRun, x: Any, y: Any) -> Iterator[tuple[Row, Callable[[], Any]]]:
+        """Yield the runners of the checked call, then the kernel launch alone."""
+        n, device = x.size, run.device
+        a, b = (torch.from_numpy(values).to(run.torch_device) for values in (x, y))
+        signed, other = a.view(torch.int64), b.view(torch.int64)
+        base = Row("algebra", "field_add", f"goldilocks {n:,} elements", "", "", bytes=24 * n, ceiling="copy")
+        ours = replace(base, runner="accelerant", implementation="kernel (own), operands checked")
+        yield ours, lambda: _add(a, b)
+        yield replace(base, runner="torch", implementation="int64 ops"), lambda: _torch_add(signed, other)
+        if self.compiled:
+            fused = torch.compile(_torch_add, dynamic=False)
+            yield replace(base, runner="torch.compile", implementation="int64 ops"), lambda: fused(signed, other)
+        if not run.gpu:
+            yield replace(base, runner="numpy", implementation="uint64 ops"), lambda: _numpy_add(x, y)
+        provider = registry.create(device.backend)
+        kernel = provider.compile(field_add_source(), device=device.index)
+        z = torch.empty_like(a)
+
+        def launch() -> Tensor:
+            provider.launch(kernel, (-(-n // 256),), (256,), (a, b, z, n))
+            return z
+
+        yield replace(ours, op="field_add kernel", implementation="kernel (own)"), launch
 
 
 def _operands(n: int) -> tuple[Any, Any]:
-    """Random elements after the pairs of edge values."""
+    """Return random elements after all pairs of edge values."""
     rng = np.random.default_rng(11)
     x, y = (rng.integers(0, _P, n, dtype=np.uint64) for _ in range(2))
     edges = [0, 1, _EPSILON, 2**32, 2**63, _P - 2, _P - 1]
     pairs = [(a, b) for a in edges for b in edges]
     x[: len(pairs)], y[: len(pairs)] = [a for a, _ in pairs], [b for _, b in pairs]
     return x, y
-
-
-def _calls(
-    device: ComputeDevice, where: torch.device, x: Any, y: Any, compiled: bool
-) -> Iterator[tuple[Row, Callable[[], Any]]]:
-    """The runners of two cases: the checked call, and the kernel alone."""
-    n = x.size
-    a, b = (torch.from_numpy(each).to(where) for each in (x, y))
-    signed, other = a.view(torch.int64), b.view(torch.int64)
-    base = Row("algebra", "field_add", f"goldilocks {n:,} elements", "", "", bytes=24 * n, ceiling="copy")
-    yield (
-        replace(base, runner="accelerant", implementation="kernel (own), operands checked"),
-        lambda: _add(a, b),
-    )
-    yield replace(base, runner="torch", implementation="int64 ops"), lambda: _torch_add(signed, other)
-    if compiled:
-        fused = torch.compile(_torch_add, dynamic=False)
-        yield replace(base, runner="torch.compile", implementation="int64 ops"), lambda: fused(signed, other)
-    if where.type == "cpu":
-        yield replace(base, runner="numpy", implementation="uint64 ops"), lambda: _numpy_add(x, y)
-    provider = registry.create(device.backend)
-    kernel = provider.compile(field_add_source(), device=device.index)
-    z = torch.empty_like(a)
-
-    def launch() -> Tensor:
-        provider.launch(kernel, (-(-n // 256),), (256,), (a, b, z, n))
-        return z
-
-    yield replace(base, op="field_add kernel", runner="accelerant", implementation="kernel (own)"), launch
 
 
 def _add(x: Any, y: Any) -> Any:
@@ -140,7 +111,7 @@ def _on_cpu(x: Any, y: Any, n: int) -> Callable[[], Any]:
 
 
 def _torch_add(x: Tensor, y: Tensor) -> Tensor:
-    """The sum in 64-bit words that torch takes for signed ones: their order is turned by the sign bit."""
+    """Add in signed 64-bit words; flipping the sign bit orders them as unsigned ones."""
     total = x + y
     total = torch.where((total ^ _SIGN) < (x ^ _SIGN), total + _EPSILON, total)
     return torch.where((total ^ _SIGN) >= _P + _SIGN, total - (_P - 2**64), total)
@@ -153,15 +124,18 @@ def _numpy_add(x: Any, y: Any) -> Any:
 
 
 def _check(row: Row, x: Any, y: Any, got: Any) -> None:
-    """All elements with the host's own 64-bit arithmetic, the first of them with Python's integers."""
-    host = got.cpu().numpy() if isinstance(got, Tensor) else got
-    host = host.view(np.uint64)
+    """Compare all sums with the host's 64-bit arithmetic, and the first ones with Python's integers.
+
+    Raises:
+        AccelerantError: a sum is wrong.
+    """
+    host = (got.cpu().numpy() if isinstance(got, Tensor) else got).view(np.uint64)
     room = np.uint64(_P) - y
     expected = np.where(x >= room, x - room, x + y)
     exact = field_add_reference(x[:_CHECKED].tolist(), y[:_CHECKED].tolist(), field="goldilocks")
-    wrong = np.flatnonzero(host != expected)
     if expected[:_CHECKED].tolist() != exact:
         raise AccelerantError("the host's own integer arithmetic is wrong")
+    wrong = np.flatnonzero(host != expected)
     if wrong.size:
         at = int(wrong[0])
         raise AccelerantError(f"{row.op} by {row.runner}: {x[at]} + {y[at]} gave {host[at]}, not {expected[at]}")

@@ -1,192 +1,179 @@
-"""Copies between host and device and on the device, by size, from pinned and from pageable memory."""
+"""Copies between host and device and on the device, by size, from pinned and from pageable memory.
+
+Rows of the runner "device" are torch's copies, rows of "accelerant" are ours of the same bytes. Copies that involve
+pinned memory are timed by the device's events, others by the host's clock from call to end.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from accelerant.bench.ceilings import measure_copy, measure_link
-from accelerant.bench.record import DEVICE, Environment, Record, Row
-from accelerant.bench.timer import Timing, time_ms, wall_ms
+from accelerant.bench.ceilings import measure_link
+from accelerant.bench.record import DEVICE, Row
+from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
+from accelerant.bench.timer import time_ms, wall_ms
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.streams.transfer import copy_async
 
-__all__ = ["default_sizes", "measure", "parse_sizes", "run", "size_name"]
+__all__ = ["BandwidthSuite", "default_sizes", "parse_sizes", "size_name"]
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _PERIOD = 251
-"""Of the bytes that are sent; a prime, so that a piece in a wrong place shows."""
+"""Period of the bytes that are sent; a prime, so that misplaced bytes show."""
 
-_COPIES = 6
-"""Buffers of one size that are there at once, at most."""
+_BUFFERS = 6
+"""Buffers of one size that exist at the same time, at most."""
 
 _INTO, _BACK, _COPY = "host to device", "device to host", "device copy"
 
 
-def default_sizes(device: ComputeDevice) -> tuple[int, ...]:
-    """Powers from 1 MiB to 1 GiB on a GPU, from 256 KiB to 64 MiB on a CPU."""
-    gpu = torch.device(device.torch_device).type == "cuda"
+def default_sizes(gpu: bool) -> tuple[int, ...]:
+    """Return 1 MiB to 1 GiB for a GPU, 256 KiB to 64 MiB for a CPU."""
     return tuple(2**power for power in ((20, 22, 24, 26, 28, 30) if gpu else (18, 22, 26)))
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Bytes of "1MiB,64MiB,1GiB", in rising order.
+def parse_sizes(sizes: Sequence[str]) -> tuple[int, ...]:
+    """Return the bytes of sizes like "1MiB", in rising order.
 
     Raises:
-        ConfigError: not a size, or not at least 1 byte; names it.
+        ConfigError: a text is not a size of at least 1 byte.
     """
-    sizes = set()
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)\s*([a-zA-Z]*)\s*", part)
-        if found is None or found[2].upper() not in _UNITS or not int(found[1]):
-            raise ConfigError(f"--sizes: wanted sizes like 64KiB,1MiB,1GiB; got {part.strip()!r}")
-        sizes.add(int(found[1]) * _UNITS[found[2].upper()])
-    return tuple(sorted(sizes))
+    parsed = set()
+    for text in sizes:
+        match = re.fullmatch(r"\s*(\d+)\s*([a-zA-Z]*)\s*", text)
+        if match is None or match[2].upper() not in _UNITS or not int(match[1]):
+            raise ConfigError(f"--sizes: wanted sizes like 64KiB,1MiB,1GiB; got {text!r}")
+        parsed.add(int(match[1]) * _UNITS[match[2].upper()])
+    return tuple(sorted(parsed))
 
 
 def size_name(size: int) -> str:
-    """1048576 as "1 MiB"; what is no whole number of a unit in the next smaller one."""
+    """Return 1048576 as "1 MiB", in the largest unit of which it is a whole number."""
     for name, unit in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size % unit == 0:
             return f"{size // unit} {name}"
     return f"{size} B"
 
 
-def run(
-    device: ComputeDevice,
-    *,
-    sizes: Sequence[int] = (),
-    budget_s: float = 0.3,
-    progress: Callable[[str], None] = lambda _: None,
-) -> Record:
-    """A record of its own; see measure."""
-    record = Record(Environment.of(device))
-    measure(record, device, sizes=sizes, budget_s=budget_s, progress=progress)
-    record.conclude()
-    return record
+@dataclass(frozen=True)
+class BandwidthSuite(Suite):
+    """Measure copies to the device, back, and on it: by size, from pinned and from pageable memory."""
+
+    name = "bandwidth"
+    examples = ("--sizes 1MiB,64MiB,1GiB",)
+
+    sizes: tuple[str, ...] | None = option(
+        None, "Bytes of the copies, like 1MiB,64MiB,1GiB.", metavar="LIST", comma=True
+    )
+    budget_s: float = option(0.3, "Seconds of calls behind each figure.", min=0.0)
+
+    def resolve(self, device: ComputeDevice) -> Self:
+        """Return the suite with sizes that fit the memory of host and device.
+
+        Raises:
+            ConfigError: a given size is not one, or does not fit.
+        """
+        room = min(available_bytes(device), available_bytes("cpu"))
+        if self.sizes is None:
+            gpu = device.torch_device.startswith("cuda")
+            fitting = (size for size in default_sizes(gpu) if _BUFFERS * size <= room)
+            return replace(self, sizes=tuple(f"{size}B" for size in fitting))
+        largest = max(parse_sizes(self.sizes), default=0)
+        if _BUFFERS * largest > room:
+            raise ConfigError(f"--sizes: {size_name(largest)} needs {_BUFFERS} buffers of it; {room:,} bytes are free")
+        return self
+
+    def prepare(self, run: SuiteRun) -> None:
+        """Measure the ceilings of the device and of the link, the latter with the largest size."""
+        run.require_ceiling("copy", self.budget_s)
+        run.progress("ceiling: link")
+        largest = max(parse_sizes(self.sizes or ()), default=None)
+        run.record.ceilings |= measure_link(run.torch_device, size=largest, budget_s=self.budget_s)
+        if not run.gpu:
+            run.record.notes.append("bandwidth: no pinned memory without a GPU; host and device are one memory here")
+
+    def cases(self, run: SuiteRun) -> list[SuiteCase]:
+        """Return a case for each size."""
+        sizes = parse_sizes(self.sizes or ())
+        return [SuiteCase(size_name(size), functools.partial(_measure, size, self.budget_s)) for size in sizes]
+
+    def covers(self, row: Row) -> bool:
+        """Return whether a baseline's row is of one of the sizes."""
+        names = {size_name(size) for size in parse_sizes(self.sizes or ())}
+        return row.suite == self.name and " ".join(row.case.split()[:2]) in names
 
 
-def measure(
-    record: Record,
-    device: ComputeDevice,
-    *,
-    sizes: Sequence[int] = (),
-    budget_s: float = 0.3,
-    progress: Callable[[str], None] = lambda _: None,
-) -> None:
-    """Measure into a record.
-
-    "device" rows are the device's own rates, by torch's copy; "accelerant" rows are our way of the same copy. A copy
-    that pinned memory takes part in is timed by the device's events, others by the host's clock, from call to end.
-
-    Args:
-        record: gets ceilings and rows.
-        device: where.
-        sizes: bytes of the copies; default_sizes by default.
-        budget_s: seconds for each figure.
-        progress: told what is measured next.
-
-    Raises:
-        ConfigError: a size that does not fit the memory of host or device.
-    """
-    where = torch.device(device.torch_device)
-    sizes = tuple(sizes) or tuple(size for size in default_sizes(device) if _COPIES * size <= _room(device))
-    if _COPIES * max(sizes, default=0) > _room(device):
-        raise ConfigError(
-            f"--sizes: {size_name(max(sizes))} needs {_COPIES} buffers of it; {_room(device):,} bytes are free"
-        )
-    progress("bandwidth: ceilings")
-    if "copy GB/s" not in record.ceilings:
-        record.ceilings |= measure_copy(where, budget_s=budget_s)
-    record.ceilings |= measure_link(where, size=max(sizes), budget_s=budget_s)
-    for size in sizes:
-        progress(f"bandwidth: {size_name(size)}")
-        bench = _Copies(device, where, size, budget_s)
-        for rows in (bench.into, bench.back, bench.on_device):
-            record.rows += rows()
-    if where.type != "cuda":
-        record.notes.append("bandwidth: no pinned memory without a GPU; host and device are one memory here")
-
-
-def _room(device: ComputeDevice) -> int:
-    return min(available_bytes(device), available_bytes("cpu"))
+def _measure(size: int, budget_s: float, run: SuiteRun) -> None:
+    run.progress(f"bandwidth: {size_name(size)}")
+    copies = _Copies(run, size, budget_s)
+    for rows in (copies.into, copies.back, copies.on_device):
+        run.add(*rows())
 
 
 class _Copies:
-    """The copies of one size."""
+    """The buffers and copies of one size."""
 
-    def __init__(self, device: ComputeDevice, where: torch.device, size: int, budget_s: float) -> None:
-        self.device, self.where, self.size, self.budget_s = device, where, size, budget_s
-        self.gpu = where.type == "cuda"
+    def __init__(self, run: SuiteRun, size: int, budget_s: float) -> None:
+        self.device, self.where, self.size, self.budget_s = run.device, run.torch_device, size, budget_s
         self.pageable = torch.arange(_PERIOD, dtype=torch.uint8).repeat(size // _PERIOD + 1)[:size]
-        self.there = self.pageable.to(where)
+        self.hosts = [("pageable", self.pageable)]
+        if run.gpu:
+            self.hosts.insert(0, ("pinned", self.pageable.pin_memory()))
+        self.there = self.pageable.to(self.where)
         self.other = torch.zeros_like(self.there)
 
     def into(self) -> list[Row]:
-        """Host to device, rows of all kinds of host memory."""
-        base = Row("bandwidth", _INTO, "", DEVICE, "torch copy_", bytes=self.size, ceiling=_INTO)
+        """Measure copies to the device from each kind of host memory."""
         rows = []
-        for kind, host in self._hosts():
-            pinned = kind == "pinned"
-            base = replace(base, case=f"{size_name(self.size)} {kind}")
+        for kind, host in self.hosts:
+            case = f"{size_name(self.size)} {kind}"
+            base = Row("bandwidth", _INTO, case, DEVICE, "torch copy_", bytes=self.size, ceiling=_INTO)
             self.other.zero_()
-            rows.append(self._row(base, pinned, self._sending(host)))
+            send = functools.partial(self.other.copy_, host, non_blocking=True)
+            rows.append(self._timed(base, kind == "pinned", send))
             self._check(self.other, base)
             ours = replace(base, runner="accelerant", implementation="copy_async")
-            rows.append(self._row(ours, pinned, self._ours(host)))
+            rows.append(self._timed(ours, kind == "pinned", functools.partial(copy_async, host, self.device)))
             self._check(copy_async(host, self.device).result(), ours)
         return rows
 
     def back(self) -> list[Row]:
-        """Device to host."""
-        base = Row("bandwidth", _BACK, "", DEVICE, "torch copy_", bytes=self.size, ceiling=_BACK)
+        """Measure copies to the host, to each kind of host memory and by the provider."""
         rows = []
-        for kind, host in self._hosts():
-            base = replace(base, case=f"{size_name(self.size)} {kind}")
+        for kind, host in self.hosts:
+            case = f"{size_name(self.size)} {kind}"
+            base = Row("bandwidth", _BACK, case, DEVICE, "torch copy_", bytes=self.size, ceiling=_BACK)
             target = torch.empty_like(host, pin_memory=kind == "pinned")
-            rows.append(self._row(base, kind == "pinned", self._copying(target)))
+            receive = functools.partial(target.copy_, self.there, non_blocking=target.is_pinned())
+            rows.append(self._timed(base, kind == "pinned", receive))
             self._check(target, base)
         provider = registry.create(self.device.backend)
         buffer = provider.copy_to_device(self.pageable.numpy(), self.device.index)
-        ours = replace(
-            base, case=f"{size_name(self.size)} pageable", runner="accelerant", implementation="provider.copy_to_host"
-        )
-        rows.append(self._row(ours, False, lambda: provider.copy_to_host(buffer, np.uint8, (self.size,))))
+        ours = replace(base, runner="accelerant", implementation="provider.copy_to_host")
+        rows.append(self._timed(ours, False, lambda: provider.copy_to_host(buffer, np.uint8, (self.size,))))
         self._check(torch.from_numpy(provider.copy_to_host(buffer, np.uint8, (self.size,))), ours)
         return rows
 
     def on_device(self) -> list[Row]:
-        """One buffer of the device to another; reading and writing counted."""
+        """Measure a copy on the device; bytes read and bytes written both count."""
         base = Row(
             "bandwidth", _COPY, size_name(self.size), DEVICE, "torch copy_", bytes=2 * self.size, ceiling="copy"
         )  # fmt: skip
-        return [self._row(base, True, lambda: self.other.copy_(self.there))]
+        return [self._timed(base, True, lambda: self.other.copy_(self.there))]
 
-    def _hosts(self) -> list[tuple[str, Tensor]]:
-        kinds = [("pageable", self.pageable)]
-        return [("pinned", self.pageable.pin_memory()), *kinds] if self.gpu else kinds
-
-    def _sending(self, host: Tensor) -> Callable[[], Any]:
-        return lambda: self.other.copy_(host, non_blocking=True)
-
-    def _ours(self, host: Tensor) -> Callable[[], Any]:
-        return lambda: copy_async(host, self.device)
-
-    def _copying(self, target: Tensor) -> Callable[[], Any]:
-        return lambda: target.copy_(self.there, non_blocking=target.is_pinned())
-
-    def _row(self, base: Row, by_events: bool, call: Callable[[], Any]) -> Row:
-        timing: Timing = (time_ms if by_events else wall_ms)(call, self.where, budget_s=self.budget_s)
-        return replace(base, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms)
+    def _timed(self, row: Row, by_events: bool, call: Callable[[], Any]) -> Row:
+        return row.timed((time_ms if by_events else wall_ms)(call, self.where, budget_s=self.budget_s))
 
     def _check(self, got: Tensor, row: Row) -> None:
         if not torch.equal(got.to("cpu"), self.pageable):

@@ -1,288 +1,490 @@
-"""The neural ops beside torch, torch.compile and other libraries, forward and backward apart, in one run.
+"""The neural ops beside torch, torch.compile and other libraries, forward and backward, in one run.
 
-In the tables dispatch races its implementations, as it does for a user who asks for it; where it chooses a library, the
-case is measured once more with our own kernel forced. At odd sizes and in the sweep it chooses as a user's first call
-does. Results and gradients, ours and the peers', are compared with the float64 reference before anything is timed: what
-is wrong has a row that says so, and no time.
+In the tables dispatch races its implementations, as for a user who asks for it; at odd sizes and in the sweep it
+chooses as in a user's first call. Where it chooses a library, the case is measured again with our own kernel forced,
+and once with the setting `deterministic`, where that may cost something. Results and gradients, ours and the peers',
+are compared with the float64 reference before anything is timed: a wrong result leaves a row that says so, without a
+time. A peer that raises leaves a row with the reason; an exception of ours fails the run, except a lack of memory,
+which is a result. On a CPU the runners take turns.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+import functools
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from accelerant import ops
-from accelerant.bench import peers
-from accelerant.bench.ceilings import measure_ceilings
-from accelerant.bench.clock import Clock, described
-from accelerant.bench.cpu_column import cpu_column
-from accelerant.bench.journal import Journal
-from accelerant.bench.record import Environment, Record, Row
+from accelerant.bench.ceilings import cpu_time_ms
+from accelerant.bench.record import DETERMINISTIC, OUT_OF_MEMORY, OWN, Row, failure_note
 from accelerant.bench.subjects import OPS
-from accelerant.bench.suites.cases import Case, benchmarks_of, call_of, shrunk
-from accelerant.bench.suites.plan import Planned, plan
-from accelerant.bench.suites.rows import lack_of_memory, rows_of, runner_names
-from accelerant.errors import AccelerantError, ConfigError, DeviceLost, OutOfMemory
+from accelerant.bench.suite import CaseFailedError, Suite, SuiteCase, SuiteRun, check_names, measure_cases, option
+from accelerant.bench.suites.neural_cases import (
+    CaseWork,
+    OpCase,
+    Oracle,
+    benchmarks_of,
+    call_of,
+    shrunk,
+    work_of,
+)
+from accelerant.bench.suites.neural_plan import Libraries, Maker, PlannedCase, plan, sweep_sizes
+from accelerant.bench.timer import rotated_ms, time_in_turns, time_ms
+from accelerant.config import override
+from accelerant.errors import ConfigError, OutOfMemory
 from accelerant.ops._cases import Benchmark
+from accelerant.runtime import registry
+from accelerant.runtime.dispatch import force, operations
+from accelerant.runtime.dispatch.plan import Decision, explain_quietly
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = [
-    "AGAINST",
-    "AGAINST_ON_CPU",
-    "OPS",
-    "calls",
-    "check_against",
-    "compiling",
-    "measure",
-    "measure_planned",
-    "run",
-]
+__all__ = ["PEERS", "NeuralSuite", "calls", "compiling", "own_kernels", "runners_of"]
 
-AGAINST = ("torch", "compile", "cudnn", "flash", "cublaslt")
-"""The peers of a run that names none: what a torch with CUDA has."""
+PEERS = ("torch", "compile", "cudnn", "flash", "cublaslt")
+"""The peers that come with torch; the first alone by default on a CPU, where torch.compile takes 10 s a case."""
 
-AGAINST_ON_CPU = ("torch",)
-"""The same on a CPU, where torch.compile takes some ten seconds a case to compile."""
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+_COMPILE_S = 90.0
+"""Seconds that precompiling may take; the rest is compiled as it is measured."""
 
 _RECOMPILES = 64
-"""What torch.compile may make of one function: a sweep's sizes, forward and backward, are more than its usual 8."""
+"""Versions that torch.compile may make of a function: a sweep's sizes, both directions, exceed its default of 8."""
 
-Progress = Callable[[str], None]
+_RUNNERS = {"compile": "torch.compile"}
+"""Runner of a peer, where it differs from the peer's name."""
 
-
-def run(
-    device: ComputeDevice,
-    *,
-    names: Sequence[str] = (),
-    dtype: torch.dtype | None = None,
-    budget_s: float = 0.3,
-    against: Sequence[str] = AGAINST,
-    progress: Progress = lambda _: None,
-) -> Record:
-    """A record of its own; see measure."""
-    record = Record(Environment.of(device))
-    measure(record, device, names=names, dtype=dtype, budget_s=budget_s, against=against, progress=progress)
-    record.conclude()
-    return record
+_ROTATED_BYTES = 2**29
+_ROTATED_LEAST, _ROTATED_MOST = 8, 64
+"""Copies of a rotated case's arguments: together several times the L2 of any GPU."""
 
 
-def check_against(names: Sequence[str]) -> None:
-    """Refuse a peer that is none.
+@dataclass(frozen=True)
+class NeuralSuite(Suite):
+    """Measure the neural ops, forward and backward, beside torch. Cases in which a peer was faster come first."""
 
-    Raises:
-        ConfigError: names it and the ones there are.
-    """
-    unknown = [name for name in names if name not in peers.NAMES]
-    if unknown:
-        raise ConfigError(f"no peer {unknown[0]!r}; there are {', '.join(peers.NAMES)}")
+    name = "neural"
+    examples: ClassVar[tuple[str, ...]] = (
+        "",
+        "--op attention --against torch,cudnn,flash",
+        "--out now.json --compare before.json",
+        "--device cpu",
+        "--dtypes bf16,fp16,fp32 --odd --sweep --out folder",
+    )
+    libraries: ClassVar[Libraries] = {}
+    """Peers besides PEERS, for the comparisons outside the package."""
 
+    op: tuple[str, ...] = option((), "Only this op; may be repeated.")
+    dtypes: tuple[str, ...] | None = option(
+        None, "bf16, fp16, fp32 (or bfloat16, ...), the first one more thoroughly; by default each case's.",
+        flags=("--dtype", "--dtypes"), metavar="LIST", comma=True, same=True,
+    )  # fmt: skip
+    against: tuple[str, ...] | None = option(
+        None, "Peers, or none. By default those that come with torch (torch, compile, cudnn, flash, cublaslt); on a "
+        "CPU torch. One that is absent leaves a row that says so.",
+        metavar="LIST", comma=True, same=True,
+    )  # fmt: skip
+    tables: bool = option(True, "The ops' tables; without them odd sizes or the sweep alone.")
+    odd: bool = option(False, "Odd sizes too, beside torch.", flags=("--odd",))
+    sweep: bool = option(
+        False, "Ops of rows from 2^10 to 2^28 elements too, beside torch and compile.", flags=("--sweep",)
+    )
+    sweep_to: int = option(28, "The sweep's end, as a power of two.", min=10, max=30)
+    budget_s: float = option(0.1, "Seconds of calls behind each figure.", min=0.0, same=True)
+    jobs: int | None = option(
+        None,
+        "Processes that compile everything first; by default all cores but two, at most 14, and 1 on a CPU.",
+        min=1,
+    )
+    cpu: bool = option(False, "Add a CPU column where the device is another.", flags=("--cpu",))
 
-def measure(
-    record: Record,
-    device: ComputeDevice,
-    *,
-    names: Sequence[str] = (),
-    dtype: torch.dtype | None = None,
-    budget_s: float = 0.3,
-    against: Sequence[str] = AGAINST,
-    cpu: bool = False,
-    progress: Progress = lambda _: None,
-) -> None:
-    """Measure the tables of the ops into a record.
+    def resolve(self, device: ComputeDevice) -> Self:
+        """Return the suite with whole names of dtypes and the device's peers.
 
-    Args:
-        record: gets ceilings and rows, each as it is measured.
-        device: where.
-        names: ops of OPS; all by default.
-        dtype: the cases' own on a GPU, float32 on a CPU by default.
-        budget_s: seconds for each figure.
-        against: the peers, of peers.NAMES. One that is absent leaves a row that says so.
-        cpu: with a CPU column (float32), where the device is another.
-        progress: told what is measured next.
+        Raises:
+            ConfigError: an op, a dtype or a peer that the suite does not have, or nothing to measure.
+        """
+        check_names("--op", "op", self.op, tuple(OPS))
+        dtypes = None if self.dtypes is None else tuple(_SHORT.get(name, name) for name in self.dtypes)
+        check_names("--dtype", "dtype", dtypes or (), tuple(_DTYPES))
+        libraries = {name for makers in self.libraries.values() for name in makers}
+        against = self.against
+        if against is None:
+            against = PEERS if device.torch_device.startswith("cuda") else PEERS[:1]
+        if unknown := [name for name in against if name not in PEERS and name not in libraries]:
+            others = "" if libraries else "; `python -m benchmarks.neural` in a checkout has liger, quack, flash_attn_4"
+            raise ConfigError(f"--against: no peer {unknown[0]!r}; there are {', '.join((*PEERS, *libraries))}{others}")
+        if not (self.tables or self.odd or self.sweep):
+            raise ConfigError("--no-tables: nothing is left to measure; add --odd or --sweep")
+        return replace(self, dtypes=dtypes, against=against)
 
-    Raises:
-        ConfigError: an op or a peer that the suite does not have.
-        AccelerantError: a result is wrong.
-    """
-    unknown = [name for name in names if name not in OPS]
-    if unknown:
-        raise ConfigError(f"no op {unknown[0]!r} in this suite; it has {', '.join(OPS)}")
-    check_against(against)
-    gpu = device.torch_device.startswith("cuda")
-    planned = plan(names, dtypes=[dtype] if dtype else [], against=against, budget_s=budget_s, gpu=gpu)
-    measure_planned(record, device, planned, budget_s=budget_s, cpu=cpu, progress=progress)
+    def planned(self, gpu: bool) -> list[PlannedCase]:
+        """Return the planned cases of a resolved suite."""
+        return plan(
+            self.op, dtypes=[_DTYPES[name] for name in self.dtypes or ()], against=self.against or (),
+            budget_s=self.budget_s, gpu=gpu, tables=self.tables, odd=self.odd,
+            sweep=sweep_sizes(self.sweep_to) if self.sweep else (), libraries=self.libraries,
+        )  # fmt: skip
 
+    def cases(self, run: SuiteRun) -> list[SuiteCase]:
+        """Return the planned cases."""
+        return neural_cases(self.planned(run.gpu), self.budget_s, cpu_column=self.cpu)
 
-def measure_planned(
-    record: Record,
-    device: ComputeDevice,
-    planned: Sequence[Planned],
-    *,
-    journal: Journal | None = None,
-    budget_s: float = 0.3,
-    until: float | None = None,
-    cpu: bool = False,
-    progress: Progress = lambda _: None,
-) -> None:
-    """Measure what is planned into a record, and case by case into a journal.
+    def prepare(self, run: SuiteRun) -> None:
+        """Measure the ceilings."""
+        run.require_ceiling("matmul", self.budget_s)
 
-    Args:
-        record: gets ceilings and rows, each as it is measured.
-        device: where.
-        planned: the cases; those that the journal has are left out.
-        journal: gets each case as soon as it is done.
-        budget_s: seconds for each ceiling.
-        until: the time of time.monotonic() after which no further case is begun; a note says how many are missing.
-        cpu: with a CPU column (float32), where the device is another.
-        progress: told what is measured next.
+    def covers(self, row: Row) -> bool:
+        """Return whether a baseline's row is of the requested parts, ops and dtypes."""
+        parts = {part for part, included in (("", self.tables), ("odd", self.odd), ("sweep", self.sweep)) if included}
+        dtype = not self.dtypes or any(f" {name}" in row.case for name in self.dtypes)
+        return row.suite == self.name and row.part in parts and (not self.op or row.op in self.op) and dtype
 
-    Raises:
-        AccelerantError: a result of ours is wrong, or an op of ours failed; the other cases were measured first.
-    """
-    began = time.monotonic()
-    where = torch.device(device.torch_device)
-    if "matmul TFLOP/s" not in record.ceilings:
-        progress("ceilings")
-        record.ceilings |= measure_ceilings(where, budget_s=max(budget_s, 0.0))
-    if journal is not None:
-        journal.begin(record)
-    left = [each for each in planned if journal is None or each.key not in journal.done]
-    with compiling():
-        _measure_left(record, device, planned, left, journal, budget_s, until, cpu, progress, began)
+    def measure(self, run: SuiteRun) -> None:
+        """Compile in several processes, then measure all cases."""
+        self.prepare(run)
+        cases = self.cases(run)
+        cores = os.cpu_count() or 1
+        several = run.gpu and "compile" in (self.against or ())
+        jobs = self.jobs or (max(1, min(14, cores - 2)) if several else 1)
+        if jobs > 1:
+            from accelerant.bench.suites.precompile import precompile, share_caches
+
+            share_caches()
+            keys = {case.key for case in run.left(cases)}
+            left = [one for one in self.planned(run.gpu) if one.key in keys]
+            note = precompile(left, run.device, jobs, limit_s=_COMPILE_S, progress=run.progress)
+            run.record.notes += [note] if note else []
+        with compiling():
+            measure_cases(self.name, cases, run)
 
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """torch.compile as the cases need it: for many sizes, and with backward passes that are run again and again."""
+    """Configure torch.compile for many sizes and for backward passes that run again and again."""
     import torch._functorch.config as functorch
 
     with (
         torch._dynamo.config.patch(recompile_limit=_RECOMPILES),
-        functorch.patch(donated_buffer=False),  # a second backward pass needs them again
+        functorch.patch(donated_buffer=False),  # a second backward pass needs the buffers again
     ):
         yield
 
 
-def _measure_left(
-    record: Record,
-    device: ComputeDevice,
-    planned: Sequence[Planned],
-    left: Sequence[Planned],
-    journal: Journal | None,
-    budget_s: float,
-    until: float | None,
-    cpu: bool,
-    progress: Progress,
-    began: float,
-) -> None:
-    where = torch.device(device.torch_device)
-    failed = None if journal is None else _failed(record.rows)
-    compiled, clocks = None, []
-    for i, each in enumerate(left):
-        if until is not None and time.monotonic() > until:
-            record.notes.append(f"stopped by its time limit: {len(left) - i} of {len(planned)} cases not measured")
-            break
-        if (each.part, each.op) != compiled or each.part != "sweep":
+def neural_cases(planned: Sequence[PlannedCase], budget_s: float, *, cpu_column: bool = False) -> list[SuiteCase]:
+    """Return the suite's cases of planned ones."""
+    compiled: list[tuple[str, str]] = []
+
+    def measure(one: PlannedCase, run: SuiteRun) -> None:
+        if [(one.part, one.op)] != compiled or one.part != "sweep":
             torch._dynamo.reset()  # a sweep's sizes share what is compiled
-        compiled = each.part, each.op
-        clock = Clock()
-        with clock.of("the rest"):
-            rows, notes, error = _measured(each, device, cpu, budget_s, clock, _counted(progress, i, left, began))
-        clocks.append(clock.seconds)
-        record.rows += rows
-        record.notes += notes
-        if journal is not None:
-            journal.add(each.key, rows, notes, clock.seconds)
-        failed = failed or error
-        if where.type == "cuda" and torch.cuda.memory_reserved(where) > _most_bytes(where):
+        compiled[:] = [(one.part, one.op)]
+        _measure_case(one, run, budget_s, cpu_column)
+        if run.gpu and torch.cuda.memory_reserved(run.torch_device) > _half_memory(run.torch_device):
             torch.cuda.empty_cache()
-    if clocks:
-        record.notes.append(f"{len(clocks)} cases took {described(clocks)}")
-    if failed is not None:
-        raise failed
+
+    return [SuiteCase(one.key, functools.partial(measure, one), one.estimate_s) for one in planned]
 
 
-def _failed(rows: Sequence[Row]) -> AccelerantError | None:
-    """What ended the run that a journal is of with an error: a run that goes on with it ends so, too."""
-    for row in rows:
-        if (row.wrong and row.compared) or (row.runner == "accelerant" and row.p50 is None and not row.lacked_memory):
-            return AccelerantError(f"{row.op} {row.case}: {row.note}")
-    return None
-
-
-def _counted(progress: Progress, i: int, left: Sequence[Planned], began: float) -> Progress:
-    """Tells which of the cases it is, and about how many seconds are left, from what the cases so far took."""
-    spent, expected = time.monotonic() - began, sum(each.estimate_s for each in left[:i])
-    pace = spent / expected if expected > 5.0 else 1.0
-    rest = pace * sum(each.estimate_s for each in left[i:])
-    return lambda what: progress(f"[{i + 1}/{len(left)}, about {rest:.0f} s left] {what}")
-
-
-def _most_bytes(device: torch.device) -> int:
+def _half_memory(device: torch.device) -> int:
     total: int = torch.cuda.get_device_properties(device).total_memory
     return total // 2
 
 
-def _measured(
-    each: Planned, device: ComputeDevice, cpu: bool, budget_s: float, clock: Clock, progress: Progress
-) -> tuple[list[Row], list[str], AccelerantError | None]:
-    """The rows and notes of a case; and the error, where ours failed."""
+def _measure_case(one: PlannedCase, run: SuiteRun, budget_s: float, cpu_column: bool) -> None:
+    """Append the rows of a case.
+
+    Raises:
+        CaseFailedError: a result of ours is wrong.
+        Exception: what ours raised, except for a lack of memory.
+    """
     rows: list[Row] = []
     try:
-        with clock.of("arguments"):
-            case = Case.of(each.op, each.benchmark, device, each.dtype)
-        for row in rows_of(case, each, clock, progress):
-            if cpu and case.device.type != "cpu" and row.runner == "accelerant":
-                progress(f"{row.op} {row.case}: on the CPU")
-                row = _with_cpu(row, each.op, each.benchmark, budget_s)
+        with run.clock.measure("arguments"):
+            case = OpCase.of(one.op, one.benchmark, run.device, one.dtype)
+        for row in _rows(case, one, run):
+            if cpu_column and run.gpu and row.runner == "accelerant":
+                run.progress(f"{row.op} {row.case}: on the CPU")
+                row = _with_cpu(row, one.op, one.benchmark, budget_s)
             rows.append(row)
-    except (torch.OutOfMemoryError, OutOfMemory) as error:  # of the arguments, or of what says how much work it is
-        base = Row("neural", each.op, _label_of(each), "", "", part=each.part, note=lack_of_memory(error))
-        return [*rows, *(replace(base, runner=runner) for runner in runner_names(each))], [], None
-    except DeviceLost:
-        raise
-    except Exception as error:  # noqa: BLE001 - the other ops' figures are worth having; this one ends the run with 1
-        text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        rows.append(Row("neural", each.op, _label_of(each), "accelerant", "", part=each.part, note=text))
-        return rows, [], error if isinstance(error, AccelerantError) else AccelerantError(f"{each.key}: {text}")
-    wrong = next((row for row in rows if row.wrong and row.compared), None)
-    return rows, [], None if wrong is None else AccelerantError(f"{wrong.op} {wrong.case}: {wrong.note}")
-
-
-def _label_of(each: Planned) -> str:
-    return f"{each.benchmark.sample.name} {str(each.dtype).removeprefix('torch.')}"
+            run.add(row)
+    except (
+        torch.OutOfMemoryError,
+        OutOfMemory,
+    ) as error:  # of the arguments, or of the forward pass that sizes the work
+        label = f"{one.benchmark.sample.name} {str(one.dtype).removeprefix('torch.')}"
+        base = Row("neural", one.op, label, "", "", part=one.part, note=_memory_note(error))
+        names = ("accelerant", *(_RUNNERS.get(name, name) for name in one.peers))
+        run.add(*(replace(base, runner=name) for name in names))
+    for row in rows:
+        if row.wrong and row.compared:
+            raise CaseFailedError(f"{row.op} {row.case}: {row.note}")
 
 
 def _with_cpu(row: Row, name: str, benchmark: Benchmark, budget_s: float) -> Row:
-    """The row with the same case measured on the CPU."""
+    """Return the row with the time of the same case on the CPU, in float32."""
     tensors = benchmark.sample.tensors(torch.float32)
     direction = row.case.split()[-1]
 
     def make(rows: int) -> Callable[[], Any]:
-        inputs = shrunk(name, tensors, rows)
-        case = Case(name, "", inputs, dict(benchmark.sample.options), benchmark, False)
+        case = OpCase(name, "", shrunk(name, tensors, rows), dict(benchmark.sample.options), benchmark, False)
         return call_of(getattr(ops, name), case, direction)
 
     first = tensors[0]
-    taken, note = cpu_column(make, 1 if first is None or not first.ndim else len(first), budget_s=budget_s)
+    taken, note = cpu_time_ms(make, 1 if first is None or not first.ndim else len(first), budget_s=budget_s)
     return replace(row, cpu_ms=taken, cpu_note=f"float32, {note}")
 
 
 def calls(
     name: str, device: ComputeDevice, dtype: torch.dtype, shrinks: Sequence[int]
 ) -> Iterator[tuple[str, tuple[Tensor | None, ...], dict[str, Any]]]:
-    """An op's cases in a dtype, each whole and with so many times fewer rows: label, tensors, options."""
+    """Yield the label, tensors and options of an op's cases, each with all rows divided by each of `shrinks`."""
     for benchmark in benchmarks_of(name):
-        whole = Case.of(name, benchmark, device, dtype)
+        whole = OpCase.of(name, benchmark, device, dtype)
         first = whole.inputs[0]
         rows = 1 if first is None else len(first)
         for shrink in shrinks:
             fewer = shrunk(name, whole.inputs, max(1, rows // shrink))
             shape = "" if fewer[0] is None else "x".join(map(str, fewer[0].shape))
             yield f"{shape} {str(dtype).removeprefix('torch.')}", fewer, whole.options
+
+
+# --- the rows of a case ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _CaseRun:
+    """A case being measured."""
+
+    planned: PlannedCase
+    case: OpCase
+    oracle: Oracle
+    run: SuiteRun
+
+
+@dataclass(slots=True)
+class _Runner:
+    """A runner whose results were checked: its row and its call, or None with the reason in the row's note."""
+
+    row: Row
+    fn: Callable[..., Any] | None = None
+    call: Callable[[], Any] | None = None
+    decisions: list[Decision] = field(default_factory=list)
+
+
+def runners_of(case: OpCase, one: PlannedCase) -> dict[str, Maker]:
+    """Return the makers of the runners' functions by runner, ours first."""
+    subject = OPS[case.name]
+    makers: dict[str, Maker] = {"accelerant": lambda: getattr(ops, case.name)}
+    for peer in one.peers:
+        if peer == "torch":
+            makers["torch"] = lambda: subject.theirs
+        elif peer == "compile":
+            makers[_RUNNERS[peer]] = lambda: _compiled(case, one.part)
+        else:
+            makers[peer] = one.makers[peer]
+    return makers
+
+
+def _compiled(case: OpCase, part: str) -> Callable[..., Any]:
+    """Compile torch's function for the case's sizes; in a sweep, for any number of rows with the largest in view."""
+    function = OPS[case.name].theirs
+    if part != "sweep" or case.inputs[0] is None:
+        return torch.compile(function, dynamic=False)
+    compiled, rows = torch.compile(function), len(case.inputs[0])
+
+    def with_any_rows(*args: Any, **options: Any) -> Any:
+        for x in args:
+            if isinstance(x, Tensor) and x.ndim and len(x) == rows > 1:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        return compiled(*args, **options)
+
+    return with_any_rows
+
+
+def _rows(case: OpCase, one: PlannedCase, run: SuiteRun) -> Iterator[Row]:
+    """Yield each runner's rows as they are measured."""
+    runners = runners_of(case, one)
+    works = work_of(case)
+    this = _CaseRun(one, case, Oracle(case, works[0].flops), run)
+    for work in works:
+        base = Row(
+            "neural", case.name, f"{case.label} {work.direction}", "", "", bytes=work.bytes, flops=work.flops,
+            ceiling="matmul" if work.flops else "copy", part=one.part,
+        )  # fmt: skip
+        base = _with_targets(base, case, work.direction)
+        if case.device.type == "cpu":
+            yield from _in_turns(base, runners, work, this)
+            continue
+        for runner, make in runners.items():
+            run.progress(f"{base.op} {base.case}: {runner}")
+            row = replace(base, runner=runner)
+            if runner == "accelerant":
+                races = one.race and case.device.type == "cuda"
+                with override(race="first_use") if races else contextlib.nullcontext():
+                    ready = _checked(row, make, work, this, ours=True)
+                    chosen = _timed(ready, work, this)
+                yield chosen
+                yield from _forced(chosen, make, ready, work, this)
+            else:
+                yield _timed(_checked(_without_targets(row), make, work, this), work, this)
+
+
+def _in_turns(base: Row, runners: Mapping[str, Maker], work: CaseWork, this: _CaseRun) -> Iterator[Row]:
+    """Yield the rows on a CPU: ours and the peers' calls take turns, then our forced rows."""
+    checked = []
+    for runner, make in runners.items():
+        this.run.progress(f"{base.op} {base.case}: {runner}")
+        row, is_ours = replace(base, runner=runner), runner == "accelerant"
+        checked.append(_checked(row if is_ours else _without_targets(row), make, work, this, ours=is_ours))
+    callable_ = [one for one in checked if one.call is not None]
+    with this.run.clock.measure("timed calls"):
+        calls = [one.call for one in callable_ if one.call is not None]
+        timings = time_in_turns(calls, budget_s=this.planned.budget_s)
+    for one, timing in zip(callable_, timings, strict=True):
+        one.row = one.row.timed(timing)
+    yield from (one.row for one in checked)
+    yield from _forced(checked[0].row, runners["accelerant"], checked[0], work, this)
+
+
+def _forced(chosen: Row, make: Maker, ready: _Runner, work: CaseWork, this: _CaseRun) -> Iterator[Row]:
+    """Yield our own kernel where a library's was chosen, and the deterministic setting where it may cost something."""
+    blank = replace(
+        _without_targets(chosen), p20=None, p50=None, p80=None, note="", samples=(), peak_bytes=None, error=None
+    )
+    forced = own_kernels(ready.decisions)
+    if forced and this.planned.part == "":
+        with force(**forced):
+            own = replace(blank, runner=OWN, target_bytes=chosen.target_bytes)
+            yield _timed(_checked(own, make, work, this, ours=True), work, this)
+    varying = any(
+        not one.deterministic for decision in ready.decisions for one in operations()[decision.op].implementations
+    )
+    if this.planned.deterministic and varying:
+        with override(deterministic=True):
+            same = _timed(_checked(replace(blank, runner=DETERMINISTIC), make, work, this, ours=True), work, this)
+        if same.p50 and chosen.p50:
+            same = replace(same, note=f"{same.p50 / chosen.p50:.2f}x the time without")
+        yield same
+
+
+def own_kernels(decisions: Sequence[Decision]) -> dict[str, str]:
+    """Return the implementations to force, by op, so that our kernels run where dispatch chose a library."""
+    forced = {}
+    for decision in decisions:
+        if not decision.own:
+            refused = {name for name, _ in decision.refused}
+            own = [one.name for one in operations()[decision.op].implementations if one.own and one.name not in refused]
+            if own:
+                forced[decision.op] = own[0]
+    return forced
+
+
+def _with_targets(row: Row, case: OpCase, direction: str) -> Row:
+    benchmark = case.benchmark
+    if not case.aims:
+        return row
+    ms, multiple = {
+        "forward": (benchmark.forward_ms, benchmark.forward_x),
+        "backward": (benchmark.backward_ms, benchmark.backward_x),
+        "both": (benchmark.both_ms, None),
+    }[direction]
+    within = int(benchmark.peak_mib * 2**20) if benchmark.peak_mib and direction == "forward" else None
+    return replace(row, target=ms, target_x=multiple, target_bytes=within)
+
+
+def _without_targets(row: Row) -> Row:
+    return replace(row, target=None, target_x=None, target_bytes=None)
+
+
+def _checked(row: Row, make: Maker, work: CaseWork, this: _CaseRun, *, ours: bool = False) -> _Runner:
+    """Make a runner's function, call it once and compare its results with the reference."""
+    case, clock = this.case, this.run.clock
+    decisions: list[Decision] = []
+    try:
+        with clock.measure("first calls, races"):
+            fn = make()
+            call = call_of(fn, case, work.direction)
+            if ours:
+                decisions = explain_quietly(call).decisions  # runs the race, if there is one
+        names = dict.fromkeys(f"{one.implementation} ({'own' if one.own else 'library'})" for one in decisions)
+        reasons = "; ".join(dict.fromkeys(f"{one.op}: {one.reason}" for one in decisions if one.reason))
+        implementation = (" + ".join(names) or "autograd alone") if ours else row.runner
+        row = replace(row, implementation=implementation, reason=reasons)
+        # torch.compile would compile another function for fewer rows than are timed: its results are not checked then.
+        if this.oracle.whole or row.runner != "torch.compile":
+            with clock.measure("checks"):
+                error, wrong = this.oracle.wrong(fn, work.direction)
+            row = replace(row, error=error, note=wrong)
+    except Exception as error:  # noqa: BLE001 - whatever a runner raises, its row says so
+        return _Runner(_failed_row(row, error, case))
+    return _Runner(row, None if row.note else fn, None if row.note else call, decisions)
+
+
+def _timed(ready: _Runner, work: CaseWork, this: _CaseRun) -> Row:
+    """Return the row with its times, or with the reason for their absence."""
+    if ready.call is None or ready.fn is None:
+        return ready.row
+    case, budget_s = this.case, this.planned.budget_s
+    try:
+        with this.run.clock.measure("timed calls"):
+            peak = _peak_bytes(ready.call, case.device)
+            if this.planned.benchmark.rotated and work.direction == "forward":
+                timing, how = rotated_ms(_copies(ready.fn, case), case.device, budget_s=budget_s)
+            else:
+                timing, how = time_ms(ready.call, case.device, budget_s=budget_s, reads=work.only_reads), ""
+    except Exception as error:  # noqa: BLE001 - as above
+        return _failed_row(ready.row, error, case)
+    return replace(ready.row.timed(timing), peak_bytes=peak, timing=how)
+
+
+def _failed_row(row: Row, error: Exception, case: OpCase) -> Row:
+    """Return the row of a runner that raised.
+
+    Raises:
+        Exception: the error, if it is of ours and not a lack of memory, or if the device is lost.
+    """
+    lost = registry.provider_of(case.device).lost(error)
+    if lost is not None:
+        raise lost from error
+    traceback.clear_frames(error.__traceback__)
+    if isinstance(error, (torch.OutOfMemoryError, OutOfMemory)):
+        if case.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return replace(row, note=_memory_note(error))
+    if row.runner == "accelerant":
+        raise error
+    return replace(row, note=failure_note(error))
+
+
+def _memory_note(error: Exception) -> str:
+    return f"{OUT_OF_MEMORY}{(str(error).splitlines() or [''])[0][:160]}"
+
+
+def _copies(fn: Callable[..., Any], case: OpCase) -> list[Callable[[], Any]]:
+    """Return the forward call on copies of the arguments, the first of them the arguments themselves."""
+    size = sum(x.nbytes for x in case.inputs if x is not None)
+    count = max(_ROTATED_LEAST, min(_ROTATED_MOST, -(-_ROTATED_BYTES // max(size, 1))))
+    others = [tuple(None if x is None else x.clone() for x in case.inputs) for _ in range(count - 1)]
+    return [call_of(fn, replace(case, inputs=inputs), "forward") for inputs in (case.inputs, *others)]
+
+
+def _peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
+    """Return the peak memory of a call, its results included, above what was allocated before; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    call()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

@@ -1,83 +1,70 @@
-"""What the runtime itself costs and gains: launches, eager op calls, compiles, streaming in chunks, batches."""
+"""Costs and gains of the runtime: launches, eager op calls, compiles, streaming in chunks, batches."""
 
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from accelerant import ops
 from accelerant.algebra.field.program import field_add_source
-from accelerant.bench.record import Environment, Record, Row
-from accelerant.bench.suites import batches, streaming
-from accelerant.bench.timer import host_time_us
+from accelerant.bench.record import Row
+from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
+from accelerant.bench.suites.bandwidth import size_name
+from accelerant.bench.timer import Timing, host_time_us, wall_ms
 from accelerant.config import override
+from accelerant.errors import AccelerantError
 from accelerant.runtime import registry
+from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.streams.transfer import ChunkedRun, stream_chunks
 
-__all__ = ["measure", "run"]
-
+__all__ = ["RuntimeSuite"]
 
 _LAUNCH_US, _CALL_US, _WARM_MS = 8.0, 25.0, 5.0
-"""Host times to reach on an H200: of a launch through the provider, of an op called eagerly, of a compile from disk."""
-
-_TARGETS_OF = "H200"
+"""Host times to reach on an H200: a launch through the provider, an eager op call, a compile from the disk cache."""
 
 
-def run(
-    device: ComputeDevice,
-    *,
-    accelerator: Callable[[], Any] | None = None,
-    budget_s: float = 0.3,
-    progress: Callable[[str], None] = lambda _: None,
-) -> Record:
-    """A record of its own; see measure."""
-    record = Record(Environment.of(device))
-    measure(record, device, accelerator=accelerator, budget_s=budget_s, progress=progress)
-    record.conclude()
-    return record
+@dataclass(frozen=True)
+class RuntimeSuite(Suite):
+    """Measure what a launch, an eager op call and a compile cost, and what streaming and batches gain."""
 
+    name = "runtime"
+    examples = ("--json",)
 
-def measure(
-    record: Record,
-    device: ComputeDevice,
-    *,
-    accelerator: Callable[[], Any] | None = None,
-    budget_s: float = 0.3,
-    progress: Callable[[str], None] = lambda _: None,
-) -> None:
-    """Measure into a record.
+    budget_s: float = option(0.3, "Seconds behind each figure of streaming and batches.", min=0.0)
 
-    Args:
-        record: gets ceilings and rows.
-        device: where.
-        accelerator: makes an Accelerator on the device, whose batch() is then measured (the layers let no benchmark
-            import it).
-        budget_s: seconds for each figure of streaming and batches.
-        progress: told what is measured next.
-    """
-    where = torch.device(device.torch_device)
-    parts: list[tuple[str, Callable[[], list[Row]]]] = [
-        ("launch", lambda: _launches(device, where)),
-        ("eager op calls", lambda: _calls(where)),
-        ("compile", lambda: _compiles(device)),
-        ("streaming", lambda: streaming.rows(record, device, where, budget_s)),
-    ]
-    if accelerator is not None:
-        parts.append(("batches", lambda: batches.rows(accelerator, where, budget_s)))
-    known = _TARGETS_OF in device.name
-    for name, part in parts:
-        progress(f"runtime: {name}")
-        record.rows += [replace(row, target=_target(row) if known else None) for row in part()]
+    def cases(self, run: SuiteRun) -> list[SuiteCase]:
+        """Return a case for each part of the runtime."""
+        parts: dict[str, Callable[[SuiteRun], list[Row]]] = {
+            "launch": _launches,
+            "eager op calls": _calls,
+            "compile": lambda run: _compiles(run.device),
+            "streaming": lambda run: _streaming(run, self.budget_s),
+        }
+        if run.accelerator is not None:
+            parts["batches"] = lambda run: _batches(run, self.budget_s)
+
+        def case(name: str, part: Callable[[SuiteRun], list[Row]]) -> SuiteCase:
+            def measure(run: SuiteRun) -> None:
+                run.progress(f"runtime: {name}")
+                known = run.is_model("H200")
+                run.add(*(replace(row, target=_target(row) if known else None) for row in part(run)))
+
+            return SuiteCase(name, measure)
+
+        return [case(name, part) for name, part in parts.items()]
 
 
 def _target(row: Row) -> float | None:
@@ -90,64 +77,61 @@ def _target(row: Row) -> float | None:
     return _CALL_US if row.case.startswith("eager call") else None
 
 
+# --- host times ------------------------------------------------------------------------------------------------------
+
+
 def _host_row(op: str, case: str, runner: str, implementation: str, fn: Callable[[], Any]) -> Row:
-    timing = host_time_us(fn)
-    return Row("runtime", op, case, runner, implementation, "us", timing.p20_ms, timing.p50_ms, timing.p80_ms)
+    return Row("runtime", op, case, runner, implementation, "us").timed(host_time_us(fn))
 
 
-def _launches(device: ComputeDevice, where: torch.device) -> list[Row]:
+def _launches(run: SuiteRun) -> list[Row]:
+    """Measure a kernel launch through the provider, through cuda.core, and torch's add_."""
+    device = run.device
     provider = registry.create(device.backend)
     kernel = provider.compile(field_add_source(), device=device.index)
-    x = torch.zeros(256, dtype=torch.uint64, device=where)
+    x = torch.zeros(256, dtype=torch.uint64, device=run.torch_device)
     args = (x, x, x, 256)
-    rows = [
-        _host_row(
-            "launch", "host time", "accelerant", "provider.launch", lambda: provider.launch(kernel, (1,), (256,), args)
-        )
+    calls: list[tuple[str, str, Callable[[], Any]]] = [
+        ("accelerant", "provider.launch", lambda: provider.launch(kernel, (1,), (256,), args))
     ]
     if device.backend == "cuda":
         from cuda.core import LaunchConfig, launch
 
         stream, config, core = torch.cuda.current_stream(), LaunchConfig(grid=(1,), block=(256,)), kernel.handle.core
-        rows.append(
-            _host_row(
-                "launch",
-                "host time",
-                "cuda.core",
-                "launch",
-                lambda: launch(stream, config, core, x.data_ptr(), x.data_ptr(), x.data_ptr(), np.int64(256)),
-            )
+        pointer, count = x.data_ptr, np.int64
+        calls.append(
+            ("cuda.core", "launch", lambda: launch(stream, config, core, pointer(), pointer(), pointer(), count(256)))
         )
-    y = torch.zeros(256, device=where)
-    rows.append(_host_row("launch", "host time", "torch", "add_", lambda: y.add_(1.0)))
-    return rows
+    y = torch.zeros(256, device=run.torch_device)
+    calls.append(("torch", "add_", lambda: y.add_(1.0)))
+    return [_host_row("launch", "host time", runner, name, call) for runner, name, call in calls]
 
 
-def _calls(where: torch.device) -> list[Row]:
-    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+def _calls(run: SuiteRun) -> list[Row]:
+    """Measure eager calls of small ops, with and without autograd recording."""
+    where, dtype = run.torch_device, torch.bfloat16 if run.gpu else torch.float32
     x = torch.randn(16, 64, device=where, dtype=dtype)
     w = torch.ones(64, device=where, dtype=dtype)
     xg, wg = x.clone().requires_grad_(), w.clone().requires_grad_()
-    cases: list[tuple[str, str, Callable[[], Any], Callable[[], Any]]] = []
-    cases.append(("gelu", "no gradient", lambda: ops.gelu(x, "tanh"), lambda: F.gelu(x, approximate="tanh")))
-    cases.append(("gelu", "recording", lambda: ops.gelu(xg, "tanh"), lambda: F.gelu(xg, approximate="tanh")))
-    cases.append(("softmax", "no gradient", lambda: ops.softmax(x), lambda: F.softmax(x, -1)))
-    cases.append(("softmax", "recording", lambda: ops.softmax(xg), lambda: F.softmax(xg, -1)))
-    cases.append(("layer_norm", "no gradient", lambda: ops.layer_norm(x, w, w), lambda: F.layer_norm(x, (64,), w, w)))
-    cases.append(
-        ("layer_norm", "recording", lambda: ops.layer_norm(xg, wg, wg), lambda: F.layer_norm(xg, (64,), wg, wg))
-    )
-    cases.append(("matmul", "no gradient", lambda: ops.matmul(x, x.T), lambda: torch.matmul(x, x.T)))
-    rows = []
-    for op, case, ours, theirs in cases:
-        rows.append(_host_row(op, f"eager call, host time, {case}", "accelerant", "eager", ours))
-        rows.append(_host_row(op, f"eager call, host time, {case}", "torch", "eager", theirs))
-    return rows
+    cases: list[tuple[str, str, Callable[[], Any], Callable[[], Any]]] = [
+        ("gelu", "no gradient", lambda: ops.gelu(x, "tanh"), lambda: F.gelu(x, approximate="tanh")),
+        ("gelu", "recording", lambda: ops.gelu(xg, "tanh"), lambda: F.gelu(xg, approximate="tanh")),
+        ("softmax", "no gradient", lambda: ops.softmax(x), lambda: F.softmax(x, -1)),
+        ("softmax", "recording", lambda: ops.softmax(xg), lambda: F.softmax(xg, -1)),
+        ("layer_norm", "no gradient", lambda: ops.layer_norm(x, w, w), lambda: F.layer_norm(x, (64,), w, w)),
+        ("layer_norm", "recording", lambda: ops.layer_norm(xg, wg, wg), lambda: F.layer_norm(xg, (64,), wg, wg)),
+        ("matmul", "no gradient", lambda: ops.matmul(x, x.T), lambda: torch.matmul(x, x.T)),
+    ]
+    return [
+        _host_row(op, f"eager call, host time, {mode}", runner, "eager", call)
+        for op, mode, ours, torch_call in cases
+        for runner, call in (("accelerant", ours), ("torch", torch_call))
+    ]
 
 
 @contextmanager
 def _triton_cache(folder: str) -> Iterator[None]:
-    """Triton keeps a cache of its own, which would make a cold compile warm."""
+    """Point Triton's own cache to a folder, without which a cold compile would be warm."""
     before = os.environ.get("TRITON_CACHE_DIR")
     os.environ["TRITON_CACHE_DIR"] = folder
     try:
@@ -159,7 +143,7 @@ def _triton_cache(folder: str) -> Iterator[None]:
 
 
 def _compiles(device: ComputeDevice) -> list[Row]:
-    """Compile times with an empty and with a filled disk cache, of the C kernel and of a Triton kernel."""
+    """Measure compiles of a C kernel and of a Triton kernel, with an empty and with a filled disk cache."""
     provider = registry.create(device.backend)
     sources = {"field_add": field_add_source()}
     if device.backend == "cuda":
@@ -182,3 +166,124 @@ def _compiles(device: ComputeDevice) -> list[Row]:
                 Row("runtime", "compile", f"{name}, {case} cache", "accelerant", provider.name, "ms", low, middle, high)
             )
     return rows
+
+
+# --- streaming in chunks ---------------------------------------------------------------------------------------------
+
+_ALLOWED_ERROR = 1e-2
+
+
+def _streaming(run: SuiteRun, budget_s: float) -> list[Row]:
+    """Measure stream_chunks beside the same chunks one after the other, and the overlap of copies and work.
+
+    On an H200 the function's matrix products take about as long as a chunk's transfer, so that each of the three stages
+    can hide the others.
+
+    Raises:
+        AccelerantError: the streamed result is wrong.
+    """
+    run.require_ceiling("link", budget_s)
+    where, work = run.torch_device, _StreamedWork(run)
+    label = f"{size_name(work.array.nbytes)} in {size_name(work.chunk_bytes)} chunks, {work.products} products each"
+    base = Row(
+        "runtime", "stream", f"{label}, {work.memory}", "", "", bytes=work.array.nbytes, ceiling="host to device",
+    )  # fmt: skip
+    runs: list[ChunkedRun] = []
+    streamed = wall_ms(lambda: runs.append(work.streamed()), where, budget_s=budget_s, least=5)
+    first = work.out.clone()
+    work.out.zero_()
+    sequence = wall_ms(work.in_sequence, where, budget_s=budget_s, least=5)
+    error = float((first.double() - work.out.double()).norm() / work.out.double().norm())
+    if not error <= _ALLOWED_ERROR:
+        raise AccelerantError(f"stream_chunks: relative error {error:.3g} against the same chunks in sequence")
+    parts = ", ".join(
+        f"{name} {1e3 * statistics.median(getattr(run, field) for run in runs):.3g} ms"
+        for name, field in (("in", "copy_in_s"), ("compute", "compute_s"), ("out", "copy_out_s"))
+    )
+    ours = replace(base, runner="accelerant", implementation="stream_chunks")
+    overlap = replace(
+        ours, op="stream overlap", unit="x", better="higher", bytes=0, ceiling="",
+        note="1 is none, 3 is all three stages at once",
+    )  # fmt: skip
+    return [
+        replace(ours, note=parts).timed(streamed),
+        replace(base, runner="in sequence", implementation="torch, one stream").timed(sequence),
+        overlap.timed(Timing.of([run.overlap for run in runs])),
+    ]
+
+
+class _StreamedWork:
+    """An array, the function that it is streamed through, and its chunks."""
+
+    def __init__(self, run: SuiteRun) -> None:
+        gpu, self.device, self.where = run.gpu, run.device, run.torch_device
+        width = 4096 if gpu else 256
+        size = 2**30 if gpu and available_bytes("cpu") > 2**33 else 2**28 if gpu else 2**22
+        dtype = torch.bfloat16 if gpu else torch.float32
+        self.products = 3 if gpu else 1
+        self.chunk_bytes = size // 32 if gpu else size // 8
+        self.memory = "pinned" if gpu else "pageable"
+        shape = (size // width // dtype.itemsize, width)
+        self.array = torch.empty(shape, dtype=dtype, pin_memory=gpu)
+        self.array.copy_(torch.randn(shape, device=self.where, dtype=dtype))
+        self.out = torch.empty(shape, dtype=dtype, pin_memory=gpu)
+        self.weight = (torch.randn(width, width, device=self.where) / width**0.5).to(dtype)
+        self.step = self.chunk_bytes // width // dtype.itemsize
+
+    def function(self, x: Tensor) -> Tensor:
+        for _ in range(self.products):
+            x = x @ self.weight
+        return x
+
+    def streamed(self) -> ChunkedRun:
+        return stream_chunks(
+            self.function, self.array, device=self.device, chunk_bytes=self.chunk_bytes, out=self.out, atomic=False
+        )
+
+    def in_sequence(self) -> None:
+        with torch.no_grad():
+            for begin in range(0, len(self.array), self.step):
+                chunk = self.array[begin : begin + self.step].to(self.where, non_blocking=True)
+                self.out[begin : begin + self.step].copy_(self.function(chunk), non_blocking=True)
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+_BATCH_CALLS, _BATCH_SIZE = 256, 1024
+
+
+def _batches(run: SuiteRun, budget_s: float) -> list[Row]:
+    """Measure many small calls one by one, merged by Accelerator.batch(), and by torch, on the host's clock.
+
+    Raises:
+        AccelerantError: the batch's results differ from those of single calls.
+    """
+    assert run.accelerator is not None  # for the type checker: there is no such case without one
+    where = run.torch_device
+    base = Row("runtime", "batch", f"{_BATCH_CALLS} calls of gelu on {_BATCH_SIZE} float32", "", "")
+    xs = list(torch.randn(_BATCH_CALLS, _BATCH_SIZE, device=where).unbind())
+    with run.accelerator() as accelerator:
+
+        def one_by_one() -> list[Tensor]:
+            return [accelerator.gelu(x) for x in xs]
+
+        def batched() -> list[Tensor]:
+            with accelerator.batch() as batch:
+                pending = [batch.gelu(x) for x in xs]
+            return [result.result() for result in pending]
+
+        torch.testing.assert_close(batched(), one_by_one(), rtol=1e-5, atol=1e-6, msg=_batch_differs)
+        merged, single = (wall_ms(call, where, budget_s=budget_s) for call in (batched, one_by_one))
+        plain = wall_ms(lambda: [F.gelu(x) for x in xs], where, budget_s=budget_s)
+    ours = replace(base, runner="accelerant", implementation="batch()")
+    gain = replace(ours, op="batch gain", implementation="one by one / batch()", unit="x", better="higher")
+    return [
+        ours.timed(merged),
+        replace(base, runner="one by one", implementation="Accelerator.gelu").timed(single),
+        replace(base, runner="torch", implementation="gelu, one by one").timed(plain),
+        gain.timed(single.over(merged)),
+    ]
+
+
+def _batch_differs(message: str) -> str:
+    raise AccelerantError(f"batch() gave something else than single calls: {message.splitlines()[0]}")

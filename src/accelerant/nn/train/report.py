@@ -12,7 +12,7 @@ from typing import Any
 from accelerant.nn.train.charts import Line, Reference, line_chart, smoothed
 from accelerant.nn.train.extension import Curve
 from accelerant.nn.train.metrics import StepRecord
-from accelerant.nn.train.page import document
+from accelerant.runtime.html_page import card, document, facts
 
 __all__ = ["build_report"]
 
@@ -60,7 +60,7 @@ def build_report(
     Returns:
         HTML; every text from outside is escaped.
     """
-    preset = escape(str(summary["preset"]))
+    preset = str(summary["preset"])
     millions = summary["parameters"] / 1e6
     lead = (
         f"{millions:.1f} million parameters, trained on {escape(str(config['corpus']['source']))}, "
@@ -68,25 +68,21 @@ def build_report(
     )
     charts = [_loss_card(summary, config, records), *map(_curve_card, curves), _speed_card(records)]
     body = [
-        f"<h1>Training report: {preset}</h1>",
+        f"<h1>Training report: {escape(preset)}</h1>",
         f'<p class="lead">{lead}</p>',
         _facts(summary),
         *[f'<p class="card">{escape(text)}</p>' for text in remarks],
         f'<div class="row">{"".join(charts)}</div>',
         _ledger_card(ledger),
-        _card("What the model writes", f"<pre>{escape(sample)}</pre>"),
+        card("What the model writes", f"<pre>{escape(sample)}</pre>"),
         f'<div class="row">{_table_card("Settings", _settings(config))}{_table_card("Data", _data(config))}</div>',
         f"<footer>{_footer(config)}</footer>",
     ]
     return document(f"Training report: {preset}", _STYLE, body)
 
 
-def _card(title: str, content: str) -> str:
-    return f'<section class="card"><h2>{title}</h2>{content}</section>'
-
-
 def _facts(summary: Mapping[str, Any]) -> str:
-    facts = [
+    items = [
         ("Held-out loss", f"{summary['validation_nats_per_byte']:.3f}", "nats a byte"),
         ("Bigram model", f"{summary['bigram_nats_per_byte']:.3f}", f"unigram {summary['unigram_nats_per_byte']:.3f}"),
         ("Throughput", _speed(summary), "tokens a second, median"),
@@ -94,11 +90,7 @@ def _facts(summary: Mapping[str, Any]) -> str:
         ("Peak memory", _bytes(summary["peak_memory_bytes"]), _memory(summary)),
         ("Time", f"{summary['seconds']:,.0f} s", "in all"),
     ]
-    items = [
-        f'<dl class="card fact"><dt>{name}</dt><dd>{value}<small>{unit}</small></dd></dl>'
-        for name, value, unit in facts
-    ]
-    return f'<div class="facts">{"".join(items)}</div>'
+    return facts(items)
 
 
 def _speed(summary: Mapping[str, Any]) -> str:
@@ -128,24 +120,24 @@ def _loss_card(summary: Mapping[str, Any], config: Mapping[str, Any], records: S
             Reference("unigram", summary["unigram_nats_per_byte"]),
             Reference("bigram", summary["bigram_nats_per_byte"]),
         ]
-    return _card("Loss", line_chart(lines, x_label="step", y_label="nats a token", references=references))
+    return card("Loss", line_chart(lines, x_label="step", y_label="nats a token", references=references))
 
 
 def _curve_card(curve: Curve) -> str:
     line = Line(curve.label, curve.points, "more", dots=len(curve.points) <= _MOST_DOTS)
-    return _card(escape(curve.title), line_chart([line], x_label="step", y_label=curve.y_label, zero=True))
+    return card(curve.title, line_chart([line], x_label="step", y_label=curve.y_label, zero=True))
 
 
 def _speed_card(records: Sequence[StepRecord]) -> str:
     speeds = [(float(record.step), record.tokens_per_s or 0.0) for record in records]
     lines = [Line("tokens a second", speeds, "speed")]
-    return _card("Throughput", line_chart(lines, x_label="step", y_label="tokens a second", zero=True))
+    return card("Throughput", line_chart(lines, x_label="step", y_label="tokens a second", zero=True))
 
 
 def _ledger_card(ledger: Mapping[str, Any]) -> str:
     rows = sorted(ledger.get("ops", ()), key=_weight, reverse=True)
     if not rows:
-        return _card("What ran where", '<p class="empty">The ledger recorded no calls.</p>')
+        return card("What ran where", '<p class="empty">The ledger recorded no calls.</p>')
     names = ("op", "implementation", "device", "case", "calls", "ms, median", "bytes", "flops", "not chosen")
     numbers = ("calls", "ms, median", "bytes", "flops")
     head = "".join(f'<th class="number">{name}</th>' if name in numbers else f"<th>{name}</th>" for name in names)
@@ -155,7 +147,7 @@ def _ledger_card(ledger: Mapping[str, Any]) -> str:
         tables += f"<details><summary>{len(rest)} more cases</summary>{_ledger_table(head, rest)}</details>"
     fallbacks = ledger.get("fallbacks", ())
     text = "No fallbacks." if not fallbacks else f"Fallbacks: {'; '.join(_pairs(entry) for entry in fallbacks)}"
-    return _card("What ran where", f'{tables}<p class="soft">{text}</p>')
+    return card("What ran where", f'{tables}<p class="soft">{text}</p>')
 
 
 def _weight(row: Mapping[str, Any]) -> tuple[float, int]:
@@ -195,7 +187,7 @@ def _table_card(title: str, rows: Iterable[tuple[str, object]]) -> str:
     body = "".join(
         f'<tr><th>{escape(name)}</th><td class="wrap">{escape(str(value))}</td></tr>' for name, value in rows
     )
-    return _card(title, f"<table>{body}</table>")
+    return card(title, f"<table>{body}</table>")
 
 
 def _settings(config: Mapping[str, Any]) -> list[tuple[str, object]]:

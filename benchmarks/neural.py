@@ -1,26 +1,27 @@
-"""Other libraries' versions of our ops, each made by a function that raises UnsupportedCase where it is absent.
+"""The neural ops beside Liger, QuACK and FlashAttention-4, and the peers that come with torch.
 
-None of them is needed to use Accelerant; `accelerant bench neural --against liger,quack` measures them beside it.
-Sources of the calls: the libraries' own public functions (Liger-Kernel 0.8, QuACK 0.6, FlashAttention-4, torch's
-scaled_dot_product_attention back ends).
+    python -m benchmarks.neural --against torch,compile,liger,quack,cudnn,flash_attn_4,cublaslt --out neural-h200
+
+Each library's functions are made by a function that raises UnsupportedCase where the library is absent; the rows then
+say so. The calls are the libraries' own public functions (Liger-Kernel 0.8, QuACK 0.6, FlashAttention-4).
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from accelerant.bench.suites.neural import NeuralSuite
+from accelerant.bench.suites.neural_plan import Libraries
+from accelerant.cli.bench import run_command
 from accelerant.errors import UnsupportedCase
 
-__all__ = ["NAMES"]
-
-NAMES = ("torch", "compile", "liger", "quack", "cudnn", "flash", "flash_attn_4", "cublaslt")
-"""What `--against` knows."""
+__all__ = ["NeuralPeersSuite"]
 
 Fn = Callable[..., Any]
 
@@ -37,25 +38,25 @@ def _liger(name: str) -> Any:
 
 
 def liger_softmax() -> Fn:
-    """Liger's softmax, over the last dimension."""
+    """Return Liger's softmax over the last dimension."""
     function = _liger("softmax").LigerSoftmaxFunction
     return lambda x, dim=-1: function.apply(x)
 
 
 def liger_layer_norm() -> Fn:
-    """Liger's layer norm."""
+    """Return Liger's layer norm."""
     function = _liger("layer_norm").LigerLayerNormFunction
     return lambda x, weight, bias, eps=1e-5: function.apply(x, weight, bias, eps)
 
 
 def liger_rms_norm() -> Fn:
-    """Liger's RMS norm, computed as Llama does, not in place."""
+    """Return Liger's RMS norm, computed as Llama does, not in place."""
     function = _liger("rms_norm").LigerRMSNormFunction
     return lambda x, weight, eps=1e-6: function.apply(x, weight, eps, 0.0, "llama", False)
 
 
 def liger_swiglu() -> Fn:
-    """Liger's product of silu(gate) and up."""
+    """Return Liger's product of silu(gate) and up."""
     function = _liger("swiglu").LigerSiLUMulFunction
 
     def call(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -66,27 +67,27 @@ def liger_swiglu() -> Fn:
 
 
 def liger_cross_entropy() -> Fn:
-    """Liger's cross entropy, which writes the gradient over the logits."""
+    """Return Liger's cross entropy, which writes the gradient over the logits."""
     loss = _module("liger_kernel.transformers.functional", "liger-kernel").liger_cross_entropy
     return lambda logits, targets, inplace_backward=False, **options: loss(logits, targets, **options)
 
 
 def liger_linear_cross_entropy() -> Fn:
-    """Liger's fused linear layer and cross entropy."""
+    """Return Liger's fused linear layer and cross entropy."""
     loss = _module("liger_kernel.transformers.functional", "liger-kernel").liger_fused_linear_cross_entropy
     return lambda hidden, weight, targets, **options: loss(hidden, weight, targets, **options)
 
 
 def quack_softmax() -> Fn:
-    """QuACK's softmax, over the last dimension."""
+    """Return QuACK's softmax over the last dimension."""
     softmax = _module("quack.softmax", "quack-kernels").softmax
     return lambda x, dim=-1: softmax(x)
 
 
 def quack_layer_norm() -> Fn:
-    """QuACK's layer norm, whose forward and backward (from 0.6.2 on) are joined here.
+    """Return QuACK's layer norm, its forward and backward functions (the latter from 0.6.2 on) joined.
 
-    It takes float32 weights: they are cast once, not in the calls that are timed.
+    It takes float32 weights, which are cast once, outside the timed calls.
     """
     module = _module("quack.rmsnorm", "quack-kernels")
     singles: dict[int, Tensor] = {}
@@ -120,62 +121,52 @@ def quack_layer_norm() -> Fn:
 
 
 def quack_rms_norm() -> Fn:
-    """QuACK's RMS norm."""
+    """Return QuACK's RMS norm."""
     rmsnorm = _module("quack.rmsnorm", "quack-kernels").rmsnorm
     return lambda x, weight, eps=1e-6: rmsnorm(x, weight, eps=eps)
 
 
 def quack_cross_entropy() -> Fn:
-    """QuACK's cross entropy, averaged over the rows."""
+    """Return QuACK's cross entropy, averaged over the rows."""
     loss = _module("quack.cross_entropy", "quack-kernels").cross_entropy
     return lambda logits, targets, inplace_backward=False: loss(
         logits, targets, reduction="mean", inplace_backward=inplace_backward
     )
 
 
-def cublaslt_linear_gelu() -> Fn:
-    """The way of torch to cuBLASLt's epilogue of bias and GELU by tanh."""
-
-    def call(x: Tensor, weight: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-        if approximate != "tanh":
-            raise UnsupportedCase("cuBLASLt's epilogue computes GELU by tanh only")
-        y: Tensor = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
-        return y
-
-    return call
-
-
-def _sdpa(backend: str) -> Fn:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    chosen = getattr(SDPBackend, backend)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-        with sdpa_kernel(chosen):
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-
-    return call
-
-
-def cudnn_attention() -> Fn:
-    """Attention of torch by cuDNN."""
-    return _sdpa("CUDNN_ATTENTION")
-
-
-def flash_attention() -> Fn:
-    """Attention of torch by FlashAttention-2."""
-    return _sdpa("FLASH_ATTENTION")
-
-
 def flash_attention_4() -> Fn:
-    """FlashAttention-4, which has the head dimension before the sequence: views, no copies."""
+    """Return FlashAttention-4, whose layout has heads after the sequence; views, no copies."""
     function = _module("flash_attn.cute", "flash-attn-4").flash_attn_func
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-        found = function(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=causal)
-        y: Tensor = found[0] if isinstance(found, tuple) else found
+        result = function(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=causal)
+        y: Tensor = result[0] if isinstance(result, tuple) else result
         return y.transpose(1, 2)
 
     return call
+
+
+@dataclass(frozen=True)
+class NeuralPeersSuite(NeuralSuite):
+    """Measure the neural ops, forward and backward, beside torch and other libraries; losses come first."""
+
+    examples = (
+        "--against torch,compile,liger,quack,cudnn,flash,flash_attn_4,cublaslt",
+        "--op gelu --op softmax --against torch,liger",
+        "--dtypes bf16,fp16,fp32 --odd --sweep --out folder",
+    )
+    libraries: ClassVar[Libraries] = {
+        "softmax": {"liger": liger_softmax, "quack": quack_softmax},
+        "layer_norm": {"liger": liger_layer_norm, "quack": quack_layer_norm},
+        "rms_norm": {"liger": liger_rms_norm, "quack": quack_rms_norm},
+        "swiglu": {"liger": liger_swiglu},
+        "cross_entropy": {"liger": liger_cross_entropy, "quack": quack_cross_entropy},
+        "linear_cross_entropy": {"liger": liger_linear_cross_entropy},
+        "attention": {"flash_attn_4": flash_attention_4},
+    }
+
+
+if __name__ == "__main__":
+    from benchmarks.neural import NeuralPeersSuite as Suite  # not __main__'s, whose functions no other process finds
+
+    run_command(Suite)

@@ -8,19 +8,18 @@ import pytest
 import torch
 
 import accelerant.ops
-from accelerant.bench import peers, subjects
-from accelerant.bench.clock import Clock, described
+from accelerant.bench import subjects
 from accelerant.bench.journal import Journal
 from accelerant.bench.record import OWN, Environment, Record, Row
-from accelerant.bench.report import build_report
-from accelerant.bench.roofline import roofline
-from accelerant.bench.suites import checks, neural, plan
-from accelerant.bench.suites import rows as rows_module
-from accelerant.bench.suites.cases import Case, Work, leaves_of
-from accelerant.bench.suites.checks import Oracle, _relative, _upstream
-from accelerant.bench.suites.warm import compile_ahead
+from accelerant.bench.report import build_report, roofline
+from accelerant.bench.suite import SuiteRun, measure_cases
+from accelerant.bench.suites import neural, neural_cases
+from accelerant.bench.suites import neural_plan as plan
+from accelerant.bench.suites.neural import NeuralSuite
+from accelerant.bench.suites.neural_cases import CaseWork, OpCase, Oracle, _relative, _upstream, leaves_of
+from accelerant.bench.suites.precompile import precompile
 from accelerant.bench.timer import rotated_ms, time_in_turns
-from accelerant.errors import AccelerantError, ConfigError, FormatError, UnsupportedCase
+from accelerant.errors import AccelerantError, ConfigError, FormatError
 from accelerant.ops._cases import Benchmark, Indices, Sample
 from accelerant.runtime import registry
 
@@ -35,19 +34,9 @@ def test_every_op_has_a_subject():
     assert set(accelerant.ops.__all__) - NOT_MEASURED_HERE <= set(subjects.OPS)
 
 
-@pytest.mark.parametrize("name", sorted(subjects.OPS))
-def test_what_the_peers_are_called_is_known(name):
-    assert set(subjects.OPS[name].peers) <= set(peers.NAMES)
-
-
-def test_an_absent_library_is_named():
-    with pytest.raises(UnsupportedCase, match="no-such-library cannot be used here: ModuleNotFoundError"):
-        peers._module("no_such_library", "no-such-library")
-
-
 def test_an_unknown_peer_is_refused():
-    with pytest.raises(ConfigError, match="no peer 'torhc'; there are torch, compile"):
-        neural.check_against(["torch", "torhc"])
+    with pytest.raises(ConfigError, match=r"no peer 'torhc'; there are torch, compile.*benchmarks\.neural"):
+        NeuralSuite(against=("torch", "torhc")).resolve(registry.choose("cpu"))
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -114,7 +103,7 @@ def test_without_the_tables_the_other_parts_are_the_same():
 
 def test_what_names_something_to_reach_comes_first_in_whatever_dtype():
     found = planned(dtypes=(torch.bfloat16, torch.float32))
-    aims = [plan._aims(each.benchmark) and each.dtype == each.benchmark.dtype for each in found]
+    aims = [plan.has_target(each.benchmark) and each.dtype == each.benchmark.dtype for each in found]
     assert sum(aims) > 10
     assert aims == sorted(aims, reverse=True)
     assert torch.float32 in {each.dtype for each in found[: sum(aims)]}  # attention's memory
@@ -151,7 +140,7 @@ def test_odd_sizes_are_those_that_torch_takes_too():
 
 def case_of(name, *arguments, **options):
     benchmark = Benchmark(Sample("x", arguments, options), torch.float32)
-    return Case.of(name, benchmark, registry.choose("cpu"), torch.float32)
+    return OpCase.of(name, benchmark, registry.choose("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -218,7 +207,7 @@ def test_sums_over_many_rows_stay_in_the_range_of_float16(op):
     benchmark = Benchmark(Sample("x", ((65536 + 8192, 8), *weights)), torch.float16)
     device = registry.choose("cpu")
     drawn = benchmark.sample.tensors(torch.float16)
-    case = Case(op, "x", tuple(drawn), {}, benchmark, False)
+    case = OpCase(op, "x", tuple(drawn), {}, benchmark, False)
     assert case.device.type == device.torch_device
     assert Oracle(case).wrong(getattr(accelerant.ops, op), "backward")[1] == ""
 
@@ -228,7 +217,7 @@ def test_a_reference_of_attention_in_parts_is_the_whole(monkeypatch):
     case = case_of("attention", q, k, k, causal=True)
     for direction in ("forward", "backward"):
         whole = Oracle(case)._reference(direction)
-        monkeypatch.setattr(checks, "_MOST_SCORES", 1)
+        monkeypatch.setattr(neural_cases, "_MOST_SCORES", 1)
         parts = Oracle(case)._reference(direction)
         monkeypatch.undo()
         assert len(parts) == len(whole) == (1 if direction == "forward" else 3)
@@ -238,7 +227,7 @@ def test_a_reference_of_attention_in_parts_is_the_whole(monkeypatch):
 
 
 def test_a_cut_keeps_weights_whole_and_sizes_that_products_take(monkeypatch):
-    monkeypatch.setattr(checks, "_MOST_ELEMENTS", 300 * 256)
+    monkeypatch.setattr(neural_cases, "_MOST_ELEMENTS", 300 * 256)
     weight = Indices((512, 256), 128, -127, torch.int8)
     oracle = Oracle(case_of("linear_int8", (512, 256), weight, (512,), None, dynamic=True))
     assert not oracle.whole
@@ -274,19 +263,22 @@ def small(op, *arguments, **options):
     fields = {"against": ("torch",), "budget_s": 0.0, "dtype": torch.float32, "part": ""}
     benchmark = {name: options.pop(name) for name in ("rotated",) if name in options}
     bench = Benchmark(Sample("small", arguments, {}), torch.float32, **benchmark)
-    return plan.Planned(op=op, benchmark=bench, **{**fields, **options})
+    return plan.PlannedCase(op=op, benchmark=bench, **{**fields, **options})
+
+
+def measure(record, cases, **options):
+    run = SuiteRun(registry.choose("cpu"), record, **options)
+    measure_cases("neural", neural.neural_cases(cases, 0.0), run)
 
 
 def measured(*cases, journal=None, **options):
     record = Record(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
-    neural.measure_planned(record, registry.choose("cpu"), cases, journal=journal, **options)
+    measure(record, cases, journal=journal, **options)
     return record
 
 
-def test_a_wrong_peer_has_a_row_without_a_time(monkeypatch):
-    theirs = replace(subjects.OPS["relu"], peers={"liger": lambda: torch.sigmoid})
-    monkeypatch.setitem(subjects.OPS, "relu", theirs)
-    rows = measured(small("relu", (4, 32), against=("liger",))).rows
+def test_a_wrong_peer_has_a_row_without_a_time():
+    rows = measured(small("relu", (4, 32), against=("liger",), makers={"liger": lambda: torch.sigmoid})).rows
     assert [(row.runner, row.wrong, row.p50 is None) for row in rows] == [
         ("accelerant", False, False), ("liger", True, True), ("accelerant", False, False), ("liger", True, True),
     ]  # fmt: skip
@@ -302,7 +294,7 @@ def test_ours_that_is_wrong_ends_the_run_after_the_other_cases(monkeypatch):
     record = Record(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
     cases = [small("relu", (4, 32)), small("tanh", (4, 32))]
     with pytest.raises(AccelerantError, match="relu 4x32 float32 forward: wrong: relative error"):
-        neural.measure_planned(record, registry.choose("cpu"), cases)
+        measure(record, cases)
     assert {row.op for row in record.rows} == {"relu", "tanh"}
     assert "wrong result" in record.table()
 
@@ -318,11 +310,11 @@ def test_a_run_that_goes_on_still_ends_as_the_cases_before_it_say(tmp_path, monk
     with monkeypatch.context() as patched:
         patched.setattr(accelerant.ops, "relu", wrong)
         with pytest.raises(AccelerantError, match="wrong: relative error"):
-            neural.measure_planned(record, registry.choose("cpu"), cases[:1], journal=journal)
+            measure(record, cases[:1], journal=journal)
     again = Record(environment())
     journal = Journal(path, again, resume=True)
     with pytest.raises(AccelerantError, match="relu 4x32 float32 forward: wrong: relative error"):
-        neural.measure_planned(again, registry.choose("cpu"), cases, journal=journal)
+        measure(again, cases, journal=journal)
     assert {row.op for row in again.rows} == {"relu", "tanh"}
 
 
@@ -330,9 +322,8 @@ def lacks_memory(*args, **options):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 TiB.")
 
 
-def test_a_peer_without_memory_has_a_row_that_says_so(monkeypatch):
-    monkeypatch.setitem(subjects.OPS, "relu", replace(subjects.OPS["relu"], peers={"liger": lambda: lacks_memory}))
-    record = measured(small("relu", (4, 32), against=("torch", "liger")))
+def test_a_peer_without_memory_has_a_row_that_says_so():
+    record = measured(small("relu", (4, 32), against=("torch", "liger"), makers={"liger": lambda: lacks_memory}))
     lacking = [row for row in record.rows if row.runner == "liger"]
     assert len(lacking) == 2
     assert all(row.lacked_memory and row.p50 is None and "7.00 TiB" in row.note for row in lacking)
@@ -349,19 +340,20 @@ def test_ours_without_memory_is_a_loss_and_no_failure(monkeypatch, tmp_path):
     record = Record(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
     journal = Journal(tmp_path / "rows.jsonl", record, resume=False)
     cases = [small("tanh", (4, 32)), small("relu", (4, 32))]
-    neural.measure_planned(record, registry.choose("cpu"), cases, journal=journal)
+    measure(record, cases, journal=journal)
     record.conclude()
     rows = [row for row in record.rows if row.op == "relu"]
     assert {row.runner for row in rows} == {"accelerant", "torch"}
     assert all(row.lacked_memory for row in rows)  # what says how much work it is calls ours first
     assert record.ordered()[0].op == "relu"
     Journal(tmp_path / "rows.jsonl", again := Record(environment()), resume=True)
-    assert neural._failed(again.rows) is None
+    measure(again, [])  # a lack of memory is a result, no failure
 
 
 def test_arguments_without_memory_leave_a_row_for_each_runner(monkeypatch):
-    monkeypatch.setattr(neural.Case, "of", lacks_memory)
-    rows = measured(small("softmax", (4, 32), against=("torch", "compile", "liger"))).rows
+    monkeypatch.setattr(neural.OpCase, "of", lacks_memory)
+    case = small("softmax", (4, 32), against=("torch", "compile", "liger"), makers={"liger": lambda: torch.softmax})
+    rows = measured(case).rows
     assert [row.runner for row in rows] == ["accelerant", "torch", "torch.compile", "liger"]
     assert all(row.lacked_memory for row in rows)
 
@@ -378,14 +370,6 @@ def test_a_size_of_the_sweep_and_of_a_table_are_two_cases():
 
 
 def test_where_the_time_goes_is_said():
-    clock = Clock()
-    with clock.of("outer"):
-        time.sleep(0.02)
-        with clock.of("inner"):
-            time.sleep(0.03)
-    assert 0.02 <= clock.seconds["outer"] < 0.03 + 0.02
-    assert clock.seconds["inner"] >= 0.03
-    assert described([clock.seconds, {"inner": 1.0}]).split(": ")[1].startswith("1.0 s inner, 0.0 s outer")
     record = measured(small("relu", (4, 32)))
     assert record.notes[0].startswith("1 cases took ")
     assert "timed calls" in record.notes[0]
@@ -404,14 +388,17 @@ def test_what_is_compared_on_a_cpu_takes_turns():
 
 def test_a_rotated_case_says_so():
     each = small("relu", (4, 32), rotated=True)
-    case = Case.of("relu", each.benchmark, registry.choose("cpu"), torch.float32)
-    bench, row = rows_module._Bench(each, case, Oracle(case), Clock()), Row("neural", "relu", "x", "torch", "")
+    case = OpCase.of("relu", each.benchmark, registry.choose("cpu"), torch.float32)
+    bench, row = (
+        neural._CaseRun(each, case, Oracle(case), SuiteRun(registry.choose("cpu"), Record(environment()))),
+        Row("neural", "relu", "x", "torch", ""),
+    )
     for direction, how in (("forward", "64 copies in turn"), ("backward", "")):
-        work = Work(direction, 1, 0)
-        timed = rows_module._timed(rows_module._ready(row, lambda: torch.relu, work, bench), work, bench)
+        work = CaseWork(direction, 1, 0)
+        timed = neural._timed(neural._checked(row, lambda: torch.relu, work, bench), work, bench)
         assert timed.timing == how
         assert timed.p50 > 0
-    assert set(bench.clock.seconds) == {"first calls, races", "checks", "timed calls"}
+    assert set(bench.run.clock.seconds) == {"first calls, races", "checks", "timed calls"}
 
 
 def test_the_time_of_one_of_several_calls():
@@ -424,7 +411,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path):
     path = tmp_path / "rows.jsonl"
     cases = [small("relu", (4, 32)), small("tanh", (4, 32)), small("silu", (4, 32))]
     record = Record(environment(), {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0})
-    neural.measure_planned(record, registry.choose("cpu"), cases[:2], journal=Journal(path, record, resume=False))
+    measure(record, cases[:2], journal=Journal(path, record, resume=False))
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:2]) + lines[2][:40])
     with pytest.raises(ConfigError, match="--resume goes on with it"):
@@ -434,7 +421,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path):
     assert journal.done == {cases[0].key}
     assert again.ceilings == {"copy GB/s": 10.0, "matmul TFLOP/s": 1.0}
     kept = list(again.rows)
-    neural.measure_planned(again, registry.choose("cpu"), cases, journal=journal)
+    measure(again, cases, journal=journal)
     assert again.rows[: len(kept)] == kept
     assert [row.op for row in again.rows[::4]] == ["relu", "tanh", "silu"]
     assert any("continued" in note for note in again.notes)
@@ -468,9 +455,9 @@ def test_progress_counts_the_cases():
 def test_cases_are_compiled_ahead_in_processes(tmp_path):
     said = []
     cases = [small("relu", (4, 32)), small("tanh", (4, 32))]
-    assert compile_ahead(cases, registry.choose("cpu"), 1, limit_s=120.0, progress=said.append) == ""
-    assert said[-1] == "compiled ahead: 2 of 2 groups of cases"
-    late = compile_ahead(cases, registry.choose("cpu"), 1, limit_s=0.0)
+    assert precompile(cases, registry.choose("cpu"), 1, limit_s=120.0, progress=said.append) == ""
+    assert said[-1] == "precompiled: 2 of 2 groups of cases"
+    late = precompile(cases, registry.choose("cpu"), 1, limit_s=0.0)
     assert late == "2 of 2 groups of cases were not compiled ahead"
 
 

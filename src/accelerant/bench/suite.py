@@ -1,0 +1,384 @@
+"""Benchmark suites: the protocol, their options, and how a run measures their cases.
+
+A suite is a frozen dataclass whose fields are its options; `cli/bench.py` derives the command line from them. Its cases
+append rows to the record of a `SuiteRun`:
+
+    @dataclass(frozen=True)
+    class CopySuite(Suite):
+        \"\"\"Measure copies on the device.\"\"\"
+
+        name = "copies"
+        sizes: tuple[int, ...] = option((2**20,), "Bytes of a copy.")
+
+        def cases(self, run: SuiteRun) -> list[SuiteCase]:
+            return [SuiteCase(f"{size} bytes", functools.partial(_copy, size)) for size in self.sizes]
+
+    record = run_suite(CopySuite(), registry.choose("cpu"))
+
+The suites of the package are in bench/suites; comparisons with other libraries are in the repository's benchmarks/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
+
+import torch
+
+from accelerant.bench.ceilings import measure_copy, measure_link, measure_matmul
+from accelerant.bench.journal import Journal
+from accelerant.bench.record import Environment, Record, Row, failure_note
+from accelerant.errors import AccelerantError, ConfigError
+from accelerant.runtime import registry
+from accelerant.runtime.provider import ComputeDevice
+
+__all__ = [
+    "CaseFailedError",
+    "Clock",
+    "Collected",
+    "Progress",
+    "Suite",
+    "SuiteCase",
+    "SuiteRun",
+    "check_names",
+    "collect",
+    "measure_cases",
+    "option",
+    "run_suite",
+]
+
+Progress = Callable[[str], None]
+
+_CEILINGS: dict[str, tuple[str, Callable[..., dict[str, float]]]] = {
+    "copy": ("copy GB/s", measure_copy),
+    "matmul": ("matmul TFLOP/s", measure_matmul),
+    "link": ("host to device GB/s", measure_link),
+}
+
+
+def _silent(_: str) -> None:
+    """Report nothing."""
+
+
+# --- the protocol ----------------------------------------------------------------------------------------------------
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    flags: Sequence[str] = (),
+    metavar: str | None = None,
+    min: float | None = None,
+    max: float | None = None,
+    comma: bool = False,
+    same: bool = False,
+) -> Any:
+    """Declare an option of a suite, as the default of its dataclass field.
+
+    Args:
+        default: the value where the command line has none.
+        help: the text that `--help` shows.
+        flags: option strings; by default `--` and the field's name.
+        metavar: placeholder of the value in the help.
+        min, max: bounds of a number.
+        comma: read a tuple from one comma-separated value instead of repeated options.
+        same: a resumed run must have the value of the run that it continues.
+    """
+    known = {"help": help, "flags": tuple(flags), "metavar": metavar, "min": min, "max": max}
+    return field(default=default, metadata={"option": {**known, "comma": comma, "same": same}})
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteCase:
+    """One unit of a suite: rows that are measured together because they are compared.
+
+    Attributes:
+        key: identifies the case in the run's journal; unique within the suite.
+        measure: appends rows to `run.record`, each as soon as it is measured.
+        estimate_s: expected seconds on a large GPU; None where unknown.
+    """
+
+    key: str
+    measure: Callable[[SuiteRun], None]
+    estimate_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Suite(ABC):
+    """A benchmark suite. Subclasses are frozen dataclasses; their docstring is the command's help.
+
+    Attributes:
+        name: the suite's name, also in its rows.
+        examples: arguments of example commands, shown in the help.
+    """
+
+    name: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]] = ()
+
+    def resolve(self, device: ComputeDevice) -> Self:
+        """Return the suite with the device's defaults filled in.
+
+        Raises:
+            ConfigError: an option has a value that the suite does not know.
+        """
+        return self
+
+    def prepare(self, run: SuiteRun) -> None:  # noqa: B027 - most suites need nothing
+        """Measure what all cases need, such as ceilings."""
+
+    @abstractmethod
+    def cases(self, run: SuiteRun) -> Sequence[SuiteCase]:
+        """Return the cases in the order of measurement, without touching the device."""
+
+    def covers(self, row: Row) -> bool:
+        """Return whether these options measure a baseline's row."""
+        return row.suite == self.name
+
+    def measure(self, run: SuiteRun) -> None:
+        """Measure all cases.
+
+        Raises:
+            Exception: see measure_cases.
+        """
+        self.prepare(run)
+        measure_cases(self.name, self.cases(run), run)
+
+    def resumable(self) -> dict[str, str]:
+        """Return the options that a resumed run must share, by their flag."""
+        found = {}
+        for one in fields(self):
+            declared = one.metadata.get("option", {})
+            if declared.get("same"):
+                flag = (declared["flags"] or (f"--{one.name.replace('_', '-')}",))[-1]
+                found[flag] = _text(getattr(self, one.name))
+        return found
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else "default" if value is None else str(value)
+
+
+def check_names(flag: str, kind: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Raise ConfigError for the first name of a kind ("peer", "op") that is not among the known ones."""
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{flag}: no {kind} {name!r}; there are {', '.join(known)}")
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds by activity; a nested activity counts as itself only."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._nested: list[float] = []
+
+    @contextlib.contextmanager
+    def measure(self, activity: str) -> Iterator[None]:
+        """Count the block's seconds, without those of nested activities."""
+        began = time.perf_counter()
+        self._nested.append(0.0)
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - began
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + took - self._nested.pop()
+            if self._nested:
+                self._nested[-1] += took
+
+
+def _summary(seconds: Mapping[str, float]) -> str:
+    """Return for example "12.3 s: 7.1 s timed calls, 5.2 s checks"."""
+    parts = [f"{s:.1f} s {activity}" for activity, s in sorted(seconds.items(), key=lambda pair: -pair[1])]
+    return f"{sum(seconds.values()):.1f} s: {', '.join(parts)}"
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteRun:
+    """A run of suites on a device.
+
+    Attributes:
+        device: the device that is measured.
+        record: gets ceilings, rows and notes.
+        journal: keeps finished cases on disk; None for none.
+        until: time.monotonic() after which no case is begun; None for no limit.
+        progress: called with a line about what is measured next.
+        clock: where the current case's time goes.
+        accelerator: returns an Accelerator on the device, which this layer cannot import; None for none.
+    """
+
+    device: ComputeDevice
+    record: Record
+    journal: Journal | None = None
+    until: float | None = None
+    progress: Progress = _silent
+    clock: Clock = field(default_factory=Clock)
+    accelerator: Callable[[], Any] | None = None
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device as torch names it."""
+        return torch.device(self.device.torch_device)
+
+    @property
+    def gpu(self) -> bool:
+        """Whether the device is a CUDA device."""
+        return self.device.torch_device.startswith("cuda")
+
+    def is_model(self, name: str) -> bool:
+        """Return whether targets that hold for a device model, such as "H200", hold here."""
+        return self.gpu and name in self.device.name
+
+    def add(self, *rows: Row) -> None:
+        """Append rows to the record."""
+        self.record.rows.extend(rows)
+
+    def require_ceiling(self, kind: str, budget_s: float = 0.3) -> None:
+        """Measure a ceiling ("copy", "matmul" or "link") unless the record has it."""
+        name, measure = _CEILINGS[kind]
+        if name not in self.record.ceilings:
+            self.progress(f"ceiling: {kind}")
+            self.record.ceilings |= measure(self.torch_device, budget_s=budget_s)
+
+    def left(self, cases: Iterable[SuiteCase]) -> list[SuiteCase]:
+        """Return the cases that the journal lacks, each key once."""
+        unique = {case.key: case for case in cases}.values()
+        return [case for case in unique if self.journal is None or case.key not in self.journal.done]
+
+
+class CaseFailedError(AccelerantError):
+    """A case failed and its rows say why; no further row is added."""
+
+
+_FAILED = "failed"
+"""`Row.case` of the row that records a case's exception."""
+
+
+def measure_cases(suite: str, cases: Sequence[SuiteCase], run: SuiteRun) -> None:
+    """Measure cases one after the other.
+
+    A case that raises leaves its rows so far and one that names the error; the next case goes on.
+
+    Raises:
+        Exception: the first error of a case, after the others were measured; also where the journal holds it.
+        DeviceLost: a case made the device unusable; the cases after it are left to a resumed run.
+    """
+    failed: Exception | None = None if run.journal is None else _recorded_failure(run.record.rows)
+    if run.journal is not None:
+        run.journal.begin(run.record)
+    left, began, spent, measured = run.left(cases), time.monotonic(), dict[str, float](), 0
+    for i, case in enumerate(left):
+        if run.until is not None and time.monotonic() > run.until:
+            _note_missing(run.record, "its time limit", left[i:], len(cases))
+            break
+        rows, notes = len(run.record.rows), len(run.record.notes)
+        here = replace(run, clock=Clock(), progress=_counted(run.progress, i, left, began))
+        error: Exception | None = None
+        try:
+            with here.clock.measure("the rest"):
+                case.measure(here)
+        except Exception as raised:  # noqa: BLE001 - the other cases are still worth measuring
+            failed, error = failed or raised, raised
+            if not isinstance(raised, CaseFailedError):
+                run.add(Row(suite, case.key, _FAILED, "accelerant", "", note=failure_note(raised)))
+        measured += 1
+        for activity, seconds in here.clock.seconds.items():
+            spent[activity] = spent.get(activity, 0.0) + seconds
+        if run.journal is not None:
+            run.journal.add(case.key, run.record.rows[rows:], run.record.notes[notes:], here.clock.seconds)
+        lost = None if error is None else registry.provider_of(run.torch_device).lost(error)
+        if lost is not None:
+            if left[i + 1 :]:
+                _note_missing(run.record, "the loss of the device", left[i + 1 :], len(cases))
+            raise lost from error
+    if len(spent) > 1:
+        run.record.notes.append(f"{measured} cases took {_summary(spent)}")
+    if failed is not None:
+        raise failed
+
+
+_NAMED = 12
+"""Cases that a note about an incomplete run names."""
+
+
+def _note_missing(record: Record, reason: str, missing: Sequence[SuiteCase], total: int) -> None:
+    names = "; ".join(case.key for case in missing[:_NAMED])
+    more = f"; and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+    record.notes.append(f"stopped by {reason}; {len(missing)} of {total} cases not measured: {names}{more}")
+
+
+def _recorded_failure(rows: Sequence[Row]) -> AccelerantError | None:
+    for row in rows:
+        if (row.case == _FAILED and row.p50 is None) or (row.wrong and row.compared):
+            return AccelerantError(
+                f"{row.op}: {row.note}" if row.case == _FAILED else f"{row.op} {row.case}: {row.note}"
+            )
+    return None
+
+
+def _counted(progress: Progress, i: int, left: Sequence[SuiteCase], began: float) -> Progress:
+    """Return a progress function that says which case this is and, where estimates exist, how long the rest takes."""
+    estimates = [case.estimate_s for case in left if case.estimate_s is not None]
+    if len(estimates) < len(left):
+        return lambda text: progress(f"[{i + 1}/{len(left)}] {text}")
+    expected = sum(estimates[:i])
+    pace = (time.monotonic() - began) / expected if expected > 5.0 else 1.0
+    return lambda text: progress(f"[{i + 1}/{len(left)}, about {pace * sum(estimates[i:]):.0f} s left] {text}")
+
+
+def run_suite(suite: Suite, device: ComputeDevice, *, progress: Progress = _silent) -> Record:
+    """Resolve and measure a suite into a record of its own."""
+    run = SuiteRun(device, Record(Environment.of(device)), progress=progress)
+    suite.resolve(device).measure(run)
+    run.record.conclude()
+    return run.record
+
+
+@dataclass(slots=True)
+class Collected:
+    """The result of several suites.
+
+    Attributes:
+        failures: the error of each suite that failed, by name.
+        interrupted: whether Ctrl-C ended the run.
+    """
+
+    failures: dict[str, Exception] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+def collect(suites: Sequence[Suite], run: SuiteRun, *, begin: Progress = _silent) -> Collected:
+    """Measure suites into one record and conclude it; a failure or Ctrl-C keeps the rows measured so far.
+
+    Args:
+        begin: called with "[1/2] NAME" before each suite.
+    """
+    record, found = run.record, Collected()
+    for i, suite in enumerate(suites):
+        begin(f"[{i + 1}/{len(suites)}] {suite.name}")
+        try:
+            suite.measure(run)
+        except KeyboardInterrupt:
+            found.interrupted = True
+            incomplete = ", ".join(other.name for other in suites[i:])
+            record.notes.append(f"interrupted: these suites are not complete: {incomplete}")
+            break
+        except Exception as error:  # noqa: BLE001 - the other suites are still worth measuring
+            found.failures[suite.name] = error
+            note = failure_note(error)
+            if not any(row.suite == suite.name and row.case == _FAILED for row in record.rows):
+                record.rows.append(
+                    Row(suite.name, f"{suite.name} suite", "after the rows above", "accelerant", "", note=note)
+                )
+            record.notes.append(f"the {suite.name} suite failed: {note}")
+    record.conclude()
+    return found

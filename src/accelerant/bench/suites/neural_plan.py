@@ -1,0 +1,294 @@
+"""The cases of a run of the neural suite, in order and with estimated times; computed without touching a device.
+
+There are three parts: the tables of the ops (their BENCHMARKS, in each requested dtype), odd sizes (their LARGE
+samples, which the tests run too), and a sweep from 2^10 to 2^28 elements of the ops that work row by row. Cases with
+targets come first, then the rest of the tables in the first dtype, odd sizes, the other dtypes, and the sweep, so that
+an incomplete run has what matters most. On a CPU the tables' cases have fewer rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from accelerant.bench.subjects import OPS
+from accelerant.bench.suites.neural_cases import benchmarks_of, cases_of
+from accelerant.ops._cases import Benchmark, Indices, Sample
+
+__all__ = ["Libraries", "Maker", "PlannedCase", "for_cpu", "plan", "sweep_sizes"]
+
+Maker = Callable[[], Callable[..., Any]]
+"""Returns a peer's function; raises UnsupportedCase where its library is absent."""
+
+Libraries = Mapping[str, Mapping[str, Maker]]
+"""Op -> peer's name -> its maker, for peers besides those that torch has."""
+
+_OTHER_DTYPE, _MANY_SIZES = 0.4, 0.1
+"""Shares of the budget of each figure: in a further dtype; at odd sizes and in the sweep."""
+
+_SWEEP_PEERS = ("torch", "compile")
+_ODD_PEERS = ("torch",)
+_FLOAT32_PEERS = ("torch",)
+"""Peers in a further float32: the other libraries are for 16 bits."""
+
+_NOT_AGAIN = ("compile",)
+"""Peers left out in a further dtype: torch.compile is as fast in float16 as in bfloat16, and compiles for seconds."""
+
+_FIGURE_S = 0.035
+_COMPILED_S = 0.35
+"""Seconds besides the timed calls: of a figure; of loading one torch.compile result from its cache."""
+
+_COMPILE_S = {"compile": 5.0, "liger": 2.0, "quack": 10.0, "flash_attn_4": 25.0}
+"""Seconds of one core that compiling a peer takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCase:
+    """A case to measure.
+
+    Attributes:
+        part: "", "odd" or "sweep", as Row.part.
+        op: the op's name.
+        benchmark: arguments and targets.
+        dtype: dtype of the arguments.
+        against: the requested peers.
+        budget_s: seconds of calls behind each figure.
+        deterministic: also measure what the setting `deterministic` costs.
+        race: let dispatch race its implementations first; else it chooses as in a user's first call.
+        makers: the op's peers besides torch and torch.compile.
+    """
+
+    part: str
+    op: str
+    benchmark: Benchmark
+    dtype: torch.dtype
+    against: tuple[str, ...]
+    budget_s: float
+    deterministic: bool = False
+    race: bool = False
+    makers: Mapping[str, Maker] = field(default_factory=dict, compare=False)
+
+    @property
+    def key(self) -> str:
+        """The case's name, the same in each run that measures the same."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        options = "".join(f" {key}={value}" for key, value in self.benchmark.sample.options.items())
+        words = (self.part, self.op, f"{self.benchmark.sample.name}{options}", dtype, "+".join(self.against))
+        return " ".join(filter(None, words))
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The requested peers that have this op."""
+        return tuple(name for name in self.against if name in ("torch", "compile", *self.makers))
+
+    @property
+    def estimate_s(self) -> float:
+        """Approximate seconds on a large GPU, once everything is compiled."""
+        figures = 2 * (1 + len(self.peers)) + (1 if self.part == "" else 0)
+        elements = sum(math.prod(shape) for shape in self.benchmark.sample.shapes if shape is not None)
+        call_s = 4e-4 + elements * 8 / 2e12  # the cache flush, and a few passes over the arguments
+        flops = 0.0
+        if OPS[self.op].flops is not None:
+            first = self.benchmark.sample.shapes[0] or ()
+            flops = 2.0 * math.sqrt(max(elements, 1)) * (math.prod(first) or 1)
+        call_s += flops / (2e14 if self.dtype != torch.float32 else 3e13)
+        timed = max(self.budget_s, 12 * call_s) + 10 * call_s
+        compiled = (0.1 if self.part == "sweep" else 2 * _COMPILED_S) if "compile" in self.peers else 0.0
+        return figures * (_FIGURE_S + timed) + compiled + (0.25 if self.race else 0.0)
+
+    @property
+    def compile_s(self) -> float:
+        """Approximate seconds of one core that compiling takes."""
+        return 1.0 + sum(_COMPILE_S.get(name, 0.0) for name in self.peers)
+
+
+def plan(
+    names: Sequence[str],
+    *,
+    dtypes: Sequence[torch.dtype] = (),
+    against: Sequence[str],
+    budget_s: float,
+    gpu: bool,
+    tables: bool = True,
+    odd: bool = False,
+    sweep: Sequence[int] = (),
+    libraries: Libraries | None = None,
+) -> list[PlannedCase]:
+    """Return the cases in the order of measurement.
+
+    Args:
+        names: ops of OPS; all where empty.
+        dtypes: dtypes of the tables, the first one measured more thoroughly; by default each case's own, float32 on a
+            CPU.
+        against: the peers. Dtypes after the first omit torch.compile, a float32 among them all but torch; the sweep has
+            torch and torch.compile, odd sizes torch.
+        budget_s: seconds of calls behind each figure of the tables in the first dtype; the others have less.
+        tables: include the tables.
+        odd: include odd sizes.
+        sweep: numbers of elements of the sweep, in the first dtype.
+        libraries: peers besides those that torch has.
+    """
+    ops = list(names) or list(OPS)
+    first = dtypes[0] if dtypes else None
+
+    def case(part: str, op: str, benchmark: Benchmark, dtype: torch.dtype | None, peers: Sequence[str], budget_s: float,
+             **more: bool) -> PlannedCase:  # fmt: skip
+        dtype = dtype or (benchmark.dtype if gpu else torch.float32)
+        makers = {**OPS[op].peers, **(libraries or {}).get(op, {})}
+        return PlannedCase(part, op, benchmark, dtype, tuple(peers), budget_s, makers=makers, **more)
+
+    by_dtype: list[list[PlannedCase]] = []
+    for i, dtype in enumerate((dtypes or (None,)) if tables else ()):
+        peers = [name for name in against if not i or _again(name, dtype)]
+        budget = budget_s * (_OTHER_DTYPE if i else 1.0)
+        by_dtype.append(
+            [
+                case(
+                    "",
+                    op,
+                    one if gpu else for_cpu(op, one),
+                    dtype,
+                    peers,
+                    budget,
+                    deterministic=gpu and not i,
+                    race=gpu,
+                )
+                for op in ops
+                for one in benchmarks_of(op)
+            ]
+        )
+    few = budget_s * _MANY_SIZES
+    uneven, swept = [], []
+    for op in ops if odd else ():
+        peers = [name for name in against if name in _ODD_PEERS]
+        for sample in filter(OPS[op].odd, cases_of(op).LARGE):
+            uneven.append(case("odd", op, Benchmark(sample, first or torch.bfloat16), first, peers, few))
+    for op in ops:  # the largest first: torch.compile compiles for any number of rows with the largest in view
+        for size in sorted(sweep, reverse=True):
+            resized = _resized(benchmarks_of(op)[0], size)
+            if resized is not None:
+                several = (resized.sample.shapes[0] or ())[0] > 1
+                peers = [name for name in against if name in _SWEEP_PEERS and (several or name != "compile")]
+                swept.append(case("sweep", op, resized, first, peers, few))
+    main = by_dtype[0] if tables else []
+    others = [each for table in by_dtype[1:] for each in table]
+    aimed = [each for each in (*main, *others) if has_target(each.benchmark) and each.dtype == each.benchmark.dtype]
+    return list({each.key: each for each in (*aimed, *main, *uneven, *others, *swept)}.values())
+
+
+def has_target(benchmark: Benchmark) -> bool:
+    """Return whether a benchmark names a time, speed or memory to reach."""
+    targets = (
+        benchmark.forward_ms,
+        benchmark.backward_ms,
+        benchmark.both_ms,
+        benchmark.forward_x,
+        benchmark.backward_x,
+    )
+    return any(target is not None for target in (*targets, benchmark.peak_mib))
+
+
+def _again(peer: str, dtype: torch.dtype | None) -> bool:
+    """Return whether a peer is measured in a dtype after the first."""
+    return peer in _FLOAT32_PEERS if dtype == torch.float32 else peer not in _NOT_AGAIN
+
+
+# --- cases for a CPU -------------------------------------------------------------------------------------------------
+
+_CPU_ELEMENTS = 2**20
+_CPU_FLOPS = 3 * 10**8
+"""Limits of a case on a CPU, as far as it has rows to spare: some milliseconds on two cores."""
+
+_CPU_MOST = 40 * 10**6
+"""Limit of all elements of a case, weights and tables included; beyond it a smaller, tested size is taken."""
+
+_CPU_HEADS, _CPU_LENGTH = 4, 256
+"""Limits of attention."""
+
+
+def for_cpu(op: str, benchmark: Benchmark) -> Benchmark:
+    """Return a table's case with fewer rows, or a tested size where the arguments shared by all rows are too large."""
+    sample = benchmark.sample
+    if op == "attention":
+        (_, heads, length, width), (_, key_heads, keys, _) = (sample.shapes[i] or () for i in (0, 1))
+        kept = min(key_heads, max(1, _CPU_HEADS * key_heads // heads))
+        q = (1, kept * heads // key_heads, min(length, _CPU_LENGTH), width)
+        k = (1, kept, min(keys, _CPU_LENGTH), width)
+        return replace(benchmark, sample=Sample("x".join(map(str, q)), (q, k, k), sample.options))
+    tested = min(filter(OPS[op].odd, cases_of(op).LARGE), key=_elements)
+    if op.startswith("attention_"):  # other arguments hold the positions of their rows
+        return replace(benchmark, sample=tested)
+    fewer = [_with_fewer_rows(op, each) for each in (sample, tested)]
+    return replace(benchmark, sample=next((each for each in fewer if _elements(each) <= _CPU_MOST), fewer[1]))
+
+
+def _elements(sample: Sample) -> int:
+    return sum(math.prod(shape) for shape in sample.shapes if shape is not None)
+
+
+def _with_fewer_rows(op: str, sample: Sample) -> Sample:
+    """Return a sample with as many rows as a CPU has time for."""
+    first = sample.shapes[0] or (1,)
+    most = max(1, _CPU_ELEMENTS // max(1, math.prod(first[1:]))), max(1, _CPU_FLOPS // _row_flops(op, sample))
+    rows, shared = min(first[0], *most), OPS[op].shared
+    arguments: list[Any] = []
+    for i, (argument, shape) in enumerate(zip(sample.arguments, sample.shapes, strict=True)):
+        along = shape is not None and i not in shared and shape[:1] == first[:1] and shape[1:] in ((), first[1:])
+        if argument is None or shape is None or not along:
+            arguments.append(argument)
+        elif isinstance(argument, Indices):
+            arguments.append(replace(argument, shape=(rows, *shape[1:])))
+        else:
+            arguments.append((rows, *shape[1:]))
+    name = sample.name if rows == first[0] else f"{sample.name}, {rows} rows"
+    return Sample(name, tuple(arguments), sample.options)
+
+
+def _row_flops(op: str, sample: Sample) -> int:
+    """Return the operations of a row where the op multiplies its first argument by the second; 1 for other ops."""
+    if OPS[op].flops is None:
+        return 1
+    first, second = (sample.shapes[i] or (1,) for i in (0, 1))
+    if op == "conv2d":
+        step = int(sample.options.get("stride", 1))
+        return 2 * math.prod(second) * max(1, math.prod(first[2:]) // (step * step))
+    return 2 * math.prod(second)
+
+
+# --- the sweep -------------------------------------------------------------------------------------------------------
+
+
+def sweep_sizes(largest: int = 28) -> list[int]:
+    """Return 2^10 to 2^largest by powers of four, and beside every other one an odd number, which makes one row."""
+    both = ((1 << power, (1 << power) - power % 4 // 2) for power in range(10, largest + 1, 2))
+    return [size for pair in both for size in dict.fromkeys(pair)]
+
+
+def _resized(benchmark: Benchmark, size: int) -> Benchmark | None:
+    """Return the benchmark with `size` elements in its first argument, its rows keeping their length.
+
+    An odd number of elements, or fewer than a row, make one row. Returns None where another argument depends on the
+    first in a way that is not row by row.
+    """
+    first = benchmark.sample.arguments[0]
+    if not isinstance(first, tuple) or len(first) != 2:
+        return None
+    columns = first[1]
+    is_round = size & (size - 1) == 0
+    shape = (size // columns, columns) if is_round and size >= columns else (1, size)
+    arguments: list[Any] = []
+    for argument in benchmark.sample.arguments:
+        if isinstance(argument, Indices):
+            high = min(argument.high, shape[1])  # classes, as many as columns
+            arguments.append(replace(argument, shape=(shape[0], *argument.shape[1:]), high=high))
+        elif argument == first:
+            arguments.append(shape)
+        elif argument is not None and argument == (columns,):
+            arguments.append((shape[1],))
+        else:
+            return None
+    return Benchmark(Sample("x".join(map(str, shape)), tuple(arguments), benchmark.sample.options), benchmark.dtype)

@@ -1,0 +1,180 @@
+"""Compilation of a run's kernels in several processes that share the device, before anything is timed.
+
+A figure takes milliseconds, and compiling a peer seconds of one core. Each process calls what will be timed, forward
+and backward, on the same arguments; the results stay in the disk caches of torch.compile, Triton, the libraries and
+Accelerant. Nothing is timed or raced here, since the other processes disturb both. What fails here fails again in the
+run, and is reported there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import queue
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._inductor.config
+
+from accelerant import ops
+from accelerant.bench.suites.neural import compiling, own_kernels, runners_of
+from accelerant.bench.suites.neural_cases import OpCase, call_of
+from accelerant.bench.suites.neural_plan import PlannedCase
+from accelerant.config import override
+from accelerant.runtime.dispatch import force
+from accelerant.runtime.dispatch.plan import explain_quietly
+from accelerant.runtime.provider import ComputeDevice
+
+__all__ = ["precompile", "share_caches"]
+
+_MEMORY_SHARE, _MEMORY_ALL = 0.2, 0.9
+"""Limits of the device's memory for one process and for all; a case that needs more is compiled in the run."""
+
+_POLL_S = 0.5
+
+_START_METHODS = [name for name in ("forkserver", "spawn") if name in multiprocessing.get_all_start_methods()]
+"""Quicker first. A driver that is running does not survive a plain fork."""
+
+_PRELOADED = ["accelerant.bench.suites.precompile", "torch._dynamo", "torch._inductor.compile_fx"]
+"""Imported once, in the server process that the others are forked from: 14 simultaneous imports take half a minute."""
+
+
+def share_caches() -> None:
+    """Enable the libraries' disk caches in this process and its children, before the libraries are loaded."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the server process must not start the driver
+
+
+def precompile(
+    planned: Sequence[PlannedCase],
+    device: ComputeDevice,
+    jobs: int,
+    *,
+    limit_s: float,
+    progress: Callable[[str], None] = lambda _: None,
+) -> str:
+    """Compile what planned cases need.
+
+    Args:
+        jobs: number of processes.
+        limit_s: seconds after which the rest is left to the run.
+
+    Returns:
+        A note on what was not compiled; "" if all was.
+    """
+    groups, count, until = _groups(planned), 0, time.monotonic() + limit_s
+    for method in _START_METHODS:
+        count = _compile_in(method, groups, device, jobs, until=until, progress=progress)
+        if count or time.monotonic() > until:
+            break  # else each process ended at once, because its server process had initialized the driver
+    missing = len(groups) - count
+    return f"{missing} of {len(groups)} groups of cases were not compiled ahead" if missing else ""
+
+
+def _compile_in(
+    method: str,
+    groups: list[list[PlannedCase]],
+    device: ComputeDevice,
+    jobs: int,
+    *,
+    until: float,
+    progress: Callable[[str], None],
+) -> int:
+    """Return how many groups the processes of a start method compiled in time."""
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(_PRELOADED)
+    tasks: Any = context.Queue()
+    done: Any = context.Queue()
+    for group in groups:
+        tasks.put(group)
+    processes = min(jobs, len(groups))
+    share = min(_MEMORY_SHARE, _MEMORY_ALL / max(processes, 1))
+    workers = [context.Process(target=_work, args=(tasks, done, device, share), daemon=True) for _ in range(processes)]
+    for worker in workers:
+        worker.start()
+    count = 0
+    while count < len(groups) and time.monotonic() < until and any(worker.is_alive() for worker in workers):
+        with contextlib.suppress(queue.Empty):
+            done.get(timeout=_POLL_S)
+            count += 1
+        progress(f"precompiled: {count} of {len(groups)} groups of cases")
+    for worker in workers:
+        worker.join(_POLL_S if count == len(groups) else 0.0)
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
+    for one in (tasks, done):
+        one.cancel_join_thread()
+        one.close()
+    return count
+
+
+def _groups(planned: Sequence[PlannedCase]) -> list[list[PlannedCase]]:
+    """Group cases that one process compiles one after the other: a sweep's sizes of an op share what is compiled."""
+    single = [[one] for one in planned if one.part != "sweep"]
+    single.sort(key=lambda group: (not group[0].deterministic, -group[0].compile_s))  # the tables' first dtype first
+    swept = sorted((one for one in planned if one.part == "sweep"), key=lambda one: one.op)
+    # sorted() keeps the order of an op's sizes, on which torch.compile's result depends.
+    sweeps = [list(group) for _, group in itertools.groupby(swept, key=lambda one: one.op)]
+    first = sum(group[0].deterministic for group in single)
+    return [*single[:first], *sweeps, *single[first:]]
+
+
+def _work(tasks: Any, done: Any, device: ComputeDevice, share: float) -> None:
+    """Compile groups until none is left; the main function of a process."""
+    warnings.simplefilter("ignore")
+    if torch.cuda._is_in_bad_fork():
+        return
+    torch._inductor.config.compile_threads = 1  # there is a process for each core already
+    torch._inductor.config.autotune_local_cache = False  # tuning results are not to be kept while others use the device
+    if device.torch_device.startswith("cuda"):
+        torch.cuda.set_per_process_memory_fraction(share, device.index)
+    while True:
+        try:
+            group = tasks.get(timeout=_POLL_S)
+        except queue.Empty:
+            return
+        torch._dynamo.reset()
+        with compiling():
+            for one in group:
+                with contextlib.suppress(Exception):
+                    _compile(one, device)
+        if device.torch_device.startswith("cuda"):
+            with contextlib.suppress(Exception):
+                torch.cuda.empty_cache()
+        done.put(len(group))
+
+
+def _compile(one: PlannedCase, device: ComputeDevice) -> None:
+    """Call ours, the peers, and the kernels of ours that a race, a forced choice or deterministic mode will run."""
+    case = OpCase.of(one.op, one.benchmark, device, one.dtype)
+    for runner, make in runners_of(case, one).items():
+        for direction in ("both",) if case.together else ("forward", "backward"):
+            with contextlib.suppress(Exception):
+                call_of(make(), case, direction)()
+                if runner == "accelerant":
+                    _compile_alternatives(case, direction, one)
+    if case.device.type == "cuda":
+        torch.cuda.synchronize(case.device)
+
+
+def _compile_alternatives(case: OpCase, direction: str, one: PlannedCase) -> None:
+    fn = getattr(ops, case.name)
+    decisions = explain_quietly(call_of(fn, case, direction)).decisions
+    settings: list[contextlib.AbstractContextManager[Any]] = []
+    forced = own_kernels(decisions)
+    if forced and one.part == "":
+        settings.append(force(**forced))
+    if one.deterministic:
+        settings.append(override(deterministic=True))
+    if one.race:
+        settings += [force(**{decision.op: name}) for decision in decisions for name in decision.not_tried]
+    for setting in settings:
+        with contextlib.suppress(Exception), setting:
+            call_of(fn, case, direction)()
