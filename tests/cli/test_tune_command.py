@@ -90,7 +90,7 @@ def test_a_file_that_is_no_table_is_refused_before_anything_is_measured(cache, c
     path = cache / "table.json"
     path.write_text("[]")
     assert status("--op", "relu", "--table", str(path), "--limit-s", "9") == 2
-    assert "is there and is no table of choices" in capsys.readouterr().err
+    assert "exists and is no table of choices" in capsys.readouterr().err
     assert path.read_text() == "[]"
 
 

@@ -1,6 +1,6 @@
-"""Whether everything that Accelerant stands on is here and works, as a list of checks.
+"""Checks of Accelerant's installation: packages, compilers, cache, devices.
 
-The last checks are the proof that matters: each device computes (proof.py).
+The last checks run computations on each device (proof.py).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def checks(progress: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
-    """Look at everything, one check after the other; a check that breaks becomes a failed one.
+    """Run the checks in order; one that raises becomes a failed check.
 
     Args:
-        progress: told what is looked at now.
+        progress: called with the name of each part.
     """
     parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
         ("installation", _installation),
@@ -67,7 +67,7 @@ def checks(progress: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
 def _guarded(name: str, part: Callable[[], Iterator[Check]]) -> Iterator[Check]:
     try:
         yield from part()
-    except Exception as error:  # noqa: BLE001 - a doctor reports what breaks, whatever it is
+    except Exception as error:  # noqa: BLE001 - reported as a failed check
         first = str(error).splitlines()[0] if str(error) else ""
         yield Check(name, "failed", f"{type(error).__name__}: {first}", "report this with the output of --json")
 
@@ -75,7 +75,7 @@ def _guarded(name: str, part: Callable[[], Iterator[Check]]) -> Iterator[Check]:
 def _present() -> list[ComputeDevice]:
     try:
         return [device for device in registry.devices() if device.available]
-    except Exception:  # noqa: BLE001 - the check of the backends has said so already
+    except Exception:  # noqa: BLE001 - the check of the backends has reported it
         return []
 
 
@@ -110,7 +110,7 @@ def _nvidia_is_there() -> bool:
 
 
 def _driver() -> Check | None:
-    """NVIDIA's driver; None where there is neither driver nor device."""
+    """Check NVIDIA's driver; None if there is neither driver nor device."""
     if not registry.reason_absent("cuda"):
         devices = registry.create("cuda").devices()
         found = f"CUDA {devices[0].properties.get('driver', '?')}"
@@ -130,7 +130,7 @@ _HINTS: dict[str, Callable[[], bool]] = {
     "rocm": lambda: Path("/dev/kfd").exists(),
     "apple": lambda: sys.platform == "darwin" and platform.machine() == "arm64",
 }
-"""Backend -> whether its hardware seems to be there, whatever the software says."""
+"""Backend -> whether its hardware seems to be present, regardless of software."""
 
 
 def _backends() -> Iterator[Check]:
@@ -168,7 +168,7 @@ def _llvm() -> Iterator[Check]:
 
 
 def _nvrtc() -> Iterator[Check]:
-    """Compile field_add for sm_90, past every cache."""
+    """Compile field_add for sm_90 without caches."""
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         needed: Status = "failed" if _nvidia_is_there() else "ok"
         yield Check("compiler NVRTC", needed, "not installed", "pip install cuda-core cuda-bindings nvidia-cuda-nvrtc")
@@ -205,7 +205,7 @@ def _triton() -> Iterator[Check]:
         yield Check("compiler Triton", "failed", f"{kernel.name} has no builder", "reinstall accelerant")
         return
     before = os.environ.get("TRITON_ALWAYS_COMPILE")
-    os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # past Triton's own cache
+    os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # bypasses Triton's own cache
     began = time.perf_counter()
     try:
         binary = program.build("sm_90")
@@ -227,7 +227,7 @@ _PROBE = "#include <Python.h>\nint probe(void) { return PY_MAJOR_VERSION; }\n"
 
 
 def _c_compiler() -> Iterator[Check]:
-    """What torch.compile and Triton's launchers need: a C compiler that finds Python.h, and a C++ compiler."""
+    """Check for a C compiler that finds Python.h and a C++ compiler, which torch.compile needs."""
     advice = "needed by torch.compile only: install gcc, g++ and Python's headers (Debian: build-essential python3-dev)"
     c = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     cxx = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
@@ -263,7 +263,7 @@ def _c_compiler() -> Iterator[Check]:
 
 def _cache() -> Iterator[Check]:
     root = settings().cache_dir / "kernels"
-    advice = "kernels are compiled anew in each process: set ACCELERANT_CACHE_DIR to a folder that you may write"
+    advice = "kernels are compiled in each process: set ACCELERANT_CACHE_DIR to a writable folder"
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root) as file:
@@ -303,7 +303,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _declared_extras() -> dict[str, list[str]]:
-    """Extra -> names of its packages: from a source tree's pyproject.toml, else from the installed package."""
+    """Return the packages of each extra, from a source tree's pyproject.toml or the installed package."""
     project = _PACKAGE.parents[1] / "pyproject.toml"
     if project.is_file():
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"].get("optional-dependencies", {})

@@ -1,7 +1,7 @@
-"""Every op raced and tuned on its benchmark's cases and on smaller ones: what `accelerant tune` runs.
+"""Races and tuning of every op on the cases of its benchmark and on smaller ones, for `accelerant tune`.
 
-What is found holds for the shape buckets that were met, on this model of device (docs/choices.md). The shipped tables
-are made so.
+Results hold for the shape buckets that were measured, on this model of device (docs/choices.md). The shipped tables are
+made this way.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from accelerant.runtime.dispatch.plan import Decision, explain_quietly
 from accelerant.runtime.dispatch.tuning import tune
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["SHRINKS", "Tuned", "count_calls", "tune_ops"]
+__all__ = ["SHRINKS", "TuneResult", "count_calls", "tune_ops"]
 
 _COMPILE_S, _COMPILE_SHARE = 60.0, 0.3
-"""What compiling first may take; of the time that there is."""
+"""Seconds that compiling first may take, and its share of the time limit."""
 
 SHRINKS = (1, 8, 64)
-"""Each case is met with all its rows (or batches) and with so many times fewer."""
+"""Each case is measured with its rows (or batches) divided by these."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
-    """What one call came to.
+class TuneResult:
+    """The result of one call.
 
     Attributes:
-        op, case: what was called.
+        op, case: the call.
         decisions: of the forward and the backward pass.
-        error: why it could not be called; "" if it could.
+        error: why the call failed; "" if it did not.
     """
 
     op: str
@@ -50,7 +50,7 @@ class Tuned:
 
 
 def count_calls(names: Sequence[str] = (), dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -> int:
-    """How many calls tune_ops makes for these ops and dtypes."""
+    """Return the number of calls that tune_ops makes for these ops and dtypes."""
     return len(SHRINKS) * len(dtypes) * sum(len(benchmarks_of(name)) for name in names or OPS)
 
 
@@ -63,17 +63,17 @@ def tune_ops(
     jobs: int = 1,
     until: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
-) -> Iterator[Tuned]:
-    """Race and tune, call after call; each is kept on disk before the next begins.
+) -> Iterator[TuneResult]:
+    """Race and tune, call by call; each result is on disk before the next call begins.
 
     Args:
-        device: where.
+        device: device to measure.
         names: ops of the neural suite; all by default.
-        dtypes: each case is met in these.
-        launches: tune launch parameters too, which compiles every candidate: minutes an op.
-        jobs: processes that compile the implementations first; 1: they are compiled as they are met.
-        until: the time of time.monotonic() after which no further call is made.
-        progress: told what is measured next.
+        dtypes: of the inputs of each case.
+        launches: also tune launch parameters, which compiles every candidate: minutes an op.
+        jobs: processes that compile the implementations first; with 1 they are compiled at their first call.
+        until: value of time.monotonic() after which no further call is made.
+        progress: called with a description of each measurement.
 
     Raises:
         ConfigError: an op that the suite does not have.
@@ -102,7 +102,7 @@ def tune_ops(
 
 def _tuned(
     name: str, label: str, inputs: Sequence[torch.Tensor | None], options: dict[str, object], launches: bool
-) -> Tuned:
+) -> TuneResult:
     function = getattr(ops, name)
     args = leaves_of(name, inputs)
 
@@ -116,10 +116,10 @@ def _tuned(
 
     try:
         if launches:
-            return Tuned(name, label, tuple(tune(both).decisions))
+            return TuneResult(name, label, tuple(tune(both).decisions))
         with override(race="first_use"):
-            return Tuned(name, label, tuple(explain_quietly(both).decisions))
+            return TuneResult(name, label, tuple(explain_quietly(both).decisions))
     except DeviceLost:
         raise
     except (AccelerantError, RuntimeError) as error:  # torch's lack of memory is one
-        return Tuned(name, label, (), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        return TuneResult(name, label, (), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")

@@ -1,7 +1,7 @@
-"""The application: command groups, errors to exit statuses.
+"""The command-line application: command groups, and exit statuses of errors.
 
-A group's file is imported for its `register(app)` only; its commands import torch and the rest of the library
-in their bodies, so that `--help` answers at once.
+Importing a group's module loads only its `register(app)`; its commands import torch and the rest of the library in
+their bodies, so that `--help` is quick.
 
 Exit status: 0 done, 1 failed, 2 wrong usage or unusable input, 128 + n ended by signal n (130 is Ctrl-C).
 """
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["GROUPS", "build_app", "exit_status", "main"]
 
 GROUPS = ("devices", "train", "data", "bench", "tune", "doctor", "top", "compile", "cache", "zk", "privacy")
-"""Modules of this package; `register(app)` of each adds the command of its name. A new one: a file, a name here."""
+"""Modules of this package whose `register(app)` adds the command of that name."""
 
 _BAD_INPUT = (ConfigError, FormatError, BackendUnavailable, MissingDependency)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         import typer
 
         print(f"accelerant {__version__}")
@@ -38,12 +38,12 @@ def _version(wanted: bool) -> None:
 
 
 def build_app(groups: Sequence[str] = GROUPS) -> typer.Typer:
-    """The typer application with these groups."""
+    """Return the typer application with these groups."""
     import typer
 
     app = typer.Typer(
         name="accelerant",
-        help="Accelerated computing on whatever device is there.",
+        help="Accelerated computing on any available device.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -54,7 +54,7 @@ def build_app(groups: Sequence[str] = GROUPS) -> typer.Typer:
     def root(
         version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
     ) -> None:
-        """Accelerated computing on whatever device is there."""
+        """Accelerated computing on any available device."""
 
     for group in groups:
         import_module(f"accelerant.cli.{group}").register(app)
@@ -68,23 +68,23 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: without the program's name; the process's by default.
     """
     with exit_status():
-        given = sys.argv[1:] if arguments is None else arguments
-        if given[:2] == ["zk", "prove"] and (proof := import_module("accelerant.cli.zk_prove").plain(given[2:])):
+        args = sys.argv[1:] if arguments is None else arguments
+        if args[:2] == ["zk", "prove"] and (proof := import_module("accelerant.cli.zk_prove").plain(args[2:])):
             proof()
             sys.exit(0)
-        named = given[:1] if given and given[0] in GROUPS else GROUPS  # importing the others takes up to 0.1 s
-        build_app(named)(args=given, prog_name="accelerant")
+        groups = args[:1] if args and args[0] in GROUPS else GROUPS  # importing the others takes up to 0.1 s
+        build_app(groups)(args=args, prog_name="accelerant")
 
 
 @contextmanager
 def exit_status() -> Iterator[None]:
     """Turn an exception of a command into one line on the error stream and the process's exit status."""
     try:
-        settings()  # a setting without meaning is wrong usage of every command
+        settings()  # an invalid setting is wrong usage of every command
         yield
     except AccelerantError as error:
         _fail(error, 2 if isinstance(error, _BAD_INPUT) else 1)
-    except BrokenPipeError:  # who read the output has enough; typer says nothing, either
+    except BrokenPipeError:  # the reader of the output has closed it
         sys.exit(1)
     except OSError as error:
         _fail(error, 1)

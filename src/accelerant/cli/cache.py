@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["clear", "list_entries", "register", "warm"]
 
-_Names = Annotated[
-    list[str] | None, typer.Argument(metavar="[NAME]...", help="Kernels by name; * stands for any text.")
-]
+_Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Names of kernels; * matches any text.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Named = TypeVar("_Named", "CacheEntry", "Shipped")
 _PLAIN_WIDTH = 160
@@ -29,7 +27,7 @@ _PLAIN_WIDTH = 160
 
 def register(app: typer.Typer) -> None:
     """Add the group."""
-    group = typer.Typer(help="Compiled kernels on disk: show, remove, compile ahead.", no_args_is_help=True)
+    group = typer.Typer(help="Compiled kernels on disk: list, remove, compile in advance.", no_args_is_help=True)
     group.command("list", epilog="Examples:  accelerant cache list   |   accelerant cache list 'softmax*' --json")(
         list_entries
     )
@@ -73,16 +71,16 @@ def list_entries(names: _Names = None, json_output: _Json = False) -> None:
 
 def clear(
     names: _Names = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     json_output: _Json = False,
 ) -> None:
-    """Remove compiled kernels; they are compiled again when they are next used."""
+    """Remove compiled kernels; they are compiled again at their next use."""
     from accelerant.runtime.compilation.cache import KernelCache
 
     found = _selected(KernelCache().entries(), names)
     if found and not yes:
         if json_output or not sys.stdin.isatty():
-            raise ConfigError(f"clearing {len(found)} of the cache's entries needs --yes where nobody can be asked")
+            raise ConfigError(f"clearing {len(found)} of the cache's entries needs --yes without a terminal to ask on")
         typer.confirm(f"Remove {len(found)} of the cache's entries?", abort=True)
     freed = KernelCache().clear(found)
     leftovers = 0 if names else KernelCache().remove_leftovers()
@@ -97,15 +95,15 @@ def warm(
     arch: Annotated[
         list[str] | None,
         typer.Option(
-            help="Compile for this NVIDIA architecture, with or without a GPU; may be repeated. all: every one."
+            help="Compile for this NVIDIA architecture, without a GPU; may be repeated. all: every supported one."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Compile for the device of this backend; auto by default.")] = "auto",
     json_output: _Json = False,
 ) -> None:
-    """Compile the shipped kernels ahead, so that first calls load machine code instead of compiling.
+    """Compile the shipped kernels in advance, so that first calls load machine code instead of compiling.
 
-    A call whose sizes are no multiples of 16 may still compile its own variant.
+    A call whose sizes are not multiples of 16 may still compile its own variant.
     """
     from accelerant.bench.shipped import shipped_kernels
 
@@ -132,7 +130,7 @@ def warm(
 
 
 def _providers(arch: list[str] | None, device: str) -> list[tuple[str, ComputeProvider]]:
-    """What to compile for: a label and what compiles for it."""
+    """Return the targets to compile for: a label and a provider each."""
     from accelerant.cli.compile import known_targets_of
     from accelerant.runtime import registry
     from accelerant.runtime.providers.cuda import OfflineCudaProvider
@@ -146,7 +144,7 @@ def _providers(arch: list[str] | None, device: str) -> list[tuple[str, ComputePr
 
 
 def _serves(provider: ComputeProvider, kernel: Shipped) -> bool:
-    """Whether the kernel is for what the provider compiles for."""
+    """Return whether the provider can compile the kernel."""
     from accelerant.runtime.providers.cuda import OfflineCudaProvider
 
     if not any(dialect in kernel.source.dialects for dialect in provider.dialects):
@@ -175,7 +173,7 @@ def _print_warmed(results: list[dict[str, Any]], labels: list[str], skipped: int
 
 
 def _progress(quiet: bool) -> Callable[[str], None]:
-    """Shows one line on a terminal's stderr, whole lines elsewhere; nothing with JSON."""
+    """Return a function that shows progress: one line on a terminal's stderr, lines elsewhere, nothing with JSON."""
     live = sys.stderr.isatty()
 
     def show(what: str) -> None:
@@ -188,10 +186,10 @@ def _progress(quiet: bool) -> Callable[[str], None]:
 
 
 def _selected(found: list[_Named], names: list[str] | None) -> list[_Named]:
-    """Those that a pattern names.
+    """Return the entries whose name matches a pattern.
 
     Raises:
-        ConfigError: a pattern names none.
+        ConfigError: a pattern matches none.
     """
     if not names:
         return found

@@ -1,4 +1,4 @@
-"""`accelerant compile FILE.cu`: what a kernel takes on each architecture, with no GPU."""
+"""`accelerant compile FILE.cu`: resources of a kernel on each architecture, without a GPU."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["compile_file", "known_targets_of", "register"]
 
 TEMPLATES = ("matmul", "relu", "attention")
-"""Kernels to start from, in the folder templates."""
+"""Example kernels in the folder templates."""
 
 _PLAIN_WIDTH = 160
-"""Columns of a table that goes to a file or another program."""
+"""Columns of a table written to a file or another program."""
 
 _EPILOG = (
     "Examples:  accelerant compile --template matmul --out mine.cu   |   accelerant compile mine.cu   |   "
@@ -38,7 +38,8 @@ def compile_file(
         Path | None, typer.Argument(metavar="FILE.cu", help="CUDA C++, or C in the portable dialect.")
     ] = None,
     arch: Annotated[
-        list[str] | None, typer.Option(help="sm_90, sm_90a, ...; may be repeated. all: every one that our ops serve.")
+        list[str] | None,
+        typer.Option(help="sm_90, sm_90a, ...; may be repeated. all: every one that Accelerant's ops support."),
     ] = None,
     block: Annotated[int | None, typer.Option(help="Threads a block, for occupancy.")] = None,
     shared: Annotated[int, typer.Option(help="Bytes of dynamic shared memory a block, for occupancy.")] = 0,
@@ -47,17 +48,17 @@ def compile_file(
     ] = None,
     ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX instead of the report.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    template: Annotated[str | None, typer.Option(help=f"Give a kernel to start from: {', '.join(TEMPLATES)}.")] = None,
+    template: Annotated[str | None, typer.Option(help=f"Print an example kernel: {', '.join(TEMPLATES)}.")] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the template there; stdout by default.")
     ] = None,
 ) -> None:
     """Compile a CUDA file and show its entry points: registers, spills, shared memory, occupancy.
 
-    Occupancy is for the threads of __launch_bounds__, of --block, or 256. Exit status 1 where it does not compile.
+    Occupancy is for the threads of __launch_bounds__, of --block, or 256. Exit status 1 if it does not compile.
     """
     if template is not None:
-        _give_template(template, file, out)
+        _write_template(template, file, out)
         return
     if file is None:
         raise ConfigError("name a file to compile, or --template matmul, relu or attention")
@@ -87,18 +88,18 @@ def _read(file: Path) -> str:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from None
 
 
-def known_targets_of(wanted: list[str]) -> list[str]:
-    """The architectures meant, each checked against what the compiler knows.
+def known_targets_of(names: list[str]) -> list[str]:
+    """Return the named architectures, each checked against those of the compiler.
 
     Raises:
-        ConfigError: it knows no such architecture.
+        ConfigError: the compiler does not know an architecture.
     """
     from accelerant.runtime.compilation.inspect import known_targets
     from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 
     known = known_targets()
     found: list[str] = []
-    for name in wanted:
+    for name in names:
         if name == "all":
             found += [target for target in CUDA_TARGETS if target in known]
         elif _is_known(name, known):
@@ -112,13 +113,13 @@ def known_targets_of(wanted: list[str]) -> list[str]:
 
 
 def _is_known(name: str, known: tuple[str, ...]) -> bool:
-    """Whether it is one of those known, or its variant with special instructions (a: sm_90 on, f: sm_100 on)."""
+    """Return whether an architecture exists, or its variant with special instructions (a: sm_90 on, f: sm_100 on)."""
     plain, suffix = (name[:-1], name[-1]) if name[-1:] in ("a", "f") else (name, "")
     least = {"": 0, "a": 90, "f": 100}[suffix]
     return plain in known and int(plain.removeprefix("sm_")) >= least
 
 
-def _give_template(name: str, file: Path | None, out: Path | None) -> None:
+def _write_template(name: str, file: Path | None, out: Path | None) -> None:
     if file is not None:
         raise ConfigError(f"--template takes no file to compile, got {file}")
     if name not in TEMPLATES:
@@ -138,7 +139,7 @@ def _give_template(name: str, file: Path | None, out: Path | None) -> None:
 
 
 class _Report:
-    """Compiles for each architecture and tells what came of it."""
+    """Compiles for each architecture and reports the results."""
 
     def __init__(
         self, file: Path, text: str, targets: list[str], include: list[Path], block: int | None, shared: int
@@ -156,7 +157,7 @@ class _Report:
         """Compile and print.
 
         Raises:
-            typer.Exit: with status 1 where it did not compile for some architecture.
+            typer.Exit: with status 1 if it did not compile for an architecture.
         """
         for target in self.targets:
             self._compile(target)
@@ -165,8 +166,8 @@ class _Report:
         else:
             self._print_messages()
             if ptx:
-                for each in self.done:
-                    print(each.ptx.strip())
+                for inspection in self.done:
+                    print(inspection.ptx.strip())
             elif self.done:
                 self._print_table()
         if self.failed:
@@ -192,19 +193,19 @@ class _Report:
             self.done.append(found)
 
     def _print_messages(self) -> None:
-        """Each message once, with the architectures that it is of where it is not of all."""
+        """Print each message once, with its architectures unless it concerns all."""
         where: dict[CompilerMessage, list[str]] = {}
-        for each in self.done:
-            for message in each.warnings:
-                where.setdefault(message, []).append(each.target)
+        for inspection in self.done:
+            for message in inspection.warnings:
+                where.setdefault(message, []).append(inspection.target)
         for target, (_, messages) in self.failed.items():
             for message in messages:
                 where.setdefault(message, []).append(target)
         for message, targets in where.items():
             some = "" if len(targets) == len(self.targets) else f"for {', '.join(targets)}: "
             print(f"{some}{message}", file=sys.stderr)
-        for each in self.done[:1]:
-            if not each.entries:
+        for inspection in self.done[:1]:
+            if not inspection.entries:
                 print(
                     f"{self.file}: no entry point: nothing is marked __global__, or no template is instantiated",
                     file=sys.stderr,
@@ -221,9 +222,9 @@ class _Report:
         for title in ("registers", "spills", "stack", "shared", "block", "blocks/SM", "occupancy"):
             table.add_column(title, justify="right")
         table.add_column("limited by")
-        for each in self.done:
-            for entry in each.entries:
-                table.add_row(each.target, Text(entry.name), *self._cells(entry))
+        for inspection in self.done:
+            for entry in inspection.entries:
+                table.add_row(inspection.target, Text(entry.name), *self._cells(entry))
         Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(table)
 
     def _cells(self, entry: EntryPoint) -> tuple[str, ...]:
@@ -240,14 +241,14 @@ class _Report:
 
         rows: list[dict[str, Any]] = [
             {
-                "target": each.target,
+                "target": inspection.target,
                 "compiled": True,
-                "compile_ms": each.compile_ms,
-                "entries": [entry.to_dict() for entry in each.entries],
-                "messages": [_message(message) for message in each.warnings],
-                **({"ptx": each.ptx} if ptx else {}),
+                "compile_ms": inspection.compile_ms,
+                "entries": [entry.to_dict() for entry in inspection.entries],
+                "messages": [_message(message) for message in inspection.warnings],
+                **({"ptx": inspection.ptx} if ptx else {}),
             }
-            for each in self.done
+            for inspection in self.done
         ]
         rows += [
             {"target": target, "compiled": False, "messages": [_message(message) for message in messages], "log": log}

@@ -1,4 +1,4 @@
-"""`accelerant devices`: what is here, and why the rest is not."""
+"""`accelerant devices`: the devices of this machine, and why other backends are absent."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def register(app: typer.Typer) -> None:
 def devices(
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """List the devices of each backend; an absent backend says why.
+    """List the devices of each backend, and why a backend is absent.
 
-    What --device auto takes is marked.
+    The device that --device auto means is marked.
     """
     from accelerant.runtime import registry
 
@@ -51,7 +51,7 @@ def devices(
 
 
 def _peers(found: list[ComputeDevice]) -> dict[tuple[str, int], list[int]]:
-    """For each device of a backend that has several: those whose memory it reads directly."""
+    """Return, for each device of a backend with several, the devices whose memory it reads directly."""
     from accelerant.runtime.monitoring.topology import peer_access
 
     peers: dict[tuple[str, int], list[int]] = {}

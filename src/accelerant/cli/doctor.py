@@ -1,4 +1,4 @@
-"""`accelerant doctor`: whether everything is here and works, and what to do where it does not."""
+"""`accelerant doctor`: checks of the installation, and advice where one fails."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def register(app: typer.Typer) -> None:
 def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Check the installation, compilers, cache and devices, and prove that each device computes.
+    """Check the installation, compilers, cache and devices, and run a computation on each device.
 
-    Each line is ok, warning or failed. Exit status 1 where something failed.
+    Each line is ok, warning or failed. Exit status 1 if something failed.
     """
     from accelerant.bench.doctor import checks
 

@@ -1,4 +1,4 @@
-"""`accelerant top`: every device, live."""
+"""`accelerant top`: live figures of every device."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def register(app: typer.Typer) -> None:
 
 
 def top(
-    interval: Annotated[float, typer.Option(help="Seconds between two looks, 0.1 to 3600.")] = 1.0,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one sample as JSON and end.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two readings, 0.1 to 3600.")] = 1.0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one sample as JSON and exit.")] = False,
 ) -> None:
     """Show utilisation, memory, power, temperature, clocks and processes of every device; Ctrl-C ends it.
 
-    Where the output is no terminal, one sample is printed.
+    If the output is not a terminal, one sample is printed.
     """
     if not (math.isfinite(interval) and 0.1 <= interval <= 3600):
         raise ConfigError(f"--interval must be 0.1 to 3600 seconds, got {interval}")
@@ -65,7 +65,7 @@ def _watch(devices: list[ComputeDevice], interval: float) -> None:
     from accelerant.runtime.monitoring.monitor import sample
 
     ended = threading.Event()
-    # an exception may be raised where Python drops it, in a finaliser; a flag is never lost
+    # a KeyboardInterrupt raised in a finaliser would be lost; a flag is not
     usual = signal.signal(signal.SIGINT, lambda _number, _frame: ended.set())
     try:
         with Live(screen=True, auto_refresh=False) as live:
@@ -79,7 +79,7 @@ def _watch(devices: list[ComputeDevice], interval: float) -> None:
 
 
 def _view(samples: list[Sample], footer: str = "") -> RenderableType:
-    """Devices, their processes, and why figures are absent."""
+    """Return a view of the devices, their processes, and the reasons of absent figures."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -89,15 +89,15 @@ def _view(samples: list[Sample], footer: str = "") -> RenderableType:
     table.add_column("name", overflow="fold")
     for title in ("busy", "memory", "power", "temperature", "clock", "memory clock"):
         table.add_column(title, justify="right", no_wrap=True)
-    for each in samples:
-        table.add_row(each.device, Text(each.name), *_cells(each))
+    for item in samples:
+        table.add_row(item.device, Text(item.name), *_cells(item))
     parts: list[RenderableType] = [Text(time.strftime("%Y-%m-%d %H:%M:%S")), table]
-    for each in samples:
-        if each.core_percents:
-            parts.append(Text(f"\n{each.device} cores: " + " ".join(f"{busy:.0f}%" for busy in each.core_percents)))
-        if each.processes:
-            parts += [Text(f"\n{each.device} processes", style="bold"), _processes(each)]
-    reasons = [line for each in samples for line in _reasons(each)]
+    for item in samples:
+        if item.core_percents:
+            parts.append(Text(f"\n{item.device} cores: " + " ".join(f"{busy:.0f}%" for busy in item.core_percents)))
+        if item.processes:
+            parts += [Text(f"\n{item.device} processes", style="bold"), _processes(item)]
+    reasons = [line for item in samples for line in _reasons(item)]
     if reasons:
         parts.append(Text("\n" + "\n".join(reasons), style="dim"))
     if footer:
@@ -114,34 +114,34 @@ _NAMES = {
     "clock_mhz": "clock",
     "processes": "processes",
 }
-"""Absent figures worth a line: that a GPU has no cores, or a CPU no memory clock, is none."""
+"""Figures whose absence is reported: not that a GPU has no cores, or a CPU no memory clock."""
 
 
-def _reasons(each: Sample) -> list[str]:
-    """One line a reason, with the figures that it is the reason for."""
+def _reasons(item: Sample) -> list[str]:
+    """Return one line for each reason, with its figures."""
     by_reason: dict[str, list[str]] = {}
-    for name, why in each.reasons.items():
+    for name, why in item.reasons.items():
         if name in _NAMES:
             by_reason.setdefault(why, []).append(_NAMES[name])
-    return [f"{each.device}: no {', '.join(names)}: {why}" for why, names in by_reason.items()]
+    return [f"{item.device}: no {', '.join(names)}: {why}" for why, names in by_reason.items()]
 
 
-def _cells(each: Sample) -> tuple[str, ...]:
+def _cells(item: Sample) -> tuple[str, ...]:
     busy = "-"
-    if each.utilisation_percent is not None:
-        full = round(each.utilisation_percent / 100 * _BAR)
-        busy = f"{'█' * full}{'·' * (_BAR - full)} {each.utilisation_percent:3.0f} %"
+    if item.utilisation_percent is not None:
+        full = round(item.utilisation_percent / 100 * _BAR)
+        busy = f"{'█' * full}{'·' * (_BAR - full)} {item.utilisation_percent:3.0f} %"
     memory = "-"
-    if each.memory_total_bytes is not None:
-        used = "-" if each.memory_used_bytes is None else f"{each.memory_used_bytes / 2**30:.1f}"
-        memory = f"{used} / {each.memory_total_bytes / 2**30:.1f} GiB"
+    if item.memory_total_bytes is not None:
+        used = "-" if item.memory_used_bytes is None else f"{item.memory_used_bytes / 2**30:.1f}"
+        memory = f"{used} / {item.memory_total_bytes / 2**30:.1f} GiB"
     return (
         busy,
         memory,
-        _shown(each.power_w, "W"),
-        _shown(each.temperature_c, "°C"),
-        _shown(each.clock_mhz, "MHz"),
-        _shown(each.memory_clock_mhz, "MHz"),
+        _shown(item.power_w, "W"),
+        _shown(item.temperature_c, "°C"),
+        _shown(item.clock_mhz, "MHz"),
+        _shown(item.memory_clock_mhz, "MHz"),
     )
 
 
@@ -149,7 +149,7 @@ def _shown(number: float | None, unit: str) -> str:
     return "-" if number is None else f"{number:.0f} {unit}"
 
 
-def _processes(each: Sample) -> RenderableType:
+def _processes(item: Sample) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
@@ -157,7 +157,7 @@ def _processes(each: Sample) -> RenderableType:
     table.add_column(justify="right")
     table.add_column(justify="right")
     table.add_column()
-    for process in (each.processes or ())[:_SHOWN_PROCESSES]:
+    for process in (item.processes or ())[:_SHOWN_PROCESSES]:
         memory = "-" if process.memory_bytes is None else f"{process.memory_bytes / 2**20:,.0f} MiB"
         table.add_row(str(process.pid), memory, Text(process.name or "?"))
     return table

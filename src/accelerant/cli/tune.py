@@ -1,4 +1,4 @@
-"""`accelerant tune`: find out, once, which implementation and which launch parameters are the fastest here."""
+"""`accelerant tune`: measure once which implementations and launch parameters are the fastest on this device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accelerant.runtime.files import decode_json, write_atomic
 if TYPE_CHECKING:
     import torch
 
-    from accelerant.bench.tuning import Tuned
+    from accelerant.bench.tuning import TuneResult
 
 __all__ = ["register", "tune"]
 
@@ -37,22 +37,22 @@ def tune(
     op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
     dtype: Annotated[str, typer.Option(metavar="LIST", help="float32, bfloat16, float16.")] = "bfloat16,float32",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    launches: Annotated[bool, typer.Option(help="Launch parameters too: compiles every candidate.")] = True,
-    listed: Annotated[bool, typer.Option("--list", help="Measure nothing; show what is known.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that compile the implementations first.")] = 1,
+    launches: Annotated[bool, typer.Option(help="Tune launch parameters, too: compiles every candidate.")] = True,
+    listed: Annotated[bool, typer.Option("--list", help="Measure nothing; show the known results.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of processes that compile the implementations first.")] = 1,
     table: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write what is known there, as tables are shipped; after each op. Where the time limit ends the run, "
-            "what the file had besides stays.",
+            help="Write the known results to this file, in the format of the shipped tables, after each op. If the "
+            "time limit ends the run, other entries of the file are kept.",
         ),
     ] = None,
     serves: Annotated[
-        list[str] | None, typer.Option(metavar="MODEL", help="Another model that the table is good for.")
+        list[str] | None, typer.Option(metavar="MODEL", help="Another device model that the table serves.")
     ] = None,
     limit_s: Annotated[
-        float | None, typer.Option(min=0.0, help="Make no further call after so many seconds; what was found is kept.")
+        float | None, typer.Option(min=0.0, help="Start no further call after this many seconds; results are kept.")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -77,7 +77,7 @@ def tune(
     until = None if limit_s is None else time.monotonic() + limit_s
     before = _entries_of(table) if until is not None else {}
     show = Progress()
-    found: list[Tuned] = []
+    found: list[TuneResult] = []
     cut = False
     if not listed:
         dtypes = [known[each] for each in wanted]
@@ -111,26 +111,26 @@ def tune(
 
 
 def _entries_of(table: Path | None) -> dict[str, Any]:
-    """The entries that a table's file has; none where there is no such file.
+    """Return the entries of a table's file; none if there is no such file.
 
     Raises:
-        FormatError: the file is no table.
+        FormatError: the file is not a table.
     """
     if table is None or not table.exists():
         return {}
     try:
         return dict(decode_json(table.read_bytes())["entries"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"--table: {table} is there and is no table of choices: {error}") from None
+        raise FormatError(f"--table: {table} exists and is no table of choices: {error}") from None
 
 
 def _write(table: Path, device: torch.device, serves: Sequence[str], before: Mapping[str, Any]) -> int:
-    """Write what is known of a device as a table, whole or not at all; how many entries it has.
+    """Write the known results of a device as a table, atomically, and return the number of entries.
 
     Args:
         table: the file.
         device, serves: as for Choices.table.
-        before: entries to keep where nothing newer is known.
+        before: entries to keep unless newer ones exist.
     """
     from accelerant.runtime.dispatch.choices import choices
 
@@ -140,7 +140,7 @@ def _write(table: Path, device: torch.device, serves: Sequence[str], before: Map
     return len(body["entries"])
 
 
-def _print(each: Tuned) -> None:
+def _print(each: TuneResult) -> None:
     if each.error:
         print(f"{each.op} {each.case}: {each.error}", file=sys.stderr)
     for decision in dict.fromkeys((one.op, one.case, one.implementation, one.reason) for one in each.decisions):
