@@ -495,7 +495,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-@pytest.mark.parametrize("turns", [24, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("turns", [12, pytest.param(80, marks=pytest.mark.slow)])
 def test_kill_9_at_any_moment_never_under_counts(path, tmp_path, turns):
     """Processes are killed while they record; each event that happened is counted, and few that did not."""
     out = tmp_path / "happened"

@@ -555,6 +555,7 @@ def test_a_draw_makes_one_step():
             epoch()
 
 
+@pytest.mark.slow  # the accountant composes many kinds of releases
 def test_a_target_holds_beside_other_trainings_in_the_ledger():
     data = points()
     ledger = dp.Ledger()

@@ -5,11 +5,10 @@
 // a (B, T, K) are inputs, g (B, T, N) gradients of the outputs; y (B, N, K) has their dtype, sums are in float32. So
 // the norms cost no second pass over y, which is much larger than a and g. Bu et al. 2022, arXiv:2210.00038, section 2.
 //
-// The course of the product is that of ops/_hopper/product.h, both operands stored across the sum. While one warpgroup
-// multiplies, the other rounds its sums, squares them and sends them out: a warp finishes 16 rows by 64 columns at a
-// time, through SLOTS buffers of its own from where the copy engine stores them. Rows and columns beyond the end are
-// zeros, and the copy engine does not store them. Every partial sum has a place of its own, so that the same bits come
-// each time.
+// The product is that of ops/_hopper/product.h, with the summed dimension outermost in both operands. While one
+// warpgroup multiplies, the other rounds its sums, squares and stores them: a warp finishes 16 rows by 64 columns at a
+// time, through SLOTS buffers of its own that the copy engine reads. Rows and columns beyond the end are zeros, and the
+// copy engine does not store them. Every partial sum has its own address, so that results are deterministic.
 //
 // Bound: 2 B T N K operations at 4096 a clock and multiprocessor; a and g are read once if an example's stay in the L2
 // cache while its tiles are multiplied, y is written once.
@@ -21,7 +20,7 @@
 //                               50304 x 768     7.58     7.32     9.47
 //     B = 128, T = 128          2304 x 768      0.190    0.229    0.365
 // Processes differ by up to a tenth: 2304 x 768 took 0.359 in another. At 3072 x 768 the loads cost 0.08, the stores
-// 0.02, the squares 0.003, for the other warpgroup multiplies meanwhile; zeros, which take less power, take 0.366.
+// 0.02, the squares 0.003, since the other warpgroup multiplies meanwhile; zeros, which take less power, take 0.366.
 // Slower: tiles of 128 x 128, 192 x 128 and 64 x 256, 4 to 13%; clusters of two that share a's columns, 2 to 10%, but
 // at 50304 x 768 they took 7.24. No gain: five steps in flight, two buffers a warp, other orders of the tiles, stores
 // that leave the L2 cache first.
@@ -93,7 +92,7 @@ clip_form(const __grid_constant__ TensorMap map_g, const __grid_constant__ Tenso
                         squares[2 * i % 4] = fmaf(low, low, squares[2 * i % 4]);
                         squares[2 * i % 4 + 1] = fmaf(high, high, squares[2 * i % 4 + 1]);
                     }
-                    if (lane == 0) store_wait_read<SLOTS - 1>();         // the buffer's last contents are on their way
+                    if (lane == 0) store_wait_read<SLOTS - 1>();         // the buffer's last contents are being stored
                     __syncwarp();
                     u32 from = slots + slot * SLOT_BYTES;
                     slot = slot + 1 == SLOTS ? 0 : slot + 1;

@@ -23,7 +23,7 @@ from accelerant.nn._patch.fingerprints import fingerprint, unknown
 from accelerant.nn.layers import compute_dtype
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._library import autocast_dtype
-from accelerant.ops._per_example import PerExampleSink
+from accelerant.ops._per_example import PerExampleSink as Sink
 from accelerant.ops.norm.op import _layer_norm as _layer_norm_op
 from accelerant.ops.norm.op import _rms_norm as _rms_norm_op
 from accelerant.ops.transformer.op import norm_backward_each
@@ -65,7 +65,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: PerExampleSink, examples: int, transposed: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink, examples: int, transposed: bool
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         low = weight.to(x.dtype)
@@ -97,7 +97,7 @@ _apply_linear: Callable[..., Tensor] = _Linear.apply
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sink: PerExampleSink, examples: int, *, transposed: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink, examples: int, *, transposed: bool = False
 ) -> Tensor:
     """Return x weight^T + bias, or x weight + bias if the weight is transposed; x (..., K), its rows example-major."""
     return _apply_linear(to_autocast(x), weight, bias, sink, examples, transposed)
@@ -129,13 +129,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        tokens: Tensor,
-        weight: Tensor,
-        padding_idx: int | None,
-        sink: PerExampleSink,
-        examples: int,
-        distinct: bool,
+        ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None, sink: Sink, examples: int, distinct: bool
     ) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.sink, ctx.parameter, ctx.options = sink, weight, (examples, padding_idx, distinct)
@@ -155,13 +149,7 @@ _apply_lookup: Callable[..., Tensor] = _Lookup.apply
 
 
 def lookup(
-    tokens: Tensor,
-    weight: Tensor,
-    padding_idx: int | None,
-    sink: PerExampleSink,
-    examples: int,
-    *,
-    distinct: bool = False,
+    tokens: Tensor, weight: Tensor, padding_idx: int | None, sink: Sink, examples: int, *, distinct: bool = False
 ) -> Tensor:
     """Return rows of an embedding, (examples, ..., D); tokens (1, ...) are shared by all examples.
 
@@ -220,7 +208,7 @@ class _Expanded(torch.autograd.Function):
     """A parameter -> (examples, *shape), or (examples, *shape[1:]) of one whose first dimension is 1."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, sink: PerExampleSink, examples: int, batched: bool) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, sink: Sink, examples: int, batched: bool) -> Tensor:
         ctx.sink, ctx.parameter = sink, parameter
         sink.expect(parameter)
         return parameter.expand(examples, *(parameter.shape[1:] if batched else parameter.shape))
@@ -235,7 +223,7 @@ class _Expanded(torch.autograd.Function):
 _apply_expanded: Callable[..., Tensor] = _Expanded.apply
 
 
-def expanded(parameter: Tensor, sink: PerExampleSink, examples: int, *, batched: bool = False) -> Tensor:
+def expanded(parameter: Tensor, sink: Sink, examples: int, *, batched: bool = False) -> Tensor:
     """Return a parameter once for each example, without a copy; `batched`: its first dimension, of 1, is the batch."""
     return _apply_expanded(parameter, sink, examples, batched)
 
@@ -253,7 +241,7 @@ class _ScaleShift(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         dims: tuple[int, ...],
-        sink: PerExampleSink,
+        sink: Sink,
         dtype: torch.dtype,
     ) -> Tensor:
         shape = [size if dim in dims else 1 for dim, size in enumerate(x.shape)]
@@ -305,7 +293,7 @@ class _Norm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         op: DifferentiableOp,
-        sink: PerExampleSink,
+        sink: Sink,
         examples: int,
     ) -> Tensor:
         y, statistics = op.forward(x, weight, bias, eps)
@@ -349,7 +337,7 @@ class _LayerNorm(torch.autograd.Function):
         bias: Tensor | None,
         shape: tuple[int, ...],
         eps: float,
-        sink: PerExampleSink,
+        sink: Sink,
         examples: int,
     ) -> Tensor:
         y, mean, rstd = torch.ops.aten.native_layer_norm(x, list(shape), weight, bias, eps)
@@ -438,7 +426,7 @@ class _InstanceNormRule(LayerRule):
 
 
 @register_model(GPT)
-def _gpt_methods(model: GPT, sink: PerExampleSink) -> Methods:
+def _gpt_methods(model: GPT, sink: Sink) -> Methods:
     plain_embedded, plain_logits, plain_loss = model._embedded, model._padded_logits, model.loss
 
     def embedded(idx: Tensor) -> tuple[Tensor, Tensor]:
@@ -466,7 +454,7 @@ def _gpt_methods(model: GPT, sink: PerExampleSink) -> Methods:
 
 
 @register_model(Llama)
-def _llama_methods(model: Llama, sink: PerExampleSink) -> Methods:
+def _llama_methods(model: Llama, sink: Sink) -> Methods:
     plain_logits, plain_loss = model._logits, model.loss
 
     def logits(hidden: Tensor) -> Tensor:

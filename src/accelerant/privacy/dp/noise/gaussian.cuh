@@ -1,18 +1,17 @@
-/* Discrete Gaussian noise for NVIDIA's GPUs, of any number of tensors in one launch; discrete.py defines it.
+/* Discrete Gaussian noise on NVIDIA GPUs, for up to ROWS tensors in one launch; discrete.py defines it.
  *
- *   x <- (round(x / grid) + Z) * grid * scale        of VALUE_STEPS: out <- Z
+ *   x <- (round(x / grid) + Z) * grid * scale        with VALUE_STEPS: out <- Z
  *
- * Layout: persistent blocks, one a multiprocessor. A warp takes a group of 32 units, a lane a unit, so that the 32 lanes
- *         touch 32 neighbouring elements. The tensors are rows.cuh's.
- * Time:   does not depend on what is drawn. The first table has a copy in each of the 32 banks of shared memory, so no
- *         lookup conflicts, whatever the cells; the remainder's tables have four copies, read by four lanes at a time.
- *         That takes 64 + 24 KiB.
- * Bound:  integer arithmetic: by the machine code's count 240 operations of the integer pipe a draw of four terms, 175 of
- *         them ChaCha's, beside 90 of the multiplier's. */
+ * Layout: persistent blocks, one per multiprocessor. A warp processes a group of 32 units, one per lane, so that the 32
+ *         lanes access 32 adjacent elements. The tensors are described by rows.cuh.
+ * Time:   does not depend on what is drawn. The first table has a copy in each of the 32 banks of shared memory, so
+ *         lookups never conflict; the second has four copies, read by four lanes at a time: 64 + 24 KiB.
+ * Bound:  integer arithmetic: in the machine code 240 operations of the integer pipe for a draw of four terms, 175 of
+ *         them ChaCha's, and 90 of the multiplier. */
 #define DRAWS (16 / TERMS)
 
-/* Entries of the remainder's tables, of four lanes at a time: each quarter of a bank's row is one of four copies.
- * rest: where they begin, in shared memory's own addresses, of which the first are not the kernel's. */
+/* Read entries of the second table, four lanes at a time: each quarter of a bank's row is one of four copies.
+ * rest: their address in shared memory. */
 ACL_DEVICE void rest_entries(u32 rest, u32 at, u32 lane, u32 *entry) {
     u32 where = rest + at;
     entry[0] = entry[1] = entry[2] = 0;
@@ -48,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gaussian(
         u32 row = row_of(rows, group);
         Value *x = (Value *)rows.pointer[row];
         i64 n = rows.size[row];
-        i64 place = (i64)(group - rows.begin[row]) * (15 * DRAWS * 32) + lane;
+        i64 element = (i64)(group - rows.begin[row]) * (15 * DRAWS * 32) + lane;
         u64 counter = begin + 16 * ((u64)group * 32 + lane);
         u64 pool = 0;
 #pragma unroll 1
@@ -57,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gaussian(
 #if !defined(VALUE_STEPS)
             float value[DRAWS];
 #pragma unroll
-            for (i32 draw = 0; draw < DRAWS; draw++) { /* fetched before the arithmetic, to come while it runs */
-                value[draw] = block && place + 32 * draw < n ? load_value(x + place + 32 * draw) : 0.0f;
+            for (i32 draw = 0; draw < DRAWS; draw++) { /* prefetched: loads overlap the arithmetic */
+                value[draw] = block && element + 32 * draw < n ? load_value(x + element + 32 * draw) : 0.0f;
             }
 #endif
             chacha20_block(word, start, one);
@@ -82,14 +81,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gaussian(
                         z += base_sample(w, entry, &pool) *
                              (term == 0 ? 1 : term == 1 ? k1 : term == 2 ? k2 : term == 3 ? k3 : k4);
                     }
-                    if (place < n) {
+                    if (element < n) {
 #if defined(VALUE_STEPS)
-                        x[place] = z;
+                        x[element] = z;
 #else
-                        store_value(x + place, (float)(to_steps(value[draw], inverse) + z) * outward);
+                        store_value(x + element, (float)(to_steps(value[draw], inverse) + z) * outward);
 #endif
                     }
-                    place += 32;
+                    element += 32;
                 }
             }
         }

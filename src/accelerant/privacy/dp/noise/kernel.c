@@ -4,12 +4,12 @@
  * gaussian_add     x <- (round(x / grid) + Z) * grid * scale       x float32; inverse = 1 / grid, outward = grid * scale
  * laplace_steps    out <- Z
  *
- * One unit a thread: 16 blocks of keystream, (16 / TERMS) * 15 draws. The tables lie once in the memory of a block, so
- * that on a device with banks the time of a lookup depends on what the others look up: gaussian.cuh is for those that
- * have room for a copy a bank. Bound: integer arithmetic, about 1000 operations a block of keystream. */
+ * One unit per thread: 16 blocks of keystream, (16 / TERMS) * 15 draws. A block's memory holds the tables once, so that
+ * on a device with banks the time of a lookup depends on the other lookups: gaussian.cuh is for devices with room for a
+ * copy in each bank. Bound: integer arithmetic, about 1000 operations for a block of keystream. */
 #define DRAWS (16 / TERMS)
 
-/* The tables to the block's memory; word 0 of the pool's block is word[0]. */
+/* Load the tables into the block's memory and draw; word 0 of the pool's block is word[0]. */
 #define GAUSSIAN_UNIT(n, STORE) \
     ACL_LOCAL u32 table[2048]; \
     for (i32 i = acl_local_id(); i < 2048; i += acl_local_size()) { \
@@ -17,8 +17,8 @@
     } \
     acl_barrier(); \
     i64 unit = acl_global_id(); \
-    i64 place = (unit >> 5) * (15 * DRAWS * 32) + (unit & 31); \
-    if (place >= (n)) { \
+    i64 element = (unit >> 5) * (15 * DRAWS * 32) + (unit & 31); \
+    if (element >= (n)) { \
         return; \
     } \
     u32 start[12], word[16]; \
@@ -41,10 +41,10 @@
                 i32 sample = base_sample(w, table[(w & CELL_FIELD) >> 7], &pool); \
                 z += sample * (term == 0 ? 1 : term == 1 ? k1 : term == 2 ? k2 : term == 3 ? k3 : k4); \
             } \
-            if (place < (n)) { \
+            if (element < (n)) { \
                 STORE; \
             } \
-            place += 32; \
+            element += 32; \
         } \
     }
 
@@ -52,28 +52,28 @@ ACL_KERNEL ACL_BLOCK(128) void gaussian_steps(
     ACL_GLOBAL const u32 *state, ACL_GLOBAL const u64 *first, ACL_GLOBAL const u32 *tables, ACL_GLOBAL i64 *out, i64 n,
     i32 k1, i32 k2, i32 k3, i32 k4, u32 one
 ) {
-    GAUSSIAN_UNIT(n, out[place] = z)
+    GAUSSIAN_UNIT(n, out[element] = z)
 }
 
 ACL_KERNEL ACL_BLOCK(128) void gaussian_add(
     ACL_GLOBAL const u32 *state, ACL_GLOBAL const u64 *first, ACL_GLOBAL const u32 *tables, ACL_GLOBAL float *x, i64 n,
     i32 k1, i32 k2, i32 k3, i32 k4, u32 one, float inverse, float outward
 ) {
-    GAUSSIAN_UNIT(n, x[place] = (float)(to_steps(x[place], inverse) + z) * outward)
+    GAUSSIAN_UNIT(n, x[element] = (float)(to_steps(x[element], inverse) + z) * outward)
 }
 
-/* thresholds: (3, digits), the upper words first. A draw a thread. */
+/* thresholds: (3, digits), the upper words first. One draw per thread. */
 ACL_KERNEL ACL_BLOCK(128) void laplace_steps(
     ACL_GLOBAL const u32 *state, ACL_GLOBAL const u64 *first, ACL_GLOBAL const u32 *thresholds, ACL_GLOBAL i64 *out,
     i64 n, i32 digits, i32 blocks, u32 one
 ) {
-    i64 place = acl_global_id();
-    if (place >= n) {
+    i64 element = acl_global_id();
+    if (element >= n) {
         return;
     }
     u32 start[12], word[16];
     u64 pool0 = 0, pool1 = 0, pool2 = 0;
-    u64 counter = first[0] + (u64)place * (u64)blocks;
+    u64 counter = first[0] + (u64)element * (u64)blocks;
     i64 sides = 0;
     for (i32 block = 0; block < blocks; block++) {
         chacha20_start(start, state, counter + (u64)block);
@@ -99,5 +99,5 @@ ACL_KERNEL ACL_BLOCK(128) void laplace_steps(
             }
         }
     }
-    out[place] = sides;
+    out[element] = sides;
 }

@@ -1,20 +1,20 @@
-/* Philox 4x32-10 and Box-Muller, of any number of tensors in one launch. Not for a privacy claim.
+/* Philox 4x32-10 and Box-Muller, for up to ROWS tensors in one launch. Not for a privacy claim.
  *
- *   x <- (x + width * z) * outward       z of N(0, 1); of LAPLACE, of density exp(-|z|) / 2; of FILLS, x counts as 0
+ *   x <- (x + width * z) * outward       z from N(0, 1); LAPLACE: of density exp(-|z|) / 2; FILLS: x counts as 0
  *
  * Source: Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3", section 5.2.2 (Philox);
  *         Box and Muller 1958.
- * Layout: a group is 1024 elements, of a warp: a counter gives four neighbouring ones, 8 counters a lane. Aligned tensors
- *         are read and written 16 bytes at a time.
- * Bound:  memory, where the arithmetic fits beside it: a counter of four draws takes 20 wide products, 8 or 10 special
- *         functions and conversions, and about 60 other operations. Logarithm, square root, sine and cosine are the
- *         special function unit's, of about 2^-21. */
+ * Layout: a warp processes a group of 1024 elements: a counter gives four adjacent ones, 8 counters per lane. Aligned
+ *         tensors are read and written 16 bytes at a time.
+ * Bound:  memory, if it hides the arithmetic: a counter of four draws takes 20 wide products, 8 or 10 special functions
+ *         and conversions, and about 60 other operations. Logarithm, square root, sine and cosine are those of the
+ *         special function unit, with errors of about 2^-21. */
 #define GROUP_ELEMENTS 1024
 
-/* The keys of the ten rounds: as arguments they are operands from constant memory, and cost nothing. */
+/* Keys of the ten rounds: arguments are operands from constant memory, without cost. */
 struct Keys {
     u32 word[20];
-    u32 stream; /* the counter's third word: of the device, so that two devices draw different noise */
+    u32 stream; /* the counter's third word, by device, so that two devices draw different noise */
 };
 
 ACL_DEVICE void philox(u32 *c, const struct Keys &keys) {
@@ -27,7 +27,7 @@ ACL_DEVICE void philox(u32 *c, const struct Keys &keys) {
     }
 }
 
-/* In (0, 1]: (word + 1) / 2^32, nearly. */
+/* (word + 1) / 2^32 approximately, in (0, 1]. */
 ACL_DEVICE float positive_uniform(u32 word) { return fmaf((float)word, 2.3283064e-10f, 2.3283064e-10f); }
 
 ACL_DEVICE float binary_logarithm(float x) {
@@ -64,7 +64,7 @@ typedef float4 Four;
 typedef ushort4 Four;
 #endif
 
-/* Four elements' new values, in place of the old. */
+/* Replace the values of four elements. */
 ACL_DEVICE void noised(Four *values, u64 counter, const struct Keys &keys, float width, float outward) {
     u32 c[4] = {(u32)counter, (u32)(counter >> 32), keys.stream, 0};
     float z[4];
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) philox_add(
         u64 counter = begin + (u64)group * (GROUP_ELEMENTS / 4) + lane;
         if (aligned && from - 4 * lane + GROUP_ELEMENTS <= n) {
 #pragma unroll 1
-            for (u32 half = 0; half < 2; half++) { /* four loads under way at a time */
+            for (u32 half = 0; half < 2; half++) { /* four loads in flight */
                 Four *at = (Four *)(x + from) + 128 * half;
                 Four values[4];
 #if !defined(FILLS)
@@ -114,18 +114,18 @@ extern "C" __global__ void __launch_bounds__(256, 4) philox_add(
         }
 #pragma unroll 1
         for (u32 i = 0; i < 8; i++) {
-            i64 place = from + 128 * i;
+            i64 element = from + 128 * i;
             Four values;
             Value *value = (Value *)&values;
 #pragma unroll
             for (i32 j = 0; j < 4; j++) {
-                value[j] = place + j < n ? x[place + j] : (Value)0;
+                value[j] = element + j < n ? x[element + j] : (Value)0;
             }
             noised(&values, counter + 32 * i, keys, width, outward);
 #pragma unroll
             for (i32 j = 0; j < 4; j++) {
-                if (place + j < n) {
-                    x[place + j] = value[j];
+                if (element + j < n) {
+                    x[element + j] = value[j];
                 }
             }
         }

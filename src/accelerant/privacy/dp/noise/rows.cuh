@@ -1,7 +1,7 @@
-/* Tensors of one launch, and how their elements are read and written; after portable.h.
+/* Tensors of one launch, and access to their elements; included after portable.h.
  *
- * Row t is a tensor; its groups (of whatever size the kernel takes) begin at begin[t]. By value: a captured graph then
- * holds it, and nothing is copied. */
+ * Row t is a tensor; its groups, of the kernel's size, begin at begin[t]. Passed by value, so that a captured graph
+ * holds it without a copy. */
 #define ROWS 192
 
 struct Rows {
@@ -12,7 +12,7 @@ struct Rows {
     u32 count;
 };
 
-/* The row of a group. */
+/* Return the row of a group. */
 ACL_DEVICE u32 row_of(const struct Rows &rows, u32 group) {
     u32 row = 0, above = rows.count;
     while (above - row > 1) {
