@@ -49,7 +49,7 @@ class LaunchCache(dict[tuple[Hashable, ...], T]):
 
     Preparing a launch encodes up to five tensor maps, 2 us each. The caching allocator returns the same few addresses
     again and again, so that a training step finds nearly all its launches here. An entry holds no tensor: it serves
-    whatever tensors are at its addresses. A full cache is emptied.
+    any tensors at its addresses. A full cache is emptied.
 
         launch = _launches.get(key) or _launches.keep(key, _prepare(x, y))
         launch.start()

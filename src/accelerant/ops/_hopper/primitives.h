@@ -1,5 +1,5 @@
-// Hopper's instructions as functions, for kernels compiled at run time for sm_90a: one instruction a function, no
-// headers needed. program.py joins this text, the wgmma wrappers that a kernel asks for, and the kernel.
+// Hopper's instructions as functions, for kernels compiled at run time for sm_90a: one instruction per function, without
+// other headers. program.py joins this text, the wgmma wrappers that a kernel needs, and the kernel.
 //
 // Shared memory is addressed by 32-bit numbers (shared_address). A tile there has rows of 128 bytes under the 128-byte
 // swizzle: 16-byte chunk c of row r is stored at chunk c ^ (r % 8), so tiles start at multiples of 1024 bytes.
@@ -12,14 +12,14 @@ struct alignas(64) TensorMap { char bytes[128]; };
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Volatile, so that what is computed from these stays where it is written, and no register is kept for it.
+// Volatile, so that values computed from these are recomputed where they are used instead of kept in registers.
 __device__ __forceinline__ int lane_id() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
 }
-// Through a shuffle, which tells the compiler that a warp agrees on it: loops and descriptors that depend on it are
-// then the uniform units' work.
+// Through a shuffle, which makes the value warp-uniform to the compiler: loops and descriptors that depend on it then use
+// the uniform datapath.
 __device__ __forceinline__ int warp_id() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -27,12 +27,12 @@ __device__ __forceinline__ int warp_id() {
 }
 __device__ __forceinline__ int warpgroup_id() { return warp_id() / 4; }
 
-// --- mbarriers: a phase ends when all arrivals and all announced bytes are in; parity is that of the phase waited for
+// --- mbarriers: a phase ends when all arrivals and all expected bytes are complete; parity is the awaited phase's
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// After the last barrier_init and before the block's first __syncthreads: the copy engine sees the barriers.
+// After the last barrier_init and before the block's first __syncthreads: makes the barriers visible to the copy engine.
 __device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 size_bytes) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// --- barriers among some warps of a block: ids 1 to 15; threads counts those that sync and those that arrive
+// --- barriers among some warps of a block: ids 1 to 15; `threads` counts those that sync and those that arrive
 
 __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -62,7 +62,7 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// A box of a (batch, head, row, column) tensor; outside the tensor it reads zeros.
+// Loads a box of a (batch, head, row, column) tensor; elements outside the tensor are zeros.
 __device__ __forceinline__ void load_tile(u32 dst, const TensorMap* map, u32 barrier, int x, int row, int head,
                                           int batch) {
     asm volatile(
@@ -70,27 +70,27 @@ __device__ __forceinline__ void load_tile(u32 dst, const TensorMap* map, u32 bar
         " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst), "l"(map), "r"(barrier), "r"(x), "r"(row), "r"(head),
         "r"(batch) : "memory");
 }
-// The reverse; what lies outside the tensor is not written. Preceded by proxy_fence in each thread that wrote the box.
+// Stores a box; elements outside the tensor are not written. Each thread that wrote the box must call proxy_fence before.
 __device__ __forceinline__ void store_tile(const TensorMap* map, u32 src, int x, int row, int head, int batch) {
     asm volatile(
         "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(src),
         "r"(x), "r"(row), "r"(head), "r"(batch) : "memory");
 }
-// size_bytes: a multiple of 16.
+// size_bytes is a multiple of 16.
 __device__ __forceinline__ void load_bytes(u32 dst, const void* src, u32 size_bytes, u32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src),
         "r"(size_bytes), "r"(barrier) : "memory");
 }
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until at most PENDING of this thread's store groups still read shared memory.
+// Waits until at most PENDING of this thread's store groups still read shared memory.
 template <int PENDING> __device__ __forceinline__ void store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
-// What this thread wrote to shared memory is visible to the copy engine and to wgmma (after the barrier that follows).
+// Makes this thread's writes to shared memory visible to the copy engine and to wgmma (after the barrier that follows).
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// --- registers: every warp of a warpgroup takes or gives back, to COUNT a thread (a multiple of 8)
+// --- registers: every warp of a warpgroup changes its limit to COUNT per thread (a multiple of 8)
 
 template <int COUNT> __device__ __forceinline__ void registers_take() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
@@ -106,9 +106,9 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// A matrix of rows of 128 bytes, 128-byte swizzle, 1024 bytes from one group of 8 rows to the next. For an operand
-// stored across its other dimension (the wrapper's letter t), `next` is the bytes from one 64 columns to the next.
-// Add 2 for the next 16 columns, 128 for the next 16 rows.
+// Descriptor of a matrix with rows of 128 bytes, 128-byte swizzle and 1024 bytes between groups of 8 rows. For an operand
+// stored across the sum (the wrapper's letter t), `next` is the distance in bytes of panels of 64 columns. Add 2 for the
+// next 16 columns, 128 for the next 16 rows.
 __device__ __forceinline__ u64 descriptor(u32 address, u32 next = 16) {
     return (u64)((address & 0x3FFFF) >> 4) | ((u64)(next >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
@@ -130,7 +130,7 @@ __device__ __forceinline__ float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// Two floats as one word of 16-bit elements, `low` in the low half.
+// Packs two floats as 16-bit elements, `low` in the low half.
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 word;
     asm("cvt.rn." ELEMENT "x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
@@ -143,7 +143,7 @@ __device__ __forceinline__ void load_words(u32 address, int& a, int& b, int& c, 
     asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
                  : "r"(address) : "memory");
 }
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// Stores four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                  "r"(c), "r"(d) : "memory");
@@ -152,7 +152,7 @@ __device__ __forceinline__ void load_matrices(u32 address, u32& a, u32& b, u32& 
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
                  : "r"(address) : "memory");
 }
-// D += A B of a warp: 16 rows, 8 columns, 16 in the sum.
+// D += A B of a warp: 16 rows, 8 columns, 16 summed.
 __device__ __forceinline__ void warp_mma(float* d, const u32* a, const u32* b) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT ".f32"

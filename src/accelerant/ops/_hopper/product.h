@@ -1,39 +1,38 @@
-// The course of a product x W^T with a kernel's own epilogue; x (M, K), W (N, K), sums in float32 registers.
+// A product x W^T with a kernel's own epilogue; x (M, K), W (N, K), sums in float32 registers.
 //
-// A block of 384 threads has a producer (warpgroup 2), which fetches steps of 64 columns of x and W through the copy
-// engine into STAGES buffers, and two warpgroups, each with tiles of its own of TILE_M rows and WIDTH columns. They take
-// turns: while one multiplies, the other finishes its tile. Tiles go in groups of rows for reuse in the L2 cache, block
-// by block: block i has tiles i, i + gridDim.x and so on, by turns its first and its second warpgroup's.
+// A block of 384 threads has a producer (warpgroup 2), which loads steps of 64 columns of x and W through the copy engine
+// into STAGES buffers, and two warpgroups with alternate tiles of TILE_M rows and WIDTH columns: while one multiplies, the
+// other finishes its tile. Tiles are numbered in groups of rows for reuse in the L2 cache; block i processes tiles i,
+// i + gridDim.x and so on, alternating between its warpgroups.
 //
-// ACROSS: x^T W of each of a batch instead, x (T, M), W (T, N), both stored across the sum: a step is 64 rows of both,
-// in panels of 64 columns. All tiles of one product come before those of the next.
+// ACROSS: x^T W of a batch instead, x (T, M), W (T, N), both stored across the sum: a step is 64 rows of both, in panels of
+// 64 columns. All tiles of one product precede those of the next.
 //
-// Constants of the program: HEIGHT, wgmmas of 64 rows a tile; WIDTH; STAGES; MMA, the wrapper for 64 x WIDTH; ACROSS if
-// it is not 0.
+// Constants: HEIGHT, wgmmas of 64 rows per tile; WIDTH; STAGES; MMA, the wrapper for 64 x WIDTH; ACROSS unless 0.
 // Shared memory begins with the buffers; the kernel's own parts begin at OFF_SLOTS. Named barriers 1 and 2 are the turns.
-// Source: PTX ISA 8.7, section 9.7.15 (wgmma); taking turns: CUTLASS's documentation, "Efficient GEMM in CUDA".
+// Source: PTX ISA 8.7, section 9.7.15 (wgmma); alternating warpgroups: CUTLASS's documentation, "Efficient GEMM in CUDA".
 
 #ifndef ACROSS
 #define ACROSS 0
 #endif
 
 constexpr int TILE_M = 64 * HEIGHT;
-constexpr int PANEL = 64 * 128;                          // 64 of the sum by 64 columns
-constexpr int NEXT_16 = ACROSS ? 128 : 2;                // of the sum, in a descriptor
+constexpr int PANEL = 64 * 128;                          // 64 of the summed dimension by 64 columns
+constexpr int NEXT_16 = ACROSS ? 128 : 2;                // offset in a descriptor to the next 16 of the summed dimension
 constexpr int A_BYTES = TILE_M * 128, B_BYTES = WIDTH * 128;
 constexpr int OFF_A = 0, OFF_B = OFF_A + STAGES * A_BYTES, OFF_SLOTS = OFF_B + STAGES * B_BYTES;
-constexpr int SLOT_BYTES = 16 * 128;                     // a box of 16 rows by 64 columns, on its way in or out
-constexpr int REGS = WIDTH / 2;                          // sums of 64 rows
+constexpr int SLOT_BYTES = 16 * 128;                     // a box of 16 rows by 64 columns in flight
+constexpr int REGS = WIDTH / 2;                          // accumulators of 64 rows
 
 struct Tiles {
-    int steps;                                           // of a tile's sum
-    int down, across, group, items;                      // tiles, how many go down together, all of them
+    int steps;                                           // of K per tile
+    int down, across, group, items;                      // tiles down and across, tiles per group, all tiles
 };
 
-struct Place { int row, column, batch; };
+struct Origin { int row, column, batch; };
 
-// The item-th tile: `group` down, then one to the right.
-__device__ __forceinline__ Place locate(const Tiles& s, int item) {
+// Returns the item-th tile: `group` down, then one to the right.
+__device__ __forceinline__ Origin locate(const Tiles& s, int item) {
     int batch = 0;
     if (ACROSS) {
         batch = item / (s.down * s.across);
@@ -56,7 +55,7 @@ struct Position {                                        // in the ring of buffe
     }
 };
 
-// By one thread, before the block's barriers_ready: STAGES barriers each.
+// Called by one thread before the block's barriers_ready: initialises STAGES barriers each.
 __device__ __forceinline__ void ring_init(u32 full, u32 empty) {
     for (int s = 0; s < STAGES; ++s) {
         barrier_init(full + 8 * s, 1);
@@ -65,9 +64,9 @@ __device__ __forceinline__ void ring_init(u32 full, u32 empty) {
 }
 
 #if ACROSS
-// A step of both operands, from a row of theirs, in panels.
+// Loads a step of both operands, from row `row`, in panels.
 __device__ __forceinline__ void fetch(u32 x, u32 w, u32 got, const TensorMap* map_x, const TensorMap* map_w,
-                                      const Place& p, int row) {
+                                      const Origin& p, int row) {
 #pragma unroll
     for (int j = 0; j < HEIGHT; ++j) load_tile(x + j * PANEL, map_x, got, p.row + 64 * j, row, 0, p.batch);
 #pragma unroll
@@ -75,12 +74,12 @@ __device__ __forceinline__ void fetch(u32 x, u32 w, u32 got, const TensorMap* ma
 }
 #endif
 
-// The producer, one thread.
+// The producer's loop, one thread.
 __device__ __forceinline__ void produce(u32 base, u32 full, u32 empty, const TensorMap* map_x, const TensorMap* map_w,
                                         const Tiles& tiles, int first, int stride) {
     Position at;
     for (int item = first; item < tiles.items; item += stride) {
-        Place p = locate(tiles, item);
+        Origin p = locate(tiles, item);
 #pragma unroll 1
         for (int k = 0; k < tiles.steps; ++k, at.next()) {
             u32 got = full + 8 * at.stage;
@@ -96,8 +95,8 @@ __device__ __forceinline__ void produce(u32 base, u32 full, u32 empty, const Ten
     }
 }
 
-// A warpgroup that multiplies. Accumulator element x of a thread: of its warp's 16 rows, row g + 8 ((x >> 1) & 1), and
-// column 8 (x >> 2) + 2 t + (x & 1), where g = lane / 4, t = lane % 4.
+// A warpgroup that multiplies. A thread's accumulator x is row g + 8 ((x >> 1) & 1) of its warp's 16 rows and column
+// 8 (x >> 2) + 2 t + (x & 1), where g = lane / 4, t = lane % 4.
 struct Multiplier {
     u32 full, empty, last = 0;
     int group, lane;
@@ -107,10 +106,10 @@ struct Multiplier {
     __device__ __forceinline__ Multiplier(u32 base, u32 full, u32 empty, int group, int lane)
         : full(full), empty(empty), group(group), lane(lane), a_first(descriptor(base + OFF_A)),
           b_first(descriptor(base + OFF_B, ACROSS ? PANEL : 16)) {
-        // The compiler must not see into these, or it adds to their halves apart: twice the instructions.
+        // Opaque to the compiler, which otherwise adds to their halves separately: twice the instructions.
         asm volatile("" : "+l"(a_first), "+l"(b_first));
     }
-    // The first of this warpgroup's tiles; the second warpgroup lets the first begin.
+    // Returns the first of this warpgroup's tiles; the second warpgroup lets the first begin.
     __device__ __forceinline__ int begin(const Tiles& tiles, int first, int stride) {
         if (group == 1) {
             first += stride;
@@ -132,7 +131,7 @@ struct Multiplier {
             for (int h = 0; h < HEIGHT; ++h) MMA(sums[h], a + h * 512 + NEXT_16 * d, b + NEXT_16 * d, d ? 1 : k);
         wgmma_commit();
     }
-    // Waits for the turn, starts all products of a tile and hands the turn on; `more`: the other has a tile to come.
+    // Waits for the turn, starts all products of a tile and passes the turn on; `more`: the other warpgroup has another tile.
     __device__ __forceinline__ void multiply(float (&sums)[HEIGHT][REGS], int steps, bool more) {
         named_barrier(1 + group, 256);
         last = at.stage;
@@ -148,12 +147,12 @@ struct Multiplier {
         }
         if (more) named_arrive(2 - group, 256);
     }
-    // The sums are whole.
+    // Waits until the sums are complete.
     __device__ __forceinline__ void finish() {
         wgmma_wait<0>();
         release();
     }
-    // Over the tile that is the other's. The warps meet, or the compiler takes the loop for divergent.
+    // Skips the other warpgroup's tile. The warp synchronises, or the compiler treats the loop as divergent.
     __device__ __forceinline__ void next(int steps) {
         at.skip(steps);
         __syncwarp();

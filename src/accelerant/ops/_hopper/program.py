@@ -1,6 +1,6 @@
-"""The text of a kernel for Hopper in CUDA C++, and how it is compiled.
+"""Program text of a Hopper kernel in CUDA C++, and its compilation.
 
-It is joined of constants, primitives.h, the wgmma wrappers that the kernel asks for, other headers here, and itself.
+The text is joined of constants, primitives.h, the wgmma wrappers that the kernel needs, other headers and the kernel.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource
 __all__ = ["ELEMENTS", "HopperProgram", "Mma", "hopper_program", "load"]
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
-"""What the primitives' macro ELEMENT is for a dtype."""
+"""Value of the macro ELEMENT by dtype."""
 
 _FOLDER = Path(__file__).parent
 
 
 class Mma(NamedTuple):
-    """A wgmma of 64 rows, n columns and 16 in the sum: D (float32, registers) = A B + (accumulate ? D : 0).
+    """A wgmma of 64 rows, n columns and 16 summed: D (float32, registers) = A B + (accumulate ? D : 0).
 
-    Its wrapper is mma_{ss|rs}_n{n}_{n|t}{n|t}(float* d, a, u64 b, int accumulate): s an operand in shared memory, by
-    descriptor, r one in registers (const u32*, four words a thread); t an operand whose rows are stored across the sum.
+    Its wrapper is mma_{ss|rs}_n{n}_{n|t}{n|t}(float* d, a, u64 b, int accumulate): s is an operand in shared memory, by
+    descriptor, r one in registers (const u32*, four words per thread), t an operand stored across the sum.
 
     Attributes:
         n: columns, a multiple of 8 up to 256.
-        a_in_registers: else in shared memory.
-        a_across, b_across: whether the 16 elements of the sum are in different rows of the stored tile.
+        a_in_registers: whether A is in registers instead of shared memory.
+        a_across, b_across: whether the 16 summed elements are in different rows of the stored tile.
     """
 
     n: int
@@ -44,12 +44,12 @@ class Mma(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the wrapper."""
+        """Name of the wrapper."""
         letters = ("t" if self.a_across else "n") + ("t" if self.b_across else "n")
         return f"mma_{'rs' if self.a_in_registers else 'ss'}_n{self.n}_{letters}"
 
     def text(self) -> str:
-        """The wrapper. Source: PTX ISA 8.7, section 9.7.15.5.1."""
+        """Return the wrapper's text. Source: PTX ISA 8.7, section 9.7.15.5.1."""
         count = self.n // 2
         after = count + (4 if self.a_in_registers else 1)
         a = "{" + _operands(count, 4) + "}" if self.a_in_registers else f"%{count}"
@@ -78,14 +78,14 @@ def _text(path: Path) -> str:
 def hopper_program(
     path: Path, element: str, mmas: Sequence[Mma], constants: Mapping[str, int | str], headers: Sequence[str] = ()
 ) -> str:
-    """The whole text for NVRTC.
+    """Return the program text for NVRTC.
 
     Args:
-        path: of the kernel's file.
-        element: "bf16" or "f16", what the tensors hold.
+        path: the kernel's file.
+        element: "bf16" or "f16", the tensors' dtype.
         mmas: the wrappers that the kernel calls.
         constants: macro -> value.
-        headers: names of files in this folder that the kernel needs besides the primitives.
+        headers: files of this folder that the kernel needs in addition to the primitives.
     """
     macros = [f'#define ELEMENT "{element}"', *(f"#define {name} {value}" for name, value in constants.items())]
     shared = [
@@ -98,14 +98,14 @@ def hopper_program(
 
 @dataclass(frozen=True, slots=True)
 class HopperProgram:
-    """A Builder (see runtime/compilation/kernel.py): a kernel's text, and what its launches need.
+    """A kernel's text and launch parameters; a Builder of runtime/compilation/kernel.py.
 
     Attributes:
         name: entry point.
         text: from hopper_program.
-        threads: a block.
-        shared_bytes: dynamic shared memory of a block.
-        overlaps: as LoadedKernel has it.
+        threads: threads per block.
+        shared_bytes: dynamic shared memory per block.
+        overlaps: see LoadedKernel.
     """
 
     name: str
@@ -116,16 +116,12 @@ class HopperProgram:
 
     @property
     def key(self) -> str:
-        """Everything that the code depends on besides the target."""
+        """All that the code depends on except the target."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()
         return f"{self.name} {digest} {self.threads} {self.shared_bytes} {self.overlaps}"
 
     def build(self, target: str) -> Binary:
-        """Compile with NVRTC.
-
-        Raises:
-            CompileError: with its log.
-        """
+        """Compile with NVRTC; raises CompileError with its log."""
         from accelerant.runtime.compilation.cuda import compile_cuda
 
         binary = compile_cuda(KernelSource(self.name, {"cuda": self.text}, {self.name: ()}), target)
@@ -133,16 +129,12 @@ class HopperProgram:
         return dataclasses.replace(binary, metadata=needs)
 
     def source(self, kinds: tuple[str, ...]) -> KernelSource:
-        """As the provider takes it; kinds as KernelSource.entries has them."""
+        """Return the source for the provider; kinds as in KernelSource.entries."""
         return KernelSource(self.name, {"cuda": self}, {self.name: kinds}, targets=("sm_90a",))
 
 
 def load(program: HopperProgram, kinds: tuple[str, ...], device: int) -> Kernel:
-    """The kernel on a device, from the disk cache or compiled.
-
-    Raises:
-        CompileError: with NVRTC's log.
-    """
+    """Return the kernel on a device, from the disk cache or compiled; raises CompileError with NVRTC's log."""
     from accelerant.runtime import registry
 
     kernel: Kernel = registry.create("cuda").compile(program.source(kinds), device=device)

@@ -1,49 +1,49 @@
-// Attention's backward for Hopper, float32 sums, 16-bit operands:
+// Attention's backward pass for Hopper, float32 sums, 16-bit operands:
 //     P = exp(scale Q K^T - lse), dS = P o (dO V^T - delta), dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
-// Source: Dao 2023, arXiv:2307.08691, algorithm 2; the pipeline's idea: Shah et al. 2024, arXiv:2407.08608.
+// Source: Dao 2023, arXiv:2307.08691, algorithm 2; overlap of products and exponentials: Shah et al. 2024, arXiv:2407.08608.
 //
 // Constants (hopper_bwd.py): D, 64 or 128, the padded width of a head; CAUSAL; WHOLE; SHARED; GIVE, TAKE, registers;
 // PART:
 //     0  attention_bwd       the products
-//     1  attention_bwd_rows  before it: delta = sum of dO o O of each row, beside lse; zeros for dq's sums and the counts
-//     2  attention_bwd_dq    after it: dq's float32 sums to 16-bit rows
+//     1  attention_bwd_rows  runs before: delta = row sums of dO o O, stored with lse; zeros for dQ's sums and the counts
+//     2  attention_bwd_dq    runs after: converts dQ's float32 sums to 16-bit rows
 //
-// attention_bwd: a block of three warpgroups, one for the copy engine, two that compute, 64 keys each. A block sweeps
-// over the query tiles of a key tile, with dK and dV in registers; S^T and dP^T (keys by queries) leave P^T and dS^T in
-// registers just as the next products want their left operands. dS also goes through shared memory, [key][query]: dQ is
-// the product that sums over the keys of both warpgroups. The products of the next tile's S and dP are started before
-// this tile's dQ is read, so the tensor cores have work while the exponentials are computed. SHARED at D = 64 (AHEAD)
-// interleaves more: dV and dK are started after each quarter of dS, half of the next tile's exponentials are computed under
-// dQ, half under dP, and a count is raised while the next addition is in flight (0.375 to 0.363 ms for 384 heads of 1024,
-// 0.621 to 0.596 for 192 of 2048). Elsewhere that is slower (added, 16 heads of 16384, not causal: 6.1 ms for 5.3).
+// attention_bwd: a block has three warpgroups, one for the copy engine and two that compute, 64 keys each. A block loops
+// over the query tiles of a key tile, with dK and dV in registers. S^T and dP^T (keys by queries) leave P^T and dS^T in
+// registers in the layout of the next products' left operands. dS also goes through shared memory, [key][query]: dQ sums
+// over the keys of both warpgroups. The products for S and dP of the next tile start before this tile's dQ is read, so that
+// the tensor cores work during the exponentials. SHARED with D = 64 (INTERLEAVED) overlaps more: dV and dK start after each
+// quarter of dS, half of the next tile's exponentials are computed during dQ and half during dP, and a count is
+// incremented while the next addition is in flight (384 heads of 1024: 0.375 to 0.363 ms; 192 of 2048: 0.621 to 0.596).
+// Other variants are slower that way (added, 16 heads of 16384, not causal: 6.1 instead of 5.3 ms).
 //
-// dQ is summed over key tiles in float32, in the order in which registers hold it ("fragments", 16 KiB a warpgroup):
-// fragments are staged in shared memory, and the copy engine adds them to sums in global memory (0.007 of 0.33 ms; stores
-// or reductions by the computing threads, even into the L2 cache, cost 0.07). Where the sums begin and end:
-//     neither  the rows kernel writes zeros, a third kernel converts the sums.
-//     SHARED   the blocks of a head run together, a count for each tile of dQ says how many key tiles it has: one block
-//              stores its part instead of adding it, the others wait for that; finished tiles are converted by two warps
-//              that else have nothing to do, each tile's by a block fixed beforehand. (Before AHEAD, 1024 keys, 384 heads: 0.377 ms
-//              for 0.410, though the products take 0.350 for 0.325: of the difference 0.020 is the conversion's
-//              reading and writing, 0.005 the counts.)
-//     WHOLE    a block takes all key tiles of a head, each addition waits for the last: the order is fixed. Two warps
-//              convert here too. Slower where the heads in work do not fit the L2 cache, as many as there are blocks.
+// dQ is summed over key tiles in float32, in the layout of the registers ("fragments", 16 KiB per warpgroup): fragments are
+// staged in shared memory, and the copy engine adds them to sums in global memory (0.007 of 0.33 ms; stores or reductions
+// by the compute threads, even into the L2 cache, cost 0.07). Start and end of the sums:
+//     neither  the rows kernel writes zeros, and a third kernel converts the sums.
+//     SHARED   the blocks of a head run concurrently. A count per tile of dQ holds the number of key tiles added so far: one
+//              block stores its part instead of adding it, and the others wait for that. Two otherwise idle warps convert
+//              finished tiles, each tile by a fixed block. (1024 keys, 384 heads, before INTERLEAVED: 0.377 ms instead
+//              of 0.410, although the products take 0.350 instead of 0.325; 0.020 of the difference are the conversion's
+//              memory traffic, 0.005 the counts.)
+//     WHOLE    a block processes all key tiles of a head, and each addition waits for the last one: a fixed order. Two warps
+//              convert here too. Slower if the heads in flight, one per block, do not fit in the L2 cache.
 //
-// AHEAD: multiprocessors that would not make the products end sooner run blocks that help. They find the row statistics of
-// the heads from `first` on, in the order in which the others come to them; those of the heads before are the rows kernel's.
-// All blocks run at the same time (a cooperative launch), and those that help wait for nobody. A block's last
-// tile of dQ is converted by the warps that have multiplied. (384 heads of 1024: 0.361 to 0.346 ms, with the last tile 0.345;
-// 192 of 2048: 0.614 to 0.607. dK and dV by way of shared memory gave nothing.)
+// Helpers (INTERLEAVED): multiprocessors that would not shorten the products run helper blocks. They compute the row
+// statistics of the heads from `first` on, in the order in which the other blocks need them; the rows kernel computes
+// those of the heads before. All blocks run concurrently (a cooperative launch), and helpers wait for no other block. A
+// block's last tile of dQ is converted by its compute warps. (384 heads of 1024: 0.361 to 0.346 ms, with the last tile
+// 0.345; 192 of 2048: 0.614 to 0.607. Storing dK and dV through shared memory gained nothing.)
 //
-// Bound by latency: but for AHEAD, a 128 by 128 tile takes about 5200 clocks, of which the products' floor is 2560 (D = 64,
-// H200; alone they take 2563), shared memory's 2800 and instruction issue's 2000. Without the additions 0.375 ms are 0.357.
-// The two warpgroups compute exponentials at the same time and multiply at the same time. Doing dQ one tile later, so that
-// they need not meet in each tile, gave nothing: they stay in step.
-// Also slower: dQ's left operand through registers (spills), conversion by whichever block adds last (some convert most).
-// Programmatic dependent launch of the second and third kernel gave at most 1%. A quarter of the exponentials as polynomials
-// of degree 3 cost 0.007 ms; S of the next tile before dV and dK, with dq last, gave 0.37 to 0.40.
+// Bound: latency. Without INTERLEAVED, a 128 by 128 tile takes about 5200 clocks; the products need at least 2560 (D = 64,
+// H200; alone they take 2563), shared memory 2800 and instruction issue 2000. Without the additions 0.375 ms become 0.357.
+// The two warpgroups compute exponentials at the same time and multiply at the same time. Delaying dQ by one tile, so that
+// they need not synchronise in each tile, gained nothing: they stay in step. Also slower: dQ's left operand in registers
+// (spills); conversion by the block that adds last (some blocks convert most); programmatic dependent launch of the second
+// and third kernel (at most 1% faster); a quarter of the exponentials as polynomials of degree 3 (0.007 ms slower); S of the
+// next tile before dV and dK, with dQ last (0.40 instead of 0.37).
 
-#define AHEAD (SHARED && D == 64)
+#define INTERLEAVED (SHARED && D == 64)
 
 #if PART == 0
 constexpr int TILE_K = 128, TILE_Q = D == 64 ? 128 : 64, PANELS = D / 64;
@@ -64,14 +64,14 @@ struct Job {
     TensorMap q, k, v, dout, out;
     const char* stats;         // (heads, query tiles, TILE_Q / 2) of 4 floats: -lse log2(e) of 2 rows, -delta of 2 rows
     float* sums;               // dq in fragments
-    int* counts;               // SHARED: (heads, query tiles), how many key tiles a tile of dq has
-    int* ready;                // SHARED: (heads), how many warps have found their part of a head's statistics
+    int* counts;               // SHARED: (heads, query tiles), key tiles added to a tile of dq
+    int* ready;                // SHARED: (heads), warps that have computed their part of a head's statistics
     char *dq, *dk, *dv;
     const float* lse;
     Strides sq, sk, sv;        // of dq, dk, dv
     int batch, heads, kv_heads, queries, keys, width, nq, nk, chunks;
-    int grid, first;           // blocks that multiply, the others help; the first head whose statistics these find
-    float scale, scale_log2;   // scale_log2 = scale log2(e): from constant memory it takes no register
+    int grid, first;           // blocks that multiply, the others are helpers; first head whose statistics these compute
+    float scale, scale_log2;   // scale_log2 = scale log2(e), a constant memory operand, which takes no register
 };
 
 struct RowsJob {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void bulk_add(void* dst, u32 src, u32 size_bytes) {
 __device__ __forceinline__ void store_shared(u32 p, const float* v) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(p), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
 }
-// threadIdx.x, read where it is used: addresses made from it take no registers before.
+// threadIdx.x, read where it is used, so that addresses computed from it take no registers before.
 __device__ __forceinline__ u32 thread_now() {
     u32 v;
     asm volatile("mov.u32 %0, %tid.x;" : "=r"(v));
@@ -98,15 +98,15 @@ __device__ __forceinline__ u32 thread_now() {
 __device__ __forceinline__ void bulk_store(void* dst, u32 src, u32 size_bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(size_bytes) : "memory");
 }
-// All of this thread's bulk stores and additions have been done.
+// Waits for all of this thread's bulk stores and additions.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// AHEAD: until the rows kernel has ended, where this one may begin before (a programmatic dependent launch).
+// INTERLEAVED: waits for the end of the rows kernel, before which this one may begin (programmatic dependent launch).
 __device__ __forceinline__ void rows_wait() {
-#if AHEAD
+#if INTERLEAVED
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// A count in shared memory that one thread raises: who sees it sees what was done before.
+// A count in shared memory that one thread increments with release semantics.
 __device__ __forceinline__ void publish(u32 count, int value) {
     asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(count), "r"(value) : "memory");
 }
@@ -130,7 +130,7 @@ __device__ __forceinline__ void await(const int* count, int value) {
         __nanosleep(40);
     }
 }
-// The same, for what another block does in microseconds: where it never comes, an error after some 2 s instead of a hang.
+// The same for an event of another block microseconds away; traps after about 2 s instead of hanging if it never comes.
 __device__ __forceinline__ void await_soon(const int* count, int value) {
 #pragma unroll 1
     for (int turn = 0; turn < 1 << 22; ++turn) {
@@ -158,7 +158,7 @@ __device__ __forceinline__ void unpack(u32 word, float& low, float& high) {
 #endif
 }
 
-// Of LANES threads, 8 elements each of a row of dO and of O: the row's sum of products, in all of them.
+// Returns a row's sum of dO o O in all of LANES threads, of 8 elements each.
 template <int LANES> __device__ __forceinline__ float row_product(uint4 x, uint4 y) {
     float sum = 0.f;
     const u32* a = (const u32*)&x;
@@ -174,16 +174,16 @@ template <int LANES> __device__ __forceinline__ float row_product(uint4 x, uint4
     for (int m = 1; m < LANES; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
     return sum;
 }
-// Row r of all heads' rows, each padded to whole query tiles. Rows outside the tensor get -inf and 0: their probabilities
-// are 0; and so are those of a row that saw no key, whose lse is -inf.
+// Stores the statistics of row r of all heads' rows, padded to whole query tiles. Rows outside the tensor, and rows without
+// a visible key, whose lse is -inf, get -inf and 0, so that their probabilities are 0.
 __device__ __forceinline__ void store_statistics(float* stats, long long r, float lse, float sum) {
     float* p = stats + (r & ~1ll) * 2 + (r & 1);
     p[0] = lse == __int_as_float(0xff800000) ? lse : lse * -1.4426950408889634f;
     p[2] = -sum;
 }
 
-// Half of a 64 x 64 accumulator (32 columns) to 16-bit rows. A quad of threads trades words, a 4 x 4 transpose, so that
-// each stores 16 bytes. `row` and `column` are this thread's first.
+// Stores half of a 64 x 64 accumulator (32 columns) as 16-bit rows. A quad of threads transposes 4 x 4 words, so that each
+// stores 16 bytes. `row` and `column` are this thread's first.
 __device__ __forceinline__ void store_half(const float* acc, float factor, char* base, long long row_elements, int row, int rows, int column, int columns) {
     int t = threadIdx.x & 3;
     bool odd = t & 1, high = t & 2;
@@ -203,8 +203,8 @@ __device__ __forceinline__ void store_half(const float* acc, float factor, char*
 
 #if PART == 0
 
-// The order of a block's work: its items (a key/value head and some of its key tiles), their key tiles (a sweep each),
-// the query heads of the group, their query tiles. Causal items pair a long sweep with a short one: all take the same.
+// The order of a block's work: its items (a key/value head and some of its key tiles), their key tiles (a sweep each), the
+// query heads of the group, their query tiles. Causal items pair a long sweep with a short one, so that all are equal.
 struct Walk {
     int item, k, j, g, i, kv, chunk;
     __device__ __forceinline__ void enter(const Job& job) {
@@ -223,7 +223,7 @@ struct Walk {
         return WHOLE ? job.nk : CAUSAL && chunk != job.nk - 1 - chunk ? 2 : 1;
     }
     __device__ __forceinline__ bool valid(const Job& job) const { return item < job.batch * job.kv_heads * job.chunks; }
-    // To the next query tile. True where a sweep ends.
+    // Advances to the next query tile; returns whether a sweep ends.
     __device__ __forceinline__ bool advance(const Job& job) {
         if (++i < job.nq) return false;
         if (++g < job.heads / job.kv_heads) {
@@ -233,7 +233,7 @@ struct Walk {
         if (++k < sweeps(job)) {
             sweep(job);
         } else {
-            item += AHEAD ? job.grid : gridDim.x;
+            item += INTERLEAVED ? job.grid : gridDim.x;
             enter(job);
         }
         return true;
@@ -241,11 +241,11 @@ struct Walk {
     __device__ __forceinline__ int head(const Job& job) const { return kv * (job.heads / job.kv_heads) + g; }
 };
 
-// D = A B^T over a head's width, 16 columns at a time; their tiles are panels of 64 columns.
+// D = A B^T over a head's width, 16 columns at a time, of tiles stored as panels of 64 columns.
 __device__ __forceinline__ void scores(float* d, u64 a, u64 b) {
     wgmma_fence();
-#if AHEAD
-    MMA_S(d, a, b, 0);             // as if d were read: that keeps dq and dp in the same registers
+#if INTERLEAVED
+    MMA_S(d, a, b, 0);             // reads d formally, which keeps dq and dp in the same registers
 #else
     MMA_S_FIRST(d, a, b);
 #endif
@@ -255,25 +255,25 @@ __device__ __forceinline__ void scores(float* d, u64 a, u64 b) {
     wgmma_commit();
 }
 
-// The last key tile that adds to query tile i.
+// The last key tile that contributes to query tile i.
 __device__ __forceinline__ int last_key_tile(const Job& job, int i) {
     return CAUSAL ? (i * TILE_Q + TILE_Q - 1) / TILE_K : job.nk - 1;
 }
 
-// SHARED: the key tile whose block stores its part of query tile i's sums; all others add theirs. It comes first: of the
-// first sweeps, which start at their own key tile, this one is farthest ahead.
+// SHARED: the key tile whose block stores its part of query tile i's sums, while all others add theirs. It finishes first:
+// of the first sweeps, which start at their own key tile, this one is furthest along.
 __device__ __forceinline__ int first_key_tile(const Job& job, int i) {
     return CAUSAL ? min(i * TILE_Q / TILE_K, job.chunks - 1) : job.chunks - 1;
 }
 
-// Until the first part of a tile's sums has been stored.
-__device__ __forceinline__ void await_sums(const Job& job, int place, int kv) {
-    await(job.counts + kv * (job.heads / job.kv_heads * job.nq) + place, 1);
+// Waits until the first part of a tile's sums is stored.
+__device__ __forceinline__ void await_sums(const Job& job, int slot, int kv) {
+    await(job.counts + kv * (job.heads / job.kv_heads * job.nq) + slot, 1);
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// One warp: steps begin to end, of 8, of half of a tile of dq's sums, a warpgroup's fragments, to 16-bit rows. A lane takes
-// 8 columns of 2 rows a step: four neighbours' fragments; TOGETHER steps' are fetched at once.
+// Converts, by one warp, steps begin to end of 8 of half of a tile of dq's sums, a warpgroup's fragments, to 16-bit rows. A
+// lane handles 8 columns of 2 rows per step, four neighbours' fragments, and loads TOGETHER steps before it converts.
 template <int TOGETHER>
 __device__ __forceinline__ void convert_tile(const Job& job, int half, const float* sums, int bh, int i, int begin, int end) {
     int lane = lane_id(), r = i * TILE_Q + (D == 64 ? 64 * half : 0) + lane / 4, column = (D == 64 ? 0 : 64 * half) + lane % 4 * 8;
@@ -300,7 +300,7 @@ __device__ __forceinline__ void convert_tile(const Job& job, int half, const flo
     }
 }
 
-// WHOLE: the tiles of the block's own heads, in the order in which they are finished.
+// WHOLE: converts the tiles of the block's heads, in the order in which they are finished.
 __device__ __forceinline__ void convert_own(const Job& job, int half, u32 summed, u32 converted) {
     constexpr int RATIO = TILE_K / TILE_Q;
     for (int n = 0;; ++n) {
@@ -324,36 +324,36 @@ __device__ __forceinline__ void convert_own(const Job& job, int half, u32 summed
     }
 }
 
-// SHARED: every chunks-th tile of the heads that the block has a share in. AHEAD: but for the last, which is convert_last's.
+// SHARED: converts every chunks-th tile of the block's heads. INTERLEAVED: except the last, see convert_last.
 __device__ __forceinline__ void convert_shared(const Job& job, int half) {
-    int tiles = job.heads / job.kv_heads * job.nq, items = job.batch * job.kv_heads * job.chunks, grid = AHEAD ? job.grid : gridDim.x;
+    int tiles = job.heads / job.kv_heads * job.nq, items = job.batch * job.kv_heads * job.chunks, grid = INTERLEAVED ? job.grid : gridDim.x;
     for (int item = blockIdx.x; item < items; item += grid)
-        for (int place = item % job.chunks; place < tiles; place += job.chunks) {
-            if (AHEAD && item + grid >= items && place + job.chunks >= tiles) break;
-            int at = item / job.chunks * tiles + place, i = place % job.nq;
+        for (int slot = item % job.chunks; slot < tiles; slot += job.chunks) {
+            if (INTERLEAVED && item + grid >= items && slot + job.chunks >= tiles) break;
+            int at = item / job.chunks * tiles + slot, i = slot % job.nq;
             await(job.counts + at, last_key_tile(job, i) + 1);
             __syncwarp();
             convert_tile<1>(job, half, job.sums + (long long)at * TILE_Q * D, at / job.nq, i, 0, 8);
         }
 }
 
-// AHEAD: the block's last tile, by the warps that have no more to multiply: two of 40 registers take 6 us for it.
+// INTERLEAVED: converts the block's last tile by the compute warps, which are idle then: two producer warps took 6 us.
 __device__ __forceinline__ void convert_last(const Job& job, int half, int warp) {
-    int tiles = job.heads / job.kv_heads * job.nq, items = job.batch * job.kv_heads * job.chunks, grid = AHEAD ? job.grid : gridDim.x;
-    int item = blockIdx.x + (items - 1 - (int)blockIdx.x) / grid * grid, place = item % job.chunks;
-    if (place >= tiles) return;
-    place += (tiles - 1 - place) / job.chunks * job.chunks;
-    int at = item / job.chunks * tiles + place, i = place % job.nq;
+    int tiles = job.heads / job.kv_heads * job.nq, items = job.batch * job.kv_heads * job.chunks, grid = INTERLEAVED ? job.grid : gridDim.x;
+    int item = blockIdx.x + (items - 1 - (int)blockIdx.x) / grid * grid, slot = item % job.chunks;
+    if (slot >= tiles) return;
+    slot += (tiles - 1 - slot) / job.chunks * job.chunks;
+    int at = item / job.chunks * tiles + slot, i = slot % job.nq;
     await(job.counts + at, last_key_tile(job, i) + 1);
     __syncwarp();
     convert_tile<2>(job, half, job.sums + (long long)at * TILE_Q * D, at / job.nq, i, 2 * warp, 2 * warp + 2);
 }
 
-#if AHEAD
+#if INTERLEAVED
 
-// A block that helps: row statistics of every so many-th head from job.first on. One thread has the copy engine fetch
-// tiles of dO and O into the buffers, eight warps multiply. The swizzle is the same for both, and the sum over eight lanes
-// is too, whichever lane has which chunk: the bits are the rows kernel's.
+// A helper block: computes the row statistics of every n-th head from job.first on. One thread lets the copy engine load
+// tiles of dO and O, and eight warps multiply. Both have the same swizzle, and the sum over eight lanes does not depend on
+// which lane has which chunk: results have the bits of the rows kernel's.
 __device__ __forceinline__ void help(const Job& job, u32 base, const char* memory) {
     constexpr int LSE = HELP_STAGES * 2 * Q_BYTES, SHARE = TILE_Q / HELP_WARPS;
     int warp = warp_id(), lane = lane_id(), n = 0;
@@ -391,14 +391,14 @@ __device__ __forceinline__ void help(const Job& job, u32 base, const char* memor
                 if (lane == 0) barrier_arrive(empty + 8 * s);
                 if (part < SHARE / 4) store_statistics((float*)job.stats, (long long)bh * job.nq * TILE_Q + r, lse, sum);
             }
-            asm volatile("fence.proxy.async.global;" ::: "memory");        // the copy engine reads them
+            asm volatile("fence.proxy.async.global;" ::: "memory");        // read by the copy engine
             __syncwarp();
             if (lane == 0) raise(job.ready + bh);
         }
     }
 }
 
-// Scores of tile nt to exponentials, in place: groups FROM to TO of 8 queries.
+// Scores of tile nt to exponentials in place: groups FROM to TO of 8 queries.
 template <int FROM, int TO> __device__ __forceinline__ void exponentials(float* sc, const char* memory, int nt, float c, int t) {
     const float4* st = (const float4*)(memory + OFF_STATS + (nt & 1) * TILE_Q * 8) + t;
 #pragma unroll
@@ -410,8 +410,8 @@ template <int FROM, int TO> __device__ __forceinline__ void exponentials(float* 
         sc[4 * n + 3] = exp2_fast(fmaf(sc[4 * n + 3], c, l.y));
     }
 }
-// 0 for what no query sees. The rows are made where they are used: a few registers more, and ptxas 13.0 waits for each
-// wgmma (C7511), where 13.5 does not: 0.406 ms for 0.361.
+// Zeroes invisible pairs. Rows are computed where they are used: with a few more registers ptxas 13.0 (unlike 13.5) waits
+// for each wgmma (C7511): 0.406 instead of 0.361 ms.
 __device__ __forceinline__ void masks(float* sc, const char* memory, int nt, int keys) {
     const volatile int* now = (const volatile int*)(memory + OFF_INFO + 16 * (nt & 7));
     int j = now[1], i = now[3] >> 2;
@@ -444,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
     u32 base = shared_address(memory), bars = base + OFF_BARS, info = base + OFF_INFO;
     u32 kv_full = bars, kv_empty = bars + 16, q_full = bars + 32, do_full = bars + 48, q_empty = bars + 64;
     u32 dq_full = bars + 80, dq_empty = bars + 96, summed = base + OFF_COUNTS, converted = summed + 4;
-    bool helps = AHEAD && blockIdx.x >= job.grid;
+    bool helps = INTERLEAVED && blockIdx.x >= job.grid;
     if (helps && threadIdx.x == 0) {
         for (int s = 0; s < 2 * HELP_STAGES; ++s) barrier_init(bars + 8 * s, s < HELP_STAGES ? 1 : HELP_WARPS);
         barriers_ready();
@@ -463,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
         barriers_ready();
     }
     __syncthreads();
-    int group = __shfl_sync(~0u, threadIdx.x / 128, 0);             // known to be the same in a warp: uniform registers
+    int group = __shfl_sync(~0u, threadIdx.x / 128, 0);             // warp-uniform, so that uniform registers hold it
     if (group == 0 && !helps) {
         registers_give<GIVE>();
         int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x & 31;
@@ -490,19 +490,19 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
                     ++nkv;
                 }
                 int s = nt & 1, bh = at.head(job), b = bh / job.heads, h = bh % job.heads, i = at.i;
-                int place = at.g * job.nq + i, j = at.j, kv = at.kv;
+                int slot = at.g * job.nq + i, j = at.j, kv = at.kv;
                 bool enters = i == at.first();     // a head
                 fresh = at.advance(job);
                 barrier_wait(q_empty + 8 * s, ((nt >> 1) & 1) ^ 1);
-                // What the computing threads must know of the tile: they have no registers to walk themselves.
-                asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(info + 16 * (nt & 7)), "r"(place), "r"(j), "r"(kv),
+                // The tile's coordinates for the compute threads, which have no registers to iterate themselves.
+                asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(info + 16 * (nt & 7)), "r"(slot), "r"(j), "r"(kv),
                              "r"((fresh ? 1 : 0) | (at.valid(job) ? 2 : 0) | i << 2) : "memory");
                 barrier_expect(q_full + 8 * s, Q_BYTES + TILE_Q * 8);
 #pragma unroll 1
                 for (int p = 0; p < PANELS; ++p)
                     load_tile(base + OFF_Q + s * Q_BYTES + p * Q_PANEL, &job.q, q_full + 8 * s, 64 * p, i * TILE_Q, h, b);
                 if (nt == 0) rows_wait();
-#if AHEAD
+#if INTERLEAVED
                 if (enters && bh >= job.first) {
                     await_soon(job.ready + bh, HELP_WARPS);
                     asm volatile("fence.proxy.async.global;" ::: "memory");
@@ -515,11 +515,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
                     load_tile(base + OFF_DO + s * Q_BYTES + p * Q_PANEL, &job.dout, do_full + 8 * s, 64 * p, i * TILE_Q, h, b);
                 ++nt;
             }
-        } else if (warp == 1 && lane == 0) {                        // dq's additions
+        } else if (warp == 1 && lane == 0) {                        // additions to dq
             rows_wait();
-#if AHEAD
+#if INTERLEAVED
             int tiles = job.heads / job.kv_heads * job.nq, owed = -1;
-            bool begun = false;                    // the sums of the tile at hand have their first part
+            bool begun = false;                    // whether the current tile's sums have their first part
             for (int nt = 0, more = 1; more; ++nt) {
                 const volatile int* tile = (const volatile int*)(memory + OFF_INFO + 16 * (nt & 7));
                 barrier_wait(dq_full, nt & 1);
@@ -550,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
                     raise(job.counts + owed);
                 }
                 owed = at;
-                if (stores || flags & 1 || !more) {          // others wait for it, or nothing may follow for a while
+                if (stores || flags & 1 || !more) {          // others wait for it, or nothing follows for a while
                     bulk_wait();
                     raise(job.counts + owed);
                     owed = -1;
@@ -569,21 +569,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             for (int nt = 0, more = 1; more; ++nt) {
                 barrier_wait(dq_full, nt & 1);
                 const volatile int* tile = (const volatile int*)(memory + OFF_INFO + 16 * (nt & 7));
-                int place = tile[0], j = tile[1], kv = tile[2], flags = tile[3], i = flags >> 2;
+                int slot = tile[0], j = tile[1], kv = tile[2], flags = tile[3], i = flags >> 2;
                 more = flags & 2;
                 if (WHOLE) {
-                    bulk_wait();                   // one after the other: the same bits each time
+                    bulk_wait();                   // in order: deterministic
                     if (finishes) publish(summed, ++finished);
                     finishes = j == last_key_tile(job, i);
-                    if (j == 0) {                  // the sums' place is free when the block's last head has been converted
+                    if (j == 0) {                  // the sums' memory is free when the block's previous head is converted
                         int before = (kv - blockIdx.x) / gridDim.x * tiles, wanted = group_heads > 1 ? before : before - tiles + i + 1;
                         await(converted, wanted);
                         await(converted + 4, wanted);
                     }
                 }
                 bool stores = WHOLE ? j == 0 : SHARED ? j == first_key_tile(job, i) : false;
-                if (SHARED && nt == 0 && !stores) await_sums(job, place, kv);
-                float* sums = job.sums + ((long long)(WHOLE ? blockIdx.x : kv) * tiles + place) * TILE_Q * D;
+                if (SHARED && nt == 0 && !stores) await_sums(job, slot, kv);
+                float* sums = job.sums + ((long long)(WHOLE ? blockIdx.x : kv) * tiles + slot) * TILE_Q * D;
                 if (stores) bulk_store(sums, base + OFF_STAGE, 16384);
                 else bulk_add(sums, base + OFF_STAGE, 16384);
                 barrier_wait(dq_full + 8, nt & 1);
@@ -595,8 +595,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
                 barrier_arrive(dq_empty + 8);
                 if (SHARED) {
                     bulk_wait();
-                    raise(job.counts + kv * tiles + place);
-                    if (more) {                    // the next tile's first part, while there is time: its sums are not ready yet
+                    raise(job.counts + kv * tiles + slot);
+                    if (more) {                    // the next tile's first part, while waiting for its sums
                         const volatile int* next = (const volatile int*)(memory + OFF_INFO + 16 * ((nt + 1) & 7));
                         int p = next[0];
                         if (next[1] != first_key_tile(job, next[3] >> 2)) await_sums(job, p, next[2]);
@@ -612,7 +612,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             rows_wait();
             convert_shared(job, warp - 2);
         }
-#if AHEAD
+#if INTERLEAVED
     } else if (helps) {
         rows_wait();                               // for zeros in job.ready
         help(job, base, memory);
@@ -621,7 +621,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
         registers_take<TAKE>();
         int wg = group - 1, tid = threadIdx.x & 127, lane = threadIdx.x & 31;
         int t = lane & 3;
-#if AHEAD
+#if INTERLEAVED
         const float c = job.scale_log2;
         float sc[TILE_Q / 2], dp[TILE_Q / 2], dkacc[D / 2], dvacc[D / 2];
 #pragma unroll
@@ -640,8 +640,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             const volatile int* now = (const volatile int*)(memory + OFF_INFO + 16 * (nt & 7));
             const float4* st = (const float4*)(memory + OFF_STATS + s * TILE_Q * 8) + t;
             masks(sc, memory, nt, job.keys);
-            u32 buffer = (nt & 1) * DS_BYTES;      // two: the other warpgroup may still multiply the last one
-            // stmatrix: lane l gives row l % 8 of matrix l / 8: (keys, keys + 8) x (queries, queries + 8)
+            u32 buffer = (nt & 1) * DS_BYTES;      // double-buffered: the other warpgroup may still multiply the last one
+            // stmatrix: lane l gives the address of row l % 8 of matrix l / 8: (keys, keys + 8) x (queries, queries + 8)
             u32 me = thread_now() - 128, srow = me / 32 * 16 + (me & 15), schunk = (me >> 4) & 1, sxor = me & 7;
             u32 swrite = base + OFF_DS + srow * 128;
             u64 do_b = descriptor(base + OFF_DO + s * Q_BYTES, Q_PANEL), q_b = descriptor(base + OFF_Q + s * Q_BYTES, Q_PANEL);
@@ -685,9 +685,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             if (lane == 0) barrier_arrive(q_empty + 8 * s);
             __syncwarp();
             started = !ends;
-            // After the last tile this multiplies stale tiles: a branch around it would make ptxas serialise the wgmmas.
+            // After the last tile this multiplies stale tiles, since a branch would make ptxas serialise the wgmmas.
             scores(sc, descriptor(base + OFF_K + ks2 * KV_BYTES + wg * 8192), descriptor(base + OFF_Q + s2 * Q_BYTES));
-            // dq, 64 of 128 queries each: in registers of dp, or ptxas would find too few
+            // dq, 64 of 128 queries each, in the registers of dp, since there are no others
             u64 ds_a = descriptor(base + OFF_DS + buffer + wg * 16384);
             u64 k_b = descriptor(base + OFF_K + ks * KV_BYTES);
             wgmma_fence();
@@ -724,7 +724,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             if (!more) break;
         }
         wgmma_wait<0>();
-#if AHEAD
+#if INTERLEAVED
         convert_last(job, wg, tid / 32);
 #endif
 #else
@@ -783,8 +783,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
                 ds[2 * n] = pack(p[4 * n] * (dp[4 * n] + l.x), p[4 * n + 1] * (dp[4 * n + 1] + l.y));
                 ds[2 * n + 1] = pack(p[4 * n + 2] * (dp[4 * n + 2] + l.x), p[4 * n + 3] * (dp[4 * n + 3] + l.y));
             }
-            u32 buffer = (nt & 1) * DS_BYTES;      // two: the other warpgroup may still multiply the last one
-            // stmatrix: lane l gives row l % 8 of matrix l / 8: (keys, keys + 8) x (queries, queries + 8)
+            u32 buffer = (nt & 1) * DS_BYTES;      // double-buffered: the other warpgroup may still multiply the last one
+            // stmatrix: lane l gives the address of row l % 8 of matrix l / 8: (keys, keys + 8) x (queries, queries + 8)
             u32 me = thread_now() - 128, srow = me / 32 * 16 + (me & 15), schunk = (me >> 4) & 1, sxor = me & 7;
             u32 swrite = base + OFF_DS + srow * 128;
 #pragma unroll
@@ -792,7 +792,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
                 u32 chunk = (2 * k + schunk) & 7;
                 store_matrices(swrite + buffer + (k / 4) * 16384 + ((chunk ^ sxor) << 4), ds[4 * k], ds[4 * k + 1], ds[4 * k + 2], ds[4 * k + 3]);
             }
-            proxy_fence();                         // for dS, and for the fragments of dq that the last tile staged
+            proxy_fence();                         // for dS, and for the fragments of dq staged by the last tile
             __syncwarp();
             if (lane == 0 && nt > 0) barrier_arrive(dq_full + 8 * wg);
             __syncwarp();
@@ -804,7 +804,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
             for (int k = 0; k < TILE_Q / 16; ++k) MMA_D(dkacc, ds + 4 * k, q_b + 128 * k, k ? 1 : started);
             wgmma_commit();
             named_barrier(1, 256);
-            // dq: at D = 64 each warpgroup takes 64 of 128 queries, at D = 128 64 of 128 columns
+            // dq: each warpgroup computes 64 of 128 queries (D = 64) or 64 of 128 columns (D = 128)
             u64 ds_a = descriptor(base + OFF_DS + buffer + (D == 64 ? wg * 16384 : 0));
             u64 k_b = descriptor(base + OFF_K + ks * KV_BYTES + (D == 64 ? 0 : wg * KV_PANEL));
             wgmma_fence();
@@ -828,7 +828,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
                 if (ends) barrier_wait(kv_full + 8 * ks2, (nkv2 / KV_STAGES) & 1);
                 barrier_wait(q_full + 8 * s2, ((nt + 1) >> 1) & 1);
             }
-            // After the last tile this multiplies stale tiles: a branch around it would make ptxas serialise the wgmmas.
+            // After the last tile this multiplies stale tiles, since a branch would make ptxas serialise the wgmmas.
             scores(sc, descriptor(base + OFF_K + ks2 * KV_BYTES + wg * 8192), descriptor(base + OFF_Q + s2 * Q_BYTES));
             wgmma_wait<1>();                                                    // dq
             u32 again = thread_now() - 128, stage = base + OFF_STAGE + again / 32 * 4096 + (again & 31) * 16;
@@ -867,7 +867,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) attention_bwd(const __grid_
 // Grid: blocks of 128 rows, heads. Bound by memory.
 extern "C" __global__ void __launch_bounds__(256) attention_bwd_rows(const __grid_constant__ RowsJob job) {
     constexpr int LANES = D / 8, ROWS = 256 / LANES, LOADS = 128 / ROWS;
-    if (AHEAD) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (INTERLEAVED) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     int bh = blockIdx.x / job.blocks, tile = blockIdx.x % job.blocks, b = bh / job.heads, h = bh % job.heads;
     int part = threadIdx.x % LANES, r0 = tile * 128 + threadIdx.x / LANES;
     const char* pdo = job.dout + (b * job.sdo.batch + h * job.sdo.head + part * 8) * 2;

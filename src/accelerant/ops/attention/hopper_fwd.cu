@@ -1,22 +1,22 @@
 // Attention forward on Hopper: O = softmax(scale Q K^T) V and lse = log sum exp(scale Q K^T), row by row; scale > 0.
 //
-// A block has a producer, which fetches tiles through the copy engine, and WGS warpgroups, each with 64 query rows of a
-// tile of TILE_M = 64 WGS. Keys come in blocks of BLOCK_N, the last first, through STAGES buffers of K and of V. Each
-// warpgroup goes its own pace: it issues the next S = Q K^T before it turns the last one into P, and O += P V behind
-// it, so that the tensor cores work while it finds exponentials (Shah et al. 2024, arXiv:2407.08608, section 3.2);
-// across the end of a tile too, where it stores O while its next scores are found.
+// A block has a producer, which loads tiles through the copy engine, and WGS warpgroups, each with 64 query rows of a tile
+// of TILE_M = 64 WGS. Keys come in blocks of BLOCK_N, the last first, through STAGES buffers of K and of V. Warpgroups run
+// independently: each issues the next S = Q K^T before it turns the current one into P, and O += P V after it, so that the
+// tensor cores work during the exponentials (Shah et al. 2024, arXiv:2407.08608, section 3.2). The overlap continues
+// across tiles: O is stored while the next tile's scores are computed.
 //
-// A row's exponentials refer to the largest score of its first block, and no maximum is looked for after that: any
-// reference gives the same softmax as long as nothing overflows, and the sums, which are needed anyway, tell if
-// something does (LIMIT). Then, seldom, the warp finds the block's scores once more and raises the reference. That
-// leaves four instructions a score (scale, exponential, sum, half a conversion) and makes the row maxima's shuffles,
-// their wait and the rescaling of O rare.
+// A row's exponentials are relative to the maximum of its first block, and no other maximum is computed: any reference
+// gives the same softmax unless something overflows, which the sums reveal (LIMIT). Then, rarely, the warp recomputes the
+// block's scores and raises the reference. That leaves four instructions per score (scale, exponential, sum, half a
+// conversion) and makes the shuffles for row maxima and the rescaling of O rare.
 //
-// A block draws its tiles from a counter, the longest first, so that all end together. The grid has no idle block.
+// A block draws its tiles from a counter, the longest first, so that all blocks end at about the same time. No block of the
+// grid is idle.
 //
-// Bound, a score: 4 HEAD_DIM flop at 4096 a clock and multiprocessor, one exponential at 16. HEAD_DIM 64 needs as much
-// of both; causal at 1024 keys each is busy about 55% of the time, at 1.66 GHz (H200, Nsight Compute). Finding a part
-// of the exponentials by polynomials on the FMA units cost 10% there: issue slots are as short as special functions.
+// Bound, per score: 4 HEAD_DIM flops at 4096 per clock and multiprocessor, one exponential at 16 per clock. HEAD_DIM 64
+// needs the same time for both; causal with 1024 keys keeps each busy about 55% of the time, at 1.66 GHz (H200, Nsight
+// Compute). Computing some exponentials by polynomials on the FMA units cost 10% there, since issue slots are as scarce.
 
 constexpr int TILE_M = 64 * WGS;
 constexpr int CHUNKS = HEAD_DIM / 64;                    // boxes of 64 columns
@@ -25,8 +25,8 @@ constexpr int OFF_Q = 0, OFF_K = OFF_Q + 2 * Q_BYTES, OFF_V = OFF_K + STAGES * K
 constexpr int OFF_BARRIERS = OFF_V + STAGES * KV_BYTES;
 constexpr int S_REGS = BLOCK_N / 2, P_REGS = BLOCK_N / 4, O_REGS = HEAD_DIM / 2;
 constexpr int NO_TILE = -1;
-constexpr float LIMIT = IS_BF16 ? 0x1p64f : 0x1p12f;     // of a thread's sums of a block: P and O stay finite
-constexpr float LOWEST = -1e30f;                         // a reference where all scores are -infinity
+constexpr float LIMIT = IS_BF16 ? 0x1p64f : 0x1p12f;     // of a thread's sum of a block, so that P and O stay finite
+constexpr float LOWEST = -1e30f;                         // reference of rows whose scores are all -infinity
 #define INFINITE __int_as_float(0x7f800000)
 static_assert(!CAUSAL || BLOCK_N == 64, "the diagonal must go through corners");
 
@@ -37,25 +37,25 @@ static_assert(!CAUSAL || BLOCK_N == 64, "the diagonal must go through corners");
 
 struct Shape {
     int batch, heads, share, queries, keys;              // share: query heads to a key head
-    int tiles, group, items;                             // query tiles a head, heads that run together, tiles in all
+    int tiles, group, items;                             // query tiles per head, heads that run concurrently, all tiles
 };
 
-struct Place { int batch, head, row; };
+struct Origin { int batch, head, row; };
 
-// The item-th tile: heads in groups whose keys stay in the L2 cache, the longest tiles of a group first.
-__device__ __forceinline__ Place locate(const Shape& s, int item) {
+// Returns the item-th tile: heads in groups whose keys fit in the L2 cache, the longest tiles of a group first.
+__device__ __forceinline__ Origin locate(const Shape& s, int item) {
     int in_group = s.group * s.tiles, g = item / in_group, rest = item - g * in_group;
     int members = min(s.group, s.batch * s.heads - g * s.group);
     int step = rest / members, bh = g * s.group + rest - step * members;
     int tile = CAUSAL ? s.tiles - 1 - step : step;
-    Place p;
+    Origin p;
     p.batch = bh / s.heads;
     p.head = bh - p.batch * s.heads;
     p.row = tile * TILE_M;
     return p;
 }
 
-// Blocks of keys that a tile sees.
+// Blocks of keys visible to a tile.
 __device__ __forceinline__ int blocks_of(const Shape& s, int row) {
     return ((CAUSAL ? min(row + TILE_M, s.keys) : s.keys) + BLOCK_N - 1) / BLOCK_N;
 }
@@ -173,7 +173,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
     extern __shared__ __align__(1024) char memory[];
     u32 base = shared_address(memory);
     u32 q_full = base + OFF_BARRIERS, q_empty = q_full + 16, k_full = q_empty + 16, k_empty = k_full + 8 * STAGES;
-    u32 v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES, places = v_empty + 8 * STAGES;
+    u32 v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES, origins = v_empty + 8 * STAGES;
     if (threadIdx.x == 0) {
         for (int s = 0; s < 2; ++s) {
             barrier_init(q_full + 8 * s, 1);
@@ -200,13 +200,13 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
                 u32 full = q_full + 8 * (n & 1), q = base + OFF_Q + (n & 1) * Q_BYTES;
                 barrier_wait(q_empty + 8 * (n & 1), ((n >> 1) & 1) ^ 1);
                 if (item >= shape.items) {
-                    store_words(places + 16 * (n & 1), 0, 0, NO_TILE, 0);
+                    store_words(origins + 16 * (n & 1), 0, 0, NO_TILE, 0);
                     barrier_arrive(full);
                     break;
                 }
-                Place p = locate(shape, item);
+                Origin p = locate(shape, item);
                 int kv_head = p.head / shape.share;
-                store_words(places + 16 * (n & 1), p.batch, p.head, p.row, 0);
+                store_words(origins + 16 * (n & 1), p.batch, p.head, p.row, 0);
                 barrier_expect(full, Q_BYTES);
                 for (int c = 0; c < CHUNKS; ++c)
                     load_tile(q + c * TILE_M * 128, &map_q, full, 64 * c, p.row, p.head, p.batch);
@@ -237,7 +237,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         u32 p[P_REGS];
         Rows rows;
         Position at;
-        Place old;
+        Origin old;
         int old_row = 0;
         u32 old_rows = 0;                                // where the tile's Q was, and where its O goes
 #pragma unroll
@@ -321,24 +321,24 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
         };
 
         int n = 0, row, qs, sub, mine;
-        Place place;
+        Origin origin;
         // Learn which tile is next; false if none is.
         auto look = [&]() {
             qs = n & 1;
             barrier_wait(q_full + 8 * qs, (n >> 1) & 1);
             int unused;
-            load_words(places + 16 * qs, place.batch, place.head, place.row, unused);
-            place.batch = __shfl_sync(~0u, place.batch, 0);
-            place.head = __shfl_sync(~0u, place.head, 0);
-            place.row = __shfl_sync(~0u, place.row, 0);
-            return place.row != NO_TILE;
+            load_words(origins + 16 * qs, origin.batch, origin.head, origin.row, unused);
+            origin.batch = __shfl_sync(~0u, origin.batch, 0);
+            origin.head = __shfl_sync(~0u, origin.head, 0);
+            origin.row = __shfl_sync(~0u, origin.row, 0);
+            return origin.row != NO_TILE;
         };
         // Pass over the keys that only other warpgroups' rows see.
         auto enter = [&]() {
             sub = (warpgroup_id() + n / 2) % WGS;        // the rows with more keys to see go around
             if (n & 1) sub = WGS - 1 - sub;
-            row = place.row + 64 * sub;
-            int blocks = blocks_of(shape, place.row);
+            row = origin.row + 64 * sub;
+            int blocks = blocks_of(shape, origin.row);
             mine = CAUSAL ? min((row + 63) / BLOCK_N + 1, blocks) : blocks;
             for (int j = blocks; j > mine; --j, at.next()) {
                 barrier_wait(k_full + 8 * at.stage, at.parity);
@@ -400,7 +400,7 @@ attention_fwd(const __grid_constant__ TensorMap map_q, const __grid_constant__ T
                 rows.sum[1] += part[2] + part[3];
                 release(k_empty + 8 * at.stage);
             }
-            old = place;
+            old = origin;
             old_row = row;
             old_rows = base + OFF_Q + qs * Q_BYTES + (64 * sub + 16 * warp) * 128;
             ++n;

@@ -108,11 +108,11 @@ __device__ __forceinline__ Part part_of(const u16* x, int N, int given, int whic
 }
 
 // Loads a part: whole groups by the copy engine, the others by one lane.
-__device__ __forceinline__ void fetch(const Part& part, u32 place, u32 barrier) {
+__device__ __forceinline__ void fetch(const Part& part, u32 buffer, u32 barrier) {
     if (lane_id() == 0) {
         const u32 size_bytes = 16 * (part.to - part.from);
         barrier_expect(barrier, size_bytes);
-        if (size_bytes) load_bytes(place + 16 * part.from, part.row + 8 * part.from, size_bytes, barrier);
+        if (size_bytes) load_bytes(buffer + 16 * part.from, part.row + 8 * part.from, size_bytes, barrier);
         for (int group = part.first; group < part.last; ++group) {
             if (group >= part.from && group < part.to) {
                 group = part.to - 1;
@@ -121,7 +121,7 @@ __device__ __forceinline__ void fetch(const Part& part, u32 place, u32 barrier) 
             for (int i = 0; i < 8; ++i) {
                 const int at = 8 * group + i;
                 const u16 x = at >= part.lead && at < part.end ? part.row[at] : (u16)0xff80;  // -inf
-                asm volatile("st.shared.u16 [%0], %1;" ::"r"(place + 2 * at), "h"(x) : "memory");
+                asm volatile("st.shared.u16 [%0], %1;" ::"r"(buffer + 2 * at), "h"(x) : "memory");
             }
         }
     }
@@ -143,11 +143,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS)
 #if SIMPLE
     constexpr int rank = 0, share = 0;
     const int which = warp;
-    const u32 place = shared_address(dynamic);
+    const u32 buffer = shared_address(dynamic);
 #else
     const int rank = blockIdx.x % CLUSTER, rows_apart = gridDim.x / CLUSTER, first_row = blockIdx.x / CLUSTER;
     const int share = share_of(x, N, x_stride), which = rank * WARPS + warp;
-    const u32 place = shared_address(dynamic) - 16 * rank * WARPS * share;
+    const u32 buffer = shared_address(dynamic) - 16 * rank * WARPS * share;
 #endif
     const u32 barrier = shared_address(&barriers[warp]);
     if (threadIdx.x < BARRIERS) barrier_init(shared_address(&barriers[threadIdx.x]), 1);
@@ -171,7 +171,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS)
     u32 phase = 0, turn = 0;  // turn: the half of met; in a cluster turn / 2 is the parity of its barrier
 #endif
     long long target = targets[FIRST_ROW];
-    if (target != ignore_index) fetch(part_of(x + FIRST_ROW * x_stride, N, share, which), place, barrier);
+    if (target != ignore_index) fetch(part_of(x + FIRST_ROW * x_stride, N, share, which), buffer, barrier);
     for (int row = FIRST_ROW; row < M; row += ROWS_APART) {
         const int following = row + ROWS_APART;
         const long long next_target = following < M ? targets[following] : ignore_index;
@@ -194,7 +194,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll 2
             for (int group = part.first + lane; group < part.last; group += 32) {
                 int w[4];
-                load_words(place + 16 * group, w[0], w[1], w[2], w[3]);
+                load_words(buffer + 16 * group, w[0], w[1], w[2], w[3]);
                 const u32 pair = larger(larger(w[0], w[1]), larger(w[2], w[3]));
                 const float largest = fmaxf(low_of(pair), high_of(pair));
                 if (largest > peak) {
@@ -285,7 +285,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll 2
             for (int group = part.first + lane; group < part.last; group += 32) {
                 int w[4];
-                load_words(place + 16 * group, w[0], w[1], w[2], w[3]);
+                load_words(buffer + 16 * group, w[0], w[1], w[2], w[3]);
                 float g[8];
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
@@ -299,7 +299,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) w[i] = pack(g[2 * i], g[2 * i + 1]);
                 if (group >= part.from && group < part.to) {
-                    store_words(place + 16 * group, w[0], w[1], w[2], w[3]);
+                    store_words(buffer + 16 * group, w[0], w[1], w[2], w[3]);
                 } else {
 #pragma unroll
                     for (int i = 0; i < 8; ++i) {
@@ -311,14 +311,14 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, BLOCKS)
             proxy_fence();
             __syncwarp();
             if (lane == 0 && part.to > part.from) {
-                store_bytes(out_row + 8 * part.from, place + 16 * part.from, 16 * (part.to - part.from));
+                store_bytes(out_row + 8 * part.from, buffer + 16 * part.from, 16 * (part.to - part.from));
                 store_commit();
             }
         }
         if (next_target != ignore_index) {
             if (lane == 0) store_wait_read<0>();
             __syncwarp();
-            fetch(part_of(x + following * x_stride, N, share, which), place, barrier);
+            fetch(part_of(x + following * x_stride, N, share, which), buffer, barrier);
         }
         target = next_target;
     }

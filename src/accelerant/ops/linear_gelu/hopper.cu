@@ -119,7 +119,7 @@ linear_gelu(const __grid_constant__ TensorMap map_x, const __grid_constant__ Ten
         Multiplier product(base, full, empty, group, lane);
         int item = product.begin(shape.tiles, first, stride);
         for (; item < shape.tiles.items; item += 2 * stride) {
-            Place p = locate(shape.tiles, item);
+            Origin p = locate(shape.tiles, item);
             u32 word = 0;                                // two columns of the bias; used when the sums are there
             int thread = threadIdx.x & 127, column = p.column + 2 * thread;
             if (2 * thread < WIDTH && column < shape.columns) word = __ldg(bias + column / 2);

@@ -84,7 +84,7 @@ transformer_dz(const __grid_constant__ TensorMap map_x, const __grid_constant__ 
         Multiplier product(base, full, empty, group, lane);
         int item = product.begin(shape.tiles, first, stride);
         for (; item < shape.tiles.items; item += 2 * stride) {
-            Place p = locate(shape.tiles, item);
+            Origin p = locate(shape.tiles, item);
             if (lane == 0) {                             // box 2 c + h: rows 64 h, columns 64 c
                 store_wait_read<0>();
                 barrier_expect(mine, BOXES * SLOT_BYTES);

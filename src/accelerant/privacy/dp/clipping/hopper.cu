@@ -74,7 +74,7 @@ clip_form(const __grid_constant__ TensorMap map_g, const __grid_constant__ Tenso
         Multiplier product(base, full, empty, group, lane);
         int item = product.begin(tiles, first, stride);
         for (; item < tiles.items; item += 2 * stride) {
-            Place p = locate(tiles, item);
+            Origin p = locate(tiles, item);
             product.multiply(sums, tiles.steps, item + stride < tiles.items);
             product.finish();
             float squares[4] = {0.f, 0.f, 0.f, 0.f};
