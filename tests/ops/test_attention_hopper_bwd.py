@@ -1,5 +1,6 @@
 """Attention's backward kernels for Hopper: their code without a GPU, their results on one."""
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -33,6 +34,11 @@ SPILLS = {64: 0, 128: 20}
 """Bytes by width. At 128 the thread that starts the copies keeps a few words in memory, outside of any inner loop."""
 
 
+@functools.cache
+def compiled(plan, dtype=torch.bfloat16, causal=True, part=PARTS[0]):
+    return compile_cuda(program(plan, dtype, causal, part).source(KINDS), "sm_90a")
+
+
 def disassembled(code):
     triton = pytest.importorskip("triton")
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -49,7 +55,7 @@ def disassembled(code):
 @pytest.mark.parametrize("dtype", HALF, **IDS)
 @pytest.mark.parametrize("plan", PLANS, **IDS)
 def test_code_stays_in_its_budget(plan, dtype, causal):
-    binary = compile_cuda(program(plan, dtype, causal).source(KINDS), "sm_90a")
+    binary = compiled(plan, dtype, causal)
     resources = binary.resources["attention_bwd"]
     assert resources.spill_bytes <= SPILLS[plan.width]
     assert resources.registers * 384 <= 65536
@@ -64,14 +70,14 @@ def test_code_stays_in_its_budget(plan, dtype, causal):
 @pytest.mark.parametrize("part", PARTS[1:])
 @pytest.mark.parametrize("plan", PLANS, **IDS)
 def test_small_kernels_do_not_spill(plan, part):
-    resources = compile_cuda(program(plan, torch.float16, True, part).source(KINDS), "sm_90a").resources[part]
+    resources = compiled(plan, torch.float16, True, part).resources[part]
     assert resources.spill_bytes == resources.stack_bytes == 0
     assert resources.registers <= 128
 
 
 @pytest.mark.parametrize("plan", PLANS, **IDS)
 def test_products_are_wgmma_and_copies_go_through_the_copy_engine(plan):
-    text = disassembled(compile_cuda(program(plan, torch.bfloat16, True).source(KINDS), "sm_90a").code)
+    text = disassembled(compiled(plan).code)
     found = re.findall(r"HGMMA\.64x(\d+)x16\.F32\.BF16", text)
     steps = plan.width // 16
     tiles = plan.tile_q // 16

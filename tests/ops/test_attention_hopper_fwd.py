@@ -1,6 +1,7 @@
 """Attention's forward kernel for Hopper: its code without a GPU, its results on one."""
 
 import ctypes
+import functools
 import re
 import subprocess
 import tempfile
@@ -26,6 +27,11 @@ HALF = (torch.bfloat16, torch.float16)
 IDS = {"ids": lambda value: str(value).removeprefix("torch.")}
 
 
+@functools.cache
+def compiled(plan, dtype=torch.bfloat16, causal=True):
+    return compile_cuda(program(plan, dtype, causal).source(KINDS), "sm_90a")
+
+
 def disassembled(code):
     triton = pytest.importorskip("triton")
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -42,7 +48,7 @@ def disassembled(code):
 @pytest.mark.parametrize("dtype", HALF, **IDS)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_code_stays_in_its_budget(plan, dtype, causal):
-    binary = compile_cuda(program(plan, dtype, causal).source(KINDS), "sm_90a")
+    binary = compiled(plan, dtype, causal)
     resources = binary.resources["attention_fwd"]
     assert resources.spill_bytes == 0
     assert resources.stack_bytes == 0
@@ -58,7 +64,7 @@ def test_code_stays_in_its_budget(plan, dtype, causal):
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_products_are_wgmma_and_copies_go_through_the_copy_engine(plan):
-    text = disassembled(compile_cuda(program(plan, torch.bfloat16, True).source(KINDS), "sm_90a").code)
+    text = disassembled(compiled(plan).code)
     found = set(re.findall(r"HGMMA\.(64x\d+x16)\.F32\.BF16", text))
     assert found == {f"64x{plan.block_n}x16", f"64x{plan.width}x16"}
     assert "UTMALDG.4D" in text

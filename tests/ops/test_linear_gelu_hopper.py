@@ -1,5 +1,6 @@
 """linear_gelu's forward kernel for Hopper: its code without a GPU, its results on one."""
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -23,6 +24,7 @@ IDS = {"ids": lambda value: str(value).removeprefix("torch.")}
 EACH_PLAN = pytest.mark.parametrize("plan", PLANS, ids=str)
 
 
+@functools.cache
 def compiled(plan, dtype=torch.bfloat16, tanh=True, keep=False):
     return compile_cuda(program(plan, dtype, tanh, keep).source(KINDS), "sm_90a")
 

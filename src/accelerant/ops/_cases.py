@@ -11,7 +11,7 @@ import torch
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.compilation.triton import TritonKernel
 
-__all__ = ["Benchmark", "Compilation", "Indices", "OpCases", "Sample", "Stated", "Tolerance", "draw"]
+__all__ = ["Benchmark", "Compilation", "Indices", "OpCases", "Sample", "Stated", "Tolerance", "draw", "tolerances"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,11 @@ class Tolerance:
 
     relative: float
     absolute: float
+
+
+def tolerances(**bounds: tuple[float, float]) -> dict[torch.dtype, Tolerance]:
+    """Return Tolerances by dtype, of (relative, absolute) pairs by the dtype's name."""
+    return {getattr(torch, dtype): Tolerance(*pair) for dtype, pair in bounds.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,22 @@
-/* o = softmax(scale q k^T) v by the online softmax, so that no row of scores is ever stored. A template to start from.
+/* Template: o = softmax(scale q k^T) v by the online softmax, without storing rows of scores.
  *
  *   o[i] = sum over j of exp(s[i, j] - m[i]) v[j] / sum over j of exp(s[i, j] - m[i]),   s[i, j] = scale q[i] . k[j]
  *
- * m[i] is the largest score seen so far. When a larger one comes, what was summed is multiplied by exp(old m - new m):
- * the result is the same as with the largest score known beforehand. Source: Milakov and Gimelshein 2018,
+ * m[i] is the maximum of the scores so far. When it grows, the sums are multiplied by exp(old m - new m), which gives the
+ * result of the overall maximum. Source: Milakov and Gimelshein 2018,
  * arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135.
  *
  * Layout: q, o (heads, queries, 64), k, v (heads, keys, 64), float, contiguous; batch and heads flattened into one.
  * Grid: (ceil(queries / 64), heads), block: 256 threads. With `causal`, query i sees the keys j <= i.
  * A query that sees no key (keys = 0) gives zeros.
  *
- * Four neighbouring threads hold one query and its 64 sums in registers, each every fourth of them, and add their parts of
- * a score by two shuffles. The block walks over the keys in tiles of 32, which all of its threads load into shared memory;
- * the eight queries of a warp then read the same key at the same time, which shared memory serves as a broadcast. Scores
- * are taken 8 at a time, so that the sums are rescaled once for 8 keys.
+ * Four neighbouring threads hold one query and its 64 sums in registers, every fourth element each, and add their parts of
+ * a score by two shuffles. The block loops over tiles of 32 keys, which its threads load into shared memory; the eight
+ * queries of a warp read the same key at the same time, a broadcast. Scores are processed 8 at a time, so that the sums are
+ * rescaled once for 8 keys.
  *
- * Bound by the floating-point units: 4 * 64 operations a query and key. Tensor cores are many times faster; the next step
- * from here is to let a warp hold 16 queries and use mma for both products.
+ * Bound by the floating-point units: 4 * 64 operations per query and key. Tensor cores are many times faster; as a next
+ * step let a warp hold 16 queries and use mma for both products.
  *
  * From Python:
  *   kinds = ("*f32", "*f32", "*f32", "*f32", "i32", "i32", "f32", "i32")
@@ -24,12 +24,12 @@
  *   provider.launch(kernel, (-(-queries // 64), heads), (256,), (q, k, v, o, queries, keys, 0.125, causal))
  */
 constexpr int WIDTH = 64;   // of a head
-constexpr int QUERIES = 64; // a block
-constexpr int LANES = 4;    // threads a query
+constexpr int QUERIES = 64; // per block
+constexpr int LANES = 4;    // threads per query
 constexpr int PART = WIDTH / LANES;
 constexpr int THREADS = QUERIES * LANES;
-constexpr int KEYS = 32;    // a tile
-constexpr int GROUP = 8;    // keys between two rescalings
+constexpr int KEYS = 32;    // per tile
+constexpr int GROUP = 8;    // keys per rescaling
 constexpr float NOTHING = -1e30f; // a score below every other; not -inf, whose difference with itself is NaN
 
 extern "C" __global__ void __launch_bounds__(THREADS)

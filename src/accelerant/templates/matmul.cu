@@ -1,29 +1,29 @@
-/* c = a b: a matrix product through tiles in shared memory. A template to start from.
+/* Template: c = a b, a matrix product through tiles in shared memory.
  *
  *   c[i, j] = sum over k of a[i, k] b[k, j]
  *
  * Layout: a (M, K), b (K, N), c (M, N), float, row-major, contiguous. Any M, N, K from 0.
  * Grid: (ceil(N / 64), ceil(M / 64)), block: 256 threads.
  *
- * A block computes a 64 x 64 tile of c. It walks over K in steps of 16: all threads load a 64 x 16 tile of a and a 16 x 64
- * tile of b into shared memory, wait, and multiply. Each element that is loaded from memory serves 64 products instead of
+ * A block computes a 64 x 64 tile of c. It loops over K in steps of 16: all threads load a 64 x 16 tile of a and a 16 x 64
+ * tile of b into shared memory, wait, and multiply. Each element loaded from memory is used in 64 products instead of
  * one. Each thread holds 4 x 4 sums in registers, so that 8 loads from shared memory serve 16 multiply-adds.
  *
  * The tile of a is stored transposed, with rows padded to 68 floats: the store walks down columns, where a pitch of 64
  * would put the 16 addresses of half a warp into the same bank, and 68 keeps rows 16-byte aligned for the loads.
  *
- * Bound by the floating-point units: 2 M N K operations on single floats. Tensor cores (what matmul in a library uses)
- * are many times faster; the next steps from here are wmma or wgmma, and loading the next tile while this one is used.
+ * Bound by the floating-point units: 2 M N K float operations. Tensor cores, which libraries use, are many times
+ * faster; as next steps use wmma or wgmma, and load the next tile while this one is used.
  *
  * From Python:
  *   source = KernelSource("matmul", {"cuda": text}, {"matmul": ("*f32", "*f32", "*f32", "i32", "i32", "i32")})
  *   provider.launch(kernel, (-(-N // 64), -(-M // 64)), (256,), (a, b, c, M, N, K))
  */
-constexpr int TILE = 64;        // rows and columns of c a block
+constexpr int TILE = 64;        // rows and columns of c per block
 constexpr int DEPTH = 16;       // step along K
-constexpr int SIDE = 4;         // rows and columns of c a thread
+constexpr int SIDE = 4;         // rows and columns of c per thread
 constexpr int THREADS = (TILE / SIDE) * (TILE / SIDE);
-constexpr int PITCH = TILE + 4; // floats from row to row of the transposed tile of a
+constexpr int PITCH = TILE + 4; // row stride of the transposed tile of a, in floats
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 matmul(const float *a, const float *b, float *c, int M, int N, int K) {

@@ -1,8 +1,8 @@
-/* y = max(x, 0), element by element, in 16-byte accesses. A template to start from.
+/* Template: y = max(x, 0), elementwise, in 16-byte accesses.
  *
  * Layout: n floats, contiguous. Any grid: each thread takes every (grid * block)-th group of four elements.
- * Bound by memory: 8 bytes an element, one comparison. A warp's 16-byte accesses are 512 contiguous bytes, which takes a
- * quarter of the load and store instructions that single floats take.
+ * Bound by memory: 8 bytes per element, one comparison. A warp's 16-byte accesses are 512 contiguous bytes, which need a
+ * quarter of the load and store instructions of single floats.
  *
  * A NaN stays a NaN: (x < 0) is false for it, while fmaxf(x, 0) would make it 0.
  *

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Stated, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Stated, tolerances
 from accelerant.ops.attention.launch import KERNELS as _KERNELS
 from accelerant.ops.attention.launch import constants, plan_for
 
@@ -60,12 +60,7 @@ _ATTENTION = OpCases(
     ),
     # o is a weighted mean of unit normal values, rounded once, with weights rounded to its dtype; gradients add two
     # more products. float32: sums of up to 2000 products.
-    TOLERANCES={
-        torch.float64: Tolerance(1e-11, 1e-12),
-        torch.float32: Tolerance(2e-5, 5e-6),
-        torch.float16: Tolerance(4e-3, 3e-3),
-        torch.bfloat16: Tolerance(2.5e-2, 2e-2),
-    },
+    TOLERANCES=tolerances(float64=(1e-11, 1e-12), float32=(2e-5, 5e-6), float16=(4e-3, 3e-3), bfloat16=(2.5e-2, 2e-2)),
 )
 
 

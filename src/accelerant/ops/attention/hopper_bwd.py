@@ -76,7 +76,7 @@ class BackwardPlan(NamedTuple):
 
     @property
     def _lean(self) -> bool:
-        """Whether the producer keeps 40 registers: it also converts sums, and spills a few words with 24."""
+        """True if the producer needs 40 registers: it also converts sums, and with 24 spills a few words."""
         return self.width == 64 or self.sums != "added"
 
     @property

@@ -133,7 +133,7 @@ def _is_torchs(
     return_lse: bool = False,
     **_: Any,
 ) -> bool:
-    """Whether torch's function gives what ours does: without shared keys, in a layout that it gives its result in."""
+    """Return whether torch's function gives the same: equal numbers of heads, in a layout that torch preserves."""
     contiguous = all(x.is_contiguous() for x in (q, k, v))
     turned = all(x.transpose(1, 2).is_contiguous() for x in (q, k, v))
     place = not causal or q.shape[2] in (1, k.shape[2])

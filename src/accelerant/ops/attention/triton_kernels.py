@@ -296,9 +296,7 @@ def attention_bwd_q(
         True, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
     )  # fmt: skip
     tl.store(
-        dq_ptr + lanes * dq_row + width[None, :],
-        (dq * scale).to(dq_ptr.dtype.element_ty),
-        mask=in_rows & in_width,
+        dq_ptr + lanes * dq_row + width[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows & in_width
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, Stated, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, Sample, Stated, tolerances
 from accelerant.ops.attention_decode.launch import KERNELS as _KERNELS
 from accelerant.ops.attention_decode.launch import MAX_SPLITS, NUM_WARPS, constants, stages_for
 
@@ -41,12 +41,7 @@ LARGE = (
 # Caches of 512 MiB at 85% of the copy rate, as linear_int8 reads its weights.
 BENCHMARKS = (Benchmark(_sample(32, 8, 1, 16384, 128, (16384,) * 8), torch.bfloat16, 0.147),)
 
-TOLERANCES = {
-    torch.float64: Tolerance(1e-11, 1e-12),
-    torch.float32: Tolerance(2e-5, 5e-6),
-    torch.float16: Tolerance(4e-3, 3e-3),
-    torch.bfloat16: Tolerance(2e-2, 1e-2),
-}
+TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(2e-5, 5e-6), float16=(4e-3, 3e-3), bfloat16=(2e-2, 1e-2))
 
 _SIZES = ("T", "Sq", "heads", "group", "row_blocks", "splits", "D")
 _STRIDES = tuple(f"{name}_{part}" for name in "qkv" for part in ("batch", "head", "row"))

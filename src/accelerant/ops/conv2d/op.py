@@ -114,7 +114,7 @@ def _is_torchs(
     dilation: Any = 1,
     groups: int = 1,
 ) -> bool:
-    """Whether both sides are padded alike: where one gets more, torch warns."""
+    """Return whether both sides are padded equally; torch warns if not."""
     return padding != "same" or all(total % 2 == 0 for total in _padding(weight, pair("dilation", dilation, 1)))
 
 

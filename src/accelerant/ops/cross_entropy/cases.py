@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, tolerances
 from accelerant.ops.cross_entropy.launch import COUNTS, HELD_PLANS, WIDE_PLANS, backward_plan, row_plan
 from accelerant.ops.cross_entropy.launch import KERNELS as _KERNELS
 
@@ -56,12 +56,7 @@ BENCHMARKS = (
 )
 
 # A mean or sum is rounded once; gradients are compared relative to the largest.
-TOLERANCES = {
-    torch.float64: Tolerance(1e-11, 1e-12),
-    torch.float32: Tolerance(4e-6, 2e-6),
-    torch.float16: Tolerance(2e-3, 1e-3),
-    torch.bfloat16: Tolerance(1.6e-2, 8e-3),
-}
+TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(4e-6, 2e-6), float16=(2e-3, 1e-3), bfloat16=(1.6e-2, 8e-3))
 
 _SIZES = {
     "M": "i32", "N": "i32", "x_stride": "i32", "dx_stride": "i32", "dy_stride": "i32",

@@ -77,7 +77,7 @@ def _torchs(
 
 
 def _is_torchs(logits: Tensor, targets: Tensor, **_: object) -> bool:
-    """Whether torch's function is ours: of rows that are there, in a dtype that the loss is computed in."""
+    """Return whether torch's functions give the same: with rows, in a dtype that the loss is computed in."""
     return logits.dim() == 2 and logits.numel() > 0 and not is_low(logits.dtype) and targets.dtype == torch.int64
 
 

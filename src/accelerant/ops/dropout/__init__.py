@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of a seed and of the element's place."""
+"""Dropout whose mask is a function of a seed and the element's index."""
 
 from __future__ import annotations
 

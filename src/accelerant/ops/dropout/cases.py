@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
 from accelerant.ops.dropout.launch import GROUP, NUM_WARPS, kernel
 
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "ON_CPU", "SAMPLES", "TOLERANCES"]
@@ -32,12 +32,7 @@ LARGE = (_sample(4097, 4095, p=0.1), _sample(16384, 3072, seed=2**63))
 BENCHMARKS = (Benchmark(_sample(16384, 4096, p=0.1), torch.bfloat16),)
 
 # The mask is exact. One rounding of the result (the interpreter truncates bfloat16), one of the scale in float32.
-TOLERANCES = {
-    torch.float64: Tolerance(1e-15, 0.0),
-    torch.float32: Tolerance(2.4e-7, 0.0),
-    torch.float16: Tolerance(1e-3, 6e-8),
-    torch.bfloat16: Tolerance(8e-3, 0.0),
-}
+TOLERANCES = tolerances(float64=(1e-15, 0.0), float32=(2.4e-7, 0.0), float16=(1e-3, 6e-8), bfloat16=(8e-3, 0.0))
 KERNELS = tuple(
     Compilation(
         kernel,

@@ -80,12 +80,7 @@ class _Kernel:
         return "double" if self.dtype == torch.float64 else "float"
 
     def _scaled(
-        self,
-        code: FunctionBuilder,
-        first: Value,
-        keep: Value,
-        scales: Value,
-        inside: Callable[[], Value] | None = None,
+        self, code: FunctionBuilder, first: Value, keep: Value, scales: Value, inside: Callable[[], Value] | None = None
     ) -> None:
         """Append y = x scale where `keep` is set, else 0 x, for the elements from `first` on.
 

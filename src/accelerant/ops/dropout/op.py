@@ -57,14 +57,10 @@ def _torch_native(x: Tensor, p: float, keep: bool = True) -> tuple[Tensor, ...]:
 
 
 _native_fwd = Operation(
-    "dropout_native_fwd",
-    (Implementation("torch", _torch_native, differentiable=True),),
-    cost=accesses(2, 1),
+    "dropout_native_fwd", (Implementation("torch", _torch_native, differentiable=True),), cost=accesses(2, 1)
 )
 _native_bwd = Operation(
-    "dropout_native_bwd",
-    (Implementation("torch", torch.ops.aten.native_dropout_backward),),
-    cost=accesses(2, 1),
+    "dropout_native_bwd", (Implementation("torch", torch.ops.aten.native_dropout_backward),), cost=accesses(2, 1)
 )
 
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, tolerances
 from accelerant.ops.embedding.launch import AT_ONCE, CHUNK, FEW, constants, embedding_plan
 from accelerant.ops.embedding.launch import KERNELS as _KERNELS
 
@@ -49,12 +49,7 @@ BENCHMARKS = (
 )
 
 # The forward pass rounds nothing; a gradient is a sum of normal numbers, rounded once (truncated by the interpreter).
-TOLERANCES = {
-    torch.float64: Tolerance(1e-12, 1e-12),
-    torch.float32: Tolerance(2e-6, 4e-6),
-    torch.float16: Tolerance(1e-3, 1e-3),
-    torch.bfloat16: Tolerance(8e-3, 8e-3),
-}
+TOLERANCES = tolerances(float64=(1e-12, 1e-12), float32=(2e-6, 4e-6), float16=(1e-3, 1e-3), bfloat16=(8e-3, 8e-3))
 
 _SIZES = dict.fromkeys(("T", "V", "D"), "i32")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, tolerances
 
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "RUNS", "SAMPLES", "TOLERANCES"]
 
@@ -47,10 +47,5 @@ BENCHMARKS = (
 # Logits are rounded to the dtype: rounding a bfloat16 logit of 8 by half a unit, 0.016, changes its probability by that
 # factor. With K = 64 logits reach 32, where half a unit is 0.06; that rounding alone, the rest in float64, changes a
 # gradient of hidden by 0.033 of the largest in 1500 rows.
-TOLERANCES = {
-    torch.float64: Tolerance(1e-11, 1e-11),
-    torch.float32: Tolerance(1e-5, 5e-6),
-    torch.float16: Tolerance(5e-3, 4e-3),
-    torch.bfloat16: Tolerance(4e-2, 5e-2),
-}
+TOLERANCES = tolerances(float64=(1e-11, 1e-11), float32=(1e-5, 5e-6), float16=(5e-3, 4e-3), bfloat16=(4e-2, 5e-2))
 KERNELS: tuple[Compilation, ...] = ()  # cross_entropy's and the library's

@@ -151,7 +151,7 @@ def _run_per_example(
     hidden: Tensor, weight: Tensor, needs: Sequence[bool], to_gradient: Callable[[slice, Tensor], None],
     forming: Forming,
 ) -> _Gradients:  # fmt: skip
-    """As _run, with a gradient of weight for each example, which has T = M / examples rows.
+    """Compute _run with a gradient of weight for each example, which has T = M / examples rows.
 
     Returns:
         dhidden; and the (examples, V, K) gradients in the dtype of weight, or if T < K, where those are larger, the
@@ -220,7 +220,7 @@ def run_torch(
     losses: Tensor | None = None, counts: Tensor | None = None, dy: Tensor | None = None, classes: int | None = None,
     narrow: bool = False, forming: Forming | None = None,
 ) -> _Gradients:  # fmt: skip
-    """As run_triton, by torch's functions, which honour `narrow`."""
+    """Compute run_triton by torch's functions, which honour `narrow`."""
     gradient = any(needs)
 
     def to_gradient(rows: slice, logits: Tensor) -> None:

@@ -157,7 +157,7 @@ def _torchs(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> 
 
 
 def _is_torchs(hidden: Tensor, weight: Tensor, targets: Tensor, **_: object) -> bool:
-    """Whether torch's functions are ours: of rows that are there, in a dtype that the loss is computed in."""
+    """Return whether torch's functions give the same: with rows, in a dtype that the loss is computed in."""
     plain = hidden.dim() == 2 and hidden.numel() > 0 and targets.dtype == torch.int64
     return plain and hidden.dtype in (torch.float32, torch.float64)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
 from accelerant.ops.linear_gelu.launch import BACKWARD, BIAS, HOPPER_PLANS, SMALL_PLAN, GeluTilePlan
 from accelerant.ops.linear_gelu.launch import KERNELS as _KERNELS
 
@@ -49,12 +49,7 @@ BENCHMARKS = (
 
 # Relative to the largest element: float32 sums of products of normal numbers, one rounding each of the pre-activation
 # and the result, and the error of the products of the backward pass.
-TOLERANCES = {
-    torch.float64: Tolerance(1e-11, 1e-12),
-    torch.float32: Tolerance(1e-5, 1e-5),
-    torch.float16: Tolerance(4e-3, 4e-3),
-    torch.bfloat16: Tolerance(3e-2, 3e-2),
-}
+TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(1e-5, 1e-5), float16=(4e-3, 4e-3), bfloat16=(3e-2, 3e-2))
 
 
 def _forward(plan: GeluTilePlan, kind: str = "*bf16", *, tanh: bool = True, keep: bool = False) -> Compilation:

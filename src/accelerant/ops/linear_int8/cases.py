@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, tolerances
 from accelerant.ops.linear_int8 import launch
 from accelerant.ops.linear_int8.launch import Int8TilePlan, StripPlan
 
@@ -56,12 +56,7 @@ BENCHMARKS = (
 
 # Relative to the largest element: float32 sums of products. 16-bit dtypes round the result and, in the backward pass,
 # dy times the scale before the sum; a library rounds the scaled weight.
-TOLERANCES = {
-    torch.float64: Tolerance(1e-11, 1e-12),
-    torch.float32: Tolerance(1e-5, 1e-5),
-    torch.float16: Tolerance(4e-3, 4e-3),
-    torch.bfloat16: Tolerance(3e-2, 3e-2),
-}
+TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(1e-5, 1e-5), float16=(4e-3, 4e-3), bfloat16=(3e-2, 3e-2))
 
 _SIZES = dict.fromkeys("MNK", "i32")
 

@@ -189,7 +189,7 @@ def _library_backward(
     dy: Tensor, x: Tensor | None, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
-    """As _torch_backward, with the weight dequantized in one pass; not differentiable."""
+    """Compute _torch_backward with the weight dequantized in one pass; not differentiable."""
     with torch.no_grad():
         gradients = _torch_backward(dy, x, weight, scale, bias, dynamic, (False, *needs[1:]))
         if needs[0]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
 
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
 
@@ -39,10 +39,5 @@ BENCHMARKS = (
 
 # Relative to the largest element of the result: float32 sums of normal numbers, one rounding of the result, and the
 # library's reduced-precision accumulation.
-TOLERANCES = {
-    torch.float64: Tolerance(1e-12, 1e-12),
-    torch.float32: Tolerance(1e-5, 1e-5),
-    torch.float16: Tolerance(2e-3, 2e-3),
-    torch.bfloat16: Tolerance(1.6e-2, 1.6e-2),
-}
+TOLERANCES = tolerances(float64=(1e-12, 1e-12), float32=(1e-5, 1e-5), float16=(2e-3, 2e-3), bfloat16=(1.6e-2, 1.6e-2))
 KERNELS: tuple[Compilation, ...] = ()  # the library's

@@ -14,14 +14,7 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError
 from accelerant.ops._differentiable import CpuFastPath
-from accelerant.ops._library import (
-    autocast_dtype,
-    below_autograd,
-    cast_for_autocast,
-    define,
-    is_ordinary,
-    is_plain,
-)
+from accelerant.ops._library import autocast_dtype, below_autograd, cast_for_autocast, define, is_ordinary, is_plain
 from accelerant.ops._refusals import check_dtype, check_matches
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
 from accelerant.ops.multi_tensor.launch import KERNELS as _KERNELS
 from accelerant.ops.multi_tensor.launch import PLANS, SMALL
 
@@ -29,12 +29,7 @@ BENCHMARKS = (Benchmark(Sample("gpt2-124m", GPT2_SHAPES), torch.float32, 0.9),)
 
 # One rounding of the parameter per step; in low precision the interpreter truncates where hardware rounds. The absolute
 # part is for moments and updates near 0.
-TOLERANCES = {
-    torch.float64: Tolerance(1e-12, 1e-14),
-    torch.float32: Tolerance(2e-6, 2e-7),
-    torch.float16: Tolerance(2e-3, 1e-5),
-    torch.bfloat16: Tolerance(1.6e-2, 1e-5),
-}
+TOLERANCES = tolerances(float64=(1e-12, 1e-14), float32=(2e-6, 2e-7), float16=(2e-3, 1e-5), bfloat16=(1.6e-2, 1e-5))
 
 
 def _sizes(name: str) -> tuple[dict[str, int | bool], int]:

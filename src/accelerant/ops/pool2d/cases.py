@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, tolerances
 from accelerant.ops.pool2d.launch import KERNELS as _KERNELS
 from accelerant.ops.pool2d.launch import Window, plan_of
 
@@ -32,12 +32,7 @@ _LARGE = (_sample(8, 65, 113, 111, kernel_size=3, stride=2, padding=1),)
 _BENCHMARKS = (Benchmark(_sample(64, 64, 112, 112, kernel_size=3, stride=2, padding=1), torch.bfloat16),)
 
 # An average is rounded once; torch's kernels round each addition of gradients of overlapping windows.
-_TOLERANCES = {
-    torch.float64: Tolerance(1e-13, 1e-13),
-    torch.float32: Tolerance(2e-6, 2e-6),
-    torch.float16: Tolerance(2e-3, 2e-3),
-    torch.bfloat16: Tolerance(1.6e-2, 1.6e-2),
-}
+_TOLERANCES = tolerances(float64=(1e-13, 1e-13), float32=(2e-6, 2e-6), float16=(2e-3, 2e-3), bfloat16=(1.6e-2, 1.6e-2))
 FAMILY = {
     "avg_pool2d": OpCases(
         (

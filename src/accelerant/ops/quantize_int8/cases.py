@@ -44,10 +44,7 @@ LARGE = (
     _sample(3, 1_000_003),
     _sample(129, 1025, 130, dim=1),
 )
-BENCHMARKS = (
-    Benchmark(_sample(16384, 4096), torch.bfloat16),
-    Benchmark(_sample(8192, 8192), torch.bfloat16),
-)
+BENCHMARKS = (Benchmark(_sample(16384, 4096), torch.bfloat16), Benchmark(_sample(8192, 8192), torch.bfloat16))
 
 # Integers, and a scale that is one float32 division: exact.
 TOLERANCES = dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16), Tolerance(0.0, 0.0))

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
 from accelerant.ops.rope.launch import KERNELS as _KERNELS
 from accelerant.ops.rope.launch import constants, usual_plan
 
@@ -48,12 +48,7 @@ BENCHMARKS = (
 )
 
 # The sum of two products of normal numbers, rounded once (the interpreter truncates bfloat16).
-TOLERANCES = {
-    torch.float64: Tolerance(1e-12, 1e-12),
-    torch.float32: Tolerance(2e-6, 2e-6),
-    torch.float16: Tolerance(1e-3, 1e-3),
-    torch.bfloat16: Tolerance(8e-3, 8e-3),
-}
+TOLERANCES = tolerances(float64=(1e-12, 1e-12), float32=(2e-6, 2e-6), float16=(1e-3, 1e-3), bfloat16=(8e-3, 8e-3))
 
 _INTEGERS = ("tokens", "S", "H", "HALF", "x_b", "x_h", "x_s", "y_b", "y_h", "y_s", "table_b")
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance, tolerances
 from accelerant.ops._launch import STREAM
 from accelerant.ops.swiglu.launch import KERNELS as _KERNELS
 from accelerant.ops.swiglu.launch import row_plan
@@ -45,18 +45,9 @@ BENCHMARKS = (
 )
 
 # One rounding of each result, in units of the largest, about 10 (the interpreter cuts bfloat16 instead of rounding it).
-TOLERANCES = {
-    torch.float64: Tolerance(1e-13, 1e-13),
-    torch.float32: Tolerance(2e-6, 1e-6),
-    torch.float16: Tolerance(1e-3, 1e-6),
-    torch.bfloat16: Tolerance(8e-3, 1e-6),
-}
+TOLERANCES = tolerances(float64=(1e-13, 1e-13), float32=(2e-6, 1e-6), float16=(1e-3, 1e-6), bfloat16=(8e-3, 1e-6))
 # torch rounds in between.
-TORCH_TOLERANCES = {
-    **TOLERANCES,
-    torch.float16: Tolerance(4e-3, 1e-3),
-    torch.bfloat16: Tolerance(3e-2, 8e-3),
-}
+TORCH_TOLERANCES = {**TOLERANCES, torch.float16: Tolerance(4e-3, 1e-3), torch.bfloat16: Tolerance(3e-2, 8e-3)}
 
 
 def _compilations(kind: str, N: int) -> tuple[Compilation, ...]:
@@ -76,8 +67,4 @@ def _compilations(kind: str, N: int) -> tuple[Compilation, ...]:
     )
 
 
-KERNELS = (
-    *_compilations("*bf16", STREAM.block),
-    *_compilations("*fp32", STREAM.block),
-    *_compilations("*fp16", 1000),
-)
+KERNELS = (*_compilations("*bf16", STREAM.block), *_compilations("*fp32", STREAM.block), *_compilations("*fp16", 1000))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from accelerant.ops._cases import Compilation, Tolerance
+from accelerant.ops._cases import Compilation, tolerances
 from accelerant.ops.embedding.launch import constants as _constants
 from accelerant.ops.embedding.launch import embedding_plan as _plan
 from accelerant.ops.transformer.launch import COLUMNS, JOINS, SQUARE, STRIP
@@ -18,12 +16,7 @@ MATRICES = ((0, 5), (4, 0), (1, 1), (3, 7), (16, 128), (129, 130), (300, 48))
 """Rows and columns of test matrices."""
 
 # Relative to the largest element of a sum of 300 numbers, each rounded once.
-TOLERANCES = {
-    torch.float64: Tolerance(1e-12, 1e-12),
-    torch.float32: Tolerance(1e-5, 1e-5),
-    torch.float16: Tolerance(4e-3, 4e-3),
-    torch.bfloat16: Tolerance(3e-2, 3e-2),
-}
+TOLERANCES = tolerances(float64=(1e-12, 1e-12), float32=(1e-5, 1e-5), float16=(4e-3, 4e-3), bfloat16=(3e-2, 3e-2))
 
 
 def _columns(kind: str) -> Compilation:
