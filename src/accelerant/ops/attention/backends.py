@@ -106,10 +106,9 @@ def _refuses_cudnn(case: Case) -> str | None:
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
-    found = aten._scaled_dot_product_cudnn_attention(
+    o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         _aligned(q), _aligned(k), _aligned(v), None, True, 0.0, causal, False, scale=scale
     )
-    o, lse = found[0], found[1]
     _cudnn_lse_dims["cudnn"] = lse.dim()
     return with_layout_of(q, o), lse.reshape(lse.shape[:3])
 
@@ -154,10 +153,10 @@ def _flash_windows(causal: bool, window: int) -> dict[str, int | None]:
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
     rows = [_aligned(x).transpose(1, 2) for x in (q, k, v)]
-    found = aten._flash_attention_forward(
+    o, lse, *_ = aten._flash_attention_forward(
         *rows, None, None, q.shape[2], k.shape[2], 0.0, causal, False, scale=scale, **_flash_windows(causal, window)
     )
-    return with_layout_of(q, found[0].transpose(1, 2)), found[1].reshape(q.shape[:3])
+    return with_layout_of(q, o.transpose(1, 2)), lse.reshape(q.shape[:3])
 
 
 def _flash_backward(
@@ -297,9 +296,9 @@ def _efficient_forward(
 ) -> tuple[Tensor, Tensor]:
     folds = _folds(q, k, v)
     inputs = [_heads_as_batches(x) if folds else _aligned(x) for x in (q, k, v)]
-    found = aten._scaled_dot_product_efficient_attention(*inputs, None, True, 0.0, causal, scale=scale)
-    lse = found[1][:, :, : q.shape[2]].reshape(q.shape[:3]).contiguous()
-    return (found[0].reshape(q.shape) if folds else with_layout_of(q, found[0])), lse
+    o, lse, *_ = aten._scaled_dot_product_efficient_attention(*inputs, None, True, 0.0, causal, scale=scale)
+    lse = lse[:, :, : q.shape[2]].reshape(q.shape[:3]).contiguous()
+    return (o.reshape(q.shape) if folds else with_layout_of(q, o)), lse
 
 
 def _efficient_backward(

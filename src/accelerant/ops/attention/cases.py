@@ -130,9 +130,9 @@ def compilation(
 
 # The first of each kernel is compiled for every target, so it fits in the smallest shared memory.
 KERNELS = tuple(
-    each
+    compiled
     for kernel in _TENSORS
-    for each in (
+    for compiled in (
         compilation(kernel, "*fp16", 64, (7, 5)),
         compilation(kernel, "*bf16", 64, (9, 0)),
         compilation(kernel, "*bf16", 128, (9, 0), causal=False, window=64, packed=True),

@@ -299,11 +299,11 @@ def _fake(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     low = getattr(torch, dtype)
     exact = torch.float64 if low == torch.float64 else torch.float32
-    made = reduction != "none"
+    eager = reduction != "none"
     return (
         hidden.new_empty(targets.shape if reduction == "none" else (), dtype=torch.float32 if wide else low),
-        hidden.new_empty(hidden.shape if made and gradient_hidden else (0,), dtype=low),
-        hidden.new_empty(weight.shape if made and gradient_weight else (0,), dtype=exact),
+        hidden.new_empty(hidden.shape if eager and gradient_hidden else (0,), dtype=low),
+        hidden.new_empty(weight.shape if eager and gradient_weight else (0,), dtype=exact),
     )
 
 

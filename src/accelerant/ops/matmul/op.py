@@ -91,8 +91,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     elif torch.is_grad_enabled() and (a.requires_grad or b.requires_grad) and not a.is_cpu:
         y = _apply(a, b)
     else:  # on a CPU with torch's own autograd
-        found = _cpu.run(matmul_op, _case(a, b), (a, b))
-        y = _product(a, b) if found is NotImplemented else found
+        result = _cpu.run(matmul_op, _case(a, b), (a, b))
+        y = _product(a, b) if result is NotImplemented else result
     return y
 
 
