@@ -53,13 +53,11 @@ def _pairs(S: int, Skv: int, options: tuple[str, ...]) -> int:
     """Return the number of visible (query, key) pairs, ignoring that a window is shorter at the ends."""
     causal = "causal" in options
     window = next((int(option.removeprefix("window ")) for option in options if option.startswith("window")), None)
-    seen = S * Skv
+    pairs = S * Skv
     if causal:
-        later = min(S, Skv)
-        seen = later * (later + 1) // 2 + later * (Skv - later)
-    if window is not None:
-        seen = min(seen, S * (window + 1 if causal else Skv))
-    return seen
+        last = min(S, Skv)
+        pairs = last * (last + 1) // 2 + last * (Skv - last)
+    return pairs if window is None else min(pairs, S * (window + 1 if causal else Skv))
 
 
 def _cost(case: Case, *, products: int, tensors: int) -> Cost:
@@ -102,18 +100,12 @@ attention_bwd = Operation(
 
 
 def _torchs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, window: int | None = None,
     return_lse: bool = False,
-) -> Tensor:
-    """By torch's function, with each head as a batch of its own if they are contiguous: so its result is, too.
+) -> Tensor:  # fmt: skip
+    """Compute attention by torch's CPU function, with contiguous heads folded into the batch for a contiguous result.
 
-    Not by scaled_dot_product_attention, which follows torch's choice of a backend: so do results and their layout.
+    scaled_dot_product_attention is not used, since its choice of a backend changes results and their layout.
     """
     (B, H, S, D), keys = q.shape, k.shape[2]
     causal = bool(causal) and S != 1
@@ -124,21 +116,15 @@ def _torchs(
 
 
 def _is_torchs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: int | None = None,
-    return_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: int | None = None, return_lse: bool = False,
     **_: Any,
-) -> bool:
+) -> bool:  # fmt: skip
     """Return whether torch's function gives the same: equal numbers of heads, in a layout that torch preserves."""
     contiguous = all(x.is_contiguous() for x in (q, k, v))
-    turned = all(x.transpose(1, 2).is_contiguous() for x in (q, k, v))
-    place = not causal or q.shape[2] in (1, k.shape[2])
-    there = q.numel() > 0 and k.numel() > 0
-    return there and (contiguous or turned) and place and q.shape[1] == k.shape[1] and window is None and not return_lse
+    heads_last = all(x.transpose(1, 2).is_contiguous() for x in (q, k, v))
+    same_mask = window is None and (not causal or q.shape[2] in (1, k.shape[2]))
+    nonempty = q.numel() > 0 and k.numel() > 0
+    return nonempty and (contiguous or heads_last) and same_mask and q.shape[1] == k.shape[1] and not return_lse
 
 
 _cpu = CpuFastPath(_torchs, serves=_is_torchs, by_gradient=True, any_layout=True)
@@ -146,15 +132,9 @@ _cpu = CpuFastPath(_torchs, serves=_is_torchs, by_gradient=True, any_layout=True
 
 @_cpu
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, window: int | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Compute softmax attention: for each query the mean of the values, weighted by softmax of the scaled scores.
 
     s[i, j] = scale q[i] . k[j]        o[i] = sum_j exp(s[i, j]) v[j] / sum_j exp(s[i, j]),  j over the visible keys

@@ -94,26 +94,16 @@ conv2d_bwd = Operation(
 
 
 def _torchs(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     groups: int = 1,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
 
 def _is_torchs(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     groups: int = 1,
-) -> bool:
+) -> bool:  # fmt: skip
     """Return whether both sides are padded equally; torch warns if not."""
     return padding != "same" or all(total % 2 == 0 for total in _padding(weight, pair("dilation", dilation, 1)))
 

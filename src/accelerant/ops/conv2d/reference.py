@@ -16,15 +16,9 @@ def _two(value: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def conv2d_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] | str = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
     """Return for each output channel the sum of products of the weight and each window of x."""
     if x.dim() == 3:
         whole = conv2d_reference(

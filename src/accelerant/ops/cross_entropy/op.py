@@ -63,14 +63,9 @@ cross_entropy_bwd = Operation(
 
 
 def _torchs(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
+    logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "mean",
     inplace_backward: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return functional.cross_entropy(
         logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
     )

@@ -9,14 +9,9 @@ __all__ = ["cross_entropy_reference"]
 
 
 def cross_entropy_reference(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
+    logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "mean",
     inplace_backward: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return log sum exp of each row minus its expected logit under the smoothed class distribution."""
     rows = logits.reshape(-1, logits.shape[-1])
     classes = targets.reshape(-1).long()

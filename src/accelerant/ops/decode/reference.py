@@ -10,15 +10,9 @@ __all__ = ["linear_reference", "rope_reference"]
 
 
 def linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
-    residual: Tensor | None = None,
-    gated: bool = False,
-) -> Tensor:
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, *, norm: Tensor | None = None, eps: float = 1e-6,
+    residual: Tensor | None = None, gated: bool = False,
+) -> Tensor:  # fmt: skip
     """Return the result of accelerant.ops.decode.op.linear."""
     h = x if norm is None else x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * norm
     z = h @ weight.to(h.dtype).T

@@ -10,14 +10,9 @@ __all__ = ["linear_cross_entropy_reference"]
 
 
 def linear_cross_entropy_reference(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
     reduction: str = "mean",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the cross entropy of all logits, materialised."""
     return cross_entropy_reference(
         hidden @ weight.T, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction

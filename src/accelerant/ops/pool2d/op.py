@@ -36,14 +36,9 @@ def _is_batch(x: Tensor, *args: Any, **options: Any) -> bool:
 
 
 def _torchs_max(
-    x: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
+    x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
     return_indices: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     run = _aten.max_pool2d_with_indices if return_indices else torch.max_pool2d
     return run(x, kernel_size, kernel_size if stride is None else stride, padding, dilation, ceil_mode)
 
