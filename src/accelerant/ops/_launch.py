@@ -6,12 +6,14 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.runtime.compilation.triton import TritonKernel
-from accelerant.runtime.dispatch import Case, Cost
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "multiprocessors",
     "next_power_of_2",
     "split_rows",
+    "triton_operation",
     "whole_rows",
 ]
 
@@ -235,3 +238,22 @@ def launch_map_backward(
         fixed = {**(constants or {}), "BLOCK": plan.block, "EVICTION": eviction(saved, 3)}
         kernel.launch(plan.grid(n), (dy, saved, dx, n), fixed, num_warps=plan.num_warps)
     return dx
+
+
+def triton_operation(
+    name: str, kernel: Callable[..., Any], torch_function: Callable[..., Any], *, cost: Callable[[Case], Cost],
+    refuses: Callable[[Case], str | None] = refuses_triton_kernel, mutates: bool = False, differentiable: bool = False,
+) -> Operation:  # fmt: skip
+    """Return an Operation of a Triton kernel and torch's functions.
+
+    Args:
+        name: of the Operation.
+        kernel, torch_function: the implementations, called with the Operation's arguments after the Case.
+        cost: of a case.
+        refuses: the kernel's refusals.
+        mutates: whether both change their arguments.
+        differentiable: whether torch_function is, see Implementation.
+    """
+    own = Implementation("triton", kernel, refuses=refuses, own=True, mutates=mutates)
+    library = Implementation("torch", torch_function, mutates=mutates, differentiable=differentiable)
+    return Operation(name, (own, library), cost=cost)

@@ -1,7 +1,5 @@
 """Attention: dense sequences, and packed ones of several lengths."""
 
-from __future__ import annotations
-
 from accelerant.ops.attention.op import attention
 from accelerant.ops.attention.varlen import attention_varlen
 

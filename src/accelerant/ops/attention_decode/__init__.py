@@ -1,7 +1,5 @@
 """Attention of new queries to a cache of keys and values."""
 
-from __future__ import annotations
-
 from accelerant.ops.attention_decode.op import attention_decode
 
 __all__ = ["attention_decode"]

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import below_autograd, define, is_plain, name_of
 from accelerant.ops.attention.backends import TORCH
 from accelerant.ops.attention.composite import attend
 from accelerant.ops.attention.op import check_heads, checked, refuses_triton_kernels
 from accelerant.ops.attention_decode.launch import launch_forward
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch import Case, Cost
 
 __all__ = ["attention_decode", "attention_decode_fwd"]
 
@@ -32,13 +33,8 @@ def _cost(case: Case) -> Cost:
     return Cost((2 * B * Hkv * T * D + 2 * B * Hq * Sq * D) * case.dtype.itemsize, 4 * B * Hq * Sq * T * D)
 
 
-attention_decode_fwd = Operation(
-    "attention_decode_fwd",
-    (
-        Implementation("triton", launch_forward, refuses=refuses_triton_kernels, own=True),
-        Implementation("torch", _torch_forward),
-    ),
-    cost=_cost,
+attention_decode_fwd = triton_operation(
+    "attention_decode_fwd", launch_forward, _torch_forward, cost=_cost, refuses=refuses_triton_kernels
 )
 
 

@@ -1,7 +1,5 @@
 """Convolution of images by torch's libraries, counted in the ledger."""
 
-from __future__ import annotations
-
 from accelerant.ops.conv2d.op import conv2d
 
 __all__ = ["conv2d"]

@@ -1,6 +1,4 @@
-"""Cross entropy of logits against classes."""
-
-from __future__ import annotations
+"""Cross entropy of logits and class indices."""
 
 from accelerant.ops.cross_entropy.op import cross_entropy
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import autocast_dtype, is_plain, name_of
 from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
 from accelerant.ops.cross_entropy import hopper
@@ -49,14 +50,7 @@ cross_entropy_fwd_inplace = Operation(
     tuple(Implementation(impl.name, impl.run, impl.refuses, impl.own, mutates=True) for impl in _FORWARD),
     cost=_cost,
 )
-cross_entropy_bwd = Operation(
-    "cross_entropy_bwd",
-    (
-        Implementation("triton", launch_backward, refuses=refuses_triton_kernel, own=True, mutates=True),
-        Implementation("torch", torch_backward, mutates=True),
-    ),
-    cost=_cost,
-)
+cross_entropy_bwd = triton_operation("cross_entropy_bwd", launch_backward, torch_backward, cost=_cost, mutates=True)
 
 
 # --- the public function ---------------------------------------------------------------------------------------------

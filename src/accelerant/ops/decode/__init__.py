@@ -1,1 +1,1 @@
-"""The steps of a decoder layer for one new token of a sequence: nn's models call them, no public name does."""
+"""Steps of a decoder layer for one new token of each sequence, called by nn's models; no public function."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import name_of
 from accelerant.ops._refusals import FLOATING, refuses_triton_kernel
 from accelerant.ops.decode.launch import WORDS_MIN_BYTES, launch_linear, launch_rope, launch_words
@@ -92,13 +93,8 @@ decode_linear = Operation(
     ),
     cost=_linear_cost,
 )
-decode_rope = Operation(
-    "decode_rope",
-    (
-        Implementation("triton", launch_rope, refuses=_refuses_rope, own=True, mutates=True),
-        Implementation("torch", _torch_rope, mutates=True),
-    ),
-    cost=_rope_cost,
+decode_rope = triton_operation(
+    "decode_rope", launch_rope, _torch_rope, cost=_rope_cost, refuses=_refuses_rope, mutates=True
 )
 
 

@@ -1,7 +1,5 @@
 """Dropout whose mask is a function of a seed and the element's index."""
 
-from __future__ import annotations
-
 from accelerant.ops.dropout.op import dropout
 
 __all__ = ["dropout"]

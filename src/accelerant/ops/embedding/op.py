@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import is_plain, name_of
 from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
 from accelerant.ops.embedding.launch import launch_backward_atomic, launch_backward_sorted, launch_forward
@@ -165,14 +166,7 @@ def _backward_cost(case: Case) -> Cost:
     return Cost(indices + (elements + table) * case.dtype.itemsize, elements)
 
 
-_fwd = Operation(
-    "embedding_fwd",
-    (
-        Implementation("triton", launch_forward, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _torch_forward, differentiable=True),
-    ),
-    cost=_forward_cost,
-)
+_fwd = triton_operation("embedding_fwd", launch_forward, _torch_forward, cost=_forward_cost, differentiable=True)
 _bwd = Operation(
     "embedding_bwd",
     (

@@ -11,13 +11,14 @@ from torch.nn import functional
 
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import autocast_dtype, name_of
-from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
+from accelerant.ops._refusals import check_dtype
 from accelerant.ops.cross_entropy import launch
 from accelerant.ops.cross_entropy.op import check_loss, check_targets
 from accelerant.ops.cross_entropy.torch_ops import torch_composite
 from accelerant.ops.linear_cross_entropy.chunks import run_torch, run_triton
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch import Case, Cost
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_bwd", "linear_cross_entropy_fwd"]
 
@@ -122,21 +123,11 @@ def _cost(case: Case) -> Cost:
 
 
 _own, _library = _Chunked(own=True), _Chunked(own=False)
-linear_cross_entropy_fwd = Operation(
-    "linear_cross_entropy_fwd",
-    (
-        Implementation("triton", _own.forward, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _library.forward, differentiable=True),
-    ),
-    cost=_cost,
+linear_cross_entropy_fwd = triton_operation(
+    "linear_cross_entropy_fwd", _own.forward, _library.forward, cost=_cost, differentiable=True
 )
-linear_cross_entropy_bwd = Operation(
-    "linear_cross_entropy_bwd",
-    (
-        Implementation("triton", _own.backward, refuses=refuses_triton_kernel, own=True, mutates=True),
-        Implementation("torch", _library.backward, mutates=True),
-    ),
-    cost=_cost,
+linear_cross_entropy_bwd = triton_operation(
+    "linear_cross_entropy_bwd", _own.backward, _library.backward, cost=_cost, mutates=True
 )
 
 
@@ -278,8 +269,11 @@ def _finish_gradient(dy: Tensor, ahead: tuple[Tensor, ...], *options: Any) -> Se
     return _run_backward(dy, hidden, weight, targets, dhidden, dweight, options, owned=True)
 
 
-def _backward(dy: Tensor, *saved_and_options: Any) -> Sequence[Tensor | None]:
-    return _run_backward(dy, *saved_and_options[:5], saved_and_options[5:])
+def _backward(
+    dy: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, dhidden: Tensor | None, dweight: Tensor | None,
+    *options: Any,
+) -> Sequence[Tensor | None]:  # fmt: skip
+    return _run_backward(dy, hidden, weight, targets, dhidden, dweight, options)
 
 
 def _run_backward(

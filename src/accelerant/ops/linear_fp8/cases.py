@@ -25,7 +25,10 @@ def _rows(kind: str, N: int, *, factor: bool) -> Compilation:
     plan = row_plan(N)
     types = {"x_ptr": kind, "q_ptr": "*u8", "scale_ptr": "*fp32", **_ints("M", "N", "stride")}
     fixed: dict[str, object] = {**constants(plan, N)}
-    (types if factor else fixed)["factor_ptr"] = "*fp32" if factor else None
+    if factor:
+        types["factor_ptr"] = "*fp32"
+    else:
+        fixed["factor_ptr"] = None
     return Compilation(_KERNELS["rows"], types, fixed, plan.num_warps)
 
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError
+from accelerant.ops._launch import triton_operation
 from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.ops.linear_fp8 import launch, reference
 from accelerant.ops.transformer.launch import launch_join
@@ -175,28 +176,23 @@ def _access_cost(accesses: int) -> Callable[[Case], Cost]:
     return cost
 
 
-def _operation(
-    name: str, kernel: Callable[..., Any], plain: Callable[..., Any], accesses: int, *, mutates: bool = False
-) -> Operation:
-    return Operation(
-        name,
-        (
-            Implementation("triton", kernel, refuses=_refuses_kernels, own=True, mutates=mutates),
-            Implementation("torch", plain, mutates=mutates),
-        ),
-        cost=_access_cost(accesses),
-    )
-
-
 def _product_cost(case: Case) -> Cost:
     M, N, K = case.shape
     return Cost(M * K + K * N + M * N * case.dtype.itemsize, 2 * M * N * K)
 
 
-_rows = _operation("fp8_rows", launch.launch_rows, reference.rows_reference, 1)
-_gelu = _operation("fp8_gelu", launch.launch_gelu, reference.gelu_reference, 1)
-_dgelu = _operation("fp8_dgelu", launch.launch_dgelu, reference.dgelu_reference, 4)
-_weight = _operation("fp8_weight", _fill, _fill_reference, 1, mutates=True)
+_rows = triton_operation(
+    "fp8_rows", launch.launch_rows, reference.rows_reference, cost=_access_cost(1), refuses=_refuses_kernels
+)
+_gelu = triton_operation(
+    "fp8_gelu", launch.launch_gelu, reference.gelu_reference, cost=_access_cost(1), refuses=_refuses_kernels
+)
+_dgelu = triton_operation(
+    "fp8_dgelu", launch.launch_dgelu, reference.dgelu_reference, cost=_access_cost(4), refuses=_refuses_kernels
+)
+_weight = triton_operation(
+    "fp8_weight", _fill, _fill_reference, cost=_access_cost(1), refuses=_refuses_kernels, mutates=True
+)
 _product = Operation(
     "linear_fp8",
     (

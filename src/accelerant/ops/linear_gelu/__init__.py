@@ -1,7 +1,5 @@
 """Fused linear layer and gelu."""
 
-from __future__ import annotations
-
 from accelerant.ops.linear_gelu.op import linear_gelu
 
 __all__ = ["linear_gelu"]

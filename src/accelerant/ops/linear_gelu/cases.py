@@ -55,7 +55,10 @@ TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(1e-5, 1e-5), float16=(4
 def _forward(plan: GeluTilePlan, kind: str = "*bf16", *, tanh: bool = True, keep: bool = False) -> Compilation:
     types = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "y_ptr"), kind) | dict.fromkeys("MNK", "i32")
     fixed: dict[str, object] = {**plan.constants(plan.block_k, tanh=tanh, upcast=False)}
-    (types if keep else fixed)["z_ptr"] = kind if keep else None
+    if keep:
+        types["z_ptr"] = kind
+    else:
+        fixed["z_ptr"] = None
     kernel = _KERNELS["fwd_persistent" if plan.persistent else "fwd"]
     return Compilation(kernel, types, fixed, plan.num_warps, plan.stages)
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._hopper.launch import refuses_product
+from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import autocast_dtype, cast_for_autocast, name_of
 from accelerant.ops._refusals import check_dtype, check_matches, refuses_triton_kernel
 from accelerant.ops.linear_gelu.hopper import launch_hopper
@@ -137,14 +138,7 @@ linear_gelu_fwd = Operation(
     ),
     cost=_forward_cost,
 )
-linear_gelu_bwd = Operation(
-    "linear_gelu_bwd",
-    (
-        Implementation("triton", _triton_backward, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _torch_backward),
-    ),
-    cost=_backward_cost,
-)
+linear_gelu_bwd = triton_operation("linear_gelu_bwd", _triton_backward, _torch_backward, cost=_backward_cost)
 
 
 # --- the public function ---------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def _finish(
 
 @triton.jit
 def _halves(acc, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
-    """The left and the right columns of a tile."""
+    """Return the left and the right columns of a tile."""
     return tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
 
 

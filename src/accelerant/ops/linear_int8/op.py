@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import DifferentiableOp
+from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
 from accelerant.ops.linear_int8 import hopper
@@ -223,13 +224,8 @@ _fwd = Operation(
     ),
     cost=_forward_cost,
 )
-_bwd = Operation(
-    "linear_int8_bwd",
-    (
-        Implementation("triton", _triton_backward, refuses=_refuses_backward, own=True),
-        Implementation("torch", _library_backward),
-    ),
-    cost=_backward_cost,
+_bwd = triton_operation(
+    "linear_int8_bwd", _triton_backward, _library_backward, cost=_backward_cost, refuses=_refuses_backward
 )
 
 

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from accelerant.ops._launch import triton_operation
 from accelerant.ops._refusals import refuses_float64
 from accelerant.ops.multi_tensor import launch
 from accelerant.ops.multi_tensor.launch import AdamWGroup, SGDGroup, Update
 from accelerant.ops.multi_tensor.tables import Bucket, Table, Tensors, Workspace, check
 from accelerant.ops.multi_tensor.torch_steps import torch_adamw, torch_clip, torch_norm, torch_sgd
 from accelerant.runtime.compilation.triton import refuses_triton
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch import Case, Cost
 
 __all__ = [
     "AdamWGroup", "SGDGroup", "Tensors", "Update", "Workspace", "adamw_step", "case_of", "check", "clip_step",
@@ -66,37 +67,24 @@ def _triton_clip(grads: Sequence[Tensor], table: Table, scale: Tensor) -> None:
     launch.launch_clip(table, scale)
 
 
-adamw_step = Operation(
-    "adamw_step",
-    (
-        Implementation("triton", launch.launch_adamw, refuses=_refuses, own=True, mutates=True),
-        Implementation("torch", torch_adamw, mutates=True),
-    ),
-    cost=_update_cost,
+adamw_step = triton_operation(
+    "adamw_step", launch.launch_adamw, torch_adamw, cost=_update_cost, refuses=_refuses, mutates=True
 )
-sgd_step = Operation(
-    "sgd_step",
-    (
-        Implementation("triton", launch.launch_sgd, refuses=_refuses, own=True, mutates=True),
-        Implementation("torch", torch_sgd, mutates=True),
-    ),
-    cost=_update_cost,
-)
-global_norm = Operation(
+sgd_step = triton_operation("sgd_step", launch.launch_sgd, torch_sgd, cost=_update_cost, refuses=_refuses, mutates=True)
+global_norm = triton_operation(
     "global_norm",
-    (
-        Implementation("triton", _triton_norm, refuses=_refuses, own=True),
-        Implementation("torch", lambda grads, table, max_norm: torch_norm(grads, max_norm)),
-    ),
+    _triton_norm,
+    lambda grads, table, max_norm: torch_norm(grads, max_norm),
     cost=lambda case: _gradients_cost(case, 1),
+    refuses=_refuses,
 )
-clip_step = Operation(
+clip_step = triton_operation(
     "clip_step",
-    (
-        Implementation("triton", _triton_clip, refuses=_refuses, own=True, mutates=True),
-        Implementation("torch", lambda grads, table, scale: torch_clip(grads, scale), mutates=True),
-    ),
+    _triton_clip,
+    lambda grads, table, scale: torch_clip(grads, scale),
     cost=lambda case: _gradients_cost(case, 2),
+    refuses=_refuses,
+    mutates=True,
 )
 
 

@@ -203,7 +203,7 @@ class Table:
         for index in range(len(tensors.grads)):
             members.setdefault(_classify(tensors, index), []).append(index)
         buckets = [
-            (Bucket(*kind, len(indices), sum(self.numels[i] for i in indices)), tuple(indices))
+            (Bucket._make((*kind, len(indices), sum(self.numels[i] for i in indices))), tuple(indices))
             for kind, indices in members.items()
         ]
         buckets.sort(key=lambda pair: -pair[0].elements)

@@ -1,6 +1,4 @@
-"""Pooling of images, by torch's libraries, with the ledger."""
-
-from __future__ import annotations
+"""Pooling of images."""
 
 from accelerant.ops.pool2d.op import avg_pool2d, max_pool2d
 

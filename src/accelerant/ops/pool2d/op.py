@@ -12,6 +12,7 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._launch import triton_operation
 from accelerant.ops._refusals import check_dtype, refuses_float64
 from accelerant.ops._windows import Pair, as_images, output_sizes, pair
 from accelerant.ops.pool2d.launch import Window, launch_backward, launch_forward, layout_of
@@ -293,13 +294,8 @@ def _triton_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
     return launch_backward(dy, x, _max_window(*window), positions)
 
 
-max_pool2d_fwd = Operation(
-    "max_pool2d_fwd",
-    (
-        Implementation("triton", _triton_max, refuses=_refuses_max, own=True),
-        Implementation("torch", _torch_max, differentiable=True),
-    ),
-    cost=_cost,
+max_pool2d_fwd = triton_operation(
+    "max_pool2d_fwd", _triton_max, _torch_max, cost=_cost, refuses=_refuses_max, differentiable=True
 )
 max_pool2d_bwd = Operation(
     "max_pool2d_bwd",
@@ -393,8 +389,8 @@ def _triton_avg(
 
 
 def _triton_avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
-    *window, _, count_include_pad, divisor = settings
-    return launch_backward(dy, x, _average_window(*window, count_include_pad), divisor=divisor)
+    kernel, stride, padding, _, count_include_pad, divisor = settings
+    return launch_backward(dy, x, _average_window(kernel, stride, padding, count_include_pad), divisor=divisor)
 
 
 def _torch_avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
@@ -410,21 +406,11 @@ def _torch_avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
     return dx.contiguous(memory_format=layout_of(x))
 
 
-avg_pool2d_fwd = Operation(
-    "avg_pool2d_fwd",
-    (
-        Implementation("triton", _triton_avg, refuses=_refuses_avg, own=True),
-        Implementation("torch", _aten.avg_pool2d, differentiable=True),
-    ),
-    cost=_cost,
+avg_pool2d_fwd = triton_operation(
+    "avg_pool2d_fwd", _triton_avg, _aten.avg_pool2d, cost=_cost, refuses=_refuses_avg, differentiable=True
 )
-avg_pool2d_bwd = Operation(
-    "avg_pool2d_bwd",
-    (
-        Implementation("triton", _triton_avg_backward, refuses=_refuses_avg, own=True),
-        Implementation("torch", _torch_avg_backward),
-    ),
-    cost=_cost,
+avg_pool2d_bwd = triton_operation(
+    "avg_pool2d_bwd", _triton_avg_backward, _torch_avg_backward, cost=_cost, refuses=_refuses_avg
 )
 
 

@@ -1,6 +1,4 @@
-"""Rows of numbers as 8-bit integers with a scale each."""
-
-from __future__ import annotations
+"""Quantization to 8-bit integers with a scale per row."""
 
 from accelerant.ops.quantize_int8.op import quantize_int8
 

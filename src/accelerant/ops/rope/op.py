@@ -10,10 +10,11 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import name_of
-from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
+from accelerant.ops._refusals import check_dtype, not_a_tensor
 from accelerant.ops.rope.launch import launch
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch import Case, Cost
 
 __all__ = ["rope"]
 
@@ -223,22 +224,8 @@ def _cost(case: Case) -> Cost:
     return Cost(2 * n * case.dtype.itemsize + batches * S * D * itemsize, 3 * n)
 
 
-_fwd = Operation(
-    "rope_fwd",
-    (
-        Implementation("triton", launch, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _torch_forward, differentiable=True),
-    ),
-    cost=_cost,
-)
-_bwd = Operation(
-    "rope_bwd",
-    (
-        Implementation("triton", _own_backward, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _torch_backward),
-    ),
-    cost=_cost,
-)
+_fwd = triton_operation("rope_fwd", launch, _torch_forward, cost=_cost, differentiable=True)
+_bwd = triton_operation("rope_bwd", _own_backward, _torch_backward, cost=_cost)
 
 
 def _case(x: Tensor, cos: Tensor, interleaved: bool) -> Case:

@@ -44,7 +44,7 @@ BENCHMARKS = (
     Benchmark(_two(8192, 14336), torch.bfloat16),
 )
 
-# One rounding of each result, in units of the largest, about 10 (the interpreter cuts bfloat16 instead of rounding it).
+# One rounding of each result, in units of the largest, about 10 (the interpreter truncates bfloat16).
 TOLERANCES = tolerances(float64=(1e-13, 1e-13), float32=(2e-6, 1e-6), float16=(1e-3, 1e-6), bfloat16=(8e-3, 1e-6))
 # torch rounds in between.
 TORCH_TOLERANCES = {**TOLERANCES, torch.float16: Tolerance(4e-3, 1e-3), torch.bfloat16: Tolerance(3e-2, 8e-3)}

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
-from accelerant.ops._launch import accesses
-from accelerant.ops._refusals import check_dtype, check_matches, refuses_triton_kernel
+from accelerant.ops._launch import accesses, triton_operation
+from accelerant.ops._refusals import check_dtype, check_matches
 from accelerant.ops.swiglu.launch import launch_backward, launch_forward, packed_backward, packed_forward
-from accelerant.runtime.dispatch import Case, Implementation, Operation, case_of
+from accelerant.runtime.dispatch import Case, case_of
 
 __all__ = ["swiglu", "swiglu_bwd", "swiglu_fwd"]
 
@@ -52,22 +52,8 @@ def _torch_backward(dy: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor
     return dx, dup
 
 
-swiglu_fwd = Operation(
-    "swiglu_fwd",
-    (
-        Implementation("triton", _own_forward, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _torch_forward, differentiable=True),
-    ),
-    cost=accesses(3, 5),
-)
-swiglu_bwd = Operation(
-    "swiglu_bwd",
-    (
-        Implementation("triton", _own_backward, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _torch_backward),
-    ),
-    cost=accesses(5, 12),
-)
+swiglu_fwd = triton_operation("swiglu_fwd", _own_forward, _torch_forward, cost=accesses(3, 5), differentiable=True)
+swiglu_bwd = triton_operation("swiglu_bwd", _own_backward, _torch_backward, cost=accesses(5, 12))
 
 
 _cpu = CpuFastPath(lambda gate, up=None: _torch_forward(gate, up))
