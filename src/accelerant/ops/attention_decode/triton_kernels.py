@@ -18,17 +18,7 @@ Bound:  memory: the caches are read once.
 import triton
 import triton.language as tl
 
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _dot(a, b, sums, UPCAST: tl.constexpr):
-    """Return sums + a b; UPCAST: in float32, since no tensor core has the dtype (or the interpreter is wrong)."""
-    if UPCAST:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
-    else:
-        return tl.dot(a, b, sums, input_precision="ieee")
+from accelerant.ops.attention.triton_kernels import _LN2, _LOG2E, _dot
 
 
 @triton.jit
@@ -69,7 +59,7 @@ def attention_decode_fwd(
         inside = columns < end
         k = tl.load(k_ptr + k_at, mask=inside[None, :] & in_width[:, None], other=0.0)
         v = tl.load(v_ptr + v_at, mask=inside[:, None] & in_width[None, :], other=0.0)
-        s = _dot(q, k, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST) * (scale * _LOG2E)
+        s = _dot(q, k, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), "ieee", UPCAST) * (scale * _LOG2E)
         s = tl.where(inside[None, :] & (columns[None, :] <= last[:, None]), s, float("-inf"))
         larger = tl.maximum(peak, tl.max(s, 1))
         shift = tl.where(larger == float("-inf"), 0.0, larger)
@@ -78,7 +68,7 @@ def attention_decode_fwd(
         total = total * shrink + tl.sum(p, 1)
         if not UPCAST:
             p = p.to(v.dtype)
-        sums = _dot(p, v, sums * shrink[:, None], UPCAST)
+        sums = _dot(p, v, sums * shrink[:, None], "ieee", UPCAST)
         peak = larger
         k_ptr += BLOCK_N * k_row
         v_ptr += BLOCK_N * v_row

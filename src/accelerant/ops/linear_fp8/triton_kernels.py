@@ -20,14 +20,9 @@ import triton
 import triton.language as tl
 
 from accelerant.ops.gelu.triton_kernels import _gelu, _gelu_slope
+from accelerant.ops.quantize_int8.triton_kernels import _magnitude
 
 _TINY = tl.constexpr(0x0D800000)  # 2^-100: smaller rows count as 0, so that 1 / s stays finite
-
-
-@triton.jit
-def _magnitude(x):
-    """Return the bits of |x|: integers ordered as the magnitudes, NaN above infinity."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit

@@ -88,15 +88,11 @@ PLANS = {
     ),
     _FLOAT32: (GeluTilePlan(64, 64, 32, 4, 2), GeluTilePlan(128, 64, 32, 4, 2), GeluTilePlan(64, 128, 32, 4, 2)),
     _SMALL: (
-        SMALL_PLAN,
-        GeluTilePlan(128, 128, 32, 4, 3),
-        GeluTilePlan(128, 128, 32, 8, 2),
-        GeluTilePlan(64, 128, 32, 4, 3),
-        GeluTilePlan(128, 64, 32, 4, 3),
-        GeluTilePlan(64, 64, 32, 4, 4),
+        SMALL_PLAN, GeluTilePlan(128, 128, 32, 4, 3), GeluTilePlan(128, 128, 32, 8, 2), GeluTilePlan(64, 128, 32, 4, 3),
+        GeluTilePlan(128, 64, 32, 4, 3), GeluTilePlan(64, 64, 32, 4, 4),
     ),
     _HOPPER: (*HOPPER_PLANS, SMALL_PLAN),
-}
+}  # fmt: skip
 """Candidates of the autotuner by kind; all but Hopper's need at most 64 KiB of shared memory."""
 
 

@@ -79,73 +79,37 @@ class Int8TilePlan:
         }  # fmt: skip
 
 
-STRIP_PLANS = (
-    StripPlan(1, 1, 512, 1, 4),
-    StripPlan(2, 4, 512, 4, 2),
-    StripPlan(1, 4, 512, 4, 4),
-    StripPlan(1, 4, 512, 4, 2),
-    StripPlan(2, 4, 512, 4, 1),
-    StripPlan(4, 4, 512, 4, 1),
-    StripPlan(4, 4, 512, 4, 2),
-    StripPlan(2, 1, 2048, 4, 2),
-    StripPlan(4, 1, 2048, 4, 1),
-    StripPlan(2, 2, 1024, 4, 2),
-    StripPlan(4, 2, 1024, 4, 1),
-    StripPlan(1, 2, 512, 2, 4),
-    StripPlan(2, 2, 512, 2, 2),
-    StripPlan(4, 2, 512, 2, 1),
-    StripPlan(4, 1, 1024, 2, 1),
-    StripPlan(2, 1, 1024, 2, 2),
-    StripPlan(2, 1, 512, 1, 2),
-    StripPlan(4, 1, 512, 1, 1),
-    StripPlan(2, 8, 512, 8, 2),
-    StripPlan(1, 8, 512, 8, 4),
-    StripPlan(1, 4, 512, 4, 1, 4),
-    StripPlan(2, 4, 512, 4, 1, 3),
-    StripPlan(4, 2, 512, 2, 1, 3),
-)
+STRIP_PLANS = tuple(StripPlan(*sizes) for sizes in (
+    (1, 1, 512, 1, 4), (2, 4, 512, 4, 2), (1, 4, 512, 4, 4), (1, 4, 512, 4, 2), (2, 4, 512, 4, 1),
+    (4, 4, 512, 4, 1), (4, 4, 512, 4, 2), (2, 1, 2048, 4, 2), (4, 1, 2048, 4, 1), (2, 2, 1024, 4, 2),
+    (4, 2, 1024, 4, 1), (1, 2, 512, 2, 4), (2, 2, 512, 2, 2), (4, 2, 512, 2, 1), (4, 1, 1024, 2, 1),
+    (2, 1, 1024, 2, 2), (2, 1, 512, 1, 2), (4, 1, 512, 1, 1), (2, 8, 512, 8, 2), (1, 8, 512, 8, 4),
+    (1, 4, 512, 4, 1, 4), (2, 4, 512, 4, 1, 3), (4, 2, 512, 2, 1, 3),
+))  # fmt: skip
 """Candidates for linear_int8_row; the first is the default."""
 
-FEW_PLANS = (
-    Int8TilePlan(16, 32, 256, 4, 4),
-    Int8TilePlan(16, 32, 128, 4, 5),
-    Int8TilePlan(16, 16, 256, 4, 5),
-    Int8TilePlan(16, 64, 128, 4, 5),
-    Int8TilePlan(16, 64, 256, 4, 3),
-    Int8TilePlan(16, 32, 256, 2, 4),
-)
+FEW_PLANS = tuple(Int8TilePlan(*sizes) for sizes in (
+    (16, 32, 256, 4, 4), (16, 32, 128, 4, 5), (16, 16, 256, 4, 5), (16, 64, 128, 4, 5), (16, 64, 256, 4, 3),
+    (16, 32, 256, 2, 4),
+))  # fmt: skip
 """Candidates for 2 to 16 rows: many programs with many bytes in flight in each."""
 
-MATMUL_PLANS = (
-    Int8TilePlan(128, 128, 64, 8, 4),
-    Int8TilePlan(128, 128, 64, 4, 4),
-    Int8TilePlan(256, 128, 64, 8, 3),
-    Int8TilePlan(128, 128, 128, 8, 3),
-    Int8TilePlan(64, 128, 128, 4, 4),
-    Int8TilePlan(64, 64, 128, 4, 4),
-)
+MATMUL_PLANS = tuple(Int8TilePlan(*sizes) for sizes in (
+    (128, 128, 64, 8, 4), (128, 128, 64, 4, 4), (256, 128, 64, 8, 3), (128, 128, 128, 8, 3), (64, 128, 128, 4, 4),
+    (64, 64, 128, 4, 4),
+))  # fmt: skip
 """Candidates for more rows, on Hopper."""
 
-DYNAMIC_PLANS = (
-    Int8TilePlan(128, 256, 128, 8, 4),
-    Int8TilePlan(128, 256, 128, 8, 3),
-    Int8TilePlan(256, 128, 128, 8, 3),
-    Int8TilePlan(128, 256, 64, 8, 4),
-    Int8TilePlan(128, 128, 128, 4, 4),
-    Int8TilePlan(128, 128, 128, 8, 4),
-    Int8TilePlan(64, 128, 128, 4, 4),
-    Int8TilePlan(64, 256, 128, 4, 3),
-)
+DYNAMIC_PLANS = tuple(Int8TilePlan(*sizes) for sizes in (
+    (128, 256, 128, 8, 4), (128, 256, 128, 8, 3), (256, 128, 128, 8, 3), (128, 256, 64, 8, 4),
+    (128, 128, 128, 4, 4), (128, 128, 128, 8, 4), (64, 128, 128, 4, 4), (64, 256, 128, 4, 3),
+))  # fmt: skip
 """Candidates for integer products, on Hopper."""
 
-FEW_BACKWARD_PLANS = (
-    Int8TilePlan(16, 64, 256, 4, 3),
-    Int8TilePlan(16, 64, 128, 4, 4),
-    Int8TilePlan(16, 32, 256, 4, 4),
-    Int8TilePlan(16, 128, 128, 4, 3),
-    Int8TilePlan(16, 32, 128, 4, 5),
-    Int8TilePlan(16, 64, 64, 2, 4),
-)
+FEW_BACKWARD_PLANS = tuple(Int8TilePlan(*sizes) for sizes in (
+    (16, 64, 256, 4, 3), (16, 64, 128, 4, 4), (16, 32, 256, 4, 4), (16, 128, 128, 4, 3), (16, 32, 128, 4, 5),
+    (16, 64, 64, 2, 4),
+))  # fmt: skip
 """Candidates for the gradient of up to 16 rows, with the sum split in parts. H200, 8192 x 8192, one row, bfloat16: the
 first took 0.033 ms with 8 parts, 0.036 with 16, 0.038 with 4, 0.145 with 1; torch's product with a dequantized weight
 0.044."""
