@@ -100,7 +100,7 @@ def close(y, x, weight, scale, bias=None):
 )
 def test_matches_the_reference(plan, N, K, dtype):
     x, weight, scale = drawn(N, K, dtype)
-    close(hopper.launch_hopper(x, weight, scale, None, plan), x, weight, scale)
+    close(hopper.launch_hopper(x, weight, scale, None, plan=plan), x, weight, scale)
 
 
 @pytest.mark.gpu
