@@ -31,6 +31,7 @@ __all__ = [
     "attach",
     "detach",
     "examples_of",
+    "first_sink",
     "is_traced",
     "mark_traced",
     "sink_of",
@@ -132,6 +133,15 @@ class Forming:
         if self.squares is None:
             self.squares = torch.empty(self.examples, dtype=found.dtype, device=found.device)
         self.squares[part] = found
+
+
+def first_sink(parameters: Iterable[Tensor | None]) -> PerExampleSink | None:
+    """Return the first sink among those of the parameters, or None."""
+    for parameter in parameters:
+        sink: PerExampleSink | None = getattr(parameter, _NAME, None)
+        if sink is not None:
+            return sink
+    return None
 
 
 def sink_of(parameter: Tensor | None) -> PerExampleSink | None:

@@ -357,11 +357,14 @@ def _fused_block(
         and all(
             is_bare(drop, nn.Dropout) and not (drop.p and (drop.training or attention.training)) for drop in dropouts
         )
-        and len({layer.bias is None for layer in layers[:-3]}) == 1
+        and (kind is Conv1D or (layers[0].bias is None) == (layers[1].bias is None) == (layers[2].bias is None))
         and x.is_contiguous()
     ):
         return None
-    if not _qualifies(x, [tensor for module in (*norms, *layers) for tensor in (module.weight, module.bias)]):
+    weights: list[Tensor | None] = []
+    for module in (*norms, *layers):
+        weights += (module.weight, module.bias)
+    if not _qualifies(x, weights):
         return None
     if kind is Conv1D:  # stored as (in, out)
         qkv, *others = ((layer.weight.t(), layer.bias) for layer in layers)

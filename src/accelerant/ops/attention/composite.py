@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def with_layout_of(x: Tensor, y: Tensor, empty: Callable[[Tensor], Tensor] = lik
 
 def with_layouts_of(inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the gradients with the strides that torch.empty_like gives for the inputs."""
-    return tuple(with_layout_of(x, dx, torch.empty_like) for x, dx in zip(inputs, gradients, strict=True))
+    return tuple(map(with_layout_of, inputs, gradients, repeat(torch.empty_like)))
 
 
 def attend(

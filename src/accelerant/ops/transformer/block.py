@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from accelerant.ops._per_example import Forming, PerExampleSink, announce, examples_of, sink_of
+from accelerant.ops._per_example import Forming, announce, examples_of, first_sink, sink_of
 from accelerant.ops.linear_fp8 import op as float8
 from accelerant.ops.linear_fp8.op import Float8Weight, flattened, unflattened
 from accelerant.ops.linear_gelu.op import linear_gelu_fwd
@@ -77,19 +78,10 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _sink(params: _Params) -> PerExampleSink | None:
-    """Return the first sink among the parameters' sinks."""
-    for param in params:
-        sink = sink_of(param)
-        if sink is not None:
-            return sink
-    return None
-
-
-def _announce(x: Tensor, params: _Params) -> int:
-    """Announce the parameters to their sink; return the number of examples in x, 0 without a sink."""
-    sink = _sink(params)
-    return 0 if sink is None else announce(sink, x, *params)
+def _announce(x: Tensor, params: _Params) -> int | None:
+    """Announce the parameters to their sink; return the number of examples in x, None without a sink."""
+    sink = first_sink(params)
+    return None if sink is None else announce(sink, x, *params)
 
 
 def _required(params: _Params, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -97,21 +89,22 @@ def _required(params: _Params, needs: Sequence[bool]) -> list[Tensor | None]:
 
 
 def _linear_gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool], examples: int,
-    sums: Tensor | None = None,
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool],
+    examples: int | None, sums: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of a linear layer's weight and bias, in their dtypes; (None, None) if a sink takes them.
 
     Args:
         dy, x: gradient of the layer's result, and its input; rows.
+        examples: number of examples that the sink of the parameters expects; None if they have no sink.
         sums: column sums of dy if they are known, per example if the parameters have a sink; others are ignored.
 
     The weight's gradient has the weight's memory layout, so that a transposed view gets it without a copy.
     """
-    sink = _sink((weight, bias))
+    sink = None if examples is None else first_sink((weight, bias))
     if sums is not None and sums.dim() != (1 if sink is None else 2):
         sums = None  # left by a block of the other kind, a frozen one for example
-    if sink is not None:
+    if sink is not None and examples is not None:
         required_weight, required_bias = _required((weight, bias), needs)
         if required_bias is not None and sums is not None:
             sink.gradients(required_bias, sums)
@@ -120,8 +113,10 @@ def _linear_gradients(
         return None, None
     dweight = dbias = None
     if needs[0]:
-        direct = weight.is_contiguous()
-        dweight = op.linear_dw(dy, x, weight.dtype) if direct else op.linear_dw(x, dy, weight.dtype).t()
+        transposed = not weight.is_contiguous()
+        a, b = (x, dy) if transposed else (dy, x)
+        dweight = torch.mm(a.t(), b) if weight.dtype is x.dtype else op.linear_dw(a, b, weight.dtype)
+        dweight = dweight.t() if transposed else dweight
     if needs[1] and bias is not None:
         dbias = op.column_sums(dy, bias.dtype) if sums is None or sums.dtype != bias.dtype else sums
     return dweight, dbias
@@ -202,12 +197,13 @@ def _mlp_forward(
     options = (approximate, "" if up_bias is None else "bias", "keep" if keep else "")
     case = Case(y.device, y.dtype, (y.shape[0], *up.shape), options)
     a, z = linear_gelu_fwd(case, y, up, up_bias, approximate, keep)
-    return op.linear(a, down, down_bias), z
+    assert isinstance(down, Tensor)  # for the type checker: weights are of one kind
+    return functional.linear(a, down, down_bias), z
 
 
 def _mlp_backward(
-    dm: Tensor, y: Tensor, z: Tensor, weights: Sequence[_Weight], params: _Params, needs: Sequence[bool], examples: int,
-    *, approximate: str = "tanh", sums: Tensor | None = None, add_to: Tensor | None = None,
+    dm: Tensor, y: Tensor, z: Tensor, weights: Sequence[_Weight], params: _Params, needs: Sequence[bool],
+    examples: int | None, *, approximate: str = "tanh", sums: Tensor | None = None, add_to: Tensor | None = None,
 ) -> tuple[Tensor, _Gradients]:  # fmt: skip
     """Return the gradients of the MLP's input and of the weight and bias of up and of down.
 
@@ -220,7 +216,7 @@ def _mlp_backward(
     up, up_bias, down, down_bias = params
     assert up is not None and down is not None  # noqa: PT018  for the type checker
     bias_dtype = up_bias.dtype if up_bias is not None and needs[1] else None
-    per_example = _sink((up, up_bias)) is not None
+    per_example = examples is not None and first_sink((up, up_bias)) is not None
     up_weight, down_weight = weights
     rounded: float8.Rounded | None = None
     if isinstance(up_weight, Float8Weight) and isinstance(down_weight, Float8Weight):
@@ -235,13 +231,11 @@ def _mlp_backward(
     if isinstance(up_weight, Float8Weight) and rounded is not None:
         dy = float8.rounded_dx(rounded, up_weight, dz.dtype)
         return dy if add_to is None else add_to.add_(dy), gradients
-    return _add_linear_dx(add_to, dz, up_weight), gradients
+    return op.linear_dx(dz, up_weight) if add_to is None else _add_linear_dx(add_to, dz, up_weight), gradients
 
 
-def _add_linear_dx(total: Tensor | None, dy: Tensor, weight: _Weight) -> Tensor:
-    """Return dy weight, added in place to `total` in the product's epilogue if that is given."""
-    if total is None:
-        return op.linear_dx(dy, weight)
+def _add_linear_dx(total: Tensor, dy: Tensor, weight: _Weight) -> Tensor:
+    """Add dy weight to `total` in place, in the product's epilogue."""
     return total.add_(op.linear_dx(dy, weight)) if isinstance(weight, Float8Weight) else total.addmm_(dy, weight)
 
 
@@ -278,7 +272,8 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, qkv: Tensor) -> Tensor:
         o, lse = packed.attend(qkv)
         ctx.save_for_backward(qkv, o, lse)
-        return _joined_heads(o)
+        B, H, T, D = o.shape
+        return o.transpose(1, 2).reshape(B, T, H * D)  # a view if the memory of o is (B, T, H, D)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
@@ -288,12 +283,6 @@ class Attention(torch.autograd.Function):
             assert dqkv is not None  # for the type checker: it was requested
             return dqkv
         return packed.attend_backward(_split_heads(dy, qkv), qkv, o, lse)
-
-
-def _joined_heads(o: Tensor) -> Tensor:
-    """Return (B, H, T, D) as (B, T, H D), a view if its memory is (B, T, H, D)."""
-    B, H, T, D = o.shape
-    return o.transpose(1, 2).reshape(B, T, H * D)
 
 
 def _split_heads(do: Tensor, qkv: Tensor) -> Tensor:
@@ -335,15 +324,16 @@ class Block(torch.autograd.Function):
             s1 = x
         else:
             y1, s1, t1 = _add_layer_norm.forward(x, residual, n1, c1, spec.eps[0])
-        qkv = op.linear(_rows(y1), qkv_weight, qkv_bias).view(B, T, 3, spec.heads, W // spec.heads)
+        linear = functional.linear if isinstance(qkv_weight, Tensor) else op.linear
+        qkv = linear(y1.reshape(-1, W), qkv_weight, qkv_bias).view(B, T, 3, spec.heads, W // spec.heads)
         o, lse = packed.attend(qkv, spec.causal, spec.window, spec.scale)
-        p = op.linear(_rows(_joined_heads(o)), projection, projection_bias).view(B, T, W)
+        p = linear(o.transpose(1, 2).reshape(-1, W), projection, projection_bias).view(B, T, W)
         if spec.post_norm:
             y2, s1, t1 = _add_layer_norm.forward(p, x, n1, c1, spec.eps[0])
         else:
             y2, s2, t2 = _add_layer_norm.forward(p, s1, n2, c2, spec.eps[1])
         keep = any(ctx.needs_input_grad)
-        m, z = _mlp_forward(_rows(y2), up, up_bias, down, down_bias, spec.approximate, keep)
+        m, z = _mlp_forward(y2.reshape(-1, W), up, up_bias, down, down_bias, spec.approximate, keep)
         y, s = m.view(B, T, W), None
         if spec.post_norm:
             y, s2, t2 = _add_layer_norm.forward(y, y2, n2, c2, spec.eps[1])
@@ -351,7 +341,7 @@ class Block(torch.autograd.Function):
             y = y.add_(s2)
         else:
             s = s2
-        weights = flattened(casts[::2])
+        weights = flattened(casts[::2]) if casts else ()
         ctx.save_for_backward(s1, t1, y1, qkv, o, lse, s2, t2, y2, z, *params, *weights)
         ctx.examples = _announce(x, params)
         ctx.spec, ctx.single, ctx.before, ctx.after = spec, residual is None, before, after
@@ -366,6 +356,7 @@ class Block(torch.autograd.Function):
         needs = ctx.needs_input_grad[5:17]
         norm_1, norm_2, mlp_params = params[:2], params[6:8], params[8:]
         absent = (None,) * (len(ctx.needs_input_grad) - 17)
+        W = s1.shape[-1]
         dy = torch.zeros_like(s2) if dy is None else dy
         if torch.is_grad_enabled():
             _refuse_float8(weights[0])
@@ -388,11 +379,11 @@ class Block(torch.autograd.Function):
             )
             dy = g2
             # A sink keeps the gradients that it gets until the pass is over.
-            add_to = _rows(g2) if _sink(params) is None else _rows(g2).clone()
+            add_to = g2.reshape(-1, W) if examples is None else g2.reshape(-1, W).clone()
         elif spec.joined:
             ds = dy = dy.contiguous()
         dy2, mlp = _mlp_backward(
-            _rows(dy), _rows(y2), z, weights[2:], mlp_params, needs[8:], examples,
+            dy.reshape(-1, W), y2.reshape(-1, W), z, weights[2:], mlp_params, needs[8:], examples,
             approximate=spec.approximate, sums=sums, add_to=add_to,
         )  # fmt: skip
         last = params[5] if needs[5] else None
@@ -404,18 +395,19 @@ class Block(torch.autograd.Function):
             g, dn2, dc2, sums = _norm_gradients(
                 dy2.view_as(s2), ds, s2, norm_2, t2, spec.eps[1], needs[6:8], last, examples
             )
-        rows = _rows(g)
-        dprojection = _linear_gradients(rows, _rows(_joined_heads(o)), params[4], params[5], needs[4:6], examples, sums)
-        do = _split_heads(op.linear_dx(rows, weights[1]), qkv)
+        linear_dx = torch.mm if isinstance(weights[0], Tensor) else op.linear_dx
+        rows, o_rows = g.reshape(-1, W), o.transpose(1, 2).reshape(-1, W)
+        dprojection = _linear_gradients(rows, o_rows, params[4], params[5], needs[4:6], examples, sums)
+        do = _split_heads(linear_dx(rows, weights[1]), qkv)
         dqkv = packed.attend_backward(do, qkv, o, lse, spec.causal, spec.window, spec.scale).view(rows.shape[0], -1)
-        dqkv_params = _linear_gradients(dqkv, _rows(y1), params[2], params[3], needs[2:4], examples)
+        dqkv_params = _linear_gradients(dqkv, y1.reshape(-1, W), params[2], params[3], needs[2:4], examples)
         if spec.post_norm:
-            add_to = rows if _sink(params) is None else rows.clone()
+            add_to = rows if examples is None else rows.clone()
             dx = _add_linear_dx(add_to, dqkv, weights[0]).view_as(s1)
         else:
-            dy1 = op.linear_dx(dqkv, weights[0]).view_as(s1)
+            dy1 = linear_dx(dqkv, weights[0]).view_as(s1)
             last = None if ctx.before is None else ctx.before.bias
-            if not examples and _sink((last,)) is not None:
+            if examples is None and sink_of(last) is not None:
                 last = None  # a frozen block does not know the examples whose gradients the sink needs
             dx, dn1, dc1, sums = _norm_gradients(dy1, g, s1, norm_1, t1, spec.eps[0], needs[:2], last, examples)
             if ctx.before is not None:
@@ -428,7 +420,7 @@ class Block(torch.autograd.Function):
 
 def _norm_gradients(
     dy: Tensor, ds: Tensor | None, s: Tensor, params: _Params, statistics: Tensor, eps: float, needs: Sequence[bool],
-    last: Tensor | None, examples: int,
+    last: Tensor | None, examples: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of a norm's input s, plus ds, of its scale and shift, and the first one's column sums.
 
@@ -436,8 +428,8 @@ def _norm_gradients(
     """
     weight, bias = params
     assert weight is not None  # for the type checker: a block's norms have one
-    sink = _sink((*params, last))
-    if sink is None:
+    sink = None if examples is None else first_sink((*params, last))
+    if sink is None or examples is None:
         sums = None if last is None else last.dtype
         return op.norm_backward(dy, ds, s, weight, bias, statistics, eps, (True, *needs), sums)
     required = (sink.wants(weight), sink.wants(bias), sink.wants(last))
@@ -478,7 +470,7 @@ class Embed(torch.autograd.Function):
         if dy is None:
             return None, dtable, None, None
         B, T, D = dy.shape
-        sink = _sink((table, positions))
+        sink = first_sink((table, positions))
         if sink is not None:
             rows, (table, positions) = _rows(dy), _required((table, positions), ctx.needs_input_grad[1:3])
             if table is not None:

@@ -48,13 +48,7 @@ _NormGradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 # --- products --------------------------------------------------------------------------------------------------------
 
 
-def _run_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
-
-
 def _run_dw(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == x.dtype:
-        return torch.mm(dy.t(), x)
     if x.is_cuda and torch.version.hip is None and dtype == torch.float32:
         return torch.mm(dy.t(), x, out_dtype=dtype)
     return torch.mm(dy.t(), x).to(dtype)
@@ -65,8 +59,6 @@ def _product_cost(case: Case) -> Cost:
     return Cost((M * K + K * N + M * N) * case.dtype.itemsize, 2 * M * N * K)
 
 
-_linear_fwd = Operation("linear_fwd", (Implementation("torch", _run_linear),), cost=_product_cost)
-_linear_dx = Operation("linear_dx", (Implementation("torch", torch.mm),), cost=_product_cost)
 _linear_dw = Operation("linear_dw", (Implementation("torch", _run_dw),), cost=_product_cost)
 
 
@@ -74,20 +66,18 @@ def linear(x: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None) -> Ten
     """Multiply rows x (M, K) by weight (N, K) transposed and add the bias in the product's epilogue: (M, N)."""
     if isinstance(weight, Float8Weight):
         return float8.linear(x, weight, bias)
-    y: Tensor = _linear_fwd(Case(x.device, x.dtype, (x.shape[0], *weight.shape)), x, weight, bias)
-    return y
+    return functional.linear(x, weight, bias)
 
 
 def linear_dx(dy: Tensor, weight: Tensor | Float8Weight) -> Tensor:
     """Return the gradient (M, K) of linear's input from that of its result (M, N)."""
     if isinstance(weight, Float8Weight):
         return float8.linear_dx(dy, weight)
-    dx: Tensor = _linear_dx(Case(dy.device, dy.dtype, (dy.shape[0], weight.shape[1], weight.shape[0])), dy, weight)
-    return dx
+    return torch.mm(dy, weight)
 
 
 def linear_dw(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient (N, K) of linear's weight in `dtype`; the sum over the rows is rounded once."""
+    """Return the gradient (N, K) of linear's weight in `dtype`, not that of x; the sum over the rows is rounded once."""
     case = Case(dy.device, dy.dtype, (dy.shape[1], x.shape[1], dy.shape[0]))
     dw: Tensor = _linear_dw(case, dy, x, dtype)
     return dw
@@ -189,7 +179,7 @@ def _hopper_dz(
 def _separate_dz(
     dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None, approximate: str
 ) -> _GeluGradient:
-    dx = linear_dx(dy, weight)
+    dx = torch.mm(dy, weight)
     if sums is None or examples is None:
         return dgelu(dx, z, approximate, sums)
     dz, a, _ = dgelu(dx, z, approximate, None)

@@ -47,12 +47,11 @@ def _hopper_packed(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool
     return dqkv
 
 
-def _any_packed(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool) -> Tensor:
-    return _copied(do, qkv, o, lse, causal, -1, qkv.shape[-1] ** -0.5)
-
-
-def _copied(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool, window: int, scale: float) -> Tensor:
+def _copied(
+    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool, window: int = -1, scale: float | None = None
+) -> Tensor:
     q, k, v = _heads(qkv)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     gradients = attention_bwd(_attention_case(qkv, causal, window), do, q, k, v, o, lse, causal, scale, window)
     dqkv = torch.empty_like(qkv)
     for out, gradient in zip(_heads(dqkv), gradients, strict=True):
@@ -71,7 +70,7 @@ _attend_backward = Operation(
     "attention_packed_bwd",
     (
         Implementation("hopper", _hopper_packed, refuses=hopper_bwd.refuses, own=True),
-        Implementation("copied", _any_packed),
+        Implementation("copied", _copied),
     ),
     cost=_attention_cost,
 )
@@ -83,7 +82,6 @@ def attend_backward(
     """Return the gradient of a packed (B, T, 3, H, D), packed the same way; the Hopper kernel writes it directly."""
     case = _attention_case(qkv, causal, window)
     if window >= 0 or (scale is not None and scale != qkv.shape[-1] ** -0.5):
-        scale = qkv.shape[-1] ** -0.5 if scale is None else scale
         return _copied(do, qkv, o, lse, "causal" in case.options, window, scale)
     dqkv: Tensor = _attend_backward(case, do, qkv, o, lse, "causal" in case.options)
     return dqkv
