@@ -77,7 +77,7 @@ def linear_dx(dy: Tensor, weight: Tensor | Float8Weight) -> Tensor:
 
 
 def linear_dw(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient (N, K) of linear's weight in `dtype`, not that of x; the sum over the rows is rounded once."""
+    """Return the gradient (N, K) of linear's weight in a `dtype` other than x's; the sum over rows is rounded once."""
     case = Case(dy.device, dy.dtype, (dy.shape[1], x.shape[1], dy.shape[0]))
     dw: Tensor = _linear_dw(case, dy, x, dtype)
     return dw
