@@ -88,7 +88,7 @@ def eviction(x: Tensor, accesses: int) -> str:
 @functools.cache
 def _l2_bytes(device: torch.device) -> float:
     """Return the L2 size on sm_90, where the policy was measured; infinity elsewhere, so that it is not used."""
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return math.inf
     return float(torch.cuda.get_device_properties(device).L2_cache_size)
 

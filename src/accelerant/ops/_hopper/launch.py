@@ -28,12 +28,12 @@ T = TypeVar("T")
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
     """Return whether a device is an NVIDIA GPU of compute capability 9.x."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def refuses_device(case: Case, dtypes: Sequence[torch.dtype]) -> str | None:
     """Return why a Hopper kernel for these dtypes cannot serve the case's device, dtype or emptiness, or None."""
-    if case.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(case.device) != (9, 0):
+    if case.device.type != "cuda" or torch.cuda.get_device_capability(case.device) != (9, 0):
         return "is for sm_90"
     if case.dtype not in dtypes:
         *names, wrong = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, case.dtype))

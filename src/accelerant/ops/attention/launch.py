@@ -150,8 +150,6 @@ def triton_capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability whose plans fit a GPU; None for the interpreter."""
     if device.type != "cuda":
         return None
-    if torch.version.hip:
-        return (8, 0)  # 64 KiB of shared memory, bfloat16 matrix units
     return torch.cuda.get_device_capability(device)
 
 

@@ -96,7 +96,7 @@ def _interpreted_plan(gated: bool, K: int) -> DecodePlan:
 
 
 def _uses_ptx(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None
+    return device.type == "cuda"
 
 
 def launch_linear(

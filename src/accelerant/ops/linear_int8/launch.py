@@ -128,7 +128,7 @@ SMALL_PLANS = {
 @functools.cache
 def _integer_cores(device: torch.device) -> bool:
     """Return whether Triton multiplies int8 on tensor cores."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda":
         return True
     return torch.cuda.get_device_capability(device)[0] >= 8
 

@@ -72,6 +72,8 @@ def _version() -> str | None:
 def refuses_triton(device: torch.device) -> str | None:
     """Return why Triton kernels cannot run on a device; None if they can."""
     if device.type == "cuda":
+        if torch.version.hip:
+            return registry.reason_without_kernels(device)
         return None if _version() else "Triton is not installed"
     if interpreting():
         return None
