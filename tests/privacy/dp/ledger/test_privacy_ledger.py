@@ -360,7 +360,7 @@ def test_the_head_of_another_ledger(written, tmp_path):
     [
         ({"kind": "mystery", "run": 3}, "after it ended"),
         ({"kind": "run", "run": 7}, "run 7 follows run 2"),
-        ({"kind": "ledger", "version": 1}, "has no other such record"),
+        ({"kind": "ledger", "version": 1}, "has no other"),
         ({"no": "kind"}, "not a record that this version knows"),
     ],
 )

@@ -89,7 +89,7 @@ def test_no_noise():
     assert "have no noise" in found.reason
     assert "infinite at delta 1e-05 (1 releases (gaussian) have no noise" in str(found)
     assert json.loads(found.to_json())["epsilon"] == "inf"
-    assert any("nor has the whole" in remark for remark in found.remarks)
+    assert any("neither has the total" in remark for remark in found.remarks)
 
 
 def test_remarks_are_only_of_what_was_done():

@@ -344,7 +344,7 @@ def test_of_groups_only_what_was_drawn_is_stepped(told):
 @pytest.mark.parametrize(
     ("sampler", "groups", "message"),
     [
-        (dp.PoissonSampler(40, 1.0), None, r"draws at 1\.0, make_private was told 0\.5"),
+        (dp.PoissonSampler(40, 1.0), None, r"draws at 1\.0, make_private got sample_rate 0\.5"),
         (dp.GroupedSampler(torch.arange(40) // 4, 0.5, records=2), None, "records must be 1"),
         (dp.GroupedSampler(torch.arange(40) // 4, 0.5), None, "unit is an example"),
         (dp.PoissonSampler(40, 0.5), torch.arange(40) // 4, "draws from them: leave sampler out"),
@@ -371,14 +371,14 @@ def test_a_checkpoint_of_other_units_is_refused():
             states[name] = training.state_dict()
     for groups, refused in ((users, "rows"), (None, "users")):
         with private(mlp(), 0.5, noise_multiplier=1.0, groups=groups) as training:
-            with pytest.raises(FormatError, match=r"unit is '(example|user)', this one's is '(user|example)'"):
+            with pytest.raises(FormatError, match=r"unit is '(example|user)', this training's is '(user|example)'"):
                 training.load_state_dict(states[refused])
             assert not training.ledger.events
     unsaid = {key: value for key, value in states["rows"].items() if key not in ("unit", "grouped")}
     for ledger in (dp.Ledger(unit="user"), None):
         with (
             private(mlp(), 0.5, noise_multiplier=1.0, groups=users, ledger=ledger) as training,
-            pytest.raises(FormatError, match="with groups of rows"),
+            pytest.raises(FormatError, match="has groups of rows"),
         ):
             training.load_state_dict(unsaid)
     renamed = [f"user {each}" for each in users.tolist()]
@@ -416,7 +416,7 @@ def test_who_is_counted_stands_in_the_ledger():
         training.batches(points(), sampler=dp.GroupedSampler(users, 0.5))
         with pytest.raises(ConfigError, match="records must be 1"):
             training.batches(points(), sampler=dp.GroupedSampler(users, 0.5, records=2))
-        with pytest.raises(ConfigError, match="make_private was told"):
+        with pytest.raises(ConfigError, match="make_private got sample_rate"):
             training.batches(points(), sampler=dp.GroupedSampler(users, 0.25))
     with private(mlp(), 0.5) as training, pytest.raises(ConfigError, match="unit is an example"):
         training.batches(points(), sampler=dp.GroupedSampler(users, 0.5))

@@ -93,7 +93,7 @@ def _spans(x: Tensor) -> tuple[int, int]:
 
 
 def torch_squares(x: Tensor) -> Tensor:
-    """`squares` by torch's functions.
+    """Compute `squares` by torch's functions.
 
     By the last dimension first: on a CPU one running sum over 65536 values was wrong by 1e-5, a product with itself
     took eight times as long.
@@ -321,7 +321,7 @@ _clear = _operation("clip_clear", _triton_clear, cleared, 0, mutates=True)
 
 
 def clear_(x: Tensor, drop: Tensor | None) -> Tensor:
-    """`cleared`, in place where a kernel runs: examples that are kept are neither read nor written."""
+    """Apply `cleared`, in place where a kernel runs: examples that are kept are neither read nor written."""
     if drop is None or _direct(x):
         return cleared(x, drop)
     y: Tensor = _clear(_case(x), x, drop)

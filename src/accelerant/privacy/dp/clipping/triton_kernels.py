@@ -77,7 +77,7 @@ def clip_clear(x_ptr, drop_ptr, P, chunks, SPAN: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _products(x_ptr, left, right, T, K, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr):
-    """The inner products of rows left and right of x (T, K), (BLOCK_T, BLOCK_T)."""
+    """Return the inner products of rows left and right of x (T, K), (BLOCK_T, BLOCK_T)."""
     total = tl.zeros([BLOCK_T, BLOCK_T], dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)

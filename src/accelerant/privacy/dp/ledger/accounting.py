@@ -57,7 +57,7 @@ class Spent:
 
     Attributes:
         epsilon: may be infinite; `reason` then says why.
-        delta: that was asked for.
+        delta: at which epsilon is stated.
         charged: part of delta that the events' charged deltas take.
         method: "pld" or "rdp".
         reason: empty for a finite epsilon.

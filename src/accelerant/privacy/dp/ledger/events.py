@@ -44,7 +44,7 @@ class Event:
 
     Args:
         mechanism: gaussian and discrete_gaussian bound the L2 norm, laplace and discrete_laplace the L1 norm of what
-            one unit contributes. randomized_response stands for any mechanism of pure epsilon.
+            one unit contributes. randomized_response represents any mechanism of pure epsilon.
         noise_multiplier: standard deviation (Gaussian) or scale b (Laplace) over the sensitivity; 1 / epsilon for
             randomized_response. 0 is no privacy: epsilon is infinite.
         sampling: "poisson": each unit was in the draw independently with probability sample_rate. "none": all

@@ -88,7 +88,7 @@ class History:
     def _apply(self, record: Mapping[str, Any]) -> None:
         kind = record["kind"]
         if (kind == "ledger") != (not self.facts):
-            raise FormatError("a ledger begins with one record that says what it is of, and has no other such record")
+            raise FormatError("a ledger begins with one record of kind 'ledger', and has no other")
         if kind == "ledger":
             if record["version"] != VERSION:
                 raise FormatError(

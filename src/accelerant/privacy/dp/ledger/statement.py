@@ -27,7 +27,7 @@ _SAMPLINGS: Final = {
     "poisson": "Poisson: each {unit} in each draw independently, probability {rate:.6g}; accounted as amplification",
     "none": "none: all records are used",
     "shuffled": "shuffled batches: accounted without amplification, each release as if it used every record",
-    "unknown": "not known: accounted without amplification, each release as if it used every record",
+    "unknown": "unknown: accounted without amplification, each release as if it used every record",
 }
 
 
@@ -70,7 +70,7 @@ class Statement:
         lines += ["Events:", *(f"  {line}" for line in self._event_lines())]
         if self.runs:
             lines += ["Runs:", *(f"  {line}" for line in self._run_lines())]
-        return "\n".join([*lines, "What it rests on:", *(f"  {remark}" for remark in self.remarks)])
+        return "\n".join([*lines, "Assumptions:", *(f"  {remark}" for remark in self.remarks)])
 
     def to_json(self) -> str:
         """Return one JSON object; an infinite epsilon is the string "inf"."""
@@ -87,7 +87,7 @@ class Statement:
         lines += ["", "## Events", "", *(f"- {_cell(line)}" for line in self._event_lines())]
         if self.runs:
             lines += ["", "## Runs", "", *(f"- {_cell(line)}" for line in self._run_lines())]
-        return "\n".join([*lines, "", "## What it rests on", "", *(f"- {_cell(line)}" for line in self.remarks), ""])
+        return "\n".join([*lines, "", "## Assumptions", "", *(f"- {_cell(line)}" for line in self.remarks), ""])
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         yield "Unit of privacy", self.unit
@@ -184,19 +184,19 @@ def _remarks(events: tuple[Event, ...], datasets: int, *, chosen_by_default: boo
     done = [event for event in events if event.count]
     if chosen_by_default:
         yield f"No delta was chosen: {_DELTA:g} is shown. It should be well below one over the number of units."
-    yield "Who ran the releases saw the data and is trusted; the noise and which records were drawn are secret."
-    yield "Only what is in this ledger is counted: other runs on the same data, trial runs too, cost besides."
+    yield "Whoever ran the releases saw the data and is trusted; the noise, and which records were drawn, are secret."
+    yield "Only this ledger is counted: other runs on the same data, trial runs too, add to the cost."
     for event in done:
         if event.noise_multiplier == 0:
-            yield f"{event.count} releases have no noise: they have no privacy, nor has the whole."
+            yield f"{event.count} releases have no noise: they have no privacy, and neither has the total."
     insecure = sorted({event.source or event.mechanism for event in done if event.secure is False})
     if insecure:
         yield (
-            f"Not secure: noise of {', '.join(insecure)} is no cryptographic one on a grid; who knows part of it, "
-            "or looks at low bits, may learn more than epsilon says. For research."
+            f"Not secure: noise of {', '.join(insecure)} is not cryptographic noise on a grid; whoever knows part of "
+            "it, or examines low bits, may learn more than epsilon allows. For research."
         )
     if any(event.secure is None and event.noise_multiplier for event in done):
-        yield "Of some releases it was not recorded whether their noise is secure."
+        yield "For some releases it was not recorded whether their noise is secure."
     if any(event.idealised for event in done):
         yield (
             "Idealised sum: the sum before the noise was in floating point, where rounding has no useful bound; "
@@ -204,8 +204,8 @@ def _remarks(events: tuple[Event, ...], datasets: int, *, chosen_by_default: boo
         )
     if any(event.sampling in ("shuffled", "unknown") for event in done):
         yield (
-            "Some releases were of shuffled batches or of draws that are not known: each is accounted as if it used "
-            "all records, which is safe, and far more than Poisson sampling would cost."
+            "Some releases used shuffled batches or unknown draws: each is accounted as if it used all records, which "
+            "is safe, and costs far more than Poisson sampling would."
         )
     if any(event.mechanism == "discrete_gaussian" for event in done):
         yield (

@@ -163,7 +163,7 @@ def _multiplier(mechanism: Kind, epsilon: float | None, delta: float | None, giv
         raise ConfigError(f"give either epsilon or noise_multiplier; got {epsilon!r} and {given!r}")
     if given is not None:
         if delta is not None:
-            raise ConfigError("delta goes with epsilon: leave it out beside noise_multiplier")
+            raise ConfigError("delta goes with epsilon: leave it out with noise_multiplier")
         return check_number("noise_multiplier", given)
     epsilon = check_number("epsilon", epsilon)
     if mechanism == "laplace":
@@ -171,7 +171,7 @@ def _multiplier(mechanism: Kind, epsilon: float | None, delta: float | None, giv
             raise ConfigError("the Laplace mechanism needs no delta: leave it out")
         return 1.0 / epsilon
     if delta is None:
-        raise ConfigError("the Gaussian mechanism needs delta beside epsilon")
+        raise ConfigError("the Gaussian mechanism needs delta with epsilon")
     return calibrate(epsilon, check_number("delta", delta, most=0.5), 1.0, 1, sampling="none")
 
 

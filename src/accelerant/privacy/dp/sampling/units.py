@@ -130,9 +130,9 @@ def require_sampler(sampler: PoissonSampler, rate: float, ledger: Ledger, units:
     if processes > 1:
         raise UnsupportedCase("several processes share rows among them: leave sampler out")
     if units.groups is not None:
-        raise ConfigError("make_private was told the groups, and draws from them: leave sampler out")
+        raise ConfigError("make_private got groups, and draws from them: leave sampler out")
     if not math.isclose(sampler.sample_rate, rate, rel_tol=1e-9):
-        raise ConfigError(f"the sampler draws at {sampler.sample_rate}, make_private was told {rate}")
+        raise ConfigError(f"the sampler draws at {sampler.sample_rate}, make_private got sample_rate {rate}")
     if sampler.rows_per_unit != 1:
         raise ConfigError(
             f"a unit of the sampler has up to {sampler.rows_per_unit} rows in a draw, and would count as often: "

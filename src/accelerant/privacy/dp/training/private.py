@@ -153,7 +153,7 @@ class PrivateTraining:
         return delta_remark(self.delta, count, self.ledger.unit)
 
     def use(self, batch: DrawnBatch, origin: object = None) -> None:
-        """Declare that the next forward and backward pass is of this part of a draw; `batches` does it by itself.
+        """Declare that the next forward and backward pass is of this part of a draw; `batches` does it for its parts.
 
         Args:
             batch: the part.
@@ -232,8 +232,8 @@ class PrivateTraining:
         events that are in it are taken for the same ones.
 
         Raises:
-            FormatError: it is of something else, of another noise multiplier, of another unit; of groups where there
-                are none here, or the other way round. Whether groups are the same is not checked: a state that
+            FormatError: it is no such state, has another noise multiplier or unit, or has groups where this training
+                has none, or the other way round. Whether groups are the same is not checked: a state that
                 described them would not be private.
             BudgetExceeded: what was spent by then passes the ledger's budget.
         """
@@ -242,18 +242,18 @@ class PrivateTraining:
             raise FormatError(f"not the state of a private training: version {state.get('version')!r}, lacks {lacking}")
         if state["noise_multiplier"] != self.noise_multiplier:
             raise FormatError(
-                f"the state is of noise_multiplier {state['noise_multiplier']}, this training has "
+                f"the state has noise_multiplier {state['noise_multiplier']}, this training has "
                 f"{self.noise_multiplier}: give make_private the same"
             )
         if (unit := state.get("unit", self.ledger.unit)) != self.ledger.unit:
             raise FormatError(
-                f"the state is of a training whose unit is {unit!r}, this one's is {self.ledger.unit!r}: what it spent "
-                "does not add up with what is spent here"
+                f"the state's unit is {unit!r}, this training's is {self.ledger.unit!r}: what the two spend does not "
+                "add up"
             )
         if state.get("grouped", False) != (self._units.groups is not None):
             raise FormatError(
-                "the state is of a training with groups of rows, or this one has some and it had none: what it spent "
-                "is of other units. Give make_private the same groups"
+                "only one of the state's training and this one has groups of rows: what they spend is of different "
+                "units. Give make_private the same groups"
             )
         self.ledger.record_missing(map(Event.from_dict, state.get("spent", ())))
         self.optimizer.load_state_dict(state["optimizer"])

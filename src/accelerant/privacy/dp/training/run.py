@@ -240,7 +240,7 @@ class PrivateRun(Extension):
             return
         ledger = Ledger.read(path)
         if ledger.unit != self._unit:
-            raise ConfigError(f"the ledger {settings.ledger} is of a {ledger.unit}, the run's unit is a {self._unit}")
+            raise ConfigError(f"the ledger {settings.ledger} has the unit {ledger.unit!r}, the run {self._unit!r}")
         if settings.target_epsilon is not None and settings.noise_multiplier is None:
             known = ledger.epsilon(settings.delta)
             if known >= settings.target_epsilon:
