@@ -13,7 +13,7 @@ import accelerant
 from accelerant import Accelerator, AcceleratorConfig
 from accelerant.accelerator import facade
 from accelerant.accelerator.methods import METHODS
-from accelerant.algebra.field.reference import MODULI
+from accelerant.algebra.field.parameters import field_of
 from accelerant.config import override
 from accelerant.errors import (
     AccelerantError,
@@ -30,7 +30,7 @@ from accelerant.errors import (
 )
 from accelerant.runtime import registry
 
-P = MODULI["goldilocks"]
+P = field_of("goldilocks").modulus
 
 
 @pytest.fixture

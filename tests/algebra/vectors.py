@@ -6,8 +6,7 @@ The base is 0x2000000000000000 for scalars and 0x3000000000000000 for the inputs
 """
 
 import numpy as np
-
-from accelerant.algebra.curve.reference import xyzz_add_mixed, xyzz_batch_to_affine, xyzz_from_affine
+from msm_reference import xyzz_add_mixed, xyzz_batch_to_affine, xyzz_from_affine
 
 POINTS_BASE = 0x1000000000000000
 SCALARS_BASE = 0x2000000000000000

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from accelerant.algebra.field.reference import MODULI
+from accelerant.algebra.field.parameters import field_of
 from accelerant.bench import Environment, Record, Row
 from accelerant.bench.ceilings import cpu_time_ms
 from accelerant.bench.suite import SuiteRun, run_suite
@@ -104,7 +104,7 @@ def test_algebra_stands_beside_numpy_and_torch(cpu, monkeypatch):
 
 
 def test_the_peers_of_the_field_are_exact():
-    p = MODULI["goldilocks"]
+    p = field_of("goldilocks").modulus
     x, y = algebra._operands(5000)
     exact = [(a + b) % p for a, b in zip(x.tolist(), y.tolist(), strict=True)]
     assert {0, 1, p - 1} <= set(x.tolist())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from accelerant.algebra.curve.llvm_kernels import CurveKernels
 from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.curve.program import ENTRIES
-from accelerant.algebra.curve.reference import add, double, in_subgroup, msm_sum, multiply, negate
+from accelerant.algebra.curve.reference import add, double, in_subgroup, multiply, negate
 from accelerant.algebra.field.llvm_kernels import FORMS, FieldKernels, host_form
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import FIELDS, field_of
@@ -19,6 +21,9 @@ from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.zk import curve, field, msm, ntt, register_curve, register_field
+
+sys.path.append(str(Path(__file__).parents[1] / "algebra"))
+from msm_reference import msm_sum
 
 NAME, FQ, FR = "bls12_377_g1", "bls12_377_fq", "bls12_377_fr"
 Q = 0x01AE3A4617C510EAC63B05C06CA1493B1A22D9F300F5138F1EF3622FBA094800170B5D44300000008508C00000000001

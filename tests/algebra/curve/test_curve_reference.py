@@ -1,6 +1,16 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msm_reference import (
+    jacobian_negate,
+    xyzz_add,
+    xyzz_add_mixed,
+    xyzz_batch_to_affine,
+    xyzz_double,
+    xyzz_from_affine,
+    xyzz_negate,
+    xyzz_to_affine,
+)
 
 from accelerant.algebra.curve import CURVES, curve_of
 from accelerant.algebra.curve.reference import (
@@ -11,17 +21,9 @@ from accelerant.algebra.curve.reference import (
     jacobian_add_mixed,
     jacobian_double,
     jacobian_from_affine,
-    jacobian_negate,
     jacobian_to_affine,
     multiply,
     negate,
-    xyzz_add,
-    xyzz_add_mixed,
-    xyzz_batch_to_affine,
-    xyzz_double,
-    xyzz_from_affine,
-    xyzz_negate,
-    xyzz_to_affine,
 )
 
 NAMES = list(CURVES)

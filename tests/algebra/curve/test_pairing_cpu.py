@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msm_reference import msm_sum
 from pairing_reference import pairing, tower_of
 from small_orders import of_cofactor, of_small_order, of_small_orders, point_out_of_subgroup, small_primes
 
 from accelerant.algebra.curve import FAMILIES, family_of
 from accelerant.algebra.curve.encoding import encode_points, point_bytes, points_from_bytes
 from accelerant.algebra.curve.pairing import product, product_is_one, signed_windows
-from accelerant.algebra.curve.reference import add, msm_sum, multiply, negate
+from accelerant.algebra.curve.reference import add, multiply, negate
 from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
 from accelerant.runtime.ledger import ledger
 

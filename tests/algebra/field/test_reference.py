@@ -2,9 +2,9 @@
 
 import random
 
+import field_reference as reference
 import pytest
 
-from accelerant.algebra.field import reference
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.errors import ConfigError, ShapeError
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from accelerant.algebra.field.parameters import field_of
 
-__all__ = ["bit_reversed", "ntt_dft_reference", "ntt_reference"]
+__all__ = ["bit_reversed", "ntt_reference"]
 
 
 def bit_reversed(index: int, bits: int) -> int:
@@ -17,25 +17,6 @@ def bit_reversed(index: int, bits: int) -> int:
 def _permuted(x: Sequence[int]) -> list[int]:
     bits = len(x).bit_length() - 1
     return [x[bit_reversed(i, bits)] for i in range(len(x))]
-
-
-def ntt_dft_reference(x: Sequence[int], *, field: str, inverse: bool = False, coset: int = 1) -> list[int]:
-    """Transform by the definition, n^2 products, in natural order.
-
-    forward  y_j = sum_i x_i (g w^j)^i              inverse  y_i = g^-i / n sum_j x_j w^(-i j)
-
-    with w = field.root_of_unity(n) and g = coset.
-
-    Raises:
-        ConfigError: unknown field, or it has no root of unity of that order.
-    """
-    row, n = field_of(field), len(x)
-    p, w = row.modulus, row.root_of_unity(n)
-    if not inverse:
-        points = [coset * pow(w, j, p) % p for j in range(n)]
-        return [sum(value * pow(point, i, p) for i, value in enumerate(x)) % p for point in points]
-    sums = [sum(value * pow(w, -i * j % n, p) for j, value in enumerate(x)) for i in range(n)]
-    return [value * pow(coset, -i, p) * pow(n, -1, p) % p for i, value in enumerate(sums)]
 
 
 def ntt_reference(
