@@ -22,7 +22,7 @@ from accelerant.nn.optim import AdamW
 from accelerant.nn.train.corpus import Document, load_corpus
 from accelerant.nn.train.presets import preset
 from accelerant.privacy import dp
-from accelerant.privacy.dp.training.step import PrivateStep
+from accelerant.privacy.dp import PrivateStep
 
 DELTA = 1e-6  # below one over the number of windows
 BATCH, PART = 256, 32

@@ -48,6 +48,7 @@ __all__ = [
 
 Forward = Callable[..., Any]
 Methods = dict[str, Forward]
+MakeMethods = Callable[[Any, PerExampleSink], Methods]
 Undo = Callable[[], None]
 _T = TypeVar("_T")
 _Rule = TypeVar("_Rule", bound="type[LayerRule]")
@@ -112,7 +113,7 @@ class LayerRule(ABC):
 _rules: dict[Any, type[LayerRule]] = {}
 """By the layer class's forward function, or by "package.module:Class"."""
 
-_models: dict[type, Callable[[Any, PerExampleSink], Methods]] = {}
+_models: dict[type, MakeMethods] = {}
 
 
 def register(rule: _Rule) -> _Rule:
@@ -122,16 +123,14 @@ def register(rule: _Rule) -> _Rule:
     return rule
 
 
-def register_model(
-    model: type,
-) -> Callable[[Callable[[Any, PerExampleSink], Methods]], Callable[[Any, PerExampleSink], Methods]]:
+def register_model(model: type) -> Callable[[MakeMethods], MakeMethods]:
     """Add a function for a model class that uses parameters of its layers without calling the layers.
 
     The function takes the model and the sink and returns replacements for methods by name. Subclasses are not covered:
     they may use their parameters differently.
     """
 
-    def add(methods: Callable[[Any, PerExampleSink], Methods]) -> Callable[[Any, PerExampleSink], Methods]:
+    def add(methods: MakeMethods) -> MakeMethods:
         _models[model] = methods
         return methods
 
@@ -164,7 +163,7 @@ class Survey:
 
     parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     layers: list[tuple[nn.Module, type[LayerRule]]] = field(default_factory=list)
-    models: list[tuple[nn.Module, Callable[[Any, PerExampleSink], Methods]]] = field(default_factory=list)
+    models: list[tuple[nn.Module, MakeMethods]] = field(default_factory=list)
     frozen: list[tuple[str, nn.Module]] = field(default_factory=list)
 
 
@@ -314,7 +313,7 @@ def attach_rule(module: nn.Module, rule: type[LayerRule], sink: PerExampleSink) 
     return undo
 
 
-def adapt_model(model: nn.Module, methods: Callable[[Any, PerExampleSink], Methods], sink: PerExampleSink) -> Undo:
+def adapt_model(model: nn.Module, methods: MakeMethods, sink: PerExampleSink) -> Undo:
     """Replace methods of a model (see `register_model`); return what undoes it."""
     return _replace_methods(
         model, {name: _Replacement(model, name, method) for name, method in methods(model, sink).items()}
