@@ -1,4 +1,4 @@
-"""Digits learnt privately: accuracy at epsilon 1, 3 and 8, and without privacy.
+"""Train a classifier of digits privately: accuracy at epsilon 1, 3 and 8, and without privacy.
 
     python examples/private_digits.py                       the table of docs/differential-privacy.md; 1 to 2 minutes
     python examples/private_digits.py --epsilons 3 --seeds 1
@@ -30,7 +30,7 @@ Data = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def digits(seed: int) -> Data:
-    """Images and labels to learn from, and to test. Pixels are divided by 16, a constant: nothing is fitted to them."""
+    """Return images and labels for training and for testing; pixels are divided by 16, a constant."""
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images, labels, test_size=360, random_state=seed, stratify=labels)
     learn, test = (torch.tensor(part, dtype=torch.float32) / 16 for part in parts[:2])
@@ -38,19 +38,19 @@ def digits(seed: int) -> Data:
 
 
 def network(seed: int) -> nn.Module:
-    """Tanh is bounded, which keeps gradients near one norm."""
+    """Return a net with tanh, which is bounded and keeps gradients near one norm."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The share of labels that are found."""
+    """Return the share of labels that are predicted."""
     with torch.no_grad():
         return float((model(images).argmax(1) == labels).float().mean())
 
 
 def learn_privately(epsilon: float, seed: int, ledger: str | None = None) -> tuple[float, dp.PrivateTraining]:
-    """Accuracy on the test images at an epsilon, and the training, closed."""
+    """Train to an epsilon; return the accuracy on the test images, and the closed training."""
     images, labels, test_images, test_labels = digits(seed)
     model = network(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
@@ -73,7 +73,7 @@ def learn_privately(epsilon: float, seed: int, ledger: str | None = None) -> tup
 
 
 def learn_plainly(seed: int) -> float:
-    """The same loop without privacy."""
+    """Return the accuracy of the same loop without privacy."""
     images, labels, test_images, test_labels = digits(seed)
     model = network(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

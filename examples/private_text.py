@@ -1,4 +1,4 @@
-"""A text GPT learnt privately: the preset tiny, 256 windows a step in parts of 32, by PrivateStep.
+"""Train a text GPT privately: the preset tiny, 256 windows a step in parts of 32, by PrivateStep.
 
     python examples/private_text.py --epsilon 8                 300 steps; 6 minutes on one core
     python examples/private_text.py --epsilon 8 --steps 20
@@ -30,7 +30,7 @@ Data = tuple[Tensor, Tensor]
 
 
 def windows(documents: Sequence[Document], context: int) -> Data:
-    """Tokens (N, context) and the bytes that follow each, of all documents one after the other."""
+    """Return tokens (N, context) and the byte after each, for all documents concatenated."""
     text = np.frombuffer(b"".join(document.data for document in documents), np.uint8)
     count = len(text) // (context + 1)
     rows = torch.from_numpy(text[: count * (context + 1)].astype(np.int64)).view(count, context + 1)
@@ -38,7 +38,7 @@ def windows(documents: Sequence[Document], context: int) -> Data:
 
 
 def learn(learn_from: Data, epsilon: float, steps: int, seed: int = 0) -> tuple[GPT, dp.PrivateTraining]:
-    """The model, and the training, closed."""
+    """Train; return the model and the closed training."""
     recipe = preset("tiny")
     torch.manual_seed(seed)
     model = GPT(GPTConfig(256, recipe.context, recipe.layers, recipe.heads, recipe.width))
@@ -61,7 +61,7 @@ def learn(learn_from: Data, epsilon: float, steps: int, seed: int = 0) -> tuple[
 
 
 def held_out_loss(model: GPT, data: Data, rows: int = 1024) -> float:
-    """Nats a byte of so many windows. Of other people's text it is no release; of the same people's it is.
+    """Return nats a byte over so many windows. For other people's text this is no release; for the same people's it is.
 
     They are spread evenly: neighbours are of one file, and the first ones of the standard library's are hard.
     """
