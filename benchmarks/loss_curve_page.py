@@ -39,7 +39,7 @@ __all__ = [
     "write_curve",
 ]
 
-MARKS = ("<!-- curve: made by `accelerant bench curve --page`, not by hand -->", "<!-- curve ends -->")
+MARKS = ("<!-- curve: made by `python -m benchmarks.loss_curve --page`, not by hand -->", "<!-- curve ends -->")
 """Around the section of a page."""
 
 _WINDOWS = 20

@@ -1,4 +1,4 @@
-"""`accelerant bench train` on a CPU: what it prints, and the exit statuses."""
+"""`python -m benchmarks.training` on a CPU: its output and exit statuses."""
 
 import json
 
