@@ -1,4 +1,4 @@
-"""Circuits of any size for the suite groth16, and as many witnesses of one as are asked for.
+"""Generated circuits of any size for the suite groth16, and their witnesses.
 
 Of four constraints two say that a wire is 0 or 1; the others are products of an earlier wire plus a constant (1, -1 or
 any) and another earlier wire. The first ones, as many as there are public inputs, are such products less the public
@@ -25,7 +25,7 @@ Index = npt.NDArray[np.int64]
 Terms = npt.NDArray[np.void]
 
 _PRIVATE = 64
-"""Private wires that are given, and products of the first layer; each layer has as many as all before it."""
+"""Private inputs, and products of the first layer; each layer has as many products as all before it."""
 
 _BITS_OF_FOUR = 2
 _BELOW_BITS = 253
@@ -36,18 +36,15 @@ class Circuit:
     """A circuit on BN254.
 
     Attributes:
-        constraints: what a key is made of.
-        n_constraints: rows.
-        n_public: public inputs.
+        constraints: the matrices that a key is made from.
     """
 
     def __init__(self, n_constraints: int, n_public: int = 5, seed: int = 1) -> None:
-        """Draw a circuit.
+        """Draw a circuit; the same arguments draw the same one.
 
         Args:
-            n_constraints: at least 1.
-            n_public: of which so many say what a public input is, or all of them.
-            seed: of the drawing; the same gives the same circuit.
+            n_constraints: number of rows, at least 1.
+            n_public: public inputs, each with a row; at most n_constraints.
         """
         n_public = min(n_public, n_constraints)
         self.n_constraints, self.n_public = n_constraints, n_public
@@ -71,7 +68,7 @@ class Circuit:
         )
 
     def _layers(self) -> Iterator[tuple[int, int]]:
-        """Of the products, first and stop."""
+        """Yield the first and the end index of each layer of products."""
         start, count = 0, len(self._products)
         while start < count:
             stop = min(count, 2 * start or _PRIVATE)
@@ -79,7 +76,7 @@ class Circuit:
             start = stop
 
     def _matrices(self, small: U64) -> tuple[Terms, Terms, Terms]:
-        """A, B, C by ascending row."""
+        """Return the matrices A, B, C by ascending row."""
         one, minus_one = small
         bits, products = self._bits, self._products
         new = self._first + np.arange(self.n_constraints)
@@ -93,20 +90,20 @@ class Circuit:
         )
 
     def witness(self, seed: int) -> U64:
-        """(wires, 4) canonical words that satisfy the constraints; another for another seed."""
+        """Return canonical words (wires, 4) that satisfy the constraints; each seed gives another witness."""
         field, rng = self._field, np.random.default_rng([seed, self.n_constraints])
         wires = np.zeros((self._first + self.n_constraints, 4), np.uint64)
         wires[0, 0] = 1
         wires[1 : self._first] = _elements(rng, self._first - 1)
         wires[self._first + self._bits, 0] = rng.integers(0, 2, len(self._bits), np.uint64)
         for start, stop in self._layers():
-            left, right = (np.ascontiguousarray(wires[each[start:stop]]) for each in self._operands)
-            made = field.mul(field.add(left, np.ascontiguousarray(self._factors[start:stop])), right)
+            left, right = (np.ascontiguousarray(wires[operand[start:stop]]) for operand in self._operands)
+            product = field.mul(field.add(left, np.ascontiguousarray(self._factors[start:stop])), right)
             publics = max(0, min(stop, self.n_public) - start)  # rows of public inputs are the first products
             if publics:
                 public = np.ascontiguousarray(wires[1 + start : 1 + start + publics])
-                made[:publics] = field.sub(np.ascontiguousarray(made[:publics]), public)
-            wires[self._first + self._products[start:stop]] = made
+                product[:publics] = field.sub(np.ascontiguousarray(product[:publics]), public)
+            wires[self._first + self._products[start:stop]] = product
         return wires
 
 
@@ -117,12 +114,12 @@ def _elements(rng: np.random.Generator, n: int) -> U64:
 
 
 def _by_row(*terms: Terms) -> Terms:
-    found = np.concatenate(terms)
-    return found[np.argsort(found["row"], kind="stable")]
+    joined = np.concatenate(terms)
+    return joined[np.argsort(joined["row"], kind="stable")]
 
 
 def _terms(rows: Index, wires: Index, values: U64) -> Terms:
-    """Entries; values: of each, or one for all."""
-    found = np.zeros(len(rows), TERM)
-    found["row"], found["wire"], found["value"] = rows, wires, values
-    return found
+    """Return a matrix's entries; `values` has one for each, or one for all."""
+    entries = np.zeros(len(rows), TERM)
+    entries["row"], entries["wire"], entries["value"] = rows, wires, values
+    return entries

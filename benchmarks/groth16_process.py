@@ -1,4 +1,4 @@
-"""Programs of the suite groth16 in processes of their own: what one takes, and the peer snarkjs.
+"""Processes of the suite groth16: their times, and the peer snarkjs.
 
 snarkjs is run, never vendored: `npm install snarkjs`, or the one that the tests of a checkout pin.
 """
@@ -29,9 +29,8 @@ class FinishedProcess:
     """A process that has ended.
 
     Attributes:
-        wall_ms: from its start to its end.
-        cpu_ms: user and system time of it and its children.
-        status: exit status; below 0 the signal that ended it.
+        cpu_ms: user and system time, children included.
+        status: exit status; the negative signal number for a signal.
         output: standard output and error.
     """
 
@@ -41,7 +40,7 @@ class FinishedProcess:
     output: str
 
     def checked(self, what: str) -> FinishedProcess:
-        """Itself.
+        """Return the process.
 
         Raises:
             AccelerantError: it failed; with the last line that it printed.
@@ -56,12 +55,11 @@ def run(command: Sequence[str], limit_s: float, env: Mapping[str, str] | None = 
     """Run a program to its end.
 
     Args:
-        command: program and arguments.
         limit_s: seconds after which it is killed.
         env: its environment; this process's by default.
 
     Raises:
-        AccelerantError: it took too long, or this system does not tell what a child took.
+        AccelerantError: it took too long, or this system does not report the CPU time of a child.
     """
     wait = getattr(os, "wait4", None)
     if wait is None:
@@ -86,29 +84,29 @@ def run(command: Sequence[str], limit_s: float, env: Mapping[str, str] | None = 
 
 
 def accelerant(*arguments: object) -> list[str]:
-    """Our command line as it is started by hand."""
+    """Return our command line as a user starts it."""
     return [sys.executable, "-P", "-m", "accelerant", *map(str, arguments)]
 
 
 def environment(backend: str, folder: Path, **more: str) -> dict[str, str]:
-    """That of our processes, which prove on a backend.
+    """Return the environment of our processes, which prove on a backend.
 
     Bytecode is kept in the folder where this process writes none, since an installation has it.
     """
-    found = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     if sys.dont_write_bytecode:
-        found["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
-    return found | {"ACCELERANT_BACKEND": backend} | more
+        variables["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
+    return variables | {"ACCELERANT_BACKEND": backend} | more
 
 
 @dataclass(frozen=True, slots=True)
 class Snarkjs:
-    """snarkjs as it is run.
+    """An installed snarkjs.
 
     Attributes:
-        command: its program and first arguments.
-        version: of it and of Node.
-        missing: why it cannot be run; "" where it can.
+        command: program and first arguments.
+        version: versions of snarkjs and Node.
+        missing: why it cannot run; "" if it can.
     """
 
     command: tuple[str, ...] = ()
@@ -117,7 +115,7 @@ class Snarkjs:
 
 
 def find_snarkjs(named: Path | None = None) -> Snarkjs:
-    """The snarkjs of this machine: the named file, a checkout's here, or what PATH has."""
+    """Find snarkjs: the named file, the one that the tests of a checkout pin, or the one on PATH."""
     node = shutil.which("node")
     if node is None:
         return Snarkjs(missing="Node is not here")

@@ -219,7 +219,7 @@ def update_page(path: Path, text: str) -> None:
     page = path.read_text(encoding="utf-8")
     begin, end = (page.find(mark) for mark in MARKS)
     if begin < 0 or end < begin or any(page.count(mark) != 1 for mark in MARKS):
-        raise ConfigError(f"{path} has no place for curves: a line {MARKS[0]!r} and after it {MARKS[1]!r}, once each")
+        raise ConfigError(f"{path} has no section of curves: a line {MARKS[0]!r} and after it {MARKS[1]!r}, once each")
     write_atomic(path, (page[:begin] + text + page[end + len(MARKS[1]) :]).encode())
 
 

@@ -1,9 +1,9 @@
-"""A program of one call: how long it takes in a process that has made no other. The suite zk runs it.
+"""Program of the suite zk: the time of an op's first call in a process.
 
 python -P zk_first.py OP DEVICE prints {"ms": ..., "ready_ms": ..., "right": ...}. OP is field_mul (1024 elements), ntt
-(2^16 points) or msm (2^12 points), over BN254 each. The device has the arguments before the clock starts, and has run a
-small kernel of another field, whose time is ready_ms: the compiler's library, and on a GPU the driver, start with it.
-Compiling or loading kernels, tables and everything else that the call needs is in its own time.
+(2^16 points) or msm (2^12 points), over BN254 each. Before the clock starts the arguments are on the
+device, and a small kernel of another field has run, whose time is ready_ms: it starts the compiler's library and, on a
+GPU, the driver. The call's own time includes compiling or loading its kernels and tables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _field_mul(placed: Placed) -> Call:
 
 
 def _ntt(placed: Placed) -> Call:
-    """Output 0 is the sum of the inputs; output n / 2 that of those at even places, less the others."""
+    """Output 0 is the sum of the inputs; output n / 2 the sum at even indices minus that at odd ones."""
     field = zk.field("bn254_fr")
     p, n = field.modulus, 1 << 16
     x = [(i * i + 7) ** 9 % p for i in range(n)]
@@ -48,7 +48,7 @@ def _ntt(placed: Placed) -> Call:
 
 
 def _msm(placed: Placed) -> Call:
-    """64 multiples of the generator, over and over."""
+    """The points are 64 multiples of the generator, repeated."""
     curve = zk.curve("bn254_g1")
     parameters, n = curve.parameters, 1 << 12
     points = [multiply(parameters, i + 1, parameters.generator) for i in range(64)]
@@ -65,7 +65,7 @@ _CALLS: dict[str, Callable[[Placed], Call]] = {"field_mul": _field_mul, "ntt": _
 
 
 def _placed_on(device: str) -> tuple[Placed, Callable[[], None]]:
-    """What brings an array to a device that is ready, and what waits for it."""
+    """Return a function that copies an array to the device, which is started, and one that waits for the device."""
     if not device.startswith("cuda"):
         return lambda words: words, lambda: None
     import torch
@@ -75,7 +75,7 @@ def _placed_on(device: str) -> tuple[Placed, Callable[[], None]]:
 
 
 def main(op: str, device: str) -> None:
-    """Make the call, and print."""
+    """Make the call and print its time."""
     began = time.perf_counter()
     placed, wait = _placed_on(device)
     zk.field("babybear").neg(placed(np.ones(1, np.uint32)))

@@ -1,6 +1,6 @@
-"""Inputs of any size for the suite zk, and what is known about their answers.
+"""Inputs of any size for the suite zk, whose answers are known.
 
-Words come from splitmix64 at known places, so that other programs can make the same:
+Words come from splitmix64 at fixed indices, so that other programs can make the same:
 
     points P_i      splitmix64(0x1000000000000000 + i) G
     scalars s_i     limbs j = 0 .. 3: splitmix64(0x2000000000000000 + 4 i + j), masked to the order's bits, and taken
@@ -32,13 +32,13 @@ U64 = npt.NDArray[np.uint64]
 
 _POINTS, _SCALARS = 1 << 60, 1 << 61
 _WINDOW = 8
-"""Bits of a digit of a point's multiplier; a table of the generator's multiples for each."""
+"""Bits of a digit of a point's multiplier; each digit has a table of the generator's multiples."""
 
 _CHUNK = 1 << 18
 
 
 def splitmix64(start: int, n: int) -> U64:
-    """The function at start, start + 1, ..., n words."""
+    """Return n words: the function at start, start + 1, ..."""
     z = np.arange(n, dtype=np.uint64)
     z += np.uint64((start + 0x9E3779B97F4A7C15) % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
@@ -47,16 +47,16 @@ def splitmix64(start: int, n: int) -> U64:
     return z
 
 
-# --- sums of multiples of points -------------------------------------------------------------------------------------
+# --- multi-scalar multiplications ------------------------------------------------------------------------------------
 
 
 def msm_multipliers(n: int) -> U64:
-    """k_i, below 2^64."""
+    """Return the multipliers k_i of the points, below 2^64."""
     return splitmix64(_POINTS, n)
 
 
 def msm_scalars(field: Field, n: int) -> U64:
-    """s_i, (n, 4) canonical words."""
+    """Return the scalars s_i, (n, 4) canonical words."""
     words = splitmix64(_SCALARS, 4 * n).reshape(n, 4)
     words[:, 3] &= np.uint64((1 << field.bits - 192) - 1)
     less, borrow = np.empty_like(words), np.zeros(n, np.bool_)
@@ -69,13 +69,7 @@ def msm_scalars(field: Field, n: int) -> U64:
 
 
 def msm_points(curve: EllipticCurve, n: int, like: Any) -> Any:
-    """P_i, (n, *curve.shape) canonical words.
-
-    Args:
-        curve: of the points.
-        n: how many.
-        like: None for a NumPy array; a torch device for a tensor there.
-    """
+    """Return the points P_i, (n, *curve.shape) canonical words: an array, or a tensor on the torch device `like`."""
     digits = msm_multipliers(n).view(np.uint8).reshape(n, -1)  # of a little-endian machine
     total: Any = None
     for j in range(64 // _WINDOW):
@@ -86,21 +80,21 @@ def msm_points(curve: EllipticCurve, n: int, like: Any) -> Any:
     return total
 
 
-def _gathered(table: U64, places: npt.NDArray[np.uint8], where: Any) -> Any:
+def _gathered(table: U64, index: npt.NDArray[np.uint8], where: Any) -> Any:
     import torch
 
     words = torch.from_numpy(table.view(np.int64)).to(where)
-    return words[torch.from_numpy(places).to(where).long()].view(torch.uint64)
+    return words[torch.from_numpy(index).to(where).long()].view(torch.uint64)
 
 
 def msm_answer(curve: EllipticCurve, scalars: U64) -> Any:
-    """The sum of s_i P_i for the first points: (x, y), or None for infinity."""
+    """Return the sum of s_i P_i over the first points: (x, y), or None for infinity."""
     factors = msm_multipliers(len(scalars))
     total = 0
     for first in range(0, len(scalars), _CHUNK):
         s, k = (
-            np.ascontiguousarray(each[first : first + _CHUNK], "<u8").view("<u2").astype(np.float64)
-            for each in (scalars, factors)
+            np.ascontiguousarray(words[first : first + _CHUNK], "<u8").view("<u2").astype(np.float64)
+            for words in (scalars, factors)
         )
         # Sums of 2^18 products of 16-bit limbs are below 2^50: exact in float64, whose matrix product is a library's.
         sums = s.reshape(-1, 16).T @ k.reshape(-1, 4)
@@ -113,7 +107,7 @@ def msm_answer(curve: EllipticCurve, scalars: U64) -> Any:
 
 
 def geometric(field: PrimeField, start: int, base: int, log_n: int, device: str) -> FieldArray:
-    """(2^log_n,) elements start base^i on a device: one product each, of two factors from Python's integers."""
+    """Return the elements start base^i, (2^log_n,), on a device: products of two factors from Python's integers."""
     p, low = field.modulus, 1 << log_n // 2
     high = (1 << log_n) // low
     rows = _powers(start, pow(base, low, p), high, p)
@@ -121,7 +115,7 @@ def geometric(field: PrimeField, start: int, base: int, log_n: int, device: str)
 
 
 def power_table(field: PrimeField, log_n: int, device: str) -> FieldArray:
-    """(2^log_n,) elements w^bitrev(t), w of order 2^log_n: what a transform's output t was summed with."""
+    """Return the elements w^bitrev(t), (2^log_n,), w of order 2^log_n: the powers that output t is summed with."""
     p, w = field.modulus, field.parameters.root_of_unity(1 << log_n)
     half = log_n // 2
     rows = _powers(1, w, 1 << log_n - half, p)
@@ -130,10 +124,10 @@ def power_table(field: PrimeField, log_n: int, device: str) -> FieldArray:
 
 
 def _powers(start: int, base: int, n: int, p: int) -> list[int]:
-    found = [start % p]
+    powers = [start % p]
     for _ in range(n - 1):
-        found.append(found[-1] * base % p)
-    return found
+        powers.append(powers[-1] * base % p)
+    return powers
 
 
 def _permuted(values: list[int]) -> list[int]:
@@ -143,13 +137,13 @@ def _permuted(values: list[int]) -> list[int]:
 
 @functools.cache
 def reversed_bits(index: int, bits: int) -> int:
-    """The index with its bits in the opposite order."""
-    found = 0
+    """Return the index with its bits reversed."""
+    result = 0
     for _ in range(bits):
-        index, found = index >> 1, found << 1 | index & 1
-    return found
+        index, result = index >> 1, result << 1 | index & 1
+    return result
 
 
 def _outer(field: PrimeField, rows: list[int], columns: list[int], device: str) -> FieldArray:
-    made = field.array(rows, device=device).reshape(-1, 1) * field.array(columns, device=device).reshape(1, -1)
-    return made.reshape(-1)
+    products = field.array(rows, device=device).reshape(-1, 1) * field.array(columns, device=device).reshape(1, -1)
+    return products.reshape(-1)

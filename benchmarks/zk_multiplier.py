@@ -1,17 +1,17 @@
-"""A GPU's 32-bit multiplier: its rates, measured, and how many of its multiply-adds the cases of the suite zk take.
+"""The rates of a GPU's 32-bit multiplier, and how many multiply-adds the cases of the suite zk take.
 
-Everything that the suite times is products of large numbers: 32-bit words multiplied and added into 64-bit sums. Two
-rates are measured, each by independent chains of a kernel in PTX, enough of them to fill the device:
+The suite times products of large numbers: 32-bit words multiplied and added into 64-bit sums. Two rates are measured,
+each by independent chains of a kernel in PTX, enough of them to fill the device:
 
     wide multiply T/s          pairs mad.lo.cc.u32, madc.hi.u32 of the same factors: no carry comes in
     carry-chain multiply T/s   pairs madc.lo.cc.u32, madc.hi.cc.u32: a carry comes in and goes out
 
 ptxas makes one instruction of a pair, IMAD.WIDE.U32 and IMAD.WIDE.U32.X; of mad.wide.u32 it makes a product and two
-additions. On an H200 both run at 7.4 T/s, so that more digits of fewer bits, which need no carries, lose. The second is
-the plain way to add a row of a product, and what the cases are compared with; what takes fewer multiply-adds than the
-textbook's may pass that limit.
+additions. On an H200 both run at 7.4 T/s, so that more digits of fewer bits, which need no carries, lose. The cases are
+compared with the second, the plain way to add a row of a product; an algorithm with fewer multiply-adds than the
+textbook's may exceed that limit.
 
-Counted are the multiply-adds of the textbook's way, whatever a kernel does:
+The counts are of textbook algorithms, not of the kernels:
 
     Montgomery product of n limbs of 32 bits    2 n^2 + n                      136 of BN254, 300 of BLS12-381
     Montgomery square                           n (n + 1) / 2 + n^2 + n        108, 234
@@ -67,13 +67,13 @@ WIDE, CARRY = "wide multiply T/s", "carry-chain multiply T/s"
 
 
 def product_multiplies(field: Field) -> int:
-    """Wide multiply-adds of a Montgomery product."""
+    """Return the wide multiply-adds of a Montgomery product."""
     n = _limbs(field)
     return 2 * n * n + n
 
 
 def square_multiplies(field: Field) -> int:
-    """Wide multiply-adds of a Montgomery square."""
+    """Return the wide multiply-adds of a Montgomery square."""
     n = _limbs(field)
     return n * (n + 1) // 2 + n * n + n
 
@@ -86,16 +86,15 @@ def _limbs(field: Field) -> int:
 
 
 def ntt_multiplies(field: Field, log_n: int) -> int:
-    """Of a transform of 2^log_n points."""
+    """Return the wide multiply-adds of a transform of 2^log_n points."""
     return (log_n << log_n) // 2 * product_multiplies(field)
 
 
 def msm_products(curve: Curve[int], n: int, *, precomputed: bool = False) -> tuple[int, int]:
-    """Products and squares in the coordinates' field of a sum of n multiples.
+    """Return the products and squares in the coordinates' field of a multi-scalar multiplication of n points.
 
     Args:
-        curve: of the points; G1's, the coordinates in a prime field.
-        n: how many.
+        curve: a curve over a prime field.
         precomputed: with multiples of the points by 2^(c j), which share one set of buckets.
     """
     rounds = device_plan(curve, n, _ANY_BYTES, shared=precomputed).rounds
@@ -110,7 +109,7 @@ def msm_products(curve: Curve[int], n: int, *, precomputed: bool = False) -> tup
 
 
 def msm_multiplies(curve: Curve[int], n: int, *, precomputed: bool = False) -> int:
-    """Wide multiply-adds of the same."""
+    """Return the wide multiply-adds of a multi-scalar multiplication; see msm_products."""
     products, squares = msm_products(curve, n, precomputed=precomputed)
     base = curve.coordinates.base
     return products * product_multiplies(base) + squares * square_multiplies(base)
@@ -119,7 +118,7 @@ def msm_multiplies(curve: Curve[int], n: int, *, precomputed: bool = False) -> i
 # --- the kernels -----------------------------------------------------------------------------------------------------
 
 _SUMS = 8
-"""64-bit sums of a thread in multiply_wide, and of a chain in multiply_carry, of which a thread has two."""
+"""64-bit sums of a thread in multiply_wide, and of each of a thread's two chains in multiply_carry."""
 
 _BLOCK, _BLOCKS_PER_CORE = 256, 16
 _ROUNDS, _CHECKED_ROUNDS = 1 << 13, 5
@@ -171,7 +170,7 @@ ACL_KERNEL ACL_BLOCK(%(block)d) void multiply_carry(u64 *out, i64 rounds)
 
 
 def wide_text() -> str:
-    """A multiply-add in PTX: %0 += %1 %2."""
+    """Return a multiply-add in PTX: %0 += %1 %2."""
     return (
         "{.reg .u32 low, high; mov.b64 {low, high}, %0; mad.lo.cc.u32 low, %1, %2, low; "
         "madc.hi.u32 high, %1, %2, high; mov.b64 %0, {low, high};}"
@@ -179,7 +178,7 @@ def wide_text() -> str:
 
 
 def chain_text() -> str:
-    """A chain in PTX: the sums, as one number, += (x[0] + x[1] 2^64 + ...) y + the carry of x[0] + y.
+    """Return a chain in PTX: the sums, as one number, += (x[0] + x[1] 2^64 + ...) y + the carry of x[0] + y.
 
     Operands are the sums, then x, then y. Sums of 64 bits keep their halves in neighbouring registers, as the
     instruction wants them: with sums of 32 bits ptxas adds a move to most multiply-adds.
@@ -198,7 +197,7 @@ def chain_text() -> str:
 
 @functools.cache
 def multiplier_source() -> KernelSource:
-    """Both kernels, CUDA alone: (out *u64, one word a thread, and the number of rounds)."""
+    """Return both kernels, for CUDA only; arguments: out (*u64, a word for each thread) and the number of rounds."""
     values = {
         "block": _BLOCK,
         "sums": _SUMS,
@@ -212,18 +211,18 @@ def multiplier_source() -> KernelSource:
     return KernelSource("zk_multiplier", {"cuda": f"{portable_header()}\n{_TEXT % values}"}, entries)
 
 
-# --- the same in Python's integers -----------------------------------------------------------------------------------
+# --- the kernels in Python's integers --------------------------------------------------------------------------------
 
 
 def wide_state(thread: int, rounds: int) -> int:
-    """What multiply_wide leaves for a thread."""
+    """Return the word that multiply_wide writes for a thread."""
     x, step = _factors(thread)
     sums = [sum(factor * ((thread + i * step) % 2**32) for i in range(1, rounds + 1)) & _MASK for factor in x]
     return functools.reduce(int.__xor__, sums)
 
 
 def chain_state(thread: int, rounds: int) -> int:
-    """What multiply_carry leaves for a thread."""
+    """Return the word that multiply_carry writes for a thread."""
     x, step = _factors(thread)
     number = sum(factor << 64 * k for k, factor in enumerate(x))
     chains, left = [0, 0], 0
@@ -237,7 +236,7 @@ def chain_state(thread: int, rounds: int) -> int:
 
 
 def _factors(thread: int) -> tuple[list[int], int]:
-    """X, and the step of y."""
+    """Return x, and the step of y."""
     return [((thread * _SUMS + k + 1) * _SEED & _MASK) >> 32 for k in range(_SUMS)], thread | 1
 
 
@@ -245,14 +244,7 @@ def _factors(thread: int) -> tuple[list[int], int]:
 
 
 def measure_multiplier(device: ComputeDevice, *, budget_s: float = 0.3) -> dict[str, float]:
-    """Both rates, in 10^12 multiply-adds a second.
-
-    Args:
-        device: one with CUDA.
-        budget_s: seconds for each.
-
-    Returns:
-        WIDE and CARRY.
+    """Measure both rates of a CUDA device, WIDE and CARRY, in 10^12 multiply-adds a second.
 
     Raises:
         AccelerantError: a kernel computes something else than it says.

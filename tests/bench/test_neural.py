@@ -458,7 +458,7 @@ def test_cases_are_compiled_ahead_in_processes(tmp_path):
     assert precompile(cases, registry.choose("cpu"), 1, limit_s=120.0, progress=said.append) == ""
     assert said[-1] == "precompiled: 2 of 2 groups of cases"
     late = precompile(cases, registry.choose("cpu"), 1, limit_s=0.0)
-    assert late == "2 of 2 groups of cases were not compiled ahead"
+    assert late == "2 of 2 groups of cases were not precompiled"
 
 
 # --- what is left ----------------------------------------------------------------------------------------------------

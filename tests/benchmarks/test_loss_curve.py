@@ -263,7 +263,7 @@ def test_files_and_pages(tmp_path):
     assert text.count("![loss curves") == 1
     assert "| accelerant, bf16 |" in text
     page.write_text(MARKS[0])
-    with pytest.raises(ConfigError, match="has no place for curves"):
+    with pytest.raises(ConfigError, match="has no section of curves"):
         update_page(page, "")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from accelerant.bench import doctor, proof
+from accelerant.bench import doctor
 from accelerant.cli.app import main
 from accelerant.config import override
 from accelerant.runtime import registry
@@ -97,14 +97,14 @@ def test_the_lines_and_their_advice(capsys, monkeypatch):
 
 def test_a_wrong_result_is_found():
     provider, device = registry.create("cpu"), registry.choose("cpu")
-    launch, x, y = proof._prepare(provider, device)
-    assert "are wrong" in proof._first_wrong(launch, x, y)  # nothing ran yet
+    launch, x, y = doctor._prepare(provider, device)
+    assert "are wrong" in doctor._first_wrong(launch, x, y)  # nothing ran yet
     launch.start()
-    assert proof._first_wrong(launch, x, y) == ""
+    assert doctor._first_wrong(launch, x, y) == ""
     spoiled = provider.copy_to_host(launch.buffers[2], np.uint64, (launch.n,))
     spoiled[12345] ^= np.uint64(1)
     provider.copy_to_device(spoiled, out=launch.buffers[2])
-    wrong = proof._first_wrong(launch, x, y)
+    wrong = doctor._first_wrong(launch, x, y)
     assert wrong.startswith(
         f"1 of {launch.n:,} sums are wrong, the first: {x[12345]} + {y[12345]} gave {spoiled[12345]}"
     )
@@ -157,7 +157,7 @@ def test_no_c_compiler_is_a_warning(monkeypatch, tmp_path):
 @pytest.mark.gpu
 def test_the_gpu_is_seen_at_work():
     pytest.importorskip("pynvml")
-    computed, seen = proof.prove(registry.choose("cuda"))
+    computed, seen = doctor.prove(registry.choose("cuda"))
     assert computed.status == "ok", computed
     assert seen.status == "ok", seen
     assert "% busy" in seen.found

@@ -1,4 +1,4 @@
-"""Measures what stands below it, beside its peers, in one run."""
+"""Benchmarks: timers, records, comparison with a baseline, suites and reports; and the checks of `doctor`."""
 
 from accelerant.bench.compare import Comparison, compare
 from accelerant.bench.record import Environment, Record, Row

@@ -1,6 +1,8 @@
-"""Checks of Accelerant's installation: packages, compilers, cache, devices.
+"""Checks of everything that Accelerant needs: installation, torch, backends, compilers, cache, extras, devices.
 
-The last checks run computations on each device (proof.py).
+The last checks prove that each device computes, not only that its driver answers: field_add is compiled and launched
+through the device's provider, its result compared with integer arithmetic, and its time taken between the device's own
+events; meanwhile NVML, which is independent of torch, reports the utilization and memory of an NVIDIA device.
 """
 
 from __future__ import annotations
@@ -19,23 +21,51 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from accelerant._version import __version__
+from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import field_add_source
-from accelerant.bench.proof import Check, Status, prove
 from accelerant.config import settings
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache
-from accelerant.runtime.compilation.kernel import Builder
-from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.compilation.kernel import Builder, Kernel
+from accelerant.runtime.monitoring.monitor import Sample, sample
+from accelerant.runtime.monitoring.readers import nvml_missing
+from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider
 
 __all__ = ["Check", "Status", "checks"]
 
 _TIMEOUT_S = 60
 _PACKAGE = Path(__file__).parents[1]
+
+
+Status = Literal["ok", "warning", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A line of the report.
+
+    Attributes:
+        status: "ok", "warning" (works, but not as well as it could) or "failed".
+        found: the finding.
+        advice: what to do; "" for nothing.
+    """
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        """The fields by name, for JSON."""
+        return asdict(self)
 
 
 def checks(progress: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
@@ -320,3 +350,139 @@ def _declared_extras() -> dict[str, list[str]]:
         if extra != "dev" and name is not None and name[0] != "accelerant":
             found.setdefault(extra, []).append(name[0])
     return found
+
+
+# --- the proof that a device computes --------------------------------------------------------------------------------
+
+_P = field_of("goldilocks").modulus
+_CHECKED = 1 << 16
+_BUSY_S = 2.5
+_MANY, _FEW = 1 << 25, 1 << 20
+_NEEDED_BYTES = 4 << 30
+
+
+@dataclass(slots=True)
+class _FieldAddLaunch:
+    """The field_add kernel on a device with its operands."""
+
+    provider: ComputeProvider
+    device: ComputeDevice
+    kernel: Kernel
+    buffers: tuple[Buffer, Buffer, Buffer]
+    n: int
+
+    def start(self) -> None:
+        self.provider.launch(self.kernel, (-(-self.n // 256),), (256,), (*self.buffers, self.n))
+
+
+def prove(device: ComputeDevice) -> Iterator[Check]:
+    """Compile, launch, compare and time field_add on a device; on NVIDIA also observe it through NVML."""
+    label = f"compute {device.backend}:{device.index}"
+    provider = registry.create(device.backend)
+    before = sample(device) if device.backend == "cuda" else None
+    launch, x, y = _prepare(provider, device)
+    launch.start()
+    provider.synchronize(device.index)
+    wrong = _first_wrong(launch, x, y)
+    if wrong:
+        yield Check(label, "failed", wrong, "do not trust this device: check memory and driver, then run this again")
+        return
+    times = _event_times_ms(launch)
+    best = min(times, default=0.0)
+    if best <= 0.0:
+        yield Check(label, "failed", f"the result is right, but the device's events say {best} ms", "update the driver")
+        return
+    rate = 24 * launch.n / best / 1e6
+    yield Check(
+        label, "ok", f"field_add of {launch.n:,} elements: {best:.3f} ms by events ({rate:,.0f} GB/s), result exact"
+    )
+    if before is not None:
+        yield _observed(launch, before, best)
+
+
+def _prepare(provider: ComputeProvider, device: ComputeDevice) -> tuple[_FieldAddLaunch, Any, Any]:
+    """Prepare operands, edge values first, and an output with a value that no sum has."""
+    roomy = device.backend == "cuda" and provider.memory(device.index).free_bytes > _NEEDED_BYTES
+    n = _MANY if roomy else _FEW
+    modulus = _P
+    rng = np.random.default_rng(7)
+    x = rng.integers(0, modulus, n, dtype=np.uint64)
+    y = rng.integers(0, modulus, n, dtype=np.uint64)
+    edges = [0, 1, 2**32 - 1, 2**63, modulus - 2, modulus - 1]
+    pairs = [(a, b) for a in edges for b in edges]
+    x[: len(pairs)], y[: len(pairs)] = [a for a, _ in pairs], [b for _, b in pairs]
+    kernel = provider.compile(field_add_source(), device=device.index)
+    z = provider.copy_to_device(np.full(n, 2**64 - 1, np.uint64), device.index)
+    buffers = (provider.copy_to_device(x, device.index), provider.copy_to_device(y, device.index), z)
+    return _FieldAddLaunch(provider, device, kernel, buffers, n), x, y
+
+
+def _first_wrong(launch: _FieldAddLaunch, x: Any, y: Any) -> str:
+    """Compare all sums with the host's 64-bit arithmetic, some with Python's integers; "" if none is wrong."""
+    modulus = np.uint64(_P)
+    got = launch.provider.copy_to_host(launch.buffers[2], np.uint64, (launch.n,))
+    room = modulus - y  # x + y reaches the modulus where x >= room
+    expected = np.where(x >= room, x - room, x + y)
+    part = slice(0, _CHECKED)
+    exact = np.array([(a + b) % _P for a, b in zip(x[part].tolist(), y[part].tolist(), strict=True)], np.uint64)
+    if not np.array_equal(expected[part], exact):
+        return "the host's own integer arithmetic is wrong"
+    differs = np.flatnonzero(got != expected)
+    if not differs.size:
+        return ""
+    at = int(differs[0])
+    return f"{differs.size:,} of {launch.n:,} sums are wrong, the first: {x[at]} + {y[at]} gave {got[at]}"
+
+
+def _event_times_ms(launch: _FieldAddLaunch, repeats: int = 10) -> list[float]:
+    provider, index = launch.provider, launch.device.index
+    marks = []
+    for _ in range(repeats):
+        start = provider.record_event(index)
+        launch.start()
+        marks.append((start, provider.record_event(index)))
+    provider.synchronize(index)
+    return [start.elapsed_ms(stop) for start, stop in marks if start is not None and stop is not None]
+
+
+def _observed(launch: _FieldAddLaunch, before: Sample, one_ms: float) -> Check:
+    """Keep the device busy until NVML shows it."""
+    label = f"seen by NVML {before.device}"
+    if nvml_missing():
+        return Check(
+            label, "warning", nvml_missing(), "pip install 'accelerant[monitor]' to see the device from outside"
+        )
+    held = sum(buffer.size_bytes for buffer in launch.buffers)
+    seen, peak = before, 0.0
+    until = time.perf_counter() + _BUSY_S
+    while time.perf_counter() < until:
+        for _ in range(max(1, int(200 / one_ms))):  # 0.2 s of work, so that reading takes little of the time
+            launch.start()
+        launch.provider.synchronize(launch.device.index)
+        seen = sample(launch.device)
+        peak = max(peak, seen.utilisation_percent or 0.0)
+        if peak >= 50.0:
+            break
+    memory = _memory_seen(before, seen, held)
+    if seen.utilisation_percent is None:
+        return Check(label, "warning", f"{memory}; utilisation: {seen.reasons['utilisation_percent']}")
+    found = f"{peak:.0f} % busy, {memory}"
+    if seen.power_w is not None and seen.temperature_c is not None:
+        found += f", {seen.power_w:.0f} W, {seen.temperature_c:.0f} C"
+    if peak == 0.0:
+        advice = "NVML looks at another device than torch, or counts nothing (MIG, virtual GPU)"
+        return Check(label, "failed", f"0 % busy during {_BUSY_S} s of launches; {memory}", advice)
+    if memory.startswith("no"):
+        return Check(label, "failed", found, "NVML looks at another device than torch")
+    return Check(label, "ok", found)
+
+
+def _memory_seen(before: Sample, seen: Sample, held: int) -> str:
+    """Return this process's memory in NVML, or the device's rise where NVML numbers processes differently."""
+    mine = [process for process in seen.processes or () if process.pid == os.getpid() and process.memory_bytes]
+    if mine:
+        return f"{(mine[0].memory_bytes or 0) / 2**20:,.0f} MiB held by this process"
+    rise = (seen.memory_used_bytes or 0) - (before.memory_used_bytes or 0)
+    if rise >= held:
+        return f"{rise / 2**20:,.0f} MiB more in use (NVML does not list this process: it runs in a container)"
+    return f"no rise of the device's memory in use ({rise / 2**20:,.0f} MiB, {held / 2**20:,.0f} are held)"

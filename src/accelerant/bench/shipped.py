@@ -20,13 +20,11 @@ __all__ = ["Shipped", "shipped_kernels"]
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """A kernel with everything fixed that its code depends on besides the target.
+    """A specialization of a shipped kernel.
 
     Attributes:
-        folder: the op's or algebra's folder.
-        name: of the kernel.
-        detail: what sets this specialisation apart: element types, constants.
-        source: what a provider compiles.
+        folder: the op's folder, or "field".
+        detail: element types and constants that distinguish the specialization.
     """
 
     folder: str
@@ -36,7 +34,7 @@ class Shipped:
 
 
 def shipped_kernels() -> list[Shipped]:
-    """All of them; imports Triton where it is installed, since the signatures are read from its functions."""
+    """Return all kernels; imports Triton where it is installed, to read signatures of its functions."""
     modules = pkgutil.iter_modules(importlib.import_module("accelerant.ops").__path__)
     folders = sorted(entry.name for entry in modules if entry.ispkg and not entry.name.startswith("_"))
     field_add = field_add_source()
@@ -51,9 +49,9 @@ def _kernels(folder: str) -> Iterator[Shipped]:
     name = f"accelerant.ops.{folder}.cases"
     if importlib.util.find_spec(name) is None:
         return
-    for each in getattr(importlib.import_module(name), "KERNELS", ()):
-        if isinstance(each, KernelSource):
-            yield Shipped(folder, each.name, "", each)
+    for kernel in getattr(importlib.import_module(name), "KERNELS", ()):
+        if isinstance(kernel, KernelSource):
+            yield Shipped(folder, kernel.name, "", kernel)
         elif has_triton:
-            source: KernelSource = each.source()
-            yield Shipped(folder, source.name, str(each.name).removeprefix(source.name).strip(), source)
+            source: KernelSource = kernel.source()
+            yield Shipped(folder, source.name, str(kernel.name).removeprefix(source.name).strip(), source)

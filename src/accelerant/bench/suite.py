@@ -231,7 +231,7 @@ class SuiteRun:
 
     @property
     def gpu(self) -> bool:
-        """Whether the device is a CUDA device."""
+        """True if torch's device is of type cuda."""
         return self.device.torch_device.startswith("cuda")
 
     def is_model(self, name: str) -> bool:

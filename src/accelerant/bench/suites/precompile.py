@@ -73,7 +73,7 @@ def precompile(
         if count or time.monotonic() > until:
             break  # else each process ended at once, because its server process had initialized the driver
     missing = len(groups) - count
-    return f"{missing} of {len(groups)} groups of cases were not compiled ahead" if missing else ""
+    return f"{missing} of {len(groups)} groups of cases were not precompiled" if missing else ""
 
 
 def _compile_in(
