@@ -67,6 +67,7 @@ def test_witnesses_differ_and_circuits_do_not():
     assert len(bits) == 20
 
 
+@pytest.mark.slow
 def test_a_witness_of_another_seed_is_proved_with_one_key(tmp_path):
     circuit = Circuit(30)
     setup_with_known_tau(circuit.constraints, tmp_path / "circuit.zkey")

@@ -58,6 +58,7 @@ def made(**curves):
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ours_lies_with_plain_pytorch(text, tmp_path):
     """In float32 on one device two programs of one mathematics differ by rounding; other weights by much more."""
     record = run(settings(text), cpu(), tmp_path / "out", Quiet())
@@ -135,6 +136,7 @@ def test_runs_of_other_code_are_not_put_beside_those_there(text, tmp_path, monke
         run(settings(text, steps=4, noises=("reseeded",)), cpu(), out, Quiet())
 
 
+@pytest.mark.slow
 def test_fp8_beside_bfloat16(text, tmp_path, monkeypatch):
     """By casting to e4m3 and back, on a CPU."""
     monkeypatch.setattr(layers, "FUSED", {"cuda", "cpu"})

@@ -114,6 +114,7 @@ def test_a_product_that_is_wrong_is_found(cpu, small, monkeypatch):
         ZkSuite(("field_mul",), budget_s=0.0).measure(SuiteRun(cpu, record))
 
 
+@pytest.mark.slow
 def test_first_calls_are_made_in_new_processes_with_and_without_a_cache(cpu, small, monkeypatch):
     monkeypatch.setattr(suite, "CPU_CASES", (ZkCase("first call", "field_mul"),))
     record = run_suite(ZkSuite(budget_s=0.0), cpu)
