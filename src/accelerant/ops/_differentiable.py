@@ -370,7 +370,8 @@ class DifferentiableOp:
             return self._infer(*args)
         if self._forward is not None:
             return self._cut(self._forward(*args))
-        return self._cut(self._operation(self._case(*args), *args, *self._infer_args))  # type: ignore[misc]
+        results = self._operation(self._case(*args), *args, *self._infer_args)  # type: ignore[misc]  # as in forward
+        return results[0] if self._public == 1 and isinstance(results, tuple) else self._cut(results)
 
     def forward(self, *args: Any) -> Any:
         """Return all results, without autograd."""
@@ -385,7 +386,10 @@ class DifferentiableOp:
 
         def eager_forward(ctx: Any, *args: Any) -> Any:
             if self._eager_gradient is None:
-                return self._save(ctx, args, self.forward(*args), self._public)
+                if self._forward is not None:
+                    return self._save(ctx, args, self._forward(*args), self._public)
+                results = self._operation(self._case(*args), *args)  # type: ignore[misc]  # as in forward
+                return self._save(ctx, args, results, self._public)
             ctx.eager, ctx.overwritten = None, False
             made = self._eager_gradient(self._needs(ctx), *args)
             if made is None:
@@ -433,12 +437,16 @@ class DifferentiableOp:
 
     def _save(self, ctx: Any, args: tuple[Any, ...], results: Any, shown: int) -> Any:
         outputs = results if isinstance(results, tuple) else (results,)
-        saved = [(args if argument else outputs)[at] for argument, at in self._saved]
+        saved = []  # loops, since a comprehension is a call
+        for argument, at in self._saved:
+            saved.append(args[at] if argument else outputs[at])
         for at, users in self._only_for:
             if not any(ctx.needs_input_grad[position] for position in users):
                 saved[at] = None
         ctx.save_for_backward(*saved)
-        ctx.options = [args[i] for i in self._options]
+        options = ctx.options = []
+        for i in self._options:
+            options.append(args[i])
         if shown > self._differentiable:
             ctx.mark_non_differentiable(*outputs[self._differentiable : shown])
         if shown > 1:

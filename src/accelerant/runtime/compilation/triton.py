@@ -202,7 +202,7 @@ class TritonKernel:
         *,
         num_warps: int = 4,
         num_stages: int = 3,
-    ) -> None:
+    ) -> PreparedLaunch | None:
         """Run over the grid, on the current stream of the first tensor's device.
 
         Args:
@@ -212,12 +212,16 @@ class TritonKernel:
             num_warps: warps a program.
             num_stages: depth of software pipelining.
 
+        Returns:
+            the launch, to be started again with the pointers of tensors that differ in nothing else; None where nothing
+            was launched on a GPU.
+
         Raises:
             CompileError: with Triton's message.
             LaunchError: the device refused.
         """
         if predictions and has_fakes(args):
-            return
+            return None
         first = args[0]
         if first is None:
             first = next(arg for arg in args if isinstance(arg, torch.Tensor))
@@ -225,7 +229,7 @@ class TritonKernel:
             function = getattr(importlib.import_module(self.module), self.name)
             function[grid](*args, **constants)  # in the interpreter: refuses_triton excludes other devices
             noted()
-            return
+            return None
         key: list[object] = [grid, num_warps, num_stages, first.get_device(), *constants.values()]
         pointers = []
         for arg in args:
@@ -239,6 +243,7 @@ class TritonKernel:
         if prepared is None:
             prepared = self._prepare(tuple(key), grid, args, constants, num_warps, num_stages)
         prepared.start(pointers)
+        return prepared
 
     def _prepare(
         self,

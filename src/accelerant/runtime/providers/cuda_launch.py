@@ -175,7 +175,8 @@ class LoadedKernel:
         wrapped = _streams.get(stream)
         if wrapped is None:
             wrapped = _streams[stream] = self._wrap_stream(stream)
-        make_ready()
+        if not hasattr(_thread, "ready"):
+            make_ready()
         began = time.perf_counter() if launch_log.enabled else 0.0
         try:
             self._launch(wrapped, config, self.core, *values, *self._extra)

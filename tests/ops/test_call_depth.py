@@ -1,0 +1,106 @@
+"""The Python calls and files of ours that a warm layer_norm enters, on the path of a CUDA tensor and on a CPU."""
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import accelerant
+from accelerant import ops
+from accelerant.ops import _differentiable
+from accelerant.ops.norm import launch
+from accelerant.runtime.providers import cuda_launch
+
+PACKAGE = str(Path(accelerant.__file__).parent)
+MOST_CALLS, MOST_FILES = 12, 5
+
+
+def entered(run):
+    """The code objects of ours that a call enters."""
+    codes = []
+
+    def profile(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            codes.append(frame.f_code)
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return codes
+
+
+def check(run):
+    for _ in range(5):  # the second to fourth calls are timed
+        run()
+    codes = entered(run)
+    names = [f"{Path(code.co_filename).name}:{code.co_name}" for code in codes]
+    assert 0 < len(names) <= MOST_CALLS, (len(names), names)
+    assert len({code.co_filename for code in codes}) <= MOST_FILES, names
+
+
+@pytest.fixture
+def on_a_device(interpreted, monkeypatch):
+    """Launch as on a GPU, with a driver that does nothing; yields the pointers of each launch."""
+    started = []
+    monkeypatch.setattr(_differentiable, "_TENSORS", frozenset())  # no CPU fast path
+    kernel = object.__new__(cuda_launch.LoadedKernel)
+    kernel.name, kernel.core, kernel._extra = "norm_fwd", None, ()
+    kernel._launch = lambda stream, config, core, *values: started.append(values)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setitem(cuda_launch._streams, 7, object())
+    thread = threading.local()
+    thread.ready = True
+    monkeypatch.setattr(cuda_launch, "_thread", thread)
+
+    class Kernel:
+        def launch(self, grid, args, constants, **options):
+            pointers = [arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor)]
+            prepared = cuda_launch.PreparedLaunch(kernel, None, [0] * len(pointers), list(range(len(pointers))), 0)
+            prepared.start(pointers)
+            return prepared
+
+    monkeypatch.setattr(launch, "KERNELS", {"fwd": Kernel(), "bwd": Kernel()})
+    launch._LAUNCHES.clear()
+    yield started
+    launch._LAUNCHES.clear()
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_layer_norm_on_a_device_crosses_few_calls_and_files(on_a_device, grad):
+    x, weight, bias = torch.randn(4, 8, requires_grad=grad), torch.randn(8), torch.randn(8)
+    check(lambda: ops.layer_norm(x, weight, bias))
+    assert len(on_a_device) == 6
+    assert all(values[0] == x.data_ptr() for values in on_a_device)
+
+
+def test_a_launch_is_repeated_only_for_what_differs_in_its_pointers_alone(on_a_device):
+    weight, bias = torch.randn(8), torch.randn(8)
+
+    def kept(x, **options):
+        ops.layer_norm(x, weight, bias, **options)
+        return len(launch._LAUNCHES)
+
+    x = torch.randn(64, 8)
+    assert kept(x) == kept(x.clone()) == 1
+    assert kept(x, eps=1e-3) == 2
+    assert kept(x[:4]) == 3
+    assert kept(torch.randn(65, 8).view(-1)[3:-5].view(64, 8)) == 4  # another alignment
+    assert kept(torch.randn(64, 16)[:, :8]) == 5
+    assert kept(x.t().contiguous().t()) == 5  # copied, so that its pointer is another in each call
+    launch.TUNED["fwd", True, False].forget()
+    assert not launch._LAUNCHES
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.randn(4, 8, dtype=torch.bfloat16), torch.randn(8, 4).t(), torch.randn(4, 8)],
+    ids=["bfloat16", "strided", "fast path"],
+)
+def test_layer_norm_on_a_cpu_crosses_few_calls_and_files(x, uninterpreted):
+    weight = torch.randn(8, dtype=x.dtype)
+    check(lambda: ops.layer_norm(x, weight, weight))
