@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import multiprocessing
@@ -243,3 +244,73 @@ def test_the_store_follows_the_cache_folder(tmp_path):
         assert choices().root == tmp_path / "choices"
         assert choices() is choices()
     assert choices().root != tmp_path / "choices"
+
+
+# --- the sources of an op --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package of one op: `digest` after a change of one of its files."""
+    folder = tmp_path / "ops" / "probe"
+    folder.mkdir(parents=True)
+    (tmp_path / "ops" / "_tiles.py").write_text("BLOCK = 4\n")
+    (folder / "launch.py").write_text(
+        '"""Launches."""\nfrom accelerant.ops._tiles import BLOCK\n\n\ndef run():\n    return BLOCK\n'
+    )
+    for name in ("kernel.c", "kernel.cuh", "kernel.cu"):
+        (folder / name).write_text("int f(int x) { return x; } /* same */\n")
+    (tmp_path / "ops" / "other.py").write_text("x = 1\n")
+    monkeypatch.setattr(module, "_ROOT", tmp_path)
+
+    def run():
+        pass
+
+    run.__module__ = "accelerant.ops.probe.launch"
+
+    def digest(name="", text=""):
+        if name:
+            (tmp_path / "ops" / name).write_text(text)
+        for cached in (module._imports, module._tree, module._stripped):
+            cached.cache_clear()
+        return module.Sources([functools.partial(run, 1)])()
+
+    yield digest
+    for cached in (module._imports, module._tree, module._stripped):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["probe/kernel.c", "probe/kernel.cuh", "probe/kernel.cu"])
+def test_a_changed_kernel_changes_the_digest_and_a_comment_does_not(package, name):
+    before = package()
+    assert package(name, "int f(int x)   { return x; } // other words\n") == before
+    assert package(name, "int f(int x) { return x + 1; }\n") != before
+
+
+def test_a_docstring_or_another_op_does_not_change_the_digest_and_an_import_does(package):
+    before = package()
+    assert package("other.py", "x = 2\n") == before
+    body = 'from accelerant.ops._tiles import BLOCK\n\ndef run():\n    """Run."""\n    return BLOCK  # 4\n'
+    words = f'"""Other words."""\n{body}'
+    assert package("probe/launch.py", words) == before
+    assert package("_tiles.py", '"""Tiles."""\nBLOCK = 4\n') == before
+    assert package("_tiles.py", "BLOCK = 8\n") != before
+
+
+def test_a_measurement_of_other_sources_is_not_used_and_is_replaced(tmp_path, model):
+    model()
+    store = Choices(tmp_path)
+    store.keep(CPU, KEY, Measurement({"a": 1.0}, sources="old"))
+    assert Choices(tmp_path).find(CPU, KEY, lambda: "old").ms == {"a": 1.0}
+    assert Choices(tmp_path).find(CPU, KEY, lambda: "new") is None
+    store.keep(CPU, KEY, Measurement({"b": 1.0}, sources="new"))
+    assert Choices(tmp_path).find(CPU, KEY, lambda: "new").ms == {"b": 1.0}
+
+
+def test_the_sources_of_an_op_are_its_own():
+    from accelerant.ops.norm import launch
+
+    files = module._closure([launch.__name__])
+    names = {path.relative_to(module._ROOT).as_posix() for path in files}
+    assert {"ops/norm/launch.py", "ops/norm/triton_kernels.py", "ops/_launch.py"} <= names
+    assert not any(name.startswith(("ops/softmax", "runtime")) for name in names)

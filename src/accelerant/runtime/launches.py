@@ -1,6 +1,7 @@
-"""Whether a block of code has launched a kernel of ours: after that, what it was to change may have changed.
+"""Count the kernels of ours that a block of code launches: after a launch, the arguments of an op may have changed.
 
-The launchers say so of each launch that the device took; while nobody asks, that costs them a look at an empty dict.
+Launchers call `noted` after each launch that the device accepted, while there are watchers; otherwise a launch costs a
+look at an empty dict.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ __all__ = ["Launches", "launches", "noted", "watched"]
 
 
 class Launches:
-    """What a thread has launched inside the block.
+    """The launches of a thread inside a block.
 
     Attributes:
-        count: launches that the device took.
+        count: launches that the device accepted.
     """
 
     __slots__ = ("count",)
@@ -29,24 +30,24 @@ class Launches:
 
 
 watched: dict[int, list[Launches]] = {}
-"""By thread. Launchers call `noted` after a launch while there are any."""
+"""Watchers by thread. Launchers call `noted` after a launch while there are any."""
 
 
 def noted() -> None:
     """Count a launch of this thread."""
-    for each in watched.get(threading.get_ident(), ()):
-        each.count += 1
+    for counter in watched.get(threading.get_ident(), ()):
+        counter.count += 1
 
 
 @contextmanager
 def launches() -> Iterator[Launches]:
     """Count this thread's launches in a block of code."""
-    found, thread = Launches(), threading.get_ident()
+    counter, thread = Launches(), threading.get_ident()
     mine = watched.setdefault(thread, [])
-    mine.append(found)
+    mine.append(counter)
     try:
-        yield found
+        yield counter
     finally:
-        mine.remove(found)
+        mine.remove(counter)
         if not mine:
             watched.pop(thread, None)

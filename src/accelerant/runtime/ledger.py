@@ -1,10 +1,10 @@
 """The ledger: what ran where, how often, how fast, and what was refused or fell back, with the reason.
 
-Counting is always on and costs a lock and an addition. Time is sampled: one call in `SAMPLE_EVERY` is put between two
-device events, which are read later, when somebody looks or when enough of them wait; nothing waits for the device.
+Counting is always on and costs a lock and an addition. Time is sampled: one call in `SAMPLE_EVERY` is enclosed by two
+device events, which are read later, on request or when enough of them wait; nothing waits for the device.
 
-A CUDA graph runs its ops without Python, so nothing counts them: it has a manifest of the calls that were captured, and
-each replay counts as those. graphs.py makes them.
+A CUDA graph runs its ops without Python, so nothing counts them. It has a manifest of the calls that were captured, and
+each replay counts as those; see streams/graphs.py.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from accelerant.runtime.provider import ComputeProvider, Event
 __all__ = ["Decision", "FallbackRecord", "Ledger", "Manifest", "OpKey", "OpRecord", "ledger", "observers"]
 
 OpKey = tuple[str, str, str, str]
-"""Op, implementation, device, case: what a record stands for."""
+"""Op, implementation, device and case of a record."""
 
 SAMPLE_EVERY = 64
-"""One call in so many is timed, and each of the second to fourth, so that short runs have figures too."""
+"""One call in 64 is timed, and each of the second to fourth, so that short runs have figures too."""
 
 _SAMPLES_KEPT = 512
 _PENDING_LIMIT = 128
@@ -37,11 +37,11 @@ class FallbackRecord:
     """One kind of fallback.
 
     Attributes:
-        op: what was asked.
+        op: that was called.
         case: its device, dtype and shape.
         wanted: the implementation or device that was to run.
-        ran: what ran in its place.
-        reason: why.
+        ran: the one that ran instead.
+        reason: the error of the wanted one.
     """
 
     op: str
@@ -56,14 +56,13 @@ class OpRecord:
     """Calls of one op by one implementation in one case.
 
     Attributes:
-        op, implementation, backend, device, case: what, by which, where, on what shapes.
-        own: whether the implementation is Accelerant's own or a library's.
+        own: whether the implementation is a kernel of Accelerant or of a library.
         refused: implementations that were preferred but refused, with the reason.
         bytes_per_call: least bytes moved: each input read once, each output written once.
         flops_per_call: floating-point or integer operations of the algorithm.
-        calls: how many began.
-        failures: how many raised.
-        reason: why this implementation, when it was last chosen.
+        calls: number of calls begun.
+        failures: number of calls that raised.
+        reason: of the last choice of this implementation.
     """
 
     op: str
@@ -81,7 +80,7 @@ class OpRecord:
     samples_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES_KEPT))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; quantiles are None until a call was timed."""
+        """Return the record for JSON; quantiles are None until a call was timed."""
         samples = sorted(self.samples_ms)
         return {
             "op": self.op,
@@ -140,13 +139,13 @@ class Decision:
 
 @dataclass(slots=True)
 class Manifest:
-    """What a captured graph runs at each replay.
+    """The ops that a captured graph runs at each replay.
 
     Attributes:
         name: of the graph.
-        calls: how often each op is in it.
-        replays: how often it ran; whoever replays it adds to this.
-        settled: as many replays are in the records' counts.
+        calls: number of calls of each op in it.
+        replays: number of runs; the owner of the graph adds to it.
+        settled: number of replays that the records' counts include.
     """
 
     name: str
@@ -155,24 +154,28 @@ class Manifest:
     settled: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the manifest for JSON."""
         names = ("op", "implementation", "device", "case")
         ops = [{**dict(zip(names, key, strict=True)), "calls": count} for key, count in self.calls.items()]
         return {"graph": self.name, "replays": self.replays, "ops": ops}
 
 
 def _quantile(ordered: list[float], q: float) -> float | None:
-    """Linear interpolation between the nearest of sorted samples."""
+    """Return a quantile of sorted samples by linear interpolation."""
     if not ordered:
         return None
-    place = q * (len(ordered) - 1)
-    low = int(place)
+    position = q * (len(ordered) - 1)
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 class Ledger:
-    """The process's record; `accelerant.ledger()` returns the one that dispatch writes."""
+    """Counts of calls, fallbacks and graph replays; `accelerant.ledger()` returns the one that dispatch writes.
+
+    Attributes:
+        lock: held while a count changes.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -182,10 +185,10 @@ class Ledger:
         self._pending: deque[tuple[OpRecord, Event, Event]] = deque()
 
     def record(self, new: OpRecord) -> OpRecord:
-        """The record with the same op, implementation, device and case, or this one from now on.
+        """Return the record with the same op, implementation, device and case; add this one if there is none.
 
-        Beyond 512 cases an op's further ones share a record, so that a program whose shapes never repeat does not
-        grow without limit.
+        Beyond 512 cases of an op the others share a record, so that a program whose shapes never repeat does not grow
+        without limit.
         """
         with self.lock:
             key = (new.op, new.implementation, new.device, new.case)
@@ -200,29 +203,20 @@ class Ledger:
             return new
 
     def begin(self, record: OpRecord, provider: ComputeProvider, device: int) -> Event | None:
-        """Count a call; where it shall be timed, the event that stands before it."""
+        """Count a call; return the event before it if it is to be timed."""
         with self.lock:
             calls = record.calls = record.calls + 1
         if calls % SAMPLE_EVERY and (calls > 4 or calls == 1):
             return None
         return provider.record_event(device)
 
-    def count(self, record: OpRecord) -> bool:
-        """Count a call; False, and nothing is counted, where it should be timed: then `begin` is the one to ask."""
-        with self.lock:
-            calls = record.calls + 1
-            if calls > 4 and calls % SAMPLE_EVERY:
-                record.calls = calls
-                return True
-        return False
-
     def discount(self, record: OpRecord) -> None:
-        """Take a counted call back: another way makes it."""
+        """Take back a counted call, which is made in another way."""
         with self.lock:
             record.calls = max(0, record.calls - 1)  # it may have been reset in between
 
     def end(self, record: OpRecord, start: Event, provider: ComputeProvider, device: int) -> None:
-        """Close a timed call."""
+        """Record the event after a timed call."""
         stop = provider.record_event(device)
         if stop is None:
             return
@@ -238,14 +232,14 @@ class Ledger:
             record.failures += 1
 
     def fallback(self, entry: FallbackRecord) -> bool:
-        """Count a fallback; True the first time."""
+        """Count a fallback; return True the first time."""
         with self.lock:
             count = self._fallbacks.get(entry, 0)
             self._fallbacks[entry] = count + 1
             return count == 0
 
     def captured(self, name: str, calls: Mapping[OpKey, int]) -> Manifest:
-        """Take back calls that were counted while a graph was captured, since they did not run; its manifest."""
+        """Take back calls that were counted while a graph was captured, since they did not run; return its manifest."""
         manifest = Manifest(name, dict(calls))
         with self.lock:
             self._add(manifest.calls, -1)
@@ -253,13 +247,13 @@ class Ledger:
         return manifest
 
     def release(self, manifest: Manifest) -> None:
-        """Forget a graph that is replayed no more; what it did stays counted."""
+        """Forget a graph that is no longer replayed; its replays stay counted."""
         with self.lock:
             self._settle()
             self._manifests = [each for each in self._manifests if each is not manifest]
 
     def _settle(self) -> None:
-        """Count what graphs did since the last time; under the lock."""
+        """Count the replays since the last time; under the lock."""
         for manifest in self._manifests:
             times = manifest.replays - manifest.settled
             manifest.settled += times
@@ -285,7 +279,7 @@ class Ledger:
                 self._pending.popleft()
 
     def records(self) -> list[OpRecord]:
-        """Every record, in order of first use."""
+        """Return every record, in order of first use."""
         self.collect()
         with self.lock:
             self._settle()
@@ -303,7 +297,7 @@ class Ledger:
                 manifest.replays = manifest.settled = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Return everything for JSON."""
         ops = [record.to_dict() for record in self.records()]
         with self.lock:
             fallbacks = [
@@ -321,21 +315,32 @@ class Ledger:
         return {"ops": ops, "fallbacks": fallbacks, "graphs": graphs}
 
     def to_json(self, indent: int | None = None) -> str:
-        """Everything, as JSON text."""
+        """Return everything as JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def to_prometheus(self) -> str:
-        """Everything, in Prometheus' text format 0.0.4."""
+        """Return everything in Prometheus' text format 0.0.4.
+
+        Reasons are labels of `_info` metrics alone, of value 1, so that a counter's identity does not change with the
+        text of a reason; join them on the labels that both have.
+        """
         table = self.to_dict()
         lines: list[str] = []
 
-        def family(name: str, kind: str, text: str, rows: list[dict[str, Any]], value: Callable[[Any], object]) -> None:
+        def family(
+            name: str,
+            kind: str,
+            text: str,
+            rows: list[dict[str, Any]],
+            value: Callable[[Any], object],
+            labels: tuple[str, ...] = _LABELS,
+        ) -> None:
             lines.append(f"# HELP {name} {text}")
             lines.append(f"# TYPE {name} {kind}")
             for row in rows:
                 amount = value(row)
                 if amount is not None:
-                    lines.append(f"{name}{{{_labels(row)}}} {amount}")
+                    lines.append(f"{name}{{{_label_text(row, labels)}}} {amount}")
 
         ops, fallbacks = table["ops"], table["fallbacks"]
         family("accelerant_op_calls_total", "counter", "Calls begun.", ops, lambda row: row["calls"])
@@ -343,7 +348,16 @@ class Ledger:
         family("accelerant_op_bytes_total", "counter", "Least bytes moved.", ops, lambda row: row["bytes"])
         family("accelerant_op_flops_total", "counter", "Operations done.", ops, lambda row: row["flops"])
         family("accelerant_op_seconds", "gauge", "Median of the timed calls.", ops, _median_seconds)
-        family("accelerant_fallbacks_total", "counter", "Fallbacks taken.", fallbacks, lambda row: row["count"])
+        with_reason = (*_LABELS, "reason")
+        family("accelerant_op_info", "gauge", "Reason of the last choice.", ops, lambda row: 1, with_reason)
+        counts: dict[str, dict[str, Any]] = {}
+        for row in fallbacks:  # one series for all reasons
+            total = counts.setdefault(_label_text(row, _LABELS), {**row, "count": 0})
+            total["count"] += row["count"]
+        family(
+            "accelerant_fallbacks_total", "counter", "Fallbacks taken.", [*counts.values()], lambda row: row["count"]
+        )
+        family("accelerant_fallback_info", "gauge", "Reasons of fallbacks.", fallbacks, lambda row: 1, with_reason)
         family("accelerant_graph_replays_total", "counter", "Graphs run.", table["graphs"], lambda row: row["replays"])
         return "\n".join(lines) + "\n"
 
@@ -360,24 +374,25 @@ def _median_seconds(row: dict[str, Any]) -> float | None:
     return None if row["ms_p50"] is None else row["ms_p50"] / 1e3
 
 
-_LABELS = ("op", "implementation", "backend", "device", "case", "wanted", "ran", "reason", "graph")
+_LABELS = ("op", "implementation", "backend", "device", "case", "wanted", "ran", "graph")
+"""Labels that identify a series, as far as a row has them."""
 
 
-def _labels(row: dict[str, Any]) -> str:
+def _label_text(row: dict[str, Any], labels: tuple[str, ...]) -> str:
     def escaped(value: object) -> str:
         return str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
-    return ",".join(f'{name}="{escaped(row[name])}"' for name in _LABELS if name in row)
+    return ",".join(f'{name}="{escaped(row[name])}"' for name in labels if name in row)
 
 
 observers: list[Callable[[Decision], None]] = []
-"""Functions called with each decision of dispatch and each recorded launch; empty but while `explain` runs."""
+"""Functions called with each decision of dispatch and each recorded launch; empty except while `explain` runs."""
 
 _ledger = Ledger()
 
 
 def ledger() -> Ledger:
-    """The process's ledger.
+    """Return the process's ledger.
 
     >>> print(accelerant.ledger())                       # a table
     >>> accelerant.ledger().to_json()                    # the same for programs
