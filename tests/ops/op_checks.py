@@ -9,9 +9,16 @@ import torch
 
 import accelerant.ops
 from accelerant.ops._cases import draw
+from accelerant.ops._registry import public_op, register
 
 FOLDER = Path(accelerant.ops.__file__).parent
-FOLDERS = sorted(path.name for path in FOLDER.iterdir() if (path / "__init__.py").is_file() and path.name[0] != "_")
+ADDED = "leaky_relu"
+"""A package outside accelerant.ops, in this folder, that is tested as the package's own are."""
+
+register(ADDED)
+FOLDERS = sorted(
+    (*(path.name for path in FOLDER.iterdir() if (path / "__init__.py").is_file() and path.name[0] != "_"), ADDED)
+)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -23,7 +30,12 @@ def cases_of(folder):
     ELEMENT_LOADS: words of the specialisations' names that cannot read 16 bytes at a time.
     RUNS: what the ledger may show beside our kernel, for an op that leaves a part of its work to a library.
     """
-    return importlib.import_module(f"accelerant.ops.{folder}.cases")
+    return importlib.import_module(f"{ADDED if folder == ADDED else f'accelerant.ops.{folder}'}.cases")
+
+
+def path_of(folder):
+    """A folder of ops."""
+    return Path(__file__).parent / ADDED if folder == ADDED else FOLDER / folder
 
 
 def kind_of(folder):
@@ -52,9 +64,9 @@ def parts(op):
     return SimpleNamespace(
         name=op,
         folder=folder,
-        call=getattr(accelerant.ops, op),
-        reference=getattr(importlib.import_module(f"accelerant.ops.{folder}.reference"), f"{op}_reference"),
-        cases=cases.FAMILY[op] if hasattr(cases, "FAMILY") else cases,
+        call=public_op(op).function,
+        reference=public_op(op).reference,
+        cases=public_op(op).cases,
         runs=set(getattr(cases, "RUNS", ())),
     )
 

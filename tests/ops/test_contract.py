@@ -7,6 +7,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from op_checks import (
+    ADDED,
     DIFFERENTIABLE,
     DTYPES,
     FOLDER,
@@ -28,6 +30,7 @@ from op_checks import (
     differentiable,
     each_sample,
     parts,
+    path_of,
     results,
     small_samples,
     wants_gradient,
@@ -36,6 +39,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelerant.ops
+from accelerant.bench import subjects
+from accelerant.ops._registry import public_op, public_ops
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.ledger import ledger
@@ -46,7 +51,7 @@ OTHER_TARGETS = (*(target for target in CUDA_TARGETS if target != "sm_90"), "gfx
 
 def public_kernels(folder):
     """The Triton functions of a folder that are launched: those without an underscore."""
-    path = FOLDER / folder / "triton_kernels.py"
+    path = path_of(folder) / "triton_kernels.py"
     if not path.is_file():
         return set()
     tree = ast.parse(path.read_text())
@@ -58,13 +63,16 @@ WITH_KERNELS = [op for op in OPS if public_kernels(FOLDER_OF[op])]
 
 
 def test_every_op_is_public():
-    assert sorted(accelerant.ops.__all__) == OPS
+    assert sorted([*accelerant.ops.__all__, ADDED]) == OPS == list(public_ops())
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_folder_is_complete(folder):
-    for name in ("__init__.py", "op.py", "reference.py", "cases.py"):
-        assert (FOLDER / folder / name).is_file(), f"{folder} has no {name}"
+    for name in ("__init__.py", "op.py", "cases.py"):
+        assert (path_of(folder) / name).is_file(), f"{folder} has no {name}"
+    if folder == ADDED:
+        assert len(list(path_of(folder).glob("*.*"))) <= 4
+        return
     assert (Path(__file__).parent / f"test_{folder}.py").is_file(), f"{folder} has no test module"
 
 
@@ -93,9 +101,25 @@ def test_every_kernel_has_a_compilation(folder):
 
 @pytest.mark.parametrize("folder", [folder for folder in FOLDERS if public_kernels(folder)])
 def test_kernel_module_says_what_it_does(folder):
-    header = ast.get_docstring(ast.parse((FOLDER / folder / "triton_kernels.py").read_text()))
+    header = ast.get_docstring(ast.parse((path_of(folder) / "triton_kernels.py").read_text()))
     for word in ("Source:", "Layout:", "Grid:", "Bound:"):
         assert word in header, f"the header of {folder}'s kernels lacks {word}"
+
+
+def test_every_op_has_a_row_in_the_documentation():
+    text = (Path(__file__).parents[2] / "docs" / "ops.md").read_text(encoding="utf-8")
+    names = re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `")))
+    assert sorted([*names, ADDED]) == OPS
+
+
+def test_what_a_declaration_gives():
+    """The row of the documentation and the benchmark's subject come from the op's own folder."""
+    row = "| `leaky_relu` | Scale negative elements by a slope | Triton | torch |"
+    assert public_op(ADDED).row == row
+    subject = subjects.subject_of(ADDED)
+    x = torch.randn(3, 5)
+    assert torch.equal(subject.theirs(x), public_op(ADDED).function(x))
+    assert set(subjects.OPS) <= set(accelerant.ops.__all__)
 
 
 # --- right results ---------------------------------------------------------------------------------------------------

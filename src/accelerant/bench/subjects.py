@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,37 +16,10 @@ from torch import Tensor
 
 from accelerant import ops
 from accelerant.errors import UnsupportedCase
-from accelerant.ops._cases import Sample
+from accelerant.ops._cases import Sample, Subject
+from accelerant.ops._registry import public_op
 
-__all__ = ["OPS", "Subject"]
-
-Fn = Callable[..., Any]
-Flops = Callable[[Sequence[Tensor], Tensor], int]
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """An op to measure; its cases are in its folder.
-
-    Attributes:
-        theirs: torch's function.
-        peers: makers of the functions of torch's other back ends, by peer.
-        flops: operations of the forward pass, from its inputs and its first result; None where bandwidth bounds it.
-        backward_flops: operations of the backward pass, as a multiple of the forward pass's.
-        constants: indices of arguments without a gradient in training.
-        shared: indices of arguments that are the same for every row of the first, such as weights.
-        random: results differ from call to call, so they are not compared.
-        odd: returns whether torch's function takes one of the op's LARGE samples.
-    """
-
-    theirs: Fn
-    peers: Mapping[str, Callable[[], Fn]] = field(default_factory=dict)
-    flops: Flops | None = None
-    backward_flops: float = 2.0
-    random: bool = False
-    constants: tuple[int, ...] = ()
-    shared: tuple[int, ...] = ()
-    odd: Callable[[Sample], bool] = lambda sample: True
+__all__ = ["OPS", "Subject", "subject_of"]
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> Tensor:
@@ -251,5 +223,12 @@ _ALL: dict[str, Subject] = {
     "avg_pool2d": Subject(F.avg_pool2d),
 }
 
-OPS: dict[str, Subject] = {name: _ALL[name] for name in ops.__all__ if name in _ALL}
-"""The subjects by op, in the order of ops.__all__."""
+
+def subject_of(name: str) -> Subject | None:
+    """Return what an op is measured against: the SUBJECT of its cases.py, or its entry here; None if it has none."""
+    declared: Subject | None = getattr(public_op(name).cases, "SUBJECT", None)
+    return declared or _ALL.get(name)
+
+
+OPS: dict[str, Subject] = {name: subject for name in ops.__all__ if (subject := subject_of(name)) is not None}
+"""The subjects of the public ops."""

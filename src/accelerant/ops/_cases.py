@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,18 @@ import torch
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.compilation.triton import TritonKernel
 
-__all__ = ["Benchmark", "Compilation", "Indices", "OpCases", "Sample", "Stated", "Tolerance", "draw", "tolerances"]
+__all__ = [
+    "Benchmark",
+    "Compilation",
+    "Indices",
+    "OpCases",
+    "Sample",
+    "Stated",
+    "Subject",
+    "Tolerance",
+    "draw",
+    "tolerances",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +147,31 @@ class Benchmark:
     backward_x: float | None = None
     peak_mib: float | None = None
     rotated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """An op as its benchmark measures it; the functions take the op's arguments, options by keyword.
+
+    Attributes:
+        theirs: torch's function.
+        peers: makers of the functions of torch's other back ends, by peer; they raise UnsupportedCase where it is absent.
+        flops: operations of the forward pass, from its inputs and its first result; None where bandwidth bounds it.
+        backward_flops: operations of the backward pass, as a multiple of the forward pass's.
+        random: results differ from call to call, so they are not compared.
+        constants: indices of arguments without a gradient in training.
+        shared: indices of arguments that are the same for every row of the first, such as weights.
+        odd: returns whether torch's function takes one of the op's LARGE samples.
+    """
+
+    theirs: Callable[..., Any]
+    peers: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
+    flops: Callable[[Sequence[torch.Tensor], torch.Tensor], int] | None = None
+    backward_flops: float = 2.0
+    random: bool = False
+    constants: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
+    odd: Callable[[Sample], bool] = lambda sample: True
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ dtype, whichever is more, but never above one half.
 
 from __future__ import annotations
 
-import importlib
 import math
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 from accelerant import ops
 from accelerant.bench.subjects import OPS, attention_flops, varlen_flops
 from accelerant.ops._cases import Benchmark
+from accelerant.ops._registry import public_op
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
@@ -52,9 +52,7 @@ Inputs = tuple[Tensor | None, ...]
 
 def cases_of(name: str) -> Any:
     """Return an op's cases.py, or its part of a family's: SAMPLES, LARGE, BENCHMARKS, ..."""
-    function = getattr(ops, name)
-    cases = importlib.import_module(f"{function.__module__.rpartition('.')[0]}.cases")
-    return cases.FAMILY[name] if hasattr(cases, "FAMILY") else cases
+    return public_op(name).cases
 
 
 def benchmarks_of(name: str) -> list[Benchmark]:
@@ -324,8 +322,7 @@ class Oracle:
         return self._exact[direction]
 
     def _computed(self, direction: str) -> list[Tensor]:
-        module = importlib.import_module(f"{getattr(ops, self.case.name).__module__.rpartition('.')[0]}.reference")
-        reference = getattr(module, f"{self.case.name}_reference")
+        reference = public_op(self.case.name).reference
         wide = tuple(x.double() if x is not None and x.is_floating_point() else x for x in self.inputs)
         compute = _attention_results if self.case.name == "attention" else _results
         return compute(self.case, reference, wide, direction)
