@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def attention_by_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False,
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _attention_by(backend: str) -> Fn:
+def _attention_by(backend: str) -> Callable[..., Any]:
     """Return torch's attention by one of its back ends: CUDNN_ATTENTION, or FLASH_ATTENTION for FlashAttention-2."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -84,7 +84,7 @@ def _attention_by(backend: str) -> Fn:
     return call
 
 
-def _cublaslt_linear_gelu() -> Fn:
+def _cublaslt_linear_gelu() -> Callable[..., Any]:
     """Return torch's function for cuBLASLt's epilogue of bias and tanh GELU."""
 
     def call(x: Tensor, weight: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:

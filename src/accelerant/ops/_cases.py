@@ -155,7 +155,7 @@ class Subject:
 
     Attributes:
         theirs: torch's function.
-        peers: makers of the functions of torch's other back ends, by peer; they raise UnsupportedCase where it is absent.
+        peers: makers of the functions of torch's other back ends, by peer; UnsupportedCase where one is absent.
         flops: operations of the forward pass, from its inputs and its first result; None where bandwidth bounds it.
         backward_flops: operations of the backward pass, as a multiple of the forward pass's.
         random: results differ from call to call, so they are not compared.
