@@ -24,7 +24,7 @@ from accelerant.bench.timer import Timing, time_in_turns
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import AdamW
-from accelerant.nn.train.presets import PRESETS
+from accelerant.nn.train.config import PRESETS
 from benchmarks.gpt_steps import (
     BETAS,
     RATE,

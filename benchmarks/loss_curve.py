@@ -38,15 +38,13 @@ from accelerant.errors import ConfigError, DivergenceError, FormatError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.layers import require_float8
 from accelerant.nn.optim import AdamW
-from accelerant.nn.train.batches import Prefetcher, halves, random_windows
-from accelerant.nn.train.checkpoint import Checkpoints
-from accelerant.nn.train.config import TrainConfig
+from accelerant.nn.train.checkpoint import Checkpoints, gathered, restored
+from accelerant.nn.train.config import Recipe, RunConfig, TrainConfig, preset
+from accelerant.nn.train.corpus import Material, Watcher, prepare_material
+from accelerant.nn.train.data import Prefetcher, halves, random_windows
 from accelerant.nn.train.environment import StopRequest, numerics
-from accelerant.nn.train.lock import RunLock
-from accelerant.nn.train.material import Material, Watcher, prepare_material
+from accelerant.nn.train.folder import RunLock
 from accelerant.nn.train.optim import learning_rate
-from accelerant.nn.train.presets import Recipe, RunConfig, preset
-from accelerant.nn.train.state import gathered, restored
 from accelerant.nn.train.step import TrainStep
 from accelerant.runtime import registry
 from accelerant.runtime.files import decode_json, write_atomic
@@ -84,7 +82,7 @@ class CurveSettings:
     """The settings of a comparison.
 
     Attributes:
-        preset: of accelerant.nn.train.presets: the model's shape, the optimizer's numbers, the tokenizer.
+        preset: of accelerant.nn.train.config: the model's shape, the optimizer's numbers, the tokenizer.
         steps: optimizer steps of each run; warm-up and cosine are spread over them.
         batch: windows in a step; 0 for the preset's.
         context: tokens in a window, at most the preset's; 0 for the preset's.

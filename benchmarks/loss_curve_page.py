@@ -21,9 +21,8 @@ from html import escape
 from pathlib import Path
 
 from accelerant.errors import ConfigError
-from accelerant.nn.train.charts import Line, line_chart
 from accelerant.runtime.files import write_atomic
-from accelerant.runtime.html_page import card, document
+from accelerant.runtime.html_page import Line, card, document, line_chart
 from accelerant.runtime.html_page import table as html_table
 from benchmarks.loss_curve import REFERENCE, CurveRecord, LossCurve
 

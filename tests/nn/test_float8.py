@@ -11,7 +11,7 @@ from accelerant.nn.layers import float8_weights
 from accelerant.nn.train import Callback, TrainConfig, Trainer
 from accelerant.nn.train import step as step_module
 from accelerant.nn.train import trainer as trainer_module
-from accelerant.nn.train.presets import RunConfig, preset
+from accelerant.nn.train.config import RunConfig, preset
 from accelerant.nn.train.step import TrainStep
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -111,7 +111,7 @@ def test_layers_by_themselves(emulated):
 
 
 def test_recomputation_takes_the_same_numbers(emulated):
-    from accelerant.nn.train.recompute import recomputed
+    from accelerant.nn.train.step import recomputed
 
     _, expected = gradients(model(), tokens(), True)
     one = model()

@@ -7,8 +7,7 @@ from accelerant.config import override
 from accelerant.errors import ConfigError, FallbackWarning, LaunchError, ShapeError
 from accelerant.nn import GPT, GPTConfig, layers, optim
 from accelerant.nn._precision import LowWeights, lowered
-from accelerant.nn.train.graphed import Same
-from accelerant.nn.train.step import StepResult, TrainStep
+from accelerant.nn.train.step import Same, StepResult, TrainStep
 from accelerant.runtime.ledger import ledger
 
 CONFIG = GPTConfig(vocab_size=50, context=8, layers=2, heads=2, width=16)

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from accelerant.bench.compare import Comparison
 from accelerant.bench.record import DETERMINISTIC, OWN, Record, Row
-from accelerant.nn.train.charts import Line, line_chart
 from accelerant.runtime.files import write_atomic
-from accelerant.runtime.html_page import Bar, bars, card, document, facts, table
+from accelerant.runtime.html_page import Bar, Line, bars, card, document, facts, line_chart, table
 
 __all__ = ["build_report", "roofline", "write_report"]
 

@@ -61,7 +61,7 @@ def prepare(
     for name, value in (("PATH", paths), ("--out", [out]), ("--tokenizer", [tokenizer])):
         if "" in value:  # an unset variable of a shell
             raise ConfigError(f"{name} must not be empty")
-    from accelerant.nn.train.prepare import prepare_tokens
+    from accelerant.nn.train.corpus import prepare_tokens
 
     with _Bar(quiet=json_output) as bar:
         found = prepare_tokens(

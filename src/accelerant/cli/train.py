@@ -16,8 +16,8 @@ from accelerant.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from accelerant.nn.train.extension import Extension
-    from accelerant.nn.train.presets import RunConfig
+    from accelerant.nn.train.callbacks import Extension
+    from accelerant.nn.train.config import RunConfig
 
 __all__ = ["register", "train"]
 
@@ -167,8 +167,8 @@ def train(
             raise ConfigError(f"--resume continues a run as it was: leave out {given[0]}")
         _run(Path(resume), None, device, json_output, extension=_resumed(Path(resume)))
         return
-    from accelerant.nn.train.presets import RunConfig
-    from accelerant.nn.train.presets import preset as recipe_of
+    from accelerant.nn.train.config import RunConfig
+    from accelerant.nn.train.config import preset as recipe_of
 
     recipe = recipe_of("tiny" if preset is None else preset).resized(batch_size, micro_batch)
     if steps is not None:

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
+    from accelerant.nn.train.history import StepRecord
     from accelerant.nn.train.job import Outcome
-    from accelerant.nn.train.metrics import StepRecord
 
 __all__ = ["BarView", "LineView", "View", "make_view"]
 

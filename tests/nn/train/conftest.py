@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from accelerant.nn.train.presets import Recipe, RunConfig
+from accelerant.nn.train.config import Recipe, RunConfig
 
 RECIPE = Recipe(
     name="micro",

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from accelerant.errors import ConfigError
-from accelerant.nn.train.batches import (
+from accelerant.nn.train.data import (
     Prefetcher,
     even_starts,
     gather,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from accelerant.errors import ConfigError, DivergenceError
-from accelerant.nn.train.extension import Curve, Extension
+from accelerant.nn.train.callbacks import Curve, Extension
+from accelerant.nn.train.data import TokenSource
 from accelerant.nn.train.job import resume_training, run_training
-from accelerant.nn.train.sources import TokenSource
 from accelerant.nn.train.step import StepResult
 
 

@@ -19,10 +19,10 @@ from accelerant.nn.train import (
     run_training,
     save_checkpoint,
 )
+from accelerant.nn.train.config import PRESETS, preset
+from accelerant.nn.train.folder import RunLock
+from accelerant.nn.train.history import read_metrics
 from accelerant.nn.train.job import windows_at_once
-from accelerant.nn.train.lock import RunLock
-from accelerant.nn.train.metrics import read_metrics
-from accelerant.nn.train.presets import PRESETS, preset
 
 NO_CALLS = {"ops": [], "fallbacks": []}
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from accelerant.errors import ConfigError
-from accelerant.nn.train.lock import RunLock
+from accelerant.nn.train.folder import RunLock
 
 
 @pytest.fixture(params=["flock", "file"])

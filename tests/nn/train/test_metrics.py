@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from accelerant.errors import FormatError
-from accelerant.nn.train.metrics import MetricsFile, StepRecord, StepTimer, read_metrics
+from accelerant.nn.train.history import MetricsFile, StepRecord, StepTimer, read_metrics
 
 
 def record(step, **changes):
@@ -75,7 +75,7 @@ def test_laps_measure_the_time_since_the_last_mark():
 def test_memory_counts_what_is_held():
     """In a process of its own: the peak is the process's, and earlier tests may have left it high."""
     script = (
-        "import torch; from accelerant.nn.train.metrics import peak_memory_bytes as peak; cpu = torch.device('cpu');"
+        "import torch; from accelerant.nn.train.history import peak_memory_bytes as peak; cpu = torch.device('cpu');"
         "before = peak(cpu); held = torch.ones(1 << 26); print(peak(cpu) - before > held.nbytes // 4)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

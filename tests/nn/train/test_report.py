@@ -3,9 +3,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from accelerant.nn.train.charts import Line, Reference, line_chart, smoothed, ticks
-from accelerant.nn.train.metrics import StepRecord
+from accelerant.nn.train.history import StepRecord
 from accelerant.nn.train.report import build_report
+from accelerant.runtime.html_page import Line, Reference, line_chart, smoothed, ticks
 
 EVIL = "<script>alert('x')</script>&\""
 SUMMARY = {

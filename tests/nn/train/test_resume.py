@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from accelerant.errors import ConfigError, FormatError
 from accelerant.nn.train import Callback, TrainConfig, Trainer, fit
 from accelerant.nn.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
-from accelerant.nn.train.metrics import read_metrics
+from accelerant.nn.train.history import read_metrics
 
 HERE = Path(__file__).parent
 CONFIG = TrainConfig(steps=20, batch_size=8, learning_rate=1e-2, device="cpu", predict_memory=False, checkpoint_every=6)

@@ -13,7 +13,7 @@ import torch
 from accelerant.errors import ConfigError, FormatError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.train import TokenFile, TrainConfig, Trainer, fit, prepare_tokens
-from accelerant.nn.train.material import tokenizer_path
+from accelerant.nn.train.corpus import tokenizer_path
 from accelerant.nn.train.tokenfile import BYTES, TokenWriter, is_token_file, token_dtype
 from accelerant.nn.train.tokenizer import load_bpe
 
@@ -174,7 +174,7 @@ def test_a_trained_bpe_stands_beside_its_tokens_and_gives_the_text_back(tmp_path
 def test_pieces_of_a_large_file_give_the_tokens_of_the_whole(tmp_path, text, monkeypatch):
     prepare_tokens([text], tmp_path / "whole.tokens", vocab_size=300)
     bpe = str(tokenizer_path(tmp_path / "whole.tokens"))
-    monkeypatch.setattr("accelerant.nn.train.prepare._READ", 100)  # less than three lines
+    monkeypatch.setattr("accelerant.nn.train.corpus._READ", 100)  # less than three lines
     told = []
     info = prepare_tokens([text], tmp_path / "cut.tokens", tokenizer=bpe, watch=lambda *each: told.append(each))
     assert np.array_equal(TokenFile(tmp_path / "cut.tokens").tokens, TokenFile(tmp_path / "whole.tokens").tokens)
@@ -188,8 +188,8 @@ def test_pieces_of_a_large_file_give_the_tokens_of_the_whole(tmp_path, text, mon
 def test_a_character_on_the_border_of_two_reads_stays_whole(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("äöü\nx" * 20)
-    monkeypatch.setattr("accelerant.nn.train.prepare._READ", 3)
-    monkeypatch.setattr("accelerant.nn.train.prepare._LONGEST", 8)  # and where no line ends, it is cut anyway
+    monkeypatch.setattr("accelerant.nn.train.corpus._READ", 3)
+    monkeypatch.setattr("accelerant.nn.train.corpus._LONGEST", 8)  # and where no line ends, it is cut anyway
     prepare_tokens([path], tmp_path / "a.tokens", tokenizer="bytes")
     assert TokenFile(tmp_path / "a.tokens").tokens.astype(np.uint8).tobytes() == path.read_bytes() + b"\n"
 

@@ -418,7 +418,7 @@ def test_a_prediction_that_fails_is_one_note(monkeypatch):
         seen.append(logger.disabled)
         raise RuntimeError("no such shape\nand more")
 
-    monkeypatch.setattr("accelerant.nn.train.run.predict_peak", predict)
+    monkeypatch.setattr("accelerant.nn.train.trainer.predict_peak", predict)
     history = fit(made(), *spiral(20, 0), with_(predict_memory=True))
     assert history.notes == ["peak memory not predicted: no such shape"]
     assert seen == [True]

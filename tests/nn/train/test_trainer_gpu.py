@@ -12,8 +12,8 @@ from torch import nn
 from accelerant.errors import DivergenceError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.train import Callback, TrainConfig, Trainer, fit, resume_training, run_training
-from accelerant.nn.train.batches import permutation
-from accelerant.nn.train.metrics import read_metrics
+from accelerant.nn.train.data import permutation
+from accelerant.nn.train.history import read_metrics
 
 pytestmark = pytest.mark.gpu
 

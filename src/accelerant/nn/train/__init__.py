@@ -5,14 +5,11 @@
 
 from accelerant.nn.train.callbacks import Callback, PrintProgress, TensorBoard
 from accelerant.nn.train.checkpoint import load_checkpoint, save_checkpoint
-from accelerant.nn.train.config import TrainConfig
-from accelerant.nn.train.corpus import Corpus, Document, load_corpus
-from accelerant.nn.train.history import History
+from accelerant.nn.train.config import PRESETS, Recipe, RunConfig, TrainConfig, preset
+from accelerant.nn.train.corpus import Corpus, Document, load_corpus, prepare_tokens
+from accelerant.nn.train.history import History, StepRecord
 from accelerant.nn.train.job import Outcome, Progress, resume_training, run_training
-from accelerant.nn.train.metrics import StepRecord
 from accelerant.nn.train.objective import Evaluation, accuracy
-from accelerant.nn.train.prepare import prepare_tokens
-from accelerant.nn.train.presets import PRESETS, Recipe, RunConfig, preset
 from accelerant.nn.train.step import StepResult, TrainStep
 from accelerant.nn.train.tokenfile import TokenFile
 from accelerant.nn.train.trainer import Trainer, fit

@@ -1,22 +1,41 @@
-"""What may watch a training, and change its course."""
+"""Callbacks, which watch a training, and extensions, which replace its batches and steps.
+
+Private training (accelerant.privacy.dp.training.run) is the only extension. Model, schedule, evaluation, checkpoints
+and report stay those of an ordinary run.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
 
 from accelerant.errors import MissingDependency
-from accelerant.nn.train.metrics import StepRecord
+from accelerant.nn.train.config import RunConfig, TrainConfig
+from accelerant.nn.train.data import Source
+from accelerant.nn.train.history import StepRecord
 from accelerant.nn.train.objective import Evaluation
+from accelerant.nn.train.step import StepResult
+from accelerant.nn.train.tokenfile import Tokens
+from accelerant.runtime.html_page import Point
 
 if TYPE_CHECKING:
     from accelerant.nn.train.history import History
     from accelerant.nn.train.trainer import Trainer
 
-__all__ = ["Callback", "PrintProgress", "TensorBoard"]
+__all__ = [
+    "Callback",
+    "Curve",
+    "Extension",
+    "PrintProgress",
+    "Step",
+    "TensorBoard",
+]
 
 
 class Callback:
@@ -140,3 +159,86 @@ class TensorBoard(Callback):
         """Close the log: the scalars before the trouble are the ones to look at."""
         if self._writer is not None:
             self._writer.close()
+
+
+# --- extensions ------------------------------------------------------------------------------------------------------
+
+
+class Step(Protocol):
+    """One step of a training."""
+
+    def __call__(self, batches: Sequence[tuple[Tensor, ...]], learning_rate: float) -> StepResult:
+        """Do it; nothing need wait for the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A chart of its own in the report.
+
+    Attributes:
+        title: of its card.
+        label: of the line.
+        points: in rising x, the steps done.
+        y_label: with the unit.
+    """
+
+    title: str
+    label: str
+    points: Sequence[Point]
+    y_label: str
+
+
+class Extension(Callback):
+    """What changes in a run; this one changes nothing.
+
+    Attributes:
+        name: of its entry in config.json and summary.json.
+    """
+
+    name = "extension"
+
+    def require(self, run: RunConfig) -> None:
+        """Check that the run can be done so, before its folder is touched.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+
+    def configured(self, config: TrainConfig) -> TrainConfig:
+        """The Trainer's config."""
+        return config
+
+    def source(self, tokens: Tokens, config: TrainConfig, fingerprint: str) -> Source | None:
+        """Where the batches come from; None for the ordinary windows. Called before the run's folder is touched.
+
+        Raises:
+            ConfigError: the data do not suffice.
+        """
+        return None
+
+    def attach(self, trainer: Trainer) -> Step | None:
+        """Called once, before a checkpoint is put in place: what makes the steps; None for the ordinary step."""
+        return None
+
+    def description(self) -> dict[str, Any]:
+        """For config.json: what is needed to go on with the run."""
+        return {}
+
+    def words(self, folder: Path) -> list[str]:
+        """What the command line needs to start the run of a folder again."""
+        return []
+
+    def results(self) -> dict[str, Any]:
+        """For summary.json, once the training is over; writes its own files."""
+        return {}
+
+    def curves(self) -> Sequence[Curve]:
+        """For the report."""
+        return ()
+
+    def remarks(self) -> Sequence[str]:
+        """Sentences for the report, on what the figures mean."""
+        return ()
+
+    def close(self) -> None:
+        """The run is over, well or not."""

@@ -1,27 +1,41 @@
-"""Checkpoints that know when they are torn.
+"""Checkpoints: files with checksums, the state of a training, and the parameters of its best evaluation.
 
-`Checkpoints` keeps the last two of a folder: where the newer one is torn, the one before it serves.
-
-A checkpoint is one safetensors file: tensors by name, and in its header a JSON document and the SHA-256 of
-that document and of every tensor. Nothing in it is ever executed on reading.
+A checkpoint is one safetensors file: named tensors, and in its header a JSON document and the SHA-256 of that document
+and of all tensors. Reading one never executes anything. `Checkpoints` keeps the last two of a folder; if the newer one
+is damaged, the older one is used.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from accelerant.errors import FormatError
+from accelerant.errors import ConfigError, FormatError, UnsupportedCase
+from accelerant.nn.train.config import TrainConfig
+from accelerant.nn.train.environment import random_state, restore_random
+from accelerant.nn.train.objective import Evaluation
+from accelerant.nn.train.optim import load_optimizer, optimizer_state, require_optimizer_tensors
 from accelerant.runtime.files import decode_json, write_atomic
 
-__all__ = ["Checkpoints", "load_checkpoint", "require_same_shapes", "save_checkpoint", "write_tensors"]
+__all__ = [
+    "Best",
+    "Checkpoints",
+    "gathered",
+    "load_checkpoint",
+    "require_same_config",
+    "require_same_shapes",
+    "restored",
+    "save_checkpoint",
+    "write_tensors",
+]
 
 _FORMAT = "accelerant-checkpoint-1"
 
@@ -165,3 +179,143 @@ def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+# --- the state of a training -----------------------------------------------------------------------------------------
+
+
+_MAY_DIFFER = frozenset(
+    {
+        *("accumulate", "epochs", "steps", "device", "deterministic", "graph", "recompute"),
+        *("evaluate_every", "evaluations", "patience", "min_delta", "keep_best"),
+        *("folder", "checkpoint_every", "checkpoint_every_s", "log", "profile", "predict_memory"),
+    }
+)
+"""Settings that do not change what a step computes beyond rounding; the number of steps is compared by itself."""
+
+
+def gathered(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Everything that the next step depends on, but for the data: tensors by name, and JSON values.
+
+    Raises:
+        UnsupportedCase: the model or the optimiser keeps something that a checkpoint cannot hold.
+    """
+    tensors = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise UnsupportedCase(f"the state of the model has a {type(value).__name__} ({name}): no checkpoint")
+        tensors[f"model.{name}"] = value
+    states, numbers = optimizer_state(model, optimizer)
+    tensors |= {f"optimizer.{name}": value for name, value in states.items()}
+    drawn, rest = random_state(device)
+    tensors |= {f"random.{name}": value for name, value in drawn.items()}
+    return tensors, {"optimizer": numbers, "optimizer_class": type(optimizer).__name__, "random": rest}
+
+
+def restored(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    document: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> None:
+    """Put back what `gathered` gave, after checking all of it; the random generators last.
+
+    Raises:
+        FormatError: it is of another model or shape.
+    """
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    found = _part("model", tensors)
+    states = _part("optimizer", tensors)
+    require_same_shapes(path, _prefixed("model", found), _prefixed("model", own))
+    require_optimizer_tensors(path, model, optimizer, states)
+    kind = type(optimizer).__name__
+    if (wanted := document.get("optimizer_class", kind)) != kind:
+        raise FormatError(f"checkpoint {path} is of another optimizer: {wanted}, got {kind}")
+    model.load_state_dict(found)
+    load_optimizer(model, optimizer, states, document.get("optimizer", {}))
+    restore_random(_part("random", tensors), document.get("random", {}), device)
+
+
+def require_same_config(path: Path, found: Mapping[str, Any], config: TrainConfig) -> None:
+    """Check that a checkpoint's training is the one that goes on.
+
+    Raises:
+        ConfigError: a setting that changes the training differs.
+    """
+    for name, value in config.to_dict().items():
+        if name not in _MAY_DIFFER and name in found and found[name] != value:
+            raise ConfigError(f"checkpoint {path} was trained with {name}={found[name]!r}, got {value!r}")
+
+
+def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def _part(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    start = f"{prefix}."
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+
+
+# --- the best evaluation ---------------------------------------------------------------------------------------------
+
+
+class Best:
+    """Watches evaluations.
+
+    Args:
+        patience: evaluations without a better loss after which it is enough; 0: never.
+        min_delta: a loss is better if it is lower by more than this.
+    """
+
+    NAME = "best.safetensors"
+
+    def __init__(self, patience: int, min_delta: float) -> None:
+        self._patience = patience
+        self._min_delta = min_delta
+        self._loss = math.inf
+        self._step = 0
+        self._waited = 0
+        self._kept: dict[str, Tensor] = {}
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether patience is at its end."""
+        return 0 < self._patience <= self._waited
+
+    def see(self, evaluation: Evaluation) -> bool:
+        """Whether an evaluation is the best so far."""
+        if evaluation.loss < self._loss - self._min_delta:
+            self._loss, self._step, self._waited = evaluation.loss, evaluation.step, 0
+            return True
+        self._waited += 1
+        return False
+
+    def keep(self, model: nn.Module, folder: Path | None) -> None:
+        """Keep the parameters as they are: in the folder, or in host memory where there is none."""
+        state = model.state_dict()
+        if folder is not None:
+            save_checkpoint(folder / self.NAME, state, {"step": self._step, "loss": self._loss})
+        else:
+            self._kept = {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+
+    def give(self, model: nn.Module, folder: Path | None) -> None:
+        """Give a model the parameters that were kept; nothing where none were."""
+        if folder is not None and (folder / self.NAME).is_file():
+            model.load_state_dict(load_checkpoint(folder / self.NAME)[0])
+        elif self._kept:
+            model.load_state_dict(self._kept)
+
+    def state(self) -> dict[str, Any]:
+        """JSON values; `restore` is the inverse."""
+        loss = None if math.isinf(self._loss) else self._loss
+        return {"loss": loss, "step": self._step, "waited": self._waited}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` gave."""
+        loss = state.get("loss")
+        self._loss = math.inf if loss is None else float(loss)
+        self._step, self._waited = int(state.get("step", 0)), int(state.get("waited", 0))

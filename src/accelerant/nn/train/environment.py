@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from accelerant.runtime.host import usable_cores
 
-__all__ = ["StopRequest", "numerics"]
+__all__ = [
+    "StopRequest",
+    "forked_random",
+    "numerics",
+    "random_state",
+    "restore_random",
+]
 
 
 @contextmanager
@@ -84,3 +94,54 @@ class StopRequest:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = number
+
+
+# --- random generators -----------------------------------------------------------------------------------------------
+
+
+def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The states of the generators of torch (CPU, and the GPU that is used), NumPy and Python."""
+    tensors = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    version, words, gauss = random.getstate()
+    tensors["python"] = torch.tensor(words, dtype=torch.int64)
+    rest: dict[str, Any] = {"python": [version, gauss]}
+    kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    if kind == "MT19937":  # a program may put another one in its place; that one is its own affair
+        tensors["numpy"] = torch.from_numpy(np.asarray(keys).astype(np.int64))
+        rest["numpy"] = [int(place), int(has_gauss), float(cached)]
+    return tensors, rest
+
+
+def restore_random(tensors: Mapping[str, Tensor], rest: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what `random_state` gave, as far as it is there."""
+    if "cpu" in tensors:
+        torch.set_rng_state(tensors["cpu"])
+    if device.type == "cuda" and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"], device)
+    if "python" in tensors and "python" in rest:
+        version, gauss = rest["python"]
+        random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+    if "numpy" in tensors and "numpy" in rest:
+        place, has_gauss, cached = rest["numpy"]
+        np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), place, has_gauss, cached))
+
+
+@contextmanager
+def forked_random(seed: int | None = None) -> Iterator[None]:
+    """The generators of the CPU (torch, NumPy, Python) are as before after the block.
+
+    Args:
+        seed: where they start inside; None: where they are.
+    """
+    host = torch.device("cpu")
+    before = random_state(host)
+    if seed is not None:
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))
+    try:
+        yield
+    finally:
+        restore_random(*before, host)

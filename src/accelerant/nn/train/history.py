@@ -1,17 +1,214 @@
-"""What a training did: a record a step, the evaluations, and how it ended."""
+"""Measurements of a training: a record a step with its device time, the metrics file, and the history of a run.
+
+Losses on a GPU are read back for many steps together: reading each at its step would make the host wait for the
+device.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from accelerant.nn.train.metrics import StepRecord
+import torch
+from torch import Tensor
+
+from accelerant.errors import FormatError
 from accelerant.nn.train.objective import Evaluation
+from accelerant.runtime.files import decode_json, write_atomic
 from accelerant.runtime.memory.limits import size_text
 
-__all__ = ["History", "Status"]
+__all__ = [
+    "History",
+    "MetricsFile",
+    "Status",
+    "StepRecord",
+    "StepTimer",
+    "peak_memory_bytes",
+    "read_metrics",
+    "reserved_memory_bytes",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One line of metrics.jsonl.
+
+    Attributes:
+        step: 1 for the first.
+        loss: training loss of the step's batch before its update; of text, nats a token.
+        tokens_per_s: tokens of the step over its time; None where data are not tokens.
+        ms: device time of the step (on the CPU: wall time).
+        peak_memory_bytes: the most held so far: allocated on a GPU, resident on the CPU.
+        learning_rate: of the step.
+        grad_norm: before clipping.
+        validation_loss: after the step, where it was taken, nats a token.
+        samples_per_s: rows of the step over its time, where data are not tokens.
+        validation: other figures measured with the validation loss, by name.
+    """
+
+    step: int
+    loss: float
+    tokens_per_s: float | None
+    ms: float
+    peak_memory_bytes: int
+    learning_rate: float
+    grad_norm: float
+    validation_loss: float | None = None
+    samples_per_s: float | None = None
+    validation: Mapping[str, float] | None = None
+
+    def to_json(self) -> str:
+        """One line of the values that there are."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps({name: value for name, value in values.items() if value is not None})
+
+    @classmethod
+    def from_json(cls, line: str) -> StepRecord:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError, TypeError: it is something else.
+        """
+        return cls(**{"tokens_per_s": None, **decode_json(line)})
+
+
+class MetricsFile:
+    """Appends records to metrics.jsonl; a resumed run first drops the lines past its checkpoint.
+
+    Args:
+        path: of the file; None keeps the records in memory alone.
+        keep_steps: steps whose lines stay.
+
+    Attributes:
+        records: what the file holds.
+        lost: how many of the kept steps have no line: all, where the file is not there.
+
+    Raises:
+        FormatError: the file holds something else.
+    """
+
+    def __init__(self, path: Path | None, *, keep_steps: int = 0) -> None:
+        self._path = path
+        self.records: list[StepRecord] = []
+        if path is not None:
+            if keep_steps and path.exists():
+                self.records = [record for record in read_metrics(path) if record.step <= keep_steps]
+            write_atomic(path, "".join(record.to_json() + "\n" for record in self.records).encode())
+        self.lost = 0 if path is None else keep_steps - len(self.records)
+
+    def append(self, records: Sequence[StepRecord]) -> None:
+        """Write some lines and hand them to the operating system."""
+        self.records += records
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(record.to_json() + "\n" for record in records))
+
+
+def read_metrics(path: Path) -> list[StepRecord]:
+    """The records of a metrics.jsonl; a last line cut off by a crash is left out.
+
+    Raises:
+        FormatError: the file is not there, or a line before the last is no record.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError(f"cannot read {path}: {error}") from None
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(StepRecord.from_json(line))
+        except (ValueError, TypeError):
+            if number == len(lines):
+                break
+            raise FormatError(f"{path}, line {number}: not a step's record") from None
+    return records
+
+
+class StepTimer:
+    """Times between marks: events on a GPU, which cost the host nothing; the clock on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._last: float | torch.cuda.Event = 0.0
+        self.mark()
+
+    def mark(self) -> None:
+        """Start anew, leaving out what came before."""
+        self._last = self._now()
+
+    def lap(self) -> Lap:
+        """End a span and start the next."""
+        start, self._last = self._last, self._now()
+        return Lap(start, self._last)
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """A span of time that may still be running on the device."""
+
+    start: float | torch.cuda.Event
+    end: float | torch.cuda.Event
+
+    def ms(self) -> float:
+        """Its length in milliseconds; waits for the device."""
+        if isinstance(self.start, float):
+            assert isinstance(self.end, float)  # for the type checker: both ends are of one kind
+            return (self.end - self.start) * 1e3
+        assert not isinstance(self.end, float)  # as above
+        self.end.synchronize()
+        return float(self.start.elapsed_time(self.end))
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step whose numbers are still on the device."""
+
+    step: int
+    loss: Tensor
+    grad_norm: Tensor
+    learning_rate: float
+    lap: Lap
+
+
+def reserved_memory_bytes(device: torch.device) -> int:
+    """The most that torch's pool held on a GPU; 0 on the CPU."""
+    return int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else 0
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory held so far: torch's allocations on a GPU, the process's resident set on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):  # of this program; what getrusage says begins with the parent's
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass  # not Linux, or a file of another form: the next best
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)
+
+
+# --- the history of a run --------------------------------------------------------------------------------------------
+
 
 Status = Literal["done", "stopped", "interrupted"]
 

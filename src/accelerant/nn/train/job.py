@@ -22,22 +22,17 @@ from accelerant._version import __version__
 from accelerant.errors import AccelerantError, ConfigError, FormatError, OutOfMemory
 from accelerant.nn.layers import require_float8
 from accelerant.nn.models.gpt import GPT, GPTConfig
-from accelerant.nn.train.batches import Tokens
-from accelerant.nn.train.callbacks import Callback, TensorBoard
+from accelerant.nn.train.callbacks import Callback, Extension, TensorBoard
 from accelerant.nn.train.checkpoint import Checkpoints, write_tensors
-from accelerant.nn.train.config import TrainConfig
+from accelerant.nn.train.config import RunConfig, TrainConfig
+from accelerant.nn.train.corpus import Material, prepare_material
+from accelerant.nn.train.data import Source, TokenSource
 from accelerant.nn.train.environment import numerics
-from accelerant.nn.train.extension import Extension
-from accelerant.nn.train.folder import RunFolder
-from accelerant.nn.train.history import History
-from accelerant.nn.train.lock import RunLock
-from accelerant.nn.train.material import Material, prepare_material
-from accelerant.nn.train.metrics import StepRecord
+from accelerant.nn.train.folder import RunFolder, RunLock
+from accelerant.nn.train.history import History, StepRecord
 from accelerant.nn.train.objective import Evaluation, autocast
-from accelerant.nn.train.presets import RunConfig
 from accelerant.nn.train.report import build_report
-from accelerant.nn.train.source import Source
-from accelerant.nn.train.sources import TokenSource
+from accelerant.nn.train.tokenfile import Tokens
 from accelerant.nn.train.trainer import Trainer
 from accelerant.runtime.files import write_atomic
 

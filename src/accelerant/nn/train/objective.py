@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError
-from accelerant.nn.train.batches import Batch
 from accelerant.nn.train.config import TrainConfig
+from accelerant.nn.train.data import Batch
 from accelerant.nn.train.step import require_scalar
 
 __all__ = [

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from accelerant.nn.train.charts import Line, Reference, line_chart, smoothed
-from accelerant.nn.train.extension import Curve
-from accelerant.nn.train.metrics import StepRecord
-from accelerant.runtime.html_page import card, document, facts
+from accelerant.nn.train.callbacks import Curve
+from accelerant.nn.train.history import StepRecord
+from accelerant.runtime.html_page import Line, Reference, card, document, facts, line_chart, smoothed
 
 __all__ = ["build_report"]
 

@@ -3,31 +3,212 @@
     step = TrainStep(model, optimizer, model.loss, max_grad_norm=1.0, precision=torch.bfloat16)
     for number, batch in enumerate(batches):
         result = step([batch], learning_rate(number))
-    float(result.loss)                               # only now does anything wait for the device
+    float(result.loss)                               # waits for the device
 
-A step of a small or middling model is hundreds of kernels, each shorter than its launch takes on the host. A graph has
-them launched by the device. The first steps run eagerly, since kernels are compiled and tables are made then; the one
-after them is captured, and from there on every step is a replay over the same memory.
+A step of a small model launches hundreds of kernels, each shorter than its launch takes on the host. With a graph the
+device launches them. The first steps run eagerly, because they compile kernels and create optimiser state; the next one
+is captured, and all later ones are replays over the same memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import fnmatch
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from accelerant.errors import ConfigError, ShapeError
+from accelerant.config import settings
+from accelerant.errors import ConfigError, FallbackWarning, LaunchError, ShapeError
 from accelerant.nn._precision import LowWeights
-from accelerant.nn.layers import float8_weights, require_float8
+from accelerant.nn.layers import (
+    MLP,
+    LayerNorm,
+    Linear,
+    MultiHeadAttention,
+    TransformerBlock,
+    float8_weights,
+    require_float8,
+)
 from accelerant.nn.optim import MultiTensorOptimizer, clip_grad_norm_
-from accelerant.nn.train.graphed import EAGER_STEPS, GraphedStep, Same
+from accelerant.nn.train.data import Batch
+from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import Graph
 
-__all__ = ["StepResult", "TrainStep", "require_scalar"]
+__all__ = [
+    "EAGER_STEPS",
+    "GraphedStep",
+    "Same",
+    "StepResult",
+    "TrainStep",
+    "recomputed",
+    "require_scalar",
+]
 
-Batch = tuple[Tensor, ...]
+# --- capturing steps -------------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+EAGER_STEPS = 3
+"""Steps before the capture: compiling and tables in the first, addresses that come back in the others."""
+
+
+class Same:
+    """Objects that are compared by identity, and kept: the id() of one that is gone may be another's.
+
+    Args:
+        objects: the states of an optimiser, which `load_state_dict` replaces.
+    """
+
+    __slots__ = ("_objects",)
+
+    def __init__(self, objects: Iterable[object]) -> None:
+        self._objects = tuple(objects)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same):
+            return NotImplemented
+        ours, theirs = self._objects, other._objects
+        return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(id, self._objects)))
+
+
+class GraphedStep:
+    """The base of a step: where it computes, in what precision, at which rate, and whether as a graph.
+
+    Args:
+        op: the step's name in the ledger of ops.
+        words: what it is called in messages.
+        model: named in them.
+        optimizer: whose groups take the rate.
+        device: of the parameters.
+        precision: for autocast; None for none.
+        low: casts each matrix once a pass; None for none.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        words: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        precision: torch.dtype | None,
+        low: LowWeights | None,
+    ) -> None:
+        self._op, self._words = op, words
+        self._case = f"{type(model).__name__} on {device}"
+        self._groups = optimizer
+        self._device = device
+        self._precision = precision
+        self._low = low
+        self._rate: Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._wants_graph = False
+
+    # --- eager, and captured as well ---------------------------------------------------------------------------------
+
+    def _precision_context(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._low is None else self._low.refreshed()
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._precision is None else torch.autocast(self._device.type, dtype=self._precision)
+
+    def _moved(self, batch: Iterable[Tensor]) -> list[Tensor]:
+        return [each.to(self._device, non_blocking=True) for each in batch]
+
+    def _set_rate(self, rate: float) -> None:
+        """A number for eager steps, memory for those that are replayed; of float32 both, so that they give the same."""
+        if not self._wants_graph:
+            self._put_rate(rate)
+            return
+        if self._rate is None:
+            self._rate = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._rate.fill_(rate)
+        for group in self._groups.param_groups:
+            group["lr"] = self._rate
+
+    def _put_rate(self, rate: float) -> None:
+        rate = torch.tensor(rate, dtype=torch.float32).item()
+        for group in self._groups.param_groups:
+            group["lr"] = rate
+
+    def _aside(self, run: Callable[[], T]) -> T:
+        """Run on a stream of its own, as what comes before a capture must."""
+        if not self._wants_graph:
+            return run()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            found = run()
+        current.wait_stream(self._stream)
+        return found
+
+    # --- the graph ---------------------------------------------------------------------------------------------------
+
+    def _decide(self, graph: bool | None, obstacle: str | None) -> None:
+        """Settle whether steps are to be captured.
+
+        Args:
+            graph: as the user has it; None: where it can be.
+            obstacle: why it cannot be.
+
+        Raises:
+            LaunchError: it was asked for, cannot be, and the fallback policy forbids another way.
+        """
+        self._wants_graph = graph is not False and obstacle is None
+        if graph and obstacle is not None:
+            self._refuse(obstacle)
+
+    def _obstacle(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """Why no step can be captured, as far as device and optimiser tell."""
+        if self._device.type != "cuda" or torch.version.hip is not None:
+            return f"parameters are on {self._device}: graphs are CUDA's"
+        if not isinstance(optimizer, MultiTensorOptimizer) and not optimizer.defaults.get("capturable"):
+            return f"{type(optimizer).__name__} was not made with capturable=True"
+        return None
+
+    def _recorded(self, capture: Callable[[], object], undo: Callable[[], object] | None = None) -> bool:
+        """Capture, and say whether that went well; where it did not, steps run eagerly from now on, and that is said.
+
+        Args:
+            capture: records, and keeps what it gives.
+            undo: called where it failed.
+        """
+        try:
+            capture()
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ConfigError, LaunchError) as error:  # torch's errors of a capture are RuntimeErrors
+            if undo is not None:
+                undo()
+            self._refuse(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            return False
+        return True
+
+    def _refuse(self, reason: str) -> None:
+        """Say in the ledger, and once in words, that steps run eagerly; or raise, as the fallback policy has it."""
+        self._wants_graph = False
+        if settings().fallback == "forbid":
+            raise LaunchError(f"the {self._words} step cannot be a CUDA graph: {reason}")
+        entry = FallbackRecord(self._op, self._case, "graph", "eager", reason)
+        if ledger().fallback(entry) or settings().fallback == "warn":
+            warnings.warn(
+                f"{self._op} ({self._case}): no CUDA graph, steps run eagerly. {reason}", FallbackWarning, stacklevel=5
+            )
+
+
+# --- the step --------------------------------------------------------------------------------------------------------
 
 
 class StepResult(NamedTuple):
@@ -285,3 +466,52 @@ class TrainStep(GraphedStep):
                 param.grad = grad
         torch.autograd.graph.increment_version(self._params)
         return self._result(self._output.clone())
+
+
+# --- gradient checkpointing ------------------------------------------------------------------------------------------
+
+
+_DRAW_NOTHING = (TransformerBlock, MultiHeadAttention, MLP, LayerNorm, Linear)
+"""Modules that use no random generator: where there are others, its state is kept, which no graph can capture."""
+
+
+@contextmanager
+def recomputed(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
+    """For a block of code, modules whose names match a pattern keep no activations while they train.
+
+    A module inside one that matches is left alone. Random draws inside (dropout) are repeated as they were.
+
+    Args:
+        model: whose modules; each is as before afterwards.
+        patterns: of names, as in named_modules: "blocks.?", "encoder.layers.*".
+
+    Raises:
+        ConfigError: a pattern matches no module.
+    """
+    named = [(name, module) for name, module in model.named_modules() if name]
+    for pattern in patterns:
+        if not fnmatch.filter([name for name, _ in named], pattern):
+            raise ConfigError(f"recompute: {pattern!r} matches no module of {type(model).__name__}")
+    chosen: list[tuple[str, nn.Module]] = []
+    for name, module in named:
+        inside = any(name.startswith(f"{outer}.") for outer, _ in chosen)
+        if not inside and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            chosen.append((name, module))
+    try:
+        for _, module in chosen:
+            module.forward = _again(module.forward, module)
+        yield
+    finally:
+        for _, module in chosen:
+            module.__dict__.pop("forward", None)
+
+
+def _again(forward: Any, module: nn.Module) -> Any:
+    draws = not all(type(each) in _DRAW_NOTHING for each in module.modules())
+
+    def run(*args: Any, **options: Any) -> Any:
+        if not module.training:
+            return forward(*args, **options)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=draws, **options)
+
+    return run

@@ -24,12 +24,14 @@ from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from accelerant.errors import ConfigError, FormatError
-from accelerant.nn.train.batches import Tokens
 from accelerant.runtime.files import AtomicFile, decode_json
 
-__all__ = ["BYTES", "TokenFile", "TokenFileInfo", "TokenWriter", "is_token_file", "token_dtype"]
+__all__ = ["BYTES", "TokenFile", "TokenFileInfo", "TokenWriter", "Tokens", "is_token_file", "token_dtype"]
+
+Tokens = NDArray[np.uint16 | np.uint32]
 
 _MAGIC = b"ACLTOKEN"
 _VERSION = 1

@@ -11,15 +11,17 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from accelerant.config import settings
 from accelerant.errors import FormatError
-from accelerant.nn.train.corpus import Corpus, Document
 from accelerant.runtime.files import write_atomic
+
+if TYPE_CHECKING:
+    from accelerant.nn.train.corpus import Corpus, Document
 
 __all__ = ["BPETokenizer", "ByteTokenizer", "Tokenizer", "last_cut", "load_bpe", "train_bpe", "train_bpe_on"]
 

@@ -10,8 +10,8 @@ from test_train_private import RECIPE, Watcher, settings
 from torch.nn import functional as F
 
 from accelerant.nn.optim import SGD, AdamW
+from accelerant.nn.train.config import RunConfig
 from accelerant.nn.train.job import run_training
-from accelerant.nn.train.presets import RunConfig
 from accelerant.privacy import dp
 from accelerant.privacy.dp.training.run import PrivateRun
 from accelerant.privacy.dp.training.step import PrivateStep

@@ -12,9 +12,8 @@ import torch
 
 from accelerant.cli import main
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError
-from accelerant.nn.train.config import TrainConfig
+from accelerant.nn.train.config import Recipe, RunConfig, TrainConfig
 from accelerant.nn.train.job import resume_training, run_training
-from accelerant.nn.train.presets import Recipe, RunConfig
 from accelerant.privacy import dp
 from accelerant.privacy.dp.ledger.accounting import spent
 from accelerant.privacy.dp.training.run import PrivateRun, PrivateSettings, WindowSource, split_draw

@@ -20,15 +20,12 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import BudgetExceeded, ConfigError
-from accelerant.nn.train.batches import Batch, Tokens, gather, halves
-from accelerant.nn.train.config import TrainConfig
-from accelerant.nn.train.extension import Curve, Extension, Step
+from accelerant.nn.train.callbacks import Curve, Extension, Step
+from accelerant.nn.train.config import RunConfig, TrainConfig
+from accelerant.nn.train.data import Batch, Source, TokenSource, gather, halves
 from accelerant.nn.train.folder import RunFolder
-from accelerant.nn.train.presets import RunConfig
-from accelerant.nn.train.source import Source
-from accelerant.nn.train.sources import TokenSource
 from accelerant.nn.train.step import StepResult
-from accelerant.nn.train.tokenfile import is_token_file
+from accelerant.nn.train.tokenfile import Tokens, is_token_file
 from accelerant.nn.train.trainer import Trainer
 from accelerant.privacy.dp.ledger import Budget, Ledger
 from accelerant.privacy.dp.ledger.accounting import spent

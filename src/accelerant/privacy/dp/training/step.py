@@ -20,8 +20,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError
 from accelerant.nn._precision import LowWeights
 from accelerant.nn.optim import MultiTensorOptimizer
-from accelerant.nn.train.graphed import EAGER_STEPS, GraphedStep, Same
-from accelerant.nn.train.step import require_scalar
+from accelerant.nn.train.step import EAGER_STEPS, GraphedStep, Same, require_scalar
 from accelerant.privacy.dp.noise.noisy_sum import NoisePlan
 from accelerant.privacy.dp.sampling import DrawnBatch
 from accelerant.privacy.dp.training.private import PrivateTraining

@@ -1,33 +1,125 @@
-"""What is done where a loss or gradient is not finite: go back to before that step, and find the module.
+"""Diagnosis of a loss or gradient that is not finite: find the module in which it arises.
 
-On the CPU a step's gradients are looked at before the update, so the parameters are still those that made the trouble.
-On a GPU nothing waits for that: the parameters are taken from the last checkpoint, or from a copy of the first ones,
-and the steps since then are done again.
+The state from before the step is restored, and the step's batch is computed again while every module's outputs and
+gradients are checked. On the CPU gradients are checked before the update, so the parameters are still those of the
+failed step. On a GPU nothing waits for such a check: parameters come from the last checkpoint, or from a copy of the
+initial ones, and the steps since then are repeated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from accelerant.errors import FormatError
-from accelerant.nn.train.batches import Batch
-from accelerant.nn.train.checkpoint import Checkpoints
-from accelerant.nn.train.diagnose import find_not_finite
-from accelerant.nn.train.loop import NotFinite, split
-from accelerant.nn.train.source import Source
-from accelerant.nn.train.state import gathered, restored
+from accelerant.nn.train.checkpoint import Checkpoints, gathered, restored
+from accelerant.nn.train.data import Batch, Source, split
 from accelerant.nn.train.step import TrainStep
 
 if TYPE_CHECKING:
     from accelerant.nn.train.trainer import Trainer
 
-__all__ = ["Rescue"]
+__all__ = [
+    "NotFinite",
+    "Rescue",
+    "find_not_finite",
+]
+
+
+def find_not_finite(
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    parts: Sequence[Batch],
+) -> str:
+    """Name the first thing of a step that is not finite: parameter, input, output of a module, loss, gradient.
+
+    Args:
+        model: with the parameters that it had before the step; they stay, gradients are left empty.
+        loss: of a part, in the precision of the training.
+        parts: of the step, on the model's device.
+
+    Returns:
+        Words for a message, without a full stop.
+    """
+    for name, parameter in model.named_parameters():  # not the buffers: the failed step may have spoilt them
+        if not _finite(parameter):
+            return f"{name} was not finite before the step"
+    for number, part in enumerate(parts, 1):
+        where = "" if len(parts) == 1 else f", in part {number} of {len(parts)}"
+        for place, tensor in enumerate(part):
+            if not _finite(tensor):
+                return f"tensor {place} of the batch is not finite{where}"
+        found: list[str] = []
+        model.zero_grad(set_to_none=True)
+        with _watched(model, found):
+            value = loss(*part)
+            if not found and not _finite(value):
+                found.append("the loss itself, while every module's output is finite")
+            if not found:
+                value.backward()
+        model.zero_grad(set_to_none=True)
+        if found:
+            return f"first not finite: {found[0]}{where}"
+    return "computed again, every part is finite by itself: their sum overflows, or the step varies from run to run"
+
+
+def _finite(value: object) -> bool:
+    """Whether every tensor in something has finite values only; one wait for the device each."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return all(bool(torch.isfinite(tensor.detach()).all()) for tensor in tensors)
+
+
+@contextmanager
+def _watched(model: nn.Module, found: list[str]) -> Iterator[None]:
+    """Adds to `found` each thing that is not finite, in the order of its making."""
+    handles: list[Any] = []
+
+    def output_hook(label: str) -> Callable[..., None]:
+        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if not found and not _finite(output):
+                found.append(f"the output of {label}")
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    handles.append(leaf.register_hook(gradient_hook(f"the gradient at the output of {label}")))
+
+        return look
+
+    def gradient_hook(text: str) -> Callable[[Tensor], None]:
+        def look(gradient: Tensor) -> None:
+            if not found and not _finite(gradient):
+                found.append(text)
+
+        return look
+
+    def parameter_hook(name: str) -> Callable[[Tensor], None]:
+        def look(parameter: Tensor) -> None:
+            if not found and not _finite(parameter.grad):
+                found.append(f"the gradient of {name}")
+
+        return look
+
+    try:
+        for name, module in model.named_modules():
+            label = f"{name or 'the model'} ({type(module).__name__})"
+            handles.append(module.register_forward_hook(output_hook(label)))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                handles.append(parameter.register_post_accumulate_grad_hook(parameter_hook(name)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# --- restoring the failed step ---------------------------------------------------------------------------------------
+
 
 _LOOKED_AT = ("cpu",)
 """Devices on which a step's gradients are looked at before the update: nothing has to wait there."""
@@ -186,3 +278,16 @@ class Rescue:
         if not self._saved:
             return "there is no checkpoint yet"
         return f"the last good checkpoint, of step {self._saved}, is kept in {self._checkpoints.path}"
+
+
+class NotFinite(Exception):  # noqa: N818  caught inside: users see DivergenceError
+    """A step's loss or gradient is not finite.
+
+    Attributes:
+        step: of it, 0 the first.
+        loss, grad_norm: what was found; the norm None where the gradients were not looked at.
+    """
+
+    def __init__(self, step: int, loss: float, grad_norm: float) -> None:
+        self.step, self.loss, self.grad_norm = step, loss, grad_norm
+        super().__init__(f"training diverged at step {step + 1}: loss {loss}, gradient norm {grad_norm}")

@@ -1,8 +1,12 @@
-"""What a training learns from: tensors, arrays, datasets, loaders, token files, each as batches by step.
+"""Training data as batches by step: tensors, arrays, datasets, loaders and token files.
 
-The batch of a step depends on (seed, step) alone wherever the data have numbered rows, so a resumed run needs no
-position but the step. A DataLoader has an order of its own: it is started anew for each epoch with random states made
-from (seed, epoch), and a resumed run passes over the batches that were used.
+The batch of a step depends on (seed, step) alone if the rows of the data are numbered, so a resumed run needs no
+position other than the step. A DataLoader has its own order: it is restarted for each epoch with random states derived
+from (seed, epoch), and a resumed run skips the batches that were used.
+
+A thread gathers batches some steps ahead. If the device is a GPU, the reading thread pins them, so that the copy to the
+device overlaps with computation. The gathering thread never calls CUDA: a call from another thread would invalidate the
+capture of a graph.
 """
 
 from __future__ import annotations
@@ -10,35 +14,214 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import queue
+import threading
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
-from accelerant.nn.train.batches import (
-    Batch,
-    Prefetcher,
-    Tokens,
-    epoch_seed,
-    even_starts,
-    gather,
-    halves,
-    permutation,
-    random_windows,
-    require_windows,
-)
 from accelerant.nn.train.config import TrainConfig
-from accelerant.nn.train.source import Source
-from accelerant.nn.train.state import forked_random
-from accelerant.nn.train.tokenfile import TokenFile
+from accelerant.nn.train.environment import forked_random
+from accelerant.nn.train.tokenfile import TokenFile, Tokens
 
-__all__ = ["Data", "TokenSource", "make_source"]
+__all__ = [
+    "Batch",
+    "Data",
+    "Prefetcher",
+    "Source",
+    "TokenSource",
+    "epoch_seed",
+    "even_starts",
+    "gather",
+    "halves",
+    "make_source",
+    "permutation",
+    "random_windows",
+    "require_windows",
+    "split",
+]
+
+Batch = tuple[Tensor, ...]
+"""Tensors whose first dimension is the rows of a batch."""
+
+
+def require_windows(tokens: Tokens, context: int, part: str) -> None:
+    """Check that tokens hold at least one window of context tokens and the token after it.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if len(tokens) < context + 1:
+        raise ConfigError(
+            f"not enough data: the {part} part has {len(tokens)} tokens, one window needs {context + 1}; "
+            f"give --data more text"
+        )
+
+
+def _philox(seed: int, number: int) -> np.random.Philox:
+    # The high word: the low one counts draws, and neighbouring numbers would share them.
+    return np.random.Philox(key=seed, counter=np.array([0, 0, 0, number], np.uint64))
+
+
+def random_windows(tokens: Tokens, *, seed: int, step: int, count: int, context: int) -> NDArray[np.int64]:
+    """The windows of one step, each from a position drawn by the counter-based generator Philox.
+
+    Args:
+        tokens: at least context + 1.
+        seed, step: the generator's key and the high word of its counter.
+        count: number of windows.
+
+    Returns:
+        (count, context + 1): inputs are all columns but the last, targets all but the first.
+    """
+    starts = _philox(seed, step).random_raw(count) % np.uint64(len(tokens) - context)
+    return gather(tokens, starts.astype(np.int64), context)
+
+
+def even_starts(tokens: Tokens, *, count: int, context: int) -> NDArray[np.int64]:
+    """Where up to count windows without overlap begin, spread evenly over the tokens."""
+    fitting = (len(tokens) - 1) // context
+    starts: NDArray[np.int64] = np.linspace(0, fitting - 1, min(count, fitting)).round().astype(np.int64)
+    return np.unique(starts) * context
+
+
+def permutation(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+    """The order of an epoch: the numbers below count, by the rank of raw draws of Philox, the same in each NumPy."""
+    return np.argsort(_philox(seed, epoch).random_raw(count), kind="stable").astype(np.int64, copy=False)
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """A seed for what draws by itself in an epoch; below 2**63."""
+    return int(_philox(seed, epoch).random_raw()) >> 1
+
+
+def gather(tokens: Tokens, starts: NDArray[np.int64], context: int) -> NDArray[np.int64]:
+    """The windows that begin at starts; (n, context + 1)."""
+    windows: NDArray[np.int64] = tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
+    return windows
+
+
+class Prefetcher:
+    """Steps' batches, made ahead by a thread; a context manager that ends the thread.
+
+    Args:
+        make: the batch of a step, on the CPU.
+        steps: which.
+        pin: whether the reader gets them in pinned memory.
+    """
+
+    def __init__(self, make: Callable[[int], Batch], steps: range, *, pin: bool) -> None:
+        self._make = make
+        self._steps = steps
+        self._pin = pin
+        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=4)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._fill, name="accelerant-batches", daemon=True)
+
+    def __enter__(self) -> Prefetcher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batch of each step in turn."""
+        for _ in self._steps:
+            item = self._ready.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield tuple(tensor.pin_memory() for tensor in item) if self._pin else item
+
+    def _fill(self) -> None:
+        try:
+            for step in self._steps:
+                if not self._put(self._make(step)):
+                    return
+        except BaseException as error:  # noqa: BLE001  handed to the reader, who raises it
+            self._put(error)
+
+    def _put(self, item: Batch | BaseException) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+
+def halves(windows: NDArray[np.int64]) -> Batch:
+    """Inputs and targets of windows: (count, context) each, contiguous."""
+    rows = torch.from_numpy(windows)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+# --- sources ---------------------------------------------------------------------------------------------------------
+
+
+class Source(ABC):
+    """Batches by step.
+
+    Attributes:
+        unit: what `per_step` counts.
+        per_step: samples or tokens in a step.
+        micro_batch: rows at once: the parts of a step are split to it; None: they are as they should be.
+        fixed: whether each step's parts have the same shapes.
+    """
+
+    unit: Literal["samples", "tokens"] = "samples"
+    per_step: int
+    micro_batch: int | None
+    fixed: bool = True
+
+    @abstractmethod
+    def steps(self, epochs: float) -> int:
+        """How many steps so many passes take."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Tells data from other data, well enough to refuse resuming with others."""
+
+    @abstractmethod
+    def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
+        """The parts of each step in turn; closing the generator ends what it started.
+
+        Args:
+            steps: which.
+            position: as `position` gave it after the step before; empty at the beginning.
+            pin: whether to make them ahead, and give them in pinned memory.
+        """
+
+    def position(self) -> dict[str, int]:
+        """What a resumed run needs beside the step."""
+        return {}
+
+    @abstractmethod
+    def in_order(self, rows: int) -> Generator[Batch]:
+        """All data once, for evaluation, so many rows at once; the last may be fewer. Close it: it may hold workers."""
+
+    @abstractmethod
+    def rows(self) -> int | None:
+        """How many rows `in_order` gives; None where that is not known before."""
+
+    @abstractmethod
+    def example(self) -> Batch:
+        """One part of a step, to read shapes from."""
+
+
+# --- kinds of data ---------------------------------------------------------------------------------------------------
+
 
 Data = Tensor | np.ndarray[Any, Any] | Sequence[Any] | Dataset[Any] | DataLoader[Any] | TokenFile | Path | str
 """Tensors or arrays whose first dimension is the rows (several in a tuple or list), a torch Dataset or DataLoader, or a
@@ -385,3 +568,10 @@ def _as_batch(items: Any) -> Batch:
 
 def _pinned(batch: Batch, pin: bool) -> Batch:
     return tuple(each.pin_memory() if each.device.type == "cpu" else each for each in batch) if pin else batch
+
+
+def split(parts: Sequence[Batch], micro_batch: int | None) -> list[Batch]:
+    """The parts of a step, each of micro_batch rows."""
+    if micro_batch is None:
+        return list(parts)
+    return [rows for part in parts for rows in zip(*(each.split(micro_batch) for each in part), strict=True)]
