@@ -26,6 +26,8 @@ A backend author writes one class in `runtime/providers/`, names it in `registry
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -363,6 +365,25 @@ def log_launch(kernel: str, device: str, grid: Sequence[int], block: Sequence[in
 
 _SCALARS = ("i32", "u32", "i64", "u64", "f32", "f64")
 _INTEGER_RANGES = {"i32": (-(2**31), 2**31), "u32": (0, 2**32), "i64": (-(2**63), 2**63), "u64": (0, 2**64)}
+
+
+def probe_in_child(arguments: Sequence[str], driver: str, timeout_s: float) -> str:
+    """Run a Python program that tests a driver in a child process; return the reason if it fails, else "".
+
+    Args:
+        arguments: of the interpreter; the program exits with its reason.
+        driver: subject of the reasons: "the NVIDIA driver".
+        timeout_s: time limit.
+    """
+    try:
+        child = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"{driver} did not answer within {timeout_s} s"
+    if child.returncode < 0:
+        return f"{driver} crashed its process with signal {-child.returncode}"
+    if child.returncode:
+        return (child.stderr.strip().splitlines() or [f"{driver} does not start"])[-1]
+    return ""
 
 
 def pick_entry(source: KernelSource, entry: str | None) -> str:

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from accelerant.errors import CompileError, DeviceLost, LaunchError
@@ -26,21 +22,18 @@ from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, 
 from accelerant.runtime.provider import (
     Buffer,
     ComputeDevice,
-    ComputeProvider,
     Event,
     MemoryInfo,
     Pointer,
     check_device,
     check_launch,
     check_owner,
-    check_size,
-    host_bytes,
-    host_size,
-    out_of_memory,
     pick_entry,
+    probe_in_child,
 )
 from accelerant.runtime.providers.cuda_launch import LoadedKernel, cuda_error, load_error
-from accelerant.runtime.streams.stream import capturing
+from accelerant.runtime.providers.torch_devices import TorchProvider
+from accelerant.runtime.streams.stream import capturing, cuda_event
 
 __all__ = ["CudaProvider", "OfflineCudaProvider"]
 
@@ -63,29 +56,12 @@ if not count.value:
 _PROBE_TIMEOUT_S = 60
 
 
-class _CudaEvent(Event):
-    __slots__ = ("event",)
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record(stream)
-
-    def done(self) -> bool:
-        return bool(self.event.query())
-
-    def elapsed_ms(self, later: Event) -> float:
-        if not isinstance(later, _CudaEvent):
-            raise TypeError(f"an event of CUDA cannot be compared with {type(later).__name__}")
-        return float(self.event.elapsed_time(later.event))
-
-
-class CudaProvider(ComputeProvider):
+class CudaProvider(TorchProvider):
     """NVIDIA's devices, as torch numbers them."""
 
     name: ClassVar[str] = "cuda"
     dialects: ClassVar[tuple[str, ...]] = DIALECTS
     torch_type: ClassVar[str] = "cuda"
-    has_tensors: ClassVar[bool] = True
     automatic: ClassVar[bool] = True
 
     @classmethod
@@ -98,17 +74,7 @@ class CudaProvider(ComputeProvider):
             return "the package cuda-core is not installed"
         if torch.cuda.is_initialized():
             return ""
-        try:
-            child = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
-            )
-        except subprocess.TimeoutExpired:
-            return f"the NVIDIA driver did not answer within {_PROBE_TIMEOUT_S} s"
-        if child.returncode < 0:
-            return f"the NVIDIA driver crashed its process with signal {-child.returncode}"
-        if child.returncode:
-            return child.stderr.strip().splitlines()[-1] if child.stderr.strip() else "the NVIDIA driver does not start"
-        return ""
+        return probe_in_child(["-I", "-S", "-c", _PROBE], "the NVIDIA driver", _PROBE_TIMEOUT_S)
 
     def __init__(self) -> None:
         torch.cuda.init()
@@ -135,32 +101,6 @@ class CudaProvider(ComputeProvider):
                 )
             )
         return found
-
-    def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
-        check_device(self.name, device, self._count)
-        check_size(size_bytes)
-        try:
-            storage = torch.empty(size_bytes, dtype=torch.uint8, device=torch.device("cuda", device))
-        except torch.OutOfMemoryError:
-            raise out_of_memory(size_bytes, f"cuda:{device}", self.memory(device)) from None
-        return Buffer(storage.data_ptr(), size_bytes, device, storage)
-
-    def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
-        flat = host_bytes(array, out)
-        buffer = self.allocate(flat.nbytes, device) if out is None else out
-        storage = _storage(buffer, "out")
-        if flat.nbytes:
-            source = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
-            storage[: flat.nbytes].copy_(source)
-        return buffer
-
-    def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
-        size = host_size(buffer, dtype, shape)
-        array = np.empty(tuple(shape), dtype)  # NumPy asks for huge pages: the first touch is ten times quicker
-        storage = _storage(buffer, "buffer")
-        if size:
-            torch.from_numpy(array.reshape(-1).view(np.uint8)).copy_(storage[:size])
-        return array
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
         entry = pick_entry(source, entry)
@@ -208,10 +148,6 @@ class CudaProvider(ComputeProvider):
             peak_bytes=held["allocated_bytes"]["all"]["peak"],
         )
 
-    def trim(self, device: int = 0) -> None:
-        check_device(self.name, device, self._count)
-        torch.cuda.empty_cache()
-
     def limit_fraction(self, fraction: float, device: ComputeDevice) -> None:
         """Limit torch's allocator, which serves tensors as well as buffers."""
         torch.cuda.set_per_process_memory_fraction(fraction, device.index)
@@ -224,7 +160,7 @@ class CudaProvider(ComputeProvider):
         check_device(self.name, device, self._count)
         if capturing(device):
             return None
-        return _CudaEvent(torch.cuda.current_stream(device))
+        return cuda_event(torch.cuda.current_stream(device))
 
     # --- internals ---------------------------------------------------------------------------------------------------
 
@@ -319,10 +255,6 @@ def _raw_stream(stream: object) -> int:
     if not isinstance(raw, int):
         raise LaunchError(f"wanted a torch.cuda.Stream or a raw handle, got {type(stream).__name__}")
     return raw
-
-
-def _storage(buffer: Buffer, where: str) -> torch.Tensor:
-    return check_owner(buffer, torch.Tensor, "cuda", where)
 
 
 def _allow_shared(core: Any, shared_bytes: int, device: int) -> None:

@@ -11,8 +11,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -43,6 +41,7 @@ from accelerant.runtime.provider import (
     log_launch,
     out_of_memory,
     pick_entry,
+    probe_in_child,
 )
 
 __all__ = ["OpenclProvider"]
@@ -98,17 +97,7 @@ class OpenclProvider(ComputeProvider):
         """List the devices in a child process: a broken driver aborts its process."""
         if importlib.util.find_spec("pyopencl") is None:
             return "pyopencl is not installed: pip install 'accelerant[opencl]'"
-        try:
-            child = subprocess.run(
-                [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
-            )
-        except subprocess.TimeoutExpired:
-            return f"the OpenCL drivers did not answer within {_PROBE_TIMEOUT_S} s"
-        if child.returncode < 0:
-            return f"an OpenCL driver crashed its process with signal {-child.returncode}"
-        if child.returncode:
-            return child.stderr.strip().splitlines()[-1] if child.stderr.strip() else "OpenCL does not start"
-        return ""
+        return probe_in_child(["-c", _PROBE], "an OpenCL driver", _PROBE_TIMEOUT_S)
 
     def __init__(self) -> None:
         os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # the kernel cache keeps the programs

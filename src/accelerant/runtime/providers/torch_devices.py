@@ -1,7 +1,7 @@
-"""Accelerators that torch serves and Accelerant has no kernels for: AMD (ROCm builds of torch), Apple silicon, others.
+"""Providers over torch's own devices, by themselves without kernels: AMD (ROCm builds of torch), Apple silicon, others.
 
-Tensors there run torch's own operations: every op refuses its other implementations with a reason that the
-ledger records (registry.reason_without_kernels).
+Without kernels of Accelerant, tensors run torch's operations: every op refuses its own implementations, with a reason
+that the ledger records (registry.reason_without_kernels).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["AppleProvider", "RocmProvider", "TorchProvider", "torch_provider"]
 
 
 class TorchProvider(ComputeProvider):
-    """A backend whose tensors, memory and streams are torch's, without kernels of Accelerant."""
+    """A backend whose memory is torch's; by itself without kernels of Accelerant."""
 
     has_tensors: ClassVar[bool] = True
 
@@ -84,13 +84,17 @@ class TorchProvider(ComputeProvider):
         flat = host_bytes(array, out)
         buffer = self.allocate(flat.nbytes, device) if out is None else out
         storage = check_owner(buffer, torch.Tensor, self.name, "out")
-        storage[: flat.nbytes].copy_(torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
+        if flat.nbytes:
+            storage[: flat.nbytes].copy_(torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
         return buffer
 
     def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
         size = host_size(buffer, dtype, shape)
+        array = np.empty(tuple(shape), dtype)  # NumPy asks for huge pages: the first touch is ten times quicker
         storage = check_owner(buffer, torch.Tensor, self.name, "buffer")
-        return storage[:size].cpu().numpy().view(np.dtype(dtype)).reshape(tuple(shape))
+        if size:
+            torch.from_numpy(array.reshape(-1).view(np.uint8)).copy_(storage[:size])
+        return array
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
         raise CompileError(f"kernel {source.name!r}: {self._no_kernels}")

@@ -36,7 +36,7 @@ from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.providers.cuda_launch import cuda_error
 from accelerant.runtime.registry import DeviceLike, find_device
 
-__all__ = ["Event", "Future", "Stream", "capturing", "submit"]
+__all__ = ["Event", "Future", "Stream", "capturing", "cuda_event", "submit"]
 
 T = TypeVar("T")
 
@@ -85,6 +85,11 @@ class _CudaEvent(Event):
         if not isinstance(later, _CudaEvent):
             raise TypeError(f"an event of CUDA cannot be compared with {type(later).__name__}")
         return float(self.event.elapsed_time(later.event))
+
+
+def cuda_event(stream: torch.cuda.Stream) -> Event:
+    """Record an event that times on a stream of CUDA."""
+    return _CudaEvent(stream)
 
 
 class _HostEvent(Event):
