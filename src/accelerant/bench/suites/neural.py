@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -161,7 +162,8 @@ class NeuralSuite(Suite):
             share_caches()
             keys = {case.key for case in run.left(cases)}
             left = [one for one in self.planned(run.gpu) if one.key in keys]
-            note = precompile(left, run.device, jobs, limit_s=_COMPILE_S, progress=run.progress)
+            limit_s = _COMPILE_S if run.until is None else min(_COMPILE_S, (run.until - time.monotonic()) / 3)
+            note = precompile(left, run.device, jobs, limit_s=limit_s, progress=run.progress)
             run.record.notes += [note] if note else []
         with compiling():
             measure_cases(self.name, cases, run)
