@@ -20,19 +20,9 @@ from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = [
-    "KERNELS",
-    "add_rows_",
-    "chunks",
-    "clear_",
-    "cleared",
-    "form",
-    "ghost_squares",
-    "scaled",
-    "squares",
-    "torch_squares",
-    "weighted_sum",
-    "wide",
-]
+    "KERNELS", "add_rows_", "chunks", "clear_", "cleared", "form", "ghost_squares", "scaled", "squares",
+    "torch_squares", "weighted_sum", "wide",
+]  # fmt: skip
 
 _NAMES = ("squares", "sum", "scale", "clear", "ghost")
 KERNELS = {name: TritonKernel("accelerant.privacy.dp.clipping.triton_kernels", f"clip_{name}") for name in _NAMES}

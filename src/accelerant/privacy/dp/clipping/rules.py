@@ -32,19 +32,9 @@ from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.ops._per_example import PerExampleSink, mark_traced
 
 __all__ = [
-    "LayerRule",
-    "Methods",
-    "Survey",
-    "adapt_model",
-    "attach_rule",
-    "hide_marked",
-    "mark",
-    "register",
-    "register_model",
-    "require_frozen",
-    "survey",
-    "watch_frozen",
-]
+    "LayerRule", "Methods", "Survey", "adapt_model", "attach_rule", "hide_marked", "mark", "register",
+    "register_model", "require_frozen", "survey", "watch_frozen",
+]  # fmt: skip
 
 Forward = Callable[..., Any]
 Methods = dict[str, Forward]

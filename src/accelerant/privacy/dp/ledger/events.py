@@ -15,16 +15,9 @@ from typing import Any, Final, Literal, get_args
 from accelerant.errors import ConfigError, FormatError
 
 __all__ = [
-    "CHARGED_UP_TO",
-    "Event",
-    "Mechanism",
-    "Neighbouring",
-    "Sampling",
-    "check_delta",
-    "check_neighbouring",
-    "check_number",
-    "check_whole",
-]
+    "CHARGED_UP_TO", "Event", "Mechanism", "Neighbouring", "Sampling", "check_delta", "check_neighbouring",
+    "check_number", "check_whole",
+]  # fmt: skip
 
 Mechanism = Literal["gaussian", "laplace", "discrete_gaussian", "discrete_laplace", "randomized_response"]
 Sampling = Literal["poisson", "none", "unknown", "shuffled"]

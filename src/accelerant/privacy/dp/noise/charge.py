@@ -42,15 +42,8 @@ from accelerant.privacy.dp.noise.discrete import (
 )
 
 __all__ = [
-    "EPSILON_LIMIT",
-    "FINENESS",
-    "LEAST_STEPS",
-    "Charge",
-    "charge",
-    "choose_grid",
-    "grid_steps",
-    "laplace_charge",
-]
+    "EPSILON_LIMIT", "FINENESS", "LEAST_STEPS", "Charge", "charge", "choose_grid", "grid_steps", "laplace_charge",
+]  # fmt: skip
 
 EPSILON_LIMIT = 16.0
 """Charge.delta holds for a total of at most this epsilon."""

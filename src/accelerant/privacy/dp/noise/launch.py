@@ -43,29 +43,10 @@ from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 from accelerant.runtime.streams.stream import capturing
 
 __all__ = [
-    "BLOCK",
-    "KINDS",
-    "PHILOX_GROUP",
-    "PHILOX_THREADS",
-    "ROWS",
-    "SHARED_BYTES",
-    "THREADS",
-    "add_steps",
-    "compiled",
-    "fused_dtypes",
-    "fused_source",
-    "gaussian_add",
-    "gaussian_source",
-    "gaussian_steps",
-    "host_philox_source",
-    "index_of",
-    "laplace_source",
-    "laplace_steps",
-    "noted",
-    "packed_rows",
-    "philox_source",
-    "table_words",
-]
+    "BLOCK", "KINDS", "PHILOX_GROUP", "PHILOX_THREADS", "ROWS", "SHARED_BYTES", "THREADS", "add_steps", "compiled",
+    "fused_dtypes", "fused_source", "gaussian_add", "gaussian_source", "gaussian_steps", "host_philox_source",
+    "index_of", "laplace_source", "laplace_steps", "noted", "packed_rows", "philox_source", "table_words",
+]  # fmt: skip
 
 # --- programs --------------------------------------------------------------------------------------------------------
 
