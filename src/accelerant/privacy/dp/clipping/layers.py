@@ -188,11 +188,7 @@ class _EmbeddingRule(LayerRule):
 
 
 def _are_positions(tokens: Tensor, examples: int) -> bool:
-    """Return whether a vector of tokens is 0, 1, 2, ...: one for each position, not one for each example.
-
-    Raises:
-        ShapeError: it could be either.
-    """
+    """Return whether a vector of tokens is 0, 1, 2, ...: one for each position, not one for each example."""
     count = torch.arange(tokens.shape[0], device=tokens.device)
     if tokens.shape[0] == 0 or not bool((tokens - tokens[0] == count).all()):
         return False

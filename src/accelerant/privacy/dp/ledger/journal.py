@@ -225,12 +225,7 @@ def _unlock(file: int) -> None:
 
 
 def _lock(file: int, path: Path) -> None:
-    """Take the kernel's lock on an open file; it ends with the last descriptor at the latest.
-
-    Raises:
-        ConfigError: another process, or another Journal, holds it.
-        OSError: the file system has no locks.
-    """
+    """Take the kernel's lock on an open file; it ends with the last descriptor at the latest."""
     try:
         if sys.platform == "win32":
             import msvcrt

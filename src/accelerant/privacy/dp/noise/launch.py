@@ -339,11 +339,7 @@ _tables: dict[tuple[object, str, int], Tensor] = {}
 
 
 def _on_device(key: GaussianPlan | tuple[str, Fraction], device: torch.device) -> Tensor:
-    """Return a table in a device's memory, cached.
-
-    Raises:
-        ConfigError: a graph is being captured, and the table is not cached.
-    """
+    """Return a table in a device's memory, cached."""
     cached = (key, device.type, index_of(device))
     table = _tables.get(cached)
     if table is None:

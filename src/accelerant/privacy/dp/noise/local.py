@@ -205,11 +205,7 @@ class LocalGaussian:
 
 
 def _record(ledger: Ledger | None, event: Event) -> None:
-    """Record one report of each record.
-
-    Raises:
-        ConfigError: the ledger is not of replaced records, which the bound here is for.
-    """
+    """Record one report of each record."""
     if ledger is None:
         return
     if ledger.neighbouring != "replace-one":

@@ -154,11 +154,7 @@ def _noise_(x: _T, kind: Kind, scale: float, sensitivity: float | None, secure: 
 
 
 def _multiplier(mechanism: Kind, epsilon: float | None, delta: float | None, given: float | None) -> float:
-    """Return the noise multiplier, given as such or by epsilon.
-
-    Raises:
-        ConfigError: both or neither, or a delta that does not apply.
-    """
+    """Return the noise multiplier, given as such or by epsilon."""
     if (epsilon is None) == (given is None):
         raise ConfigError(f"give either epsilon or noise_multiplier; got {epsilon!r} and {given!r}")
     if given is not None:

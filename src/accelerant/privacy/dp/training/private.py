@@ -479,11 +479,7 @@ class _Arguments:
 
 
 def _require_match(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Check model and optimizer before anything is attached; return the number of trained values.
-
-    Raises:
-        ConfigError, UnsupportedCase: names what does not match.
-    """
+    """Check model and optimizer before anything is attached; return the number of trained values."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -519,11 +515,7 @@ def _require_match(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def _adaptive_settings(clipping: object, max_grad_norm: float | Mapping[str, float]) -> AdaptiveClipping | None:
-    """Return the settings of adaptive clipping; None where the norm is constant.
-
-    Raises:
-        ConfigError: an unknown kind of clipping, or adaptive clipping from several norms.
-    """
+    """Return the settings of adaptive clipping; None where the norm is constant."""
     adaptive = AdaptiveClipping() if clipping == "adaptive" else clipping
     if isinstance(adaptive, AdaptiveClipping):
         if isinstance(max_grad_norm, Mapping):
@@ -559,11 +551,7 @@ def _own_budget(arguments: _Arguments, ledger: Ledger) -> Budget | None:
 
 
 def _calibrated(arguments: _Arguments, ledger: Ledger, secure: bool, dimensions: int) -> float:
-    """Return the noise multiplier for the target, with what the ledger holds already and what the noise is charged.
-
-    Raises:
-        BudgetExceeded: what the ledger holds has spent the target.
-    """
+    """Return the noise multiplier for the target, with what the ledger holds already and what the noise is charged."""
     target, steps, delta = arguments.target_epsilon, arguments.steps, arguments.delta
     assert target is not None and steps is not None  # noqa: PT018  for the type checker: checked before
     # Twice: the count of adaptive clipping has noise of its own.
