@@ -31,25 +31,25 @@ NAMES = ("goldilocks", "babybear", "bn254_fr", "bls12_381_fr")
 
 
 @pytest.fixture(params=["opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request):
+def space(request):
     reason = registry.reason_absent(request.param)
     if reason:
         pytest.fail(reason) if os.environ.get("CI") == "true" and request.param == "opencl" else pytest.skip(reason)
     return space_at(request.param)
 
 
-def check(place, field, log_n, batch, division=None, in_place=False, x=None, **options):
+def check(space, field, log_n, batch, division=None, in_place=False, x=None, **options):
     n = 1 << log_n
     x = field_elements(field, batch * n, TRANSFORM_BASE) if x is None else x
-    plan = DeviceNttPlan(place, field, log_n, division=division, **options)
-    words = place.load(encode(field, x))
-    out = words if in_place else place.load(np.full_like(encode(field, x), 7))
-    run(plan, place, words, out, batch * n)
+    plan = DeviceNttPlan(space, field, log_n, division=division, **options)
+    words = space.load(encode(field, x))
+    out = words if in_place else space.load(np.full_like(encode(field, x), 7))
+    run(plan, space, words, out, batch * n)
     rows = (x[at : at + n] for at in range(0, batch * n, n))
-    assert decode(field, place.store(out)) == [
+    assert decode(field, space.store(out)) == [
         y for row in rows for y in ntt_reference(row, field=field.name, **options)
     ]
-    assert in_place or decode(field, place.store(words)) == x
+    assert in_place or decode(field, space.store(words)) == x
     return plan
 
 
@@ -67,62 +67,62 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "order"), list(cases()))
-def test_three_passes(place, name, order):
+def test_three_passes(space, name, order):
     """Of 8, 4 and 4 rows: radices that fill a pass and do not; split twiddles in the first; a coset; in place."""
     field, division = FIELDS[name], Division(rows=2, tile=4, radix=2, table=4)
     options = {"inverse": False, "coset": 5, "order": order}
-    plan = check(place, field, 7, 1, division, in_place=True, **options)
+    plan = check(space, field, 7, 1, division, in_place=True, **options)
     assert sorted(step.log_rows for step in plan.passes) == [2, 2, 3]
 
 
 @pytest.mark.parametrize(("name", "order"), list(map(slow, NAMES, (ORDERS[1], *ORDERS))))
-def test_three_passes_of_the_blocks_that_devices_use(place, name, order):
+def test_three_passes_of_the_blocks_that_devices_use(space, name, order):
     """As of many points, but for the rows of a pass: the tile, radix and tables are those that are used."""
     field, used = FIELDS[name], division_of(FIELDS[name])
     log_n = used.tile + 1
     division = replace(used, rows=-(-log_n // 3))
     assert len(division.logs(log_n)) == len(used.logs(LOG_MOST)) == 3
-    check(place, field, log_n, 1, division, inverse=True, coset=3, order=order)
+    check(space, field, log_n, 1, division, inverse=True, coset=3, order=order)
 
 
 @pytest.mark.parametrize(("name", "order"), list(map(slow, NAMES, (*ORDERS, ORDERS[0]))))
-def test_what_devices_use(place, name, order):
+def test_what_devices_use(space, name, order):
     """One pass and two, with the division that is used; a last block whose columns are not all there."""
     field = FIELDS[name]
     division = division_of(field)
     for log_n, batch in ((1, 3), (3, 300), (6, 5), (division.tile + 1, 1)):
-        check(place, field, log_n, batch, inverse=True, coset=field.modulus - 3, order=order)
+        check(space, field, log_n, batch, inverse=True, coset=field.modulus - 3, order=order)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["goldilocks", "bn254_fr", "bls12_381_fr"])
-def test_values_at_the_bounds(place, name):
+def test_values_at_the_bounds(space, name):
     """What is not reduced grows most where all elements are p - 1 or close to it; as many levels as a block has."""
     field, n = FIELDS[name], 1 << division_of(FIELDS[name]).tile
     p = field.modulus
     edges = [0, 1, p - 1, p - 2, p >> 1, (p >> 1) + 1, (1 << field.bits - 1) - 1, p - (1 << 29)]
     columns = ([p - 1] * n, [0] * n, [p - 1, 0] * (n // 2), [p - 1 - i % 7 for i in range(n)])
     x = [value for column in columns for value in column] + [edges[i * i % 11 % 8] for i in range(n)]
-    check(place, field, n.bit_length() - 1, 5, x=x, inverse=False, coset=1, order="natural_to_bit_reversed")
+    check(space, field, n.bit_length() - 1, 5, x=x, inverse=False, coset=1, order="natural_to_bit_reversed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("radix", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("rows", [4, 5, 6, 7])
-def test_every_radix(place, radix, rows):
+def test_every_radix(space, radix, rows):
     """Rows that are and are not a power of it."""
     field, division = FIELDS["goldilocks"], Division(rows=rows, tile=rows + 2, radix=radix, table=20)
-    check(place, field, rows, 9, division, inverse=False, coset=1, order="natural")
-    check(place, field, rows + 3, 1, division, inverse=False, coset=1, order="natural_to_bit_reversed")
+    check(space, field, rows, 9, division, inverse=False, coset=1, order="natural")
+    check(space, field, rows + 3, 1, division, inverse=False, coset=1, order="natural_to_bit_reversed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows"), [("bn254_fr", 7), pytest.param("bls12_381_fr", 7, marks=pytest.mark.soak)])
-def test_an_odd_number_of_levels(place, name, rows):
+def test_an_odd_number_of_levels(space, name, rows):
     """The second group has one level where threads have elements for two; before and after it, two."""
     field, division = FIELDS[name], Division(rows=rows, tile=rows + 1, radix=2, table=20)
     assert "#define NTT_FIRST 2\n" in kernel_source(field, Variant(), Tile(rows, 1, 2)).dialects["portable"]
-    check(place, field, rows, 3, division, inverse=False, coset=1, order="natural")
+    check(space, field, rows, 3, division, inverse=False, coset=1, order="natural")
 
 
 @pytest.mark.parametrize("field", [FIELDS[name] for name in NAMES], ids=lambda field: field.name)
@@ -194,11 +194,11 @@ def test_pointed_launches_have_what_others_have(monkeypatch):
     tables = Tables(*(torch.zeros(4, dtype=torch.int64) for _ in range(5)))
     monkeypatch.setattr(ntt_launch, "device_tables", lambda *args: tables)
     provider = SimpleNamespace(launch=launch, synchronize=lambda index: None)
-    place = SimpleNamespace(provider=provider, index=0, pointer=lambda words: words)
+    space = SimpleNamespace(provider=provider, index=0, pointer=lambda words: words)
 
     def made(kernel):
         monkeypatch.setattr(ntt_launch, "_device_kernel", lambda *_: kernel)
-        return DeviceNttPlan(place, field, 13, inverse=True, coset=3, order="natural")
+        return DeviceNttPlan(space, field, 13, inverse=True, coset=3, order="natural")
 
     plans = [made(SimpleNamespace(handle=None))]
     plans += [made(SimpleNamespace(handle=handle, target=target)) for target in ("sm_86", "sm_90a")]
@@ -272,19 +272,19 @@ def test_goldilocks_shifts_are_roots():
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", NAMES)
-def test_tables_that_a_device_makes_are_those_of_the_host(place, name, order):
+def test_tables_that_a_device_makes_are_those_of_the_host(space, name, order):
     """Twiddles whole and split, of a few columns and of many, and what stands before and after; with and without g."""
     field = FIELDS[name]
     options = itertools.product((False, True), (1, field.modulus - 2), ((5, 4), (3, 9)), (24, 8))
     for inverse, coset, logs, log_table in options:
         steps = make_passes(field, logs, inverse=inverse, coset=coset, order=order, log_table=log_table)
         for step in steps:
-            found = device_tables(place, field, step, Tile(step.log_rows, 0, 2))
+            found = device_tables(space, field, step, Tile(step.log_rows, 0, 2))
             wanted = pass_tables(field, step, montgomery_radix(field))
             for kind in ("before", "after", "low", "high"):
                 here, there = getattr(wanted, kind), getattr(found, kind)
                 assert (here is None) == (there is None)
-                assert here is None or (place.store(there).reshape(here.shape) == here).all(), (kind, logs, inverse)
+                assert here is None or (space.store(there).reshape(here.shape) == here).all(), (kind, logs, inverse)
 
 
 def test_roots_with_quotients():

@@ -31,25 +31,25 @@ def cases(orders):
     """Fields, forms and orders, marked slow but for one of large elements and one of words."""
     return [
         pytest.param(
-            (name, kind),
+            (name, form),
             order,
-            id=f"{name}-{kind}-{order}",
-            marks=[] if (name, kind, order) in QUICK else [pytest.mark.slow],
+            id=f"{name}-{form}-{order}",
+            marks=[] if (name, form, order) in QUICK else [pytest.mark.slow],
         )
-        for (name, kind), order in itertools.product(KINDS, orders)
+        for (name, form), order in itertools.product(KINDS, orders)
     ]
 
 
 @pytest.fixture
 def arithmetic(request):
-    name, kind = request.param
-    if kind == "vector" and FIELDS[name].limbs > 1 and host_form(FIELDS[name]) != "vector":
+    name, form = request.param
+    if form == "vector" and FIELDS[name].limbs > 1 and host_form(FIELDS[name]) != "vector":
         pytest.skip("this processor has no AVX512-IFMA")
-    return FIELDS[name], kind
+    return FIELDS[name], form
 
 
-def transformed(field, kind, x, log_n, batch, in_place=False, **options):
-    plan = HostNttPlan(field, log_n, batch, kind=kind, **options)
+def transformed(field, form, x, log_n, batch, in_place=False, **options):
+    plan = HostNttPlan(field, log_n, batch, form=form, **options)
     words = encode(field, x)
     guard = np.full((len(x) + 4, *words.shape[1:]), 7, words.dtype)
     out = words if in_place else guard[: len(x)]
@@ -71,26 +71,26 @@ SIZES = [(1, 1), (2, 3), (3, 8), (4, 16), (5, 16), (6, 1), (7, 2), (8, 1)]
 
 @pytest.mark.parametrize(("arithmetic", "order"), cases(ORDERS), indirect=["arithmetic"])
 def test_every_direction_coset_and_size(arithmetic, order):
-    field, kind = arithmetic
+    field, form = arithmetic
     for (log_n, batch), inverse, coset in itertools.product(SIZES, (False, True), (1, field.modulus - 2)):
         x = field_elements(field, batch << log_n, TRANSFORM_BASE)
         options = {"inverse": inverse, "coset": coset, "order": order}
-        found = transformed(field, kind, x, log_n, batch, in_place=log_n % 2 == 0, **options)
+        found = transformed(field, form, x, log_n, batch, in_place=log_n % 2 == 0, **options)
         assert found == expected(field, x, log_n, **options), (log_n, batch, inverse, coset)
 
 
 @pytest.mark.parametrize(("arithmetic", "order"), cases(ORDERS), indirect=["arithmetic"])
 def test_three_passes_and_split_twiddles(arithmetic, order, monkeypatch):
     """As from 2^21 points on, with few rows to a pass."""
-    field, kind = arithmetic
+    field, form = arithmetic
     monkeypatch.setattr(ntt_launch, "_LOG_ROWS", 4)
     monkeypatch.setattr(ntt_launch, "_LOG_TABLE", 5)
     x = field_elements(field, 1 << 12, TRANSFORM_BASE)
     for inverse, coset in ((False, 1), (False, 3), (True, 3)):
         options = {"inverse": inverse, "coset": coset, "order": order}
-        found = transformed(field, kind, x, 12, 1, **options)
+        found = transformed(field, form, x, 12, 1, **options)
         assert found == expected(field, x, 12, **options)
-    passes = HostNttPlan(field, 12, 1, kind=kind, **options).passes
+    passes = HostNttPlan(field, 12, 1, form=form, **options).passes
     assert [step.log_rows for step in passes] == [4, 4, 4]
     assert sum(step.variant.split for step in passes) == 1
 
@@ -118,11 +118,11 @@ def test_three_passes_as_they_are_used(name):
 @pytest.mark.parametrize(("arithmetic", "order"), cases(ORDERS), indirect=["arithmetic"])
 def test_extreme_elements(arithmetic, order):
     """0, 1, p - 1 and all limbs set, in all places: carries and reductions of the butterflies."""
-    field, kind = arithmetic
+    field, form = arithmetic
     p, options = field.modulus, {"inverse": False, "coset": 1, "order": order}
     values = [0, 1, p - 1, p - 2, p // 2, p // 2 + 1, (1 << field.bits - 1) - 1, 1 << field.bits - 1]
     x = [values[(i * i + i // 8) % len(values)] for i in range(256)] + [p - 1] * 256
-    assert transformed(field, kind, x, 8, 2, **options) == expected(field, x, 8, **options)
+    assert transformed(field, form, x, 8, 2, **options) == expected(field, x, 8, **options)
 
 
 def test_limbs_of_52_bits_are_the_same_numbers():

@@ -50,17 +50,17 @@ _ADDITION, _DOUBLING, _BITS = 12, 8, 256
 """Multiplications of coordinates that the ledger counts for a step, and steps of a multiplication."""
 
 
-def to_montgomery(place: MemorySpace, curve: Curve[Any], points: Words) -> Words:
+def to_montgomery(space: MemorySpace, curve: Curve[Any], points: Words) -> Words:
     """Convert canonical points to Montgomery form."""
-    return field_launch.unary(place, curve.coordinates.base, "to_montgomery", points, "canonical")
+    return field_launch.unary(space, curve.coordinates.base, "to_montgomery", points, "canonical")
 
 
-def from_montgomery(place: MemorySpace, curve: Curve[Any], points: Words) -> Words:
+def from_montgomery(space: MemorySpace, curve: Curve[Any], points: Words) -> Words:
     """Convert points in Montgomery form to canonical ones."""
-    return field_launch.unary(place, curve.coordinates.base, "from_montgomery", points, "montgomery")
+    return field_launch.unary(space, curve.coordinates.base, "from_montgomery", points, "montgomery")
 
 
-def add(place: MemorySpace, curve: Curve[Any], x: Words, y: Words) -> Words:
+def add(space: MemorySpace, curve: Curve[Any], x: Words, y: Words) -> Words:
     """Add points elementwise.
 
     Raises:
@@ -69,19 +69,19 @@ def add(place: MemorySpace, curve: Curve[Any], x: Words, y: Words) -> Words:
     n = _count(x)
     if n != _count(y):
         raise ShapeError(f"curve addition: wanted as many points on both sides, got {n} and {_count(y)}")
-    z = place.empty(tuple(x.shape), dtype_of(curve.coordinates.base))
-    _run(place, curve, "add", (x, y, z), (n,), n, operations=_ADDITION * n)
+    z = space.empty(tuple(x.shape), dtype_of(curve.coordinates.base))
+    _run(space, curve, "add", (x, y, z), (n,), n, operations=_ADDITION * n)
     return z
 
 
-def neg(place: MemorySpace, curve: Curve[Any], x: Words) -> Words:
+def neg(space: MemorySpace, curve: Curve[Any], x: Words) -> Words:
     """Negate points."""
-    n, z = _count(x), place.empty(tuple(x.shape), dtype_of(curve.coordinates.base))
-    _run(place, curve, "neg", (x, z), (n,), n)
+    n, z = _count(x), space.empty(tuple(x.shape), dtype_of(curve.coordinates.base))
+    _run(space, curve, "neg", (x, z), (n,), n)
     return z
 
 
-def multiply(place: MemorySpace, curve: Curve[Any], x: Words, scalars: Words) -> Words:
+def multiply(space: MemorySpace, curve: Curve[Any], x: Words, scalars: Words) -> Words:
     """Multiply points by scalars elementwise; a single point or scalar is broadcast.
 
     Raises:
@@ -91,49 +91,49 @@ def multiply(place: MemorySpace, curve: Curve[Any], x: Words, scalars: Words) ->
     if points != count and 1 not in (points, count):
         raise ShapeError(f"curve multiplication: {points} points and {count} scalars; wanted as many, or one of either")
     n = points if count == 1 else count
-    z = place.empty((n, *curve.shape), dtype_of(curve.coordinates.base))
+    z = space.empty((n, *curve.shape), dtype_of(curve.coordinates.base))
     sizes = (n, int(points > 1), int(count > 1))
-    _run(place, curve, "mul", (x, scalars, z), sizes, n, operations=(_DOUBLING * _BITS + _ADDITION * _BITS // 4) * n)
+    _run(space, curve, "mul", (x, scalars, z), sizes, n, operations=(_DOUBLING * _BITS + _ADDITION * _BITS // 4) * n)
     return z
 
 
-def first_off(place: MemorySpace, curve: Curve[Any], test: Test, x: Words) -> int | None:
+def first_off(space: MemorySpace, curve: Curve[Any], test: Test, x: Words) -> int | None:
     """Return the least index of a point that fails a test, or None; "off_subgroup" takes points of the curve.
 
     Where every point of the curve is in the subgroup, nothing is launched.
     """
-    n, chunk = _count(x), _CHUNKS.get(place.backend, _CHUNKS[""])
+    n, chunk = _count(x), _CHUNKS.get(space.backend, _CHUNKS[""])
     if not n or (test == "off_subgroup" and curve.cofactor == 1):
         return None
-    index = place.minimum(_firsts(place, curve, test, x, chunk))
+    index = space.minimum(_firsts(space, curve, test, x, chunk))
     return index if index < n else None
 
 
-def off(place: MemorySpace, curve: Curve[Any], test: Test, x: Words) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def off(space: MemorySpace, curve: Curve[Any], test: Test, x: Words) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Return which points fail a test, (n,) on the host."""
     n = _count(x)
-    if first_off(place, curve, test, x) is None:  # one result for all points: cheap, and mostly the answer
+    if first_off(space, curve, test, x) is None:  # one result for all points: cheap, and mostly the answer
         return np.zeros(n, np.bool_)
-    return np.asarray(place.store(_firsts(place, curve, test, x, 1)).view(np.int64) < n)
+    return np.asarray(space.store(_firsts(space, curve, test, x, 1)).view(np.int64) < n)
 
 
-def _firsts(place: MemorySpace, curve: Curve[Any], test: Test, x: Words, chunk: int) -> Words:
+def _firsts(space: MemorySpace, curve: Curve[Any], test: Test, x: Words, chunk: int) -> Words:
     """Return for each chunk the least index of a point that fails a test, else n."""
     n = _count(x)
-    firsts = place.empty((-(-n // chunk),), np.dtype(np.int64))
-    _run(place, curve, test, (x, firsts), (n, chunk), n, chunk)
+    firsts = space.empty((-(-n // chunk),), np.dtype(np.int64))
+    _run(space, curve, test, (x, firsts), (n, chunk), n, chunk)
     return firsts
 
 
 # --- reduction -------------------------------------------------------------------------------------------------------
 
 
-def first_unreduced(place: MemorySpace, field: Field, words: Words) -> int | None:
+def first_unreduced(space: MemorySpace, field: Field, words: Words) -> int | None:
     """Return the least index of an element, (..., limbs) of 64 bits, that is not below the modulus, or None."""
     try:
-        field_launch.check_reduced(place, field, words, "")
+        field_launch.check_reduced(space, field, words, "")
     except FormatError:  # its text has the value, which may be a secret; search for the index again, on the host
-        data, bound = _big_endian(place.store(words)), _big_endian(np.array(modulus_words(field), np.uint64))
+        data, bound = _big_endian(space.store(words)), _big_endian(np.array(modulus_words(field), np.uint64))
         size = len(bound)
         return next(i for i in range(len(data) // size) if data[i * size : (i + 1) * size] >= bound)
     return None
@@ -144,16 +144,16 @@ def _big_endian(words: np.ndarray[Any, Any]) -> bytes:
     return words[..., ::-1].astype(">u8").tobytes()
 
 
-def check_reduced(place: MemorySpace, curve: Curve[Any], points: Words, name: str) -> None:
+def check_reduced(space: MemorySpace, curve: Curve[Any], points: Words, name: str) -> None:
     """Check that the coefficients of canonical points, (..., *shape), are below the modulus.
 
     Raises:
         FormatError: names the first offending point's flattened index, its coordinate and value.
     """
     field = curve.coordinates.base
-    index = first_unreduced(place, field, points)
+    index = first_unreduced(space, field, points)
     if index is not None:
-        words = np.asarray(place.store(points)).reshape(-1, field.limbs)[index]
+        words = np.asarray(space.store(points)).reshape(-1, field.limbs)[index]
         point, part = divmod(index, 2 * curve.coordinates.degree)
         value = int.from_bytes(_big_endian(words), "big")
         raise unreduced_coordinate(curve, f"{name}[{point}] (flattened)", part, value)
@@ -175,7 +175,7 @@ def _count(words: Words) -> int:
 
 
 def _run(
-    place: MemorySpace,
+    space: MemorySpace,
     curve: Curve[Any],
     op: str,
     arrays: Sequence[Words],
@@ -186,11 +186,11 @@ def _run(
     operations: int = 0,
 ) -> None:
     """Launch entry curve_<op> on n points and record the call."""
-    with RecordedLaunch(_record(curve, op, place, n, operations), place.provider, place.index):
+    with RecordedLaunch(_record(curve, op, space, n, operations), space.provider, space.index):
         if n:
             entry = f"curve_{op}"
-            blocks, threads = (-(-n // chunk), 1) if place.backend == "cpu" else grid_and_block(entry, n, chunk)
-            launch(place, kernel_source(curve, entry), entry, blocks, threads, arrays, *sizes)
+            blocks, threads = (-(-n // chunk), 1) if space.backend == "cpu" else grid_and_block(entry, n, chunk)
+            launch(space, kernel_source(curve, entry), entry, blocks, threads, arrays, *sizes)
 
 
 _POINT_ARRAYS = {"add": 3, "neg": 2, "mul": 2, "off_curve": 1, "off_subgroup": 1}
@@ -198,10 +198,10 @@ _POINT_ARRAYS = {"add": 3, "neg": 2, "mul": 2, "off_curve": 1, "off_subgroup": 1
 
 
 @functools.lru_cache(maxsize=4096)
-def _record(curve: Curve[Any], op: str, place: MemorySpace, n: int, operations: int) -> OpRecord:
-    dialect, _ = kernel_source(curve).pick(place.provider.dialects)
+def _record(curve: Curve[Any], op: str, space: MemorySpace, n: int, operations: int) -> OpRecord:
+    dialect, _ = kernel_source(curve).pick(space.provider.dialects)
     size_bytes = _POINT_ARRAYS[op] * n * prod(curve.shape) * dtype_of(curve.coordinates.base).itemsize
     case = f"{n} {curve.name}"
     return sole_record(
-        f"curve_{op}", dialect, place.backend, place.label, case, size_bytes=size_bytes, operations=operations
+        f"curve_{op}", dialect, space.backend, space.label, case, size_bytes=size_bytes, operations=operations
     )

@@ -84,17 +84,17 @@ class Lanes:
 
 def lanes_from(k: Elements, i: str, stop: str) -> Lanes:
     """Append the indices of the pack that begins at i."""
-    return Lanes(k.code, k.form.lanes, i, stop)
+    return Lanes(k.code, k.packed.lanes, i, stop)
 
 
 def from_memory(k: Elements, a: Element) -> Element:
     """Append the conversion from memory's Montgomery form x R to the arithmetic's own, x L."""
-    return k.product(a, k.form.radix**2 * pow(k.form.memory_radix, -1, k.form.field.modulus))
+    return k.product(a, k.packed.radix**2 * pow(k.packed.memory_radix, -1, k.packed.field.modulus))
 
 
 def to_memory(k: Elements, a: Element) -> Element:
     """Append the conversion from x L to x R."""
-    return k.product(a, k.form.memory_radix)
+    return k.product(a, k.packed.memory_radix)
 
 
 def _read(k: Elements, pointers: Sequence[str]) -> tuple[Element, Element]:
@@ -109,7 +109,7 @@ def _read(k: Elements, pointers: Sequence[str]) -> tuple[Element, Element]:
 def _each_pack(k: Elements) -> Iterator[Lanes]:
     """Append a loop over the packs of [begin, min(end, n))."""
     stop = k.code.smin("%end", "%n")
-    with k.code.loop("%begin", stop, k.form.lanes) as i:
+    with k.code.loop("%begin", stop, k.packed.lanes) as i:
         yield lanes_from(k, i, stop)
 
 
@@ -121,7 +121,7 @@ def _firsts(k: Elements, bad: Callable[[list[str]], Value]) -> None:
         with code.when(code.compare("slt", start, "%n")):
             stop = code.smin(code.i64("add nsw", start, "%chunk"), "%n")
             least = code.variable("i64", "%n")
-            with code.loop(start, stop, k.form.lanes) as i:
+            with code.loop(start, stop, k.packed.lanes) as i:
                 lanes = lanes_from(k, i, stop)
                 mask = bad(lanes.pointers("%x", 2 * k.size))
                 least.set(packs.least(code, mask, packs.joined(code, lanes.indices), least.get()))
@@ -131,19 +131,19 @@ def _firsts(k: Elements, bad: Callable[[list[str]], Value]) -> None:
 # --- entries ---------------------------------------------------------------------------------------------------------
 
 
-def _add(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
+def _add(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
     """Append additions in blocks of packs that share an inversion; coordinates stay in memory's form."""
-    k = Elements(curve.coordinates, form, code)
+    k = Elements(curve.coordinates, packed, code)
     count = _PACKS // k.degree
-    size, block = 2 * k.size, count * form.lanes
+    size, block = 2 * k.size, count * packed.lanes
     scratch = Scratch(k.space(count), k.space(count), code.stack("i8", count))
     stop = code.smin("%end", "%n")
     with code.loop("%begin", stop, block) as base:
         last = code.smin(code.i64("add nsw", base, block), stop)
-        rounded = code.i64("add nsw", code.i64("sub nsw", last, base), form.lanes - 1)
+        rounded = code.i64("add nsw", code.i64("sub nsw", last, base), packed.lanes - 1)
 
         def pair(i: str) -> Pair:
-            lanes = lanes_from(k, code.i64("add nsw", base, code.i64("mul nsw", i, form.lanes)), last)
+            lanes = lanes_from(k, code.i64("add nsw", base, code.i64("mul nsw", i, packed.lanes)), last)
             p, q, z = (lanes.pointers(pointer, size) for pointer in ("%x", "%y", "%z"))
 
             def write(x: Element, y: Element) -> None:
@@ -152,11 +152,11 @@ def _add(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
 
             return Pair(lambda: (k.read(p, 0), k.read(q, 0)), lambda: (k.read(p, 1), k.read(q, 1)), write)
 
-        batch_add(k, code.i64("sdiv", rounded, form.lanes), pair, scratch, form.memory_radix)
+        batch_add(k, code.i64("sdiv", rounded, packed.lanes), pair, scratch, packed.memory_radix)
 
 
-def _neg(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
-    k = Elements(curve.coordinates, form, code)
+def _neg(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
+    k = Elements(curve.coordinates, packed, code)
     with _each_pack(k) as lanes:
         x, z = (lanes.pointers(pointer, 2 * k.size) for pointer in ("%x", "%z"))
         kept, opposite = k.read(x, 0), k.neg(k.read(x, 1))
@@ -164,10 +164,10 @@ def _neg(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
         k.write(z, 1, opposite)
 
 
-def _mul(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
+def _mul(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
     """Append multiplications by digits of four bits, the highest first, with a lookup that reads the whole table."""
-    k = Elements(curve.coordinates, form, code)
-    packs, points, t = k.packs, 1 << _WINDOW, form.type
+    k = Elements(curve.coordinates, packed, code)
+    packs, points, t = k.packs, 1 << _WINDOW, packed.type
     table, total, chosen = k.space(3 * points), k.space(3), k.space(3)
     digits = code.stack(packs.numbers, SCALAR_WORDS)
     stride = 3 * k.degree
@@ -190,7 +190,7 @@ def _mul(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
                 code.do(f"call void @point_double(ptr {total}, ptr {total})")
             at = code.i64("mul", step, _WINDOW)
             words = code.load(packs.numbers, digits, code.i64("lshr", at, 6))
-            shift = packs.joined(code, [code.i64("and", at, 63)] * form.lanes)
+            shift = packs.joined(code, [code.i64("and", at, 63)] * packed.lanes)
             value = code.op("and", code.op("lshr", words, shift), points - 1)
             _choose(k, table, value, chosen)
             code.do(f"call void @point_add(ptr {total}, ptr {total}, ptr {chosen})")
@@ -205,11 +205,11 @@ def _choose(k: Elements, table: str, numbers: Value, chosen: str) -> None:
     scalar. The cost is within 4% of a multiplication; on one lane it is a gain.
     """
     code, number = k.code, k.packs.numbers
-    limbs = 3 * k.degree * (k.form.radix.bit_length() // _LIMB_BITS[k.form.lanes])
+    limbs = 3 * k.degree * (k.packed.radix.bit_length() // _LIMB_BITS[k.packed.lanes])
     cells = [code.variable(number, 0) for _ in range(limbs)]
     unknown = code.stack(number)
     with code.loop(0, 1 << _WINDOW) as i:
-        equal = code.compare("eq", numbers, k.packs.joined(code, [i] * k.form.lanes))
+        equal = code.compare("eq", numbers, k.packs.joined(code, [i] * k.packed.lanes))
         code.do(f"store volatile {number} {code.convert('sext', equal, 'i64')}, ptr {unknown}")
         mask = code(f"load volatile {number}, ptr {unknown}", number)
         first = code.i64("mul", i, limbs)
@@ -227,9 +227,9 @@ def store_affine(k: Elements, point: str, pointers: Sequence[str]) -> None:
         k.write(pointers, i, to_memory(k, k.mul(k.load(point, i), inverse)))
 
 
-def _off_curve(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
+def _off_curve(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
     """Append the test y^2 = x^3 + b, or both coordinates 0."""
-    k = Elements(curve.coordinates, form, code)
+    k = Elements(curve.coordinates, packed, code)
     b = k.constant(curve.coordinates.parts(curve.b))
 
     def bad(pointers: list[str]) -> Value:
@@ -241,9 +241,9 @@ def _off_curve(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> N
     _firsts(k, bad)
 
 
-def _off_subgroup(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
+def _off_subgroup(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
     """Append the test of parameters.Endomorphism."""
-    k = Elements(curve.coordinates, form, code)
+    k = Elements(curve.coordinates, packed, code)
     test = endomorphism(curve)
     if test is None:
         _firsts(k, lambda _: k.packs.none_set())
@@ -328,10 +328,10 @@ class CurveKernels:
         """See builder_key; the text does not depend on the target."""
         curve = curve_of(self.curve)
         parameters = (curve.coordinates.base, curve.coordinates.degree, curve.scalars, curve.b, curve.generator)
-        return builder_key((replace(self, form=self.kind), *parameters), *SOURCES)
+        return builder_key((replace(self, form=self.chosen_form), *parameters), *SOURCES)
 
     @property
-    def kind(self) -> str:
+    def chosen_form(self) -> str:
         """Return the form that is built."""
         return self.form or host_form(curve_of(self.curve).coordinates.base)
 
@@ -346,22 +346,22 @@ class CurveKernels:
         Raises:
             ConfigError: unknown curve, entry or form.
         """
-        return _text(self.curve, self.entry, self.kind)
+        return _text(self.curve, self.entry, self.chosen_form)
 
 
 @functools.cache
-def _text(name: str, entry: str, kind: str) -> str:
+def _text(name: str, entry: str, form: str) -> str:
     curve = curve_of(name)
     wanted = [entry.removeprefix("curve_")] if entry else list(ENTRIES)
     if wanted[0] not in ENTRIES:
         raise ConfigError(f"unknown entry {entry!r}; known are {', '.join(f'curve_{known}' for known in ENTRIES)}")
-    form = packed_field(curve.coordinates.base, kind)
-    parts = list(functions(name, kind))
+    packed = packed_field(curve.coordinates.base, form)
+    parts = list(functions(name, form))
     for known in wanted:
         arguments, write = ENTRIES[known]
         typed = [f"ptr %{a}" if a in POINTERS else f"i64 %{a}" for a in ("begin", "end", *arguments)]
         code = FunctionBuilder(f"curve_{known}", typed, linkage="", attributes="nounwind")
-        write(curve, form, code)
+        write(curve, packed, code)
         code.ret()
         parts.append(code)
     return program(parts)

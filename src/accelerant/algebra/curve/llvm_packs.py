@@ -1,7 +1,7 @@
-"""Packs of field elements that lie apart in memory, and masks of their lanes.
+"""Packs of field elements gathered from memory, and masks of their lanes.
 
-PackedField (algebra/field/llvm_packed.py) loads neighbouring elements; coordinates of points are not neighbours, and
-sums of buckets gather their points by index. A mask has a bit for each lane of a pack.
+PackedField (algebra/field/llvm_packed.py) loads contiguous elements; a pack of coordinates of points is not contiguous,
+and sums of buckets gather points by index. A mask has a bit for each lane of a pack.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from accelerant.algebra.field.llvm_ifma import LIMB_BITS
+from accelerant.algebra.field.llvm_ifma import LIMB_BITS, all_zero, limb_of, rotated, word_of
 from accelerant.algebra.field.llvm_packed import PackedField, hide
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Operand, Value, constant, lane_constants, vector
 
@@ -17,7 +17,7 @@ __all__ = ["LanePacks", "Packs", "ScalarPacks", "packs_of"]
 
 
 class Packs(ABC):
-    """Memory, masks and choices of packs.
+    """Loads, stores, masks and selections of packs.
 
     Attributes:
         packed: the arithmetic.
@@ -36,7 +36,7 @@ class Packs(ABC):
 
     @abstractmethod
     def write(self, code: FunctionBuilder, pointers: Sequence[str], offset: int, pack: str) -> None:
-        """Append stores, lane by lane, so that of equal addresses the last lane counts."""
+        """Append stores, lane by lane: of equal addresses the last lane's value remains."""
 
     @abstractmethod
     def is_zero(self, code: FunctionBuilder, pack: str) -> Value:
@@ -52,11 +52,11 @@ class Packs(ABC):
 
     @abstractmethod
     def joined(self, code: FunctionBuilder, values: Sequence[Operand]) -> Value:
-        """Return a number for each lane, from as many i64."""
+        """Return a vector of one i64 per lane."""
 
     @abstractmethod
     def least(self, code: FunctionBuilder, mask: Value, numbers: Value, other: Value) -> Value:
-        """Return the least number whose lane is set, and at most the i64 `other`."""
+        """Return the minimum of the i64 `other` and the numbers whose lanes are set."""
 
     @abstractmethod
     def rotated(self, code: FunctionBuilder, pack: str, step: int) -> str:
@@ -64,7 +64,7 @@ class Packs(ABC):
 
     @abstractmethod
     def lanes(self, chosen: Sequence[bool]) -> Value:
-        """Return the mask of some lanes that are known now."""
+        """Return a constant mask."""
 
     def all(self, value: int) -> Value:
         """Return a number in all lanes."""
@@ -117,15 +117,14 @@ class ScalarPacks(Packs):
         return constant("i1", chosen[0])
 
 
-_V = "<8 x i64>"
 _PAIR = "<2 x i64>"
 
 
 class LanePacks(Packs):
     """Eight elements in 52-bit limbs: algebra/field/llvm_ifma.py.
 
-    An element's words are moved two at a time: `low` has a pair of the lanes 0, 2, 4 and 6, `high` that of the others,
-    and unpacking both gives a register of each word.
+    Words are moved two at a time: `low` holds a pair of words of the lanes 0, 2, 4 and 6, `high` of the odd lanes;
+    unpacking them gives a register for each word.
     """
 
     def __init__(self, packed: PackedField) -> None:
@@ -139,12 +138,12 @@ class LanePacks(Packs):
             halves = [code.load(_PAIR, code.at("i8", pointer, offset + 16 * pair), align=8) for pointer in pointers]
             low, high = (_join_pairs(code, halves[first::2]) for first in (0, 1))
             words += [_unpack(code, low, high, word) for word in (0, 1)]
-        return code.array(self.packed.type, [_limb(code, words, LIMB_BITS * k) for k in range(self._count)])
+        return code.array(self.packed.type, [limb_of(code, words, LIMB_BITS * k) for k in range(self._count)])
 
     def write(self, code: FunctionBuilder, pointers: Sequence[str], offset: int, pack: str) -> None:
         limbs = code.parts(Value(pack, self.packed.type))
         for pair in range(self._pairs):
-            even, odd = (_word(code, limbs, 64 * (2 * pair + word)) for word in (0, 1))
+            even, odd = (word_of(code, limbs, 64 * (2 * pair + word)) for word in (0, 1))
             halves = [_unpack(code, even, odd, half) for half in (0, 1)]
             for lane, pointer in enumerate(pointers):
                 first = lane // 2 * 2
@@ -152,11 +151,7 @@ class LanePacks(Packs):
                 code.store(_PAIR, value, code.at("i8", pointer, offset + 16 * pair), align=8)
 
     def is_zero(self, code: FunctionBuilder, pack: str) -> Value:
-        limbs = code.parts(Value(pack, self.packed.type))
-        some = limbs[0]
-        for limb in limbs[1:]:
-            some = code.op("or", some, limb)
-        return code.compare("eq", some, 0)
+        return all_zero(code, code.parts(Value(pack, self.packed.type)))
 
     def select(self, code: FunctionBuilder, mask: str, x: str, y: str) -> Value:
         xs, ys = (code.parts(Value(pack, self.packed.type)) for pack in (x, y))
@@ -174,9 +169,7 @@ class LanePacks(Packs):
         return code.smin(code.intrinsic("i64", "llvm.vector.reduce.smin.v8i64", kept), other)
 
     def rotated(self, code: FunctionBuilder, pack: str, step: int) -> str:
-        order = [(lane + step) % 8 for lane in range(8)]
-        limbs = code.parts(Value(pack, self.packed.type))
-        return code.array(self.packed.type, [code.shuffle(limb, None, order) for limb in limbs])
+        return code.array(self.packed.type, rotated(code, code.parts(Value(pack, self.packed.type)), step))
 
     def lanes(self, chosen: Sequence[bool]) -> Value:
         return lane_constants("i1", chosen)
@@ -191,31 +184,6 @@ def _join_pairs(code: FunctionBuilder, pairs: Sequence[Value]) -> Value:
 def _unpack(code: FunctionBuilder, a: Value, b: Value, odd: int) -> Value:
     """Return the even or the odd lanes of a and b, in turn."""
     return code.shuffle(a, b, [lane + odd + step for lane in range(0, 8, 2) for step in (0, 8)])
-
-
-def _limb(code: FunctionBuilder, words: Sequence[Value], low: int) -> Value:
-    """Return 52 bits of a number in 64-bit words, from bit `low` on."""
-    word, offset = divmod(low, 64)
-    if offset == 0:
-        limb = words[word]
-    elif word + 1 == len(words):
-        limb = code.op("lshr", words[word], offset)
-    else:
-        limb = code.intrinsic(_V, "llvm.fshr.v8i64", words[word + 1], words[word], constant(_V, offset))
-    return code.op("and", limb, (1 << LIMB_BITS) - 1)
-
-
-def _word(code: FunctionBuilder, limbs: Sequence[Value], low: int) -> Value:
-    """Return 64 bits of a number in 52-bit limbs, from bit `low` on."""
-    word: Value | None = None
-    for k, limb in enumerate(limbs):
-        left = LIMB_BITS * k - low
-        if not -LIMB_BITS < left < 64:
-            continue
-        part = code.op("shl" if left > 0 else "lshr", limb, abs(left)) if left else limb
-        word = part if word is None else code.op("or", word, part)
-    assert word is not None
-    return word
 
 
 def packs_of(packed: PackedField) -> Packs:

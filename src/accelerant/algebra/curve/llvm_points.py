@@ -2,8 +2,8 @@
 
 Projective points (X : Y : Z), x = X / Z and y = Y / Z, infinity (0 : 1 : 0), are added by formulas that hold for every
 pair of points of a group of odd order, without a branch. Source: Renes, Costello and Batina, eprint 2015/1060,
-algorithms 7, 8 and 9 (a = 0). They become internal functions on packs in memory, T the form's type and d the degree of
-the coordinates over Fq:
+algorithms 7, 8 and 9 (a = 0). They become internal functions on packs in memory; T is the type of a pack and d the
+degree of the coordinates over Fq:
 
     void point_add(ptr z, ptr x, ptr y)                   12M; 3 d T each, z may be x or y
     void point_add_affine(ptr z, ptr x, ptr y)            11M; y is 2 d T, and infinity where its second element is 0
@@ -11,10 +11,10 @@ the coordinates over Fq:
     void point_multiple(ptr z, ptr x, ptr digits, i64 count, i64 odd)      by public_digits; z may be x
     void quadratic_add, quadratic_sub, quadratic_mul(ptr z, ptr x, ptr y)         elements of Fq2, 2 T each
     void quadratic_square(ptr z, ptr x)
-    T    FIELD_inverse(T x)                               x^-1 in the form's representation; 0 for 0
+    T    FIELD_inverse(T x)                               x^-1 in the pack's representation; 0 for 0
 
 Affine points take 5M + 1S and a share of an inversion (batch_add). Infinity is (0, 0); no point of a group of odd order
-has y = 0. An element is a tuple of one or two packs (c0, c1), each in the form's own Montgomery representation x L
+has y = 0. An element is a tuple of one or two packs (c0, c1), each in the arithmetic's Montgomery form x L
 unless said otherwise.
 """
 
@@ -75,7 +75,7 @@ class Elements:
 
     Attributes:
         code: where instructions go.
-        form: the arithmetic of Fq.
+        packed: the arithmetic of Fq.
         packs: masks and memory.
         degree: over Fq, 1 or 2.
         size: bytes of an element in memory.
@@ -86,7 +86,7 @@ class Elements:
     def __init__(
         self,
         field: Coordinates[Any],
-        form: PackedField,
+        packed: PackedField,
         code: FunctionBuilder,
         *,
         calls: bool = True,
@@ -96,14 +96,14 @@ class Elements:
 
         Args:
             field: of the coordinates.
-            form: the arithmetic of Fq.
+            packed: the arithmetic of Fq.
             code: where instructions go.
             calls: products are calls, of FIELD_mul_call and, over Fq2, of quadratic_mul (llvm_points.py).
             call_sums: over Fq2 sums and differences are calls too: a tenth slower, and half the time to compile.
         """
         self.code = code
-        self.form = form
-        self.packs: Packs = packs_of(form)
+        self.packed = packed
+        self.packs: Packs = packs_of(packed)
         self.degree = field.degree
         self.size = field.degree * field.base.size_bytes
         self.zero = self.constant([0] * field.degree)
@@ -117,8 +117,8 @@ class Elements:
 
     def constant(self, parts: Sequence[int]) -> Element:
         """Return the constant with these coefficients."""
-        form = self.form
-        return tuple(form.constant(part * form.radix % form.field.modulus) for part in parts)
+        packed = self.packed
+        return tuple(packed.constant(part * packed.radix % packed.field.modulus) for part in parts)
 
     def add(self, a: Element, b: Element) -> Element:
         """Append a + b."""
@@ -186,8 +186,8 @@ class Elements:
 
     def inverse(self, a: Element) -> Element:
         """Append 1/a, and 0 for 0: (c0 - c1 u) / (c0^2 + c1^2) by FIELD_inverse."""
-        t = self.form.type
-        call = f"call {t} @{self.form.field.name}_inverse({t} "
+        t = self.packed.type
+        call = f"call {t} @{self.packed.field.name}_inverse({t} "
         if self.degree == 1:
             return (self.code(f"{call}{a[0]})", t),)
         squares = [self._call(f"square{self._suffix}", part) for part in a]
@@ -196,15 +196,15 @@ class Elements:
 
     def product(self, a: Element, factor: int) -> Element:
         """Append a factor / L: conversion from one Montgomery form to another."""
-        return tuple(self.form.times(self.code, part, factor) for part in a)
+        return tuple(self.packed.times(self.code, part, factor) for part in a)
 
     def _pass(self, name: str, *operands: Element) -> Element:
         """Append a call of a function on elements in memory."""
         if not self._passed:
             self._passed = [self.space() for _ in range(3)]
-        for place, operand in zip(self._passed[1:], operands, strict=False):
-            self.store(place, 0, operand)
-        arguments = ", ".join(f"ptr {place}" for place in self._passed[: 1 + len(operands)])
+        for address, operand in zip(self._passed[1:], operands, strict=False):
+            self.store(address, 0, operand)
+        arguments = ", ".join(f"ptr {address}" for address in self._passed[: 1 + len(operands)])
         self.code.do(f"call void @{name}({arguments})")
         return self.load(self._passed[0], 0)
 
@@ -212,7 +212,7 @@ class Elements:
         return self._call(f"mul{self._suffix}", x, y)
 
     def _call(self, name: str, *packs: str) -> str:
-        return self.form.call(self.code, name, *packs)
+        return self.packed.call(self.code, name, *packs)
 
     # --- choices -----------------------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class Elements:
 
     def read(self, pointers: Sequence[str], index: int = 0) -> Element:
         """Append loads of element `index` of the arrays at each lane's address, in memory's form."""
-        step = self.form.field.size_bytes
+        step = self.packed.field.size_bytes
         return tuple(
             self.packs.read(self.code, pointers, index * self.size + part * step) for part in range(self.degree)
         )
@@ -239,19 +239,19 @@ class Elements:
     def write(self, pointers: Sequence[str], index: int, a: Element) -> None:
         """The same outward."""
         for part, pack in enumerate(a):
-            offset = index * self.size + part * self.form.field.size_bytes
+            offset = index * self.size + part * self.packed.field.size_bytes
             self.packs.write(self.code, pointers, offset, pack)
 
     def load(self, pointer: str, index: str | int) -> Element:
         """Append the load of an element of an array of packs, in the kernel's own memory."""
-        return tuple(self.code.load(self.form.type, pointer, at) for at in self._places(index))
+        return tuple(self.code.load(self.packed.type, pointer, at) for at in self._indices(index))
 
     def store(self, pointer: str, index: str | int, a: Element) -> None:
         """The same outward."""
-        for at, pack in zip(self._places(index), a, strict=True):
-            self.code.store(self.form.type, pack, pointer, at)
+        for at, pack in zip(self._indices(index), a, strict=True):
+            self.code.store(self.packed.type, pack, pointer, at)
 
-    def _places(self, index: str | int) -> list[str]:
+    def _indices(self, index: str | int) -> list[str]:
         if isinstance(index, int):
             return [str(index * self.degree + part) for part in range(self.degree)]
         first = index if self.degree == 1 else self.code.i64("mul nsw", index, self.degree)
@@ -259,11 +259,11 @@ class Elements:
 
     def space(self, count: int = 1) -> str:
         """Allocate the kernel's own memory for so many elements."""
-        return self.code.stack(self.form.type, count * self.degree)
+        return self.code.stack(self.packed.type, count * self.degree)
 
     def cell(self, a: Element) -> Cell:
         """Allocate a variable with this value."""
-        return Cell([self.code.variable(self.form.type, part) for part in a])
+        return Cell([self.code.variable(self.packed.type, part) for part in a])
 
 
 Projective = tuple[Element, Element, Element]
@@ -379,16 +379,16 @@ def _multiple(k: Elements) -> None:
     _keep(k, table, _point(k, "%x"))
     code.do(f"call void @point_double(ptr {twice}, ptr %x)")
     with code.loop(1, "%odd") as i:
-        place = code.at(k.form.type, table, code.i64("mul", i, stride))
-        before = code.at(k.form.type, place, -stride)
-        code.do(f"call void @point_add(ptr {place}, ptr {before}, ptr {twice})")
+        address = code.at(k.packed.type, table, code.i64("mul", i, stride))
+        before = code.at(k.packed.type, address, -stride)
+        code.do(f"call void @point_add(ptr {address}, ptr {before}, ptr {twice})")
     _keep(k, total, (k.zero, k.one, k.zero))
     with code.countdown("%count") as at:
         code.do(f"call void @point_double(ptr {total}, ptr {total})")
         digit = code.convert("sext", code.load("i8", "%digits", at), "i64")
         with code.when(code.compare("ne", digit, 0)):
             size = code.intrinsic("i64", "llvm.abs.i64", digit, constant("i1", True))
-            entry = code.at(k.form.type, table, code.i64("mul", code.i64("lshr", size, 1), stride))
+            entry = code.at(k.packed.type, table, code.i64("mul", code.i64("lshr", size, 1), stride))
             x, y, z = _point(k, entry)
             sign = k.cell(y)
             with code.when(code.compare("slt", digit, 0)):
@@ -401,40 +401,40 @@ def _multiple(k: Elements) -> None:
 _WINDOW = 4
 
 
-def _inverse(form: PackedField) -> FunctionBuilder:
+def _inverse(packed: PackedField) -> FunctionBuilder:
     """Return FIELD_inverse: the power p - 2 by windows of four bits, four squares and a product for each."""
-    t, field = form.type, form.field
+    t, field = packed.type, packed.field
     code = FunctionBuilder(f"{field.name}_inverse", [f"{t} %x"], t, attributes=NOINLINE)
     exponent = field.modulus - 2
     digits = [exponent >> at & (1 << _WINDOW) - 1 for at in range(0, exponent.bit_length(), _WINDOW)]
     name = code.table(f"{field.name}_digits", "i8", digits)
     table = code.stack(t, 1 << _WINDOW)
-    code.store(t, form.constant(form.radix % field.modulus), table, 0)
+    code.store(t, packed.constant(packed.radix % field.modulus), table, 0)
     code.store(t, "%x", table, 1)
     power = code.variable(t, "%x")
     with code.loop(2, 1 << _WINDOW) as i:
-        power.set(form.call(code, "mul_call", power.get(), "%x"))
+        power.set(packed.call(code, "mul_call", power.get(), "%x"))
         code.store(t, power.get(), table, i)
     power.set(code.load(t, table, digits[-1]))
     with code.countdown(len(digits) - 1) as i:
         for _ in range(_WINDOW):
-            power.set(form.call(code, "square_call", power.get()))
+            power.set(packed.call(code, "square_call", power.get()))
         digit = code.convert("zext", code.load("i8", name, i), "i64")
-        power.set(form.call(code, "mul_call", power.get(), code.load(t, table, digit)))
+        power.set(packed.call(code, "mul_call", power.get(), code.load(t, table, digit)))
     code.ret(power.get())
     return code
 
 
 @functools.cache
-def functions(name: str, kind: str) -> tuple[FunctionBuilder, ...]:
-    """Return the definitions that the module's docstring lists, and those of the form that they call.
+def functions(name: str, form: str) -> tuple[FunctionBuilder, ...]:
+    """Return the definitions that the module's docstring lists, and those of the field that they call.
 
     Args:
         name: of the curve.
-        kind: of the form, as packed_field takes it.
+        form: one of algebra.field.llvm_kernels.FORMS.
     """
     curve = curve_of(name)
-    form = packed_field(curve.coordinates.base, kind)
+    packed = packed_field(curve.coordinates.base, form)
     b3 = curve.coordinates.parts(curve.coordinates.times(curve.b, 3))
     points: _Writers = {
         "point_add": (_BINARY, lambda k: _add(k, b3)),
@@ -442,11 +442,11 @@ def functions(name: str, kind: str) -> tuple[FunctionBuilder, ...]:
         "point_double": (_UNARY, lambda k: _double(k, b3)),
         "point_multiple": ([*_UNARY, "ptr %digits", "i64 %count", "i64 %odd"], _multiple),
     }
-    parts = [*form.functions(), *form.called_functions(), _inverse(form)]
+    parts = [*packed.functions(), *packed.called_functions(), _inverse(packed)]
     for writers, call_sums in ((points, True), (_QUADRATIC if curve.coordinates.degree == 2 else {}, False)):
         for known, (arguments, write) in writers.items():
             code = FunctionBuilder(known, arguments, attributes=NOINLINE)
-            write(Elements(curve.coordinates, form, code, call_sums=call_sums))
+            write(Elements(curve.coordinates, packed, code, call_sums=call_sums))
             code.ret()
             parts.append(code)
     return tuple(parts)
@@ -564,12 +564,12 @@ def _denominator(k: Elements, pair: Pair, scratch: Scratch, i: str) -> Element:
 
 
 def _sum(k: Elements, pair: Pair, inverse: Element, special: str, unit: int) -> None:
-    code, radix = k.code, k.form.radix
+    code, radix = k.code, k.packed.radix
     (x1, x2), (y1, y2) = pair.x(), pair.y()
     numerator = k.cell(k.sub(y2, y1))
     with code.when(special):
         doubling = code.op("and", k.is_zero(k.sub(x2, x1)), k.is_zero(k.sub(y2, y1)))
-        tangent = k.product(k.times(k.square(x1), 3), radix**2 * pow(unit, -1, k.form.field.modulus))
+        tangent = k.product(k.times(k.square(x1), 3), radix**2 * pow(unit, -1, k.packed.field.modulus))
         numerator.set(k.select(doubling, tangent, numerator.get()))
     slope = k.mul(numerator.get(), inverse)
     x3 = k.sub(k.product(k.square(slope), unit), k.add(x1, x2))

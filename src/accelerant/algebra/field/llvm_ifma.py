@@ -19,13 +19,14 @@ Source: Gueron and Krasnov 2016, "Accelerating Big Integer Arithmetic Using Inte
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from accelerant.algebra.field.llvm_packed import ELEMENT, PackedField
 from accelerant.algebra.field.parameters import Field
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Operand, Value, constant, lane_constants
 
-__all__ = ["LANE_ORDER", "LIMB_BITS", "PackedIfma"]
+__all__ = ["LANE_ORDER", "LIMB_BITS", "PackedIfma", "all_zero", "limb_of", "rotated", "word_of"]
 
 LIMB_BITS = 52
 LANE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -50,16 +51,16 @@ class PackedIfma(PackedField):
             raise ValueError(f"{field.name}: wanted an even number of 64-bit words, got {words}")
         self.field = field
         self._words = words
-        self._count = -(-64 * words // LIMB_BITS)
-        self.type = f"[{self._count} x {_V}]"
-        self.radix = 1 << LIMB_BITS * self._count
+        self.limbs = -(-64 * words // LIMB_BITS)
+        self.type = f"[{self.limbs} x {_V}]"
+        self.radix = 1 << LIMB_BITS * self.limbs
         self.memory_radix = 1 << 64 * words
-        self.shift = LIMB_BITS * self._count - 64 * words
-        self._modulus = field.words(field.modulus, LIMB_BITS, self._count)
+        self.shift = LIMB_BITS * self.limbs - 64 * words
+        self._modulus = field.words(field.modulus, LIMB_BITS, self.limbs)
 
     def constant(self, value: int) -> Value:
         """Return the limbs, each in all lanes."""
-        limbs = self.field.words(value, LIMB_BITS, self._count)
+        limbs = self.field.words(value, LIMB_BITS, self.limbs)
         return Value("[" + ", ".join(f"{_V} {constant(_V, limb)}" for limb in limbs) + "]", self.type)
 
     def functions(self) -> list[FunctionBuilder]:
@@ -86,33 +87,12 @@ class PackedIfma(PackedField):
         """Load a pack: normal, but where shifted, which is for products, that do not look above bit 52."""
         rows = [code.masked_load(_V, address, mask, 8) for address, mask in self._registers(code)]
         words = _columns(code, rows)
-        limbs = []
-        for k in range(self._count):
-            low = LIMB_BITS * k - shift
-            if low < 0:
-                limb = code.op("shl", words[0], -low)
-            elif low % 64 == 0:
-                limb = words[low // 64]
-            elif low // 64 + 1 == self._words:
-                limb = code.op("lshr", words[-1], low % 64)
-            else:
-                a, b = words[low // 64 : low // 64 + 2]
-                limb = code.intrinsic(_V, "llvm.fshr.v8i64", b, a, constant(_V, low % 64))
-            limbs.append(limb if shift else code.op("and", limb, _MASK))
+        limbs = [limb_of(code, words, LIMB_BITS * k - shift, masked=not shift) for k in range(self.limbs)]
         return code.array(self.type, limbs)
 
     def _store(self, code: FunctionBuilder) -> None:
         limbs = code.parts("%z")
-        words = []
-        for j in range(self._words):
-            first = 64 * j // LIMB_BITS
-            offset = 64 * j - LIMB_BITS * first
-            word = code.op("lshr", limbs[first], offset) if offset else limbs[first]
-            for k in range(first + 1, self._count):
-                left = LIMB_BITS * k - 64 * j
-                if left < 64:
-                    word = code.op("or", word, code.op("shl", limbs[k], left))
-            words.append(word)
+        words = [word_of(code, limbs, 64 * j) for j in range(self._words)]
         for row, (address, mask) in zip(_rows(code, words), self._registers(code), strict=True):
             code.masked_store(row, address, mask, 8)
 
@@ -145,7 +125,7 @@ class PackedIfma(PackedField):
 
     def _mul(self, code: FunctionBuilder) -> Operand:
         xs, ys = code.parts("%x"), code.parts("%y")
-        columns = [_ZERO] * (2 * self._count)
+        columns = [_ZERO] * (2 * self.limbs)
         for i, y in enumerate(ys):
             for j, x in enumerate(xs):
                 _accumulate(code, columns, i + j, x, y)
@@ -153,7 +133,7 @@ class PackedIfma(PackedField):
 
     def _square(self, code: FunctionBuilder) -> Operand:
         xs = code.parts("%x")
-        columns = [_ZERO] * (2 * self._count)
+        columns = [_ZERO] * (2 * self.limbs)
         for i, y in enumerate(xs):
             for j, x in enumerate(xs[:i]):
                 _accumulate(code, columns, i + j, x, y)
@@ -171,7 +151,7 @@ class PackedIfma(PackedField):
         """
         inverse = constant(_V, self.field.montgomery_inverse(LIMB_BITS))
         modulus = [constant(_V, limb) for limb in self._modulus]
-        for i in range(self._count):
+        for i in range(self.limbs):
             factor = _multiply_add(code, "l", _ZERO, columns[i], inverse)
             carry = code.op("lshr", code.op("add", columns[i], _MASK), LIMB_BITS)
             high = _multiply_add(code, "h", _ZERO, modulus[0], factor)
@@ -180,15 +160,11 @@ class PackedIfma(PackedField):
                 _accumulate(code, columns, i + j, p, factor)
                 if j == 1:
                     columns[i + 1] = code.op("add", columns[i + 1], high)
-        total = columns[self._count :]
+        total = columns[self.limbs :]
         return self._settle(code, self._with_modulus(code, "sub", total), total)
 
     def _is_zero(self, code: FunctionBuilder) -> Value:
-        limbs = code.parts("%x")
-        some = limbs[0]
-        for limb in limbs[1:]:
-            some = code.op("or", some, limb)
-        return code.compare("eq", some, 0)
+        return all_zero(code, code.parts("%x"))
 
     def _one_for_zero(self, code: FunctionBuilder) -> Operand:
         zero = self._is_zero(code)
@@ -202,10 +178,43 @@ class PackedIfma(PackedField):
     def _fold(self, code: FunctionBuilder) -> Operand:
         pack: str = "%x"
         for step in (4, 2, 1):
-            order = [(lane + step) % _LANES for lane in range(_LANES)]
-            rotated = code.array(self.type, [code.shuffle(limb, None, order) for limb in code.parts(pack)])
-            pack = self.call(code, "add", pack, rotated)
+            pack = self.call(code, "add", pack, code.array(self.type, rotated(code, code.parts(pack), step)))
         return pack
+
+
+def limb_of(code: FunctionBuilder, words: Sequence[Value], low: int, *, masked: bool = True) -> Value:
+    """Return 52 bits, or more unless masked, of a number in 64-bit words, from bit `low` on, which may be negative."""
+    word, offset = divmod(low, 64)
+    if low < 0:
+        limb = code.op("shl", words[0], -low)
+    elif offset == 0:
+        limb = words[word]
+    elif word + 1 == len(words):
+        limb = code.op("lshr", words[word], offset)
+    else:
+        limb = code.intrinsic(_V, "llvm.fshr.v8i64", words[word + 1], words[word], constant(_V, offset))
+    return code.op("and", limb, _MASK) if masked else limb
+
+
+def word_of(code: FunctionBuilder, limbs: Sequence[Value], low: int) -> Value:
+    """Return 64 bits of a number in 52-bit limbs, from bit `low` on."""
+    first, offset = divmod(low, LIMB_BITS)
+    word = code.op("lshr", limbs[first], offset) if offset else limbs[first]
+    for k in range(first + 1, min(-(-(low + 64) // LIMB_BITS), len(limbs))):
+        word = code.op("or", word, code.op("shl", limbs[k], LIMB_BITS * k - low))
+    return word
+
+
+def all_zero(code: FunctionBuilder, limbs: Sequence[Value]) -> Value:
+    """Return the mask of the lanes whose limbs are all 0."""
+    combined = functools.reduce(lambda a, b: code.op("or", a, b), limbs)
+    return code.compare("eq", combined, 0)
+
+
+def rotated(code: FunctionBuilder, limbs: Sequence[Value], step: int) -> list[Value]:
+    """Return the limbs with lane l + step in lane l, modulo the lanes."""
+    order = [(lane + step) % _LANES for lane in range(_LANES)]
+    return [code.shuffle(limb, None, order) for limb in limbs]
 
 
 def _each(code: FunctionBuilder, operation: str, xs: Sequence[Value], ys: Sequence[Value]) -> list[Value]:

@@ -41,12 +41,12 @@ _RECORDS_LIMIT = 4096
 
 
 def transform(
-    place: MemorySpace, field: Field, x: Any, *, inverse: bool, coset: int, order: str, out: Any = None
+    space: MemorySpace, field: Field, x: Any, *, inverse: bool, coset: int, order: str, out: Any = None
 ) -> Any:
     """Transform along the last axis of the elements' shape; see accelerant.zk.ntt.
 
     Args:
-        place: memory space of the words.
+        space: memory space of the words.
         field: of the elements.
         x: words; the last axis of the elements' shape has 2^k points, k from 1 to LOG_MOST.
         inverse: compute the inverse transform.
@@ -56,37 +56,37 @@ def transform(
     """
     shape = element_shape(field, x.shape)
     n, batch = shape[-1], math.prod(shape[:-1])
-    out = place.empty(tuple(x.shape), dtype_of(field)) if out is None else out
+    out = space.empty(tuple(x.shape), dtype_of(field)) if out is None else out
     if not batch:
         return out
-    plan = _plan(place, field, n.bit_length() - 1, math.gcd(batch, 16), inverse, coset, order)
-    record = _record(place, field, tuple(shape), inverse, coset != 1, order)
-    with RecordedLaunch(record, place.provider, place.index):
-        run(plan, place, x, out, n * batch)
+    plan = _plan(space, field, n.bit_length() - 1, math.gcd(batch, 16), inverse, coset, order)
+    record = _record(space, field, tuple(shape), inverse, coset != 1, order)
+    with RecordedLaunch(record, space.provider, space.index):
+        run(plan, space, x, out, n * batch)
     if plan.retired:  # by another thread, whose wait for the device may have come before these launches
-        place.provider.synchronize(place.index)
+        space.provider.synchronize(space.index)
     return out
 
 
-def run(plan: NttPlan, place: MemorySpace, x: Any, out: Any, elements: int) -> None:
+def run(plan: NttPlan, space: MemorySpace, x: Any, out: Any, elements: int) -> None:
     """Launch the passes of a plan; if the last one moves elements, those before it work in scratch memory."""
     last = len(plan.passes) - 1
     moves = not plan.passes[last].in_place
-    work = place.empty(tuple(x.shape), dtype_of(plan.field)) if moves else out
+    work = space.empty(tuple(x.shape), dtype_of(plan.field)) if moves else out
     for number in range(last + 1):
         plan.launch(number, x, out if moves and number == last else work, elements)
         x = work
 
 
 @functools.lru_cache(maxsize=_RECORDS_LIMIT)
-def _record(place: MemorySpace, field: Field, shape: Sequence[int], inverse: bool, coset: bool, order: str) -> OpRecord:
+def _record(space: MemorySpace, field: Field, shape: Sequence[int], inverse: bool, coset: bool, order: str) -> OpRecord:
     words = [" inverse" * inverse, " coset" * coset, f" {order}" * (order != "natural")]
     size = math.prod(shape)
     return sole_record(
         "ntt",
-        next(name for name in ("llvm", "cuda", "portable") if name in place.provider.dialects),
-        place.backend,
-        place.label,
+        next(name for name in ("llvm", "cuda", "portable") if name in space.provider.dialects),
+        space.backend,
+        space.label,
         f"{'x'.join(map(str, shape))} {field.name}{''.join(words)}",
         size_bytes=2 * size * field.size_bytes,
         operations=size * (shape[-1].bit_length() - 1) // 2,
@@ -134,13 +134,13 @@ class _Plans:
 _plans = _Plans()
 
 
-def _plan(place: MemorySpace, field: Field, log_n: int, batch: int, inverse: bool, coset: int, order: str) -> NttPlan:
+def _plan(space: MemorySpace, field: Field, log_n: int, batch: int, inverse: bool, coset: int, order: str) -> NttPlan:
     def make() -> NttPlan:
-        if place is HOST:
+        if space is HOST:
             return HostNttPlan(field, log_n, batch, inverse=inverse, coset=coset, order=order)
-        return DeviceNttPlan(place, field, log_n, inverse=inverse, coset=coset, order=order)
+        return DeviceNttPlan(space, field, log_n, inverse=inverse, coset=coset, order=order)
 
-    return _plans.get((place, field, log_n, batch if place is HOST else 0, inverse, coset, order), make)
+    return _plans.get((space, field, log_n, batch if space is HOST else 0, inverse, coset, order), make)
 
 
 def scalars(step: Pass, elements: int) -> Sequence[int]:
@@ -178,10 +178,10 @@ def _logs(log_n: int, lanes: int, batch: int) -> tuple[int, ...]:
 
 
 @functools.cache
-def _host_kernel(field: Field, variant: Variant, kind: str) -> Kernel:
+def _host_kernel(field: Field, variant: Variant, form: str) -> Kernel:
     entries = {"ntt_pass": (f"*u{field.word_bits}",) * len(POINTERS) + ("i64",) * len(SCALARS)}
-    dialects = {"llvm": PassKernel(field.name, variant, kind)}
-    return HOST.provider.compile(KernelSource(f"ntt_{field.name}_{kind}", dialects, entries))
+    dialects = {"llvm": PassKernel(field.name, variant, form)}
+    return HOST.provider.compile(KernelSource(f"ntt_{field.name}_{form}", dialects, entries))
 
 
 class HostNttPlan:
@@ -195,24 +195,24 @@ class HostNttPlan:
     """
 
     def __init__(
-        self, field: Field, log_n: int, batch: int, *, inverse: bool, coset: int, order: str, kind: str = ""
+        self, field: Field, log_n: int, batch: int, *, inverse: bool, coset: int, order: str, form: str = ""
     ) -> None:
         self.field = field
         self.retired = False
-        kind = kind or host_form(field)
-        lanes = packed_field(field, kind).lanes
+        form = form or host_form(field)
+        lanes = packed_field(field, form).lanes
         if lanes**2 > 1 << log_n and (batch % lanes or lanes > 1 << log_n):
-            kind = "scalar"  # a pass would have fewer columns, or fewer neighbouring rows, than a pack has lanes
-        form = packed_field(field, kind)
-        logs = _logs(log_n, form.lanes, batch)
+            form = "scalar"  # a pass would have fewer columns, or fewer neighbouring rows, than a pack has lanes
+        packed = packed_field(field, form)
+        logs = _logs(log_n, packed.lanes, batch)
         self.passes = make_passes(field, logs, inverse=inverse, coset=coset, order=order, log_table=_LOG_TABLE)
-        self._kernels = [_host_kernel(field, step.variant, kind) for step in self.passes]
+        self._kernels = [_host_kernel(field, step.variant, form) for step in self.passes]
         self._tables: list[list[Any]] = []
         self.size_bytes = 0
         for step in self.passes:
-            tables = pass_tables(field, step, form.radix)
+            tables = pass_tables(field, step, packed.radix)
             single = [tables.roots, tables.before, tables.after, tables.high]
-            if by_limbs(form):
+            if by_limbs(packed):
                 single = [table if table is None else limbs_of_52_bits(field, table) for table in single]
             self.size_bytes += sum(table.nbytes for table in (*single, tables.low) if table is not None)
             roots, before, after, high = (single[0] if table is None else table for table in single)
@@ -289,8 +289,8 @@ def division_of(field: Field) -> Division:
 
 
 @functools.cache
-def _device_kernel(field: Field, variant: Variant, tile: Tile, inverse: bool, place: MemorySpace) -> Kernel:
-    return place.provider.compile(kernel_source(field, variant, tile, inverse), device=place.index)
+def _device_kernel(field: Field, variant: Variant, tile: Tile, inverse: bool, space: MemorySpace) -> Kernel:
+    return space.provider.compile(kernel_source(field, variant, tile, inverse), device=space.index)
 
 
 class DeviceNttPlan:
@@ -298,7 +298,7 @@ class DeviceNttPlan:
 
     def __init__(
         self,
-        place: MemorySpace,
+        space: MemorySpace,
         field: Field,
         log_n: int,
         *,
@@ -310,13 +310,13 @@ class DeviceNttPlan:
         division = division or division_of(field)
         self.field = field
         self.retired = False
-        self._place = place
+        self._space = space
         self.passes = make_passes(
             field, division.logs(log_n), inverse=inverse, coset=coset, order=order, log_table=division.table
         )
         self._tiles = [division.shape(step) for step in self.passes]
         self._kernels = [
-            _device_kernel(field, step.variant, tile, inverse and field.name == "goldilocks", place)
+            _device_kernel(field, step.variant, tile, inverse and field.name == "goldilocks", space)
             for step, tile in zip(self.passes, self._tiles, strict=True)
         ]
         self._tables: list[list[Any]] = []  # keeps alive the memory that launches read
@@ -324,13 +324,13 @@ class DeviceNttPlan:
         self._starts: dict[tuple[int, int], Callable[[Any, Any], None]] = {}
         self.size_bytes = 0
         for step, tile in zip(self.passes, self._tiles, strict=True):
-            tables = device_tables(place, field, step, tile)
+            tables = device_tables(space, field, step, tile)
             rest = (tables.before, tables.after, tables.low, tables.high)
             words = sum(math.prod(table.shape) for table in (tables.roots, *rest) if table is not None)
             self.size_bytes += words * field.word_bits // 8
             self._tables.append([tables.roots, *(tables.roots if table is None else table for table in rest)])
-            self._pointers.append(tuple(map(place.pointer, self._tables[-1])))
-        place.provider.synchronize(place.index)  # launches on other streams read the tables, too
+            self._pointers.append(tuple(map(space.pointer, self._tables[-1])))
+        space.provider.synchronize(space.index)  # launches on other streams read the tables, too
 
     def launch(self, number: int, x: Any, z: Any, elements: int) -> None:
         """Launch one pass on so many elements, from x to z."""
@@ -344,13 +344,13 @@ class DeviceNttPlan:
         before
         it ends: its kernel waits itself for the preceding one (see kernel.c).
         """
-        kernel, tile, place, tables = self._kernels[number], self._tiles[number], self._place, self._pointers[number]
+        kernel, tile, space, tables = self._kernels[number], self._tiles[number], self._space, self._pointers[number]
         count, _, *rest = scalars(self.passes[number], elements)
         blocks, values = -(-count // (1 << tile.columns)), (count, *rest)
         if (point := getattr(kernel.handle, "point", None)) is not None:
             target = kernel.target
             overlaps = target.startswith("sm_") and int(target[3:].rstrip("af")) >= 90
-            ready = point((blocks, 1, 1), (x, z, *tables, *values), place.index, tile.threads, overlaps)
+            ready = point((blocks, 1, 1), (x, z, *tables, *values), space.index, tile.threads, overlaps)
 
             def start(x: Any, z: Any) -> None:
                 ready.start(x.data_ptr(), z.data_ptr())
@@ -358,8 +358,8 @@ class DeviceNttPlan:
         else:
 
             def start(x: Any, z: Any) -> None:
-                args = (place.pointer(x), place.pointer(z), *tables, *values)
-                place.provider.launch(kernel, (blocks,), (tile.threads,), args)
+                args = (space.pointer(x), space.pointer(z), *tables, *values)
+                space.provider.launch(kernel, (blocks,), (tile.threads,), args)
 
         if len(self._starts) >= _SIZES_LIMIT:
             self._starts.clear()
@@ -372,7 +372,7 @@ class DeviceNttPlan:
         A thread that launches the plan from now on sees `retired`, and waits too.
         """
         self.retired = True
-        self._place.provider.synchronize(self._place.index)
+        self._space.provider.synchronize(self._space.index)
 
 
 NttPlan = HostNttPlan | DeviceNttPlan

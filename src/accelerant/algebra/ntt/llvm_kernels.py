@@ -9,7 +9,7 @@ If a column's rows are neighbours in memory, as many packs as lanes are loaded a
     FIELD_sums(ptr rows, ptr roots, i64 log_rows)
                                   transforms 2^log_rows packs in place, from natural to bit-reversed order
 
-Tables for FIELD_each hold factors x L mod p, L the form's radix: roots, before, after, high. low holds words; a pack of
+Tables for FIELD_each hold factors x L mod p, L the packs' radix: roots, before, after, high. low holds words; a pack of
 it is the factors of neighbouring columns.
 
 FIELD_sums works by steps of up to `radix_log` levels that each load a few packs, and store them. With w of order s, a
@@ -38,54 +38,54 @@ from accelerant.runtime.compilation.sources import builder_key
 __all__ = ["POINTERS", "SCALARS", "PassKernel", "by_limbs"]
 
 
-def by_limbs(form: PackedField) -> bool:
+def by_limbs(packed: PackedField) -> bool:
     """Return whether tables for FIELD_each hold 52-bit limbs."""
-    return isinstance(form, PackedIfma)
+    return isinstance(packed, PackedIfma)
 
 
-def _registers(form: PackedField, code: FunctionBuilder, pack: Value) -> list[Value]:
+def _registers(packed: PackedField, code: FunctionBuilder, pack: Value) -> list[Value]:
     """Return the registers of a pack that has lanes."""
-    return code.parts(pack) if by_limbs(form) else [pack]
+    return code.parts(pack) if by_limbs(packed) else [pack]
 
 
-def _joined(form: PackedField, code: FunctionBuilder, registers: Sequence[Value]) -> Value:
-    return code.array(form.type, registers) if by_limbs(form) else registers[0]
+def _joined(packed: PackedField, code: FunctionBuilder, registers: Sequence[Value]) -> Value:
+    return code.array(packed.type, registers) if by_limbs(packed) else registers[0]
 
 
-def each_function(form: PackedField) -> FunctionBuilder:
+def each_function(packed: PackedField) -> FunctionBuilder:
     """Return FIELD_each."""
-    code = FunctionBuilder(f"{form.field.name}_each", ["ptr %x", "i64 %i"], form.type)
-    if form.lanes == 1:
-        code.ret(form.load(code, "%x", "%i", code.op("add", "%i", 1)))
+    code = FunctionBuilder(f"{packed.field.name}_each", ["ptr %x", "i64 %i"], packed.type)
+    if packed.lanes == 1:
+        code.ret(packed.load(code, "%x", "%i", code.op("add", "%i", 1)))
         return code
-    element = f"i{form.field.word_bits}"
-    count = int(form.type[1:].split(" ")[0]) if by_limbs(form) else 1
+    element = f"i{packed.field.word_bits}"
+    count = int(packed.type[1:].split(" ")[0]) if by_limbs(packed) else 1
     first = code.at(f"[{count} x {element}]", "%x", "%i")
     registers = []
     for k in range(count):
-        limb = code.load(element, first, k, align=form.field.word_bits // 8)
-        registers.append(code.broadcast(limb, form.lanes))
-    code.ret(_joined(form, code, registers))
+        limb = code.load(element, first, k, align=packed.field.word_bits // 8)
+        registers.append(code.broadcast(limb, packed.lanes))
+    code.ret(_joined(packed, code, registers))
     return code
 
 
-def each(form: PackedField, code: FunctionBuilder, pointer: str, i: Operand) -> Value:
+def each(packed: PackedField, code: FunctionBuilder, pointer: str, i: Operand) -> Value:
     """Append a call of FIELD_each."""
-    return code(f"call {form.type} @{form.field.name}_each(ptr {pointer}, i64 {i})", form.type)
+    return code(f"call {packed.type} @{packed.field.name}_each(ptr {pointer}, i64 {i})", packed.type)
 
 
-def lane_order(form: PackedField) -> Sequence[int]:
+def lane_order(packed: PackedField) -> Sequence[int]:
     """Return the element of a pack in memory that each lane holds."""
-    return LANE_ORDER if by_limbs(form) else range(form.lanes)
+    return LANE_ORDER if by_limbs(packed) else range(packed.lanes)
 
 
-def transposed(form: PackedField, code: FunctionBuilder, packs: Sequence[Value]) -> list[Value]:
+def transposed(packed: PackedField, code: FunctionBuilder, packs: Sequence[Value]) -> list[Value]:
     """Return as many packs as lanes, transposed: lane r of pack c is what lane c of pack r was.
 
     log2(lanes) shuffles for each register of a pack.
     """
-    lanes = form.lanes
-    rows = [_registers(form, code, pack) for pack in packs]
+    lanes = packed.lanes
+    rows = [_registers(packed, code, pack) for pack in packs]
     step = 1
     while step < lanes:
         low = [lane if not lane & step else lanes + lane - step for lane in range(lanes)]
@@ -96,7 +96,7 @@ def transposed(form: PackedField, code: FunctionBuilder, packs: Sequence[Value])
             for k, (a, b) in enumerate(zip(rows[r], rows[r + step], strict=True)):
                 rows[r][k], rows[r + step][k] = (code.shuffle(a, b, order) for order in (low, high))
         step *= 2
-    return [_joined(form, code, row) for row in rows]
+    return [_joined(packed, code, row) for row in rows]
 
 
 def reversed_bits(code: FunctionBuilder, index: Value, bits: str) -> Value:
@@ -105,39 +105,41 @@ def reversed_bits(code: FunctionBuilder, index: Value, bits: str) -> Value:
     return code.op("lshr", reverse, code.op("sub", constant("i64", 64), bits))
 
 
-def radix_log(form: PackedField) -> int:
+def radix_log(packed: PackedField) -> int:
     """Return the levels of a step: about as many as leave its packs in registers; of words, as LLVM vectorises."""
-    return 3 if form.field.limbs == 1 else 2
+    return 3 if packed.field.limbs == 1 else 2
 
 
-def sums(form: PackedField) -> list[FunctionBuilder]:
+def sums(packed: PackedField) -> list[FunctionBuilder]:
     """Return FIELD_sums and its steps."""
-    levels = range(1, radix_log(form) + 1)
-    return [*(_step(form, count) for count in levels), *(_last(form, count) for count in levels), _driver(form)]
+    levels = range(1, radix_log(packed) + 1)
+    return [*(_step(packed, count) for count in levels), *(_last(packed, count) for count in levels), _driver(packed)]
 
 
 def _levels(
-    form: PackedField, code: FunctionBuilder, levels: int, places: list[Value], factors: list[list[Value | None]]
+    packed: PackedField, code: FunctionBuilder, levels: int, addresses: list[Value], factors: list[list[Value | None]]
 ) -> None:
     """Load 2^levels packs, transform, store; factors[level][k], None for 1."""
-    values: list[Value] = [code.load(form.type, place) for place in places]
+    values: list[Value] = [code.load(packed.type, position) for position in addresses]
     for level in range(levels):
         half = 1 << levels - level - 1
         for first in range(0, 1 << levels, 2 * half):
             for k in range(half):
                 a, b = values[first + k], values[first + k + half]
-                values[first + k] = form.call(code, "add", a, b)
-                difference = form.call(code, "sub", a, b)
+                values[first + k] = packed.call(code, "add", a, b)
+                difference = packed.call(code, "sub", a, b)
                 factor = factors[level][k]
-                values[first + k + half] = difference if factor is None else form.call(code, "mul", factor, difference)
-    for place, value in zip(places, values, strict=True):
-        code.store(form.type, value, place)
+                values[first + k + half] = (
+                    difference if factor is None else packed.call(code, "mul", factor, difference)
+                )
+    for position, value in zip(addresses, values, strict=True):
+        code.store(packed.type, value, position)
 
 
-def _step(form: PackedField, levels: int) -> FunctionBuilder:
+def _step(packed: PackedField, levels: int) -> FunctionBuilder:
     """Return FIELD_step<levels>: those levels of all blocks of 2^log_size packs."""
     arguments = ["ptr noalias %rows", "ptr noalias %roots", "i64 %log_rows", "i64 %log_size"]
-    code = FunctionBuilder(f"{form.field.name}_step{levels}", arguments, attributes=NOINLINE)
+    code = FunctionBuilder(f"{packed.field.name}_step{levels}", arguments, attributes=NOINLINE)
     rows, size = (code.i64("shl", 1, log) for log in ("%log_rows", "%log_size"))
     quarter = code.op("lshr", size, levels)
     scale = code.op("sub", "%log_rows", "%log_size")
@@ -145,37 +147,37 @@ def _step(form: PackedField, levels: int) -> FunctionBuilder:
         offsets = [j]
         for _ in range(1, 1 << levels):
             offsets.append(code.op("add nsw", offsets[-1], quarter))
-        places = [code.at(form.type, "%rows", code.op("add nsw", first, offset)) for offset in offsets]
+        addresses = [code.at(packed.type, "%rows", code.op("add nsw", first, offset)) for offset in offsets]
         factors: list[list[Value | None]] = []
         for level in range(levels):
             shift = code.op("add", scale, level)
             half = offsets[: 1 << levels - level - 1]
-            factors.append([each(form, code, "%roots", code.op("shl", offset, shift)) for offset in half])
-        _levels(form, code, levels, places, factors)
+            factors.append([each(packed, code, "%roots", code.op("shl", offset, shift)) for offset in half])
+        _levels(packed, code, levels, addresses, factors)
     code.ret()
     return code
 
 
-def _last(form: PackedField, levels: int) -> FunctionBuilder:
+def _last(packed: PackedField, levels: int) -> FunctionBuilder:
     """Return FIELD_last<levels>: the last levels, of blocks of 2^levels packs."""
     arguments = ["ptr noalias %rows", "ptr noalias %roots", "i64 %log_rows"]
-    code = FunctionBuilder(f"{form.field.name}_last{levels}", arguments, attributes=NOINLINE)
+    code = FunctionBuilder(f"{packed.field.name}_last{levels}", arguments, attributes=NOINLINE)
     rows = code.i64("shl", 1, "%log_rows")
     factors: list[list[Value | None]] = []
     for level in range(levels):
         shift = code.op("add", code.op("sub", "%log_rows", levels), level)
         half = range(1 << levels - level - 1)
-        factors.append([each(form, code, "%roots", code.i64("shl", k, shift)) if k else None for k in half])
+        factors.append([each(packed, code, "%roots", code.i64("shl", k, shift)) if k else None for k in half])
     with code.loop(0, rows, 1 << levels) as first:
-        places = [code.at(form.type, "%rows", code.op("add nsw", first, k)) for k in range(1 << levels)]
-        _levels(form, code, levels, places, factors)
+        addresses = [code.at(packed.type, "%rows", code.op("add nsw", first, k)) for k in range(1 << levels)]
+        _levels(packed, code, levels, addresses, factors)
     code.ret()
     return code
 
 
-def _driver(form: PackedField) -> FunctionBuilder:
+def _driver(packed: PackedField) -> FunctionBuilder:
     """Return FIELD_sums: a first step of 1 to `most` levels, so that those left are a multiple of `most`."""
-    name, most = form.field.name, radix_log(form)
+    name, most = packed.field.name, radix_log(packed)
     code = FunctionBuilder(f"{name}_sums", ["ptr %rows", "ptr %roots", "i64 %log_rows"], attributes=NOINLINE)
     rows = "ptr %rows, ptr %roots, i64 %log_rows"
     first = code.op("add", code.op("urem", code.op("sub", "%log_rows", 1), most), 1)
@@ -230,7 +232,7 @@ class PassKernel:
 
     field: str
     variant: Variant
-    form: str
+    packed: str
 
     @property
     def key(self) -> str:
@@ -253,20 +255,20 @@ class PassKernel:
         Raises:
             ConfigError: unknown field or form.
         """
-        return _text(self.field, self.variant, self.form)
+        return _text(self.field, self.variant, self.packed)
 
 
 @functools.lru_cache(maxsize=64)
-def _text(name: str, variant: Variant, kind: str) -> str:
-    form = packed_field(field_of(name), kind)
-    return program([*form.functions(), each_function(form), *sums(form), _Pass(form, variant).function()])
+def _text(name: str, variant: Variant, form: str) -> str:
+    packed = packed_field(field_of(name), form)
+    return program([*packed.functions(), each_function(packed), *sums(packed), _Pass(packed, variant).function()])
 
 
 class _Pass:
     """The writer of ntt_pass."""
 
-    def __init__(self, form: PackedField, variant: Variant) -> None:
-        self.form, self.variant = form, variant
+    def __init__(self, packed: PackedField, variant: Variant) -> None:
+        self.packed, self.variant = packed, variant
         typed = [
             "i64 %begin",
             "i64 %end",
@@ -276,10 +278,10 @@ class _Pass:
         self.code = FunctionBuilder("ntt_pass", typed, linkage="", attributes="nounwind")
 
     def function(self) -> FunctionBuilder:
-        form, code = self.form, self.code
-        log_lanes = form.lanes.bit_length() - 1
+        packed, code = self.packed, self.code
+        log_lanes = packed.lanes.bit_length() - 1
         self.rows = code.i64("shl", 1, "%log_rows")
-        self.scratch = code(f"alloca {form.type}, i64 {self.rows}, align 64", "ptr")
+        self.scratch = code(f"alloca {packed.type}, i64 {self.rows}, align 64", "ptr")
         log_tile = code.op("add", "%log_rows", log_lanes)
         above = code.op("sub", code.i64("shl", 1, log_tile), 1)
         limit = code.smin("%end", code.op("shl", "%count", "%log_rows"))
@@ -287,7 +289,7 @@ class _Pass:
         with code.loop(first, stop) as tile:
             reads, writes = self._digits(code.op("shl", tile, log_lanes))
             self._load(reads)
-            code.do(f"call void @{form.field.name}_sums(ptr {self.scratch}, ptr %roots, i64 %log_rows)")
+            code.do(f"call void @{packed.field.name}_sums(ptr {self.scratch}, ptr %roots, i64 %log_rows)")
             self._store(writes)
         code.ret()
         return code
@@ -310,50 +312,52 @@ class _Pass:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def _row(self, place: Value, in_bits: bool) -> Value:
-        """Return the address of the pack on the stack that belongs to a place of memory."""
-        index = reversed_bits(self.code, place, "%log_rows") if in_bits else place
-        return self.code.at(self.form.type, self.scratch, index)
+    def _row(self, position: Value, in_bits: bool) -> Value:
+        """Return the address of the pack on the stack that belongs to a position in memory."""
+        index = reversed_bits(self.code, position, "%log_rows") if in_bits else position
+        return self.code.at(self.packed.type, self.scratch, index)
 
     def _load(self, start: Value) -> None:
-        form, code, order = self.form, self.code, lane_order(self.form)
+        packed, code, order = self.packed, self.code, lane_order(self.packed)
 
         def read(index: Value) -> Value:
-            return form.load(code, "%x", index, code.op("add", index, form.lanes))
+            return packed.load(code, "%x", index, code.op("add", index, packed.lanes))
 
-        def keep(place: Value, pack: Value) -> None:
-            code.store(form.type, self._scaled(pack, place, "before"), self._row(place, self.variant.reversed_in))
+        def keep(position: Value, pack: Value) -> None:
+            code.store(
+                packed.type, self._scaled(pack, position, "before"), self._row(position, self.variant.reversed_in)
+            )
 
         if self._transposes(self.variant.along_in):
-            with code.loop(0, self.rows, form.lanes) as place:
-                packs = [read(self._sum(start, place, code.i64("mul", column, "%read_0"))) for column in order]
-                for r, pack in zip(order, transposed(form, code, packs), strict=True):
-                    keep(code.op("add", place, r), pack)
+            with code.loop(0, self.rows, packed.lanes) as position:
+                packs = [read(self._sum(start, position, code.i64("mul", column, "%read_0"))) for column in order]
+                for r, pack in zip(order, transposed(packed, code, packs), strict=True):
+                    keep(code.op("add", position, r), pack)
         else:
-            with code.loop(0, self.rows) as place:
-                keep(place, read(self._sum(start, code.op("mul", place, "%read_row"))))
+            with code.loop(0, self.rows) as position:
+                keep(position, read(self._sum(start, code.op("mul", position, "%read_row"))))
 
     def _store(self, start: Value) -> None:
-        form, code, order = self.form, self.code, lane_order(self.form)
+        packed, code, order = self.packed, self.code, lane_order(self.packed)
 
-        def kept(place: Value) -> Value:
-            pack = code.load(form.type, self._row(place, not self.variant.reversed_out))
-            return self._scaled(pack, place, "after")
+        def kept(position: Value) -> Value:
+            pack = code.load(packed.type, self._row(position, not self.variant.reversed_out))
+            return self._scaled(pack, position, "after")
 
         def write(index: Value, pack: Value) -> None:
-            form.store(code, "%z", index, code.op("add", index, form.lanes), pack)
+            packed.store(code, "%z", index, code.op("add", index, packed.lanes), pack)
 
         if self._transposes(self.variant.along_out):
-            with code.loop(0, self.rows, form.lanes) as place:
-                packs = [kept(code.op("add", place, r)) for r in order]
-                for column, pack in zip(order, transposed(form, code, packs), strict=True):
-                    write(self._sum(start, place, code.i64("mul", column, "%write_0")), pack)
+            with code.loop(0, self.rows, packed.lanes) as position:
+                packs = [kept(code.op("add", position, r)) for r in order]
+                for column, pack in zip(order, transposed(packed, code, packs), strict=True):
+                    write(self._sum(start, position, code.i64("mul", column, "%write_0")), pack)
         else:
-            with code.loop(0, self.rows) as place:
-                write(self._sum(start, code.op("mul", place, "%write_row")), kept(place))
+            with code.loop(0, self.rows) as position:
+                write(self._sum(start, code.op("mul", position, "%write_row")), kept(position))
 
     def _transposes(self, along: bool) -> bool:
-        return along and self.form.lanes > 1
+        return along and self.packed.lanes > 1
 
     def _sum(self, *terms: Value) -> Value:
         total = terms[0]
@@ -363,19 +367,19 @@ class _Pass:
 
     # --- factors -----------------------------------------------------------------------------------------------------
 
-    def _scaled(self, pack: Value, place: Value, when: str) -> Value:
+    def _scaled(self, pack: Value, position: Value, when: str) -> Value:
         """Return a pack of a row times the factors that are due before the sums, or after them."""
-        form, code, variant = self.form, self.code, self.variant
+        packed, code, variant = self.packed, self.code, self.variant
         if getattr(variant, when):
-            pack = form.call(code, "mul", each(form, code, f"%{when}", place), pack)
+            pack = packed.call(code, "mul", each(packed, code, f"%{when}", position), pack)
         if variant.twiddle == when:
             mask = code.op("sub", code.i64("shl", 1, "%log_low"), 1)
             column = code.op("and", self.low_digit, mask)
-            index = code.op("add", code.op("shl", place, "%log_low"), column)
-            low = form.load(code, "%low", index, code.op("add", index, form.lanes))
-            pack = form.call(code, "mul", low, pack)
+            index = code.op("add", code.op("shl", position, "%log_low"), column)
+            low = packed.load(code, "%low", index, code.op("add", index, packed.lanes))
+            pack = packed.call(code, "mul", low, pack)
             if variant.split:
                 bits = code.op("sub", "%digit_0", "%log_low")
-                index = code.op("add", code.op("shl", place, bits), code.op("lshr", self.low_digit, "%log_low"))
-                pack = form.call(code, "mul", each(form, code, "%high", index), pack)
+                index = code.op("add", code.op("shl", position, bits), code.op("lshr", self.low_digit, "%log_low"))
+                pack = packed.call(code, "mul", each(packed, code, "%high", index), pack)
         return pack

@@ -162,20 +162,20 @@ _LOG_STEPS = 4
 """Log2 of the most factors of a thread."""
 
 
-def device_tables(place: MemorySpace, field: Field, step: Pass, tile: Tile) -> Tables:
+def device_tables(space: MemorySpace, field: Field, step: Pass, tile: Tile) -> Tables:
     """Return the tables of a pass on a device, made on the current stream: other streams must wait for it."""
     low = high = None
     if step.twiddles is not None:
         start, base, log_inner = step.twiddles.start, step.twiddles.base, step.digits[0]
-        low = _device_powers(place, field, start, base, step.log_low, 0)
+        low = _device_powers(space, field, start, base, step.log_low, 0)
         if step.variant.split:
             ones = Powers(1, 1, start.log_rows, start.by_bits)
-            high = _device_powers(place, field, ones, base, log_inner - step.log_low, step.log_low)
+            high = _device_powers(space, field, ones, base, log_inner - step.log_low, step.log_low)
     none = Powers(1, 1, 0)
     return Tables(
-        roots=place.load(roots_of(field, step, tile)),
-        before=None if step.before is None else _device_powers(place, field, step.before, none, 0, 0),
-        after=None if step.after is None else _device_powers(place, field, step.after, none, 0, 0),
+        roots=space.load(roots_of(field, step, tile)),
+        before=None if step.before is None else _device_powers(space, field, step.before, none, 0, 0),
+        after=None if step.after is None else _device_powers(space, field, step.after, none, 0, 0),
         low=low,
         high=high,
     )
@@ -184,14 +184,14 @@ def device_tables(place: MemorySpace, field: Field, step: Pass, tile: Tile) -> T
 # --- powers ----------------------------------------------------------------------------------------------------------
 
 
-def _device_powers(place: MemorySpace, field: Field, start: Powers, base: Powers, log_count: int, log_unit: int) -> Any:
+def _device_powers(space: MemorySpace, field: Field, start: Powers, base: Powers, log_count: int, log_unit: int) -> Any:
     """Return start base^(c 2^log_unit) for each row and column c, (rows, 2^log_count, ...), by powers.c."""
     rows, steps = start.log_rows, min(_LOG_STEPS, log_count)
-    table = place.empty((1 << rows, 1 << log_count, *tail_of(field)), dtype_of(field))
-    ladder = place.load(_ladder(field, start.scale, start.base, base.scale, base.base))
+    table = space.empty((1 << rows, 1 << log_count, *tail_of(field)), dtype_of(field))
+    ladder = space.load(_ladder(field, start.scale, start.base, base.scale, base.base))
     numbers = (rows, log_count, steps, log_unit, int(start.by_bits), int(start.base != 1), int(base.scale != 1))
     blocks = -(-(1 << rows + log_count - steps) // BLOCK)
-    launch(place, powers_source(field), "ntt_powers", blocks, BLOCK, (table, ladder), *numbers)
+    launch(space, powers_source(field), "ntt_powers", blocks, BLOCK, (table, ladder), *numbers)
     return table
 
 

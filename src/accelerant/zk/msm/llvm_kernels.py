@@ -70,7 +70,7 @@ class MsmKernels(CurveKernels):
         Raises:
             ConfigError: unknown curve, entry or form.
         """
-        return _text(self.curve, self.entry, self.kind)
+        return _text(self.curve, self.entry, self.chosen_form)
 
 
 @functools.cache
@@ -261,7 +261,7 @@ def _weigh(k: Elements, task: Task, work: Work, zero: str, partial: str) -> None
     Lane l has the buckets b = lanes j + l + 1. From the highest j down, R = R + bucket and S = S + R give the sums of
     j + 1 times a bucket, so what is wanted is lanes S - (lanes - 1 - l) R, added up over the lanes.
     """
-    code, lanes = k.code, k.form.lanes
+    code, lanes = k.code, k.packed.lanes
     running, total, bucket = k.space(3), k.space(3), k.space(2)
     _set_infinity(k, running, total)
     with code.countdown(code.i64("sdiv", task.buckets, lanes)) as j:
@@ -283,7 +283,7 @@ def _weigh(k: Elements, task: Task, work: Work, zero: str, partial: str) -> None
 
 def _join_lanes(k: Elements, running: str, total: str) -> None:
     """Total = the sum over the lanes of lanes S - (lanes - 1 - l) R, S in total and R in running; all lanes have it."""
-    code, packs, lanes = k.code, k.packs, k.form.lanes
+    code, packs, lanes = k.code, k.packs, k.packed.lanes
     weighed, chosen = k.space(3), k.space(3)
     infinity = (k.zero, k.one, k.zero)
     _set_infinity(k, weighed)
