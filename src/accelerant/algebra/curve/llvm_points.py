@@ -23,11 +23,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from accelerant.algebra.curve.llvm_packs import Packs, packs_of
 from accelerant.algebra.curve.parameters import curve_of
-from accelerant.algebra.curve.weierstrass import Coordinates
+from accelerant.algebra.curve.weierstrass import Coordinates, signed_windows
 from accelerant.algebra.field.llvm_kernels import packed_field
 from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Value, Variable, constant
@@ -140,16 +140,16 @@ class Elements:
         """Append c0 - c1 u; an element of Fq is its own conjugate."""
         return (a[0], *(self._call("neg", x) for x in a[1:]))
 
-    def times(self, a: Element, k: int) -> Element:
-        """Append the product of a and an integer k >= 0."""
-        if k > _SMALL:
-            constant = self.constant([k])
+    def times(self, a: Element, factor: int) -> Element:
+        """Append the product of a and an integer >= 0."""
+        if factor > _SMALL:
+            constant = self.constant([factor])
             return tuple(self._mul(constant[0], x) for x in a)
-        if k < 2:
-            return a if k else self.zero
-        half = self.times(a, k // 2)
+        if factor < 2:
+            return a if factor else self.zero
+        half = self.times(a, factor // 2)
         double = self.add(half, half)
-        return self.add(double, a) if k % 2 else double
+        return self.add(double, a) if factor % 2 else double
 
     def scaled(self, a: Element, factor: Sequence[int]) -> Element:
         """Append the product of a and the constant with these coefficients."""
@@ -271,30 +271,41 @@ Projective = tuple[Element, Element, Element]
 
 # --- formulas --------------------------------------------------------------------------------------------------------
 
+T = TypeVar("T")
 
-def add(k: Elements, b3: Sequence[int], p: Projective, q: Projective) -> Projective:
+
+class _Arithmetic(Protocol[T]):
+    """The operations of the formulas: Elements here, a tape's Recorder in pairing.py."""
+
+    def add(self, a: T, b: T) -> T: ...
+    def sub(self, a: T, b: T) -> T: ...
+    def mul(self, a: T, b: T) -> T: ...
+    def square(self, a: T) -> T: ...
+    def times(self, a: T, factor: int) -> T: ...
+    def scaled(self, a: T, factor: Sequence[int]) -> T: ...
+
+
+def add(k: _Arithmetic[T], b3: Sequence[int], p: Sequence[T], q: Sequence[T]) -> tuple[T, T, T]:
     """Append P + Q; 12M and two products by 3 b. Source: algorithm 7."""
     (x1, y1, z1), (x2, y2, z2) = p, q
     xx, yy, zz = k.mul(x1, x2), k.mul(y1, y2), k.mul(z1, z2)
     xy = k.sub(k.mul(k.add(x1, y1), k.add(x2, y2)), k.add(xx, yy))
     yz = k.sub(k.mul(k.add(y1, z1), k.add(y2, z2)), k.add(yy, zz))
     xz = k.sub(k.mul(k.add(x1, z1), k.add(x2, z2)), k.add(xx, zz))
-    return _combined(k, b3, k.times(xx, 3), yy, zz, xy, yz, xz)
+    return _sum_of_products(k, b3, k.times(xx, 3), yy, zz, xy, yz, xz)
 
 
-def add_affine(k: Elements, b3: Sequence[int], p: Projective, q: tuple[Element, Element]) -> Projective:
+def add_affine(k: _Arithmetic[T], b3: Sequence[int], p: Sequence[T], q: Sequence[T]) -> tuple[T, T, T]:
     """Append P + Q, Q affine and not infinity; 11M and two products by 3 b. Source: algorithm 8."""
     (x1, y1, z1), (x2, y2) = p, q
     xx, yy = k.mul(x1, x2), k.mul(y1, y2)
     xy = k.sub(k.mul(k.add(x1, y1), k.add(x2, y2)), k.add(xx, yy))
     yz, xz = k.add(k.mul(y2, z1), y1), k.add(k.mul(x2, z1), x1)
-    return _combined(k, b3, k.times(xx, 3), yy, z1, xy, yz, xz)
+    return _sum_of_products(k, b3, k.times(xx, 3), yy, z1, xy, yz, xz)
 
 
-def _combined(
-    k: Elements, b3: Sequence[int], xx3: Element, yy: Element, zz: Element, xy: Element, yz: Element, xz: Element
-) -> Projective:
-    """Append the common end of both: from products of like coordinates and sums of crossed ones; 6M."""
+def _sum_of_products(k: _Arithmetic[T], b3: Sequence[int], xx3: T, yy: T, zz: T, xy: T, yz: T, xz: T) -> tuple[T, T, T]:
+    """Append the part that both additions share, from 3 X1 X2, Y1 Y2, Z1 Z2 and X1 Y2 + X2 Y1, ...; 6M."""
     b3zz, b3xz = k.scaled(zz, b3), k.scaled(xz, b3)
     plus, minus = k.add(yy, b3zz), k.sub(yy, b3zz)
     x3 = k.sub(k.mul(xy, minus), k.mul(yz, b3xz))
@@ -302,7 +313,7 @@ def _combined(
     return x3, y3, k.add(k.mul(plus, yz), k.mul(xx3, xy))
 
 
-def double(k: Elements, b3: Sequence[int], p: Projective) -> Projective:
+def double(k: _Arithmetic[T], b3: Sequence[int], p: Sequence[T]) -> tuple[T, T, T]:
     """Append 2 P; 6M + 2S and a product by 3 b. Source: algorithm 9."""
     x, y, z = p
     yy, yz, xy = k.square(y), k.mul(y, z), k.mul(x, y)
@@ -330,22 +341,11 @@ def _keep(k: Elements, pointer: str, point: Sequence[Element]) -> None:
         k.store(pointer, i, element)
 
 
-def _add(k: Elements, b3: Sequence[int]) -> None:
-    (x1, y1, z1), (x2, y2, z2) = _point(k, "%x"), _point(k, "%y")
-    _keep(k, "%z", add(k, b3, (x1, y1, z1), (x2, y2, z2)))
-
-
 def _add_affine(k: Elements, b3: Sequence[int]) -> None:
-    (x1, y1, z1), (x2, y2) = _point(k, "%x"), _point(k, "%y", 2)
+    p, (x2, y2) = _point(k, "%x"), _point(k, "%y", 2)
     infinity = k.is_zero(y2)
-    total = add_affine(k, b3, (x1, y1, z1), (x2, y2))
-    pairs = zip((x1, y1, z1), total, strict=True)
-    _keep(k, "%z", [k.select(infinity, old, new) for old, new in pairs])
-
-
-def _double(k: Elements, b3: Sequence[int]) -> None:
-    x, y, z = _point(k, "%x")
-    _keep(k, "%z", double(k, b3, (x, y, z)))
+    total = add_affine(k, b3, p, (x2, y2))
+    _keep(k, "%z", [k.select(infinity, old, new) for old, new in zip(p, total, strict=True)])
 
 
 _ODD = 4
@@ -353,23 +353,9 @@ _ODD = 4
 
 
 def public_digits(number: int) -> tuple[list[int], int]:
-    """Return signed digits of a public number and the odd multiples they need, for the fewest additions.
-
-    number = sum d_j 2^j, the lowest first, each digit 0 or odd and at most 2 odd - 1 in magnitude; among several
-    consecutive digits only one is not 0. Source: Solinas 2000, Designs, Codes and Cryptography 19, "width-w NAF".
-    """
-    found = []
-    for odd in (1, _ODD):
-        digits, rest = [], number
-        while rest:
-            digit = 0
-            if rest % 2:
-                digit = rest % (4 * odd)
-                digit -= 4 * odd if digit > 2 * odd else 0
-            digits.append(digit)
-            rest = (rest - digit) // 2
-        found.append((digits, odd))
-    return min(found, key=lambda pair: sum(digit != 0 for digit in pair[0]) + pair[1] * (pair[1] > 1))
+    """Return signed_windows of a public number and the odd multiples they need, for the fewest additions."""
+    choices = [(signed_windows(number, 2), 1), (signed_windows(number, _ODD), _ODD)]
+    return min(choices, key=lambda pair: sum(digit != 0 for digit in pair[0]) + pair[1] * (pair[1] > 1))
 
 
 def _multiple(k: Elements) -> None:
@@ -437,9 +423,9 @@ def functions(name: str, form: str) -> tuple[FunctionBuilder, ...]:
     packed = packed_field(curve.coordinates.base, form)
     b3 = curve.coordinates.parts(curve.coordinates.times(curve.b, 3))
     points: _Writers = {
-        "point_add": (_BINARY, lambda k: _add(k, b3)),
+        "point_add": (_BINARY, lambda k: _keep(k, "%z", add(k, b3, _point(k, "%x"), _point(k, "%y")))),
         "point_add_affine": (_BINARY, lambda k: _add_affine(k, b3)),
-        "point_double": (_UNARY, lambda k: _double(k, b3)),
+        "point_double": (_UNARY, lambda k: _keep(k, "%z", double(k, b3, _point(k, "%x")))),
         "point_multiple": ([*_UNARY, "ptr %digits", "i64 %count", "i64 %odd"], _multiple),
     }
     parts = [*packed.functions(), *packed.called_functions(), _inverse(packed)]

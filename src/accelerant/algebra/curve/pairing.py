@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.curve.launch import check_reduced
+from accelerant.algebra.curve.llvm_points import add, double
 from accelerant.algebra.curve.parameters import Family, endomorphism
 from accelerant.algebra.curve.tape import Program, Recorder, Segment, Tape, TapeFunction, cached, run_tape
 from accelerant.algebra.curve.tower import (
@@ -47,6 +48,7 @@ from accelerant.algebra.curve.tower import (
     pairs,
     recorded,
 )
+from accelerant.algebra.curve.weierstrass import signed_windows
 from accelerant.algebra.field import words as host
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.program import montgomery_radix
@@ -54,7 +56,7 @@ from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 
-__all__ = ["final_tape", "miller_tape", "product", "product_is_one", "product_tape", "signed_windows"]
+__all__ = ["final_tape", "miller_tape", "product", "product_is_one", "product_tape"]
 
 U64 = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
@@ -276,7 +278,7 @@ def _record_miller(family: Family, size: int) -> TapeFunction:
     for p, q, t, checks in windows:
         program.call(begin, p=p, q=q, t=t, checks=checks)
     x = family.parameter
-    for i, digit in enumerate(signed_windows(6 * x + 2 if family.kind == "bn" else abs(x), 2)[1:]):
+    for i, digit in enumerate(signed_windows(6 * x + 2 if family.kind == "bn" else abs(x), 2)[-2::-1]):
         if i:
             program.call(square, f=f)
         for p, q, t, _ in windows:
@@ -415,13 +417,13 @@ def _p_segment(family: Family, kind: str) -> Segment:
         return k.segment({"subgroup": [k.constant(0)] * 2})
     if kind == "start":
         return k.segment({"total": (*k.inputs("p", 2), k.constant(1))})
-    total = k.inputs("total", 3)
+    total, b3 = k.inputs("total", 3), (3 * family.b,)
     if kind == "keep":
         return k.segment({"base": total})
     if kind == "double":
-        return k.segment({"total": _double(k, total, family.b)})
+        return k.segment({"total": double(k, b3, total)})
     if kind == "add":
-        return k.segment({"total": _add(k, total, k.inputs("base", 3), family.b)})
+        return k.segment({"total": add(k, b3, total, k.inputs("base", 3))})
     test = endomorphism(family.g1)
     if test is None or test.eigenvalue != family.parameter**2 - 1:
         raise ValueError(f"{family.name}: wanted an endomorphism that multiplies by x^2 - 1")
@@ -429,55 +431,6 @@ def _p_segment(family: Family, kind: str) -> Segment:
     x, y = k.inputs("p", 2)
     image = k.mul(x, k.constant(beta))
     return k.segment({"subgroup": (k.sub(total[0], k.mul(image, total[2])), k.add(total[1], k.mul(y, total[2])))})
-
-
-def _times(k: Recorder, a: int, factor: int) -> int:
-    """Multiply by a small positive integer, by additions."""
-    result = a
-    for bit in bin(factor)[3:]:
-        result = k.add(result, result)
-        if bit == "1":
-            result = k.add(result, a)
-    return result
-
-
-def _add(k: Recorder, p: tuple[int, ...], q: tuple[int, ...], b: int) -> tuple[int, int, int]:
-    """Add any two points in homogeneous coordinates; 12M.
-
-    For a = 0, complete on curves without points of order 2: with X = X1X2, Y = Y1Y2, Z = Z1Z2 and the mixed sums
-    XY = X1Y2 + X2Y1, YZ, XZ, the sum is
-    (XY (Y - 3bZ) - 3b YZ XZ : (Y + 3bZ)(Y - 3bZ) + 9b X XZ : YZ (Y + 3bZ) + 3X XY).
-
-    Source: Renes, Costello and Batina, eprint 2015/1060, section 3.
-    """
-    x, y, z = (k.mul(first, second) for first, second in zip(p, q, strict=True))
-    xy, yz, xz = (
-        k.sub(k.mul(k.add(p[i], p[j]), k.add(q[i], q[j])), k.add(first, second))
-        for i, j, first, second in ((0, 1, x, y), (1, 2, y, z), (0, 2, x, z))
-    )
-    bz, x_three = _times(k, z, 3 * b), _times(k, x, 3)
-    bxz = _times(k, xz, 3 * b)
-    less, more = k.sub(y, bz), k.add(y, bz)
-    return (
-        k.sub(k.mul(xy, less), k.mul(yz, bxz)),
-        k.add(k.mul(more, less), k.mul(x_three, bxz)),
-        k.add(k.mul(yz, more), k.mul(x_three, xy)),
-    )
-
-
-def _double(k: Recorder, p: tuple[int, ...], b: int) -> tuple[int, int, int]:
-    """Double any point in homogeneous coordinates; 8M; source as _add.
-
-    (2XY (Y^2 - 9bZ^2) : (Y^2 - 9bZ^2)(Y^2 + 3bZ^2) + 24b Y^2 Z^2 : 8Y^3 Z).
-    """
-    x, y, z = p
-    yy, bzz = k.mul(y, y), _times(k, k.mul(z, z), 3 * b)
-    less = k.sub(yy, _times(k, bzz, 3))
-    return (
-        _times(k, k.mul(k.mul(x, y), less), 2),
-        k.add(k.mul(less, k.add(yy, bzz)), _times(k, k.mul(yy, bzz), 8)),
-        _times(k, k.mul(yy, k.mul(y, z)), 8),
-    )
 
 
 # --- final exponentiation --------------------------------------------------------------------------------------------
@@ -516,22 +469,6 @@ def _record_product(family: Family) -> TapeFunction:
     f, g = machine.new(), machine.new()
     machine.mul(f, g)
     return machine.function((f, g), f)
-
-
-def signed_windows(exponent: int, width: int) -> list[int]:
-    """Return the width-w non-adjacent form: digits 0 or odd and below 2^(width - 1) in size, the highest first.
-
-    Source: Solinas 2000, "Efficient arithmetic on Koblitz curves".
-    """
-    digits, rest, base = [], exponent, 1 << width
-    while rest:
-        digit = 0
-        if rest & 1:
-            digit = rest % base
-            digit -= base if digit >= base // 2 else 0
-        digits.append(digit)
-        rest = (rest - digit) // 2
-    return digits[::-1]
 
 
 @functools.cache
@@ -594,7 +531,7 @@ class _Machine:
             self.unary(self.copy(a, square), "cyclotomic")
         for i in range(1, 1 << width - 2):
             self.mul(self.copy(odd[i - 1], odd[i]), square)
-        first, *digits = signed_windows(abs(exponent), width)
+        first, *digits = reversed(signed_windows(abs(exponent), width))
         result = self.copy(odd[first // 2])
         for digit in digits:
             self.unary(result, "cyclotomic")

@@ -150,6 +150,23 @@ class Recorder:
             return a
         return self._node((MUL, min(a, b), max(a, b)))
 
+    def square(self, a: int) -> int:
+        """Return a^2."""
+        return self.mul(a, a)
+
+    def times(self, a: int, factor: int) -> int:
+        """Return the product of a and a small positive integer, by additions."""
+        result = a
+        for bit in bin(factor)[3:]:
+            result = self.add(result, result)
+            if bit == "1":
+                result = self.add(result, a)
+        return result
+
+    def scaled(self, a: int, factor: Sequence[int]) -> int:
+        """Return the product of a and a small positive integer, given as a coefficient of Fq."""
+        return self.times(a, factor[0])
+
     def _is(self, a: int, value: int) -> bool:
         return self._nodes[a] == (_CONSTANT, value, 0)
 

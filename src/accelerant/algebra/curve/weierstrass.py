@@ -14,7 +14,16 @@ from typing import Generic, TypeVar
 
 from accelerant.algebra.field.parameters import Field, QuadraticField
 
-__all__ = ["SCALAR_WORDS", "Affine", "Coordinates", "Curve", "Pair", "PrimeCoordinates", "QuadraticCoordinates"]
+__all__ = [
+    "SCALAR_WORDS",
+    "Affine",
+    "Coordinates",
+    "Curve",
+    "Pair",
+    "PrimeCoordinates",
+    "QuadraticCoordinates",
+    "signed_windows",
+]
 
 E = TypeVar("E")
 Pair = tuple[int, int]
@@ -293,3 +302,20 @@ class Curve(Generic[E]):
     def parameters_hash(self) -> str:
         """Return the SHA-256 of canonical_text in hexadecimal, which identifies a curve to other programs."""
         return hashlib.sha256(self.canonical_text().encode("ascii")).hexdigest()
+
+
+def signed_windows(number: int, width: int) -> list[int]:
+    """Return the width-w non-adjacent form of a number that is not negative, the lowest digit first.
+
+    number = sum d_j 2^j, each digit 0 or odd and below 2^(width - 1) in magnitude; among `width` consecutive digits
+    only one is not 0. Source: Solinas 2000, Designs, Codes and Cryptography 19.
+    """
+    digits, rest, base = [], number, 1 << width
+    while rest:
+        digit = 0
+        if rest % 2:
+            digit = rest % base
+            digit -= base if digit > base // 2 else 0
+        digits.append(digit)
+        rest = (rest - digit) // 2
+    return digits
