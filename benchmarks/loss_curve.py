@@ -104,15 +104,15 @@ class CurveSettings:
 
     def __post_init__(self) -> None:
         recipe = preset(self.preset)
-        for name, given, known in (
+        for name, chosen, known in (
             ("precision", self.precisions, PRECISIONS),
             ("noise", self.noises, NOISES),
         ):
-            for each in given:
-                if each not in known:
-                    raise ConfigError(f"{name}: no {each!r}; there are {', '.join(known)}")
-            if len(set(given)) != len(given):
-                raise ConfigError(f"{name}: {', '.join(given)} names one twice")
+            for kind in chosen:
+                if kind not in known:
+                    raise ConfigError(f"{name}: no {kind!r}; there are {', '.join(known)}")
+            if len(set(chosen)) != len(chosen):
+                raise ConfigError(f"{name}: {', '.join(chosen)} names one twice")
         if not self.precisions:
             raise ConfigError("precision must name one of " + ", ".join(PRECISIONS))
         if self.steps < 2 or self.batch < 0:
@@ -183,7 +183,7 @@ class CurveRecord:
         """Write as JSON, whole or not at all."""
         body = {"format": _FORMAT, **asdict(self)}
         curves = body.pop("curves")
-        lines = ",\n".join(json.dumps({**each, "losses": [round(x, 6) for x in each["losses"]]}) for each in curves)
+        lines = ",\n".join(json.dumps({**curve, "losses": [round(x, 6) for x in curve["losses"]]}) for curve in curves)
         head = json.dumps(body, indent=1)
         write_atomic(path, f'{head[:-2]},\n "curves": [\n{lines}\n ]\n}}\n'.encode())
 
@@ -203,20 +203,20 @@ class CurveRecord:
                 environment=Environment(**body["environment"]),
                 corpus=body["corpus"],
                 parameters=body["parameters"],
-                curves=[LossCurve(**each) for each in body["curves"]],
+                curves=[LossCurve(**curve) for curve in body["curves"]],
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{path} is no record of loss curves: {error}") from None
 
 
-class Progress(Watcher, Protocol):
+class CurveProgress(Watcher, Protocol):
     """Receives progress and notes."""
 
     def note(self, text: str) -> None:
         """Show a note."""
 
 
-def run(settings: CurveSettings, device: ComputeDevice, folder: Path, progress: Progress) -> CurveRecord:
+def run(settings: CurveSettings, device: ComputeDevice, folder: Path, progress: CurveProgress) -> CurveRecord:
     """Make the runs that the folder lacks.
 
     Args:
@@ -255,32 +255,32 @@ def run(settings: CurveSettings, device: ComputeDevice, folder: Path, progress: 
                     if session.stopped:
                         raise KeyboardInterrupt
         order = record.settings.names
-        record.curves.sort(key=lambda each: order.index(each.name))
+        record.curves.sort(key=lambda curve: order.index(curve.name))
         record.save(path)
     return record
 
 
 def _continued(path: Path, fresh: CurveRecord) -> CurveRecord:
     """Return a folder's record, with its runs that are not requested now; raises ConfigError for other settings."""
-    found = CurveRecord.load(path)
-    asked = fresh.settings
+    record = CurveRecord.load(path)
+    settings = fresh.settings
     for name in ("preset", "steps", "shape", "data", "seed", "reference"):
-        was, now = getattr(found.settings, name), getattr(asked, name)
+        was, now = getattr(record.settings, name), getattr(settings, name)
         if was != now:
             raise ConfigError(f"{path} has curves with {name} {was}, got {now}: take another folder")
-    done = {each.name.partition(", ")[2] for each in found.curves}
-    found.settings = replace(
-        asked,
-        precisions=tuple(each for each in PRECISIONS if each in asked.precisions or each in done),
-        noises=tuple(each for each in NOISES if each in asked.noises or each in done),
+    done = {curve.name.partition(", ")[2] for curve in record.curves}
+    record.settings = replace(
+        settings,
+        precisions=tuple(kind for kind in PRECISIONS if kind in settings.precisions or kind in done),
+        noises=tuple(kind for kind in NOISES if kind in settings.noises or kind in done),
     )
-    return found
+    return record
 
 
-def _require_same(path: Path, found: Environment, here: Environment) -> None:
+def _require_same(path: Path, recorded: Environment, here: Environment) -> None:
     """Raise ConfigError if the runs in a folder are of other code or another machine."""
     for name in SAME:
-        was, now = getattr(found, name), getattr(here, name)
+        was, now = getattr(recorded, name), getattr(here, name)
         if was != now:
             raise ConfigError(f"{path} has curves made with {name} {was}, this run has {now}: take another folder")
 
@@ -289,7 +289,7 @@ class _CurveRuns:
     """The data, model and folder that all runs share."""
 
     def __init__(
-        self, settings: CurveSettings, material: Material, where: torch.device, folder: Path, progress: Progress
+        self, settings: CurveSettings, material: Material, where: torch.device, folder: Path, progress: CurveProgress
     ) -> None:
         self._settings, self._material, self._where, self._progress = settings, material, where, progress
         self._checkpoints = Checkpoints(folder)
@@ -384,7 +384,7 @@ class _CurveRuns:
         if document.get("run") != curve.name:
             return
         restored(self._checkpoints.path, tensors, document, model, optimizer, self._where)
-        curve.losses = [float(each) for each in document["losses"]]
+        curve.losses = [float(loss) for loss in document["losses"]]
         self._progress.note(note or f"{curve.name}: going on after {len(curve.losses):,} steps")
 
     def _forget(self) -> None:
@@ -479,8 +479,8 @@ class _CapturedStep:
             self._inputs = tokens.clone(), targets.clone()
             with torch.cuda.graph(self._graph):
                 self._loss = self._step(*self._inputs)
-        for to, given in zip(self._inputs, (tokens, targets), strict=True):
-            to.copy_(given)
+        for to, tensor in zip(self._inputs, (tokens, targets), strict=True):
+            to.copy_(tensor)
         self._graph.replay()
         return self._loss.clone()
 

@@ -101,17 +101,17 @@ def comparisons(record: CurveRecord) -> list[CurveComparison]:
         raise ConfigError(f"the run of {REFERENCE} is not finished: run the command again with the same --out")
     size = window(record.settings.steps)
     base = _means(reference, size)
-    found = []
+    compared = []
     for curve in record.curves:
         means = _means(curve, size)
         differences = tuple(a - b for a, b in zip(means, base, strict=True))
-        distance = math.sqrt(sum(each**2 for each in differences) / len(differences))
-        found.append(CurveComparison(curve.name, means[-1], distance, differences[-1], differences, {}))
-    noise = {each.name.removeprefix(_NOISE): each.distance for each in found if each.name.startswith(_NOISE)}
-    for each in found:
-        if not each.name.startswith(REFERENCE):
-            each.within.update({kind: each.distance <= size for kind, size in noise.items()})
-    return found
+        distance = math.sqrt(sum(difference**2 for difference in differences) / len(differences))
+        compared.append(CurveComparison(curve.name, means[-1], distance, differences[-1], differences, {}))
+    noise = {one.name.removeprefix(_NOISE): one.distance for one in compared if one.name.startswith(_NOISE)}
+    for one in compared:
+        if not one.name.startswith(REFERENCE):
+            one.within.update({kind: one.distance <= size for kind, size in noise.items()})
+    return compared
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -120,19 +120,19 @@ def comparisons(record: CurveRecord) -> list[CurveComparison]:
 def _cells(record: CurveRecord) -> list[list[str]]:
     size = window(record.settings.steps)
     head = ["run", f"loss, last {size} steps", "less plain PyTorch's", "distance", "ms a step", "tokens/s"]
-    noise = [each for each in comparisons(record) if each.name.startswith(_NOISE)]
-    head += [f"distance over that of {each.name.removeprefix(_NOISE)!r}" for each in noise]
+    noise = [run for run in comparisons(record) if run.name.startswith(_NOISE)]
+    head += [f"distance over that of {run.name.removeprefix(_NOISE)!r}" for run in noise]
     lines = [head]
     tokens = math.prod(record.settings.shape)
-    for each in comparisons(record):
-        curve = record.curve(each.name)
+    for run in comparisons(record):
+        curve = record.curve(run.name)
         assert curve is not None  # for the type checker: comparisons are of the record's own runs
-        itself = each.name == REFERENCE
-        line = [each.name, f"{each.final:.4f}", "" if itself else f"{each.last:+.4f}"]
-        line += ["" if itself else f"{each.distance:.4f}", f"{curve.step_ms:.2f}"]
+        itself = run.name == REFERENCE
+        line = [run.name, f"{run.final:.4f}", "" if itself else f"{run.last:+.4f}"]
+        line += ["" if itself else f"{run.distance:.4f}", f"{curve.step_ms:.2f}"]
         line.append(f"{1e3 * tokens / curve.step_ms:,.0f}" if curve.step_ms else "")
-        ours = not each.name.startswith(REFERENCE)
-        line += [f"{each.distance / other.distance:.2f}" if ours and other.distance else "" for other in noise]
+        ours = not run.name.startswith(REFERENCE)
+        line += [f"{run.distance / other.distance:.2f}" if ours and other.distance else "" for other in noise]
         lines.append(line)
     return lines
 
@@ -152,12 +152,12 @@ def table(record: CurveRecord) -> str:
 
 
 def _verdicts(record: CurveRecord) -> list[str]:
-    said = []
-    for each in comparisons(record):
-        for kind, within in each.within.items():
+    verdicts = []
+    for run in comparisons(record):
+        for kind, within in run.within.items():
             word = "within" if within else "beyond"
-            said.append(f"{each.name}: {word} what plain PyTorch differs from itself by, {_NOISES[kind]}.")
-    return said
+            verdicts.append(f"{run.name}: {word} what plain PyTorch differs from itself by, {_NOISES[kind]}.")
+    return verdicts
 
 
 _NOISES = {
@@ -182,7 +182,7 @@ def markdown(record: CurveRecord, image: str, source: str) -> str:
     head, *lines = _cells(record)
     size = window(record.settings.steps)
 
-    def made(kind: str) -> bool:
+    def finished(kind: str) -> bool:
         return record.curve(f"{_NOISE}{kind}") is not None
 
     rows = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(line)} |" for line in lines)]
@@ -198,7 +198,7 @@ def markdown(record: CurveRecord, image: str, source: str) -> str:
             "",
             f"The distance of two curves is the root mean square, over windows of {size} steps, of the difference of",
             "their means; both see the same batches. "
-            + " ".join(f"`{kind}` is plain PyTorch {text}." for kind, text in _NOISES.items() if made(kind)),
+            + " ".join(f"`{kind}` is plain PyTorch {text}." for kind, text in _NOISES.items() if finished(kind)),
             "",
             *(f"- {line}" for line in _verdicts(record)),
             "",
@@ -243,13 +243,13 @@ def _differences_chart(record: CurveRecord) -> str:
     size = window(record.settings.steps)
     lines = [
         Line(
-            each.name,
-            [(float(min((i + 1) * size, record.settings.steps)), y) for i, y in enumerate(each.differences)],
-            _style(record, each.name),
-            dots=not each.name.startswith(REFERENCE),
+            run.name,
+            [(float(min((i + 1) * size, record.settings.steps)), y) for i, y in enumerate(run.differences)],
+            _style(record, run.name),
+            dots=not run.name.startswith(REFERENCE),
         )
-        for each in comparisons(record)
-        if each.name != REFERENCE
+        for run in comparisons(record)
+        if run.name != REFERENCE
     ]
     return line_chart(lines, x_label="step", y_label="less plain PyTorch's") if lines else ""
 
@@ -288,7 +288,9 @@ def picture(record: CurveRecord) -> str:
 
 
 def _coloured(colours: Sequence[str]) -> str:
-    return " ".join(f".line.s{i} {{ stroke: {each}; }} .dot.s{i} {{ fill: {each}; }}" for i, each in enumerate(colours))
+    return " ".join(
+        f".line.s{i} {{ stroke: {colour}; }} .dot.s{i} {{ fill: {colour}; }}" for i, colour in enumerate(colours)
+    )
 
 
 def _page(record: CurveRecord) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from accelerant.bench.record import Record
     from accelerant.bench.suite import Suite
 
-__all__ = ["Progress", "check_writable", "register", "run_command"]
+__all__ = ["ProgressLine", "check_writable", "register", "run_command"]
 
 _SUITES = {
     "neural": "accelerant.bench.suites.neural:NeuralSuite",
@@ -216,7 +216,7 @@ class _RunOptions:
 
             torch.cuda.set_device(device.index)  # timing events and cache flushes use the current device
         suites = [suite.resolve(device) for suite in suites]
-        show = Progress()
+        show = ProgressLine()
         accelerator = functools.partial(Accelerator, device.backend, device.index)
         run = SuiteRun(device, Record(Environment.of(device)), until=until, progress=show, accelerator=accelerator)
         if self.listed:
@@ -378,7 +378,7 @@ def compare_records(
 _LINE_EVERY_S = 15.0
 
 
-class Progress:
+class ProgressLine:
     """Shows what is measured: on a terminal's stderr in one line that is overwritten, else a line now and then.
 
     The first line comes late enough that a short run has none. An empty text clears the line.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerant.cli.bench import Progress, check_writable
+from accelerant.cli.bench import ProgressLine, check_writable
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import decode_json, write_atomic
 
@@ -76,7 +76,7 @@ def tune(
     where = torch.device(chosen.torch_device)
     until = None if limit_s is None else time.monotonic() + limit_s
     before = _entries_of(table) if until is not None else {}
-    show = Progress()
+    show = ProgressLine()
     found: list[TuneResult] = []
     cut = False
     if not listed:
