@@ -1,4 +1,4 @@
-"""The vocabulary of every op's cases.py: what its test and its benchmark read."""
+"""The types of every op's cases.py, which its tests and its benchmark read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tolerances(**bounds: tuple[float, float]) -> dict[torch.dtype, Tolerance]:
 
 @dataclass(frozen=True, slots=True)
 class Indices:
-    """A tensor argument of integers in [low, high): classes, places in a table, quantised numbers."""
+    """A tensor argument of integers in [low, high): classes, rows of a table, quantised numbers."""
 
     shape: tuple[int, ...]
     high: int
@@ -50,13 +50,13 @@ class Indices:
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """A tensor argument of these int32 numbers: where sequences begin, how long they are."""
+    """A tensor argument of given int32 numbers, for example the starts or lengths of sequences."""
 
     numbers: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor, one dimension."""
+        """The tensor's shape, of one dimension."""
         return (len(self.numbers),)
 
 
@@ -81,7 +81,7 @@ class Sample:
         return tuple(each.shape if isinstance(each, (Indices, Stated)) else each for each in self.arguments)
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[torch.Tensor | None]:
-        """Reproducible numbers: normal ones of a dtype, and indices."""
+        """Return the arguments with reproducible numbers: normal ones of a dtype, and indices."""
         return [_drawn(argument, dtype, device, seed) for seed, argument in enumerate(self.arguments)]
 
 
@@ -113,7 +113,7 @@ class Compilation:
         return " ".join([self.kernel.name, *kinds, *widths, *fixed])
 
     def source(self) -> KernelSource:
-        """What a provider compiles."""
+        """Return the source that a provider compiles."""
         return self.kernel.source(
             self.types,
             self.constants,
@@ -176,7 +176,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class OpCases:
-    """What one op of a family is tested and measured on; a folder of one op has these names in its cases.py instead.
+    """The cases of one op of a family; a folder of one op has these names in its cases.py instead.
 
     Attributes:
         SAMPLES: small calls, edges among them.
@@ -209,7 +209,7 @@ def _drawn(
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> torch.Tensor:
-    """Normal numbers that are the same in every run on a device."""
+    """Return normal numbers that are the same in every run on a device."""
     generator = torch.Generator(device).manual_seed(seed)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return torch.randn(shape, generator=generator, device=device, dtype=wide).to(dtype)

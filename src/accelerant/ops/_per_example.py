@@ -1,7 +1,7 @@
-"""Where a backward pass leaves what a parameter's per-example gradients are made of.
+"""The sink that receives the factors of per-example gradients during a backward pass.
 
-Private training wants each example's gradient by itself. So an autograd function whose parameters have a sink does not
-make their gradients: it gives the sink the two factors that each would be the product of, and autograd None.
+Private training needs each example's gradient. An autograd function whose parameters have a sink does not compute their
+gradients: it gives the sink the two factors of each product, and returns None to autograd.
 
     sink = sink_of(weight)
     if sink is None:
@@ -10,8 +10,8 @@ make their gradients: it gives the sink the two factors that each would be the p
         sink.linear(weight, bias, dy, x, examples)
         dw = None
 
-A sink is an attribute of the parameter: without one the question costs one failed look-up, 0.1 us. Whoever owns the
-sink counts the calls of a backward pass, and ends it by autograd's callback (accelerant.privacy.dp.clipping).
+A sink is an attribute of the parameter: without one the question costs one failed look-up, 0.1 us. The owner of
+the sink counts the calls of a backward pass, and ends it by autograd's callback (accelerant.privacy.dp.clipping).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _MARK = "_per_example_forward"
 
 
 class PerExampleSink(Protocol):
-    """Takes the pieces of per-example gradients during a backward pass.
+    """Receives the factors of per-example gradients during a backward pass.
 
-    Rows are example-major: the T rows of example i stand together, from i T on. Tensors that are given stay unchanged
+    Rows are example-major: the T rows of example i are contiguous, from i T on. Tensors that are passed stay unchanged
     until the pass is over. A parameter that is None, or that the sink does not clip, costs nothing. All calls of a
     pass are for the same examples, and what several calls give of one parameter is summed for each example. Where an
     example is left out, for a mask or a norm that is not finite, its rows of dy may be set to 0 when the pass is over.
@@ -52,7 +52,7 @@ class PerExampleSink(Protocol):
 
     @property
     def examples(self) -> int | None:
-        """Of the forward pass that runs: rows of the batch; None where it is not known."""
+        """Number of examples of the current forward pass; None where it is not known."""
 
     @property
     def batch(self) -> int | None:
@@ -71,10 +71,10 @@ class PerExampleSink(Protocol):
         """
 
     def wants(self, parameter: Tensor | None) -> bool:
-        """Whether it clips a parameter: what it does not want need not be kept for it."""
+        """Return whether it clips a parameter; nothing need be saved for others."""
 
     def linear(self, weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, examples: int) -> None:
-        """Of y = x weight^T + bias: dy (examples T, N), x (examples T, K), of one dtype."""
+        """Take the factors of y = x weight^T + bias: dy (examples T, N), x (examples T, K), of one dtype."""
 
     def embedding(
         self,
@@ -85,23 +85,26 @@ class PerExampleSink(Protocol):
         padding_idx: int | None = None,
         distinct: bool = False,
     ) -> None:
-        """Of y = weight[tokens]: dy (examples T, D), tokens (examples T,), or (T,) where all examples have the same.
+        """Take the factors of y = weight[tokens]: dy (examples T, D), tokens (examples T,), or (T,) for all examples.
 
-        `distinct` says that no token stands twice in an example, as positions do not.
+        `distinct` says that no token occurs twice in an example, as with positions.
         """
 
     def norm(
         self, weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, statistics: Tensor, examples: int
     ) -> None:
-        """Of a norm's scale and shift: dy and x (examples T, N); statistics (examples T, 1 or 2): [mean,] 1 / std."""
+        """Take the factors of a norm's scale and shift.
+
+        dy and x are (examples T, N), statistics (examples T, 1 or 2): [mean,] 1 / std.
+        """
 
     def columns(self, bias: Tensor | None, dy: Tensor, examples: int) -> None:
-        """Of a sum with a vector, y = x + bias: dy (examples T, N)."""
+        """Take the factor of y = x + bias: dy (examples T, N)."""
 
     def gradients(
         self, parameter: Tensor, each: Tensor, squares: Tensor | None = None, factor: Tensor | None = None
     ) -> None:
-        """The per-example gradients themselves: (examples, *shape of the parameter); given away, may be overwritten.
+        """Take the per-example gradients themselves: (examples, *shape of the parameter); they may be overwritten.
 
         `squares` are their squared norms, (examples,), where these are known. All gradients, and the norms, are yet to
         be multiplied by `factor`, a scalar.
@@ -128,7 +131,7 @@ class Forming:
         self._sink = sink
 
     def __call__(self, part: slice, a: Tensor, g: Tensor, out: Tensor) -> None:
-        """Of a part of the examples, as PerExampleSink.form."""
+        """Form the gradients of a part of the examples, as PerExampleSink.form does."""
         found = self._sink.form(a, g, out)
         if self.squares is None:
             self.squares = torch.empty(self.examples, dtype=found.dtype, device=found.device)
@@ -145,7 +148,7 @@ def first_sink(parameters: Iterable[Tensor | None]) -> PerExampleSink | None:
 
 
 def sink_of(parameter: Tensor | None) -> PerExampleSink | None:
-    """The sink of a parameter; None where its gradient is autograd's business."""
+    """Return the sink of a parameter; None where autograd computes its gradient."""
     return None if parameter is None else getattr(parameter, _NAME, None)
 
 
@@ -167,7 +170,7 @@ def mark_traced(forward: object) -> None:
 
 
 def is_traced(module: object) -> bool:
-    """Whether a module's own forward was put there for a sink: a fused function that feeds the sink may replace it."""
+    """Return whether a module's forward was replaced for a sink, so that a fused function that feeds it may be used."""
     return getattr(module.__dict__.get("forward"), _MARK, False)
 
 
@@ -190,6 +193,6 @@ def announce(sink: PerExampleSink, x: Tensor, *parameters: Tensor | None) -> int
 
 
 def examples_of(sink: PerExampleSink, rows: int) -> int:
-    """The batch's examples, for a function that only sees so many rows of them; all rows where nobody knows."""
+    """Return the number of examples for a function that sees only their rows; the rows where it is not known."""
     found = sink.examples
     return rows if found is None else found

@@ -47,7 +47,7 @@ class PublicOp:
 
     @property
     def reference(self) -> Callable[..., Any]:
-        """The oracle of its tests, in whatever dtype comes."""
+        """The oracle of its tests, for any dtype."""
         own = importlib.util.find_spec(f"{self.package}.reference") is not None
         module = importlib.import_module(f"{self.package}.{'reference' if own else 'op'}")
         reference: Callable[..., Any] = getattr(module, f"{self.name}_reference")

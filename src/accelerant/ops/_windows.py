@@ -1,4 +1,4 @@
-"""What the ops over windows of images (conv2d, max_pool2d, avg_pool2d) share: their settings and sizes, checked."""
+"""Checks of the settings and sizes of ops over windows of images (conv2d, max_pool2d, avg_pool2d)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Pair = int | Sequence[int]
 
 
 def pair(name: str, value: Pair, least: int) -> list[int]:
-    """A setting for height and width, given as one number for both or as two; ConfigError if below `least`."""
+    """Return a setting for height and width, passed as one number or two; ConfigError if one is below `least`."""
     if isinstance(value, int):
         sizes = [value, value]
     else:
@@ -28,7 +28,7 @@ def pair(name: str, value: Pair, least: int) -> list[int]:
 
 
 def as_images(op: str, x: Tensor) -> Tensor:
-    """A batch (B, C, H, W) of x, which is one, or a single (C, H, W); ShapeError for anything else."""
+    """Return x (B, C, H, W), or (C, H, W) as a batch of one; ShapeError for anything else."""
     if x.dim() not in (3, 4):
         raise ShapeError(f"{op} takes x of shape (B, C, H, W) or (C, H, W), got {tuple(x.shape)}")
     return x if x.dim() == 4 else x.unsqueeze(0)
@@ -37,7 +37,7 @@ def as_images(op: str, x: Tensor) -> Tensor:
 def output_sizes(
     x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], *, ceil: bool = False
 ) -> list[int]:
-    """Height and width of the result; ShapeError if there is no window."""
+    """Return height and width of the result; ShapeError if no window fits."""
     sizes = []
     for i, which in ((0, "height"), (1, "width")):
         size = x.shape[2 + i]

@@ -16,7 +16,7 @@ _BLOCK, _INTERPRETED_BLOCK, _WARPS = 64, 16, 4
 
 
 def to_channels_last(x: Tensor) -> Tensor:
-    """A copy of contiguous x (B, C, H, W) whose memory has the channels last."""
+    """Copy contiguous x (B, C, H, W) to channels-last memory."""
     B, C, H, W = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     _transpose(x, y, B, C, H * W)
@@ -24,9 +24,9 @@ def to_channels_last(x: Tensor) -> Tensor:
 
 
 def to_channels_first(x: Tensor) -> Tensor:
-    """A contiguous copy of x (B, C, H, W), whose memory has the channels last; x in another layout by torch.
+    """Copy channels-last x (B, C, H, W) to contiguous memory; other layouts are copied by torch.
 
-    What a library gives need not have the layout that it was called with: without cuDNN torch's convolutions do not.
+    A library's result need not have the layout of its arguments: without cuDNN, torch's convolutions do not keep it.
     """
     if not x.is_contiguous(memory_format=torch.channels_last):
         return x.contiguous()

@@ -33,8 +33,8 @@ _Gradients = tuple[Tensor | None, Tensor | None]
 
 _REFUSALS = {
     "broadcast": "has a kernel for a row of the other tensor; torch reads any other small operand from cache",
-    "layouts": "takes dense tensors of one layout; torch reads any two where they lie",
-    "number": "takes two tensors; a number beside one is torch's, at the same speed",
+    "layouts": "takes dense tensors of one layout; torch reads any two in place",
+    "number": "takes two tensors; with a number torch is as fast",
 }
 
 
@@ -57,13 +57,13 @@ def _refuses_sum(case: Case) -> str | None:
 
 
 def _cost(count: int, flops: int) -> Callable[[Case], Cost]:
-    """Of an op of two tensors; a row or a number costs nothing to read."""
+    """Return the cost function of an op of two tensors; a row or a number costs nothing to read."""
     whole, less = accesses(count, flops), accesses(count - 1, flops)
     return lambda case: less(case) if case.options else whole(case)
 
 
 def _form(a: Tensor, b: Tensor) -> tuple[str, ...]:
-    """What matters to a choice beside shape and dtype; nothing for two contiguous tensors of one shape."""
+    """Return the options of the case of two tensors: none for contiguous tensors of one shape."""
     if a.shape == b.shape:
         if a.is_contiguous() and b.is_contiguous():
             return ()
@@ -96,7 +96,7 @@ def _torch_add_row_backward(dy: Tensor, b: Tensor) -> Tensor:
 
 
 def _torch_mul_backward(dy: Tensor, a: Tensor | None, b: Tensor, needs: _Needs) -> _Gradients:
-    """For tensors of one shape, and for a row b; without a, b is a constant."""
+    """Return the gradients for tensors of one shape, and for a row b; without a, b is a constant."""
     return dy * b if needs[0] else None, None if a is None or not needs[1] else (dy * a).sum_to_size(b.shape)
 
 
@@ -118,7 +118,7 @@ _add_cpu = CpuFastPath(torch.add)
 
 @_add_cpu
 def add(a: Tensor, b: Tensor | float) -> Tensor:
-    """Sum of two tensors, or of a tensor and a number.
+    """Add two tensors, or a tensor and a number.
 
     y = a + b, shapes broadcast as in PyTorch
 
@@ -135,7 +135,7 @@ def add(a: Tensor, b: Tensor | float) -> Tensor:
         UnsupportedDtype: dtype not listed above, dtypes that differ (none is converted), or b no number.
 
     The gradient of a is that of y itself: nothing runs and nothing is kept for it.
-    Under torch.compile this is torch's own add, so that the compiler fuses it with what stands around it. Under
+    Under torch.compile this is torch's own add, so that the compiler fuses it with its surroundings. Under
     forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is torch's own add, which
     the ledger does not count.
     """
@@ -148,7 +148,7 @@ _mul_cpu = CpuFastPath(torch.mul)
 
 @_mul_cpu
 def mul(a: Tensor, b: Tensor | float) -> Tensor:
-    """Elementwise product of two tensors, or of a tensor and a number.
+    """Multiply two tensors elementwise, or a tensor by a number.
 
     y = a b, shapes broadcast as in PyTorch
 
@@ -284,7 +284,7 @@ def _mul_constant_backward(dy: Tensor, b: Tensor, needs: _Needs) -> tuple[Tensor
 
 
 def _mul_same(a: Tensor, b: Tensor) -> Tensor:
-    """The product, keeping of two tensors of one shape only what a gradient needs."""
+    """Multiply tensors of one shape, saving only what a gradient needs."""
     y: Tensor
     if a.requires_grad and not b.requires_grad:
         y = _mul_constant(a, b)
@@ -296,7 +296,7 @@ def _mul_same(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _mul_with_row(a: Tensor, b: Tensor) -> Tensor:
-    """The product with a row, keeping a only if the gradient of the row needs it."""
+    """Multiply by a row, saving a only if the gradient of the row needs it."""
     y: Tensor = _mul_constant(a, b) if a.requires_grad and not b.requires_grad else _mul_row(a, b)
     return y
 

@@ -1,4 +1,4 @@
-"""What the elementwise ops are tested and measured on."""
+"""The cases of the elementwise ops' tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _compilations(kind: str, N: int) -> tuple[Compilation, ...]:
 
 
 def _fixed(name: str, kind: str) -> list[dict[str, int | str]]:
-    """The compile-time arguments of an elementwise kernel; both ways to read are compiled for bfloat16."""
+    """Return the compile-time arguments of an elementwise kernel; both eviction policies are compiled for bfloat16."""
     block = STREAM_KERNELS[name].usual.block
     if name == "mul_bwd":
         return [{"BLOCK": block}]

@@ -1,4 +1,4 @@
-"""Launches of the elementwise kernels: what a program takes."""
+"""Launches of the elementwise kernels, and the plans of their programs."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ _FEW_ROWS = 256  # summed in one go: a second launch would cost more than it gai
 
 @dataclass(frozen=True, slots=True)
 class SumPlan:
-    """What a program of a _row_bwd kernel takes.
+    """The plan of a program of a _row_bwd kernel.
 
     Attributes:
         rows, block_n: the tile of one step.
-        num_warps: warps a program.
-        programs: programs a multiprocessor, about; the rows are cut into so many parts.
-        stages: loads of this many steps in flight.
+        num_warps: warps per program.
+        programs: approximate number of programs per multiprocessor; the rows are split into as many parts.
+        stages: number of steps whose loads are in flight.
     """
 
     rows: int
@@ -76,11 +76,11 @@ class SumPlan:
     stages: int = 3
 
     def constants(self) -> dict[str, int]:
-        """The compile-time arguments."""
+        """Return the compile-time arguments."""
         return {"ROWS": self.rows, "BLOCK_N": self.block_n, "STAGES": self.stages}
 
     def parts(self, M: int, N: int, device: torch.device) -> tuple[int, int]:
-        """Into how many parts M rows are cut, and how many rows each has."""
+        """Return the number of parts that M rows are split into, and the rows of a part."""
         if M <= _FEW_ROWS:
             return 1, max(self.rows, ceil_div(M, self.rows) * self.rows)
         wanted = max(1, self.programs * multiprocessors(device) // ceil_div(N, self.block_n))
@@ -90,14 +90,14 @@ class SumPlan:
 
 @functools.cache
 def row_tile(N: int) -> tuple[int, int]:
-    """Rows and columns of a program of a _row_fwd kernel."""
+    """Return the rows and columns of a program of a _row_fwd kernel."""
     block_n = min(TILE, next_power_of_2(N))
     return TILE // block_n, block_n
 
 
 @functools.cache
 def sum_plan(N: int) -> SumPlan:
-    """What a program of a _row_bwd kernel takes: 2048 elements a step, 16 a thread."""
+    """Return the default plan of a _row_bwd kernel: 2048 elements per step, 16 per thread."""
     block_n = min(512, next_power_of_2(N))
     return SumPlan(rows=2048 // block_n, block_n=block_n, num_warps=4)
 
@@ -115,7 +115,7 @@ _SUMS = (  # elements, columns, warps, programs, stages
 
 @functools.cache
 def sum_plans(N: int) -> tuple[SumPlan, ...]:
-    """What is worth timing for the _row_bwd kernels."""
+    """Return the tuning candidates of the _row_bwd kernels."""
     cut = [(elements, min(columns, next_power_of_2(N)), *rest) for elements, columns, *rest in _SUMS]
     return tuple(dict.fromkeys(SumPlan(elements // block_n, block_n, *rest) for elements, block_n, *rest in cut))
 
@@ -128,7 +128,7 @@ TUNED: dict[str, Tuned[SumPlan]] = {
 
 
 def is_row(a: Tensor, b: Tensor) -> bool:
-    """Whether b is one row against rows of a: its shape, without leading ones, is the end of that of a."""
+    """Return whether b is a row of a: its shape, without leading ones, is the end of that of a."""
     shape = b.shape
     while shape and shape[0] == 1:
         shape = shape[1:]
@@ -159,7 +159,7 @@ def launch_binary(op: str, a: Tensor, b: Tensor, plan: Elementwise | None = None
 def mul_backward(
     dy: Tensor, a: Tensor, b: Tensor, needs: Sequence[bool], plan: Elementwise | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Find da and db, in the layout of a and b."""
+    """Return da and db, in the layout of a and b."""
     if dy.stride() != a.stride():
         dy = torch.empty_like(a).copy_(dy)
     if not (needs[0] and needs[1]):
@@ -176,7 +176,7 @@ def mul_backward(
 
 
 def add_row_backward(dy: Tensor, b: Tensor, plan: SumPlan | None = None) -> Tensor:
-    """Find db: dy summed over the rows."""
+    """Return db: dy summed over the rows."""
     dy, db = dy.contiguous(), torch.empty_like(b)
     if plan is None and dy.numel():
         N = b.numel()
@@ -188,7 +188,7 @@ def add_row_backward(dy: Tensor, b: Tensor, plan: SumPlan | None = None) -> Tens
 def mul_row_backward(
     dy: Tensor, a: Tensor, b: Tensor, needs: Sequence[bool], plan: SumPlan | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Find da = dy b, and db: dy a summed over the rows."""
+    """Return da = dy b, and db: dy a summed over the rows."""
     dy = dy.contiguous()
     if not needs[1]:
         return launch_binary("mul", dy, b), None

@@ -29,10 +29,10 @@ def _unary(
     cpu: CpuFastPath,
     again: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> DifferentiableOp:
-    """An op of one tensor from torch's functions for it, its kernels by their names.
+    """Return an op of one tensor from torch's functions for it, with the kernels of its name.
 
-    `backward` takes dy and what is saved, x or y; `again` is the same in functions that torch can differentiate, if
-    `backward` is not; `flops` are operations an element, forward and backward.
+    `backward` takes dy and the saved tensor, x or y; `again` is the same from functions that torch can differentiate,
+    if `backward` is not differentiable; `flops` are operations per element, forward and backward.
     """
     again = again or backward
     own, own_backward = STREAM_KERNELS[f"{name}_fwd"], STREAM_KERNELS[f"{name}_bwd"]
@@ -101,7 +101,7 @@ _silu = _unary(
 
 @_relu_cpu
 def relu(x: Tensor) -> Tensor:
-    """Set what is negative to zero.
+    """Set negative elements to zero.
 
     y = max(x, 0)
 
@@ -114,7 +114,7 @@ def relu(x: Tensor) -> Tensor:
     Raises:
         UnsupportedDtype: dtype not listed above.
 
-    Under torch.compile this is torch's own relu, so that the compiler fuses it with what stands around it. Under
+    Under torch.compile this is torch's own relu, so that the compiler fuses it with its surroundings. Under
     forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is torch's own relu,
     which the ledger does not count. The same holds for the other functions of this module.
     """

@@ -1,4 +1,4 @@
-"""The mathematics of the elementwise ops, in whatever dtype comes; the oracle of their tests in float64."""
+"""Reference implementations of the elementwise ops for any dtype; the oracle of the tests in float64."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = [
 
 
 def add_reference(a: Tensor, b: Tensor | float) -> Tensor:
-    """Sum of a and b, broadcast as PyTorch does."""
+    """Return the sum of a and b, broadcast as in PyTorch."""
     return a + b
 
 
 def mul_reference(a: Tensor, b: Tensor | float) -> Tensor:
-    """Product of a and b, broadcast as PyTorch does."""
+    """Return the product of a and b, broadcast as in PyTorch."""
     return a * b
 
 
@@ -36,7 +36,7 @@ def sigmoid_reference(x: Tensor) -> Tensor:
 
 
 def tanh_reference(x: Tensor) -> Tensor:
-    """Return (exp(2x) - 1) / (exp(2x) + 1), by way of expm1, which keeps small ones exact."""
+    """Return (exp(2x) - 1) / (exp(2x) + 1), by expm1, which keeps small results exact."""
     below = x < 0  # neither abs nor sign has the slope 1 that is wanted at 0
     e = torch.expm1(-2.0 * torch.where(below, -x, x))
     return torch.where(below, e, -e) / (e + 2.0)

@@ -1,4 +1,4 @@
-"""What gelu is tested and measured on."""
+"""The cases of gelu's tests and benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gelu from portable C, on any backend that compiles it: validation, the kernel's source, its launch by a provider."""
+"""gelu of NumPy arrays from portable C, on any backend that compiles it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ F32 = npt.NDArray[np.float32]
 
 @functools.cache
 def source() -> KernelSource:
-    """Both forms, float32."""
+    """Return the source of both forms, float32."""
     arguments = ("*f32", "*f32", "i64")
     return KernelSource(
         name="gelu",
@@ -64,7 +64,6 @@ def gelu_on(device: ComputeDevice, x: F32, approximate: Literal["none", "tanh"] 
     tanh  y = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
 
     Args:
-        device: where.
         x: any shape, float32.
         approximate: "none" or "tanh", as above.
 

@@ -1,4 +1,4 @@
-"""The mathematics of gelu, in whatever dtype comes; the oracle of its tests in float64."""
+"""Reference implementations of gelu for any dtype; the oracle of the tests in float64."""
 
 from __future__ import annotations
 

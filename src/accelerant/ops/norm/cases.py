@@ -1,4 +1,4 @@
-"""What the norms are tested and measured on."""
+"""The cases of the norms' tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _samples(
     residual: bool,
     some: Sequence[tuple[bool, bool]] = ((True, True),),
 ) -> tuple[Sample, ...]:
-    """Calls on shapes, the vectors present or absent."""
+    """Return samples of shapes, with the vectors present or absent."""
     found = []
     for shape in shapes:
         for with_weight, with_bias in some:

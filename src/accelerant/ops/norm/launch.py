@@ -1,4 +1,4 @@
-"""Launches of the norms' kernels: what a program takes of the rows."""
+"""Launches of the norms' kernels, and the plans of their programs."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ KERNELS = {
 }
 
 WIDE_FORWARD = 16384
-"""Above this many columns a row does not stay in registers, forward: 64 float32 values a thread of 8 warps."""
+"""Maximum columns of a row in registers, forward: 64 float32 values per thread of 8 warps."""
 
 WIDE_BACKWARD = 8192
-"""The same, backward, where x, dy, the weight and two running sums stand side by side."""
+"""The same, backward, where x, dy, the weight and two running sums share the registers."""
 
 WIDE = RowPlan(rows=1, block_n=4096, num_warps=8)
 COLUMNS = RowPlan(rows=16, block_n=128, num_warps=4, programs=4)
@@ -66,11 +66,11 @@ Constants = dict[str, int | bool | str]
 
 @functools.cache
 def forward_plan(N: int, centre: bool = True, adds: bool = False) -> RowPlan:
-    """What a program of norm_fwd takes: at least 2048 elements, 16 to 48 a thread; centre for layer_norm."""
+    """Return the default plan of norm_fwd: at least 2048 elements, 16 to 48 per thread; centre for layer_norm."""
     block_n = max(16, next_power_of_2(N))
     if N == 768 and not adds:
         return RowPlan(rows=4, block_n=256, num_warps=4, chunks=3)
-    if N in (1280, 1536, 1792):  # pieces of one warp's width: no idle lanes
+    if N in (1280, 1536, 1792):  # chunks of one warp's width: no idle lanes
         return RowPlan(rows=4, block_n=256, num_warps=4, chunks=N // 256)
     if block_n <= 1024 and adds and centre:
         return RowPlan(rows=4096 // block_n, block_n=block_n, num_warps=4)
@@ -87,7 +87,7 @@ def forward_plan(N: int, centre: bool = True, adds: bool = False) -> RowPlan:
 
 @functools.cache
 def forward_plans(N: int) -> tuple[RowPlan, ...]:
-    """What is worth timing for norm_fwd."""
+    """Return the tuning candidates of norm_fwd."""
     plans = list(whole_rows(max(16, next_power_of_2(N))))
     if N in (768, 1280, 1536, 1792):
         plans += [RowPlan(r, 256, warps, chunks=N // 256) for r, warps in ((2, 1), (4, 2), (4, 4), (8, 4))]
@@ -100,7 +100,7 @@ def forward_plans(N: int) -> tuple[RowPlan, ...]:
 
 @functools.cache
 def backward_plan(N: int, adds: bool = False, centre: bool = True) -> RowPlan:
-    """What a program of norm_bwd takes; its stages of dy, x and with a residual ds need 96 KiB of shared memory."""
+    """Return the default plan of norm_bwd, whose stages of dy, x and ds take up to 96 KiB of shared memory."""
     block_n = max(16, next_power_of_2(N))
     stages = 3 if block_n <= 4096 else 1
     if block_n <= 1024 and not adds and not centre:
@@ -120,7 +120,7 @@ _TILES = {  # columns up to which -> elements, warps, programs, stages
 
 @functools.cache
 def backward_plans(N: int, adds: bool = False) -> tuple[RowPlan, ...]:
-    """What is worth timing for norm_bwd, and fits 96 KiB of shared memory in float32."""
+    """Return the tuning candidates of norm_bwd that fit in 96 KiB of shared memory in float32."""
     block_n = max(16, next_power_of_2(N))
     tiles = next((tiles for limit, tiles in _TILES.items() if block_n <= limit), ())
     return tuple(
@@ -131,7 +131,7 @@ def backward_plans(N: int, adds: bool = False) -> tuple[RowPlan, ...]:
 
 
 def _bucket(M: int, N: int) -> tuple[int | str, ...]:
-    """Plans in pieces are for their own N."""
+    """Return the bucket of sizes; a plan in chunks holds for its own N alone."""
     return (*rounded((M,)), N if N % 256 == 0 else f"<{next_power_of_2(N)}")
 
 
@@ -154,7 +154,7 @@ def _tuned(way: str, centre: bool, adds: bool) -> Tuned[RowPlan]:
 
 _BOTH = (False, True)
 TUNED = {(way, centre, adds): _tuned(way, centre, adds) for way in ("fwd", "bwd") for centre in _BOTH for adds in _BOTH}
-"""The plans of norm_fwd and norm_bwd, by "fwd" or "bwd", whether layer_norm, whether with a residual."""
+"""The plans of norm_fwd and norm_bwd by direction, whether it is layer_norm, and whether there is a residual."""
 
 
 _LAUNCHES_LIMIT = 4096
@@ -169,12 +169,12 @@ for _way, _centre, _adds in TUNED:
 
 @functools.cache
 def reduce_plan(N: int) -> RowPlan:
-    """What a program of norm_bwd_reduce takes: few columns, so that a narrow sum still fills the device."""
+    """Return the plan of norm_bwd_reduce: few columns, so that a narrow sum still fills the device."""
     return RowPlan(rows=128, block_n=8 if N <= 4096 else 64, num_warps=4)
 
 
 def forward_constants(plan: RowPlan, N: int, centre: bool, eviction: str) -> Constants:
-    """The compile-time arguments of norm_fwd."""
+    """Return the compile-time arguments of norm_fwd."""
     exact = plan.block_n * plan.chunks == N
     tile = {"ROWS": plan.rows, "BLOCK_N": plan.block_n, "CHUNKS": plan.chunks}
     return {"CENTRE": centre, **tile, "EXACT": exact, "EVICTION": eviction}
@@ -183,7 +183,7 @@ def forward_constants(plan: RowPlan, N: int, centre: bool, eviction: str) -> Con
 def backward_constants(
     plan: RowPlan, N: int, centre: bool, dweight: bool, dbias: bool, dxsum: bool = False, apart: bool = False
 ) -> Constants:
-    """The compile-time arguments of norm_bwd."""
+    """Return the compile-time arguments of norm_bwd."""
     warps_along_rows = plan.block_n < 256 * plan.num_warps  # a warp reads 256 elements of a row: 16 bytes a thread
     return {
         "CENTRE": centre,
@@ -209,10 +209,11 @@ def launch_forward(
     residual: Tensor | None = None,
     plan: RowPlan | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Normalise: y, contiguous; with a residual s = x + residual, contiguous; what the backward pass needs of each row.
+    """Normalise rows.
 
-    The last, if asked for, is (M, 2) float32, mean and 1 / standard deviation, or without centring (M, 1), 1 / root
-    mean square.
+    Returns:
+        y, contiguous; with a residual s = x + residual, contiguous; and the statistics of each row if they are asked
+        for, float32: (M, 2), mean and 1 / standard deviation, or without centring (M, 1), 1 / root mean square.
     """
     N = x.shape[-1]
     M = x.numel() // N if N else x.shape[:-1].numel()
@@ -279,7 +280,7 @@ def launch_backward(
     plan: RowPlan | None = None,
     dxsum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Find dx, contiguous, and the gradients of weight and bias where they are needed.
+    """Compute dx, contiguous, and the gradients of weight and bias where they are needed.
 
     Args:
         centre: whether this is layer_norm.
@@ -287,11 +288,11 @@ def launch_backward(
         x: what was normalised.
         weight, bias: as forward; of bias only the dtype matters.
         statistics: as launch_forward gave them.
-        eps: not needed, they have it.
-        needs: of x, weight and bias; dx is made in any case.
+        eps: unused; the statistics include it.
+        needs: of x, weight and bias; dx is computed in any case.
         ds: gradient of x from elsewhere, to add.
-        plan: None for the usual one.
-        dxsum: (N,), where the sum of dx over the rows is wanted: the gradient of a bias that was added to x.
+        plan: None for the tuned one.
+        dxsum: (N,), receives the sum of dx over the rows: the gradient of a bias that was added to x; or None.
     """
     N = x.shape[-1]
     M = x.numel() // N if N else 0
@@ -356,11 +357,11 @@ def launch_backward_each(
     wanted: tuple[bool, bool, bool],
     ds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """As launch_backward, the sums over rows apart for each example, whose rows stand together.
+    """Compute dx, and the sums over the rows of each example, which are contiguous, instead of over all rows.
 
     Args:
         examples: at least 1; divides the rows.
-        wanted: whether the sums are that are the gradients of weight, of bias, and of a vector that was added to x.
+        wanted: whether to return the sums that are the gradients of weight, of bias, and of a vector added to x.
 
     Returns:
         dx; those sums, (examples, N) in float32, or None.
@@ -370,7 +371,7 @@ def launch_backward_each(
     """
     N, centre = x.shape[-1], statistics.shape[1] == 2
     if N > WIDE_BACKWARD:
-        raise UnsupportedCase(f"sums apart are made for at most {WIDE_BACKWARD} columns, got {N}")
+        raise UnsupportedCase(f"sums by example are computed for at most {WIDE_BACKWARD} columns, got {N}")
     M, dx = x.numel() // N, torch.empty_like(x, memory_format=torch.contiguous_format)
     span = M // examples
     rows, stride = as_rows(x, N)

@@ -1,4 +1,4 @@
-"""The mathematics of the norms, in whatever dtype comes; the oracle of their tests in float64."""
+"""Reference implementations of the norms for any dtype; the oracle of the tests in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["add_layer_norm_reference", "add_rms_norm_reference", "layer_norm_ref
 def layer_norm_reference(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> Tensor:
-    """Rows of mean 0 and variance 1, scaled by weight, shifted by bias."""
+    """Normalise rows to mean 0 and variance 1, scale by weight, shift by bias."""
     centred = x - x.mean(-1, keepdim=True)
     y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
@@ -20,7 +20,7 @@ def layer_norm_reference(
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
-    """Rows of mean square 1, scaled by weight."""
+    """Normalise rows to mean square 1, scale by weight."""
     y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
     return y if weight is None else y * weight
 
@@ -28,7 +28,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None = None, *, eps: float = 
 def add_layer_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """layer_norm of the sum, and the sum."""
+    """Return layer_norm of the sum, and the sum."""
     s = x + residual
     return layer_norm_reference(s, weight, bias, eps=eps), s
 
@@ -36,6 +36,6 @@ def add_layer_norm_reference(
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """rms_norm of the sum, and the sum."""
+    """Return rms_norm of the sum, and the sum."""
     s = x + residual
     return rms_norm_reference(s, weight, eps=eps), s

@@ -19,9 +19,9 @@ def torch_forward(
     statistics: bool = True,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """As launch_forward; the statistics come, wanted or not, except where torch's own function is quicker without.
+    """Normalise as launch_forward does; statistics may be returned unasked, where torch computes them anyway.
 
-    Without them all that runs on a CPU is torch's own and differentiable.
+    Without them, everything that runs on a CPU is torch's own and differentiable.
     """
     if not statistics and x.is_cpu:
         s = x if residual is None else x + residual
@@ -59,16 +59,16 @@ def torch_backward(
     needs: Sequence[bool],
     ds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As launch_backward."""
+    """Compute the gradients as launch_backward does."""
     wants_weight, wants_bias = needs[1] and weight is not None, needs[2] and bias is not None
     dtypes = (None if weight is None else weight.dtype, None if bias is None else bias.dtype)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     x_wide, dy_wide = x.to(wide), dy.to(wide)
     shape = (*x.shape[:-1], 1)
-    columns = statistics.t().contiguous()  # torch's backward pass reads them as dense, whatever they are
+    columns = statistics.t().contiguous()  # torch's backward pass takes them for dense
     rstd = columns[-1].reshape(shape)
     mean = columns[0].reshape(shape) if centre else torch.zeros_like(rstd)
-    # torch gives dbias only beside a dweight, and either only for a weight that is there.
+    # torch returns dbias only together with dweight, and neither without a weight.
     scale = torch.ones(x.shape[-1:], dtype=wide, device=x.device) if weight is None and wants_bias else weight
     scale = None if scale is None else scale.to(wide)
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
@@ -88,9 +88,9 @@ def torch_backward(
 
 
 def torch_composite(centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """The result alone, differentiable in every way that torch knows; computed wide and rounded once."""
+    """Return y, differentiable in every way that torch supports; computed wide and rounded once."""
     dtype = x.dtype
-    if _uniform(x, weight, bias):  # `to` without effect, four times, costs as much as a small layer_norm
+    if _uniform(x, weight, bias):  # four calls of `to` without effect cost as much as a small layer_norm
         if centre:
             return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
         y = torch.rms_norm(x, x.shape[-1:], weight, eps)
@@ -105,7 +105,7 @@ def torch_composite(centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor
 
 
 def _uniform(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether everything has the dtype to compute in."""
+    """Return whether all tensors have the dtype to compute in."""
     dtype = x.dtype
     return (
         dtype in (torch.float32, torch.float64)
@@ -117,9 +117,9 @@ def _uniform(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
 def _widened(
     x: Tensor, centre: bool, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[torch.dtype, Tensor, Tensor | None, Tensor | None]:
-    """The dtype to compute in, and x and the vectors as torch computes in it.
+    """Return the dtype to compute in, and x and the vectors as torch computes in it.
 
-    On a CPU layer_norm keeps float32 statistics beside low precision if the weight is float32: x need not be widened.
+    On a CPU, layer_norm of low precision keeps float32 statistics if the weight is float32: x need not be widened.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     mixed = centre and x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)

@@ -8,14 +8,14 @@ Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450, equations 3 and 4; Zhang an
         equation 4; the gradients are theirs written out.
 Layout: x, residual, dy and ds with a distance between rows, everything else dense; sums in float32. Statistics are
         (M, 2): mu and r; (M, 1) unless CENTRE: r alone. (As (2, M), the offset M cost norm_bwd 30 registers.)
-Grid:   fwd takes ROWS rows a program, as CHUNKS pieces of BLOCK_N columns. bwd is persistent: program p takes the rows
+Grid:   fwd takes ROWS rows a program, as CHUNKS chunks of BLOCK_N columns. bwd is persistent: program p takes the rows
         p ROWS, (p + programs) ROWS, ... ROWS at a time, and keeps w and its part of the sums in registers. bwd_reduce
         adds the programs' parts in a fixed order.
         The _wide kernels are for rows beyond the registers: one program a row, which reads it several times, from L2;
         bwd_columns then takes a strip of columns and a share of the rows.
 Bound:  memory: 2 accesses an element forward, 3 backward, with a residual 4 and 4 (fwd_wide the same if L2 holds the
         row, bwd_wide with bwd_columns 2 more); about 9 operations forward, 18 backward.
-EVICTION: see ops/_launch.py; of no use in bwd, whose loads go through shared memory ahead of their use (measured).
+EVICTION: see ops/_launch.py; no gain in bwd, whose loads are staged in shared memory (measured).
 """
 
 import triton
@@ -188,7 +188,7 @@ def _reduce(parts_ptr, out_ptr, columns, P, N, BLOCK_P: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def _summed(x_ptr, residual_ptr, at, N, dtype: tl.constexpr):
-    """A piece of a row in float32, of the rounded sum where there is a residual."""
+    """Return a chunk of a row in float32, of the rounded sum where there is a residual."""
     x = tl.load(x_ptr + at, mask=at < N, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         x = (x + tl.load(residual_ptr + at, mask=at < N, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)

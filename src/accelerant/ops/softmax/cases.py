@@ -1,4 +1,4 @@
-"""What softmax and log_softmax are tested and measured on."""
+"""The cases of the tests and benchmarks of softmax and log_softmax."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ _BACKWARD = {"dy_ptr": "*bf16", "y_ptr": "*bf16", "dx_ptr": "*bf16", "N": "i32"}
 
 
 def _shared(types: dict[str, str], first: str, without: str = "") -> dict[str, str]:
-    """Of the kernels of a row that several programs share."""
+    """Return the types of a kernel for rows that several programs share."""
     kept = {name: kind for name, kind in types.items() if name != without}
     return {**kept, "sums_ptr": "*fp32", f"{first}_stride": "i32", "span": "i32"}
 

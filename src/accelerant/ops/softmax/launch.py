@@ -1,4 +1,4 @@
-"""Launches of the kernels of softmax and log_softmax: what a program takes of the rows."""
+"""Launches of the kernels of softmax and log_softmax, and the plans of their programs."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ KERNELS = {
 }
 
 WIDE_FROM = 16384
-"""Above this many columns a row does not stay in registers."""
+"""Maximum columns of a row in registers."""
 
 WIDE = RowPlan(rows=1, block_n=4096, num_warps=8)
 INNER_COLUMNS = 64  # 128 bytes of bfloat16, a whole line
 
 NARROW = 8
-"""Where at most so many of these are in use, a long dimension is turned to be the last: the copies cost less than a
-program that walks along it with idle lanes, as 2.9 ms for 1x70001x3 on an H200 showed. Turned it was not measured."""
+"""With at most this many columns, a long dimension is moved to the end: the copies cost less than a program with idle
+lanes, which took 2.9 ms for 1x70001x3 on an H200. The moved one was not measured."""
 
 
 @functools.cache
 def row_plan(N: int, backward: bool = False) -> RowPlan:
-    """What a program of softmax_fwd or softmax_bwd takes: the fastest measured on an H200 for 4096 columns."""
+    """Return the default plan of softmax_fwd or softmax_bwd: the fastest measured on an H200 for 4096 columns."""
     block_n = max(16, next_power_of_2(N))
     if block_n <= 2048:
         return RowPlan(rows=4096 // block_n, block_n=block_n, num_warps=4)
@@ -61,23 +61,23 @@ def _tuned(way: str, log: bool) -> Tuned[RowPlan]:
 
 
 TUNED = {(way, log): _tuned(way, log) for way in ("fwd", "bwd") for log in (False, True)}
-"""The plans of softmax_fwd and softmax_bwd, by "fwd" or "bwd" and whether the logarithm is taken."""
+"""The plans of softmax_fwd and softmax_bwd by direction and whether the logarithm is taken."""
 
 
 def constants(plan: RowPlan, N: int, log: bool, eviction: str) -> dict[str, int | bool | str]:
-    """The compile-time arguments of softmax_fwd and softmax_bwd."""
+    """Return the compile-time arguments of softmax_fwd and softmax_bwd."""
     return {"LOG": log, "ROWS": plan.rows, "BLOCK_N": plan.block_n, "EXACT": plan.block_n == N, "EVICTION": eviction}
 
 
 @functools.cache
 def inner_plan(N: int) -> RowPlan:
-    """What a step of the _inner kernels takes: a tile of INNER_COLUMNS columns."""
+    """Return the plan of one step of the _inner kernels: a tile of INNER_COLUMNS columns."""
     return RowPlan(rows=1, block_n=min(64, max(2, next_power_of_2(N))), num_warps=4)
 
 
 def launch_forward(log: bool, x: Tensor, dim: int, plan: RowPlan | None = None) -> Tensor:
-    """Apply softmax, or its logarithm: y, contiguous; dim counts from 0."""
-    if _is_turned(x, dim):
+    """Return softmax or its logarithm, contiguous; dim counts from 0."""
+    if _moves_to_end(x, dim):
         return launch_forward(log, x.movedim(dim, -1).contiguous(), x.dim() - 1).movedim(-1, dim).contiguous()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
@@ -100,8 +100,8 @@ def launch_forward(log: bool, x: Tensor, dim: int, plan: RowPlan | None = None) 
 
 
 def launch_backward(log: bool, dy: Tensor, y: Tensor, dim: int, plan: RowPlan | None = None) -> Tensor:
-    """Find dx, contiguous; dim counts from 0."""
-    if _is_turned(y, dim):
+    """Return dx, contiguous; dim counts from 0."""
+    if _moves_to_end(y, dim):
         dy, y = (each.movedim(dim, -1).contiguous() for each in (dy, y))
         return launch_backward(log, dy, y, y.dim() - 1).movedim(-1, dim).contiguous()
     dx = torch.empty_like(y, memory_format=torch.contiguous_format)
@@ -126,7 +126,7 @@ def launch_backward(log: bool, dy: Tensor, y: Tensor, dim: int, plan: RowPlan | 
 
 
 def _launch_wide(way: str, log: bool, inputs: tuple[Tensor, ...], result: Tensor, stride: int) -> None:
-    """Rows that do not stay in registers, shared among programs where they are few; stride: of the first input."""
+    """Launch for rows that exceed the registers, split among programs where they are few; stride of the first input."""
     N = result.shape[-1]
     M, fixed = result.numel() // N, {"BLOCK_N": WIDE.block_n}
     whole = {**fixed, "LOG": log}
@@ -143,7 +143,7 @@ def _launch_wide(way: str, log: bool, inputs: tuple[Tensor, ...], result: Tensor
 
 
 def _launch_inner(name: str, log: bool, tensors: tuple[Tensor, ...], dim: int) -> None:
-    """Run over a dimension that is not the last, of dense tensors."""
+    """Launch over a dimension of dense tensors that is not the last."""
     N = tensors[0].shape[dim]
     outer, inner = _around(tensors[0], dim)
     tile = inner_plan(N)
@@ -152,11 +152,11 @@ def _launch_inner(name: str, log: bool, tensors: tuple[Tensor, ...], dim: int) -
     KERNELS[name].launch(grid, (*tensors, N, inner), fixed, num_warps=tile.num_warps)
 
 
-def _is_turned(x: Tensor, dim: int) -> bool:
-    """Whether a dimension is long and the columns beside each other are few; see NARROW."""
+def _moves_to_end(x: Tensor, dim: int) -> bool:
+    """Return whether a dimension is long and has few columns; see NARROW."""
     return dim < x.dim() - 1 and x.shape[dim] > WIDE_FROM and _around(x, dim)[1] <= NARROW
 
 
 def _around(x: Tensor, dim: int) -> tuple[int, int]:
-    """How many elements there are before and after a dimension."""
+    """Return the number of elements before and after a dimension."""
     return x.shape[:dim].numel(), x.shape[dim + 1 :].numel()

@@ -1,4 +1,4 @@
-"""The mathematics of softmax and log_softmax, in whatever dtype comes; the oracle of their tests in float64."""
+"""Reference implementations of softmax and log_softmax for any dtype; the oracle of the tests in float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["log_softmax_reference", "softmax_reference"]
 
 
 def softmax_reference(x: Tensor, dim: int = -1) -> Tensor:
-    """exp(x) over its sum, both with the largest element taken off the exponent."""
+    """Return exp(x) over its sum, with the maximum subtracted from the exponents."""
     if x.numel() == 0:
         return x.clone()
     e = (x - x.amax(dim, keepdim=True)).exp()
@@ -16,7 +16,7 @@ def softmax_reference(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def log_softmax_reference(x: Tensor, dim: int = -1) -> Tensor:
-    """Log of softmax, without the division: x less its largest element, less the log of the sum of exponentials."""
+    """Return x minus its maximum, minus the logarithm of the sum of exponentials."""
     if x.numel() == 0:
         return x.clone()
     shifted = x - x.amax(dim, keepdim=True)

@@ -53,7 +53,7 @@ def softmax_bwd(
 
 @triton.jit
 def _normalised(x, e, total, LOG: tl.constexpr):
-    """The result from x less its maximum, the exponential of that, and their sum."""
+    """Return the result from x minus its maximum, the exponential of that, and their sum."""
     if LOG:
         return x - tl.log(total)
     else:
@@ -62,7 +62,7 @@ def _normalised(x, e, total, LOG: tl.constexpr):
 
 @triton.jit
 def _term(dy, y, LOG: tl.constexpr):
-    """What the backward pass sums."""
+    """Return the terms that the backward pass sums."""
     if LOG:
         return dy
     else:
@@ -79,13 +79,13 @@ def _gradient(dy, y, total, LOG: tl.constexpr):
 
 @triton.jit
 def _shift(largest):
-    """What to take off the exponent: 0 where all so far is -inf, so that -inf - -inf does not make a NaN of it."""
+    """Return the shift of the exponent: 0 where all values so far are -inf, so that -inf - -inf gives no NaN."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
 @triton.jit
 def _sums(x_ptr, first, end, BLOCK_N: tl.constexpr):
-    """The maximum of a piece of a row, and the sum of exp(x - maximum): 0 where all is -inf."""
+    """Return the maximum of a part of a row, and the sum of exp(x - maximum): 0 where all is -inf."""
     largest = tl.full([BLOCK_N], float("-inf"), dtype=tl.float32)  # of each lane, joined at the end
     total = tl.zeros([BLOCK_N], dtype=tl.float32)
     for start in range(first, end, BLOCK_N):

@@ -463,7 +463,7 @@ def _by_times(
 
 
 class _ArgumentsChangedError(Exception):
-    """Carries the failure of an implementation that may have changed its arguments by then."""
+    """Carries the failure of an implementation that may have changed its arguments."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -471,7 +471,7 @@ class _ArgumentsChangedError(Exception):
 
 
 def _guarded(implementation: Implementation) -> Callable[..., Any]:
-    """Return the implementation's run, with failures after its arguments may have changed told from those before."""
+    """Return the implementation's run, which wraps failures after which its arguments may have changed."""
 
     def run(*args: Any) -> Any:
         with launches() as launched:

@@ -18,7 +18,7 @@ __all__ = ["Decision", "DispatchPlan", "Explanation", "explain", "explain_quietl
 
 @dataclass(slots=True)
 class DispatchPlan:
-    """How an Operation runs one case: looked up by each call, and shown to people as its decision.
+    """The plan of an Operation for one case, looked up by each call and shown to people as its decision.
 
     Attributes:
         decision: the choice and its reason.
