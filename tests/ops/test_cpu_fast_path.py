@@ -338,13 +338,13 @@ def calls():
 def entered(monkeypatch):
     """The Operations that are called, the usual way."""
     names = []
-    usual = Operation.__call__
+    usual = Operation.execute
 
-    def call(self, *args):
+    def execute(self, case, plan, args):
         names.append(self.name)
-        return usual(self, *args)
+        return usual(self, case, plan, args)
 
-    monkeypatch.setattr(Operation, "__call__", call)
+    monkeypatch.setattr(Operation, "execute", execute)
     return names
 
 

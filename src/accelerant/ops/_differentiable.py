@@ -136,7 +136,7 @@ class CpuFastPath:
         plan = operation.torch_autograd_plan(case)
         if plan is None:
             return NotImplemented
-        result = operation(case, *args)
+        result = operation.execute(case, plan, args)
         self._taken.record, self._taken.operation = plan.record, operation
         return result
 

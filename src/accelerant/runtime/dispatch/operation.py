@@ -113,13 +113,17 @@ class Operation:
         _operations[name] = self
 
     def __call__(self, case: Case, *args: Any) -> Any:
-        """Run the case's implementation; count the call, and time some of them."""
+        """Run the case's implementation."""
         if predictions and has_fakes(args):
             return self._run_on_fakes(case, args)
         plans = self.plans.current() if choice_overrides or torch_wants_determinism() else self._usual
         plan = plans.get(case)
         if plan is None:
             plan = self._choose(case, plans, args)
+        return self.execute(case, plan, args)
+
+    def execute(self, case: Case, plan: DispatchPlan, args: tuple[Any, ...]) -> Any:
+        """Run a case by its plan; count the call, and time some of them."""
         if plan.failed:
             self._apply_policy(case, plan)
         record = plan.record
@@ -428,7 +432,7 @@ class Operation:
             warnings.warn(
                 f"{self.name} ({fallback.case}): {wanted} failed, {ran} ran instead. {fallback.reason}",
                 FallbackWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
