@@ -9,7 +9,7 @@ from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._launch import RowPlan
 from accelerant.ops.quantize_int8 import launch
-from accelerant.ops.quantize_int8.op import by_torch
+from accelerant.ops.quantize_int8.op import torch_quantize
 from accelerant.ops.quantize_int8.reference import quantize_int8_reference
 
 WIDTHS = pytest.mark.parametrize("width", [33, 768, 20000])

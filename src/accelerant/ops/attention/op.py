@@ -99,7 +99,7 @@ attention_bwd = Operation(
 # --- the public function ---------------------------------------------------------------------------------------------
 
 
-def _torchs(
+def _torch_equivalent(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, window: int | None = None,
     return_lse: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -115,7 +115,7 @@ def _torchs(
     return unfolded(_on_cpu(*folded, 0.0, causal, scale=scale)[0], q)
 
 
-def _is_torchs(
+def _torch_serves(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: int | None = None, return_lse: bool = False,
     **_: Any,
 ) -> bool:  # fmt: skip
@@ -127,7 +127,7 @@ def _is_torchs(
     return nonempty and (contiguous or heads_last) and same_mask and q.shape[1] == k.shape[1] and not return_lse
 
 
-_cpu = CpuFastPath(_torchs, serves=_is_torchs, by_gradient=True, any_layout=True)
+_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, by_gradient=True, any_layout=True)
 
 
 @_cpu
@@ -240,7 +240,7 @@ def _case(q: Tensor, k: Tensor, causal: bool, window: int) -> Case:
     return Case(q.device, q.dtype, (B, Hq, k.shape[1], S, k.shape[2], D), options_of(causal, window))
 
 
-def _case_by_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> Case | None:
+def _cpu_case(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> Case | None:
     """Return None if a gradient is needed: torch's function is differentiable once, this op twice."""
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return None if learns else _case(q, k, causal, window)
@@ -282,5 +282,5 @@ _attention = DifferentiableOp(
     keeps_layout=True,
     operation=attention_fwd,
     cpu=_cpu,
-    cpu_case=_case_by_torch,
+    cpu_case=_cpu_case,
 )

@@ -93,14 +93,14 @@ conv2d_bwd = Operation(
 )
 
 
-def _torchs(
+def _torch_equivalent(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:  # fmt: skip
     return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
 
-def _is_torchs(
+def _torch_serves(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     groups: int = 1,
 ) -> bool:  # fmt: skip
@@ -108,7 +108,7 @@ def _is_torchs(
     return padding != "same" or all(total % 2 == 0 for total in _padding(weight, pair("dilation", dilation, 1)))
 
 
-_cpu = CpuFastPath(_torchs, serves=_is_torchs)
+_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves)
 
 
 @_cpu
@@ -228,7 +228,7 @@ def _case(
     return Case(x.device, x.dtype, x.shape, options)
 
 
-def _case_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Case | None:
+def _cpu_case(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Case | None:
     """Return None for deterministic sums: torch's choice of an algorithm for its gradient is not known."""
     return None if rules().deterministic else _case(x, weight, *settings)
 
@@ -252,5 +252,5 @@ _conv2d = DifferentiableOp(
     decomposes=True,
     operation=conv2d_fwd,
     cpu=_cpu,
-    cpu_case=_case_by_torch,
+    cpu_case=_cpu_case,
 )

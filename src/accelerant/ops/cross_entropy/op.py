@@ -56,7 +56,7 @@ cross_entropy_bwd = triton_operation("cross_entropy_bwd", launch_backward, torch
 # --- the public function ---------------------------------------------------------------------------------------------
 
 
-def _torchs(
+def _torch_equivalent(
     logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "mean",
     inplace_backward: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -65,12 +65,12 @@ def _torchs(
     )
 
 
-def _is_torchs(logits: Tensor, targets: Tensor, **_: object) -> bool:
+def _torch_serves(logits: Tensor, targets: Tensor, **_: object) -> bool:
     """Return whether torch's functions give the same: with rows, in a dtype that the loss is computed in."""
     return logits.dim() == 2 and logits.numel() > 0 and not is_low(logits.dtype) and targets.dtype == torch.int64
 
 
-_cpu = CpuFastPath(_torchs, serves=_is_torchs, by_gradient=True)
+_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, by_gradient=True)
 
 
 @_cpu
@@ -168,7 +168,7 @@ def _case(logits: Tensor, *options: str) -> Case:
     return Case(logits.device, logits.dtype, logits.shape, options)
 
 
-def _case_by_torch(logits: Tensor, *args: object) -> Case | None:
+def _cpu_case(logits: Tensor, *args: object) -> Case | None:
     """Return None if chunks of rows are faster, or the gradient is to overwrite the logits.
 
     Chunks are faster if the gradient can be computed with the loss, and in low precision, where torch's function needs
@@ -253,6 +253,6 @@ _cross_entropy = DifferentiableOp(
     fake=_fake,
     operation=cross_entropy_fwd,
     cpu=_cpu,
-    cpu_case=_case_by_torch,
+    cpu_case=_cpu_case,
     cpu_args=(False, False),
 )

@@ -116,7 +116,7 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Ten
     if seed is None:
         if torch.compiler.is_compiling() or not is_plain(x):
             return F.dropout(x, p)
-        if _is_torchs(x):
+        if _prefers_torch(x):
             y = _native(x, p)
             return y
         seed = torch.empty((), dtype=torch.int64, device=x.device).random_()
@@ -126,7 +126,7 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Ten
     return y
 
 
-def _is_torchs(x: Tensor) -> bool:
+def _prefers_torch(x: Tensor) -> bool:
     """Return whether no kernel serves x, or the CPU's, which is called from Python, is slower than torch's dropout."""
     case = Case(x.device, x.dtype, ())
     if refuses_triton_kernel(case) is None:

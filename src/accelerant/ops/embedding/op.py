@@ -25,11 +25,11 @@ _MANY = 2**17
 """From this many elements of table and gradient on, sums of bags are faster than torch's gradient in float32."""
 
 
-def _torchs(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
+def _torch_equivalent(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
     return torch.embedding(weight, indices, -1 if padding_idx is None else padding_idx % len(weight))
 
 
-_cpu = CpuFastPath(_torchs, serves=lambda indices, weight, **_: not _is_low(weight.dtype))
+_cpu = CpuFastPath(_torch_equivalent, serves=lambda indices, weight, **_: not _is_low(weight.dtype))
 
 
 @_cpu
@@ -184,7 +184,7 @@ def _case(indices: Tensor, weight: Tensor) -> Case:
     return Case(weight.device, weight.dtype, weight.shape, (indices.dtype, indices.shape))
 
 
-def _case_by_torch(indices: Tensor, weight: Tensor, padding_idx: int) -> Case | None:
+def _cpu_case(indices: Tensor, weight: Tensor, padding_idx: int) -> Case | None:
     """Return None where torch's gradient does not serve: without indices, and for large tables in low precision."""
     if not indices.numel() or not weight.numel():
         return None
@@ -215,5 +215,5 @@ _embedding = DifferentiableOp(
     fake=lambda indices, weight, padding_idx: weight.new_empty((*indices.shape, weight.shape[1])),
     operation=_fwd,
     cpu=_cpu,
-    cpu_case=_case_by_torch,
+    cpu_case=_cpu_case,
 )

@@ -143,17 +143,17 @@ def _composite(
 # --- the public function ---------------------------------------------------------------------------------------------
 
 
-def _torchs(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+def _torch_equivalent(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
     return functional.cross_entropy(functional.linear(hidden, weight), targets, **options)
 
 
-def _is_torchs(hidden: Tensor, weight: Tensor, targets: Tensor, **_: object) -> bool:
+def _torch_serves(hidden: Tensor, weight: Tensor, targets: Tensor, **_: object) -> bool:
     """Return whether torch's functions give the same: with rows, in a dtype that the loss is computed in."""
     plain = hidden.dim() == 2 and hidden.numel() > 0 and targets.dtype == torch.int64
     return plain and hidden.dtype in (torch.float32, torch.float64)
 
 
-_cpu = CpuFastPath(_torchs, serves=_is_torchs, by_gradient=True)
+_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, by_gradient=True)
 
 
 @_cpu
@@ -239,7 +239,7 @@ def _case(hidden: Tensor, weight: Tensor, dtype: str, needs: Sequence[bool], *op
     return Case(hidden.device, getattr(torch, dtype), shape, (*needed, *options))
 
 
-def _case_by_torch(hidden: Tensor, weight: Tensor, *args: Any) -> Case | None:
+def _cpu_case(hidden: Tensor, weight: Tensor, *args: Any) -> Case | None:
     """Return None for more logits than should be materialised."""
     few = hidden.shape[0] * weight.shape[0] <= _WHOLE
     return _case(hidden, weight, args[4], args[-2:]) if few else None
@@ -316,6 +316,6 @@ _linear_cross_entropy = DifferentiableOp(
     fake=_fake,
     operation=linear_cross_entropy_fwd,
     cpu=_cpu,
-    cpu_case=_case_by_torch,
+    cpu_case=_cpu_case,
     cpu_args=(True,),
 )

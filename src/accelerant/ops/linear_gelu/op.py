@@ -144,13 +144,13 @@ linear_gelu_bwd = triton_operation("linear_gelu_bwd", _triton_backward, _torch_b
 # --- the public function ---------------------------------------------------------------------------------------------
 
 
-def _torchs(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
+def _torch_equivalent(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
     if x.dim() == 2:
         return functional.gelu(functional.linear(x, weight, bias), approximate=approximate)
-    return _torchs(x.reshape(-1, x.shape[-1]), weight, bias, approximate).view(*x.shape[:-1], weight.shape[0])
+    return _torch_equivalent(x.reshape(-1, x.shape[-1]), weight, bias, approximate).view(*x.shape[:-1], weight.shape[0])
 
 
-_cpu = CpuFastPath(_torchs)
+_cpu = CpuFastPath(_torch_equivalent)
 
 
 @_cpu

@@ -16,7 +16,7 @@ from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
 from accelerant.ops.linear_int8 import hopper
 from accelerant.ops.linear_int8.launch import FEW_ROWS, launch_dx, launch_dynamic, launch_forward
-from accelerant.ops.quantize_int8.op import by_torch, quantize_rows
+from accelerant.ops.quantize_int8.op import quantize_rows, torch_quantize
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = ["linear_int8"]
@@ -254,7 +254,7 @@ def _backward(
 
 def _composite(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
     if dynamic:
-        q, x_scale = by_torch(x.detach(), x.dim() - 1)
+        q, x_scale = torch_quantize(x.detach(), x.dim() - 1)
         x = x + (q * x_scale.unsqueeze(-1) - x).detach().to(x.dtype)
     return functional.linear(x, (weight * scale[:, None]).to(x.dtype), None if bias is None else bias.to(x.dtype))
 

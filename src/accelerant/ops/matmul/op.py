@@ -37,16 +37,16 @@ def _sizes(case: Case) -> tuple[int, int, int, int, int, int]:
 matmul_op = Operation("matmul", (Implementation("torch", torch.matmul, differentiable=True),), cost=_cost)
 
 
-def _torchs(a: Tensor, b: Tensor) -> Tensor:
+def _torch_equivalent(a: Tensor, b: Tensor) -> Tensor:
     """Compute the product as matmul does, with vectors as matrices: torch has other kernels for vectors."""
     if a.dim() == 1:
-        return _torchs(a.unsqueeze(0), b).squeeze(-2 if b.dim() > 1 else -1)
+        return _torch_equivalent(a.unsqueeze(0), b).squeeze(-2 if b.dim() > 1 else -1)
     if b.dim() == 1:
         return torch.matmul(a, b.unsqueeze(1)).squeeze(-1)
     return torch.matmul(a, b)
 
 
-_cpu = CpuFastPath(_torchs)
+_cpu = CpuFastPath(_torch_equivalent)
 
 
 @_cpu

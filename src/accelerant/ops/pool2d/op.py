@@ -36,7 +36,7 @@ def _is_batch(x: Tensor, *args: Any, **options: Any) -> bool:
     return x.dim() == 4
 
 
-def _torchs_max(
+def _torch_max_pool2d(
     x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:  # fmt: skip
@@ -44,7 +44,7 @@ def _torchs_max(
     return run(x, kernel_size, kernel_size if stride is None else stride, padding, dilation, ceil_mode)
 
 
-_max_pool2d_cpu = CpuFastPath(_torchs_max, serves=_is_batch)
+_max_pool2d_cpu = CpuFastPath(_torch_max_pool2d, serves=_is_batch)
 
 
 @_max_pool2d_cpu
@@ -329,7 +329,7 @@ def _max_case(
     return _case(x, y, kernel, stride, padding, dilation, ceil, saved, _layout(x))
 
 
-def _max_case_by_torch(x: Tensor, *settings: Any) -> Case | None:
+def _max_cpu_case(x: Tensor, *settings: Any) -> Case | None:
     """Return None if positions are saved as bytes, or the gradient must be deterministic."""
     return _max_case(x, *settings) if settings[-1] and not rules().deterministic else None
 
@@ -366,7 +366,7 @@ _max_pool2d = DifferentiableOp(
     decomposes=True,
     operation=max_pool2d_fwd,
     cpu=_max_pool2d_cpu,
-    cpu_case=_max_case_by_torch,
+    cpu_case=_max_cpu_case,
 )
 
 

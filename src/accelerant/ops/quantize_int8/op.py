@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError
+from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import below_autograd, define, is_plain
 from accelerant.ops._refusals import check_dtype
 from accelerant.ops.quantize_int8.launch import launch
 from accelerant.runtime.compilation.triton import refuses_triton
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch import Case, Cost
 
 __all__ = ["quantize_int8", "quantize_rows"]
 
@@ -51,7 +52,7 @@ def quantize_int8(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-def by_torch(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def torch_quantize(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return quantize_int8 by torch's functions; dim counts from 0."""
     with torch.no_grad():
         if not x.shape[dim]:
@@ -89,11 +90,7 @@ def _cost(case: Case) -> Cost:
     return Cost((case.dtype.itemsize + 1) * n, 4 * n)
 
 
-_fwd = Operation(
-    "quantize_int8_fwd",
-    (Implementation("triton", launch, refuses=_refuses, own=True), Implementation("torch", by_torch)),
-    cost=_cost,
-)
+_fwd = triton_operation("quantize_int8_fwd", launch, torch_quantize, cost=_cost, refuses=_refuses)
 
 
 def quantize_rows(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -118,5 +115,5 @@ _op = define(
     kernel=quantize_rows,
     fake=_fake,
     differentiable=_past_autograd,
-    composite=by_torch,
+    composite=torch_quantize,
 )

@@ -233,7 +233,7 @@ def _case(x: Tensor, cos: Tensor, interleaved: bool) -> Case:
     return Case(x.device, x.dtype, x.shape, (pairs, cos.dtype, cos.dim()))
 
 
-def _case_by_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Case | None:
+def _cpu_case(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Case | None:
     """Return None for many elements, for which fewer passes over memory are faster."""
     return _case(x, cos, interleaved) if _is_few(x, interleaved) else None
 
@@ -263,5 +263,5 @@ _rope = DifferentiableOp(
     keeps_layout=True,
     operation=_fwd,
     cpu=_cpu,
-    cpu_case=_case_by_torch,
+    cpu_case=_cpu_case,
 )

@@ -104,7 +104,7 @@ def _case(x: Tensor, up: Tensor | None) -> Case:
     return case_of((x.device, x.dtype, x.shape, ()))
 
 
-def _case_by_torch(gate: Tensor, up: Tensor | None) -> Case | None:
+def _cpu_case(gate: Tensor, up: Tensor | None) -> Case | None:
     """Return None for halves of float16: torch concatenates their gradients, which CPU autocast lacks for float16."""
     return None if up is None and gate.dtype == torch.float16 else _case(gate, up)
 
@@ -157,5 +157,5 @@ _swiglu = DifferentiableOp(
     decomposes=True,
     operation=swiglu_fwd,
     cpu=_cpu,
-    cpu_case=_case_by_torch,
+    cpu_case=_cpu_case,
 )
