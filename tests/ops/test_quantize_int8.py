@@ -13,7 +13,7 @@ from accelerant.ops.quantize_int8.op import torch_quantize
 from accelerant.ops.quantize_int8.reference import quantize_int8_reference
 
 WIDTHS = pytest.mark.parametrize("width", [33, 768, 20000])
-BOTH = pytest.mark.parametrize("run", [launch.launch, by_torch], ids=["triton", "torch"])
+BOTH = pytest.mark.parametrize("run", [launch.launch, torch_quantize], ids=["triton", "torch"])
 
 
 def exact(x, dim=-1):

@@ -242,8 +242,8 @@ def _case(q: Tensor, k: Tensor, causal: bool, window: int) -> Case:
 
 def _cpu_case(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> Case | None:
     """Return None if a gradient is needed: torch's function is differentiable once, this op twice."""
-    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return None if learns else _case(q, k, causal, window)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return None if needs_grad else _case(q, k, causal, window)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:

@@ -174,9 +174,9 @@ def _cpu_case(logits: Tensor, *args: object) -> Case | None:
     Chunks are faster if the gradient can be computed with the loss, and in low precision, where torch's function needs
     all logits in float32. (torch's own bfloat16 loss returns 0 where 0.004 is right.)
     """
-    learns, many = logits.requires_grad and torch.is_grad_enabled(), logits.numel() >= _MANY
+    needs_grad, many = logits.requires_grad and torch.is_grad_enabled(), logits.numel() >= _MANY
     reduction, inplace = args[3], args[5]
-    if learns and (inplace or (many and reduction != "none" and logits.dtype in _EAGER)):
+    if needs_grad and (inplace or (many and reduction != "none" and logits.dtype in _EAGER)):
         return None
     return None if many and is_low(logits.dtype) else _case(logits)
 

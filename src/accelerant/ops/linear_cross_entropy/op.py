@@ -210,11 +210,11 @@ def linear_cross_entropy(
     shape = targets.shape
     if hidden.dim() != 2:
         hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    learns = torch.is_grad_enabled()
+    needs_grad = torch.is_grad_enabled()
     try:
         loss: Tensor = _linear_cross_entropy(
             hidden, weight, targets, ignore_index, float(label_smoothing), reduction, name_of(dtype), wide,
-            learns and hidden.requires_grad, learns and weight.requires_grad,
+            needs_grad and hidden.requires_grad, needs_grad and weight.requires_grad,
         )  # fmt: skip
     except IndexError:  # raised by torch's function on a CPU, as in cross_entropy
         check_targets(targets, weight.shape[0], ignore_index)

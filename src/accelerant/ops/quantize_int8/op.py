@@ -12,7 +12,6 @@ from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import below_autograd, define, is_plain
 from accelerant.ops._refusals import check_dtype
 from accelerant.ops.quantize_int8.launch import launch
-from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost
 
 __all__ = ["quantize_int8", "quantize_rows"]
@@ -79,18 +78,12 @@ def _without(x: Tensor, dim: int) -> list[int]:
     return [size for i, size in enumerate(x.shape) if i != dim]
 
 
-def _refuses(case: Case) -> str | None:
-    if case.dtype == torch.float64:
-        return "takes at most float32"
-    return refuses_triton(case.device)
-
-
 def _cost(case: Case) -> Cost:
     n = math.prod(case.shape)
     return Cost((case.dtype.itemsize + 1) * n, 4 * n)
 
 
-_fwd = triton_operation("quantize_int8_fwd", launch, torch_quantize, cost=_cost, refuses=_refuses)
+_fwd = triton_operation("quantize_int8_fwd", launch, torch_quantize, cost=_cost)
 
 
 def quantize_rows(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
