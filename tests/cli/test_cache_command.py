@@ -152,6 +152,7 @@ def test_warm_for_architectures_without_a_device(run, cache):
     assert all(row["from_cache"] for row in json.loads(run("warm", "field_add", "--arch", "sm_90", "--json")[1]))
 
 
+@pytest.mark.slow
 def test_warm_with_triton(tmp_path):
     """In a process of its own: the tests may have made Triton an interpreter here."""
     pytest.importorskip("triton")

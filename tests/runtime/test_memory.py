@@ -287,7 +287,7 @@ def allocated(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_thousand_calls_leave_nothing(device):
+def test_hundreds_of_calls_leave_nothing(device):
     x = torch.randn(64, 64)
     array = np.ones((64, 16), np.float32)
     model = nn.Linear(64, 64).to(device)
@@ -302,7 +302,7 @@ def test_a_thousand_calls_leave_nothing(device):
             stream_chunks(torch.exp, array, device=device, chunk_bytes=256)
             predict_peak(model, x.to(device))
             statistics(device)
-        if i % 250 == 0:
+        if i % 150 == 0:
             optimal_batch_size(model, x, budget=MIB if device == "cpu" else 0.01, maximum=8)
             describe_out_of_memory("call", 1, device)
 
@@ -312,7 +312,7 @@ def test_a_thousand_calls_leave_nothing(device):
     for _ in range(2):
         call(0)
     before, threads = held(), threading.active_count()
-    for i in range(1000):
+    for i in range(300):
         call(i)
     assert held() == before
     assert threading.active_count() < threads + 10  # a pool may still grow to its size; a leak would be hundreds
@@ -420,7 +420,7 @@ def test_a_step_of_gpt2_is_predicted_as_it_was_measured(fused_on_the_cpu):
 def test_fused_layers_are_predicted_as_they_run(fused_on_the_cpu):
     """Modules called one by one would save two and a half times as much. The interpreter copies what it loads."""
     model = GPT(GPTConfig(vocab_size=64, context=32, layers=1, heads=2, width=32))
-    idx = torch.randint(0, 64, (4, 32))
+    idx = torch.randint(0, 64, (2, 32))
     found = compare_peak(model, idx, idx, call=bfloat16_loss)
     assert abs(found.error) < 0.04, str(found)
 
