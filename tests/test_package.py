@@ -24,8 +24,13 @@ NOT_FOR_USERS = {
     "check_size",
     "host_bytes",
     "host_size",
+    "log_launch",
     "out_of_memory",
     "pick_entry",
+    "pop_limit",
+    "probe_in_child",
+    "push_limit",
+    "set_base_limit",
 }
 SLOW_OR_DRIVER = ("triton", "llvmlite", "cuda.core", "typer", "rich", "tokenizers")
 

@@ -169,7 +169,7 @@ def torch_provider(torch_type: str) -> TorchProvider:
         BackendUnavailable: torch has no such accelerator.
     """
     module = getattr(torch, torch_type, None)
-    if module is None or not all(hasattr(module, name) for name in ("device_count", "synchronize")):
+    if not (hasattr(module, "device_count") and hasattr(module, "synchronize")):
         raise BackendUnavailable(torch_type, "no provider serves such tensors")
     kind: type[TorchProvider] = type("TorchProvider", (TorchProvider,), {"name": torch_type, "torch_type": torch_type})
     return kind()
