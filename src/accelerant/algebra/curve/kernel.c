@@ -17,7 +17,7 @@ ACL_KERNEL ACL_BLOCK(CURVE_BLOCK) void curve_neg(ACL_GLOBAL const u64 *x, ACL_GL
 ACL_DEVICE COORD COORD_run_of(COORD_affine p, COORD_affine q) {
     COORD chord = COORD_sub(q.x, p.x);
     u32 same = COORD_is_zero(chord);
-    COORD run = COORD_select(same, COORD_add(p.y, q.y), chord); /* 2 y, or 0 of opposite points */
+    COORD run = COORD_select(same, COORD_add(p.y, q.y), chord); /* 2 y, or 0 for opposite points */
     u32 none = COORD_affine_is_infinity(p) | COORD_affine_is_infinity(q) | COORD_is_zero(run);
     return COORD_select(none, COORD_one(), run);
 }
@@ -94,12 +94,12 @@ ACL_KERNEL ACL_BLOCK(CURVE_BLOCK) void curve_mul(ACL_GLOBAL const u64 *x, ACL_GL
     infinity.y = COORD_one();
     COORD_projective total = COORD_projective_select(0 - (u32)carry, table[0], infinity);
 #pragma unroll 1
-    for (i32 place = 63; place >= 0; place--) {
+    for (i32 position = 63; position >= 0; position--) {
 #pragma unroll 1
         for (i32 k = 0; k < 4; k++) {
             total = COORD_projective_double(total);
         }
-        u32 digit = (u32)(digits[place / 16] >> 4 * (place % 16)) & 15;
+        u32 digit = (u32)(digits[position / 16] >> 4 * (position % 16)) & 15;
         u32 negative = (digit >> 3) - 1;
         u32 magnitude = ((digit - 8) ^ negative) - negative;
         COORD_projective term = infinity;

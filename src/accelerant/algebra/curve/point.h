@@ -27,12 +27,12 @@ ACL_DEVICE void COORD_affine_store(ACL_GLOBAL u64 *points, i64 index, COORD_affi
     COORD_store(points, 2 * index + 1, p.y);
 }
 
-/* All bits set at infinity, else none. */
+/* Return all bits set for infinity, else 0. */
 ACL_DEVICE u32 COORD_affine_is_infinity(COORD_affine p) {
     return COORD_is_zero(p.x) & COORD_is_zero(p.y);
 }
 
-/* The opposite where the mask has all bits set. */
+/* Negate the point where the mask has all bits set. */
 ACL_DEVICE COORD_affine COORD_affine_negate(u32 mask, COORD_affine p) {
     p.y = COORD_select(mask, COORD_sub(COORD_zero(), p.y), p.y);
     return p;
@@ -60,7 +60,7 @@ ACL_DEVICE COORD_xyzz COORD_xyzz_infinity(void) {
     return p;
 }
 
-/* What has ZZ = ZZZ = 1, or is infinity. */
+/* Return the XYZZ coordinates of an affine point: ZZ = ZZZ = 1, or infinity. */
 ACL_DEVICE COORD_xyzz COORD_xyzz_from_affine(COORD_affine p) {
     COORD_xyzz q;
     q.x = p.x;
@@ -69,8 +69,8 @@ ACL_DEVICE COORD_xyzz COORD_xyzz_from_affine(COORD_affine p) {
     return q;
 }
 
-/* p = 2 p: dbl-2008-s-1 with a = 0; 6M + 3S. Infinity stays infinity. What is called takes points by address: by value they
- * fill the registers of the caller twice. */
+/* p = 2 p: dbl-2008-s-1 with a = 0; 6M + 3S. Infinity stays infinity. Called functions take points by address: passed by
+ * value they would occupy the caller's registers twice. */
 ACL_FAR void COORD_xyzz_double(COORD_xyzz *p) {
     COORD u = COORD_add(p->y, p->y);
     COORD v = COORD_SQUARE(u);

@@ -1,14 +1,14 @@
-/* Levels of Goldilocks in a pass. Roots of order 16 are powers of two, 2^192 = 1: within a group of levels a factor is a
- * shift, and what is left of it, a power of the block's own root, is multiplied once before the group.
+/* Levels of Goldilocks in a pass. Roots of order 16 are powers of two, 2^192 = 1, so within a group of levels a factor is a
+ * shift; the rest of the factor, a power of the block's root, is multiplied once before the group.
  *
- * Given before, by program.py: NTT_SHIFT, the logarithm to base 2 of the root of order 16.
+ * program.py defines NTT_SHIFT, the base-2 logarithm of the root of order 16.
  *
- * Bounds: what is multiplied or shifted is below p; sums and differences are any words, and need one operand below p: of
- * any x and y < p, x + y - 2^64 is below 2^64 - 2^32, so that e can be added where that carries; x - y likewise. What is
- * read is below p, and so is what is written. Source: Hamburg 2015, eprint 2015/625, for reduction. */
+ * Bounds. Operands of multiplies and shifts are below p. Sums and differences are any 64-bit words and need one operand
+ * below p: for any x and y < p, x + y - 2^64 is below 2^64 - 2^32, so that adding e after a carry does not carry again;
+ * x - y likewise. Elements are read and written below p. Source: Hamburg 2015, eprint 2015/625, for the reduction. */
 
 #ifndef NTT_FOLDED
-/* low + 2^64 a, below p. */
+/* Return low + 2^64 a, below p. */
 ACL_DEVICE F ntt_raised(u64 low, u32 a) {
     u64 part = ((u64)a << 32) - a;
     u64 sum = low + part;
@@ -16,14 +16,14 @@ ACL_DEVICE F ntt_raised(u64 low, u32 a) {
     return F_reduced(sum);
 }
 
-/* low + 2^64 a + 2^96 b, below p. */
+/* Return low + 2^64 a + 2^96 b, below p. */
 ACL_DEVICE F ntt_folded(u64 low, u32 a, u32 b) {
     u64 rest = low - b;
     return ntt_raised(rest - (F_EPSILON & (0 - (u64)(low < b))), a);
 }
 #endif
 
-/* 2^shift x, below p; the shift is from 1 to 95. Above 63 it is (2^64 - 2^96 c - 2^128 d) of what exceeds a word. */
+/* Return 2^shift x, below p, for shifts from 1 to 95. */
 ACL_DEVICE F ntt_shifted(F x, i32 shift) {
     if (shift < 32) {
         return ntt_raised(x << shift, (u32)(x >> (64 - shift)));

@@ -1,19 +1,20 @@
-/* Goldilocks with NVIDIA's carry flag, in place of goldilocks.h's functions of algebra/field in what follows: 4, 5 and 16
- * instructions instead of 13, 6 and 28. e = 2^32 - 1, p = 2^64 - e; a word is b 2^32 + a. Of a sum or difference x is any
- * word, y is below p, and so is the result any word; a product's are any, and it is below p.
+/* Goldilocks with NVIDIA's carry flag, replacing the functions of algebra/field/goldilocks.h below: 4, 5 and 16
+ * instructions instead of 13, 6 and 28. e = 2^32 - 1, p = 2^64 - e; a word is b 2^32 + a. In a sum or difference x is any
+ * word, y is below p, and the result is any word; in a product both are any words, and the result is below p.
  *
- * A pass is bound by adders, while the multiplier has time: a carry, 0 or 1, is paid back by e times it in a wide
- * multiply-add, and so is what is above 64 bits of a product. The compiler must not know e: it makes additions of it. A
- * pair of mad.lo and madc.hi becomes one instruction; mad.wide with a sum from elsewhere three. */
+ * A pass is bound by the adders, and the multiplier has spare cycles: a carry, 0 or 1, is reduced as e times the carry in a
+ * wide multiply-add, and so are the upper 64 bits of a product. e is hidden from the compiler, which would turn the product
+ * into additions. A pair of mad.lo and madc.hi becomes one instruction; mad.wide with an unrelated addend three. */
 ACL_CONSTANT u32 goldilocks_epsilon = 0xFFFFFFFFU;
 
 #define GOLDILOCKS_BEGIN                                                                               \
     ".reg .u32 a, b, c, d, f, m, r, s, t, u; mov.b64 {a, b}, %1; mov.b64 {c, d}, %2; "
 
-/* r + 2^32 s and f e. */
+/* Return r + 2^32 s + f e. */
 #define GOLDILOCKS_PAID "mad.lo.cc.u32 r, f, %3, r; madc.hi.u32 s, f, %3, s; mov.b64 %0, {r, s}; }"
 
-/* f = 1 where r + 2^32 s is p or more: where adding e carries out of 64 bits. Then e is added, which takes p off. */
+/* Subtract p from r + 2^32 s where it is at least p: f = 1 where adding e carries out of 64 bits, and adding e then
+ * subtracts p. */
 #define GOLDILOCKS_BELOW_P                                                                             \
     "add.cc.u32 a, r, 0xFFFFFFFF; addc.cc.u32 b, s, 0; addc.u32 f, f, 0; "                             \
     GOLDILOCKS_PAID
@@ -27,7 +28,7 @@ ACL_DEVICE F goldilocks_add(F x, F y) {
     GOLDILOCKS_DO("add.cc.u32 r, a, c; addc.cc.u32 s, b, d; addc.u32 f, 0, 0; " GOLDILOCKS_PAID);
 }
 
-/* m is e where the difference wrapped by 2^64 = p + e: e^2 + 2^32 = 2^64 - e. */
+/* m is e where the difference wrapped around by 2^64 = p + e: e^2 + 2^32 = 2^64 - e. */
 #define GOLDILOCKS_UNWRAPPED                                                                           \
     "subc.u32 m, 0, 0; mad.lo.cc.u32 r, m, %3, r; madc.hi.u32 s, m, %3, s; sub.u32 s, s, m; "
 
@@ -36,8 +37,8 @@ ACL_DEVICE F goldilocks_sub(F x, F y) {
     GOLDILOCKS_DO("sub.cc.u32 r, a, c; subc.cc.u32 s, b, d; " GOLDILOCKS_UNWRAPPED "mov.b64 %0, {r, s}; }");
 }
 
-/* r + 2^32 s + 2^64 t + 2^96 u = (r + 2^32 s - u) + e t, as goldilocks.h of algebra/field has it. A carry excludes a sum
- * that is p or more: what is left is at most 2^64 - 2^33. */
+/* r + 2^32 s + 2^64 t + 2^96 u = (r + 2^32 s - u) + e t, as in algebra/field/goldilocks.h. After a carry the sum is
+ * at most 2^64 - 2^33, so it is not also p or more. */
 #define GOLDILOCKS_FOLDED "sub.cc.u32 r, r, u; subc.cc.u32 s, s, 0; " GOLDILOCKS_UNWRAPPED GOLDILOCKS_RAISED
 #define GOLDILOCKS_RAISED                                                                              \
     "mad.lo.cc.u32 r, t, %3, r; madc.hi.cc.u32 s, t, %3, s; addc.u32 f, 0, 0; " GOLDILOCKS_BELOW_P
@@ -55,7 +56,7 @@ ACL_DEVICE F goldilocks_reduced(F x) {
     GOLDILOCKS_DO("mov.u32 r, a; mov.u32 s, b; mov.u32 f, 0; " GOLDILOCKS_BELOW_P);
 }
 
-/* As in goldilocks.h of this directory. */
+/* Same functions as in goldilocks.h of this directory. */
 #define NTT_FOLDED
 ACL_DEVICE F ntt_raised(u64 x, u64 y) {
     F z;

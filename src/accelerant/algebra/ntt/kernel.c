@@ -8,18 +8,19 @@
  *
  *     ntt_levels                          levels of butterflies between a thread's elements
  *     ntt_canonical                       the value below p of any F, which levels return
- *     NTT_AHEAD_ENDED                     waits for the preceding kernel if that may still run; tables are older
+ *     NTT_WAIT_FOR_PREVIOUS               waits for the preceding kernel of the stream; tables are complete before
  *
- * Grid: a block for each NTT_COLUMNS neighbouring columns; NTT_THREADS threads, NTT_RADIX elements each, in registers.
- * Where columns are neighbours in memory, elements go straight between memory and registers, NTT_COLUMNS to an access;
- * where rows are, through the block's memory, along the rows. Levels of butterflies are done NTT_LOG_RADIX at a time;
- * in between a block exchanges elements through its memory: a plane for each word, with unused positions in between, so that
- * threads access different banks, also in the last levels, where their rows are NTT_RADIX apart.
+ * Grid: a block for each NTT_COLUMNS neighbouring columns; NTT_THREADS threads, NTT_RADIX elements each, in
+ * registers. Where columns are neighbours in memory, elements move directly between memory and registers, NTT_COLUMNS
+ * per access; where rows are, they move through shared memory, along the rows. Levels of butterflies are done
+ * NTT_LOG_RADIX at a time; in between a block exchanges elements through shared memory: a plane for each word, with
+ * unused positions in between, so that threads access different banks, also in the last levels, where their rows are
+ * NTT_RADIX apart.
  *
- * A level halves blocks of rows: of the pair (x, y) of a block, y is multiplied by the block's own factor, then come x + y
- * and x - y. `block` is the number of the block in which a thread's elements are before a group of levels; those within it
- * are block 2^level + part. Factors are kept in the order of the blocks, and what comes first is not multiplied (its factor
- * is 1), so values that are not reduced grow by one product's a level. Early levels have few factors, which threads share.
+ * A level halves blocks of rows: of the pair (x, y) of a block, y is multiplied by the block's own factor, then x + y
+ * and x - y replace the pair. `block` is the number of the block in which a thread's elements are before a group of
+ * levels; those within it are block 2^level + part. Factors are in the order of the blocks; x is not multiplied, so
+ * unreduced values grow by the bound of one product per level. Early levels have few factors, which threads share.
  *
  * Traffic: each element is read and written once a pass, and a twiddle read for it; roots are in the nearest cache.
  * Multiplies per element: half a multiply per level, less in the first NTT_LOG_RADIX levels, and one for each factor.
@@ -32,9 +33,8 @@
 #define NTT_ELEMENTS (NTT_ROWS * NTT_COLUMNS)
 #define NTT_SPACE (NTT_ELEMENTS + NTT_ELEMENTS / NTT_RADIX)
 
-/* The position of an element in the block's memory. NTT_LINEAR: whether rows 2^shift apart, of which a thread has NTT_RADIX,
- * are so many elements apart, wherever the unused positions are: a thread then computes one position, and the others are
- * constant distances from it. */
+/* The position of an element in shared memory. NTT_LINEAR: whether the NTT_RADIX rows of a thread, 2^shift apart, are at
+ * constant distances in spite of the unused positions: a thread then computes one position and adds constants. */
 #if NTT_ALONG_IN && NTT_ALONG_OUT
 #define NTT_NUMBER(row, column) (((column) << NTT_LOG_ROWS) + (row))
 #define NTT_UNUSED(number) ((number) >> NTT_LOG_RADIX)
@@ -58,14 +58,14 @@
 #define NTT_AT_STEP(row, k, shift) NTT_AT((row) + ((k) << (shift)), own)
 #endif
 
-/* Along the rows: where element `number` of a block's columns is in memory, counted from where the first one begins. */
+/* Along the rows: the index in memory of element `number` of a block's columns, relative to the first one. */
 #if NTT_ALONG_IN && NTT_ALONG_OUT
 #define NTT_ALONG(number, stride) (number)
 #else
 #define NTT_ALONG(number, stride) (((number) >> NTT_LOG_ROWS) * (stride) + ((number) & (NTT_ROWS - 1)))
 #endif
 
-/* Whether the second group has fewer levels than a thread's elements: the last ones, so that places stay NTT_LINEAR. */
+/* Whether the second group of levels is a partial one: its last levels are done, so that positions stay NTT_LINEAR. */
 #define NTT_PARTIAL ((NTT_LOG_ROWS - NTT_FIRST) % NTT_LOG_RADIX != 0)
 
 #if NTT_WORDS > 1
@@ -87,30 +87,30 @@
         NTT_PART(value, plane) = tile[plane][at];                                                      \
     }
 
-/* The NTT_LOG_ROWS lowest bits in the opposite order. */
+/* Reverse the NTT_LOG_ROWS lowest bits. */
 ACL_DEVICE i32 ntt_reversed(i32 index) {
-    return (i32)(ntt_turned((u32)index) >> (32 - NTT_LOG_ROWS));
+    return (i32)(ntt_reverse_32((u32)index) >> (32 - NTT_LOG_ROWS));
 }
 
-/* Places of a thread's elements: element k is at the place of the first one and a constant, which is found for bits in the
- * opposite order too. So the first one's address is found once, and those of others by a sum. */
-#define NTT_TURNED(k) ((((k) & 1) << 3 | ((k) & 2) << 1 | ((k) & 4) >> 1 | (k) >> 3) >> (4 - NTT_LOG_RADIX))
-#define NTT_PLACE_IN(k) (NTT_REVERSED_IN ? NTT_TURNED(k) : (k) << (NTT_LOG_ROWS - NTT_LOG_RADIX))
-#define NTT_PLACE_OUT(k) (NTT_REVERSED_OUT ? (k) : NTT_TURNED(k) << (NTT_LOG_ROWS - NTT_LOG_RADIX))
+/* The offset of a thread's element k from its first one: a constant, also for reversed bits, so that a thread computes one
+ * address and adds constants. */
+#define NTT_REVERSE(k) ((((k) & 1) << 3 | ((k) & 2) << 1 | ((k) & 4) >> 1 | (k) >> 3) >> (4 - NTT_LOG_RADIX))
+#define NTT_POSITION_IN(k) (NTT_REVERSED_IN ? NTT_REVERSE(k) : (k) << (NTT_LOG_ROWS - NTT_LOG_RADIX))
+#define NTT_POSITION_OUT(k) (NTT_REVERSED_OUT ? (k) : NTT_REVERSE(k) << (NTT_LOG_ROWS - NTT_LOG_RADIX))
 
-/* The element at place + more times what the variant has before or after the sums: a factor of the place, a twiddle of
- * place and column. */
-#define NTT_FACTORS(name, of_place, of_column)                                                         \
-    ACL_DEVICE F name(F a, i64 place, i64 more, i64 column, NTT_TABLE factors, NTT_TABLE low,          \
+/* Multiply the element at position + more by the variant's factors before or after the sums: a factor of the position, a
+ * twiddle of position and column. */
+#define NTT_FACTORS(name, of_position, of_column)                                                         \
+    ACL_DEVICE F name(F a, i64 position, i64 more, i64 column, NTT_TABLE factors, NTT_TABLE low,          \
                       NTT_TABLE high, i64 log_low, i64 log_columns) {                                  \
-        if (of_place) {                                                                                \
-            a = F_mul(F_load(factors + place * NTT_WORDS, more), a);                                   \
+        if (of_position) {                                                                                \
+            a = F_mul(F_load(factors + position * NTT_WORDS, more), a);                                   \
         }                                                                                              \
         if (of_column) {                                                                               \
-            i64 near = (place << log_low) + (column & (((i64)1 << log_low) - 1));                      \
+            i64 near = (position << log_low) + (column & (((i64)1 << log_low) - 1));                      \
             a = F_mul(F_load(low + near * NTT_WORDS, more << log_low), a);                             \
             if (NTT_SPLIT) {                                                                           \
-                i64 log_high = log_columns - log_low, far = (place << log_high) + (column >> log_low); \
+                i64 log_high = log_columns - log_low, far = (position << log_high) + (column >> log_low); \
                 a = F_mul(F_load(high + far * NTT_WORDS, more << log_high), a);                        \
             }                                                                                          \
         }                                                                                              \
@@ -120,12 +120,12 @@ ACL_DEVICE i32 ntt_reversed(i32 index) {
 NTT_FACTORS(ntt_before, NTT_BEFORE, NTT_TWIDDLE_BEFORE)
 NTT_FACTORS(ntt_after, NTT_AFTER, NTT_TWIDDLE_AFTER)
 
-/* Canonical: a factor's product is, and what no factor follows is made so. */
+/* Return the canonical element: products by a factor already are canonical. */
 ACL_DEVICE F ntt_stored(F a) {
     return NTT_AFTER || NTT_TWIDDLE_AFTER ? a : ntt_canonical(a);
 }
 
-/* Where a column begins, on one side of the pass. A block's columns differ in their lowest digit alone. */
+/* The index of a column's first element on one side of the pass. A block's columns differ in their lowest digit only. */
 ACL_DEVICE i64 ntt_begin(i64 column, i64 digit_0, i64 digit_1, i64 stride_0, i64 stride_1, i64 stride_2) {
     i64 rest = column >> digit_0;
     return (column & (((i64)1 << digit_0) - 1)) * stride_0 + (rest & (((i64)1 << digit_1) - 1)) * stride_1 +
@@ -155,7 +155,7 @@ ACL_KERNEL NTT_BLOCK void ntt_pass(
 #endif
     i64 near = (first & (((i64)1 << digit_0) - 1)) + own;
     i64 begin = ntt_begin(first, digit_0, digit_1, read_0, read_1, read_2);
-    NTT_AHEAD_ENDED();
+    NTT_WAIT_FOR_PREVIOUS();
 
     /* In: a thread has rows group + k NTT_GROUPS of its column. */
 #if NTT_ALONG_IN
@@ -169,9 +169,9 @@ ACL_KERNEL NTT_BLOCK void ntt_pass(
 #pragma unroll
     for (i32 k = 0; k < NTT_RADIX; k++) {
         i32 number = k * NTT_THREADS + thread;
-        i32 place = number & (NTT_ROWS - 1);
-        v[k] = ntt_before(v[k], place, 0, 0, before, low, high, log_low, digit_0);
-        NTT_PUT(NTT_AT(NTT_REVERSED_IN ? ntt_reversed(place) : place, number >> NTT_LOG_ROWS), v[k]);
+        i32 position = number & (NTT_ROWS - 1);
+        v[k] = ntt_before(v[k], position, 0, 0, before, low, high, log_low, digit_0);
+        NTT_PUT(NTT_AT(NTT_REVERSED_IN ? ntt_reversed(position) : position, number >> NTT_LOG_ROWS), v[k]);
     }
     acl_barrier();
 #pragma unroll
@@ -180,15 +180,15 @@ ACL_KERNEL NTT_BLOCK void ntt_pass(
     }
 #else
     if (own < here) {
-        i32 place = NTT_REVERSED_IN ? ntt_reversed(group) : group;
-        x += (begin + own * read_0 + place * read_row) * NTT_WORDS;
+        i32 position = NTT_REVERSED_IN ? ntt_reversed(group) : group;
+        x += (begin + own * read_0 + position * read_row) * NTT_WORDS;
 #pragma unroll
         for (i32 k = 0; k < NTT_RADIX; k++) {
-            v[k] = F_load(x, NTT_PLACE_IN(k) * read_row);
+            v[k] = F_load(x, NTT_POSITION_IN(k) * read_row);
         }
 #pragma unroll
         for (i32 k = 0; k < NTT_RADIX; k++) {
-            v[k] = ntt_before(v[k], place, NTT_PLACE_IN(k), near, before, low, high, log_low, digit_0);
+            v[k] = ntt_before(v[k], position, NTT_POSITION_IN(k), near, before, low, high, log_low, digit_0);
         }
     }
 #endif
@@ -227,9 +227,9 @@ ACL_KERNEL NTT_BLOCK void ntt_pass(
 #pragma unroll
     for (i32 k = 0; k < NTT_RADIX; k++) {
         i32 number = k * NTT_THREADS + thread;
-        i32 place = number & (NTT_ROWS - 1);
-        NTT_GET(NTT_AT(NTT_REVERSED_OUT ? place : ntt_reversed(place), number >> NTT_LOG_ROWS), v[k]);
-        v[k] = ntt_after(v[k], place, 0, 0, after, low, high, log_low, digit_0);
+        i32 position = number & (NTT_ROWS - 1);
+        NTT_GET(NTT_AT(NTT_REVERSED_OUT ? position : ntt_reversed(position), number >> NTT_LOG_ROWS), v[k]);
+        v[k] = ntt_after(v[k], position, 0, 0, after, low, high, log_low, digit_0);
     }
 #pragma unroll
     for (i32 k = 0; k < NTT_RADIX; k++) {
@@ -240,15 +240,15 @@ ACL_KERNEL NTT_BLOCK void ntt_pass(
     }
 #else
     if (own < here) {
-        i32 place = NTT_REVERSED_OUT ? group << NTT_LOG_RADIX : ntt_reversed(group << NTT_LOG_RADIX);
-        z += (begin + own * write_0 + place * write_row) * NTT_WORDS;
+        i32 position = NTT_REVERSED_OUT ? group << NTT_LOG_RADIX : ntt_reversed(group << NTT_LOG_RADIX);
+        z += (begin + own * write_0 + position * write_row) * NTT_WORDS;
 #pragma unroll
         for (i32 k = 0; k < NTT_RADIX; k++) {
-            v[k] = ntt_after(v[k], place, NTT_PLACE_OUT(k), near, after, low, high, log_low, digit_0);
+            v[k] = ntt_after(v[k], position, NTT_POSITION_OUT(k), near, after, low, high, log_low, digit_0);
         }
 #pragma unroll
         for (i32 k = 0; k < NTT_RADIX; k++) {
-            F_store(z, NTT_PLACE_OUT(k) * write_row, ntt_stored(v[k]));
+            F_store(z, NTT_POSITION_OUT(k) * write_row, ntt_stored(v[k]));
         }
     }
 #endif

@@ -1,6 +1,6 @@
-/* Levels of butterflies on elements that stay below p: of one word, or of limbs without room for larger values. */
+/* Levels of butterflies on elements kept below p: elements of one word, or of limbs without spare bits. */
 
-/* See kernel.c. */
+/* Described in kernel.c. */
 ACL_DEVICE void ntt_levels(F *v, NTT_TABLE roots, i32 block, i32 done, i32 skip, i32 levels, i32 first) {
 #pragma unroll
     for (i32 level = 0; level < NTT_LOG_RADIX; level++) {

@@ -1,20 +1,21 @@
-/* Levels of butterflies of elements of several limbs with room above them, 5 p < R = 2^(32 n): nothing is reduced below p
- * until it is stored, and roots w stand with their quotients floor(w R / p). For n = 8 a product by one takes 99 wide
- * multiplies and 16 low ones, where a Montgomery product takes 128, 8, and a reduction.
+/* Levels of butterflies on elements of several limbs with spare bits, 5 p < R = 2^(32 n): elements are reduced below p only
+ * when they are stored, and a root w is kept with its quotient floor(w R / p). For n = 8 a product by such a root takes 99
+ * wide multiplies and 16 low ones; a Montgomery product takes 128, 8, and a reduction.
  *
- * Bounds. Below, [k] is a number below k p; p < R / 5.
- *     a product       of any x: [1 + x / R + 2^-28]. Let v = floor(w R / p) and q = floor((x v - d) / R), where d is what
- *                     F_shoup leaves out of x v: products below limb n - 2, together less than (n - 2) 2^-32 R^2 (1 + 2^-31).
- *                     As w R / p - 1 < v, q is above x w / p - x / R - d / R - 1, and at most x w / p: so x w - q p is at
- *                     least 0, below that, and below R, so that its lower half is all of it. x is [4], hence below 0.8 R
- *                     (0.76 R for BN254): [2].
- *     a butterfly     x is [4]; less 2 p where it is no less: [2]. So is the product t; x + t and x - t + 2 p are [4], below R.
- *     the factor 1    y is [4], and reduced as x is: [2]. In the first level both are what was read, and [1].
- *     what is read    is [1], and so is a factor's Montgomery product with it.
- *     what is stored  is [1]: a factor's Montgomery product with any number of n limbs; or [4], less 2 p, less p.
+ * Bounds. [k] denotes a number below k p; p < R / 5.
+ *     product      for any x: [1 + x / R + 2^-28]. Let v = floor(w R / p) and q = floor((x v - d) / R), where d is the part
+ *                  of x v that F_shoup omits: products below limb n - 2, in total less than (n - 2) 2^-32 R^2 (1 + 2^-31).
+ *                  As w R / p - 1 < v, q is above x w / p - x / R - d / R - 1, and at most x w / p. So x w - q p is at
+ *                  least 0, within the bound, and below R: its lower half is the whole number. x is [4], hence below 0.8 R
+ *                  (0.76 R for BN254), and the product is [2].
+ *     butterfly    x is [4], and [2] after subtracting 2 p where x >= 2 p. The product t is [2]; x + t and x - t + 2 p are
+ *                  [4], below R.
+ *     factor 1     y is [4] and reduced like x to [2]. In the first level both are inputs, [1].
+ *     inputs       are [1], and so is the Montgomery product of a factor and an input.
+ *     outputs      are [1]: a factor's Montgomery product with any number of n limbs; or [4], less 2 p, less p.
  * Source: Harvey 2014, J. Symbolic Computation 60, algorithms 2 and 4 (there for one word). */
 
-/* See kernel.c. */
+/* Described in kernel.c. */
 ACL_DEVICE void ntt_levels(F *v, NTT_TABLE roots, i32 block, i32 done, i32 skip, i32 levels, i32 first) {
 #pragma unroll
     for (i32 level = 0; level < NTT_LOG_RADIX; level++) {

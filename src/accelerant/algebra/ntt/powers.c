@@ -26,11 +26,11 @@ ACL_KERNEL ACL_BLOCK(POWERS_BLOCK) void ntt_powers(
     ACL_GLOBAL F_WORD *z, ACL_GLOBAL const F_WORD *ladder, i64 log_rows, i64 log_count, i64 log_steps, i64 log_unit,
     i64 by_bits, i64 by_row, i64 by_column) {
     const i64 i = acl_global_id(), log_apart = log_count - log_steps;
-    const i64 place = i >> log_apart, c = i & (((i64)1 << log_apart) - 1);
-    if (place >> log_rows) {
+    const i64 position = i >> log_apart, c = i & (((i64)1 << log_apart) - 1);
+    if (position >> log_rows) {
         return;
     }
-    const u64 row = by_bits && log_rows ? (u64)(ntt_turned((u32)place) >> (32 - log_rows)) : (u64)place;
+    const u64 row = by_bits && log_rows ? (u64)(ntt_reverse_32((u32)position) >> (32 - log_rows)) : (u64)position;
     const i32 a = 1, t = a + POWERS_LADDER, w = t + POWERS_LADDER;
     F v = F_load(ladder, 0), step = F_one();
     v = powers_times(v, ladder, a, by_row ? row : 0);
@@ -39,7 +39,7 @@ ACL_KERNEL ACL_BLOCK(POWERS_BLOCK) void ntt_powers(
     step = powers_times(step, ladder, t, by_column ? (u64)1 << (log_apart + log_unit) : 0);
     step = powers_times(step, ladder, w, row << (log_apart + log_unit));
     for (i64 k = 0; k < (i64)1 << log_steps; k++) {
-        F_store(z, (place << log_count) + (k << log_apart) + c, v);
+        F_store(z, (position << log_count) + (k << log_apart) + c, v);
         v = F_mul(v, step);
     }
 }
