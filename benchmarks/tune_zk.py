@@ -5,7 +5,7 @@
     python benchmarks/tune_zk.py opencl --smallest        # sizes that tell nothing, to see that it runs
 
 Every answer is compared with the CPU's before it is timed. The best divisions belong in algebra/ntt/launch.py
-(division_of) and zk/msm/device_plan.py; nothing is written here.
+(division_of) and zk/multi_scalar/device_plan.py; nothing is written here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from accelerant.algebra.field.words import random
 from accelerant.algebra.ntt.launch import DeviceNttPlan, Division, HostNttPlan, division_of, run
 from accelerant.errors import AccelerantError
 from accelerant.zk.elliptic_curve import curve as curve_named
-from accelerant.zk.msm.device import DeviceBases, device_msm
+from accelerant.zk.multi_scalar.device import DeviceBases, start_msm
 from benchmarks.zk_inputs import msm_answer, msm_points, msm_scalars
 
 _ORDER = "natural_to_bit_reversed"
@@ -120,7 +120,7 @@ def _choices(log_n: int) -> Iterator[dict[str, Any]]:
         yield {"per_thread": per_thread}
     for resident in (256, 384, 512, 640):
         yield {"resident": resident}
-    yield {"fold_written_out": True}
+    yield {"fold_inlined": True}
 
 
 def _one_sum(
@@ -135,7 +135,7 @@ def _one_sum(
     else:
 
         def call() -> Any:
-            return device_msm(place, curve, scalars, points, **options)
+            return start_msm(place, curve, scalars, points, **options).finish()
 
     found = call().reshape(1, -1)
     right = bool((found == to_montgomery(HOST, curve, want).reshape(1, -1)).all())

@@ -46,7 +46,7 @@ from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk import msm, ntt
-from accelerant.zk.msm.fixed import FixedBase
+from accelerant.zk.multi_scalar.op import FixedBase
 from benchmarks import zk_first_call, zk_inputs
 from benchmarks.zk_multiplier import CARRY, measure_multiplier, msm_multiplies, msm_products, ntt_multiplies
 

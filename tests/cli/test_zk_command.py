@@ -77,7 +77,7 @@ def test_a_wrong_witness_writes_nothing(run, folder):
     (folder / "q.json").write_text("before")
     status, output, error = run("prove", PRODUCT / "product.zkey", wrong, "p.json", "q.json")
     assert (status, output) == (2, "")
-    assert "does not verify and is not handed out" in error
+    assert "does not verify and is not returned" in error
     assert sorted(path.name for path in folder.iterdir()) == ["q.json", "wrong.wtns"]
     assert (folder / "q.json").read_text() == "before"
     assert run("prove", PRODUCT / "product.zkey", wrong, "p.json", "q.json", "--no-self-verify")[0] == 0

@@ -170,7 +170,7 @@ def test_a_kernels_key_has_the_fields_parameters(monkeypatch):
 @pytest.mark.parametrize("edited", ["runtime/compilation/llvm.py", "algebra/field/llvm_packed.py"])
 def test_a_kernels_key_changes_with_the_code_that_writes_it(edited, tmp_path, monkeypatch):
     package = sources._PACKAGE
-    for folder in ("algebra", "zk/msm", "runtime/compilation"):
+    for folder in ("algebra", "zk/multi_scalar", "runtime/compilation"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     kernel = FieldKernels("bn254_fr", "field_mul", "scalar")
     own = kernel.key

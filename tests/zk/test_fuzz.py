@@ -23,8 +23,7 @@ from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.ntt.plan import ORDERS
 from accelerant.algebra.ntt.reference import ntt_reference
 from accelerant.errors import FormatError
-from accelerant.zk.msm.fixed import FixedBase
-from accelerant.zk.msm.op import msm
+from accelerant.zk.multi_scalar.op import FixedBase, msm
 from accelerant.zk.transform import ntt
 
 EXAMPLES = int(os.environ.get("ACCELERANT_FUZZ_EXAMPLES", "0"))

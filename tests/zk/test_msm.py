@@ -26,11 +26,10 @@ from accelerant.algebra.curve.reference import multiply, negate
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.words import encode
 from accelerant.errors import ConfigError, FormatError, OutOfMemory, ShapeError, UnsupportedCase, UnsupportedDtype
-from accelerant.zk.msm import cpu, op
-from accelerant.zk.msm.cpu import Bases, Plan, cpu_msm, plan
-from accelerant.zk.msm.fixed import FixedBase
-from accelerant.zk.msm.llvm_kernels import MsmKernels, kernel_source
-from accelerant.zk.msm.op import msm
+from accelerant.zk.multi_scalar import cpu, op
+from accelerant.zk.multi_scalar.cpu import CpuBases, CpuPlan, cpu_plan
+from accelerant.zk.multi_scalar.llvm_kernels import MsmKernels, kernel_source
+from accelerant.zk.multi_scalar.op import FixedBase, msm
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 from msm_reference import msm_buckets, msm_sum
@@ -56,7 +55,7 @@ def needs(form):
 
 
 def montgomery(curve, points):
-    """Words (n, words of a point) as cpu_msm takes them."""
+    """Words (n, words of a point) as CpuBases takes them."""
     words = launch.to_montgomery(HOST, curve, encode_points(curve, points))
     return words.reshape(len(points), math.prod(curve.shape))
 
@@ -69,7 +68,7 @@ def affine(curve, words):
 def total(name, form, scalars, points, chosen=None):
     needs(form)
     curve = curve_of(name)
-    return affine(curve, Bases(curve, montgomery(curve, points), form).msm(encode(curve.scalars, scalars), chosen))
+    return affine(curve, CpuBases(curve, montgomery(curve, points), form).msm(encode(curve.scalars, scalars), chosen))
 
 
 @functools.cache
@@ -135,7 +134,7 @@ def test_any_plan_gives_the_same_sum(form, bits, parts, group):
     for n in (2, 24):
         multipliers, points = (each[:n] for each in few("bn254_g1"))
         scalars = [curve.order - 1 - i for i in range(n)]
-        chosen = Plan(bits, windows, parts, group)
+        chosen = CpuPlan(bits, windows, parts, group)
         assert total("bn254_g1", form, scalars, points, chosen) == expected("bn254_g1", scalars, multipliers)
 
 
@@ -170,33 +169,33 @@ def test_skewed_sums(form, kind):
         group = accelerant.zk.curve("bn254_g1")
         words = group.mul(group.generator, [m % curve.order for m in multipliers])
     points = launch.to_montgomery(HOST, curve, words).reshape(n, -1)
-    found = Bases(curve, points, form).msm(encode(curve.scalars, scalars))
+    found = CpuBases(curve, points, form).msm(encode(curve.scalars, scalars))
     assert affine(curve, found) == expected("bn254_g1", scalars, multipliers)
 
 
 def test_more_workers_than_digits(monkeypatch):
     """Ranges of points keep many cores busy; each gives its part of a digit."""
     n, curve = 12000, curve_of("bn254_g1")
-    assert plan(curve.order, n, 64).parts > 1
+    assert cpu_plan(curve.order, n, 64).parts > 1
     monkeypatch.setattr(cpu, "usable_cores", lambda: 64)
     points = launch.to_montgomery(HOST, curve, generated("bn254_g1", n)).reshape(n, -1)
     scalars = msm_scalars(curve, n)
-    found = cpu_msm(curve, encode(curve.scalars, scalars), points)
+    found = CpuBases(curve, points).msm(encode(curve.scalars, scalars))
     assert affine(curve, found) == expected("bn254_g1", scalars, msm_multipliers(n))
 
 
 def test_points_beyond_a_task_are_split(monkeypatch):
-    monkeypatch.setattr(cpu, "_MOST_POINTS", 700)
-    plan.cache_clear()
+    monkeypatch.setattr(cpu, "_TASK_POINTS", 700)
+    cpu_plan.cache_clear()
     try:
         n, curve = 1500, curve_of("bn254_g1")
-        assert plan(curve.order, n, 2).parts == 3
+        assert cpu_plan(curve.order, n, 2).parts == 3
         points = launch.to_montgomery(HOST, curve, generated("bn254_g1", n)).reshape(n, -1)
         scalars = msm_scalars(curve, n)
-        found = cpu_msm(curve, encode(curve.scalars, scalars), points)
+        found = CpuBases(curve, points).msm(encode(curve.scalars, scalars))
         assert affine(curve, found) == expected("bn254_g1", scalars, msm_multipliers(n))
     finally:
-        plan.cache_clear()
+        cpu_plan.cache_clear()
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -208,18 +207,18 @@ def test_scratch_keeps_to_the_free_memory(workers, shared, monkeypatch):
     scalars = msm_scalars(curve, n)
     wanted = expected("bn254_g1", scalars, msm_multipliers(n))
     monkeypatch.setattr(cpu, "usable_cores", lambda: workers)
-    bases = Bases(curve, points, shared=plan(curve.order, n, workers, shared=True) if shared else None)
+    bases = CpuBases(curve, points, shared=cpu_plan(curve.order, n, workers, shared=True) if shared else None)
     aligned, taken = cpu._aligned, []
     monkeypatch.setattr(cpu, "_aligned", lambda size: taken.append(size) or aligned(size))
     assert affine(curve, bases.msm(encode(curve.scalars, scalars))) == wanted
-    monkeypatch.setattr(cpu, "_NOT_ASKED_BYTES", 0)
+    monkeypatch.setattr(cpu, "_SMALL_SCRATCH_BYTES", 0)
     monkeypatch.setattr(cpu, "_free_bytes", lambda: taken[0])
     assert affine(curve, bases.msm(encode(curve.scalars, scalars))) == wanted
     assert taken[1] <= cpu._SCRATCH_SHARE * taken[0]
 
 
 def test_a_sum_without_room_is_refused(monkeypatch):
-    monkeypatch.setattr(cpu, "_NOT_ASKED_BYTES", 0)
+    monkeypatch.setattr(cpu, "_SMALL_SCRATCH_BYTES", 0)
     monkeypatch.setattr(cpu, "_free_bytes", lambda: 2000)
     with pytest.raises(OutOfMemory, match=r"of 20 points takes [\d,]+ bytes of scratch .*; 1,000 may be taken, 50%"):
         msm([1] * 20, generated("bn254_g1", 20))
@@ -229,7 +228,7 @@ def test_a_sum_keeps_one_copy_of_the_points(monkeypatch):
     """The Montgomery words that checks ran on are given up when the kernels' form is made."""
     references = []
 
-    class Watched(Bases):
+    class Watched(CpuBases):
         def __init__(self, curve, points):
             references.extend(weakref.ref(each) for each in (points, points.base) if each is not None)
             super().__init__(curve, points)
@@ -238,7 +237,7 @@ def test_a_sum_keeps_one_copy_of_the_points(monkeypatch):
             assert [reference() is None for reference in references] == [True] * len(references)
             return super().msm(scalars, chosen)
 
-    monkeypatch.setattr(op, "Bases", Watched)
+    monkeypatch.setattr(op, "CpuBases", Watched)
     name, n = "bn254_g1", 20
     curve, scalars = curve_of(name), msm_scalars(curve_of(name), n)
     found = msm(scalars, generated(name, n))
@@ -297,7 +296,9 @@ def test_no_memory_but_a_workers_own_is_written(form, bits, group, monkeypatch):
     points = launch.to_montgomery(HOST, curve, generated("bn254_g1", n)).reshape(n, -1)
     digits = sum(1 << bits * j for j in range(253 // bits))
     for scalars in ([i * digits for i in range(n)], [1] * n):
-        found = Bases(curve, points, form).msm(encode(curve.scalars, scalars), Plan(bits, -(-256 // bits), 1, group))
+        found = CpuBases(curve, points, form).msm(
+            encode(curve.scalars, scalars), CpuPlan(bits, -(-256 // bits), 1, group)
+        )
         assert affine(curve, found) == expected("bn254_g1", scalars, msm_multipliers(n))
     assert len(storages) == 4
     assert all((rest == 0xA5).all() for rest in storages)
@@ -315,7 +316,7 @@ def test_too_many_points_are_refused(monkeypatch):
 def test_plans_hold_every_scalar(name, n, workers):
     """The largest scalar plus the shift fits in the digits, which the kernels read from six words."""
     order = curve_of(name).order
-    found = plan(order, n, workers)
+    found = cpu_plan(order, n, workers)
     assert order - 1 + found.shift < 1 << found.bits * found.windows <= 1 << 320
     assert found.parts >= n / (1 << 20)
 
@@ -527,8 +528,8 @@ def test_sums_by_multiples(name, form):
     multipliers, points = few(name)
     scalars = [0, 1, curve.order - 1, *(rng.randrange(curve.order) for _ in points[3:])]
     for bits, parts in ((5, 1), (8, 3)):
-        shared = Plan(bits, -(-256 // bits), parts, shared=True)
-        bases = Bases(curve, montgomery(curve, points), form, shared)
+        shared = CpuPlan(bits, -(-256 // bits), parts, shared=True)
+        bases = CpuBases(curve, montgomery(curve, points), form, shared)
         for row in (scalars, [curve.order - 1] * len(points), [0] * len(points)):
             assert affine(curve, bases.msm(encode(curve.scalars, row))) == expected(name, row, multipliers)
 
@@ -536,16 +537,16 @@ def test_sums_by_multiples(name, form):
 def test_points_that_come_in_chunks():
     curve, n = curve_of("bn254_g1"), 300
     points = launch.to_montgomery(HOST, curve, generated("bn254_g1", n)).reshape(n, -1)
-    whole = Bases(curve, points)
+    whole = CpuBases(curve, points)
     for size, most in ((1, n), (100, n), (n, n + 50)):
-        found = Bases.of_chunks(curve, (points[i : i + size].copy() for i in range(0, n, size)), most)
+        found = CpuBases.of_chunks(curve, (points[i : i + size].copy() for i in range(0, n, size)), most)
         assert found.n == n
         assert (found._points == whole._points).all()
         scalars = encode(curve.scalars, list(range(n)))
         assert (found.msm(scalars) == whole.msm(scalars)).all()
-    assert Bases.of_chunks(curve, iter(()), 0).n == 0
+    assert CpuBases.of_chunks(curve, iter(()), 0).n == 0
     with pytest.raises(ShapeError, match="wanted 299 points at most"):
-        Bases.of_chunks(curve, iter((points[:200].copy(), points[200:].copy())), n - 1)
+        CpuBases.of_chunks(curve, iter((points[:200].copy(), points[200:].copy())), n - 1)
 
 
 def test_multiples_of_a_sum_of_nothing():

@@ -29,22 +29,28 @@ from accelerant.errors import ConfigError, FormatError, OutOfMemory
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, portable_header
 from accelerant.runtime.provider import MemoryInfo
-from accelerant.zk.msm import device
-from accelerant.zk.msm import device_plan as device_plan_module
-from accelerant.zk.msm.device import DeviceBases, _Work, device_msm
-from accelerant.zk.msm.device_plan import MOST_INDICES, DevicePlan, device_plan
-from accelerant.zk.msm.fixed import FixedBase
-from accelerant.zk.msm.op import msm, summed
-from accelerant.zk.msm.program import (
+from accelerant.zk.multi_scalar import device
+from accelerant.zk.multi_scalar import device_plan as device_plan_module
+from accelerant.zk.multi_scalar.device import DeviceBases, _Runner, start_msm
+from accelerant.zk.multi_scalar.device_kernels import (
     INVERT_BLOCK,
-    LONGEST,
+    MAX_SEGMENT_UNITS,
     accumulate_source,
     affine_source,
     fold_source,
     multiples_source,
     sort_source,
 )
-from accelerant.zk.msm.steps import Piece, prepared, shapes, sort_launches
+from accelerant.zk.multi_scalar.device_plan import (
+    MAX_INDICES,
+    Chunk,
+    DevicePlan,
+    device_plan,
+    prepare,
+    scratch_shapes,
+    sort_launches,
+)
+from accelerant.zk.multi_scalar.op import FixedBase, msm, run_sums
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 from msm_reference import msm_buckets
@@ -53,7 +59,7 @@ import vectors  # the inputs of known answers
 
 
 @pytest.fixture
-def place(request):
+def space(request):
     reason = registry.reason_absent(request.param)
     if reason:
         pytest.fail(reason) if os.environ.get("CI") == "true" and request.param == "opencl" else pytest.skip(reason)
@@ -142,32 +148,35 @@ def some_rounds(curve, *rounds):
     return rounds if curve.coordinates.degree == 1 else (0,)
 
 
-def check(place, curve, scalars, logarithms, there, **options):
-    """Device_msm against the oracle, from arrays of the host, or from words that are at the place already."""
+def check(space, curve, scalars, logarithms, there, **options):
+    """Device_msm against the oracle, from arrays of the host, or from words that are at the space already."""
     arrays = words_of(scalars), packed(curve, [point(curve, log) for log in logarithms])
     if there:
-        arrays = tuple(place.load(array) for array in arrays)
-    found = unpacked(curve, device_msm(place, curve, *arrays, **options))
+        arrays = tuple(space.load(array) for array in arrays)
+    found = unpacked(curve, start_msm(space, curve, *arrays, **options).finish())
     assert found == expected_of(curve, scalars, logarithms)
 
 
 # --- the sort --------------------------------------------------------------------------------------------------------
 
 
-def sorted_by(place, curve, plan, scalars):
-    """What sort.c makes of scalars: the keys' sums as lists of (place, sign), after checks that hold for all."""
-    work, n = _Work(place, curve, plan), len(scalars)
-    launches = prepared(place, sort_launches(curve, plan, Piece(n, n, 0, 0)))
-    work.run(launches, {"scalars": place.load(words_of(scalars))})
-    counts, places, segments, heavy, sums = (
-        place.store(work.array(name)) for name in ("counts", "places", "segments", "heavy", "sums")
+def sorted_by(space, curve, plan, scalars):
+    """What sort.c makes of scalars: the keys' sums as lists of (space, sign), after checks that hold for all."""
+    work, n = _Runner(space, curve, plan), len(scalars)
+    launches = prepare(space, sort_launches(curve, plan, Chunk(n, n, 0, 0)))
+    work.run(launches, {"scalars": space.load(words_of(scalars))})
+    counts, entries, segments, heavy, sums = (
+        space.store(work.array(name)) for name in ("counts", "sorted", "segments", "heavy", "sums")
     )
     counters = counts[plan.keys :]
-    segments, heavy = segments[: counters[LONGEST + 1]].tolist(), heavy[: counters[LONGEST + 2]].tolist()
+    segments, heavy = (
+        segments[: counters[MAX_SEGMENT_UNITS + 1]].tolist(),
+        heavy[: counters[MAX_SEGMENT_UNITS + 2]].tolist(),
+    )
     lengths = [length for _, length, _ in segments]
     assert lengths == sorted(lengths, reverse=True)
     assert all(0 < length <= plan.segment for length in lengths)
-    units = places[: int(counters[LONGEST + 4]) << plan.rounds].reshape(-1, 1 << plan.rounds)
+    units = entries[: int(counters[MAX_SEGMENT_UNITS + 4]) << plan.rounds].reshape(-1, 1 << plan.rounds)
     assert len(units) == sum(lengths)
     assert (units[:, 0] != NONE).all()
     assert ((units[:, 1:] == NONE) >= (units[:, :-1] == NONE)).all()
@@ -191,8 +200,8 @@ def sorted_lengths(segments):
     return [length for _, length, _ in sorted(segments)]
 
 
-@pytest.mark.parametrize("place", ["opencl", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-def test_the_sort_fills_the_buckets(place):
+@pytest.mark.parametrize("space", ["opencl", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_the_sort_fills_the_buckets(space):
     """Each point is where its digits say: the weighted sums of logarithms are the scalars' sum."""
     curve = curve_of("bn254_g1")
     cuts = (
@@ -208,7 +217,7 @@ def test_the_sort_fills_the_buckets(place):
         for options in cuts if scalars else ():
             n, plan = len(scalars), device_plan(curve, len(scalars), 1 << 30, **options)
             total = 0
-            for key, entries in sorted_by(place, curve, plan, scalars).items():
+            for key, entries in sorted_by(space, curve, plan, scalars).items():
                 w, bucket = divmod(key, plan.buckets)
                 for index, sign in entries:
                     level, i = divmod(index, n)
@@ -220,79 +229,79 @@ def test_the_sort_fills_the_buckets(place):
 # --- sums ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("place", "name"), PLACES, indirect=["place"])
-def test_sums_are_exact(place, name):
+@pytest.mark.parametrize(("space", "name"), PLACES, indirect=["space"])
+def test_sums_are_exact(space, name):
     """Any scalars and points; windows and segments of few points too, so that buckets are cut up."""
     curve = curve_of(name)
     for i, (scalars, logarithms) in enumerate(cases(curve)):
         options = {} if i % 3 else {"window": 5, "segment": 3}
-        check(place, curve, scalars, logarithms, there=i % 2 == 0, **options)
+        check(space, curve, scalars, logarithms, there=i % 2 == 0, **options)
         for rounds in some_rounds(curve, 1, 2, 5):
-            check(place, curve, scalars, logarithms, there=i % 2 == 0, rounds=rounds, **options)
+            check(space, curve, scalars, logarithms, there=i % 2 == 0, rounds=rounds, **options)
     scalars, logarithms = some(curve, 33)
     points = [point(curve, log) for log in logarithms]
     assert expected_of(curve, scalars, logarithms) == msm_buckets(curve, scalars, points)
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [case for case in PLACES if case.values[1].endswith("_g1")], indirect=["place"]
+    ("space", "name"), [case for case in PLACES if case.values[1].endswith("_g1")], indirect=["space"]
 )
-def test_inverses_are_exact(place, name):
+def test_inverses_are_exact(space, name):
     """Of one element alone, which is what divsteps.h gets; then of many, by threads that have some, one or none."""
     curve = curve_of(name)
     field = curve.coordinates.base
     p, radix, draw = field.modulus, montgomery_radix(field), random.Random(name)
-    kernel = place.provider.compile(affine_source(curve), entry="msm_affine_invert", device=place.index)
+    kernel = space.provider.compile(affine_source(curve), entry="msm_affine_invert", device=space.index)
     values = [1, 2, p - 1, p - 2, (p + 1) // 2, 2**30, 2**30 - 1, 2**240 + 1, radix % p, pow(radix, -1, p)]
     values += [draw.randrange(1, p) for _ in range(6)]
     for chosen in (*([value] for value in values), (values * 300)[: 16 * INVERT_BLOCK + 3]):
         words = [word for value in chosen for word in field.words(value * radix % p, 64, field.limbs)]
-        totals = place.load(np.array(words, np.uint64).reshape(len(chosen), -1))
+        totals = space.load(np.array(words, np.uint64).reshape(len(chosen), -1))
         groups, each = (1, 1) if len(chosen) == 1 else (3, 8)
-        place.provider.launch(kernel, (groups,), (INVERT_BLOCK,), (place.pointer(totals), len(chosen), each))
-        rows = place.store(totals).tolist()
+        space.provider.launch(kernel, (groups,), (INVERT_BLOCK,), (space.pointer(totals), len(chosen), each))
+        rows = space.store(totals).tolist()
         found = [sum(word << 64 * i for i, word in enumerate(row)) * pow(radix, -1, p) % p for row in rows]
         assert all(value * inverse % p == 1 for value, inverse in zip(chosen, found, strict=True))
 
 
-@pytest.mark.parametrize(("place", "name"), PLACES, indirect=["place"])
-def test_sums_in_pieces_are_exact(place, name):
-    """What has no room at once; from words at the place, and streamed from the host."""
+@pytest.mark.parametrize(("space", "name"), PLACES, indirect=["space"])
+def test_sums_in_chunks_are_exact(space, name):
+    """What has no room at once; from words at the space, and streamed from the host."""
     curve = curve_of(name)
-    for n, piece in ((300, 100), (300, 299), (33, 1)):
+    for n, chunk in ((300, 100), (300, 299), (33, 1)):
         for there in (False, True):
             check(
-                place,
+                space,
                 curve,
                 *some(curve, n),
                 there=there,
                 window=7,
-                piece=piece,
+                chunk=chunk,
                 rounds=some_rounds(curve, 2 * there)[0],
             )
 
 
-@pytest.mark.parametrize(("place", "name"), PLACES, indirect=["place"])
-def test_every_cut_gives_the_same(place, name):
+@pytest.mark.parametrize(("space", "name"), PLACES, indirect=["space"])
+def test_every_cut_gives_the_same(space, name):
     """Windows up to several launches of msm_reduce, segments of one point and of the most, all that one may tune."""
     curve = curve_of(name)
     scalars, logarithms = some(curve, 300)
     for window in (2, 5, 11, 12, 13):
-        check(place, curve, scalars, logarithms, there=True, window=window)
-    for segment in (1, 2, 16, 17, LONGEST):
-        check(place, curve, [1] * 290 + scalars[290:], logarithms, there=True, window=9, segment=segment)
+        check(space, curve, scalars, logarithms, there=True, window=window)
+    for segment in (1, 2, 16, 17, MAX_SEGMENT_UNITS):
+        check(space, curve, [1] * 290 + scalars[290:], logarithms, there=True, window=9, segment=segment)
     for rounds in some_rounds(curve, *range(6)):
-        check(place, curve, scalars, logarithms, there=True, window=4, segment=2, rounds=rounds)
-        check(place, curve, [1] * 290 + scalars[290:], logarithms, there=True, window=9, rounds=rounds)
+        check(space, curve, scalars, logarithms, there=True, window=4, segment=2, rounds=rounds)
+        check(space, curve, [1] * 290 + scalars[290:], logarithms, there=True, window=9, rounds=rounds)
     for per_thread in (0, 1, 5):
-        check(place, curve, scalars, logarithms, there=True, window=13, per_thread=per_thread)
-    options = {"written_out": True, "resident": 256, "fold_written_out": True}
-    check(place, curve, scalars, logarithms, there=True, **options)
-    check(place, curve, scalars, logarithms, there=True, rounds=some_rounds(curve, 3)[0], **options)
+        check(space, curve, scalars, logarithms, there=True, window=13, per_thread=per_thread)
+    options = {"inlined": True, "resident": 256, "fold_inlined": True}
+    check(space, curve, scalars, logarithms, there=True, **options)
+    check(space, curve, scalars, logarithms, there=True, rounds=some_rounds(curve, 3)[0], **options)
 
 
-@pytest.mark.parametrize(("place", "name"), PLACES, indirect=["place"])
-def test_sums_over_fixed_points_are_exact(place, name):
+@pytest.mark.parametrize(("space", "name"), PLACES, indirect=["space"])
+def test_sums_over_fixed_points_are_exact(space, name):
     """With the points' multiples, and without where they have no room."""
     curve = curve_of(name)
     for scalars, logarithms in cases(curve):
@@ -301,15 +310,15 @@ def test_sums_over_fixed_points_are_exact(place, name):
         cuts = (
             {},
             {"window": 5, "segment": 7},
-            {"window": 6, "piece": 50, "rounds": some_rounds(curve, 2)[0]},
+            {"window": 6, "chunk": 50, "rounds": some_rounds(curve, 2)[0]},
             {"free_bytes": 0},
         )
         for options in cuts:
-            bases = DeviceBases(place, curve, packed(curve, points), **options)
-            assert unpacked(curve, bases.msm(place.load(words_of(scalars)))) == expected
+            bases = DeviceBases(space, curve, packed(curve, points), **options)
+            assert unpacked(curve, bases.msm(space.load(words_of(scalars)))) == expected
             assert unpacked(curve, bases.msm(words_of(scalars))) == expected
             kept = "free_bytes" not in options and bool(points)
-            assert bases.explain().startswith("the points' multiples" if kept else "pieces" if points else "no points")
+            assert bases.explain().startswith("the points' multiples" if kept else "chunks" if points else "no points")
 
 
 KNOWN = [
@@ -319,20 +328,20 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("place", "name"), KNOWN, indirect=["place"])
-def test_known_answers(place, name):
+@pytest.mark.parametrize(("space", "name"), KNOWN, indirect=["space"])
+def test_known_answers(space, name):
     """2^14 points."""
     curve, n = curve_of(name), 1 << 14
     scalars, points = words_of(vectors.msm_scalars(curve, n)), packed(curve, vectors.msm_points(curve, n))
     expected = vectors.MSM_ANSWERS[name, 14]
     for rounds in some_rounds(curve, 0, 3):
-        assert unpacked(curve, device_msm(place, curve, scalars, points, rounds=rounds)) == expected
-        assert unpacked(curve, DeviceBases(place, curve, points, rounds=rounds).msm(scalars)) == expected
+        assert unpacked(curve, start_msm(space, curve, scalars, points, rounds=rounds).finish()) == expected
+        assert unpacked(curve, DeviceBases(space, curve, points, rounds=rounds).msm(scalars)) == expected
     # All scalars the same: few buckets, of many segments.
     last = np.tile(words_of([curve.order - 1]), (n, 1))
     expected = multiply(curve, -sum(vectors.msm_multipliers(n)) % curve.order, curve.generator)
     for rounds in some_rounds(curve, 0, 3):
-        assert unpacked(curve, device_msm(place, curve, last, points, rounds=rounds)) == expected
+        assert unpacked(curve, start_msm(space, curve, last, points, rounds=rounds).finish()) == expected
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------
@@ -347,7 +356,7 @@ def test_plans_have_room_for_the_worst_scalars(name, shared):
         plan = device_plan(curve, n, 1 << 40, shared=shared)
         assert plan.points == n
         assert plan.window * plan.windows > curve.order.bit_length()
-        assert plan.entries == n * plan.windows <= MOST_INDICES
+        assert plan.entries == n * plan.windows <= MAX_INDICES
         draw = random.Random(n)
         for share in (0.0, 0.5, 1.0):  # so much of the entries is in one bucket, the others spread over some
             left = plan.entries - int(share * plan.entries)
@@ -403,7 +412,7 @@ def test_plans_have_room_for_buckets_just_beyond_a_segment(shared, options):
 
 
 class _Device:
-    """A place and its provider: the memory of a device, and what is asked of it in turn."""
+    """A memory space and its provider, which records the calls."""
 
     backend, index = "cuda", 0
 
@@ -419,12 +428,12 @@ class _Device:
 
 
 class _Summing:
-    """In the place of _Work: the plans that sums are made by."""
+    """A _Runner that records the plans of sums."""
 
     plans: ClassVar[list[DevicePlan]] = []
 
-    def __init__(self, place, curve, plan, load=None):
-        if plan.size_bytes(curve) > 0.8 * place.free_bytes:
+    def __init__(self, space, curve, plan, load=None):
+        if plan.size_bytes(curve) > 0.8 * space.free_bytes:
             raise OutOfMemory("no room for a plan")
         self.plans.append(plan)
 
@@ -435,11 +444,11 @@ class _Summing:
 @pytest.fixture
 def stand_in(monkeypatch):
     """A device without kernels."""
-    place = _Device(1 << 36)
-    monkeypatch.setattr(device, "_multiples", lambda *args: place.calls.append("multiples"))
-    monkeypatch.setattr(device, "_Work", _Summing)
+    space = _Device(1 << 36)
+    monkeypatch.setattr(device, "_multiples", lambda *args: space.calls.append("multiples"))
+    monkeypatch.setattr(device, "_Runner", _Summing)
     monkeypatch.setattr(_Summing, "plans", [])
-    return place
+    return space
 
 
 @pytest.mark.parametrize("options", [{}, {"free_bytes": 0}])
@@ -470,9 +479,9 @@ def test_fixed_points_are_summed_in_what_is_free(stand_in, options):
 
 
 def test_rounds_fit_their_memory(monkeypatch):
-    """By the table where buckets have points enough and the memory room, else none: never smaller pieces for them."""
+    """By the table where buckets have points enough and the memory room, else none: never smaller chunks for them."""
     monkeypatch.setattr(device_plan_module, "ROUNDS", {8: ((1 << 25, 2), (1 << 20, 1)), 12: ((1 << 20, 1),)})
-    device_plan_module._cut.cache_clear()
+    device_plan_module._best_plan.cache_clear()
     curve = curve_of("bn254_g1")
     try:
         plans = {k: device_plan(curve, 1 << k, 1 << 40) for k in (10, 18, 20, 22)}
@@ -486,7 +495,7 @@ def test_rounds_fit_their_memory(monkeypatch):
         assert (without.rounds, without.points) == (0, 1 << 22)
         assert without.size_bytes(curve) < plans[22].size_bytes(curve) / 2
     finally:
-        device_plan_module._cut.cache_clear()
+        device_plan_module._best_plan.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -517,7 +526,7 @@ def test_a_plan_counts_its_memory(name):
     rounds = [{"rounds": rounds, "shared": rounds == 2} for rounds in some_rounds(curve, 1, 2, 3)]
     for options in ({}, *rounds, {"window": 13}):
         plan = device_plan(curve, 1 << 16, 1 << 40, **options)
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes(name, plan).values()]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in scratch_shapes(name, plan).values()]
         results = plan.sets * 3 * math.prod(curve.shape) // 2 * 8
         assert sum(sizes) + results == plan.size_bytes(curve)
 
@@ -527,7 +536,7 @@ def test_threads_have_all_units(rounds):
     """Of every number of units that a plan allows for; pairs of all rounds have room, two rounds' at a time."""
     for n in (1, 3, 1000, 1 << 18):
         plan = device_plan(curve_of("bn254_g1"), n, 1 << 40, rounds=rounds)
-        assert plan.places == plan.units << rounds
+        assert plan.padded_entries == plan.units << rounds
         assert plan.affine_threads * plan.affine_units >= plan.units * (rounds > 0)
         for k in range(rounds):
             assert plan.affine_threads * plan.affine_units << rounds - 1 - k <= plan.affine_pairs[k % 2]
@@ -547,9 +556,9 @@ def test_scalars_are_checked_while_their_sum_is_made():
 
     rows = [np.zeros((3, 4), np.uint64)] * 2
     with pytest.raises(FormatError, match="a scalar is wrong"):
-        summed(HOST, curve_of("bn254_g1"), rows, run, check)
+        run_sums(HOST, curve_of("bn254_g1"), rows, run, check)
     assert events == ["start", "start", "check", "finish", "finish"]
-    assert not summed(HOST, curve_of("bn254_g1"), rows, run).any()
+    assert not run_sums(HOST, curve_of("bn254_g1"), rows, run).any()
 
 
 @pytest.mark.gpu
@@ -580,8 +589,8 @@ def test_a_plan_keeps_to_the_memory():
     part = device_plan(curve, n, whole.size_bytes(curve) // 3)
     assert part.size_bytes(curve) <= whole.size_bytes(curve) // 3
     assert n // 8 <= part.points < n
-    assert f"pieces of {part.points:,} points" in part.explain(curve)
-    with pytest.raises(OutOfMemory, match=r"pieces of 1024 points takes [\d,]+ bytes of scratch, and 1,000 are free"):
+    assert f"chunks of {part.points:,} points" in part.explain(curve)
+    with pytest.raises(OutOfMemory, match=r"chunks of 1024 points takes [\d,]+ bytes of scratch, and 1,000 are free"):
         device_plan(curve, 1 << 12, 1000)
 
 

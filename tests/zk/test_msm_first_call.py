@@ -23,9 +23,9 @@ from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.algebra.field.program import CudaProgram, montgomery_radix
 from accelerant.algebra.field.program import entries as field_entries
 from accelerant.algebra.field.program import kernel_source as field_source
-from accelerant.zk.msm import horner as horner_module
-from accelerant.zk.msm.horner import by_kernel, by_python, canonical, horner
-from accelerant.zk.msm.program import accumulate_source, affine_source, fold_source, multiples_source
+from accelerant.zk.multi_scalar import window_reduction
+from accelerant.zk.multi_scalar.device_kernels import accumulate_source, affine_source, fold_source, multiples_source
+from accelerant.zk.multi_scalar.window_reduction import canonical, reduce_by_kernel, reduce_by_python, reduce_windows
 
 # --- a process without a device --------------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ from accelerant.algebra.field import program
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.runtime import registry
 from accelerant.runtime.compilation import cuda as cuda_compile
-from accelerant.zk.msm.op import summed, summer, sums_outward
+from accelerant.zk.multi_scalar.op import run_sums, starter_of, sums_outward
 from accelerant.zk.operands import Operand, points_inward
 
 keys, texts, launched = {}, [], []
@@ -80,14 +80,15 @@ for name, method in vars(type(HOST)).items():
 Nowhere.__abstractmethods__ = frozenset()
 
 registry._reasons["cuda"], registry._created["cuda"] = "", Provider()
-group, place, n = zk.curve("bn254_g1"), Nowhere(), 1 << 12
+group, space, n = zk.curve("bn254_g1"), Nowhere(), 1 << 12
 curve = group.parameters
 scalars, points = np.zeros((n, 4), np.uint64), np.zeros((n, 2, 4), np.uint64)
-operand = Operand(points, (n,), place)
-words = points_inward(curve, operand, place, "points", "subgroup")
+operand = Operand(points, (n,), space)
+words = points_inward(curve, operand, space, "points", "subgroup")
 rows = [scalars] * int(sys.argv[1])
-total = summed(place, curve, rows, summer(place, curve, words), lambda: first_unreduced(place, curve.scalars, scalars))
-total = sums_outward(curve, total, place, (len(rows),), operand)
+check = lambda: first_unreduced(space, curve.scalars, scalars)
+total = run_sums(space, curve, rows, starter_of(space, curve, words), check)
+total = sums_outward(curve, total, space, (len(rows),), operand)
 heavy = sorted(name for name in sys.modules if name in ("llvmlite", "torch", "accelerant.runtime.providers.cpu"))
 print(json.dumps({"keys": keys, "texts": len(texts), "launched": launched, "heavy": heavy, "zero": not total.any()}))
 """
@@ -113,7 +114,7 @@ def test_a_first_sum_writes_no_text_and_loads_no_llvm():
 
 def test_a_process_of_many_sums_takes_the_kernel():
     """The counterpart: the stand-in sees LLVM where it is loaded."""
-    found = first_sums(horner_module._FEW + 1)
+    found = first_sums(window_reduction._PYTHON_SUMS + 1)
     assert "llvmlite" in found["heavy"]
     assert "torch" not in found["heavy"]
     assert found["zero"]
@@ -130,10 +131,10 @@ def programs():
     for curve in map(curve_of, CURVES):
         yield from (curve_source(curve, entry) for entry in (None, *CURVE_ENTRIES))
         yield from (make(curve) for make in (accumulate_source, fold_source, multiples_source))
-        for written_out in (True, False):
-            yield from (accumulate_source(curve, written_out, 320, rows) for rows in (True, False))
+        for inlined in (True, False):
+            yield from (accumulate_source(curve, inlined, 320, rows) for rows in (True, False))
         if curve.coordinates.degree == 1:
-            yield from (affine_source(curve, written_out, 320) for written_out in (None, True, False))
+            yield from (affine_source(curve, inlined, 320) for inlined in (None, True, False))
         yield fold_source(curve, True)
 
 
@@ -182,7 +183,7 @@ def window_sums(curve, pieces, windows, draw):
     return logs, np.array(words, np.uint64).reshape(pieces, windows, -1)
 
 
-@pytest.mark.parametrize("add_up", [by_python, by_kernel])
+@pytest.mark.parametrize("add_up", [reduce_by_python, reduce_by_kernel])
 @pytest.mark.parametrize("name", CURVES)
 def test_sums_of_windows(name, add_up):
     curve, draw = curve_of(name), random.Random(name)
@@ -213,9 +214,9 @@ def test_canonical_form(name):
 def test_the_kernel_comes_after_a_few_sums(windows, monkeypatch):
     """But for one window, where Python has next to nothing to do."""
     calls = []
-    for name in ("by_python", "by_kernel"):
-        monkeypatch.setattr(horner_module, name, lambda *args, name=name: calls.append(name))
-    monkeypatch.setattr(horner_module, "_made", functools.cache(lambda curve: itertools.count()))
+    for name in ("reduce_by_python", "reduce_by_kernel"):
+        monkeypatch.setattr(window_reduction, name, lambda *args, name=name: calls.append(name))
+    monkeypatch.setattr(window_reduction, "_sums_so_far", functools.cache(lambda curve: itertools.count()))
     for _ in range(6):
-        horner(curve_of("bn254_g1"), 4, np.zeros((1, windows, 12), np.uint64))
-    assert calls == (["by_python"] * 6 if windows == 1 else ["by_python"] * 4 + ["by_kernel"] * 2)
+        reduce_windows(curve_of("bn254_g1"), 4, np.zeros((1, windows, 12), np.uint64))
+    assert calls == (["reduce_by_python"] * 6 if windows == 1 else ["reduce_by_python"] * 4 + ["reduce_by_kernel"] * 2)

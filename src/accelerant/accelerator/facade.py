@@ -40,7 +40,7 @@ from accelerant.runtime.dispatch.operation import RECOVERABLE
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.provider import ComputeDevice, Event, MemoryInfo
 from accelerant.runtime.streams.stream import Future, Stream, submit
-from accelerant.zk.msm.fixed import FixedBase
+from accelerant.zk.multi_scalar.op import FixedBase
 from accelerant.zk.transform import ntt
 
 __all__ = ["Accelerator", "AcceleratorConfig"]

@@ -17,7 +17,7 @@ from accelerant.algebra.field.words import check_words, encode
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.runtime.arrays import kind_of
 from accelerant.zk.elliptic_curve import curve as curve_named
-from accelerant.zk.msm.op import msm
+from accelerant.zk.multi_scalar.op import msm
 from accelerant.zk.operands import encoded_points, plain_scalars, scalar_words
 from accelerant.zk.transform import ntt
 

@@ -61,11 +61,11 @@ def prove_files(
     targets = targets_of([proof, public], [zkey, witness])
     from accelerant.zk.formats import Zkey
     from accelerant.zk.groth16 import Prover
-    from accelerant.zk.groth16.ahead import compile_ahead
+    from accelerant.zk.groth16.precompile import precompile_kernels
 
     with Progress(quiet=json_output) as progress:
         with Zkey.open(zkey) as opened:
-            compile_ahead(opened.family, opened.domain_size)
+            precompile_kernels(opened.family, opened.domain_size)
             prover = Prover(opened, device=_devices(device), progress=progress)
         made = prover.prove(witness, verified=self_verify)
     write_all(dict(zip(targets, (made.to_json(), made.public_json()), strict=True)))

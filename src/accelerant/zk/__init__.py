@@ -1,11 +1,11 @@
-"""Zero knowledge: prime fields, transforms, elliptic curves, sums of multiples, pairings, Groth16.
+"""Zero knowledge: prime fields, number-theoretic transforms, elliptic curves, MSM, pairings, Groth16.
 
 >>> fr = accelerant.zk.field("bn254_fr")
 >>> fr.decode(fr.mul(fr.encode([2, 3]), fr.encode([5, 7])))
 [10, 21]
 
-`formats` has the files of circom and snarkjs, `groth16` the prover and the verifier; imported on first use. On the
-CPU all this needs NumPy and llvmlite alone; torch is imported only where it is asked for.
+`formats` reads and writes the files of circom and snarkjs, `groth16` has the prover and the verifier; both are imported
+on first use. The CPU needs NumPy and llvmlite only; torch is imported only for devices.
 """
 
 import importlib
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from accelerant.algebra.field import FieldArray, PrimeField, register_field
 from accelerant.algebra.field import prime_field as field
-from accelerant.zk.elliptic_curve import EllipticCurve, curve, register_curve
-from accelerant.zk.msm.op import msm
-from accelerant.zk.pairing import pairing_product_is_one
+from accelerant.zk.elliptic_curve import EllipticCurve, curve, pairing_product_is_one, register_curve
+from accelerant.zk.multi_scalar.op import msm
 from accelerant.zk.transform import ntt
 
 if TYPE_CHECKING:

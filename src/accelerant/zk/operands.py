@@ -1,6 +1,6 @@
-"""Arguments of functions of points: arrays of words of NumPy and torch, and what Python's integers become.
+"""Conversion of arguments that are points and scalars: NumPy arrays, torch tensors and Python integers.
 
-Points go inward (to a memory space, in the kernels' Montgomery form, checked) and come outward as they were given.
+Points go inward (to a memory space, in Montgomery form, checked) and outward (canonical, in the caller's library).
 Scalars may be secret: no error shows one.
 """
 
@@ -43,7 +43,7 @@ __all__ = [
 
 Shape = tuple[int, ...]
 Check = Literal["", "curve", "subgroup"]
-"""What is asked of points beside that coordinates are below the modulus: on the curve; on it and in the subgroup."""
+"""Check of points, in addition to reduced coordinates: none, on the curve, or on the curve and in the subgroup."""
 
 _TESTS: dict[Check, tuple[launch.Test, ...]] = {
     "": (),
@@ -54,84 +54,84 @@ _TESTS: dict[Check, tuple[launch.Test, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An argument.
+    """An array argument.
 
     Attributes:
-        words: of it, contiguous.
-        leading: dimensions before a point's or a scalar's own.
-        place: where they are.
-        tensor: that it came from, if it was one.
-        free: made of Python's integers, which go where the other argument is.
+        words: contiguous words.
+        leading: dimensions before those of a point or a scalar.
+        space: memory space of the words.
+        tensor: the original tensor, if it was one.
+        free: converted from Python integers, so that it follows the other argument's memory space.
     """
 
     words: Any
     leading: Shape
-    place: MemorySpace
+    space: MemorySpace
     tensor: Any = None
     free: bool = False
 
 
 def array_operand(x: Any, field: Field, name: str, tail: Shape) -> Operand:
-    """An array of a field's words whose last axes are `tail`, those of a point.
+    """Return an array of a field's words whose last axes are `tail`.
 
     Raises:
         UnsupportedDtype, ShapeError: something else.
-        ConfigError: a tensor on a device that no kernel of ours reaches.
+        ConfigError: a tensor on a device without a backend.
     """
     tensor = x if is_tensor(x) else None
     if tensor is None and not isinstance(x, np.ndarray):
         raise UnsupportedDtype(f"{name} must be a NumPy array, a torch tensor or of Python, got {type(x).__name__}")
     if tensor is not None:
-        dtype, place = str(x.dtype).removeprefix("torch."), space_of(x)
+        dtype, space = str(x.dtype).removeprefix("torch."), space_of(x)
     else:
-        dtype, place = x.dtype.name if x.dtype.isnative else x.dtype.str, HOST
+        dtype, space = x.dtype.name if x.dtype.isnative else x.dtype.str, HOST
     host.check_words(field, dtype, x.shape, name)
     shape = tuple(x.shape)
     if shape[-len(tail) :] != tail:
         raise ShapeError(f"{name} must be (..., {', '.join(map(str, tail))}), got {shape}")
     words = x
     if tensor is not None:
-        words = x.detach().numpy() if place is HOST else signed_view(x)
-    return Operand(place.contiguous(words), shape[: len(shape) - len(tail)], place, tensor)
+        words = x.detach().numpy() if space is HOST else signed_view(x)
+    return Operand(space.contiguous(words), shape[: len(shape) - len(tail)], space, tensor)
 
 
-def moved(operand: Operand, place: MemorySpace) -> Any:
-    """The words at a place."""
-    return operand.words if operand.place == place else place.load(operand.place.store(operand.words))
+def moved(operand: Operand, space: MemorySpace) -> Any:
+    """Return the words in a memory space."""
+    return operand.words if operand.space == space else space.load(operand.space.store(operand.words))
 
 
-def spread(place: MemorySpace, words: Any, leading: Shape, shape: Shape, tail: Shape) -> Any:
-    """Words of elements with these leading dimensions and tail broadcast to a shape, (n, *tail)."""
-    full = place.broadcast(place.reshape(words, (*leading, *tail)), (*shape, *tail))
-    return place.reshape(full, (math.prod(shape), *tail))
+def spread(space: MemorySpace, words: Any, leading: Shape, shape: Shape, tail: Shape) -> Any:
+    """Broadcast elements (*leading, *tail) to (*shape, *tail) and return them as (n, *tail)."""
+    full = space.broadcast(space.reshape(words, (*leading, *tail)), (*shape, *tail))
+    return space.reshape(full, (math.prod(shape), *tail))
 
 
 # --- points ----------------------------------------------------------------------------------------------------------
 
 
 def point_operand(curve: Curve[Any], x: Any, name: str) -> Operand:
-    """Points with coordinates below the modulus: words, or one point or a list of points of Python.
+    """Return points with coordinates below the modulus, from words, or one Python point or a list of them.
 
     Raises:
-        UnsupportedDtype, ShapeError, ConfigError: as array_operand; what is no point of Python.
+        UnsupportedDtype, ShapeError, ConfigError: as array_operand; not a Python point.
         FormatError: a coordinate is not below the modulus; names it and its point's index.
     """
     if x is None or isinstance(x, (tuple, list)):
         words = encoded_points(curve, x, name)
         return Operand(words, words.shape[: words.ndim - len(curve.shape)], HOST, free=True)
     operand = array_operand(x, curve.coordinates.base, name, curve.shape)
-    launch.check_reduced(operand.place, curve, operand.words, name)
+    launch.check_reduced(operand.space, curve, operand.words, name)
     return operand
 
 
 def encoded_points(curve: Curve[Any], points: Any, name: str, single: str = "") -> npt.NDArray[np.uint64]:
-    """Canonical words of a point of Python, or of a list of such.
+    """Return the canonical words of a Python point or of a list of them.
 
     Args:
-        curve: of the points.
+        curve: the points' curve.
         points: (x, y) or None, or a list of them.
-        name: of a list, for messages.
-        single: that of one point; the same if not given.
+        name: name of a list, for messages.
+        single: name of one point; by default the same.
 
     Raises:
         UnsupportedDtype: not points; names the index.
@@ -146,7 +146,6 @@ def encoded_points(curve: Curve[Any], points: Any, name: str, single: str = "") 
 
 
 def _check_python(curve: Curve[Any], point: object, name: str) -> None:
-    """Refuse what is no affine point of Python, or not reduced."""
     degree, parts = curve.coordinates.degree, []
     if isinstance(point, tuple) and len(point) == 2:
         parts = list(point)
@@ -154,42 +153,42 @@ def _check_python(curve: Curve[Any], point: object, name: str) -> None:
             parts = [part for pair in point if isinstance(pair, tuple) and len(pair) == 2 for part in pair]
     whole = len(parts) == 2 * degree and all(isinstance(part, int) for part in parts)
     if point is not None and not whole:
-        wanted = "(x, y) of integers" if degree == 1 else "((x0, x1), (y0, y1)) of integers"
-        raise UnsupportedDtype(f"{name} must be {wanted}, or None for infinity, got {_types(point)}")
+        expected = "(x, y) of integers" if degree == 1 else "((x0, x1), (y0, y1)) of integers"
+        raise UnsupportedDtype(f"{name} must be {expected}, or None for infinity, got {_types(point)}")
     for i, value in enumerate(parts):
         if not 0 <= value < curve.coordinates.base.modulus:
             raise launch.unreduced_coordinate(curve, name, i, value)
 
 
 def _types(value: object, depth: int = 2) -> str:
-    """The type's name, and those of a short tuple's parts; never the value, which may be of any length."""
+    """Return the type's name, and those of a short tuple's parts."""
     if isinstance(value, tuple) and depth and len(value) <= 4:
         return "(" + ", ".join(_types(part, depth - 1) for part in value) + ")"
     return type(value).__name__
 
 
-def montgomery_points(curve: Curve[Any], operand: Operand, place: MemorySpace) -> Any:
-    """Montgomery form at a place, (n, *shape)."""
-    words = place.reshape(moved(operand, place), (math.prod(operand.leading), *curve.shape))
-    return launch.to_montgomery(place, curve, words)
+def montgomery_points(curve: Curve[Any], operand: Operand, space: MemorySpace) -> Any:
+    """Return points in Montgomery form in a memory space, (n, *shape)."""
+    words = space.reshape(moved(operand, space), (math.prod(operand.leading), *curve.shape))
+    return launch.to_montgomery(space, curve, words)
 
 
-def points_inward(curve: Curve[Any], operand: Operand, place: MemorySpace, name: str, check: Check) -> Any:
+def points_inward(curve: Curve[Any], operand: Operand, space: MemorySpace, name: str, check: Check) -> Any:
     """Return points in Montgomery form in a memory space, (n, *shape), checked.
 
-    On a curve of even order, kernels add points of the subgroup only: "curve" then checks the subgroup, too.
+    On a curve of even order the kernels add points of the subgroup only, so "curve" also checks the subgroup.
 
     Raises:
-        FormatError: they are not; names the first one's flattened index.
+        FormatError: a point fails check; names the first one's flattened index.
     """
-    words = montgomery_points(curve, operand, place)
+    words = montgomery_points(curve, operand, space)
     if check == "curve" and curve.cofactor % 2 == 0:
         check = "subgroup"
     for test in _TESTS[check]:
-        index = launch.first_off(place, curve, test, words)
+        index = launch.first_off(space, curve, test, words)
         if index is not None:
-            one = launch.from_montgomery(place, curve, place.getitem(words, (slice(index, index + 1),)))
-            (point,) = decode_points(curve, place.store(one), check=False)
+            one = launch.from_montgomery(space, curve, space.getitem(words, (slice(index, index + 1),)))
+            (point,) = decode_points(curve, space.store(one), check=False)
             what = "is not on" if test == "off_curve" else "is out of the subgroup of"
             raise FormatError(f"{name}[{index}] (flattened) is {_hexadecimal(point)}, which {what} {curve.name}")
     return words
@@ -201,19 +200,19 @@ def _hexadecimal(point: Any) -> str:
     return f"{point:#x}"
 
 
-def points_outward(curve: Curve[Any], words: Any, place: MemorySpace, leading: Shape, *operands: Operand) -> Any:
-    """Canonical words of Montgomery form, with these leading dimensions, in the first array's kind."""
-    canonical = launch.from_montgomery(place, curve, words)
+def points_outward(curve: Curve[Any], words: Any, space: MemorySpace, leading: Shape, *operands: Operand) -> Any:
+    """Return canonical words of points in Montgomery form, (*leading, *shape), in the first array's library."""
+    canonical = launch.from_montgomery(space, curve, words)
     tensor = next((operand.tensor for operand in operands if not operand.free), None)
     device = None if tensor is None else tensor.device
-    return in_kind(place.reshape(canonical, (*leading, *curve.shape)), place, device)
+    return in_kind(space.reshape(canonical, (*leading, *curve.shape)), space, device)
 
 
 # --- scalars ---------------------------------------------------------------------------------------------------------
 
 
 def scalar_operand(field: Field, scalars: Any) -> Operand:
-    """Scalars: words (..., 4) of any content, a FieldArray, or Python's integers from 0 to below 2^256.
+    """Return scalars: words (..., 4) with any value, a FieldArray, or Python integers from 0 to below 2^256.
 
     Raises:
         UnsupportedDtype, ShapeError, FormatError: something else; names the index of an integer, not its value.
@@ -226,10 +225,10 @@ def scalar_operand(field: Field, scalars: Any) -> Operand:
 
 
 def plain_scalars(field: Field, scalars: Any) -> Any:
-    """The canonical words of a FieldArray of scalars; anything else as it is.
+    """Return the canonical words of a FieldArray, and other arguments unchanged.
 
     Raises:
-        ConfigError: it is of another field.
+        ConfigError: a FieldArray of another field.
     """
     if not isinstance(scalars, FieldArray):
         return scalars
@@ -239,12 +238,12 @@ def plain_scalars(field: Field, scalars: Any) -> Any:
 
 
 def scalar_words(scalars: Any, bound: int, shown: str) -> npt.NDArray[np.uint64]:
-    """Words (..., 4) of an integer or of nested lists of integers, in their shape.
+    """Return the words (..., 4) of an integer or of nested lists of integers.
 
     Args:
-        scalars: integers, NumPy's too.
-        bound: above all of them; at most 2^256.
-        shown: the bound's name, for messages.
+        scalars: Python or NumPy integers.
+        bound: exclusive upper bound, at most 2^256.
+        shown: name of the bound for messages.
 
     Raises:
         UnsupportedDtype: not integers; names the first one's index and type.
@@ -256,7 +255,7 @@ def scalar_words(scalars: Any, bound: int, shown: str) -> npt.NDArray[np.uint64]
     numbers, lists = _split(level, shape)
     while lists:
         shape = (*shape, _common_length(lists, len(level)))
-        level = [value for each in lists for value in each]
+        level = [value for values in lists for value in values]
         numbers, lists = _split(level, shape)
     for index, number in enumerate(numbers):
         if not 0 <= number < bound:
@@ -266,7 +265,7 @@ def scalar_words(scalars: Any, bound: int, shown: str) -> npt.NDArray[np.uint64]
 
 
 def _split(level: Sequence[Any], shape: Shape) -> tuple[list[int], list[Sequence[Any]]]:
-    """The integers and the lists of one depth; refuses what is neither."""
+    """Separate the integers and the lists of one depth."""
     numbers: list[int] = []
     lists: list[Sequence[Any]] = []
     for index, value in enumerate(level):
@@ -278,7 +277,7 @@ def _split(level: Sequence[Any], shape: Shape) -> tuple[list[int], list[Sequence
 
 
 def _integer(value: Any, label: str) -> int:
-    """A Python integer of what is one. No boolean, and no array: one of four words would pass for four integers."""
+    """Convert an integer scalar. Arrays are refused: four words would pass for four integers."""
     if hasattr(value, "shape") and not isinstance(value, np.generic):
         raise UnsupportedDtype(f"{label} is an array: stack words into one (n, {SCALAR_WORDS}) array")
     try:
@@ -290,8 +289,8 @@ def _integer(value: Any, label: str) -> int:
 
 
 def _common_length(lists: Sequence[Sequence[Any]], count: int) -> int:
-    """Of the `count` values of one depth, all of which must be lists of one length."""
-    lengths = sorted({len(each) for each in lists})
+    """Return the length of the `count` values of one depth, which must all be lists of one length."""
+    lengths = sorted({len(values) for values in lists})
     if len(lists) < count:
         raise ShapeError("scalars must be nested evenly, got lists and integers side by side")
     if len(lengths) > 1:

@@ -1,4 +1,4 @@
-"""Number-theoretic transforms of arrays and tensors: acl.zk.ntt."""
+"""Number-theoretic transforms for users: acl.zk.ntt."""
 
 from __future__ import annotations
 
@@ -29,67 +29,65 @@ def ntt(
     device: str | ComputeDevice | None = None,
     reduce: bool = False,
 ) -> Any:
-    """Number-theoretic transforms along the last axis of the elements' shape.
+    """Return number-theoretic transforms along the last axis of elements.
 
-    With n points, w = field.root_of_unity(n) = generator^((p - 1) / n) and a coset's g (else 1),
+    With n points, w = field.root_of_unity(n) = generator^((p - 1) / n) and the coset's g (default 1),
 
-        forward   y_j = sum_i x_i (g w^j)^i           the values at g w^j of the polynomial with coefficients x
-        inverse   y_i = g^-i / n sum_j x_j w^(-i j)   the coefficients of the polynomial with the values x at g w^j
+        forward   y_j = sum_i x_i (g w^j)^i           values at g w^j of the polynomial with coefficients x
+        inverse   y_i = g^-i / n sum_j x_j w^(-i j)   coefficients of the polynomial with values x at g w^j
 
     Args:
-        x: canonical words (..., n, limbs), or (..., n) where an element is one word: an array of NumPy or a tensor of
-            torch; or Python integers (..., n), in lists or an array of objects; or a FieldArray (..., n). n is a power
-            of two from 2 to 2^27 that divides p - 1. Axes before are a batch.
-        field: name or field; a FieldArray has its own.
-        inverse: the inverse transform, of the same order and coset.
-        coset: g: a Python integer from 1 to below p, or the words of one element, or such a FieldArray. Public: the
-            first transform of a new g makes its table.
-        order: "natural": input and output in natural order. "natural_to_bit_reversed": the answer's element i stands
-            at the index whose log2 n bits are those of i in the opposite order. "bit_reversed_to_natural": the input's
-            does. The last two move nothing and need no memory besides the answer's: a product of polynomials, or a
-            prover, goes forward with the one and back with the other.
-        out: where to write, of x's kind, shape and device, contiguous, on devices aligned to 16 bytes; may be x
-            itself, then it is done in place, and no part of it. In natural order all but small transforms take as much
-            memory again while they run.
-        device: where to compute, as everywhere; where x is by default.
-        reduce: take elements that are not below p modulo it, where they would be an error.
+        x: canonical words (..., n, limbs), or (..., n) for fields of one word, a NumPy array or a torch tensor; or
+            Python integers (..., n), lists or an object array; or a FieldArray (..., n). n is a power of two from 2 to
+            2^27 that divides p - 1. Leading axes are a batch.
+        field: name or field; not needed for a FieldArray.
+        inverse: compute the inverse transform, of the same order and coset.
+        coset: g, a Python integer from 1 to below p, the words of one element, or a FieldArray. Public: the first
+            transform of a new g computes its table.
+        order: "natural": input and output in natural order. "natural_to_bit_reversed": element i of the output is at
+            the bit-reversed index of i. "bit_reversed_to_natural": the input is in that order. The last two move no
+            data and need no scratch: products of polynomials and provers go forward with one and back with the other.
+        out: output, of x's kind, shape and device, contiguous, on devices aligned to 16 bytes; x itself (in place) or
+            disjoint from it. In natural order all but small transforms need scratch of the same size.
+        device: device of the computation; by default that of x.
+        reduce: reduce elements that are not below p, which are an error otherwise.
 
     Returns:
-        x's shape, of x's kind and on its device: canonical words, a FieldArray of a FieldArray; `out` if given.
+        Canonical words of x's shape, kind and device; a FieldArray for a FieldArray; `out` if given.
 
     Raises:
-        ShapeError: n is no power of two, less than 2, or more than 2^27 or the field allows; out does not fit.
-        UnsupportedDtype: not the field's words, nor integers.
-        FormatError: an element not below p; names the flattened index.
-        ConfigError: unknown field or order, no field, a coset that is no element of the field, or 0.
+        ShapeError: n is not a power of two, less than 2, or more than 2^27 or the field allows; out does not fit.
+        UnsupportedDtype: neither the field's words nor integers.
+        FormatError: an element is not below p; names the flattened index.
+        ConfigError: unknown field or order, no field, or a coset that is 0 or not an element of the field.
 
-    The time depends on shape, order and coset alone. Plans are kept, 256 of them with up to 2 GiB of twiddles.
+    Time depends on shape, order and coset only. Plans are cached, up to 256 with 2 GiB of twiddles.
     Source: Pollard 1971, Mathematics of Computation 25(114), pages 365 to 374.
     """
     if order not in ORDERS:
         raise ConfigError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     if isinstance(x, FieldArray):
-        return _of_field_array(x, field, inverse, coset, order, out, device)
+        return _transform_field_array(x, field, inverse, coset, order, out, device)
     if field is None:
         raise ConfigError("ntt needs field=, the name of the elements' field: words do not say it")
-    of = field if isinstance(field, PrimeField) else prime_field(field)
+    prime = field if isinstance(field, PrimeField) else prime_field(field)
     if not is_tensor(x) and (not isinstance(x, np.ndarray) or x.dtype == object):
-        x = of.encode(x, reduce=reduce)
-    _check_points(of.parameters, x.shape)
-    g = _coset(of, coset)
+        x = prime.encode(x, reduce=reduce)
+    _check_points(prime.parameters, x.shape)
+    g = _coset(prime, coset)
     target = None if out is None else _target(x, out, device)
 
-    def run(place: MemorySpace, parameters: Field, words: Any) -> Any:
-        return transform(place, parameters, words, inverse=inverse, coset=g, order=order, out=target)
+    def run(space: MemorySpace, parameters: Field, words: Any) -> Any:
+        return transform(space, parameters, words, inverse=inverse, coset=g, order=order, out=target)
 
-    answer = of._each(run, (x,), device, reduce)
+    answer = prime._each(run, (x,), device, reduce)
     return answer if out is None else out
 
 
-def _of_field_array(
+def _transform_field_array(
     x: FieldArray, field: str | PrimeField | None, inverse: bool, coset: Any, order: str, out: Any, device: Any
 ) -> FieldArray:
-    """The answer stays in Montgomery form where x is."""
+    """Transform a FieldArray; the result stays in Montgomery form."""
     if field is not None and (field if isinstance(field, str) else field.name) != x.field.name:
         raise ConfigError(f"x is an array of {x.field.name}, not of {field}")
     if out is not None:
@@ -111,7 +109,7 @@ def _check_points(field: Field, shape: Any) -> None:
 
 
 def _coset(field: PrimeField, coset: Any) -> int:
-    """G as an integer; 1 where there is none."""
+    """Return the coset's g, 1 by default."""
     if coset is None:
         return 1
     g = _integer_of(field, coset)
@@ -123,7 +121,7 @@ def _coset(field: PrimeField, coset: Any) -> int:
 
 
 def _integer_of(field: PrimeField, coset: Any) -> Any:
-    """The integer of one element, a FieldArray or words, below the modulus or not; anything else as it is."""
+    """Convert one element, a FieldArray or words, to an integer; return anything else unchanged."""
     if isinstance(coset, FieldArray):
         if coset.field.parameters != field.parameters:
             raise ConfigError(f"coset must be an element of {field.name}, got one of {coset.field.name}")
@@ -139,7 +137,7 @@ def _integer_of(field: PrimeField, coset: Any) -> Any:
 
 
 def _target(x: Any, out: Any, device: Any) -> Any:
-    """The words of out, if it can take the answer to x."""
+    """Return the words of out after checking that it can receive the result."""
     if device is not None:
         raise ConfigError("ntt takes out= or device=, not both: out says where")
     if is_tensor(x) != is_tensor(out) or not (is_tensor(out) or isinstance(out, np.ndarray)):
@@ -152,7 +150,8 @@ def _target(x: Any, out: Any, device: Any) -> Any:
     alignment = out.dtype.itemsize if _on_host(out) else _DEVICE_ALIGNMENT
     if not plain or _extent(out)[0] % alignment:
         raise ShapeError(f"out must be writable, contiguous in memory and aligned to {alignment} bytes")
-    if not _same(x, out) and _overlap(_extent(x), _extent(out)):
+    first, second = _extent(x), _extent(out)
+    if not _same(x, out) and first[0] < second[1] and second[0] < first[1]:
         raise ShapeError("out must be x or other memory; here it overlaps x")
     if not is_tensor(out):
         return out
@@ -160,7 +159,7 @@ def _target(x: Any, out: Any, device: Any) -> Any:
 
 
 _DEVICE_ALIGNMENT = 16
-"""Bytes: kernels of devices read several words at once; on the CPU an element's own is enough."""
+"""Bytes: kernels on devices load several words at once; on the CPU the alignment of an element suffices."""
 
 
 def _on_host(array: Any) -> bool:
@@ -168,17 +167,13 @@ def _on_host(array: Any) -> bool:
 
 
 def _same(x: Any, out: Any) -> bool:
-    """Whether x, of out's shape and dtype, is the very memory of out, which is contiguous."""
+    """Return whether x occupies exactly the memory of out, which has its shape and dtype and is contiguous."""
     contiguous: bool = x.is_contiguous() if is_tensor(x) else x.flags.c_contiguous
     return contiguous and _extent(x) == _extent(out)
 
 
-def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
-    return first[0] < second[1] and second[0] < first[1]
-
-
 def _extent(array: Any) -> tuple[int, int]:
-    """Where its memory begins and where it ends, addresses in bytes, whatever the strides."""
+    """Return the first and the end address of an array's memory, for any strides."""
     tensor, size = is_tensor(array), array.dtype.itemsize
     at: int = array.data_ptr() if tensor else array.ctypes.data
     strides = [stride * size for stride in array.stride()] if tensor else array.strides

@@ -25,19 +25,23 @@ from accelerant.errors import BackendUnavailable, ConfigError, FormatError, Shap
 from accelerant.runtime import registry
 from accelerant.runtime.ledger import ledger
 from accelerant.zk.formats import TERM, Witness, Zkey, write_r1cs, write_wtns
-from accelerant.zk.groth16 import Prover, chosen, device_key, verify
-from accelerant.zk.groth16.csr import sorted_by_row
-from accelerant.zk.groth16.device_key import DeviceKey
-from accelerant.zk.groth16.device_rows import DeviceRows, gathered, unreduced
-from accelerant.zk.groth16.device_sections import Budgets, Points, budgets
+from accelerant.zk.groth16 import Prover, device_key, keys, verify
+from accelerant.zk.groth16.device_key import Budgets, DeviceKey, Queues, SectionPoints, SplitKey, budgets
 from accelerant.zk.groth16.keys import SECTIONS, Stages
-from accelerant.zk.groth16.lanes import Lanes
-from accelerant.zk.groth16.program import BLOCK, EACH, LONG, kernel_source
-from accelerant.zk.groth16.quotient import quotient, scalars_of
+from accelerant.zk.groth16.matrices import (
+    BLOCK,
+    ELEMENTS_PER_THREAD,
+    LONG_ROW,
+    DeviceMatrix,
+    SparseMatrix,
+    _device_source,
+    gather,
+    quotient,
+    snarkjs_scalar_field,
+    unreduced_blocks,
+)
 from accelerant.zk.groth16.setup import setup_with_known_tau
-from accelerant.zk.groth16.sparse import SparseMatrix
-from accelerant.zk.groth16.split_key import SplitKey
-from accelerant.zk.msm import device as msm_device
+from accelerant.zk.multi_scalar import device as msm_device
 
 KNOWN = (12345, 2**200 + 7)
 
@@ -50,7 +54,7 @@ def backend_is_here(name):
 
 
 @pytest.fixture(params=["opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request):
+def space(request):
     return space_at(backend_is_here(request.param))
 
 
@@ -87,41 +91,39 @@ def same_on_both(key, witness, device):
 
 def test_rows_and_quotient_are_the_cpus(device):
     """Rows of no entry, of few, and of just more and many more than a thread takes; any words as values."""
-    field, n, signals = scalars_of(family_of("bn254")), 16, 40
+    field, n, signals = snarkjs_scalar_field(family_of("bn254")), 16, 40
     rng = np.random.default_rng(3)
-    lengths = [0, 1, 2, 3, LONG - 1, LONG, LONG + 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3]
+    lengths = [0, 1, 2, 3, LONG_ROW - 1, LONG_ROW, LONG_ROW + 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3]
     rows = np.concatenate([np.full(length, i + 3) for i, length in enumerate(lengths)] + [rng.integers(0, 2 * n, 50)])
     rng.shuffle(rows)
     values = rng.integers(0, 2**64, (len(rows), 4), np.uint64)
-    sorted_rows = sorted_by_row(2 * n, rows, rng.integers(0, signals, len(rows)), values)
+    sorted_rows = SparseMatrix.from_entries(field, 2 * n, rows, rng.integers(0, signals, len(rows)), values)
     witness = random(field, (signals,))
-    place = space_at(device)
-    lanes = Lanes(place, 1)
-    found = place.store(DeviceRows(lanes, field, sorted_rows).quotient(lanes.load(0, witness)))
-    assert np.array_equal(found, quotient(field, SparseMatrix.of(field, sorted_rows), witness))
+    space = space_at(device)
+    found = space.store(DeviceMatrix(space, sorted_rows, space.load).quotient(space.load(witness)))
+    assert np.array_equal(found, quotient(sorted_rows, witness))
 
 
-def test_rows_of_more_columns_than_there_are_values(place):
+def test_rows_of_more_columns_than_there_are_values(space):
     """A key's file may change after its entries were found in range: the kernel would read elsewhere."""
-    field = scalars_of(family_of("bn254"))
-    rows = sorted_by_row(4, np.array([1, 2]), np.array([0, 9]), np.ones((2, 4), np.uint64))
-    lanes = Lanes(place, 1)
+    field = snarkjs_scalar_field(family_of("bn254"))
+    rows = SparseMatrix.from_entries(field, 4, np.array([1, 2]), np.array([0, 9]), np.ones((2, 4), np.uint64))
     with pytest.raises(ShapeError, match="at least 10 values, got 9"):
-        DeviceRows(lanes, field, rows).quotient(lanes.load(0, random(field, (9,))))
+        DeviceMatrix(space, rows, space.load).quotient(space.load(random(field, (9,))))
 
 
-def test_gathered_and_unreduced(place):
-    field, n = scalars_of(family_of("bn254")), 2 * BLOCK * EACH + 5
+def test_gathered_and_unreduced(space):
+    field, n = snarkjs_scalar_field(family_of("bn254")), 2 * BLOCK * ELEMENTS_PER_THREAD + 5
     x = random(field, (n,))
     which = np.array([7, 0, n - 1, 7], np.uint32)
-    assert np.array_equal(place.store(gathered(place, field, place.load(x), place.load(which), 4)), x[which])
-    assert not place.store(unreduced(place, field, place.load(x), n)).any()
+    assert np.array_equal(space.store(gather(space, field, space.load(x), space.load(which), 4)), x[which])
+    assert not space.store(unreduced_blocks(space, field, space.load(x), n)).any()
     modulus = encode(field, [field.modulus - 1]) + np.array([1, 0, 0, 0], np.uint64)
-    for index in (0, BLOCK * EACH - 1, BLOCK * EACH, n - 1):
+    for index in (0, BLOCK * ELEMENTS_PER_THREAD - 1, BLOCK * ELEMENTS_PER_THREAD, n - 1):
         wrong = x.copy()
         wrong[index] = modulus
-        blocks = place.store(unreduced(place, field, place.load(wrong), n))
-        assert np.flatnonzero(blocks).tolist() == [index // (BLOCK * EACH)]
+        blocks = space.store(unreduced_blocks(space, field, space.load(wrong), n))
+        assert np.flatnonzero(blocks).tolist() == [index // (BLOCK * ELEMENTS_PER_THREAD)]
 
 
 # --- proofs ----------------------------------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ def check_many(folder, prover):
     proofs = list(prover.prove_many(given(folder, ["witness", "other", "witness"], taken)))
     assert len({proof.c for proof in proofs}) == 3
     assert all(verify(prover.verification_key, proof.public, proof) for proof in proofs)
-    for bad, match in (("wrong", "does not verify and is not handed out"), ("absent", r"absent\.wtns")):
+    for bad, match in (("wrong", "does not verify and is not returned"), ("absent", r"absent\.wtns")):
         taken.clear()
         many = prover.prove_many(given(folder, ["witness", "other", bad, *["witness"] * 3], taken))
         found = [next(many), next(many)]
@@ -226,7 +228,7 @@ def test_many_proofs_on_a_device(small, device):
 
 
 def test_threads_share_a_key(small, device):
-    """Lanes and scratch memory are one proof's after the other."""
+    """Queues and scratch memory are one proof's after the other."""
     prover, found = Prover(small / "circuit.zkey", device=device), []
     expected = prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN)
 
@@ -243,7 +245,7 @@ def test_threads_share_a_key(small, device):
 
 
 def test_proofs_that_are_given_up(small, device):
-    """Their kernels may still run when the next proof begins, with the same lanes and scratch memory."""
+    """Their kernels may still run when the next proof begins, with the same queues and scratch memory."""
     prover = Prover(small / "circuit.zkey", device=device)
     expected = prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN)
     for _ in range(3):
@@ -253,18 +255,18 @@ def test_proofs_that_are_given_up(small, device):
         assert prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN) == expected
 
 
-def test_what_a_lane_reads_it_loaded_itself(small, place, monkeypatch):
-    """CUDA's allocator waits for the lanes that loaded memory before it gives that to others, and for no more."""
-    loaded, load = [], Lanes.load
+def test_what_a_lane_reads_it_loaded_itself(small, space, monkeypatch):
+    """CUDA's allocator waits for the queues that loaded memory before it gives that to others, and for no more."""
+    loaded, load = [], Queues.load
 
     def noted(self, number, words):
         loaded.append((number, words))
         return load(self, number, words)
 
-    monkeypatch.setattr(Lanes, "load", noted)
+    monkeypatch.setattr(Queues, "load", noted)
     monkeypatch.setattr(device_key, "budgets", lambda *_: Budgets(dict.fromkeys(SECTIONS), None))
     with Zkey.open(small / "circuit.zkey") as zkey:
-        key = DeviceKey(zkey, place, Stages())
+        key = DeviceKey(zkey, space, Stages())
     assert key._input == len(SECTIONS)
     assert [number for number, words in loaded if words.tolist() == [1, 2, 3]] == [key._input]
 
@@ -293,7 +295,7 @@ def test_all_devices_add_up_one_copy_of_a_witness():
 
 def test_a_wrong_witness_makes_no_proof(small, product, tmp_path, device):
     prover = Prover(small / "circuit.zkey", device=device)
-    with pytest.raises(FormatError, match="does not verify and is not handed out"):
+    with pytest.raises(FormatError, match="does not verify and is not returned"):
         prover.prove(small / "wrong.wtns")
     _, folder = product
     with pytest.raises(FormatError, match=r"of another circuit|is a witness on bls12_381"):
@@ -325,7 +327,7 @@ def test_a_damaged_key_makes_no_proof(small, tmp_path, device, section):
         at = data.find(words.tobytes()) + row * words.itemsize * words.shape[1]
     data[at] ^= 1
     (tmp_path / "damaged.zkey").write_bytes(bytes(data))
-    with pytest.raises(FormatError, match="does not verify and is not handed out"):
+    with pytest.raises(FormatError, match="does not verify and is not returned"):
         Prover(tmp_path / "damaged.zkey", device=device).prove(small / "witness.wtns")
 
 
@@ -334,7 +336,7 @@ def test_a_damaged_key_makes_no_proof(small, tmp_path, device, section):
 
 @pytest.mark.parametrize("kept", ["", "AH", "CB1B2"])
 def test_what_has_no_room_is_streamed(small, device, monkeypatch, kept):
-    """In pieces of a few points, after which a proof is the same."""
+    """In chunks of a few points, after which a proof is the same."""
     monkeypatch.setattr(msm_device, "STREAMED_BYTES", 1 << 12)
     if kept:
         points = {name: 0 if name in kept else None for name in SECTIONS}
@@ -352,7 +354,8 @@ def test_what_has_no_room_is_streamed(small, device, monkeypatch, kept):
 def test_budgets():
     g1 = family_of("bn254").g1
     points = {
-        name: Points(g1, np.ones((n, 8), np.uint64)) for name, n in zip(SECTIONS, (9000, 50, 70, 0, 10**5), strict=True)
+        name: SectionPoints(g1, np.ones((n, 8), np.uint64))
+        for name, n in zip(SECTIONS, (9000, 50, 70, 0, 10**5), strict=True)
     }
     plain = {name: each.words.nbytes for name, each in points.items()}
     scratch = sum(each.scratch_bytes(len(each.words)) for each in points.values())
@@ -363,13 +366,13 @@ def test_budgets():
     assert sum(more.points.values()) + scratch <= 10 * (sum(plain.values()) + scratch)
     streamed = budgets(points, 0)
     assert set(streamed.points.values()) - {None} <= {0}
-    assert streamed.scratch == max(each.scratch_bytes(each.piece) for each in points.values())
+    assert streamed.scratch == max(each.scratch_bytes(each.chunk) for each in points.values())
 
 
 def test_rounds_are_the_last_to_get_room():
     """No key is streamed, and none goes without its points' multiples, for the scratch of affine rounds."""
     g1 = family_of("bls12_381").g1
-    ones = Points(g1, np.broadcast_to(np.ones(12, np.uint64), (1 << 21, 12)))
+    ones = SectionPoints(g1, np.broadcast_to(np.ones(12, np.uint64), (1 << 21, 12)))
     points = dict.fromkeys(SECTIONS, ones)
     scratch, with_rounds = (ones.scratch_bytes(1 << 21, rounds) for rounds in (0, None))
     assert ones.scratch_bytes(1 << 21) == scratch < with_rounds / 4
@@ -387,12 +390,12 @@ def test_rounds_are_the_last_to_get_room():
 def test_points_without_infinity():
     g1 = family_of("bn254").g1
     words = np.ones((5, 8), np.uint64)
-    assert Points(g1, words).which is None
-    assert Points(g1, words, 3).which.tolist() == [3, 4, 5, 6, 7]
+    assert SectionPoints(g1, words).indices is None
+    assert SectionPoints(g1, words, 3).indices.tolist() == [3, 4, 5, 6, 7]
     words[[0, 3]] = 0
-    assert Points(g1, words).which.tolist() == [1, 2, 4]
-    found = Points(g1, words, 3)
-    assert found.which.tolist() == [4, 5, 7]
+    assert SectionPoints(g1, words).indices.tolist() == [1, 2, 4]
+    found = SectionPoints(g1, words, 3)
+    assert found.indices.tolist() == [4, 5, 7]
     assert len(found.words) == 3
     assert found.words.all()
 
@@ -409,7 +412,7 @@ def test_several_devices_share_a_proof(small, device):
     assert prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN) == expected
     assert prover.device == "+".join([f"{device}:0"] * 3)
     assert len(prover.explain().splitlines()) == 15
-    with pytest.raises(FormatError, match="does not verify and is not handed out"):
+    with pytest.raises(FormatError, match="does not verify and is not returned"):
         prover.prove(small / "wrong.wtns")
     check_many(small, prover)
 
@@ -418,40 +421,42 @@ def test_parts_are_all_points():
     g1, words = family_of("bn254").g1, np.arange(11 * 8, dtype=np.uint64).reshape(11, 8)
     words[4] = 0
     for count in (1, 2, 3, 20):
-        parts = [Points(g1, words, 2, (index, count)) for index in range(count)]
+        parts = [SectionPoints(g1, words, 2, (index, count)) for index in range(count)]
         assert np.array_equal(np.concatenate([part.words for part in parts]), words[words.any(axis=1)])
-        assert np.concatenate([part.which for part in parts]).tolist() == [i + 2 for i in range(11) if i != 4]
+        assert np.concatenate([part.indices for part in parts]).tolist() == [i + 2 for i in range(11) if i != 4]
 
 
 @pytest.mark.parametrize("wrong", [[], ["cpu", "cpu"], ["opencl", "cpu"], "cpu:1", "gpu", "cuda:x"])
 def test_devices_that_cannot_be(small, wrong):
+    if "opencl" in wrong:  # without OpenCL its absence is what is reported
+        backend_is_here("opencl")
     with pytest.raises(ConfigError):
         Prover(small / "circuit.zkey", device=wrong)
 
 
 def test_the_automatic_choice(small, monkeypatch):
     """Without a GPU's driver it is the CPU; with one, where torch is imported anyway or the circuit is large."""
-    monkeypatch.setattr(chosen, "space_at", lambda name: name)
-    monkeypatch.setattr(chosen, "_NODES", ())
-    assert chosen.chosen_places("auto", 1 << 20) == (HOST,)
-    monkeypatch.setattr(chosen, "_NODES", (str(small),))
+    monkeypatch.setattr(keys, "space_at", lambda name: name)
+    monkeypatch.setattr(keys, "_NVIDIA_NODES", ())
+    assert keys.spaces_of("auto", 1 << 20) == (HOST,)
+    monkeypatch.setattr(keys, "_NVIDIA_NODES", (str(small),))
     monkeypatch.setitem(sys.modules, "torch", sys)
-    assert chosen.chosen_places("auto", 2) == ("cuda",)
+    assert keys.spaces_of("auto", 2) == ("cuda",)
     monkeypatch.delitem(sys.modules, "torch")
-    assert chosen.chosen_places("auto", 1 << 15) == (HOST,)
-    assert chosen.chosen_places("auto", 1 << 16) == ("cuda",)
+    assert keys.spaces_of("auto", 1 << 15) == (HOST,)
+    assert keys.spaces_of("auto", 1 << 16) == ("cuda",)
 
     def absent(name):
         raise BackendUnavailable(name, "it does not start")
 
-    monkeypatch.setattr(chosen, "space_at", absent)
-    assert chosen.chosen_places("auto", 1 << 16) == (HOST,)
+    monkeypatch.setattr(keys, "space_at", absent)
+    assert keys.spaces_of("auto", 1 << 16) == (HOST,)
     with pytest.raises(BackendUnavailable):
-        chosen.chosen_places("cuda", 2)
-    monkeypatch.setattr(chosen, "space_at", lambda name: name)
+        keys.spaces_of("cuda", 2)
+    monkeypatch.setattr(keys, "space_at", lambda name: name)
     with override(backend="opencl"):
-        assert chosen.chosen_places("auto", 2) == ("opencl",)
-        assert chosen.chosen_places("cpu", 2) == ("cpu",)
+        assert keys.spaces_of("auto", 2) == ("opencl",)
+        assert keys.spaces_of("cpu", 2) == ("cpu",)
 
 
 @pytest.mark.parametrize("family", ["bn254", "bls12_381"])
@@ -459,7 +464,9 @@ def test_nvrtc_compiles_with_few_registers(family):
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
     from accelerant.runtime.compilation.cuda import compile_cuda
 
-    for entry, resources in compile_cuda(kernel_source(scalars_of(family_of(family))), "sm_90a").resources.items():
+    for entry, resources in compile_cuda(
+        _device_source(snarkjs_scalar_field(family_of(family))), "sm_90a"
+    ).resources.items():
         assert 0 < resources.registers <= 64, entry
         assert resources.spill_bytes <= 8, entry
         assert resources.shared_bytes <= 32 * BLOCK

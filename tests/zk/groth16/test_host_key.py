@@ -32,9 +32,9 @@ def test_chunks_of_any_size_make_the_same_key(folder, monkeypatch, size):
             assert (one._bases._points == other._bases._points).all(), name
             assert one._bases.n == other._bases.n == finite.sum()
             if finite.all():
-                assert one._kept is other._kept is None
+                assert one._indices is other._indices is None
             else:
-                assert one._kept.tolist() == other._kept.tolist() == np.flatnonzero(finite).tolist()
+                assert one._indices.tolist() == other._indices.tolist() == np.flatnonzero(finite).tolist()
     prover = Prover(folder / "circuit.zkey", device="cpu")
     proof = prover.prove(folder / "witness.wtns", verified=False)
     assert verify(prover.verification_key, proof.public, proof)

@@ -109,7 +109,7 @@ def test_a_wrong_witness_makes_no_proof(product, tmp_path, index):
     values[index] += 1
     write_wtns(tmp_path / "wrong.wtns", family, encode(FIELDS[f"{family}_fr"], values))
     prover = Prover(folder / "product.zkey")
-    with pytest.raises(FormatError, match="does not verify and is not handed out"):
+    with pytest.raises(FormatError, match="does not verify and is not returned"):
         prover.prove(tmp_path / "wrong.wtns")
     unverified = prover.prove(tmp_path / "wrong.wtns", verified=False)
     assert not verify(prover.verification_key, unverified.public, unverified)
@@ -146,7 +146,7 @@ def test_a_damaged_key_makes_no_proof(product, tmp_path, section):
     assert at > 0
     data[at] ^= 1
     (tmp_path / "damaged.zkey").write_bytes(bytes(data))
-    with pytest.raises(FormatError, match="does not verify and is not handed out"):
+    with pytest.raises(FormatError, match="does not verify and is not returned"):
         Prover(tmp_path / "damaged.zkey").prove(folder / "product.wtns")
 
 
@@ -204,7 +204,7 @@ def test_a_key_to_which_nobody_contributed_says_so(tmp_path):
         fresh = rewritten(BN254, tmp_path / "fresh.zkey", delta2=zkey.gamma2)
     key = VerificationKey.from_zkey(fresh)
     assert key.forgeable is not None
-    assert key.forgeable.startswith("gamma2 equals delta2: nobody contributed to this key")
+    assert key.forgeable.startswith("gamma2 equals delta2: nobody has contributed to this key")
     for public in ((0, 0), (5, 77)):
         family = family_of("bn254")
         (alpha, *ic), (beta,) = (

@@ -41,7 +41,7 @@ __all__ = ["ENTRIES", "FORMS", "SOURCES", "FieldKernels", "host_form", "packed_f
 FORMS = ("scalar", "vector")
 """One element at a time; or several: by AVX512-IFMA, in Goldilocks and BabyBear by any vectors."""
 
-SOURCES = ("algebra", "zk/msm")
+SOURCES = ("algebra", "zk/multi_scalar")
 """Folders of the package with the code that writes kernels over packs: one set for all, so that it is hashed once."""
 
 _PACKS = 128

@@ -9,7 +9,6 @@ True
 
 from accelerant.zk.groth16.proof import Proof
 from accelerant.zk.groth16.prover import Prover, prove
-from accelerant.zk.groth16.verification_key import VerificationKey
-from accelerant.zk.groth16.verifier import verify, verify_many
+from accelerant.zk.groth16.verifier import VerificationKey, verify, verify_many
 
 __all__ = ["Proof", "Prover", "VerificationKey", "prove", "verify", "verify_many"]

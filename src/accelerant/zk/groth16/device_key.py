@@ -1,136 +1,461 @@
-"""A proving key on a device, or as much of it as has room there.
+"""A proving key on one device or on several.
 
-A witness is copied once. Then all is launched before the host waits for anything: each sum in a lane of its own, and
-the quotient with the sum of H in one, so that a sum's end, which leaves most of the device idle, lies beside another's
-middle. The sum over G2 takes longest, so it comes first; the quotient's lane goes before others, since most has to be
-done one after the other there.
+A witness is copied once. All kernels are launched before the host waits: each sum on a queue of its own, and the
+quotient with the sum of H on another, so that the end of one sum, which leaves most of the device idle, overlaps the
+middle of the next. The sum over G2 takes longest and is launched first. The quotient's queue has priority, since most
+of its work is sequential.
+
+Where the device has too little memory for all points, some sections stay on the host and are streamed for each proof.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.parameters import family_of
-from accelerant.algebra.field.memory_space import MemorySpace
+from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.field.memory_space import HOST, MemorySpace
+from accelerant.algebra.field.parameters import Field
+from accelerant.runtime.recorded_launch import RecordedLaunch
 from accelerant.zk.formats.zkey import Zkey
-from accelerant.zk.groth16.csr import stacked_coefficients
-from accelerant.zk.groth16.device_rows import DeviceRows, gathered, unreduced
-from accelerant.zk.groth16.device_sections import Points, Section, Spans, budgets
-from accelerant.zk.groth16.keys import SECTIONS, Stages, Summed, UnreducedError
-from accelerant.zk.groth16.lanes import Lanes
-from accelerant.zk.groth16.quotient import scalars_of
+from accelerant.zk.groth16.keys import SECTIONS, KeySums, Stages, UnreducedError
+from accelerant.zk.groth16.matrices import (
+    DeviceMatrix,
+    SparseMatrix,
+    gather,
+    snarkjs_scalar_field,
+    unreduced_blocks,
+)
+from accelerant.zk.multi_scalar import device
+from accelerant.zk.multi_scalar.device import DeviceBases, start_msm
+from accelerant.zk.multi_scalar.device_plan import coordinate_words, device_plan
+from accelerant.zk.multi_scalar.op import msm_record
 
-__all__ = ["DeviceKey"]
+if TYPE_CHECKING:
+    from accelerant.runtime.streams.stream import Event, Stream  # which import torch
+
+__all__ = ["Budgets", "DeviceKey", "Queues", "SectionPoints", "SplitKey", "budgets"]
 
 U64 = npt.NDArray[np.uint64]
+Words = Any
+Mark = Any
+"""A point in a queue's work, a CUDA event; None where there is one queue."""
+Spans = dict[str, tuple[Mark, Mark]]
 
 _MEMORY_SHARE = 0.8
-"""Of the free memory, what a key takes at most."""
+"""Largest share of the free memory that a key takes."""
 
-_ORDER = ("B2", "A", "C", "B1", "H")
-"""In which sums are launched. H waits for the quotient."""
+_LAUNCH_ORDER = ("B2", "A", "C", "B1", "H")
+"""Order in which sums are launched. H waits for the quotient."""
 
-_LANES = {name: (1 + number) % len(_ORDER) for number, name in enumerate(_ORDER)}
-_INPUT = len(_ORDER)
-"""The lane of the witness's copy, which need not wait for what other lanes do for the last one."""
+_QUEUES = {name: (1 + number) % len(_LAUNCH_ORDER) for number, name in enumerate(_LAUNCH_ORDER)}
+_INPUT = len(_LAUNCH_ORDER)
+"""The queue that copies the witness; it does not wait for other queues' work on the previous one."""
 
 _SCALAR_BYTES, _VECTORS = 32, 6
-"""Vectors of the domain's and the witness's sizes, at most: the quotient's, what a transform needs, the scalars."""
+"""Upper bound on vectors of the domain's plus the witness's size: the quotient's, a transform's, the scalars."""
+
+_KEPT_FIRST = ("H", "A", "C", "B1", "B2")
+"""Priority of sections where memory is short. A sum over G2 takes longest per byte and hides the copy of its points
+best, so B2 comes last."""
+
+_STREAMED_CHUNKS = 3
+"""Chunks of streamed points on the device: one in use, two being copied."""
+
+_COPIES_IN_FLIGHT = 2
+"""Largest number of chunks that are copied before the device has used them."""
+
+_NO_LIMIT = 1 << 62
 
 
 class DeviceKey:
-    """See keys.ProvingKey.
+    """A ProvingKey on a device.
 
     Attributes:
-        place: where.
+        space: memory space of the device.
         label: its name.
     """
 
     def __init__(
         self,
         zkey: Zkey,
-        place: MemorySpace,
+        space: MemorySpace,
         stages: Stages,
         *,
         part: tuple[int, int] = (0, 1),
         free_bytes: int | None = None,
         overlap: bool = True,
     ) -> None:
-        """Bring the sections of a key to a device.
+        """Copy a key, which may be closed afterwards, to a device.
 
         Args:
-            zkey: which need not stay open.
-            place: where; not the host.
-            stages: told of "key: constraints" and "key: points".
-            part: (i, n): of each section's points the i-th of n parts, so that n devices make a sum.
-            free_bytes: memory of the device that may be taken, by default 0.8 of what is free.
-            overlap: a lane for each sum, instead of one for all.
+            zkey: the key.
+            space: memory space, not the host's.
+            stages: times "key: constraints" and "key: points".
+            part: (i, n): take the i-th of n parts of each section's points, for n devices that share the sums.
+            free_bytes: device memory that may be taken; by default 0.8 of the free memory.
+            overlap: use a queue for each sum instead of one for all.
 
         Raises:
             FormatError: a coefficient is out of range.
-            OutOfMemory: not even the constraints have room.
+            OutOfMemory: the constraints alone do not fit.
         """
-        self.place, self.label = place, place.label
-        family, field = family_of(zkey.family), scalars_of(family_of(zkey.family))
+        self.space, self.label = space, space.label
+        family = family_of(zkey.family)
+        field = snarkjs_scalar_field(family)
         self._field, self._n_public = field, zkey.n_public
-        self._lanes, self._lock = Lanes(place, len(_ORDER) + 1), threading.Lock()
-        room = int(_MEMORY_SHARE * place.provider.memory(place.index).free_bytes) if free_bytes is None else free_bytes
+        self._queues, self._lock = Queues(space, len(_LAUNCH_ORDER) + 1), threading.Lock()
+        room = int(_MEMORY_SHARE * space.provider.memory(space.index).free_bytes) if free_bytes is None else free_bytes
         with stages("key: constraints"):
-            self._rows = DeviceRows(self._lanes, field, stacked_coefficients(zkey.domain_size, zkey.coefficients))
+            rows = SparseMatrix.from_coefficients(field, zkey.domain_size, zkey.coefficients)
+            self._rows = DeviceMatrix(space, rows, functools.partial(self._queues.load, 0))
+            del rows
         with stages("key: points"):
-            first, words = {"C": zkey.n_public + 1}, zkey.points
+            words = zkey.points
             points = {
-                name: Points(family.g2 if name == "B2" else family.g1, words[name], first.get(name, 0), part)
+                name: SectionPoints(
+                    family.g2 if name == "B2" else family.g1,
+                    words[name],
+                    zkey.n_public + 1 if name == "C" else 0,
+                    part,
+                )
                 for name in SECTIONS
             }
             vectors = _SCALAR_BYTES * _VECTORS * (zkey.domain_size + zkey.n_vars)
             allowed = budgets(points, room - self._rows.size_bytes - vectors)
-            overlap = overlap and allowed.scratch is None  # where memory is short, one sum after the other
-            lanes, self._input = (_LANES, _INPUT) if overlap else (dict.fromkeys(SECTIONS, 0), 0)
-            # By the lane that reads it: its memory is not given to others before, also where a proof is given up
-            self._public = self._lanes.load(self._input, np.arange(1, 1 + zkey.n_public, dtype=np.uint32))
+            overlap = overlap and allowed.scratch is None  # where memory is short, sums run one after the other
+            queues, self._input = (_QUEUES, _INPUT) if overlap else (dict.fromkeys(SECTIONS, 0), 0)
+            # Allocated on the queue that reads it, so that its memory is not reused early if a proof is abandoned
+            self._public = self._queues.load(self._input, np.arange(1, 1 + zkey.n_public, dtype=np.uint32))
             self._sections = {
-                name: Section(self._lanes, lanes[name], field, points.pop(name), allowed, name) for name in _ORDER
+                name: _DeviceSection(self._queues, queues[name], field, points.pop(name), allowed, name)
+                for name in _LAUNCH_ORDER
             }
-            place.provider.synchronize(place.index)
+            space.provider.synchronize(space.index)
 
-    def begin(self, values: U64, stages: Stages) -> Callable[[], Summed]:
-        """See keys.ProvingKey; waits for nothing but the copy."""
-        lanes, place, field, spans = self._lanes, self.place, self._field, Spans()
-        with self._lock:  # lanes and their scratch memory take one witness after the other
-            with stages("witness"), lanes.lane(self._input):
-                witness = lanes.load(self._input, values)
+    def begin(self, values: U64, stages: Stages) -> Callable[[], KeySums]:
+        """See ProvingKey; waits only for the copy of the witness."""
+        queues, space, field, spans = self._queues, self.space, self._field, Spans()
+        with self._lock:  # queues and their scratch memory take one witness after the other
+            with stages("witness"), queues.queue(self._input):
+                witness = queues.load(self._input, values)
             with stages("launches"):
-                there = lanes.mark(self._input)
-                ends = {name: self._sections[name].begin(witness, there, spans) for name in _ORDER[:-1]}
-                with lanes.lane(self._input):
-                    wrong = lanes.fetch(self._input, unreduced(place, field, witness, len(values)))
-                    inputs = gathered(place, field, witness, self._public, self._n_public)
-                    public = lanes.fetch(self._input, inputs)
-                lanes.wait(0, there)
-                with lanes.lane(0):
-                    begun = lanes.mark(0)
+                copied = queues.mark(self._input)
+                pending = {
+                    name: self._sections[name].begin(witness, copied, spans) for name in _LAUNCH_ORDER if name != "H"
+                }
+                with queues.queue(self._input):
+                    unreduced = queues.fetch(self._input, unreduced_blocks(space, field, witness, len(values)))
+                    inputs = gather(space, field, witness, self._public, self._n_public)
+                    public = queues.fetch(self._input, inputs)
+                queues.wait(0, copied)
+                with queues.queue(0):
+                    start = queues.mark(0)
                     scalars = self._rows.quotient(witness)
-                    spans["quotient"] = begun, lanes.mark(0)
-                ends["H"] = self._sections["H"].begin(scalars, spans["quotient"][1], spans)
+                    spans["quotient"] = start, queues.mark(0)
+                pending["H"] = self._sections["H"].begin(scalars, spans["quotient"][1], spans)
 
-        def end() -> Summed:
+        def finish() -> KeySums:
             with stages("device"):
-                sums = {name: ends[name]() for name in SECTIONS}
-                if wrong().any():
+                sums = {name: pending[name]() for name in SECTIONS}
+                if unreduced().any():
                     raise UnreducedError
-            held.clear()
-            times = {name: lanes.span_s(*marks) for name, marks in spans.items()}
-            return Summed(sums, public(), {name: seconds for name, seconds in times.items() if seconds is not None})
+            in_use.clear()
+            times = {name: queues.span_s(*marks) for name, marks in spans.items()}
+            return KeySums(sums, public(), {name: seconds for name, seconds in times.items() if seconds is not None})
 
-        held: list[Any] = [witness, scalars]  # until all lanes have read them
-        return end
+        in_use: list[Any] = [witness, scalars]  # kept alive until all queues have read them
+        return finish
 
     def explain(self) -> str:
-        """See keys.ProvingKey."""
+        """See ProvingKey."""
         return "\n".join(f"{name}: {self._sections[name].explain()}" for name in SECTIONS)
+
+
+class SplitKey:
+    """A ProvingKey on several devices: each sums its part of every section.
+
+    Each device gets the whole witness and computes the whole quotient, a twentieth of a proof's work; copying it from
+    one device to the others would take longer.
+    """
+
+    def __init__(self, zkey: Zkey, spaces: Sequence[MemorySpace], stages: Stages) -> None:
+        """Copy a part of the key to each device; arguments and errors as DeviceKey."""
+        self._family = family_of(zkey.family)
+        self._keys = [DeviceKey(zkey, space, stages, part=(i, len(spaces))) for i, space in enumerate(spaces)]
+        self.label = "+".join(space.label for space in spaces)
+        self._threads = ThreadPoolExecutor(len(spaces), thread_name_prefix="accelerant-groth16")
+
+    def begin(self, values: U64, stages: Stages) -> Callable[[], KeySums]:
+        """See ProvingKey; a thread per device copies and launches.
+
+        All devices read one copy: if the file changed in between, r and s would not hide sums of parts of two
+        witnesses.
+        """
+        with stages("witness"):
+            witness = np.array(values, np.uint64)
+        with stages("launches"):
+            pending = list(self._threads.map(lambda key: key.begin(witness, Stages()), self._keys))
+
+        def finish() -> KeySums:
+            with stages("device"):
+                parts = [wait() for wait in pending]
+                sums = {name: self._added(name, [part.sums[name] for part in parts]) for name in SECTIONS}
+            spans = {
+                f"{key.label} {name}": seconds
+                for key, part in zip(self._keys, parts, strict=True)
+                for name, seconds in part.spans.items()
+            }
+            return KeySums(sums, parts[0].public, spans)
+
+        return finish
+
+    def explain(self) -> str:
+        """See ProvingKey; one line per section and device."""
+        return "\n".join(key.explain() for key in self._keys)
+
+    def _added(self, name: str, points: Sequence[U64]) -> U64:
+        curve: Curve[Any] = self._family.g2 if name == "B2" else self._family.g1
+        total: U64 = functools.reduce(
+            lambda x, y: launch.add(HOST, curve, x, y), (point.reshape(1, *curve.shape) for point in points)
+        )
+        return total
+
+
+# --- sections --------------------------------------------------------------------------------------------------------
+
+
+class SectionPoints:
+    """The finite points of a section, on the host.
+
+    Attributes:
+        curve: the points' curve.
+        words: (n, words of a point), a view of the file or a copy.
+        indices: indices of the scalars that multiply the points; None for all scalars.
+    """
+
+    def __init__(self, curve: Curve[Any], words: U64, first: int = 0, part: tuple[int, int] = (0, 1)) -> None:
+        """Select the finite points.
+
+        Args:
+            curve: the points' curve.
+            words: (n, words of a point), Montgomery form.
+            first: index of the scalar that multiplies the first point.
+            part: (i, n): take the i-th of n parts.
+        """
+        self.curve = curve
+        index, count = part
+        start, stop = (len(words) * i // count for i in (index, index + 1))
+        words, first = words[start:stop], first + start
+        finite = words.any(axis=1)
+        all_finite = bool(finite.all())
+        self.words = words if all_finite else words[finite]
+        whole = all_finite and not first and count == 1
+        self.indices = None if whole else (first + np.flatnonzero(finite)).astype(np.uint32)
+
+    def scratch_bytes(self, limit: int, rounds: int | None = 0) -> int:
+        """Return the scratch memory of a sum in chunks of at most `limit` points; rounds as for device_plan."""
+        n = min(len(self.words), limit)
+        return device_plan(self.curve, n, _NO_LIMIT, rounds=rounds).size_bytes(self.curve) if n else 0
+
+    @property
+    def multiples_bytes(self) -> int:
+        """Memory of the points with their multiples."""
+        n = len(self.words)
+        return self.words.nbytes * device_plan(self.curve, n, _NO_LIMIT, shared=True).windows if n else 0
+
+    @property
+    def chunk(self) -> int:
+        """Largest number of points that is streamed at once."""
+        return device.STREAMED_BYTES // (16 * coordinate_words(self.curve))
+
+
+class Budgets(NamedTuple):
+    """Device memory granted to sections.
+
+    Attributes:
+        points: section -> bytes for its points and their multiples; None where it is streamed.
+        scratch: bytes for the scratch of one sum; None where each section keeps its scratch between sums.
+        rounds: affine rounds of sums over stored points: 0, or None for as many as pay.
+    """
+
+    points: Mapping[str, int | None]
+    scratch: int | None
+    rounds: int | None = 0
+
+
+def budgets(points: Mapping[str, SectionPoints], room: int) -> Budgets:
+    """Divide `room` bytes: store points with multiples if they fit, else plain points, else as many sections as fit.
+
+    Affine rounds come last, since they need about eight times the scratch, and multiples save more time.
+    """
+    plain = {name: section.words.nbytes for name, section in points.items()}
+    with_rounds = sum(
+        section.scratch_bytes(len(section.words), None) + section.multiples_bytes for section in points.values()
+    )
+    rounds = None if with_rounds <= room else 0
+    scratch = sum(section.scratch_bytes(len(section.words), rounds) for section in points.values())
+    left = room - sum(plain.values()) - scratch
+    if left >= 0:
+        total = max(1, sum(plain.values()))
+        return Budgets({name: size + left * size // total for name, size in plain.items()}, None, rounds)
+    scratch = max(section.scratch_bytes(section.chunk) for section in points.values())
+    room -= scratch + _STREAMED_CHUNKS * device.STREAMED_BYTES
+    stored: dict[str, int | None] = {}
+    for name in _KEPT_FIRST:
+        stored[name] = 0 if plain[name] <= room else None
+        room -= plain[name] if plain[name] <= room else 0
+    return Budgets(stored, scratch)
+
+
+class _DeviceSection:
+    """The points of a section on the device, or on the host where they do not fit, and the queue of their sums."""
+
+    def __init__(
+        self, queues: Queues, queue: int, field: Field, points: SectionPoints, allowed: Budgets, name: str
+    ) -> None:
+        self._queues, self._queue, self._field, self._name = queues, queue, field, name
+        self._curve, self._n, self._scratch = points.curve, len(points.words), allowed.scratch
+        self._indices = None if points.indices is None else queues.load(queue, points.indices)
+        self._bases: DeviceBases | None = None
+        self._streamed = np.empty((0, 0), np.uint64)
+        free_bytes = allowed.points[name]
+        if free_bytes is None:
+            self._streamed = np.array(points.words, np.uint64)  # a copy: the file may be closed
+            return
+        with queues.queue(queue):
+            self._bases = DeviceBases(
+                queues.space,
+                points.curve,
+                queues.load(queue, points.words),
+                free_bytes=free_bytes,
+                keep_scratch=allowed.scratch is None,
+                rounds=allowed.rounds,
+            )
+
+    def begin(self, values: Words, after: Mark, spans: Spans) -> Callable[[], U64]:
+        """Launch a sum; return a function that waits for it: words of one point, affine in Montgomery form.
+
+        Args:
+            values: scalars, to be kept alive until the sum has ended.
+            after: mark of the queue that computes the values.
+            spans: receives the marks of the sum's beginning and end.
+        """
+        queues, space, queue = self._queues, self._queues.space, self._queue
+        queues.wait(queue, after)
+        with queues.queue(queue):
+            first = queues.mark(queue)
+            record = msm_record(space, self._curve, self._n, 1)
+            with RecordedLaunch(record, space.provider, space.index):
+                if self._indices is not None:
+                    values = gather(space, self._field, values, self._indices, self._n)
+                if self._bases is not None:
+                    pending = self._bases.start(values)
+                else:
+                    load = functools.partial(queues.load, queue)
+                    pending = start_msm(space, self._curve, values, self._streamed, free_bytes=self._scratch, load=load)
+            results = [queues.fetch(queue, words) for words in pending.results]
+            spans[f"sum {self._name}"] = first, queues.mark(queue)
+        return lambda: pending.finish([fetch() for fetch in results])
+
+    def explain(self) -> str:
+        label = self._queues.space.label
+        if self._bases is None:
+            return f"{self._n} points of {self._curve.name}, streamed to {label} for each sum"
+        return f"{self._n} points of {self._curve.name} on {label}; {self._bases.explain()}"
+
+
+# --- queues ----------------------------------------------------------------------------------------------------------
+
+
+class Queues:
+    """Command queues of one device, numbered from 0, which has priority: CUDA streams; elsewhere there is one queue.
+
+    Work issued in `with queues.queue(i)` is ordered within queue i. Queues wait for each other's marks only, and the
+    host for what it fetches only.
+
+    Attributes:
+        space: memory space of the device.
+    """
+
+    def __init__(self, space: MemorySpace, count: int) -> None:
+        self.space = space
+        self._streams: Sequence[Stream] = ()
+        if space.backend == "cuda":
+            from accelerant.runtime.streams.stream import Stream
+
+            # One more for copies, which must not wait for the work of a queue
+            self._streams = [Stream(space.label, priority=-1 if number == 0 else 0) for number in range(count + 1)]
+        self._copied: deque[Event] = deque()
+
+    @contextmanager
+    def queue(self, number: int) -> Iterator[None]:
+        """Issue the launches, loads and fetches of the block to a queue."""
+        if not self._streams:
+            yield
+            return
+        with self._streams[number]:
+            yield
+
+    def mark(self, number: int) -> Mark:
+        """Mark the end of the work issued to a queue so far."""
+        return self._streams[number].record() if self._streams else None
+
+    def wait(self, number: int, mark: Mark) -> None:
+        """Let the later work of a queue wait for another queue's mark."""
+        if self._streams:
+            self._streams[number].wait(mark)
+
+    def load(self, number: int, words: npt.NDArray[Any]) -> Words:
+        """Copy words from the host, which may overwrite them once this returns, to the device.
+
+        On CUDA the copy goes through pinned memory and overlaps the queue's earlier work; later work waits for it. The
+        host runs at most a few chunks ahead of the queue, which bounds the memory of many loads.
+        """
+        if not self._streams or not words.size:
+            return self.space.load(np.ascontiguousarray(words))
+        import torch
+
+        from accelerant.runtime.streams.transfer import copy_async
+
+        if len(self._copied) >= _COPIES_IN_FLIGHT:
+            self._copied.popleft().synchronize()
+        self._copied.append(self._streams[number].record())
+        raw = words.view(np.uint8)  # words in a file may be unaligned, which torch refuses
+        copied = copy_async(raw, stream=self._streams[-1]).value_on(self._streams[number])
+        return copied.view({8: torch.int64, 4: torch.int32}[words.itemsize])
+
+    def fetch(self, number: int, words: Words) -> Callable[[], npt.NDArray[Any]]:
+        """Start a copy to the host; return a function that waits for it and returns unsigned words."""
+        if not self._streams:
+            return lambda: self.space.store(words)
+        import torch
+
+        target = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+        with self.queue(number):
+            target.copy_(words, non_blocking=True)
+        done = self._streams[number].record()
+
+        def wait() -> npt.NDArray[Any]:
+            done.synchronize()
+            values: npt.NDArray[Any] = target.numpy()
+            return values.view(f"u{values.itemsize}")
+
+        return wait
+
+    def span_s(self, first: Mark, last: Mark) -> float | None:
+        """Return the seconds between two marks, waiting for them; None where there are no marks."""
+        if last is None:
+            return None
+        last.synchronize()
+        return float(first.elapsed_ms(last)) / 1e3

@@ -1,13 +1,13 @@
-"""The prover of Groth16, with a key kept ready for many proofs.
+"""The Groth16 prover.
 
     pi_A = alpha1 + sum w_i A_i + r delta1
     pi_B = beta2 + sum w_i B2_i + s delta2              pi_B1 the same of beta1, B1, delta1
     pi_C = sum_private w_i C_i + sum_j p_j H_j + s pi_A + r pi_B1 - r s delta1
 
-with p_j of quotient.py and r, s fresh from the system's entropy. Source: Groth 2016, eprint 2016/260, section 3.2.
+with p_j of matrices.py and r, s fresh from the system's entropy. Source: Groth 2016, eprint 2016/260, section 3.2.
 
-r and s, their product and multiples are computed in constant time. The sums over the witness and the sums of H are not:
-their time and memory accesses depend on the witness.
+r and s, their product and multiples are computed in constant time. The sums over the witness and the sum over H are
+not: their time and memory accesses depend on the witness.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ from accelerant.algebra.curve.encoding import decode_points
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field import launch as field_launch
-from accelerant.algebra.field import words as host
+from accelerant.algebra.field import words as field_words
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.ntt import LOG_MOST
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.zk.formats.circuit import Witness
 from accelerant.zk.formats.zkey import Zkey
-from accelerant.zk.groth16.chosen import Devices, chosen_places
 from accelerant.zk.groth16.host_key import HostKey
-from accelerant.zk.groth16.keys import Progress, ProvingKey, Stages, UnreducedError
+from accelerant.zk.groth16.keys import Devices, ProgressCallback, ProvingKey, Stages, UnreducedError, spaces_of
+from accelerant.zk.groth16.matrices import snarkjs_scalar_field
 from accelerant.zk.groth16.proof import Proof
-from accelerant.zk.groth16.quotient import scalars_of
-from accelerant.zk.groth16.verification_key import VerificationKey
-from accelerant.zk.groth16.verifier import verify
+from accelerant.zk.groth16.verifier import VerificationKey, verify
 
 __all__ = ["Prover", "prove"]
 
@@ -46,45 +44,47 @@ U64 = npt.NDArray[np.uint64]
 
 
 class Prover:
-    """A proving key, ready for proofs of many witnesses.
+    """A proving key in memory, for proofs of many witnesses.
 
     >>> prover = Prover("circuit.zkey")
     >>> proof = prover.prove("witness.wtns")
     >>> verify(prover.verification_key, proof.public, proof)
     True
 
-    The header's points, which hide the witness, are found to be finite, on their curves and in their subgroups. Those
-    of the sections are believed (zk.formats.Zkey.check asks). A proof that a wrong key gives does not verify, and is
-    not handed out; that it was not may tell a bit of the witness to who made the key.
+    The points of the header, which hide the witness, are checked to be finite, on their curves and in their subgroups.
+    The points of the sections are not checked (see zk.formats.Zkey.check). A proof made with a wrong key does not
+    verify and is not returned; its absence may tell the maker of the key one bit of the witness.
 
     Attributes:
         family: "bn254" or "bls12_381".
         n_vars: values of a witness.
         n_public: public inputs.
-        domain_size: points of the transforms.
-        verification_key: that of the circuit.
-        timings: stage -> seconds of the CPU's clock, of reading the key and of the last proof.
-        spans: part -> seconds that the device spent on it for the last proof; parts overlap. Empty on the CPU.
+        domain_size: size of the transforms.
+        verification_key: the verification key of the circuit.
+        timings: stage -> seconds of wall time, of reading the key and of the last proof.
+        spans: part -> seconds of device time of the last proof; parts overlap. Empty on the CPU.
     """
 
-    def __init__(self, zkey: Zkey | str | Path, *, device: Devices = "auto", progress: Progress | None = None) -> None:
-        """Read a key, and bring it to a device.
+    def __init__(
+        self, zkey: Zkey | str | Path, *, device: Devices = "auto", progress: ProgressCallback | None = None
+    ) -> None:
+        """Read a key and copy it to a device.
 
         Args:
-            zkey: a Groth16 .zkey file, or one that is open, which need not stay so.
-            device: "cpu", "cuda", "cuda:1", "opencl", or what accelerant.devices() lists; several of them, as in
-                ["cuda:0", "cuda:1"], share each sum. "auto" is what the setting backend (ACCELERANT_BACKEND) names;
-                without one an NVIDIA GPU, if it is there, and torch imported already or the domain of 2^16 points or
-                more; else the CPU.
+            zkey: a Groth16 .zkey file, or an open one, which may be closed afterwards.
+            device: "cpu", "cuda", "cuda:1", "opencl", or a device of accelerant.devices(); several, as in
+                ["cuda:0", "cuda:1"], share each sum. "auto" follows the setting `backend` (ACCELERANT_BACKEND); without
+                one it takes an NVIDIA GPU if there is one and torch is imported already or the domain has 2^16 points
+                or more, else the CPU.
             progress: called with the name of each stage before it begins.
 
         Raises:
-            FormatError: the file is not what it claims to be, or a point of its header is infinity, off its curve or
-                out of the subgroup; names section and offset.
+            FormatError: the file is malformed, or a point of its header is infinity, off its curve or outside the
+                subgroup; names section and offset.
             UnsupportedCase: a domain of one point, which snarkjs does not make, or of more than 2^27.
-            ConfigError: no backend has that name, or no device that number.
-            BackendUnavailable: the backend is not there; says why.
-            OutOfMemory: the device's is not even enough for the constraints and the vectors of a proof.
+            ConfigError: unknown backend or device number.
+            BackendUnavailable: the backend is unavailable; says why.
+            OutOfMemory: the constraints and the vectors of a proof do not fit the device.
         """
         if not isinstance(zkey, Zkey):
             with Zkey.open(zkey) as opened:
@@ -92,7 +92,7 @@ class Prover:
         else:
             self._read(zkey, device, progress)
 
-    def _read(self, zkey: Zkey, device: Devices, progress: Progress | None) -> None:
+    def _read(self, zkey: Zkey, device: Devices, progress: ProgressCallback | None) -> None:
         if not 2 <= zkey.domain_size <= 1 << LOG_MOST:
             raise UnsupportedCase(f"{zkey.path}: a domain of {zkey.domain_size} points; it may have 2 to 2^{LOG_MOST}")
         stages = Stages(progress)
@@ -101,14 +101,14 @@ class Prover:
         self._pairing = family_of(zkey.family)
         self.family, self.n_vars, self.n_public = zkey.family, zkey.n_vars, zkey.n_public
         self.domain_size = zkey.domain_size
-        self._field = scalars_of(self._pairing)
+        self._field = snarkjs_scalar_field(self._pairing)
         with stages("key: header"):
             # Checks the header's points: with delta1 = beta1 = 0 proofs verify under the genuine key and hide nothing
             self.verification_key = VerificationKey.from_zkey(zkey)
-        self._key = _key(zkey, chosen_places(device, zkey.domain_size), stages)
+        self._key = _load_key(zkey, spaces_of(device, zkey.domain_size), stages)
         g1, g2 = self._pairing.g1, self._pairing.g2
-        self._g1 = {name: _one(g1, getattr(zkey, name)) for name in ("alpha1", "beta1", "delta1")}
-        self._g2 = {name: _one(g2, getattr(zkey, name)) for name in ("beta2", "delta2")}
+        self._g1 = {name: _point(g1, getattr(zkey, name)) for name in ("alpha1", "beta1", "delta1")}
+        self._g2 = {name: _point(g2, getattr(zkey, name)) for name in ("beta2", "delta2")}
         self._key_timings = self.timings = stages.timings
         self.spans: dict[str, float] = {}
 
@@ -118,11 +118,11 @@ class Prover:
 
     @property
     def device(self) -> str:
-        """Where the key is: "cpu", "cuda:0", ..."""
+        """Name of the device that holds the key: "cpu", "cuda:0", ..."""
         return self._key.label
 
     def explain(self) -> str:
-        """Where the key's sections are, and how sums are made, in words."""
+        """Describe where the key's sections are stored and how they are summed."""
         return self._key.explain()
 
     def prove(
@@ -132,78 +132,75 @@ class Prover:
         verified: bool = True,
         insecure_randomness_for_tests: tuple[int, int] | None = None,
     ) -> Proof:
-        """A proof, different each time.
+        """Return a proof, different at each call.
 
         Args:
-            witness: a .wtns file, or one that is open.
-            verified: verify the proof before it is handed out: about 3 ms.
-            insecure_randomness_for_tests: (r, s), integers from 0 to below the order, instead of fresh ones. A proof
-                with r and s that are known, or used for another proof, gives the witness away.
+            witness: a .wtns file, or an open one.
+            verified: verify the proof before it is returned: about 3 ms.
+            insecure_randomness_for_tests: (r, s), integers from 0 to below the order, instead of fresh ones. If r and s
+                are known, or used for a second proof, the proof reveals the witness.
 
         Raises:
-            ConfigError: randomness that is no two such integers.
-            FormatError: the file is not what it claims to be, of another curve or circuit; or the proof does not
-                verify, since the witness does not satisfy the constraints.
+            ConfigError: the randomness is not two such integers.
+            FormatError: the file is malformed, or of another curve or circuit; or the proof does not verify, since the
+                witness does not satisfy the constraints.
         """
         return self._begin(witness, self._randomness(insecure_randomness_for_tests))(verified)
 
     def prove_many(self, witnesses: Iterable[Witness | str | Path], *, verified: bool = True) -> Iterator[Proof]:
-        """Proofs of witnesses, in their order.
+        """Yield the proofs of witnesses, in order.
 
-        On a device the next witness is read, copied and begun with before the last one's proof is put together and
-        verified, so that the device has work all the time. On the CPU it is as calling prove for each.
+        On a device the next witness is read, copied and launched before the previous proof is assembled and verified,
+        so that the device does not idle. On the CPU it is the same as calling prove for each.
 
         Args:
-            witnesses: .wtns files; one ahead is taken.
-            verified: as prove.
+            witnesses: .wtns files; read one ahead of the proofs.
+            verified: as for prove.
 
         Raises:
-            FormatError: as prove, when it is that witness's turn: the proofs before it have been handed out. Those
-                after it are not made.
-            Exception: what `witnesses` raises, likewise.
+            FormatError: as prove, after the proofs of the preceding witnesses were yielded; later ones are not made.
+            Exception: errors of `witnesses`, likewise.
         """
-        ends: deque[Callable[[bool], Proof]] = deque()
-        left = iter(witnesses)
+        pending: deque[Callable[[bool], Proof]] = deque()
+        remaining = iter(witnesses)
         while True:
             try:
-                ends.append(self._begin(next(left), self._randomness(None)))
+                pending.append(self._begin(next(remaining), self._randomness(None)))
             except StopIteration:
                 break
             except Exception:
-                yield from (end(verified) for end in ends)
+                yield from (finish(verified) for finish in pending)
                 raise
-            if len(ends) > 1:
-                yield ends.popleft()(verified)
-        yield from (end(verified) for end in ends)
-
-    # --- parts ---------------------------------------------------------------------------------------------------
+            if len(pending) > 1:
+                yield pending.popleft()(verified)
+        yield from (finish(verified) for finish in pending)
 
     def _begin(self, witness: Witness | str | Path, randomness: U64) -> Callable[[bool], Proof]:
-        """Begin with a witness; what is returned ends it, verified or not."""
+        """Start a proof; return a function that finishes it, verified or not."""
         stages, files = Stages(self._progress), ExitStack()
         with files:
             opened = witness if isinstance(witness, Witness) else files.enter_context(Witness.open(witness))
             self._check_witness(opened)
             with _reduced(opened):
-                summed = self._key.begin(opened.values, stages)
+                wait = self._key.begin(opened.values, stages)
             open_until_the_end = files.pop_all()
 
-        def end(verified: bool) -> Proof:
+        def finish(verified: bool) -> Proof:
             with open_until_the_end:
                 with stages("blinding"):
-                    blinds = self._blinds(randomness)
+                    blinding = self._blinding(randomness)
                 with _reduced(opened):
-                    found = summed()
+                    result = wait()
             with stages("proof"):
-                public = tuple(host.decode(self._field, found.public))
-                proof = self._assembled(found.sums, randomness, blinds, public)
+                public = tuple(field_words.decode(self._field, result.public))
+                proof = self._assembled(result.sums, randomness, blinding, public)
             if verified:
                 with stages("verification"):
                     self._verify(proof, public)
-            self.timings, self.spans = self._key_timings | stages.timings, found.spans
+            self.timings, self.spans = self._key_timings | stages.timings, result.spans
             return proof
 
-        return end
+        return finish
 
     def _check_witness(self, witness: Witness) -> None:
         if witness.family != self.family:
@@ -214,59 +211,65 @@ class Prover:
                 "the witness is of another circuit"
             )
 
-    def _randomness(self, given: tuple[int, int] | None) -> U64:
-        """R, s: (2, 4) canonical words."""
+    def _randomness(self, fixed: tuple[int, int] | None) -> U64:
+        """Return r and s, (2, 4) canonical words."""
         field = self._field
-        if given is None:
-            return host.random(field, (2,))
-        if not isinstance(given, tuple | list) or len(given) != 2 or not all(_below(x, field.modulus) for x in given):
+        if fixed is None:
+            return field_words.random(field, (2,))
+        pair = isinstance(fixed, tuple | list) and len(fixed) == 2
+        if not pair or not all(
+            isinstance(value, int) and not isinstance(value, bool) and 0 <= value < field.modulus for value in fixed
+        ):
             raise ConfigError("insecure_randomness_for_tests must be two Python integers from 0 to below the order r")
-        return host.encode(field, list(given))
+        return field_words.encode(field, list(fixed))
 
-    def _blinds(self, randomness: U64) -> tuple[U64, U64]:
-        """What of a proof depends on no witness: delta1 times r, s and -r s, and delta2 times s."""
+    def _blinding(self, randomness: U64) -> tuple[U64, U64]:
+        """Return the parts of a proof that depend on no witness: delta1 times r, s and -r s, and delta2 times s."""
         g1, g2, field = self._pairing.g1, self._pairing.g2, self._field
         r, s = randomness[:1], randomness[1:]
         rs = field_launch.binary(HOST, field, "mul", r, s, "canonical")
         minus_rs = field_launch.unary(HOST, field, "neg", rs, "canonical")
-        of_delta1: U64 = launch.multiply(HOST, g1, self._g1["delta1"], np.concatenate([r, s, minus_rs]))
-        of_delta2: U64 = launch.multiply(HOST, g2, self._g2["delta2"], s)
-        return of_delta1, of_delta2
+        delta1: U64 = launch.multiply(HOST, g1, self._g1["delta1"], np.concatenate([r, s, minus_rs]))
+        delta2: U64 = launch.multiply(HOST, g2, self._g2["delta2"], s)
+        return delta1, delta2
 
     def _assembled(
-        self, sums: dict[str, U64], randomness: U64, blinds: tuple[U64, U64], public: tuple[int, ...]
+        self, sums: dict[str, U64], randomness: U64, blinding: tuple[U64, U64], public: tuple[int, ...]
     ) -> Proof:
         g1, g2 = self._pairing.g1, self._pairing.g2
-        of_delta1, s_delta2 = blinds
-        a = _added(g1, self._g1["alpha1"], sums["A"], of_delta1[:1])
-        b1 = _added(g1, self._g1["beta1"], sums["B1"], of_delta1[1:2])
-        b2 = _added(g2, self._g2["beta2"], sums["B2"], s_delta2)
-        mixed = launch.multiply(HOST, g1, np.concatenate([a, b1]), np.ascontiguousarray(randomness[::-1]))
-        c = _added(g1, mixed[:1], mixed[1:], of_delta1[2:], sums["C"], sums["H"])
-        (pi_a, pi_c), (pi_b,) = _affine(g1, np.concatenate([a, c])), _affine(g2, b2)
+        delta1, s_delta2 = blinding
+        a = _sum(g1, self._g1["alpha1"], sums["A"], delta1[:1])
+        b1 = _sum(g1, self._g1["beta1"], sums["B1"], delta1[1:2])
+        b2 = _sum(g2, self._g2["beta2"], sums["B2"], s_delta2)
+        scaled = launch.multiply(HOST, g1, np.concatenate([a, b1]), np.ascontiguousarray(randomness[::-1]))
+        c = _sum(g1, scaled[:1], scaled[1:], delta1[2:], sums["C"], sums["H"])
+        (pi_a, pi_c), (pi_b,) = (
+            decode_points(curve, launch.from_montgomery(HOST, curve, points), check=False)
+            for curve, points in ((g1, np.concatenate([a, c])), (g2, b2))
+        )
         return Proof(self.family, pi_a, pi_b, pi_c, public)
 
     def _verify(self, proof: Proof, public: tuple[int, ...]) -> None:
         try:
             valid = verify(self.verification_key, public, proof)
-        except FormatError:  # points off their curves come of points in the key that are
+        except FormatError:  # a point off its curve results from such points in the key
             valid = False
         if not valid:
             raise FormatError(
-                "the proof does not verify and is not handed out: the witness does not satisfy the constraints of "
+                "the proof does not verify and is not returned: the witness does not satisfy the constraints of "
                 f"{self._path}, or that key is damaged"
             )
 
 
 def prove(zkey: Zkey | str | Path, witness: Witness | str | Path, *, device: Devices = "auto") -> Proof:
-    """One proof; a Prover is for many.
+    """Return one proof; use a Prover for several.
 
     >>> proof = prove("circuit.zkey", "witness.wtns")
 
     Args:
         zkey: a Groth16 .zkey file.
         witness: a .wtns file.
-        device: as Prover.
+        device: as for Prover.
 
     Raises:
         As Prover and Prover.prove.
@@ -274,18 +277,17 @@ def prove(zkey: Zkey | str | Path, witness: Witness | str | Path, *, device: Dev
     return Prover(zkey, device=device).prove(witness)
 
 
-def _key(zkey: Zkey, places: Sequence[MemorySpace], stages: Stages) -> ProvingKey:
-    if list(places) == [HOST]:
+def _load_key(zkey: Zkey, spaces: Sequence[MemorySpace], stages: Stages) -> ProvingKey:
+    if list(spaces) == [HOST]:
         return HostKey(zkey, stages)
-    from accelerant.zk.groth16.device_key import DeviceKey
-    from accelerant.zk.groth16.split_key import SplitKey
+    from accelerant.zk.groth16.device_key import DeviceKey, SplitKey  # unused by a proof on the CPU
 
-    return DeviceKey(zkey, places[0], stages) if len(places) == 1 else SplitKey(zkey, places, stages)
+    return DeviceKey(zkey, spaces[0], stages) if len(spaces) == 1 else SplitKey(zkey, spaces, stages)
 
 
 @contextmanager
 def _reduced(witness: Witness) -> Iterator[None]:
-    """Word the error where a value in the file is not below r."""
+    """Turn UnreducedError into an error that names the value in the file."""
     try:
         yield
     except UnreducedError:
@@ -293,23 +295,13 @@ def _reduced(witness: Witness) -> Iterator[None]:
         raise FormatError(f"{witness.path} has changed while it was read") from None
 
 
-def _below(value: object, modulus: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < modulus
-
-
-def _one(curve: Curve[Any], words: U64) -> U64:
+def _point(curve: Curve[Any], words: U64) -> U64:
     return np.array(words, np.uint64).reshape(1, *curve.shape)
 
 
-def _added(curve: Curve[Any], *points: U64) -> U64:
-    """The sum of points, the first (1, *shape), the others of as many words."""
+def _sum(curve: Curve[Any], *points: U64) -> U64:
+    """Return the sum of points, (1, *shape); those after the first may have any shape."""
     total, *rest = points
     for point in rest:
         total = launch.add(HOST, curve, total, HOST.contiguous(point.reshape(total.shape)))
     return total
-
-
-def _affine(curve: Curve[Any], points: U64) -> list[Any]:
-    """Python points of words in Montgomery form."""
-    canonical = launch.from_montgomery(HOST, curve, points)
-    return decode_points(curve, canonical, check=False)

@@ -1,4 +1,4 @@
-"""Kernels that a process beside this one compiles."""
+"""Kernels compiled by a second process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from accelerant.algebra.curve.program import kernel_source
 from accelerant.config import override
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.providers.cpu import CpuProvider
-from accelerant.zk.groth16 import ahead
+from accelerant.zk.groth16 import precompile
 
 
 @pytest.fixture
 def provider(monkeypatch):
-    """One of its own, as the registry has it."""
+    """A CPU provider of the test, returned by the registry."""
     made = CpuProvider()
-    monkeypatch.setattr(ahead.registry, "create", lambda _: made)
-    monkeypatch.setattr(ahead, "usable_cores", lambda: 2)
+    monkeypatch.setattr(precompile.registry, "create", lambda _: made)
+    monkeypatch.setattr(precompile, "usable_cores", lambda: 2)
     return made
 
 
@@ -32,14 +32,16 @@ def empty(tmp_path, monkeypatch):
         yield tmp_path
 
 
-def beside(monkeypatch, program):
-    monkeypatch.setattr(ahead, "_PROGRAM", program)
-    return ahead._Beside("bn254", 8)
+def compiler_process(monkeypatch, program):
+    monkeypatch.setattr(precompile, "_PROGRAM", program)
+    return precompile._CompilerProcess("bn254", 8)
 
 
 def test_a_kernel_at_work_is_waited_for(monkeypatch):
     monkeypatch.setattr(KernelCache, "has", lambda *_: True)
-    process = beside(monkeypatch, "import time; print('a', flush=True); time.sleep(1); print('b', flush=True)")
+    process = compiler_process(
+        monkeypatch, "import time; print('a', flush=True); time.sleep(1); print('b', flush=True)"
+    )
     with process._changed:
         assert process._changed.wait_for(lambda: process._at == "a", 20)
     process.wait("another")
@@ -52,7 +54,7 @@ def test_a_kernel_at_work_is_waited_for(monkeypatch):
 
 @pytest.mark.parametrize("program", ["raise SystemExit(3)", "no program", "print('a')"])
 def test_a_process_that_fails_is_not_waited_for(monkeypatch, program):
-    process = beside(monkeypatch, program)
+    process = compiler_process(monkeypatch, program)
     ended = threading.Thread(target=process.wait, args=("a",), daemon=True)
     ended.start()
     ended.join(20)
@@ -61,7 +63,7 @@ def test_a_process_that_fails_is_not_waited_for(monkeypatch, program):
 
 def test_a_process_whose_kernels_are_not_found_is_ended(monkeypatch, empty):
     """Where the cache cannot be written each kernel would be compiled twice, one time after the other."""
-    process = beside(
+    process = compiler_process(
         monkeypatch, "import time; print('a', flush=True); time.sleep(1); print('b', flush=True); time.sleep(60)"
     )
     with process._changed:
@@ -72,8 +74,10 @@ def test_a_process_whose_kernels_are_not_found_is_ended(monkeypatch, empty):
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(ahead, "_PATIENCE_S", 0.2)
-    process = beside(monkeypatch, "import os, signal; print('a', flush=True); os.kill(os.getpid(), signal.SIGSTOP)")
+    monkeypatch.setattr(precompile, "_PATIENCE_S", 0.2)
+    process = compiler_process(
+        monkeypatch, "import os, signal; print('a', flush=True); os.kill(os.getpid(), signal.SIGSTOP)"
+    )
     with process._changed:
         assert process._changed.wait_for(lambda: process._at == "a", 20)
     process.wait("a")
@@ -83,8 +87,8 @@ def test_a_process_that_hangs_is_ended(monkeypatch):
 
 @pytest.mark.parametrize("executable", ["", None, "/nowhere/python"])
 def test_where_no_process_can_start_all_is_compiled_here(provider, empty, monkeypatch, executable):
-    monkeypatch.setattr(ahead.sys, "executable", executable)
-    ahead.compile_ahead("bn254", 8)
+    monkeypatch.setattr(precompile.sys, "executable", executable)
+    precompile.precompile_kernels("bn254", 8)
     assert provider.wait_for is None
 
 
@@ -93,23 +97,23 @@ def test_where_no_more_processes_are_allowed(provider, empty, monkeypatch):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", refused)
-    ahead.compile_ahead("bn254", 8)
+    precompile.precompile_kernels("bn254", 8)
     assert provider.wait_for is None
 
 
 def test_nothing_is_started_where_there_is_nothing_to_gain(provider, empty, monkeypatch):
-    monkeypatch.setattr(ahead, "_Beside", None)
-    monkeypatch.setattr(ahead, "usable_cores", lambda: 1)
-    ahead.compile_ahead("bn254", 8)
-    monkeypatch.setattr(ahead, "usable_cores", lambda: 2)
+    monkeypatch.setattr(precompile, "_CompilerProcess", None)
+    monkeypatch.setattr(precompile, "usable_cores", lambda: 1)
+    precompile.precompile_kernels("bn254", 8)
+    monkeypatch.setattr(precompile, "usable_cores", lambda: 2)
     monkeypatch.setattr(KernelCache, "has", lambda *_: True)
-    ahead.compile_ahead("bn254", 8)
+    precompile.precompile_kernels("bn254", 8)
     assert provider.wait_for is None
 
 
 @pytest.mark.slow
 def test_what_it_compiles_is_found(provider, empty):
-    ahead.compile_ahead("bn254", 1024)
+    precompile.precompile_kernels("bn254", 1024)
     provider.wait_for.__self__._process.wait()
     curve = family_of("bn254").g2
     for entry in ("curve_mul", "curve_add"):

@@ -8,7 +8,7 @@ import pytest
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.words import decode, encode
 from accelerant.errors import ShapeError
-from accelerant.zk.groth16.sparse import SparseMatrix
+from accelerant.zk.groth16.matrices import SparseMatrix
 
 FR = FIELDS["bn254_fr"]
 P = FR.modulus
@@ -29,7 +29,9 @@ def test_products_of_matrices(n_rows, n_columns, n_entries):
     expected = [0] * n_rows
     for row, column, value in zip(rows, columns, values, strict=True):
         expected[row] += value * x[column]
-    matrix = SparseMatrix(FR, n_rows, rows, columns, encode(FR, [value << 256 for value in values], reduce=True))
+    matrix = SparseMatrix.from_entries(
+        FR, n_rows, rows, columns, encode(FR, [value << 256 for value in values], reduce=True)
+    )
     assert matrix.n_entries == n_entries
     assert decode(FR, matrix.times(encode(FR, x).reshape(-1, 4))) == [value % P for value in expected]
 
@@ -39,15 +41,15 @@ def test_values_need_not_be_reduced():
     largest = np.full((1, 4), 2**64 - 1, np.uint64)
     at = np.zeros(1, np.int64)
     for x in (0, 1, P - 1):
-        product = decode(FR, SparseMatrix(FR, 1, at, at, largest).times(encode(FR, [x])))
+        product = decode(FR, SparseMatrix.from_entries(FR, 1, at, at, largest).times(encode(FR, [x])))
         assert product == [(2**256 - 1) * x * pow(2, -256, P) % P]
 
 
 def test_what_the_kernel_would_not_find_is_refused():
     rows, columns, values = np.array([0, 3]), np.array([1, 5]), np.zeros((2, 4), np.uint64)
     with pytest.raises(ShapeError, match="row 3 of 3"):
-        SparseMatrix(FR, 3, rows, columns, values)
-    matrix = SparseMatrix(FR, 4, rows, columns, values)
+        SparseMatrix.from_entries(FR, 3, rows, columns, values)
+    matrix = SparseMatrix.from_entries(FR, 4, rows, columns, values)
     with pytest.raises(ShapeError, match="n at least 6, got"):
         matrix.times(np.zeros((5, 4), np.uint64))
     assert not matrix.times(np.zeros((6, 4), np.uint64)).any()
@@ -55,7 +57,7 @@ def test_what_the_kernel_would_not_find_is_refused():
 
 def test_the_product_may_go_to_memory_that_is_there():
     at, values = np.arange(3), encode(FR, [value << 256 for value in (1, 2, 3)], reduce=True)
-    matrix = SparseMatrix(FR, 3, at, at, values)
+    matrix = SparseMatrix.from_entries(FR, 3, at, at, values)
     x, storage = encode(FR, [5, 6, 7]), np.full((2, 3, 4), 9, np.uint64)
     assert matrix.times(x, out=storage[1]) is not None
     assert decode(FR, storage[1]) == [5, 12, 21]

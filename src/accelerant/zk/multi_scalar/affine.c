@@ -49,7 +49,7 @@ ACL_DEVICE i64 COORD_units(i64 units, i64 t, i32 each) {
 
 /* Grid: one thread `each` units; `threads` is what all arrays are cut for. Reads x alone but where the points are equal,
  * opposite or at infinity. The next pair's are asked for before the last's are multiplied, since their address is random. */
-ACL_KERNEL ACL_BLOCK(MSM_BEGIN_RESIDENT) void msm_affine_begin(ACL_GLOBAL const u64 *points, ACL_GLOBAL const u32 *places,
+ACL_KERNEL ACL_BLOCK(MSM_BEGIN_RESIDENT) void msm_affine_begin(ACL_GLOBAL const u64 *points, ACL_GLOBAL const u32 *sorted,
                                                                ACL_GLOBAL const u32 *counts, ACL_GLOBAL u64 *before,
                                                                ACL_GLOBAL u64 *totals, i64 keys, i64 first, i64 threads,
                                                                i32 each, i32 rounds) {
@@ -58,7 +58,7 @@ ACL_KERNEL ACL_BLOCK(MSM_BEGIN_RESIDENT) void msm_affine_begin(ACL_GLOBAL const 
         return;
     }
     i64 pairs = COORD_units(counts[keys + MSM_UNITS], t, each) << (rounds - 1);
-    ACL_GLOBAL const u32 *place = places + (t * each << rounds);
+    ACL_GLOBAL const u32 *place = sorted + (t * each << rounds);
     COORD product = COORD_one();
     u32 next_a = MSM_NONE, next_b = MSM_NONE;
     COORD next_p = product, next_q = product;
@@ -148,7 +148,7 @@ ACL_DEVICE COORD_affine COORD_operand(ACL_GLOBAL const u64 *rows, ACL_GLOBAL con
 /* Grid: as msm_affine_begin. Round `round` of `rounds`, from 0; before it `before` and `totals` have what its pairs are summed
  * with, after it `next_before` and `totals` what the next round's are. `rows` are the points, or in round 0 those that entries
  * name. Even rounds go down. What is seldom needed is read again, not kept: registers are what there is least of. */
-ACL_KERNEL ACL_BLOCK(MSM_RESIDENT) void msm_affine_round(ACL_GLOBAL const u64 *rows, ACL_GLOBAL const u32 *places,
+ACL_KERNEL ACL_BLOCK(MSM_RESIDENT) void msm_affine_round(ACL_GLOBAL const u64 *rows, ACL_GLOBAL const u32 *sorted,
                                                          ACL_GLOBAL const u32 *counts, ACL_GLOBAL const u64 *before,
                                                          ACL_GLOBAL u64 *totals, ACL_GLOBAL u64 *sums,
                                                          ACL_GLOBAL u64 *next_before, i64 keys, i64 first, i64 threads,
@@ -159,7 +159,7 @@ ACL_KERNEL ACL_BLOCK(MSM_RESIDENT) void msm_affine_round(ACL_GLOBAL const u64 *r
     }
     i32 up = round & 1, last = round == rounds - 1;
     i32 pairs = (i32)COORD_units(counts[keys + MSM_UNITS], t, each) << (rounds - 1 - round);
-    ACL_GLOBAL const u32 *place = places + (t * each << rounds);
+    ACL_GLOBAL const u32 *place = sorted + (t * each << rounds);
     COORD inverse = COORD_load(totals, t);
     COORD product = COORD_one();
 #pragma unroll 1

@@ -10,7 +10,7 @@
  *   msm_tiles      sums of units over tiles of keys, and how many segments of each length there are
  *   msm_scan       both to sums of what comes before
  *   msm_segments   counts[key] becomes the place where the bucket's points begin; the segments, the longest first; padding
- *   msm_scatter    places[counts[key] + rank] = i + w stride | sign << 31
+ *   msm_scatter    sorted[counts[key] + rank] = i + w stride | sign << 31
  *
  * Where rounds of affine.c come between, 2^rounds entries of a bucket are a unit, of which they leave one point; entries of
  * MSM_NONE make the last one whole. Without rounds a unit is an entry.
@@ -182,7 +182,7 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_scan(ACL_GLOBAL u32 *counts, ACL_GLOBAL
 
 /* Grid: one block a tile, as msm_tiles; a thread has consecutive keys. A point of `sums` has `words` words. */
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GLOBAL const u32 *tiles, ACL_GLOBAL u32 *segments,
-                                                  ACL_GLOBAL u32 *heavy, ACL_GLOBAL u64 *sums, ACL_GLOBAL u32 *places,
+                                                  ACL_GLOBAL u32 *heavy, ACL_GLOBAL u64 *sums, ACL_GLOBAL u32 *sorted,
                                                   i64 keys, i32 length, i32 words, i32 rounds) {
     ACL_LOCAL u32 tile[MSM_BLOCK];
     ACL_LOCAL u32 of_length[MSM_LENGTH + 1];
@@ -217,7 +217,7 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GL
         u32 count = msm_units(counts[key], rounds);
         i64 place = (i64)begin << rounds;
         for (i64 k = counts[key]; k < (i64)count << rounds; k++) {
-            places[place + k] = MSM_NONE;
+            sorted[place + k] = MSM_NONE;
         }
         u32 full = count / length, rest = count % length, parts = full + (rest > 0);
         u32 target = (u32)key;
@@ -249,7 +249,7 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GL
 
 /* Grid: as msm_rank. */
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_scatter(ACL_GLOBAL const u32 *digits, ACL_GLOBAL const u32 *ranks,
-                                                 ACL_GLOBAL const u32 *counts, ACL_GLOBAL u32 *places, i64 n, i64 blocks,
+                                                 ACL_GLOBAL const u32 *counts, ACL_GLOBAL u32 *sorted, i64 n, i64 blocks,
                                                  i64 spread, i64 stride) {
     i32 threads = acl_local_size();
     i64 w = acl_group_id() / blocks;
@@ -260,7 +260,7 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_scatter(ACL_GLOBAL const u32 *digits, A
         u32 digit = i < n ? digits[w * n + i] : 0;
         u32 bucket = digit & 0x7fffffff;
         if (bucket) {
-            places[(i64)counts[w * spread + bucket - 1] + ranks[w * n + i]] = (u32)(i + w * stride) | (digit & 0x80000000);
+            sorted[(i64)counts[w * spread + bucket - 1] + ranks[w * n + i]] = (u32)(i + w * stride) | (digit & 0x80000000);
         }
     }
 }

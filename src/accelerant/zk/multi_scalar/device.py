@@ -1,0 +1,305 @@
+"""Multi-scalar multiplication on a device with C kernels, by buckets; see sort.c, affine.c, accumulate.c and fold.c.
+
+The host launches kernels, and in the end combines the sums of windows (window_reduction.py); it need not wait in
+between (PendingMsm). device_plan.py divides a sum. Points of many sums are stored with their multiples by 2^(c w)
+(DeviceBases): then all windows fill one set of buckets, and one sum per bucket is left.
+
+Time and memory accesses depend on the scalars and the points.
+
+Source: Bernstein et al., eprint 2012/549, after Pippenger, for the buckets; Brickell et al., EUROCRYPT 1992, for the
+multiples; Botrel and El Housni, eprint 2022/1400, for signed digits and XYZZ coordinates in buckets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.field.memory_space import MemorySpace
+from accelerant.errors import OutOfMemory
+from accelerant.runtime.recorded_launch import launch
+from accelerant.zk.multi_scalar.device_kernels import MULTIPLES_BLOCK, POINTS_PER_INVERSION, multiples_source
+from accelerant.zk.multi_scalar.device_plan import (
+    MAX_INDICES,
+    Chunk,
+    DevicePlan,
+    PreparedLaunch,
+    coordinate_words,
+    device_plan,
+    prepared_sum,
+    scratch_shapes,
+)
+from accelerant.zk.multi_scalar.window_reduction import reduce_windows
+
+__all__ = ["STREAMED_BYTES", "DeviceBases", "PendingMsm", "start_msm"]
+
+U64 = npt.NDArray[np.uint64]
+Words = Any
+Load = Callable[[npt.NDArray[Any]], Words]
+
+STREAMED_BYTES = 1 << 28
+"""Largest chunk of points that is copied from the host at once."""
+
+_MEMORY_SHARE = 0.8
+"""Largest share of the free memory that the scratch of a sum takes."""
+
+_MULTIPLES_SHARE = 0.5
+"""Largest share of the free memory that the multiples of fixed points take."""
+
+_SMALL_BYTES = 1 << 31
+"""Scratch up to this size is allocated without asking for the free memory, which takes up to a millisecond."""
+
+_NO_LIMIT = 1 << 62
+_U64 = np.dtype(np.uint64)
+
+_sizes_that_fit: set[tuple[MemorySpace, int]] = set()
+"""(space, bytes) that fitted before: allocated without asking again."""
+
+
+class PendingMsm:
+    """A sum that a device is computing.
+
+    Attributes:
+        results: device arrays: for each chunk the sums of windows.
+    """
+
+    def __init__(self, space: MemorySpace, curve: Curve[Any], window: int, results: Sequence[Words]) -> None:
+        self.results = tuple(results)
+        self._space, self._curve, self._window = space, curve, window
+
+    def finish(self, stored: Sequence[npt.NDArray[Any]] | None = None) -> U64:
+        """Return the sum: (2 degree limbs,) words, affine in Montgomery form.
+
+        Args:
+            stored: the results on the host; by default they are fetched on the current stream.
+        """
+        if not self.results:
+            return np.zeros(2 * coordinate_words(self._curve), np.uint64)
+        stored = [self._space.store(words) for words in self.results] if stored is None else stored
+        return reduce_windows(self._curve, self._window, np.stack(stored))
+
+
+def start_msm(
+    space: MemorySpace,
+    curve: Curve[Any],
+    scalars: Words,
+    points: Words,
+    *,
+    free_bytes: int | None = None,
+    load: Load | None = None,
+    **options: Any,
+) -> PendingMsm:
+    """Launch the sum of scalars[i] points[i].
+
+    Args:
+        space: memory space of a device with C kernels.
+        curve: the points' curve.
+        scalars: (n, 4) canonical words, below the order of the subgroup; a NumPy array, or an array of the device.
+        points: (n, ...) words, affine in Montgomery form, all zeros at infinity, on the curve; likewise. Host arrays
+            are copied to the device in chunks.
+        free_bytes: memory that the scratch may take; by default 0.8 of the free memory.
+        load: copies a chunk to the device, in order with launches; by default space.load, for which the host waits.
+        options: keyword arguments of device_plan.
+
+    Raises:
+        As device_plan.
+    """
+    n = int(scalars.shape[0])
+    if not n:
+        return PendingMsm(space, curve, 0, ())
+    if isinstance(points, np.ndarray):
+        options["chunk"] = min(options.get("chunk", n), STREAMED_BYTES // (16 * coordinate_words(curve)))
+    if free_bytes is not None:
+        return _Runner(space, curve, device_plan(curve, n, free_bytes, **options), load).start(scalars, points, n)
+    plan = device_plan(curve, n, _NO_LIMIT, **options)
+
+    def smaller(free: int) -> DevicePlan:
+        return device_plan(curve, n, free, **options)
+
+    return _start_where_it_fits(space, curve, plan, smaller, lambda runner: runner.start(scalars, points, n), load)
+
+
+class DeviceBases:
+    """Points of many sums in the memory of a device, with their multiples by 2^(c w) for all windows w if they fit.
+
+    Attributes:
+        n: number of points.
+        plan: the division of a sum with as much free memory as at construction; None without points.
+    """
+
+    def __init__(
+        self,
+        space: MemorySpace,
+        curve: Curve[Any],
+        points: Words,
+        *,
+        free_bytes: int | None = None,
+        keep_scratch: bool = False,
+        **options: Any,
+    ) -> None:
+        """Copy points to the device and compute their multiples; synchronizes, so that sums may use any stream.
+
+        Args:
+            space, curve, points, options: as for start_msm.
+            free_bytes: memory that the multiples may take; by default half of the free memory.
+            keep_scratch: keep the scratch memory between sums. Sums must then be started in order, on one stream.
+
+        Raises:
+            As device_plan.
+        """
+        self.n = int(points.shape[0])
+        self._space, self._curve = space, curve
+        self._runner: _Runner | None = None
+        self.plan: DevicePlan | None = None
+        words = 2 * coordinate_words(curve)
+        self._points = space.load(points) if isinstance(points, np.ndarray) else points
+        if not self.n:
+            return
+        free_bytes = _free_bytes(space, _MULTIPLES_SHARE) if free_bytes is None else free_bytes
+        scratch = _free_bytes(space, _MULTIPLES_SHARE)
+        plan = device_plan(curve, self.n, scratch, shared=True, **options)
+        count = self.n * plan.windows
+        if 8 * words * count <= free_bytes and count <= MAX_INDICES:
+            self._points = _multiples(space, curve, self._points, self.n, plan)
+        else:
+            plan = device_plan(curve, self.n, scratch, **options)
+        self.plan = plan
+        self._options = {**options, "shared": True, "window": plan.window} if plan.shared else options
+        if keep_scratch:
+            self._runner = _Runner(space, curve, plan)
+            self._runner.allocate()
+        space.provider.synchronize(space.index)  # launches are ordered on the current stream only
+
+    def msm(self, scalars: Words) -> U64:
+        """Return the sum of scalars[i] times point i: (2 degree limbs,) words, affine in Montgomery form.
+
+        Raises:
+            OutOfMemory: a chunk of 1024 points does not fit the free memory.
+        """
+        return self.start(scalars).finish()
+
+    def start(self, scalars: Words) -> PendingMsm:
+        """Launch the sum of scalars[i] times point i; errors as msm."""
+        if self.plan is None:
+            return PendingMsm(self._space, self._curve, 0, ())
+
+        def start(runner: _Runner) -> PendingMsm:
+            return runner.start(scalars, self._points, self.n)
+
+        if self._runner:
+            return start(self._runner)
+        return _start_where_it_fits(self._space, self._curve, self.plan, self._smaller, start)
+
+    @property
+    def size_bytes(self) -> int:
+        """Device memory held: points, their multiples, and kept scratch."""
+        if self.plan is None:
+            return 0
+        rows = self.plan.windows if self.plan.shared else 1
+        scratch = self.plan.size_bytes(self._curve) if self._runner else 0
+        return 16 * coordinate_words(self._curve) * self.n * rows + scratch
+
+    def _smaller(self, free_bytes: int) -> DevicePlan:
+        """Return a plan with smaller chunks, for less free memory; stored multiples determine the window."""
+        points = self.n if self.plan is None else self.plan.points
+        return device_plan(self._curve, self.n, free_bytes, **{**self._options, "chunk": points})
+
+    def explain(self) -> str:
+        """Describe the stored points and the plan."""
+        if self.plan is None:
+            return "no points"
+        multiples = f"the points' multiples for {self.plan.windows} windows kept; " * self.plan.shared
+        return multiples + self.plan.explain(self._curve)
+
+
+def _multiples(space: MemorySpace, curve: Curve[Any], points: Words, n: int, plan: DevicePlan) -> Words:
+    """Return the points times 2^(c w) for each window w, (windows n, words)."""
+    table = space.empty((plan.windows * n, 2 * coordinate_words(curve)), _U64)
+    grid = -(-n // (MULTIPLES_BLOCK * POINTS_PER_INVERSION))
+    for w in range(plan.windows):
+        source, first = (table, (w - 1) * n) if w else (points, 0)
+        numbers = (n, first, w * n, plan.window if w else 0)
+        launch(space, multiples_source(curve), "msm_multiples", grid, MULTIPLES_BLOCK, (source, table), *numbers)
+    return table
+
+
+class _Runner:
+    """The scratch memory of a plan, and the launches that use it."""
+
+    def __init__(self, space: MemorySpace, curve: Curve[Any], plan: DevicePlan, load: Load | None = None) -> None:
+        self.space, self.curve, self.plan = space, curve, plan
+        self.load = load or space.load
+        self._shapes = scratch_shapes(curve.name, plan)
+        self._arrays: dict[str, Words] = {}
+
+    def allocate(self) -> None:
+        """Allocate all scratch now instead of when a kernel first needs it."""
+        for name in self._shapes:
+            self.array(name)
+
+    def array(self, name: str) -> Words:
+        """Return a scratch array, allocated at first use so that the first kernels start earlier."""
+        array = self._arrays.get(name)
+        if array is None:
+            array = self._arrays[name] = self.space.empty(*self._shapes[name])
+        return array
+
+    def start(self, scalars: Words, points: Words, n: int) -> PendingMsm:
+        """Launch the sum of n points; a shared plan takes their multiples."""
+        step = self.plan.points
+        results = [self._chunk(scalars, points, n, first, min(step, n - first)) for first in range(0, n, step)]
+        return PendingMsm(self.space, self.curve, self.plan.window, results)
+
+    def _chunk(self, scalars: Words, points: Words, n: int, first: int, count: int) -> Words:
+        """Launch the sums of windows of `count` points, projective, the lowest window first."""
+        first_scalar, first_point = first, first
+        if isinstance(scalars, np.ndarray):
+            scalars, first_scalar = self.load(scalars[first : first + count]), 0
+        if isinstance(points, np.ndarray):
+            points, first_point = self.load(points[first : first + count]), 0
+        results = self.space.empty((self.plan.sets, 3 * coordinate_words(self.curve)), _U64)
+        chunk = Chunk(count, n, first_scalar, first_point)
+        arrays = {"scalars": scalars, "points": points, "results": results}
+        self.run(prepared_sum(self.space, self.curve.name, self.plan, chunk), arrays)
+        return results
+
+    def run(self, launches: Iterable[PreparedLaunch], arrays: Mapping[str, Words]) -> None:
+        """Launch kernels on scratch and the given arrays."""
+        launch, pointer = self.space.provider.launch, self.space.pointer
+        pointers = {name: pointer(words) for name, words in arrays.items()}
+        for kernel, grid, block, names, numbers in launches:
+            for name in names:
+                if name not in pointers:
+                    pointers[name] = pointer(self.array(name))
+            launch(kernel, grid, block, (*[pointers[name] for name in names], *numbers))
+
+
+def _start_where_it_fits(
+    space: MemorySpace,
+    curve: Curve[Any],
+    plan: DevicePlan,
+    smaller: Callable[[int], DevicePlan],
+    start: Callable[[_Runner], PendingMsm],
+    load: Load | None = None,
+) -> PendingMsm:
+    """Start a sum by a plan, or where its scratch does not fit by the plan `smaller` returns for the free bytes."""
+    size = plan.size_bytes(curve)
+    if size <= _SMALL_BYTES or (space, size) in _sizes_that_fit:
+        with contextlib.suppress(OutOfMemory):
+            return start(_Runner(space, curve, plan, load))
+    free = _free_bytes(space, _MEMORY_SHARE)
+    if size > free:
+        return start(_Runner(space, curve, smaller(free), load))
+    _sizes_that_fit.add((space, size))
+    return start(_Runner(space, curve, plan, load))
+
+
+def _free_bytes(space: MemorySpace, share: float) -> int:
+    """Return a share of the free memory, including what the process's pool holds unused."""
+    memory = space.provider.memory(space.index)
+    return int(share * (memory.free_bytes + max(0, memory.reserved_bytes - memory.allocated_bytes)))

@@ -1,0 +1,527 @@
+"""The division of a multi-scalar multiplication on a device, and the kernel launches that follow from it.
+
+A launch names its scratch arrays, so that the launches of sums of one size are computed once: the device waits until
+the first kernel starts. The kernels are described in sort.c, affine.c, accumulate.c and fold.c.
+
+Cost of affine rounds. An affine addition takes 5M + 1S, 3M of which are its share of an inversion; an addition in XYZZ
+coordinates takes 8M + 2S. On an H200, at 57.8e9 products of BN254 a second, that is 0.10 ns and 0.16 ns. With r rounds
+a bucket of k points takes (1 - 2^-r) k additions of the first kind, (2^r - 1) / 2 on average for the padding of its
+last unit, and k / 2^r of the second kind. In additions of the first kind a bucket of 64 takes 99 without rounds, and
+83, 73, 71 and 73 with 1 to 4.
+
+Bytes per pair of BN254: msm_affine_begin 168 (two entries; two x at random addresses, which cost 64 bytes each; a
+product), the first round 248 (entries, points, a product; the sum, half a product), later rounds 240. An inversion by
+divsteps takes about 20 us, in which its block idles; 64 threads and more share one, and each round waits for it once.
+
+Measured, ms on an H200: 2^22 points of BN254, windows of 17 bits, three rounds. msm_accumulate without rounds takes
+9.8.
+
+                computed    measured
+    begin           1.4        2.02
+    round 0         3.1        4.67
+    round 1         1.7        1.90
+    round 2        0.75        0.83
+    accumulate     1.25        1.18
+
+That is 10.6 instead of 8.2 without inversions, and BN254 loses 6 to 14% with any number of rounds. The computed times
+assume that products hide memory accesses. Where points are gathered, in begin and round 0, they do not: the measured
+times are about the sums of both, 0.6 + 1.3 and 3.1 + 1.8 at 4.28 TB/s. There the multiplier waits for reads at random
+addresses and for the many 32-bit moves between products. Where rows are consecutive, computed and measured times agree
+to within 12%. BLS12-381's products cost 2.2 times as much and its bytes 1.5 times: two rounds gain 6 to 9% at 2^22
+points. ROUNDS has all measurements and decides.
+
+Also tried, for BN254: blocks that compute their own inversions, so that a round is one kernel and no product is written
+and read again. Round 0 then takes 7.3 to 8.5 ms: a block waits for its inversion, and no other fits beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accelerant.algebra.curve.parameters import curve_of
+from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.field.memory_space import MemorySpace
+from accelerant.errors import ConfigError, OutOfMemory
+from accelerant.runtime.compilation.kernel import Kernel, KernelSource
+from accelerant.zk.multi_scalar.device_kernels import (
+    ACCUMULATE_BLOCK,
+    AFFINE_BLOCK,
+    COUNTERS,
+    ENTRIES_PER_THREAD,
+    INVERSIONS_PER_THREAD,
+    INVERT_BLOCK,
+    MAX_SEGMENT_UNITS,
+    SORT_BLOCK,
+    TILE,
+    accumulate_source,
+    affine_source,
+    fold_source,
+    reduce_block,
+    sort_source,
+)
+
+__all__ = [
+    "MAX_INDICES",
+    "Chunk",
+    "DevicePlan",
+    "PreparedLaunch",
+    "coordinate_words",
+    "device_plan",
+    "prepare",
+    "prepared_sum",
+    "scratch_shapes",
+    "sort_launches",
+]
+
+_PRODUCTS_PER_ENTRY = 10
+_PRODUCTS_PER_BUCKET = 30
+"""Costs that determine the window: one addition of an affine point per entry, and a bit more than two of the additions
+of fold.c per bucket. On an H200 an entry takes 0.17 ns, a bucket 0.5 to 0.7."""
+
+_CROWDED_BITS = (6, 10)
+"""A highest digit of fewer bits puts all points into few buckets, whose counters are contended and whose points are
+summed in parts; it is counted as that many digits more. On an H200, 2^18 points of BN254, windows of 14, 15 bits: 1.64,
+1.42 ms."""
+
+_MAX_WINDOW = 22
+_FEW_BUCKETS, _THREADS = 1 << 15, 1 << 16
+"""A large device holds about 2^16 threads; with fewer than 2^15 buckets, segments are shortened to occupy them."""
+
+_MIN_SEGMENT = 8
+"""Smallest number of points of a segment: adding two segments costs an addition of 1.4 times as many products."""
+
+_MIN_CHUNK = 1024
+
+ROUNDS: dict[int, tuple[tuple[int, int], ...]] = {12: ((3 << 23, 2),)}
+"""32-bit limbs of a coordinate -> (entries of a chunk, rounds of affine.c), most entries first: rounds from that many
+entries on; none for other limbs. Scratch grows with them: 2^22 points of BLS12-381 take 8.4 GB instead of 1.0. Measured
+on an H200, ms without rounds and with 1, 2, 3 or 4; "kept" over points whose multiples are stored:
+
+    BN254 G1             2^20    4.12   1: 4.46    2: 4.58
+                         2^22   13.69   2: 14.41   3: 14.87
+                         2^23   26.40   3: 29.3
+                   kept  2^20    3.70   2: 4.21
+                         2^22   12.77   2: 13.64
+    BLS12-381 G1         2^20    8.30   1: 8.11    2: 8.22
+                         2^21   15.20   2: 14.41
+                         2^22   29.04   2: 26.29   3: 26.63   4: 27.9
+                   kept  2^20    7.09   2: 7.54
+                         2^21   13.53   2: 12.62
+                         2^22   24.67   2: 23.24   3: 23.50   4: 24.5
+                         2^23   47.70   2: 44.81
+
+The rows with rounds that are not "kept" were measured with another sort, since dropped, with which 2^22, 2^23 and 2^22
+points without rounds took 13.50, 27.74 and 28.77. The module's docstring explains why BN254 loses."""
+
+_ROUNDS_FILL = 13
+"""Average units of a bucket below which rounds pad too much. Two rounds over 2^20 points of BLS12-381 lose 6% with
+buckets of 26 points ("kept") and gain 1% with 32; over 2^21 points they gain 7% with 52 and 5% with 64."""
+
+_ROUNDS_SHARE = (1.0, 0.97, 0.9)
+"""Time of an entry with no round, one, and more, relative to its products: 19.8 and 17.9 ms with none and two, over
+2^22 points of BLS12-381 whose multiples are stored."""
+
+_MAX_ROUNDS = 5
+_AFFINE_ENTRIES = 64
+"""Entries of a thread of affine.c: enough that its share of an inversion is small, and that threads fill a device."""
+
+_INVERT_THREADS = 1 << 15
+"""Threads of msm_affine_invert above which each takes more products."""
+
+_COMBINE_BLOCKS = 1024
+_CACHED = 256
+"""Plans, and chunks of them, whose launches are kept."""
+
+MAX_INDICES = (1 << 31) - 1
+"""Largest number of points, or of digits of a chunk: the kernels keep them in 31 bits and a sign."""
+
+_U32, _U64 = np.dtype(np.uint32), np.dtype(np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """The division of a sum; every field may be tuned.
+
+    Attributes:
+        points: points of a chunk; chunks are summed one after the other.
+        window: bits of a digit, c.
+        windows: digits of a scalar.
+        shared: one set of buckets for all windows, since the points' multiples are stored.
+        segment: largest number of units that one thread sums; a unit is 2^rounds points of a bucket.
+        rounds: rounds of affine.c, before segments are summed.
+        per_thread: log2 of the buckets of a thread of fold.c.
+        inlined, resident: for device_kernels.accumulate_source.
+        fold_inlined: for device_kernels.fold_source.
+    """
+
+    points: int
+    window: int
+    windows: int
+    shared: bool
+    segment: int
+    rounds: int = 0
+    per_thread: int = 1
+    inlined: bool | None = None
+    resident: int | None = None
+    fold_inlined: bool = False
+
+    @property
+    def buckets(self) -> int:
+        """Buckets of a set."""
+        return 1 << self.window - 1
+
+    @property
+    def sets(self) -> int:
+        """Sets of buckets."""
+        return 1 if self.shared else self.windows
+
+    @property
+    def keys(self) -> int:
+        """Buckets of all sets."""
+        return self.sets * self.buckets
+
+    @property
+    def entries(self) -> int:
+        """Digits of a chunk."""
+        return self.windows * self.points
+
+    @property
+    def units(self) -> int:
+        """Upper bound on the units."""
+        return (self.entries + min(self.keys, self.entries) * ((1 << self.rounds) - 1)) >> self.rounds
+
+    @property
+    def padded_entries(self) -> int:
+        """Upper bound on the entries with their padding to units."""
+        return self.units << self.rounds
+
+    @property
+    def affine_units(self) -> int:
+        """Units of a thread of affine.c."""
+        return max(1, _AFFINE_ENTRIES >> self.rounds)
+
+    @property
+    def affine_threads(self) -> int:
+        """Threads of affine.c; 0 without rounds."""
+        return -(-self.units // (self.affine_units * AFFINE_BLOCK)) * AFFINE_BLOCK if self.rounds else 0
+
+    @property
+    def affine_pairs(self) -> tuple[int, int]:
+        """Pairs of the first and of the second round, whose memory the later rounds use again; 0 without the round."""
+        first = self.affine_threads * self.affine_units << self.rounds >> 1
+        return first, first // 2 if self.rounds > 1 else 0
+
+    @property
+    def heavy(self) -> int:
+        """Upper bound on the buckets of more than one segment."""
+        return self.units // self.segment
+
+    @property
+    def segments(self) -> int:
+        """Upper bound on the segments."""
+        return min(self.keys, self.entries) + self.heavy
+
+    @property
+    def sums(self) -> int:
+        """Points in XYZZ coordinates: one per bucket, and the partial sums of heavy buckets."""
+        return self.keys + 2 * self.heavy
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of keys."""
+        return -(-self.keys // TILE)
+
+    def blocks(self, threads: int) -> int:
+        """Return the blocks per set of msm_reduce's first launch."""
+        return -(-self.buckets // (threads << self.per_thread))
+
+    def size_bytes(self, curve: Curve[Any]) -> int:
+        """Return the scratch memory: all but points and scalars."""
+        return _size_bytes(self, 8 * coordinate_words(curve), reduce_block(curve))
+
+    def explain(self, curve: Curve[Any]) -> str:
+        """Describe the plan."""
+        sets = "one set of" if self.shared else f"{self.sets} sets of"
+        rounds = f"{self.rounds} rounds of affine additions in pairs, " * bool(self.rounds)
+        return (
+            f"chunks of {self.points:,} points, {self.windows} windows of {self.window} bits, signed, "
+            f"{sets} {self.buckets:,} buckets, {rounds}segments of at most {self.segment << self.rounds} points, "
+            f"{self.size_bytes(curve) / 1e6:,.1f} MB of scratch"
+        )
+
+
+def coordinate_words(curve: Curve[Any]) -> int:
+    """Return the 64-bit words of a coordinate."""
+    return curve.coordinates.degree * curve.coordinates.base.limbs
+
+
+def device_plan(
+    curve: Curve[Any],
+    n: int,
+    free_bytes: int,
+    *,
+    shared: bool = False,
+    window: int | None = None,
+    segment: int | None = None,
+    rounds: int | None = None,
+    per_thread: int | None = None,
+    chunk: int | None = None,
+    inlined: bool | None = None,
+    resident: int | None = None,
+    fold_inlined: bool = False,
+) -> DevicePlan:
+    """Return the plan with the window of the fewest products and the largest chunks that fit.
+
+    Args:
+        curve: the points' curve.
+        n: points, at least 1.
+        free_bytes: device memory that may be used.
+        shared, per_thread, inlined, resident, fold_inlined: see DevicePlan.
+        window: bits of a digit, 2 to 22.
+        segment: largest number of units of a thread, 1 to 1024.
+        rounds: rounds of affine.c, 0 to 5, over Fq2 0; by default from ROUNDS, or none where they do not fit.
+        chunk: largest number of points of a chunk.
+
+    Raises:
+        ConfigError: window, segment or rounds is out of range.
+        OutOfMemory: a chunk of 1024 points does not fit.
+    """
+    if window is not None and not 2 <= window <= _MAX_WINDOW:
+        raise ConfigError(f"window must be 2 to {_MAX_WINDOW} bits, got {window}")
+    if segment is not None and not 1 <= segment <= MAX_SEGMENT_UNITS:
+        raise ConfigError(f"segment must be 1 to {MAX_SEGMENT_UNITS} units, got {segment}")
+    max_rounds = _MAX_ROUNDS if curve.coordinates.degree == 1 else 0
+    if rounds is not None and not 0 <= rounds <= max_rounds:
+        raise ConfigError(f"rounds must be 0 to {max_rounds} on {curve.name}, got {rounds}")
+    size, order_bits, limbs = min(n, chunk or n), curve.order.bit_length(), 2 * coordinate_words(curve)
+    while True:
+        plan = _best_plan(order_bits, limbs, size, shared, window, segment, rounds)
+        if rounds is None and plan.rounds and plan.size_bytes(curve) > free_bytes:
+            plan = _best_plan(order_bits, limbs, size, shared, window, segment, 0)
+        plan = replace(
+            plan,
+            per_thread=plan.per_thread if per_thread is None else per_thread,
+            inlined=inlined,
+            resident=resident,
+            fold_inlined=fold_inlined,
+        )
+        needed = plan.size_bytes(curve)
+        if needed <= free_bytes and plan.entries <= MAX_INDICES:
+            return plan
+        if size <= _MIN_CHUNK:
+            raise OutOfMemory(
+                f"a sum of multiples in chunks of {size} points takes {needed:,} bytes of scratch, and {free_bytes:,} "
+                f"are free; a smaller window than {plan.window} bits takes less"
+            )
+        size = -(-size // 2)
+
+
+@functools.lru_cache(maxsize=256)
+def _size_bytes(p: DevicePlan, coordinate: int, threads: int) -> int:
+    lists = 3 * (p.segments + max(1, p.heavy))
+    numbers = 2 * p.entries + p.padded_entries + p.keys + COUNTERS + p.tiles + lists
+    coordinates = 4 * p.sums + p.sets * (8 * p.blocks(threads) + 3)
+    coordinates += 3 * sum(p.affine_pairs) + p.affine_threads
+    return 4 * numbers + coordinate * coordinates
+
+
+@functools.lru_cache(maxsize=256)
+def _best_plan(
+    order_bits: int, limbs: int, n: int, shared: bool, window: int | None, segment: int | None, rounds: int | None
+) -> DevicePlan:
+    bits = order_bits + 1  # signed digits may carry beyond the highest bit
+
+    def candidate(c: int) -> DevicePlan:
+        plan = DevicePlan(n, c, -(-bits // c), shared, segment or MAX_SEGMENT_UNITS)
+        per_thread = max(1, (plan.keys // _THREADS).bit_length())
+        plan = replace(plan, per_thread=per_thread, rounds=_default_rounds(plan, limbs) if rounds is None else rounds)
+        if segment:
+            return plan
+        # Few buckets are split to get more threads. Otherwise only buckets of far more points than the average are
+        # split, and those that one thread would still be summing when the others have finished.
+        limit = plan.units // _THREADS
+        if plan.keys >= _FEW_BUCKETS:
+            limit = min(4 * plan.units // plan.keys, limit // 4)
+        return replace(plan, segment=min(MAX_SEGMENT_UNITS, 1 << max(_MIN_SEGMENT, limit - 1).bit_length()))
+
+    def products(plan: DevicePlan) -> float:
+        highest = bits - (plan.windows - 1) * plan.window  # bits of the last digit
+        crowded = sum(highest < few for few in _CROWDED_BITS) * n
+        per_entry = _PRODUCTS_PER_ENTRY * _ROUNDS_SHARE[min(plan.rounds, 2)]
+        return per_entry * (plan.entries + crowded) + _PRODUCTS_PER_BUCKET * plan.keys
+
+    return min((candidate(c) for c in ([window] if window else range(2, _MAX_WINDOW + 1))), key=products)
+
+
+def _default_rounds(plan: DevicePlan, limbs: int) -> int:
+    rounds = next((rounds for entries, rounds in ROUNDS.get(limbs, ()) if plan.entries >= entries), 0)
+    return min(rounds, max(0, (plan.entries // (_ROUNDS_FILL * plan.keys)).bit_length() - 1))
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+
+class Chunk(NamedTuple):
+    """Points that are summed at once.
+
+    Attributes:
+        size: number of points.
+        n: number of points of the whole sum, the distance of two windows' multiples.
+        scalars, points: rows of the first one in the arrays.
+    """
+
+    size: int
+    n: int
+    scalars: int
+    points: int
+
+
+class MsmLaunch(NamedTuple):
+    """A kernel launch: entry, grid, block, arrays by name, then numbers."""
+
+    source: KernelSource
+    entry: str
+    grid: int
+    block: int
+    arrays: tuple[str, ...]
+    numbers: tuple[int, ...]
+
+
+class PreparedLaunch(NamedTuple):
+    """An MsmLaunch with its compiled kernel."""
+
+    kernel: Kernel
+    grid: tuple[int]
+    block: tuple[int]
+    arrays: tuple[str, ...]
+    numbers: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=_CACHED)
+def scratch_shapes(curve: str, plan: DevicePlan) -> Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Return shape and dtype of the scratch arrays by name: all arrays but "scalars", "points" and "results".
+
+    Args:
+        curve: name of the curve.
+        plan: the division of the sum.
+    """
+    coordinate = coordinate_words(curve_of(curve))
+    width = 4 * coordinate
+    block_sums = (plan.sets * plan.blocks(reduce_block(curve_of(curve))), width)
+    shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
+        "digits": ((plan.entries,), _U32),
+        "ranks": ((plan.entries,), _U32),
+        "sorted": ((plan.padded_entries,), _U32),
+        "counts": ((plan.keys + COUNTERS,), _U32),
+        "tiles": ((plan.tiles,), _U32),
+        "segments": ((plan.segments, 3), _U32),
+        "heavy": ((max(1, plan.heavy), 3), _U32),
+        "sums": ((plan.sums, width), _U64),
+        "plain": (block_sums, _U64),
+        "weighted": (block_sums, _U64),
+    }
+    if plan.rounds:
+        shapes["totals"] = ((plan.affine_threads, coordinate), _U64)
+    for k, count in enumerate(plan.affine_pairs):  # two rounds alternate between these
+        if count:
+            shapes |= {f"rows{k}": ((count, 2 * coordinate), _U64), f"before{k}": ((count, coordinate), _U64)}
+    return shapes
+
+
+@functools.lru_cache(maxsize=_CACHED)
+def prepared_sum(space: MemorySpace, curve: str, plan: DevicePlan, chunk: Chunk) -> tuple[PreparedLaunch, ...]:
+    """Return the launches from scalars and points to the sums of windows, "results", compiling new kernels.
+
+    Args:
+        space: memory space of a device.
+        curve: name of the curve.
+        plan: the division of the sum; a shared plan expects the points' multiples.
+        chunk: part of the sum.
+    """
+    parameters = curve_of(curve)
+    return prepare(space, (*sort_launches(parameters, plan, chunk), *_sum_launches(parameters, plan, chunk.points)))
+
+
+_kernels: dict[tuple[str, str, MemorySpace], Kernel] = {}
+"""(source name, entry, space) -> compiled kernel; the name of a source determines its text."""
+
+
+def prepare(space: MemorySpace, launches: Iterable[MsmLaunch]) -> tuple[PreparedLaunch, ...]:
+    """Compile the kernels of launches."""
+
+    def kernel(source: KernelSource, entry: str) -> Kernel:
+        key = (source.name, entry, space)
+        if key not in _kernels:
+            _kernels[key] = space.provider.compile(source, entry=entry, device=space.index)
+        return _kernels[key]
+
+    return tuple(
+        PreparedLaunch(kernel(source, entry), (grid,), (block,), arrays, numbers)
+        for source, entry, grid, block, arrays, numbers in launches
+    )
+
+
+def sort_launches(curve: Curve[Any], p: DevicePlan, chunk: Chunk) -> Iterator[MsmLaunch]:
+    """Yield the launches of sort.c, from "scalars" to "sorted", "counts", "segments" and "heavy"."""
+    source, n = sort_source(), chunk.size
+    scalar_blocks, blocks = -(-n // SORT_BLOCK), -(-n // (SORT_BLOCK * ENTRIES_PER_THREAD))
+    spread, stride = (0, chunk.n) if p.shared else (p.buckets, 0)
+
+    def run(entry: str, grid: int, arrays: tuple[str, ...], *numbers: int) -> MsmLaunch:
+        return MsmLaunch(source, entry, grid, SORT_BLOCK, arrays, numbers)
+
+    sizes = (chunk.scalars, n, p.window, p.windows, p.keys + COUNTERS, scalar_blocks * SORT_BLOCK)
+    yield run("msm_digits", scalar_blocks, ("scalars", "digits", "counts"), *sizes)
+    counted = ("digits", "ranks", "counts")
+    yield run("msm_rank", p.windows * blocks, counted, n, blocks, spread)
+    yield run("msm_tiles", p.tiles, ("counts", "tiles"), p.keys, p.segment, p.rounds)
+    yield run("msm_scan", 1, ("counts", "tiles"), p.keys, p.tiles, p.segment)
+    lists = ("counts", "tiles", "segments", "heavy", "sums", "sorted")
+    yield run("msm_segments", p.tiles, lists, p.keys, p.segment, 4 * coordinate_words(curve), p.rounds)
+    yield run("msm_scatter", p.windows * blocks, (*counted, "sorted"), n, blocks, spread, stride)
+
+
+def _affine_launches(curve: Curve[Any], p: DevicePlan, first: int) -> Iterator[MsmLaunch]:
+    """Yield the rounds of affine.c; `first` is the row of "points" from which entries count."""
+    source = affine_source(curve, p.inlined, p.resident)
+    threads, blocks = p.affine_threads, p.affine_threads // AFFINE_BLOCK
+    sizes = (p.keys, first, threads, p.affine_units)
+    begin = ("points", "sorted", "counts", "before0", "totals")
+    yield MsmLaunch(source, "msm_affine_begin", blocks, AFFINE_BLOCK, begin, (*sizes, p.rounds))
+    per_thread = min(INVERSIONS_PER_THREAD, -(-threads // _INVERT_THREADS))
+    rows = "points"
+    for k in range(p.rounds):
+        grid = -(-threads // (INVERT_BLOCK * per_thread))
+        yield MsmLaunch(source, "msm_affine_invert", grid, INVERT_BLOCK, ("totals",), (threads, per_thread))
+        after = f"before{1 - k % 2}" if k + 1 < p.rounds else f"before{k % 2}"  # the last round writes none
+        arrays = (rows, "sorted", "counts", f"before{k % 2}", "totals", f"rows{k % 2}", after)
+        yield MsmLaunch(source, "msm_affine_round", blocks, AFFINE_BLOCK, arrays, (*sizes, k, p.rounds))
+        rows = f"rows{k % 2}"
+
+
+def _sum_launches(curve: Curve[Any], p: DevicePlan, first: int) -> Iterator[MsmLaunch]:
+    """Yield the launches from "sorted" and "segments" to the sums of windows."""
+    rows = "points"
+    if p.rounds:
+        yield from _affine_launches(curve, p, first)
+        rows, first = f"rows{(p.rounds - 1) % 2}", 0
+    source = accumulate_source(curve, p.inlined, p.resident, p.rounds > 0)
+    grid = -(-p.segments // ACCUMULATE_BLOCK)
+    lists = (rows, "sorted", "segments", "counts", "sums")
+    yield MsmLaunch(source, "msm_accumulate", grid, ACCUMULATE_BLOCK, lists, (p.keys, first))
+    source, threads = fold_source(curve, p.fold_inlined), reduce_block(curve)
+    groups, blocks = min(_COMBINE_BLOCKS, p.heavy), p.blocks(threads)
+    if groups:
+        yield MsmLaunch(source, "msm_combine", groups, threads, ("heavy", "counts", "sums"), (p.keys, groups))
+    last = int(blocks == 1)
+    arrays = ("sums", "sums", "results" if last else "plain", "weighted")
+    yield MsmLaunch(source, "msm_reduce", p.sets * blocks, threads, arrays, (p.buckets, blocks, p.per_thread, 0, last))
+    if not last:
+        log_items = ((blocks - 1) // threads).bit_length()
+        sizes = (blocks, 1, log_items, p.per_thread + threads.bit_length() - 1, 1)
+        yield MsmLaunch(source, "msm_reduce", p.sets, threads, ("plain", "weighted", "results", "weighted"), sizes)

@@ -1,0 +1,331 @@
+"""Multi-scalar multiplication for users: the sum of s_i P_i, computed where the points are.
+
+NumPy arrays are summed on the CPU (cpu.py), tensors on their device (device.py). Times and memory accesses depend on
+the scalars, which other users of the same machine may be able to measure.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from accelerant.algebra.curve.launch import first_unreduced
+from accelerant.algebra.curve.parameters import curve_of
+from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.field import words as field_words
+from accelerant.algebra.field.memory_space import (
+    HOST,
+    MemorySpace,
+    in_kind,
+    is_tensor,
+    signed_view,
+    space_at,
+    space_of,
+)
+from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
+from accelerant.runtime.ledger import OpRecord
+from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
+from accelerant.zk.multi_scalar.cpu import CpuBases, cpu_plan, shared_cpu_plan
+from accelerant.zk.multi_scalar.window_reduction import canonical
+from accelerant.zk.operands import Operand, plain_scalars, point_operand, points_inward, points_outward, scalar_words
+
+__all__ = ["FixedBase", "msm", "msm_record", "run_sums", "starter_of", "sums_outward"]
+
+Words = Any
+_Check = Callable[[], FormatError | None]
+
+_SCALAR_LIMBS = 4
+
+
+def msm(scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool = True) -> Any:
+    """Return the sum of scalars[i] points[i], for each row of scalars.
+
+    Args:
+        scalars: (n, 4) uint64, canonical, below the curve's order; or (b, n, 4), for b sums over the same points; or
+            Python integers, n or b lists of n; or a FieldArray of the curve's scalar_field.
+        points: (n, 2, limbs) uint64, canonical affine coordinates, x then y, infinity all zeros; (n, 2, 2, limbs) where
+            coordinates are in Fq2, c0 first. A NumPy array or a torch tensor.
+        curve: bn254_g1, bn254_g2, bls12_381_g1, bls12_381_g2, or a registered curve.
+        check: refuse points off the curve or outside its subgroup of order r, whose sums would be meaningless. Nearly
+            free on BN254 G1, where every point of the curve is in the subgroup; elsewhere it takes two to five times as
+            long as the sum, and FixedBase checks once for many sums.
+
+    Returns:
+        One point, or (b, ...) of them, canonical, in the library and on the device of `points`.
+
+    Raises:
+        ConfigError: unknown curve; a FieldArray of another field.
+        UnsupportedDtype: neither uint64 nor integers.
+        ShapeError: other shapes, or different numbers of scalars and points.
+        FormatError: a scalar is not below the order, a coordinate is not below the modulus, or a point fails check;
+            names the first index, and never a scalar's value.
+
+    Source: Pippenger's method as in Bernstein et al., eprint 2012/549.
+    """
+    parameters = _curve(curve)
+    operand = point_operand(parameters, points, "points")
+    rows, leading, check_scalars = _scalar_rows(parameters, scalars, operand.space, _count(parameters, operand))
+    # The check of the points comes last, since it takes longest. Only the returned function keeps their words alive.
+    start = starter_of(operand.space, parameters, _point_words(parameters, operand, operand.space, check))
+    total = run_sums(operand.space, parameters, rows, start, check_scalars)
+    return sums_outward(parameters, total, operand.space, leading, operand)
+
+
+class FixedBase:
+    """The points of many multi-scalar multiplications, checked once and kept in the memory and form of the kernels.
+
+    >>> key = FixedBase("bn254_g1", points)
+    >>> key.msm(scalars)                                 # msm(scalars, points) without the preparation of points
+
+    Attributes:
+        curve: name of the points' curve.
+        n: number of points.
+        space: memory space of the points.
+    """
+
+    def __init__(
+        self,
+        curve: str,
+        points: Any,
+        device: str | ComputeDevice | None = None,
+        *,
+        check: bool = True,
+        multiples: bool | None = None,
+    ) -> None:
+        """Check the points and convert them.
+
+        Args:
+            curve: name of the curve.
+            points: (n, *shape), as for msm.
+            device: device of the sums; by default that of the points.
+            check: as for msm.
+            multiples: also keep the points' multiples by 2^(c j), if they fit, so that all windows of the scalars share
+                one set of buckets: about 20 times the memory. By default yes on devices and no on the CPU, where sums
+                of 2^12 to 2^16 points become a tenth faster and the multiples take 20 us a point.
+
+        Raises:
+            As msm; BackendUnavailable: the device is unavailable.
+        """
+        self._parameters = _curve(curve)
+        operand = point_operand(self._parameters, points, "points")
+        self.curve = curve
+        self.space: MemorySpace = operand.space if device is None else space_at(device)
+        words = _point_words(self._parameters, operand, self.space, check)
+        self.n = int(words.shape[0])
+        self._bases: Any
+        if self.space is HOST:
+            plan = shared_cpu_plan(self._parameters, self.n) if multiples else None
+            self._bases = CpuBases(self._parameters, words, shared=plan)
+            self._start = self._bases.msm
+        else:
+            from accelerant.zk.multi_scalar.device import DeviceBases  # unused on the CPU
+
+            free_bytes = 0 if multiples is False else None
+            self._bases = DeviceBases(self.space, self._parameters, words, free_bytes=free_bytes)
+            self._start = self._bases.start
+        self._kind = replace(operand, words=None, tensor=None if operand.tensor is None else operand.tensor[:0])
+
+    def __repr__(self) -> str:
+        return f"FixedBase({self.curve!r}, {self.n} points, {self.space.label})"
+
+    def __len__(self) -> int:
+        return self.n
+
+    def msm(self, scalars: Any) -> Any:
+        """Return the sum of scalars[i] times point i, for each row of scalars.
+
+        Args:
+            scalars: (n, 4) or (b, n, 4), as for msm.
+
+        Returns:
+            One point, or (b, ...) of them, canonical, in the library and on the device of the original points.
+
+        Raises:
+            As msm.
+        """
+        rows, leading, check = _scalar_rows(self._parameters, scalars, self.space, self.n)
+        total = run_sums(self.space, self._parameters, rows, self._start, check)
+        return sums_outward(self._parameters, total, self.space, leading, self._kind)
+
+    def explain(self) -> str:
+        """Describe where the points are and how sums are computed."""
+        return f"{self.n} points of {self.curve} on {self.space.label}, in Montgomery form; {self._bases.explain()}"
+
+
+# --- sums ------------------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Pending(Protocol):
+    """A sum that a device is computing."""
+
+    def finish(self) -> Words:
+        """Wait for the sum; return the host's words of one point, Montgomery form."""
+
+
+def _all_valid() -> FormatError | None:
+    return None
+
+
+def starter_of(space: MemorySpace, curve: Curve[Any], points: Words) -> Callable[[Words], Words | Pending]:
+    """Return a function that computes or starts the sum of scalars, (n, 4) in `space`, times the points.
+
+    Args:
+        space: memory space of the points.
+        curve: the points' curve.
+        points: (n, words of a point), Montgomery form.
+    """
+    if space is HOST:
+        return CpuBases(curve, points).msm
+    from accelerant.zk.multi_scalar.device import start_msm  # unused on the CPU
+
+    return lambda scalars: start_msm(space, curve, scalars, points)
+
+
+def run_sums(
+    space: MemorySpace,
+    curve: Curve[Any],
+    rows: Sequence[Words],
+    start: Callable[[Words], Words | Pending],
+    check: _Check = _all_valid,
+) -> Words:
+    """Return the sums for rows of scalars, (b, *shape) on the host, Montgomery form; recorded in the ledger.
+
+    Args:
+        space: memory space of points and scalars.
+        curve: the points' curve.
+        rows: (n, 4) each.
+        start: computes or starts a sum.
+        check: returns the error of invalid scalars; called once all sums are started, since it may wait for the device.
+
+    Raises:
+        FormatError: the result of `check`.
+    """
+    n = int(rows[0].shape[0]) if rows else 0
+    with RecordedLaunch(msm_record(space, curve, n, len(rows)), space.provider, space.index):
+        sums = [start(row) for row in rows]
+        error = check()
+        sums = [total.finish() if isinstance(total, Pending) else total for total in sums]
+    if error is not None:
+        raise error
+    return np.array(sums, np.uint64).reshape(len(rows), *curve.shape)
+
+
+def sums_outward(curve: Curve[Any], sums: Words, space: MemorySpace, leading: tuple[int, ...], operand: Operand) -> Any:
+    """Return the sums of run_sums as canonical words of the points' library, with these leading dimensions.
+
+    Python converts sums of devices: there are few, at 0.02 ms each, where a first launch of a kernel takes 0.7 ms.
+    """
+    if space is HOST:
+        return points_outward(curve, sums, space, leading, operand)
+    words = canonical(curve, sums).reshape(*leading, *curve.shape)
+    return words if operand.tensor is None else in_kind(space.load(words), space, operand.tensor.device)
+
+
+@functools.lru_cache(maxsize=4096)
+def msm_record(space: MemorySpace, curve: Curve[Any], n: int, rows: int) -> OpRecord:
+    """Return the ledger's record of `rows` sums over n points."""
+    base, degree = curve.coordinates.base, curve.coordinates.degree
+    if space is HOST:
+        dialect = "llvm"
+    else:
+        from accelerant.zk.multi_scalar.device_kernels import accumulate_source  # unused on the CPU
+
+        dialect, _ = accumulate_source(curve).pick(space.provider.dialects)
+    return sole_record(
+        "msm",
+        dialect,
+        space.backend,
+        space.label,
+        f"{rows}x" * (rows != 1) + f"{n} {curve.name}",
+        size_bytes=n * (2 * degree * base.size_bytes + rows * curve.scalars.size_bytes),
+        operations=rows * cpu_plan(curve.order, n, 1).products(n),
+    )
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _curve(name: Any) -> Curve[Any]:
+    return curve_of(name if isinstance(name, str) else repr(name))
+
+
+def _point_words(curve: Curve[Any], operand: Operand, space: MemorySpace, check: bool) -> Words:
+    """Return points in Montgomery form in a memory space, (n, words of a point).
+
+    Raises:
+        ShapeError: not one row of points.
+        FormatError: a point fails check.
+    """
+    n = _count(curve, operand)
+    words = points_inward(curve, operand, space, "points", "subgroup" if check else "")
+    return space.reshape(words, (n, math.prod(curve.shape)))
+
+
+def _count(curve: Curve[Any], operand: Operand) -> int:
+    if len(operand.leading) != 1:
+        tail = ", ".join(map(str, curve.shape))
+        raise ShapeError(f"points must be (n, {tail}), got {(*operand.leading, *curve.shape)}")
+    return operand.leading[0]
+
+
+def _scalar_rows(
+    curve: Curve[Any], scalars: Any, space: MemorySpace, n: int
+) -> tuple[list[Words], tuple[int, ...], _Check]:
+    """Return rows of scalars in a memory space, (n, 4) each, the leading dimensions of their sums, and a check.
+
+    Scalars on a device are checked by the returned function, which waits for the device; kernels accept any scalars, so
+    sums may start before. Other scalars are checked here.
+
+    Raises:
+        UnsupportedDtype, ShapeError, FormatError: as msm.
+    """
+    field, check = curve.scalars, _all_valid
+    scalars = plain_scalars(field, scalars)
+    if isinstance(scalars, (list, tuple)):
+        words, home = scalar_words(scalars, field.modulus, "the order"), HOST
+        _check_rows(words.shape, n)
+    else:
+        words, home = scalars, HOST
+        if is_tensor(scalars):
+            home = space_of(scalars)
+            words = scalars.detach().numpy() if home is HOST else signed_view(scalars)
+        elif not isinstance(scalars, np.ndarray):
+            raise UnsupportedDtype(
+                f"scalars must be a NumPy array, a torch tensor or a list of integers, got {type(scalars).__name__}"
+            )
+        dtype = str(scalars.dtype).removeprefix("torch.")
+        field_words.check_words(field, dtype, tuple(scalars.shape), "scalars")
+        _check_rows(tuple(scalars.shape), n)
+        words = home.contiguous(words)
+        check = functools.partial(_scalar_error, curve, home, words)
+    if home is HOST or home != space:
+        error, check = check(), _all_valid
+        if error is not None:
+            raise error
+    shape = tuple(words.shape)
+    if home != space:
+        words = space.load(home.store(words))
+    if len(shape) == 2:
+        return [words], (), check
+    return [space.getitem(words, (i,)) for i in range(shape[0])], (shape[0],), check
+
+
+def _scalar_error(curve: Curve[Any], home: MemorySpace, words: Words) -> FormatError | None:
+    index = first_unreduced(home, curve.scalars, words)
+    if index is None:
+        return None
+    return FormatError(f"scalars[{index}] (flattened) is not below the order of {curve.name}")
+
+
+def _check_rows(shape: tuple[int, ...], n: int) -> None:
+    if len(shape) not in (2, 3) or shape[-2:] != (n, _SCALAR_LIMBS):
+        raise ShapeError(
+            f"scalars must be ({n}, {_SCALAR_LIMBS}) or (b, {n}, {_SCALAR_LIMBS}) for {n} points, got {shape}"
+        )
