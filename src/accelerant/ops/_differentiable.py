@@ -133,8 +133,10 @@ class CpuFastPath:
 
     def run(self, operation: Operation, case: Case, args: tuple[Any, ...]) -> Any:
         """Run a case by torch's implementation with autograd recording; NotImplemented where it is not to."""
-        plan = operation.torch_autograd_plan(case)
+        plan = None if choice_overrides or torch_wants_determinism() else operation.plans.usual.get(case)
         if plan is None:
+            plan = operation.torch_autograd_plan(case)
+        if plan is None or not plan.torch_autograd:
             return NotImplemented
         result = operation.execute(case, plan, args)
         self._taken.record, self._taken.operation = plan.record, operation
