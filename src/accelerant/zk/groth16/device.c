@@ -1,17 +1,17 @@
-/* What a prover does on a device with a witness before and between transforms. Before this stands a field's text with the
- * prefix F, r's. Elements are in memory as everywhere, F_LIMBS / 2 words each.
+/* Kernels of the prover, before and between transforms. The text of the scalar field, with the prefix F, precedes this file.
+ * Elements have F_LIMBS / 2 words of 64 bits.
  *
  *   groth16_gather     z[i] = x[which[i]]
- *   groth16_unreduced  wrong[b]: whether one of block b's elements is not below r
- *   groth16_rows       z[i] = sum over k in [starts[i], starts[i + 1]) of values[k] x[columns[k]] / R, short rows
- *   groth16_long_rows  the same of the rows that are named
+ *   groth16_unreduced  wrong[b] = 1 if an element of block b is not below r, else 0
+ *   groth16_rows       z[i] = sum over k in [starts[i], starts[i + 1]) of values[k] x[columns[k]] / R, for short rows
+ *   groth16_long_rows  the same for the rows listed in `rows`
  *   groth16_products   z[2 n + i] = z[i] z[n + i] / R
  *   groth16_quotient   z[i] = (x[i] x[n + i] / R - x[2 n + i]) / R
  *
- * With values a R^2 as a .zkey has them and a canonical x, rows give A x and B x in Montgomery form, and the last one takes
- * what transforms made of them out of it. Values are any words; x, where it is not reduced, gives something below 2^256.
- * Bound by memory: 36 bytes an entry and as good as random reads of 32 from x; 96 to 128 bytes an element elsewhere.
- * No branch depends on an element, and no address. */
+ * With values a R^2, as in a .zkey, and a canonical x, rows compute A x and B x in Montgomery form; groth16_quotient returns
+ * to canonical form. Values are any words; results for an x that is not reduced are below 2^256 and meaningless.
+ * Bound by memory: 36 bytes per entry and nearly random reads of 32 bytes from x; elsewhere 96 to 128 bytes per element.
+ * No branch and no address depends on an element. */
 
 ACL_KERNEL ACL_BLOCK(GROTH16_BLOCK) void groth16_gather(ACL_GLOBAL const u64 *x, ACL_GLOBAL const u32 *which, ACL_GLOBAL u64 *z,
                                                         i64 n) {
@@ -21,7 +21,7 @@ ACL_KERNEL ACL_BLOCK(GROTH16_BLOCK) void groth16_gather(ACL_GLOBAL const u64 *x,
     }
 }
 
-/* Grid: a block for each GROTH16_BLOCK GROTH16_EACH elements, a thread's a block apart. */
+/* Grid: one block per GROTH16_BLOCK * GROTH16_EACH elements; a thread's elements are GROTH16_BLOCK apart. */
 ACL_KERNEL ACL_BLOCK(GROTH16_BLOCK) void groth16_unreduced(ACL_GLOBAL const u64 *x, ACL_GLOBAL u32 *wrong, i64 n) {
     ACL_LOCAL u32 any;
     i64 first = acl_group_id() * GROTH16_BLOCK * GROTH16_EACH + acl_local_id();
@@ -37,7 +37,7 @@ ACL_KERNEL ACL_BLOCK(GROTH16_BLOCK) void groth16_unreduced(ACL_GLOBAL const u64 
         }
     }
     if (!reduced) {
-        any = 1; /* whichever thread's write stands, it is the same */
+        any = 1; /* all threads write the same value */
     }
     acl_barrier();
     if (acl_local_id() == 0) {
@@ -45,7 +45,7 @@ ACL_KERNEL ACL_BLOCK(GROTH16_BLOCK) void groth16_unreduced(ACL_GLOBAL const u64 
     }
 }
 
-/* Grid: one thread a row; rows of more than GROTH16_LONG entries are left to the next. */
+/* Grid: one thread per row; rows of more than GROTH16_LONG entries are left to groth16_long_rows. */
 ACL_KERNEL ACL_BLOCK(GROTH16_BLOCK) void groth16_rows(ACL_GLOBAL const u64 *values, ACL_GLOBAL const u32 *columns,
                                                       ACL_GLOBAL const i64 *starts, ACL_GLOBAL const u64 *x, ACL_GLOBAL u64 *z,
                                                       i64 n) {
@@ -64,7 +64,7 @@ ACL_KERNEL ACL_BLOCK(GROTH16_BLOCK) void groth16_rows(ACL_GLOBAL const u64 *valu
     F_store(z, i, sum);
 }
 
-/* Grid: one block a row, `rows` says which. */
+/* Grid: one block per element of `rows`. */
 ACL_KERNEL ACL_BLOCK(GROTH16_BLOCK) void groth16_long_rows(ACL_GLOBAL const u64 *values, ACL_GLOBAL const u32 *columns,
                                                            ACL_GLOBAL const i64 *starts, ACL_GLOBAL const u32 *rows,
                                                            ACL_GLOBAL const u64 *x, ACL_GLOBAL u64 *z) {

@@ -113,9 +113,9 @@ class SparseMatrix:
         order = np.argsort(rows, kind="stable")
         starts = np.zeros(n_rows + 1, np.int64)
         np.cumsum(np.bincount(rows, minlength=n_rows), out=starts[1:])
-        columns = np.ascontiguousarray(columns[order], np.uint32)
         min_columns = 1 + int(columns.max()) if len(columns) else 0
-        return cls(field, starts, columns, np.ascontiguousarray(values[order], np.uint64), min_columns)
+        sorted_columns = np.ascontiguousarray(columns[order], np.uint32)
+        return cls(field, starts, sorted_columns, np.ascontiguousarray(values[order], np.uint64), min_columns)
 
     @classmethod
     def from_coefficients(cls, field: Field, domain_size: int, coefficients: npt.NDArray[np.void]) -> SparseMatrix:
@@ -273,7 +273,7 @@ class DeviceMatrix:
         self._space, self._field = space, rows.field
         self._n, self._min_columns = rows.n_rows // 2, rows.min_columns
         long = np.flatnonzero(np.diff(rows.starts) > LONG_ROW).astype(np.uint32)
-        arrays = (rows.values, rows.columns, rows.starts, long)
+        arrays: tuple[npt.NDArray[Any], ...] = (rows.values, rows.columns, rows.starts, long)
         self._values, self._columns, self._starts, self._long = map(load, arrays)
         self._n_long, self._n_entries = len(long), rows.n_entries
         self.size_bytes = sum(array.nbytes for array in arrays)

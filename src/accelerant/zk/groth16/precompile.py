@@ -12,6 +12,7 @@ import contextlib
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.pairing import product_is_one
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.program import kernel_source
+from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache
@@ -66,7 +68,7 @@ def work(family: str, domain_size: int) -> None:
     if isinstance(provider, CpuProvider):
         provider.wait_for = lambda key: print(key, flush=True)
     pairing = family_of(family)
-    curves = (pairing.g1, pairing.g2)
+    curves: tuple[Curve[Any], ...] = (pairing.g1, pairing.g2)
     one = np.array([[1, 0, 0, 0]], np.uint64)
     points = [np.zeros((1, *curve.shape), np.uint64) for curve in curves]
     for curve, point in zip(curves, points, strict=True):

@@ -1,21 +1,20 @@
-/* Sums of multiples, between sort.c and accumulate.c: rounds that add up the points of a bucket in pairs, in affine
- * coordinates, for 6 products each where an addition in XYZZ coordinates takes 10. A round leaves half as many points. Before
- * this stand the curve's point.h and divsteps.h, with COORD and BASE replaced. What rounds cost is in affine.py.
+/* Multi-scalar multiplication, between sort.c and accumulate.c: rounds that add the points of a bucket in pairs, in affine
+ * coordinates, with 6 products per addition instead of 10 in XYZZ coordinates. A round halves the number of points. The
+ * curve's point.h and divsteps.h, with COORD and BASE replaced, precede this file. device_plan.py has the costs.
  *
- *   msm_affine_begin    the product of the slopes' runs, x2 - x1, of a thread's pairs of entries, and of those before each
+ *   msm_affine_begin    the product of the denominators x2 - x1 of a thread's pairs of entries, and the products before each
  *   msm_affine_invert   the inverses of all threads' products
- *   msm_affine_round    the sums of the pairs, given the inverse of the runs' product; and as msm_affine_begin of the sums
+ *   msm_affine_round    the sums of the pairs, given the inverse of the product; then the products of the next round's pairs
  *
- * With so many rounds that sort.c pads a bucket's entries to a multiple of 2^rounds, which is a unit, pair k is entries 2 k
- * and 2 k + 1: no pair has two buckets, and after all rounds there is one point a unit. MSM_NONE pads: a point at infinity.
- * A thread has `each` units one after the other, hence pairs << rounds - 1 - r of round r, and no other thread's in any round.
- * A round takes the pairs in the order opposite to that of the round before, as Montgomery's trick has it: product by
- * product back. Source: Montgomery 1987, Mathematics of Computation 48, pages 243 to 264.
+ * sort.c pads a bucket's entries to units of 2^rounds with MSM_NONE, the point at infinity. Pair k is entries 2 k and 2 k + 1,
+ * so both are in one bucket, and one point per unit is left after all rounds. A thread has `each` consecutive units, and the
+ * same ones in all rounds. Each round takes the pairs in the order opposite to the previous round's, as required by
+ * Montgomery's trick. Source: Montgomery 1987, Mathematics of Computation 48, pages 243 to 264.
  *
- * In memory: thread t's k-th pair, sum or product is at k threads + t, so that a warp's are side by side; the last round's
- * sum of unit u is at u. Points are affine, in Montgomery form, infinity all zeros. */
+ * In memory: thread t's k-th pair, sum or product is at k threads + t, so that a warp's accesses are coalesced; the last
+ * round's sum of unit u is at u. Points are affine, in Montgomery form, infinity all zeros. */
 
-/* What a slope is divided by: x2 - x1, the tangent's 2 y1 of equal points, and 1 where there is no slope. */
+/* Denominator of a slope: x2 - x1, or the tangent's 2 y1 for equal points, or 1 where there is no slope. */
 ACL_DEVICE COORD COORD_run(COORD_affine p, COORD_affine q) {
     COORD run = COORD_sub(q.x, p.x);
     if (COORD_is_zero(run)) {
@@ -27,7 +26,7 @@ ACL_DEVICE COORD COORD_run(COORD_affine p, COORD_affine q) {
     return run;
 }
 
-/* Of an entry the point's row. */
+/* Row of an entry's point. */
 ACL_DEVICE i64 COORD_row(u32 entry) {
     return entry == MSM_NONE ? 0 : entry & 0x7fffffff;
 }
@@ -41,14 +40,14 @@ ACL_DEVICE COORD_affine COORD_entry(ACL_GLOBAL const u64 *points, i64 first, u32
     return p;
 }
 
-/* How many units are the thread's. */
+/* Number of units of thread t. */
 ACL_DEVICE i64 COORD_units(i64 units, i64 t, i32 each) {
     i64 left = units - t * each;
     return left < 0 ? 0 : left < each ? left : each;
 }
 
-/* Grid: one thread `each` units; `threads` is what all arrays are cut for. Reads x alone but where the points are equal,
- * opposite or at infinity. The next pair's are asked for before the last's are multiplied, since their address is random. */
+/* Grid: one thread per `each` units; arrays have `threads` columns. Reads only x unless the points are equal, opposite or at
+ * infinity. The next pair is loaded before the current one is multiplied, since its addresses are random. */
 ACL_KERNEL ACL_BLOCK(MSM_BEGIN_RESIDENT) void msm_affine_begin(ACL_GLOBAL const u64 *points, ACL_GLOBAL const u32 *sorted,
                                                                ACL_GLOBAL const u32 *counts, ACL_GLOBAL u64 *before,
                                                                ACL_GLOBAL u64 *totals, i64 keys, i64 first, i64 threads,
@@ -58,13 +57,13 @@ ACL_KERNEL ACL_BLOCK(MSM_BEGIN_RESIDENT) void msm_affine_begin(ACL_GLOBAL const 
         return;
     }
     i64 pairs = COORD_units(counts[keys + MSM_UNITS], t, each) << (rounds - 1);
-    ACL_GLOBAL const u32 *place = sorted + (t * each << rounds);
+    ACL_GLOBAL const u32 *entries = sorted + (t * each << rounds);
     COORD product = COORD_one();
     u32 next_a = MSM_NONE, next_b = MSM_NONE;
     COORD next_p = product, next_q = product;
     if (pairs) {
-        next_a = place[0];
-        next_b = place[1];
+        next_a = entries[0];
+        next_b = entries[1];
         next_p = COORD_load(points, 2 * (first + COORD_row(next_a)));
         next_q = COORD_load(points, 2 * (first + COORD_row(next_b)));
     }
@@ -74,8 +73,8 @@ ACL_KERNEL ACL_BLOCK(MSM_BEGIN_RESIDENT) void msm_affine_begin(ACL_GLOBAL const 
         COORD run = COORD_sub(next_q, next_p);
         u32 rare = COORD_is_zero(next_p) | COORD_is_zero(next_q) | COORD_is_zero(run);
         if (k + 1 < pairs) {
-            next_a = place[2 * k + 2];
-            next_b = place[2 * k + 3];
+            next_a = entries[2 * k + 2];
+            next_b = entries[2 * k + 3];
             next_p = COORD_load(points, 2 * (first + COORD_row(next_a)));
             next_q = COORD_load(points, 2 * (first + COORD_row(next_b)));
         }
@@ -91,9 +90,9 @@ ACL_KERNEL ACL_BLOCK(MSM_BEGIN_RESIDENT) void msm_affine_begin(ACL_GLOBAL const 
     COORD_store(totals, t, product);
 }
 
-/* totals_i = 1 / totals_i, i < n, none of which is 0. Grid: blocks of MSM_INVERT_BLOCK threads, a power of two, `each` totals a
- * thread, at most MSM_INVERT_EACH, a block's threads apart; one inverse a block. `tree` has at 1 the product of all threads'
- * products, at 2 i and 2 i + 1 the two that make that at i. */
+/* totals_i = 1 / totals_i, i < n, none of which is 0. Grid: blocks of MSM_INVERT_BLOCK threads, a power of two, `each` totals
+ * per thread, at most MSM_INVERT_EACH, a block's threads apart; one inversion per block. tree[1] is the product of all threads'
+ * products, and tree[i] = tree[2 i] tree[2 i + 1]. */
 ACL_KERNEL ACL_BLOCK(MSM_INVERT_BLOCK) void msm_affine_invert(ACL_GLOBAL u64 *totals, i64 n, i32 each) {
     ACL_LOCAL COORD tree[2 * MSM_INVERT_BLOCK];
     COORD before[MSM_INVERT_EACH];
@@ -139,15 +138,15 @@ ACL_KERNEL ACL_BLOCK(MSM_INVERT_BLOCK) void msm_affine_invert(ACL_GLOBAL u64 *to
     }
 }
 
-/* Row i of the thread's in a round; in round 0 what its entry names. */
-ACL_DEVICE COORD_affine COORD_operand(ACL_GLOBAL const u64 *rows, ACL_GLOBAL const u32 *place, i64 first, i64 threads, i64 t,
+/* Point i of thread t in a round; in round 0 the point of its entry. */
+ACL_DEVICE COORD_affine COORD_operand(ACL_GLOBAL const u64 *rows, ACL_GLOBAL const u32 *entries, i64 first, i64 threads, i64 t,
                                       i32 round, i64 i) {
-    return round ? COORD_affine_load(rows, i * threads + t) : COORD_entry(rows, first, place[i]);
+    return round ? COORD_affine_load(rows, i * threads + t) : COORD_entry(rows, first, entries[i]);
 }
 
-/* Grid: as msm_affine_begin. Round `round` of `rounds`, from 0; before it `before` and `totals` have what its pairs are summed
- * with, after it `next_before` and `totals` what the next round's are. `rows` are the points, or in round 0 those that entries
- * name. Even rounds go down. What is seldom needed is read again, not kept: registers are what there is least of. */
+/* Grid: as msm_affine_begin. Round `round` of `rounds`, from 0. `before` and `totals` have the products of this round,
+ * `next_before` and then `totals` receive those of the next. `rows` are the points; entries index them in round 0. Even rounds
+ * go down. Rarely needed values are loaded again instead of kept, since registers limit the occupancy. */
 ACL_KERNEL ACL_BLOCK(MSM_RESIDENT) void msm_affine_round(ACL_GLOBAL const u64 *rows, ACL_GLOBAL const u32 *sorted,
                                                          ACL_GLOBAL const u32 *counts, ACL_GLOBAL const u64 *before,
                                                          ACL_GLOBAL u64 *totals, ACL_GLOBAL u64 *sums,
@@ -159,14 +158,14 @@ ACL_KERNEL ACL_BLOCK(MSM_RESIDENT) void msm_affine_round(ACL_GLOBAL const u64 *r
     }
     i32 up = round & 1, last = round == rounds - 1;
     i32 pairs = (i32)COORD_units(counts[keys + MSM_UNITS], t, each) << (rounds - 1 - round);
-    ACL_GLOBAL const u32 *place = sorted + (t * each << rounds);
+    ACL_GLOBAL const u32 *entries = sorted + (t * each << rounds);
     COORD inverse = COORD_load(totals, t);
     COORD product = COORD_one();
 #pragma unroll 1
     for (i32 step = 0; step < pairs; step++) {
         i32 k = up ? step : pairs - 1 - step;
-        COORD_affine p = COORD_operand(rows, place, first, threads, t, round, 2 * k);
-        COORD_affine q = COORD_operand(rows, place, first, threads, t, round, 2 * k + 1);
+        COORD_affine p = COORD_operand(rows, entries, first, threads, t, round, 2 * k);
+        COORD_affine q = COORD_operand(rows, entries, first, threads, t, round, 2 * k + 1);
         COORD share = COORD_MUL(inverse, COORD_load(before, k * threads + t));
         inverse = COORD_MUL(inverse, COORD_run(p, q));
         u32 same = COORD_is_zero(COORD_sub(q.x, p.x));
@@ -183,7 +182,7 @@ ACL_KERNEL ACL_BLOCK(MSM_RESIDENT) void msm_affine_round(ACL_GLOBAL const u64 *r
         sum.x = COORD_select(p_alone, p.x, sum.x);
         sum.y = COORD_select(p_alone, p.y, sum.y);
         if ((same | q_alone) & ~p_alone) {
-            q = COORD_operand(rows, place, first, threads, t, round, 2 * k + 1);
+            q = COORD_operand(rows, entries, first, threads, t, round, 2 * k + 1);
             u32 opposite = same & COORD_is_zero(COORD_add(p.y, q.y));
             sum.x = COORD_select(q_alone, q.x, COORD_select(opposite, COORD_zero(), sum.x));
             sum.y = COORD_select(q_alone, q.y, COORD_select(opposite, COORD_zero(), sum.y));

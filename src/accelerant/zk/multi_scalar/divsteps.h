@@ -1,17 +1,16 @@
-/* Inverses in a prime field by divsteps, for few elements at once: one after the other, x^(p - 2) takes some 330 products,
- * each of which waits for the last, and this about a tenth of that time. BASE stands for the field's prefix; before this stand
- * its arithmetic and, of numbers in digits of 30 bits, BASE_DIGITS, how many a number has, BASE_MODULUS_DIGITS, p's, and
- * BASE_MODULUS_INVERSE, 1/p mod 2^30. The time depends on the element.
+/* Inverses in a prime field by divsteps, for few elements at once: x^(p - 2) takes about 330 sequential products, and this
+ * about a tenth of their time. BASE is the field's prefix. Its arithmetic precedes this file, with the number of 30-bit digits
+ * BASE_DIGITS, the digits BASE_MODULUS_DIGITS of p, and BASE_MODULUS_INVERSE, 1/p mod 2^30. The time depends on the element.
  *
- * From f = p, g = x, a divstep takes (f, g) to (f, g/2), (f, (g + f)/2) or (g, (g - f)/2), until g = 0 and f = 1 or -1. Which
- * it is depends on the lowest bit of g and on a counter, so that 30 of them depend on the lowest 30 bits: they are found
- * there, as a matrix of small numbers, and applied to the whole f and g, and mod p to d and e, for which always f = d x and
- * g = e x up to a power of 2 that has been divided off.
- * Source: Bernstein and Yang, eprint 2019/266; the counter beginning at 1/2, as Pieter Wuille found to take fewer steps. */
+ * From f = p, g = x, a divstep maps (f, g) to (f, g/2), (f, (g + f)/2) or (g, (g - f)/2), until g = 0 and f = 1 or -1. The
+ * choice depends on the lowest bit of g and on a counter, so 30 steps depend on the lowest 30 bits: they are computed there, as
+ * a matrix of small numbers, and applied to all of f and g, and mod p to d and e, with f = d x and g = e x up to the powers
+ * of 2 that were divided off.
+ * Source: Bernstein and Yang, eprint 2019/266; the counter starts at 1/2, which takes fewer steps (Pieter Wuille). */
 
 #define MSM_DIGIT_MASK 0x3fffffff
 
-/* Digits of 30 bits, the least significant first; the last has the sign. */
+/* Digits of 30 bits, least significant first; the last one is signed. */
 typedef struct {
     i32 digit[BASE_DIGITS];
 } BASE_digits;
@@ -28,7 +27,7 @@ ACL_DEVICE BASE_digits BASE_to_digits(BASE x) {
     return z;
 }
 
-/* Of digits without sign that stand for a number of BASE_LIMBS limbs. */
+/* Convert non-negative digits to BASE_LIMBS limbs. */
 ACL_DEVICE BASE BASE_from_digits(BASE_digits x) {
     BASE z;
 #pragma unroll
@@ -42,7 +41,7 @@ ACL_DEVICE BASE BASE_from_digits(BASE_digits x) {
     return z;
 }
 
-/* (x u + y v + w p) / 2^30, which is a whole number. */
+/* (x u + y v + w p) / 2^30, an exact division. */
 ACL_DEVICE BASE_digits BASE_combined(BASE_digits x, i64 u, BASE_digits y, i64 v, i64 w) {
     const i32 p[BASE_DIGITS] = {BASE_MODULUS_DIGITS};
     BASE_digits z;
@@ -57,7 +56,7 @@ ACL_DEVICE BASE_digits BASE_combined(BASE_digits x, i64 u, BASE_digits y, i64 v,
     return z;
 }
 
-/* The w, -2^29 <= w < 2^29, with which x u + y v + w p is a multiple of 2^30. */
+/* The w, -2^29 <= w < 2^29, for which x u + y v + w p is a multiple of 2^30. */
 ACL_DEVICE i64 BASE_multiple_of_p(BASE_digits x, i32 u, BASE_digits y, i32 v) {
     u32 lowest = (u32)x.digit[0] * (u32)u + (u32)y.digit[0] * (u32)v;
     return (i32)((0 - lowest * BASE_MODULUS_INVERSE) << 2) >> 2;
@@ -75,7 +74,7 @@ ACL_DEVICE BASE_digits BASE_sum_of_digits(BASE_digits x, BASE_digits y, i32 sign
     return x;
 }
 
-/* 1/x, and 0 of 0, in Montgomery form. d and e grow by p/2 in 30 steps: to less than 16 p, for which the digits have room. */
+/* 1/x in Montgomery form, 0 for 0. d and e grow by p/2 in 30 steps, to less than 16 p, which fits the digits. */
 ACL_FAR BASE BASE_inverse_vartime(BASE x) {
     const BASE_digits p = {{BASE_MODULUS_DIGITS}};
     BASE_digits f = p, g = BASE_to_digits(x), d, e, zero;
@@ -84,11 +83,11 @@ ACL_FAR BASE BASE_inverse_vartime(BASE x) {
         d.digit[i] = e.digit[i] = zero.digit[i] = 0;
     }
     e.digit[0] = 1;
-    i32 counter = -1; /* below 0 where the counter of the source is above */
+    i32 counter = -1; /* negated with respect to the source */
     u32 any = 1;
 #pragma unroll 1
     while (any) {
-        i32 a = 1, b = 0, c = 0, k = 1; /* f and g are (a f + b g) / 2^i and (c f + k g) / 2^i of those before */
+        i32 a = 1, b = 0, c = 0, k = 1; /* after i steps f and g are (a f + b g) / 2^i and (c f + k g) / 2^i */
         u32 low_f = (u32)f.digit[0], low_g = (u32)g.digit[0];
 #pragma unroll 6
         for (i32 i = 0; i < 30; i++) {
@@ -128,5 +127,5 @@ ACL_FAR BASE BASE_inverse_vartime(BASE x) {
         d = less;
         less = BASE_sum_of_digits(d, p, -1);
     }
-    return BASE_to_montgomery(BASE_to_montgomery(BASE_from_digits(d))); /* of x R: R / x is R^2 / (x R) */
+    return BASE_to_montgomery(BASE_to_montgomery(BASE_from_digits(d))); /* the input is x R, and R / x = R^2 / (x R) */
 }

@@ -1,20 +1,19 @@
-/* Sums of multiples, third part: from the sums of segments to one point a window. Before this stands the curve's point.h, with
- * COORD replaced. Points are in XYZZ coordinates, four a point, where nothing else is said.
+/* Multi-scalar multiplication, third part: from the sums of segments to one point per window. The curve's point.h, with COORD
+ * replaced, precedes this file. Points are in XYZZ coordinates, four per point, unless stated otherwise.
  *
- *   msm_combine   the sums of heavy buckets, from those of their segments
- *   msm_reduce    of each window the sum of b times bucket b, in one launch or two
+ *   msm_combine   the sums of heavy buckets, from the sums of their segments
+ *   msm_reduce    for each window the sum of b times bucket b, in one launch or two
  *
- * Bound by arithmetic, and where there are few buckets by its latency: some 45 products a bucket, and some 60 additions one
- * after the other. */
+ * Bound by arithmetic: about 45 products per bucket; with few buckets by its latency, about 60 sequential additions. */
 
-/* A thread's point in local memory. By the word beside it, an odd number of words lies between two threads' points, so that a
- * warp's accesses go to different banks. */
+/* A thread's point in local (shared) memory. The padding makes the stride an odd number of words, so that a warp's accesses go
+ * to different banks. */
 typedef struct {
     COORD_xyzz point;
     u32 gap;
 } COORD_slot;
 
-/* The sum over a block's threads, in the first one. */
+/* The sum over the threads of a block, in the first thread. */
 #define COORD_SUM_OF_BLOCK(value)                                                                      \
     tile[thread].point = value;                                                                        \
     for (i32 width = acl_local_size() / 2; width > 0; width /= 2) {                                    \
@@ -26,7 +25,7 @@ typedef struct {
         }                                                                                              \
     }
 
-/* Grid: `groups` blocks of a power of two threads. A thread takes heavy buckets of few segments, a block one of many. */
+/* Grid: `groups` blocks of a power of two threads. A thread sums a heavy bucket of few segments, a block one of many. */
 ACL_KERNEL ACL_BLOCK(MSM_REDUCE_BLOCK) void msm_combine(ACL_GLOBAL const u32 *heavy, ACL_GLOBAL const u32 *counts,
                                                         ACL_GLOBAL u64 *sums, i64 keys, i64 groups) {
     ACL_LOCAL COORD_slot tile[MSM_REDUCE_BLOCK];
@@ -65,14 +64,14 @@ ACL_KERNEL ACL_BLOCK(MSM_REDUCE_BLOCK) void msm_combine(ACL_GLOBAL const u32 *he
     }
 }
 
-/* Of `items` pairs (P_i, R_i) a window, sum P_i + 2^shift sum i R_i, to one pair a block that stands for the same: of the
- * block's items, taken from 0, that number and sum R_i. With P_i = R_i = bucket i + 1 and shift 0 it is the sum of
- * (i + 1) times bucket i + 1. The last launch, of one block a window, writes sum P_i + 2^shift sum i R_i alone, in projective
- * coordinates (x = X/Z, y = Y/Z, infinity (0 : 1 : 0)), three a point, for the host to go on with.
+/* Reduce `items` pairs (P_i, R_i) per window, whose value is sum P_i + 2^shift sum i R_i, to one pair per block: the value of
+ * the block's items, with i counted from its first one, and their sum R_i. With P_i = R_i = bucket i + 1 and shift 0 the value
+ * is the sum of (i + 1) times bucket i + 1. The last launch, of one block per window, writes the value only, in projective
+ * coordinates (x = X/Z, y = Y/Z, infinity (0 : 1 : 0)), three per point, for the host.
  *
- * Grid: `blocks` blocks a window, of a power of two threads, 2^each items a thread. Running sums from the thread's last item
- * on give the items' number within the thread; running sums over the threads (a scan in local memory) give the thread's
- * number within the block, of which one unit is 2^each items. */
+ * Grid: `blocks` blocks per window, of a power of two threads, 2^each items per thread. Running sums from the thread's last
+ * item give the weights i within the thread; a scan over the threads in local memory gives the weights of the threads within
+ * the block, in units of 2^each items. */
 ACL_KERNEL ACL_BLOCK(MSM_REDUCE_BLOCK) void msm_reduce(ACL_GLOBAL const u64 *plain, ACL_GLOBAL const u64 *weighted,
                                                        ACL_GLOBAL u64 *next_plain, ACL_GLOBAL u64 *next_weighted, i64 items,
                                                        i64 blocks, i32 each, i32 shift, i32 last) {

@@ -1,8 +1,8 @@
-/* Doubled points, for sums over fixed points. Before this stands the curve's point.h, with COORD replaced.
+/* Multiples 2^k P of fixed points. The curve's point.h, with COORD replaced, precedes this file.
  *
- * z_(to + i) = 2^doublings x_(from + i), i < n; affine points in Montgomery form, all zeros at infinity. Grid: one thread
- * MSM_TOGETHER points, which stand a block's threads apart and share an inversion; what is kept lies in its own memory.
- * Bound by arithmetic: 6M + 3S a doubling. Source: Montgomery 1987, Mathematics of Computation 48, pages 243 to 264. */
+ * z_(to + i) = 2^doublings x_(from + i), i < n; affine points in Montgomery form, all zeros at infinity. Grid: one thread per
+ * MSM_TOGETHER points, which are a block's threads apart and share an inversion; its arrays are in thread-local memory.
+ * Bound by arithmetic: 6M + 3S per doubling. Source: Montgomery 1987, Mathematics of Computation 48, pages 243 to 264. */
 
 ACL_KERNEL ACL_BLOCK(MSM_MULTIPLES_BLOCK) void msm_multiples(ACL_GLOBAL const u64 *x, ACL_GLOBAL u64 *z, i64 n, i64 from,
                                                              i64 to, i32 doublings) {

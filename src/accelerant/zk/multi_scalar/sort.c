@@ -1,37 +1,37 @@
-/* Sums of multiples, first part: which points go into which bucket. No arithmetic of curves.
+/* Multi-scalar multiplication, first part: sort points by bucket. No curve arithmetic.
  *
- * A scalar is windows digits of c bits, -2^(c - 1) < d <= 2^(c - 1). An entry is a window's digit of one point, n of them a
- * window; where it is not 0 the point, or its opposite, belongs in bucket |d| of the window, which has the key
- * w buckets + |d| - 1, with buckets = 2^(c - 1). Where the multiples 2^(c w) of all points are at hand, `stride` points a
- * window, all windows share one set of buckets: `spread`, by which the keys of two windows differ, is 0, else `buckets`.
+ * A scalar is windows digits of c bits, -2^(c - 1) < d <= 2^(c - 1). An entry is the digit of one point in a window, n per
+ * window; if it is not 0 the point, or its negative, belongs to bucket |d| of the window, whose key is w buckets + |d| - 1 with
+ * buckets = 2^(c - 1). If the multiples 2^(c w) of all points are stored, `stride` points per window, all windows share one set
+ * of buckets: the distance `spread` between the keys of two windows is then 0, otherwise `buckets`.
  *
  *   msm_digits     digits[w n + i] = |d| | sign << 31
- *   msm_rank       counts[key]: the points of a bucket; ranks[entry]: how many came before, in any order
- *   msm_tiles      sums of units over tiles of keys, and how many segments of each length there are
- *   msm_scan       both to sums of what comes before
- *   msm_segments   counts[key] becomes the place where the bucket's points begin; the segments, the longest first; padding
+ *   msm_rank       counts[key] = number of points in a bucket; ranks[entry] = number of those before it, in any order
+ *   msm_tiles      sums of units over tiles of keys, and the number of segments of each length
+ *   msm_scan       exclusive prefix sums of both
+ *   msm_segments   counts[key] = position of the bucket's first point; the segments, longest first; padding
  *   msm_scatter    sorted[counts[key] + rank] = i + w stride | sign << 31
  *
- * Where rounds of affine.c come between, 2^rounds entries of a bucket are a unit, of which they leave one point; entries of
- * MSM_NONE make the last one whole. Without rounds a unit is an entry.
+ * With rounds of affine.c, 2^rounds entries of a bucket are a unit, which the rounds reduce to one point; entries MSM_NONE
+ * fill the last unit. Without rounds a unit is an entry.
  *
- * A segment is at most `length` units of one bucket, which one thread adds up: (begin, units, where the sum goes). A bucket
- * of one segment has its sum at its key; a heavy one, of more, has one partial sum a segment behind all buckets, and a line
- * (key, first partial sum, how many) in `heavy`. An empty one has its sum, infinity, written here.
+ * A segment is at most `length` units of one bucket, summed by one thread: (first unit, units, index of the sum). A bucket of
+ * one segment has its sum at its key. A heavy bucket, of several, has a partial sum per segment after all buckets, and a line
+ * (key, first partial sum, number of them) in `heavy`. The sums of empty buckets, infinity, are written here.
  *
- * In memory: counts has the keys, then MSM_COUNTERS numbers: at l how many segments have l units, then where the next of them
- * goes; at MSM_SEGMENTS, MSM_HEAVY, MSM_PARTIALS and MSM_UNITS how many segments, heavy buckets, partial sums and units there
- * are.
- * Bound by memory: 28 bytes an entry, and an atomic addition with a random address. Of the digits that are frequent in a block
- * msm_rank counts one alone by itself, that of the thread that comes first; where two to some hundred digits share most
- * entries, all other additions meet in few counters. What that costs is not measured yet. */
+ * In memory: counts has the keys, then MSM_COUNTERS numbers: at l the number of segments of l units, later the index of the
+ * next of them; at MSM_SEGMENTS, MSM_HEAVY, MSM_PARTIALS and MSM_UNITS the numbers of segments, heavy buckets, partial sums and
+ * units.
+ * Bound by memory: 28 bytes and an atomic addition at a random address per entry. msm_rank counts one frequent digit per block
+ * separately, that of the first thread; if two to about a hundred digits make up most entries, the other additions contend for
+ * few counters, whose cost is not measured yet. */
 
-/* The units of so many entries. */
+/* Units of a number of entries. */
 ACL_DEVICE u32 msm_units(u32 entries, i32 rounds) {
     return (u32)(((u64)entries + ((u64)1 << rounds) - 1) >> rounds);
 }
 
-/* Grid: any; `threads` of them. Also sets counts, which has `zeros` numbers, to 0. */
+/* Grid: any, `threads` threads in all. Also clears counts, which has `zeros` numbers. */
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_digits(ACL_GLOBAL const u64 *scalars, ACL_GLOBAL u32 *digits, ACL_GLOBAL u32 *counts,
                                                 i64 first, i64 n, i32 c, i32 windows, i64 zeros, i64 threads) {
     for (i64 i = acl_global_id(); i < zeros; i += threads) {
@@ -53,9 +53,9 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_digits(ACL_GLOBAL const u64 *scalars, A
     }
 }
 
-/* Grid: `blocks` blocks a window, one thread MSM_EACH entries, a block's threads apart, so that as many atomic additions are
- * under way. Where one bucket is in many scalars, its counter would be the bottleneck: a block counts one digit that occurs in
- * it, whichever, by itself, and adds it once. */
+/* Grid: `blocks` blocks per window, one thread per MSM_EACH entries, a block's threads apart, for as many atomic additions in
+ * flight. The counter of a digit of many scalars would be the bottleneck, so a block counts one of its digits in local memory
+ * and adds the count once. */
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_rank(ACL_GLOBAL const u32 *digits, ACL_GLOBAL u32 *ranks, ACL_GLOBAL u32 *counts,
                                               i64 n, i64 blocks, i64 spread) {
     ACL_LOCAL u32 common, claims, times, before;
@@ -75,7 +75,7 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_rank(ACL_GLOBAL const u32 *digits, ACL_
     }
     acl_barrier();
     if (thread % 32 == 0 && buckets[0] && acl_atomic_add_u32(&claims, 1) == 0) {
-        common = buckets[0]; /* of the first that comes; of one thread in 32, so that few wait for the counter */
+        common = buckets[0]; /* first come, from one thread in 32 so that few contend for the counter */
     }
     acl_barrier();
 #pragma unroll
@@ -99,7 +99,7 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_rank(ACL_GLOBAL const u32 *digits, ACL_
     }
 }
 
-/* Grid: one block a tile of MSM_TILE keys. */
+/* Grid: one block per tile of MSM_TILE keys. */
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_tiles(ACL_GLOBAL u32 *counts, ACL_GLOBAL u32 *tiles, i64 keys, i32 length,
                                                i32 rounds) {
     ACL_LOCAL u32 of_length[MSM_LENGTH + 1];
@@ -136,7 +136,7 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_tiles(ACL_GLOBAL u32 *counts, ACL_GLOBA
     }
 }
 
-/* The sum of what the threads before this one have; tile has one number a thread. */
+/* Exclusive prefix sum over the threads of a block; tile has one number per thread. */
 #define MSM_BEFORE(tile, value, result)                                                                \
     tile[thread] = value;                                                                              \
     for (i32 step = 1; step < acl_local_size(); step *= 2) {                                           \
@@ -180,7 +180,7 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_scan(ACL_GLOBAL u32 *counts, ACL_GLOBAL
     }
 }
 
-/* Grid: one block a tile, as msm_tiles; a thread has consecutive keys. A point of `sums` has `words` words. */
+/* Grid: one block per tile, as msm_tiles; a thread has consecutive keys. A point of `sums` has `words` words. */
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GLOBAL const u32 *tiles, ACL_GLOBAL u32 *segments,
                                                   ACL_GLOBAL u32 *heavy, ACL_GLOBAL u64 *sums, ACL_GLOBAL u32 *sorted,
                                                   i64 keys, i32 length, i32 words, i32 rounds) {
@@ -197,7 +197,7 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GL
         sum += msm_units(counts[key], rounds);
     }
     MSM_BEFORE(tile, sum, before)
-    /* How many segments of each length the block has; then, in their place, where its first of that length goes. */
+    /* The block's number of segments of each length, replaced by the index of its first segment of that length. */
     for (i64 key = first; key < first + each && key < keys; key++) {
         u32 count = msm_units(counts[key], rounds);
         if (count >= (u32)length) {
@@ -215,13 +215,13 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GL
     u32 begin = tiles[acl_group_id()] + before;
     for (i64 key = first; key < first + each && key < keys; key++) {
         u32 count = msm_units(counts[key], rounds);
-        i64 place = (i64)begin << rounds;
+        i64 position = (i64)begin << rounds;
         for (i64 k = counts[key]; k < (i64)count << rounds; k++) {
-            sorted[place + k] = MSM_NONE;
+            sorted[position + k] = MSM_NONE;
         }
         u32 full = count / length, rest = count % length, parts = full + (rest > 0);
         u32 target = (u32)key;
-        counts[key] = (u32)place;
+        counts[key] = (u32)position;
         if (parts == 0) {
             for (i32 k = 0; k < words; k++) {
                 sums[key * words + k] = 0;
