@@ -49,7 +49,6 @@ def sole_record(
     Args:
         op, implementation, backend, device, case: see OpRecord.
         size_bytes: least bytes that a call moves.
-        operations: arithmetic operations of a call.
     """
     return _ledger.record(
         OpRecord(

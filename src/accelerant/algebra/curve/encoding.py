@@ -71,7 +71,6 @@ def decode_points(curve: Curve[E], array: U64, *, check: bool = True) -> list[Af
     """Return the points of canonical limbs.
 
     Args:
-        curve: the curve.
         array: (n, *curve.shape), uint64.
         check: refuse points off the curve or out of the subgroup.
 
@@ -151,9 +150,7 @@ def points_from_bytes(
     """Return the points of bytes in a layout.
 
     Args:
-        curve: the curve.
         data: contiguous points.
-        layout: see above.
         check: refuse points off the curve or out of the subgroup. A compressed x that no point has is always refused.
         subgroup: False omits the subgroup from check, as EIP-2537's additions do.
 

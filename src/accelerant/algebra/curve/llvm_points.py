@@ -96,8 +96,6 @@ class Elements:
 
         Args:
             field: of the coordinates.
-            packed: the arithmetic of Fq.
-            code: where instructions go.
             calls: products are calls, of FIELD_mul_call and, over Fq2, of quadratic_mul (llvm_points.py).
             call_sums: over Fq2 sums and differences are calls too: a tenth slower, and half the time to compile.
         """
@@ -416,7 +414,6 @@ def functions(name: str, form: str) -> tuple[FunctionBuilder, ...]:
     """Return the definitions that the module's docstring lists, and those of the field that they call.
 
     Args:
-        name: of the curve.
         form: one of algebra.field.llvm_kernels.FORMS.
     """
     curve = curve_of(name)
@@ -505,7 +502,6 @@ def batch_add(k: Elements, count: str, pair: Callable[[str], Pair], scratch: Scr
     Only a pack with a special case pays for it, by a branch: the time depends on the points.
 
     Args:
-        k: arithmetic.
         count: i64.
         pair: of the index of a pack, an i64. The sums are written from the last pack to the first.
         scratch: memory for `count` packs.

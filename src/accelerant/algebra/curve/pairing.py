@@ -153,7 +153,6 @@ def _miller_values(family: Family, points: U64) -> tuple[U64, Bools]:
     """Run the Miller loops of pairs of finite points.
 
     Args:
-        family: of the pairs.
         points: (n, 6, limbs): P then Q.
 
     Returns:

@@ -74,7 +74,6 @@ def kernel_source(curve: Curve[Any], entry: str | None = None) -> KernelSource:
     """Return the curve's functions on arrays, in every dialect.
 
     Args:
-        curve: any.
         entry: one of ENTRIES, alone in the source; None for all.
 
     Raises:
@@ -108,7 +107,6 @@ def cuda_program(curve: Curve[Any], arguments: str, write: Callable[[], str], *f
     """Return a curve's program that is written only when it is compiled.
 
     Args:
-        curve: any.
         arguments: everything else that determines the text, except the sources.
         write: returns the text that follows portable.h.
         folders: folders of the package with sources, in addition to those of fields and curves.
@@ -122,7 +120,6 @@ def point_text(curve: Curve[Any], dialect: str, *, called: bool = True) -> str:
     Types and functions begin with the prefix that `prefixed` substitutes for COORD.
 
     Args:
-        curve: any.
         dialect: "portable" or "cuda".
         called: whether products of coordinates are function calls; else they are inlined.
     """

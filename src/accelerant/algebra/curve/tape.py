@@ -468,7 +468,6 @@ def run_tape(tape: Tape, registers: npt.NDArray[np.uint64]) -> None:
     """Run a tape on the CPU.
 
     Args:
-        tape: the program.
         registers: (n, tape.registers, limbs), contiguous, updated in place: n independent register files, with the
             constants set, in Montgomery form.
     """
@@ -488,7 +487,6 @@ def cached(name: str, field: Field, make: Callable[[], TapeFunction]) -> TapeFun
 
     Args:
         name: with the code in SOURCES, everything that the tape depends on.
-        field: of its values.
         make: records it.
     """
     key = kernel_key(tape=builder_key(name, *SOURCES), byteorder=sys.byteorder)

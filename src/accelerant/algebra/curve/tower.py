@@ -1,7 +1,7 @@
 """The fields Fq2, Fq6 and Fq12 over recorded values of Fq (tape.py): the arithmetic of the CPU's pairings.
 
-The tower is Fq2 = Fq[u] / (u^2 + 1), Fq6 = Fq2[v] / (v^3 - xi) and
-Fq12 = Fq6[w] / (w^2 - v). Elements are nested pairs and triples of a recorder's values. M is a product in Fq.
+The tower is Fq2 = Fq[u] / (u^2 + 1), Fq6 = Fq2[v] / (v^3 - xi) and Fq12 = Fq6[w] / (w^2 - v). Elements are nested pairs
+and triples of a recorder's values. M is a product in Fq.
 """
 
 from __future__ import annotations
@@ -13,19 +13,7 @@ from accelerant.algebra.curve.tape import Recorder
 from accelerant.algebra.curve.weierstrass import Pair, QuadraticCoordinates
 from accelerant.algebra.field.parameters import FQ2
 
-__all__ = [
-    "FQ12_SIZE",
-    "Fq2",
-    "Fq6",
-    "Fq12",
-    "Line",
-    "Projective",
-    "RecordedTower",
-    "flat",
-    "flat12",
-    "pairs",
-    "recorded",
-]
+__all__ = ["FQ12_SIZE", "Fq2", "Fq12", "Line", "Projective", "RecordedTower", "flat", "flat12", "pairs", "recorded"]
 
 Fq2 = tuple[int, int]
 Fq6 = tuple[Fq2, Fq2, Fq2]

@@ -75,10 +75,22 @@ class PrimeField:
 
     Attributes:
         parameters: the field's parameters.
+        name: the name that prime_field takes.
+        modulus: p, the number of elements.
+        limbs: words per element.
+        generator: of the multiplicative group; its powers are all elements except 0.
+        two_adicity: the largest k such that 2^k divides p - 1.
+        dtype: of a word.
     """
 
     def __init__(self, parameters: Field) -> None:
         self.parameters = parameters
+        self.name = parameters.name
+        self.modulus = parameters.modulus
+        self.limbs = parameters.limbs
+        self.generator = parameters.generator
+        self.two_adicity = parameters.two_adicity
+        self.dtype = host.dtype_of(parameters)
 
     def __repr__(self) -> str:
         return f"field({self.name!r})"
@@ -86,49 +98,17 @@ class PrimeField:
     def __reduce__(self) -> tuple[Callable[[str], PrimeField], tuple[str]]:
         return prime_field, (self.name,)
 
-    # --- properties ---------------------------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """The name that prime_field takes."""
-        return self.parameters.name
-
-    @property
-    def modulus(self) -> int:
-        """The modulus p, the number of elements."""
-        return self.parameters.modulus
-
-    @property
-    def limbs(self) -> int:
-        """Words per element."""
-        return self.parameters.limbs
-
-    @property
-    def generator(self) -> int:
-        """A generator of the multiplicative group: its powers are all elements but 0."""
-        return self.parameters.generator
-
-    @property
-    def two_adicity(self) -> int:
-        """The largest k such that 2^k divides p - 1."""
-        return self.parameters.two_adicity
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of a word."""
-        return host.dtype_of(self.parameters)
-
     # --- in and out ----------------------------------------------------------------------------------------------
 
     def encode(self, ints: Any, *, reduce: bool = False) -> npt.NDArray[Any]:
         """Return the canonical words of integers.
 
         Args:
-            ints: a Python integer, a nested list of such, or an array of integers (any dtype of them, or objects).
-            reduce: take them modulo the modulus; negative ones too.
+            ints: a Python integer, a nested list of such, or an array of any integer dtype or of objects.
+            reduce: take them modulo p; negative ones too.
 
         Returns:
-            the integers' shape and the limbs, on the host.
+            words of the integers' shape and the limbs, on the host.
 
         Raises:
             UnsupportedDtype: not integers; names the flattened index.
@@ -141,7 +121,6 @@ class PrimeField:
 
         Args:
             array: canonical words, NumPy's or torch's; or a FieldArray.
-            reduce: as everywhere.
         """
         if isinstance(array, FieldArray):
             return array.ints()
@@ -164,8 +143,6 @@ class PrimeField:
 
         Args:
             x: canonical words, integers, or a FieldArray of this field.
-            device: the array's; x's own by default.
-            reduce: as everywhere.
         """
         if isinstance(x, FieldArray):
             if x.field is not self:
@@ -234,19 +211,19 @@ class PrimeField:
         return self._each(run, (x,), device, reduce)
 
     def _each(self, run: Callable[..., Any], arrays: Sequence[Any], device: Device, reduce: bool, *options: Any) -> Any:
-        """Move the arguments to one space, run(space, field, *words, *options), return the result in kind."""
+        """Return run(space, field, *words, *options) with all arguments in one space, in the first array's library."""
         names = ("x", "y")
         operands = [self._operand(x, name, reduce) for x, name in zip(arrays, names, strict=False)]
-        fixed = [each for each in operands if not each.movable]
+        fixed = [operand for operand in operands if not operand.movable]
         home = fixed[0].space if fixed else HOST
-        for each in fixed:
-            if each.space != home:
-                raise ShapeError(f"x and y must be on one device, got {home.label} and {each.space.label}")
+        for operand in fixed:
+            if operand.space != home:
+                raise ShapeError(f"x and y must be on one device, got {home.label} and {operand.space.label}")
         space = home if device is None else space_at(device)
-        words = _broadcast(self.parameters, space, [_moved(each, space) for each in operands])
-        answer = run(space, self.parameters, *words, *options)
-        tensor = next((each.tensor for each in fixed), None)
-        return in_kind(answer, space, tensor.device if tensor is not None else None)
+        words = _broadcast(self.parameters, space, [_moved(operand, space) for operand in operands])
+        result = run(space, self.parameters, *words, *options)
+        tensor = fixed[0].tensor if fixed else None
+        return in_kind(result, space, tensor.device if tensor is not None else None)
 
     def _operand(self, x: Any, name: str, reduce: bool) -> _Operand:
         """Return contiguous words below the modulus, or raise the error that the class documents."""
@@ -304,12 +281,12 @@ class FieldArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape, without the axis of limbs."""
+        """The elements' shape, without the axis of limbs."""
         return host.element_shape(self.field.parameters, self.words.shape)
 
     @property
     def ndim(self) -> int:
-        """The number of axes of the shape."""
+        """The number of axes."""
         return len(self.shape)
 
     @property
@@ -468,9 +445,8 @@ class FieldArray:
                 f"np.{called} is not defined on field elements; defined are {', '.join(_UFUNCS)} and np.sum. "
                 "For words call .canonical(), for Python integers .ints()"
             )
-        return function(
-            *(each if isinstance(each, FieldArray) else self._like(each, "x") for each in inputs[:1]), *inputs[1:]
-        )
+        first = inputs[0] if isinstance(inputs[0], FieldArray) else self._like(inputs[0], "x")
+        return function(first, *inputs[1:])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Refuse the conversion: it could mean words or integers."""
@@ -496,15 +472,7 @@ class FieldArray:
 
     def _together(self, x: Any, y: Any) -> tuple[Any, Any]:
         """Return the words of two operands, broadcast to one shape."""
-        first, second = self._like(x, "x"), self._like(y, "y")
-        try:
-            shape = np.broadcast_shapes(first.shape, second.shape)
-        except ValueError:
-            raise ShapeError(f"x and y must have shapes that broadcast, got {first.shape} and {second.shape}") from None
-        full = (*shape, *host.tail_of(self.field.parameters))
-        a, b = (
-            each.words if each.shape == shape else self.space.broadcast(each.words, full) for each in (first, second)
-        )
+        a, b = _broadcast(self.field.parameters, self.space, [self._like(x, "x").words, self._like(y, "y").words])
         return a, b
 
     def _binary(self, op: str, x: Any, y: Any) -> FieldArray:
@@ -520,12 +488,12 @@ def _moved(operand: _Operand, space: MemorySpace) -> Any:
 
 
 def _broadcast(field: Field, space: MemorySpace, words: list[Any]) -> list[Any]:
-    shapes = [host.element_shape(field, each.shape) for each in words]
+    shapes = [host.element_shape(field, array.shape) for array in words]
     try:
         shape = (*np.broadcast_shapes(*shapes), *host.tail_of(field))
     except ValueError:
         raise ShapeError(f"x and y must have shapes that broadcast, got {shapes[0]} and {shapes[1]}") from None
-    return [each if tuple(each.shape) == shape else space.broadcast(each, shape) for each in words]
+    return [array if tuple(array.shape) == shape else space.broadcast(array, shape) for array in words]
 
 
 @functools.cache

@@ -94,7 +94,6 @@ def kernel_source(field: Field, entry: str | None = None) -> KernelSource:
     """Return the field's functions on arrays, in every dialect that it has.
 
     Args:
-        field: any.
         entry: the one of entries(field) to include. None: all, which NVRTC compiles in seconds for fields of several
             limbs.
 
@@ -125,7 +124,6 @@ def grid_and_block(entry: str, n: int, chunk: int = 1) -> tuple[int, int]:
     """Return the blocks and threads per block of an entry of the C dialects.
 
     Args:
-        entry: see entries.
         n: elements, at least 1.
         chunk: elements per partial result, for entries that have such.
     """
@@ -141,7 +139,6 @@ def field_text(field: Field, prefix: str, dialect: str) -> str:
     _zero, _one, _is_zero, _is_reduced, _select, _to_montgomery, _from_montgomery, _load, _store.
 
     Args:
-        field: any.
         prefix: an identifier that begins with no other field's prefix in the program.
         dialect: "portable" or "cuda"; the same text for a field of one word.
 

@@ -58,7 +58,6 @@ class _Chains:
 
         Args:
             sums: limbs; changed. Where the highest product has one limb there, its upper half is lost.
-            at: where the chain begins.
             factors: of the 64-bit products.
             y: their other factor.
             carry: the flag holds a carry into the chain.
@@ -277,7 +276,6 @@ def ptx_macros(field: Field, prefix: str) -> str:
 
     Args:
         field: with an even number n of 32-bit limbs and a spare bit, p < 2^(32 n - 1).
-        prefix: as program.field_text takes it.
     """
     chains = _Field(field)
     operations = {"ADD": chains.add, "SUB": chains.sub, "MUL": chains.mul, "SQUARE": chains.square}

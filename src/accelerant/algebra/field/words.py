@@ -45,7 +45,6 @@ def check_words(field: Field, dtype: str, shape: Sequence[int], name: str) -> No
 
     Args:
         field: whose words.
-        dtype: NumPy's name of it.
         shape: of the words.
         name: the argument's, for the message.
 

@@ -47,7 +47,6 @@ def transform(
 
     Args:
         space: memory space of the words.
-        field: of the elements.
         x: words; the last axis of the elements' shape has 2^k points, k from 1 to LOG_MOST.
         inverse: compute the inverse transform.
         coset: g, not 0; 1 for none.

@@ -57,8 +57,6 @@ def kernel_source(field: Field, variant: Variant, tile: Tile, inverse: bool = Fa
     """Return ntt_pass in C, with the arguments of llvm_kernels.py but log_rows, and tables of tables.device_tables.
 
     Args:
-        field: of the elements.
-        variant: of the pass.
         tile: division of the work.
         inverse: of the transform; matters only to Goldilocks, whose program contains roots.
 

@@ -3,12 +3,11 @@
 Words are Montgomery forms x R mod p (R of algebra.field.program.montgomery_radix): a product of one with an element
 divides by R and leaves the element in its form. If an arithmetic divides by another L, its factors are x L mod p.
 
-A table of twiddles has as many factors as a transform has points, or a fraction of that. On the CPU the field's own
-kernel multiplies them, and Python computes one column only (for 2^16 points of BN254 2 ms, where a Python call for each
-factor of the first few columns took 12). On devices powers.c makes them from the squares of three numbers, so that
-neither the CPU's compiler starts nor a table is copied (for 2^16 points of BN254 both were most of the first call of a
-process on a GPU). Their kernels halve blocks of rows (kernel.c): a block's factor is the root to the power of the
-block's number, bit-reversed. Those are few, and the host makes them.
+A table of twiddles has as many factors as a transform has points, or a fraction of that. On the CPU the field's kernel
+multiplies them, and Python computes one column only (2 ms for 2^16 points of BN254; 12 ms with a Python call for each
+factor of the first few columns). On devices powers.c computes them from the squares of three numbers: no CPU kernel is
+compiled and no table copied, which took most of a process's first call. The roots of devices' kernels are few and made
+on the host: a block's factor is the root to the power of its bit-reversed number (kernel.c).
 """
 
 from __future__ import annotations
@@ -28,15 +27,7 @@ from accelerant.algebra.ntt.plan import Pass, Powers
 from accelerant.algebra.ntt.program import LADDER, Tile, has_quotients, powers_source
 from accelerant.runtime.recorded_launch import launch
 
-__all__ = [
-    "Tables",
-    "device_tables",
-    "limbs_of_52_bits",
-    "pass_tables",
-    "powers_of",
-    "roots_of",
-    "words_of",
-]
+__all__ = ["Tables", "device_tables", "limbs_of_52_bits", "pass_tables", "roots_of"]
 
 Words = npt.NDArray[Any]
 
@@ -69,7 +60,7 @@ def pass_tables(field: Field, step: Pass, radix: int) -> Tables:
     p = field.modulus
 
     def scaled(values: Sequence[int]) -> Words:
-        return words_of(field, [value * radix % p for value in values])
+        return _words_of(field, [value * radix % p for value in values])
 
     low = high = None
     if step.twiddles is not None:
@@ -79,7 +70,7 @@ def pass_tables(field: Field, step: Pass, radix: int) -> Tables:
             far = [pow(value, size, p) for value in base]
             high = _columns(field, scaled([1] * step.rows), far, 1 << step.digits[0] - step.log_low)
     return Tables(
-        roots=scaled(powers_of(field, step.root, max(1, step.rows // 2))),
+        roots=scaled(_powers_of(field, step.root, max(1, step.rows // 2))),
         before=None if step.before is None else scaled(step.before.by_position(p)),
         after=None if step.after is None else scaled(step.after.by_position(p)),
         low=low,
@@ -87,14 +78,14 @@ def pass_tables(field: Field, step: Pass, radix: int) -> Tables:
     )
 
 
-def words_of(field: Field, values: Iterable[int]) -> Words:
+def _words_of(field: Field, values: Iterable[int]) -> Words:
     """Return the words of integers below the modulus, (n, ...), without the checks of algebra.field.words.encode."""
     size, dtype = field.size_bytes, dtype_of(field)
     data = b"".join([value.to_bytes(size, "little") for value in values])
     return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype).reshape((-1, *tail_of(field)))
 
 
-def powers_of(field: Field, base: int, count: int) -> list[int]:
+def _powers_of(field: Field, base: int, count: int) -> list[int]:
     """Return the first powers 1, base, base^2, ..."""
     powers = [1]
     for _ in range(count - 1):
@@ -121,17 +112,16 @@ def _columns(field: Field, start: Words, base: Sequence[int], count: int) -> Wor
     With c = c0 + near c1, each factor is the product of start base^c0 and base^(near c1), columns made by doubling.
     """
     p, radix = field.modulus, montgomery_radix(field)
-    factor = words_of(field, [value * radix % p for value in base])
+    factor = _words_of(field, [value * radix % p for value in base])
     near = 1 << (count.bit_length() - 1 + 1) // 2
     first, factor = _doubled(field, start, factor, min(near, count))
     if near >= count:
         return first
-    ones = words_of(field, [radix % p]).repeat(len(start), axis=0)
+    ones = _words_of(field, [radix % p]).repeat(len(start), axis=0)
     second, _ = _doubled(field, ones, factor, count // near)
     shape = (len(start), count // near, near, *tail_of(field))
     table = np.empty(shape, dtype_of(field))
-    least, most = _BATCH
-    rows = max(1, min(most, max(least, len(start) * count // 8)) // count)
+    rows = max(1, min(_BATCH[1], max(_BATCH[0], len(start) * count // 8)) // count)
     factors = np.empty((min(rows, len(start)), *shape[1:]), dtype_of(field))
     for at in range(0, len(start), rows):
         part = table[at : at + rows]
@@ -204,7 +194,7 @@ def _ladder(field: Field, scale: int, *bases: int) -> Words:
         for _ in range(LADDER):
             values.append(square * radix % p)
             square = square * square % p
-    return words_of(field, values)
+    return _words_of(field, values)
 
 
 # --- roots -----------------------------------------------------------------------------------------------------------
@@ -219,17 +209,17 @@ def roots_of(field: Field, step: Pass, tile: Tile) -> Words:
     if field.name == "goldilocks":
         return _goldilocks_roots(field, step, tile)
     p, radix, count = field.modulus, montgomery_radix(field), max(1, step.rows // 2)
-    roots = powers_of(field, step.root, count)
+    roots = _powers_of(field, step.root, count)
     if has_quotients(field):
-        plain, quotients = words_of(field, roots), words_of(field, [(w * radix) // p for w in roots])
+        plain, quotients = _words_of(field, roots), _words_of(field, [(w * radix) // p for w in roots])
         words = np.stack((plain, quotients), axis=1)
     else:
-        words = words_of(field, [w * radix % p for w in roots])
+        words = _words_of(field, [w * radix % p for w in roots])
     return words[_reversed(count.bit_length() - 1)]
 
 
 def _goldilocks_roots(field: Field, step: Pass, tile: Tile) -> Words:
-    powers = np.array(powers_of(field, step.root, step.rows), np.uint64)
+    powers = np.array(_powers_of(field, step.root, step.rows), np.uint64)
     elements, roots = np.arange(1 << tile.radix), np.ones(2 * step.rows, np.uint64)
     for done in range((step.log_rows - 1) % tile.radix + 1, step.log_rows, tile.radix):
         exponents = np.outer(elements, _reversed(done)) * (step.rows >> done + tile.radix)
