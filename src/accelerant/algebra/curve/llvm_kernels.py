@@ -5,11 +5,10 @@ An entry processes the indices [begin, end) that are below n; see runtime/provid
 
     curve_add            (x, y, z, n)                                  any points of the curve; z may be x or y
     curve_neg            (x, z, n)                                     z may be x
-    curve_mul            (x, scalars, z, n, x_step, scalar_step)       z_i = s_i x_i, for any 256-bit numbers s_i of
-    four
+    curve_mul            (x, scalars, z, n, x_step, scalar_step)       z_i = s_i x_i, for any 256-bit s_i of four
                                                                        words; steps 0 (broadcast) or 1
 
-In the following an index is a chunk of `chunk` points; chunks at or above n are skipped:
+In the following entries an index is a chunk of `chunk` points; chunks at or above n are skipped:
 
     curve_off_curve      (x, first, n, chunk)     first[c]: the least index of a point not on the curve, else n
     curve_off_subgroup   (x, first, n, chunk)     the same for a point, on the curve, out of the subgroup

@@ -66,7 +66,6 @@ _CHECKS = 11
 (2, not zero), and what is zero for P in its subgroup (2)."""
 
 _Z = slice(7, 9)
-"""The registers of Z among the checks."""
 
 _BATCH = 256
 """Groups of pairs whose registers are allocated at a time: 6 to 10 KiB each."""
@@ -258,8 +257,7 @@ def miller_tape(family: Family, size: int) -> TapeFunction:
     """Return the Miller loop of `size` pairs of finite points; the code grows with size.
 
     Its inputs are P and Q of each pair: six canonical coordinates, c0 before c1. Its outputs are the value, in
-        Montgomery
-    form, and the _CHECKS registers of each pair.
+    Montgomery form, and the _CHECKS registers of each pair.
     """
     return cached(f"miller_{family.name}_{size}", family.fq, lambda: _record_miller(family, size))
 
@@ -494,7 +492,7 @@ def _product_segment(family: Family, sign: int) -> Segment:
 
 
 class _Machine:
-    """A program on registers that hold elements of Fq12; those of `power` have an order dividing q^4 - q^2 + 1."""
+    """A program on registers of Fq12; `power` takes elements of an order dividing q^4 - q^2 + 1."""
 
     def __init__(self, family: Family) -> None:
         self.family = family

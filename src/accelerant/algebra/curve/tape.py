@@ -1,7 +1,7 @@
 """Tapes: straight-line programs of additions, subtractions and products in a prime field, recorded once, run as data.
 
-A Recorder writes down what a formula in plain Python does with its values, instead of computing it. The recording
-becomes a Segment, and a Program calls segments in sequence, on different registers:
+A Recorder records the operations of a formula in plain Python instead of computing them. The recording becomes a
+Segment, and a Program calls segments in sequence, on different registers:
 
     recorder = Recorder(field)
     x, y = recorder.inputs("point", 2)
@@ -18,8 +18,7 @@ windows, and each call binds them to registers; they must not overlap. A segment
 the call, so it may write the registers it reads.
 
 Recording drops unused values, shares common subexpressions and folds 0 and 1. Instructions are ordered into long runs
-of
-one operation: the loop that executes them then has few unpredictable branches, and independent products overlap.
+of one operation: the loop that executes them then has few unpredictable branches, and independent products overlap.
 
 The CPU's kernel is one loop over instructions:
 
@@ -27,8 +26,7 @@ The CPU's kernel is one loop over instructions:
 
 Index i executes the parts of the code that the schedule lists, on the registers from word i `words` on. A register is
 an element in Montgomery form, R of algebra.field.program.montgomery_radix. Time depends on the tape only. An
-instruction
-loads three register offsets and two elements: some 2 ns in addition to a product's 20 to 40.
+instruction loads three register offsets and two elements: some 2 ns in addition to a product's 20 to 40.
 
 Tapes are kept in the disk cache of kernels: recording those of a pairing takes 60 ms, reading them 1.
 """
@@ -108,7 +106,7 @@ class Segment:
 
 
 class Recorder:
-    """Records operations on values, which are opaque numbers."""
+    """A recording of operations on values, which are opaque numbers."""
 
     def __init__(self, field: Field) -> None:
         self.field = field
@@ -205,10 +203,7 @@ class Recorder:
         return Segment(self.field, tuple(self._windows), runs, scratch)
 
     def _schedule(self, targets: Mapping[int, _Register]) -> list[int]:
-        """Return the nodes that the targets need: operands first, each operation for as long as one of it is ready.
-
-        Greedy; ready nodes in the order of recording.
-        """
+        """Return the nodes that the targets need in topological order, greedily in long runs of one operation."""
         needed, stack = set[int](), list(targets)
         while stack:
             i = stack.pop()
@@ -240,8 +235,8 @@ class Recorder:
     def _allocate(self, order: Sequence[int], targets: Mapping[int, _Register]) -> tuple[tuple[_Run, ...], int]:
         """Assign registers; return the runs and the number of scratch registers.
 
-        A value that goes to a register of a window is written there at once if nothing reads the register's old value
-        any more; else it stays in scratch until the end.
+        A value for a window's register is written there directly if no later instruction reads the old value; otherwise
+        it stays in scratch until the end.
         """
         last: dict[int, int] = {}
         for time, i in enumerate(order):

@@ -74,7 +74,7 @@ class PackedIfma(PackedField):
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def _registers(self, code: FunctionBuilder) -> list[tuple[Value, Value]]:
-        """Return the address of each of W registers of an array's words, and the lanes of it that lie before stop."""
+        """Return the address of each of W registers of an array's words, and the mask of its words before stop."""
         left = code.op("mul", code.op("sub", "%stop", "%i"), self._words)
         bound = code.broadcast(left, _LANES)
         first = code.at(f"[{self._words} x i64]", "%x", "%i")
@@ -101,7 +101,7 @@ class PackedIfma(PackedField):
     def _settle(self, code: FunctionBuilder, less: Sequence[Value], more: Sequence[Value]) -> Value:
         """Return the number `less` between -p and p, or `more` = less + p where it is negative; both signed columns.
 
-        Both are carried at once, which takes as many instructions as adding p later and half the time.
+        Both carry chains run in parallel: as many instructions as adding p afterwards, in half the time.
         """
         carried = [_carry(code, columns) for columns in (less, more)]
         negative = code.compare("slt", carried[0][-1], 0)

@@ -1,7 +1,7 @@
 """The CPU's field kernels: LLVM IR of every entry for one field.
 
-An entry computes the indices [begin, end) that lie below n; see runtime/providers/cpu.py. An element is `limbs` words,
-contiguous, the least significant first. Arrays may be the same but must not overlap otherwise.
+An entry computes the indices in [begin, end) that are below n; see runtime/providers/cpu.py. An element is `limbs`
+words, contiguous, the least significant first. Arrays may be the same but must not overlap otherwise.
 
     field_add, field_sub                          (x, y, z, n)     canonical or Montgomery, as the operands are
     field_neg                                     (x, z, n)        the same
@@ -45,8 +45,8 @@ SOURCES = ("algebra", "zk/multi_scalar")
 """Folders of the package with the code that writes kernels over packs: one set for all, so that it is hashed once."""
 
 _PACKS = 128
-"""Packs that share an inversion (some 380 products for 254 bits; three more for each pack). Their prefix products
-lie on the stack: 64 KiB where a pack is eight 512-bit registers."""
+"""Packs that share an inversion (some 380 products for 254 bits; three more for each pack). Their prefix products take
+64 KiB of the stack where a pack is eight 512-bit registers."""
 
 
 def host_form(field: Field) -> str:
@@ -93,7 +93,7 @@ class FieldKernels:
 
     @property
     def written_out(self) -> bool:
-        """Whether LLVM has little to do: see runtime/providers/cpu.py."""
+        """Return whether LLVM has little to optimise: see runtime/providers/cpu.py."""
         return field_of(self.field).limbs > 1
 
     @property
@@ -192,9 +192,7 @@ def _mul(montgomery: bool) -> Writer:
     def write(packed: PackedField, code: FunctionBuilder) -> None:
         with _each_pack(packed, code) as (i, stop):
             product = _product(packed, code, montgomery, i, stop)
-            if not montgomery:
-                product = packed.times(code, product, packed.radix**2)
-            packed.store(code, "%z", i, stop, product)
+            packed.store(code, "%z", i, stop, product if montgomery else packed.times(code, product, packed.radix**2))
 
     return write
 
@@ -204,10 +202,8 @@ def _square(montgomery: bool) -> Writer:
         with _each_pack(packed, code) as (i, stop):
             half = "_half" if montgomery and packed.shift else ""
             name = "square" if montgomery else "square_call"
-            square: str = packed.call(code, name, packed.load(code, "%x", i, stop, half))
-            if not montgomery:
-                square = packed.times(code, square, packed.radix**2)
-            packed.store(code, "%z", i, stop, square)
+            square = packed.call(code, name, packed.load(code, "%x", i, stop, half))
+            packed.store(code, "%z", i, stop, square if montgomery else packed.times(code, square, packed.radix**2))
 
     return write
 
@@ -300,13 +296,11 @@ def _total(term: Callable[[PackedField, FunctionBuilder, str, str], str], canoni
 
 
 def _dot(montgomery: bool) -> Writer:
-    return _total(
-        lambda packed, code, i, stop: _product(packed, code, montgomery, i, stop), canonical_products=not montgomery
-    )
+    return _total(lambda packed, code, i, stop: _product(packed, code, montgomery, i, stop), not montgomery)
 
 
 def _unreduced(packed: PackedField, code: FunctionBuilder) -> None:
-    """Search one element at a time, whatever the form: bound by memory."""
+    """Search one element at a time in either form: bound by memory."""
     word = f"i{packed.field.limbs * packed.field.word_bits}"
     with _each_chunk(code) as (chunk, first, stop):
         least = code.variable("i64", "%n")
@@ -316,11 +310,6 @@ def _unreduced(packed: PackedField, code: FunctionBuilder) -> None:
             index = code.select(code.compare("uge", value, packed.field.modulus), i, "%n")
             least.set(code.smin(least.get(), index))
         code.store("i64", least.get(), "%first", chunk, align=8)
-
-
-def _over_memory_radix(packed: PackedField) -> int:
-    """Return L / R mod p."""
-    return packed.radix * pow(packed.memory_radix, -1, packed.field.modulus)
 
 
 _POINTERS = ("x", "y", "z", "partial", "first", "exponent")
@@ -335,7 +324,10 @@ ENTRIES: Mapping[str, tuple[tuple[str, ...], Writer]] = {
     "square": (_UNARY, _square(False)),
     "square_montgomery": (_UNARY, _square(True)),
     "to_montgomery": (_UNARY, _scale(lambda packed: packed.memory_radix * packed.radix)),
-    "from_montgomery": (_UNARY, _scale(_over_memory_radix)),
+    "from_montgomery": (
+        _UNARY,
+        _scale(lambda packed: packed.radix * pow(packed.memory_radix, -1, packed.field.modulus)),
+    ),
     "reduce": (_UNARY, _scale(lambda packed: packed.radix)),
     "pow": (_POWER, _pow(False)),
     "pow_montgomery": (_POWER, _pow(True)),

@@ -182,7 +182,7 @@ class PackedLimbs(PackedField):
     a chain of carries. p has a spare bit, p < 2^(64 W - 1), so that a sum of two elements fits.
 
     A product is a row of x times a word of y and a row of p times m, chosen so that the lowest word becomes 0, in turn;
-    for x < p the sum stays below 2 p 2^64, so W + 1 words hold it, whatever y is. A row is added as two wide numbers,
+    for x < p the sum stays below 2 p 2^64, so W + 1 words hold it, for any y. A row is added as two wide numbers,
     the products of even and those of odd words, since LLVM makes carry chains of wide additions and not of single
     carries. Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS".
     """

@@ -68,7 +68,7 @@ class MemorySpace(ABC):
     def pointer(self, words: Any) -> Pointer:
         """Return a launch's argument for contiguous words."""
 
-    # The following copy by way of the host where a subclass knows nothing better.
+    # The defaults of the following methods copy through the host.
 
     def unsigned(self, words: Any) -> Any:
         """Return words as an unsigned array of the library that holds them."""
@@ -205,7 +205,7 @@ class _Tensors(MemorySpace):
         return words
 
     def contiguous(self, words: Any) -> Any:
-        """Also align them: a view may begin at any word, and kernels read several at once."""
+        """Also align them: a view may begin at any word, and kernels load several words per access."""
         words = words.contiguous()
         return words if words.data_ptr() % _ALIGNMENT == 0 else words.clone()
 

@@ -63,7 +63,7 @@ class CudaProgram:
     """A Builder (see runtime/compilation/kernel.py) of CUDA C++, which takes 2 ms and more to write.
 
     Attributes:
-        arguments: everything that the text depends on besides the sources.
+        arguments: everything that the text depends on except the sources.
         folders: of the package, with the code and the texts that the program is made of.
         write: returns the text that follows portable.h.
     """
@@ -107,7 +107,7 @@ def kernel_source(field: Field, entry: str | None = None) -> KernelSource:
         "portable": lambda: _kernels(field, "portable", entry),
         "llvm": lambda: FieldKernels(field.name, entry or ""),
     }
-    if _has_limbs(field):
+    if field.limbs > 1:
         write = functools.partial(_kernels, field, "cuda", entry)
         makers["cuda"] = lambda: CudaProgram(f"{field} {entry}", ("algebra/field",), write)
     kept = known if entry is None else {entry: known[entry]}
@@ -147,7 +147,7 @@ def field_text(field: Field, prefix: str, dialect: str) -> str:
     """
     if dialect not in ("portable", "cuda"):
         raise ConfigError(f"field_text knows the dialects portable and cuda, got {dialect!r}")
-    if not _has_limbs(field):
+    if field.limbs == 1:
         names = ["goldilocks.h" if _is_goldilocks(field) else "babybear.h"]
         return _prefixed(_constants(field) + _texts(names), prefix)
     names = ["limbs.h", "limbs_ptx.h" if dialect == "cuda" else "limbs_c.h"]
@@ -160,10 +160,6 @@ def field_text(field: Field, prefix: str, dialect: str) -> str:
 
 def _is_goldilocks(field: Field) -> bool:
     return field.modulus == 2**64 - 2**32 + 1
-
-
-def _has_limbs(field: Field) -> bool:
-    return field.limbs > 1
 
 
 _ENTRY = re.compile(

@@ -3,8 +3,8 @@
 A product is split in two sums of 32-bit limbs, *even* and *odd*: x_j y_i goes to the even one where j is even, else to
 the odd one, which is one limb higher. So the 64-bit products of a row follow one another without overlap, the whole
 row is one carry chain, and a pair mad.lo.cc, madc.hi.cc of the same factors becomes one wide multiply-add with carry.
-After a row x y_i and a row m p the lowest limb is 0. Shifted down by it, the sums change places: the odd one is the
-next row's even one, once the limb left over from the even one is added; its carry enters the next row's first chain.
+After a row x y_i and a row m p the lowest limb is 0. Shifting by that limb swaps the sums: the odd one becomes the
+next row's even one, after the even one's second limb is added to it; the carry enters the next row's first chain.
 
 With n limbs and p < 2^(32 n - 1) the sum stays below 2 p 2^32 (see limbs_c.h), so that n + 1 limbs hold it and no chain
 but the even one carries out. Multiply: 2 n^2 wide multiply-adds and n low products; square: n (n + 1) / 2 + n^2, and n.

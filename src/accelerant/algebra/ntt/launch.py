@@ -35,7 +35,7 @@ _TABLES_LIMIT_BYTES = 2 * 1024**3
 """Limit on the tables of all plans kept; twiddles of 2^24 points of four words are 512 MiB."""
 
 _PLANS_LIMIT = 256
-"""Limit on plans kept: small ones, of a new coset each time, are 2 KB besides their tables and would pile up."""
+"""Limit on plans kept: a small plan takes 2 KB in addition to its tables, and each coset needs another one."""
 
 _RECORDS_LIMIT = 4096
 
@@ -240,7 +240,7 @@ _SIZES_LIMIT = 256
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How work is divided among passes, blocks and threads; all but `resident` are log2.
+    """The division of work among passes, blocks and threads; all but `resident` are log2.
 
     Attributes:
         rows: most rows of a pass, if three passes suffice; else a third of the points.
@@ -318,7 +318,7 @@ class DeviceNttPlan:
             _device_kernel(field, step.variant, tile, inverse and field.name == "goldilocks", space)
             for step, tile in zip(self.passes, self._tiles, strict=True)
         ]
-        self._tables: list[list[Any]] = []  # keeps alive the memory that launches read
+        self._tables: list[list[Any]] = []  # owns the memory that launches read
         self._pointers: list[tuple[Any, ...]] = []
         self._starts: dict[tuple[int, int], Callable[[Any, Any], None]] = {}
         self.size_bytes = 0
@@ -339,9 +339,8 @@ class DeviceNttPlan:
     def _prepare(self, number: int, x: Any, z: Any, elements: int) -> Callable[[Any, Any], None]:
         """Return and keep a launch with all arguments but x and z: small transforms are bound by the host.
 
-        On CUDA the driver reads arguments that are already packed, and from Hopper on a pass begins while the one
-        before
-        it ends: its kernel waits itself for the preceding one (see kernel.c).
+        On CUDA the arguments are packed once. From Hopper on a pass launches while the preceding one ends and waits for
+        it in the kernel (see kernel.c).
         """
         kernel, tile, space, tables = self._kernels[number], self._tiles[number], self._space, self._pointers[number]
         count, _, *rest = scalars(self.passes[number], elements)

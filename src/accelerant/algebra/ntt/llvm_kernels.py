@@ -295,7 +295,7 @@ class _Pass:
         return code
 
     def _digits(self, column: Value) -> tuple[Value, Value]:
-        """Return where a column is read and written; its lowest digit is kept, for the twiddles."""
+        """Return the indices at which a column is read and written; keep its lowest digit for the twiddles."""
         code = self.code
 
         def low_bits(value: Value, bits: str) -> Value:
@@ -304,11 +304,11 @@ class _Pass:
         rest = code.op("lshr", column, "%digit_0")
         self.low_digit = low_bits(column, "%digit_0")
         digits = (self.low_digit, low_bits(rest, "%digit_1"), code.op("lshr", rest, "%digit_1"))
-        found = []
+        starts = []
         for side in ("read", "write"):
             parts = [code.op("mul", digit, f"%{side}_{i}") for i, digit in enumerate(digits)]
-            found.append(code.op("add", parts[0], code.op("add", parts[1], parts[2])))
-        return found[0], found[1]
+            starts.append(code.op("add", parts[0], code.op("add", parts[1], parts[2])))
+        return starts[0], starts[1]
 
     # --- memory ------------------------------------------------------------------------------------------------------
 

@@ -6,14 +6,13 @@ input index i = (iA B + iB) C + iC and output index j = jA + A (jB + B jC), and 
 
     sum_i x_i w^(i j) = sum_iC v^(iC jC) [ u^(iC jB) sum_iB v'^(iB jB) [ w^((iB C + iC) jA) sum_iA v''^(iA jA) x_i ] ]
 
-where v, v', v'' have the orders C, B, A, and u has the order B C. The factors before an inner bracket
-are the *twiddles*. Every pass writes where it reads, row j in place of row i, except the last one in natural order: it
-reads along rows and writes along columns, so that no pass merely moves elements.
+where v, v', v'' have the orders C, B, A, and u has the order B C. The factors before an inner bracket are the
+*twiddles*. Every pass is in place, row j over row i, except the last one in natural order, which reads along rows and
+writes along columns, so that no pass merely moves elements.
 
     natural                    passes A, B, C; the last one from one memory to another
     natural_to_bit_reversed    passes A, B, C; each writes row j at position bitrev(j)
-    bit_reversed_to_natural    the transposed: passes C, B, A; each reads row i at position bitrev(i); twiddles come
-        before
+    bit_reversed_to_natural    the transpose: passes C, B, A; each reads row i at position bitrev(i); twiddles first
 
 A coset g, where x_i is g^i x_i (forward) or y_i is g^-i y_i (inverse), and the inverse's 1 / n go into the twiddles,
 and into one factor for each row of the first or the last pass.
@@ -203,7 +202,7 @@ def make_passes(
 
 
 def _natural_input(transform: _Transform, m: int) -> Pass:
-    """Return pass m for input in natural order: twiddles after the sums, row j of the output at j or bitrev(j)."""
+    """Return pass m for input in natural order: twiddles after the sums, output row j at j or bitrev(j)."""
     p, g, n, last = transform.p, transform.coset, transform.n, m == len(transform.logs) - 1
     by_bits = transform.order == "natural_to_bit_reversed"
     inner, unit = transform.inner(m), transform.unit(m)
