@@ -190,11 +190,7 @@ class Accelerator(Operations):
     """
 
     def __init__(
-        self,
-        backend: str = "auto",
-        device: int = 0,
-        fallback: bool = True,
-        config: AcceleratorConfig | None = None,
+        self, backend: str = "auto", device: int = 0, fallback: bool = True, config: AcceleratorConfig | None = None
     ) -> None:
         self.config = config or AcceleratorConfig()
         self._policy: FallbackPolicy = self.config.fallback or (settings().fallback if fallback else "forbid")

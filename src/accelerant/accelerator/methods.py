@@ -156,10 +156,7 @@ METHODS: dict[str, Method] = {
         ops.layer_norm, "rows", _floats((-1, 1024), (1024,), (1024,)), lambda args, y, **_: 8 * y.numel()
     ),
     "matmul": Method(
-        ops.matmul,
-        "stack",
-        _floats((-1, 1024), (1024, 1024)),
-        lambda args, y, **_: 2 * y.numel() * args[0].shape[-1],
+        ops.matmul, "stack", _floats((-1, 1024), (1024, 1024)), lambda args, y, **_: 2 * y.numel() * args[0].shape[-1]
     ),
     "field_add": _field_method("add", 2),
     "field_sub": _field_method("sub", 2),
@@ -174,15 +171,7 @@ METHODS: dict[str, Method] = {
         _field_words,
         lambda args, options: True,
     ),
-    "msm": Method(
-        _msm,
-        None,
-        _msm_example,
-        _msm_flops,
-        np.uint64,
-        _msm_words,
-        lambda args, options: True,
-    ),
+    "msm": Method(_msm, None, _msm_example, _msm_flops, np.uint64, _msm_words, lambda args, options: True),
     "attention": Method(
         _attention,
         None,

@@ -324,11 +324,7 @@ def _save(
 
 # --- bench all, bench compare ----------------------------------------------------------------------------------------
 
-_ALL_EXAMPLES = (
-    "--out now.json --report report.html",
-    "--compare before.json",
-    "--suite algebra --budget-s 0.1",
-)
+_ALL_EXAMPLES = ("--out now.json --report report.html", "--compare before.json", "--suite algebra --budget-s 0.1")
 
 
 def everything(

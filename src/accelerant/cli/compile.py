@@ -179,12 +179,7 @@ class _Report:
         name = str(self.file)
         try:
             found = inspect_cuda(
-                self.text,
-                target,
-                name=name,
-                include=self.include,
-                block=self.block,
-                dynamic_shared_bytes=self.shared,
+                self.text, target, name=name, include=self.include, block=self.block, dynamic_shared_bytes=self.shared
             )
         except CompileError as error:
             said = [message for message in read_messages(error.log, name) if message.severity == "error"]

@@ -20,9 +20,7 @@ def register(app: typer.Typer) -> None:
     app.command("devices", epilog=_EPILOG)(devices)
 
 
-def devices(
-    json_output: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
-) -> None:
+def devices(json_output: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
     """List the devices of each backend, and why a backend is absent.
 
     The device that --device auto means is marked.

@@ -21,9 +21,7 @@ def register(app: typer.Typer) -> None:
     app.command("doctor", epilog="Examples:  accelerant doctor   |   accelerant doctor --json > report.json")(doctor)
 
 
-def doctor(
-    json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-) -> None:
+def doctor(json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False) -> None:
     """Check the installation, compilers, cache and devices, and run a computation on each device.
 
     Each line is ok, warning or failed. Exit status 1 if something failed.

@@ -41,14 +41,11 @@ _Seed = Annotated[int | None, typer.Option(help="Of weights, batches and sample.
 _Batch = Annotated[
     int | None,
     typer.Option(
-        "--batch-size",
-        help="Windows in a step; with --private on average. Default: the preset's.",
-        show_default=False,
+        "--batch-size", help="Windows in a step; with --private on average. Default: the preset's.", show_default=False
     ),
 ]
 _MicroBatch = Annotated[
-    int | None,
-    typer.Option(help="Windows on the device at once. Default: the preset's, or what divides --batch-size."),
+    int | None, typer.Option(help="Windows on the device at once. Default: the preset's, or what divides --batch-size.")
 ]
 _Deterministic = Annotated[
     bool | None,
@@ -75,8 +72,7 @@ _Precision = Annotated[
     ),
 ]
 _Private = Annotated[
-    bool,
-    typer.Option("--private", help="Differentially private steps (DP-SGD); needs a target or a noise multiplier."),
+    bool, typer.Option("--private", help="Differentially private steps (DP-SGD); needs a target or a noise multiplier.")
 ]
 _Target = Annotated[
     float | None,

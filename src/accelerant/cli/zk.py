@@ -34,13 +34,11 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and 
 def register(app: typer.Typer) -> None:
     """Add the group."""
     group = typer.Typer(name="zk", help="Zero-knowledge proofs: Groth16 with snarkjs's files.", no_args_is_help=True)
+    group.command("prove", epilog="Example:  accelerant zk prove circuit.zkey witness.wtns proof.json public.json")(
+        prove
+    )
     group.command(
-        "prove",
-        epilog="Example:  accelerant zk prove circuit.zkey witness.wtns proof.json public.json",
-    )(prove)
-    group.command(
-        "verify",
-        epilog="Example:  accelerant zk verify verification_key.json public.json proof.json && echo accepted",
+        "verify", epilog="Example:  accelerant zk verify verification_key.json public.json proof.json && echo accepted"
     )(verify)
     group.command("inspect", epilog=INSPECT_EPILOG)(inspect)
     group.command("export-vk", epilog="Example:  accelerant zk export-vk circuit.zkey verification_key.json")(export_vk)

@@ -62,11 +62,7 @@ class Tuned(Generic[P]):
         self._sources = Sources((default, candidates))
 
     def __call__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        sizes: tuple[int, ...],
-        run: Callable[[P], object] | None = None,
+        self, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], run: Callable[[P], object] | None = None
     ) -> P:
         """Return the plan to launch with; a look-up after the first call for the sizes.
 

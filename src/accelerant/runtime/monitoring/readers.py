@@ -97,10 +97,7 @@ class TableReader:
     """
 
     def __init__(
-        self,
-        figures: Mapping[str, Callable[[], Any]],
-        otherwise: str,
-        errors: tuple[type[Exception], ...] = (),
+        self, figures: Mapping[str, Callable[[], Any]], otherwise: str, errors: tuple[type[Exception], ...] = ()
     ) -> None:
         self._figures = figures
         self._otherwise = otherwise
@@ -141,10 +138,7 @@ def cuda_reader(device: ComputeDevice) -> Reader:
     def memory(which: int) -> int:
         return torch.cuda.mem_get_info(device.index)[which]
 
-    figures = {
-        "memory_total_bytes": lambda: memory(1),
-        "memory_used_bytes": lambda: memory(1) - memory(0),
-    }
+    figures = {"memory_total_bytes": lambda: memory(1), "memory_used_bytes": lambda: memory(1) - memory(0)}
     return TableReader(figures, f"{reason} (and there is no nvidia-smi)", (RuntimeError,))
 
 

@@ -12,14 +12,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.monitoring.readers import cuda_reader
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = [
-    "DeviceState",
-    "Topology",
-    "free_memory",
-    "peer_access",
-    "select_by_free_memory",
-    "topology",
-]
+__all__ = ["DeviceState", "Topology", "free_memory", "peer_access", "select_by_free_memory", "topology"]
 
 
 @dataclass(frozen=True, slots=True)

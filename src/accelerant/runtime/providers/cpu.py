@@ -189,11 +189,7 @@ class CpuProvider(ComputeProvider):
         if self.wait_for is not None:
             self.wait_for(key)
         binary, from_cache = KernelCache().get_or_build(
-            key,
-            lambda: self._build(source, program),
-            name=source.name,
-            target=self._cpu,
-            compiler=_llvm_version(),
+            key, lambda: self._build(source, program), name=source.name, target=self._cpu, compiler=_llvm_version()
         )
         address, library = self._load(binary, entry)
         kinds = source.entries[entry]
