@@ -12,9 +12,12 @@ from accelerant.runtime.ledger import ledger
 
 
 @pytest.fixture(autouse=True)
-def _unasked(monkeypatch):
+def _unasked():
     """As in a process that has called no op yet."""
-    monkeypatch.setattr(_library, "_ordinary", {})
+    known = dict(_library.ordinary_keys)
+    _library.ordinary_keys.clear()
+    yield
+    _library.ordinary_keys.update(known)
 
 
 @pytest.mark.parametrize(

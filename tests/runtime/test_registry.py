@@ -75,6 +75,18 @@ def test_a_broken_driver_is_a_reason_and_takes_nothing_down(monkeypatch, script,
     assert bool(found) == bool(reason)
 
 
+def test_the_cuda_provider_returns_unused_memory_through_torch(monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    provider = cuda.CudaProvider()
+    provider.trim(1)
+    assert emptied == [True]
+    with pytest.raises(ConfigError):
+        provider.trim(2)
+
+
 def test_backend_setting_from_the_environment():
     code = "from accelerant.runtime import registry; print(registry.choose().backend)"
     ran = subprocess.run(

@@ -78,7 +78,7 @@ class CudaProvider(TorchProvider):
 
     def __init__(self) -> None:
         torch.cuda.init()
-        self._count = torch.cuda.device_count()
+        super().__init__()
 
     def devices(self) -> list[ComputeDevice]:
         found = []
@@ -137,9 +137,7 @@ class CudaProvider(TorchProvider):
     def memory(self, device: int = 0) -> MemoryInfo:
         check_device(self.name, device, self._count)
         free, total = torch.cuda.mem_get_info(device)
-        held = torch.cuda.memory_stats_as_nested_dict(
-            device
-        )  # one call: each of torch's getters computes the whole dict
+        held = torch.cuda.memory_stats_as_nested_dict(device)  # each of torch's getters computes the whole dict
         return MemoryInfo(
             total_bytes=total,
             free_bytes=free,

@@ -135,6 +135,7 @@ class TorchProvider(ComputeProvider):
         return None
 
     def trim(self, device: int = 0) -> None:
+        check_device(self.name, device, self._count)
         if hasattr(self._module, "empty_cache"):
             self._module.empty_cache()
 
