@@ -133,8 +133,8 @@ def parse_case(text: str, model: GPTConfig = GPT2_UNTIED) -> PrivateCase:
         ConfigError: the text is none of these.
     """
     if text == "tiny":
-        config = GPTConfig(_TINY.vocab_size, _TINY.context, _TINY.layers, _TINY.heads, _TINY.width)
-        return PrivateCase(_TINY.batch_size, config, preset=True)
+        config = GPTConfig(_TINY.vocab_size, _TINY.training.context, _TINY.layers, _TINY.heads, _TINY.width)
+        return PrivateCase(_TINY.training.batch_size, config, preset=True)
     sizes, divided, part = text.partition("/")
     batch, _, context = sizes.partition("x")
     if not all(number.isdecimal() and int(number) > 0 for number in (batch, context, part if divided else "1")):

@@ -39,8 +39,8 @@ from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.layers import require_float8
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.checkpoint import Checkpoints, gathered, restored
-from accelerant.nn.train.config import Recipe, RunConfig, TrainConfig, preset
-from accelerant.nn.train.corpus import Material, Watcher, prepare_material
+from accelerant.nn.train.config import RunConfig, TrainConfig, preset
+from accelerant.nn.train.corpus import TokenizedText, Watcher, tokenize
 from accelerant.nn.train.data import Prefetcher, halves, random_windows
 from accelerant.nn.train.environment import StopRequest, numerics
 from accelerant.nn.train.folder import RunLock
@@ -103,7 +103,7 @@ class CurveSettings:
     noises: tuple[str, ...] = NOISES
 
     def __post_init__(self) -> None:
-        recipe = preset(self.preset)
+        most = preset(self.preset).training.context
         for name, chosen, known in (
             ("precision", self.precisions, PRECISIONS),
             ("noise", self.noises, NOISES),
@@ -117,18 +117,19 @@ class CurveSettings:
             raise ConfigError("precision must name one of " + ", ".join(PRECISIONS))
         if self.steps < 2 or self.batch < 0:
             raise ConfigError(f"steps must be 2 or more and batch 0 or more, got {self.steps} and {self.batch}")
-        if not 0 <= self.context <= recipe.context:
-            raise ConfigError(f"context must be 0 to {recipe.context} for {self.preset}, got {self.context}")
+        if not 0 <= self.context <= most:
+            raise ConfigError(f"context must be 0 to {most} for {self.preset}, got {self.context}")
 
     @property
-    def recipe(self) -> Recipe:
+    def run(self) -> RunConfig:
         """The preset."""
         return preset(self.preset)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Windows in a step, and tokens in a window."""
-        return self.batch or self.recipe.batch_size, self.context or self.recipe.context
+        training = self.run.training
+        return self.batch or training.batch_size, self.context or training.context
 
     @property
     def reference(self) -> str:
@@ -240,13 +241,13 @@ def run(settings: CurveSettings, device: ComputeDevice, folder: Path, progress: 
         if all(record.curve(name) for name in settings.names):
             return record
         _require_same(path, record.environment, Environment.of(device))
-        data = RunConfig(settings.recipe, data=settings.data, seed=settings.seed)
-        with numerics(deterministic=False, cpu_threads=settings.recipe.cpu_threads):
-            material = prepare_material(data, progress, tokenizer_from=None)
-            if record.corpus and record.corpus != material.description:
+        data = settings.run.replaced(data=settings.data, seed=settings.seed)
+        with numerics(deterministic=False, cpu_threads=settings.run.cpu_threads):
+            text = tokenize(data, progress, tokenizer_from=None)
+            if record.corpus and record.corpus != text.description:
                 raise ConfigError(f"the data of {path} changed since its first run: take another folder")
-            record.corpus = material.description
-            session = _CurveRuns(settings, material, where, folder, progress)
+            record.corpus = text.description
+            session = _CurveRuns(settings, text, where, folder, progress)
             record.parameters = session.begun(settings.seed).parameter_count()
             for name in settings.names:
                 if record.curve(name) is None:
@@ -289,12 +290,12 @@ class _CurveRuns:
     """The data, model and folder that all runs share."""
 
     def __init__(
-        self, settings: CurveSettings, material: Material, where: torch.device, folder: Path, progress: CurveProgress
+        self, settings: CurveSettings, text: TokenizedText, where: torch.device, folder: Path, progress: CurveProgress
     ) -> None:
-        self._settings, self._material, self._where, self._progress = settings, material, where, progress
+        self._settings, self._text, self._where, self._progress = settings, text, where, progress
         self._checkpoints = Checkpoints(folder)
-        recipe, context = settings.recipe, settings.shape[1]
-        self._model = GPTConfig(material.tokenizer.vocab_size, context, recipe.layers, recipe.heads, recipe.width)
+        run, recipe, context = settings.run, settings.run.training, settings.shape[1]
+        self._model = GPTConfig(text.tokenizer.vocab_size, context, run.layers, run.heads, run.width)
         self._train = TrainConfig(
             steps=settings.steps, learning_rate=recipe.learning_rate, warmup=recipe.warmup,
             final_lr_ratio=recipe.final_lr_ratio, weight_decay=recipe.weight_decay, beta1=recipe.beta1,
@@ -358,13 +359,13 @@ class _CurveRuns:
         if runner == REFERENCE:
             with self._where:  # drawn on the device, which is quick on a GPU, and overwritten
                 plain = PlainGPT.like(model)
-            return plain_run(plain, self._settings.recipe, low)
-        return own_run(model, self._settings.recipe, _DTYPES[kind])
+            return plain_run(plain, self._settings.run.training, low)
+        return own_run(model, self._settings.run.training, _DTYPES[kind])
 
     def _batch(self, step: int) -> tuple[Tensor, ...]:
         count, context = self._settings.shape
         seed = self._settings.seed
-        return halves(random_windows(self._material.train, seed=seed, step=step, count=count, context=context))
+        return halves(random_windows(self._text.train, seed=seed, step=step, count=count, context=context))
 
     def _moved(self, batches: Prefetcher) -> Iterator[tuple[Tensor, Tensor]]:
         for tokens, targets in batches:
@@ -405,7 +406,7 @@ RatedStep = tuple[nn.Module, torch.optim.Optimizer, Callable[[Tensor, Tensor, fl
 """A model, its optimizer, and the step: a function of tokens, targets and learning rate that returns the loss."""
 
 
-def plain_run(model: PlainGPT, recipe: Recipe, low: torch.dtype | None) -> RatedStep:
+def plain_run(model: PlainGPT, recipe: TrainConfig, low: torch.dtype | None) -> RatedStep:
     """Return a training with torch's optimizer, clipping and autocast.
 
     On a GPU the step is captured as a CUDA graph, the same kernels in the same order: eager steps of few tokens wait
@@ -446,7 +447,7 @@ def plain_run(model: PlainGPT, recipe: Recipe, low: torch.dtype | None) -> Rated
     return model, optimizer, rated
 
 
-def own_run(model: GPT, recipe: Recipe, precision: torch.dtype | None) -> RatedStep:
+def own_run(model: GPT, recipe: TrainConfig, precision: torch.dtype | None) -> RatedStep:
     """Return the same training by ours; `precision` is float8_e4m3fn for fp8."""
     groups = parameter_groups(model, recipe.weight_decay)
     optimizer = AdamW(groups, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2))

@@ -39,10 +39,11 @@ def windows(documents: Sequence[Document], context: int) -> Data:
 
 def learn(learn_from: Data, epsilon: float, steps: int, seed: int = 0) -> tuple[GPT, dp.PrivateTraining]:
     """Train; return the model and the closed training."""
-    recipe = preset("tiny")
+    run = preset("tiny")
+    config = run.training
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(256, recipe.context, recipe.layers, recipe.heads, recipe.width))
-    optimizer = AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95))
+    model = GPT(GPTConfig(256, config.context, run.layers, run.heads, run.width))
+    optimizer = AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95))
     with dp.make_private(
         model,
         optimizer,
@@ -56,7 +57,7 @@ def learn(learn_from: Data, epsilon: float, steps: int, seed: int = 0) -> tuple[
         step = PrivateStep(private, model.loss)
         for batch in private.draws(learn_from):
             done = private.optimizer.steps / steps
-            step(batch, recipe.learning_rate * min(1.0, 20 * done + 0.05) * (0.51 + 0.49 * math.cos(math.pi * done)))
+            step(batch, config.learning_rate * min(1.0, 20 * done + 0.05) * (0.51 + 0.49 * math.cos(math.pi * done)))
     return model, private
 
 

@@ -12,6 +12,7 @@ import pytest
 from accelerant.cli import main
 from accelerant.cli.train_view import LineView
 from accelerant.config import override
+from accelerant.nn.train.config import PRESETS
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -27,6 +28,8 @@ def text(tmp_path):
 def accelerant(capsys, tmp_path, monkeypatch):
     """Runs a command line in this process, in a folder of its own; returns status, output and errors."""
     monkeypatch.chdir(tmp_path)
+    # A short validation and sample: most of the time of a run of few steps.
+    monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"].replaced(validation_tokens=1024, sample_tokens=8))
 
     def run(*arguments):
         with pytest.raises(SystemExit) as ended:
@@ -67,8 +70,11 @@ def test_a_run_prints_its_summary_and_where_the_report_is(accelerant, text):
     assert "already finished" in output
 
 
-def test_json_is_one_object_and_nothing_else(accelerant, text):
-    status, output, errors = accelerant("train", "--data", text, "--steps", 2, "--device", "cpu", "--json")
+def test_json_is_one_object_and_nothing_else(accelerant, text, tmp_path):
+    more = tmp_path / "more.txt"
+    more.write_text("words " * 500)
+    options = ("--steps", 2, "--seed", 9, "--device", "cpu", "--json")
+    status, output, errors = accelerant("train", "--data", text, more, *options)
     assert status == 0
     summary = json.loads(output)
     assert summary["status"] == "done"
@@ -76,11 +82,18 @@ def test_json_is_one_object_and_nothing_else(accelerant, text):
     assert summary["out"] == "runs/tiny"
     assert json.loads(Path("runs/tiny/summary.json").read_text()) == summary
     assert errors == ""
+    config = json.loads(Path("runs/tiny/config.json").read_text())
+    assert config["run"]["deterministic"] is True  # where it costs nothing
+    assert config["run"]["data"] == [str(text), str(more)]
+    assert config["run"]["seed"] == 9
+    assert config["corpus"]["train_bytes"] + config["corpus"]["held_out_bytes"] == len(
+        text.read_bytes() + b"\n" + more.read_bytes()
+    )
 
 
-def test_determinism_is_asked_for_where_it_costs_nothing_and_can_be_left_out(accelerant, text):
-    for option, expected in (((), True), (("--no-deterministic",), False), (("--deterministic",), True)):
-        assert accelerant("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", *option)[0] == 0
+def test_determinism_can_be_chosen(accelerant, text):
+    for option, expected in (("--no-deterministic", False), ("--deterministic", True)):
+        assert accelerant("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", option)[0] == 0
         assert json.loads(Path("runs/tiny/config.json").read_text())["run"]["deterministic"] is expected
 
 
@@ -96,19 +109,6 @@ def test_recomputing_gives_the_same_losses(accelerant, text):
     for name, option in (("a", ()), ("b", ("--recompute",))):
         accelerant("train", "--data", text, "--steps", 3, "--device", "cpu", "--json", "--out", name, *option)
     assert losses(Path("a")) == losses(Path("b"))
-
-
-def test_several_paths_and_the_seed(accelerant, text, tmp_path):
-    more = tmp_path / "more.txt"
-    more.write_text("words " * 500)
-    status, _, _ = accelerant("train", "--data", text, more, "--steps", 1, "--seed", 9, "--device", "cpu", "--json")
-    assert status == 0
-    config = json.loads(Path("runs/tiny/config.json").read_text())
-    assert config["run"]["data"] == [str(text), str(more)]
-    assert config["run"]["seed"] == 9
-    assert config["corpus"]["train_bytes"] + config["corpus"]["held_out_bytes"] == len(
-        text.read_bytes() + b"\n" + more.read_bytes()
-    )
 
 
 def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
@@ -189,15 +189,32 @@ def test_unknown_options_are_wrong_usage(accelerant):
     assert "--colour" in errors
 
 
-def test_a_torn_checkpoint_is_refused(accelerant, text):
+def test_what_a_resumed_run_refuses(accelerant, text):
     accelerant("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", "--out", "out")
-    Path("out/summary.json").unlink()
-    path = Path("out/checkpoint.safetensors")
-    path.write_bytes(path.read_bytes()[:-1])
+    summary, config, checkpoint = (
+        Path("out", name) for name in ("summary.json", "config.json", "checkpoint.safetensors")
+    )
+    values, whole = json.loads(config.read_text()), checkpoint.read_bytes()
+    summary.unlink()
+    checkpoint.write_bytes(whole[:-1])
     status, output, errors = accelerant("train", "--resume", "out", "--device", "cpu", "--json")
     assert status == 2
     assert re.fullmatch("accelerant: checkpoint out/checkpoint.safetensors is torn.*\n", errors)
     assert output == ""
+    checkpoint.write_bytes(whole)
+
+    recipe = {**values["run"]["recipe"], "steps": "60"}
+    config.write_text(json.dumps({**values, "run": {**values["run"], "recipe": recipe}}))
+    status, _, errors = accelerant("train", "--resume", "out", "--json")
+    assert status == 2
+    assert errors == "accelerant: not the settings of a run: steps must be a whole number, got '60'\n"
+
+    assert values["backend"] == "cpu"
+    config.write_text(json.dumps({**values, "backend": "abacus"}))
+    status, _, errors = accelerant("train", "--resume", "out")
+    assert status == 2
+    assert "the backend in out/config.json must be auto, cuda or cpu, got 'abacus'" in errors
+    assert accelerant("train", "--resume", "out", "--device", "cpu", "--json")[0] == 0
 
 
 def test_help_has_an_example_and_does_not_load_torch():
@@ -211,7 +228,7 @@ def test_help_has_an_example_and_does_not_load_torch():
     assert "accelerant train --preset small" in done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_writes_a_checkpoint_and_the_rest_is_the_same(accelerant, tmp_path, text, number):
     out = tmp_path / "out"
     arguments = ("train", "--data", text, "--steps", 30, "--device", "cpu", "--out", out)
@@ -247,17 +264,6 @@ def test_a_signal_writes_a_checkpoint_and_the_rest_is_the_same(accelerant, tmp_p
     assert losses(out) == losses(straight)
 
 
-def test_a_resumed_run_stays_on_its_device(accelerant, text):
-    accelerant("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", "--out", "out")
-    config = json.loads(Path("out/config.json").read_text())
-    assert config["backend"] == "cpu"
-    Path("out/config.json").write_text(json.dumps({**config, "backend": "abacus"}))
-    status, _, errors = accelerant("train", "--resume", "out")
-    assert status == 2
-    assert "the backend in out/config.json must be auto, cuda or cpu, got 'abacus'" in errors
-    assert accelerant("train", "--resume", "out", "--device", "cpu", "--json")[0] == 0
-
-
 @pytest.mark.parametrize("device", [(), ("--device", "auto")])
 def test_the_backend_of_the_settings_is_used_and_named(accelerant, text, monkeypatch, device):
     arguments = ("train", "--data", text, "--steps", 1, "--json", *device)
@@ -273,17 +279,6 @@ def test_the_backend_of_the_settings_is_used_and_named(accelerant, text, monkeyp
     with override(backend="cpu"):
         assert accelerant(*arguments)[0] == 0
     assert json.loads(Path("runs/tiny/config.json").read_text())["backend"] == "cpu"
-
-
-def test_a_number_written_as_text_is_one_line_and_status_2(accelerant, text):
-    accelerant("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", "--out", "out")
-    Path("out/summary.json").unlink()
-    config = json.loads(Path("out/config.json").read_text())
-    config["run"]["recipe"]["steps"] = "60"
-    Path("out/config.json").write_text(json.dumps(config))
-    status, _, errors = accelerant("train", "--resume", "out", "--json")
-    assert status == 2
-    assert errors == "accelerant: not the settings of a run: steps must be a whole number, got '60'\n"
 
 
 def test_a_second_process_is_refused_and_a_killed_one_does_not_block(accelerant, tmp_path, text):

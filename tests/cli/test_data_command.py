@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from accelerant.cli import main
+from accelerant.nn.train.config import PRESETS
 
 
 @pytest.fixture
@@ -20,6 +21,8 @@ def text(tmp_path):
 def accelerant(capsys, tmp_path, monkeypatch):
     """Runs a command line in this process, in a folder of its own; returns status, output and errors."""
     monkeypatch.chdir(tmp_path)
+    # A short validation and sample: most of the time of a run of few steps.
+    monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"].replaced(validation_tokens=1024, sample_tokens=8))
 
     def run(*arguments):
         with pytest.raises(SystemExit) as ended:

@@ -195,8 +195,8 @@ def test_a_trainer_refuses_before_anything_is_written(tmp_path):
 
 
 def test_a_run_keeps_its_precision():
-    run = RunConfig(preset("gpt2"), precision="fp8")
+    run = preset("gpt2").replaced(precision="fp8")
     assert "--precision fp8" in run.command("out", "cuda")
     assert RunConfig.from_dict(run.to_dict()) == run
     with pytest.raises(ConfigError, match="precision must be auto or float32 or bfloat16 or fp8, got 'int4'"):
-        RunConfig(preset("gpt2"), precision="int4")
+        preset("gpt2").replaced(precision="int4")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -163,23 +162,17 @@ def train(
             raise ConfigError(f"--resume continues a run as it was: leave out {given[0]}")
         _run(Path(resume), None, device, json_output, extension=_resumed(Path(resume)))
         return
-    from accelerant.nn.train.config import RunConfig
-    from accelerant.nn.train.config import preset as recipe_of
+    from accelerant.nn.train.config import preset as find_preset
 
-    recipe = recipe_of("tiny" if preset is None else preset).resized(batch_size, micro_batch)
-    if steps is not None:
-        recipe = dataclasses.replace(recipe, steps=steps)
-    sources = _sources([*(data or ["stdlib"]), *(more or ())])
-    run = RunConfig(
-        recipe,
-        data=sources,
-        seed=seed or 0,
-        recompute=recompute,
-        log="jsonl" if log is None else log,  # type: ignore[arg-type]  # RunConfig checks it
+    run = find_preset("tiny" if preset is None else preset).resized(batch_size, micro_batch)
+    changes = {"steps": steps, "seed": seed, "log": log, "precision": precision}
+    run = run.replaced(
+        data=_sources([*(data or ["stdlib"]), *(more or ())]),
+        recompute=("blocks.*",) if recompute else (),
         profile=_PROFILED_STEPS if profile else 0,
-        precision="auto" if precision is None else precision,  # type: ignore[arg-type]  # as above
+        **{name: value for name, value in changes.items() if value is not None},
     )
-    folder = Path("runs") / recipe.name if out is None else Path(out)
+    folder = Path(run.training.folder if out is None else out)
     extension = _extension(folder, wanted) if private else None
     _run(folder, run, device, json_output, deterministic, extension)
 
@@ -256,8 +249,7 @@ def _run(
         backend, origin = folder.read_config().get("backend"), f"the backend in {folder.config}"
     device = _choose(backend, origin)
     if run is not None:
-        given = device.type == "cpu" if deterministic is None else deterministic
-        run = dataclasses.replace(run, deterministic=given)
+        run = run.replaced(deterministic=device.type == "cpu" if deterministic is None else deterministic)
     view = make_view(quiet=as_json)
 
     def ledger() -> dict[str, Any]:

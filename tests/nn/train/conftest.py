@@ -1,12 +1,10 @@
 import pytest
 import torch
 
-from accelerant.nn.train.config import Recipe, RunConfig
+from accelerant.nn.train.config import preset
 
-RECIPE = Recipe(
+MICRO = preset("tiny").replaced(
     name="micro",
-    tokenizer="bytes",
-    vocab_size=256,
     context=16,
     layers=1,
     heads=2,
@@ -18,12 +16,9 @@ RECIPE = Recipe(
     validations=2,
     validation_tokens=256,
     sample_tokens=8,
+    checkpoint_every_s=300.0,
+    cpu_threads=0,
 )
-
-
-@pytest.fixture
-def recipe():
-    return RECIPE
 
 
 @pytest.fixture
@@ -35,7 +30,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def run(text):
-    return RunConfig(RECIPE, data=(str(text),), seed=3)
+    return MICRO.replaced(data=(str(text),), seed=3)
 
 
 @pytest.fixture

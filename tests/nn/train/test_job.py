@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import os
 import random
@@ -29,10 +28,10 @@ NO_CALLS = {"ops": [], "fallbacks": []}
 
 @pytest.fixture
 def train(run, tmp_path, cpu, watcher):
-    """Runs with changes to the recipe or the run; returns the outcome and the folder."""
+    """Runs with changes to the run; returns the outcome and the folder."""
 
-    def start(name, *, watch=None, config=None, **recipe):
-        config = config or dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, **recipe))
+    def start(name, *, watch=None, **changes):
+        config = run.replaced(**changes)
         out = tmp_path / name
         return run_training(config, out, cpu, progress=watch or watcher(), ledger=lambda: NO_CALLS), out
 
@@ -51,7 +50,7 @@ def files(out):
     return sorted(path.name for path in out.iterdir())
 
 
-def test_a_run_leaves_all_its_files_and_nothing_else(train, recipe):
+def test_a_run_leaves_all_its_files_and_nothing_else(train):
     outcome, out = train("run")
     assert files(out) == [
         "checkpoint.safetensors",
@@ -100,7 +99,7 @@ def test_the_validation_loss_is_that_of_the_saved_model(train, run, text):
 def test_the_seed_decides_the_losses(train, run):
     _, first = train("first")
     _, second = train("second")
-    _, other = train("other", config=dataclasses.replace(run, seed=4))
+    _, other = train("other", seed=4)
     assert losses(first) == losses(second)
     assert losses(first)[0] != losses(other)[0]
     assert (first / "sample.txt").read_bytes() == (second / "sample.txt").read_bytes()
@@ -146,7 +145,7 @@ def test_a_run_without_its_metrics_goes_on_and_says_so(train, watcher, cpu, at):
     watch.note = notes.append
     resumed = resume_training(out, cpu, progress=watch, ledger=lambda: NO_CALLS)
     done = min(at + 1, 12)
-    assert notes == [f"{out}/metrics.jsonl lacks {done} of the {done} steps before: the history begins without them"]
+    assert notes == [f"{out}/metrics.jsonl lacks {done} of the first {done} steps: so does the history"]
     assert losses(out) == losses(straight)[done:]
     assert (resumed.summary["tokens_per_s"] is None) == (resumed.summary["train_loss"] is None) == (done == 12)
     assert ("not recorded" in (out / "report.html").read_text()) == (done == 12)
@@ -229,7 +228,7 @@ def test_a_log_that_cannot_be_written_leaves_the_older_run(train, run, monkeypat
     _, out = train("run", steps=5)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingDependency, match="tensorboard"):
-        train("run", config=dataclasses.replace(run, log="tensorboard"))
+        train("run", log="tensorboard")
     assert (out / "summary.json").is_file()
     assert len(losses(out)) == 5
 
@@ -245,9 +244,9 @@ def test_bad_data_leaves_no_folder(train, run, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("only some words")
     with pytest.raises(ConfigError, match="not enough data"):
-        train("run", config=dataclasses.replace(run, data=(str(short),)))
+        train("run", data=(str(short),))
     with pytest.raises(ConfigError, match="no file or folder"):
-        train("run", config=dataclasses.replace(run, data=(str(tmp_path / "absent"),)))
+        train("run", data=(str(tmp_path / "absent"),))
     assert not (tmp_path / "run").exists()
 
 
@@ -343,8 +342,7 @@ def test_presets_are_as_documented():
     gpt2 = preset("gpt2")
     assert (gpt2.layers, gpt2.heads, gpt2.width, gpt2.vocab_size) == (12, 12, 768, 50257)
     assert gpt2.tokens_per_step == 32 * 1024
-    for recipe in PRESETS.values():
-        run = RunConfig(recipe)
+    for run in PRESETS.values():
         assert RunConfig.from_dict(json.loads(json.dumps(run.to_dict()))) == run
 
 
@@ -357,7 +355,7 @@ def test_presets_are_as_documented():
         ({"learning_rate": -0.1}, "learning_rate must be above 0"),
         ({"micro_batch": 3}, "micro_batch must divide the batch of 4, got 3"),
         ({"tokenizer": "words"}, "tokenizer must be bytes or bpe, got 'words'"),
-        ({"tokenizer": 7}, "tokenizer must be text, got 7"),
+        ({"tokenizer": 7}, "tokenizer must be bytes or bpe, got 7"),
         ({"steps": "60"}, "steps must be a whole number, got '60'"),
         ({"steps": 6.0}, "steps must be a whole number, got 6.0"),
         ({"steps": True}, "steps must be a whole number, got True"),
@@ -366,15 +364,15 @@ def test_presets_are_as_documented():
         ({"beta2": 1.0}, "beta2 must be below 1, got 1.0"),
     ],
 )
-def test_recipes_refuse(recipe, changes, message):
+def test_runs_refuse(run, changes, message):
     with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(recipe, **changes)
+        run.replaced(**changes)
 
 
-def test_runs_refuse_seeds_out_of_range(recipe):
+def test_runs_refuse_seeds_out_of_range(run):
     for seed in (-1, 2**63):
         with pytest.raises(ConfigError, match="seed must be 0 to"):
-            RunConfig(recipe, seed=seed)
+            run.replaced(seed=seed)
 
 
 def test_an_interruption_after_the_last_step_can_be_resumed_too(train, watcher, cpu):
@@ -397,10 +395,10 @@ def test_an_interruption_after_the_last_step_can_be_resumed_too(train, watcher, 
     [
         ({"seed": "1"}, "seed must be a whole number, got '1'"),
         ({"deterministic": "yes"}, "deterministic must be true or false, got 'yes'"),
-        ({"data": "stdlib"}, "data must be a row of texts, got 'stdlib'"),
-        ({"data": [1]}, r"data must be a row of texts, got \(1,\)"),
+        ({"data": "stdlib"}, "data must be a list of strings, got 'stdlib'"),
+        ({"data": [1]}, r"data must be a tuple of strings, got \(1,\)"),
         ({"data": [""]}, "data names an empty path"),
-        ({"recipe": {**dataclasses.asdict(preset("tiny")), "steps": "60"}}, "steps must be a whole number, got '60'"),
+        ({"recipe": {**preset("tiny").to_dict()["recipe"], "steps": "60"}}, "steps must be a whole number, got '60'"),
         ({"recipe": []}, "not the settings of a run"),
     ],
 )
@@ -412,10 +410,10 @@ def test_settings_of_another_type_are_refused(run, changes, message):
 def test_a_run_without_a_checkpoint_says_how_to_start_again(train, interrupted, resume, run, text):
     (interrupted / "checkpoint.safetensors").unlink()
     with pytest.raises(FormatError, match=r"none was written yet: start it again$"):
-        resume()  # its recipe is no preset
+        resume()  # it is of no preset
     config = json.loads((interrupted / "config.json").read_text())
-    recipe = dataclasses.replace(preset("tiny").resized(48, None), steps=7)
-    config["run"] = dataclasses.replace(run, recipe=recipe).to_dict()
+    changed = preset("tiny").resized(48, None).replaced(steps=7, seed=3, data=run.data)
+    config["run"] = changed.to_dict()
     (interrupted / "config.json").write_text(json.dumps(config))
     command = (
         f"accelerant train --preset tiny --data {text} --device cpu --steps 7 --batch-size 48 --seed 3 "
@@ -448,19 +446,20 @@ def test_short_runs_of_large_presets_spend_little_beside_their_steps():
         whole = preset(name)
         assert whole.validation_sizes == (whole.validation_tokens // 4, whole.validation_tokens)
         assert whole.sample_size == whole.sample_tokens
-        short = dataclasses.replace(whole, steps=5)
+        short = whole.replaced(steps=5)
         way, last = short.validation_sizes
         learnt = 5 * short.tokens_per_step
         assert 0 < short.validations * way + last <= learnt / 4
-        assert 0 < short.sample_size * short.context <= learnt / 4
+        assert 0 < short.sample_size * short.training.context <= learnt / 4
     for steps in (1, 1200):
-        tiny = dataclasses.replace(preset("tiny"), steps=steps)
+        tiny = preset("tiny").replaced(steps=steps)
         assert (tiny.validation_sizes, tiny.sample_size) == ((1 << 14, 1 << 16), 400)
 
 
 def test_the_cpu_takes_few_tokens_at_once():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    at_once = {name: windows_at_once(recipe.micro_batch, recipe.context, cpu) for name, recipe in PRESETS.items()}
+    configs = {name: run.training for name, run in PRESETS.items()}
+    at_once = {name: windows_at_once(config.micro_batch, config.context, cpu) for name, config in configs.items()}
     assert at_once == {"tiny": 16, "small": 16, "gpt2": 4}
     assert windows_at_once(64, 256, cuda) == 64
     assert windows_at_once(3, 2048, cpu) == 1

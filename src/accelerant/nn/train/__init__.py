@@ -5,7 +5,7 @@
 
 from accelerant.nn.train.callbacks import Callback, PrintProgress, TensorBoard
 from accelerant.nn.train.checkpoint import load_checkpoint, save_checkpoint
-from accelerant.nn.train.config import PRESETS, Recipe, RunConfig, TrainConfig, preset
+from accelerant.nn.train.config import PRESETS, RunConfig, TrainConfig, preset
 from accelerant.nn.train.corpus import Corpus, Document, load_corpus, prepare_tokens
 from accelerant.nn.train.history import History, StepRecord
 from accelerant.nn.train.job import Outcome, Progress, resume_training, run_training
@@ -24,7 +24,6 @@ __all__ = [
     "Outcome",
     "PrintProgress",
     "Progress",
-    "Recipe",
     "RunConfig",
     "StepRecord",
     "StepResult",

@@ -26,7 +26,7 @@ from accelerant.nn.train.optim import load_optimizer, optimizer_state, require_o
 from accelerant.runtime.files import decode_json, write_atomic
 
 __all__ = [
-    "Best",
+    "BestModel",
     "Checkpoints",
     "gathered",
     "load_checkpoint",
@@ -263,8 +263,8 @@ def _part(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # --- the best evaluation ---------------------------------------------------------------------------------------------
 
 
-class Best:
-    """Watches evaluations.
+class BestModel:
+    """The best evaluation so far: decides when to stop, and keeps the parameters.
 
     Args:
         patience: evaluations without a better loss after which it is enough; 0: never.
@@ -278,44 +278,44 @@ class Best:
         self._min_delta = min_delta
         self._loss = math.inf
         self._step = 0
-        self._waited = 0
-        self._kept: dict[str, Tensor] = {}
+        self._worse = 0
+        self._copy: dict[str, Tensor] = {}
 
     @property
     def exhausted(self) -> bool:
-        """Whether patience is at its end."""
-        return 0 < self._patience <= self._waited
+        """Whether the last `patience` evaluations brought no better loss."""
+        return 0 < self._patience <= self._worse
 
-    def see(self, evaluation: Evaluation) -> bool:
-        """Whether an evaluation is the best so far."""
+    def update(self, evaluation: Evaluation) -> bool:
+        """Take an evaluation; return whether it is the best so far."""
         if evaluation.loss < self._loss - self._min_delta:
-            self._loss, self._step, self._waited = evaluation.loss, evaluation.step, 0
+            self._loss, self._step, self._worse = evaluation.loss, evaluation.step, 0
             return True
-        self._waited += 1
+        self._worse += 1
         return False
 
     def keep(self, model: nn.Module, folder: Path | None) -> None:
-        """Keep the parameters as they are: in the folder, or in host memory where there is none."""
+        """Keep a copy of the parameters, in the folder, or in host memory if there is none."""
         state = model.state_dict()
         if folder is not None:
             save_checkpoint(folder / self.NAME, state, {"step": self._step, "loss": self._loss})
         else:
-            self._kept = {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+            self._copy = {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
 
-    def give(self, model: nn.Module, folder: Path | None) -> None:
-        """Give a model the parameters that were kept; nothing where none were."""
+    def load_into(self, model: nn.Module, folder: Path | None) -> None:
+        """Load the kept parameters, if any, into a model."""
         if folder is not None and (folder / self.NAME).is_file():
             model.load_state_dict(load_checkpoint(folder / self.NAME)[0])
-        elif self._kept:
-            model.load_state_dict(self._kept)
+        elif self._copy:
+            model.load_state_dict(self._copy)
 
     def state(self) -> dict[str, Any]:
-        """JSON values; `restore` is the inverse."""
+        """Return JSON values; `restore` is the inverse."""
         loss = None if math.isinf(self._loss) else self._loss
-        return {"loss": loss, "step": self._step, "waited": self._waited}
+        return {"loss": loss, "step": self._step, "waited": self._worse}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` gave."""
+        """Restore the result of `state`."""
         loss = state.get("loss")
         self._loss = math.inf if loss is None else float(loss)
-        self._step, self._waited = int(state.get("step", 0)), int(state.get("waited", 0))
+        self._step, self._worse = int(state.get("step", 0)), int(state.get("waited", 0))

@@ -1,4 +1,4 @@
-"""The configuration of a training, and the presets of `accelerant train`."""
+"""The configuration of a training (`TrainConfig`), and of a GPT's training on text with its presets (`RunConfig`)."""
 
 from __future__ import annotations
 
@@ -11,75 +11,117 @@ from typing import Any, Literal, get_args
 
 from accelerant.errors import ConfigError, FormatError
 
-__all__ = [
-    "PRESETS",
-    "GraphUse",
-    "Log",
-    "OptimizerName",
-    "Precision",
-    "Recipe",
-    "RunConfig",
-    "Schedule",
-    "TrainConfig",
-    "preset",
-    "require_type",
-]
+__all__ = ["PRESETS", "RunConfig", "TrainConfig", "preset"]
 
 OptimizerName = Literal["adamw", "sgd"]
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["auto", "float32", "bfloat16", "fp8"]
 GraphUse = Literal["auto", "on", "off"]
 Log = Literal["jsonl", "tensorboard"]
+TokenizerName = Literal["bytes", "bpe"]
+
+STDLIB = "stdlib"
+
+
+_CHOICES: dict[str, Any] = {
+    "OptimizerName": OptimizerName,
+    "Schedule": Schedule,
+    "Precision": Precision,
+    "Log": Log,
+    "GraphUse": GraphUse,
+    "TokenizerName": TokenizerName,
+}
+_POSITIVE = frozenset({
+    "epochs", "batch_size", "micro_batch", "accumulate", "context", "learning_rate", "eps", "evaluations", "vocab_size",
+    "layers", "heads", "width", "validation_tokens", "sample_tokens",
+})  # fmt: skip
+
+
+def _check_field(name: str, value: object, annotation: str) -> None:
+    """Raise ConfigError unless a value fits its field's annotation and range."""
+    if annotation in _CHOICES:
+        allowed = get_args(_CHOICES[annotation])
+        if value not in allowed:
+            raise ConfigError(f"{name} must be {' or '.join(allowed)}, got {value!r}")
+        return
+    if annotation.startswith("tuple"):
+        if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
+            raise ConfigError(f"{name} must be a tuple of strings, got {value!r}")
+        return
+    require_type(name, value, annotation)
+    if name == "seed" and not 0 <= value < 2**63:  # type: ignore[operator]  # an int, as required above
+        raise ConfigError(f"seed must be 0 to 2**63 - 1, got {value}")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        least = "above 0" if name in _POSITIVE else "0 or more"
+        if value < 0 or (value == 0 and least == "above 0"):
+            raise ConfigError(f"{name} must be {least}, got {value}")
+
+
+def require_type(name: str, value: object, annotation: str) -> None:
+    """Raise ConfigError unless a value that may come from a file is of a type: "int", "float" (finite), "bool", "str".
+
+    Whole numbers are valid as floats, booleans are no numbers.
+    """
+    if annotation == "int":
+        ok, words = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    elif annotation == "float":
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        words = "a finite number"
+    elif annotation == "bool":
+        ok, words = isinstance(value, bool), "true or false"
+    else:
+        ok, words = isinstance(value, str), "text"
+    if not ok:
+        raise ConfigError(f"{name} must be {words}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """The numbers and choices of a training.
+    """The hyperparameters and options of a training.
 
-    A step updates the parameters once, from `batch_size` rows. Rows are samples of tensors and datasets, windows of
+    A step updates the parameters once, from `batch_size` rows. A row is a sample of a tensor or dataset, or a window of
     `context` tokens of a token file.
 
     Attributes:
-        epochs: passes over the data; steps = ceil(epochs * rows / batch_size). Ignored where `steps` is given.
-        steps: optimiser steps; 0: from epochs.
-        batch_size: rows of a step; a DataLoader has its own.
-        accumulate: parts in which a step's rows are computed; their gradients add up, activations of one part are in
-            memory at a time. Divides batch_size; of a DataLoader, so many of its batches make a step. In
-            "cross_entropy" a part counts by its targets other than -100; in a loss of your own, or of the model, parts
-            count alike.
+        epochs: passes over the data; steps = ceil(epochs * rows / batch_size). Ignored if `steps` is given.
+        steps: optimizer steps; 0 to derive them from epochs.
+        batch_size: rows in a step; ignored for a DataLoader, which has its own.
+        accumulate: number of micro-batches in a step; divides batch_size. Their gradients are accumulated, and only one
+            micro-batch's activations are in memory at a time. For a DataLoader, the number of its batches in a step.
+            With "cross_entropy" a micro-batch is weighted by its targets other than -100; with a custom loss or the
+            model's own, all are weighted equally.
         context: tokens in a window of a token file.
-        optimizer: "adamw" or "sgd", those of accelerant.nn.optim.
+        optimizer: "adamw" or "sgd" of accelerant.nn.optim.
         learning_rate: the peak.
-        schedule: what follows the warm-up: half a "cosine", a "linear" fall, or "constant".
-        warmup: part of the steps over which the rate rises linearly.
-        final_lr_ratio: last rate over the peak.
-        weight_decay: of parameters of two dimensions and more; biases, norms and what `no_decay` matches have none.
+        schedule: what follows the warm-up: half a "cosine", a "linear" decay, or "constant".
+        warmup: fraction of the steps over which the learning rate rises linearly.
+        final_lr_ratio: final learning rate over the peak.
+        weight_decay: of parameters with two dimensions or more; biases, norms and matches of `no_decay` have none.
         no_decay: patterns of parameter names ("*embedding*").
         beta1, beta2, eps: of AdamW.
         momentum: of SGD.
-        clip: largest norm of all gradients together; 0: no clipping.
-        precision: "float32"; "bfloat16", under autocast, the parameters as they are; "fp8": that, with products of the
-            linear layers in accelerant.nn's blocks in 8-bit floating-point numbers, on a GPU that has them (compute
-            capability 8.9); evaluations are in bfloat16 then. "auto": bfloat16 on a GPU that computes in it natively,
-            else float32.
-        recompute: patterns of module names ("blocks.*") whose activations are computed again in the backward pass
-            instead of kept (gradient checkpointing).
-        graph: replay steps as a CUDA graph: "on", or "auto" where it can be. Python code of the model runs in the
-            first steps only then, so a model that does something else in each step wants "off".
-        device: "auto", "cpu", "cuda", or a device of torch ("cuda:1"). The model is moved there.
-        seed: of the order of the data; 0 to 2**63 - 1.
-        deterministic: the same bits for the same input, at some cost in speed on a GPU.
-        evaluate_every: steps between evaluations; 0: `evaluations` of them, evenly.
-        evaluations: how many, the one after the last step included.
-        patience: stop after so many evaluations without a better loss; 0: never.
-        min_delta: a loss is better if it is lower by more than this.
-        keep_best: give the model the parameters of its best evaluation at the end.
-        folder: for checkpoints and logs; "" writes nothing.
-        checkpoint_every: steps between checkpoints; 0: by time alone.
-        checkpoint_every_s: seconds between checkpoints; 0: after each step.
-        log: "jsonl" (metrics.jsonl), or "tensorboard" beside it.
-        profile: steps to profile, after a few to warm up; 0: none. Writes trace.json and kernels.txt into the folder.
-        predict_memory: predict the peak of memory before the first step.
+        clip: maximum norm of all gradients together; 0 for no clipping.
+        precision: "float32"; "bfloat16" for autocast with unchanged parameters; "fp8" for bfloat16 with the linear
+            products of accelerant.nn's blocks in 8-bit floating point, on a GPU of compute capability 8.9 or later
+            (evaluations use bfloat16); "auto" for bfloat16 on a GPU with native support, else float32.
+        recompute: patterns of module names ("blocks.*") whose activations are recomputed in the backward pass instead
+            of saved (gradient checkpointing).
+        graph: whether to replay steps as a CUDA graph: "off", "on", or "auto" for where it is possible. The model's
+            Python code runs in the first steps only, so a model whose steps differ needs "off".
+        device: "auto", "cpu", "cuda", or a torch device ("cuda:1"). The model is moved there.
+        seed: of the data's order; 0 to 2**63 - 1.
+        deterministic: whether the same input gives the same bits, at some cost in speed on a GPU.
+        evaluate_every: steps between evaluations; 0 for `evaluations` evenly spaced ones.
+        evaluations: their number, including the one after the last step.
+        patience: evaluations without a better loss after which training stops; 0 for never.
+        min_delta: decrease of the loss that counts as better.
+        keep_best: whether the model gets the parameters of its best evaluation at the end.
+        folder: for checkpoints and logs; "" to write nothing.
+        checkpoint_every: steps between checkpoints; 0 for time alone.
+        checkpoint_every_s: seconds between checkpoints; 0 for one after each step.
+        log: "jsonl" (metrics.jsonl), or "tensorboard" in addition.
+        profile: number of steps to profile after a few warm-up steps, into trace.json and kernels.txt; 0 for none.
+        predict_memory: whether to predict the peak memory before the first step.
     """
 
     epochs: float = 1.0
@@ -119,15 +161,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _require(field.name, getattr(self, field.name), str(field.type))
+            _check_field(field.name, getattr(self, field.name), str(field.type))
         for name in ("warmup", "final_lr_ratio"):
             if getattr(self, name) > 1:
-                raise ConfigError(f"{name} must be a part, 0 to 1, got {getattr(self, name)}")
+                raise ConfigError(f"{name} must be a fraction, 0 to 1, got {getattr(self, name)}")
         for name in ("beta1", "beta2", "momentum"):
             if getattr(self, name) >= 1:
                 raise ConfigError(f"{name} must be below 1, got {getattr(self, name)}")
-        if self.seed >= 2**63:
-            raise ConfigError(f"seed must be 0 to 2**63 - 1, got {self.seed}")
         if not self.device:
             raise ConfigError("device must not be empty: give auto, cpu or cuda")
         for name in ("profile", "log"):
@@ -136,250 +176,260 @@ class TrainConfig:
 
     @property
     def micro_batch(self) -> int:
-        """Rows on the device at once; of a DataLoader they are those of its batches."""
+        """Rows on the device at a time; for a DataLoader, those of its batches."""
         return max(1, self.batch_size // self.accumulate)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values; `from_dict` is its inverse."""
+        """Return the fields as JSON values; `from_dict` is the inverse."""
         values = dataclasses.asdict(self)
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
-        """Read what `to_dict` wrote.
+        """Read the result of `to_dict`.
 
         Raises:
             FormatError: a field is unknown, of another type or out of range.
         """
         try:
-            read: dict[str, Any] = {}
-            for name, value in values.items():
-                read[name] = tuple(value) if isinstance(value, list) else value
-            return cls(**read)
+            fields: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+            }
+            return cls(**fields)
         except (TypeError, ConfigError) as error:
             raise FormatError(f"not the settings of a training: {error}") from None
 
 
-_CHOICES = {
-    "OptimizerName": OptimizerName,
-    "Schedule": Schedule,
-    "Precision": Precision,
-    "Log": Log,
-    "GraphUse": GraphUse,
-}
-_ABOVE_ZERO = ("epochs", "batch_size", "accumulate", "context", "learning_rate", "eps", "evaluations")
-
-
-def _require(name: str, value: object, wanted: str) -> None:
-    """Check one value; wanted is its annotation."""
-    if wanted in _CHOICES:
-        allowed = get_args(_CHOICES[wanted])
-        if value not in allowed:
-            raise ConfigError(f"{name} must be {' or '.join(allowed)}, got {value!r}")
-        return
-    if wanted.startswith("tuple"):
-        if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
-            raise ConfigError(f"{name} must be a tuple of texts, got {value!r}")
-        return
-    require_type(name, value, wanted)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        least = "above 0" if name in _ABOVE_ZERO else "0 or more"
-        if value < 0 or (value == 0 and least == "above 0"):
-            raise ConfigError(f"{name} must be {least}, got {value}")
-
-
-def require_type(name: str, value: object, wanted: str) -> None:
-    """Check a value that may come from a file.
-
-    Args:
-        wanted: an annotation: int, float, bool or str.
-
-    Raises:
-        ConfigError: it is of another type, or no finite number.
-    """
-    if wanted == "int":
-        ok, words = isinstance(value, int) and not isinstance(value, bool), "a whole number"
-    elif wanted == "float":
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        words = "a finite number"
-    elif wanted == "bool":
-        ok, words = isinstance(value, bool), "true or false"
-    else:
-        ok, words = isinstance(value, str), "text"
-    if not ok:
-        raise ConfigError(f"{name} must be {words}, got {value!r}")
-
-
-# --- runs on text ----------------------------------------------------------------------------------------------------
-
-
-STDLIB = "stdlib"
-
-
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """The numbers of a run: model, batch, optimiser, schedule.
+class RunConfig:
+    """A run of `accelerant train`: the training of a GPT on text. The presets are instances.
 
     Attributes:
-        name: how the command line calls it.
+        name: of the preset.
+        training: the hyperparameters. Its accumulate says how many windows the device computes at a time; the run sets
+            its device, and its folder if another is given.
         tokenizer: "bytes" (256 tokens) or "bpe" (trained on the corpus).
-        vocab_size: tokens the tokenizer may have.
-        context: tokens in a training window.
+        vocab_size: maximum number of tokens of the tokenizer.
         layers, heads, width: the transformer's shape.
-        batch_size: windows in a step.
-        micro_batch: windows on the device at once; gradients of a step add up over them.
-        steps: optimiser steps, unless the run says otherwise.
-        learning_rate: the peak, after a linear warm-up over `warmup` of the steps; falls along a cosine to
-            `final_lr_ratio` of it.
-        weight_decay: of matrices; vectors have none.
-        beta1, beta2: AdamW's decay of its averages.
-        clip: largest norm of the gradient.
-        validations: how often the held-out loss is taken on the way (once more at the end).
-        validation_tokens: tokens read for the last one; a quarter of them on the way.
-        sample_tokens: length of the text written at the end.
-        side_share: in a run of few steps, validations together read at most that part of the tokens that the steps
-            learn from, and so does the sample; 0 for no such bound.
-        checkpoint_every_s: seconds between checkpoints.
-        cpu_threads: on the CPU, the most threads to compute with; 0 for one a core.
+        validations: number of evaluations before the final one.
+        validation_tokens: tokens read by the final evaluation; the others read a quarter of them.
+        sample_tokens: length of the text generated at the end.
+        side_share: bound for short runs: all evaluations together read at most this fraction of the tokens that the
+            steps read, and so does the sample; 0 for no bound.
+        cpu_threads: maximum number of threads on the CPU; 0 for one per core.
+        data: ("stdlib",), or absolute paths of files and folders.
     """
 
     name: str
-    tokenizer: Literal["bytes", "bpe"]
+    training: TrainConfig
+    tokenizer: TokenizerName
     vocab_size: int
-    context: int
     layers: int
     heads: int
     width: int
-    batch_size: int
-    micro_batch: int
-    steps: int
-    learning_rate: float
-    warmup: float = 0.05
-    final_lr_ratio: float = 0.02
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    clip: float = 1.0
     validations: int = 4
     validation_tokens: int = 1 << 18
     sample_tokens: int = 400
     side_share: float = 0.0
-    checkpoint_every_s: float = 300.0
     cpu_threads: int = 0
+    data: tuple[str, ...] = (STDLIB,)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            require_type(field.name, value, str(field.type))
-            least = "0 or more" if field.name in _MAY_BE_ZERO else "above 0"
-            if isinstance(value, int | float) and (value < 0 or (value == 0 and least == "above 0")):
-                raise ConfigError(f"{field.name} must be {least}, got {value}")
-        for name in ("beta1", "beta2"):
-            if getattr(self, name) >= 1:
-                raise ConfigError(f"{name} must be below 1, got {getattr(self, name)}")
-        if self.tokenizer not in ("bytes", "bpe"):
-            raise ConfigError(f"tokenizer must be bytes or bpe, got {self.tokenizer!r}")
-        if self.batch_size % self.micro_batch:
-            raise ConfigError(f"micro_batch must divide the batch of {self.batch_size}, got {self.micro_batch}")
-
-    def resized(self, batch_size: int | None, micro_batch: int | None) -> Recipe:
-        """The recipe with other sizes of a step.
-
-        Args:
-            batch_size: None: as it is.
-            micro_batch: None: as it is, or as much of that as divides another batch.
-
-        Raises:
-            ConfigError: a size below 1; a micro-batch that does not divide the batch.
-        """
-        batch = self.batch_size if batch_size is None else batch_size
-        if batch < 1:
-            raise ConfigError(f"batch_size must be above 0, got {batch}")
-        rows = micro_batch
-        if rows is None:
-            rows = next(count for count in range(min(batch, self.micro_batch), 0, -1) if batch % count == 0)
-        return dataclasses.replace(self, batch_size=batch, micro_batch=rows)
+            if field.name != "training":
+                _check_field(field.name, getattr(self, field.name), str(field.type))
+        if self.training.steps < 1:
+            raise ConfigError(f"steps must be above 0, got {self.training.steps}")
+        if not self.data:
+            raise ConfigError("data must name stdlib or at least one path")
+        if "" in self.data:
+            raise ConfigError("data names an empty path: give stdlib, files or folders")
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimiser step learns from."""
-        return self.batch_size * self.context
+        """Tokens that an optimizer step reads."""
+        return self.training.batch_size * self.training.context
 
     @property
     def validation_sizes(self) -> tuple[int, int]:
-        """Tokens to read for a validation on the way, and for the last one."""
+        """Tokens that an evaluation reads during training, and at the end."""
         last = self.validation_tokens
         if self.side_share:
-            all_of_them = self.side_share * self.steps * self.tokens_per_step
-            last = min(last, int(all_of_them / (1 + self.validations / 4)))
+            bound = self.side_share * self.training.steps * self.tokens_per_step
+            last = min(last, int(bound / (1 + self.validations / 4)))
         return last // 4, last
 
     @property
     def sample_size(self) -> int:
-        """Tokens to write for the sample; each reads up to a whole context."""
+        """Tokens to generate for the sample; each reads up to a whole context."""
         if not self.side_share:
             return self.sample_tokens
-        return min(self.sample_tokens, max(1, int(self.side_share * self.steps * self.batch_size)))
+        steps, rows = self.training.steps, self.training.batch_size
+        return min(self.sample_tokens, max(1, int(self.side_share * steps * rows)))
+
+    def replaced(self, **changes: Any) -> RunConfig:
+        """Return a copy with other values of fields, of this class or of its training.
+
+        Args:
+            changes: values by field name; `micro_batch`, the windows on the device at a time, stands for accumulate. It
+                stays as it is if only `batch_size` changes.
+
+        Raises:
+            ConfigError: a value is of another type or out of range, or micro_batch does not divide batch_size.
+        """
+        own = {field.name for field in dataclasses.fields(self)}
+        training = {name: changes.pop(name) for name in list(changes) if name not in own}
+        if "batch_size" in training or "micro_batch" in training:
+            batch = training.setdefault("batch_size", self.training.batch_size)
+            rows = training.pop("micro_batch", self.training.micro_batch)
+            _check_field("batch_size", batch, "int")
+            _check_field("micro_batch", rows, "int")
+            if batch % rows:
+                raise ConfigError(f"micro_batch must divide the batch of {batch}, got {rows}")
+            training["accumulate"] = batch // rows
+        if isinstance(steps := training.get("steps"), int) and steps < 1:
+            raise ConfigError(f"steps must be above 0, got {steps}")
+        if training:
+            changes["training"] = dataclasses.replace(self.training, **training)
+        return dataclasses.replace(self, **changes)
+
+    def resized(self, batch_size: int | None, micro_batch: int | None) -> RunConfig:
+        """Return a copy with other sizes of a step.
+
+        Args:
+            batch_size: None to keep it.
+            micro_batch: None for the largest divisor of the batch up to the present one.
+
+        Raises:
+            ConfigError: a size below 1; a micro_batch that does not divide the batch.
+        """
+        batch = self.training.batch_size if batch_size is None else batch_size
+        if batch < 1:
+            raise ConfigError(f"batch_size must be above 0, got {batch}")
+        if micro_batch is None:
+            most = min(batch, self.training.micro_batch)
+            micro_batch = next(count for count in range(most, 0, -1) if batch % count == 0)
+        return self.replaced(batch_size=batch, micro_batch=micro_batch)
+
+    def command(self, out: str, backend: str, more: Sequence[str] = ()) -> str:
+        """Return the command line that starts this run from the beginning; empty if its name is no preset's.
+
+        Args:
+            out: the run's folder.
+            backend: where it runs.
+            more: options of an extension.
+        """
+        if self.name not in PRESETS:
+            return ""
+        training, known = self.training, PRESETS[self.name].training
+        words = ["accelerant", "train", "--preset", self.name, "--data", *self.data, "--device", backend]
+        for name in ("steps", "batch_size", "micro_batch"):
+            if getattr(training, name) != getattr(known, name):
+                words += [f"--{name.replace('_', '-')}", str(getattr(training, name))]
+        if training.seed:
+            words += ["--seed", str(training.seed)]
+        if training.deterministic != (backend == "cpu"):
+            words.append("--deterministic" if training.deterministic else "--no-deterministic")
+        if training.recompute:
+            words.append("--recompute")
+        if training.log != "jsonl":
+            words += ["--log", training.log]
+        if training.precision != "auto":
+            words += ["--precision", training.precision]
+        return shlex.join([*words, *more, "--out", out])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the "run" entry of config.json; `from_dict` is the inverse."""
+        training = self.training
+        recipe = {name: getattr(self if hasattr(self, name) else training, name) for name in _RECIPE}
+        options = {name: getattr(training, name) for name in _OPTIONS}
+        return {"recipe": recipe, "data": list(self.data), **options, "recompute": bool(training.recompute)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> RunConfig:
+        """Read the result of `to_dict`.
+
+        Raises:
+            FormatError: a field is missing, unknown, of another type or out of range.
+        """
+        try:
+            options = dict(values)
+            recipe, data = dict(options.pop("recipe")), options.pop("data")
+            if not isinstance(data, list):
+                raise ConfigError(f"data must be a list of strings, got {data!r}")
+            recompute = options.pop("recompute", False)
+            require_type("recompute", recompute, "bool")
+            if unknown := [*(recipe.keys() - _RECIPE), *(options.keys() - _OPTIONS)]:
+                raise ConfigError(f"unknown field {min(unknown)}")
+            if missing := set(_RECIPE[:11]) - recipe.keys():
+                raise ConfigError(f"{min(missing)} is missing")
+            own = {field.name for field in dataclasses.fields(cls)} & recipe.keys()
+            run = cls(
+                training=dataclasses.replace(
+                    _GPT, steps=1, folder=f"runs/{recipe['name']}", recompute=("blocks.*",) if recompute else ()
+                ),
+                data=tuple(data),
+                **{name: recipe.pop(name) for name in own},
+            )
+            return run.replaced(**recipe, **options)
+        except (KeyError, TypeError, ValueError, ConfigError) as error:
+            raise FormatError(f"not the settings of a run: {error}") from None
 
 
-_MAY_BE_ZERO = (
-    "warmup",
-    "final_lr_ratio",
-    "weight_decay",
-    "beta1",
-    "beta2",
-    "validations",
-    "side_share",
-    "checkpoint_every_s",
-    "cpu_threads",
-)
+_RECIPE = (
+    "name", "tokenizer", "vocab_size", "context", "layers", "heads", "width", "batch_size", "micro_batch", "steps",
+    "learning_rate", "warmup", "final_lr_ratio", "weight_decay", "beta1", "beta2", "clip", "validations",
+    "validation_tokens", "sample_tokens", "side_share", "checkpoint_every_s", "cpu_threads",
+)  # fmt: skip
+_OPTIONS = ("seed", "deterministic", "log", "profile", "precision")
+"""Fields of a run's "recipe" in config.json (the first 11 without a default), and those next to it."""
 
-PRESETS: dict[str, Recipe] = {
-    "tiny": Recipe(
+_GPT = TrainConfig(final_lr_ratio=0.02, weight_decay=0.1, beta2=0.95, graph="auto", deterministic=True)
+
+PRESETS: dict[str, RunConfig] = {
+    "tiny": RunConfig(
         name="tiny",
+        training=dataclasses.replace(
+            _GPT,
+            context=64,
+            batch_size=16,
+            steps=1200,
+            learning_rate=4e-3,
+            checkpoint_every_s=30.0,  # the run takes minutes, and its checkpoint a few milliseconds
+            folder="runs/tiny",
+        ),
         tokenizer="bytes",
         vocab_size=256,
-        context=64,
         layers=2,  # wide and shallow learns most in two minutes on a CPU
         heads=4,
         width=128,
-        batch_size=16,
-        micro_batch=16,
-        steps=1200,
-        learning_rate=4e-3,
         validation_tokens=1 << 16,
-        checkpoint_every_s=30.0,  # the run takes minutes, and its checkpoint a few milliseconds
-        # A second thread gives 1.4x on an idle machine, but one that must wait for its core a few ms at each of
-        # some hundred joins makes a step 20 times longer on a busy one. And one thread gives the same bits on
-        # machines with few cores and with many.
+        # A second thread gives 1.4x on an idle machine. On a busy one, where it waits a few ms for its core at each of
+        # some hundred joins, a step takes 20 times longer. One thread also gives the same bits for any number of cores.
         cpu_threads=1,
     ),
-    "small": Recipe(
+    "small": RunConfig(
         name="small",
+        training=dataclasses.replace(
+            _GPT, context=256, batch_size=64, steps=2000, learning_rate=1e-3, folder="runs/small"
+        ),
         tokenizer="bpe",
         vocab_size=8192,
-        context=256,
         layers=6,
         heads=6,
         width=384,
-        batch_size=64,
-        micro_batch=64,
-        steps=2000,
-        learning_rate=1e-3,
         side_share=0.25,
     ),
-    "gpt2": Recipe(
+    "gpt2": RunConfig(
         name="gpt2",
+        training=dataclasses.replace(
+            _GPT, context=1024, batch_size=32, steps=2000, learning_rate=6e-4, folder="runs/gpt2"
+        ),
         tokenizer="bpe",
         vocab_size=50257,
-        context=1024,
         layers=12,
         heads=12,
         width=768,
-        batch_size=32,
-        micro_batch=32,
-        steps=2000,
-        learning_rate=6e-4,
         validation_tokens=1 << 19,
         sample_tokens=300,
         side_share=0.25,
@@ -387,8 +437,8 @@ PRESETS: dict[str, Recipe] = {
 }
 
 
-def preset(name: str) -> Recipe:
-    """The recipe called name.
+def preset(name: str) -> RunConfig:
+    """Return the preset of a name.
 
     Raises:
         ConfigError: there is none.
@@ -396,97 +446,3 @@ def preset(name: str) -> Recipe:
     if name not in PRESETS:
         raise ConfigError(f"unknown preset {name!r}; known are {', '.join(PRESETS)}")
     return PRESETS[name]
-
-
-@dataclass(frozen=True, slots=True)
-class RunConfig:
-    """A whole run, as config.json keeps it: what is needed to do it again.
-
-    Attributes:
-        recipe: the numbers; `steps` is the run's own.
-        data: ("stdlib",), or absolute paths of files and folders.
-        seed: of initial weights, batches and sample; 0 to 2**63 - 1.
-        deterministic: same seed and device give the same bits, at some cost in speed on a GPU.
-        recompute: compute the blocks' activations again in the backward pass instead of keeping them.
-        log: "jsonl", or "tensorboard" beside it.
-        profile: steps to profile; 0: none.
-        precision: as in TrainConfig.
-    """
-
-    recipe: Recipe
-    data: tuple[str, ...] = (STDLIB,)
-    seed: int = 0
-    deterministic: bool = True
-    recompute: bool = False
-    log: Log = "jsonl"
-    profile: int = 0
-    precision: Precision = "auto"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.recipe, Recipe):
-            raise ConfigError(f"recipe must be a Recipe, got {self.recipe!r}")
-        require_type("seed", self.seed, "int")
-        require_type("deterministic", self.deterministic, "bool")
-        require_type("recompute", self.recompute, "bool")
-        require_type("profile", self.profile, "int")
-        if self.profile < 0:
-            raise ConfigError(f"profile must be 0 or more, got {self.profile}")
-        if self.log not in ("jsonl", "tensorboard"):
-            raise ConfigError(f"log must be jsonl or tensorboard, got {self.log!r}")
-        if self.precision not in get_args(Precision):
-            raise ConfigError(f"precision must be {' or '.join(get_args(Precision))}, got {self.precision!r}")
-        if not isinstance(self.data, tuple) or not all(isinstance(name, str) for name in self.data):
-            raise ConfigError(f"data must be a row of texts, got {self.data!r}")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed must be 0 to 2**63 - 1, got {self.seed}")
-        if not self.data:
-            raise ConfigError("data must name stdlib or at least one path")
-        if "" in self.data:
-            raise ConfigError("data names an empty path: give stdlib, files or folders")
-
-    def command(self, out: str, backend: str, more: Sequence[str] = ()) -> str:
-        """The command line that starts this run from the beginning; empty where none does.
-
-        Args:
-            out: the run's folder.
-            backend: where it runs.
-            more: options of an extension.
-        """
-        known = PRESETS.get(self.recipe.name)
-        if known is None:
-            return ""
-        words = ["accelerant", "train", "--preset", known.name, "--data", *self.data, "--device", backend]
-        for name in ("steps", "batch_size", "micro_batch"):
-            if getattr(self.recipe, name) != getattr(known, name):
-                words += [f"--{name.replace('_', '-')}", str(getattr(self.recipe, name))]
-        if self.seed:
-            words += ["--seed", str(self.seed)]
-        if self.deterministic != (backend == "cpu"):
-            words.append("--deterministic" if self.deterministic else "--no-deterministic")
-        if self.recompute:
-            words.append("--recompute")
-        if self.log != "jsonl":
-            words += ["--log", self.log]
-        if self.precision != "auto":
-            words += ["--precision", self.precision]
-        return shlex.join([*words, *more, "--out", out])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values; `from_dict` is its inverse."""
-        return {**dataclasses.asdict(self), "data": list(self.data)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> RunConfig:
-        """Read what `to_dict` wrote.
-
-        Raises:
-            FormatError: a field is missing, unknown, of another type or out of range.
-        """
-        try:
-            data = values["data"]
-            if not isinstance(data, list):
-                raise ConfigError(f"data must be a row of texts, got {data!r}")
-            rest = {**values, "recipe": Recipe(**values["recipe"]), "data": tuple(data)}
-            return cls(**rest)
-        except (KeyError, TypeError, ConfigError) as error:
-            raise FormatError(f"not the settings of a run: {error}") from None

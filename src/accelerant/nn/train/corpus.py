@@ -35,13 +35,13 @@ from accelerant.runtime.files import decode_json, write_atomic
 __all__ = [
     "Corpus",
     "Document",
-    "Material",
+    "TokenizedText",
     "Watcher",
     "load_corpus",
     "ngram_baselines",
-    "prepare_material",
     "prepare_tokens",
     "text_files",
+    "tokenize",
     "tokenizer_hash",
     "tokenizer_path",
 ]
@@ -254,13 +254,13 @@ class Watcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Material:
+class TokenizedText:
     """Tokens in two disjoint parts, and where they came from.
 
     Attributes:
         tokenizer: between text and tokens.
         train, held_out: to learn from, and to measure with.
-        sha256: tells this material from others.
+        sha256: tells this text from others.
         description: for config.json: source, hash, sizes.
         baselines: held-out loss of a unigram and a bigram model of bytes, nats a byte.
     """
@@ -273,7 +273,7 @@ class Material:
     baselines: Callable[[], tuple[float, float]]
 
 
-def prepare_material(run: RunConfig, watcher: Watcher, *, tokenizer_from: Path | None) -> Material:
+def tokenize(run: RunConfig, watcher: Watcher, *, tokenizer_from: Path | None) -> TokenizedText:
     """Read a run's data.
 
     Args:
@@ -291,23 +291,23 @@ def prepare_material(run: RunConfig, watcher: Watcher, *, tokenizer_from: Path |
     if mapped:
         if len(paths) > 1:
             raise ConfigError(f"{mapped[0]} is a token file: name it alone")
-        material = _mapped(mapped[0], tokenizer_from)
+        text = _mapped(mapped[0], tokenizer_from)
     else:
-        material = _encoded(run, watcher, tokenizer_from)
-    require_windows(material.train, run.recipe.context, "training")
-    require_windows(material.held_out, run.recipe.context, "held-out")
-    return material
+        text = _encoded(run, watcher, tokenizer_from)
+    require_windows(text.train, run.training.context, "training")
+    require_windows(text.held_out, run.training.context, "held-out")
+    return text
 
 
-def _encoded(run: RunConfig, watcher: Watcher, tokenizer_from: Path | None) -> Material:
+def _encoded(run: RunConfig, watcher: Watcher, tokenizer_from: Path | None) -> TokenizedText:
     corpus = load_corpus(run.data)
     tokenizer: Tokenizer
-    if run.recipe.tokenizer == "bytes":
+    if run.tokenizer == "bytes":
         tokenizer = ByteTokenizer()
     elif tokenizer_from is not None:
         tokenizer = load_bpe(tokenizer_from)
     else:
-        tokenizer = train_bpe(corpus, run.recipe.vocab_size, phase=watcher.phase, watch=watcher.advance)
+        tokenizer = train_bpe(corpus, run.vocab_size, phase=watcher.phase, watch=watcher.advance)
     watcher.phase("encoding the text")
     held_out = tokenizer.encode(corpus.held_out)
     train = tokenizer.encode(corpus.train, watcher.advance)
@@ -321,7 +321,7 @@ def _encoded(run: RunConfig, watcher: Watcher, tokenizer_from: Path | None) -> M
         "held_out_bytes": corpus.held_out_bytes,
         "held_out_tokens": len(held_out),
     }
-    return Material(
+    return TokenizedText(
         tokenizer,
         train,
         held_out,
@@ -342,7 +342,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     return BYTES if text is None else hashlib.sha256(text.encode()).hexdigest()
 
 
-def _mapped(path: Path, tokenizer_from: Path | None) -> Material:
+def _mapped(path: Path, tokenizer_from: Path | None) -> TokenizedText:
     file = TokenFile(path)
     tokenizer: Tokenizer = ByteTokenizer()
     if file.info.tokenizer != BYTES:
@@ -365,7 +365,7 @@ def _mapped(path: Path, tokenizer_from: Path | None) -> Material:
         parts = [_decoded(tokenizer, tokens[:_BASELINE_TOKENS]) for tokens in (train, held_out)]
         return ngram_baselines([parts[0]], [parts[1]])
 
-    return Material(tokenizer, train, held_out, file.info.sha256, description, baselines)
+    return TokenizedText(tokenizer, train, held_out, file.info.sha256, description, baselines)
 
 
 def _decoded(tokenizer: Tokenizer, tokens: Tokens) -> Document:

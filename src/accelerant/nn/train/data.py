@@ -1,12 +1,13 @@
+# ruff: noqa: D102  Source documents the methods of its subclasses
 """Training data as batches by step: tensors, arrays, datasets, loaders and token files.
 
 The batch of a step depends on (seed, step) alone if the rows of the data are numbered, so a resumed run needs no
 position other than the step. A DataLoader has its own order: it is restarted for each epoch with random states derived
 from (seed, epoch), and a resumed run skips the batches that were used.
 
-A thread gathers batches some steps ahead. If the device is a GPU, the reading thread pins them, so that the copy to the
-device overlaps with computation. The gathering thread never calls CUDA: a call from another thread would invalidate the
-capture of a graph.
+A thread gathers batches some steps in advance. If the device is a GPU, the reading thread pins them, so that the copy
+to the device overlaps with computation. The gathering thread never calls CUDA: a call from another thread would
+invalidate the capture of a graph.
 """
 
 from __future__ import annotations
@@ -34,31 +35,39 @@ from accelerant.nn.train.environment import forked_random
 from accelerant.nn.train.tokenfile import TokenFile, Tokens
 
 __all__ = [
-    "Batch",
-    "Data",
-    "Prefetcher",
-    "Source",
-    "TokenSource",
-    "epoch_seed",
-    "even_starts",
-    "gather",
-    "halves",
-    "make_source",
-    "permutation",
-    "random_windows",
-    "require_windows",
-    "split",
-]
+    "Batch", "Data", "Prefetcher", "Source", "TokenSource", "even_starts", "gather", "halves", "make_source",
+    "permutation", "random_windows", "require_windows", "split",
+]  # fmt: skip
 
 Batch = tuple[Tensor, ...]
 """Tensors whose first dimension is the rows of a batch."""
 
+Data = Tensor | np.ndarray[Any, Any] | Sequence[Any] | Dataset[Any] | DataLoader[Any] | TokenFile | Path | str
+"""Tensors or arrays whose first dimension is the rows (several in a tuple or list), a torch Dataset or DataLoader, or a
+token file or its path."""
+
+_SAMPLED_ROWS = 256
+"""Rows of a tensor that enter its fingerprint."""
+
+
+# --- random numbers and windows --------------------------------------------------------------------------------------
+
+
+def _philox(seed: int, number: int) -> np.random.Philox:
+    # The high word: the low one counts draws, so that consecutive numbers would share them.
+    return np.random.Philox(key=seed, counter=np.array([0, 0, 0, number], np.uint64))
+
+
+def permutation(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+    """Return an epoch's order of `count` rows: the ranks of raw draws of Philox, the same in every NumPy version."""
+    return np.argsort(_philox(seed, epoch).random_raw(count), kind="stable").astype(np.int64, copy=False)
+
 
 def require_windows(tokens: Tokens, context: int, part: str) -> None:
-    """Check that tokens hold at least one window of context tokens and the token after it.
+    """Check that there are enough tokens for a window and the token after it.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: there are fewer than context + 1.
     """
     if len(tokens) < context + 1:
         raise ConfigError(
@@ -67,13 +76,8 @@ def require_windows(tokens: Tokens, context: int, part: str) -> None:
         )
 
 
-def _philox(seed: int, number: int) -> np.random.Philox:
-    # The high word: the low one counts draws, and neighbouring numbers would share them.
-    return np.random.Philox(key=seed, counter=np.array([0, 0, 0, number], np.uint64))
-
-
 def random_windows(tokens: Tokens, *, seed: int, step: int, count: int, context: int) -> NDArray[np.int64]:
-    """The windows of one step, each from a position drawn by the counter-based generator Philox.
+    """Return the windows of one step, whose positions are drawn by the counter-based generator Philox.
 
     Args:
         tokens: at least context + 1.
@@ -88,35 +92,38 @@ def random_windows(tokens: Tokens, *, seed: int, step: int, count: int, context:
 
 
 def even_starts(tokens: Tokens, *, count: int, context: int) -> NDArray[np.int64]:
-    """Where up to count windows without overlap begin, spread evenly over the tokens."""
+    """Return where up to `count` disjoint windows begin, spread evenly over the tokens."""
     fitting = (len(tokens) - 1) // context
     starts: NDArray[np.int64] = np.linspace(0, fitting - 1, min(count, fitting)).round().astype(np.int64)
     return np.unique(starts) * context
 
 
-def permutation(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
-    """The order of an epoch: the numbers below count, by the rank of raw draws of Philox, the same in each NumPy."""
-    return np.argsort(_philox(seed, epoch).random_raw(count), kind="stable").astype(np.int64, copy=False)
-
-
-def epoch_seed(seed: int, epoch: int) -> int:
-    """A seed for what draws by itself in an epoch; below 2**63."""
-    return int(_philox(seed, epoch).random_raw()) >> 1
-
-
 def gather(tokens: Tokens, starts: NDArray[np.int64], context: int) -> NDArray[np.int64]:
-    """The windows that begin at starts; (n, context + 1)."""
+    """Return the windows that begin at `starts` (n,): (n, context + 1)."""
     windows: NDArray[np.int64] = tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
     return windows
 
 
+def halves(windows: NDArray[np.int64]) -> Batch:
+    """Return the inputs and the targets of windows, (count, context) each, contiguous."""
+    rows = torch.from_numpy(windows)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def split(parts: Sequence[Batch], micro_batch: int | None) -> list[Batch]:
+    """Split the parts of a step into batches of micro_batch rows; None leaves them as they are."""
+    if micro_batch is None:
+        return list(parts)
+    return [rows for part in parts for rows in zip(*(tensor.split(micro_batch) for tensor in part), strict=True)]
+
+
 class Prefetcher:
-    """Steps' batches, made ahead by a thread; a context manager that ends the thread.
+    """Gathers the batches of steps in a thread; a context manager that ends the thread.
 
     Args:
-        make: the batch of a step, on the CPU.
-        steps: which.
-        pin: whether the reader gets them in pinned memory.
+        make: returns the batch of a step, on the CPU.
+        steps: the steps, in order.
+        pin: whether the reader gets the batches in pinned memory.
     """
 
     def __init__(self, make: Callable[[int], Batch], steps: range, *, pin: bool) -> None:
@@ -136,7 +143,7 @@ class Prefetcher:
         self._thread.join()
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batch of each step in turn."""
+        """Iterate the batches of the steps."""
         for _ in self._steps:
             item = self._ready.get()
             if isinstance(item, BaseException):
@@ -148,7 +155,7 @@ class Prefetcher:
             for step in self._steps:
                 if not self._put(self._make(step)):
                     return
-        except BaseException as error:  # noqa: BLE001  handed to the reader, who raises it
+        except BaseException as error:  # noqa: BLE001  the reader raises it
             self._put(error)
 
     def _put(self, item: Batch | BaseException) -> bool:
@@ -161,23 +168,17 @@ class Prefetcher:
         return False
 
 
-def halves(windows: NDArray[np.int64]) -> Batch:
-    """Inputs and targets of windows: (count, context) each, contiguous."""
-    rows = torch.from_numpy(windows)
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
 # --- sources ---------------------------------------------------------------------------------------------------------
 
 
 class Source(ABC):
-    """Batches by step.
+    """Data as batches by step.
 
     Attributes:
-        unit: what `per_step` counts.
+        unit: of `per_step`.
         per_step: samples or tokens in a step.
-        micro_batch: rows at once: the parts of a step are split to it; None: they are as they should be.
-        fixed: whether each step's parts have the same shapes.
+        micro_batch: rows of the batches that the parts of a step are split into; None if they are not split.
+        fixed: whether the parts of every step have the same shapes.
     """
 
     unit: Literal["samples", "tokens"] = "samples"
@@ -187,51 +188,41 @@ class Source(ABC):
 
     @abstractmethod
     def steps(self, epochs: float) -> int:
-        """How many steps so many passes take."""
+        """Return the number of steps in so many passes over the data."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Tells data from other data, well enough to refuse resuming with others."""
+        """Return a string that differs for other data, so that a run does not resume with them."""
 
     @abstractmethod
     def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
-        """The parts of each step in turn; closing the generator ends what it started.
+        """Iterate the parts of each step; closing the generator releases its resources.
 
         Args:
-            steps: which.
-            position: as `position` gave it after the step before; empty at the beginning.
-            pin: whether to make them ahead, and give them in pinned memory.
+            steps: consecutive steps.
+            position: the result of `position` after the preceding step; empty for the first.
+            pin: whether to prefetch, and to return pinned memory.
         """
 
     def position(self) -> dict[str, int]:
-        """What a resumed run needs beside the step."""
+        """Return what a resumed run needs in addition to the step."""
         return {}
 
     @abstractmethod
     def in_order(self, rows: int) -> Generator[Batch]:
-        """All data once, for evaluation, so many rows at once; the last may be fewer. Close it: it may hold workers."""
+        """Iterate all data once in batches of `rows`, the last perhaps smaller; close it, since it may hold workers."""
 
     @abstractmethod
     def rows(self) -> int | None:
-        """How many rows `in_order` gives; None where that is not known before."""
+        """Return the number of rows of `in_order`; None if it is unknown."""
 
     @abstractmethod
     def example(self) -> Batch:
-        """One part of a step, to read shapes from."""
+        """Return one batch, for its shapes."""
 
 
-# --- kinds of data ---------------------------------------------------------------------------------------------------
-
-
-Data = Tensor | np.ndarray[Any, Any] | Sequence[Any] | Dataset[Any] | DataLoader[Any] | TokenFile | Path | str
-"""Tensors or arrays whose first dimension is the rows (several in a tuple or list), a torch Dataset or DataLoader, or a
-token file or its path."""
-
-_SAMPLED_ROWS = 256  # of a tensor, for its fingerprint
-
-
-class _Rows(Source):
-    """Rows with numbers: epochs are permutations, laid end to end and cut into steps of batch_size."""
+class _RowSource(Source):
+    """Numbered rows: permutations of the rows, one per epoch, are concatenated and cut into steps of batch_size."""
 
     def __init__(self, count: int, config: TrainConfig) -> None:
         if count < 1:
@@ -240,36 +231,31 @@ class _Rows(Source):
         self._seed = config.seed
         self.per_step = config.batch_size
         self.micro_batch = config.micro_batch
-        self._orders: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
+        self._orders: dict[int, NDArray[np.int64]] = {}
 
     def steps(self, epochs: float) -> int:
-        """How many steps so many passes take."""
         return max(1, math.ceil(epochs * self._count / self.per_step))
 
     def rows(self) -> int | None:
-        """How many rows `in_order` gives."""
         return self._count
 
-    def numbers(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The rows of a step; one that reaches over the end of an epoch goes on with the next."""
+    def numbers(self, step: int) -> NDArray[np.int64]:
+        """Return the numbers of a step's rows; a step that exceeds its epoch continues with the next."""
         start, end = step * self.per_step, (step + 1) * self.per_step
         parts = []
         while start < end:
-            epoch, place = divmod(start, self._count)
-            taken = min(end - start, self._count - place)
-            parts.append(self._order(epoch)[place : place + taken])
-            start += taken
+            epoch, offset = divmod(start, self._count)
+            count = min(end - start, self._count - offset)
+            if epoch not in self._orders:
+                self._orders = {number: order for number, order in self._orders.items() if number == epoch - 1}
+                self._orders[epoch] = permutation(self._seed, epoch, self._count)
+            parts.append(self._orders[epoch][offset : offset + count])
+            start += count
         return np.concatenate(parts)
 
-    def _order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        if epoch not in self._orders:
-            self._orders = {number: order for number, order in self._orders.items() if number == epoch - 1}
-            self._orders[epoch] = permutation(self._seed, epoch, self._count)
-        return self._orders[epoch]
 
-
-class _TensorSource(_Rows):
-    """Tensors of as many rows each."""
+class _TensorSource(_RowSource):
+    """Tensors with the same number of rows."""
 
     def __init__(self, tensors: Batch, config: TrainConfig) -> None:
         rows = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
@@ -280,7 +266,6 @@ class _TensorSource(_Rows):
         self._tensors = tensors
 
     def fingerprint(self) -> str:
-        """Tells these data from others."""
         digest = hashlib.sha256()
         for tensor in self._tensors:
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -290,21 +275,18 @@ class _TensorSource(_Rows):
         return digest.hexdigest()
 
     def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
-        """The parts of each step in turn."""
         if pin and all(tensor.device.type == "cpu" for tensor in self._tensors):
-            with Prefetcher(self._batch, steps, pin=True) as ahead:
-                for batch in ahead:
+            with Prefetcher(self._batch, steps, pin=True) as prefetched:
+                for batch in prefetched:
                     yield [batch]
         else:
             for step in steps:
                 yield [self._batch(step)]
 
     def in_order(self, rows: int) -> Generator[Batch]:
-        """All data once."""
         yield from zip(*(tensor.split(rows) for tensor in self._tensors), strict=True)
 
     def example(self) -> Batch:
-        """One part of a step."""
         return tuple(tensor[: self.micro_batch] for tensor in self._tensors)
 
     def _batch(self, step: int) -> Batch:
@@ -312,30 +294,26 @@ class _TensorSource(_Rows):
         return tuple(tensor.index_select(0, numbers.to(tensor.device)) for tensor in self._tensors)
 
 
-class _DatasetSource(_Rows):
-    """A torch Dataset with a length; its items are fetched by the main thread, since they may draw random numbers."""
+class _DatasetSource(_RowSource):
+    """A torch Dataset with a length. The main thread fetches its items, since they may draw random numbers."""
 
     def __init__(self, dataset: Dataset[Any], config: TrainConfig) -> None:
         super().__init__(len(dataset), config)  # type: ignore[arg-type]  # torch leaves __len__ out of Dataset
         self._dataset = dataset
 
     def fingerprint(self) -> str:
-        """Tells these data from others."""
         return f"{type(self._dataset).__qualname__} of {self._count}"
 
     def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
-        """The parts of each step in turn."""
         for step in steps:
             yield [_pinned(self._collated(self.numbers(step)), pin)]
 
     def in_order(self, rows: int) -> Generator[Batch]:
-        """All data once."""
-        with forked_random(self._seed):  # what items draw here changes no training, and each evaluation draws the same
+        with forked_random(self._seed):  # evaluations draw the same numbers each time, and do not change the training
             for start in range(0, self._count, rows):
                 yield self._collated(range(start, min(start + rows, self._count)))
 
     def example(self) -> Batch:
-        """One part of a step."""
         with forked_random():
             return self._collated(range(min(self._count, self.micro_batch or self._count)))
 
@@ -344,7 +322,7 @@ class _DatasetSource(_Rows):
 
 
 class _LoaderSource(Source):
-    """A DataLoader: each of its batches is a part of a step, `accumulate` of them make one."""
+    """A DataLoader: each of its batches is a part of a step, and a step has `accumulate` parts."""
 
     fixed = False
 
@@ -357,7 +335,6 @@ class _LoaderSource(Source):
         self._position = {"epoch": 0, "used": 0}
 
     def steps(self, epochs: float) -> int:
-        """How many steps so many passes take."""
         try:
             length = len(self._loader)
         except TypeError:
@@ -365,17 +342,15 @@ class _LoaderSource(Source):
         return max(1, math.ceil(epochs * length / self._parts))
 
     def fingerprint(self) -> str:
-        """Tells these data from others."""
-        dataset = self._loader.dataset
-        size = len(dataset) if hasattr(dataset, "__len__") else "unknown length"
-        return f"{type(dataset).__qualname__} of {size} in batches of {self._loader.batch_size}, {self._parts} a step"
+        size = self.rows()
+        kind = f"{type(self._loader.dataset).__qualname__} of {'unknown length' if size is None else size}"
+        return f"{kind} in batches of {self._loader.batch_size}, {self._parts} a step"
 
     def position(self) -> dict[str, int]:
-        """The epoch, and the batches of it that were used."""
+        """Return the epoch, and the number of its batches that were used."""
         return dict(self._position)
 
     def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
-        """The parts of each step in turn."""
         stream = self._stream(position)
         for _ in steps:
             parts = []
@@ -385,27 +360,25 @@ class _LoaderSource(Source):
             yield parts
 
     def in_order(self, rows: int) -> Generator[Batch]:
-        """All data once."""
         with forked_random(self._seed):
             for batch in self._loader:
                 yield _as_batch(batch)
 
     def rows(self) -> int | None:
-        """How many rows `in_order` gives."""
         dataset = self._loader.dataset
         return len(dataset) if hasattr(dataset, "__len__") else None
 
     def example(self) -> Batch:
-        """One part of a step."""
         return next(self.in_order(1))
 
     def _stream(self, position: dict[str, int]) -> Iterator[tuple[Batch, dict[str, int]]]:
+        """Iterate the batches of all epochs from a position on, each with the position after it."""
         epoch, skipped = position.get("epoch", 0), position.get("used", 0)
         while True:
             used = 0
             batches = self._epoch(epoch)
             if skipped:
-                with forked_random():  # what a dataset draws for them was drawn before the checkpoint
+                with forked_random():  # the skipped batches drew their random numbers before the checkpoint
                     used = sum(1 for _ in itertools.islice(batches, skipped))
             for batch in batches:
                 used += 1
@@ -415,8 +388,8 @@ class _LoaderSource(Source):
             epoch, skipped = epoch + 1, 0
 
     def _epoch(self, epoch: int) -> Iterator[Any]:
-        """The batches of an epoch, in an order drawn from (seed, epoch)."""
-        seed = epoch_seed(self._seed, epoch)
+        """Iterate the batches of an epoch, in an order drawn from (seed, epoch)."""
+        seed = int(_philox(self._seed, epoch).random_raw()) >> 1  # below 2**63
         for part in (self._loader.sampler, self._loader.batch_sampler):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
@@ -433,14 +406,14 @@ class _LoaderSource(Source):
 
 
 class TokenSource(Source):
-    """Windows of a row of tokens, at random places.
+    """Windows of tokens, at random positions.
 
     Args:
         tokens: in memory, or mapped from a file.
-        config: batch_size, accumulate, context and seed count.
-        fingerprint: tells these tokens from others.
-        part: their name, for messages.
-        evaluation_tokens: how many to read in an evaluation; 0 for all.
+        config: its batch_size, accumulate, context and seed are used.
+        fingerprint: differs for other tokens.
+        part: the tokens' name, for messages.
+        evaluation_tokens: number of tokens to read in an evaluation; 0 for all.
     """
 
     unit = "tokens"
@@ -458,60 +431,53 @@ class TokenSource(Source):
         self._tokens = tokens
         self._fingerprint = fingerprint
         self._config = config
-        self._evaluated = (evaluation_tokens or len(tokens)) // config.context
+        self._evaluated = max(1, (evaluation_tokens or len(tokens)) // config.context)
         self.per_step = config.batch_size * config.context
         self.micro_batch = config.micro_batch
 
     def steps(self, epochs: float) -> int:
-        """How many steps so many passes take."""
         return max(1, math.ceil(epochs * len(self._tokens) / self.per_step))
 
     def fingerprint(self) -> str:
-        """Tells these data from others."""
         return self._fingerprint
 
     def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
-        """The parts of each step in turn."""
-        with Prefetcher(self._batch, steps, pin=pin) as ahead:
-            for batch in ahead:
+        with Prefetcher(self._batch, steps, pin=pin) as prefetched:
+            for batch in prefetched:
                 yield [batch]
 
     def in_order(self, rows: int) -> Generator[Batch]:
-        """All data once."""
-        context = self._config.context
+        """Iterate disjoint windows, spread evenly over the tokens if an evaluation does not read all of them."""
         starts = self._starts()
         for start in range(0, len(starts), rows):
-            yield halves(gather(self._tokens, starts[start : start + rows], context))
+            yield halves(gather(self._tokens, starts[start : start + rows], self._config.context))
 
     def rows(self) -> int | None:
-        """How many rows `in_order` gives."""
         return len(self._starts())
 
     def example(self) -> Batch:
-        """One part of a step."""
         starts = np.zeros(self._config.micro_batch, np.int64)
         return halves(gather(self._tokens, starts, self._config.context))
 
-    def _starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return even_starts(self._tokens, count=max(1, self._evaluated), context=self._config.context)
+    def _starts(self) -> NDArray[np.int64]:
+        return even_starts(self._tokens, count=self._evaluated, context=self._config.context)
 
     def _batch(self, step: int) -> Batch:
         config = self._config
-        rows = random_windows(
-            self._tokens, seed=config.seed, step=step, count=config.batch_size, context=config.context
+        return halves(
+            random_windows(self._tokens, seed=config.seed, step=step, count=config.batch_size, context=config.context)
         )
-        return halves(rows)
 
 
 def make_source(data: Data, targets: Data | None, config: TrainConfig) -> Source:
-    """The source of whatever a user gave.
+    """Return the source of a user's data.
 
     Args:
         data, targets: as for `Trainer.fit`.
-        config: batch_size, accumulate, context and seed count.
+        config: its batch_size, accumulate, context and seed are used.
 
     Raises:
-        ConfigError: of a kind that is not served, or targets beside data that have their own.
+        ConfigError: an unsupported kind of data, or targets given with data that contain them.
         ShapeError: different numbers of rows.
         FormatError: a path to something that is no token file.
     """
@@ -531,9 +497,9 @@ def make_source(data: Data, targets: Data | None, config: TrainConfig) -> Source
 
 
 def _tensors(data: Any, name: str) -> Batch:
-    """One or several tensors of tensors, arrays, or lists of numbers."""
-    if isinstance(data, tuple | list) and data and all(isinstance(each, Tensor | np.ndarray) for each in data):
-        return tuple(_tensor(each, name) for each in data)
+    """Return the tensors of a tensor, array or list of numbers, or of several in a tuple or list."""
+    if isinstance(data, tuple | list) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
+        return tuple(_tensor(part, name) for part in data)
     return (_tensor(data, name),)
 
 
@@ -543,35 +509,28 @@ def _tensor(data: Any, name: str) -> Tensor:
     try:
         array = np.asarray(data)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of a map that cannot be written: nothing writes here
-            return _narrow(torch.from_numpy(array))
+            warnings.simplefilter("ignore", UserWarning)  # about a read-only map: nothing writes to it here
+            return _default_precision(torch.from_numpy(array))
     except (TypeError, ValueError, RuntimeError) as error:
-        wanted = "tensors, arrays, a Dataset, a DataLoader or a token file"
-        raise ConfigError(f"{name} must be {wanted}; got {type(data).__name__}: {error}") from None
+        kinds = "tensors, arrays, a Dataset, a DataLoader or a token file"
+        raise ConfigError(f"{name} must be {kinds}; got {type(data).__name__}: {error}") from None
 
 
-def _narrow(tensor: Tensor) -> Tensor:
-    """Python's and NumPy's double precision in torch's default dtype, which parameters are of."""
+def _default_precision(tensor: Tensor) -> Tensor:
+    """Return float64, in which Python and NumPy compute, as torch's default dtype, which parameters have."""
     return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
 
 
 def _as_batch(items: Any) -> Batch:
-    """What a collate function gave, as a tuple of tensors."""
+    """Return the result of a collate function as a tuple of tensors."""
     if isinstance(items, Tensor):
         return (items,)
-    if isinstance(items, tuple | list) and all(isinstance(each, Tensor) for each in items):
-        return tuple(map(_narrow, items))
+    if isinstance(items, tuple | list) and all(isinstance(item, Tensor) for item in items):
+        return tuple(map(_default_precision, items))
     raise UnsupportedCase(
         f"a batch must be tensors in a tuple or list, got {type(items).__name__}: give the loader a collate_fn"
     )
 
 
 def _pinned(batch: Batch, pin: bool) -> Batch:
-    return tuple(each.pin_memory() if each.device.type == "cpu" else each for each in batch) if pin else batch
-
-
-def split(parts: Sequence[Batch], micro_batch: int | None) -> list[Batch]:
-    """The parts of a step, each of micro_batch rows."""
-    if micro_batch is None:
-        return list(parts)
-    return [rows for part in parts for rows in zip(*(each.split(micro_batch) for each in part), strict=True)]
+    return tuple(x.pin_memory() if x.device.type == "cpu" else x for x in batch) if pin else batch

@@ -395,7 +395,7 @@ class Block(torch.autograd.Function):
             g, dn2, dc2, sums = _norm_gradients(
                 dy2.view_as(s2), ds, s2, norm_2, t2, spec.eps[1], needs[6:8], last, examples
             )
-        linear_dx = torch.mm if isinstance(weights[0], Tensor) else op.linear_dx
+        linear_dx: Callable[..., Tensor] = torch.mm if isinstance(weights[0], Tensor) else op.linear_dx
         rows, o_rows = g.reshape(-1, W), o.transpose(1, 2).reshape(-1, W)
         dprojection = _linear_gradients(rows, o_rows, params[4], params[5], needs[4:6], examples, sums)
         do = _split_heads(linear_dx(rows, weights[1]), qkv)

@@ -1,16 +1,14 @@
 """Private steps on a GPU: the update of microbatches of one, bfloat16, noise of the right size."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
 from loops import clipped_sums, mlp, parameters, points, private, tiny_gpt
-from test_train_private import RECIPE, Watcher, settings
+from test_train_private import MICRO, Watcher, settings
 from torch.nn import functional as F
 
 from accelerant.nn.optim import SGD, AdamW
-from accelerant.nn.train.config import RunConfig
 from accelerant.nn.train.job import run_training
 from accelerant.privacy import dp
 from accelerant.privacy.dp.training.run import PrivateRun
@@ -110,9 +108,8 @@ def test_the_main_job(tmp_path):
     pytest.importorskip("dp_accounting", reason="the job states an epsilon, for which it wants the extra privacy")
     text = tmp_path / "text.txt"
     text.write_text("".join(f"the {n}th line of some text, for learning\n" for n in range(400)))
-    recipe = dataclasses.replace(RECIPE, steps=12, batch_size=8, micro_batch=4, width=32)
     extension = PrivateRun(settings(tmp_path / "out"))
-    run = RunConfig(recipe, data=(str(text),))
+    run = MICRO.replaced(data=(str(text),), steps=12, batch_size=8, micro_batch=4, width=32)
     device = torch.device("cuda")
     summary = run_training(run, tmp_path / "out", device, progress=Watcher(), ledger=dict, extension=extension).summary
     assert summary["steps"] == 12

@@ -125,11 +125,11 @@ class PrivateRun(Extension):
         Raises:
             ConfigError: fp8, recomputation, or a tokenizer that would be trained on the text.
         """
-        if run.precision == "fp8":
+        if run.training.precision == "fp8":
             raise ConfigError("--private does not go with --precision fp8: per-example gradients are taken in bfloat16")
-        if run.recompute:
+        if run.training.recompute:
             raise ConfigError("--private does not go with --recompute: lower --micro-batch to save memory")
-        if run.recipe.tokenizer == "bpe" and not any(is_token_file(Path(name)) for name in run.data):
+        if run.tokenizer == "bpe" and not any(is_token_file(Path(name)) for name in run.data):
             raise ConfigError(
                 "a tokenizer trained on the text reveals some of it, and epsilon would not cover that: make a token "
                 "file with a tokenizer from elsewhere (accelerant data prepare --tokenizer PATH) and give it as --data"
@@ -188,7 +188,7 @@ class PrivateRun(Extension):
         self._marked = frozenset(round(config.steps * k / _CURVE_POINTS) for k in range(1, _CURVE_POINTS + 1))
         self._delta_remark = self._private.remark_on_delta(source.windows)
         if self._delta_remark:
-            trainer.tell("note", self._delta_remark)
+            trainer.notify("note", self._delta_remark)
         trainer.optimizer.defaults["max_grad_norm"] = math.inf  # so that the step computes the norm of the noisy mean
         return _TrainerStep(trainer, self._private, source, self._stepped)
 
