@@ -109,7 +109,7 @@ def test_a_long_text_in_pieces_gives_the_tokens_of_the_whole(cache, monkeypatch)
     with override(cache_dir=cache / "other"):
         phases = []
         assert train_bpe(corpus, 300, phase=phases.append).to_json() == whole.to_json()
-    assert phases == ["training the tokenizer (kept for the next run)", "choosing up to 300 tokens"]
+    assert phases == ["training the tokenizer (cached for the next run)", "choosing up to 300 tokens"]
 
 
 ALPHABET = [

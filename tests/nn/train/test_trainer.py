@@ -485,7 +485,7 @@ def test_the_best_parameters_are_kept(tmp_path, folder):
 
 
 def test_patience_without_held_out_data_is_refused():
-    with pytest.raises(ConfigError, match="patience and keep_best go by held-out data: give validation"):
+    with pytest.raises(ConfigError, match="patience and keep_best need held-out data: give validation"):
         fit(made(), *spiral(8, 0), with_(patience=2))
 
 
@@ -562,7 +562,7 @@ def test_a_folder_has_the_log_and_is_not_overwritten(tmp_path):
     assert json.loads((folder / "history.json").read_text())["steps"] == 12
     assert TrainConfig.from_dict(json.loads((folder / "train.json").read_text())) == config
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(ConfigError, match="holds a training: give resume=True to go on, or another folder"):
+    with pytest.raises(ConfigError, match="holds a training: give resume=True to continue it, or another folder"):
         fit(made(), *spiral(20, 0), config)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 

@@ -11,7 +11,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,28 +33,19 @@ from accelerant.nn.train.tokenizer import (
 from accelerant.runtime.files import decode_json, write_atomic
 
 __all__ = [
-    "Corpus",
-    "Document",
-    "TokenizedText",
-    "Watcher",
-    "load_corpus",
-    "ngram_baselines",
-    "prepare_tokens",
-    "text_files",
-    "tokenize",
-    "tokenizer_hash",
-    "tokenizer_path",
-]
+    "Corpus", "Document", "TokenizedText", "Watcher", "load_corpus", "ngram_baselines", "prepare_tokens",
+    "text_files", "tokenize", "tokenizer_hash", "tokenizer_path",
+]  # fmt: skip
 
 _HELD_OUT = 0.05  # of the bytes, when whole files are held out
 _HELD_OUT_TAIL = 0.10  # of the text, when its end is
-_ENOUGH_FILES = 20
+_MIN_FILES = 20  # for holding out whole files
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One file's name, with forward slashes, and content."""
+    """A text: its name, with forward slashes, and its bytes."""
 
     name: str
     data: bytes
@@ -65,9 +56,9 @@ class Corpus:
     """A text in two disjoint parts.
 
     Attributes:
-        source: where it comes from, for people.
-        train: documents to learn from.
-        held_out: documents to measure with.
+        source: its origin, for people.
+        train: documents to train on.
+        held_out: documents to evaluate on.
         sha256: of all names and contents, in hexadecimal.
     """
 
@@ -78,12 +69,12 @@ class Corpus:
 
     @property
     def train_bytes(self) -> int:
-        """Size of the part to learn from."""
+        """Size of the training part."""
         return sum(len(document.data) for document in self.train)
 
     @property
     def held_out_bytes(self) -> int:
-        """Size of the part to measure with."""
+        """Size of the held-out part."""
         return sum(len(document.data) for document in self.held_out)
 
 
@@ -91,12 +82,12 @@ def load_corpus(data: Sequence[str]) -> Corpus:
     """Read a corpus.
 
     Args:
-        data: ("stdlib",) for the source of the running Python's standard library, or paths. A folder stands
-            for the text files in it, hidden ones left out. A file that is named twice is read once: its end could
-            not be held out otherwise.
+        data: ("stdlib",) for the source code of the running Python's standard library, or paths. A folder means the
+            text files in it, except hidden ones. A file that is named twice is read once: otherwise its end could not
+            be held out.
 
     Raises:
-        ConfigError: a path is not there or cannot be read, or there is no text.
+        ConfigError: a path does not exist or cannot be read, or there is no text.
     """
     if list(data) == [STDLIB]:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -111,38 +102,42 @@ def load_corpus(data: Sequence[str]) -> Corpus:
     documents = [document for document in documents if document.data]
     if not documents:
         raise ConfigError(f"no text in {source}: give --data a file or folder with text")
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(f"{len(document.name)} {document.name} {len(document.data)} ".encode())
+        digest.update(document.data)
     train, held_out = _split(documents)
-    return Corpus(source, tuple(train), tuple(held_out), _digest(documents))
+    return Corpus(source, tuple(train), tuple(held_out), digest.hexdigest())
+
+
+def text_files(data: Sequence[str]) -> list[Path]:
+    """Return the files that paths stand for, each once; a folder stands for its text files.
+
+    Raises:
+        ConfigError: a path does not exist or cannot be read.
+    """
+    seen: set[str] = set()
+    files: list[Path] = []
+    for name in data:
+        path = Path(name)
+        if not path.exists():
+            raise ConfigError(f"no file or folder {name!r}: name a path that exists")
+        for file in _files(path) if path.is_dir() else [path]:
+            real = os.path.realpath(file)
+            if real not in seen and (file == path or not _is_binary(file)):
+                seen.add(real)
+                files.append(file)
+    return files
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """Regular files below root in the order of their names; links to folders are not followed."""
+    """Iterate the regular files below a folder in the order of their names; links to folders are not followed."""
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("."))
         for name in sorted(names):
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():
                 yield path
-
-
-def text_files(data: Sequence[str]) -> list[Path]:
-    """The files that paths stand for, each once, without reading them whole; a folder stands for its text files.
-
-    Raises:
-        ConfigError: a path is not there or cannot be read.
-    """
-    seen: set[str] = set()
-    found: list[Path] = []
-    for name in data:
-        path = Path(name)
-        if not path.exists():
-            raise ConfigError(f"no file or folder {name!r}: name a path that is there")
-        for file in _files(path) if path.is_dir() else [path]:
-            real = os.path.realpath(file)
-            if real not in seen and (file == path or not _is_binary(file)):
-                seen.add(real)
-                found.append(file)
-    return found
 
 
 def _is_binary(path: Path) -> bool:
@@ -161,7 +156,7 @@ def _read(path: Path, name: str) -> Document:
 
 
 def _documents(path: Path, seen: set[str]) -> Iterator[Document]:
-    """A file, or those of a folder, without those in `seen`; adds them to it."""
+    """Iterate a file, or those of a folder, except those in `seen`, to which they are added."""
     if path.is_dir():
         for file in _files(path):
             real = os.path.realpath(file)
@@ -177,23 +172,16 @@ def _documents(path: Path, seen: set[str]) -> Iterator[Document]:
             seen.add(real)
             yield _read(path, path.name)
     else:
-        raise ConfigError(f"no file or folder {str(path)!r}: give --data stdlib or a path that is there")
-
-
-def _digest(documents: Sequence[Document]) -> str:
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(f"{len(document.name)} {document.name} {len(document.data)} ".encode())
-        digest.update(document.data)
-    return digest.hexdigest()
+        raise ConfigError(f"no file or folder {str(path)!r}: give --data stdlib or a path that exists")
 
 
 def _split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
     """Hold out files in the order of their names' hashes, up to 5% of the bytes; or the last tenth of the text."""
     total = sum(len(document.data) for document in documents)
-    if len(documents) >= _ENOUGH_FILES:
+    if len(documents) >= _MIN_FILES:
+        ranks = [hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest() for document in documents]
         chosen, size = set(), 0
-        for index in sorted(range(len(documents)), key=lambda i: (_rank(documents[i].name), i)):
+        for index in sorted(range(len(documents)), key=lambda i: (ranks[i], i)):
             if size + len(documents[index].data) <= _HELD_OUT * total:
                 chosen.add(index)
                 size += len(documents[index].data)
@@ -207,62 +195,59 @@ def _split(documents: Sequence[Document]) -> tuple[list[Document], list[Document
     return [Document("beginning", text[:cut])], [Document("end", text[cut:])]
 
 
-def _rank(name: str) -> bytes:
-    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-
-
 def ngram_baselines(train: Sequence[Document], held_out: Sequence[Document]) -> tuple[float, float]:
-    """Held-out loss of a unigram and a bigram model of bytes, in nats a byte.
+    """Return the held-out loss of a unigram and a bigram model of bytes, in nats per byte.
 
     unigram p(b) = (n(b) + 1) / (n + 256);  bigram p(b | a) = (n(ab) + p(b)) / (n(a) + 1)
 
     Args:
-        train: what to count in.
-        held_out: what to score, not empty.
+        train: the text whose bytes are counted.
+        held_out: the text to score, not empty.
     """
-    seen = np.frombuffer(b"\n".join(document.data for document in train), np.uint8)
+
+    def pairs(text: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
+        return text[:-1].astype(np.uint16) * np.uint16(256) + text[1:]
+
+    counted = np.frombuffer(b"\n".join(document.data for document in train), np.uint8)
     text = np.frombuffer(b"\n".join(document.data for document in held_out), np.uint8)
-    count = np.bincount(seen, minlength=256).astype(np.float64)
+    count = np.bincount(counted, minlength=256).astype(np.float64)
     unigram = (count + 1) / (count.sum() + 256)
-    pairs = np.bincount(_pairs(seen), minlength=65536).reshape(256, 256).astype(np.float64)
-    bigram = (pairs + unigram) / (pairs.sum(axis=1, keepdims=True) + 1)
+    pair_count = np.bincount(pairs(counted), minlength=65536).reshape(256, 256).astype(np.float64)
+    bigram = (pair_count + unigram) / (pair_count.sum(axis=1, keepdims=True) + 1)
     unigram_loss = float(-np.log(unigram)[text].mean())
-    bigram_loss = float(-np.log(bigram).reshape(-1)[_pairs(text)].mean()) if len(text) > 1 else unigram_loss
+    bigram_loss = float(-np.log(bigram).reshape(-1)[pairs(text)].mean()) if len(text) > 1 else unigram_loss
     return unigram_loss, bigram_loss
-
-
-def _pairs(text: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
-    return text[:-1].astype(np.uint16) * np.uint16(256) + text[1:]
 
 
 # --- tokens to train on ----------------------------------------------------------------------------------------------
 
 
-_HELD_OUT_SHARE = 20  # one part in so many, of a token file's end
-_HELD_OUT_TOKENS = 1 << 24
+_HELD_OUT_TOKENS = 20, 1 << 24
+"""Held out of a token file: one token in 20, from its end, and at most so many."""
+
 _BASELINE_TOKENS = 1 << 22  # of a token file: n-grams of more bytes hardly change
 
 
 class Watcher(Protocol):
-    """Who watches the preparation."""
+    """Receives the progress of reading and tokenizing."""
 
     def phase(self, text: str) -> None:
         """Something that takes a while begins."""
 
     def advance(self, share: float, text: str = "") -> None:
-        """So much of the phase is done, 0 to 1."""
+        """The phase is done to this share, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    """Tokens in two disjoint parts, and where they came from.
+    """The tokens of a text in two disjoint parts, and their origin.
 
     Attributes:
-        tokenizer: between text and tokens.
-        train, held_out: to learn from, and to measure with.
-        sha256: tells this text from others.
+        tokenizer: converts between text and tokens.
+        train, held_out: to train and to evaluate on.
+        sha256: of the text or the token file.
         description: for config.json: source, hash, sizes.
-        baselines: held-out loss of a unigram and a bigram model of bytes, nats a byte.
+        baselines: returns the held-out loss of a unigram and a bigram model of bytes, in nats per byte.
     """
 
     tokenizer: Tokenizer
@@ -274,24 +259,24 @@ class TokenizedText:
 
 
 def tokenize(run: RunConfig, watcher: Watcher, *, tokenizer_from: Path | None) -> TokenizedText:
-    """Read a run's data.
+    """Read a run's text and tokenize it, or map its token file.
 
     Args:
-        run: names them.
-        watcher: is told what takes long.
+        run: names the data and the tokenizer.
+        watcher: receives the progress.
         tokenizer_from: a tokenizer.json to use instead of training one.
 
     Raises:
-        ConfigError: they cannot be read, or are too short.
+        ConfigError: the data cannot be read, or are too short.
         FormatError: a token file is torn, or its tokenizer missing.
     """
     watcher.phase("reading the text")
     paths = [Path(name) for name in run.data]
-    mapped = [path for path in paths if is_token_file(path)]
-    if mapped:
+    token_files = [path for path in paths if is_token_file(path)]
+    if token_files:
         if len(paths) > 1:
-            raise ConfigError(f"{mapped[0]} is a token file: name it alone")
-        text = _mapped(mapped[0], tokenizer_from)
+            raise ConfigError(f"{token_files[0]} is a token file: name it alone")
+        text = _mapped(token_files[0], tokenizer_from)
     else:
         text = _encoded(run, watcher, tokenizer_from)
     require_windows(text.train, run.training.context, "training")
@@ -321,37 +306,23 @@ def _encoded(run: RunConfig, watcher: Watcher, tokenizer_from: Path | None) -> T
         "held_out_bytes": corpus.held_out_bytes,
         "held_out_tokens": len(held_out),
     }
-    return TokenizedText(
-        tokenizer,
-        train,
-        held_out,
-        corpus.sha256,
-        description,
-        lambda: ngram_baselines(corpus.train, corpus.held_out),
-    )
 
+    def baselines() -> tuple[float, float]:
+        return ngram_baselines(corpus.train, corpus.held_out)
 
-def tokenizer_path(tokens: Path) -> Path:
-    """Where the tokenizer of a token file stands."""
-    return tokens.with_name(f"{tokens.name}.tokenizer.json")
-
-
-def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """What a token file keeps of its tokenizer."""
-    text = tokenizer.to_json()
-    return BYTES if text is None else hashlib.sha256(text.encode()).hexdigest()
+    return TokenizedText(tokenizer, train, held_out, corpus.sha256, description, baselines)
 
 
 def _mapped(path: Path, tokenizer_from: Path | None) -> TokenizedText:
     file = TokenFile(path)
     tokenizer: Tokenizer = ByteTokenizer()
     if file.info.tokenizer != BYTES:
-        beside = tokenizer_path(path) if tokenizer_from is None else tokenizer_from
-        tokenizer = load_bpe(beside)
+        source = tokenizer_path(path) if tokenizer_from is None else tokenizer_from
+        tokenizer = load_bpe(source)
         if tokenizer_hash(tokenizer) != file.info.tokenizer:
-            raise FormatError(f"{beside} is not the tokenizer that {path} was made with: prepare it again")
-    held = min(len(file) // _HELD_OUT_SHARE, _HELD_OUT_TOKENS)
-    train, held_out = file.tokens[: len(file) - held], file.tokens[len(file) - held :]
+            raise FormatError(f"{source} is not the tokenizer that {path} was made with: prepare it again")
+    count = min(len(file) // _HELD_OUT_TOKENS[0], _HELD_OUT_TOKENS[1])
+    train, held_out = file.tokens[: len(file) - count], file.tokens[len(file) - count :]
     description = {
         "source": f"{path.name} ({file.info.source})",
         "sha256": file.info.sha256,
@@ -361,49 +332,58 @@ def _mapped(path: Path, tokenizer_from: Path | None) -> TokenizedText:
         "held_out_tokens": len(held_out),
     }
 
+    def decoded(tokens: Tokens) -> Document:
+        if isinstance(tokenizer, ByteTokenizer):
+            return Document("tokens", tokens.astype("uint8").tobytes())
+        return Document("tokens", tokenizer.decode(tokens.tolist()).encode())
+
     def baselines() -> tuple[float, float]:
-        parts = [_decoded(tokenizer, tokens[:_BASELINE_TOKENS]) for tokens in (train, held_out)]
-        return ngram_baselines([parts[0]], [parts[1]])
+        return ngram_baselines([decoded(train[:_BASELINE_TOKENS])], [decoded(held_out[:_BASELINE_TOKENS])])
 
     return TokenizedText(tokenizer, train, held_out, file.info.sha256, description, baselines)
 
 
-def _decoded(tokenizer: Tokenizer, tokens: Tokens) -> Document:
-    if isinstance(tokenizer, ByteTokenizer):
-        return Document("tokens", tokens.astype("uint8").tobytes())
-    return Document("tokens", tokenizer.decode(tokens.tolist()).encode())
+def tokenizer_path(tokens: Path) -> Path:
+    """Return the path of a token file's tokenizer."""
+    return tokens.with_name(f"{tokens.name}.tokenizer.json")
+
+
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """Return the name of a tokenizer in a token file's header: the SHA-256 of its JSON text, or "bytes"."""
+    text = tokenizer.to_json()
+    return BYTES if text is None else hashlib.sha256(text.encode()).hexdigest()
 
 
 # --- preparing a token file ------------------------------------------------------------------------------------------
 
 
-_READ = 1 << 22  # bytes at once
-_LONGEST = 1 << 26  # characters without a place to cut: cut anyway, so that memory stays bounded
+_READ = 1 << 22  # bytes at a time
+_LONGEST = 1 << 26  # characters without a word boundary: cut anyway, so that memory stays bounded
 _JSON_LINES = (".jsonl", ".ndjson")
 _SAMPLE_BYTES = 1 << 28  # of text that a BPE is trained on
 
 Watch = Callable[[str, float], None]
-"""Is told what is done, and which part of it, 0 to 1."""
+"""Receives the name of a phase and the share of it that is done, 0 to 1."""
 
 
 @dataclass(slots=True)
-class _Progress:
-    """Bytes of the files that were read, and what came of them."""
+class _ReadCount:
+    """Counts what was read of the files, and reports the share of their bytes."""
 
     total: int
     watch: Watch
-    what: str
+    phase: str
     read: int = 0
     documents: int = 0
     text_bytes: int = 0
-    told: float = field(default=-1.0)
+    reported: float = -1.0
 
     def add(self, size: int) -> None:
         self.read += size
         share = min(1.0, self.read / max(1, self.total))
-        if share - self.told >= 0.001 or share == 1.0:
-            self.told = share
-            self.watch(self.what, share)
+        if share - self.reported >= 0.001 or share == 1.0:
+            self.reported = share
+            self.watch(self.phase, share)
 
 
 def prepare_tokens(
@@ -413,26 +393,29 @@ def prepare_tokens(
     tokenizer: str = "bpe",
     vocab_size: int = 50257,
     text_field: str = "text",
-    watch: Watch = lambda _what, _share: None,
+    watch: Watch = lambda _phase, _share: None,
 ) -> TokenFileInfo:
-    """Write a token file of some texts.
+    """Write a token file of texts, in one pass and in memory that does not grow with them.
+
+    A file is read in parts that end where the tokenizer would end a word anyway: the tokens are those of the whole
+    text. The token file gets its name when it is complete.
 
     Args:
-        data: text files, JSONL files (.jsonl, .ndjson: an object a line, a document each), or folders of them, whose
-            files are taken in the order of their names.
-        out: the token file; the tokenizer comes beside it, with ".tokenizer.json" after the name.
+        data: text files, JSONL files (.jsonl, .ndjson: one object per line, each a document), or folders of them, whose
+            files are read in the order of their names.
+        out: the token file; its tokenizer is written next to it, with ".tokenizer.json" appended to the name.
         tokenizer: "bytes"; "bpe", trained on a sample of the text; or the path of a tokenizer.json with the token
             <|endoftext|>.
-        vocab_size: the most tokens that a trained BPE may have.
-        text_field: of a JSONL object, what holds the text.
-        watch: is told how far it is.
+        vocab_size: maximum number of tokens of a trained BPE.
+        text_field: field of a JSONL object that contains the text.
+        watch: receives the progress.
 
     Returns:
-        What the file says of itself.
+        The description in the file's header.
 
     Raises:
-        ConfigError: a path is not there, there is no text, or out cannot be written, or is one of the texts.
-        FormatError: a line of a JSONL file holds no text under that name; an unusable tokenizer.
+        ConfigError: a path does not exist, there is no text, or out cannot be written, or is one of the texts.
+        FormatError: a line of a JSONL file has no text in that field; an unusable tokenizer.
     """
     out = Path(out)
     files = text_files([str(name) for name in data])
@@ -441,7 +424,7 @@ def prepare_tokens(
     real = os.path.realpath(out)
     if not is_token_file(out) and real in map(os.path.realpath, files):
         raise ConfigError(f"{out} is one of the texts: name another file to write")
-    files = [file for file in files if os.path.realpath(file) != real]  # an older result, in a folder of texts
+    files = [file for file in files if os.path.realpath(file) != real]  # an earlier result, in a folder of texts
     for file in files:
         if is_token_file(file):
             raise ConfigError(f"{file} is a token file already: name the texts")
@@ -449,26 +432,28 @@ def prepare_tokens(
     if not size:
         raise ConfigError(f"no text in {', '.join(map(str, data))}")
     chosen = _tokenizer(tokenizer, vocab_size, files, size, text_field, watch)
+    count = _ReadCount(size, watch, "encoding the text")
+
+    def write_tokenizer() -> None:
+        path, text = tokenizer_path(out), chosen.to_json()
+        if text is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_atomic(path, text.encode())
+
     source = [str(name) for name in data]
-    progress = _Progress(size, watch, "encoding the text")
-    hashed = tokenizer_hash(chosen)
-    with TokenWriter(out, vocab_size=chosen.vocab_size, tokenizer=hashed, source=source) as writer:
-        for batch in _batched(_document_parts(files, text_field, progress)):
+    with TokenWriter(out, vocab_size=chosen.vocab_size, tokenizer=tokenizer_hash(chosen), source=source) as writer:
+        batch: list[tuple[str, bool]] = []  # enough parts at a time to keep the tokenizer's threads busy
+        length = 0
+        for part in _parts(files, text_field, count):
+            batch.append(part)
+            length += len(part[0])
+            if length >= _READ:
+                writer.append(chosen.encode_pieces(batch))
+                batch, length = [], 0
+        if batch:
             writer.append(chosen.encode_pieces(batch))
-        info = writer.finish(
-            documents=progress.documents,
-            text_bytes=progress.text_bytes,
-            before=lambda: _write_tokenizer(chosen, tokenizer_path(out)),
-        )
-    return info
-
-
-def _write_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
-    text = tokenizer.to_json()
-    if text is None:
-        path.unlink(missing_ok=True)
-    else:
-        write_atomic(path, text.encode())
+        return writer.finish(documents=count.documents, text_bytes=count.text_bytes, before=write_tokenizer)
 
 
 def _tokenizer(
@@ -481,73 +466,51 @@ def _tokenizer(
     if vocab_size < 257:
         raise ConfigError(f"vocab_size must be 257 or more (bytes, and the end of a text), got {vocab_size}")
     stride = max(1, -(-size // _SAMPLE_BYTES))
-    progress = _Progress(size, watch, "training the tokenizer")
-    pieces = (
-        piece for number, (piece, _) in enumerate(_document_parts(files, text_field, progress)) if not number % stride
-    )
-    return train_bpe_on(pieces, vocab_size)
+    parts = enumerate(_parts(files, text_field, _ReadCount(size, watch, "training the tokenizer")))
+    return train_bpe_on((part for number, (part, _) in parts if not number % stride), vocab_size)
 
 
-def _document_parts(files: Sequence[Path], text_field: str, progress: _Progress) -> Iterator[tuple[str, bool]]:
-    """Every document's pieces in turn, and whether each is its document's last."""
+def _parts(files: Sequence[Path], text_field: str, count: _ReadCount) -> Iterator[tuple[str, bool]]:
+    """Iterate the parts of all documents, each with whether it is its document's last."""
     for path in files:
         lines = path.suffix.lower() in _JSON_LINES
-        documents = _json_texts(path, text_field, progress) if lines else iter([_read_in_parts(path, progress)])
-        for text in documents:
-            progress.documents += 1
-            for piece, last in _marked(text):
-                progress.text_bytes += len(piece.encode())
-                yield piece, last
+        documents = _json_texts(path, text_field, count) if lines else iter([_text_parts(path, count)])
+        for document in documents:
+            count.documents += 1
+            part = next(document, "")
+            for following in document:
+                count.text_bytes += len(part.encode())
+                yield part, False
+                part = following
+            count.text_bytes += len(part.encode())
+            yield part, True
 
 
-def _batched(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    """Pieces together, so that the tokenizer's threads have enough to do."""
-    batch: list[tuple[str, bool]] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece[0])
-        if size >= _READ:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _marked(pieces: Iterator[str]) -> Iterator[tuple[str, bool]]:
-    """Each piece, and whether it is the last."""
-    held = next(pieces, "")
-    for piece in pieces:
-        yield held, False
-        held = piece
-    yield held, True
-
-
-def _read_in_parts(path: Path, progress: _Progress) -> Iterator[str]:
-    """A text file in pieces."""
+def _text_parts(path: Path, count: _ReadCount) -> Iterator[str]:
+    """Iterate a text file in parts that end between words."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    held, seen = "", 0
+    text, searched = "", 0
     try:
         with path.open("rb") as file:
             while data := file.read(_READ):
-                progress.add(len(data))
-                held += decoder.decode(data)
-                place = last_cut(held, seen) or (len(held) if len(held) > _LONGEST else 0)
-                if place:
-                    yield held[:place]
-                    held = held[place:]
-                seen = len(held)
+                count.add(len(data))
+                text += decoder.decode(data)
+                cut = last_cut(text, searched) or (len(text) if len(text) > _LONGEST else 0)
+                if cut:
+                    yield text[:cut]
+                    text = text[cut:]
+                searched = len(text)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-    yield held + decoder.decode(b"", True)
+    yield text + decoder.decode(b"", True)
 
 
-def _json_texts(path: Path, text_field: str, progress: _Progress) -> Iterator[Iterator[str]]:
-    """The texts of a JSONL file, each in one piece."""
+def _json_texts(path: Path, text_field: str, count: _ReadCount) -> Iterator[Iterator[str]]:
+    """Iterate the texts of a JSONL file, each in one part."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                progress.add(len(line))
+                count.add(len(line))
                 if not line.strip():
                     continue
                 try:

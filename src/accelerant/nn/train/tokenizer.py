@@ -1,7 +1,7 @@
 """Text to tokens and back: plain bytes, or a byte-level BPE trained by the `tokenizers` library.
 
-A trained BPE is kept in the cache folder under the corpus's hash, the vocabulary's size and the library's
-version, so that the second run on a corpus starts at once.
+A trained BPE is cached under the corpus's hash, the vocabulary size and the library's version, so that the second run
+on a corpus does not train it again.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ __all__ = ["BPETokenizer", "ByteTokenizer", "Tokenizer", "last_cut", "load_bpe",
 END_OF_TEXT = "<|endoftext|>"
 
 Watch = Callable[[float], None]
-"""Is told which part of a work is done, 0 to 1."""
+"""Receives the share of the work that is done, 0 to 1."""
 
-_PIECE = 1 << 18  # characters: a long document's pieces keep all cores busy
-_BATCH = 1 << 22  # characters at once: bounds the memory of the library's own objects
+_PIECE = 1 << 18  # characters in a piece: those of a long document keep all cores busy
+_BATCH = 1 << 22  # characters at a time: bounds the memory of the library's own objects
 _SPACE = re.compile(r"(?<=[^\s\u180e]) (?=[^\s\u180e])")
 _LINE = re.compile(r"(?<=[^\s\u180e])\n")
-"""The pre-tokenizer ends a word there, whatever stands around it; what Python and older Unicode call white space is
-more than what it does. A space between two words is the better place: every byte-level tokenizer ends a word there, and
-none writes a space of its own before it. Text without spaces between words has line ends."""
+"""Where the pre-tokenizer ends a word, whatever the context. Python and older Unicode count more characters as white
+space than it does. A space between two words is the better cut: every byte-level tokenizer ends a word there, and none
+inserts a space before it. Text without spaces between words has line ends."""
 
-_WINDOW = 1 << 16  # characters that are looked through for the last cut at a time
+_WINDOW = 1 << 16  # characters searched for the last cut at a time
 _LONGEST_WORD = 256  # characters; see _bounded
 _LONG = re.compile(rf"\S{{{_LONGEST_WORD}}}|\s{{{_LONGEST_WORD}}}")
 
 
 def _unwatched(_: float) -> None:
-    """Nobody looks."""
+    pass
 
 
 class Tokenizer(Protocol):
-    """What training needs of a tokenizer."""
+    """Converts between text and tokens."""
 
     @property
     def vocab_size(self) -> int:
@@ -56,52 +56,52 @@ class Tokenizer(Protocol):
 
     @property
     def byte_lengths(self) -> NDArray[np.int64]:
-        """(vocab_size,), bytes of text that each token stands for; 0 for the end of a document."""
+        """(vocab_size,): bytes of text in each token; 0 for the end of a document."""
 
     def encode(self, documents: Sequence[Document], watch: Watch = ...) -> NDArray[np.uint16 | np.uint32]:
-        """All documents as one row of tokens, ends marked."""
+        """Return the tokens of all documents, with their ends marked."""
 
     def encode_text(self, text: str) -> list[int]:
-        """A prompt's tokens."""
+        """Return the tokens of a prompt."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of tokens; bytes that are not UTF-8 become U+FFFD."""
 
     def to_json(self) -> str | None:
-        """The content of tokenizer.json, or None where there is nothing to keep."""
+        """Return the content of tokenizer.json, or None if there is nothing to save."""
 
 
 class ByteTokenizer:
-    """Each byte is a token; a newline stands between documents."""
+    """Each byte is a token; documents are separated by a newline."""
 
     vocab_size = 256
     byte_lengths: NDArray[np.int64] = np.ones(256, np.int64)
 
     def encode(self, documents: Sequence[Document], watch: Watch = _unwatched) -> NDArray[np.uint16 | np.uint32]:
-        """All documents as one row of tokens."""
+        """Return the tokens of all documents."""
         text = b"\n".join(document.data for document in documents)
         return np.frombuffer(text, np.uint8).astype(np.uint16)
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> NDArray[np.uint16 | np.uint32]:
-        """Parts of documents in a row, each with whether it is its document's last: a newline follows that."""
+        """Return the tokens of consecutive parts of documents, each with whether it is its document's last."""
         text = "".join(piece + "\n" * last for piece, last in pieces)
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
     def encode_text(self, text: str) -> list[int]:
-        """A prompt's bytes."""
+        """Return the bytes of a prompt."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some bytes."""
+        """Return the text of bytes."""
         return bytes(tokens).decode("utf-8", "replace")
 
     def to_json(self) -> str | None:
-        """Nothing to keep."""
+        """Return None: there is nothing to save."""
         return None
 
 
 class BPETokenizer:
-    """A byte-level BPE; `<|endoftext|>` stands after each document."""
+    """A byte-level BPE; `<|endoftext|>` follows each document."""
 
     def __init__(self, text: str) -> None:
         import tokenizers
@@ -121,7 +121,7 @@ class BPETokenizer:
             self.byte_lengths[index] = 0 if token == END_OF_TEXT else len(token)
 
     def encode(self, documents: Sequence[Document], watch: Watch = _unwatched) -> NDArray[np.uint16 | np.uint32]:
-        """All documents as one row of tokens; the library uses all cores."""
+        """Return the tokens of all documents; the library uses all cores."""
         dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         end = np.array([self._end], dtype)
         rows = []
@@ -133,7 +133,7 @@ class BPETokenizer:
         return np.concatenate(rows) if rows else np.zeros(0, dtype)
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> NDArray[np.uint16 | np.uint32]:
-        """Parts of documents in a row, each with whether it is its document's last; cut where a word ends anyway."""
+        """Return the tokens of consecutive parts, cut at word ends, each with whether it is its document's last."""
         dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         small: list[tuple[str, bool]] = []
         for text, last in pieces:
@@ -145,15 +145,15 @@ class BPETokenizer:
         return np.concatenate(rows)
 
     def encode_text(self, text: str) -> list[int]:
-        """A prompt's tokens."""
+        """Return the tokens of a prompt."""
         return list(self._inner.encode(text).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of some tokens."""
+        """Return the text of tokens."""
         return str(self._inner.decode(list(tokens), skip_special_tokens=False))
 
     def to_json(self) -> str | None:
-        """The library's own format."""
+        """Return the library's own format."""
         return str(self._inner.to_str(pretty=True))
 
 
@@ -161,7 +161,7 @@ def load_bpe(path: Path) -> BPETokenizer:
     """Read a tokenizer.json.
 
     Raises:
-        FormatError: it is not there or holds no byte-level BPE of ours.
+        FormatError: it does not exist or is no byte-level BPE with an end-of-text token.
     """
     try:
         return BPETokenizer(path.read_text(encoding="utf-8"))
@@ -170,7 +170,7 @@ def load_bpe(path: Path) -> BPETokenizer:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text in parts that, encoded one by one, give the tokens of the whole."""
+    """Iterate pieces of a text whose tokens, concatenated, are those of the whole."""
     start = 0
     while len(text) - start > _PIECE:
         at = start + _PIECE
@@ -183,17 +183,17 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def last_cut(text: str, since: int) -> int:
-    """Where to cut a text that goes on so that the tokens stay those of the whole; 0 for nowhere.
+    """Return the last position at which an unfinished text may be cut without changing its tokens; 0 for none.
 
     Args:
-        text: what is there of it.
-        since: how many characters of it were looked through before.
+        text: the text so far.
+        since: number of its characters that an earlier call searched.
     """
-    for place in (_SPACE, _LINE):
+    for boundary in (_SPACE, _LINE):
         end = len(text)
         while end > since:
             start = max(since - 1, end - _WINDOW, 0)
-            found = collections.deque(place.finditer(text, start, min(end + 1, len(text))), maxlen=1)
+            found = collections.deque(boundary.finditer(text, start, min(end + 1, len(text))), maxlen=1)
             if found:
                 return found[0].start()
             end = start
@@ -201,7 +201,7 @@ def last_cut(text: str, since: int) -> int:
 
 
 def _batches(documents: Sequence[Document]) -> Iterator[tuple[list[tuple[str, bool]], float]]:
-    """Pieces of documents, each with whether it is its document's last, and the part of the bytes done with them."""
+    """Iterate batches of pieces, each with whether it is its document's last, and the share of the bytes after each."""
     total, done, size = max(1, sum(len(document.data) for document in documents)), 0, 0
     batch: list[tuple[str, bool]] = []
     for document in documents:
@@ -220,13 +220,13 @@ def _batches(documents: Sequence[Document]) -> Iterator[tuple[list[tuple[str, bo
 def train_bpe(
     corpus: Corpus, vocab_size: int, *, phase: Callable[[str], None] | None = None, watch: Watch = _unwatched
 ) -> BPETokenizer:
-    """The BPE of a corpus's training part, from the cache where it was trained before.
+    """Train a BPE on a corpus's training part, or load it from the cache.
 
     Args:
-        corpus: its held-out part is not looked at.
+        corpus: its held-out part is not used.
         vocab_size: an upper bound; little text gives fewer tokens.
-        phase: is told what is done, where the tokenizer is not in the cache.
-        watch: is told which part of the text is read.
+        phase: receives the current phase, if the tokenizer is not in the cache.
+        watch: receives the share of the text that is read.
     """
     import tokenizers
 
@@ -238,7 +238,7 @@ def train_bpe(
         except FormatError:
             path.unlink(missing_ok=True)  # torn by another program: train again
     if phase is not None:
-        phase("training the tokenizer (kept for the next run)")
+        phase("training the tokenizer (cached for the next run)")
 
     def advanced(share: float) -> None:
         watch(share)
@@ -255,7 +255,7 @@ def train_bpe(
 
 
 def train_bpe_on(texts: Iterator[str], vocab_size: int) -> BPETokenizer:
-    """The BPE of some texts, in memory that grows with their words alone."""
+    """Train a BPE on texts, in memory that grows with the number of different words alone."""
     return BPETokenizer(_trained(texts, vocab_size))
 
 
@@ -266,9 +266,10 @@ def _texts(documents: Sequence[Document], watch: Watch) -> Iterator[str]:
 
 
 def _bounded(texts: Iterator[str]) -> Iterator[str]:
-    """The texts, cut so that no word is longer than _LONGEST_WORD and a space.
+    """Cut the texts so that no word is longer than _LONGEST_WORD and a space.
 
-    The library's training takes time by the square of a word's length: 156 s for one of 270 KB. Encoding does not.
+    The library's training time grows with the square of a word's length: 156 s for a word of 270 KB. Encoding's does
+    not.
     """
     for text in texts:
         start, found = 0, _LONG.search(text)
