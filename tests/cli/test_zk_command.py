@@ -285,7 +285,7 @@ def test_texts_that_have_no_end(run, folder, monkeypatch):
             ("calldata", public, endless),
         ):
             status, _, error = run(*command)
-            assert (status, error) == (2, f"accelerant: {endless} is no regular file; copy what it gives into one\n")
+            assert (status, error) == (2, f"accelerant: {endless} is not a regular file; copy its contents into one\n")
     with (folder / "large.json").open("wb") as file:
         file.truncate((64 << 20) + 1)
     status, _, error = run("verify", key, public, "large.json")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from accelerant.cli.zk_files import shown
+from accelerant.cli.zk_prove import escaped
 from accelerant.errors import ConfigError
 
 __all__ = ["calibrate", "epsilon", "register", "statement"]
@@ -135,7 +135,7 @@ def statement(
     elif markdown:
         print(report.to_markdown(), end="")
     else:
-        print("\n".join(shown(line) for line in str(report).splitlines()))
+        print("\n".join(escaped(line) for line in str(report).splitlines()))
 
 
 def _check_run(q: float, steps: int, delta: float, method: str) -> None:

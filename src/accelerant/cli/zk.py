@@ -4,50 +4,61 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerant.cli.zk_files import Progress, shown, targets_of, text_of, warn, write_all
-from accelerant.cli.zk_inspect import EPILOG as INSPECT_EPILOG
-from accelerant.cli.zk_inspect import inspect
+from accelerant.cli.zk_prove import (
+    StageDisplay,
+    escaped,
+    prove_files,
+    read_json,
+    resolve_targets,
+    warn_forgeable,
+    write_all,
+)
 from accelerant.errors import ConfigError, FormatError
 
 if TYPE_CHECKING:
     from accelerant.zk.groth16 import Proof
 
-__all__ = ["calldata", "export_vk", "prove", "register", "setup", "verify"]
+__all__ = ["calldata", "export_vk", "inspect", "prove", "register", "setup", "verify"]
 
-_Zkey = Annotated[Path, typer.Argument(metavar="CIRCUIT.ZKEY", help="The proving key: a Groth16 .zkey file.")]
-_Witness = Annotated[Path, typer.Argument(metavar="WITNESS.WTNS", help="The witness: a .wtns file.")]
-_ProofOut = Annotated[Path, typer.Argument(metavar="PROOF.JSON", help="Where the proof goes.")]
-_PublicOut = Annotated[Path, typer.Argument(metavar="PUBLIC.JSON", help="Where the public inputs go.")]
-_Key = Annotated[Path, typer.Argument(metavar="VERIFICATION_KEY.JSON", help="The circuit's verification key.")]
-_Public = Annotated[Path, typer.Argument(metavar="PUBLIC.JSON", help="The public inputs.")]
-_Proof = Annotated[Path, typer.Argument(metavar="PROOF.JSON", help="The proof.")]
-_KeyOut = Annotated[Path, typer.Argument(metavar="VERIFICATION_KEY.JSON", help="Where the verification key goes.")]
-_R1cs = Annotated[Path, typer.Argument(metavar="CIRCUIT.R1CS", help="The constraints, as circom writes them.")]
-_ZkeyOut = Annotated[Path, typer.Argument(metavar="CIRCUIT.ZKEY", help="Where the proving key goes.")]
+
+def _file(metavar: str, text: str) -> Any:
+    return typer.Argument(metavar=metavar, help=text)
+
+
+_Zkey = Annotated[Path, _file("CIRCUIT.ZKEY", "Proving key, a Groth16 .zkey file.")]
+_Witness = Annotated[Path, _file("WITNESS.WTNS", "Witness, a .wtns file.")]
+_ProofOut = Annotated[Path, _file("PROOF.JSON", "Proof to write.")]
+_PublicOut = Annotated[Path, _file("PUBLIC.JSON", "Public inputs to write.")]
+_Key = Annotated[Path, _file("VERIFICATION_KEY.JSON", "Verification key of the circuit.")]
+_Public = Annotated[Path, _file("PUBLIC.JSON", "Public inputs.")]
+_Proof = Annotated[Path, _file("PROOF.JSON", "Proof.")]
+_KeyOut = Annotated[Path, _file("VERIFICATION_KEY.JSON", "Verification key to write.")]
+_R1cs = Annotated[Path, _file("CIRCUIT.R1CS", "Constraints, as written by circom.")]
+_ZkeyOut = Annotated[Path, _file("CIRCUIT.ZKEY", "Proving key to write.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the group."""
+    """Add the command group to the app."""
     group = typer.Typer(name="zk", help="Zero-knowledge proofs: Groth16 with snarkjs's files.", no_args_is_help=True)
-    group.command("prove", epilog="Example:  accelerant zk prove circuit.zkey witness.wtns proof.json public.json")(
-        prove
+    example = "Example:  accelerant zk "
+    group.command("prove", epilog=f"{example}prove circuit.zkey witness.wtns proof.json public.json")(prove)
+    group.command("verify", epilog=f"{example}verify verification_key.json public.json proof.json && echo accepted")(
+        verify
     )
     group.command(
-        "verify", epilog="Example:  accelerant zk verify verification_key.json public.json proof.json && echo accepted"
-    )(verify)
-    group.command("inspect", epilog=INSPECT_EPILOG)(inspect)
-    group.command("export-vk", epilog="Example:  accelerant zk export-vk circuit.zkey verification_key.json")(export_vk)
-    group.command("calldata", epilog="Example:  accelerant zk calldata public.json proof.json")(calldata)
-    group.command("setup", epilog="Example:  accelerant zk setup circuit.r1cs circuit.zkey --insecure-known-tau")(setup)
+        "inspect",
+        epilog="Examples:  accelerant zk inspect circuit.zkey   |   accelerant zk inspect circuit.r1cs --json   |   "
+        "accelerant zk inspect downloaded.zkey --check",
+    )(inspect)
+    group.command("export-vk", epilog=f"{example}export-vk circuit.zkey verification_key.json")(export_vk)
+    group.command("calldata", epilog=f"{example}calldata public.json proof.json")(calldata)
+    group.command("setup", epilog=f"{example}setup circuit.r1cs circuit.zkey --insecure-known-tau")(setup)
     app.add_typer(group)
-
-
-# --- commands --------------------------------------------------------------------------------------------------------
 
 
 def prove(
@@ -62,32 +73,30 @@ def prove(
         str,
         typer.Option(
             help="auto, cpu, cuda, cuda:1, opencl; cuda:0,cuda:1 share each sum. "
-            "auto: a GPU for large circuits, if it is there."
+            "auto takes a GPU for large circuits, if there is one."
         ),
     ] = "auto",
     json_output: _Json = False,
 ) -> None:
     """Prove: a key and a witness in, a proof that snarkjs accepts out.
 
-    Nothing is written where the proof does not verify. Both files are on the disk before either takes its name.
+    Nothing is written if the proof does not verify. Both files are on the disk before either takes its name.
     """
-    from accelerant.cli.zk_prove import prove_files
-
     prove_files(zkey, witness, proof, public, self_verify=self_verify, device=device, json_output=json_output)
 
 
 def verify(key: _Key, public: _Public, proof: _Proof, json_output: _Json = False) -> None:
-    """Verify a proof: exit status 0 where it is valid, 1 where it is not, 2 where a file cannot be read.
+    """Verify a proof: exit status 0 if it is valid, 1 if it is not, 2 if a file cannot be read.
 
-    What is no proof at all (a point off its curve, a number that is not reduced, no JSON) is not valid either.
+    Malformed proofs (a point off its curve, a number that is not reduced, no JSON) are invalid.
     """
     from accelerant.zk.groth16 import VerificationKey
     from accelerant.zk.groth16 import verify as verify_proof
 
-    texts = [text_of(path) for path in (key, public, proof)]
+    texts = [read_json(path) for path in (key, public, proof)]
     forgeable = None
     try:
-        parsed = _proof(texts[2], texts[1], proof, public)
+        parsed = _parse_proof(texts[2], texts[1], proof, public)
         trusted = VerificationKey.from_json(texts[0], name=str(key))
         forgeable = trusted.forgeable
         valid = verify_proof(trusted, parsed.public or (), parsed)
@@ -97,30 +106,35 @@ def verify(key: _Key, public: _Public, proof: _Proof, json_output: _Json = False
     if json_output:
         print(json.dumps({"valid": valid, "reason": reason, "forgeable": forgeable}))
     else:
-        warn(key, forgeable)
-        print("valid" if valid else f"invalid: {shown(reason)}")
+        warn_forgeable(key, forgeable)
+        print("valid" if valid else f"invalid: {escaped(reason)}")
     if not valid:
         raise typer.Exit(1)
 
 
 def export_vk(zkey: _Zkey, key: _KeyOut = Path("verification_key.json"), json_output: _Json = False) -> None:
-    """Write the verification key that a proving key carries, as snarkjs does."""
-    targets = targets_of([key], [zkey])
+    """Write the verification key contained in a proving key, as snarkjs does."""
+    (target,) = resolve_targets([key], [zkey])
     from accelerant.zk.groth16 import VerificationKey
 
-    found = VerificationKey.from_zkey(zkey)
-    write_all({targets[0]: found.to_json()})
+    trusted = VerificationKey.from_zkey(zkey)
+    write_all({target: trusted.to_json()})
     if json_output:
-        facts = {"key": str(key), "curve": found.family, "public_inputs": found.n_public, "forgeable": found.forgeable}
+        facts = {
+            "key": str(key),
+            "curve": trusted.family,
+            "public_inputs": trusted.n_public,
+            "forgeable": trusted.forgeable,
+        }
         print(json.dumps(facts))
     else:
-        warn(zkey, found.forgeable)
-        print(f"{shown(key)}: {found.n_public} public inputs, {found.family}")
+        warn_forgeable(zkey, trusted.forgeable)
+        print(f"{escaped(key)}: {trusted.n_public} public inputs, {trusted.family}")
 
 
 def calldata(public: _Public, proof: _Proof, json_output: _Json = False) -> None:
     """Print the arguments of verifyProof in snarkjs's Solidity verifier."""
-    text = _proof(text_of(proof), text_of(public), proof, public).to_calldata()
+    text = _parse_proof(read_json(proof), read_json(public), proof, public).to_calldata()
     print(json.dumps({"calldata": json.loads(f"[{text}]")}) if json_output else text)
 
 
@@ -129,32 +143,93 @@ def setup(
     zkey: _ZkeyOut,
     insecure: Annotated[
         bool,
-        typer.Option("--insecure-known-tau", help="Say that the key is for tests: its secrets were known in this run."),
+        typer.Option(
+            "--insecure-known-tau", help="Confirm that the key is for tests: its secrets are known to this run."
+        ),
     ] = False,
     json_output: _Json = False,
 ) -> None:
     """Make a proving key for tests and benchmarks, without a ceremony.
 
-    Whoever runs it could prove anything with this key: for real use take a ceremony's key, by snarkjs. The file's
-    contributions say how it was made.
+    Whoever runs it could prove anything with this key: for real use make a key by a ceremony with snarkjs. The file's
+    contributions state how it was made.
     """
     if not insecure:
         raise ConfigError(
             "zk setup makes keys whose secrets are known, for tests and benchmarks: say --insecure-known-tau. "
             "For real use make the key by a ceremony: snarkjs groth16 setup, then zkey contribute"
         )
-    targets_of([zkey], [r1cs])
+    resolve_targets([zkey], [r1cs])
     from accelerant.zk.groth16.setup import setup_with_known_tau
 
-    with Progress(quiet=json_output) as progress:
-        found = setup_with_known_tau(r1cs, zkey, progress=progress)
+    with StageDisplay(quiet=json_output) as progress:
+        summary = setup_with_known_tau(r1cs, zkey, progress=progress)
     if json_output:
-        print(json.dumps({"zkey": str(zkey), **found}))
+        print(json.dumps({"zkey": str(zkey), **summary}))
     else:
-        print(f"{shown(zkey)}: {found['constraints']} constraints, {found['signals']} signals. For tests only")
+        print(f"{escaped(zkey)}: {summary['constraints']} constraints, {summary['signals']} signals. For tests only")
 
 
-def _proof(proof_text: bytes, public_text: bytes, proof: Path, public: Path) -> Proof:
+def inspect(
+    file: Annotated[Path, _file("FILE", "A .zkey, .wtns, .r1cs or .ptau file.")],
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Also check that numbers are reduced and points on their curve and in the subgroup."
+        ),
+    ] = False,
+    json_output: _Json = False,
+) -> None:
+    """Describe a file of circom or snarkjs: curve, sizes, public inputs, points at infinity, contributions.
+
+    Exit status 2 if the file is malformed; the message names section and offset. Contributions of a ceremony are not
+    verified: see snarkjs zkey verify and powersoftau verify.
+    """
+    from rich.console import Console
+
+    from accelerant.zk.formats import describe
+
+    if json_output:
+        print(json.dumps(describe(file, check=check)))
+        return
+    with Console(stderr=True).status("checking the file" if check else "reading the file"):
+        facts = describe(file, check=check)
+    for name, value in facts.items():
+        title = name.removesuffix("_bytes").replace("_", " ")
+        for i, line in enumerate(_lines(name, value)):
+            print(f"{title if i == 0 else '':<18} {line}")
+
+
+def _lines(name: str, value: Any) -> list[str]:
+    """Return the text of a fact, one or more lines."""
+    if name == "points":
+        return [
+            f"{key:<18} {counts['points']:>12,}" + (f", {counts['infinite']:,} infinite" if counts["infinite"] else "")
+            for key, counts in value.items()
+        ]
+    if name == "contributions":
+        return [_contribution(i + 1, **contribution) for i, contribution in enumerate(value)] or ["none"]
+    if name == "size_bytes":
+        return [f"{value:,} bytes"]
+    if value is None:
+        return ["no"]
+    if isinstance(value, bool):
+        return ["yes" if value else "no"]
+    if isinstance(value, dict):
+        return [", ".join(f"{key} {count:,}" for key, count in value.items())]
+    if isinstance(value, list):
+        return [", ".join(map(escaped, value)) or "none"]
+    return [f"{value:,}" if isinstance(value, int) else escaped(value) or "none"]
+
+
+def _contribution(index: int, kind: str, name: str, beacon: str = "", iterations_exp: int | None = None) -> str:
+    line = f"{index}  {escaped(name) or '(no name)'}"
+    if kind == "beacon":
+        line += f"  beacon {beacon}" + ("" if iterations_exp is None else f", hashed 2^{iterations_exp} times")
+    return line
+
+
+def _parse_proof(proof_text: bytes, public_text: bytes, proof: Path, public: Path) -> Proof:
     from accelerant.zk.groth16 import Proof
 
     return Proof.from_json(proof_text, public_text, name=str(proof), public_name=str(public))

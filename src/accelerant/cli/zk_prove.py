@@ -1,41 +1,56 @@
-"""`accelerant zk prove`: what it does, and its arguments where they are plain.
+"""Files and terminal output of the `accelerant zk` commands, and `zk prove` without typer.
 
-Half of a cold proof's time is start: typer, and pydantic behind it, take 0.15 s of some 0.8. So app.py asks here first
-whether the arguments are files and flags, which need no parser; all others, and all mistakes, are typer's (zk.py).
+Half the time of a cold proof is start-up: typer and pydantic take 0.15 s of about 0.8. app.py therefore asks `plain`
+first whether the arguments are file names and flags, which need no parser; typer (zk.py) handles everything else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+import os
+import stat
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerant.cli.zk_files import Progress, shown, targets_of, warn, write_all
+from accelerant.errors import ConfigError, FormatError
+from accelerant.runtime.files import AtomicFile
 
-__all__ = ["plain", "prove_files"]
+__all__ = [
+    "StageDisplay",
+    "escaped",
+    "plain",
+    "prove_files",
+    "read_json",
+    "resolve_targets",
+    "warn_forgeable",
+    "write_all",
+]
+
+_MAX_JSON_BYTES = 64 << 20
+"""Largest JSON file that is read: a verification key of 300,000 public inputs has that size."""
 
 _FLAGS = {
     "--self-verify": ("self_verify", True),
     "--no-self-verify": ("self_verify", False),
     "--json": ("json_output", True),
 }
-_FILES = ("circuit.zkey", "witness.wtns", "proof.json", "public.json")
-"""What there is of them where fewer are given: the last two have defaults, the first two must be given."""
-
-_LEAST_FILES = 2
+_DEFAULT_FILES = ("proof.json", "public.json")
+_MIN_FILES, _MAX_FILES = 2, 4
 
 
 def plain(arguments: Sequence[str]) -> Callable[[], None] | None:
-    """The proof that arguments ask for, those after `zk prove`; None where typer must read them."""
-    flags = [each for each in arguments if each.startswith("-")]
-    files = [Path(each) for each in arguments if not each.startswith("-")]
-    if not _LEAST_FILES <= len(files) <= len(_FILES) or not all(flag in _FLAGS for flag in flags):
+    """Return the proof that the arguments after `zk prove` request; None where typer must parse them."""
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    files = [Path(argument) for argument in arguments if not argument.startswith("-")]
+    if not _MIN_FILES <= len(files) <= _MAX_FILES or not all(flag in _FLAGS for flag in flags):
         return None
-    zkey, witness, proof, public = [*files, *map(Path, _FILES[len(files) :])]
-    given = dict(map(_FLAGS.__getitem__, flags))
-    self_verify, json_output = given.get("self_verify", True), given.get("json_output", False)
+    zkey, witness, proof, public = [*files, *map(Path, _DEFAULT_FILES[len(files) - _MIN_FILES :])]
+    options = dict(map(_FLAGS.__getitem__, flags))
+    self_verify, json_output = options.get("self_verify", True), options.get("json_output", False)
     return partial(prove_files, zkey, witness, proof, public, self_verify=self_verify, json_output=json_output)
 
 
@@ -49,26 +64,27 @@ def prove_files(
     json_output: bool = False,
     device: str = "auto",
 ) -> None:
-    """Write a proof and its public inputs, and say what was done; see zk.prove.
+    """Write a proof and its public inputs, and print a summary; see zk.prove.
 
     Args:
-        zkey, witness: to read.
-        proof, public: to write.
+        zkey, witness: files to read.
+        proof, public: files to write.
         self_verify: verify the proof first.
         json_output: print one JSON object.
-        device: as Prover has it; several with commas between.
+        device: as for Prover; several are separated by commas.
     """
-    targets = targets_of([proof, public], [zkey, witness])
+    targets = resolve_targets([proof, public], [zkey, witness])
     from accelerant.zk.formats import Zkey
     from accelerant.zk.groth16 import Prover
     from accelerant.zk.groth16.precompile import precompile_kernels
 
-    with Progress(quiet=json_output) as progress:
+    names = [name.strip() for name in device.split(",")]
+    with StageDisplay(quiet=json_output) as progress:
         with Zkey.open(zkey) as opened:
             precompile_kernels(opened.family, opened.domain_size)
-            prover = Prover(opened, device=_devices(device), progress=progress)
-        made = prover.prove(witness, verified=self_verify)
-    write_all(dict(zip(targets, (made.to_json(), made.public_json()), strict=True)))
+            prover = Prover(opened, device=names if len(names) > 1 else device, progress=progress)
+        result = prover.prove(witness, verified=self_verify)
+    write_all(dict(zip(targets, (result.to_json(), result.public_json()), strict=True)))
     facts: dict[str, Any] = {
         "proof": str(proof),
         "public": str(public),
@@ -85,16 +101,92 @@ def prove_files(
     if json_output:
         print(json.dumps(facts))
         return
-    warn(zkey, prover.verification_key.forgeable)
+    warn_forgeable(zkey, prover.verification_key.forgeable)
     for stage, seconds in prover.timings.items():
         print(f"{stage:<18} {seconds * 1e3:9.1f} ms")
     print(f"{'all':<18} {sum(prover.timings.values()) * 1e3:9.1f} ms")
     for part, seconds in prover.spans.items():
         print(f"  on {prover.device}, {part:<10} {seconds * 1e3:9.1f} ms")
     checked = "verified, " if self_verify else ""
-    print(f"{shown(proof)} and {shown(public)}: {checked}{prover.n_public} public inputs, {prover.family}")
+    print(f"{escaped(proof)} and {escaped(public)}: {checked}{prover.n_public} public inputs, {prover.family}")
 
 
-def _devices(text: str) -> str | list[str]:
-    names = [name.strip() for name in text.split(",")]
-    return names if len(names) > 1 else text
+def resolve_targets(targets: list[Path], sources: list[Path]) -> list[Path]:
+    """Return the files to write, with symlinks resolved, after checking them.
+
+    Raises:
+        ConfigError: a target's folder does not exist, or it is not a regular file, or a source or another target.
+    """
+    from accelerant.zk.formats.container import writable_target
+
+    used = {os.path.realpath(source): "is also to be read" for source in sources}
+    for target in targets:
+        resolved = str(writable_target(target))
+        if resolved in used:
+            raise ConfigError(f"{target} is to be written, and {used[resolved]}: give another name")
+        used[resolved] = "so is another file"
+    return [Path(resolved) for resolved in list(used)[-len(targets) :]]
+
+
+def read_json(path: Path) -> bytes:
+    """Return the contents of a JSON file. Pipes, which may hang, and devices, which may not end, are refused.
+
+    Raises:
+        ConfigError: it cannot be read, or is not a regular file.
+        FormatError: it is larger than 64 MiB.
+    """
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{path} is not a regular file; copy its contents into one")
+            text = file.read(_MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    if len(text) > _MAX_JSON_BYTES:
+        raise FormatError(f"{path} has more than {_MAX_JSON_BYTES >> 20} MiB, more than any proof or verification key")
+    return text
+
+
+def warn_forgeable(path: Path, reason: str | None) -> None:
+    """Warn on stderr that anyone can forge proofs for a key, if a reason is given."""
+    if reason is not None:
+        print(f"accelerant: warning: {escaped(path)}: {reason}", file=sys.stderr)
+
+
+def write_all(texts: Mapping[Path, str]) -> None:
+    """Write files atomically: all are on the disk under temporary names before the first is renamed.
+
+    If a rename fails, the files before it have been replaced.
+
+    Raises:
+        OSError: a folder cannot be written, or the disk is full.
+    """
+    with contextlib.ExitStack() as files:
+        for path, text in texts.items():
+            file = files.enter_context(AtomicFile(path))
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class StageDisplay:
+    """The current stage, on one line of stderr if it is a terminal."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._live = not quiet and sys.stderr is not None and sys.stderr.isatty()  # None: it was closed
+
+    def __call__(self, stage: str) -> None:
+        """Show the stage that begins."""
+        if self._live:
+            print(f"\r\x1b[K{stage}", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Callable[[str], None]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self("")
+
+
+def escaped(text: object) -> str:
+    """Return untrusted text with characters escaped that a terminal would interpret or cannot print."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in str(text))
