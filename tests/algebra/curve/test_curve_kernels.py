@@ -286,7 +286,8 @@ def test_nvrtc_compiles_for_each_target(target):
     assert resources.spill_bytes == 0
 
 
-@pytest.mark.parametrize("name", ["bn254_g1", pytest.param("bls12_381_g2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bn254_g1", "bls12_381_g2"])
 def test_the_portable_text_compiles_for_nvidia_too(name):
     """What HIP and OpenCL run; ptxas is the strictest reader at hand."""
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")

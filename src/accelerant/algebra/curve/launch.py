@@ -43,8 +43,7 @@ Words = Any
 Test = Literal["off_curve", "off_subgroup"]
 
 _CHUNKS = {"cpu": 64, "": 128}
-"""Points per partial result of a test: on the CPU an index covers a chunk, elsewhere a block does (or, for chunks of
-one point, a thread)."""
+"""Points per partial result of a test: an index of the CPU's kernel covers a chunk, elsewhere a block."""
 
 _ADDITION, _DOUBLING, _BITS = 12, 8, 256
 """Multiplications of coordinates that the ledger counts for a step, and steps of a multiplication."""
@@ -100,7 +99,7 @@ def multiply(space: MemorySpace, curve: Curve[Any], x: Words, scalars: Words) ->
 def first_off(space: MemorySpace, curve: Curve[Any], test: Test, x: Words) -> int | None:
     """Return the least index of a point that fails a test, or None; "off_subgroup" takes points of the curve.
 
-    Where every point of the curve is in the subgroup, nothing is launched.
+    If every point of the curve is in the subgroup, nothing is launched.
     """
     n, chunk = _count(x), _CHUNKS.get(space.backend, _CHUNKS[""])
     if not n or (test == "off_subgroup" and curve.cofactor == 1):

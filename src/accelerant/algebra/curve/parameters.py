@@ -67,7 +67,7 @@ class Family:
 
     @property
     def fq(self) -> Field:
-        """Return the field of G1's coordinates."""
+        """The field of G1's coordinates."""
         return FIELDS[f"{self.name}_fq"]
 
     @property

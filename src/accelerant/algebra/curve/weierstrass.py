@@ -243,8 +243,8 @@ class QuadraticCoordinates(Coordinates[Pair]):
 class Curve(Generic[E]):
     """A curve y^2 = x^3 + b and its subgroup of odd prime order r.
 
-    Where the cofactor is odd, no point of the curve has y = 0, and kernels add any of its points. Where it is even,
-    kernels add points of the subgroup only.
+    With an odd cofactor no point has y = 0 and kernels add any points of the curve; with an even one only points of the
+    subgroup.
 
     Attributes:
         name: as users spell it.

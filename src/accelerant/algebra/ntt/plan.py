@@ -220,12 +220,9 @@ def _natural_input(transform: _Transform, m: int) -> Pass:
     return _pass(
         transform,
         m,
-        by_bits_in=False,
-        by_bits_out=by_bits,
         before=None if before == 1 else transform.powers(before, m, False),
         after=None if after == (1, 1) else transform.powers(after[1], m, by_bits, after[0]),
         twiddles=twiddles,
-        twiddle="" if last else "after",
     )
 
 
@@ -233,67 +230,46 @@ def _reversed_input(transform: _Transform, m: int) -> Pass:
     """Return pass m for input in bit-reversed order: twiddles before the sums, row i of the input at bitrev(i)."""
     p, g, n, last = transform.p, transform.coset, transform.n, m == len(transform.logs) - 1
     inner, unit = transform.inner(m), transform.unit(m)
-    entering = (1, 1 if transform.inverse else pow(g, unit, p))  # a scale and a base of powers of the row
-    step, leaving = 1, (1, 1)
+    before = (1, 1 if transform.inverse else pow(g, unit, p))  # a scale and a base of powers of the row
+    step, after = 1, (1, 1)
     if transform.inverse and m == 0:
         step = pow(g, -1, p)
-        leaving = (1, pow(g, -inner, p))
-        if last:
-            leaving = (pow(n, -1, p), leaving[1])
-        else:
-            entering = (pow(n, -1, p), 1)
+        after = (pow(n, -1, p) if last else 1, pow(g, -inner, p))
+        if not last:
+            before = (pow(n, -1, p), 1)
     twiddles = None
     if not last:
         w = transform.root(inner << transform.logs[m])
-        twiddles = Twiddles(transform.powers(entering[1], m, True, entering[0]), transform.powers(w, m, True, step))
-        entering = (1, 1)
+        twiddles = Twiddles(transform.powers(before[1], m, True, before[0]), transform.powers(w, m, True, step))
+        before = (1, 1)
     return _pass(
         transform,
         m,
-        by_bits_in=True,
-        by_bits_out=False,
-        before=None if entering == (1, 1) else transform.powers(entering[1], m, True, entering[0]),
-        after=None if leaving == (1, 1) else transform.powers(leaving[1], m, False, leaving[0]),
+        before=None if before == (1, 1) else transform.powers(before[1], m, True, before[0]),
+        after=None if after == (1, 1) else transform.powers(after[1], m, False, after[0]),
         twiddles=twiddles,
-        twiddle="" if last else "before",
     )
 
 
 def _pass(
-    transform: _Transform,
-    m: int,
-    *,
-    by_bits_in: bool,
-    by_bits_out: bool,
-    before: Powers | None,
-    after: Powers | None,
-    twiddles: Twiddles | None,
-    twiddle: str,
+    transform: _Transform, m: int, *, before: Powers | None, after: Powers | None, twiddles: Twiddles | None
 ) -> Pass:
     digits, reads, writes = _layouts(transform, m)
     log_rows, log_inner = transform.logs[m], digits[0]
     log_low = min(log_inner, max(transform.log_table - log_rows, -(-log_inner // 2), _LOG_NEAR)) if twiddles else 0
-    return Pass(
-        variant=Variant(
-            along_in=reads.row == 1,
-            along_out=writes.row == 1,
-            reversed_in=by_bits_in,
-            reversed_out=by_bits_out,
-            before=before is not None,
-            after=after is not None,
-            twiddle=twiddle,
-            split=twiddles is not None and log_low < log_inner,
-        ),
-        log_rows=log_rows,
-        digits=digits,
-        reads=reads,
-        writes=writes,
-        root=transform.root(1 << log_rows),
-        before=before,
-        after=after,
-        twiddles=twiddles,
-        log_low=log_low,
+    reversed_in = transform.order == "bit_reversed_to_natural"
+    variant = Variant(
+        along_in=reads.row == 1,
+        along_out=writes.row == 1,
+        reversed_in=reversed_in,
+        reversed_out=transform.order == "natural_to_bit_reversed",
+        before=before is not None,
+        after=after is not None,
+        twiddle="" if twiddles is None else "before" if reversed_in else "after",
+        split=twiddles is not None and log_low < log_inner,
     )
+    root = transform.root(1 << log_rows)
+    return Pass(variant, log_rows, digits, reads, writes, root, before, after, twiddles, log_low)
 
 
 def _layouts(transform: _Transform, m: int) -> tuple[tuple[int, int], Layout, Layout]:
