@@ -41,7 +41,7 @@ __all__ = [
     "FilePath",
     "Layout",
     "MappedFile",
-    "Piece",
+    "Payload",
     "Section",
     "regular_file",
     "writable_target",
@@ -378,7 +378,7 @@ class MappedFile(ABC):
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-Piece = bytes | npt.NDArray[Any]
+Payload = bytes | npt.NDArray[Any]
 
 _ANYONE, _OWNER = 0o666, 0o600
 """Permissions of a new file: readable by anyone the umask allows, or by its owner only."""
@@ -421,7 +421,7 @@ def _mode(path: Path) -> int | None:
 
 
 def write_container(
-    path: FilePath, layout: Layout, sections: Mapping[int, Sequence[Piece]], *, secret: bool = False
+    path: FilePath, layout: Layout, sections: Mapping[int, Sequence[Payload]], *, secret: bool = False
 ) -> None:
     """Write a file atomically: to a temporary file in the same directory, which is then renamed.
 
@@ -438,19 +438,19 @@ def write_container(
     target = writable_target(path)
     with _named(Path(path)), AtomicFile(target, mode=_OWNER if secret else _ANYONE) as file:
         file.write(PREFIX.pack(layout.magic, layout.version, len(sections)))
-        for number, pieces in sections.items():
-            file.write(HEAD.pack(number, sum(map(_size, pieces))))
-            _write_pieces(file, pieces)
+        for number, payloads in sections.items():
+            file.write(HEAD.pack(number, sum(map(_size, payloads))))
+            _write_payloads(file, payloads)
 
 
-def _size(piece: Piece) -> int:
-    return len(piece) if isinstance(piece, bytes) else piece.nbytes
+def _size(payload: Payload) -> int:
+    return len(payload) if isinstance(payload, bytes) else payload.nbytes
 
 
-def _write_pieces(file: BinaryIO, pieces: Sequence[Piece]) -> None:
-    for piece in pieces:
-        if _size(piece):
-            file.write(piece if isinstance(piece, bytes) else piece.reshape(-1).view(np.uint8).data)
+def _write_payloads(file: BinaryIO, payloads: Sequence[Payload]) -> None:
+    for payload in payloads:
+        if _size(payload):
+            file.write(payload if isinstance(payload, bytes) else payload.reshape(-1).view(np.uint8).data)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.parameters import Curve, Family, family_of
 from accelerant.errors import ConfigError, FormatError
-from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile, Piece, write_container
+from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile, Payload, write_container
 from accelerant.zk.formats.elements import (
     Label,
     check_points,
@@ -302,7 +302,7 @@ def write_ptau(
     if lagrange is not None and set(lagrange) != set(_POWERS):
         raise ConfigError(f"lagrange must have {', '.join(_POWERS)}, got {', '.join(lagrange) or 'none'}")
     given = {"tau_g1": tau_g1, "tau_g2": tau_g2, "alpha_g1": alpha_g1, "beta_g1": beta_g1}
-    sections: dict[int, list[Piece]] = {
+    sections: dict[int, list[Payload]] = {
         _HEADER: [prime_bytes(pairing, "q") + struct.pack("<II", power, of_ceremony)],
         **{
             number: [words_of(given[name], point_words(pairing, degree), _count(name, power), name)]
@@ -312,7 +312,7 @@ def write_ptau(
         _CONTRIBUTIONS: [_COUNT.pack(len(contributions))],
     }
     for each in contributions:
-        sections[_CONTRIBUTIONS] += _contribution_pieces(pairing, each)
+        sections[_CONTRIBUTIONS] += _contribution_payloads(pairing, each)
     for name, words in (lagrange or {}).items():
         number, degree = _POWERS[name]
         count = _lagrange_count(name, power)
@@ -320,7 +320,7 @@ def write_ptau(
     write_container(path, _LAYOUT, sections)
 
 
-def _contribution_pieces(family: Family, each: PtauContribution) -> list[Piece]:
+def _contribution_payloads(family: Family, each: PtauContribution) -> list[Payload]:
     if set(each.points) != set(CONTRIBUTION_POINTS):
         raise ConfigError(f"a contribution's points must be {', '.join(CONTRIBUTION_POINTS)}, got {list(each.points)}")
     words = (

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve.parameters import Family, family_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile, Piece, write_container
+from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile, Payload, write_container
 from accelerant.zk.formats.elements import (
     Label,
     check_below,
@@ -395,11 +395,11 @@ def write_zkey(
         )
     g1, g2 = (point_words(pairing, degree) for degree in (1, 2))
     given = {"alpha1": alpha1, "beta1": beta1, "beta2": beta2, "gamma2": gamma2, "delta1": delta1, "delta2": delta2}
-    header: list[Piece] = [
+    header: list[Payload] = [
         prime_bytes(pairing, "q") + prime_bytes(pairing, "r") + struct.pack("<III", n_vars, n_public, domain_size),
         *(words_of(given[name], g1 * degree, None, name) for name, degree in _HEADER_POINTS),
     ]
-    sections: dict[int, list[Piece]] = {
+    sections: dict[int, list[Payload]] = {
         _PROTOCOL: [_COUNT.pack(_GROTH16)],
         _HEADER: header,
         _IC: [words_of(ic, g1, n_public + 1, "ic")],
@@ -412,7 +412,7 @@ def write_zkey(
         _CONTRIBUTIONS: [hash_bytes(circuit_hash, _HASH_BYTES, "circuit_hash"), _COUNT.pack(len(contributions))],
     }
     for each in contributions:
-        sections[_CONTRIBUTIONS] += _contribution_pieces(pairing, each)
+        sections[_CONTRIBUTIONS] += _contribution_payloads(pairing, each)
     write_container(path, _LAYOUT, sections)
 
 
@@ -424,7 +424,7 @@ def _entries(coefficients: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     return np.ascontiguousarray(coefficients)
 
 
-def _contribution_pieces(family: Family, each: Contribution) -> list[Piece]:
+def _contribution_payloads(family: Family, each: Contribution) -> list[Payload]:
     points = {"delta_after": 1, "g1_s": 1, "g1_sx": 1, "g2_spx": 2}
     words = (words_of(getattr(each, name), point_words(family, degree), None, name) for name, degree in points.items())
     return [*words, hash_bytes(each.transcript, _HASH_BYTES, "transcript"), label_bytes(each.label)]
