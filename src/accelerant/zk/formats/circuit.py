@@ -122,7 +122,7 @@ class R1cs(MappedFile):
             raise cursor.error(f"{self.n_public} public signals and wire 0 exceed {self.n_wires} wires", at)
 
     def _read_gates(self, cursor: Cursor) -> tuple[CustomGate, ...]:
-        size, found = self._field.size_bytes, []
+        size, gates_read = self._field.size_bytes, []
         at, gates = cursor.at, cursor.u32("the number of custom gates")
         if gates > _MAX_GATES:
             raise cursor.error(f"{gates} custom gates; at most {_MAX_GATES} are supported", at)
@@ -131,9 +131,9 @@ class R1cs(MappedFile):
             count = cursor.u32("the number of a custom gate's parameters")
             data = cursor.take(count * size, "a custom gate's parameters")
             values = (int.from_bytes(data[i : i + size], "little") for i in range(0, len(data), size))
-            found.append(CustomGate(name, tuple(values)))
+            gates_read.append(CustomGate(name, tuple(values)))
         cursor.end()
-        return tuple(found)
+        return tuple(gates_read)
 
     def _read_uses(self, cursor: Cursor) -> int:
         uses = cursor.u32("the number of uses")
@@ -151,8 +151,8 @@ class R1cs(MappedFile):
     @property
     def labels(self) -> npt.NDArray[np.uint64]:
         """Labels of the wires, (n_wires,), a read-only view of the file."""
-        found: npt.NDArray[np.uint64] = self._container.array(_LABELS, "<u8", count=self.n_wires)
-        return found
+        labels: npt.NDArray[np.uint64] = self._container.array(_LABELS, "<u8", count=self.n_wires)
+        return labels
 
     def matrices(self) -> tuple[Terms, Terms, Terms]:
         """Return copies of A, B and C, each (n,) of TERM in ascending row order.
@@ -177,39 +177,39 @@ class R1cs(MappedFile):
     def _combination_starts(self) -> npt.NDArray[np.int64]:
         """Return the start of each linear combination and the end of the last, in 32-bit words of the section."""
         section = self._container.sections[_CONSTRAINTS]
-        found = array("q", [0]) * (3 * self.n_constraints + 1)  # the section has 12 bytes for each constraint
+        starts = array("q", [0]) * (3 * self.n_constraints + 1)  # the section has 12 bytes for each constraint
         at = 0
         with self._container.words32(_CONSTRAINTS) as words:
             try:
                 for index in range(3 * self.n_constraints):
-                    found[index] = at
+                    starts[index] = at
                     at += 1 + _TERM_WORDS * words[at]
             except IndexError:
                 at = len(words) + 1  # also if the last combination claims more terms than the section has
-            found[-1] = at
+            starts[-1] = at
             if at > len(words):
-                row, last = index // 3, section.offset + 4 * found[index]
+                row, last = index // 3, section.offset + 4 * starts[index]
                 message = f"the section ends within linear combination {index % 3} of constraint {row} of "
                 raise self._container.error(_CONSTRAINTS, last, f"{message}{self.n_constraints}")
             if at < len(words):
                 message = f"{4 * (len(words) - at)} bytes after the last of {self.n_constraints} constraints"
                 raise self._container.error(_CONSTRAINTS, section.offset + 4 * at, message)
-        return np.frombuffer(found, np.int64)
+        return np.frombuffer(starts, np.int64)
 
     def _read_terms(self, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> Terms:
         counts = (ends - starts) // _TERM_WORDS
         before = np.cumsum(counts) - counts
-        found = np.empty(int(counts.sum()), TERM)
-        found["row"] = np.repeat(np.arange(self.n_constraints, dtype=np.uint32), counts)
+        entries = np.empty(int(counts.sum()), TERM)
+        entries["row"] = np.repeat(np.arange(self.n_constraints, dtype=np.uint32), counts)
         overlapping = self._container.overlapping(_CONSTRAINTS, _IN_FILE, 4)
-        for begin in range(0, len(found), _CHUNK):
-            part = found[begin : begin + _CHUNK]
+        for begin in range(0, len(entries), _CHUNK):
+            part = entries[begin : begin + _CHUNK]
             rows, index = part["row"], np.arange(begin, begin + len(part))
             positions = starts[rows] + 1 + _TERM_WORDS * (index - before[rows])
             terms = overlapping[positions]
             part["wire"], part["value"] = terms["wire"], terms["value"]
             self._check_terms(terms, positions)
-        return found
+        return entries
 
     def _check_terms(self, terms: Terms, positions: npt.NDArray[np.int64]) -> None:
         offset = self._container.sections[_CONSTRAINTS].offset
@@ -218,9 +218,9 @@ class R1cs(MappedFile):
             index = int(wrong.argmax())
             message = f"wire {terms['wire'][index]} of {self.n_wires}"
             raise self._container.error(_CONSTRAINTS, offset + 4 * int(positions[index]), message)
-        found = first_not_below(terms["value"], self._field.modulus)
-        if found is not None:
-            at = offset + 4 * int(positions[found]) + 4
+        unreduced = first_not_below(terms["value"], self._field.modulus)
+        if unreduced is not None:
+            at = offset + 4 * int(positions[unreduced]) + 4
             raise self._container.error(_CONSTRAINTS, at, f"a value is not below the modulus of {self._field.name}")
 
     def __repr__(self) -> str:

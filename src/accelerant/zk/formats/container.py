@@ -97,16 +97,16 @@ def regular_file(path: FilePath) -> Path:
     Raises:
         FormatError: the file does not exist, or is a directory, a pipe or a device.
     """
-    found = Path(path)
+    file = Path(path)
     try:
-        mode = found.stat().st_mode
+        mode = file.stat().st_mode
     except FileNotFoundError:
-        raise FormatError(f"{found} does not exist") from None
+        raise FormatError(f"{file} does not exist") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise FormatError(f"cannot read {found}: {getattr(error, 'strerror', None) or error}") from None
+        raise FormatError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
     if not stat.S_ISREG(mode):
-        raise FormatError(f"{found} is not a regular file and cannot be mapped; copy its contents to a file")
-    return found
+        raise FormatError(f"{file} is not a regular file and cannot be mapped; copy its contents to a file")
+    return file
 
 
 class Container:
@@ -173,33 +173,33 @@ class Container:
             raise FormatError(
                 f"{self.path}: byte 8: {count} sections; a .{layout.kind} file has at most {MAX_SECTIONS}"
             )
-        found: dict[int, Section] = {}
+        sections: dict[int, Section] = {}
         at = PREFIX.size
         for index in range(count):
             if self.size - at < HEAD.size:
                 raise FormatError(f"{self.path}: byte {at}: the file ends before section {index + 1} of {count}")
             number, size = HEAD.unpack_from(self._map, at)
             section = Section(number, at + HEAD.size, size)
-            if number in found:
-                first = found[number].offset
+            if number in sections:
+                first = sections[number].offset
                 raise self.error(number, at, f"duplicate section; the first is at byte {first}")
             if size > self.size - section.offset:
                 left = self.size - section.offset
                 raise self.error(number, at, f"the section has {size} bytes, but the file has only {left} more")
-            found[number] = section
+            sections[number] = section
             at = section.offset + size
         if at != self.size:
             raise FormatError(f"{self.path}: byte {at}: {self.size - at} trailing bytes after the last section")
         for number in layout.required:
-            self._require(number, found)
-        return found
+            self._require(number, sections)
+        return sections
 
     def require(self, number: int) -> None:
         """Raise FormatError unless the section exists."""
         self._require(number, self.sections)
 
-    def _require(self, number: int, found: Mapping[int, Section]) -> None:
-        if number not in found:
+    def _require(self, number: int, sections: Mapping[int, Section]) -> None:
+        if number not in sections:
             raise FormatError(f"{self.path}: section {number} ({self.layout.names[number]}) is missing")
 
     def error(self, number: int, offset: int, message: str) -> FormatError:
@@ -230,10 +230,10 @@ class Container:
             ValueError: the file is closed.
         """
         section, kind = self.sections[number], np.dtype(dtype)
-        found = (section.size - start) // kind.itemsize if count is None else count
-        if found < 0 or start + found * kind.itemsize > section.size:
-            raise self.error(number, section.offset, f"{section.size} bytes do not hold {found} of {kind.itemsize}")
-        return np.frombuffer(self._map, kind, found, section.offset + start)
+        items = (section.size - start) // kind.itemsize if count is None else count
+        if items < 0 or start + items * kind.itemsize > section.size:
+            raise self.error(number, section.offset, f"{section.size} bytes do not hold {items} of {kind.itemsize}")
+        return np.frombuffer(self._map, kind, items, section.offset + start)
 
     def rows(self, number: int, width: int, *, start: int = 0, count: int | None = None) -> U64:
         """Return a section as rows of 64-bit words, (n, width); see array."""

@@ -22,17 +22,17 @@ def open_file(path: FilePath) -> MappedFile:
     Raises:
         FormatError: unknown format, or an inconsistent file.
     """
-    found = regular_file(path)
+    source = regular_file(path)
     try:
-        with found.open("rb") as file:
+        with source.open("rb") as file:
             magic = file.read(4)
     except OSError as error:
-        raise FormatError(f"cannot read {found}: {error.strerror or error}") from None
+        raise FormatError(f"cannot read {source}: {error.strerror or error}") from None
     for file_class in _FORMATS:
         if file_class.layout.magic == magic:
-            return file_class.open(found)
-    kinds = ", ".join(f".{each.layout.kind}" for each in _FORMATS)
-    raise FormatError(f"{found} begins with {magic!r}, which is the magic number of none of {kinds}")
+            return file_class.open(source)
+    kinds = ", ".join(f".{known.layout.kind}" for known in _FORMATS)
+    raise FormatError(f"{source} begins with {magic!r}, which is the magic number of none of {kinds}")
 
 
 def describe(path: FilePath, *, check: bool = False) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _zkey(key: Zkey) -> dict[str, Any]:
         "points": _points(key.points),
         "circuit_hash": key.circuit_hash.hex(),
         "forgeable": key.forgeable,
-        "contributions": [_label(each.label) for each in key.contributions],
+        "contributions": [_label(contribution.label) for contribution in key.contributions],
     }
 
 
@@ -96,7 +96,7 @@ def _ptau(powers: Ptau) -> dict[str, Any]:
         "most_constraints": 1 << powers.power,
         "prepared": powers.prepared,
         "points": _points(powers.points),
-        "contributions": [_label(each.label) for each in powers.contributions],
+        "contributions": [_label(contribution.label) for contribution in powers.contributions],
     }
 
 
@@ -110,7 +110,7 @@ def _r1cs(circuit: R1cs) -> dict[str, Any]:
         "private_inputs": circuit.n_prv_in,
         "labels": circuit.n_labels,
         "terms": {name: len(terms) for name, terms in zip("ABC", matrices, strict=True)},
-        "custom_gates": [each.name for each in circuit.custom_gates],
+        "custom_gates": [gate.name for gate in circuit.custom_gates],
         "custom_gate_uses": circuit.n_custom_gate_uses,
     }
 
@@ -120,9 +120,9 @@ def _points(sections: dict[str, U64]) -> dict[str, dict[str, int]]:
 
 
 def _label(label: Label) -> dict[str, Any]:
-    found: dict[str, Any] = {"kind": KINDS[label.kind], "name": label.name}
+    facts: dict[str, Any] = {"kind": KINDS[label.kind], "name": label.name}
     if label.beacon is not None:
-        found["beacon"] = label.beacon.hex()
+        facts["beacon"] = label.beacon.hex()
     if label.iterations_exp is not None:
-        found["iterations_exp"] = label.iterations_exp
-    return found
+        facts["iterations_exp"] = label.iterations_exp
+    return facts

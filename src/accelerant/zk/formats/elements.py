@@ -132,9 +132,9 @@ def words_of(value: Any, width: int, count: int | None, name: str) -> U64:
     array = np.asarray(value)
     if array.dtype != np.uint64:
         raise UnsupportedDtype(f"{name} must be uint64, got {array.dtype}")
-    wanted = (width,) if count is None else (count, width)
-    if array.shape != wanted:
-        raise ShapeError(f"{name} must be {wanted}, got {array.shape}")
+    expected = (width,) if count is None else (count, width)
+    if array.shape != expected:
+        raise ShapeError(f"{name} must be {expected}, got {array.shape}")
     return np.ascontiguousarray(array, "<u8")
 
 
@@ -160,8 +160,8 @@ def first_not_below(words: U64, modulus: int) -> int | None:
     rows = np.flatnonzero(words[:, -1] >= np.uint64(limbs[-1]))  # few, except in malicious files
     wrong = np.ones(len(rows), np.bool_)
     for column, limb in enumerate(limbs):  # from the least significant up: the last that differs decides
-        found, bound = words[rows, column], np.uint64(limb)
-        wrong = (found > bound) | ((found == bound) & wrong)
+        column_words, bound = words[rows, column], np.uint64(limb)
+        wrong = (column_words > bound) | ((column_words == bound) & wrong)
     return int(rows[wrong.argmax()]) if wrong.any() else None
 
 
@@ -222,9 +222,9 @@ def check_points(
     for chunk in _chunks(words):
         points = HOST.contiguous(words[chunk]).reshape(-1, *curve.shape)
         for test, what in tests[: 1 + subgroup]:
-            found = launch.first_off(HOST, curve, test, points)
-            if found is not None:
-                index = chunk.start + found
+            first = launch.first_off(HOST, curve, test, points)
+            if first is not None:
+                index = chunk.start + first
                 offset = container.sections[number].offset + start + index * size
                 raise container.error(number, offset, f"point {index} is {what}")
 
@@ -273,21 +273,21 @@ def read_label(cursor: Cursor) -> Label:
     if length > cursor.left:
         raise cursor.error(f"{length} bytes of a contribution's parameters, {cursor.left} are left", cursor.at - 4)
     end, last = cursor.at + length, 0
-    found: dict[int, bytes] = {}
+    parameters: dict[int, bytes] = {}
     while cursor.at < end:
         at = cursor.at
         key = cursor.number(1, "a contribution's parameter")
         if not last < key <= _BEACON:
             raise cursor.error(f"contribution parameter {key} after {last}; expected 1 to 3 in ascending order", at)
         size = 1 if key == _ITERATIONS else cursor.number(1, "a parameter's length")
-        found[key] = cursor.take(size, "a contribution's parameter")
+        parameters[key] = cursor.take(size, "a contribution's parameter")
         last = key
     if cursor.at != end:
         raise cursor.error("a contribution's parameters are longer than they say", at)
     # snarkjs truncates names at 64 bytes, possibly within a character
-    name = found.get(_NAME, b"").decode("utf-8", errors="replace")
-    iterations = found.get(_ITERATIONS)
-    return Label(kind, name, None if iterations is None else iterations[0], found.get(_BEACON))
+    name = parameters.get(_NAME, b"").decode("utf-8", errors="replace")
+    iterations = parameters.get(_ITERATIONS)
+    return Label(kind, name, None if iterations is None else iterations[0], parameters.get(_BEACON))
 
 
 def label_bytes(label: Label) -> bytes:

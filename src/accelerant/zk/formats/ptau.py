@@ -137,7 +137,7 @@ class Ptau(MappedFile):
                 container.expect_size(number + _LAGRANGE, count * width * 8, f"{count} points")
 
     def _read_contributions(self, cursor: Cursor) -> tuple[PtauContribution, ...]:
-        found = []
+        contributions = []
         for _ in range(cursor.u32("the number of contributions")):  # bounded by the section: each takes bytes of it
             points = {
                 name: read_point(cursor, self._family, degree, f"a contribution's {name}")
@@ -145,9 +145,9 @@ class Ptau(MappedFile):
             }
             state = cursor.take(_STATE_BYTES, "a contribution's hash")
             challenge = cursor.take(_CHALLENGE_BYTES, "a contribution's next challenge")
-            found.append(PtauContribution(read_label(cursor), points, state, challenge))
+            contributions.append(PtauContribution(read_label(cursor), points, state, challenge))
         cursor.end()
-        return tuple(found)
+        return tuple(contributions)
 
     # --- sections ------------------------------------------------------------------------------------------------
 
@@ -193,12 +193,12 @@ class Ptau(MappedFile):
     def points(self) -> dict[str, U64]:
         """All sections of points by name; all Lagrange forms of a section are one array."""
         shift = (0, _LAGRANGE) if self.prepared else (0,)
-        found = {
+        points = {
             _NAMES[number + more]: self._container.rows(number + more, point_words(self._family, degree))
             for more in shift
             for number, degree in _POWERS.values()
         }
-        return found | {"beta_g2": self.beta_g2[None]}
+        return points | {"beta_g2": self.beta_g2[None]}
 
     def check(self, *, subgroup: bool = True) -> None:
         """Check all points, that the powers begin with the generator, and that they match the last contribution.
@@ -301,18 +301,18 @@ def write_ptau(
         raise ConfigError(f"power and ceremony_power must satisfy {bounds}, got {power} and {of_ceremony}")
     if lagrange is not None and set(lagrange) != set(_POWERS):
         raise ConfigError(f"lagrange must have {', '.join(_POWERS)}, got {', '.join(lagrange) or 'none'}")
-    given = {"tau_g1": tau_g1, "tau_g2": tau_g2, "alpha_g1": alpha_g1, "beta_g1": beta_g1}
+    points = {"tau_g1": tau_g1, "tau_g2": tau_g2, "alpha_g1": alpha_g1, "beta_g1": beta_g1}
     sections: dict[int, list[Payload]] = {
         _HEADER: [prime_bytes(pairing, "q") + struct.pack("<II", power, of_ceremony)],
         **{
-            number: [words_of(given[name], point_words(pairing, degree), _count(name, power), name)]
+            number: [words_of(points[name], point_words(pairing, degree), _count(name, power), name)]
             for name, (number, degree) in _POWERS.items()
         },
         _BETA_G2: [words_of(beta_g2, point_words(pairing, 2), None, "beta_g2")],
         _CONTRIBUTIONS: [_COUNT.pack(len(contributions))],
     }
-    for each in contributions:
-        sections[_CONTRIBUTIONS] += _contribution_payloads(pairing, each)
+    for contribution in contributions:
+        sections[_CONTRIBUTIONS] += _contribution_payloads(pairing, contribution)
     for name, words in (lagrange or {}).items():
         number, degree = _POWERS[name]
         count = _lagrange_count(name, power)
@@ -320,15 +320,17 @@ def write_ptau(
     write_container(path, _LAYOUT, sections)
 
 
-def _contribution_payloads(family: Family, each: PtauContribution) -> list[Payload]:
-    if set(each.points) != set(CONTRIBUTION_POINTS):
-        raise ConfigError(f"a contribution's points must be {', '.join(CONTRIBUTION_POINTS)}, got {list(each.points)}")
+def _contribution_payloads(family: Family, contribution: PtauContribution) -> list[Payload]:
+    if set(contribution.points) != set(CONTRIBUTION_POINTS):
+        raise ConfigError(
+            f"a contribution's points must be {', '.join(CONTRIBUTION_POINTS)}, got {list(contribution.points)}"
+        )
     words = (
-        words_of(each.points[name], point_words(family, degree), None, name)
+        words_of(contribution.points[name], point_words(family, degree), None, name)
         for name, degree in CONTRIBUTION_POINTS.items()
     )
     hashes = (
-        hash_bytes(each.partial_hash, _STATE_BYTES, "partial_hash"),
-        hash_bytes(each.next_challenge, _CHALLENGE_BYTES, "next_challenge"),
+        hash_bytes(contribution.partial_hash, _STATE_BYTES, "partial_hash"),
+        hash_bytes(contribution.next_challenge, _CHALLENGE_BYTES, "next_challenge"),
     )
-    return [*words, *hashes, label_bytes(each.label)]
+    return [*words, *hashes, label_bytes(contribution.label)]

@@ -173,15 +173,15 @@ class Zkey(MappedFile):
     def _read_contributions(self, cursor: Cursor) -> None:
         self.circuit_hash = cursor.take(_HASH_BYTES, "the circuit's hash")
         count = cursor.u32("the number of contributions")
-        found = []
+        contributions = []
         for _ in range(count):  # bounded by the section: each takes bytes of it
             after, s, sx, spx = (
                 read_point(cursor, self._family, degree, "a contribution's point") for degree in (1, 1, 1, 2)
             )
             transcript = cursor.take(_HASH_BYTES, "a contribution's transcript")
-            found.append(Contribution(read_label(cursor), after, s, sx, spx, transcript))
+            contributions.append(Contribution(read_label(cursor), after, s, sx, spx, transcript))
         cursor.end()
-        self.contributions = tuple(found)
+        self.contributions = tuple(contributions)
 
     # --- sections ------------------------------------------------------------------------------------------------
 
@@ -243,13 +243,13 @@ class Zkey(MappedFile):
         Raises:
             FormatError: an index is out of range; names its offset.
         """
-        found: npt.NDArray[np.void] = self._container.array(
+        entries: npt.NDArray[np.void] = self._container.array(
             _COEFFICIENTS, COEFFICIENT, start=_COUNT.size, count=self.n_coefficients
         )
         if not self._entries_checked:
-            self._check_entries(found)
+            self._check_entries(entries)
             self._entries_checked = True
-        return found
+        return entries
 
     def _check_entries(self, entries: npt.NDArray[np.void]) -> None:
         bounds = {"matrix": 2, "row": self.domain_size, "signal": self.n_vars}
@@ -394,10 +394,10 @@ def write_zkey(
             f"the number of points of h must be a power of two above n_public = {n_public}, got {domain_size}"
         )
     g1, g2 = (point_words(pairing, degree) for degree in (1, 2))
-    given = {"alpha1": alpha1, "beta1": beta1, "beta2": beta2, "gamma2": gamma2, "delta1": delta1, "delta2": delta2}
+    points = {"alpha1": alpha1, "beta1": beta1, "beta2": beta2, "gamma2": gamma2, "delta1": delta1, "delta2": delta2}
     header: list[Payload] = [
         prime_bytes(pairing, "q") + prime_bytes(pairing, "r") + struct.pack("<III", n_vars, n_public, domain_size),
-        *(words_of(given[name], g1 * degree, None, name) for name, degree in _HEADER_POINTS),
+        *(words_of(points[name], g1 * degree, None, name) for name, degree in _HEADER_POINTS),
     ]
     sections: dict[int, list[Payload]] = {
         _PROTOCOL: [_COUNT.pack(_GROTH16)],
@@ -411,8 +411,8 @@ def write_zkey(
         _H: [words_of(h, g1, domain_size, "h")],
         _CONTRIBUTIONS: [hash_bytes(circuit_hash, _HASH_BYTES, "circuit_hash"), _COUNT.pack(len(contributions))],
     }
-    for each in contributions:
-        sections[_CONTRIBUTIONS] += _contribution_payloads(pairing, each)
+    for contribution in contributions:
+        sections[_CONTRIBUTIONS] += _contribution_payloads(pairing, contribution)
     write_container(path, _LAYOUT, sections)
 
 
@@ -424,7 +424,10 @@ def _entries(coefficients: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     return np.ascontiguousarray(coefficients)
 
 
-def _contribution_payloads(family: Family, each: Contribution) -> list[Payload]:
+def _contribution_payloads(family: Family, contribution: Contribution) -> list[Payload]:
     points = {"delta_after": 1, "g1_s": 1, "g1_sx": 1, "g2_spx": 2}
-    words = (words_of(getattr(each, name), point_words(family, degree), None, name) for name, degree in points.items())
-    return [*words, hash_bytes(each.transcript, _HASH_BYTES, "transcript"), label_bytes(each.label)]
+    words = (
+        words_of(getattr(contribution, name), point_words(family, degree), None, name)
+        for name, degree in points.items()
+    )
+    return [*words, hash_bytes(contribution.transcript, _HASH_BYTES, "transcript"), label_bytes(contribution.label)]
