@@ -13,6 +13,7 @@ import torch
 from accelerant.config import override
 from accelerant.errors import DeviceLost, FallbackWarning, LaunchError, OutOfMemory
 from accelerant.nn import GPT, GPTConfig
+from accelerant.ops.norm.launch import TUNED as NORM_PLANS
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain_quietly, operations
 from accelerant.runtime.ledger import ledger
@@ -23,6 +24,8 @@ CPU = torch.device("cpu")
 def forget():
     for operation in operations().values():
         operation.forget()
+    for plans in NORM_PLANS.values():
+        plans.forget()  # and the launches that are repeated past TritonKernel.launch
 
 
 @pytest.fixture
