@@ -66,10 +66,6 @@ class Packs(ABC):
     def lanes(self, chosen: Sequence[bool]) -> Value:
         """Return a constant mask."""
 
-    def all(self, value: int) -> Value:
-        """Return a number in all lanes."""
-        return constant(self.numbers, value)
-
     def all_set(self) -> Value:
         """Return the mask of all lanes."""
         return constant(self.mask, True)

@@ -490,7 +490,7 @@ class Scratch:
     special: str
 
 
-_AHEAD = 4
+_PREFETCH = 4
 """Packs between prefetching points and reading them: a miss takes about as long as a pack's first pass."""
 
 
@@ -505,14 +505,14 @@ def batch_add(k: Elements, count: str, pair: Callable[[str], Pair], scratch: Scr
         count: i64.
         pair: of the index of a pack, an i64. The sums are written from the last pack to the first.
         scratch: memory for `count` packs.
-        unit: what coordinates are multiplied by in the points' memory: x unit. Products keep it once slopes are as they
-            are, x L, but for the slope's square and for a doubling's numerator, which are scaled.
+        unit: the factor of coordinates in the points' memory, x unit. Slopes are x L, so products keep the unit, except
+            for a slope's square and a doubling's numerator, which are rescaled.
     """
     code = k.code
     product = k.cell(k.one)
     with code.loop(0, count) as i:
         k.store(scratch.products, i, product.get())
-        later = pair(code.smin(code.i64("add nsw", i, _AHEAD), code.i64("sub nsw", count, 1))).fetch
+        later = pair(code.smin(code.i64("add nsw", i, _PREFETCH), code.i64("sub nsw", count, 1))).fetch
         if later is not None:
             later()
         denominator = _denominator(k, pair(i), scratch, i)
@@ -531,7 +531,7 @@ def _denominator(k: Elements, pair: Pair, scratch: Scratch, i: str) -> Element:
     code, packs = k.code, k.packs
     x1, x2 = pair.x()
     difference = k.sub(x2, x1)
-    found = k.cell(difference)
+    denominator = k.cell(difference)
     zero = k.is_zero(difference)
     suspects = code.op("or", zero, code.op("or", k.is_zero(x1), k.is_zero(x2)))
     special = packs.any(code, suspects)
@@ -541,8 +541,8 @@ def _denominator(k: Elements, pair: Pair, scratch: Scratch, i: str) -> Element:
         same = k.is_zero(k.sub(y2, y1))
         kept = k.select(zero, k.select(same, k.times(y1, 2), k.one), difference)
         infinite = code.op("or", k.is_zero(y1), k.is_zero(y2))
-        found.set(k.select(infinite, k.one, kept))
-    return found.get()
+        denominator.set(k.select(infinite, k.one, kept))
+    return denominator.get()
 
 
 def _sum(k: Elements, pair: Pair, inverse: Element, special: str, unit: int) -> None:
@@ -560,7 +560,7 @@ def _sum(k: Elements, pair: Pair, inverse: Element, special: str, unit: int) -> 
     with code.when(special):
         opposite = code.op("and", k.is_zero(k.sub(x2, x1)), k.is_zero(k.add(y1, y2)))
         for cell, first, second in ((x, x1, x2), (y, y1, y2)):
-            found = k.select(opposite, k.zero, cell.get())
-            found = k.select(k.is_zero(y2), first, found)
-            cell.set(k.select(k.is_zero(y1), second, found))
+            total = k.select(opposite, k.zero, cell.get())
+            total = k.select(k.is_zero(y2), first, total)
+            cell.set(k.select(k.is_zero(y1), second, total))
     pair.write(x.get(), y.get())

@@ -213,7 +213,7 @@ class PackedLimbs(PackedField):
         return code.convert("zext", value, self._wide)
 
     def _settle(self, code: FunctionBuilder, difference: Value) -> Value:
-        """Return a wide difference, which lies between -p and p, plus p where it is negative."""
+        """Return a wide difference, which is between -p and p, plus p where it is negative."""
         mask = hide(code, code.convert("trunc", code.op("lshr", difference, self._bits), "i64"))
         correction = code.op("and", code.convert("sext", mask, self.type), self.field.modulus)
         return code.op("add", code.convert("trunc", difference, self.type), correction)
@@ -307,7 +307,7 @@ class _PackedWords(PackedField):
         return constant(self.type, value)
 
     def _mask(self, code: FunctionBuilder) -> Value:
-        """Return the lanes that lie before stop."""
+        """Return the mask of the lanes before stop."""
         bound = code.broadcast(code.op("sub", "%stop", "%i"), self.lanes)
         return code.compare("sgt", bound, lane_constants("i64", range(self.lanes)))
 

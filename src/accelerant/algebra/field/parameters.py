@@ -126,8 +126,8 @@ _BN254_FQ, _BN254_FR = _bn(_BN_X)
 _BLS12_381_FQ, _BLS12_381_FR = _bls12(_BLS_X)
 
 FIELDS = {
-    each.name: each
-    for each in (
+    row.name: row
+    for row in (
         Field("goldilocks", 2**64 - 2**32 + 1, 7),
         Field("babybear", 15 * 2**27 + 1, 31),
         Field("bn254_fr", _BN254_FR, 5),

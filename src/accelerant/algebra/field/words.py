@@ -155,8 +155,8 @@ def _bits(field: Field, n: int) -> Words:
 
 def _not_below(field: Field, words: Words) -> npt.NDArray[np.bool_]:
     """Return the mask of elements of (n, limbs) that are not below the modulus."""
-    found = np.ones(len(words), np.bool_)
+    mask = np.ones(len(words), np.bool_)
     for column, limb in zip(words.T, modulus_words(field), strict=True):
         word = words.dtype.type(limb)
-        found = (column > word) | ((column == word) & found)
-    return found
+        mask = (column > word) | ((column == word) & mask)
+    return mask

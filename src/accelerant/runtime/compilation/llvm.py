@@ -43,7 +43,7 @@ NOINLINE = "noinline nounwind"
 
 REGISTERS = "x86_regcallcc" if platform.machine().lower() in ("x86_64", "amd64") else "fastcc"
 """Calling convention that passes and returns arrays of vectors in registers. C's on x86 returns them in memory, and
-what is stored there as words and loaded at once as a vector stalls: a product of six words took twice as long."""
+a vector loaded from words just stored stalls there: a product of six words took twice as long."""
 
 _FLOATS = {"half": "f16", "float": "f32", "double": "f64"}
 
@@ -321,9 +321,9 @@ class FunctionBuilder:
 
     def variable(self, kind: str, value: Operand) -> Variable:
         """Return a new variable with its first value."""
-        found = Variable(self, kind, self.stack(kind))
-        found.set(value)
-        return found
+        variable = Variable(self, kind, self.stack(kind))
+        variable.set(value)
+        return variable
 
     def table(self, name: str, element: str, values: Sequence[int], align: int = 0) -> Value:
         """Return a pointer to constants; the name must be the program's only one."""
@@ -347,13 +347,13 @@ class FunctionBuilder:
 
     def masked_load(self, kind: str, pointer: Operand, mask: Operand, align: int) -> Value:
         """Append a load of the lanes of a vector that the mask has; the others are 0."""
-        where = (Value(str(pointer), "ptr"), constant("i32", align), mask)
-        return self.intrinsic(kind, f"llvm.masked.load.{suffix(kind)}.p0", *where, constant(kind, 0))
+        operands = (Value(str(pointer), "ptr"), constant("i32", align), mask)
+        return self.intrinsic(kind, f"llvm.masked.load.{suffix(kind)}.p0", *operands, constant(kind, 0))
 
     def masked_store(self, value: Operand, pointer: Operand, mask: Operand, align: int) -> None:
         """Append a store of the lanes of a vector that the mask has."""
-        where = (Value(str(pointer), "ptr"), constant("i32", align), mask)
-        self.intrinsic("void", f"llvm.masked.store.{suffix(self._type(value))}.p0", value, *where)
+        operands = (Value(str(pointer), "ptr"), constant("i32", align), mask)
+        self.intrinsic("void", f"llvm.masked.store.{suffix(self._type(value))}.p0", value, *operands)
 
     # --- control -----------------------------------------------------------------------------------------------------
 
