@@ -7,8 +7,8 @@
  *   msm_affine_round    the sums of the pairs, given the inverse of the product; then the products of the next round's pairs
  *
  * sort.c pads a bucket's entries to units of 2^rounds with MSM_NONE, the point at infinity. Pair k is entries 2 k and 2 k + 1,
- * so both are in one bucket, and one point per unit is left after all rounds. A thread has `each` consecutive units, and the
- * same ones in all rounds. Each round takes the pairs in the order opposite to the previous round's, as required by
+ * so both are in one bucket, and one point per unit is left after all rounds. A thread has `per_thread` consecutive units, and
+ * the same ones in all rounds. Each round takes the pairs in the order opposite to the previous round's, as required by
  * Montgomery's trick. Source: Montgomery 1987, Mathematics of Computation 48, pages 243 to 264.
  *
  * In memory: thread t's k-th pair, sum or product is at k threads + t, so that a warp's accesses are coalesced; the last
@@ -41,23 +41,23 @@ ACL_DEVICE COORD_affine COORD_entry(ACL_GLOBAL const u64 *points, i64 first, u32
 }
 
 /* Number of units of thread t. */
-ACL_DEVICE i64 COORD_units(i64 units, i64 t, i32 each) {
-    i64 left = units - t * each;
-    return left < 0 ? 0 : left < each ? left : each;
+ACL_DEVICE i64 COORD_units(i64 units, i64 t, i32 per_thread) {
+    i64 left = units - t * per_thread;
+    return left < 0 ? 0 : left < per_thread ? left : per_thread;
 }
 
-/* Grid: one thread per `each` units; arrays have `threads` columns. Reads only x unless the points are equal, opposite or at
- * infinity. The next pair is loaded before the current one is multiplied, since its addresses are random. */
+/* Grid: one thread per `per_thread` units; arrays have `threads` columns. Reads only x unless the points are equal, opposite or
+ * at infinity. The next pair is loaded before the current one is multiplied, since its addresses are random. */
 ACL_KERNEL ACL_BLOCK(MSM_BEGIN_RESIDENT) void msm_affine_begin(ACL_GLOBAL const u64 *points, ACL_GLOBAL const u32 *sorted,
                                                                ACL_GLOBAL const u32 *counts, ACL_GLOBAL u64 *before,
                                                                ACL_GLOBAL u64 *totals, i64 keys, i64 first, i64 threads,
-                                                               i32 each, i32 rounds) {
+                                                               i32 per_thread, i32 rounds) {
     i64 t = acl_global_id();
     if (t >= threads) {
         return;
     }
-    i64 pairs = COORD_units(counts[keys + MSM_UNITS], t, each) << (rounds - 1);
-    ACL_GLOBAL const u32 *entries = sorted + (t * each << rounds);
+    i64 pairs = COORD_units(counts[keys + MSM_UNITS], t, per_thread) << (rounds - 1);
+    ACL_GLOBAL const u32 *entries = sorted + (t * per_thread << rounds);
     COORD product = COORD_one();
     u32 next_a = MSM_NONE, next_b = MSM_NONE;
     COORD next_p = product, next_q = product;
@@ -90,17 +90,17 @@ ACL_KERNEL ACL_BLOCK(MSM_BEGIN_RESIDENT) void msm_affine_begin(ACL_GLOBAL const 
     COORD_store(totals, t, product);
 }
 
-/* totals_i = 1 / totals_i, i < n, none of which is 0. Grid: blocks of MSM_INVERT_BLOCK threads, a power of two, `each` totals
- * per thread, at most MSM_INVERT_EACH, a block's threads apart; one inversion per block. tree[1] is the product of all threads'
- * products, and tree[i] = tree[2 i] tree[2 i + 1]. */
-ACL_KERNEL ACL_BLOCK(MSM_INVERT_BLOCK) void msm_affine_invert(ACL_GLOBAL u64 *totals, i64 n, i32 each) {
+/* totals_i = 1 / totals_i, i < n, none of which is 0. Grid: blocks of MSM_INVERT_BLOCK threads, a power of two, `per_thread`
+ * totals per thread, at most MSM_INVERT_EACH, a block's threads apart; one inversion per block. tree[1] is the product of all
+ * threads' products, and tree[i] = tree[2 i] tree[2 i + 1]. */
+ACL_KERNEL ACL_BLOCK(MSM_INVERT_BLOCK) void msm_affine_invert(ACL_GLOBAL u64 *totals, i64 n, i32 per_thread) {
     ACL_LOCAL COORD tree[2 * MSM_INVERT_BLOCK];
     COORD before[MSM_INVERT_EACH];
     i32 thread = acl_local_id(), threads = acl_local_size();
-    i64 first = acl_group_id() * threads * each + thread;
+    i64 first = acl_group_id() * threads * per_thread + thread;
     COORD product = COORD_one();
 #pragma unroll 1
-    for (i32 k = 0; k < each; k++) {
+    for (i32 k = 0; k < per_thread; k++) {
         if (first + k * threads < n) {
             before[k] = product;
             product = COORD_MUL(product, COORD_load(totals, first + k * threads));
@@ -129,7 +129,7 @@ ACL_KERNEL ACL_BLOCK(MSM_INVERT_BLOCK) void msm_affine_invert(ACL_GLOBAL u64 *to
     acl_barrier();
     COORD inverse = tree[threads + thread];
 #pragma unroll 1
-    for (i32 k = each - 1; k >= 0; k--) {
+    for (i32 k = per_thread - 1; k >= 0; k--) {
         if (first + k * threads < n) {
             COORD total = COORD_load(totals, first + k * threads);
             COORD_store(totals, first + k * threads, COORD_MUL(inverse, before[k]));
@@ -151,14 +151,14 @@ ACL_KERNEL ACL_BLOCK(MSM_RESIDENT) void msm_affine_round(ACL_GLOBAL const u64 *r
                                                          ACL_GLOBAL const u32 *counts, ACL_GLOBAL const u64 *before,
                                                          ACL_GLOBAL u64 *totals, ACL_GLOBAL u64 *sums,
                                                          ACL_GLOBAL u64 *next_before, i64 keys, i64 first, i64 threads,
-                                                         i32 each, i32 round, i32 rounds) {
+                                                         i32 per_thread, i32 round, i32 rounds) {
     i64 t = acl_global_id();
     if (t >= threads) {
         return;
     }
     i32 up = round & 1, last = round == rounds - 1;
-    i32 pairs = (i32)COORD_units(counts[keys + MSM_UNITS], t, each) << (rounds - 1 - round);
-    ACL_GLOBAL const u32 *entries = sorted + (t * each << rounds);
+    i32 pairs = (i32)COORD_units(counts[keys + MSM_UNITS], t, per_thread) << (rounds - 1 - round);
+    ACL_GLOBAL const u32 *entries = sorted + (t * per_thread << rounds);
     COORD inverse = COORD_load(totals, t);
     COORD product = COORD_one();
 #pragma unroll 1
@@ -187,7 +187,7 @@ ACL_KERNEL ACL_BLOCK(MSM_RESIDENT) void msm_affine_round(ACL_GLOBAL const u64 *r
             sum.x = COORD_select(q_alone, q.x, COORD_select(opposite, COORD_zero(), sum.x));
             sum.y = COORD_select(q_alone, q.y, COORD_select(opposite, COORD_zero(), sum.y));
         }
-        COORD_affine_store(sums, last ? t * each + k : k * threads + t, sum);
+        COORD_affine_store(sums, last ? t * per_thread + k : k * threads + t, sum);
         if (!last && (step & 1)) {
             COORD_affine held = COORD_affine_load(sums, (k ^ 1) * threads + t);
             COORD_store(next_before, (k >> 1) * threads + t, product);

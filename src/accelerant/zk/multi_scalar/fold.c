@@ -69,17 +69,17 @@ ACL_KERNEL ACL_BLOCK(MSM_REDUCE_BLOCK) void msm_combine(ACL_GLOBAL const u32 *he
  * is the sum of (i + 1) times bucket i + 1. The last launch, of one block per window, writes the value only, in projective
  * coordinates (x = X/Z, y = Y/Z, infinity (0 : 1 : 0)), three per point, for the host.
  *
- * Grid: `blocks` blocks per window, of a power of two threads, 2^each items per thread. Running sums from the thread's last
- * item give the weights i within the thread; a scan over the threads in local memory gives the weights of the threads within
- * the block, in units of 2^each items. */
+ * Grid: `blocks` blocks per window, of a power of two threads, 2^log_items items per thread. Running sums from the thread's
+ * last item give the weights i within the thread; a scan over the threads in local memory gives the weights of the threads
+ * within the block, in units of 2^log_items items. */
 ACL_KERNEL ACL_BLOCK(MSM_REDUCE_BLOCK) void msm_reduce(ACL_GLOBAL const u64 *plain, ACL_GLOBAL const u64 *weighted,
                                                        ACL_GLOBAL u64 *next_plain, ACL_GLOBAL u64 *next_weighted, i64 items,
-                                                       i64 blocks, i32 each, i32 shift, i32 last) {
+                                                       i64 blocks, i32 log_items, i32 shift, i32 last) {
     ACL_LOCAL COORD_slot tile[MSM_REDUCE_BLOCK];
     i32 thread = acl_local_id();
     i64 window = acl_group_id() / blocks;
-    i64 low = (acl_group_id() % blocks * acl_local_size() + thread) << each;
-    i64 high = low + ((i64)1 << each) < items ? low + ((i64)1 << each) : items;
+    i64 low = (acl_group_id() % blocks * acl_local_size() + thread) << log_items;
+    i64 high = low + ((i64)1 << log_items) < items ? low + ((i64)1 << log_items) : items;
     COORD_xyzz inside = COORD_xyzz_infinity(), run = inside, sum = inside;
 #pragma unroll 1
     for (i64 i = high - 1; i >= low; i--) {
@@ -107,7 +107,7 @@ ACL_KERNEL ACL_BLOCK(MSM_REDUCE_BLOCK) void msm_reduce(ACL_GLOBAL const u64 *pla
     acl_barrier();
     COORD_xyzz value = thread ? run : COORD_xyzz_infinity();
 #pragma unroll 1
-    for (i32 k = 0; k < each; k++) {
+    for (i32 k = 0; k < log_items; k++) {
         COORD_xyzz_double(&value);
     }
     COORD_xyzz_add(&value, &inside);

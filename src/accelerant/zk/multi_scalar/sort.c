@@ -152,10 +152,10 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_scan(ACL_GLOBAL u32 *counts, ACL_GLOBAL
     ACL_LOCAL u32 tile[MSM_BLOCK];
     ACL_LOCAL u32 of_length[MSM_LENGTH + 1];
     i32 thread = acl_local_id();
-    i64 each = (count + acl_local_size() - 1) / acl_local_size();
-    i64 end = (thread + 1) * each < count ? (thread + 1) * each : count;
+    i64 per_thread = (count + acl_local_size() - 1) / acl_local_size();
+    i64 end = (thread + 1) * per_thread < count ? (thread + 1) * per_thread : count;
     u32 sum = 0;
-    for (i64 k = thread * each; k < end; k++) {
+    for (i64 k = thread * per_thread; k < end; k++) {
         sum += tiles[k];
     }
     for (i32 l = thread; l <= length; l += acl_local_size()) {
@@ -165,7 +165,7 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_scan(ACL_GLOBAL u32 *counts, ACL_GLOBAL
     if (thread == acl_local_size() - 1) {
         counts[keys + MSM_UNITS] = tile[thread];
     }
-    for (i64 k = thread * each; k < end; k++) {
+    for (i64 k = thread * per_thread; k < end; k++) {
         u32 here = tiles[k];
         tiles[k] = before;
         before += here;
@@ -187,18 +187,18 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GL
     ACL_LOCAL u32 tile[MSM_BLOCK];
     ACL_LOCAL u32 of_length[MSM_LENGTH + 1];
     i32 thread = acl_local_id();
-    i32 each = MSM_TILE / acl_local_size();
-    i64 first = acl_group_id() * MSM_TILE + (i64)thread * each;
+    i32 per_thread = MSM_TILE / acl_local_size();
+    i64 first = acl_group_id() * MSM_TILE + (i64)thread * per_thread;
     for (i32 l = thread; l <= length; l += acl_local_size()) {
         of_length[l] = 0;
     }
     u32 sum = 0;
-    for (i64 key = first; key < first + each && key < keys; key++) {
+    for (i64 key = first; key < first + per_thread && key < keys; key++) {
         sum += msm_units(counts[key], rounds);
     }
     MSM_BEFORE(tile, sum, before)
     /* The block's number of segments of each length, replaced by the index of its first segment of that length. */
-    for (i64 key = first; key < first + each && key < keys; key++) {
+    for (i64 key = first; key < first + per_thread && key < keys; key++) {
         u32 count = msm_units(counts[key], rounds);
         if (count >= (u32)length) {
             acl_atomic_add_u32(&of_length[length], count / length);
@@ -213,7 +213,7 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GL
     }
     acl_barrier();
     u32 begin = tiles[acl_group_id()] + before;
-    for (i64 key = first; key < first + each && key < keys; key++) {
+    for (i64 key = first; key < first + per_thread && key < keys; key++) {
         u32 count = msm_units(counts[key], rounds);
         i64 position = (i64)begin << rounds;
         for (i64 k = counts[key]; k < (i64)count << rounds; k++) {
