@@ -122,7 +122,7 @@ def test_the_rate_is_memory_inside_a_step_for_a_graph_and_a_number_after_it(monk
         return run()
 
     monkeypatch.setattr(step, "_wants_graph", True)
-    monkeypatch.setattr(step, "_aside", aside)
+    monkeypatch.setattr(step, "_on_side_stream", aside)
     for number in range(2):
         step(batches(1), 0.1 / (number + 1))
     rate = torch.tensor(0.05, dtype=torch.float32).item()
@@ -131,7 +131,7 @@ def test_the_rate_is_memory_inside_a_step_for_a_graph_and_a_number_after_it(monk
     assert type(optimizer.param_groups[0]["lr"]) is float
     saved = optimizer.state_dict()["param_groups"]
     assert [group["lr"] for group in saved] == [rate] * len(saved)
-    monkeypatch.setattr(step, "_aside", lambda _: 1 / 0)
+    monkeypatch.setattr(step, "_on_side_stream", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         step(batches(1), 0.1)
     assert type(optimizer.param_groups[0]["lr"]) is float

@@ -28,17 +28,17 @@ _Paths = Annotated[list[str], typer.Argument(metavar="PATH...", help="Text files
 _Out = Annotated[str, typer.Option(metavar="FILE", help="The token file to write.")]
 _Tokenizer = Annotated[
     str,
-    typer.Option(metavar="bpe|bytes|PATH", help="bpe trains one on a sample of the text; PATH is a tokenizer.json."),
+    typer.Option(metavar="bpe|bytes|PATH", help="bpe is trained on a sample of the text; PATH is a tokenizer.json."),
 ]
-_Vocabulary = Annotated[int, typer.Option("--vocab-size", help="The most tokens that a trained BPE may have.")]
-_Field = Annotated[str, typer.Option("--field", help="Of each JSON object, what holds the text.")]
+_Vocabulary = Annotated[int, typer.Option("--vocab-size", help="Maximum number of tokens of a trained BPE.")]
+_Field = Annotated[str, typer.Option("--field", help="Field of each JSON object that contains the text.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
 _File = Annotated[str, typer.Argument(metavar="FILE", help="A token file.")]
-_Verify = Annotated[bool, typer.Option("--verify", help="Read all of it and compare with its checksum.")]
+_Verify = Annotated[bool, typer.Option("--verify", help="Read all tokens and compare them with their checksum.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the group."""
+    """Add the command group to the application."""
     group = typer.Typer(name="data", help="Prepare text for training: token files.", no_args_is_help=True)
     group.command("prepare", epilog=_EPILOG)(prepare)
     group.command("info", epilog="Example:  accelerant data info books.tokens --verify")(info)
@@ -55,16 +55,16 @@ def prepare(
 ) -> None:
     """Turn text into a token file, in memory that does not grow with the text.
 
-    The file appears under its name when it is whole; Ctrl-C leaves nothing.
+    The file gets its name when it is complete; Ctrl-C leaves nothing.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # the library takes one core in doubtful cases otherwise
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # otherwise the library may use a single core
     for name, value in (("PATH", paths), ("--out", [out]), ("--tokenizer", [tokenizer])):
-        if "" in value:  # an unset variable of a shell
+        if "" in value:  # an unset shell variable
             raise ConfigError(f"{name} must not be empty")
     from accelerant.nn.train.corpus import prepare_tokens
 
     with _Bar(quiet=json_output) as bar:
-        found = prepare_tokens(
+        info = prepare_tokens(
             [os.path.expanduser(path) for path in paths],
             Path(out).expanduser(),
             tokenizer=tokenizer if tokenizer in ("bpe", "bytes") else os.path.expanduser(tokenizer),
@@ -72,11 +72,11 @@ def prepare(
             text_field=field,
             watch=bar.show,
         )
-    _print(out, found, json_output)
+    _print(out, info, json_output)
 
 
 def info(file: _File, verify: _Verify = False, json_output: _Json = False) -> None:
-    """Say what a token file holds; with --verify, whether it is whole."""
+    """Describe a token file; with --verify, check its tokens."""
     from accelerant.nn.train.tokenfile import TokenFile
 
     opened = TokenFile(Path(file).expanduser())
@@ -86,20 +86,20 @@ def info(file: _File, verify: _Verify = False, json_output: _Json = False) -> No
     _print(file, opened.info, json_output)
 
 
-def _print(path: str, found: TokenFileInfo, as_json: bool) -> None:
+def _print(path: str, info: TokenFileInfo, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"path": path, **asdict(found)}))
+        print(json.dumps({"path": path, **asdict(info)}))
         return
     print(f"file             {path}")
-    print(f"tokens           {found.count:,} of a vocabulary of {found.vocab_size:,}, {found.dtype}")
-    per_token = found.text_bytes / found.count
-    print(f"text             {found.documents:,} documents, {found.text_bytes:,} bytes, {per_token:.2f} a token")
-    print(f"tokenizer        {found.tokenizer}")
-    print(f"source           {found.source}")
+    print(f"tokens           {info.count:,} of a vocabulary of {info.vocab_size:,}, {info.dtype}")
+    per_token = info.text_bytes / info.count
+    print(f"text             {info.documents:,} documents, {info.text_bytes:,} bytes, {per_token:.2f} a token")
+    print(f"tokenizer        {info.tokenizer}")
+    print(f"source           {info.source}")
 
 
 class _Bar:
-    """A bar on the error stream, where that is a terminal."""
+    """Shows a progress bar if the standard error stream is a terminal."""
 
     def __init__(self, *, quiet: bool) -> None:
         console = Console(stderr=True)
@@ -115,10 +115,10 @@ class _Bar:
         if self._progress is not None:
             self._progress.stop()
 
-    def show(self, what: str, share: float) -> None:
-        """So much of it is done."""
+    def show(self, phase: str, share: float) -> None:
+        """Show that a phase is done to this share, 0 to 1."""
         if self._progress is None:
             return
-        if what not in self._tasks:
-            self._tasks[what] = self._progress.add_task(what, total=1.0)
-        self._progress.update(self._tasks[what], completed=share)
+        if phase not in self._tasks:
+            self._tasks[phase] = self._progress.add_task(phase, total=1.0)
+        self._progress.update(self._tasks[phase], completed=share)

@@ -29,33 +29,34 @@ _PROFILED_STEPS = 5
 
 _More = Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="More paths, after --data PATH.")]
 _Preset = Annotated[str | None, typer.Option(help="tiny, small or gpt2. Default: tiny.", show_default=False)]
-_Data = Annotated[list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to learn from. Default: stdlib.")]
+_Data = Annotated[list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to train on. Default: stdlib.")]
 _Steps = Annotated[int | None, typer.Option(help="Optimiser steps. Default: the preset's.")]
 _Device = Annotated[
     str | None, typer.Option(help="auto, cuda or cpu. Default: auto; with --resume, the run's.", show_default=False)
 ]
 _Out = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: runs/PRESET.")]
 _Resume = Annotated[str | None, typer.Option(metavar="DIR", help="Continue the interrupted run in this folder.")]
-_Seed = Annotated[int | None, typer.Option(help="Of weights, batches and sample. Default: 0.")]
+_Seed = Annotated[int | None, typer.Option(help="Seed of the weights, batches and sample. Default: 0.")]
 _Batch = Annotated[
     int | None,
     typer.Option(
-        "--batch-size", help="Windows in a step; with --private on average. Default: the preset's.", show_default=False
+        "--batch-size", help="Windows per step; with --private on average. Default: the preset's.", show_default=False
     ),
 ]
 _MicroBatch = Annotated[
-    int | None, typer.Option(help="Windows on the device at once. Default: the preset's, or what divides --batch-size.")
+    int | None,
+    typer.Option(help="Windows on the device at a time. Default: the preset's, or what fits."),
 ]
 _Deterministic = Annotated[
     bool | None,
     typer.Option(
         "--deterministic/--no-deterministic",
-        help="The same bits from the same seed. Default: on the CPU yes, on a GPU no, where it costs speed.",
+        help="Same seed, same bits. Default: yes on the CPU, no on a GPU, where it costs speed.",
         show_default=False,
     ),
 ]
 _Recompute = Annotated[
-    bool, typer.Option("--recompute", help="Compute activations again in the backward pass: less memory, more time.")
+    bool, typer.Option("--recompute", help="Recompute activations in the backward pass: less memory, more time.")
 ]
 _Profile = Annotated[
     bool,
@@ -66,7 +67,7 @@ _Precision = Annotated[
     str | None,
     typer.Option(
         metavar="auto|float32|bfloat16|fp8",
-        help="To compute in. Default: auto, bfloat16 on a GPU that has it, else float32.",
+        help="Precision of the training. Default: auto, bfloat16 on a GPU that supports it, else float32.",
         show_default=False,
     ),
 ]
@@ -75,7 +76,7 @@ _Private = Annotated[
 ]
 _Target = Annotated[
     float | None,
-    typer.Option("--target-epsilon", help="With --private: epsilon at the end; the noise is found for it."),
+    typer.Option("--target-epsilon", help="With --private: epsilon at the end, which determines the noise."),
 ]
 _Delta = Annotated[float | None, typer.Option(help="With --private: delta. Default: 1e-5.", show_default=False)]
 _Norm = Annotated[
@@ -84,17 +85,18 @@ _Norm = Annotated[
 ]
 _Noise = Annotated[
     float | None,
-    typer.Option("--noise-multiplier", help="With --private: noise over the clipping norm. With a target: stop at it."),
+    typer.Option("--noise-multiplier", help="With --private: noise over the clipping norm. With a target: stop there."),
 ]
 _Insecure = Annotated[
-    bool, typer.Option("--insecure-noise", help="With --private: noise from Philox, for research; the ledger says so.")
+    bool,
+    typer.Option("--insecure-noise", help="With --private: noise from Philox, for research; recorded in the ledger."),
 ]
 _Spent = Annotated[
     str | None,
     typer.Option(
         "--ledger",
         metavar="FILE",
-        help="With --private: privacy ledger to add to, of all trainings on these data. Default: one in the folder.",
+        help="With --private: privacy ledger of all trainings on these data. Default: one in the run's folder.",
         show_default=False,
     ),
 ]
@@ -102,7 +104,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at th
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command to the application."""
     app.command("train", epilog=_EPILOG)(train)
 
 
@@ -139,9 +141,17 @@ def train(
     chosen |= {"--batch-size": batch_size, "--micro-batch": micro_batch}
     chosen |= {"--deterministic": deterministic, "--recompute": recompute or None}
     chosen |= {"--profile": profile or None, "--log": log, "--precision": precision}
-    wanted: dict[str, Any] = {"--target-epsilon": target_epsilon, "--delta": delta, "--max-grad-norm": max_grad_norm}
-    wanted |= {"--noise-multiplier": noise_multiplier, "--insecure-noise": insecure_noise or None, "--ledger": ledger}
-    if not private and (alone := [name for name, value in wanted.items() if value is not None]):
+    dp_options: dict[str, Any] = {
+        "--target-epsilon": target_epsilon,
+        "--delta": delta,
+        "--max-grad-norm": max_grad_norm,
+    }
+    dp_options |= {
+        "--noise-multiplier": noise_multiplier,
+        "--insecure-noise": insecure_noise or None,
+        "--ledger": ledger,
+    }
+    if not private and (alone := [name for name, value in dp_options.items() if value is not None]):
         raise ConfigError(f"{alone[0]} goes with --private")
     chosen |= {"--private": private or None}
     if more and not data:
@@ -152,7 +162,7 @@ def train(
         ("--resume", [resume]),
         ("--ledger", [ledger]),
     ):
-        if "" in value:  # an unset variable of a shell; a path made of it would be the current folder
+        if "" in value:  # an unset shell variable; as a path it would be the current folder
             raise ConfigError(
                 f"{name} must not be empty: name a {'folder' if name in ('--out', '--resume') else 'path'}"
             )
@@ -173,24 +183,24 @@ def train(
         **{name: value for name, value in changes.items() if value is not None},
     )
     folder = Path(run.training.folder if out is None else out)
-    extension = _extension(folder, wanted) if private else None
+    extension = _extension(folder, dp_options) if private else None
     _run(folder, run, device, json_output, deterministic, extension)
 
 
-def _extension(folder: Path, wanted: dict[str, Any]) -> Extension:
-    """What makes a run private.
+def _extension(folder: Path, options: dict[str, Any]) -> Extension:
+    """Return the extension of a private run.
 
     Args:
-        folder: the run's.
-        wanted: options by their names; None where not given.
+        folder: of the run.
+        options: by name; None for those not given.
 
     Raises:
-        ConfigError: a value that has no meaning.
+        ConfigError: an invalid value.
     """
     from accelerant.nn.train.folder import RunFolder
     from accelerant.privacy.dp.training.run import PrivateRun, PrivateSettings
 
-    given = {name: value for name, value in wanted.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
     secure, ledger = not given.pop("--insecure-noise", False), given.pop("--ledger", None)
     path = folder / RunFolder.LEDGER if ledger is None else Path(ledger).expanduser()
     values = {name.removeprefix("--").replace("-", "_"): value for name, value in given.items()}
@@ -198,7 +208,7 @@ def _extension(folder: Path, wanted: dict[str, Any]) -> Extension:
 
 
 def _resumed(folder: Path) -> Extension | None:
-    """The same of a run that was begun before; None of an ordinary one."""
+    """Return the extension of an existing run; None if it is not private."""
     from accelerant.nn.train.folder import RunFolder
 
     config = RunFolder(folder).read_config()
@@ -210,7 +220,7 @@ def _resumed(folder: Path) -> Extension | None:
 
 
 def _sources(names: list[str]) -> tuple[str, ...]:
-    """Paths made absolute, so that --resume finds them from any folder."""
+    """Return absolute paths, so that --resume finds them from any folder."""
     if "stdlib" in names:
         if len(names) > 1:
             raise ConfigError("--data takes stdlib or paths, not both")
@@ -226,17 +236,17 @@ def _run(
     deterministic: bool | None = None,
     extension: Extension | None = None,
 ) -> None:
-    """Start a run, or continue the one in `out` where run is None; then print how it ended.
+    """Start a run, or continue the one in `out` if `run` is None; then print the outcome.
 
     Args:
-        deterministic: of a new run; None: where it costs nothing, on the CPU.
-        extension: what makes the steps, where it is not the Trainer.
+        deterministic: of a new run; None for the CPU only, where it costs nothing.
+        extension: of a private run.
     """
     if run is None or deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    # Read when torch is loaded: threads that spin while they wait hold the cores that others need.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before CUDA starts
+    # Must be set before torch is loaded: threads that spin while they wait occupy cores that others need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # the library takes one core in doubtful cases otherwise
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # otherwise the library may use a single core
 
     import accelerant
     from accelerant.cli.train_view import make_view
@@ -244,7 +254,7 @@ def _run(
     from accelerant.nn.train.job import resume_training, run_training
 
     origin = "--device"
-    if run is None and backend is None:  # the same device goes on with the same losses
+    if run is None and backend is None:  # the same device continues with the same losses
         folder = RunFolder(out)
         backend, origin = folder.read_config().get("backend"), f"the backend in {folder.config}"
     device = _choose(backend, origin)
@@ -271,15 +281,15 @@ def _run(
 
 
 def _choose(backend: object, origin: str) -> torch.device:
-    """The torch device of a backend's name.
+    """Return the torch device of a backend's name.
 
     Args:
-        backend: a name; None and "auto" leave it to the settings.
-        origin: where the name stands, for messages.
+        backend: None and "auto" for the one in the settings.
+        origin: of the name, for messages.
 
     Raises:
         ConfigError: the name is unknown, or the backend cannot train.
-        BackendUnavailable: it is not on this machine.
+        BackendUnavailable: the machine has no such backend.
     """
     import torch
 

@@ -1,6 +1,7 @@
-"""What `accelerant train` shows: a progress bar on a terminal, lines elsewhere, and the summary.
+# ruff: noqa: D102  nn.train.job.Progress documents the methods
+"""The display of `accelerant train`: a progress bar on a terminal, lines elsewhere, and the summary.
 
-Progress goes to the error stream, the summary to the output.
+Progress goes to the standard error stream, the summary to the standard output.
 """
 
 from __future__ import annotations
@@ -23,29 +24,28 @@ _LINE_EVERY_S = 5.0
 
 
 class View:
-    """Shows nothing while the run goes on, and a summary at its end."""
+    """Shows notes during the run, and a summary at its end."""
 
     def phase(self, text: str) -> None:
-        """Something that takes a while begins."""
+        pass
 
     def note(self, text: str) -> None:
-        """Something the user should know."""
         print(f"accelerant: {text}", file=sys.stderr)
 
     def advance(self, share: float, text: str = "") -> None:
-        """So much of the phase is done, 0 to 1; while training, of what `text` names."""
+        pass
 
     def begin(self, *, done: int, total: int, device: str, predicted_bytes: int | None) -> None:
-        """Training starts."""
+        pass
 
     def records(self, records: Sequence[StepRecord]) -> None:
-        """Steps were done."""
+        pass
 
     def end(self) -> None:
-        """Training is over."""
+        pass
 
     def close(self) -> None:
-        """The run is over, well or not."""
+        pass
 
     def outcome(self, outcome: Outcome) -> None:
         """Print how the run ended."""
@@ -84,7 +84,7 @@ def _summary_text(summary: dict[str, Any]) -> str:
 
 
 class _Phase:
-    """Something that takes a while, since when."""
+    """A phase of a run and its duration so far."""
 
     def __init__(self, text: str, inner: str = "", share: float = 0.0) -> None:
         self._text = text
@@ -94,15 +94,15 @@ class _Phase:
 
     @property
     def slow(self) -> bool:
-        """Whether it is worth a word."""
+        """Whether it has lasted long enough to be shown."""
         return time.monotonic() - self._began > 1.0
 
     def within(self, inner: str, share: float) -> _Phase:
-        """The phase in which `inner` goes on: this one, or a new one where that is another thing."""
+        """Return the phase of an operation within this one: this one, or a new one if the operation changed."""
         return self if inner == self._inner else _Phase(inner or self._text, inner, share)
 
     def line(self, share: float) -> str:
-        """What is done, how much of it, and the time left."""
+        """Return the phase, the share done, and the time left."""
         text = f"{self._text}  {share:.0%}"
         if not self._first < share < 1:
             return text
@@ -111,7 +111,7 @@ class _Phase:
 
 
 class LineView(View):
-    """A line every few seconds, for logs."""
+    """Prints a line every few seconds, for logs."""
 
     def __init__(self) -> None:
         self._total = 0
@@ -121,12 +121,10 @@ class LineView(View):
         self._phase = _Phase("")
 
     def phase(self, text: str) -> None:
-        """A line."""
         self._phase, self._last = _Phase(text), time.monotonic()
         print(f"{text} ...", file=sys.stderr, flush=True)
 
     def advance(self, share: float, text: str = "") -> None:
-        """A line, if the last is some seconds old."""
         self._phase = self._phase.within(text, share)
         now = time.monotonic()
         if now - self._last >= _LINE_EVERY_S:
@@ -134,14 +132,12 @@ class LineView(View):
             print(self._phase.line(share), file=sys.stderr, flush=True)
 
     def begin(self, *, done: int, total: int, device: str, predicted_bytes: int | None) -> None:
-        """A line."""
         self._total, self._device, self._done = total, device, done
         self._last = self._began = self._stepped = time.monotonic()
         text = f"training on {device}: step {done} of {total}{_predicted(predicted_bytes)}"
         print(text, file=sys.stderr, flush=True)
 
     def records(self, records: Sequence[StepRecord]) -> None:
-        """A line, if the last is some seconds old."""
         now = time.monotonic()
         if records and (now - self._stepped >= _LINE_EVERY_S or records[-1].step == self._total):
             self._last = self._stepped = now
@@ -152,7 +148,7 @@ class LineView(View):
 
 
 class BarView(View):
-    """A live progress bar."""
+    """Shows a spinner or a progress bar on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -162,14 +158,12 @@ class BarView(View):
         self._phase = _Phase("")
 
     def phase(self, text: str) -> None:
-        """A spinner until the next phase."""
         self._stop_status()
         self._phase = _Phase(text)
         self._status = self._console.status(text)
         self._status.start()
 
     def advance(self, share: float, text: str = "") -> None:
-        """The part and the time left, beside the spinner or the bar."""
         self._phase = self._phase.within(text, share)
         if self._status is not None:
             self._status.update(self._phase.line(share))
@@ -177,11 +171,9 @@ class BarView(View):
             self._progress.update(self._task, numbers=self._phase.line(share))
 
     def note(self, text: str) -> None:
-        """A line above the bar."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def begin(self, *, done: int, total: int, device: str, predicted_bytes: int | None) -> None:
-        """The bar appears."""
         self._stop_status()
         if predicted_bytes is not None:
             self.note(f"training on {device}{_predicted(predicted_bytes)}")
@@ -199,18 +191,15 @@ class BarView(View):
         self._progress.start()
 
     def records(self, records: Sequence[StepRecord]) -> None:
-        """The bar moves."""
         if self._progress is not None and records:
             self._progress.update(self._task, completed=records[-1].step, numbers=_numbers(records[-1]))
 
     def end(self) -> None:
-        """The bar stays as it is."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
         self._stop_status()
         self.end()
 
@@ -221,7 +210,7 @@ class BarView(View):
 
 
 def make_view(*, quiet: bool) -> View:
-    """The view for this process's error stream."""
+    """Return the view for this process's standard error stream."""
     if quiet:
         return View()
     console = Console(stderr=True)
@@ -238,7 +227,6 @@ def _predicted(size: int | None) -> str:
 
 
 def _memory(summary: dict[str, Any]) -> str:
-    """The peak as it was, and as it was predicted."""
     mib = 2**20
     peak = f"{summary['peak_memory_bytes'] / mib:,.0f} MiB"
     if summary.get("reserved_memory_bytes"):

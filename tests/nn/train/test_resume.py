@@ -162,7 +162,7 @@ def test_where_the_last_checkpoint_is_torn_the_one_before_serves(tmp_path, how):
     assert history.losses == straight.losses
     words = "damaged" if how == "flipped" else "torn"
     assert words in history.notes[0]
-    assert history.notes[0].endswith("taking the one before it, of step 12")
+    assert history.notes[0].endswith("using the previous one, of step 12")
 
 
 def test_where_both_are_torn_nothing_is_touched(tmp_path):

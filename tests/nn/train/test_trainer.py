@@ -168,7 +168,12 @@ def test_every_row_is_used_once_an_epoch_and_steps_keep_their_size():
         (torch.ones(0, 2), torch.zeros(0).long(), ConfigError, "the data have no rows"),
         (torch.ones(4, 2), None, ConfigError, "the data have no targets, and Dense has no method `loss`"),
         (torch.ones(4, 2), torch.zeros(4, 5).long(), ShapeError, r"outputs \(\.\.\., classes\) .* got \(16, 3\)"),
-        (torch.ones(4, 2), torch.zeros(4), ShapeError, r"mse wants outputs as the targets, got \(16, 3\) and \(16,\)"),
+        (
+            torch.ones(4, 2),
+            torch.zeros(4),
+            ShapeError,
+            r"mse needs outputs like the targets, got \(16, 3\) and \(16,\)",
+        ),
         (torch.ones(4, 2), torch.zeros(4).bool(), ConfigError, "no loss goes with torch.bool targets"),
         (object(), None, ConfigError, "data must be tensors, arrays, .*; got object"),
         ([["a"], ["b"]], None, ConfigError, "data must be tensors"),

@@ -1,3 +1,4 @@
+# ruff: noqa: D102  Callback documents the methods of its subclasses
 """Callbacks, which watch a training, and extensions, which replace its batches and steps.
 
 Private training (accelerant.privacy.dp.training.run) is the only extension. Model, schedule, evaluation, checkpoints
@@ -39,49 +40,49 @@ __all__ = [
 
 
 class Callback:
-    """Does nothing at every occasion; a subclass does something at some.
+    """Receives the events of a training; each method does nothing until a subclass overrides it.
 
-    `trainer.stop(reason)` ends the training after the present step. On a GPU losses are read back many steps at once,
-    so `records` gets several.
+    `trainer.stop(reason)` ends the training after the current step. On a GPU losses are read back for many steps
+    together, so `records` receives several.
     """
 
     def begin(self, trainer: Trainer, done: int, total: int) -> None:
-        """Training starts, with `done` of `total` steps behind it."""
+        """Training starts after `done` of `total` steps."""
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """A step comes, 0 the first."""
+        """A step begins, 0 for the first."""
 
     def records(self, trainer: Trainer, records: Sequence[StepRecord]) -> None:
-        """The numbers of some steps have arrived."""
+        """The measurements of some steps have arrived."""
 
     def evaluated(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Held-out data were measured."""
+        """The model was evaluated on held-out data."""
 
     def saved(self, trainer: Trainer, path: Path, step: int) -> None:
         """A checkpoint was written."""
 
     def note(self, trainer: Trainer, text: str) -> None:
-        """Something the user should know."""
+        """There is something that the user should know."""
 
     def advance(self, trainer: Trainer, share: float, text: str) -> None:
-        """So much of what the text names is done, 0 to 1; where it takes long."""
+        """A long operation, named by the text, is done to this share, 0 to 1."""
 
     def end(self, trainer: Trainer, history: History) -> None:
-        """Training is over; not after an error."""
+        """Training ended without an error."""
 
     def failed(self, trainer: Trainer, error: BaseException) -> None:
-        """Training ended by an error, which is raised afterwards."""
+        """Training ended with an error, which is raised afterwards."""
 
     def state(self) -> Mapping[str, Any]:
-        """What a checkpoint should keep of this callback: JSON values."""
+        """Return JSON values to save in checkpoints."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` gave, before a resumed training begins."""
+        """Restore the result of `state`, before a resumed training begins."""
 
 
 class PrintProgress(Callback):
-    """A line every few seconds on the error stream.
+    """Prints a line every few seconds to the standard error stream.
 
     Args:
         every_s: seconds between lines.
@@ -93,11 +94,9 @@ class PrintProgress(Callback):
         self._total = 0
 
     def begin(self, trainer: Trainer, done: int, total: int) -> None:
-        """Remember how many steps there are."""
         self._total = total
 
     def records(self, trainer: Trainer, records: Sequence[StepRecord]) -> None:
-        """A line, if the last is some seconds old, or the training ends."""
         now = time.monotonic()
         if records and (now - self._last >= self._every_s or records[-1].step == self._total):
             self._last = now
@@ -105,12 +104,10 @@ class PrintProgress(Callback):
             print(f"step {last.step}/{self._total}  loss {last.loss:.4f}  {last.ms:.1f} ms", file=sys.stderr)
 
     def evaluated(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """A line."""
         metrics = "".join(f"  {name} {value:.4f}" for name, value in evaluation.metrics.items())
         print(f"step {evaluation.step}  held out: loss {evaluation.loss:.4f}{metrics}", file=sys.stderr)
 
     def note(self, trainer: Trainer, text: str) -> None:
-        """A line."""
         print(text, file=sys.stderr)
 
 
@@ -118,7 +115,7 @@ class TensorBoard(Callback):
     """Writes scalars for TensorBoard.
 
     Args:
-        folder: where to.
+        folder: of the log.
 
     Raises:
         MissingDependency: tensorboard is not installed.
@@ -134,11 +131,10 @@ class TensorBoard(Callback):
         self._writer: Any = None
 
     def begin(self, trainer: Trainer, done: int, total: int) -> None:
-        """Open the log; what it has of later steps is hidden."""
+        # The records of later steps, which an interrupted run left, are hidden.
         self._writer = self._make(str(self._folder), purge_step=done + 1 if done else None)
 
     def records(self, trainer: Trainer, records: Sequence[StepRecord]) -> None:
-        """Loss, rate, norm and speed."""
         for record in records:
             speed = record.samples_per_s if record.tokens_per_s is None else record.tokens_per_s
             values = {"loss": record.loss, "learning_rate": record.learning_rate, "grad_norm": record.grad_norm}
@@ -146,17 +142,14 @@ class TensorBoard(Callback):
                 self._writer.add_scalar(f"train/{name}", value, record.step)
 
     def evaluated(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Loss and metrics."""
         for name, value in {"loss": evaluation.loss, **evaluation.metrics}.items():
             self._writer.add_scalar(f"held_out/{name}", value, evaluation.step)
 
     def end(self, trainer: Trainer, history: History) -> None:
-        """Close the log; it was not opened where nothing was left to do."""
-        if self._writer is not None:
+        if self._writer is not None:  # None if nothing was left to do
             self._writer.close()
 
     def failed(self, trainer: Trainer, error: BaseException) -> None:
-        """Close the log: the scalars before the trouble are the ones to look at."""
         if self._writer is not None:
             self._writer.close()
 
@@ -168,17 +161,17 @@ class Step(Protocol):
     """One step of a training."""
 
     def __call__(self, batches: Sequence[tuple[Tensor, ...]], learning_rate: float) -> StepResult:
-        """Do it; nothing need wait for the device."""
+        """Do the step; nothing need wait for the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A chart of its own in the report.
+    """A chart in the report.
 
     Attributes:
         title: of its card.
         label: of the line.
-        points: in rising x, the steps done.
+        points: in ascending order of x, the completed steps.
         y_label: with the unit.
     """
 
@@ -189,7 +182,7 @@ class Curve:
 
 
 class Extension(Callback):
-    """What changes in a run; this one changes nothing.
+    """Replaces batches or steps of a run, and adds to its results; this base class changes nothing.
 
     Attributes:
         name: of its entry in config.json and summary.json.
@@ -198,47 +191,47 @@ class Extension(Callback):
     name = "extension"
 
     def require(self, run: RunConfig) -> None:
-        """Check that the run can be done so, before its folder is touched.
+        """Check that the run is supported, before its folder is changed.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: it is not.
         """
 
     def configured(self, config: TrainConfig) -> TrainConfig:
-        """The Trainer's config."""
+        """Return the Trainer's config."""
         return config
 
     def source(self, tokens: Tokens, config: TrainConfig, fingerprint: str) -> Source | None:
-        """Where the batches come from; None for the ordinary windows. Called before the run's folder is touched.
+        """Return the source of the batches, before the run's folder is changed; None for ordinary windows.
 
         Raises:
-            ConfigError: the data do not suffice.
+            ConfigError: there are not enough data.
         """
         return None
 
     def attach(self, trainer: Trainer) -> Step | None:
-        """Called once, before a checkpoint is put in place: what makes the steps; None for the ordinary step."""
+        """Return the step to use, None for the ordinary one; called once, before a checkpoint is restored."""
         return None
 
     def description(self) -> dict[str, Any]:
-        """For config.json: what is needed to go on with the run."""
+        """Return what is needed to continue the run, for config.json."""
         return {}
 
     def words(self, folder: Path) -> list[str]:
-        """What the command line needs to start the run of a folder again."""
+        """Return the command-line options that start the run of a folder again."""
         return []
 
     def results(self) -> dict[str, Any]:
-        """For summary.json, once the training is over; writes its own files."""
+        """Return values for summary.json after the training; write the extension's own files."""
         return {}
 
     def curves(self) -> Sequence[Curve]:
-        """For the report."""
+        """Return charts for the report."""
         return ()
 
     def remarks(self) -> Sequence[str]:
-        """Sentences for the report, on what the figures mean."""
+        """Return sentences for the report on the meaning of the figures."""
         return ()
 
     def close(self) -> None:
-        """The run is over, well or not."""
+        """Release resources when the run ends, for whatever reason."""

@@ -44,12 +44,12 @@ def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], document: Mapping
     """Write tensors and a JSON document as one file, atomically.
 
     Args:
-        path: where to; its folder exists.
+        path: in an existing folder.
         tensors: on any device; each is copied to the host.
         document: JSON values.
 
     Raises:
-        OSError: the file cannot be written; an older one under that name stays whole.
+        OSError: the file cannot be written; an existing one stays intact.
     """
     # Copies: safetensors refuses tensors that share memory, as the views of a padded matrix do.
     host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
@@ -62,27 +62,27 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     """Write a safetensors file, atomically.
 
     Args:
-        path: where to; its folder exists.
-        tensors: on the host, contiguous, in memory of their own.
+        path: in an existing folder.
+        tensors: on the host, contiguous, not sharing memory.
         metadata: of the file.
 
     Raises:
-        OSError: the file cannot be written; an older one under that name stays whole.
+        OSError: the file cannot be written; an existing one stays intact.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
         write_atomic(path, lambda temporary: save_file(dict(tensors), temporary, metadata=metadata))
-    except SafetensorError as error:  # so it calls a full disk
+    except SafetensorError as error:  # its error for a full disk
         raise OSError(f"cannot write {path}: {error}") from None
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `save_checkpoint` wrote: tensors on the host, and the document.
+    """Read a file of `save_checkpoint`: tensors on the host, and the document.
 
     Raises:
-        FormatError: the file is missing, torn, altered, or something else.
+        FormatError: the file is missing, torn, altered, or no checkpoint.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -117,11 +117,11 @@ class Checkpoints:
 
     @property
     def exist(self) -> bool:
-        """Whether there is one, whole or not."""
+        """Whether there is a checkpoint, intact or not."""
         return self.path.is_file() or self.previous.is_file()
 
     def save(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-        """Write a checkpoint; the last becomes the one before it.
+        """Write a checkpoint; the last one becomes the previous one.
 
         Raises:
             OSError: it cannot be written; the last one stays.
@@ -130,13 +130,13 @@ class Checkpoints:
         save_checkpoint(fresh, tensors, document)
         if self.path.is_file():
             os.replace(self.path, self.previous)
-        os.replace(fresh, self.path)  # killed before this line: the one before serves
+        os.replace(fresh, self.path)  # a process killed before this line leaves the previous one
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
-        """The newest whole checkpoint: tensors, document, and what to tell where that is not the last one.
+        """Return the newest intact checkpoint: tensors, document, and a note if it is not the last one.
 
         Raises:
-            FormatError: neither is whole, or there is none.
+            FormatError: neither is intact, or there is none.
         """
         try:
             return *load_checkpoint(self.path), None
@@ -147,10 +147,10 @@ class Checkpoints:
                 tensors, document = load_checkpoint(self.previous)
             except FormatError:
                 raise error from None
-            return tensors, document, f"{error}; taking the one before it, of step {document.get('step')}"
+            return tensors, document, f"{error}; using the previous one, of step {document.get('step')}"
 
     def clean(self) -> None:
-        """Remove what a killed process left of a checkpoint that it was writing."""
+        """Remove incomplete files of a process that was killed."""
         for path in self.path.parent.glob(f".*{self.path.name}*"):
             path.unlink(missing_ok=True)
 
@@ -169,7 +169,7 @@ def require_same_shapes(path: Path, found: Mapping[str, Tensor], wanted: Mapping
             raise FormatError(f"checkpoint {path} is of another shape: {name} is {there}, the model wants {here}")
         if found[name].dtype != wanted[name].dtype:
             kinds = f"{name} is {found[name].dtype}, the model wants {wanted[name].dtype}"
-            raise FormatError(f"checkpoint {path} is of another dtype: {kinds}")  # it would be rounded without a word
+            raise FormatError(f"checkpoint {path} is of another dtype: {kinds}")  # loading would round silently
 
 
 def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
@@ -191,16 +191,16 @@ _MAY_DIFFER = frozenset(
         *("folder", "checkpoint_every", "checkpoint_every_s", "log", "profile", "predict_memory"),
     }
 )
-"""Settings that do not change what a step computes beyond rounding; the number of steps is compared by itself."""
+"""Settings that change a step's result by rounding at most; the number of steps is compared separately."""
 
 
 def gathered(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Everything that the next step depends on, but for the data: tensors by name, and JSON values.
+    """Return everything that the next step depends on except the data: named tensors, and JSON values.
 
     Raises:
-        UnsupportedCase: the model or the optimiser keeps something that a checkpoint cannot hold.
+        UnsupportedCase: the state of the model or the optimizer does not fit into a checkpoint.
     """
     tensors = {}
     for name, value in model.state_dict().items():
@@ -222,7 +222,7 @@ def restored(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> None:
-    """Put back what `gathered` gave, after checking all of it; the random generators last.
+    """Check and restore the result of `gathered`; the random generators last.
 
     Raises:
         FormatError: it is of another model or shape.
@@ -241,7 +241,7 @@ def restored(
 
 
 def require_same_config(path: Path, found: Mapping[str, Any], config: TrainConfig) -> None:
-    """Check that a checkpoint's training is the one that goes on.
+    """Check that a checkpoint has the settings of the training that it is to continue.
 
     Raises:
         ConfigError: a setting that changes the training differs.

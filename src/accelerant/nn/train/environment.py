@@ -1,4 +1,4 @@
-"""What a run sets for its process, and puts back: determinism, precision, threads, signals."""
+"""Process-wide settings of a run: determinism, precision, threads, signals, states of random generators."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ __all__ = [
 
 @contextmanager
 def numerics(*, deterministic: bool, cpu_threads: int = 0) -> Iterator[None]:
-    """Set torch for a run and restore it after: threads, TF32, deterministic algorithms.
+    """Set torch's threads, TF32 and deterministic algorithms for a run, and restore them after it.
 
-    Determinism on a GPU also needs CUBLAS_WORKSPACE_CONFIG in the environment before CUDA starts. The
-    attentions of cuDNN and of "memory efficient" kernels are left out then, since their backward passes are not
-    deterministic; flash attention's is, and the plain one serves what flash does not.
+    Determinism on a GPU also needs CUBLAS_WORKSPACE_CONFIG in the environment before CUDA starts. It excludes the
+    attention of cuDNN and the "memory efficient" kernels, whose backward passes are not deterministic. Flash
+    attention's is; the composite one is used where flash attention does not apply.
 
     Args:
-        deterministic: same input and device, same bits.
-        cpu_threads: the most threads on the CPU; 0 for one a core.
+        deterministic: whether the same input on the same device gives the same bits.
+        cpu_threads: maximum number of threads on the CPU; 0 for one per core.
     """
     threads = torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
@@ -65,12 +65,12 @@ def numerics(*, deterministic: bool, cpu_threads: int = 0) -> Iterator[None]:
 
 
 class StopRequest:
-    """Turns the first SIGINT or SIGTERM into a wish to stop; a second SIGINT interrupts at once.
+    """Records the first SIGINT or SIGTERM, so that the run can stop after its step; a second signal interrupts it.
 
-    A context manager; outside the main thread, where Python allows no handlers, it only keeps `signal` None.
+    A context manager. Outside the main thread, where Python allows no handlers, `signal` stays None.
 
     Attributes:
-        signal: the signal's number once it came.
+        signal: number of the received signal, or None.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+            signal.signal(number, handler)  # type: ignore[arg-type]  # the result of signal.signal
 
     def _received(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is not None:
@@ -100,22 +100,22 @@ class StopRequest:
 
 
 def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The states of the generators of torch (CPU, and the GPU that is used), NumPy and Python."""
+    """Return the states of the generators of torch (CPU, and the GPU in use), NumPy and Python: tensors and JSON."""
     tensors = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(device)
     version, words, gauss = random.getstate()
     tensors["python"] = torch.tensor(words, dtype=torch.int64)
     rest: dict[str, Any] = {"python": [version, gauss]}
-    kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
-    if kind == "MT19937":  # a program may put another one in its place; that one is its own affair
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    if kind == "MT19937":  # a program may have installed another one, which is not saved
         tensors["numpy"] = torch.from_numpy(np.asarray(keys).astype(np.int64))
-        rest["numpy"] = [int(place), int(has_gauss), float(cached)]
+        rest["numpy"] = [int(position), int(has_gauss), float(cached)]
     return tensors, rest
 
 
 def restore_random(tensors: Mapping[str, Tensor], rest: Mapping[str, Any], device: torch.device) -> None:
-    """Put back what `random_state` gave, as far as it is there."""
+    """Restore the result of `random_state`, as far as it is present."""
     if "cpu" in tensors:
         torch.set_rng_state(tensors["cpu"])
     if device.type == "cuda" and "cuda" in tensors:
@@ -124,16 +124,16 @@ def restore_random(tensors: Mapping[str, Tensor], rest: Mapping[str, Any], devic
         version, gauss = rest["python"]
         random.setstate((version, tuple(tensors["python"].tolist()), gauss))
     if "numpy" in tensors and "numpy" in rest:
-        place, has_gauss, cached = rest["numpy"]
-        np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), place, has_gauss, cached))
+        position, has_gauss, cached = rest["numpy"]
+        np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
 
 
 @contextmanager
 def forked_random(seed: int | None = None) -> Iterator[None]:
-    """The generators of the CPU (torch, NumPy, Python) are as before after the block.
+    """Restore the CPU's generators (torch, NumPy, Python) after the block.
 
     Args:
-        seed: where they start inside; None: where they are.
+        seed: for the block; None to continue from the current states.
     """
     host = torch.device("cpu")
     before = random_state(host)

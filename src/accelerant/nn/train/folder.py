@@ -34,7 +34,8 @@ _FORMAT = "accelerant-train-1"
 class RunFolder:
     """The folder that a run writes to.
 
-    config.json stands first and names the format; summary.json stands last and says that the run is finished.
+    config.json is written first and names the format; summary.json is written last: its presence means that the run is
+    finished.
     """
 
     FILES = (
@@ -54,7 +55,7 @@ class RunFolder:
     )
 
     LEDGER = "privacy-ledger.jsonl"
-    """Of a private run. It is never removed: what was spent on the data stays spent when the model is gone."""
+    """Of a private run. It is never removed: the privacy budget stays spent when the model is deleted."""
 
     EVENT_LOGS = "tensorboard"
 
@@ -65,7 +66,7 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether the run in the folder came to its end."""
+        """Whether the run in the folder is finished."""
         return self.summary.is_file()
 
     @property
@@ -77,7 +78,7 @@ class RunFolder:
         """Check, without changing anything, that a run may write here.
 
         Raises:
-            ConfigError: it cannot be written, or holds files of those names that are not a run's.
+            ConfigError: it is not writable, or has files of those names that are not a run's.
         """
         nearest = self.path
         while not nearest.exists() and nearest != nearest.parent:
@@ -91,16 +92,16 @@ class RunFolder:
             raise ConfigError(f"{self.path} holds {foreign[0]} of something else: give --out another folder")
 
     def start(self) -> str | None:
-        """Make the folder ready for a new run.
+        """Prepare the folder for a new run.
 
-        A finished run's files go, but for a privacy ledger, which is kept under another name; an unfinished one's are
-        moved into a folder inside.
+        The files of a finished run are removed, except a privacy ledger, which is renamed; those of an unfinished run
+        are moved into a subfolder.
 
         Returns:
-            What to tell the user, if anything.
+            A note for the user, or None.
 
         Raises:
-            ConfigError: the folder cannot be made or written.
+            ConfigError: the folder cannot be created or written.
         """
         note = None
         try:
@@ -116,7 +117,7 @@ class RunFolder:
                 note = f"kept the unfinished run that was here: {RunFolder(kept).resume_command}"
             else:
                 for file in sorted(old, key=lambda file: file != self.summary):
-                    file.unlink()  # the summary first: a run half removed is not a finished one
+                    file.unlink()  # the summary first: a partly removed run is not a finished one
                 for log in self._event_logs():
                     shutil.rmtree(log)
                 note = self._keep_ledger()
@@ -132,7 +133,7 @@ class RunFolder:
         """Read config.json.
 
         Raises:
-            FormatError: it is not there, or not a run's.
+            FormatError: it does not exist, or is not a run's.
         """
         try:
             values = decode_json(self.config.read_text(encoding="utf-8"))
@@ -160,11 +161,11 @@ class RunFolder:
 
     @staticmethod
     def write_json(path: Path, values: Mapping[str, Any]) -> None:
-        """Write a JSON document for people and programs, atomically."""
+        """Write a JSON document atomically, indented."""
         write_atomic(path, (json.dumps(values, indent=2) + "\n").encode())
 
     def _event_logs(self) -> list[Path]:
-        """The folder that TensorBoard reads, where there is one."""
+        """Return the folder of TensorBoard's log, if it exists."""
         log = self.path / self.EVENT_LOGS
         return [log] if log.is_dir() else []
 
@@ -176,12 +177,12 @@ class RunFolder:
         return True
 
     def _keep_ledger(self) -> str | None:
-        """Give the ledger of the run that was here another name; what to tell of it."""
+        """Rename the privacy ledger of the previous run; return a note for the user."""
         ledger = self.path / self.LEDGER
         if not ledger.is_file():
             return None
         kept = self._free_name(ledger.stem, ledger.suffix)
-        for file in self.path.glob(f"{self.LEDGER}*"):  # and what its writer keeps beside it
+        for file in self.path.glob(f"{self.LEDGER}*"):  # and the files of its writer
             file.rename(kept.with_name(kept.name + file.name.removeprefix(self.LEDGER)))
         return (
             f"kept the privacy ledger of the run that was here as {kept.name}: this run begins a new one. Trainings on "
@@ -198,14 +199,14 @@ class RunFolder:
 # --- the lock --------------------------------------------------------------------------------------------------------
 
 
-_UNWRITTEN_S = 10.0  # a lock file without a number that is older was left by a crash
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # of a file system
+_UNWRITTEN_S = 10.0  # an older lock file without a process ID was left by a crash
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # from file systems without locks
 
 
 class RunLock:
-    """The right to write to a run's folder; a context manager that gives it back.
+    """The lock of a run's folder; a context manager that releases it.
 
-    Entering takes it where the folder is there; `take` takes it, and makes the folder, where that is still to do.
+    Entering acquires it if the folder exists; `take` creates the folder and acquires it otherwise.
     """
 
     NAME = ".accelerant-train.lock"
@@ -234,10 +235,10 @@ class RunLock:
             os.close(file)
 
     def take(self) -> None:
-        """Take the lock, unless it is taken already.
+        """Acquire the lock, unless this object has it.
 
         Raises:
-            ConfigError: another run has it, or the folder cannot be made or written.
+            ConfigError: another run has it, or the folder cannot be created or written.
         """
         if self._file is not None:
             return
@@ -252,7 +253,7 @@ class RunLock:
             raise ConfigError(f"cannot write to {self._folder}: {error.strerror or error}") from None
 
     def _flock(self) -> int | None:
-        """The file with the kernel's lock on it; None where there are no such locks."""
+        """Return the file with the kernel's lock on it; None if the system has no such locks."""
         try:
             import fcntl
         except ImportError:  # Windows
@@ -265,7 +266,7 @@ class RunLock:
                 if os.path.samestat(os.fstat(file), found):
                     return file
             except FileNotFoundError:
-                pass  # the last holder removed it between our opening and locking it
+                pass  # its last owner removed it between open and flock
             except BlockingIOError:
                 os.close(file)
                 raise self._in_use() from None
@@ -273,28 +274,28 @@ class RunLock:
                 os.close(file)
                 if error.errno not in _NO_LOCKS:
                     raise
-                if self._holder() is None:
+                if self._owner() is None:
                     self._path.unlink(missing_ok=True)
                 return None
             os.close(file)
 
     def _create(self) -> int:
-        """The file, made by this process; that of a dead one is replaced."""
+        """Return the file, created by this process; that of a dead process is replaced."""
         while True:
             try:
                 return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             except FileExistsError:
-                holder = self._holder()
-                if holder is None and self._age_s() < _UNWRITTEN_S:
+                owner = self._owner()
+                if owner is None and self._age_s() < _UNWRITTEN_S:
                     raise self._in_use() from None
-                if holder is not None and _alive(holder):
+                if owner is not None and _alive(owner):
                     raise self._in_use() from None
                 try:
                     self._path.unlink(missing_ok=True)
-                except PermissionError:  # Windows: someone has it open
+                except PermissionError:  # Windows: a process has it open
                     raise self._in_use() from None
 
-    def _holder(self) -> int | None:
+    def _owner(self) -> int | None:
         try:
             return int(self._path.read_text(encoding="ascii"))
         except (OSError, ValueError):
@@ -307,13 +308,13 @@ class RunLock:
             return _UNWRITTEN_S
 
     def _in_use(self) -> ConfigError:
-        holder = self._holder()
-        who = "another process" if holder is None else f"process {holder}"
+        owner = self._owner()
+        who = "another process" if owner is None else f"process {owner}"
         return ConfigError(f"{self._folder} is in use by {who}: wait for its end, or give --out another folder")
 
 
 def _alive(process: int) -> bool:
-    """Whether a process of that number runs."""
+    """Return whether a process with that ID runs."""
     if sys.platform == "win32":  # os.kill would end it
         import ctypes
 

@@ -41,15 +41,15 @@ class StepRecord:
 
     Attributes:
         step: 1 for the first.
-        loss: training loss of the step's batch before its update; of text, nats a token.
-        tokens_per_s: tokens of the step over its time; None where data are not tokens.
+        loss: training loss of the step's batch before its update; for text in nats per token.
+        tokens_per_s: tokens of the step over its time; None if the data are not tokens.
         ms: device time of the step (on the CPU: wall time).
-        peak_memory_bytes: the most held so far: allocated on a GPU, resident on the CPU.
+        peak_memory_bytes: maximum so far: allocated on a GPU, resident on the CPU.
         learning_rate: of the step.
         grad_norm: before clipping.
-        validation_loss: after the step, where it was taken, nats a token.
-        samples_per_s: rows of the step over its time, where data are not tokens.
-        validation: other figures measured with the validation loss, by name.
+        validation_loss: after the step, if it was evaluated.
+        samples_per_s: rows of the step over its time, if the data are not tokens.
+        validation: metrics measured with the validation loss, by name.
     """
 
     step: int
@@ -64,33 +64,33 @@ class StepRecord:
     validation: Mapping[str, float] | None = None
 
     def to_json(self) -> str:
-        """One line of the values that there are."""
+        """Return one line with all values but None."""
         values = {name: getattr(self, name) for name in self.__slots__}
         return json.dumps({name: value for name, value in values.items() if value is not None})
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
-        """Read what `to_json` wrote.
+        """Read the result of `to_json`.
 
         Raises:
-            ValueError, TypeError: it is something else.
+            ValueError, TypeError: the line is no record.
         """
         return cls(**{"tokens_per_s": None, **decode_json(line)})
 
 
 class MetricsFile:
-    """Appends records to metrics.jsonl; a resumed run first drops the lines past its checkpoint.
+    """Appends records to metrics.jsonl; for a resumed run, first removes the lines after its checkpoint.
 
     Args:
-        path: of the file; None keeps the records in memory alone.
-        keep_steps: steps whose lines stay.
+        path: of the file; None to keep the records in memory only.
+        keep_steps: number of steps whose lines stay.
 
     Attributes:
-        records: what the file holds.
-        lost: how many of the kept steps have no line: all, where the file is not there.
+        records: all records in the file.
+        lost: number of kept steps without a line: all of them if the file is missing.
 
     Raises:
-        FormatError: the file holds something else.
+        FormatError: the file contains something else.
     """
 
     def __init__(self, path: Path | None, *, keep_steps: int = 0) -> None:
@@ -103,7 +103,7 @@ class MetricsFile:
         self.lost = 0 if path is None else keep_steps - len(self.records)
 
     def append(self, records: Sequence[StepRecord]) -> None:
-        """Write some lines and hand them to the operating system."""
+        """Append records to the file and to `records`."""
         self.records += records
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
@@ -111,10 +111,10 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
-    """The records of a metrics.jsonl; a last line cut off by a crash is left out.
+    """Read the records of a metrics.jsonl; a last line cut off by a crash is ignored.
 
     Raises:
-        FormatError: the file is not there, or a line before the last is no record.
+        FormatError: the file is missing, or a line before the last is no record.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -132,7 +132,7 @@ def read_metrics(path: Path) -> list[StepRecord]:
 
 
 class StepTimer:
-    """Times between marks: events on a GPU, which cost the host nothing; the clock on the CPU."""
+    """Measures times between marks: with events on a GPU, without waiting for it; with the clock on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -140,7 +140,7 @@ class StepTimer:
         self.mark()
 
     def mark(self) -> None:
-        """Start anew, leaving out what came before."""
+        """Start a span."""
         self._last = self._now()
 
     def lap(self) -> Lap:
@@ -158,13 +158,13 @@ class StepTimer:
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """A span of time that may still be running on the device."""
+    """A span of time, which the device may not have reached yet."""
 
     start: float | torch.cuda.Event
     end: float | torch.cuda.Event
 
     def ms(self) -> float:
-        """Its length in milliseconds; waits for the device."""
+        """Return its length in milliseconds; waits for the device."""
         if isinstance(self.start, float):
             assert isinstance(self.end, float)  # for the type checker: both ends are of one kind
             return (self.end - self.start) * 1e3
@@ -175,7 +175,7 @@ class Lap:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step whose numbers are still on the device."""
+    """A step whose results are still on the device."""
 
     step: int
     loss: Tensor
@@ -185,20 +185,20 @@ class PendingStep:
 
 
 def reserved_memory_bytes(device: torch.device) -> int:
-    """The most that torch's pool held on a GPU; 0 on the CPU."""
+    """Return the maximum size of torch's memory pool on a GPU; 0 on the CPU."""
     return int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else 0
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory held so far: torch's allocations on a GPU, the process's resident set on the CPU."""
+    """Return the peak memory so far: torch's allocations on a GPU, the process's resident set on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):  # of this program; what getrusage says begins with the parent's
+            if line.startswith("VmHWM:"):  # of this program; the value of getrusage includes the parent's before exec
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):
-        pass  # not Linux, or a file of another form: the next best
+        pass  # not Linux, or another format
     try:
         import resource
     except ImportError:  # not on Windows
@@ -215,22 +215,22 @@ Status = Literal["done", "stopped", "interrupted"]
 
 @dataclass(slots=True)
 class History:
-    """How a training went.
+    """The course and the result of a training.
 
     Attributes:
-        records: one a step, those before a resumption too where they were kept in a folder.
+        total_steps: planned number of steps.
+        records: one per step; with a folder also those before a resumption.
         evaluations: on held-out data, in order.
-        steps: steps done, and `total_steps` wanted.
-        status: "done"; "stopped", early; "interrupted", by a signal.
+        steps: number of completed steps.
+        status: "done"; "stopped" early; "interrupted" by a signal.
         reason: why it was stopped.
-        signal: what interrupted it, or None.
-        best: the evaluation of the lowest loss, or None.
-        seconds: of this process's part.
-        predicted_peak_bytes: the peak of memory as it was predicted; None where it was not.
-        peak_memory_bytes: the peak as it was: allocated on a GPU; resident, the whole process, on the CPU.
-        reserved_memory_bytes: held by torch's pool at most; 0 on the CPU.
-        resumed_from: the step of the checkpoint that this process began with; 0 at the beginning.
-        notes: what the user should know.
+        signal: number of the signal that interrupted it, or None.
+        seconds: duration of this process's part.
+        predicted_peak_bytes: predicted peak memory of a step; None without a prediction.
+        peak_memory_bytes: measured peak: allocated on a GPU; resident, of the whole process, on the CPU.
+        reserved_memory_bytes: maximum size of torch's memory pool; 0 on the CPU.
+        resumed_from: the step of the checkpoint that this process started from; 0 for none.
+        notes: remarks for the user.
     """
 
     total_steps: int = 0
@@ -254,20 +254,20 @@ class History:
 
     @property
     def best(self) -> Evaluation | None:
-        """The evaluation of the lowest loss, the earliest of several; None where each is NaN."""
-        finite = [each for each in self.evaluations if not math.isnan(each.loss)]  # NaN is below and above nothing
-        return min(finite, key=lambda each: each.loss, default=None)
+        """The evaluation with the lowest loss, the earliest of several; None if there is none or all are NaN."""
+        comparable = [evaluation for evaluation in self.evaluations if not math.isnan(evaluation.loss)]
+        return min(comparable, key=lambda evaluation: evaluation.loss, default=None)
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The loss and the metrics of the last evaluation; empty where there was none."""
+        """The loss and the metrics of the last evaluation; empty without one."""
         if not self.evaluations:
             return {}
         last = self.evaluations[-1]
         return {"loss": last.loss, **last.metrics}
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, without the records."""
+        """Return JSON values, without the records."""
         values = asdict(self)
         del values["records"]
         return {**values, "best": None if self.best is None else asdict(self.best)}

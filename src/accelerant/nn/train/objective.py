@@ -1,7 +1,7 @@
-"""What a training minimises, and what is measured beside it, of any module.
+"""The loss that a training minimises, and evaluation with metrics, for any module.
 
-A batch is the tensors of some rows. A module with a method `loss` is given all of them: `model.loss(*batch)`. Of any
-other module the last tensor is the targets and the rest the inputs: `loss(model(*inputs), targets)`.
+A batch is a tuple of tensors. The loss of a module with a method `loss` is `model.loss(*batch)`. For any other module
+the last tensor is the targets and the others the inputs: `loss(model(*inputs), targets)`.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ __all__ = [
 ]
 
 Metric = Callable[[Tensor, Tensor], Tensor]
-"""Of outputs and targets: the mean over the rows."""
+"""A function of outputs and targets that returns the mean over the rows."""
 
 Loss = str | Callable[..., Tensor]
-"""A name ("cross_entropy", "mse"), or a function of outputs and targets that gives a scalar."""
+"""A name ("cross_entropy", "mse"), or a function of outputs and targets that returns a scalar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What was measured on held-out data.
+    """The loss and metrics on held-out data.
 
     Attributes:
-        step: steps done.
-        loss: mean over the rows; of cross entropy over the targets that are not -100.
-        rows: how many.
-        metrics: other means over the rows, by name; accuracy over the targets that are not -100.
+        step: number of completed steps.
+        loss: mean over the rows; cross entropy: over the targets other than -100.
+        rows: number of rows.
+        metrics: other means over the rows, by name; accuracy: over the targets other than -100.
     """
 
     step: int
@@ -59,62 +59,62 @@ class Evaluation:
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The part of the targets that have the largest output; (..., classes) and (...), targets of -100 left out.
+    """Return the fraction of the targets (...) that are the largest of the outputs (..., classes).
 
-    NaN where none is left.
+    Targets of -100 are ignored; NaN if there are no others.
     """
     return (outputs.argmax(dim=-1) == targets).sum().float() / _kept(targets)
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats; outputs (..., classes), targets (...) integers, -100 left out.
+    """Return the mean cross entropy in nats of outputs (..., classes) and integer targets (...), without those of -100.
 
     Raises:
         ShapeError: the targets' shape is not that of the outputs without their last dimension.
     """
     if outputs.shape[:-1] != targets.shape:
         raise ShapeError(
-            f"cross_entropy wants outputs (..., classes) and targets (...), got {tuple(outputs.shape)} and "
-            f"{tuple(targets.shape)}: give a loss of your own"
+            f"cross_entropy needs outputs (..., classes) and targets (...), got {tuple(outputs.shape)} and "
+            f"{tuple(targets.shape)}: give another loss"
         )
     rows = outputs.reshape(-1, outputs.shape[-1])
     return ops.cross_entropy(rows, targets.reshape(-1).long())
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error.
+    """Return the mean squared error.
 
     Raises:
         ShapeError: the shapes differ.
     """
     if outputs.shape != targets.shape:
-        raise ShapeError(f"mse wants outputs as the targets, got {tuple(outputs.shape)} and {tuple(targets.shape)}")
+        raise ShapeError(f"mse needs outputs like the targets, got {tuple(outputs.shape)} and {tuple(targets.shape)}")
     return F.mse_loss(outputs.float(), targets.float())
 
 
-_LEFT_OUT = -100
-"""The target of a place that has none, as in torch."""
+_IGNORED = -100
+"""The target to ignore, as in torch."""
 
 
 def _kept(targets: Tensor) -> Tensor:
-    """How many targets count, float32 on their device."""
-    return (targets != _LEFT_OUT).sum().float()
+    """Return the number of targets that are not ignored, float32 on their device."""
+    return (targets != _IGNORED).sum().float()
 
 
 _NAMED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross_entropy": cross_entropy, "mse": mse}
 
 
 class Objective:
-    """The loss of a batch, by module.
+    """The loss of a batch, as a function of the module and the batch.
 
     Args:
-        model: whose loss it is.
-        loss: a name or function; None: the model's own `loss`, or by the targets: cross entropy of integers, mean
+        model: the module, or one like it.
+        loss: a name or function; None for the model's own `loss`, or else cross entropy of integer targets and mean
             squared error of others.
-        metrics: measured in evaluations; None: accuracy, where the loss is cross entropy.
+        metrics: measured in evaluations; None for accuracy if the loss is cross entropy.
 
     Raises:
-        ConfigError: an unknown name, or metrics of a model with a loss of its own.
+        ConfigError: an unknown name, or metrics for a model with its own loss.
     """
 
     def __init__(self, model: nn.Module, loss: Loss | None, metrics: Mapping[str, Metric] | None) -> None:
@@ -123,38 +123,40 @@ class Objective:
         self._loss = _NAMED[loss] if isinstance(loss, str) else loss
         self._own = loss is None and callable(getattr(model, "loss", None))
         if self._own and metrics:
-            raise ConfigError(f"metrics want outputs, and {type(model).__name__}.loss gives none: give a loss too")
+            raise ConfigError(
+                f"metrics need outputs, which {type(model).__name__}.loss does not return: give a loss too"
+            )
         self._metrics = metrics
 
     def __call__(self, model: nn.Module, *batch: Tensor) -> Tensor:
-        """The scalar loss of a batch.
+        """Return the scalar loss of a batch.
 
         Raises:
             ConfigError: there are no targets.
         """
         if self._own:
-            loss: Tensor = model.loss(*batch)  # type: ignore[operator]  # looked at when this was made
+            loss: Tensor = model.loss(*batch)  # type: ignore[operator]  # checked in __init__
             return loss
         outputs, targets = self._outputs(model, batch)
         return self._chosen(targets)(outputs, targets)
 
     def kept(self, *batch: Tensor) -> Tensor | None:
-        """How many of a batch's targets count, float32 on its device; None where all rows count alike."""
+        """Return the number of a batch's targets that count, float32 on its device; None if all rows count equally."""
         if self._own or len(batch) < 2 or self._chosen(batch[-1]) is not cross_entropy:
             return None
         return _kept(batch[-1])
 
     def weigh(self, batches: Sequence[Sequence[Tensor]]) -> Tensor | None:
-        """The part that each batch has in the mean over a step's targets; None where batches count alike."""
+        """Return the weight of each batch in the mean over a step's targets; None if batches count equally."""
         counts = [self.kept(*batch) for batch in batches]
-        found = [count for count in counts if count is not None]
-        if len(found) < len(counts):
+        known = [count for count in counts if count is not None]
+        if len(known) < len(counts):
             return None
-        kept = torch.stack(found)
-        return kept / kept.sum()
+        totals = torch.stack(known)
+        return totals / totals.sum()
 
     def measure(self, model: nn.Module, *batch: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor | None]]]:
-        """The loss of a batch; each metric, and over how many targets it is a mean: None for all rows.
+        """Return the loss of a batch, and each metric with the number of targets it averages: None for all rows.
 
         Raises:
             ConfigError: there are no targets.
@@ -167,13 +169,13 @@ class Objective:
         metrics = self._metrics
         if metrics is None:
             metrics = {"accuracy": accuracy} if loss is cross_entropy else {}
-        found = {}
+        values = {}
         for name, metric in metrics.items():
             value = torch.as_tensor(metric(outputs, targets), device=targets.device)
             if value.numel() != 1:
                 raise ShapeError(f"the metric {name} must be one number, got the shape {tuple(value.shape)}")
-            found[name] = value, _kept(targets) if metric is accuracy else None
-        return require_scalar(loss(outputs, targets)), found
+            values[name] = value, _kept(targets) if metric is accuracy else None
+        return require_scalar(loss(outputs, targets)), values
 
     def _outputs(self, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Any, Tensor]:
         if len(batch) < 2:
@@ -186,29 +188,29 @@ class Objective:
         if self._loss is not None:
             return self._loss
         if targets.dtype == torch.bool or targets.is_complex():
-            raise ConfigError(f"no loss goes with {targets.dtype} targets by itself: give one")
+            raise ConfigError(f"no default loss for {targets.dtype} targets: give one")
         return mse if targets.is_floating_point() else cross_entropy
 
 
 def precision_of(config: TrainConfig, device: torch.device) -> torch.dtype | None:
-    """The dtype to compute in under autocast; None for the parameters' own."""
+    """Return the dtype of autocast; None for the parameters' own."""
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     low = config.precision in ("bfloat16", "fp8") or (config.precision == "auto" and native)
     return torch.bfloat16 if low else None
 
 
 def autocast(device: torch.device, precision: torch.dtype | None) -> AbstractContextManager[object]:
-    """Autocast to a precision, or nothing for None."""
+    """Return an autocast to a precision; None for none."""
     return nullcontext() if precision is None else torch.autocast(device.type, dtype=precision)
 
 
 def modes_of(model: nn.Module) -> dict[nn.Module, bool]:
-    """Whether each module trains: a part may be frozen, with a mode of its own."""
+    """Return each module's training mode; a frozen module may have another than the model."""
     return {module: module.training for module in model.modules()}
 
 
 def restore_modes(modes: Mapping[nn.Module, bool]) -> None:
-    """Put back what `modes_of` gave."""
+    """Restore the result of `modes_of`."""
     for module, training in modes.items():
         module.training = training
 
@@ -224,14 +226,14 @@ def evaluate(
     precision: torch.dtype | None,
     watch: Callable[[int], None] = lambda _rows: None,
 ) -> Evaluation:
-    """The loss and the metrics of a model on some batches, in eval mode; the mode is put back.
+    """Return the loss and the metrics of a model on batches, in eval mode; the mode is restored.
 
     Args:
-        objective, model: what is measured of what.
-        batches: weighted by their rows, in cross entropy and accuracy by their targets other than -100.
-        step: steps done, for the result.
-        device, precision: where and in which dtype to compute.
-        watch: is told after each batch how many rows are done.
+        batches: weighted by their rows; for cross entropy and accuracy by their targets other than -100.
+        step: number of completed steps, for the result.
+        device: to compute on.
+        precision: of autocast; None for none.
+        watch: receives the number of rows done after each batch.
 
     Raises:
         ConfigError: there is no batch.
@@ -244,16 +246,16 @@ def evaluate(
     rows = 0
     try:
         for batch in batches:
-            moved = [each.to(device, non_blocking=True) for each in batch]
+            moved = [tensor.to(device, non_blocking=True) for tensor in batch]
             with autocast(device, precision):
                 loss, metrics = objective.measure(model, *moved)
             count = len(moved[0])
             names = list(metrics)
-            found = [(loss, objective.kept(*moved)), *metrics.values()]
-            means = torch.stack([value.to(device).double().reshape(()) for value, _ in found])
-            counts = [float(count) if kept is None else kept for _, kept in found]
-            weight = torch.stack([torch.as_tensor(each, device=device).double() for each in counts])
-            sums = torch.where(weight == 0, 0.0, means * weight)  # a mean over nothing is NaN
+            measured = [(loss, objective.kept(*moved)), *metrics.values()]
+            means = torch.stack([value.to(device).double().reshape(()) for value, _ in measured])
+            counts = [float(count) if kept is None else kept for _, kept in measured]
+            weight = torch.stack([torch.as_tensor(value, device=device).double() for value in counts])
+            sums = torch.where(weight == 0, 0.0, means * weight)  # a mean over no targets is NaN
             total = sums if total is None else total + sums
             weights = weight if weights is None else weights + weight
             rows += count
@@ -261,6 +263,6 @@ def evaluate(
     finally:
         restore_modes(modes)
     if total is None or weights is None:
-        raise ConfigError("there is nothing to evaluate on: no rows")
+        raise ConfigError("there are no rows to evaluate on")
     loss_mean, *others = (total / weights).tolist()
     return Evaluation(step, loss_mean, rows, dict(zip(names, others, strict=True)))

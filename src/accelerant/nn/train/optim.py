@@ -1,4 +1,4 @@
-"""The optimiser of a training: weight-decay groups, the rate of each step, and the state as named tensors."""
+"""The optimizer of a training: weight-decay groups, the learning rate of each step, and its state as named tensors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = [
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _KINDS = {"AdamW": ("step", "exp_avg", "exp_avg_sq")}
-"""State that each trained parameter has after a step, by the optimiser's class."""
+"""State of each trained parameter after a step, by the optimizer's class."""
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> AdamW | SGD:
-    """The config's optimiser, with clipping in its step; matrices decay, vectors (biases and norms) do not.
+    """Return the config's optimizer, which also clips; matrices decay, vectors (biases and norms) do not.
 
     Raises:
         ConfigError: a pattern of no_decay matches no parameter, or there is nothing to train.
@@ -59,7 +59,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def learning_rate(config: TrainConfig, steps: int, step: int) -> float:
-    """The rate of a step of so many, 0 the first: a linear warm-up, then the schedule to `final_lr_ratio` of the peak.
+    """Return the learning rate of a step, 0 for the first: linear warm-up, then the schedule down to `final_lr_ratio`.
 
     cosine: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5, without restarts.
     """
@@ -70,15 +70,15 @@ def learning_rate(config: TrainConfig, steps: int, step: int) -> float:
     if config.schedule == "constant":
         return peak
     progress = min(1.0, (step - warmup) / max(1, steps - warmup)) if config.warmup else step / max(1, steps)
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
-    return peak * (config.final_lr_ratio + (1 - config.final_lr_ratio) * left)
+    fraction = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    return peak * (config.final_lr_ratio + (1 - config.final_lr_ratio) * fraction)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state under "parameter.kind" names: the tensors, and what are plain numbers; empty before the first step.
+    """Return the state by "parameter.kind" names: tensors, and plain numbers; empty before the first step.
 
     Raises:
-        UnsupportedCase: the optimiser keeps something else, which a checkpoint could not hold.
+        UnsupportedCase: the optimizer has a state of another type, which does not fit into a checkpoint.
     """
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
@@ -99,10 +99,10 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
 def require_optimizer_tensors(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, found: Mapping[str, Tensor]
 ) -> None:
-    """Check a checkpoint's optimiser state before any of it is used.
+    """Check a checkpoint's optimizer state before any of it is loaded.
 
     Raises:
-        FormatError: it is of other parameters, of other shapes, or not whole.
+        FormatError: it is of other parameters or shapes, or incomplete.
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     owners: dict[str, set[str]] = {}
@@ -123,7 +123,7 @@ def require_optimizer_tensors(
 def load_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]
 ) -> None:
-    """Put back what `optimizer_state` gave; names and shapes were checked before."""
+    """Load the result of `optimizer_state`, whose names and shapes were checked."""
     index = {parameter: i for i, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     names = {name: index[parameter] for name, parameter in model.named_parameters() if parameter in index}
     state: dict[int, dict[str, Any]] = {}

@@ -1,6 +1,6 @@
-"""Some steps of a training under torch's profiler: a Chrome trace, and a table of the time by kernel.
+"""Profiling of some steps of a training: a Chrome trace, and a table of the time by kernel.
 
-On a GPU the times are the device's, by kernel (CUPTI); on the CPU they are those of torch's operators.
+On a GPU the times are those of kernels on the device (CUPTI), on the CPU those of torch's operators.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accelerant.runtime.files import write_atomic
 __all__ = ["KernelTime", "StepProfiler", "kernel_table"]
 
 _WARM_UP = 6
-"""Steps before: kernels compile in the first, and a CUDA graph is captured in the fourth."""
+"""Unprofiled steps at the start: kernels compile in the first, and a CUDA graph is captured in the fourth."""
 
 _NAME_WIDTH = 90
 
@@ -27,10 +27,10 @@ class KernelTime:
     """One row of the table.
 
     Attributes:
-        name: of the kernel; on the CPU of the operator.
-        calls: in a step, mean.
-        ms: in a step, mean.
-        share: of the time of all.
+        name: of the kernel, or the operator on the CPU.
+        calls: mean per step.
+        ms: mean per step.
+        share: of the total time.
     """
 
     name: str
@@ -43,10 +43,10 @@ class StepProfiler:
     """Profiles some steps of a run and writes trace.json, kernels.txt and kernels.json.
 
     Args:
-        folder: where to.
-        steps: how many to profile.
-        run: the steps of the run, 0 the first; a short one is profiled at its end.
-        device: what to look at.
+        folder: for the files.
+        steps: number of steps to profile.
+        run: the steps of the run; a short run is profiled at its end.
+        device: of the training.
     """
 
     def __init__(self, folder: Path, steps: int, run: range, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class StepProfiler:
         self.table: list[KernelTime] = []
 
     def before(self, step: int) -> None:
-        """A step comes: begin or end the profile here, if it is the one."""
+        """Start or stop the profile at the beginning of a step."""
         if step == self._begin + self._steps:
             self.finish()
         self._last = step
@@ -72,7 +72,7 @@ class StepProfiler:
             self._profile.start()
 
     def finish(self) -> None:
-        """End the profile, if it is on, and write what it found."""
+        """Stop the profile, if it is running, and write the files."""
         if self._profile is None:
             return
         if self._device.type == "cuda":
@@ -95,14 +95,12 @@ def _by_kernel(profile: Any, cuda: bool, steps: int) -> list[KernelTime]:
         us = event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
         times.setdefault(event.name, []).append(us)
     total = sum(map(sum, times.values())) or 1.0
-    rows = [
-        KernelTime(name, len(each) / steps, sum(each) / steps / 1e3, sum(each) / total) for name, each in times.items()
-    ]
+    rows = [KernelTime(name, len(us) / steps, sum(us) / steps / 1e3, sum(us) / total) for name, us in times.items()]
     return sorted(rows, key=lambda row: -row.ms)
 
 
 def kernel_table(rows: list[KernelTime], limit: int = 40) -> str:
-    """The rows as text, the longest first; those past the limit together."""
+    """Return the rows as text, in their order; those after the limit as one."""
     lines = [f"{'ms a step':>10} {'share':>7} {'calls':>8}  kernel"]
     shown, rest = rows[:limit], rows[limit:]
     lines += [f"{row.ms:10.3f} {row.share:7.1%} {row.calls:8.1f}  {row.name[:_NAME_WIDTH]}" for row in shown]

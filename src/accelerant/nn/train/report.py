@@ -1,6 +1,6 @@
 """A run's report: one HTML file with curves, the ledger's table, the settings and the sample.
 
-It loads nothing from anywhere, so it can be mailed, archived and read offline.
+It loads no other files, so it can be mailed, archived and read offline.
 """
 
 from __future__ import annotations
@@ -45,19 +45,16 @@ def build_report(
     curves: Sequence[Curve] = (),
     remarks: Sequence[str] = (),
 ) -> str:
-    """The whole page.
+    """Return the report's HTML page; all text is escaped.
 
     Args:
         summary: of the run, as summary.json has it.
         config: as config.json has it.
-        records: a record a step.
+        records: one per step.
         ledger: as `Ledger.to_dict()` gives it: "ops" and "fallbacks".
-        sample: text that the model wrote.
-        curves: more charts, beside the loss.
-        remarks: sentences on what the figures mean, under the facts.
-
-    Returns:
-        HTML; every text from outside is escaped.
+        sample: text that the model generated.
+        curves: additional charts.
+        remarks: sentences on the meaning of the figures, placed below them.
     """
     preset = str(summary["preset"])
     millions = summary["parameters"] / 1e6
@@ -93,12 +90,10 @@ def _facts(summary: Mapping[str, Any]) -> str:
 
 
 def _speed(summary: Mapping[str, Any]) -> str:
-    """Not there where a run went on after its last step, without metrics.jsonl."""
     return "not recorded" if summary["tokens_per_s"] is None else f"{summary['tokens_per_s']:,.0f}"
 
 
 def _memory(summary: Mapping[str, Any]) -> str:
-    """What stands under the measured peak: what was predicted for a step."""
     where = "resident" if str(summary["device"]).startswith("cpu") else "allocated"
     predicted = summary.get("predicted_peak_bytes")
     return where if predicted is None else f"{where}; a step was predicted to take {_bytes(predicted)}"
@@ -150,7 +145,7 @@ def _ledger_card(ledger: Mapping[str, Any]) -> str:
 
 
 def _weight(row: Mapping[str, Any]) -> tuple[float, int]:
-    """Orders the ledger's rows: estimated time in all, then calls."""
+    """Return the sort key of the ledger's rows: estimated total time, then calls."""
     calls = row.get("calls", 0)
     return (row.get("ms_p50") or 0.0) * calls, calls
 

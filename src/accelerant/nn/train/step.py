@@ -50,20 +50,20 @@ __all__ = [
     "require_scalar",
 ]
 
-# --- capturing steps -------------------------------------------------------------------------------------------------
+# --- steps as CUDA graphs --------------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
 
 EAGER_STEPS = 3
-"""Steps before the capture: compiling and tables in the first, addresses that come back in the others."""
+"""Steps before the capture: the first compiles kernels and creates state, the others settle memory addresses."""
 
 
 class Same:
-    """Objects that are compared by identity, and kept: the id() of one that is gone may be another's.
+    """Objects compared by identity, and kept alive: the id() of a deleted one may be reused.
 
     Args:
-        objects: the states of an optimiser, which `load_state_dict` replaces.
+        objects: the states of an optimizer, which `load_state_dict` replaces.
     """
 
     __slots__ = ("_objects",)
@@ -74,24 +74,24 @@ class Same:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Same):
             return NotImplemented
-        ours, theirs = self._objects, other._objects
-        return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
+        a, b = self._objects, other._objects
+        return len(a) == len(b) and all(map(operator.is_, a, b))
 
     def __hash__(self) -> int:
         return hash(tuple(map(id, self._objects)))
 
 
 class GraphedStep:
-    """The base of a step: where it computes, in what precision, at which rate, and whether as a graph.
+    """Base of steps that become CUDA graphs: device, precision, learning rate, and the decision to capture.
 
     Args:
-        op: the step's name in the ledger of ops.
-        words: what it is called in messages.
-        model: named in them.
-        optimizer: whose groups take the rate.
+        op: the step's name in the ledger.
+        words: its name in messages.
+        model: named in messages.
+        optimizer: its groups get the learning rate.
         device: of the parameters.
-        precision: for autocast; None for none.
-        low: casts each matrix once a pass; None for none.
+        precision: of autocast; None for none.
+        low: casts each matrix once per pass; None for none.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class GraphedStep:
         return [each.to(self._device, non_blocking=True) for each in batch]
 
     def _set_rate(self, rate: float) -> None:
-        """A number for eager steps, memory for those that are replayed; of float32 both, so that they give the same."""
+        """Set the learning rate: a number for eager steps, a tensor for replays; both float32, for equal results."""
         if not self._wants_graph:
-            self._put_rate(rate)
+            self._set_rate_number(rate)
             return
         if self._rate is None:
             self._rate = torch.zeros((), dtype=torch.float32, device=self._device)
@@ -136,13 +136,13 @@ class GraphedStep:
         for group in self._groups.param_groups:
             group["lr"] = self._rate
 
-    def _put_rate(self, rate: float) -> None:
+    def _set_rate_number(self, rate: float) -> None:
         rate = torch.tensor(rate, dtype=torch.float32).item()
         for group in self._groups.param_groups:
             group["lr"] = rate
 
-    def _aside(self, run: Callable[[], T]) -> T:
-        """Run on a stream of its own, as what comes before a capture must."""
+    def _on_side_stream(self, run: Callable[[], T]) -> T:
+        """Run on a separate stream, as the steps before a capture must."""
         if not self._wants_graph:
             return run()
         if self._stream is None:
@@ -150,28 +150,28 @@ class GraphedStep:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            found = run()
+            result = run()
         current.wait_stream(self._stream)
-        return found
+        return result
 
     # --- the graph ---------------------------------------------------------------------------------------------------
 
     def _decide(self, graph: bool | None, obstacle: str | None) -> None:
-        """Settle whether steps are to be captured.
+        """Decide whether to capture steps.
 
         Args:
-            graph: as the user has it; None: where it can be.
-            obstacle: why it cannot be.
+            graph: the user's choice; None to capture if possible.
+            obstacle: why it is impossible, or None.
 
         Raises:
-            LaunchError: it was asked for, cannot be, and the fallback policy forbids another way.
+            LaunchError: the user chose it, it is impossible, and the fallback policy forbids eager steps.
         """
         self._wants_graph = graph is not False and obstacle is None
         if graph and obstacle is not None:
             self._refuse(obstacle)
 
     def _obstacle(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """Why no step can be captured, as far as device and optimiser tell."""
+        """Return why the device or the optimizer rules out a capture, or None."""
         if self._device.type != "cuda" or torch.version.hip is not None:
             return f"parameters are on {self._device}: graphs are CUDA's"
         if not isinstance(optimizer, MultiTensorOptimizer) and not optimizer.defaults.get("capturable"):
@@ -179,11 +179,11 @@ class GraphedStep:
         return None
 
     def _recorded(self, capture: Callable[[], object], undo: Callable[[], object] | None = None) -> bool:
-        """Capture, and say whether that went well; where it did not, steps run eagerly from now on, and that is said.
+        """Capture, and return whether it succeeded; if not, steps run eagerly from now on, as the ledger reports.
 
         Args:
-            capture: records, and keeps what it gives.
-            undo: called where it failed.
+            capture: records the step and stores the result.
+            undo: called after a failure.
         """
         try:
             capture()
@@ -197,7 +197,7 @@ class GraphedStep:
         return True
 
     def _refuse(self, reason: str) -> None:
-        """Say in the ledger, and once in words, that steps run eagerly; or raise, as the fallback policy has it."""
+        """Report in the ledger, and warn once, that steps run eagerly; or raise, if the fallback policy says so."""
         self._wants_graph = False
         if settings().fallback == "forbid":
             raise LaunchError(f"the {self._words} step cannot be a CUDA graph: {reason}")
@@ -212,7 +212,7 @@ class GraphedStep:
 
 
 class StepResult(NamedTuple):
-    """What a step found, float32 scalars on the device, in memory that no later step writes.
+    """The result of a step: float32 scalars on the device, in memory that no later step writes.
 
     Attributes:
         loss: the mean over the batches of the step.
@@ -224,10 +224,10 @@ class StepResult(NamedTuple):
 
 
 def require_scalar(loss: Any) -> Tensor:
-    """The loss, if it is a tensor of one element.
+    """Return the loss if it is a tensor of one element.
 
     Raises:
-        ShapeError: it is not; naming its shape.
+        ShapeError: it is not.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
@@ -243,30 +243,30 @@ class TrainStep(GraphedStep):
     """Forward, backward, clipping and update of a model.
 
     Args:
-        model: its parameters are those of the optimiser.
-        optimizer: accelerant.nn.optim's clip and update in one launch. Any other of torch's serves; for a graph it must
-            have been made with capturable=True. The learning rate of all its groups is that of the call, a number
+        model: its parameters are the optimizer's.
+        optimizer: those of accelerant.nn.optim clip and update in one launch. torch's work, too; for a graph they must
+            have been created with capturable=True. All groups get the learning rate of the call, which is a number
             before and after it.
-        loss: called with the tensors of a batch, gives a scalar.
-        max_grad_norm: clip all gradients together to this norm; None does not clip.
+        loss: called with the tensors of a batch; returns a scalar.
+        max_grad_norm: maximum norm of all gradients together; None for no clipping.
         accumulate: batches in a step; the gradient is that of the mean of their losses.
-        weigh: of a step's batches, the part that each one's loss has in that mean, (accumulate,) on their device, 0 for
-            one that does not count even if its loss is NaN; None for equal parts. Called where there are several.
-        precision: bfloat16 for autocast, with each matrix cast once a step; float8_e4m3fn for that with the products
-            of the linear layers in accelerant.nn's blocks in 8 bits (forward, and back to their input); None for the
+        weigh: called with a step's batches if there are several; returns the weights of their losses in that mean,
+            (accumulate,) on their device, 0 for one to ignore even if its loss is NaN; None for equal weights.
+        precision: bfloat16 for autocast, with each matrix cast once per step; float8_e4m3fn for bfloat16 with the
+            linear products of accelerant.nn's blocks in 8 bits (forward, and the gradient of their input); None for the
             parameters' own dtype.
-        graph: True captures the step; False never does; None does on a CUDA device in a process that trains alone.
-            Where it cannot be, steps run eagerly and the ledger has the reason.
+        graph: True to capture the step, False not to, None to capture on a CUDA device in a process that trains alone.
+            If a capture is impossible, steps run eagerly and the ledger has the reason.
 
     Attributes:
-        captured: whether the steps are replays by now.
+        captured: whether steps are replays by now.
 
     Raises:
-        ConfigError: a value that has no meaning.
+        ConfigError: an unsupported value.
 
     While a graph is replayed, hooks and Python code of the model do not run, batches must keep their shapes (one of
     another shape runs eagerly), and `.grad` holds the gradients of the last step as usual. Call `reset` after a change
-    that a captured step cannot see: to the model's code, or of modules and parameters replaced.
+    that a captured step does not see: other code of the model, or replaced modules and parameters.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class TrainStep(GraphedStep):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the captured step; the next steps run eagerly and are captured anew."""
+        """Discard the captured step; the next steps run eagerly and are captured again."""
         self._graph: Graph | None = None
         self._seen: Any = None
         self._eager = 0
@@ -319,21 +319,18 @@ class TrainStep(GraphedStep):
 
     @property
     def captured(self) -> bool:
-        """Whether steps of the last shapes are replays."""
+        """Whether steps of the last shapes are replays of a graph."""
         return self._graph is not None
 
     def __call__(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         """Do one step; nothing waits for the device.
 
         Args:
-            batches: `accumulate` of them, each the arguments of the loss; tensors elsewhere are copied to the device.
+            batches: `accumulate` batches, each the arguments of the loss; copied to the device if necessary.
             learning_rate: of this step, for all groups.
 
-        Returns:
-            loss and norm.
-
         Raises:
-            ConfigError: another number of batches, or a rate that is negative or NaN.
+            ConfigError: another number of batches, or a learning rate that is negative or NaN.
             ShapeError: the loss is no scalar.
         """
         if len(batches) != self.accumulate:
@@ -344,29 +341,29 @@ class TrainStep(GraphedStep):
             self._set_rate(learning_rate)
             return self._step(batches)
         finally:
-            self._put_rate(learning_rate)  # a number: what the optimiser says of itself outlives this object
+            self._set_rate_number(learning_rate)  # a number: the optimizer's groups outlive this object
 
     def _step(self, batches: Sequence[Batch]) -> StepResult:
-        """By a replay where there is one for these shapes, else eagerly; after enough eager ones, captured."""
+        """Replay the step if it is captured for these shapes, else run it; capture it after enough eager steps."""
         if not self._wants_graph:
             return self._result(self._run(self._moved_all(batches)))
         seen = self._signature(batches)
         if self._graph is not None and seen[1:] != self._seen[1:]:
-            self.reset()  # what the captured step stands on was replaced
+            self.reset()  # memory that the captured step uses was replaced
         if self._graph is not None:
             return self._replay(batches) if seen == self._seen else self._eager_step(batches)
         self._eager = self._eager + 1 if self._seen is not None and seen[0] == self._seen[0] else 1
         self._seen = seen
         if self._eager <= EAGER_STEPS:
             result = self._eager_step(batches)
-            self._seen = self._signature(batches)  # the first step makes the optimiser's state
+            self._seen = self._signature(batches)  # the first step creates the optimizer's state
             return result
         return self._replay(batches) if self._capture(batches) else self._result(self._run(self._moved_all(batches)))
 
     # --- the step itself ---------------------------------------------------------------------------------------------
 
     def _run(self, batches: Sequence[Sequence[Tensor]]) -> Tensor:
-        """All of it, as it is captured too: the loss and the norm, (2,) float32."""
+        """Run the whole step, eagerly or under capture; return the loss and the norm, (2,) float32."""
         self.optimizer.zero_grad(set_to_none=True)
         total: Tensor | None = None
         weights = None if self._weigh is None else self._weigh(batches)
@@ -386,18 +383,18 @@ class TrainStep(GraphedStep):
         else:
             norm = clip_grad_norm_(self._params, float("inf") if self._max_norm is None else self._max_norm)
             self.optimizer.step()
-        assert total is not None and norm is not None  # noqa: PT018  for the type checker: both are there by now
+        assert total is not None and norm is not None  # noqa: PT018  for the type checker: both are set
         return torch.stack([total.float().reshape(()), norm.float().to(total.device)])
 
     def _fused_norm(self, max_norm: float | None) -> float | None:
-        """Hand the clipping to an optimiser of ours, which finds the norm on the way; infinity finds it alone."""
+        """Let an accelerant optimizer clip, since its step computes the norm; infinity only computes it."""
         if not self._own:
             return max_norm
-        theirs = self.optimizer.defaults["max_grad_norm"]
-        if theirs is None:
+        current = self.optimizer.defaults["max_grad_norm"]
+        if current is None:
             self.optimizer.defaults["max_grad_norm"] = float("inf") if max_norm is None else float(max_norm)
-        elif max_norm is not None and theirs != max_norm:
-            raise ConfigError(f"max_grad_norm is {max_norm} here and {theirs} in the optimizer: give it once")
+        elif max_norm is not None and current != max_norm:
+            raise ConfigError(f"max_grad_norm is {max_norm} here and {current} in the optimizer: give it once")
         return max_norm
 
     def _moved_all(self, batches: Sequence[Batch]) -> list[list[Tensor]]:
@@ -410,7 +407,7 @@ class TrainStep(GraphedStep):
     # --- the graph ---------------------------------------------------------------------------------------------------
 
     def _obstacle_of(self, *, automatic: bool) -> str | None:
-        """Why no step can be captured, as far as is known before the first."""
+        """Return why no step can be captured, as far as is known before the first, or None."""
         if (known := self._obstacle(self.optimizer)) is not None:
             return known
         if any(param.device != self._device for param in self._params):
@@ -421,7 +418,7 @@ class TrainStep(GraphedStep):
         return None
 
     def _signature(self, batches: Sequence[Batch]) -> tuple[Any, ...]:
-        """What a captured step stands on: shapes; and what may be replaced under it."""
+        """Return what a captured step depends on: the shapes, and objects that may be replaced."""
         return (
             tuple([tuple([(each.shape, each.dtype) for each in batch]) for batch in batches]),
             Same(self.optimizer.state.values()),
@@ -431,12 +428,12 @@ class TrainStep(GraphedStep):
         )
 
     def _eager_step(self, batches: Sequence[Batch]) -> StepResult:
-        """One on a stream of its own, as those before a capture must be."""
+        """Run a step on a separate stream, as those before a capture must."""
         moved = self._moved_all(batches)
-        return self._result(self._aside(lambda: self._run(moved)).clone())  # in memory of the current stream
+        return self._result(self._on_side_stream(lambda: self._run(moved)).clone())  # in memory of the current stream
 
     def _capture(self, batches: Sequence[Batch]) -> bool:
-        """Record the step, which does not run; whether that went well."""
+        """Record the step without running it; return whether that succeeded."""
         self._inputs = [[each.to(self._device, copy=True) for each in batch] for batch in batches]
         if isinstance(self.optimizer, MultiTensorOptimizer):
             self.optimizer.refresh()
@@ -446,7 +443,7 @@ class TrainStep(GraphedStep):
         def capture() -> None:
             self._output = graph.capture(self._run, self._inputs, warm_up=0)
 
-        # A capture that failed leaves gradients of memory that nothing was written to.
+        # A failed capture leaves gradients in uninitialised memory.
         if not self._recorded(capture, undo=lambda: self.optimizer.zero_grad(set_to_none=True)):
             return False
         self._grads = [param.grad for param in self._params]
@@ -462,7 +459,7 @@ class TrainStep(GraphedStep):
             self.optimizer.refresh()
         self._graph.replay()
         for param, grad in zip(self._params, self._grads, strict=True):
-            if param.grad is not grad:  # an eager step came between
+            if param.grad is not grad:  # an eager step replaced it
                 param.grad = grad
         torch.autograd.graph.increment_version(self._params)
         return self._result(self._output.clone())
@@ -472,18 +469,19 @@ class TrainStep(GraphedStep):
 
 
 _DRAW_NOTHING = (TransformerBlock, MultiHeadAttention, MLP, LayerNorm, Linear)
-"""Modules that use no random generator: where there are others, its state is kept, which no graph can capture."""
+"""Modules that draw no random numbers. For others the generator's state is saved, which no graph can capture."""
 
 
 @contextmanager
 def recomputed(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
-    """For a block of code, modules whose names match a pattern keep no activations while they train.
+    """Make modules whose names match a pattern recompute their activations in the backward pass (checkpointing).
 
-    A module inside one that matches is left alone. Random draws inside (dropout) are repeated as they were.
+    A module inside a matching one is not changed itself. Random numbers (dropout) are drawn identically again. Of a
+    chain of blocks only their inputs stay in memory, for one more forward pass: Chen et al. 2016, arXiv:1604.06174.
 
     Args:
-        model: whose modules; each is as before afterwards.
-        patterns: of names, as in named_modules: "blocks.?", "encoder.layers.*".
+        model: unchanged after the block.
+        patterns: of names as in named_modules: "blocks.?", "encoder.layers.*".
 
     Raises:
         ConfigError: a pattern matches no module.
@@ -499,15 +497,15 @@ def recomputed(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
             chosen.append((name, module))
     try:
         for _, module in chosen:
-            module.forward = _again(module.forward, module)
+            module.forward = _checkpointed(module.forward, module)
         yield
     finally:
         for _, module in chosen:
             module.__dict__.pop("forward", None)
 
 
-def _again(forward: Any, module: nn.Module) -> Any:
-    draws = not all(type(each) in _DRAW_NOTHING for each in module.modules())
+def _checkpointed(forward: Any, module: nn.Module) -> Any:
+    draws = not all(type(child) in _DRAW_NOTHING for child in module.modules())
 
     def run(*args: Any, **options: Any) -> Any:
         if not module.training:

@@ -40,21 +40,21 @@ _FIXED = struct.Struct("<8sII32s")
 _CHUNK = 1 << 22  # bytes at once when all is read
 
 BYTES = "bytes"
-"""What stands for the hash of a tokenizer where tokens are bytes."""
+"""Replaces the tokenizer's hash if tokens are bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFileInfo:
-    """What a token file says of itself.
+    """The description in a token file's header.
 
     Attributes:
         dtype: of the tokens.
-        count: of tokens.
+        count: number of tokens.
         vocab_size: every token is below it.
         tokenizer: SHA-256 of the tokenizer's JSON text, or "bytes".
-        documents: how many texts went in.
-        text_bytes: their size.
-        source: where they came from, for people.
+        documents: number of texts.
+        text_bytes: size of the texts.
+        source: origin of the texts, for people.
         sha256: of the tokens' bytes.
     """
 
@@ -69,12 +69,12 @@ class TokenFileInfo:
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """The smaller dtype that holds every token of a vocabulary."""
+    """Return the smaller dtype that holds every token of a vocabulary."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether a file begins as a token file does."""
+    """Return whether a file begins like a token file."""
     try:
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -108,13 +108,13 @@ class TokenFile:
         return f"TokenFile({str(self.path)!r}: {info.count:,} tokens of {info.vocab_size:,}, {info.dtype})"
 
     def verify(self, watch: Callable[[float], None] = lambda _share: None) -> None:
-        """Read all of it and compare with its checksum; takes as long as the disk needs.
+        """Read all tokens and compare them with their checksum.
 
         Raises:
             FormatError: the tokens are not those that were written.
         """
         digest, done, size = hashlib.sha256(), 0, self.tokens.nbytes
-        with self.path.open("rb") as file:  # not through the map: its pages would count as this process's memory
+        with self.path.open("rb") as file:  # not through the map, whose pages count as this process's memory
             file.seek(_HEADER)
             while data := file.read(_CHUNK):
                 digest.update(data)
@@ -157,16 +157,16 @@ def _read_info(path: Path) -> TokenFileInfo:
 
 
 class TokenWriter:
-    """Writes a token file piece by piece, under a temporary name until `finish`; a context manager.
+    """Writes a token file in parts, under a temporary name until `finish`; a context manager.
 
-    Leaving without `finish` removes what was written: a reader never sees a part of a file. A process that is killed
+    Leaving without `finish` removes the file: a reader never sees an incomplete one. A process that is killed
     (SIGTERM, SIGKILL) leaves its temporary file, ".NAME.PROCESS.RANDOM.tmp".
 
     Args:
-        path: where to; an older file of that name stays until `finish`.
+        path: an existing file of that name stays until `finish`.
         vocab_size: every token must be below it.
         tokenizer: SHA-256 of the tokenizer, or "bytes".
-        source: for people.
+        source: origin of the texts, for people.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -197,7 +197,7 @@ class TokenWriter:
         self._atomic.discard()
 
     def append(self, tokens: Tokens) -> None:
-        """Write some tokens.
+        """Append tokens.
 
         Raises:
             ConfigError: one is not below vocab_size.
@@ -212,11 +212,11 @@ class TokenWriter:
         self.count += len(data)
 
     def finish(self, *, documents: int, text_bytes: int, before: Callable[[], None] = lambda: None) -> TokenFileInfo:
-        """Write the header, and give the file its name.
+        """Write the header and rename the file.
 
         Args:
             documents, text_bytes: for the description.
-            before: is called when everything is written, before the file has its name.
+            before: called when everything is written, before the file is renamed.
 
         Raises:
             ConfigError: no token was written.
@@ -245,7 +245,7 @@ class TokenWriter:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Name the file in errors of a write, which have none."""
+        """Add the file's name to errors of a write."""
         try:
             yield
         except OSError as error:

@@ -143,11 +143,11 @@ class PrivateStep(GraphedStep):
             self._optimizer.summed(batch.rows)  # an eager pass does it by its hook
             return loss
         if self._part is not None:
-            return self._aside(lambda: self._run(tensors, mask)).clone()
+            return self._on_side_stream(lambda: self._run(tensors, mask)).clone()
         self._eager = self._eager + 1 if shape == self._shape else 1
         self._shape = shape
         if self._eager <= EAGER_STEPS or not self._capture(tensors, mask):
-            return self._aside(lambda: self._run(tensors, mask)).clone()
+            return self._on_side_stream(lambda: self._run(tensors, mask)).clone()
         loss = self._replay(tensors, mask)
         self._optimizer.summed(batch.rows)
         return loss
@@ -224,7 +224,7 @@ class PrivateStep(GraphedStep):
             ):
                 self._capture_update(plan)
             if self._end is None:
-                self._aside(lambda: self._update(plan))
+                self._on_side_stream(lambda: self._update(plan))
                 self._eager_updates += 1
                 return
             inner = self._optimizer.inner
@@ -233,7 +233,7 @@ class PrivateStep(GraphedStep):
             self._end.replay()
             torch.autograd.graph.increment_version(self._params)
         finally:
-            self._put_rate(learning_rate)
+            self._set_rate_number(learning_rate)
 
     def _update(self, plan: NoisePlan) -> None:
         self._optimizer.update(plan)
