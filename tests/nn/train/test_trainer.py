@@ -174,7 +174,7 @@ def test_every_row_is_used_once_an_epoch_and_steps_keep_their_size():
             ShapeError,
             r"mse needs outputs like the targets, got \(16, 3\) and \(16,\)",
         ),
-        (torch.ones(4, 2), torch.zeros(4).bool(), ConfigError, "no loss goes with torch.bool targets"),
+        (torch.ones(4, 2), torch.zeros(4).bool(), ConfigError, "no default loss for torch.bool targets"),
         (object(), None, ConfigError, "data must be tensors, arrays, .*; got object"),
         ([["a"], ["b"]], None, ConfigError, "data must be tensors"),
         (TensorDataset(torch.ones(4, 2)), torch.ones(4), ConfigError, "a TensorDataset has its own targets"),

@@ -30,13 +30,8 @@ if TYPE_CHECKING:
     from accelerant.nn.train.trainer import Trainer
 
 __all__ = [
-    "Callback",
-    "Curve",
-    "Extension",
-    "PrintProgress",
-    "Step",
-    "TensorBoard",
-]
+    "Callback", "Curve", "Extension", "PrintProgress", "Step", "TensorBoard",
+]  # fmt: skip
 
 
 class Callback:

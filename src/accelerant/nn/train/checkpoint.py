@@ -26,16 +26,9 @@ from accelerant.nn.train.optim import load_optimizer, optimizer_state, require_o
 from accelerant.runtime.files import decode_json, write_atomic
 
 __all__ = [
-    "BestModel",
-    "Checkpoints",
-    "gathered",
-    "load_checkpoint",
-    "require_same_config",
-    "require_same_shapes",
-    "restored",
-    "save_checkpoint",
-    "write_tensors",
-]
+    "BestModel", "Checkpoints", "gathered", "load_checkpoint", "require_same_config", "require_same_shapes",
+    "restored", "save_checkpoint", "write_tensors",
+]  # fmt: skip
 
 _FORMAT = "accelerant-checkpoint-1"
 

@@ -18,12 +18,8 @@ from torch import Tensor
 from accelerant.runtime.host import usable_cores
 
 __all__ = [
-    "StopRequest",
-    "forked_random",
-    "numerics",
-    "random_state",
-    "restore_random",
-]
+    "StopRequest", "forked_random", "numerics", "random_state", "restore_random",
+]  # fmt: skip
 
 
 @contextmanager

@@ -24,15 +24,9 @@ from accelerant.runtime.files import decode_json, write_atomic
 from accelerant.runtime.memory.limits import size_text
 
 __all__ = [
-    "History",
-    "MetricsFile",
-    "Status",
-    "StepRecord",
-    "StepTimer",
-    "peak_memory_bytes",
-    "read_metrics",
+    "History", "MetricsFile", "Status", "StepRecord", "StepTimer", "peak_memory_bytes", "read_metrics",
     "reserved_memory_bytes",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

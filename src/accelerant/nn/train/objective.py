@@ -22,17 +22,9 @@ from accelerant.nn.train.data import Batch
 from accelerant.nn.train.step import require_scalar
 
 __all__ = [
-    "Evaluation",
-    "Loss",
-    "Metric",
-    "Objective",
-    "accuracy",
-    "autocast",
-    "evaluate",
-    "modes_of",
-    "precision_of",
+    "Evaluation", "Loss", "Metric", "Objective", "accuracy", "autocast", "evaluate", "modes_of", "precision_of",
     "restore_modes",
-]
+]  # fmt: skip
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 """A function of outputs and targets that returns the mean over the rows."""

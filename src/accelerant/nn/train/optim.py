@@ -16,13 +16,9 @@ from accelerant.nn.optim import SGD, AdamW
 from accelerant.nn.train.config import TrainConfig
 
 __all__ = [
-    "MakeOptimizer",
-    "learning_rate",
-    "load_optimizer",
-    "make_optimizer",
-    "optimizer_state",
+    "MakeOptimizer", "learning_rate", "load_optimizer", "make_optimizer", "optimizer_state",
     "require_optimizer_tensors",
-]
+]  # fmt: skip
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -41,14 +41,8 @@ from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import Graph
 
 __all__ = [
-    "EAGER_STEPS",
-    "GraphedStep",
-    "Same",
-    "StepResult",
-    "TrainStep",
-    "recomputed",
-    "require_scalar",
-]
+    "EAGER_STEPS", "GraphedStep", "Same", "StepResult", "TrainStep", "recomputed", "require_scalar",
+]  # fmt: skip
 
 # --- steps as CUDA graphs --------------------------------------------------------------------------------------------
 
