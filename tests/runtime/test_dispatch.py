@@ -16,8 +16,8 @@ from accelerant.errors import AccelerantError, CompileError, FallbackWarning, La
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain, explain_quietly, force
 from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.dispatch.plan import observers
-from accelerant.runtime.launches import launches, noted, watched
 from accelerant.runtime.ledger import Ledger
+from accelerant.runtime.provider import launches, noted, watched
 
 CPU = torch.device("cpu")
 CASE = Case(CPU, torch.float32, (4, 8))

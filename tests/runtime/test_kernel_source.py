@@ -3,9 +3,8 @@
 import pytest
 
 from accelerant.errors import CompileError
-from accelerant.runtime.compilation import sources
-from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
-from accelerant.runtime.compilation.sources import sources_hash
+from accelerant.runtime.compilation import kernel as kernel_module
+from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects, sources_hash
 
 
 def test_a_dialect_is_written_when_it_is_asked_for_and_once():
@@ -32,7 +31,7 @@ def test_a_dialect_is_written_when_it_is_asked_for_and_once():
 
 
 def test_the_hash_is_of_names_and_contents(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(kernel_module, "_PACKAGE", tmp_path)
 
     def now():
         sources_hash.cache_clear()

@@ -11,7 +11,7 @@ import pytest
 from accelerant.algebra.curve.tape import TapeKernel
 from accelerant.algebra.field.llvm_kernels import FORMS, FieldKernels
 from accelerant.algebra.field.parameters import FIELDS, Field
-from accelerant.runtime.compilation import sources
+from accelerant.runtime.compilation import kernel as kernel_module
 from accelerant.runtime.compilation.llvm import (
     FunctionBuilder,
     Value,
@@ -169,18 +169,18 @@ def test_a_kernels_key_has_the_fields_parameters(monkeypatch):
 
 @pytest.mark.parametrize("edited", ["runtime/compilation/llvm.py", "algebra/field/llvm_packed.py"])
 def test_a_kernels_key_changes_with_the_code_that_writes_it(edited, tmp_path, monkeypatch):
-    package = sources._PACKAGE
+    package = kernel_module._PACKAGE
     for folder in ("algebra", "zk/multi_scalar", "runtime/compilation"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     kernel = FieldKernels("bn254_fr", "field_mul", "scalar")
     own = kernel.key
-    monkeypatch.setattr(sources, "_PACKAGE", tmp_path)
-    sources.sources_hash.cache_clear()
+    monkeypatch.setattr(kernel_module, "_PACKAGE", tmp_path)
+    kernel_module.sources_hash.cache_clear()
     try:
         assert kernel.key == own
         with (tmp_path / edited).open("a") as file:
             file.write("# edited\n")
-        sources.sources_hash.cache_clear()
+        kernel_module.sources_hash.cache_clear()
         assert kernel.key != own
     finally:
-        sources.sources_hash.cache_clear()
+        kernel_module.sources_hash.cache_clear()

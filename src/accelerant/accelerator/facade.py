@@ -37,7 +37,7 @@ from accelerant.ops.gelu.portable import gelu_on
 from accelerant.runtime import registry
 from accelerant.runtime.arrays import ArrayOrigin, to_torch
 from accelerant.runtime.dispatch.operation import RECOVERABLE
-from accelerant.runtime.ledger import FallbackRecord, ledger
+from accelerant.runtime.ledger import FallbackRecord, ledger, quantile
 from accelerant.runtime.provider import ComputeDevice, Event, MemoryInfo
 from accelerant.runtime.streams.stream import Future, Stream, submit
 from accelerant.zk.multi_scalar.op import FixedBase
@@ -108,7 +108,7 @@ class _OperationRow:
         self.collect()
         ordered = sorted(self.samples_ms)
         counts = {name: getattr(self, name) for name in ("calls", "errors", "fallbacks", "bytes", "flops")}
-        return counts | {f"p{q}_ms": _quantile(ordered, q / 100) for q in (50, 95, 99)}
+        return counts | {f"p{q}_ms": quantile(ordered, q / 100) for q in (50, 95, 99)}
 
 
 class OperationMetrics:
@@ -148,11 +148,6 @@ class OperationMetrics:
         """Return the figures of the operations that were called."""
         with self._lock:
             return {name: row.to_dict() for name, row in self._rows.items() if row.calls}
-
-
-def _quantile(samples: list[float], q: float) -> float | None:
-    """Return a quantile with linear interpolation; None without samples."""
-    return float(np.quantile(samples, q)) if samples else None
 
 
 class _Deadline:
@@ -198,7 +193,7 @@ class Accelerator(Operations):
         self._closed = False
         self.device = self._choose(backend, device)
         self._provider = registry.create(self.device.backend)
-        self._where = torch.device(self.device.torch_device or "cpu")
+        self._torch_device = torch.device(self.device.torch_device or "cpu")
 
     def _choose(self, backend: str, index: int) -> ComputeDevice:
         try:
@@ -240,7 +235,7 @@ class Accelerator(Operations):
     def __repr__(self) -> str:
         return f"Accelerator({self.device.label}, {self.device.name}{', closed' * self._closed})"
 
-    # --- what happened -------------------------------------------------------------------------------------------
+    # --- metrics, memory -------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, dict[str, Any]]:
         """Return calls, errors, fallbacks, bytes, flops, p50_ms, p95_ms and p99_ms of each operation that was called.
@@ -275,15 +270,15 @@ class Accelerator(Operations):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
         results: dict[str, dict[str, float]] = {}
         for name, method in METHODS.items():
-            args = method.example(self._where, size)
+            args = method.example(self._torch_device, size)
             try:
                 out, samples = self._benchmark_one(name, args, iterations)
             except UnsupportedCase:
                 continue
             moved = sum(arg.nbytes for arg in args) + out.nbytes
-            middle = _quantile(samples, 0.5) or math.nan
-            results[name] = {f"p{q}_ms": _quantile(samples, q / 100) or math.nan for q in (50, 95, 99)}
-            results[name] |= {"gb_per_s": moved / middle / 1e6, "gflop_per_s": method.flops(args, out) / middle / 1e6}
+            median = quantile(samples, 0.5) or math.nan
+            results[name] = {f"p{q}_ms": quantile(samples, q / 100) or math.nan for q in (50, 95, 99)}
+            results[name] |= {"gb_per_s": moved / median / 1e6, "gflop_per_s": method.flops(args, out) / median / 1e6}
         return results
 
     def _benchmark_one(self, name: str, args: Tensors, iterations: int) -> tuple[torch.Tensor, list[float]]:
@@ -295,7 +290,7 @@ class Accelerator(Operations):
             self._provider.synchronize(self.device.index)
             if i >= 2:
                 samples.append((time.perf_counter() - began) * 1e3)
-        return out, samples
+        return out, sorted(samples)
 
     # --- many calls ----------------------------------------------------------------------------------------------
 
@@ -327,7 +322,8 @@ class Accelerator(Operations):
         self._metrics.called(name, calls)
         try:
             with override(fallback=self._policy):
-                return self._run_or_fall_back(name, tensors, options, self._deadline(name), calls)
+                deadline = _Deadline(name, self.config.timeout_s)
+                return self._run_or_fall_back(name, tensors, options, deadline, calls)
         except Exception:
             self._metrics.failed(name, calls)
             raise
@@ -343,7 +339,7 @@ class Accelerator(Operations):
             args, kwargs: arguments of fn.
         """
         self._check_open()
-        stream = Stream.current(self._where)
+        stream = Stream.current(self._torch_device)
         return submit(functools.partial(fn, **kwargs), *args, stream=stream)
 
     # --- one call ------------------------------------------------------------------------------------------------
@@ -352,7 +348,7 @@ class Accelerator(Operations):
         """Move the arrays to the device, run, and return the result in kind."""
         self._check_open()
         self._metrics.called(name)
-        deadline = self._deadline(name)
+        deadline = _Deadline(name, self.config.timeout_s)
         try:
             with override(fallback=self._policy):
                 arrays = self._prepared(name, arrays, options)
@@ -376,10 +372,12 @@ class Accelerator(Operations):
         self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline, calls: int = 1
     ) -> torch.Tensor:
         """Run on the device of the tensors, or on the CPU after a failure that wrote nothing."""
-        if tensors[0].device == self._where:
+        if tensors[0].device == self._torch_device:
             try:
                 result = self._timed(name, tensors, options, deadline)
-                self._check_end(deadline)
+                if deadline.timeout_s is not None:
+                    self._provider.synchronize(self.device.index)
+                    deadline.check("at its end")
                 return result
             except RECOVERABLE as error:
                 self._fall_back_or_raise(name, error, calls)
@@ -393,14 +391,6 @@ class Accelerator(Operations):
         self._announce(name, self.device.label, "cpu", f"{type(error).__name__}: {error}")
         self._metrics.fell_back(name, calls)
 
-    def _deadline(self, name: str) -> _Deadline:
-        return _Deadline(name, self.config.timeout_s)
-
-    def _check_end(self, deadline: _Deadline) -> None:
-        if deadline.timeout_s is not None:
-            self._provider.synchronize(self.device.index)
-            deadline.check("at its end")
-
     def _prepared(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         """Return the arrays to move to the device in place of the arguments."""
         prepare = METHODS[name].prepare
@@ -412,7 +402,7 @@ class Accelerator(Operations):
         """Return the arrays as tensors on a device, and the origin of the first."""
         dtype = np.dtype(METHODS[name].dtype)
         plain = (int, float, list, tuple)
-        moved = [to_torch(x, to or self._where, dtype if isinstance(x, plain) else None) for x in arrays]
+        moved = [to_torch(x, to or self._torch_device, dtype if isinstance(x, plain) else None) for x in arrays]
         return tuple(tensor for tensor, _ in moved), moved[0][1]
 
     def _timed(self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline) -> torch.Tensor:
@@ -461,10 +451,10 @@ class Accelerator(Operations):
             raise OutOfMemory(f"{name}: inputs and result take {needed:,} bytes; the limit is {limit:,}")
         return needed
 
-    def _announce(self, op: str, wanted: str, ran: str, reason: str) -> None:
-        first = ledger().fallback(FallbackRecord(op, "", wanted, ran, reason))
+    def _announce(self, op: str, unused: str, ran: str, reason: str) -> None:
+        first = ledger().fallback(FallbackRecord(op, "", unused, ran, reason))
         if first or self._policy == "warn":
-            warnings.warn(f"{op}: {wanted} is not used, {ran} is. {reason}", FallbackWarning, stacklevel=4)
+            warnings.warn(f"{op}: {unused} is not used, {ran} is. {reason}", FallbackWarning, stacklevel=4)
 
 
 def _cut_along_rows(name: str, tensors: Tensors, options: dict[str, Any]) -> tuple[bool, ...] | None:
@@ -487,14 +477,12 @@ def _field_on(name: str) -> Callable[..., Any]:
     return run
 
 
-def _msm_on(device: ComputeDevice, scalars: Any, points: Any, *, curve: str, check: bool) -> Any:
-    return FixedBase(curve, points, device, check=check, multiples=False).msm(scalars)
-
-
 _WITHOUT_TENSORS: dict[str, Callable[..., Any]] = {
     **{f"field_{name}": _field_on(name) for name in ("add", "sub", "mul", "inv")},
     "ntt": lambda device, x, **options: ntt(x, device=device, **options),
-    "msm": _msm_on,
+    "msm": lambda device, scalars, points, *, curve, check: FixedBase(
+        curve, points, device, check=check, multiples=False
+    ).msm(scalars),
     "gelu": gelu_on,
 }
 """Operations of backends without tensors, on NumPy arrays."""

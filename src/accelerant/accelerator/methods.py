@@ -89,10 +89,10 @@ def _field_method(name: str, arguments: int) -> Method:
     """Return the Method of a field operation. Batches pass its tensors flattened to one axis of words."""
 
     def run(*tensors: torch.Tensor, field: str = _DEFAULT_FIELD) -> torch.Tensor:
-        found = prime_field(field)
-        flat = found.limbs > 1 and all(x.ndim == 1 for x in tensors)
-        words = [x.reshape(-1, found.limbs) for x in tensors] if flat else tensors
-        result: torch.Tensor = getattr(found, name)(*words)
+        prime = prime_field(field)
+        flat = prime.limbs > 1 and all(x.ndim == 1 for x in tensors)
+        words = [x.reshape(-1, prime.limbs) for x in tensors] if flat else tensors
+        result: torch.Tensor = getattr(prime, name)(*words)
         return result.reshape(-1) if flat else result
 
     return Method(
@@ -258,7 +258,7 @@ def result_bytes(name: str, arrays: tuple[Any, ...]) -> int:
     Raises:
         ShapeError: matmul of scalars.
     """
-    sizes = [_nbytes(array) for array in arrays]
+    sizes = [int(array.nbytes if hasattr(array, "nbytes") else np.asarray(array).nbytes) for array in arrays]
     if name != "matmul":
         return sum(sizes) + max(sizes)  # the largest: field elements broadcast
     a, b = (x if hasattr(x, "shape") else np.asarray(x) for x in arrays)
@@ -266,7 +266,3 @@ def result_bytes(name: str, arrays: tuple[Any, ...]) -> int:
         raise ShapeError(f"matmul wants at least one dimension, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
     rows, columns = math.prod(a.shape[:-1]), b.shape[-1] if b.ndim > 1 else 1
     return sum(sizes) + int(rows * columns * sizes[0] // max(1, math.prod(a.shape)))
-
-
-def _nbytes(x: Any) -> int:
-    return int(x.nbytes) if hasattr(x, "nbytes") else int(np.asarray(x).nbytes)

@@ -91,8 +91,8 @@ class _SuiteGroup(TyperGroup):
 
 def _load(name: str) -> type[Suite]:
     module, _, kind = _SUITES[name].partition(":")
-    found: type[Suite] = getattr(importlib.import_module(module), kind)
-    return found
+    suite: type[Suite] = getattr(importlib.import_module(module), kind)
+    return suite
 
 
 def _moved(name: str) -> Callable[[], None]:
@@ -168,12 +168,12 @@ def _parameter(name: str, hint: Any, default: Any, declared: dict[str, Any]) -> 
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
 
 
-def _value(given: Any, comma: bool) -> Any:
+def _value(value: Any, comma: bool) -> Any:
     """Convert an option's value to the field's: lists and comma-separated texts to tuples without repetitions."""
-    if comma and given is not None:
-        given = [part.strip() for part in given.split(",") if part.strip() not in ("", "none")]
-        return tuple(dict.fromkeys(given))
-    return tuple(dict.fromkeys(given)) or None if isinstance(given, list) else given
+    if comma and value is not None:
+        parts = [part.strip() for part in value.split(",") if part.strip() not in ("", "none")]
+        return tuple(dict.fromkeys(parts))
+    return tuple(dict.fromkeys(value)) or None if isinstance(value, list) else value
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
@@ -226,27 +226,27 @@ class _RunOptions:
         baseline = self._baseline(device.name)
         if journal is not None:
             run = _with_journal(run, journal, self.resume, {k: v for one in suites for k, v in one.resumable().items()})
-        found = collect(suites, run, begin=lambda text: None if name or show.live else print(text, file=sys.stderr))
+        outcome = collect(suites, run, begin=lambda text: None if name or show.live else print(text, file=sys.stderr))
         show("")
-        if name and isinstance(error := found.failures.get(name), ConfigError):
+        if name and isinstance(error := outcome.failures.get(name), ConfigError):
             raise error
         comparison = None
-        if baseline is not None and not found.interrupted:
+        if baseline is not None and not outcome.interrupted:
             comparison = compare(baseline, run.record, asked=lambda row: any(one.covers(row) for one in suites))
         print(run.record.to_json() if self.json_output else run.record.table(), flush=True)
         if comparison is not None:
             word = "slower than" if comparison.regressions else "beside"
             print(f"{word} {self.compare}:\n{comparison.table()}", file=sys.stderr)
-        for suite, error in found.failures.items():
+        for suite, error in outcome.failures.items():
             first = (str(error).splitlines() or [""])[0]
             text = first if isinstance(error, AccelerantError) else f"{type(error).__name__}: {first}"
             print(f"accelerant: the {suite} suite failed: {text}", file=sys.stderr)
-        if found.interrupted:
+        if outcome.interrupted:
             print("accelerant: interrupted; what was measured is kept, nothing was compared", file=sys.stderr)
         _save(run.record, comparison, out, csv, report)
-        if found.interrupted:
+        if outcome.interrupted:
             raise typer.Exit(130)
-        if found.failures or (comparison is not None and comparison.regressions):
+        if outcome.failures or (comparison is not None and comparison.regressions):
             raise typer.Exit(1)
 
     def _files(self) -> tuple[Path | None, Path | None, Path | None, Path | None]:
@@ -371,17 +371,19 @@ def compare_records(
 
 # --- progress and paths ----------------------------------------------------------------------------------------------
 
-_LINE_EVERY_S = 15.0
-
 
 class ProgressLine:
-    """Shows what is measured: on a terminal's stderr in one line that is overwritten, else a line now and then.
+    """Progress on stderr: one line that is overwritten on a terminal, else a line now and then.
 
-    The first line comes late enough that a short run has none. An empty text clears the line.
+    An empty text clears the line.
+
+    Args:
+        every_s: least seconds between two lines, and before the first, where stderr is no terminal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float = 15.0) -> None:
         self.live = sys.stderr.isatty()
+        self._every_s = every_s
         self._last = time.monotonic()
 
     def __call__(self, text: str) -> None:
@@ -389,7 +391,7 @@ class ProgressLine:
         if self.live:
             width = max(20, shutil.get_terminal_size().columns - 1)  # a longer line could not be overwritten
             print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
-        elif text and time.monotonic() - self._last > _LINE_EVERY_S:
+        elif text and time.monotonic() - self._last >= self._every_s:
             self._last = time.monotonic()
             print(text, file=sys.stderr, flush=True)
 
@@ -398,7 +400,7 @@ def check_writable(name: str, path: Path) -> None:
     """Raise ConfigError for a path that could not be written after the run.
 
     Args:
-        name: the option that the path is of.
+        name: the option that gives the path.
     """
     if path.is_dir():
         raise ConfigError(f"{name}: {path} is a folder; name a file")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from accelerant.cli.bench import ProgressLine
 from accelerant.errors import AccelerantError, ConfigError
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ def list_entries(names: _Names = None, json_output: _Json = False) -> None:
     from accelerant.config import settings
     from accelerant.runtime.compilation.cache import KernelCache
 
-    found = _selected(KernelCache().entries(), names)
+    entries = _selected(KernelCache().entries(), names)
     if json_output:
-        print(json.dumps([entry.to_dict() for entry in found], indent=1))
+        print(json.dumps([entry.to_dict() for entry in entries], indent=1))
         return
     from rich.console import Console
     from rich.table import Table
@@ -56,16 +57,16 @@ def list_entries(names: _Names = None, json_output: _Json = False) -> None:
     for title in ("kernel", "target", "compiler", "size", "age", "registers", "key"):
         right = title in ("size", "age", "registers")
         table.add_column(title, justify="right" if right else "left", no_wrap=True, max_width=40)
-    for entry in found:
+    for entry in entries:
         name = f"[red]damaged:[/] {entry.damage}" if entry.damage else entry.name
         registers = "-" if entry.registers is None else str(entry.registers)
         cells = (name, entry.target, entry.compiler, _size(entry.size_bytes), _age(entry.age_s), registers)
         table.add_row(*cells, entry.key[:12])
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    if found:
+    if entries:
         console.print(table)
-    total = sum(entry.size_bytes for entry in found)
-    count = f"{len(found)} {'entry' if len(found) == 1 else 'entries'}"
+    total = sum(entry.size_bytes for entry in entries)
+    count = f"{len(entries)} {'entry' if len(entries) == 1 else 'entries'}"
     print(f"{count}, {_size(total)}, in {settings().cache_dir / 'kernels'}")
 
 
@@ -77,17 +78,19 @@ def clear(
     """Remove compiled kernels; they are compiled again at their next use."""
     from accelerant.runtime.compilation.cache import KernelCache
 
-    found = _selected(KernelCache().entries(), names)
-    if found and not yes:
+    entries = _selected(KernelCache().entries(), names)
+    if entries and not yes:
         if json_output or not sys.stdin.isatty():
-            raise ConfigError(f"clearing {len(found)} of the cache's entries needs --yes without a terminal to ask on")
-        typer.confirm(f"Remove {len(found)} of the cache's entries?", abort=True)
-    freed = KernelCache().clear(found)
+            raise ConfigError(
+                f"clearing {len(entries)} of the cache's entries needs --yes without a terminal to ask on"
+            )
+        typer.confirm(f"Remove {len(entries)} of the cache's entries?", abort=True)
+    freed = KernelCache().clear(entries)
     leftovers = 0 if names else KernelCache().remove_leftovers()
     if json_output:
-        print(json.dumps({"removed": len(found), "freed_bytes": freed, "leftovers": leftovers}))
+        print(json.dumps({"removed": len(entries), "freed_bytes": freed, "leftovers": leftovers}))
     else:
-        print(f"removed {len(found)} {'entry' if len(found) == 1 else 'entries'}, {_size(freed)}")
+        print(f"removed {len(entries)} {'entry' if len(entries) == 1 else 'entries'}, {_size(freed)}")
 
 
 def warm(
@@ -115,7 +118,7 @@ def warm(
         (kernel, label, provider) for label, provider in providers for kernel in kernels if _serves(provider, kernel)
     ]
     results: list[dict[str, Any]] = []
-    progress = _progress(json_output)
+    progress: Callable[[str], None] = (lambda text: None) if json_output else ProgressLine(every_s=0.0)
     for number, (kernel, label, provider) in enumerate(jobs, 1):
         progress(f"[{number}/{len(jobs)}] {label} {kernel.name} {kernel.detail}")
         results.append(_compile(kernel, label, provider))
@@ -155,10 +158,10 @@ def _serves(provider: ComputeProvider, kernel: Shipped) -> bool:
 def _compile(kernel: Shipped, label: str, provider: ComputeProvider) -> dict[str, Any]:
     row: dict[str, Any] = {"kernel": kernel.name, "detail": kernel.detail, "target": label, "error": ""}
     try:
-        done = provider.compile(kernel.source, entry=next(iter(kernel.source.entries)))
+        compiled = provider.compile(kernel.source, entry=next(iter(kernel.source.entries)))
     except AccelerantError as error:
         return {**row, "error": str(error)}
-    return {**row, "target": done.target, "from_cache": done.from_cache, "compile_ms": done.compile_ms}
+    return {**row, "target": compiled.target, "from_cache": compiled.from_cache, "compile_ms": compiled.compile_ms}
 
 
 def _print_warmed(results: list[dict[str, Any]], labels: list[str], skipped: int) -> None:
@@ -172,32 +175,19 @@ def _print_warmed(results: list[dict[str, Any]], labels: list[str], skipped: int
     print(f"{', '.join(labels)}: {len(fresh)} compiled in {seconds:.1f} s, {known} were there already{rest}")
 
 
-def _progress(quiet: bool) -> Callable[[str], None]:
-    """Return a function that shows progress: one line on a terminal's stderr, lines elsewhere, nothing with JSON."""
-    live = sys.stderr.isatty()
-
-    def show(what: str) -> None:
-        if live:
-            print(f"\r\x1b[K{what[:110]}", end="", file=sys.stderr, flush=True)
-        elif what:
-            print(what, file=sys.stderr)
-
-    return (lambda _: None) if quiet else show
-
-
-def _selected(found: list[_Named], names: list[str] | None) -> list[_Named]:
+def _selected(entries: list[_Named], names: list[str] | None) -> list[_Named]:
     """Return the entries whose name matches a pattern.
 
     Raises:
         ConfigError: a pattern matches none.
     """
     if not names:
-        return found
+        return entries
     for pattern in names:
-        if not any(fnmatchcase(each.name, pattern) for each in found):
-            known = sorted({each.name for each in found if each.name})
+        if not any(fnmatchcase(entry.name, pattern) for entry in entries):
+            known = sorted({entry.name for entry in entries if entry.name})
             raise ConfigError(f"no kernel {pattern!r} here; there are {', '.join(known) or 'none'}")
-    return [each for each in found if any(fnmatchcase(each.name, pattern) for pattern in names)]
+    return [entry for entry in entries if any(fnmatchcase(entry.name, pattern) for pattern in names)]
 
 
 def _size(size_bytes: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,18 +99,18 @@ def known_targets_of(names: list[str]) -> list[str]:
     from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 
     known = known_targets()
-    found: list[str] = []
+    targets: list[str] = []
     for name in names:
         if name == "all":
-            found += [target for target in CUDA_TARGETS if target in known]
+            targets += [target for target in CUDA_TARGETS if target in known]
         elif _is_known(name, known):
-            found.append(name)
+            targets.append(name)
         else:
             raise ConfigError(
                 f"--arch: unknown architecture {name!r}; known are all, {', '.join(known)}, "
                 "and with the suffix a from sm_90 on, f from sm_100 on"
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(targets))
 
 
 def _is_known(name: str, known: tuple[str, ...]) -> bool:
@@ -178,27 +179,27 @@ class _Report:
 
         name = str(self.file)
         try:
-            found = inspect_cuda(
+            inspection = inspect_cuda(
                 self.text, target, name=name, include=self.include, block=self.block, dynamic_shared_bytes=self.shared
             )
         except CompileError as error:
-            said = [message for message in read_messages(error.log, name) if message.severity == "error"]
-            self.failed[target] = error.log, said or [CompilerMessage("error", name, None, error.log)]
+            errors = [message for message in read_messages(error.log, name) if message.severity == "error"]
+            self.failed[target] = error.log, errors or [CompilerMessage("error", name, None, error.log)]
         else:
-            self.done.append(found)
+            self.done.append(inspection)
 
     def _print_messages(self) -> None:
         """Print each message once, with its architectures unless it concerns all."""
-        where: dict[CompilerMessage, list[str]] = {}
+        targets_of: dict[CompilerMessage, list[str]] = {}
         for inspection in self.done:
             for message in inspection.warnings:
-                where.setdefault(message, []).append(inspection.target)
+                targets_of.setdefault(message, []).append(inspection.target)
         for target, (_, messages) in self.failed.items():
             for message in messages:
-                where.setdefault(message, []).append(target)
-        for message, targets in where.items():
-            some = "" if len(targets) == len(self.targets) else f"for {', '.join(targets)}: "
-            print(f"{some}{message}", file=sys.stderr)
+                targets_of.setdefault(message, []).append(target)
+        for message, targets in targets_of.items():
+            scope = "" if len(targets) == len(self.targets) else f"for {', '.join(targets)}: "
+            print(f"{scope}{message}", file=sys.stderr)
         for inspection in self.done[:1]:
             if not inspection.entries:
                 print(
@@ -223,13 +224,13 @@ class _Report:
         Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(table)
 
     def _cells(self, entry: EntryPoint) -> tuple[str, ...]:
-        taken, fits = entry.resources, entry.occupancy
-        spills = "-" if taken.spill_bytes is None else f"[red]{taken.spill_bytes}[/]" if taken.spill_bytes else "0"
-        shared = "-" if taken.shared_bytes is None else str(taken.shared_bytes + self.shared)
-        cells = (_shown(taken.registers), spills, _shown(taken.stack_bytes), shared)
-        if fits is None:
+        used, occupancy = entry.resources, entry.occupancy
+        spills = "-" if used.spill_bytes is None else f"[red]{used.spill_bytes}[/]" if used.spill_bytes else "0"
+        shared = "-" if used.shared_bytes is None else str(used.shared_bytes + self.shared)
+        cells = (_shown(used.registers), spills, _shown(used.stack_bytes), shared)
+        if occupancy is None:
             return *cells, "-", "-", "-", "its limits are not known"
-        return *cells, str(fits.threads), str(fits.blocks), f"{fits.percent:.0f} %", fits.limited_by
+        return *cells, str(occupancy.threads), str(occupancy.blocks), f"{occupancy.percent:.0f} %", occupancy.limited_by
 
     def _to_dict(self, ptx: bool) -> dict[str, Any]:
         from accelerant.runtime.compilation.inspect import nvrtc_version
@@ -240,29 +241,18 @@ class _Report:
                 "compiled": True,
                 "compile_ms": inspection.compile_ms,
                 "entries": [entry.to_dict() for entry in inspection.entries],
-                "messages": [_message(message) for message in inspection.warnings],
+                "messages": [asdict(message) for message in inspection.warnings],
                 **({"ptx": inspection.ptx} if ptx else {}),
             }
             for inspection in self.done
         ]
         rows += [
-            {"target": target, "compiled": False, "messages": [_message(message) for message in messages], "log": log}
+            {"target": target, "compiled": False, "messages": [asdict(message) for message in messages], "log": log}
             for target, (log, messages) in self.failed.items()
         ]
-        order = {target: place for place, target in enumerate(self.targets)}
-        rows.sort(key=lambda row: order[row["target"]])
+        rows.sort(key=lambda row: self.targets.index(row["target"]))
         return {"file": str(self.file), "compiler": nvrtc_version(), "targets": rows}
 
 
 def _shown(number: int | None) -> str:
     return "-" if number is None else str(number)
-
-
-def _message(message: CompilerMessage) -> dict[str, Any]:
-    return {
-        "severity": message.severity,
-        "file": message.file,
-        "line": message.line,
-        "text": message.text,
-        "excerpt": message.excerpt,
-    }

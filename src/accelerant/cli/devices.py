@@ -27,10 +27,10 @@ def devices(json_output: Annotated[bool, typer.Option("--json", help="Print a JS
     """
     from accelerant.runtime import registry
 
-    found = registry.devices()
-    peers = _peers(found)
+    listed = registry.devices()
+    peers = _peers(listed)
     if json_output:
-        rows = [device.to_dict() | {"peers": peers.get((device.backend, device.index), [])} for device in found]
+        rows = [device.to_dict() | {"peers": peers.get((device.backend, device.index), [])} for device in listed]
         print(json.dumps(rows, indent=1))
         return
     from rich.console import Console
@@ -40,7 +40,7 @@ def devices(json_output: Annotated[bool, typer.Option("--json", help="Print a JS
     for title in ("backend", "device", "architecture", "free / total", ""):
         table.add_column(title, justify="right" if title == "free / total" else "left")
     chosen = registry.choose()
-    for device in found:
+    for device in listed:
         remarks = ["automatic choice"] if device == chosen else []
         near = peers.get((device.backend, device.index))
         remarks += [f"reads the memory of {', '.join(map(str, near))}"] if near else []
@@ -48,12 +48,12 @@ def devices(json_output: Annotated[bool, typer.Option("--json", help="Print a JS
     Console().print(table)
 
 
-def _peers(found: list[ComputeDevice]) -> dict[tuple[str, int], list[int]]:
+def _peers(present: list[ComputeDevice]) -> dict[tuple[str, int], list[int]]:
     """Return, for each device of a backend with several, the devices whose memory it reads directly."""
     from accelerant.runtime.monitoring.topology import peer_access
 
     peers: dict[tuple[str, int], list[int]] = {}
-    for backend in {device.backend for device in found if device.index > 0}:
+    for backend in {device.backend for device in present if device.index > 0}:
         for i, row in enumerate(peer_access(backend)):
             peers[backend, i] = [j for j, reads in enumerate(row) if reads and j != i]
     return peers

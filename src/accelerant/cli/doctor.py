@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from accelerant.cli.bench import ProgressLine
 
 if TYPE_CHECKING:
     from accelerant.bench.doctor import Check
@@ -28,29 +30,23 @@ def doctor(json_output: Annotated[bool, typer.Option("--json", help="Print a JSO
     """
     from accelerant.bench.doctor import checks
 
-    live = sys.stderr.isatty() and not json_output
-
-    def progress(what: str) -> None:
-        if live:
-            print(f"\r\x1b[K{what} ...", end="", file=sys.stderr, flush=True)
-
-    found: list[Check] = []
-    for check in checks(progress):
-        found.append(check)
+    show = ProgressLine(every_s=math.inf)  # on a terminal only
+    results: list[Check] = []
+    for check in checks(lambda part: None if json_output else show(f"{part} ...")):
+        results.append(check)
         if not json_output:
-            if live:
-                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-            _show(check)
-    counts = {status: sum(check.status == status for check in found) for status in _COLOURS}
+            show("")
+            _print(check)
+    counts = {status: sum(check.status == status for check in results) for status in _COLOURS}
     if json_output:
-        print(json.dumps({"counts": counts, "checks": [check.to_dict() for check in found]}, indent=1))
+        print(json.dumps({"counts": counts, "checks": [check.to_dict() for check in results]}, indent=1))
     else:
         print(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['failed']} failed")
     if counts["failed"]:
         raise typer.Exit(1)
 
 
-def _show(check: Check) -> None:
+def _print(check: Check) -> None:
     from rich.console import Console
     from rich.text import Text
 

@@ -63,50 +63,52 @@ def tune(
     from accelerant.runtime import registry
     from accelerant.runtime.dispatch.choices import choices
 
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    wanted = [part.strip() for part in dtype.split(",") if part.strip()]
-    for each in wanted:
-        if each not in known:
-            raise ConfigError(f"--dtype: wanted float32, bfloat16 or float16, got {each!r}")
+    dtypes_by_name = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    names = [part.strip() for part in dtype.split(",") if part.strip()]
+    for name in names:
+        if name not in dtypes_by_name:
+            raise ConfigError(f"--dtype: wanted float32, bfloat16 or float16, got {name!r}")
     chosen = registry.choose(device)
     if not chosen.torch_device:
         raise ConfigError(f"--device: tune measures devices that torch has tensors on; {device} is not one")
     if table is not None:
         check_writable("--table", table)
-    where = torch.device(chosen.torch_device)
+    torch_device = torch.device(chosen.torch_device)
     until = None if limit_s is None else time.monotonic() + limit_s
     before = _entries_of(table) if until is not None else {}
     show = ProgressLine()
-    found: list[TuneResult] = []
-    cut = False
+    results: list[TuneResult] = []
+    stopped = False
     if not listed:
-        dtypes = [known[each] for each in wanted]
+        dtypes = [dtypes_by_name[name] for name in names]
         for result in tune_ops(
             chosen, names=op or (), dtypes=dtypes, launches=launches, jobs=jobs, until=until, progress=show
         ):
-            if table is not None and found and found[-1].op != result.op:
-                _write(table, where, serves or (), before)
-            found.append(result)
+            if table is not None and results and results[-1].op != result.op:
+                _write(table, torch_device, serves or (), before)
+            results.append(result)
             if not json_output:
                 show("")
                 _print(result)
         show("")
-        missing = count_calls(op or (), dtypes) - len(found)
-        cut = missing > 0
-        if cut:
-            print(f"stopped by the time limit: {missing} of {missing + len(found)} calls not made", file=sys.stderr)
-    entries = choices().entries(where)
+        missing = count_calls(op or (), dtypes) - len(results)
+        stopped = missing > 0
+        if stopped:
+            print(f"stopped by the time limit: {missing} of {missing + len(results)} calls not made", file=sys.stderr)
+    entries = choices().entries(torch_device)
     if json_output:
         print(json.dumps({key: entry.to_dict() for key, entry in sorted(entries.items())}, indent=1))
     elif listed:
         for key, entry in sorted(entries.items()):
             times = ", ".join(f"{name} {ms:.4g} ms" for name, ms in sorted(entry.ms.items(), key=lambda pair: pair[1]))
             print(f"{key}: {times} ({entry.table or 'this device'}, {entry.date})")
-        for line in choices().ignored(where):
+        for line in choices().ignored(torch_device):
             print(f"not used: {line}", file=sys.stderr)
     if table is not None:
-        print(f"{table}: {_write(table, where, serves or (), before if cut else {})} entries", file=sys.stderr)
-    if any(result.error for result in found):
+        print(
+            f"{table}: {_write(table, torch_device, serves or (), before if stopped else {})} entries", file=sys.stderr
+        )
+    if any(result.error for result in results):
         raise typer.Exit(1)
 
 
@@ -140,9 +142,11 @@ def _write(table: Path, device: torch.device, serves: Sequence[str], before: Map
     return len(body["entries"])
 
 
-def _print(each: TuneResult) -> None:
-    if each.error:
-        print(f"{each.op} {each.case}: {each.error}", file=sys.stderr)
-    for decision in dict.fromkeys((one.op, one.case, one.implementation, one.reason) for one in each.decisions):
-        name, case, implementation, reason = decision
+def _print(result: TuneResult) -> None:
+    if result.error:
+        print(f"{result.op} {result.case}: {result.error}", file=sys.stderr)
+    decisions = dict.fromkeys(
+        (decision.op, decision.case, decision.implementation, decision.reason) for decision in result.decisions
+    )
+    for name, case, implementation, reason in decisions:
         print(f"{name} {case} -> {implementation}: {reason}", flush=True)

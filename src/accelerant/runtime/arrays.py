@@ -7,7 +7,7 @@ consumer's streams (each side passes its current one). NumPy shares memory with 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,6 @@ import torch.utils.dlpack
 from accelerant.errors import UnsupportedDtype
 
 __all__ = ["ArrayOrigin", "to_torch"]
-
-_X64_NAMES = ("int64", "uint64", "float64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,18 @@ class ArrayOrigin:
 
     def wrap(self, tensor: torch.Tensor) -> Any:
         """Return the tensor as an array of this kind, on the input's device."""
-        return _WRAP[self.kind](tensor.detach(), self) if self.kind != "torch" else tensor.to(self.device)
+        if self.kind == "torch":
+            return tensor.to(self.device)
+        tensor = tensor.detach()
+        if self.kind == "numpy":
+            return tensor.cpu().numpy()
+        if self.kind == "cupy":
+            return sys.modules["cupy"].from_dlpack(tensor.to(self.device))
+        jax = sys.modules["jax"]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype in ("int64", "uint64", "float64") and not jax.config.jax_enable_x64:
+            raise UnsupportedDtype(f"JAX holds {dtype} only after jax.config.update('jax_enable_x64', True)")
+        return jax.dlpack.from_dlpack(tensor.to(self.device).contiguous())
 
 
 def kind_of(x: object) -> str:
@@ -84,22 +93,3 @@ def to_torch(x: Any, device: torch.device, dtype: np.dtype[Any] | None = None) -
         return tensor.to(device), ArrayOrigin(kind, tensor.device, context)
     except (TypeError, ValueError, BufferError, OverflowError) as error:
         raise UnsupportedDtype(f"cannot take this {kind} array: {error}") from None
-
-
-def _to_numpy(tensor: torch.Tensor, _: ArrayOrigin) -> Any:
-    return tensor.cpu().numpy()
-
-
-def _to_cupy(tensor: torch.Tensor, origin: ArrayOrigin) -> Any:
-    return sys.modules["cupy"].from_dlpack(tensor.to(origin.device))
-
-
-def _to_jax(tensor: torch.Tensor, origin: ArrayOrigin) -> Any:
-    jax = sys.modules["jax"]
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name in _X64_NAMES and not jax.config.jax_enable_x64:
-        raise UnsupportedDtype(f"JAX holds {name} only after jax.config.update('jax_enable_x64', True)")
-    return jax.dlpack.from_dlpack(tensor.to(origin.device).contiguous())
-
-
-_WRAP: dict[str, Callable[[torch.Tensor, ArrayOrigin], Any]] = {"numpy": _to_numpy, "cupy": _to_cupy, "jax": _to_jax}

@@ -202,7 +202,7 @@ class Reference:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round values that cover low to high in steps of 1, 2 or 5 times a power of ten; about that many."""
+    """Return round values that cover low to high in steps of 1, 2 or 5 times a power of ten; about that many."""
     if not high > low:
         return [low]
     rough = (high - low) / about
@@ -214,7 +214,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def smoothed(points: Sequence[Point], span: int) -> list[Point]:
-    """The mean of each point and its neighbours, up to span // 2 on either side, as many on both."""
+    """Return the mean of each point and its neighbours, up to span // 2 on either side, as many on both."""
     sums = [0.0, *itertools.accumulate(y for _, y in points)]
     result: list[Point] = []
     for i, (x, _) in enumerate(points):
@@ -224,14 +224,14 @@ def smoothed(points: Sequence[Point], span: int) -> list[Point]:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """At most _MOST_POINTS points: means of equal runs."""
+    """Return at most _MOST_POINTS points: the means of runs of equal length."""
     size = -(-len(points) // _MOST_POINTS)
     runs = [points[i : i + size] for i in range(0, len(points), size)] if size > 1 else [[p] for p in points]
     return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
 
 
 def _label(value: float) -> str:
-    """A tick's text: 1500 as 1.5k, 0.25 as 0.25."""
+    """Format a tick: 1500 as 1.5k, 0.25 as 0.25."""
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.4g}{letter}"
@@ -290,7 +290,8 @@ def line_chart(
     turned = f'transform="rotate(-90 14 {centre})"'
     parts.append(f'<text class="name" x="14" y="{centre}" {turned} text-anchor="middle">{escape(y_label)}</text>')
     parts.append("</svg>")
-    return "".join(parts) + _legend(shown)
+    items = "".join(f'<li><i class="{line.style}"></i>{escape(line.label)}</li>' for line in shown)
+    return "".join(parts) + f'<ul class="legend">{items}</ul>'
 
 
 def _range(low: float, high: float) -> tuple[float, float]:
@@ -303,8 +304,3 @@ def _drawn(line: Line, points: Sequence[Point]) -> str:
     if line.dots or len(points) == 1:
         parts += [f'<circle class="dot {line.style}" cx="{x}" cy="{y}" r="4"/>' for x, y in points]
     return "".join(parts)
-
-
-def _legend(lines: Sequence[Line]) -> str:
-    items = "".join(f'<li><i class="{line.style}"></i>{escape(line.label)}</li>' for line in lines)
-    return f'<ul class="legend">{items}</ul>'

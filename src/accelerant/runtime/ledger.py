@@ -9,17 +9,16 @@ each replay counts as those; see streams/graphs.py.
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from accelerant.runtime.provider import ComputeProvider, Event
 
-__all__ = ["Decision", "FallbackRecord", "Ledger", "Manifest", "OpKey", "OpRecord", "ledger", "observers"]
+__all__ = ["Decision", "FallbackRecord", "Ledger", "Manifest", "OpKey", "OpRecord", "ledger", "observers", "quantile"]
 
 OpKey = tuple[str, str, str, str]
 """Op, implementation, device and case of a record."""
@@ -92,9 +91,9 @@ class OpRecord:
             "calls": self.calls,
             "failures": self.failures,
             "timed": len(samples),
-            "ms_p20": _quantile(samples, 0.2),
-            "ms_p50": _quantile(samples, 0.5),
-            "ms_p80": _quantile(samples, 0.8),
+            "ms_p20": quantile(samples, 0.2),
+            "ms_p50": quantile(samples, 0.5),
+            "ms_p80": quantile(samples, 0.8),
             "bytes": self.bytes_per_call * self.calls,
             "flops": self.flops_per_call * self.calls,
             "bytes_per_call": self.bytes_per_call,
@@ -160,8 +159,8 @@ class Manifest:
         return {"graph": self.name, "replays": self.replays, "ops": ops}
 
 
-def _quantile(ordered: list[float], q: float) -> float | None:
-    """Return a quantile of sorted samples by linear interpolation."""
+def quantile(ordered: list[float], q: float) -> float | None:
+    """Return a quantile of sorted samples by linear interpolation; None without samples."""
     if not ordered:
         return None
     position = q * (len(ordered) - 1)
@@ -250,7 +249,7 @@ class Ledger:
         """Forget a graph that is no longer replayed; its replays stay counted."""
         with self.lock:
             self._settle()
-            self._manifests = [each for each in self._manifests if each is not manifest]
+            self._manifests = [other for other in self._manifests if other is not manifest]
 
     def _settle(self) -> None:
         """Count the replays since the last time; under the lock."""
@@ -268,9 +267,8 @@ class Ledger:
     def collect(self) -> None:
         """Read the events that the device has passed."""
         with self.lock:
-            waiting = len(self._pending)
-            for record, start, stop in itertools.islice(list(self._pending), waiting):
-                self._pending.popleft()
+            for _ in range(len(self._pending)):
+                record, start, stop = self._pending.popleft()
                 if stop.done():
                     record.samples_ms.append(start.elapsed_ms(stop))
                 else:
@@ -300,17 +298,7 @@ class Ledger:
         """Return everything for JSON."""
         ops = [record.to_dict() for record in self.records()]
         with self.lock:
-            fallbacks = [
-                {
-                    "op": entry.op,
-                    "case": entry.case,
-                    "wanted": entry.wanted,
-                    "ran": entry.ran,
-                    "reason": entry.reason,
-                    "count": count,
-                }
-                for entry, count in self._fallbacks.items()
-            ]
+            fallbacks = [{**asdict(entry), "count": count} for entry, count in self._fallbacks.items()]
             graphs = [manifest.to_dict() for manifest in self._manifests]
         return {"ops": ops, "fallbacks": fallbacks, "graphs": graphs}
 
@@ -342,12 +330,15 @@ class Ledger:
                 if amount is not None:
                     lines.append(f"{name}{{{_label_text(row, labels)}}} {amount}")
 
+        def median_s(row: dict[str, Any]) -> float | None:
+            return None if row["ms_p50"] is None else row["ms_p50"] / 1e3
+
         ops, fallbacks = table["ops"], table["fallbacks"]
         family("accelerant_op_calls_total", "counter", "Calls begun.", ops, lambda row: row["calls"])
         family("accelerant_op_failures_total", "counter", "Calls that raised.", ops, lambda row: row["failures"])
         family("accelerant_op_bytes_total", "counter", "Least bytes moved.", ops, lambda row: row["bytes"])
         family("accelerant_op_flops_total", "counter", "Operations done.", ops, lambda row: row["flops"])
-        family("accelerant_op_seconds", "gauge", "Median of the timed calls.", ops, _median_seconds)
+        family("accelerant_op_seconds", "gauge", "Median of the timed calls.", ops, median_s)
         with_reason = (*_LABELS, "reason")
         family("accelerant_op_info", "gauge", "Reason of the last choice.", ops, lambda row: 1, with_reason)
         counts: dict[str, dict[str, Any]] = {}
@@ -368,10 +359,6 @@ class Ledger:
             rows.append((row["op"], row["implementation"], row["device"], row["case"], str(row["calls"]), median))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
-def _median_seconds(row: dict[str, Any]) -> float | None:
-    return None if row["ms_p50"] is None else row["ms_p50"] / 1e3
 
 
 _LABELS = ("op", "implementation", "backend", "device", "case", "wanted", "ran", "graph")

@@ -38,12 +38,6 @@ def _read() -> _State:
     )
 
 
-def _set_tf32(tf32: bool) -> None:
-    # torch's older interface, which updates both; after the newer one, reads of the older raise.
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cudnn.allow_tf32 = tf32
-
-
 def _write(state: _State) -> None:
     torch.backends.cuda.matmul.allow_tf32 = state.matmul == "tf32"
     torch.backends.cudnn.allow_tf32 = state.convolution == "tf32"
@@ -104,7 +98,9 @@ def configure_math(tf32: bool | None = None, cudnn_benchmark: bool | None = None
             raise ConfigError(f"{name} must be True, False or None, got {value!r}")
     before = _read()
     if tf32 is not None:
-        _set_tf32(tf32)
+        # torch's older interface, which updates both; after the newer one, reads of the older raise.
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.backends.cudnn.allow_tf32 = tf32
     if cudnn_benchmark is not None:
         torch.backends.cudnn.benchmark = cudnn_benchmark
     now = math_mode()

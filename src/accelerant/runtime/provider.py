@@ -25,13 +25,15 @@ A backend author writes one class in `runtime/providers/`, names it in `registry
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import subprocess
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -41,7 +43,7 @@ import numpy.typing as npt
 from accelerant.errors import CompileError, ConfigError, DeviceLost, LaunchError, OutOfMemory, ShapeError
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 
-__all__ = ["Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "Event", "MemoryInfo", "Pointer"]
+__all__ = ["Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "Event", "MemoryInfo", "Pointer", "launches"]
 
 ComputeBackend = str
 """The name of a backend: one of registry.BACKENDS."""
@@ -146,6 +148,40 @@ class Buffer:
 
     def __repr__(self) -> str:
         return f"Buffer({self.size_bytes} bytes on device {self.device})"
+
+
+class MemoryCounter:
+    """Bytes that the live buffers of a device take, for allocators that do not count them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # CountedMemory.__del__ takes it, also in a thread that holds it
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+
+    def add(self, size_bytes: int) -> None:
+        """Add the bytes of an allocation; negative for a release."""
+        with self._lock:
+            self.allocated_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+
+
+class CountedMemory:
+    """The memory of a Buffer, counted while it lives. A provider has a subclass, which tells its buffers from others.
+
+    Args:
+        counter: of the device.
+        memory: the provider's object that keeps the memory alive.
+        size_bytes: size asked for.
+    """
+
+    __slots__ = ("_counter", "_size_bytes", "memory")
+
+    def __init__(self, counter: MemoryCounter, memory: Any, size_bytes: int) -> None:
+        self._counter, self.memory, self._size_bytes = counter, memory, size_bytes
+        counter.add(size_bytes)
+
+    def __del__(self) -> None:
+        self._counter.add(-self._size_bytes)
 
 
 class Event(ABC):
@@ -343,9 +379,9 @@ def _drop_unlimited(device: ComputeDevice) -> None:
         del allocation_limits[key]
 
 
-# --- the log of launches ---------------------------------------------------------------------------------------------
+# --- launches: the log, and counts ----------------------------------------------------------------------------------
 
-_launches = logging.getLogger("accelerant.launch")
+_launch_logger = logging.getLogger("accelerant.launch")
 
 
 def log_launch(kernel: str, device: str, grid: Sequence[int], block: Sequence[int], began_s: float) -> None:
@@ -358,12 +394,61 @@ def log_launch(kernel: str, device: str, grid: Sequence[int], block: Sequence[in
         began_s: time.perf_counter() before the launch.
     """
     host_us = (time.perf_counter() - began_s) * 1e6
-    _launches.debug("%s on %s: grid %s, block %s, %.1f us on the host", kernel, device, grid, block, host_us)
+    _launch_logger.debug("%s on %s: grid %s, block %s, %.1f us on the host", kernel, device, grid, block, host_us)
+
+
+class Launches:
+    """The kernels of ours that a thread launches inside a block of code; after one, an op's arguments may have changed.
+
+    Attributes:
+        count: launches that the device accepted.
+    """
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+
+watched: dict[int, list[Launches]] = {}
+"""Watchers by thread. While there are any, launchers call `noted` after each launch that the device accepted."""
+
+
+def noted() -> None:
+    """Count a launch of this thread."""
+    for counter in watched.get(threading.get_ident(), ()):
+        counter.count += 1
+
+
+@contextmanager
+def launches() -> Iterator[Launches]:
+    """Count this thread's launches in a block of code."""
+    counter, thread = Launches(), threading.get_ident()
+    mine = watched.setdefault(thread, [])
+    mine.append(counter)
+    try:
+        yield counter
+    finally:
+        mine.remove(counter)
+        if not mine:
+            watched.pop(thread, None)
 
 
 # --- checks shared by the providers ----------------------------------------------------------------------------------
 
-_SCALARS = ("i32", "u32", "i64", "u64", "f32", "f64")
+SCALAR_CTYPES: dict[str, Any] = {
+    "i32": ctypes.c_int32,
+    "u32": ctypes.c_uint32,
+    "i64": ctypes.c_int64,
+    "u64": ctypes.c_uint64,
+    "f32": ctypes.c_float,
+    "f64": ctypes.c_double,
+}
+"""Scalar type of KernelSource.entries -> its C type."""
+
 _INTEGER_RANGES = {"i32": (-(2**31), 2**31), "u32": (0, 2**32), "i64": (-(2**63), 2**63), "u64": (0, 2**64)}
 
 
@@ -398,7 +483,7 @@ def pick_entry(source: KernelSource, entry: str | None) -> str:
     if entry is None or entry not in source.entries:
         raise LaunchError(f"kernel source {source.name!r} has the entries {', '.join(source.entries)}; got {entry!r}")
     for position, kind in enumerate(source.entries[entry]):
-        if not kind.startswith("*") and kind not in (*_SCALARS, "struct"):
+        if not kind.startswith("*") and kind not in (*SCALAR_CTYPES, "struct"):
             raise CompileError(f"kernel {entry!r}, argument {position}: unknown argument type {kind!r}")
     return entry
 

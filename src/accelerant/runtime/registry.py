@@ -124,14 +124,14 @@ def _create_or_reason(name: str) -> ComputeProvider | str:
 
 def devices() -> list[ComputeDevice]:
     """Return every device, the preferred backend's first; an absent backend is one entry with a `reason`."""
-    found: list[ComputeDevice] = []
+    listed: list[ComputeDevice] = []
     for name in BACKENDS:
         provider = _create_or_reason(name)
         if isinstance(provider, str):
-            found.append(ComputeDevice(backend=name, index=-1, name="", available=False, reason=provider))
+            listed.append(ComputeDevice(backend=name, index=-1, name="", available=False, reason=provider))
         else:
-            found += provider.devices()
-    return found
+            listed += provider.devices()
+    return listed
 
 
 def choose(backend: str = "auto", index: int = 0) -> ComputeDevice:
@@ -149,12 +149,12 @@ def choose(backend: str = "auto", index: int = 0) -> ComputeDevice:
     name = settings().backend if backend == "auto" else backend
     if name == "auto":
         name = next((name for name in automatic_backends() if not isinstance(_create_or_reason(name), str)), "cpu")
-    found = create(name).devices()
-    if not 0 <= index < len(found):
+    present = create(name).devices()
+    if not 0 <= index < len(present):
         raise ConfigError(
-            f"backend {name!r} has {len(found)} device{'s' * (len(found) != 1)}; there is no number {index}"
+            f"backend {name!r} has {len(present)} device{'s' * (len(present) != 1)}; there is no number {index}"
         )
-    return found[index]
+    return present[index]
 
 
 def find_device(device: DeviceLike = "auto") -> ComputeDevice:
@@ -217,14 +217,12 @@ def reason_without_kernels(device: torch.device) -> str:
 
 
 def _serves(name: str, torch_type: str) -> bool:
-    """Whether a backend's provider serves tensors of that type; ROCm's tensors have the type "cuda", too."""
+    """Return whether a backend's provider serves tensors of a type; ROCm's tensors have the type "cuda", too."""
     kind = _provider_class(name)
     if kind.torch_type != torch_type:
         return False
-    return torch_type != "cuda" or name == _cuda_backend()
-
-
-def _cuda_backend() -> str:
+    if torch_type != "cuda":
+        return True
     import torch
 
-    return "rocm" if torch.version.hip else "cuda"
+    return name == ("rocm" if torch.version.hip else "cuda")

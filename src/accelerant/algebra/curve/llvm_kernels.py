@@ -41,8 +41,8 @@ from accelerant.algebra.curve.weierstrass import SCALAR_WORDS, Curve
 from accelerant.algebra.field.llvm_kernels import SOURCES, host_form, packed_field
 from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.errors import ConfigError
+from accelerant.runtime.compilation.kernel import builder_key
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, program
-from accelerant.runtime.compilation.sources import builder_key
 
 __all__ = ["ENTRIES", "POINTERS", "CurveKernels", "Lanes", "from_memory", "lanes_from", "store_affine", "to_memory"]
 

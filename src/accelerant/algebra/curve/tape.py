@@ -48,9 +48,8 @@ from accelerant.algebra.field.llvm_packed import PackedLimbs
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
-from accelerant.runtime.compilation.kernel import Binary, KernelSource
+from accelerant.runtime.compilation.kernel import Binary, KernelSource, builder_key
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, program
-from accelerant.runtime.compilation.sources import builder_key
 from accelerant.runtime.recorded_launch import launch
 
 __all__ = [

@@ -33,8 +33,8 @@ from accelerant.algebra.field.llvm_ifma import PackedIfma
 from accelerant.algebra.field.llvm_packed import PackedBabyBear, PackedField, PackedGoldilocks, PackedLimbs
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.errors import ConfigError
+from accelerant.runtime.compilation.kernel import builder_key
 from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, program
-from accelerant.runtime.compilation.sources import builder_key
 
 __all__ = ["ENTRIES", "FORMS", "SOURCES", "FieldKernels", "host_form", "packed_field"]
 

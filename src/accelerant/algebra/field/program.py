@@ -21,8 +21,7 @@ from accelerant.algebra.field.llvm_kernels import ENTRIES, FieldKernels
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.algebra.field.ptx import ptx_macros
 from accelerant.errors import ConfigError
-from accelerant.runtime.compilation.kernel import Builder, KernelSource, LazyDialects, portable_header
-from accelerant.runtime.compilation.sources import sources_hash
+from accelerant.runtime.compilation.kernel import Builder, KernelSource, LazyDialects, portable_header, sources_hash
 
 __all__ = [
     "BLOCK",

@@ -32,8 +32,8 @@ from accelerant.algebra.field.llvm_kernels import SOURCES, packed_field
 from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.ntt.plan import Variant
+from accelerant.runtime.compilation.kernel import builder_key
 from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Operand, Value, constant, program
-from accelerant.runtime.compilation.sources import builder_key
 
 __all__ = ["POINTERS", "SCALARS", "PassKernel", "by_limbs"]
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 
 import torch
 
+from accelerant.runtime.compilation.kernel import builder_key
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, constant, lane_constants, program, vector
 from accelerant.runtime.compilation.philox import ROUNDS, WEYL, philox
-from accelerant.runtime.compilation.sources import builder_key
 
 __all__ = ["COUNTERS", "LANES", "DropoutKernel", "MaskKernel", "refuses_half"]
 

@@ -15,8 +15,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 
 from accelerant.privacy.random.chacha20 import BLOCK_WORDS, CONSTANTS, DOUBLE_ROUNDS, QUARTERS
+from accelerant.runtime.compilation.kernel import builder_key
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, constant, lane_constants, program, vector
-from accelerant.runtime.compilation.sources import builder_key
 
 __all__ = ["KeystreamBlocks", "KeystreamKernel", "VectorKernel", "Vectors", "host_vectors", "lanes"]
 

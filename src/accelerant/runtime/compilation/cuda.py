@@ -129,8 +129,8 @@ def run_nvrtc(text: str, target: str, name: str, options: Sequence[str]) -> Nvrt
     """
     nvrtc = load_nvrtc()
     # Without its own cache, NVRTC always runs ptxas, whose log has the registers and spills.
-    given = [f"--gpu-architecture={target}", "--ptxas-options=-v", "--no-cache", *options]
-    encoded = [option.encode() for option in given]
+    arguments = [f"--gpu-architecture={target}", "--ptxas-options=-v", "--no-cache", *options]
+    encoded = [argument.encode() for argument in arguments]
     _, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, None, None)
     try:
         (code,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)

@@ -1,8 +1,8 @@
 """Inspection of CUDA C++ files without a device: entry points, their resources and their theoretical occupancy.
 
-compile_cuda is told a kernel's entry points; `inspect_cuda` finds them in any file: extern "C" functions, mangled names
-and instantiated templates. One run of NVRTC gives machine code, PTX (which has the launch bounds) and the log of ptxas
-(which has registers, spills, stack and shared memory).
+`compile_cuda` takes the names of a kernel's entry points; `inspect_cuda` finds them in any file: extern "C" functions,
+mangled names and instantiated templates. One run of NVRTC gives machine code, PTX (which has the launch bounds) and the
+log of ptxas (which has registers, spills, stack and shared memory).
 
 A multiprocessor holds blocks until it runs out of warps, blocks, registers, shared memory or barriers. Occupancy is the
 number of resident warps over the most that it can hold: an upper bound on the latency that other warps can hide, not a

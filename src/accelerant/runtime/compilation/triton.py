@@ -28,8 +28,8 @@ import torch
 from accelerant.errors import CompileError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Binary, Kernel, KernelSource, Resources
-from accelerant.runtime.launches import noted
 from accelerant.runtime.memory.live_set import has_fakes, predictions
+from accelerant.runtime.provider import noted
 
 if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda import CudaProvider
@@ -294,11 +294,11 @@ class TritonKernel:
         """
         names = list(getattr(importlib.import_module(self.module), self.name).arg_names)
         kinds = tuple(types.get(name, "constexpr") for name in names)
-        known = [(i, multiple if i in self.widths else 16) for i, kind in enumerate(kinds) if kind[0] in "*i"]
-        multiples = tuple((i, each) for i, each in known if each > 1)
+        divisors = [(i, multiple if i in self.widths else 16) for i, kind in enumerate(kinds) if kind[0] in "*i"]
+        multiples = tuple((i, divisor) for i, divisor in divisors if divisor > 1)
         present = [(name, value) for name, value in constants.items() if value is not None]
         absent = sorted((names.index(name), None) for name, value in constants.items() if value is None)
-        # in the order of _compile, so that a kernel compiled ahead of time is found at run time
+        # In the order of _compile, so that the cache finds a precompiled kernel at run time.
         return self._source(kinds, (*present, *absent), multiples, num_warps, num_stages)
 
     def _source(

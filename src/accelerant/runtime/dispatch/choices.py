@@ -217,12 +217,10 @@ def _stripped(path: Path) -> str:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):  # a string on its own is a docstring, or one of a constant
-            body[:] = [line for line in body if not _is_constant(line)]
+            body[:] = [
+                line for line in body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+            ]
     return ast.dump(tree)
-
-
-def _is_constant(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
@@ -307,7 +305,9 @@ class Choices:
         """
         model = model_of(device)
         local = {
-            key: replace(each, sources="").to_dict() for key, each in self.entries(device).items() if not each.table
+            key: replace(measured, sources="").to_dict()
+            for key, measured in self.entries(device).items()
+            if not measured.table
         }
         head = {"format": _FORMAT, "device": model, "serves": [model, *serves], "versions": versions(device)}
         return {**head, "entries": dict(sorted(local.items()))}

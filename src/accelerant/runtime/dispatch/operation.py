@@ -59,9 +59,9 @@ from accelerant.runtime.dispatch.case import (
 from accelerant.runtime.dispatch.choices import Measurement, Sources, choices, key_of, rounded
 from accelerant.runtime.dispatch.plan import DispatchPlan
 from accelerant.runtime.dispatch.race import MARGIN, RACED_DEVICES, fastest, obstacle, race, reason_of
-from accelerant.runtime.launches import launches
 from accelerant.runtime.ledger import SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
 from accelerant.runtime.memory.live_set import count, has_fakes, predictions, uncounted
+from accelerant.runtime.provider import launches
 
 __all__ = ["RECOVERABLE", "Operation", "force", "operations"]
 

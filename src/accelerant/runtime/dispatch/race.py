@@ -119,7 +119,9 @@ def _race(
             except Exception as error:  # noqa: BLE001 - as above
                 failed[name] = _without_frames(error, lost)
                 del going[name], samples[name], ms[name]
-    ms |= {name: max(statistics.median(each) for each in kinds if each) for name, kinds in samples.items() if kinds[0]}
+    ms |= {
+        name: max(statistics.median(times) for times in kinds if times) for name, kinds in samples.items() if kinds[0]
+    }
     return Outcome(ms, failed)
 
 

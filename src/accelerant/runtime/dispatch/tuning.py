@@ -95,8 +95,8 @@ class Tuned(Generic[P]):
             key = key_of(f"plan {self.name}", dtype, self._bucket(*sizes))
             measured = choices().find(device, key, self._sources)
             current = rules()
-            wanted = current.tune and not current.deterministic and (measured is None or bool(measured.table))
-            if wanted and run is not None:
+            may_measure = current.tune and not current.deterministic and (measured is None or bool(measured.table))
+            if may_measure and run is not None:
                 result = None if obstacle(device, ()) else self._measure(device, key, sizes, candidates, run)
                 lasting = result is not None
                 measured = result or measured

@@ -1,7 +1,7 @@
 """The largest batch that fits a memory budget: predicted from shapes, then confirmed by real runs.
 
-    found = optimal_batch_size(model, (idx, targets), call=GPT.loss, optimizer=torch.optim.AdamW)
-    loader = DataLoader(data, batch_size=found.batch_size)
+    best = optimal_batch_size(model, (idx, targets), call=GPT.loss, optimizer=torch.optim.AdamW)
+    loader = DataLoader(data, batch_size=best.batch_size)
 
 The peak of a step is a maximum of linear functions of the batch, one for each moment of the step, and so nearly linear:
 two predictions give a line, and a few more find the largest batch whose prediction fits. Real runs then confirm that
@@ -165,12 +165,12 @@ class _Search:
         """Predict, and confirm if asked."""
         fits = self._predict_largest()
         slope = self._slope(fits)
-        found = BatchSizeSearch(fits, self._budget, self._predicted(fits).total, None, slope, ())
+        predicted = BatchSizeSearch(fits, self._budget, self._predicted(fits).total, None, slope, ())
         if not confirm:
-            return found
+            return predicted
         best, measured = self._confirm(fits, max(1, slope))
         return replace(
-            found,
+            predicted,
             batch_size=best,
             predicted_bytes=self._predicted(best).total,
             measured_bytes=measured,
@@ -180,18 +180,18 @@ class _Search:
     # --- from shapes -------------------------------------------------------------------------------------------------
 
     def _predict(self, rows: int) -> PeakPrediction:
-        def make(fake: FakeTensorMode) -> tuple[Any, ...]:
-            def of(leaf: Any) -> Any:
+        def fake_inputs(fake: FakeTensorMode) -> tuple[Any, ...]:
+            def with_rows(leaf: Any) -> Any:
                 if not isinstance(leaf, Tensor):
                     return leaf
                 shape = (rows, *leaf.shape[1:]) if leaf.dim() else leaf.shape
                 empty = torch.empty(shape, dtype=leaf.dtype, device=self._device if leaf.dim() else leaf.device)
                 return empty.requires_grad_(leaf.requires_grad)
 
-            made: tuple[Any, ...] = pytree.tree_map(of, self._inputs)
-            return made
+            inputs: tuple[Any, ...] = pytree.tree_map(with_rows, self._inputs)
+            return inputs
 
-        return predict_step(self._step, make, self._device, self._optimizer)
+        return predict_step(self._step, fake_inputs, self._device, self._optimizer)
 
     def _predict_largest(self) -> int:
         """Return the largest batch whose prediction fits, by secants between one that fits and one that does not."""

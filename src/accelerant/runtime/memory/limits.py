@@ -132,9 +132,9 @@ def apply_limit(fraction: float | None = None, device: DeviceLike = "auto") -> i
     fraction = settings().memory_fraction if fraction is None else fraction
     if not 0.0 < fraction <= 1.0:
         raise ConfigError(f"fraction must be above 0 and at most 1, got {fraction}")
-    found = find_device(device)
-    registry.create(found.backend).limit_fraction(fraction, found)
-    return int(found.memory_bytes * fraction)
+    target = find_device(device)
+    registry.create(target.backend).limit_fraction(fraction, target)
+    return int(target.memory_bytes * fraction)
 
 
 def allocate(size_bytes: int, device: DeviceLike = "auto") -> Buffer:
@@ -144,18 +144,18 @@ def allocate(size_bytes: int, device: DeviceLike = "auto") -> Buffer:
         ShapeError: a negative size.
         OutOfMemory: a limit would be passed, or the device is full; the message says what may help.
     """
-    found = find_device(device)
-    provider = registry.create(found.backend)
-    provider.check_limit(max(0, size_bytes), found.index)
+    target = find_device(device)
+    provider = registry.create(target.backend)
+    provider.check_limit(max(0, size_bytes), target.index)
     with contextlib.suppress(OutOfMemory):
-        return provider.allocate(size_bytes, found.index)
-    trim(found)
-    counts = allocation_failures.setdefault((found.backend, found.index), [0, 0])
+        return provider.allocate(size_bytes, target.index)
+    trim(target)
+    counts = allocation_failures.setdefault((target.backend, target.index), [0, 0])
     try:
-        buffer = provider.allocate(size_bytes, found.index)
+        buffer = provider.allocate(size_bytes, target.index)
     except OutOfMemory as error:
         counts[0] += 1
-        raise OutOfMemory(describe_out_of_memory("allocate", size_bytes, found)) from error
+        raise OutOfMemory(describe_out_of_memory("allocate", size_bytes, target)) from error
     counts[1] += 1
     return buffer
 
@@ -174,18 +174,18 @@ def limit(limit_bytes: int, device: DeviceLike = "auto") -> Iterator[None]:
     """
     if limit_bytes < 0:
         raise ConfigError(f"limit_bytes must be 0 or more, got {limit_bytes}")
-    found = find_device(device)
-    if found.backend == "cuda":
-        with _cuda_limit(limit_bytes, found):
+    target = find_device(device)
+    if target.backend == "cuda":
+        with _cuda_limit(limit_bytes, target):
             yield
         return
-    limit_total = registry.create(found.backend).memory(found.index).allocated_bytes + limit_bytes
-    push_limit(found, limit_total)
+    limit_total = registry.create(target.backend).memory(target.index).allocated_bytes + limit_bytes
+    push_limit(target, limit_total)
     try:
-        with LiveSet("cpu", limit_bytes=limit_bytes) if found.backend == "cpu" else contextlib.nullcontext():
+        with LiveSet("cpu", limit_bytes=limit_bytes) if target.backend == "cpu" else contextlib.nullcontext():
             yield
     finally:
-        pop_limit(found, limit_total)
+        pop_limit(target, limit_total)
 
 
 @contextmanager
@@ -219,24 +219,24 @@ def statistics(device: DeviceLike = "auto") -> MemoryStatistics:
     Raises:
         ConfigError, BackendUnavailable: no such device.
     """
-    found = find_device(device)
-    info = registry.create(found.backend).memory(found.index)
-    key = (found.backend, found.index)
+    target = find_device(device)
+    info = registry.create(target.backend).memory(target.index)
+    key = (target.backend, target.index)
     limits = allocation_limits.get(key)
     failures, retries = allocation_failures.get(key, (0, 0))
     blocks = segments = fragmentation = None
     limit_bytes, peak = min(limits) if limits else None, info.peak_bytes
-    if found.backend == "cuda":
-        figures = torch.cuda.memory_stats(found.index)
+    if target.backend == "cuda":
+        figures = torch.cuda.memory_stats(target.index)
         failures, retries = int(figures.get("num_ooms", 0)), int(figures.get("num_alloc_retries", 0))
         blocks, segments = int(figures.get("active.all.current", 0)), int(figures.get("segment.all.current", 0))
         stuck = int(figures.get("inactive_split_bytes.all.current", 0))
         fragmentation = stuck / info.reserved_bytes if info.reserved_bytes else 0.0
-        fraction = torch.cuda.get_per_process_memory_fraction(found.index)
+        fraction = torch.cuda.get_per_process_memory_fraction(target.index)
         limit_bytes = int(fraction * info.total_bytes) if fraction < 1.0 else None
-        peak = max(peak, _former_peaks.get(found.index, 0))
+        peak = max(peak, _former_peaks.get(target.index, 0))
     return MemoryStatistics(
-        device=found.label,
+        device=target.label,
         total_bytes=info.total_bytes,
         free_bytes=info.free_bytes,
         allocated_bytes=info.allocated_bytes,
@@ -280,9 +280,9 @@ def peak_recorded(device: DeviceLike) -> Iterator[PeakRecord]:
     Raises:
         UnsupportedCase: a backend that counts neither.
     """
-    found = find_device(device)
-    if found.backend == "cuda":
-        index = found.index
+    target = find_device(device)
+    if target.backend == "cuda":
+        index = target.index
         torch.cuda.synchronize(index)
         torch._C._cuda_clearCublasWorkspaces()
         _former_peaks[index] = max(_former_peaks.get(index, 0), torch.cuda.max_memory_allocated(index))
@@ -293,8 +293,8 @@ def peak_recorded(device: DeviceLike) -> Iterator[PeakRecord]:
         finally:
             record.peak_bytes = torch.cuda.max_memory_allocated(index)
         return
-    if found.backend != "cpu":
-        raise UnsupportedCase(f"peaks are measured on cuda and cpu; {found.label} reports none")
+    if target.backend != "cpu":
+        raise UnsupportedCase(f"peaks are measured on cuda and cpu; {target.label} reports none")
     provider = registry.create("cpu")
     record = PeakRecord(provider.memory().allocated_bytes)
     with LiveSet("cpu") as live:
@@ -307,13 +307,13 @@ def peak_recorded(device: DeviceLike) -> Iterator[PeakRecord]:
 
 def available_bytes(device: DeviceLike = "auto") -> int:
     """Return the bytes that this process can still allocate within its limits, its own unused pool included."""
-    found = find_device(device)
-    info = registry.create(found.backend).memory(found.index)
+    target = find_device(device)
+    info = registry.create(target.backend).memory(target.index)
     room = info.free_bytes + info.reserved_bytes - info.allocated_bytes
-    limit_bytes = statistics(found).limit_bytes
+    limit_bytes = statistics(target).limit_bytes
     if limit_bytes is not None:
         room = min(room, limit_bytes - info.allocated_bytes)
-    if found.backend == "cpu":
+    if target.backend == "cpu":
         room = min(room, control_group_room())
     return max(0, room)
 
@@ -324,11 +324,11 @@ def trim(device: DeviceLike = "auto") -> int:
     Raises:
         ConfigError, BackendUnavailable: no such device.
     """
-    found = find_device(device)
-    provider = registry.create(found.backend)
-    before = provider.memory(found.index).reserved_bytes
-    provider.trim(found.index)
-    return max(0, before - provider.memory(found.index).reserved_bytes)
+    target = find_device(device)
+    provider = registry.create(target.backend)
+    before = provider.memory(target.index).reserved_bytes
+    provider.trim(target.index)
+    return max(0, before - provider.memory(target.index).reserved_bytes)
 
 
 # --- when it runs out ------------------------------------------------------------------------------------------------
@@ -362,25 +362,25 @@ def describe_out_of_memory(op: str, asked: int | BaseException | None, device: D
         asked: bytes requested, or the error of the allocation, or None.
         device: where memory ran out.
     """
-    found = find_device(device)
+    target = find_device(device)
     size = bytes_asked_by(asked) if isinstance(asked, BaseException) else asked
-    wanted = "an unknown size" if size is None else f"{size:,} bytes ({size_text(size)})"
+    size_asked = "an unknown size" if size is None else f"{size:,} bytes ({size_text(size)})"
     try:
-        figures = statistics(found)
-        owners = largest_owners(found, 5)
+        figures = statistics(target)
+        owners = largest_owners(target, 5)
     except RuntimeError as error:  # the device itself no longer answers
-        return f"{op}: out of memory on {found.label}; asked for {wanted}; no figures: {error}"
+        return f"{op}: out of memory on {target.label}; asked for {size_asked}; no figures: {error}"
     unused = figures.reserved_bytes - figures.allocated_bytes
     lines = [
-        f"{op}: out of memory on {found.label}",
-        f"  asked   {wanted}",
+        f"{op}: out of memory on {target.label}",
+        f"  asked   {size_asked}",
         f"  free    {figures.free_bytes:,} of {figures.total_bytes:,} bytes",
         f"  held    {figures.allocated_bytes:,} by this process, and {unused:,} unused in its pool",
     ]
     if figures.limit_bytes is not None:
         lines.append(f"  limit   {figures.limit_bytes:,} bytes for this process")
     lines += [f"  largest {owner}" for owner in owners]
-    lines += [f"  others  {text}" for text in _others(found, figures)]
+    lines += [f"  others  {text}" for text in _others(target, figures)]
     lines += [f"  try     {text}" for text in _advice(figures, unused, size)]
     return "\n".join(lines)
 

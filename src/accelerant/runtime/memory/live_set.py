@@ -169,7 +169,7 @@ class LiveSet(TorchDispatchMode):
         if _thread.paused:
             return result
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and not self._is_uncounted_alias(leaf, args):
+            if isinstance(leaf, Tensor) and (_key(leaf) in self._storages or not _is_alias(leaf, args)):
                 self._count(leaf)
         if self._watch is not None:
             self._watch(func.name(), args, result)
@@ -179,13 +179,6 @@ class LiveSet(TorchDispatchMode):
                 f"the limit is {self._limit:,}"
             )
         return result
-
-    def _is_uncounted_alias(self, tensor: Tensor, args: Sequence[Any]) -> bool:
-        """Return whether a result shares the storage of an argument that does not count."""
-        key = _key(tensor)
-        return key not in self._storages and any(
-            isinstance(leaf, Tensor) and _key(leaf) == key for leaf in pytree.tree_leaves(args)
-        )
 
     def _count(self, tensor: Tensor) -> None:
         if tensor.device.type != self._device_type:
@@ -230,6 +223,12 @@ def _key(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def _is_alias(tensor: Tensor, args: Sequence[Any]) -> bool:
+    """Return whether a result shares the storage of an argument."""
+    key = _key(tensor)
+    return any(isinstance(leaf, Tensor) and _key(leaf) == key for leaf in pytree.tree_leaves(args))
 
 
 def count(tree: Any) -> None:

@@ -53,34 +53,33 @@ def largest_owners(device: DeviceLike = "auto", n: int = 5) -> list[MemoryOwner]
     """
     if n < 0:
         raise ConfigError(f"n must be 0 or more, got {n}")
-    found = find_device(device)
+    target = find_device(device)
     largest: dict[int, tuple[int, Any]] = {}
     modules: list[nn.Module] = []
     optimizers: list[torch.optim.Optimizer] = []
-    for thing in gc.get_objects():
-        kind = type(thing)  # not isinstance, which would resolve lazy proxies
+    for candidate in gc.get_objects():
+        kind = type(candidate)  # not isinstance, which would resolve lazy proxies
         if issubclass(kind, Tensor):
-            storage = None if issubclass(kind, FakeTensor) else _tensor_storage(thing, found)
+            storage = None if issubclass(kind, FakeTensor) else _tensor_storage(candidate, target)
         elif issubclass(kind, Buffer):
-            storage = _buffer_storage(thing, found)
+            storage = _buffer_storage(candidate, target)
         else:
             if issubclass(kind, nn.Module):
-                modules.append(thing)
+                modules.append(candidate)
             elif issubclass(kind, torch.optim.Optimizer):
-                optimizers.append(thing)
+                optimizers.append(candidate)
             continue
-        if storage is not None and _extent(thing) > _extent(largest.get(storage[0], (0, None))[1]):
-            largest[storage[0]] = storage[1], thing
+        if storage is not None and _extent(candidate) > _extent(largest.get(storage[0], (0, None))[1]):
+            largest[storage[0]] = storage[1], candidate
     top = sorted(largest.values(), key=lambda pair: -pair[0])[:n]
     names = _names(modules, optimizers) if top else {}
     own = {id(pair) for pair in top}
-    return [_owner(size, thing, names, own) for size, thing in top]
+    return [_owner(size, candidate, names, own) for size, candidate in top]
 
 
 def _tensor_storage(tensor: Tensor, device: ComputeDevice) -> tuple[int, int] | None:
     """Return address and size of a tensor's storage, if it is on the device."""
-    where = tensor.device
-    if where.type != device.torch_type or (where.index or 0) != device.index:
+    if tensor.device.type != device.torch_type or (tensor.device.index or 0) != device.index:
         return None
     try:
         storage = tensor.untyped_storage()
@@ -97,11 +96,11 @@ def _buffer_storage(buffer: Buffer, device: ComputeDevice) -> tuple[int, int] | 
     return buffer.data_ptr(), buffer.size_bytes
 
 
-def _extent(thing: Any) -> int:
-    """Return the bytes of its storage that an object shows: of several views, the largest is reported."""
-    if thing is None:
+def _extent(candidate: Any) -> int:
+    """Return the bytes that a tensor or buffer shows of its storage; of several views, the largest is reported."""
+    if candidate is None:
         return -1
-    return int(thing.size_bytes if isinstance(thing, Buffer) else thing.numel() * thing.element_size())
+    return int(candidate.size_bytes if isinstance(candidate, Buffer) else candidate.numel() * candidate.element_size())
 
 
 def _names(modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[int, str]:
@@ -122,33 +121,33 @@ def _names(modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) ->
         for stepped, state in optimizer.state.items():
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, Tensor):
-                    of = names.get(id(stepped), "a parameter")
-                    names.setdefault(id(value), f"{type(optimizer).__name__} {key} of {of}")
+                    parameter_name = names.get(id(stepped), "a parameter")
+                    names.setdefault(id(value), f"{type(optimizer).__name__} {key} of {parameter_name}")
     return names
 
 
-def _owner(size: int, thing: Any, names: dict[int, str], own: set[int]) -> MemoryOwner:
-    kind = type(thing).__name__
-    held_by = names.get(id(thing)) or _referrer(thing, own)
-    if isinstance(thing, Buffer):
+def _owner(size: int, candidate: Any, names: dict[int, str], own: set[int]) -> MemoryOwner:
+    kind = type(candidate).__name__
+    held_by = names.get(id(candidate)) or _referrer(candidate, own)
+    if isinstance(candidate, Buffer):
         return MemoryOwner(size, (), "", kind, held_by)
-    return MemoryOwner(size, tuple(thing.shape), str(thing.dtype).removeprefix("torch."), kind, held_by)
+    return MemoryOwner(size, tuple(candidate.shape), str(candidate.dtype).removeprefix("torch."), kind, held_by)
 
 
-def _referrer(thing: Any, own: set[int]) -> str:
-    """Return the module variable, container or object that refers to a thing, other than those in `own`."""
+def _referrer(candidate: Any, own: set[int]) -> str:
+    """Return the module variable, container or object that refers to an object, other than those in `own`."""
     for name, module in list(sys.modules.items()):
         for variable, value in list(getattr(module, "__dict__", {}).items()):
-            if value is thing:
+            if value is candidate:
                 return f"{name}.{variable}"
-    for referrer in gc.get_referrers(thing):
+    for referrer in gc.get_referrers(candidate):
         if id(referrer) in own:
             continue
         if isinstance(referrer, (list, tuple, set)):
             return f"in a {type(referrer).__name__} of {len(referrer)}"
         inside = referrer if isinstance(referrer, dict) else getattr(referrer, "__dict__", {})
         for key, value in list(inside.items()):
-            if value is thing:
+            if value is candidate:
                 kind = type(referrer).__name__
                 return f"in a dict under {key!r}" if inside is referrer else f"{kind}.{key}"
     return ""

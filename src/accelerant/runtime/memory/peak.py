@@ -143,7 +143,17 @@ def predict_peak(
         UnsupportedCase: control flow or shapes depend on values, or an op has no fake implementation; names it.
     """
     step = ModelStep(target, call, backward)
-    return predict_step(step, lambda fake: _faked(fake, inputs), device_of(step, inputs), optimizer)
+
+    def fake_inputs(fake: FakeTensorMode) -> tuple[Any, ...]:
+        def as_fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return fake.from_tensor(leaf.detach().requires_grad_(leaf.requires_grad))
+
+        fakes: tuple[Any, ...] = pytree.tree_map(as_fake, inputs)
+        return fakes
+
+    return predict_step(step, fake_inputs, device_of(step, inputs), optimizer)
 
 
 def compare_peak(
@@ -177,7 +187,7 @@ def predict_step(
     """Predict as predict_peak does, with inputs that are made inside the fake mode and may have any size."""
     if optimizer is not None and not step.backward:
         raise ConfigError("an optimizer needs gradients; got backward=False")
-    rounding = _granularity(device)
+    rounding = CUDA_GRANULARITY if device.type == "cuda" else 1
     workspace = _Workspace(device, threads=2 if step.backward else 1)
     live = LiveSet(device.type, granularity=rounding, watch=workspace.see)
     after_forward: list[int] = []
@@ -217,18 +227,6 @@ def predict_step(
         total=peak + state_bytes + workspace.size_bytes,
         phase=phase,
     )
-
-
-def _granularity(device: torch.device) -> int:
-    return CUDA_GRANULARITY if device.type == "cuda" else 1
-
-
-def _faked(fake: FakeTensorMode, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    def of(leaf: Any) -> Any:
-        return fake.from_tensor(leaf.detach().requires_grad_(leaf.requires_grad)) if isinstance(leaf, Tensor) else leaf
-
-    made: tuple[Any, ...] = pytree.tree_map(of, inputs)
-    return made
 
 
 class _Workspace:
@@ -292,9 +290,9 @@ def _optimizer_bytes(optimizer: OptimizerLike, step: ModelStep, granularity: int
 def _on_meta(optimizer: OptimizerLike, own: list[nn.Parameter]) -> tuple[torch.optim.Optimizer, bool]:
     """Return the optimizer on parameters without memory and with empty state, and whether its step is one kernel."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        copied = copy_optimizer(optimizer, {id(parameter): _meta(parameter) for parameter in given})
-        cuda = any(parameter.device.type == "cuda" for parameter in given)
+        originals = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        copied = copy_optimizer(optimizer, {id(parameter): _meta(parameter) for parameter in originals})
+        cuda = any(parameter.device.type == "cuda" for parameter in originals)
     else:
         copied = _make_optimizer(optimizer, [_meta(parameter) for parameter in own])
         cuda = any(parameter.device.type == "cuda" for parameter in own)
@@ -312,10 +310,12 @@ def _on_meta(optimizer: OptimizerLike, own: list[nn.Parameter]) -> tuple[torch.o
 def _make_optimizer(
     optimizer: Callable[[list[nn.Parameter]], Any], parameters: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    made = optimizer(parameters)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer: wanted one, or what makes one from parameters; that made {type(made).__name__}")
-    return made
+    result = optimizer(parameters)
+    if not isinstance(result, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer: wanted one, or what makes one from parameters; that made {type(result).__name__}"
+        )
+    return result
 
 
 def copy_optimizer(optimizer: torch.optim.Optimizer, parameters: dict[int, nn.Parameter]) -> torch.optim.Optimizer:
@@ -329,9 +329,9 @@ def copy_optimizer(optimizer: torch.optim.Optimizer, parameters: dict[int, nn.Pa
 
 
 def _meta(parameter: nn.Parameter) -> nn.Parameter:
-    made = nn.Parameter(torch.empty_like(parameter, device="meta"))
-    made.grad = torch.empty_like(made)
-    return made
+    copied = nn.Parameter(torch.empty_like(parameter, device="meta"))
+    copied.grad = torch.empty_like(copied)
+    return copied
 
 
 # --- the real run ----------------------------------------------------------------------------------------------------
@@ -514,19 +514,19 @@ def run_step(
 
 def _leaves(roots: list[Tensor]) -> list[Tensor]:
     """Return the tensors whose gradients a backward pass from the roots accumulates."""
-    found = {id(root): root for root in roots if root.grad_fn is None}
+    leaves = {id(root): root for root in roots if root.grad_fn is None}
     waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
-            found.setdefault(id(variable), variable)
+            leaves.setdefault(id(variable), variable)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-    return list(found.values())
+    return list(leaves.values())
 
 
 def shadow_parameters(step: ModelStep) -> dict[str, Tensor]:
@@ -568,14 +568,14 @@ def with_batch(sample: Any, rows: int, device: torch.device | None = None) -> An
     if len(sizes) != 1 or 0 in sizes:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensor with dimensions"
         raise ShapeError(f"the first dimension of each tensor of the sample must be its batch; got {shapes}")
-    (given,) = sizes
+    (present,) = sizes
 
     def with_rows(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         moved = leaf.detach().to(device or leaf.device)
         if leaf.dim():
-            moved = moved.index_select(0, torch.arange(rows, device=moved.device) % given)
+            moved = moved.index_select(0, torch.arange(rows, device=moved.device) % present)
         return moved.requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(with_rows, sample)
@@ -592,7 +592,14 @@ def restored_state(step: ModelStep, device: torch.device) -> Iterator[None]:
         device: its device; "meta" if nothing runs on a device.
     """
     modules = list(step.target.modules()) if isinstance(step.target, nn.Module) else []
-    attributes = [(module, dict(vars(module)), _contents(module)) for module in modules]
+    attributes = [
+        (
+            module,
+            dict(vars(module)),
+            [(value, value.copy()) for value in vars(module).values() if isinstance(value, (list, dict, set))],
+        )
+        for module in modules
+    ]
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     with contextlib.ExitStack() as stack:
         stack.callback(_empty_caches, device, held)
@@ -601,12 +608,8 @@ def restored_state(step: ModelStep, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Return the module's containers, each with a copy of its content."""
-    return [(value, value.copy()) for value in vars(module).values() if isinstance(value, (list, dict, set))]
-
-
 def _restore_attributes(attributes: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]]) -> None:
+    """Restore modules from their former attributes, and the attributes' containers from copies of their content."""
     for module, before, contents in attributes:
         vars(module).clear()
         vars(module).update(before)
@@ -618,15 +621,15 @@ def _restore_attributes(attributes: list[tuple[nn.Module, dict[str, Any], list[t
 @contextmanager
 def _random_state(device: torch.device) -> Iterator[None]:
     python, numpy_state, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy_state)
         torch.set_rng_state(host)
-        if there is not None:
-            torch.cuda.set_rng_state(there, device)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state, device)
 
 
 def _empty_caches(device: torch.device, held_before: int) -> None:

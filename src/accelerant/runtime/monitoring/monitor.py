@@ -14,7 +14,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -113,8 +113,8 @@ def sample(device: ComputeDevice) -> Sample:
         reader = _readers.get(key)
         if reader is None:
             reader = _readers[key] = _new_reader(device)
-    found, reasons = reader.read(FIGURES)
-    return Sample(device.label, device.name, time.time(), **found, reasons=reasons)
+    figures, reasons = reader.read(FIGURES)
+    return Sample(device.label, device.name, time.time(), **figures, reasons=reasons)
 
 
 # --- a region --------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class _Sampler:
         self.reasons.update(reasons)
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        return [(each.seconds, each.figures[name]) for each in self.readings if name in each.figures]
+        return [(reading.seconds, reading.figures[name]) for reading in self.readings if name in reading.figures]
 
 
 @contextmanager
@@ -275,7 +275,8 @@ def _energy(measurement: Measurement, sampler: _Sampler) -> None:
     if len(counts) > 1 and counts[-1][1] > counts[0][1]:
         measurement.energy_j, measurement.energy_source = counts[-1][1] - counts[0][1], "counter"
     elif len(powers) > 1:
-        measurement.energy_j, measurement.energy_source = _integral(powers), "power"
+        joules = sum((t1 - t0) * (w0 + w1) / 2 for (t0, w0), (t1, w1) in itertools.pairwise(powers))  # trapezoidal rule
+        measurement.energy_j, measurement.energy_source = joules, "power"
     else:
         measurement.reasons["energy_j"] = sampler.reasons.get("energy_j", "the counter did not move")
         measurement.reasons["power_mean_w"] = measurement.reasons["energy_j"]
@@ -284,11 +285,6 @@ def _energy(measurement: Measurement, sampler: _Sampler) -> None:
     if measurement.energy_j is not None:
         first, last = sampler.readings[0], sampler.readings[-1]
         measurement.power_mean_w = measurement.energy_j / (last.seconds - first.seconds)
-
-
-def _integral(series: Sequence[tuple[float, float]]) -> float:
-    """Integrate by the trapezoidal rule."""
-    return sum((t1 - t0) * (w0 + w1) / 2 for (t0, w0), (t1, w1) in itertools.pairwise(series))
 
 
 def _temperature(measurement: Measurement, sampler: _Sampler) -> None:

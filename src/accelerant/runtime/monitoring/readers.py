@@ -105,17 +105,17 @@ class TableReader:
 
     def read(self, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
         """See Reader."""
-        found: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         reasons: dict[str, str] = {}
         for name in names:
             if name not in self._figures:
                 reasons[name] = self._otherwise
                 continue
             try:
-                found[name] = self._figures[name]()
+                figures[name] = self._figures[name]()
             except self._errors as error:
                 reasons[name] = str(error) or type(error).__name__
-        return found, reasons
+        return figures, reasons
 
 
 # --- NVIDIA ----------------------------------------------------------------------------------------------------------
@@ -163,9 +163,10 @@ def _nvml_reader(nvml: Any, handle: Any) -> Reader:
     def processes() -> tuple[ProcessMemory, ...]:
         by_pid: dict[int, ProcessMemory] = {}
         for list_of_kind in (nvml.nvmlDeviceGetGraphicsRunningProcesses, nvml.nvmlDeviceGetComputeRunningProcesses):
-            for each in list_of_kind(handle):
-                by_pid[each.pid] = ProcessMemory(each.pid, _nvml_name(nvml, each.pid), each.usedGpuMemory)
-        return tuple(sorted(by_pid.values(), key=lambda each: -(each.memory_bytes or 0)))
+            for process in list_of_kind(handle):
+                name = _nvml_name(nvml, process.pid)
+                by_pid[process.pid] = ProcessMemory(process.pid, name, process.usedGpuMemory)
+        return tuple(sorted(by_pid.values(), key=lambda process: -(process.memory_bytes or 0)))
 
     figures = {
         "utilisation_percent": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
@@ -228,7 +229,7 @@ class SmiReader:
         """Read figures as Reader.read does, with one or two processes a call."""
         known = [name for name in names if name in _SMI_FIELDS]
         reasons = {name: self._without for name in names if name not in _SMI_FIELDS and name != "processes"}
-        found: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         try:
             if known:
                 rows = self._query("gpu", [_SMI_FIELDS[name][0] for name in known])
@@ -237,16 +238,16 @@ class SmiReader:
                     if number is None:
                         reasons[name] = f"nvidia-smi says {cell}"
                     else:
-                        found[name] = number * _SMI_FIELDS[name][1]
+                        figures[name] = number * _SMI_FIELDS[name][1]
                         if name.endswith("_bytes"):
-                            found[name] = int(found[name])
+                            figures[name] = int(figures[name])
             if "processes" in names:
                 rows = self._query("compute-apps", ["pid", "process_name", "used_memory"])
-                found["processes"] = tuple(_smi_process(row) for row in rows)
+                figures["processes"] = tuple(_smi_process(row) for row in rows)
         except Absent as error:
-            reasons.update({name: str(error) for name in names if name not in found})
-        reasons.update({name: "nvidia-smi did not answer" for name in known if name not in found | reasons})
-        return found, reasons
+            reasons.update({name: str(error) for name in names if name not in figures})
+        reasons.update({name: "nvidia-smi did not answer" for name in known if name not in figures | reasons})
+        return figures, reasons
 
     def _query(self, what: str, fields: Sequence[str]) -> list[list[str]]:
         """Return the rows of the table that nvidia-smi prints."""
@@ -314,16 +315,13 @@ def amdsmi_reader(device: ComputeDevice) -> Reader:
 
     def energy() -> float:
         info = smi.amdsmi_get_energy_count(handle)  # the count was called "power" before ROCm 6.2.1
-        return (
-            _amd_number(info.get("energy_accumulator", info.get("power")))
-            * _amd_number(info["counter_resolution"])
-            / 1e6
-        )
+        count = _amd_number(info.get("energy_accumulator", info.get("power")))
+        return count * _amd_number(info["counter_resolution"]) / 1e6
 
     def processes() -> tuple[ProcessMemory, ...]:
         return tuple(
-            ProcessMemory(int(each["pid"]), each.get("name"), int(each["memory_usage"]["vram_mem"]))
-            for each in smi.amdsmi_get_gpu_process_list(handle)
+            ProcessMemory(int(process["pid"]), process.get("name"), int(process["memory_usage"]["vram_mem"]))
+            for process in smi.amdsmi_get_gpu_process_list(handle)
         )
 
     return TableReader(
@@ -427,7 +425,7 @@ class CpuReader:
 
     def _read_ticks(self) -> dict[str, tuple[int, int]]:
         """Return busy and total ticks of "cpu" and each "cpuN"; empty without /proc/stat."""
-        found = {}
+        ticks_by_name = {}
         try:
             lines = (self._proc / "stat").read_text().splitlines()
         except OSError:
@@ -436,8 +434,8 @@ class CpuReader:
             name, *cells = line.split()
             if name.startswith("cpu"):
                 ticks = [int(cell) for cell in cells[:8]]  # the rest is part of user time
-                found[name] = sum(ticks) - sum(ticks[3:5]), sum(ticks)  # idle, iowait
-        return found
+                ticks_by_name[name] = sum(ticks) - sum(ticks[3:5]), sum(ticks)  # idle, iowait
+        return ticks_by_name
 
     def _busy(self) -> dict[str, float]:
         """Return the percentage of busy time since the earlier reading."""
@@ -457,7 +455,9 @@ class CpuReader:
 
     def _energy(self) -> float:
         """Return the joules since the first call, summed over the packages."""
-        zones = [zone for zone in sorted(self._sys.glob("class/powercap/*:*")) if _is_package(zone)]
+        # A package is a whole socket; counting its parts as well would count twice.
+        zones = sorted(self._sys.glob("class/powercap/*:*"))
+        zones = [zone for zone in zones if _line(zone / "name").startswith("package")]
         counters = {zone / "energy_uj": zone / "max_energy_range_uj" for zone in zones}
         if not counters:
             raise Absent(f"no package has an energy counter under {self._sys / 'class/powercap'}")
@@ -483,17 +483,17 @@ class CpuReader:
 
     def _temperature(self) -> float:
         """Return the highest temperature of the CPU's sensors."""
-        found = []
+        celsius = []
         for monitor in sorted(self._sys.glob("class/hwmon/hwmon*")):
             if _line(monitor / "name") in _SENSORS:
-                found += [int(_line(path) or "0") / 1e3 for path in sorted(monitor.glob("temp*_input"))]
-        if not found:
+                celsius += [int(_line(path) or "0") / 1e3 for path in sorted(monitor.glob("temp*_input"))]
+        if not celsius:
             for zone in sorted(self._sys.glob("class/thermal/thermal_zone*")):
                 if re.search(r"pkg_temp|cpu", _line(zone / "type"), re.IGNORECASE):
-                    found.append(int(_line(zone / "temp") or "0") / 1e3)
-        if not found:
+                    celsius.append(int(_line(zone / "temp") or "0") / 1e3)
+        if not celsius:
             raise Absent(f"no CPU sensor under {self._sys / 'class/hwmon'} or {self._sys / 'class/thermal'}")
-        return max(found)
+        return max(celsius)
 
     # --- the rest ----------------------------------------------------------------------------------------------------
 
@@ -522,7 +522,8 @@ class CpuReader:
 
     def _processes(self) -> tuple[ProcessMemory, ...]:
         """Return the processes with the most resident memory."""
-        found = []
+        processes = []
+        page_bytes = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
         folders = [folder for folder in self._proc.iterdir() if folder.name.isdigit()]
         for folder in folders:
             try:
@@ -531,13 +532,8 @@ class CpuReader:
             except (OSError, IndexError, ValueError):  # it ended meanwhile
                 continue
             if pages:
-                found.append(ProcessMemory(int(folder.name), name, pages * _page_bytes()))
-        return tuple(sorted(found, key=lambda each: -(each.memory_bytes or 0))[:_PROCESSES])
-
-
-def _is_package(zone: Path) -> bool:
-    """Return whether a zone of powercap is a whole socket; counting its parts as well would count twice."""
-    return _line(zone / "name").startswith("package")
+                processes.append(ProcessMemory(int(folder.name), name, pages * page_bytes))
+        return tuple(sorted(processes, key=lambda process: -(process.memory_bytes or 0))[:_PROCESSES])
 
 
 def _line(path: Path) -> str:
@@ -545,7 +541,3 @@ def _line(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-def _page_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096

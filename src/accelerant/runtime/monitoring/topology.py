@@ -105,8 +105,11 @@ def topology(backend: str = "auto") -> Topology:
         ConfigError, BackendUnavailable: no such backend.
     """
     name = registry.choose(backend).backend
-    found = registry.create(name).devices()
-    return Topology(name, tuple(DeviceState(each, *free_memory(each)) for each in found), peer_access(name))
+    return Topology(name, _states(name), peer_access(name))
+
+
+def _states(backend: str) -> tuple[DeviceState, ...]:
+    return tuple(DeviceState(device, *free_memory(device)) for device in registry.create(backend).devices())
 
 
 def select_by_free_memory(backend: str = "auto", *, least_bytes: int = 0) -> ComputeDevice:
@@ -123,8 +126,7 @@ def select_by_free_memory(backend: str = "auto", *, least_bytes: int = 0) -> Com
     if least_bytes < 0:
         raise ConfigError(f"least_bytes must be 0 or more, got {least_bytes}")
     name = registry.choose(backend).backend
-    states = [DeviceState(each, *free_memory(each)) for each in registry.create(name).devices()]
-    best = max(states, key=lambda state: state.free_bytes)
+    best = max(_states(name), key=lambda state: state.free_bytes)
     if best.free_bytes < least_bytes:
         raise OutOfMemory(
             f"{least_bytes:,} bytes wanted on a device of {name}; the freest, {name}:{best.device.index}, "

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from math import prod
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +30,13 @@ from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Builder, Kernel, KernelSource, Resources
 from accelerant.runtime.host import host_memory, processor_name, usable_cores
 from accelerant.runtime.provider import (
+    SCALAR_CTYPES,
     Buffer,
     ComputeDevice,
     ComputeProvider,
+    CountedMemory,
     Event,
+    MemoryCounter,
     MemoryInfo,
     Pointer,
     check_device,
@@ -51,14 +54,6 @@ from accelerant.runtime.provider import (
 __all__ = ["CpuProvider"]
 
 _ALIGNMENT = 256
-_SCALARS: dict[str, Any] = {
-    "i32": ctypes.c_int32,
-    "u32": ctypes.c_uint32,
-    "i64": ctypes.c_int64,
-    "u64": ctypes.c_uint64,
-    "f32": ctypes.c_float,
-    "f64": ctypes.c_double,
-}
 _LEVEL = 3
 _PASSES = ("loop_vectorization", "slp_vectorization", "loop_unrolling")
 """LLVM's options for a kernel whose vectorisation and unrolling are left to it; part of the cache's key."""
@@ -71,23 +66,7 @@ eighth of the time of LLVM's level 3, whose code for large numbers is no faster,
 
 _LEAST_SHARE = 16384
 """The fewest indices worth another thread (a task switch is about 10 us) if an index costs about one addition. Builders
-of heavier kernels give their own number: see _HasLeastShare."""
-
-
-@runtime_checkable
-class _HasLeastShare(Protocol):
-    """A builder that gives the fewest indices, at least 1, worth a thread."""
-
-    @property
-    def least_share(self) -> int: ...
-
-
-@runtime_checkable
-class _StraightLine(Protocol):
-    """A builder that says whether its program needs _FEW_PASSES only."""
-
-    @property
-    def written_out(self) -> bool: ...
+of heavier kernels have an attribute `least_share`, at least 1. Those with a true `written_out` get _FEW_PASSES."""
 
 
 class _HostEvent(Event):
@@ -130,15 +109,13 @@ class CpuProvider(ComputeProvider):
     def __init__(self) -> None:
         self.cores = usable_cores()
         self._lock = threading.Lock()
-        self._counting = threading.RLock()  # _HostMemory.__del__ takes it, also in a thread that holds _lock
+        self._counter = MemoryCounter()
         self._pool: ThreadPoolExecutor | None = None
         self._pool_pid = 0
         self._target: Any = None
         self.wait_for: Callable[[str], None] | None = None
         self._linker: Any = None
         self._libraries = 0
-        self._allocated = 0
-        self._peak = 0
 
     def devices(self) -> list[ComputeDevice]:
         total = host_memory().get("MemTotal", 0)
@@ -163,8 +140,7 @@ class CpuProvider(ComputeProvider):
         except (MemoryError, ValueError):
             raise out_of_memory(size_bytes, "cpu", self.memory()) from None
         start = -storage.ctypes.data % _ALIGNMENT
-        held = _HostMemory(self, storage[start : start + size_bytes])
-        return Buffer(storage.ctypes.data + start, size_bytes, 0, held)
+        return Buffer(storage.ctypes.data + start, size_bytes, 0, _HostMemory(self._counter, storage, size_bytes))
 
     def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
         flat = host_bytes(array, out)
@@ -193,7 +169,7 @@ class CpuProvider(ComputeProvider):
         )
         address, library = self._load(binary, entry)
         kinds = source.entries[entry]
-        types = [ctypes.c_void_p if kind.startswith("*") else _SCALARS[kind] for kind in kinds]
+        types = [ctypes.c_void_p if kind.startswith("*") else SCALAR_CTYPES[kind] for kind in kinds]
         function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, *types)(address)
         function.library = library  # type: ignore[attr-defined]  # the code is in its memory
         return Kernel(
@@ -205,7 +181,7 @@ class CpuProvider(ComputeProvider):
             resources=binary.resources.get(entry, Resources()),
             compile_ms=(time.perf_counter() - began) * 1e3,
             from_cache=from_cache,
-            metadata={**binary.metadata, "least_share": _least_share(program)},
+            metadata={**binary.metadata, "least_share": getattr(program, "least_share", _LEAST_SHARE)},
             handle=function,
         )
 
@@ -247,10 +223,10 @@ class CpuProvider(ComputeProvider):
         total = info.get("MemTotal", 0)
         return MemoryInfo(
             total_bytes=total,
-            free_bytes=info.get("MemAvailable", max(0, total - self._allocated)),
-            allocated_bytes=self._allocated,
-            reserved_bytes=self._allocated,
-            peak_bytes=self._peak,
+            free_bytes=info.get("MemAvailable", max(0, total - self._counter.allocated_bytes)),
+            allocated_bytes=self._counter.allocated_bytes,
+            reserved_bytes=self._counter.allocated_bytes,
+            peak_bytes=self._counter.peak_bytes,
         )
 
     def trim(self, device: int = 0) -> None:
@@ -272,11 +248,6 @@ class CpuProvider(ComputeProvider):
             function(bounds[0], bounds[1], *values)
         finally:
             _join(futures)
-
-    def _count(self, size_bytes: int) -> None:
-        with self._counting:
-            self._allocated += size_bytes
-            self._peak = max(self._peak, self._allocated)
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -377,18 +348,10 @@ def _join(futures: Sequence[Future[None]]) -> None:
         raise raised
 
 
-class _HostMemory:
-    """Memory of a Buffer, counted while it lives."""
+class _HostMemory(CountedMemory):
+    """A NumPy array of bytes."""
 
-    __slots__ = ("provider", "storage")
-
-    def __init__(self, provider: CpuProvider, storage: npt.NDArray[np.uint8]) -> None:
-        self.provider = provider
-        self.storage = storage
-        provider._count(storage.nbytes)
-
-    def __del__(self) -> None:
-        self.provider._count(-self.storage.nbytes)
+    __slots__ = ()
 
 
 def _value(kernel: Kernel, position: int, kind: str, arg: Pointer | int | float) -> Any:
@@ -406,16 +369,13 @@ def _value(kernel: Kernel, position: int, kind: str, arg: Pointer | int | float)
     return check_scalar(kernel.name, position, kind, arg)
 
 
-def _least_share(program: str | Builder) -> int:
-    return program.least_share if isinstance(program, _HasLeastShare) else _LEAST_SHARE
-
-
 def _has_few(program: str | Builder) -> bool:
     """Return whether a program gets _FEW_PASSES; llvmlite before 0.45 lacks some of them."""
     from llvmlite.binding import ModulePassManager
 
-    written_out = isinstance(program, _StraightLine) and program.written_out
-    return written_out and all(hasattr(ModulePassManager, f"add_{name}_pass") for name in _FEW_PASSES)
+    return bool(getattr(program, "written_out", False)) and all(
+        hasattr(ModulePassManager, f"add_{name}_pass") for name in _FEW_PASSES
+    )
 
 
 def _llvm_version() -> str:

@@ -81,10 +81,10 @@ class CudaProvider(TorchProvider):
         super().__init__()
 
     def devices(self) -> list[ComputeDevice]:
-        found = []
+        listed = []
         for index in range(self._count):
             info = torch.cuda.get_device_properties(index)
-            found.append(
+            listed.append(
                 ComputeDevice(
                     backend="cuda",
                     index=index,
@@ -100,7 +100,7 @@ class CudaProvider(TorchProvider):
                     torch_type=self.torch_type,
                 )
             )
-        return found
+        return listed
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
         entry = pick_entry(source, entry)
@@ -137,13 +137,14 @@ class CudaProvider(TorchProvider):
     def memory(self, device: int = 0) -> MemoryInfo:
         check_device(self.name, device, self._count)
         free, total = torch.cuda.mem_get_info(device)
-        held = torch.cuda.memory_stats_as_nested_dict(device)  # each of torch's getters computes the whole dict
+        # One call: each of torch's getters computes the whole dict.
+        pool = torch.cuda.memory_stats_as_nested_dict(device)
         return MemoryInfo(
             total_bytes=total,
             free_bytes=free,
-            allocated_bytes=held["allocated_bytes"]["all"]["current"],
-            reserved_bytes=held["reserved_bytes"]["all"]["current"],
-            peak_bytes=held["allocated_bytes"]["all"]["peak"],
+            allocated_bytes=pool["allocated_bytes"]["all"]["current"],
+            reserved_bytes=pool["reserved_bytes"]["all"]["current"],
+            peak_bytes=pool["allocated_bytes"]["all"]["peak"],
         )
 
     def limit_fraction(self, fraction: float, device: ComputeDevice) -> None:
@@ -269,16 +270,16 @@ def _complete(reported: Resources, core: Any, shared_bytes: int, device: int) ->
     """Fill in from the driver what the compiler's log does not have."""
     from cuda.bindings import driver
 
-    def attribute_of(name: str) -> int | None:
-        attribute = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
-        code, value = driver.cuKernelGetAttribute(attribute, int(core.handle), device)
+    def attribute(name: str) -> int | None:
+        kind = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+        code, value = driver.cuKernelGetAttribute(kind, int(core.handle), device)
         return int(value) if code == driver.CUresult.CUDA_SUCCESS else None
 
     return Resources(
-        registers=attribute_of("NUM_REGS") if reported.registers is None else reported.registers,
+        registers=attribute("NUM_REGS") if reported.registers is None else reported.registers,
         spill_bytes=reported.spill_bytes,
-        stack_bytes=attribute_of("LOCAL_SIZE_BYTES") if reported.stack_bytes is None else reported.stack_bytes,
-        shared_bytes=shared_bytes or attribute_of("SHARED_SIZE_BYTES"),
+        stack_bytes=attribute("LOCAL_SIZE_BYTES") if reported.stack_bytes is None else reported.stack_bytes,
+        shared_bytes=shared_bytes or attribute("SHARED_SIZE_BYTES"),
     )
 
 

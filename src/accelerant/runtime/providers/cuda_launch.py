@@ -18,20 +18,11 @@ import torch
 
 from accelerant.config import launch_log
 from accelerant.errors import AccelerantError, CompileError, DeviceLost, LaunchError, OutOfMemory
-from accelerant.runtime.launches import noted, watched
 from accelerant.runtime.memory.live_set import predictions, predicts_here
-from accelerant.runtime.provider import check_scalar, log_launch
+from accelerant.runtime.provider import SCALAR_CTYPES, check_scalar, log_launch, noted, watched
 
 __all__ = ["LoadedKernel", "PackedLaunch", "PointedLaunch", "PreparedLaunch", "cuda_error", "load_error", "make_ready"]
 
-_CTYPES: dict[str, Any] = {
-    "i32": ctypes.c_int32,
-    "u32": ctypes.c_uint32,
-    "i64": ctypes.c_int64,
-    "u64": ctypes.c_uint64,
-    "f32": ctypes.c_float,
-    "f64": ctypes.c_double,
-}
 _CONFIGS_LIMIT = 1024
 
 _STICKY = re.compile(
@@ -374,7 +365,7 @@ def _converter(name: str, position: int, kind: str) -> Callable[[Any], Any] | No
         return None
     if kind == "struct":
         return lambda arg: ctypes.create_string_buffer(arg, len(arg))
-    ctype = _CTYPES.get(kind)
+    ctype = SCALAR_CTYPES.get(kind)
     if ctype is None:
         raise CompileError(f"kernel {name!r}, argument {position}: unknown argument type {kind!r}")
 

@@ -28,7 +28,9 @@ from accelerant.runtime.provider import (
     Buffer,
     ComputeDevice,
     ComputeProvider,
+    CountedMemory,
     Event,
+    MemoryCounter,
     MemoryInfo,
     Pointer,
     check_device,
@@ -114,10 +116,10 @@ class OpenclProvider(ComputeProvider):
         self._lock = threading.Lock()
 
     def devices(self) -> list[ComputeDevice]:
-        found = []
+        listed = []
         for index, opened in enumerate(self._devices):
             device = opened.device
-            found.append(
+            listed.append(
                 ComputeDevice(
                     backend="opencl",
                     index=index,
@@ -134,7 +136,7 @@ class OpenclProvider(ComputeProvider):
                     },
                 )
             )
-        return found
+        return listed
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
         opened = self._device(device)
@@ -143,10 +145,10 @@ class OpenclProvider(ComputeProvider):
         try:
             if size_bytes > opened.device.max_mem_alloc_size:
                 raise self._cl.MemoryError
-            held = _PooledMemory(opened, opened.pool.allocate(max(1, size_bytes)), size_bytes)
+            pooled = _PooledMemory(opened.counter, opened.pool.allocate(max(1, size_bytes)), size_bytes)
         except (self._cl.Error, MemoryError, OverflowError):
             raise out_of_memory(size_bytes, f"opencl:{device}", self.memory(device)) from None
-        return Buffer(held.memory.int_ptr, size_bytes, device, held)
+        return Buffer(pooled.memory.int_ptr, size_bytes, device, pooled)
 
     def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
         flat = host_bytes(array, out)
@@ -244,9 +246,9 @@ class OpenclProvider(ComputeProvider):
         return MemoryInfo(
             total_bytes=opened.device.global_mem_size,
             free_bytes=max(0, opened.device.global_mem_size - opened.pool.managed_bytes),
-            allocated_bytes=opened.allocated,
+            allocated_bytes=opened.counter.allocated_bytes,
             reserved_bytes=opened.pool.managed_bytes,
-            peak_bytes=opened.peak,
+            peak_bytes=opened.counter.peak_bytes,
         )
 
     def record_event(self, device: int = 0) -> Event:
@@ -303,27 +305,13 @@ class _OpenclDevice:
         self.queue = cl.CommandQueue(self.context, properties=cl.command_queue_properties.PROFILING_ENABLE)
         self.pool = MemoryPool(ImmediateAllocator(self.queue))
         self.identity = " ".join((device.platform.version, device.name, device.driver_version))
-        self.counting = threading.RLock()  # _PooledMemory.__del__ takes it, also in a thread that is counting
-        self.allocated = 0
-        self.peak = 0
-
-    def count(self, size_bytes: int) -> None:
-        with self.counting:
-            self.allocated += size_bytes
-            self.peak = max(self.peak, self.allocated)
+        self.counter = MemoryCounter()
 
 
-class _PooledMemory:
-    """Pooled memory of a Buffer, counted while it lives."""
+class _PooledMemory(CountedMemory):
+    """A block of pyopencl's pool."""
 
-    __slots__ = ("memory", "opened", "size_bytes")
-
-    def __init__(self, opened: _OpenclDevice, memory: Any, size_bytes: int) -> None:
-        self.opened, self.memory, self.size_bytes = opened, memory, size_bytes
-        opened.count(size_bytes)
-
-    def __del__(self) -> None:
-        self.opened.count(-self.size_bytes)
+    __slots__ = ()
 
 
 def _memory(buffer: Pointer, where: str) -> Any:

@@ -147,12 +147,15 @@ class Stream:
     @classmethod
     def current(cls, device: DeviceLike = "auto") -> Stream:
         """Return torch's current stream on the device; on the CPU, one that all callers share."""
-        found = _require_streams(find_device(device))
-        if found.backend == "cpu":
-            return _shared_host_stream(found)
+        target = _require_streams(find_device(device))
+        if target.backend == "cpu":
+            with _shared_lock:
+                if not _shared:
+                    _shared.append(Stream(target))
+                return _shared[0]
         stream = cls.__new__(cls)
-        stream.device = found
-        stream._cuda = torch.cuda.current_stream(found.index)
+        stream.device = target
+        stream._cuda = torch.cuda.current_stream(target.index)
         stream._prepare()
         return stream
 
@@ -236,14 +239,9 @@ class Stream:
 
 
 _shared: list[Stream] = []
+"""The CPU's stream that Stream.current returns, once it is made."""
+
 _shared_lock = threading.Lock()
-
-
-def _shared_host_stream(device: ComputeDevice) -> Stream:
-    with _shared_lock:
-        if not _shared:
-            _shared.append(Stream(device))
-        return _shared[0]
 
 
 def _require_streams(device: ComputeDevice) -> ComputeDevice:

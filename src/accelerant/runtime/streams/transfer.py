@@ -68,16 +68,16 @@ class StagingPool:
         """Copy flat bytes from pageable host memory to the device; returns when the last part is staged."""
         with self.lock:
             for begin in range(0, source.numel(), self.size_bytes):
-                piece = source[begin : begin + self.size_bytes]
+                part = source[begin : begin + self.size_bytes]
                 turn = self._next
                 self._next = (turn + 1) % len(self._buffers)
-                before = self._events[turn]
-                if before is not None:
-                    before.synchronize()
-                staged = self._buffers[turn][: piece.numel()]
-                staged.copy_(piece)
+                last_copy = self._events[turn]
+                if last_copy is not None:
+                    last_copy.synchronize()
+                staged = self._buffers[turn][: part.numel()]
+                staged.copy_(part)
                 with stream:
-                    target[begin : begin + piece.numel()].copy_(staged, non_blocking=True)
+                    target[begin : begin + part.numel()].copy_(staged, non_blocking=True)
                 self._events[turn] = stream.record()
 
 
@@ -246,8 +246,8 @@ def stream_chunks(
         UnsupportedDtype: a dtype that torch, or for the result NumPy, lacks.
         ConfigError: an invalid argument.
     """
-    given = [arrays] if isinstance(arrays, (np.ndarray, Tensor)) else list(arrays)
-    sources = [as_host(array, f"array {i}") for i, array in enumerate(given)]
+    inputs = [arrays] if isinstance(arrays, (np.ndarray, Tensor)) else list(arrays)
+    sources = [as_host(array, f"array {i}") for i, array in enumerate(inputs)]
     _check_rows(sources)
     if chunk_bytes is not None and chunk_bytes < 1:
         raise ConfigError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
@@ -256,7 +256,7 @@ def stream_chunks(
     outputs = None if out is None else [out] if isinstance(out, (np.ndarray, Tensor)) else list(out)
     targets = None if outputs is None else [as_host(array, f"out {i}", write=True) for i, array in enumerate(outputs)]
     pipeline = _Pipeline(fn, sources, device, chunk_bytes, None if atomic else targets)
-    pipeline.as_numpy = isinstance(given[0], np.ndarray)
+    pipeline.as_numpy = isinstance(inputs[0], np.ndarray)
     pipeline.expected = targets
     run = pipeline.run(timeout_s, progress)
     if targets is not None and atomic:
@@ -278,12 +278,12 @@ class _ChunkBuffers:
 
 @dataclass(slots=True)
 class _Flight:
-    """A chunk in flight: its rows, its marks, and the task that copies its rows to the result."""
+    """A chunk in flight: its rows, its events, and the task that copies its rows from pinned memory to the result."""
 
     buffers: _ChunkBuffers
     rows: range
     marks: list[Event]
-    home: Task[None] | None = None
+    unstaging: Task[None] | None = None
     values: tuple[Tensor, ...] = ()
 
 
@@ -313,7 +313,7 @@ class _Pipeline:
         self.record = ChunkedRun(rows=self.rows)
         self.first: Event | None = None
         self.flights: deque[_Flight] = deque()
-        self.home = ThreadPoolExecutor(1, thread_name_prefix="accelerant-unstage")
+        self.unstager = ThreadPoolExecutor(1, thread_name_prefix="accelerant-unstage")
 
     def run(self, timeout_s: float | None, progress: Callable[[int, int], object] | None) -> ChunkedRun:
         """Run all chunks; nothing is in flight afterwards, even after an error."""
@@ -324,7 +324,7 @@ class _Pipeline:
                 self.work.wait_stream(Stream.current(self.work.device))
                 spare = [self._new_buffers() for _ in range(min(_DEPTH, max(1, -(-self.rows // self.step))))]
                 for begin in range(0, max(1, self.rows), self.step):
-                    while not spare or (self.flights and self._is_home(self.flights[0])):
+                    while not spare or (self.flights and self._has_landed(self.flights[0])):
                         spare.append(self._land(progress))
                     self._check_time(began, timeout_s)
                     self.flights.append(self._start(spare.pop(), range(begin, min(begin + self.step, self.rows))))
@@ -354,7 +354,7 @@ class _Pipeline:
         left = self.outof.record()
         flight = _Flight(buffers, rows, [begun, arrived, ready, computed, leaving, left], values=values)
         if targets:
-            flight.home = self.home.submit(_copy_home, left, targets)
+            flight.unstaging = self.unstager.submit(_unstage, left, targets)
         self.first = self.first or begun
         self.record.chunks += 1
         self.record.bytes_in += sum(tensor.nbytes for tensor in inputs)
@@ -391,15 +391,15 @@ class _Pipeline:
                 target.copy_(value, non_blocking=True)
         return pending
 
-    def _is_home(self, flight: _Flight) -> bool:
-        return flight.marks[-1].done() if flight.home is None else flight.home.done()
+    def _has_landed(self, flight: _Flight) -> bool:
+        return flight.marks[-1].done() if flight.unstaging is None else flight.unstaging.done()
 
     def _land(self, progress: Callable[[int, int], object] | None) -> _ChunkBuffers:
         """Wait for the oldest chunk, add its times, and return its buffers."""
         flight = self.flights.popleft()
         flight.marks[-1].synchronize()
-        if flight.home is not None:
-            flight.home.result()
+        if flight.unstaging is not None:
+            flight.unstaging.result()
         begun, arrived, ready, computed, leaving, left = flight.marks
         self.record.copy_in_s += begun.elapsed_ms(arrived) / 1e3
         self.record.compute_s += ready.elapsed_ms(computed) / 1e3
@@ -416,7 +416,7 @@ class _Pipeline:
             for stream in (self.into, self.work, self.outof):
                 stream.synchronize()
         finally:
-            self.home.shutdown(wait=True)
+            self.unstager.shutdown(wait=True)
             self.flights.clear()
 
     # --- internals -----------------------------------------------------------------------------------------------
@@ -431,14 +431,16 @@ class _Pipeline:
         return min(self.rows, max(1, chunk_bytes // row))
 
     def _new_buffers(self) -> _ChunkBuffers:
-        def of(source: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+        def shape_of(source: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
             return (self.step, *source.shape[1:]), source.dtype
 
         with self.into:
-            inputs = [torch.empty(*shape, dtype=dtype, device=self.where) for shape, dtype in map(of, self.sources)]
+            inputs = [
+                torch.empty(*shape, dtype=dtype, device=self.where) for shape, dtype in map(shape_of, self.sources)
+            ]
         direct = [not self.cuda or (source.is_pinned() and source.is_contiguous()) for source in self.sources]
         staged = [
-            _pinned((0,), source.dtype) if skip else _pinned(*of(source))
+            _pinned((0,), source.dtype) if skip else _pinned(*shape_of(source))
             for source, skip in zip(self.sources, direct, strict=True)
         ]
         return _ChunkBuffers(inputs, staged)
@@ -465,13 +467,13 @@ class _Pipeline:
         return checked
 
     def _make_results(self, values: tuple[Tensor, ...]) -> None:
-        wanted = [((self.rows, *value.shape[1:]), value.dtype) for value in values]
+        kinds = [((self.rows, *value.shape[1:]), value.dtype) for value in values]
         if self.expected is not None:
-            had = [(tuple(target.shape), target.dtype) for target in self.expected]
-            if had != wanted:
-                raise ShapeError(f"out must be {_listed(wanted)}, got {_listed(had)}")
+            out_kinds = [(tuple(target.shape), target.dtype) for target in self.expected]
+            if out_kinds != kinds:
+                raise ShapeError(f"out must be {_listed(kinds)}, got {_listed(out_kinds)}")
         if not self.results:
-            self.results = [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
+            self.results = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
 
     def _check_time(self, began: float, timeout_s: float | None) -> None:
         passed = time.perf_counter() - began
@@ -482,7 +484,7 @@ class _Pipeline:
             )
 
 
-def _copy_home(left: Event, targets: list[tuple[Tensor, Tensor]]) -> None:
+def _unstage(left: Event, targets: list[tuple[Tensor, Tensor]]) -> None:
     """Copy a chunk's rows from pinned memory to the result."""
     left.synchronize()
     for staged, target in targets:
