@@ -1,4 +1,4 @@
-"""The command-line application: command groups, and exit statuses of errors.
+"""The command-line application: command groups, progress, and exit statuses of errors.
 
 Importing a group's module loads only its `register(app)`; its commands import torch and the rest of the library in
 their bodies, so that `--help` is quick.
@@ -9,6 +9,7 @@ Exit status: 0 done, 1 failed, 2 wrong usage or unusable input, 128 + n ended by
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -21,7 +22,7 @@ from accelerant.errors import AccelerantError, BackendUnavailable, ConfigError, 
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["GROUPS", "build_app", "exit_status", "main"]
+__all__ = ["GROUPS", "ProgressLine", "build_app", "exit_status", "main"]
 
 GROUPS = ("devices", "train", "data", "bench", "tune", "doctor", "top", "compile", "cache", "zk", "privacy")
 """Modules of this package whose `register(app)` adds the command of that name."""
@@ -74,6 +75,32 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(0)
         groups = args[:1] if args and args[0] in GROUPS else GROUPS  # importing the others takes up to 0.1 s
         build_app(groups)(args=args, prog_name="accelerant")
+
+
+class ProgressLine:
+    """Progress on stderr: one line that is overwritten on a terminal, else a line now and then.
+
+    An empty text clears the line.
+
+    Args:
+        every_s: least seconds between two lines, and before the first, where stderr is no terminal.
+    """
+
+    def __init__(self, every_s: float = 15.0) -> None:
+        self.live = sys.stderr.isatty()
+        self._every_s = every_s
+        self._last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        """Show a line."""
+        if self.live:
+            import shutil  # not needed by commands that show no progress
+
+            width = max(20, shutil.get_terminal_size().columns - 1)  # a longer line could not be overwritten
+            print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
+        elif text and time.monotonic() - self._last >= self._every_s:
+            self._last = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import functools
 import importlib
 import inspect
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 import typer
 from typer.core import TyperGroup
 
+from accelerant.cli.app import ProgressLine, exit_status
 from accelerant.errors import AccelerantError, ConfigError, FormatError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from accelerant.bench.record import Record
     from accelerant.bench.suite import Suite
 
-__all__ = ["ProgressLine", "check_writable", "register", "run_command"]
+__all__ = ["check_writable", "register", "run_command"]
 
 _SUITES = {
     "neural": "accelerant.bench.suites.neural:NeuralSuite",
@@ -111,8 +111,6 @@ def run_command(kind: type[Suite], arguments: list[str] | None = None) -> None:
     Args:
         arguments: without the program's name; the process's by default.
     """
-    from accelerant.cli.app import exit_status
-
     program = f"python -m {kind.__module__ if kind.__module__ != '__main__' else f'benchmarks.{kind.name}'}"
     with exit_status():
         _suite_app(kind, program)(args=sys.argv[1:] if arguments is None else arguments, prog_name=program)
@@ -369,31 +367,7 @@ def compare_records(
         raise typer.Exit(1)
 
 
-# --- progress and paths ----------------------------------------------------------------------------------------------
-
-
-class ProgressLine:
-    """Progress on stderr: one line that is overwritten on a terminal, else a line now and then.
-
-    An empty text clears the line.
-
-    Args:
-        every_s: least seconds between two lines, and before the first, where stderr is no terminal.
-    """
-
-    def __init__(self, every_s: float = 15.0) -> None:
-        self.live = sys.stderr.isatty()
-        self._every_s = every_s
-        self._last = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        """Show a line."""
-        if self.live:
-            width = max(20, shutil.get_terminal_size().columns - 1)  # a longer line could not be overwritten
-            print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
-        elif text and time.monotonic() - self._last >= self._every_s:
-            self._last = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
+# --- paths -----------------------------------------------------------------------------------------------------------
 
 
 def check_writable(name: str, path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from accelerant.cli.bench import ProgressLine
+from accelerant.cli.app import ProgressLine
 from accelerant.errors import AccelerantError, ConfigError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from accelerant.cli.bench import ProgressLine
+from accelerant.cli.app import ProgressLine
 
 if TYPE_CHECKING:
     from accelerant.bench.doctor import Check

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerant.cli.bench import ProgressLine, check_writable
+from accelerant.cli.app import ProgressLine
+from accelerant.cli.bench import check_writable
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import decode_json, write_atomic
 
