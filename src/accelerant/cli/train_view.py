@@ -94,7 +94,7 @@ class _Phase:
 
     @property
     def slow(self) -> bool:
-        """Whether it has lasted long enough to be shown."""
+        """True if it has lasted long enough to be shown."""
         return time.monotonic() - self._began > 1.0
 
     def within(self, inner: str, share: float) -> _Phase:

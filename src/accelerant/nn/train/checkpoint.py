@@ -110,7 +110,7 @@ class Checkpoints:
 
     @property
     def exist(self) -> bool:
-        """Whether there is a checkpoint, intact or not."""
+        """True if there is a checkpoint, intact or not."""
         return self.path.is_file() or self.previous.is_file()
 
     def save(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
@@ -276,7 +276,7 @@ class BestModel:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the last `patience` evaluations brought no better loss."""
+        """True if the last `patience` evaluations brought no better loss."""
         return 0 < self._patience <= self._worse
 
     def update(self, evaluation: Evaluation) -> bool:

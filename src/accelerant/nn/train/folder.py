@@ -66,7 +66,7 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether the run in the folder is finished."""
+        """True if the run in the folder is finished."""
         return self.summary.is_file()
 
     @property

@@ -313,7 +313,7 @@ class TrainStep(GraphedStep):
 
     @property
     def captured(self) -> bool:
-        """Whether steps of the last shapes are replays of a graph."""
+        """True if steps of the last shapes are replays of a graph."""
         return self._graph is not None
 
     def __call__(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:

@@ -37,7 +37,7 @@ _MAGIC = b"ACLTOKEN"
 _VERSION = 1
 _HEADER = 4096
 _FIXED = struct.Struct("<8sII32s")
-_CHUNK = 1 << 22  # bytes at once when all is read
+_CHUNK = 1 << 22  # bytes at a time in verify
 
 BYTES = "bytes"
 """Replaces the tokenizer's hash if tokens are bytes."""
