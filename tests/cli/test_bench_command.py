@@ -210,7 +210,7 @@ def test_a_folder_of_another_commit_is_refused_and_keeps_its_record(tmp_path, mo
     capsys.readouterr()
     monkeypatch.setenv("ACCELERANT_COMMIT", "another")
     assert status(*arguments, "--resume") == 2
-    assert "here it is 'another'; another folder starts anew" in capsys.readouterr().err
+    assert "here it is 'another'; name another folder to start over" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 

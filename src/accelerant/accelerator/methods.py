@@ -54,7 +54,7 @@ class Method:
 
 
 def _floats(*shapes: tuple[int, ...]) -> Callable[[torch.device, int], Tensors]:
-    """Return a maker of random float32 tensors; -1 stands for the number of rows."""
+    """Return a maker of random float32 tensors; -1 is replaced by the number of rows."""
 
     def make(device: torch.device, rows: int) -> Tensors:
         return tuple(torch.randn([rows if n < 0 else n for n in shape], device=device) for shape in shapes)

@@ -285,7 +285,7 @@ def _with_journal(run: Any, path: Path, resume: bool, options: dict[str, str]) -
     try:
         return replace(run, journal=Journal(path, run.record, resume=resume, options=options))
     except FormatError as error:  # a usage error writes nothing: the record in the folder stays
-        raise ConfigError(f"--resume: {error}; another folder starts anew") from None
+        raise ConfigError(f"--resume: {error}; name another folder to start over") from None
 
 
 def _show_cases(cases: Sequence[Any], json_output: bool) -> None:

@@ -105,7 +105,7 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Which implementation runs a case of an op, and why.
+    """The implementation that runs a case of an op, and the reason.
 
     Attributes:
         op, case, device: as text.

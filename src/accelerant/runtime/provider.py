@@ -545,8 +545,8 @@ def check_device(backend: str, index: int, count: int) -> None:
         ConfigError: names the range.
     """
     if not 0 <= index < count:
-        there = {0: "no device", 1: "one device, number 0"}.get(count, f"devices 0 to {count - 1}")
-        raise ConfigError(f"backend {backend!r} has {there}; got device {index}")
+        present = {0: "no device", 1: "one device, number 0"}.get(count, f"devices 0 to {count - 1}")
+        raise ConfigError(f"backend {backend!r} has {present}; got device {index}")
 
 
 _Owner = TypeVar("_Owner")

@@ -109,7 +109,7 @@ class Operation:
         self._cost = cost
         self._bucket = bucket or (lambda case: (*rounded(case.shape), *case.options))
         self._broken: dict[Case, dict[str, Exception]] = {}
-        self._sources = Sources([each.run for each in implementations])
+        self._sources = Sources([candidate.run for candidate in implementations])
         _operations[name] = self
 
     def __call__(self, case: Case, *args: Any) -> Any:
@@ -198,7 +198,9 @@ class Operation:
         """Return each implementation with its reason against the case, None where it serves it."""
         broken = self._broken.get(case, {})
         deterministic = rules().deterministic
-        return [(each, self._refusal(each, case, broken, deterministic)) for each in self.implementations]
+        return [
+            (candidate, self._refusal(candidate, case, broken, deterministic)) for candidate in self.implementations
+        ]
 
     def _refusal(
         self, implementation: Implementation, case: Case, broken: dict[str, Exception], deterministic: bool
@@ -288,16 +290,14 @@ class Operation:
         current = rules()
         key = key_of(self.name, case.dtype, self._bucket(case))
         known = choices().find(case.device, key, self._sources)
-        covered = known is not None and not known.table and all(known.covers(each.name) for each in serving)
+        covered = known is not None and not known.table and all(known.covers(candidate.name) for candidate in serving)
         if not current.race or current.deterministic or covered:
             return known, True
         if obstacle(case.device, args) is not None:
             return known, False
         runs = [(candidate.name, partial(candidate.run, *args)) for candidate in serving]
         outcome = race(runs, case.device, lost=registry.provider_of(case.device).lost)
-        if outcome is None:  # another thread is racing
-            return known, False
-        if not outcome.ms:  # every one failed: the call itself raises the error
+        if outcome is None or not outcome.ms:  # another thread is racing; or all failed, and the call raises the error
             return known, False
         failed = {name: reason_of(error) for name, error in outcome.failed.items()}
         measured = Measurement(outcome.ms, str(case), failed=failed, sources=self._sources())
@@ -320,7 +320,7 @@ class Operation:
         if chosen.group:
             reason += f"; its {'forward was' if self.pairs_with else 'backward will be'} {chosen.group}'s"
         tried = {name for name, _ in (*refused, *raced)} | {chosen.name}
-        not_tried = tuple(each.name for each in self.implementations if each.name not in tried)
+        not_tried = tuple(candidate.name for candidate in self.implementations if candidate.name not in tried)
         decision = Decision(
             self.name, str(case), str(case.device), chosen.name, chosen.own, refused, not_tried, reason, raced
         )
@@ -343,7 +343,7 @@ class Operation:
     # --- failures ----------------------------------------------------------------------------------------------------
 
     def _apply_policy(self, case: Case, plan: DispatchPlan) -> None:
-        """Before a call whose preferred implementation is broken: raise its error, or count the fallback and warn."""
+        """Raise the error of a broken preferred implementation, or count the fallback, as the setting says."""
         if settings().fallback == "forbid":
             raise self._described(copy.copy(plan.failed[0][1]), case)  # a copy: tracebacks would pile up
         for name, error in plan.failed:
@@ -374,7 +374,7 @@ class Operation:
             if plan.forced or settings().fallback == "forbid":
                 raise self._described(error, case)
             failed[name] = error
-            following = next((each for each in self.candidates(case) if each.name not in failed), None)
+            following = next((candidate for candidate in self.candidates(case) if candidate.name not in failed), None)
             if following is None:
                 raise self._described(error, case)
             traceback.clear_frames(error.__traceback__)  # its frames hold memory that may be what is lacking
@@ -389,12 +389,12 @@ class Operation:
             if start is not None:
                 _ledger.end(plan.record, start, plan.provider, plan.device_index)
             self._leave_out(case, failed)
-            for name, each in failed.items():
-                self._announce(case, name, following.name, each)
+            for name, failure in failed.items():
+                self._announce(case, name, following.name, failure)
             return plan, result
 
     def _leave_out(self, case: Case, failed: Mapping[str, Exception]) -> None:
-        """Leave out, from the next call of the case on, implementations that failed for another reason than memory."""
+        """Exclude implementations that failed for another reason than memory from later calls of the case."""
         lasting = {name: copy.copy(error) for name, error in failed.items() if not _is_transient(error)}
         if lasting:
             if len(self._broken) >= PLANS_LIMIT:
@@ -424,13 +424,13 @@ class Operation:
         described.__cause__ = error
         return described
 
-    def _announce(self, case: Case, wanted: str, ran: str, error: Exception) -> None:
+    def _announce(self, case: Case, preferred: str, ran: str, error: Exception) -> None:
         """Count a fallback, and warn the first time or as the policy says."""
-        fallback = FallbackRecord(self.name, f"{case} on {case.device}", wanted, ran, reason_of(error))
+        fallback = FallbackRecord(self.name, f"{case} on {case.device}", preferred, ran, reason_of(error))
         first = _ledger.fallback(fallback)
         if first or settings().fallback == "warn":
             warnings.warn(
-                f"{self.name} ({fallback.case}): {wanted} failed, {ran} ran instead. {fallback.reason}",
+                f"{self.name} ({fallback.case}): {preferred} failed, {ran} ran instead. {fallback.reason}",
                 FallbackWarning,
                 stacklevel=5,
             )
@@ -444,14 +444,14 @@ def _by_times(
     Returns:
         the implementation, the reason in words, the times, and which failed in that race, with their reasons.
     """
-    name = fastest(measured.ms, [each.name for each in serving]) if measured is not None else None
+    name = fastest(measured.ms, [candidate.name for candidate in serving]) if measured is not None else None
     if measured is None or name is None:
         return serving[0], "order of preference", (), ()
-    times = {each.name: measured.ms[each.name] for each in serving if each.name in measured.ms}
+    times = {candidate.name: measured.ms[candidate.name] for candidate in serving if candidate.name in measured.ms}
     failed = tuple(
-        (each.name, f"failed in the race of {measured.date}: {measured.failed[each.name]}")
-        for each in serving
-        if each.name in measured.failed
+        (candidate.name, f"failed in the race of {measured.date}: {measured.failed[candidate.name]}")
+        for candidate in serving
+        if candidate.name in measured.failed
     )
     others = ", ".join(f"{other} {ms:.4f} ms" for other, ms in times.items() if other != name)
     reason = f"raced {times[name]:.4f} ms" + (f" against {others}" if others else "")
@@ -463,7 +463,7 @@ def _by_times(
         reason = f"shipped table for {measured.table}, {reason}"
     else:
         reason += f" ({measured.date}, this device)"
-    return next(each for each in serving if each.name == name), reason, tuple(times.items()), failed
+    return next(candidate for candidate in serving if candidate.name == name), reason, tuple(times.items()), failed
 
 
 class _ArgumentsChangedError(Exception):
@@ -510,8 +510,8 @@ def force(**implementations: str) -> Iterator[None]:
         operation = _operations.get(op)
         if operation is None:
             raise ConfigError(f"there is no op {op!r}; there are {', '.join(sorted(_operations)) or 'none yet'}")
-        if name not in {each.name for each in operation.implementations}:
-            known = ", ".join(each.name for each in operation.implementations)
+        if name not in {candidate.name for candidate in operation.implementations}:
+            known = ", ".join(candidate.name for candidate in operation.implementations)
             raise ConfigError(f"{op} has the implementations {known}; got {name!r}")
     with override(implementation={**dict(settings().implementation), **implementations}):
         yield

@@ -1,7 +1,7 @@
 """CUDA graphs whose ops the ledger counts: captured once, counted at each replay.
 
 graph = Graph("step")
-y = graph.capture(model, x)      # each replay writes y anew
+y = graph.capture(model, x)      # each replay overwrites y
 x.copy_(following)
 graph.replay()
 """
@@ -88,7 +88,7 @@ class Graph:
             warm_up: calls before the capture; 0 if fn is known to be ready.
 
         Returns:
-            the result of fn, in memory that each replay writes anew.
+            the result of fn, in memory that each replay overwrites.
 
         Raises:
             LaunchError: a second capture.
