@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerant.runtime.files import MAX_DEPTH, AtomicFile, decode_json, write_atomic
@@ -19,6 +19,7 @@ _VALUES = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(_VALUES)
 def test_values_are_those_of_json(value):
     text = json.dumps(value)

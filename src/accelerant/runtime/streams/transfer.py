@@ -307,7 +307,7 @@ class _Pipeline:
         self.work = Stream(device)
         self.into, self.outof = Stream(self.work.device), Stream(self.work.device)
         self.cuda = self.work.device.backend == "cuda"
-        self.where = torch.device(self.work.device.torch_device)
+        self.torch_device = torch.device(self.work.device.torch_device)
         self.rows = sources[0].shape[0]
         self.step = self._rows_a_chunk(chunk_bytes)
         self.record = ChunkedRun(rows=self.rows)
@@ -318,7 +318,7 @@ class _Pipeline:
     def run(self, timeout_s: float | None, progress: Callable[[int, int], object] | None) -> ChunkedRun:
         """Run all chunks; nothing is in flight afterwards, even after an error."""
         began = time.perf_counter()
-        guard = torch.cuda.device(self.where) if self.cuda else nullcontext()
+        guard = torch.cuda.device(self.torch_device) if self.cuda else nullcontext()
         try:
             with torch.no_grad(), guard:
                 self.work.wait_stream(Stream.current(self.work.device))
@@ -436,7 +436,8 @@ class _Pipeline:
 
         with self.into:
             inputs = [
-                torch.empty(*shape, dtype=dtype, device=self.where) for shape, dtype in map(shape_of, self.sources)
+                torch.empty(*shape, dtype=dtype, device=self.torch_device)
+                for shape, dtype in map(shape_of, self.sources)
             ]
         direct = [not self.cuda or (source.is_pinned() and source.is_contiguous()) for source in self.sources]
         staged = [
