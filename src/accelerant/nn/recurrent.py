@@ -75,9 +75,8 @@ class _Recurrent(nn.RNNBase):
         bidirectional: bool = False,
     ) -> None:
         _check_sizes(type(self).__name__, inputs, hidden, layers, dropout)
-        super().__init__(  # type: ignore[misc]  # torch's LSTM and GRU set the mode themselves
-            inputs, hidden, layers, bias=bias, batch_first=True, dropout=dropout, bidirectional=bidirectional
-        )
+        initialize: Any = super().__init__  # of torch's LSTM or GRU, which sets the mode of RNNBase itself
+        initialize(inputs, hidden, layers, bias=bias, batch_first=True, dropout=dropout, bidirectional=bidirectional)
 
 
 class LSTM(_Recurrent, nn.LSTM):
