@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: run test test-slow lint unit gpu-test soak clean help
+.PHONY: run test test-slow lint unit coverage gpu-test soak clean help
 
 help:            ## what each target does
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -25,6 +25,9 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(B
 
 unit: $(VENV)/.installed-dev     ## the tests, but for the slow ones
 	$(PYTEST) -m "not slow" $(ARGS)
+
+coverage: $(VENV)/.installed-dev   ## the fast tests once more, with the share of lines that they run, by file
+	$(PYTEST) -m "not slow" --cov=accelerant --cov-report=term:skip-covered $(ARGS)
 
 test-slow: $(VENV)/.installed-dev  ## the tests that are marked as slow
 	$(PYTEST) -m "slow and not soak" $(ARGS)
