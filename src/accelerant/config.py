@@ -177,7 +177,7 @@ CHOICE_SETTINGS = frozenset({"race", "tune", "deterministic", "implementation", 
 
 
 class _LaunchLog:
-    """Whether kernel launches are logged: an attribute that launches read at no cost."""
+    """A flag for logging kernel launches, read by launches as a plain attribute."""
 
     __slots__ = ("enabled",)
 

@@ -41,7 +41,7 @@ class Group:
 
 @dataclass(slots=True)
 class ClippingPlan:
-    """What all passes of a clipper share.
+    """The settings that all passes of a clipper share.
 
     Attributes:
         names: of the parameters, by identity.

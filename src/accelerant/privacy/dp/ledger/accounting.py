@@ -177,7 +177,7 @@ def check_method(method: str) -> Method:
 
 
 class Release(NamedTuple):
-    """What one release costs, without its count: mechanism, noise and rate of Poisson sampling (1: none)."""
+    """The mechanism, noise and Poisson sampling rate (1: none) that determine the cost of one release."""
 
     mechanism: str
     noise_multiplier: float

@@ -38,7 +38,7 @@ _VARIANTS: Final = 8  # of one event, that differ in noise or delta alone; more 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What may be spent: epsilon at delta, by the accountant "pld" or "rdp".
+    """A limit on the privacy loss: epsilon at delta, by the accountant "pld" or "rdp".
 
     Raises:
         ConfigError: an invalid value.
