@@ -1,4 +1,4 @@
-"""Rules of CONTRIBUTING.md that a program can check: how docstrings begin, how long a module is, one name for one thing."""
+"""Rules of CONTRIBUTING.md that a program can check: docstring openings, module lengths, generic class names."""
 
 import ast
 import re
