@@ -123,8 +123,9 @@ def _catches_absence(handler):
 def _asked_for(condition):
     """Names in hasattr(module, "name") anywhere in a condition; "*" for a look at sys.platform or os.name."""
     for node in ast.walk(condition):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "hasattr":
-            yield ast.literal_eval(node.args[1])
+        called = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+        if called == "hasattr" and isinstance(node.args[1], ast.Constant):
+            yield node.args[1].value
         if isinstance(node, ast.Attribute) and (getattr(node.value, "id", ""), node.attr) in {
             ("sys", "platform"),
             ("os", "name"),

@@ -1,5 +1,6 @@
 """The suite dp on a CPU with tiny models: rows, shares, peers, noise, and what it refuses."""
 
+import importlib
 import json
 from dataclasses import replace
 
@@ -75,7 +76,7 @@ def test_noise_changes_the_losses_after_the_first_and_never_in_the_same_way(cpu)
 
 
 def test_the_preset_aims_at_a_share_of_its_speed_without_privacy(cpu, monkeypatch):
-    small = replace(dp_steps._TINY, context=8, layers=1, heads=1, width=16, batch_size=2, micro_batch=2)
+    small = dp_steps._TINY.replaced(context=8, layers=1, heads=1, width=16, batch_size=2, micro_batch=2)
     monkeypatch.setattr(dp_steps, "_TINY", small)
     plain, secure, philox = measured(cpu, case=("tiny",), against=("torch",)).rows  # no peer has its tied layer
     assert ", tied, " in plain.case
@@ -214,7 +215,12 @@ def test_a_peer_that_is_absent_leaves_a_row_that_says_so(cpu, monkeypatch):
     assert "torchcsprng" in record.notes[0]
 
 
+_import_module = importlib.import_module
+
+
 def _absent(name):
+    if name.partition(".")[0] in ("accelerant", "torch"):
+        return _import_module(name)
     raise ModuleNotFoundError(f"No module named {name!r}")
 
 

@@ -43,7 +43,10 @@ import numpy.typing as npt
 from accelerant.errors import CompileError, ConfigError, DeviceLost, LaunchError, OutOfMemory, ShapeError
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 
-__all__ = ["Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "Event", "MemoryInfo", "Pointer", "launches"]
+__all__ = [
+    "Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "CountedMemory", "Event", "Launches",
+    "MemoryCounter", "MemoryInfo", "Pointer", "launches", "noted",
+]  # fmt: skip
 
 ComputeBackend = str
 """The name of a backend: one of registry.BACKENDS."""
