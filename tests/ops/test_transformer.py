@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from accelerant.config import override
 from accelerant.ops._cases import draw
-from accelerant.ops.transformer import cases, ends, hopper, op, packed
+from accelerant.ops.transformer import cases, ends, hopper, op
 from accelerant.ops.transformer.block import (
     Attention,
     Block,
@@ -108,7 +108,7 @@ def test_dz_sums_of_each_example(examples, T, chosen):
 
 
 def test_many_partial_sums_take_narrow_strips(interpreted):
-    from accelerant.ops.transformer.launch import launch_join
+    from accelerant.ops.linear_gelu.launch import launch_join
 
     x = draw((300, 37), F32)
     close(launch_join(x, F32), x.double().sum(0), F32)
@@ -408,9 +408,9 @@ def test_product_with_gelus_gradient(shape):
 @pytest.mark.gpu
 def test_gradients_of_a_packed_product_are_written_in_place():
     qkv = draw((2, 256, 3, 4, 64), BF16, "cuda")
-    o, lse = packed.attend(qkv)
+    o, lse = op.attend(qkv)
     do = draw((2, 4, 256, 64), BF16, "cuda", 1)
-    found = packed.attend_backward(do, qkv, o, lse)
+    found = op.attend_backward(do, qkv, o, lse)
     with force(attention_packed_bwd="copied"):
-        copied = packed.attend_backward(do, qkv, o, lse)
+        copied = op.attend_backward(do, qkv, o, lse)
     close(found, copied.double(), BF16)

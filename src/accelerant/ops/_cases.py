@@ -21,6 +21,7 @@ __all__ = [
     "Subject",
     "Tolerance",
     "draw",
+    "specialised",
     "tolerances",
 ]
 
@@ -121,6 +122,16 @@ class Compilation:
             num_warps=self.num_warps,
             num_stages=self.num_stages,
         )
+
+
+def specialised(
+    kernel: TritonKernel, types: Mapping[str, str | None], constants: Mapping[str, Any], num_warps: int,
+    num_stages: int = 3,
+) -> Compilation:  # fmt: skip
+    """Return a Compilation; an argument whose type is None is an absent tensor."""
+    present = {name: kind for name, kind in types.items() if kind is not None}
+    absent = dict.fromkeys(types.keys() - present.keys())
+    return Compilation(kernel, present, {**constants, **dict(sorted(absent.items()))}, num_warps, num_stages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,21 @@ import functools
 import math
 import sys
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from accelerant.errors import LaunchError
+from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program, load
 from accelerant.ops._launch import ceil_div
 from accelerant.runtime.dispatch import Case
-from accelerant.runtime.providers.cuda_launch import make_ready
+from accelerant.runtime.providers.cuda_launch import PackedLaunch, make_ready
 
 __all__ = [
-    "PRODUCT_HEADER", "PRODUCT_THREADS", "LaunchCache", "is_hopper", "product_tiles", "readable", "refuses_device",
-    "refuses_product", "ring_bytes", "tensor_map",
+    "PRODUCT_HEADER", "PRODUCT_THREADS", "LaunchCache", "is_hopper", "pack", "product_program", "product_tiles",
+    "readable", "refuses_device", "refuses_product", "ring_bytes", "tensor_map",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -67,6 +69,18 @@ class LaunchCache(dict[tuple[Hashable, ...], T]):
         return launch
 
 
+def pack(
+    program: HopperProgram, kinds: tuple[str, ...], grid: int, args: Sequence[Any], device: int, together: bool = False
+) -> PackedLaunch:
+    """Prepare a launch of `grid` blocks; `together` as in LoadedKernel.pack.
+
+    Raises:
+        CompileError, LaunchError: see LoadedKernel.
+    """
+    launch: PackedLaunch = load(program, kinds, device).handle.pack((grid, 1, 1), args, device, together)
+    return launch
+
+
 # --- tensor maps -----------------------------------------------------------------------------------------------------
 
 _BOX_COLUMNS = 64  # 128 bytes, the width of the swizzle
@@ -96,12 +110,13 @@ def tensor_map(x: Tensor, rows: int) -> bytes:
     """Encode a tensor map of x with boxes of `rows` x 64 elements under the 128-byte swizzle.
 
     Args:
-        x: (B, H, S, D) of bfloat16 or float16, as `readable` returns it.
+        x: (B, H, S, D) or (S, D) of bfloat16 or float16, as `readable` returns it.
         rows: rows of S in a box, up to 256.
 
     Raises:
         LaunchError: the driver refuses the tensor.
     """
+    x = x[None, None] if x.dim() == 2 else x
     buffer = (ctypes.c_char * 192)()
     address = (ctypes.addressof(buffer) + 63) & -64  # the driver requires a multiple of 64
     make_ready()  # cuTensorMapEncodeTiled fails in a thread without a context
@@ -164,6 +179,17 @@ def refuses_product(case: Case) -> str | None:
 def ring_bytes(stages: int, tile_m: int, tile_n: int) -> int:
     """Return the shared memory of the ring of operand tiles in flight, barriers included."""
     return stages * (128 * (tile_m + tile_n) + 16)
+
+
+def product_program(
+    name: str, path: Path, dtype: torch.dtype, height: int, width: int, stages: int, shared_bytes: int,
+    **constants: int | str,
+) -> HopperProgram:  # fmt: skip
+    """Return the program text of a kernel whose tiles are 64 `height` rows by `width` columns."""
+    mma = Mma(width)
+    constants |= {"HEIGHT": height, "WIDTH": width, "STAGES": stages, "MMA": mma.name}
+    text = hopper_program(path, ELEMENTS[dtype], (mma,), constants, (PRODUCT_HEADER,))
+    return HopperProgram(name, text, PRODUCT_THREADS, shared_bytes)
 
 
 def product_tiles(M: int, N: int, K: int, tile_m: int, tile_n: int, group: int) -> tuple[int, int, int, int, int]:

@@ -133,6 +133,7 @@ class HopperProgram:
         return KernelSource(self.name, {"cuda": self}, {self.name: kinds}, targets=("sm_90a",))
 
 
+@functools.cache
 def load(program: HopperProgram, kinds: tuple[str, ...], device: int) -> Kernel:
     """Return the kernel on a device, from the disk cache or compiled; raises CompileError with NVRTC's log."""
     from accelerant.runtime import registry

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper.launch import LaunchCache, readable, tensor_map
-from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program, load
+from accelerant.ops._hopper.launch import LaunchCache, pack, readable, tensor_map
+from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program
 from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.ops.attention.hopper_fwd import refuses_heads
 from accelerant.ops.attention.launch import as_laid, like
-from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
+from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
 __all__ = [
     "KINDS", "PARTS", "BackwardPlan", "Shares", "launch_hopper", "plan_for", "program", "refuses", "shares_for",
@@ -189,12 +189,7 @@ def program(plan: BackwardPlan, dtype: torch.dtype, causal: bool, part: str = PA
     return HopperProgram(part, text, 384 if main else 256, plan.shared_bytes if main else 0)
 
 
-@functools.cache
-def _kernel(plan: BackwardPlan, dtype: torch.dtype, causal: bool, part: str, device: int) -> Kernel:
-    return load(program(plan, dtype, causal, part), KINDS, device)
-
-
-_launches: LaunchCache[tuple[Any, ...]] = LaunchCache()
+_launches: LaunchCache[tuple[PackedLaunch, ...]] = LaunchCache()
 
 
 def launch_hopper(
@@ -250,7 +245,7 @@ def launch_hopper(
 def _prepare(
     plan: BackwardPlan, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, Tensor, Tensor], space: Tensor,
     space_sizes: tuple[int, int], causal: bool, scale: float,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[PackedLaunch, ...]:  # fmt: skip
     """Prepare the launches; their arguments are struct RowsJob and struct Job of hopper_bwd.cu."""
     do, q, k, v, o, lse = inputs
     B, Hq, S, D = q.shape
@@ -273,13 +268,9 @@ def _prepare(
     job = maps + struct.pack("=8Q9q11i2f", *outputs, *strides, *sizes, scale, scale * math.log2(math.e))
     job += bytes(-len(job) % 64)
 
-    def pack(part: str, grid: int, argument: bytes, together: bool = False) -> Any:
-        return _kernel(plan, q.dtype, causal, part, device).handle.pack((grid, 1, 1), (argument,), device, together)
-
-    launches = [
-        pack(PARTS[1], shares.first * blocks, rows),
-        pack(PARTS[0], shares.grid + shares.helpers, job, plan.sums == "shared"),
-    ]
-    if plan.sums == "added":
-        launches.append(pack(PARTS[2], B * Hq * tiles, job))
-    return tuple(launches)
+    main, by_rows, by_dq = (program(plan, q.dtype, causal, part) for part in PARTS)
+    launches = (
+        pack(by_rows, KINDS, shares.first * blocks, (rows,), device),
+        pack(main, KINDS, shares.grid + shares.helpers, (job,), device, plan.sums == "shared"),
+    )
+    return (*launches, pack(by_dq, KINDS, B * Hq * tiles, (job,), device)) if plan.sums == "added" else launches

@@ -6,21 +6,18 @@ import ctypes
 import functools
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper.launch import LaunchCache, readable, refuses_device, tensor_map
-from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program, load
+from accelerant.ops._hopper.launch import LaunchCache, pack, readable, refuses_device, tensor_map
+from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program
 from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.ops.attention.launch import like
-from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
+from accelerant.runtime.providers.cuda_launch import PackedLaunch
 from accelerant.runtime.streams.stream import capturing
-
-if TYPE_CHECKING:
-    from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
 __all__ = ["KINDS", "PLANS", "ForwardPlan", "launch_hopper", "plan_for", "program", "refuses", "refuses_heads"]
 
@@ -118,11 +115,6 @@ def program(plan: ForwardPlan, dtype: torch.dtype, causal: bool) -> HopperProgra
     return HopperProgram("attention_fwd", text, 128 * (plan.warpgroups + 1), plan.shared_bytes)
 
 
-@functools.cache
-def _kernel(plan: ForwardPlan, dtype: torch.dtype, causal: bool, device: int) -> Kernel:
-    return load(program(plan, dtype, causal), KINDS, device)
-
-
 _TICKETS = 1 << 16
 _tickets_lock = threading.Lock()
 _tickets: dict[int, Tensor] = {}  # device -> counters, all 0
@@ -205,7 +197,6 @@ def _prepare(
 ) -> PackedLaunch:
     B, Hq, S, D = q.shape
     Hkv, Skv = k.shape[1:3]
-    device = q.get_device()
     plan = plan_for(S, D)
     share, tiles = Hq // Hkv, ceil_div(S, plan.tile_m)
     group = min(B * Hq, share * max(1, _GROUP_BYTES // (4 * Skv * D)))
@@ -213,6 +204,4 @@ def _prepare(
     shape = (ctypes.c_int32 * 8)(B, Hq, share, S, Skv, tiles, group, items)
     maps = [tensor_map(x, rows) for x, rows in ((q, plan.tile_m), (k, plan.block_n), (v, plan.block_n), (o, 16))]
     args = (*maps, lse, ticket, bytes(shape), scale * _LOG2_E)
-    grid = (min(items, multiprocessors(q.device)), 1, 1)
-    launch: PackedLaunch = _kernel(plan, q.dtype, causal, device).handle.pack(grid, args, device)
-    return launch
+    return pack(program(plan, q.dtype, causal), KINDS, min(items, multiprocessors(q.device)), args, q.get_device())

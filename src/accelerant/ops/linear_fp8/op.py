@@ -25,7 +25,7 @@ from accelerant.errors import ShapeError
 from accelerant.ops._launch import triton_operation
 from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.ops.linear_fp8 import launch, reference
-from accelerant.ops.transformer.launch import launch_join
+from accelerant.ops.linear_gelu.launch import launch_join
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 

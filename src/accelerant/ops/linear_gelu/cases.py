@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
-from accelerant.ops.linear_gelu.launch import BACKWARD, BIAS, HOPPER_PLANS, SMALL_PLAN, GeluTilePlan
+from accelerant.ops._cases import Benchmark, Compilation, Sample, specialised, tolerances
+from accelerant.ops.linear_gelu.launch import BACKWARD, BIAS, HOPPER_PLANS, JOINS, SMALL_PLAN, GeluTilePlan
 from accelerant.ops.linear_gelu.launch import KERNELS as _KERNELS
 
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "RUNS", "SAMPLES", "TOLERANCES"]
@@ -54,22 +54,22 @@ TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(1e-5, 1e-5), float16=(4
 
 def _forward(plan: GeluTilePlan, kind: str = "*bf16", *, tanh: bool = True, keep: bool = False) -> Compilation:
     types = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "y_ptr"), kind) | dict.fromkeys("MNK", "i32")
-    fixed: dict[str, object] = {**plan.constants(plan.block_k, tanh=tanh, upcast=False)}
-    if keep:
-        types["z_ptr"] = kind
-    else:
-        fixed["z_ptr"] = None
+    fixed = plan.constants(plan.block_k, tanh=tanh, upcast=False)
     kernel = _KERNELS["fwd_persistent" if plan.persistent else "fwd"]
-    return Compilation(kernel, types, fixed, plan.num_warps, plan.stages)
+    return specialised(kernel, types | {"z_ptr": kind if keep else None}, fixed, plan.num_warps, plan.stages)
 
 
-def _backward(*, tanh: bool) -> Compilation:
-    types = {**dict.fromkeys(("dy_ptr", "z_ptr", "dz_ptr"), "*bf16"), "partial_ptr": "*fp32"}
-    types |= dict.fromkeys(("M", "N", "dy_stride", "span"), "i32")
-    return Compilation(_KERNELS["bwd"], types, {"TANH": tanh, "BLOCK_M": BACKWARD[0], "BLOCK_N": BACKWARD[1]}, 4)
+def _backward(*, tanh: bool, kind: str = "*bf16", activation: bool = False) -> Compilation:
+    pointers = dict.fromkeys(("dy_ptr", "z_ptr", "dz_ptr"), kind) | {"partial_ptr": "*fp32"}
+    types = pointers | {"a_ptr": kind if activation else None} | dict.fromkeys(("M", "N", "dy_stride", "span"), "i32")
+    return specialised(_KERNELS["bwd"], types, {"TANH": tanh, "BLOCK_M": BACKWARD[0], "BLOCK_N": BACKWARD[1]}, 4)
 
 
-_BIAS_TYPES = {"partial_ptr": "*fp32", "dbias_ptr": "*bf16", "P": "i32", "N": "i32"}
+def _join(rows: int, columns: int, kind: str = "*fp32") -> Compilation:
+    types = {"partial_ptr": "*fp32", "sums_ptr": kind, "P": "i32", "N": "i32"}
+    return Compilation(_KERNELS["join"], types, {"BLOCK_P": rows, "BLOCK_N": columns}, 4)
+
+
 KERNELS = (
     _forward(SMALL_PLAN),
     _forward(GeluTilePlan(128, 128, 32, 8, 3, persistent=True)),
@@ -77,5 +77,8 @@ KERNELS = (
     _forward(HOPPER_PLANS[0], "*fp16", tanh=False, keep=True),
     _backward(tanh=True),
     _backward(tanh=False),
-    Compilation(_KERNELS["bias"], _BIAS_TYPES, {"BLOCK_P": BIAS[0], "BLOCK_N": BIAS[1]}, 4),
+    _backward(tanh=True, activation=True),
+    _backward(tanh=False, kind="*fp32", activation=True),
+    _join(*BIAS, kind="*bf16"),
+    *(_join(*block) for block in JOINS),
 )

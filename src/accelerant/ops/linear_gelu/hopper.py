@@ -7,26 +7,14 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper.launch import (
-    PRODUCT_HEADER,
-    PRODUCT_THREADS,
-    LaunchCache,
-    product_tiles,
-    readable,
-    ring_bytes,
-    tensor_map,
-)
-from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program, load
+from accelerant.ops._hopper import launch as hopper
+from accelerant.ops._hopper.program import HopperProgram
 from accelerant.ops._launch import ceil_div, multiprocessors
-from accelerant.runtime.compilation.kernel import Kernel
-
-if TYPE_CHECKING:
-    from accelerant.runtime.providers.cuda_launch import PackedLaunch
+from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
 __all__ = ["KINDS", "PLANS", "GeluHopperPlan", "launch_hopper", "plan_for", "program"]
 
@@ -63,7 +51,7 @@ class GeluHopperPlan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: operand tiles in flight, output buffers, two tiles' parts of the bias."""
-        return ring_bytes(self.stages, self.tile_m, self.width) + 8 * 2048 * self.slots + 1024
+        return hopper.ring_bytes(self.stages, self.tile_m, self.width) + 8 * 2048 * self.slots + 1024
 
 
 PLANS = (GeluHopperPlan(2, 128, 6), GeluHopperPlan(2, 192, 4, slots=4))
@@ -82,37 +70,23 @@ def plan_for(M: int, N: int, multiprocessors: int) -> GeluHopperPlan:
 @functools.cache
 def program(plan: GeluHopperPlan, dtype: torch.dtype, tanh: bool, keep: bool) -> HopperProgram:
     """Return the program text of a variant."""
-    mma = Mma(plan.width)
-    constants: dict[str, int | str] = {
-        "HEIGHT": plan.height, "WIDTH": plan.width, "STAGES": plan.stages, "SLOTS": plan.slots, "MMA": mma.name,
-        "TANH": int(tanh), "KEEP": int(keep), "IS_BF16": int(dtype == torch.bfloat16), "GIVE": 40, "TAKE": 232,
-    }  # fmt: skip
-    text = hopper_program(_FILE, ELEMENTS[dtype], (mma,), constants, (PRODUCT_HEADER,))
-    return HopperProgram("linear_gelu", text, PRODUCT_THREADS, plan.shared_bytes)
+    return hopper.product_program(
+        "linear_gelu", _FILE, dtype, plan.height, plan.width, plan.stages, plan.shared_bytes, SLOTS=plan.slots,
+        TANH=int(tanh), KEEP=int(keep), IS_BF16=int(dtype == torch.bfloat16), GIVE=40, TAKE=232,
+    )  # fmt: skip
 
 
-@functools.cache
-def _kernel(plan: GeluHopperPlan, dtype: torch.dtype, tanh: bool, keep: bool, device: int) -> Kernel:
-    return load(program(plan, dtype, tanh, keep), KINDS, device)
-
-
-_launches: LaunchCache[PackedLaunch] = LaunchCache()
+_launches: hopper.LaunchCache[PackedLaunch] = hopper.LaunchCache()
 
 
 def launch_hopper(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    approximate: str,
-    keep: bool = True,
+    x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool = True,
     plan: GeluHopperPlan | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the kernel on the current stream.
 
     Args:
-        x: (M, K).
-        weight: (N, K).
-        bias: (N,), or None.
+        x, weight, bias: (M, K), (N, K), and (N,) or None.
         approximate: "none" or "tanh".
         keep: whether to store the pre-activation z.
         plan: the variant; None for plan_for's.
@@ -123,7 +97,7 @@ def launch_hopper(
     Raises:
         CompileError, LaunchError: see LoadedKernel.
     """
-    x, weight = readable(x), readable(weight)
+    x, weight = hopper.readable(x), hopper.readable(weight)
     if bias is not None and (bias.stride(0) != 1 or bias.data_ptr() % 4):
         bias = bias.clone(memory_format=torch.contiguous_format)
     M, N = x.shape[0], weight.shape[0]
@@ -147,11 +121,9 @@ def _prepare(
     (M, K), N = x.shape, weight.shape[0]
     device, processors = x.get_device(), multiprocessors(x.device)
     plan = plan or plan_for(M, N, processors)
-    tiles = product_tiles(M, N, K, plan.tile_m, plan.width, plan.group)
+    tiles = hopper.product_tiles(M, N, K, plan.tile_m, plan.width, plan.group)
     shape = (ctypes.c_int32 * 6)(0 if bias is None else N, *tiles)
     boxes = ((x, plan.tile_m), (weight, plan.width), (y, _STORED_ROWS), (y if z is None else z, _STORED_ROWS))
-    maps = [tensor_map(matrix[None, None], rows) for matrix, rows in boxes]
-    kernel = _kernel(dataclasses.replace(plan, group=0), x.dtype, approximate == "tanh", z is not None, device)
-    args = (*maps, x if bias is None else bias, bytes(shape))
-    launch: PackedLaunch = kernel.handle.pack((min(tiles[-1], processors), 1, 1), args, device)
-    return launch
+    args = (*(hopper.tensor_map(*box) for box in boxes), x if bias is None else bias, bytes(shape))
+    variant = program(dataclasses.replace(plan, group=0), x.dtype, approximate == "tanh", z is not None)
+    return hopper.pack(variant, KINDS, min(tiles[-1], processors), args, device)

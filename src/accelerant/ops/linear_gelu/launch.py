@@ -15,11 +15,11 @@ from accelerant.runtime.dispatch.choices import rounded
 from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
-    "BACKWARD", "BIAS", "HOPPER_PLANS", "KERNELS", "PLANS", "SMALL_PLAN", "TUNED", "GeluTilePlan", "launch_dz",
-    "launch_forward", "tile_plan",
+    "BACKWARD", "BIAS", "HOPPER_PLANS", "JOINS", "KERNELS", "PLANS", "SMALL_PLAN", "TUNED", "GeluTilePlan",
+    "launch_dz", "launch_forward", "launch_join", "spans", "tile_plan",
 ]  # fmt: skip
 
-_NAMES = ("fwd", "fwd_persistent", "bwd", "bias")
+_NAMES = ("fwd", "fwd_persistent", "bwd", "join")
 KERNELS = {name: TritonKernel("accelerant.ops.linear_gelu.triton_kernels", f"linear_gelu_{name}") for name in _NAMES}
 
 
@@ -77,6 +77,9 @@ _MIN_SPAN = 128
 _MAX_PARTS = 256
 BIAS = (32, 64)
 """Rows and columns of a step of the kernel that adds the partial sums of the bias gradient."""
+
+JOINS = ((64, 16), (256, 16))
+"""The same for other partial sums, for few rows and for more; narrow strips fill the device."""
 
 _INTERPRETED, _FLOAT32, _SMALL, _HOPPER = range(4)  # kinds of plan
 
@@ -152,26 +155,38 @@ def launch_forward(
     return y, z
 
 
-def launch_dz(dy: Tensor, z: Tensor, approximate: str, bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Return dz (M, N), and the gradient of the bias if it has a dtype."""
+def spans(M: int, max_parts: int) -> tuple[int, int]:
+    """Return the rows of each part of M rows whose columns are summed apart, and the number of parts."""
+    span = max(_MIN_SPAN, ceil_div(ceil_div(M, max_parts), BACKWARD[0]) * BACKWARD[0])
+    return span, ceil_div(M, span)
+
+
+def launch_dz(
+    dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None, *, activation: bool = False,
+    join: tuple[int, int] | None = BIAS,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return dz (M, N), gelu(z) if `activation`, and the sums of dz's columns in a dtype unless None."""
     M, N = z.shape
-    dz = torch.empty_like(z)
+    dz, a = torch.empty_like(z), torch.empty_like(z) if activation else None
     if not M or not N:
-        return dz, None if bias_dtype is None else z.new_zeros(N, dtype=bias_dtype)
-    block_m, block_n = BACKWARD
-    span = max(_MIN_SPAN, ceil_div(ceil_div(M, _MAX_PARTS), block_m) * block_m)
-    parts = ceil_div(M, span)
-    sums = None if bias_dtype is None else torch.empty(parts, N, dtype=torch.float32, device=z.device)
+        return dz, a, None if sums is None else z.new_zeros(N, dtype=sums)
     rows, stride = as_rows(dy, N)
+    span, parts = spans(M, _MAX_PARTS)
+    partial = None if sums is None else torch.empty(parts, N, dtype=torch.float32, device=z.device)
     KERNELS["bwd"].launch(
-        (parts * ceil_div(N, block_n),),
-        (rows, z, dz, sums, M, N, stride, span),
-        {"TANH": approximate == "tanh", "BLOCK_M": block_m, "BLOCK_N": block_n},
+        (parts * ceil_div(N, BACKWARD[1]),),
+        (rows, z, dz, a, partial, M, N, stride, span),
+        {"TANH": approximate == "tanh", "BLOCK_M": BACKWARD[0], "BLOCK_N": BACKWARD[1]},
         num_warps=_BACKWARD_WARPS,
     )
-    if sums is None:
-        return dz, None
-    dbias = torch.empty(N, dtype=bias_dtype, device=z.device)
-    fixed = {"BLOCK_P": BIAS[0], "BLOCK_N": BIAS[1]}
-    KERNELS["bias"].launch((ceil_div(N, BIAS[1]),), (sums, dbias, parts, N), fixed, num_warps=4)
-    return dz, dbias
+    return dz, a, None if partial is None or sums is None else launch_join(partial, sums, join)
+
+
+def launch_join(partial: Tensor, dtype: torch.dtype, block: tuple[int, int] | None = None) -> Tensor:
+    """Return the sum of each column of partial sums, added in a fixed order; block None for one of JOINS."""
+    parts, N = partial.shape
+    block_p, block_n = block or JOINS[parts > JOINS[0][0]]
+    sums = torch.empty(N, dtype=dtype, device=partial.device)
+    fixed = {"BLOCK_P": block_p, "BLOCK_N": block_n}
+    KERNELS["join"].launch((ceil_div(N, block_n),), (partial, sums, parts, N), fixed, num_warps=4)
+    return sums

@@ -98,7 +98,7 @@ def _products(
 def _triton_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, approximate: str, needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    dz, dbias = launch_dz(dy, z, approximate, bias.dtype if bias is not None and needs[2] else None)
+    dz, _, dbias = launch_dz(dy, z, approximate, bias.dtype if bias is not None and needs[2] else None)
     return _products(dz, x, weight, dbias, needs)
 
 

@@ -1,6 +1,6 @@
 """linear_gelu: a matrix product whose epilogue adds the bias and applies gelu; the backward pass up to its products.
 
-    z = x W^T + b    y = gelu(z)        dz = dy gelu'(z)    db = sum of dz over the rows
+    z = x W^T + b    y = gelu(z)        dz = dy gelu'(z)    db = sum of dz over the rows    a = gelu(z), on request
 
 Source: gelu as in accelerant.ops.gelu; tiles grouped by rows for reuse in the L2 cache as in Tillet et al. 2019,
         "Triton", and its tutorial on matrix products.
@@ -8,9 +8,9 @@ Layout: x (M, K), weight (N, K), y, z and dz (M, N), contiguous; dy (M, N) with 
         float32; gelu is applied to the sum before it is rounded.
 Grid:   fwd: one program per tile of y. _persistent: one program per multiprocessor loops over tiles and loads the next
         tile while it applies gelu to the last. bwd: one program per strip of BLOCK_N columns and `span` rows, with
-        partial sums of the columns; _bias: one program per BLOCK columns of these.
+        partial sums of the columns; _join: one program per BLOCK_N columns of these, added in a fixed order.
 Bound:  fwd: tensor cores, 2 M N K flops, and about 15 operations per element of y. bwd: memory, 3 accesses and about 25
-        operations per element.
+        operations per element; 4 and about 30 with a.
 """
 
 import triton
@@ -147,7 +147,7 @@ def linear_gelu_fwd_persistent(
 
 @triton.jit
 def linear_gelu_bwd(
-    dy_ptr, z_ptr, dz_ptr, partial_ptr, M, N, dy_stride, span,
+    dy_ptr, z_ptr, dz_ptr, a_ptr, partial_ptr, M, N, dy_stride, span,
     TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     FAST: tl.constexpr = z_ptr.dtype.element_ty != tl.float32
@@ -161,21 +161,24 @@ def linear_gelu_bwd(
     for start in range(begin, end, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
         inside = (rows < end)[:, None] & in_row[None, :]
-        z = tl.load(z_ptr + rows[:, None] * N + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        at = rows[:, None] * N + columns[None, :]
+        z = tl.load(z_ptr + at, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         dz = dy * _gelu_slope(z, TANH, FAST)
-        tl.store(dz_ptr + rows[:, None] * N + columns[None, :], dz.to(dz_ptr.dtype.element_ty), mask=inside)
+        tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=inside)
+        if a_ptr is not None:
+            tl.store(a_ptr + at, _gelu(z, TANH, FAST).to(a_ptr.dtype.element_ty), mask=inside)
         sums += dz
     if partial_ptr is not None:
         tl.store(partial_ptr + part.to(tl.int64) * N + columns, tl.sum(sums, 0), mask=in_row)
 
 
 @triton.jit
-def linear_gelu_bias(partial_ptr, dbias_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+def linear_gelu_join(partial_ptr, sums_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     sums = tl.zeros([BLOCK_P, BLOCK_N], dtype=tl.float32)
     for start in range(0, P, BLOCK_P):
         rows = start + tl.arange(0, BLOCK_P)
         inside = (rows < P)[:, None] & (columns < N)[None, :]
         sums += tl.load(partial_ptr + rows[:, None] * N + columns[None, :], mask=inside, other=0.0)
-    tl.store(dbias_ptr + columns, tl.sum(sums, 0).to(dbias_ptr.dtype.element_ty), mask=columns < N)
+    tl.store(sums_ptr + columns, tl.sum(sums, 0).to(sums_ptr.dtype.element_ty), mask=columns < N)

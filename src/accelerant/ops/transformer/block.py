@@ -20,7 +20,6 @@ Parameters with a per-example sink (accelerant.ops._per_example) get no gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,16 +32,16 @@ from accelerant.ops.linear_fp8 import op as float8
 from accelerant.ops.linear_fp8.op import Float8Weight, flattened, unflattened
 from accelerant.ops.linear_gelu.op import linear_gelu_fwd
 from accelerant.ops.norm.op import _add_layer_norm, _layer_norm
-from accelerant.ops.transformer import ends, op, packed
+from accelerant.ops.transformer import ends, op
 from accelerant.ops.transformer.reference import BlockSpec, block_reference, mlp_reference, packed_attention_reference
 from accelerant.runtime.dispatch import Case
 
 __all__ = [
-    "Attention", "Block", "BlockSpec", "ColumnSums", "Embed", "FusedLinear", "FusedMLP", "TiedLoss", "fused_attention",
-    "fused_block", "fused_embed", "fused_linear", "fused_mlp", "tied_loss",
+    "Attention", "Block", "BlockSpec", "ColumnSums", "Embed", "FusedLinear", "FusedMLP", "Gradients", "TiedLoss",
+    "fused_attention", "fused_block", "fused_embed", "fused_linear", "fused_mlp", "gradients_of", "tied_loss",
 ]  # fmt: skip
 
-_Gradients = tuple[Tensor | None, ...]
+Gradients = tuple[Tensor | None, ...]
 _Params = Sequence[Tensor | None]
 _Weight = Tensor | Float8Weight
 """A linear layer's weight in the form that its products take."""
@@ -128,24 +127,26 @@ def _refuse_float8(weight: _Weight) -> None:
         raise RuntimeError("the backward pass of a layer in fp8 cannot be differentiated: use bfloat16 for that")
 
 
+def gradients_of(y: Any, inputs: _Params, needs: Sequence[bool], dy: Any) -> Gradients:
+    """Return differentiable gradients of y with respect to the inputs that need one, None for the others."""
+    required = _required(inputs, needs)
+    gradients = torch.autograd.grad(
+        y, [x for x in required if x is not None], dy, create_graph=True, materialize_grads=True, allow_unused=True
+    )
+    remaining = iter(gradients)
+    return tuple(None if x is None else next(remaining) for x in required)
+
+
 def _double_backward(
     run: Callable[[Tensor, list[Any]], Any], dy: Any, x: Tensor, params: _Params, needs: Sequence[bool]
-) -> _Gradients:
+) -> Gradients:
     """Return differentiable gradients of x and the parameters, by autograd through run(x, params)."""
     with torch.enable_grad():
-        inputs: list[Tensor | None] = [
-            x.view_as(x),
-            *(None if param is None else param.view_as(param) for param in params),
-        ]
-        for tensor, need in zip(inputs, needs, strict=True):
-            if tensor is not None and need and not tensor.requires_grad:
+        inputs: list[Any] = [None if tensor is None else tensor.view_as(tensor) for tensor in (x, *params)]
+        for tensor in _required(inputs, needs):
+            if tensor is not None and not tensor.requires_grad:
                 tensor.requires_grad_()
-        y = run(x if inputs[0] is None else inputs[0], inputs[1:])
-        required = [tensor for tensor in _required(inputs, needs) if tensor is not None]
-        gradients = iter(
-            torch.autograd.grad(y, required, dy, create_graph=True, materialize_grads=True, allow_unused=True)
-        )
-    return tuple(None if tensor is None else next(gradients) for tensor in _required(inputs, needs))
+        return gradients_of(run(inputs[0], inputs[1:]), inputs, needs, dy)
 
 
 # --- a linear layer --------------------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ class FusedLinear(torch.autograd.Function):
         return op.linear(_rows(x), cast_weight, cast_bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> _Gradients:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         x, weight, bias, *parts = ctx.saved_tensors
         (cast_weight,) = unflattened(parts)
         needs = ctx.needs_input_grad
@@ -181,14 +182,9 @@ class FusedLinear(torch.autograd.Function):
 
 
 def _mlp_forward(
-    y: Tensor,
-    up: _Weight,
-    up_bias: Tensor | None,
-    down: _Weight,
-    down_bias: Tensor | None,
-    approximate: str,
+    y: Tensor, up: _Weight, up_bias: Tensor | None, down: _Weight, down_bias: Tensor | None, approximate: str,
     keep: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return down(gelu(up(y))) of rows, and the input of GELU if `keep`, else an empty tensor."""
     if isinstance(up, Float8Weight):
         assert isinstance(down, Float8Weight)  # for the type checker: weights are of one kind
@@ -204,7 +200,7 @@ def _mlp_forward(
 def _mlp_backward(
     dm: Tensor, y: Tensor, z: Tensor, weights: Sequence[_Weight], params: _Params, needs: Sequence[bool],
     examples: int | None, *, approximate: str = "tanh", sums: Tensor | None = None, add_to: Tensor | None = None,
-) -> tuple[Tensor, _Gradients]:  # fmt: skip
+) -> tuple[Tensor, Gradients]:  # fmt: skip
     """Return the gradients of the MLP's input and of the weight and bias of up and of down.
 
     Args:
@@ -251,7 +247,7 @@ class FusedMLP(torch.autograd.Function):
         return m.view(*x.shape[:-1], m.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, dm: Tensor) -> _Gradients:
+    def backward(ctx: Any, dm: Tensor) -> Gradients:
         x, z, *rest = ctx.saved_tensors
         params, weights = rest[:4], unflattened(rest[4:])
         needs = ctx.needs_input_grad[:5]
@@ -270,7 +266,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor) -> Tensor:
-        o, lse = packed.attend(qkv)
+        o, lse = op.attend(qkv)
         ctx.save_for_backward(qkv, o, lse)
         B, H, T, D = o.shape
         return o.transpose(1, 2).reshape(B, T, H * D)  # a view if the memory of o is (B, T, H, D)
@@ -282,7 +278,7 @@ class Attention(torch.autograd.Function):
             (dqkv,) = _double_backward(lambda x, _: packed_attention_reference(x, True, -1, None), dy, qkv, (), (True,))
             assert dqkv is not None  # for the type checker: it was requested
             return dqkv
-        return packed.attend_backward(_split_heads(dy, qkv), qkv, o, lse)
+        return op.attend_backward(_split_heads(dy, qkv), qkv, o, lse)
 
 
 def _split_heads(do: Tensor, qkv: Tensor) -> Tensor:
@@ -312,10 +308,8 @@ class Block(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         params, casts = tensors[:12], tensors[12:]
         n1, c1, *_, n2, c2 = params[:8]
-        qkv_weight, qkv_bias, projection, projection_bias, up, up_bias, down, down_bias = casts or (
-            *params[2:6],
-            *params[8:],
-        )
+        linears = casts or (*params[2:6], *params[8:])
+        qkv_weight, qkv_bias, projection, projection_bias, up, up_bias, down, down_bias = linears
         B, T, W = x.shape
         if spec.post_norm:
             y1 = x
@@ -326,7 +320,7 @@ class Block(torch.autograd.Function):
             y1, s1, t1 = _add_layer_norm.forward(x, residual, n1, c1, spec.eps[0])
         linear = functional.linear if isinstance(qkv_weight, Tensor) else op.linear
         qkv = linear(y1.reshape(-1, W), qkv_weight, qkv_bias).view(B, T, 3, spec.heads, W // spec.heads)
-        o, lse = packed.attend(qkv, spec.causal, spec.window, spec.scale)
+        o, lse = op.attend(qkv, spec.causal, spec.window, spec.scale)
         p = linear(o.transpose(1, 2).reshape(-1, W), projection, projection_bias).view(B, T, W)
         if spec.post_norm:
             y2, s1, t1 = _add_layer_norm.forward(p, x, n1, c1, spec.eps[0])
@@ -349,7 +343,7 @@ class Block(torch.autograd.Function):
         return y, s
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> _Gradients:
+    def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> Gradients:
         s1, t1, y1, qkv, o, lse, s2, t2, y2, z, *rest = ctx.saved_tensors
         params, spec, examples = rest[:12], ctx.spec, ctx.examples
         weights = unflattened(rest[12:]) if rest[12:] else (params[2], params[4], params[8], params[10])
@@ -365,11 +359,14 @@ class Block(torch.autograd.Function):
                     "the backward pass of a block with a separate residual cannot be differentiated, since only their "
                     'sum is saved: discard "cuda" from accelerant.nn.layers.FUSED for that'
                 )
-            run = partial(_reference_outputs, spec)
+
+            def run(x: Tensor, params: _Params) -> tuple[Tensor, ...]:
+                return tuple(y for y in block_reference(x, spec, params) if y is not None)
+
             dys = (dy,) if spec.post_norm or spec.joined else (dy, torch.zeros_like(s2) if ds is None else ds)
             x = y1 if spec.post_norm else s1
-            gradients = _double_backward(run, dys, x, params, (ctx.needs_input_grad[0], *needs))
-            return gradients[0], None, None, None, None, *gradients[1:], *absent
+            dx, *gradients = _double_backward(run, dys, x, params, (ctx.needs_input_grad[0], *needs))
+            return dx, None, None, None, None, *gradients, *absent
         sums = None if ctx.after is None else ctx.after.take(dy)
         add_to = None
         if spec.post_norm:
@@ -399,7 +396,7 @@ class Block(torch.autograd.Function):
         rows, o_rows = g.reshape(-1, W), o.transpose(1, 2).reshape(-1, W)
         dprojection = _linear_gradients(rows, o_rows, params[4], params[5], needs[4:6], examples, sums)
         do = _split_heads(linear_dx(rows, weights[1]), qkv)
-        dqkv = packed.attend_backward(do, qkv, o, lse, spec.causal, spec.window, spec.scale).view(rows.shape[0], -1)
+        dqkv = op.attend_backward(do, qkv, o, lse, spec.causal, spec.window, spec.scale).view(rows.shape[0], -1)
         dqkv_params = _linear_gradients(dqkv, y1.reshape(-1, W), params[2], params[3], needs[2:4], examples)
         if spec.post_norm:
             add_to = rows if examples is None else rows.clone()
@@ -440,10 +437,6 @@ def _norm_gradients(
     return g, None, None, sums_each
 
 
-def _reference_outputs(spec: BlockSpec, x: Tensor, params: _Params) -> tuple[Tensor, ...]:
-    return tuple(y for y in block_reference(x, spec, params) if y is not None)
-
-
 # --- embeddings and loss ---------------------------------------------------------------------------------------------
 
 
@@ -465,7 +458,7 @@ class Embed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dtable: Tensor | None) -> _Gradients:
+    def backward(ctx: Any, dy: Tensor | None, dtable: Tensor | None) -> Gradients:
         tokens, table, positions = ctx.saved_tensors
         if dy is None:
             return None, dtable, None, None
@@ -515,7 +508,7 @@ class TiedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> _Gradients:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         hidden, table, *others = ctx.saved_tensors
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:

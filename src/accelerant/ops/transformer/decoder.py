@@ -18,12 +18,11 @@ from accelerant.ops.attention.op import attention_bwd, attention_fwd, options_of
 from accelerant.ops.norm.op import _add_rms_norm, _rms_norm
 from accelerant.ops.rope.op import _rope
 from accelerant.ops.swiglu.op import swiglu_bwd, swiglu_fwd
+from accelerant.ops.transformer.block import Gradients, gradients_of
 from accelerant.ops.transformer.op import column_sums
 from accelerant.runtime.dispatch import Case
 
 __all__ = ["DecoderLayer", "DecoderSpec", "fused_decoder_layer"]
-
-_Gradients = tuple[Tensor | None, ...]
 
 
 class DecoderSpec(NamedTuple):
@@ -86,13 +85,14 @@ class DecoderLayer(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *dys: Any) -> _Gradients:
+    def backward(ctx: Any, *dys: Any) -> Gradients:
         """Return the gradients of x and the weights."""
         (dout,) = dys
         x, cos, sin, *rest = ctx.saved_tensors
         weights, rest = rest[:18], rest[18:]
         if torch.is_grad_enabled():
-            return _double_backward(ctx, dout, x, weights)
+            inputs = (None, x, None, None, *weights)
+            return gradients_of(ctx.spec.recompute(x), inputs, ctx.needs_input_grad, dout)
         w1, w2, wq, bq, wk, bk, wv, bv, nq, nk, wo, bo, wg, bg, wu, bu, wd, bd = weights
         statistics1, rows, q_in, k_in, statistics_q, statistics_k, *rest = rest
         q, k, v, o, lse, s, statistics2, rows2, gate, up, m = rest
@@ -161,19 +161,6 @@ def _rows(x: Tensor) -> Tensor:
 def _attention_case(q: Tensor, k: Tensor, spec: DecoderSpec) -> Case:
     B, Hq, S, D = q.shape
     return Case(q.device, q.dtype, (B, Hq, k.shape[1], S, k.shape[2], D), options_of(spec.causal, spec.window))
-
-
-def _double_backward(ctx: Any, dy: Tensor, x: Tensor, weights: Sequence[Tensor | None]) -> _Gradients:
-    """Return differentiable gradients, by autograd through the recomputed layer."""
-    inputs = [None, x, None, None, *weights]
-    required: list[Any] = [tensor if need else None for tensor, need in zip(inputs, ctx.needs_input_grad, strict=True)]
-    y = ctx.spec.recompute(x)
-    gradients = iter(
-        torch.autograd.grad(
-            y, [t for t in required if t is not None], dy, create_graph=True, allow_unused=True, materialize_grads=True
-        )
-    )
-    return tuple(None if tensor is None else next(gradients) for tensor in required)
 
 
 fused_decoder_layer: Callable[..., Tensor] = DecoderLayer.apply

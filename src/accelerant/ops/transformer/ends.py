@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelerant.ops._launch import ceil_div
+from accelerant.ops._launch import ceil_div, triton_operation
 from accelerant.ops._per_example import Forming
 from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.ops.cross_entropy.launch import count, reduce, scale_
-from accelerant.ops.embedding.launch import KERNELS as EMBEDDING_KERNELS
-from accelerant.ops.embedding.launch import constants as embedding_constants
-from accelerant.ops.embedding.launch import embedding_plan, launch_backward_sorted
+from accelerant.ops.embedding import launch as embedding
 from accelerant.ops.linear_cross_entropy.chunks import run_torch, run_triton
 from accelerant.ops.transformer.launch import launch_embed
 from accelerant.runtime.compilation.triton import refuses_triton
@@ -36,22 +34,18 @@ def _add_atomic(dy: Tensor, tokens: Tensor, dtable: Tensor) -> None:
     (V, D), T = dtable.shape, tokens.numel()
     if not T or not D:
         return
-    plan = embedding_plan(D)
-    EMBEDDING_KERNELS["bwd_atomic"].launch(
-        (ceil_div(T, plan.rows), ceil_div(D, plan.block_d)),
-        (dy.contiguous(), tokens.contiguous(), dtable, T, V, D, -1),
-        embedding_constants(plan, D),
-        num_warps=plan.num_warps,
-    )
+    plan = embedding.embedding_plan(D)
+    grid = (ceil_div(T, plan.rows), ceil_div(D, plan.block_d))
+    args = (dy.contiguous(), tokens.contiguous(), dtable, T, V, D, -1)
+    embedding.KERNELS["bwd_atomic"].launch(grid, args, embedding.constants(plan, D), num_warps=plan.num_warps)
 
 
 def _add_sorted(dy: Tensor, tokens: Tensor, dtable: Tensor) -> None:
-    dtable += launch_backward_sorted(dy, tokens, dtable, -1, (True,))[0]
+    dtable += embedding.launch_backward_sorted(dy, tokens, dtable, -1, (True,))[0]
 
 
 def _add_torch(dy: Tensor, tokens: Tensor, dtable: Tensor) -> None:
-    rows = dy.reshape(-1, dtable.shape[1]).to(dtable.dtype)
-    dtable.index_add_(0, tokens.reshape(-1), rows)
+    dtable.index_add_(0, tokens.reshape(-1), dy.reshape(-1, dtable.shape[1]).to(dtable.dtype))
 
 
 def _refuses_atomic(case: Case) -> str | None:
@@ -62,14 +56,12 @@ def _embed_case(tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Case:
     return Case(table.device, dtype, (tokens.numel(), *table.shape), (str(table.dtype).removeprefix("torch."),))
 
 
-_embed_fwd = Operation(
-    "embed_fwd",
-    (
-        Implementation("triton", launch_embed, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _torch_embed),
-    ),
-    cost=lambda case: Cost(case.shape[0] * case.shape[2] * (8 + case.dtype.itemsize), case.shape[0] * case.shape[2]),
-)
+def _embed_cost(case: Case) -> Cost:
+    elements = case.shape[0] * case.shape[2]
+    return Cost(elements * (8 + case.dtype.itemsize), elements)
+
+
+_embed_fwd = triton_operation("embed_fwd", launch_embed, _torch_embed, cost=_embed_cost)
 _embed_bwd = Operation(
     "embed_bwd",
     (
@@ -79,7 +71,7 @@ _embed_bwd = Operation(
         Implementation("triton", _add_sorted, refuses=refuses_triton_kernel, own=True, mutates=True),
         Implementation("torch", _add_torch, mutates=True),
     ),
-    cost=lambda case: Cost(case.shape[0] * case.shape[2] * (8 + case.dtype.itemsize), case.shape[0] * case.shape[2]),
+    cost=_embed_cost,
 )
 
 
@@ -112,15 +104,11 @@ def _tied_loss(
     return loss, dhidden, dtable
 
 
-_tied_loss_fwd = Operation(
+_tied_loss_fwd = triton_operation(
     "tied_loss_fwd",
-    (
-        Implementation("triton", partial(_tied_loss, own=True), refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", partial(_tied_loss, own=False)),
-    ),
-    cost=lambda case: Cost(
-        3 * (case.shape[0] + case.shape[1]) * case.shape[2] * case.dtype.itemsize, 6 * math.prod(case.shape)
-    ),
+    partial(_tied_loss, own=True),
+    partial(_tied_loss, own=False),
+    cost=lambda case: Cost(3 * sum(case.shape[:2]) * case.shape[2] * case.dtype.itemsize, 6 * math.prod(case.shape)),
 )
 
 

@@ -5,28 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper.launch import (
-    PRODUCT_HEADER,
-    PRODUCT_THREADS,
-    LaunchCache,
-    product_tiles,
-    readable,
-    refuses_product,
-    ring_bytes,
-    tensor_map,
-)
-from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program, load
+from accelerant.ops._hopper import launch as hopper
+from accelerant.ops._hopper.program import HopperProgram
 from accelerant.ops._launch import ceil_div, multiprocessors
-from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
-
-if TYPE_CHECKING:
-    from accelerant.runtime.providers.cuda_launch import PackedLaunch
+from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
 __all__ = ["KINDS", "launch_dz", "program", "refuses"]
 
@@ -38,7 +25,7 @@ _STAGES = 4  # steps of K in flight
 _HELD = 4  # boxes of z that a warp holds
 _BOX = 16  # rows of a box of z, dz or a
 _GROUP = 8
-_SHARED_BYTES = ring_bytes(_STAGES, _TILE_M, _TILE_N) + 8 * ((_HELD + 2) * _BOX * 128 + 8)
+_SHARED_BYTES = hopper.ring_bytes(_STAGES, _TILE_M, _TILE_N) + 8 * ((_HELD + 2) * _BOX * 128 + 8)
 """Operand tiles in flight; for each warp its boxes of z, two boxes of a and a barrier."""
 
 _FILE = Path(__file__).with_name("hopper.cu")
@@ -46,26 +33,20 @@ _FILE = Path(__file__).with_name("hopper.cu")
 
 def refuses(case: Case) -> str | None:
     """Return why the kernel cannot serve a case of shape (M, N, K), or None."""
-    return refuses_product(case) or (None if "tanh" in case.options else "computes gelu by the tanh approximation only")
+    return hopper.refuses_product(case) or (
+        None if "tanh" in case.options else "computes gelu by the tanh approximation only"
+    )
 
 
 @functools.cache
 def program() -> HopperProgram:
     """Return the program text."""
-    mma = Mma(_TILE_N)
-    constants: dict[str, int | str] = {
-        "HEIGHT": _TILE_M // 64, "WIDTH": _TILE_N, "STAGES": _STAGES, "MMA": mma.name, "GIVE": 24, "TAKE": 240,
-    }  # fmt: skip
-    text = hopper_program(_FILE, ELEMENTS[torch.bfloat16], (mma,), constants, (PRODUCT_HEADER,))
-    return HopperProgram("transformer_dz", text, PRODUCT_THREADS, _SHARED_BYTES)
+    return hopper.product_program(
+        "transformer_dz", _FILE, torch.bfloat16, _TILE_M // 64, _TILE_N, _STAGES, _SHARED_BYTES, GIVE=24, TAKE=240
+    )
 
 
-@functools.cache
-def _kernel(device: int) -> Kernel:
-    return load(program(), KINDS, device)
-
-
-_launches: LaunchCache[PackedLaunch] = LaunchCache()
+_launches: hopper.LaunchCache[PackedLaunch] = hopper.LaunchCache()
 
 
 def launch_dz(x: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,7 +63,7 @@ def launch_dz(x: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Ten
     Raises:
         CompileError, LaunchError: see LoadedKernel.
     """
-    x, weight = readable(x), readable(weight)
+    x, weight = hopper.readable(x), hopper.readable(weight)
     M, N = z.shape
     dz, a = torch.empty_like(z), torch.empty_like(z)
     partial = torch.empty(4 * ceil_div(M, _TILE_M), N, dtype=torch.float32, device=z.device)
@@ -101,11 +82,8 @@ def launch_dz(x: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def _prepare(x: Tensor, weight: Tensor, z: Tensor, dz: Tensor, a: Tensor, partial: Tensor) -> PackedLaunch:
     (M, N), K = z.shape, x.shape[1]
-    device = x.get_device()
-    tiles = product_tiles(M, N, K, _TILE_M, _TILE_N, _GROUP)
+    tiles = hopper.product_tiles(M, N, K, _TILE_M, _TILE_N, _GROUP)
     shape = (ctypes.c_int32 * 7)(N, M, *tiles)
     boxes = ((x, _TILE_M), (weight, _TILE_N), (z, _BOX), (dz, _BOX), (a, _BOX))
-    maps = [tensor_map(matrix[None, None], rows) for matrix, rows in boxes]
-    grid = (min(tiles[-1], multiprocessors(x.device)), 1, 1)
-    launch: PackedLaunch = _kernel(device).handle.pack(grid, (*maps, partial, bytes(shape)), device)
-    return launch
+    args = (*(hopper.tensor_map(*box) for box in boxes), partial, bytes(shape))
+    return hopper.pack(program(), KINDS, min(tiles[-1], multiprocessors(x.device)), args, x.get_device())

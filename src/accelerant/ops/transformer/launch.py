@@ -6,20 +6,14 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._launch import as_rows, ceil_div, multiprocessors
-from accelerant.ops.embedding.launch import constants as embedding_constants
-from accelerant.ops.embedding.launch import embedding_plan
+from accelerant.ops.embedding.launch import constants, embedding_plan
+from accelerant.ops.linear_gelu.launch import launch_join, spans
 from accelerant.runtime.compilation.triton import TritonKernel
 
-__all__ = [
-    "COLUMNS", "JOINS", "KERNELS", "SQUARE", "STRIP", "launch_columns", "launch_columns_each", "launch_dgelu",
-    "launch_embed", "launch_join", "launch_turn",
-]  # fmt: skip
+__all__ = ["COLUMNS", "KERNELS", "SQUARE", "launch_columns", "launch_columns_each", "launch_embed", "launch_turn"]
 
-_NAMES = ("columns", "dgelu", "join", "turn", "embed")
+_NAMES = ("columns", "turn", "embed")
 KERNELS = {name: TritonKernel("accelerant.ops.transformer.triton_kernels", f"transformer_{name}") for name in _NAMES}
-
-STRIP = (16, 128)
-"""Rows and columns of a step of dgelu: 2048 elements, rows of 256 bytes in 16-bit dtypes."""
 
 COLUMNS = {"BLOCK_M": 16, "BLOCK_N": 256, "STAGES": 4}
 """Step and pipeline stages of the column sums, which read one tensor: 32 KiB of bfloat16 in flight per program."""
@@ -27,19 +21,9 @@ COLUMNS = {"BLOCK_M": 16, "BLOCK_N": 256, "STAGES": 4}
 SQUARE = 64
 """Rows and columns of a transposed tile."""
 
-JOINS = ((64, 16), (256, 16))
-"""Rows and columns of a step over partial sums, for few rows and for more; narrow strips fill the device."""
-
 _WARPS = 4
 _MIN_SPAN = 128
-_MAX_PARTS = 256
 _COLUMN_PROGRAMS = 6  # per multiprocessor: as many as fit with their steps in flight
-
-
-def _spans(M: int, max_parts: int) -> tuple[int, int]:
-    """Return the rows of a part, and the number of parts."""
-    span = max(_MIN_SPAN, ceil_div(ceil_div(M, max_parts), STRIP[0]) * STRIP[0])
-    return span, ceil_div(M, span)
 
 
 def launch_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -49,7 +33,7 @@ def launch_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.zeros(N, dtype=dtype, device=x.device)
     rows, stride = as_rows(x, N)
     strips = ceil_div(N, COLUMNS["BLOCK_N"])
-    span, parts = _spans(M, max(1, _COLUMN_PROGRAMS * multiprocessors(x.device) // strips))
+    span, parts = spans(M, max(1, _COLUMN_PROGRAMS * multiprocessors(x.device) // strips))
     partial = torch.empty(parts, N, dtype=torch.float32, device=x.device)
     KERNELS["columns"].launch((parts * strips,), (rows, partial, M, N, stride, span), COLUMNS, num_warps=_WARPS)
     return partial[0].to(dtype) if parts == 1 else launch_join(partial, dtype)
@@ -82,36 +66,6 @@ def launch_turn(x: Tensor) -> Tensor:
     return y
 
 
-def launch_join(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of each column of partial sums, added in a fixed order."""
-    parts, N = partial.shape
-    sums = torch.empty(N, dtype=dtype, device=partial.device)
-    block_p, block_n = JOINS[parts > JOINS[0][0]]
-    fixed = {"BLOCK_P": block_p, "BLOCK_N": block_n}
-    KERNELS["join"].launch((ceil_div(N, block_n),), (partial, sums, parts, N), fixed, num_warps=4)
-    return sums
-
-
-def launch_dgelu(
-    dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradient dz of z (M, N), gelu(z), and the sums of dz's columns in a dtype unless None."""
-    M, N = z.shape
-    dz, a = torch.empty_like(z), torch.empty_like(z)
-    if not M or not N:
-        return dz, a, None if sums is None else z.new_zeros(N, dtype=sums)
-    rows, stride = as_rows(dy, N)
-    span, parts = _spans(M, _MAX_PARTS)
-    partial = None if sums is None else torch.empty(parts, N, dtype=torch.float32, device=z.device)
-    KERNELS["dgelu"].launch(
-        (parts * ceil_div(N, STRIP[1]),),
-        (rows, z, dz, a, partial, M, N, stride, span),
-        {"TANH": approximate == "tanh", "BLOCK_M": STRIP[0], "BLOCK_N": STRIP[1]},
-        num_warps=_WARPS,
-    )
-    return dz, a, None if partial is None or sums is None else launch_join(partial, sums)
-
-
 def launch_embed(tokens: Tensor, table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows of table (V, D) by tokens (B, T) plus rows of positions by index in the sequence: (B, T, D)."""
     (V, D), (B, T) = table.shape, tokens.shape
@@ -121,7 +75,7 @@ def launch_embed(tokens: Tensor, table: Tensor, positions: Tensor, dtype: torch.
         KERNELS["embed"].launch(
             (ceil_div(B * T, plan.rows), ceil_div(D, plan.block_d)),
             (tokens.contiguous(), table.contiguous(), positions.contiguous(), y, B * T, V, D, T),
-            embedding_constants(plan, D),
+            constants(plan, D),
             num_warps=plan.num_warps,
         )
     return y

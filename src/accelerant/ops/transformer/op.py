@@ -1,45 +1,37 @@
-"""The operations of a transformer block's passes: products, column sums, gradients through GELU and through a norm.
+"""The operations of a transformer block's passes: products, column sums, attention, gradients through GELU and norms.
 
-They are neither public functions nor torch ops: the autograd functions of block.py call them. Attention is in
-packed.py, embeddings and the loss are in ends.py.
+They are neither public functions nor torch ops: the autograd functions of block.py call them. Embeddings and the loss
+are in ends.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from accelerant.ops._launch import accesses, triton_operation
 from accelerant.ops._refusals import refuses_triton_kernel
+from accelerant.ops.attention import hopper_bwd
+from accelerant.ops.attention.op import attention_bwd, attention_fwd, options_of
 from accelerant.ops.linear_fp8 import op as float8
 from accelerant.ops.linear_fp8.op import Float8Weight
+from accelerant.ops.linear_gelu import launch as linear_gelu
 from accelerant.ops.norm.launch import WIDE_BACKWARD, launch_backward, launch_backward_each
 from accelerant.ops.norm.torch_ops import torch_backward
 from accelerant.ops.transformer import hopper
-from accelerant.ops.transformer.launch import (
-    launch_columns,
-    launch_columns_each,
-    launch_dgelu,
-    launch_join,
-    launch_turn,
-)
+from accelerant.ops.transformer.launch import launch_columns, launch_columns_each, launch_turn
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch.case import rules
 
 __all__ = [
-    "column_sums",
-    "column_sums_each",
-    "dgelu",
-    "linear",
-    "linear_dw",
-    "linear_dx",
-    "linear_dz",
-    "norm_backward",
-    "norm_backward_each",
-    "refuses_triton_kernel",
-]
+    "attend", "attend_backward", "column_sums", "column_sums_each", "dgelu", "linear", "linear_dw", "linear_dx",
+    "linear_dz", "norm_backward", "norm_backward_each",
+]  # fmt: skip
 
 _GeluGradient = tuple[Tensor, Tensor, Tensor | None]
 _NormGradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -54,9 +46,10 @@ def _run_dw(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(dy.t(), x).to(dtype)
 
 
-def _product_cost(case: Case) -> Cost:
+def _product_cost(case: Case, results: int = 1, operations: int = 0) -> Cost:
+    """Return the cost of a product with so many (M, N) tensors beside its operands, and operations on each result."""
     M, N, K = case.shape
-    return Cost((M * K + K * N + M * N) * case.dtype.itemsize, 2 * M * N * K)
+    return Cost((M * K + K * N + results * M * N) * case.dtype.itemsize, 2 * M * N * K + operations * M * N)
 
 
 _linear_dw = Operation("linear_dw", (Implementation("torch", _run_dw),), cost=_product_cost)
@@ -71,9 +64,7 @@ def linear(x: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None) -> Ten
 
 def linear_dx(dy: Tensor, weight: Tensor | Float8Weight) -> Tensor:
     """Return the gradient (M, K) of linear's input from that of its result (M, N)."""
-    if isinstance(weight, Float8Weight):
-        return float8.linear_dx(dy, weight)
-    return torch.mm(dy, weight)
+    return float8.linear_dx(dy, weight) if isinstance(weight, Float8Weight) else torch.mm(dy, weight)
 
 
 def linear_dw(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -90,35 +81,19 @@ def _torch_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(dtype)
 
 
-_columns = Operation(
-    "column_sums",
-    (
-        Implementation("triton", launch_columns, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _torch_columns),
-    ),
-    cost=lambda case: Cost(math.prod(case.shape) * case.dtype.itemsize, math.prod(case.shape)),
-)
+def _torch_columns_each(x: Tensor, examples: int) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.view(examples, -1, x.shape[1]).sum(1, dtype=wide) if examples else x.new_zeros(0, x.shape[1], dtype=wide)
+
+
+_columns = triton_operation("column_sums", launch_columns, _torch_columns, cost=accesses(1, 1))
+_columns_each = triton_operation("column_sums_each", launch_columns_each, _torch_columns_each, cost=accesses(1, 1))
 
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum each column of x (M, N) in float32 or better; the result has `dtype`."""
     sums: Tensor = _columns(Case(x.device, x.dtype, x.shape), x, dtype)
     return sums
-
-
-def _torch_columns_each(x: Tensor, examples: int) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.view(examples, -1, x.shape[1]).sum(1, dtype=wide) if examples else x.new_zeros(0, x.shape[1], dtype=wide)
-
-
-_columns_each = Operation(
-    "column_sums_each",
-    (
-        Implementation("triton", launch_columns_each, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _torch_columns_each),
-    ),
-    cost=lambda case: Cost(math.prod(case.shape) * case.dtype.itemsize, math.prod(case.shape)),
-)
 
 
 def column_sums_each(x: Tensor, examples: int) -> Tensor:
@@ -130,7 +105,82 @@ def column_sums_each(x: Tensor, examples: int) -> Tensor:
     return sums
 
 
-# --- the gradient through GELU -------------------------------------------------------------------------------------
+# --- self-attention of packed q, k and v -----------------------------------------------------------------------------
+
+
+def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views of a packed (B, T, 3, H, D): q, k and v, (B, H, T, D) each."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
+
+
+def _attention_case(qkv: Tensor, causal: bool, window: int) -> Case:
+    B, T, _, H, D = qkv.shape
+    return Case(qkv.device, qkv.dtype, (B, H, H, T, T, D), options_of(causal and T > 1, window))
+
+
+def attend(qkv: Tensor, causal: bool = True, window: int = -1, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Return self-attention of a packed (B, T, 3, H, D): o (B, H, T, D) whose memory is (B, T, H, D), and lse.
+
+    Args:
+        window: how many positions back attention reaches; -1 for all.
+        scale: of the scores; None for 1 / sqrt(D).
+    """
+    q, k, v = _heads(qkv)
+    case = _attention_case(qkv, causal, window)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    o, lse = attention_fwd(case, q, k, v, "causal" in case.options, scale, window)
+    return o, lse
+
+
+def _hopper_packed(do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool) -> Tensor:
+    dqkv = torch.empty_like(qkv)
+    scale, deterministic = qkv.shape[-1] ** -0.5, rules().deterministic
+    hopper_bwd.launch_hopper(do, *_heads(qkv), o, lse, causal, scale, deterministic, out=_heads(dqkv))
+    return dqkv
+
+
+def _copied(
+    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool, window: int = -1, scale: float | None = None
+) -> Tensor:
+    q, k, v = _heads(qkv)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    gradients = attention_bwd(_attention_case(qkv, causal, window), do, q, k, v, o, lse, causal, scale, window)
+    dqkv = torch.empty_like(qkv)
+    for out, gradient in zip(_heads(dqkv), gradients, strict=True):
+        out.copy_(gradient)
+    return dqkv
+
+
+def _attention_cost(case: Case) -> Cost:
+    B, H, _, T, _, D = case.shape
+    elements = B * H * T * D
+    flops = 10 * elements * (T + 1) // 2 if "causal" in case.options else 10 * elements * T
+    return Cost(8 * elements * case.dtype.itemsize + 4 * B * H * T, flops)
+
+
+_attend_backward = Operation(
+    "attention_packed_bwd",
+    (
+        Implementation("hopper", _hopper_packed, refuses=hopper_bwd.refuses, own=True),
+        Implementation("copied", _copied),
+    ),
+    cost=_attention_cost,
+)
+
+
+def attend_backward(
+    do: Tensor, qkv: Tensor, o: Tensor, lse: Tensor, causal: bool = True, window: int = -1, scale: float | None = None
+) -> Tensor:
+    """Return the gradient of a packed (B, T, 3, H, D), packed the same way; the Hopper kernel writes it directly."""
+    case = _attention_case(qkv, causal, window)
+    if window >= 0 or (scale is not None and scale != qkv.shape[-1] ** -0.5):
+        return _copied(do, qkv, o, lse, "causal" in case.options, window, scale)
+    dqkv: Tensor = _attend_backward(case, do, qkv, o, lse, "causal" in case.options)
+    return dqkv
+
+
+# --- the gradient through GELU, and through a product and GELU -------------------------------------------------------
 
 
 def _torch_dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> _GeluGradient:
@@ -138,14 +188,8 @@ def _torch_dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | No
     return dz, functional.gelu(z, approximate=approximate), None if sums is None else _torch_columns(dz, sums)
 
 
-_dgelu = Operation(
-    "dgelu",
-    (
-        Implementation("triton", launch_dgelu, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _torch_dgelu),
-    ),
-    cost=lambda case: Cost(4 * math.prod(case.shape) * case.dtype.itemsize, 30 * math.prod(case.shape)),
-)
+_launch_dgelu = partial(linear_gelu.launch_dz, activation=True, join=None)
+_dgelu = triton_operation("dgelu", _launch_dgelu, _torch_dgelu, cost=accesses(4, 30))
 
 
 def dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> _GeluGradient:
@@ -155,9 +199,6 @@ def dgelu(dy: Tensor, z: Tensor, approximate: str, sums: torch.dtype | None) -> 
     return gradient
 
 
-# --- the same after a product ----------------------------------------------------------------------------------------
-
-
 _PARTIAL_ROWS = 32
 """Rows of dz in each partial column sum of the Hopper kernel."""
 
@@ -165,15 +206,15 @@ _PARTIAL_ROWS = 32
 def _hopper_dz(
     dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None, approximate: str
 ) -> _GeluGradient:
-    dz, a, partial = hopper.launch_dz(dy, launch_turn(weight), z)
+    dz, a, partial_sums = hopper.launch_dz(dy, launch_turn(weight), z)
     if sums is None:
         return dz, a, None
     if examples is None:
-        return dz, a, launch_join(partial, sums)
+        return dz, a, linear_gelu.launch_join(partial_sums, sums)
     M, N = z.shape
     if M % (examples * _PARTIAL_ROWS):
         return dz, a, launch_columns_each(dz, examples)
-    return dz, a, partial[: M // _PARTIAL_ROWS].view(examples, -1, N).sum(1)
+    return dz, a, partial_sums[: M // _PARTIAL_ROWS].view(examples, -1, N).sum(1)
 
 
 def _separate_dz(
@@ -186,15 +227,10 @@ def _separate_dz(
     return dz, a, column_sums_each(dz, examples)
 
 
-def _dz_cost(case: Case) -> Cost:
-    M, N, K = case.shape
-    return Cost((M * K + K * N + 3 * M * N) * case.dtype.itemsize, 2 * M * N * K + 30 * M * N)
-
-
 _linear_dz = Operation(
     "linear_dz",
     (Implementation("hopper", _hopper_dz, refuses=hopper.refuses, own=True), Implementation("separate", _separate_dz)),
-    cost=_dz_cost,
+    cost=partial(_product_cost, results=3, operations=30),
 )
 
 
@@ -237,14 +273,7 @@ def _torch_norm(
     return dx, dweight, dbias, None if sums is None else _torch_columns(dx.reshape(-1, dx.shape[-1]), sums)
 
 
-_norm_bwd = Operation(
-    "block_norm_bwd",
-    (
-        Implementation("triton", _triton_norm, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _torch_norm),
-    ),
-    cost=lambda case: Cost(4 * math.prod(case.shape) * case.dtype.itemsize, 19 * math.prod(case.shape)),
-)
+_norm_bwd = triton_operation("block_norm_bwd", _triton_norm, _torch_norm, cost=accesses(4, 19))
 
 
 def norm_backward(
@@ -258,9 +287,6 @@ def norm_backward(
     case = Case(s.device, s.dtype, s.shape, ("" if ds is None else "residual", "" if sums is None else "sums"))
     gradients: _NormGradients = _norm_bwd(case, dy, ds, s, weight, bias, statistics, eps, needs, sums)
     return gradients
-
-
-# --- the same with sums over each example's rows ---------------------------------------------------------------------
 
 
 def _torch_norm_each(
@@ -288,18 +314,11 @@ def _triton_norm_each(
 def _refuses_each(case: Case) -> str | None:
     if case.shape[-1] > WIDE_BACKWARD:
         return f"takes at most {WIDE_BACKWARD} columns"
-    if not math.prod(case.shape):
-        return "takes no empty tensor"
-    return refuses_triton_kernel(case)
+    return refuses_triton_kernel(case) if math.prod(case.shape) else "takes no empty tensor"
 
 
-_norm_bwd_each = Operation(
-    "block_norm_bwd_each",
-    (
-        Implementation("triton", _triton_norm_each, refuses=_refuses_each, own=True),
-        Implementation("torch", _torch_norm_each),
-    ),
-    cost=lambda case: Cost(4 * math.prod(case.shape) * case.dtype.itemsize, 19 * math.prod(case.shape)),
+_norm_bwd_each = triton_operation(
+    "block_norm_bwd_each", _triton_norm_each, _torch_norm_each, cost=accesses(4, 19), refuses=_refuses_each
 )
 
 
@@ -315,7 +334,6 @@ def norm_backward_each(
     Returns:
         the gradient, and (examples, N) for each required sum, in float32 or better.
     """
-    options = ("" if ds is None else "residual", f"examples {examples}")
-    case = Case(s.device, s.dtype, s.shape, options)
+    case = Case(s.device, s.dtype, s.shape, ("" if ds is None else "residual", f"examples {examples}"))
     gradients: _NormGradients = _norm_bwd_each(case, dy, ds, s, weight, statistics, eps, examples, required)
     return gradients

@@ -1,24 +1,19 @@
-"""Steps of a transformer other than products, attention and norms.
+"""Steps of a transformer other than products, attention, norms and gelu.
 
     columns  sums[n] = sum over m of x[m, n]
-    dgelu    dz = dy gelu'(z), a = gelu(z), sums[n] = sum over m of dz[m, n]: a is recomputed rather than saved
     turn     y[n, m] = x[m, n]
     embed    y[t] = table[token[t]] + places[t mod time], rounded once
 
-Source: gelu as in accelerant.ops.gelu; Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", for
-        the sum of the two embeddings.
-Layout: x and dy (M, N) with row strides, everything else dense; sums in float32. A token outside [0, V) reads nothing
-        and gives a row of NaN.
-Grid:   columns, dgelu: one program per strip of BLOCK_N columns and `span` rows, with partial sums; join: one program
-        per BLOCK_N columns of these, added in a fixed order. turn: one program per BLOCK x BLOCK tile. embed: one
-        program per ROWS tokens and BLOCK_D columns.
-Bound:  memory: columns 1 access per element, dgelu 4 (about 30 operations), turn 2, embed 3 and 2 of four bytes.
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", for the sum of the two embeddings.
+Layout: x (M, N) with a row stride, everything else dense; sums in float32. A token outside [0, V) reads nothing and
+        gives a row of NaN.
+Grid:   columns: one program per strip of BLOCK_N columns and `span` rows, with partial sums, which linear_gelu's kernel
+        `join` adds. turn: one program per BLOCK x BLOCK tile. embed: one program per ROWS tokens and BLOCK_D columns.
+Bound:  memory: columns 1 access per element, turn 2, embed 3 and 2 of four bytes.
 """
 
 import triton
 import triton.language as tl
-
-from accelerant.ops.gelu.triton_kernels import _gelu, _gelu_slope
 
 
 @triton.jit
@@ -38,44 +33,6 @@ def transformer_columns(
         inside = (rows < end)[:, None] & in_row[None, :]
         sums += tl.load(x_ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     tl.store(partial_ptr + part.to(tl.int64) * N + columns, tl.sum(sums, 0), mask=in_row)
-
-
-@triton.jit
-def transformer_dgelu(
-    dy_ptr, z_ptr, dz_ptr, a_ptr, partial_ptr, M, N, stride, span,
-    TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    FAST: tl.constexpr = z_ptr.dtype.element_ty != tl.float32
-    strips = tl.cdiv(N, BLOCK_N)
-    part = tl.program_id(0) // strips
-    columns = (tl.program_id(0) % strips) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_row = columns < N
-    begin = part.to(tl.int64) * span
-    end = tl.minimum(begin + span, M)
-    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for start in range(begin, end, BLOCK_M):
-        rows = start + tl.arange(0, BLOCK_M)
-        inside = (rows < end)[:, None] & in_row[None, :]
-        at = rows[:, None] * N + columns[None, :]
-        z = tl.load(z_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        dz = dy * _gelu_slope(z, TANH, FAST)
-        tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=inside)
-        tl.store(a_ptr + at, _gelu(z, TANH, FAST).to(a_ptr.dtype.element_ty), mask=inside)
-        sums += dz
-    if partial_ptr is not None:
-        tl.store(partial_ptr + part.to(tl.int64) * N + columns, tl.sum(sums, 0), mask=in_row)
-
-
-@triton.jit
-def transformer_join(partial_ptr, sums_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    sums = tl.zeros([BLOCK_P, BLOCK_N], dtype=tl.float32)
-    for start in range(0, P, BLOCK_P):
-        rows = start + tl.arange(0, BLOCK_P)
-        inside = (rows < P)[:, None] & (columns < N)[None, :]
-        sums += tl.load(partial_ptr + rows[:, None] * N + columns[None, :], mask=inside, other=0.0)
-    tl.store(sums_ptr + columns, tl.sum(sums, 0).to(sums_ptr.dtype.element_ty), mask=columns < N)
 
 
 @triton.jit
