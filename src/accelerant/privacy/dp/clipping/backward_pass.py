@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,20 +23,15 @@ class Group:
 
     Attributes:
         name: of the layer; empty for the whole model.
-        parameters: their identities, in the model's order: sums over them have the same bits in each run.
+        parameters: by identity, in the model's order: sums over them have the same bits in each run.
         bound: the norm that each example's gradient is clipped to.
         limit: the same on the device, where CUDA graphs read it at each replay.
     """
 
     name: str
-    parameters: list[int]
+    parameters: dict[int, torch.nn.Parameter]
     bound: float
     limit: Tensor
-
-    def set_bound(self, bound: float) -> None:
-        """Change the bound, also on the device."""
-        self.bound = bound
-        self.limit.fill_(bound)
 
 
 @dataclass(slots=True)
@@ -45,14 +40,13 @@ class ClippingPlan:
 
     Attributes:
         names: of the parameters, by identity.
-        parameters: themselves, by identity.
         groups: each parameter is in one.
         norms: "auto", "ghost" or "instantiate".
         mean: whether the loss is the mean over examples.
+        group_of: the group of each parameter, by identity.
     """
 
     names: Mapping[int, str]
-    parameters: Mapping[int, torch.nn.Parameter]
     groups: Sequence[Group]
     norms: str
     mean: bool
@@ -60,11 +54,6 @@ class ClippingPlan:
 
     def __post_init__(self) -> None:
         self.group_of = {parameter: group for group in self.groups for parameter in group.parameters}
-
-    @property
-    def by_layer(self) -> bool:
-        """Whether a layer can be summed before the pass ends."""
-        return len(self.groups) > 1
 
 
 class ClippedGroup(NamedTuple):
@@ -91,7 +80,7 @@ class BackwardPass:
         plan: of the clipper.
         expected: contributions that each parameter is to get; more may come.
         mask: (B,) bool, examples that count; None for all.
-        loss_scale: factor of the loss.
+        scale: factor of the loss.
 
     Attributes:
         clipped: by group name, once it is summed.
@@ -100,12 +89,7 @@ class BackwardPass:
     """
 
     def __init__(
-        self,
-        task: int,
-        plan: ClippingPlan,
-        expected: Mapping[int, int],
-        mask: Tensor | None,
-        loss_scale: float | Tensor,
+        self, task: int, plan: ClippingPlan, expected: Mapping[int, int], mask: Tensor | None, scale: float | Tensor
     ) -> None:
         self.task = task
         self.clipped: dict[str, ClippedGroup] = {}
@@ -113,10 +97,7 @@ class BackwardPass:
         self.nonfinite: Tensor | None = None
         self._examples: int | None = None
         self._left_out: Tensor | None = None
-        self._plan = plan
-        self._expected = dict(expected)
-        self._mask = mask
-        self._loss_scale = loss_scale
+        self._plan, self._expected, self._mask, self._loss_scale = plan, dict(expected), mask, scale
         self._shares: dict[int, _Share] = {}
 
     def add(self, parameter: Tensor, contribution: Contribution, examples: int) -> None:
@@ -127,22 +108,30 @@ class BackwardPass:
             UnsupportedCase: the layer was clipped already.
         """
         key, plan = id(parameter), self._plan
-        self._require_examples(examples, plan.names[key])
-        group = plan.group_of[key]
+        if self._examples is None:
+            self._examples = examples
+            if self._mask is not None and self._mask.shape != (examples,):
+                raise ShapeError(f"mask must be ({examples},), one for each example, got {tuple(self._mask.shape)}")
+        elif self._examples != examples:
+            raise ShapeError(
+                f"all layers must see the same examples: {plan.names[key]} had {examples} in its first dimension, "
+                f"layers after it {self._examples}"
+            )
+        group, by_layer = plan.group_of[key], len(plan.groups) > 1
         if group.name in self.clipped:
             raise UnsupportedCase(
                 f"{plan.names[key]} got another contribution after its layer was clipped; forward passes that were "
                 'dropped or recomputed do that: take clipping="flat"'
             )
-        if plan.by_layer and isinstance(contribution, Rows):
+        if by_layer and isinstance(contribution, Rows):
             contribution.consumed = False  # the layer's input gradient may be computed after its sum
         share = self._shares.setdefault(key, _Share())
         share.contributions.append(contribution)
         share.arrived += 1
         share.squares = None
-        if share.arrived == self._expected.get(key, 0) and (plan.by_layer or not _is_small(share)):
+        if share.arrived == self._expected.get(key, 0) and (by_layer or _small_gradients(share) is None):
             self._settle(share)
-            if plan.by_layer and all(self._is_settled(other) for other in group.parameters):
+            if by_layer and all(self._is_settled(other) for other in group.parameters):
                 self._sum(group)
 
     def finish(self) -> None:
@@ -153,42 +142,22 @@ class BackwardPass:
         if self._left_out is not None:
             self.nonfinite = self._left_out.sum()
 
-    def _require_examples(self, examples: int, name: str) -> None:
-        if self._examples is None:
-            self._examples = examples
-            if self._mask is not None and self._mask.shape != (examples,):
-                raise ShapeError(f"mask must be ({examples},), one for each example, got {tuple(self._mask.shape)}")
-        elif self._examples != examples:
-            raise ShapeError(
-                f"all layers must see the same examples: {name} had {examples} in its first dimension, "
-                f"layers after it {self._examples}"
-            )
-
     def _is_settled(self, key: int) -> bool:
         share = self._shares.get(key)
-        if share is None:
-            return not self._expected.get(key, 0)
-        return share.squares is not None
+        return not self._expected.get(key, 0) if share is None else share.squares is not None
 
     def _settle(self, share: _Share) -> None:
         """Merge the contributions, form them where that costs less, and compute the squared norm."""
-        merge = [self._choose(part) for part in merged(share.contributions)]
-        if len(merge) > 1 and not all(isinstance(part, (Rows, Lookup)) for part in merge):
-            merge = merged(merge)
-        squares = merge[0].squares()
-        if len(merge) > 1:
-            rows, lookup = merge
-            assert isinstance(rows, Rows)
-            assert isinstance(lookup, Lookup)
-            squares = (squares + lookup.squares() + 2 * cross(lookup, rows)).clamp_(min=0)
-        share.contributions, share.squares = merge, squares
-
-    def _choose(self, part: Contribution) -> Contribution:
-        if isinstance(part, Lookup):
-            return part.compact()
-        if part.formed or self._plan.norms == "ghost":
-            return part
-        return part.dense() if self._plan.norms == "instantiate" else part.preferred()
+        parts = [part.chosen(self._plan.norms) for part in merged(share.contributions)]
+        match parts:
+            case [part]:
+                squares = part.squares()
+            case [Rows() as rows, Lookup() as lookup]:  # a table tied to an output layer
+                squares = (rows.squares() + lookup.squares() + 2 * cross(lookup, rows)).clamp_(min=0)
+            case _:
+                parts = merged(parts)
+                squares = parts[0].squares()
+        share.contributions, share.squares = parts, squares
 
     def _sum(self, group: Group) -> None:
         """Clip a group: norms, factors, and the weighted sums into .grad."""
@@ -197,8 +166,10 @@ class BackwardPass:
         for share in shares.values():
             if share.squares is None:
                 self._settle(share)
-        settled = [share.squares for share in shares.values()]
-        total = _added([*settled, *(bundle.squares() for bundle, _ in bundles)])
+        known = [share.squares for share in shares.values() if share.squares is not None]
+        known += [bundle.squares() for bundle, _ in bundles]
+        dtype = torch.float64 if any(each.dtype == torch.float64 for each in known) else torch.float32
+        total = torch.stack([each.to(dtype) for each in known]).sum(0)
         scale = (total.shape[0] if self._plan.mean else 1.0) / self._loss_scale
         norms = total.sqrt() * scale
         drop = ~torch.isfinite(norms)
@@ -213,40 +184,41 @@ class BackwardPass:
         # 0 times a number is 0: only values that are not finite need clearing; a CPU can look whether there are any.
         unsafe = drop if drop.device.type != "cpu" or not bool(torch.isfinite(norms).all()) else None
         for key, share in shares.items():
-            parameter = self._plan.parameters[key]
+            parameter = group.parameters[key]
             for part in share.contributions:
                 self.formed = self.formed and part.formed
                 _add_total(parameter, part, weights.to(wide(parameter.dtype)), unsafe)
             share.contributions.clear()
         for bundle, keys in bundles:
             sums = bundle.total(weights.to(wide(bundle.each.dtype)), unsafe, bundle.each.shape[1:])
-            _add_bundle(sums, [self._plan.parameters[key] for key in keys])
+            _add_bundle(sums, [group.parameters[key] for key in keys])
 
 
-_SMALL: int = 8192
+_SMALL = 8192
 """Largest number of a parameter's values whose formed gradients are bundled with others': a launch takes longer."""
 
 
-def _is_small(share: _Share) -> bool:
-    """Return whether a parameter has one contribution of few formed gradients: a bias, a norm's scale."""
-    (first, *others) = share.contributions
-    if others or not isinstance(first, Dense) or first.known is not None or first.factor is not None:
-        return False
-    return first.each.shape[1:].numel() <= _SMALL
+def _small_gradients(share: _Share) -> Tensor | None:
+    """Return the formed gradients of a parameter that has no others, and few values: a bias, a norm's scale."""
+    match share.contributions:
+        case [Dense(each, known=None, factor=None)] if each.shape[1:].numel() <= _SMALL:
+            return each
+    return None
 
 
 def _bundled(shares: dict[int, _Share]) -> list[tuple[Dense, list[int]]]:
     """Remove the small unsettled shares and concatenate them, one bundle per dtype, with the parameters' keys."""
-    groups: dict[torch.dtype, list[int]] = {}
+    by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
     for key, share in shares.items():
-        if share.squares is None and _is_small(share):
-            groups.setdefault(cast(Dense, share.contributions[0]).each.dtype, []).append(key)
+        if share.squares is None and (each := _small_gradients(share)) is not None:
+            by_dtype.setdefault(each.dtype, {})[key] = each
     bundles = []
-    for keys in groups.values():
-        if len(keys) > 1:
-            parts = [cast(Dense, shares.pop(key).contributions[0]).each for key in keys]
-            flat = [part.reshape(part.shape[0], part.shape[1:].numel()) for part in parts]
-            bundles.append((Dense(torch.cat(flat, 1)), keys))
+    for parts in by_dtype.values():
+        if len(parts) > 1:
+            flat = [part.reshape(part.shape[0], part.shape[1:].numel()) for part in parts.values()]
+            bundles.append((Dense(torch.cat(flat, 1)), list(parts)))
+            for key in parts:
+                del shares[key]
     return bundles
 
 
@@ -263,12 +235,6 @@ def _add_bundle(sums: Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
             added.append(shaped)
     if gradients:
         torch._foreach_add_(gradients, added)
-
-
-def _added(tensors: Iterable[Tensor | None]) -> Tensor:
-    known = [tensor for tensor in tensors if tensor is not None]
-    dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in known) else torch.float32
-    return torch.stack([tensor.to(dtype) for tensor in known]).sum(0)
 
 
 def _add_total(parameter: torch.nn.Parameter, part: Contribution, weights: Tensor, drop: Tensor | None) -> None:

@@ -1,9 +1,11 @@
+# ruff: noqa: D102  PerExampleSink documents the methods of the sink
 """PerExampleClipper: attaches to a model, receives its layers' contributions, and runs its backward passes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -19,8 +21,6 @@ from accelerant.privacy.dp.clipping.launch import wide
 from accelerant.privacy.dp.clipping.layers import SECOND_PASS
 
 __all__ = ["PerExampleClipper"]
-
-_NORMS = ("auto", "ghost", "instantiate")
 
 
 class PerExampleClipper:
@@ -49,6 +49,8 @@ class PerExampleClipper:
         on_begin: called before a backward pass leaves anything; an exception ends the pass.
         on_backward: called after each finished backward pass with norms and factors.
         parameters: the clipped ones, with names.
+        idealised: whether some layer's per-example gradients are not formed; known after the first pass, true for
+            norms="ghost".
 
     Raises:
         ConfigError: an argument has no meaning.
@@ -58,8 +60,8 @@ class PerExampleClipper:
     over those tokens of a batch that count) has no per-example gradients, and is not noticed.
 
     Neighbouring data sets differ in one example added or removed; the sum's sensitivity in L2 is `sensitivity`. Norms
-    and sums accumulate in float32. Where a layer's gradients are not formed (`idealised`) rounding has no useful bound.
-    Memory kept until the pass ends: see contributions.py. Not thread-safe: one backward pass at a time.
+    and sums accumulate in float32. Where a layer's gradients are not formed (`idealised`), rounding has no useful
+    bound. Memory kept until the pass ends: see contributions.py. Not thread-safe: one backward pass at a time.
     """
 
     def __init__(
@@ -75,8 +77,8 @@ class PerExampleClipper:
             raise ConfigError(f"clipping must be 'flat' or 'per_layer', got {clipping!r}")
         if loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
-        if norms not in _NORMS:
-            raise ConfigError(f"norms must be one of {', '.join(_NORMS)}, got {norms!r}")
+        if norms not in ("auto", "ghost", "instantiate"):
+            raise ConfigError(f"norms must be one of auto, ghost, instantiate, got {norms!r}")
         self.model = model
         self.mask: Tensor | None = None
         self.loss_scale: float | Tensor = 1.0
@@ -86,30 +88,26 @@ class PerExampleClipper:
         self.nonfinite: Tensor | None = None
         self.on_begin: Callable[[], object] | None = None
         self.on_backward: Callable[[Tensor, Tensor], object] | None = None
+        self.idealised = norms == "ghost"
+        self.examples: int | None = None  # see PerExampleSink, as for the other methods of the sink
         self._clipping = clipping
         self._pass: BackwardPass | None = None
         self._ignored: int | None = None
-        self._examples: int | None = None
         self._calls = 0  # of the model, under way
         self._expected: dict[int, int] = {}  # contributions of the next pass, by parameter
         self._announced: dict[int, int] = {}  # those that no pass has brought yet
-        self._undo: list[Callable[[], None]] = []
-        self._idealised = norms == "ghost"
-        self._frozen: list[tuple[str, nn.Module]] = []
         for name, parameter in model.named_parameters():
             if _per_example.sink_of(parameter) is not None:
                 raise ConfigError(f"{name} is clipped already: detach() the other clipper first")
         survey = rules.survey(model)
         self.parameters: list[tuple[str, nn.Parameter]] = survey.parameters
-        self._plan = ClippingPlan(
-            {id(parameter): name for name, parameter in survey.parameters},
-            {id(parameter): parameter for _, parameter in survey.parameters},
-            _groups(survey.parameters, clipping),
-            norms,
-            loss_reduction == "mean",
-        )
+        self._frozen = survey.frozen
+        names = {id(parameter): name for name, parameter in survey.parameters}
+        self._plan = ClippingPlan(names, _groups(survey.parameters, clipping), norms, loss_reduction == "mean")
         self.max_grad_norm = max_grad_norm
-        self._attach(survey)
+        with ExitStack() as undo:
+            self._attach(survey, undo)
+            self._undo = undo.pop_all()
 
     # --- settings ----------------------------------------------------------------------------------------------------
 
@@ -131,11 +129,11 @@ class PerExampleClipper:
             bounds = [float(value[group.name]) for group in groups]
         else:
             bounds = [float(value) / math.sqrt(len(groups) or 1)] * len(groups)
-        for bound in bounds:
-            if not (bound > 0 and math.isfinite(bound)):
-                raise ConfigError(f"max_grad_norm must be above 0 and finite, got {value!r}")
+        if not all(bound > 0 and math.isfinite(bound) for bound in bounds):
+            raise ConfigError(f"max_grad_norm must be above 0 and finite, got {value!r}")
         for group, bound in zip(groups, bounds, strict=True):
-            group.set_bound(bound)
+            group.bound = bound
+            group.limit.fill_(bound)
         self._max_grad_norm = value if isinstance(value, Mapping) else float(value)
 
     @property
@@ -145,33 +143,9 @@ class PerExampleClipper:
             return math.sqrt(sum(group.bound**2 for group in self._plan.groups))
         return float(self._max_grad_norm)
 
-    @property
-    def idealised(self) -> bool:
-        """Whether some layer's per-example gradients are not formed; known after the first pass, true for "ghost"."""
-        return self._idealised
-
     # --- attaching ---------------------------------------------------------------------------------------------------
 
-    def _attach(self, survey: rules.Survey) -> None:
-        try:
-            own = [parameter for _, parameter in survey.parameters]
-            _per_example.attach(self, own)
-            self._undo.append(lambda: _per_example.detach(own))
-            self._undo.append(rules.hide_marked(self.model))
-            self._hook_forward()
-            self._frozen = survey.frozen
-            self._undo += [rules.watch_frozen(name, module) for name, module in survey.frozen]
-            for name, parameter in survey.parameters:
-                self._undo.append(parameter.register_hook(_refuse_gradient(name)).remove)
-            for module, rule in survey.layers:
-                self._undo.append(rules.attach_rule(module, rule, self))
-            for module, methods in survey.models:
-                self._undo.append(rules.adapt_model(module, methods, self))
-        except BaseException:
-            self.detach()
-            raise
-
-    def _hook_forward(self) -> None:
+    def _attach(self, survey: rules.Survey, undo: ExitStack) -> None:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module is self.model:  # not a copy of it
                 self._calls += 1
@@ -181,15 +155,25 @@ class PerExampleClipper:
             if module is self.model:
                 self._calls -= 1
 
-        model = self.model
-        self._undo.append(model.register_forward_pre_hook(rules.mark(before), with_kwargs=True).remove)
-        self._undo.append(model.register_forward_hook(rules.mark(after), always_call=True).remove)
+        model, own = self.model, [parameter for _, parameter in survey.parameters]
+        _per_example.attach(self, own)
+        undo.callback(_per_example.detach, own)
+        rules.hide_marked(model, undo)
+        undo.callback(model.register_forward_pre_hook(rules.mark(before), with_kwargs=True).remove)
+        undo.callback(model.register_forward_hook(rules.mark(after), always_call=True).remove)
+        for name, module in survey.frozen:
+            rules.watch_frozen(name, module, undo)
+        for name, parameter in survey.parameters:
+            undo.callback(parameter.register_hook(_refuse_gradient(name)).remove)
+        for module, rule in survey.layers:
+            rules.attach_rule(module, rule, self, undo)
+        for module, methods in survey.models:
+            rules.replace_methods(module, methods(module, self), undo)
 
     def detach(self) -> None:
         """Restore the model: backward passes make ordinary gradients. May be called again."""
-        while self._undo:
-            self._undo.pop()()
-        self._pass, self._examples, self._calls = None, None, 0
+        self._undo.close()
+        self._pass, self.examples, self._calls = None, None, 0
         self._expected.clear()
         self._announced.clear()
 
@@ -209,33 +193,24 @@ class PerExampleClipper:
         no effect: a pass under way stays what it is.
         """
         if torch.is_grad_enabled():
-            self._examples = _batch_size(inputs)
+            self.examples = _batch_size(inputs)
 
     # --- the sink (accelerant.ops._per_example.PerExampleSink) -------------------------------------------------------
 
     @property
-    def examples(self) -> int | None:
-        """See PerExampleSink."""
-        return self._examples
-
-    @property
     def batch(self) -> int | None:
-        """See PerExampleSink."""
-        return self._examples if self._calls else None
+        return self.examples if self._calls else None
 
     def expect(self, *parameters: Tensor | None) -> None:
-        """See PerExampleSink."""
         for parameter in parameters:
             if parameter is not None and self.wants(parameter):
                 for counts in (self._expected, self._announced):
                     counts[id(parameter)] = counts.get(id(parameter), 0) + 1
 
     def wants(self, parameter: Tensor | None) -> bool:
-        """See PerExampleSink."""
         return parameter is not None and parameter.requires_grad and id(parameter) in self._plan.names
 
     def linear(self, weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, examples: int) -> None:
-        """See PerExampleSink."""
         if weight is not None and self.wants(weight):
             self.contribute(weight, Rows(_by_example(x, examples), _by_example(dy, examples)), examples)
         self.columns(bias, dy, examples)
@@ -249,7 +224,6 @@ class PerExampleClipper:
         padding_idx: int | None = None,
         distinct: bool = False,
     ) -> None:
-        """See PerExampleSink."""
         if not self.wants(weight):
             return
         g = _by_example(dy, examples)
@@ -261,7 +235,6 @@ class PerExampleClipper:
     def norm(
         self, weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, statistics: Tensor, examples: int
     ) -> None:
-        """See PerExampleSink."""
         if weight is not None and self.wants(weight):
             rstd = statistics[:, -1:]
             h = x * rstd if statistics.shape[1] == 1 else torch.sub(x, statistics[:, :1]).mul_(rstd)
@@ -269,7 +242,6 @@ class PerExampleClipper:
         self.columns(bias, dy, examples)
 
     def columns(self, bias: Tensor | None, dy: Tensor, examples: int) -> None:
-        """See PerExampleSink."""
         if bias is not None and self.wants(bias):
             if dy.is_cuda and examples:
                 self.gradients(bias, column_sums_each(dy, examples))
@@ -279,11 +251,9 @@ class PerExampleClipper:
     def gradients(
         self, parameter: Tensor, each: Tensor, squares: Tensor | None = None, factor: Tensor | None = None
     ) -> None:
-        """See PerExampleSink."""
         self.contribute(parameter, Dense(each, squares, factor), each.shape[0])
 
     def form(self, a: Tensor, g: Tensor, out: Tensor) -> Tensor:
-        """See PerExampleSink."""
         return launch.form(a, g, out)[1]
 
     def contribute(self, parameter: Tensor, contribution: Contribution, examples: int) -> None:
@@ -316,7 +286,12 @@ class PerExampleClipper:
         self._expected.clear()
         if done is None:
             return
-        self._require_known()
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._plan.names:
+                raise UnsupportedCase(
+                    f"{name} takes gradients, but did not, or was not there, when the clipper was attached: nothing "
+                    "clips them. detach() it and make another"
+                )
         done.finish()
         clipped = done.clipped
         if not clipped:
@@ -327,20 +302,11 @@ class PerExampleClipper:
         else:
             self.norms = torch.stack([group.norms for group in clipped.values()]).square().sum(0).sqrt()
             self.factors = torch.stack([group.factors for group in clipped.values()]).amin(0)
-        self._idealised = self._idealised or not done.formed
+        self.idealised = self.idealised or not done.formed
         if done.nonfinite is not None:
             self.nonfinite = done.nonfinite if self.nonfinite is None else self.nonfinite.add_(done.nonfinite)
         if self.on_backward is not None:
             self.on_backward(self.norms, self.factors)
-
-    def _require_known(self) -> None:
-        """Raise UnsupportedCase where a parameter got an ordinary, unclipped gradient."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self._plan.names:
-                raise UnsupportedCase(
-                    f"{name} takes gradients, but did not, or was not there, when the clipper was attached: nothing "
-                    "clips them. detach() it and make another"
-                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None: a copy of a parameter in another process has no sink."""
@@ -370,17 +336,11 @@ def _refuse_gradient(name: str) -> Callable[[Tensor], None]:
 
 
 def _batch_size(inputs: Any) -> int | None:
-    """Return the first dimension of the first tensor in nested inputs."""
+    """Return the first dimension of the first tensor with dimensions in nested inputs."""
     if isinstance(inputs, Tensor):
         return inputs.shape[0] if inputs.dim() else None
-    if isinstance(inputs, Mapping):
-        inputs = tuple(inputs.values())
-    if isinstance(inputs, (tuple, list)):
-        for item in inputs:
-            size = _batch_size(item)
-            if size is not None:
-                return size
-    return None
+    items = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else ()
+    return next((size for item in items if (size := _batch_size(item)) is not None), None)
 
 
 def _groups(parameters: list[tuple[str, nn.Parameter]], clipping: str) -> list[Group]:
@@ -388,6 +348,6 @@ def _groups(parameters: list[tuple[str, nn.Parameter]], clipping: str) -> list[G
     for name, parameter in parameters:
         layer = "" if clipping == "flat" else name.rpartition(".")[0]
         if layer not in groups:
-            groups[layer] = Group(layer, [], 0.0, torch.zeros((), dtype=torch.float64, device=parameter.device))
-        groups[layer].parameters.append(id(parameter))
+            groups[layer] = Group(layer, {}, 0.0, torch.zeros((), dtype=torch.float64, device=parameter.device))
+        groups[layer].parameters[id(parameter)] = parameter
     return list(groups.values())

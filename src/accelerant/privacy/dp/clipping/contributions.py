@@ -1,3 +1,4 @@
+# ruff: noqa: D102  Contribution documents the methods of its subclasses
 """Contributions to a parameter's per-example gradients, kept until each example's weight is known.
 
 Kept, in bytes for B examples of T positions, s bytes a value:
@@ -18,8 +19,9 @@ is Goodfellow's, arXiv:1510.01799, for T = 1 and Li et al.'s, arXiv:2110.05679, 
 
 from __future__ import annotations
 
+import functools
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -32,22 +34,34 @@ from accelerant.runtime.dispatch.tuning import Tuned
 __all__ = ["Contribution", "Dense", "Lookup", "Rows", "cross", "merged", "prefers_ghost"]
 
 
-class Contribution(Protocol):
+class Contribution(ABC):
     """A part of one parameter's per-example gradients."""
+
+    __slots__ = ()
 
     @property
     def formed(self) -> bool:
         """Whether the gradients are formed, so that norms are of the very numbers that are summed."""
+        return False
 
+    @abstractmethod
     def squares(self) -> Tensor:
         """Return the squared norm of each example's gradient, (B,)."""
 
+    @abstractmethod
     def dense(self) -> Dense:
         """Form the gradients."""
 
-    def preferred(self) -> Contribution:
-        """Return this contribution or its formed gradients, whichever costs less from here on."""
+    def prefers_ghost(self) -> bool:
+        """Return whether norms of the factors, and a product for the sum, cost less than to form the gradients."""
+        return False
 
+    def chosen(self, norms: str) -> Contribution:
+        """Return this contribution or its formed gradients, by "ghost", "instantiate" or "auto": what costs less."""
+        ghost = self.formed or norms == "ghost" or (norms == "auto" and self.prefers_ghost())
+        return self if ghost else self.dense()
+
+    @abstractmethod
     def total(self, weights: Tensor, drop: Tensor | None, shape: torch.Size) -> Tensor:
         """Return the sum over examples of weights[i] times its gradient, in float32 or better.
 
@@ -59,6 +73,7 @@ class Contribution(Protocol):
 
     def add_to(self, grad: Tensor, weights: Tensor, drop: Tensor | None) -> None:
         """Add that sum to a dense gradient of its dtype: float32 or better."""
+        grad.add_(self.total(weights, drop, grad.shape))
 
 
 _OPERATIONS_PER_BYTE = {"cuda": (300.0, 300.0), "cpu": (10.0, 35.0)}
@@ -82,16 +97,16 @@ def prefers_ghost(B: int, T: int, N: int, K: int, itemsize: int, device: str) ->
     return per_byte * N * K * itemsize >= 2.0 * T * T * (N + K)
 
 
-def _default_norm(B: int, T: int, N: int, K: int, itemsize: int) -> str:
-    return "ghost" if prefers_ghost(B, T, N, K, itemsize, "cuda") else "instantiate"
-
-
-_NORMS: Tuned[str] = Tuned("clip_norm", default=_default_norm, candidates=lambda *sizes: ("ghost", "instantiate"))
+_NORMS: Tuned[str] = Tuned(
+    "clip_norm",
+    default=lambda B, T, N, K, itemsize: "ghost" if prefers_ghost(B, T, N, K, itemsize, "cuda") else "instantiate",
+    candidates=lambda *sizes: ("ghost", "instantiate"),
+)
 """The norm of a linear map's gradients on a GPU: by the rule, or by the result of a race of both, sums included."""
 
 
 @dataclass(slots=True)
-class Rows:
+class Rows(Contribution):
     """A matrix's gradient by its factors: a (B, T, K), g (B, T, N); example i's is g_i^T a_i.
 
     Attributes:
@@ -101,30 +116,27 @@ class Rows:
     a: Tensor
     g: Tensor
     consumed: bool = True
-    formed: ClassVar[bool] = False
 
     def squares(self) -> Tensor:
-        """Return the ghost norms."""
         return launch.ghost_squares(self.a, self.g)
 
     def dense(self) -> Dense:
-        """Form (B, N, K) in the dtype of the factors."""
-        return Dense(*launch.form(self.a, self.g))
+        return Dense(*launch.form(self.a, self.g))  # in the dtype of the factors
 
-    def preferred(self) -> Contribution:
-        """Choose by the rule; on a GPU by a race of both norms, if there was one."""
+    def prefers_ghost(self) -> bool:
+        """Apply the rule; on a GPU the result of a race of both norms, if there was one."""
         a, (B, T, K), N = self.a, self.a.shape, self.g.shape[2]
-        itemsize = a.element_size()
+        sizes = (B, T, N, K, a.element_size())
         if a.device.type != "cuda" or T == 1:
-            return self if prefers_ghost(B, T, N, K, itemsize, a.device.type) else self.dense()
+            return prefers_ghost(*sizes, a.device.type)
 
         def run(norm: str) -> None:
-            contribution = self.dense() if norm == "instantiate" else self
+            contribution = self.chosen(norm)
             contribution.squares()
             weights = torch.ones(B, dtype=wide(a.dtype), device=a.device)
             contribution.total(weights, None, torch.Size((N, K)))
 
-        return self if _NORMS(a.device, a.dtype, (B, T, N, K, itemsize), run) == "ghost" else self.dense()
+        return _NORMS(a.device, a.dtype, sizes, run) == "ghost"
 
     def total(self, weights: Tensor, drop: Tensor | None, shape: torch.Size) -> Tensor:
         """Multiply all rows at once, as for an ordinary weight gradient."""
@@ -150,7 +162,7 @@ class Rows:
 
 
 @dataclass(slots=True)
-class Dense:
+class Dense(Contribution):
     """Formed per-example gradients, (B, ...), and their squared norms where these are known.
 
     Attributes:
@@ -162,7 +174,10 @@ class Dense:
     each: Tensor
     known: Tensor | None = None
     factor: Tensor | None = None
-    formed: ClassVar[bool] = True
+
+    @property
+    def formed(self) -> bool:
+        return True
 
     def squares(self) -> Tensor:
         """Return norms of exactly what is summed: no product with the factor is rounded."""
@@ -174,19 +189,13 @@ class Dense:
         return self if self.factor is None else Dense(scaled(self.each, self.factor))
 
     def dense(self) -> Dense:
-        """Return self."""
-        return self
-
-    def preferred(self) -> Contribution:
-        """Return self."""
         return self
 
     def total(self, weights: Tensor, drop: Tensor | None, shape: torch.Size) -> Tensor:
-        """Sum in one pass over the gradients."""
         return launch.weighted_sum(self.each, self._weighted(weights), drop).view(shape)
 
     def add_to(self, grad: Tensor, weights: Tensor, drop: Tensor | None) -> None:
-        """Add in the same pass."""
+        """Add in the pass that sums."""
         launch.weighted_sum(self.each, self._weighted(weights), drop, grad)
 
     def _weighted(self, weights: Tensor) -> Tensor:
@@ -194,7 +203,7 @@ class Dense:
 
 
 @dataclass(slots=True)
-class Lookup:
+class Lookup(Contribution):
     """An embedding's gradient: tokens (B, T), g (B, T, D); row v of example i's is the sum of g where the token is v.
 
     Attributes:
@@ -208,8 +217,7 @@ class Lookup:
     distinct: bool = False
 
     @property
-    def formed(self) -> bool:
-        """Whether gradients of equal tokens are added."""
+    def formed(self) -> bool:  # then gradients of equal tokens are added
         return self.distinct or self.g.shape[1] == 1
 
     def compact(self) -> Lookup:
@@ -229,12 +237,10 @@ class Lookup:
         launch.add_rows_(g, target, self.g)
         return Lookup(tokens, g.view(B, T, D), self.V, distinct=True)
 
-    def preferred(self) -> Contribution:
-        """Return the compact form."""
+    def chosen(self, norms: str) -> Contribution:
         return self.compact()
 
     def squares(self) -> Tensor:
-        """Return norms of the compact form."""
         return launch.squares(self.compact().g)
 
     def dense(self) -> Dense:
@@ -251,13 +257,12 @@ class Lookup:
         return to
 
     def total(self, weights: Tensor, drop: Tensor | None, shape: torch.Size) -> Tensor:
-        """Add weighted rows to a table of zeros."""
         table = torch.zeros(shape, dtype=weights.dtype, device=self.g.device)
         self.add_to(table, weights, drop)
         return table
 
     def add_to(self, grad: Tensor, weights: Tensor, drop: Tensor | None) -> None:
-        """Add weighted rows directly to the gradient's rows."""
+        """Add only to the rows of the tokens."""
         launch.add_rows_(grad, self.tokens, launch.scaled(self.g, weights, drop, weights.dtype))
 
 
@@ -300,9 +305,7 @@ def merged(contributions: list[Contribution]) -> list[Contribution]:
 
 def _concat(tensors: list[Tensor]) -> Tensor:
     """Concatenate along positions, in the promoted dtype."""
-    dtype = tensors[0].dtype
-    for other in tensors[1:]:
-        dtype = torch.promote_types(dtype, other.dtype)
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
     return torch.cat([tensor.to(dtype) for tensor in tensors], 1)
 
 

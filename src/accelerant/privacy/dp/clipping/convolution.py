@@ -1,10 +1,11 @@
+# ruff: noqa: D102  Contribution documents the methods of its subclasses
 """Convolutions: unfolded windows are the rows of a linear map for norms; the weighted sum is a convolution's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,17 +32,15 @@ class Windows(NamedTuple):
 
 
 @dataclass(slots=True)
-class Convolution:
+class Convolution(Contribution):
     """A kernel's gradient from x (B, C, ...), g (B, O, ...) and weight (O, C / groups, ...); windows are not kept."""
 
     x: Tensor
     g: Tensor
     weight: Tensor
     windows: Windows
-    formed: ClassVar[bool] = False
 
     def squares(self) -> Tensor:
-        """Return the ghost norms, summed over groups."""
         B, groups = self.x.shape[0], self.windows.groups
         total = torch.empty(B, dtype=wide(self.x.dtype), device=self.x.device)
         for part in self._chunks():
@@ -50,18 +49,17 @@ class Convolution:
         return total
 
     def dense(self) -> Dense:
-        """Form (B, *shape of the kernel)."""
         gradients = self.x.new_empty((self.x.shape[0], *self.weight.shape))
         for part in self._chunks():
             a, g = self._rows(part)
             gradients[part] = torch.matmul(g.mT, a).view(-1, *self.weight.shape)
         return Dense(gradients)
 
-    def preferred(self) -> Contribution:
-        """Choose by `prefers_ghost`, for one group."""
+    def prefers_ghost(self) -> bool:
+        """Apply the rule to one group."""
         x, N = self.x, self.g.shape[1] // self.windows.groups
         sizes = (x.shape[0], self._positions(), N, self.weight[0].numel(), x.element_size())
-        return self if prefers_ghost(*sizes, x.device.type) else self.dense()
+        return prefers_ghost(*sizes, x.device.type)
 
     def total(self, weights: Tensor, drop: Tensor | None, shape: torch.Size) -> Tensor:
         """Return the kernel's gradient of weighted g."""
@@ -69,10 +67,6 @@ class Convolution:
         x = launch.cleared(self.x, drop)
         _, total, _ = _backward(g, x, self.weight.to(g.dtype), self.windows, [False, True, False])
         return total.view(shape)  # type: ignore[no-any-return]  # torch's own
-
-    def add_to(self, grad: Tensor, weights: Tensor, drop: Tensor | None) -> None:
-        """Add the sum."""
-        grad.add_(self.total(weights, drop, grad.shape))
 
     def _positions(self) -> int:
         return self.g[0, 0].numel() if self.g.shape[0] else 1

@@ -1,19 +1,18 @@
 """Norms, weighted sums and weighted factors of per-example gradients: torch's functions and launches of our kernels.
 
 Each is an Operation, so that the ledger of ops records it. On a CPU torch's functions are called directly: an
-Operation's 4 us are much next to a small layer's time.
+Operation takes 4 us, much next to a small layer's time.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelerant.ops._launch import ceil_div, next_power_of_2
-from accelerant.ops._refusals import refuses_triton_kernel
+from accelerant.ops._launch import accesses, ceil_div, next_power_of_2, triton_operation
 from accelerant.ops.transformer.ends import embed_backward
 from accelerant.privacy.dp.clipping import hopper
 from accelerant.runtime.compilation.triton import TritonKernel, interpreting
@@ -53,28 +52,13 @@ def _direct(x: Tensor) -> bool:
     return x.device.type == "cpu" and not interpreting()
 
 
-def _operation(
-    name: str, triton: Callable[..., Tensor], plain: Callable[..., Tensor], accesses: int, *, mutates: bool = False
-) -> Operation:
-    """Declare an operation bound by memory, with so many accesses of each value."""
-
-    def cost(case: Case) -> Cost:
-        count = math.prod(case.shape)
-        return Cost(accesses * count * case.dtype.itemsize, 2 * count)
-
-    implementations = (
-        Implementation("triton", triton, refuses=refuses_triton_kernel, own=True, mutates=mutates),
-        Implementation("torch", plain, mutates=mutates),
-    )
-    return Operation(name, implementations, cost=cost)
-
-
-def _case(x: Tensor) -> Case:
-    return Case(x.device, x.dtype, x.shape)
+def _run(operation: Operation, x: Tensor, *args: Any) -> Tensor:
+    y: Tensor = operation(Case(x.device, x.dtype, x.shape), x, *args)
+    return y
 
 
 def _spans(x: Tensor) -> tuple[int, int]:
-    """Return the values of an example, and into how many spans they fall."""
+    """Return the number of values of an example, and of spans that hold them."""
     P = x[0].numel()
     return P, ceil_div(P, SPAN)
 
@@ -104,15 +88,12 @@ def _triton_squares(x: Tensor) -> Tensor:
     return parts.sum(1) if spans > 1 else parts.view(B)
 
 
-_squares = _operation("clip_squares", _triton_squares, torch_squares, 1)
+_squares = triton_operation("clip_squares", _triton_squares, torch_squares, cost=accesses(1, 2))
 
 
 def squares(x: Tensor) -> Tensor:
     """Return the sum of squares of each x[i], (B, ...) to (B,), in float32 or better."""
-    if _direct(x):
-        return torch_squares(x)
-    sums: Tensor = _squares(_case(x), x)
-    return sums
+    return torch_squares(x) if _direct(x) else _run(_squares, x)
 
 
 def _row_products(a: Tensor) -> Tensor:
@@ -153,14 +134,7 @@ def _ghost_cost(case: Case) -> Cost:
     return Cost(B * T * (K + N) * case.dtype.itemsize, 2 * B * T**2 * (K + N))
 
 
-_ghost = Operation(
-    "clip_ghost",
-    (
-        Implementation("triton", _triton_ghost, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _torch_ghost),
-    ),
-    cost=_ghost_cost,
-)
+_ghost = triton_operation("clip_ghost", _triton_ghost, _torch_ghost, cost=_ghost_cost)
 
 
 def ghost_squares(a: Tensor, g: Tensor) -> Tensor:
@@ -213,12 +187,10 @@ def form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tenso
 
 
 def _triton_sum(x: Tensor, weights: Tensor, drop: Tensor | None, into: Tensor | None) -> Tensor:
-    B, y = x.shape[0], into
     if not x.numel():
-        return torch.zeros(x.shape[1:], dtype=torch.float32, device=x.device) if y is None else y
-    if y is None:
-        y = torch.empty(x.shape[1:], dtype=torch.float32, device=x.device)
-    P = y.numel()
+        return torch.zeros(x.shape[1:], dtype=torch.float32, device=x.device) if into is None else into
+    y = torch.empty(x.shape[1:], dtype=torch.float32, device=x.device) if into is None else into
+    B, P = x.shape[0], y.numel()
     block = SUM_BLOCK if P >= SUM_WIDE else SUM_BLOCK // 8
     args = (x.contiguous(), weights.float(), y, B, P)
     KERNELS["sum"].launch((ceil_div(P, block),), args, {"ADDS": into is not None, "BLOCK_P": block, "UNROLL": 8})
@@ -238,7 +210,7 @@ def _torch_sum(x: Tensor, weights: Tensor, drop: Tensor | None, into: Tensor | N
     return total.view(x.shape[1:])
 
 
-_sum = _operation("clip_sum", _triton_sum, _torch_sum, 1)
+_sum = triton_operation("clip_sum", _triton_sum, _torch_sum, cost=accesses(1, 2))
 
 
 def weighted_sum(x: Tensor, weights: Tensor, drop: Tensor | None, into: Tensor | None = None) -> Tensor:
@@ -250,10 +222,7 @@ def weighted_sum(x: Tensor, weights: Tensor, drop: Tensor | None, into: Tensor |
         drop: (B,) bool, examples that add exactly 0 whatever they hold; None for none.
         into: dense, float32, of as many elements as each example: the sum is added to it, and it is returned.
     """
-    if _direct(x):
-        return _torch_sum(x, weights, drop, into)
-    total: Tensor = _sum(_case(x), x, weights, drop, into)
-    return total
+    return _torch_sum(x, weights, drop, into) if _direct(x) else _run(_sum, x, weights, drop, into)
 
 
 def add_rows_(table: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
@@ -262,6 +231,11 @@ def add_rows_(table: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
         return table.index_add_(0, tokens.reshape(-1), rows.reshape(-1, table.shape[1]).to(table.dtype))
     embed_backward(rows, tokens, table)
     return table
+
+
+def _broadcast(each: Tensor, x: Tensor) -> Tensor:
+    """View one value per example as a tensor that broadcasts over x (B, ...)."""
+    return each.view(-1, *([1] * (x.dim() - 1)))
 
 
 def _triton_scale(x: Tensor, weights: Tensor, drop: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -274,27 +248,23 @@ def _triton_scale(x: Tensor, weights: Tensor, drop: Tensor | None, dtype: torch.
 
 
 def _torch_scale(x: Tensor, weights: Tensor, drop: Tensor | None, dtype: torch.dtype) -> Tensor:
-    shape = (-1, *([1] * (x.dim() - 1)))
-    y = x * weights.view(shape)
+    y = x * _broadcast(weights, x)
     if drop is not None:
-        y.masked_fill_(drop.view(shape), 0)
+        y.masked_fill_(_broadcast(drop, x), 0)
     return y.to(dtype)
 
 
-_scale = _operation("clip_scale", _triton_scale, _torch_scale, 2)
+_scale = triton_operation("clip_scale", _triton_scale, _torch_scale, cost=accesses(2, 2))
 
 
 def scaled(x: Tensor, weights: Tensor, drop: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return x (B, ...) times weights (B,) in a dtype; exactly 0 where drop is true, also where x is not finite."""
-    if _direct(x):
-        return _torch_scale(x, weights, drop, dtype)
-    y: Tensor = _scale(_case(x), x, weights, drop, dtype)
-    return y
+    return _torch_scale(x, weights, drop, dtype) if _direct(x) else _run(_scale, x, weights, drop, dtype)
 
 
 def cleared(x: Tensor, drop: Tensor | None) -> Tensor:
     """Return x (B, ...) with 0 where drop is true: 0 times a value that is not finite would not be 0."""
-    return x if drop is None else x.masked_fill(drop.view(-1, *([1] * (x.dim() - 1))), 0)
+    return x if drop is None else x.masked_fill(_broadcast(drop, x), 0)
 
 
 def _triton_clear(x: Tensor, drop: Tensor) -> Tensor:
@@ -307,12 +277,9 @@ def _triton_clear(x: Tensor, drop: Tensor) -> Tensor:
     return x
 
 
-_clear = _operation("clip_clear", _triton_clear, cleared, 0, mutates=True)
+_clear = triton_operation("clip_clear", _triton_clear, cleared, cost=accesses(0, 2), mutates=True)
 
 
 def clear_(x: Tensor, drop: Tensor | None) -> Tensor:
     """Apply `cleared`, in place where a kernel runs: examples that are kept are neither read nor written."""
-    if drop is None or _direct(x):
-        return cleared(x, drop)
-    y: Tensor = _clear(_case(x), x, drop)
-    return y
+    return cleared(x, drop) if drop is None or _direct(x) else _run(_clear, x, drop)

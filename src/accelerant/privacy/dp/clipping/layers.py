@@ -8,6 +8,7 @@ gradient; they get None. Results are no views, so that later operations may chan
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from accelerant.nn import GPT, Llama
 from accelerant.nn._patch.fingerprints import fingerprint, unknown
 from accelerant.nn.layers import compute_dtype
 from accelerant.ops._differentiable import DifferentiableOp
-from accelerant.ops._library import autocast_dtype
+from accelerant.ops._library import autocast_dtype, cast_for_autocast
 from accelerant.ops._per_example import PerExampleSink as Sink
 from accelerant.ops.norm.op import _layer_norm as _layer_norm_op
 from accelerant.ops.norm.op import _rms_norm as _rms_norm_op
@@ -43,15 +44,11 @@ SECOND_PASS = (
 def to_autocast(x: Tensor) -> Tensor:
     """Return x in autocast's dtype for products; x itself where autocast is off."""
     low = autocast_dtype(x.device.type)
-    return x if low is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(low)
+    return x if low is None else cast_for_autocast(x, low)
 
 
 def require_first_visit(ctx: Any) -> None:
-    """Check that a backward pass visits a node for the first time.
-
-    Raises:
-        UnsupportedCase: it is the second visit: each example would count twice in a step.
-    """
+    """Raise UnsupportedCase if a backward pass visited the node before: each example would count twice in a step."""
     if getattr(ctx, "visited", False):
         raise UnsupportedCase(SECOND_PASS)
     ctx.visited = True
@@ -87,9 +84,7 @@ class _Linear(torch.autograd.Function):
             factors = (rows, dy) if ctx.transposed else (dy, rows)
             sink.linear(weight, None, *factors, ctx.examples)
         sink.columns(bias, dy, ctx.examples)
-        dx = None
-        if low is not None:
-            dx = torch.mm(dy, low.t() if ctx.transposed else low).view(ctx.shape)
+        dx = None if low is None else torch.mm(dy, low.t() if ctx.transposed else low).view(ctx.shape)
         return dx, None, None, None, None, None
 
 
@@ -125,14 +120,12 @@ class _OurLinearRule(LayerRule):
 
 
 class _Lookup(torch.autograd.Function):
-    """tokens (examples, ...) or (1, ...), weight (V, D) -> their rows."""
-
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None, sink: Sink, examples: int, distinct: bool
+        ctx: Any, tokens: Tensor, weight: Tensor, padding: int | None, sink: Sink, examples: int, distinct: bool = False
     ) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.sink, ctx.parameter, ctx.options = sink, weight, (examples, padding_idx, distinct)
+        ctx.sink, ctx.parameter, ctx.options = sink, weight, (examples, padding, distinct)
         sink.expect(weight)
         y = F.embedding(tokens, weight)
         return y if tokens.shape[0] == examples else y.expand(examples, *y.shape[1:])
@@ -145,17 +138,10 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None, None, None
 
 
-_apply_lookup: Callable[..., Tensor] = _Lookup.apply
+lookup: Callable[..., Tensor] = _Lookup.apply
+"""tokens, weight (V, D), padding_idx or None, sink, examples[, distinct] -> rows of the embedding, (examples, ..., D).
 
-
-def lookup(
-    tokens: Tensor, weight: Tensor, padding_idx: int | None, sink: Sink, examples: int, *, distinct: bool = False
-) -> Tensor:
-    """Return rows of an embedding, (examples, ..., D); tokens (1, ...) are shared by all examples.
-
-    `distinct` asserts that no token repeats within an example, as positions do not.
-    """
-    return _apply_lookup(tokens, weight, padding_idx, sink, examples, distinct)
+tokens are (examples, ...), or (1, ...) shared by all examples. `distinct`: no token repeats within an example."""
 
 
 @register
@@ -175,16 +161,15 @@ class _EmbeddingRule(LayerRule):
         return None
 
     def forward(self, input: Tensor) -> Tensor:
-        padding, examples = self.module.padding_idx, self.sink.batch
-        if input.dim() == 1 and examples is not None:
+        tokens, examples = input, self.sink.batch
+        if tokens.dim() == 1 and examples is not None:
             if self._takes_positions is None:
-                self._takes_positions = _are_positions(input, examples)
+                self._takes_positions = _are_positions(tokens, examples)
             if self._takes_positions:
-                return lookup(input[None], self.module.weight, padding, self.sink, examples)
-        if input.dim() and input.shape[0] == 1 and examples is not None:
-            return lookup(input, self.module.weight, padding, self.sink, examples)
-        tokens, count = self.examples_first(input, least=1)
-        return lookup(tokens, self.module.weight, padding, self.sink, count)
+                tokens = tokens[None]
+        if examples is None or tokens.dim() == 0 or tokens.shape[0] != 1:
+            tokens, examples = self.examples_first(tokens, least=1)
+        return lookup(tokens, self.module.weight, self.module.padding_idx, self.sink, examples)
 
 
 def _are_positions(tokens: Tensor, examples: int) -> bool:
@@ -201,10 +186,8 @@ def _are_positions(tokens: Tensor, examples: int) -> bool:
 
 
 class _Expanded(torch.autograd.Function):
-    """A parameter -> (examples, *shape), or (examples, *shape[1:]) of one whose first dimension is 1."""
-
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, sink: Sink, examples: int, batched: bool) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, sink: Sink, examples: int, batched: bool = False) -> Tensor:
         ctx.sink, ctx.parameter = sink, parameter
         sink.expect(parameter)
         return parameter.expand(examples, *(parameter.shape[1:] if batched else parameter.shape))
@@ -216,35 +199,24 @@ class _Expanded(torch.autograd.Function):
         return None, None, None, None
 
 
-_apply_expanded: Callable[..., Tensor] = _Expanded.apply
+expanded: Callable[..., Tensor] = _Expanded.apply
+"""parameter, sink, examples[, batched] -> the parameter once for each example, (examples, *shape), without a copy.
 
-
-def expanded(parameter: Tensor, sink: Sink, examples: int, *, batched: bool = False) -> Tensor:
-    """Return a parameter once for each example, without a copy; `batched`: its first dimension, of 1, is the batch."""
-    return _apply_expanded(parameter, sink, examples, batched)
+`batched`: its first dimension, of size 1, is the one that is expanded."""
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------
 
 
 class _ScaleShift(torch.autograd.Function):
-    """x times weight plus bias, along dimensions `dims` of x; either may be None."""
-
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        dims: tuple[int, ...],
-        sink: Sink,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: tuple[int, ...], sink: Sink,
         dtype: torch.dtype,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         shape = [size if dim in dims else 1 for dim, size in enumerate(x.shape)]
-        y = x
         scale = None if weight is None else weight.view(shape)
-        if scale is not None:
-            y = y * scale
+        y = x if scale is None else x * scale
         if bias is not None:
             y = y + bias.view(shape)
         ctx.save_for_backward(x if sink.wants(weight) else None, scale)
@@ -264,9 +236,7 @@ class _ScaleShift(torch.autograd.Function):
             sink.gradients(weight, _summed(x.to(dtype) * dy, others, weight.shape))
         if bias is not None and sink.wants(bias):
             sink.gradients(bias, _summed(dy.to(dtype), others, bias.shape))
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = (dy if scale is None else dy * scale).to(ctx.dtype)
+        dx = (dy if scale is None else dy * scale).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None, None
 
 
@@ -275,89 +245,54 @@ def _summed(x: Tensor, dims: tuple[int, ...], shape: torch.Size) -> Tensor:
 
 
 scale_shift: Callable[..., Tensor] = _ScaleShift.apply
-"""x (examples, ...), weight, bias, dims, sink, dtype -> x times weight plus bias, which have x's dimensions `dims`."""
+"""x (examples, ...), weight, bias, dims, sink, dtype -> x times weight plus bias, which have x's dimensions `dims`.
+
+Weight and bias may be None."""
 
 
 class _Norm(torch.autograd.Function):
-    """layer_norm or rms_norm of accelerant.ops: x (examples, ..., N), weight, bias, eps -> the shape of x."""
-
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        op: DifferentiableOp,
-        sink: Sink,
-        examples: int,
-    ) -> Tensor:
-        y, statistics = op.forward(x, weight, bias, eps)
-        ctx.save_for_backward(x, weight, bias, statistics)
-        ctx.sink, ctx.parameters, ctx.options = sink, (weight, bias), (eps, op, examples)
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float,
+        op: DifferentiableOp | None, sink: Sink, examples: int,
+    ) -> Tensor:  # fmt: skip
+        if op is None:
+            y, *statistics = torch.ops.aten.native_layer_norm(x, shape, weight, bias, eps)
+        else:
+            y, *statistics = op.forward(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        ctx.sink, ctx.parameters, ctx.options = sink, (weight, bias), (shape, eps, op, examples)
         sink.expect(weight, bias)
-        return y  # type: ignore[no-any-return]  # an op returns tensors
+        return y  # type: ignore[no-any-return]  # both return tensors
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> _Gradients:
         require_first_visit(ctx)
-        x, weight, bias, statistics = ctx.saved_tensors
-        eps, op, examples = ctx.options
+        x, weight, bias, *statistics = ctx.saved_tensors
+        sink, parameters, (shape, eps, op, examples) = ctx.sink, ctx.parameters, ctx.options
+        dx, needed = None, (True, False, False)
         if dy.is_cuda and op is _layer_norm_op and examples:  # all in one pass over dy and x
-            sink, (scale, shift) = ctx.sink, ctx.parameters
-            wanted = (sink.wants(scale), sink.wants(shift), False)
-            fused_dx, *sums, _ = norm_backward_each(dy, None, x, weight, statistics, eps, examples, wanted)
-            for parameter, gradients in zip((scale, shift), sums, strict=True):
+            wanted = (sink.wants(parameters[0]), sink.wants(parameters[1]), False)
+            dx, *sums, _ = norm_backward_each(dy, None, x, weight, statistics[0], eps, examples, wanted)
+            for parameter, gradients in zip(parameters, sums, strict=True):
                 if gradients is not None:
                     sink.gradients(parameter, gradients)
-            return fused_dx, *((None,) * 6)
-        columns = x.shape[-1]
-        ctx.sink.norm(*ctx.parameters, dy.reshape(-1, columns), x.reshape(-1, columns), statistics, examples)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = op.backward(dy, x, weight, bias, statistics, eps, (True, False, False))[0]
-        return dx, *((None,) * 6)
+        else:
+            columns = math.prod(shape)
+            joint = torch.stack([each.reshape(-1) for each in statistics], 1) if op is None else statistics[0]
+            sink.norm(*parameters, dy.reshape(-1, columns), x.reshape(-1, columns), joint, examples)
+            if ctx.needs_input_grad[0] and op is None:
+                native = torch.ops.aten.native_layer_norm_backward
+                dx = native(dy, x, shape, *statistics, weight, bias, list(needed))[0]
+            elif ctx.needs_input_grad[0]:
+                dx = op.backward(dy, x, weight, bias, *statistics, eps, needed)[0]
+        return dx, None, None, None, None, None, None, None
 
 
 _norm: Callable[..., Tensor] = _Norm.apply
+"""x (examples, ..., *shape), weight, bias, shape, eps, op, sink, examples -> x normalised over `shape`.
 
-
-class _LayerNorm(torch.autograd.Function):
-    """torch's layer_norm: x (examples, ..., *shape), weight and bias of shape, eps -> the shape of x."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        shape: tuple[int, ...],
-        eps: float,
-        sink: Sink,
-        examples: int,
-    ) -> Tensor:
-        y, mean, rstd = torch.ops.aten.native_layer_norm(x, list(shape), weight, bias, eps)
-        ctx.save_for_backward(x, mean, rstd, weight, bias)
-        ctx.sink, ctx.parameters, ctx.norm, ctx.examples = sink, (weight, bias), shape, examples
-        sink.expect(weight, bias)
-        return y  # type: ignore[no-any-return]  # torch's own
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> _Gradients:
-        require_first_visit(ctx)
-        x, mean, rstd, weight, bias = ctx.saved_tensors
-        columns = torch.Size(ctx.norm).numel()
-        statistics = torch.stack((mean.reshape(-1), rstd.reshape(-1)), 1)
-        ctx.sink.norm(*ctx.parameters, dy.reshape(-1, columns), x.reshape(-1, columns), statistics, ctx.examples)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx, _, _ = torch.ops.aten.native_layer_norm_backward(
-                dy, x, list(ctx.norm), mean, rstd, weight, bias, [True, False, False]
-            )
-        return dx, *((None,) * 6)
-
-
-_layer_norm: Callable[..., Tensor] = _LayerNorm.apply
+op: layer_norm or rms_norm of accelerant.ops; None for torch's layer_norm. Weight and bias may be None."""
 
 
 @register
@@ -369,7 +304,7 @@ class _LayerNormRule(LayerRule):
         x, examples = self.examples_first(input, 1 + len(shape))
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.float()
-        return _layer_norm(x, module.weight, module.bias, shape, module.eps, self.sink, examples)
+        return _norm(x, module.weight, module.bias, shape, module.eps, None, self.sink, examples)
 
 
 @register
@@ -380,9 +315,8 @@ class _OurNormRule(LayerRule):
         module = self.module
         x, examples = self.examples_first(x)
         x = x.to(compute_dtype(x)).contiguous()
-        if isinstance(module, our.RMSNorm):
-            return _norm(x, module.weight, None, module.eps, _rms_norm_op, self.sink, examples)
-        return _norm(x, module.weight, module.bias, module.eps, _layer_norm_op, self.sink, examples)
+        bias, op = (None, _rms_norm_op) if isinstance(module, our.RMSNorm) else (module.bias, _layer_norm_op)
+        return _norm(x, module.weight, bias, x.shape[-1:], module.eps, op, self.sink, examples)
 
 
 @register
@@ -426,23 +360,23 @@ def _gpt_methods(model: GPT, sink: Sink) -> Methods:
     plain_embedded, plain_logits, plain_loss = model._embedded, model._padded_logits, model.loss
 
     def embedded(idx: Tensor) -> tuple[Tensor, Tensor]:
-        if not torch.is_grad_enabled() or model._fuses_embeddings(idx):  # the fused functions feed the sink themselves
+        if model._fuses_embeddings(idx):  # the fused functions feed the sink themselves
             return plain_embedded(idx)
         table, position_table = model.wte.weight, model.wpe.weight
         positions = torch.arange(idx.shape[1], device=idx.device)[None]
         # Without a call of wpe: (T,) positions could be one token for each of T examples.
         added = position_table[positions]
         if sink.wants(position_table):
-            added = lookup(positions, position_table, None, sink, idx.shape[0], distinct=True)
+            added = lookup(positions, position_table, None, sink, idx.shape[0], True)
         return (model.wte(idx) + added).to(compute_dtype(table)), table
 
     def logits(hidden: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or model.lm_head is not None or not sink.wants(model.wte.weight):
+        if model.lm_head is not None or not sink.wants(model.wte.weight):
             return plain_logits(hidden)
         return linear(hidden.reshape(-1, model.config.width), model.wte.weight, None, sink, hidden.shape[0])
 
     def loss(idx: Tensor, targets: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and model._fuses_embeddings(idx):
+        if model._fuses_embeddings(idx):
             sink.begin(idx)
         return plain_loss(idx, targets)
 
@@ -451,17 +385,15 @@ def _gpt_methods(model: GPT, sink: Sink) -> Methods:
 
 @register_model(Llama)
 def _llama_methods(model: Llama, sink: Sink) -> Methods:
-    plain_logits, plain_loss = model._logits, model.loss
+    plain_logits = model._logits
 
     def logits(hidden: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or model.lm_head is not None or not sink.wants(model.embed.weight):
+        if model.lm_head is not None or not sink.wants(model.embed.weight):
             return plain_logits(hidden)
         rows = linear(hidden.flatten(0, -2), model.embed.weight, None, sink, hidden.shape[0])
         return rows.view(*hidden.shape[:-1], model.config.vocab_size)
 
     def loss(idx: Tensor, targets: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return plain_loss(idx, targets)
         return ops.cross_entropy(model(idx).flatten(0, 1), targets.flatten().long())
 
     return {"_logits": logits, "loss": loss}
@@ -520,7 +452,7 @@ class _ViTEmbeddingsRule(LayerRule):
         try:
             for name, param in own.items():
                 if self.sink.wants(param):
-                    self.module._parameters[name] = expanded(param, self.sink, pixel_values.shape[0], batched=True)
+                    self.module._parameters[name] = expanded(param, self.sink, pixel_values.shape[0], True)
             y: Tensor = self.plain(pixel_values, *args, **kwargs)
             return y
         finally:

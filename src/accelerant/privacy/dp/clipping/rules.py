@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, ClassVar, Final, TypeVar
@@ -32,14 +33,13 @@ from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.ops._per_example import PerExampleSink, mark_traced
 
 __all__ = [
-    "LayerRule", "Methods", "Survey", "adapt_model", "attach_rule", "hide_marked", "mark", "register",
-    "register_model", "require_frozen", "survey", "watch_frozen",
+    "LayerRule", "Methods", "Survey", "attach_rule", "hide_marked", "mark", "register", "register_model",
+    "replace_methods", "require_frozen", "survey", "watch_frozen",
 ]  # fmt: skip
 
 Forward = Callable[..., Any]
 Methods = dict[str, Forward]
 MakeMethods = Callable[[Any, PerExampleSink], Methods]
-Undo = Callable[[], None]
 _T = TypeVar("_T")
 _Rule = TypeVar("_Rule", bound="type[LayerRule]")
 
@@ -116,8 +116,8 @@ def register(rule: _Rule) -> _Rule:
 def register_model(model: type) -> Callable[[MakeMethods], MakeMethods]:
     """Add a function for a model class that uses parameters of its layers without calling the layers.
 
-    The function takes the model and the sink and returns replacements for methods by name. Subclasses are not covered:
-    they may use their parameters differently.
+    The function takes the model and the sink and returns replacements for methods by name, which run wherever gradients
+    are recorded. Subclasses are not covered: they may use their parameters differently.
     """
 
     def add(methods: MakeMethods) -> MakeMethods:
@@ -151,7 +151,7 @@ class Survey:
         frozen: BatchNorm in eval mode, with names: exact while it stays so.
     """
 
-    parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    parameters: list[tuple[str, nn.Parameter]]
     layers: list[tuple[nn.Module, type[LayerRule]]] = field(default_factory=list)
     models: list[tuple[nn.Module, MakeMethods]] = field(default_factory=list)
     frozen: list[tuple[str, nn.Module]] = field(default_factory=list)
@@ -163,17 +163,17 @@ def survey(model: nn.Module) -> Survey:
     Raises:
         UnsupportedCase: lists each module without exact per-example gradients.
     """
-    found = Survey()
+    found = Survey([(name, param) for name, param in model.named_parameters() if param.requires_grad])
     refusals: list[str] = []
     covered: set[int] = set()
     uncovered: dict[int, str] = {}
     for name, module in model.named_modules():
-        path = name or type(model).__name__
-        if type(module) in _models:
-            found.models.append((module, _models[type(module)]))
+        path, kind = name or type(model).__name__, type(module)
+        if kind in _models:
+            found.models.append((module, _models[kind]))
         reason = _mixes_examples(module)
         if reason is not None:
-            refusals.append(f"{path} ({type(module).__name__}): {reason}")
+            refusals.append(f"{path} ({kind.__name__}): {reason}")
             continue
         if isinstance(module, _BatchNorm):
             found.frozen.append((path, module))
@@ -185,24 +185,21 @@ def survey(model: nn.Module) -> Survey:
             for key, param in own.items():
                 uncovered.setdefault(
                     id(param),
-                    f"{f'{name}.{key}'.strip('.')} of {type(module).__name__}: no rule for its per-example gradients; "
+                    f"{f'{name}.{key}'.strip('.')} of {kind.__name__}: no rule for its per-example gradients; "
                     "make it of supported layers, or freeze it",
                 )
-            continue
-        if not own:
-            continue
-        reason = rule.refusal(module) or _reparametrized(module, own)
-        if reason is None and "forward" in module.__dict__:
-            reason = "its forward was replaced by another library: undo that first"
-        if reason is not None:
-            refusals.append(f"{path} ({type(module).__name__}): {reason}")
-        else:
-            found.layers.append((module, rule))
-        covered.update(id(param) for param in own.values())
+        elif own:
+            covered.update(map(id, own.values()))
+            reason = rule.refusal(module) or _reparametrized(module, own)
+            if reason is None and "forward" in module.__dict__:
+                reason = "its forward was replaced by another library: undo that first"
+            if reason is None:
+                found.layers.append((module, rule))
+            else:
+                refusals.append(f"{path} ({kind.__name__}): {reason}")
     refusals += [text for key, text in uncovered.items() if key not in covered]
     if refusals:
         raise UnsupportedCase("per-example clipping cannot be exact for:\n  " + "\n  ".join(refusals))
-    found.parameters = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     return found
 
 
@@ -255,8 +252,8 @@ def require_frozen(name: str, module: nn.Module) -> None:
         )
 
 
-def watch_frozen(name: str, module: nn.Module) -> Undo:
-    """Apply `require_frozen` before each forward pass; return what ends that.
+def watch_frozen(name: str, module: nn.Module, undo: ExitStack) -> None:
+    """Apply `require_frozen` before each forward pass.
 
     In train mode the running statistics would absorb the examples, whether or not gradients are recorded.
     """
@@ -264,13 +261,8 @@ def watch_frozen(name: str, module: nn.Module) -> Undo:
     def before(module: nn.Module, args: Any) -> None:
         require_frozen(name, module)
 
-    hook, show = module.register_forward_pre_hook(mark(before)), hide_marked(module)
-
-    def undo() -> None:
-        hook.remove()
-        show()
-
-    return undo
+    undo.callback(module.register_forward_pre_hook(mark(before)).remove)
+    hide_marked(module, undo)
 
 
 def _has_statistics(module: nn.Module) -> bool:
@@ -279,48 +271,48 @@ def _has_statistics(module: nn.Module) -> bool:
     return plain and module.running_mean is not None
 
 
-# --- attaching -------------------------------------------------------------------------------------------------------
+# --- attaching; each function registers with an ExitStack what undoes it ----------------------------------------------
 
 
-def attach_rule(module: nn.Module, rule: type[LayerRule], sink: PerExampleSink) -> Undo:
-    """Replace a module's forward by its rule's wherever gradients are recorded; return what undoes it."""
-    plain = module.forward
-    traced = rule(module, sink, plain).forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return traced(*args, **kwargs) if torch.is_grad_enabled() else plain(*args, **kwargs)
-
-    method = _Replacement(module, "forward", forward)
-    mark_traced(method)
-    restore = _replace_methods(module, {"forward": method})
+def attach_rule(module: nn.Module, rule: type[LayerRule], sink: PerExampleSink, undo: ExitStack) -> None:
+    """Replace a module's forward by its rule's wherever gradients are recorded."""
+    replace_methods(module, {"forward": rule(module, sink, module.forward).forward}, undo)
+    mark_traced(module.forward)
     # Fused functions that read the parameters without calling the module look for hooks: this one stops them.
-    hook = module.register_forward_pre_hook(_no_op)
-
-    def undo() -> None:
-        hook.remove()
-        restore()
-
-    return undo
+    undo.callback(module.register_forward_pre_hook(_no_op).remove)
 
 
-def adapt_model(model: nn.Module, methods: MakeMethods, sink: PerExampleSink) -> Undo:
-    """Replace methods of a model (see `register_model`); return what undoes it."""
-    return _replace_methods(
-        model, {name: _Replacement(model, name, method) for name, method in methods(model, sink).items()}
-    )
+def replace_methods(module: nn.Module, methods: Methods, undo: ExitStack) -> None:
+    """Replace methods of a module, wherever gradients are recorded, by functions that take no self."""
+    for name, method in methods.items():
+        _set_attribute(module, name, _Replacement(module, name, method), undo)
+    hide_marked(module, undo)
+
+
+def _set_attribute(module: nn.Module, name: str, value: object, undo: ExitStack) -> None:
+    """Set an attribute of the instance; it is deleted unless it was set again."""
+
+    def delete() -> None:
+        if module.__dict__.get(name) is value:
+            del module.__dict__[name]
+
+    module.__dict__[name] = value
+    undo.callback(delete)
 
 
 class _Replacement:
     """A replaced method of a module; a copy or pickle of it is the original method."""
 
-    def __init__(self, module: nn.Module, name: str, call: Forward) -> None:
-        self._module, self._name, self._call = module, name, call
+    def __init__(self, module: nn.Module, name: str, traced: Forward) -> None:
+        self._module, self._name = module, name
+        self._plain, self._traced = getattr(module, name), traced
         mark(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._traced if torch.is_grad_enabled() else self._plain
         if torch.compiler.is_compiling():  # the sink is fed as the backward pass runs, not as it is traced
-            return _call_uncompiled(self._call, *args, **kwargs)
-        return self._call(*args, **kwargs)
+            call = torch.compiler.disable(call)
+        return call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _original(memo.get(id(self._module), self._module), self._name)
@@ -331,25 +323,6 @@ class _Replacement:
 
 def _original(module: nn.Module, name: str) -> Any:
     return MethodType(getattr(type(module), name), module)
-
-
-def _call_uncompiled(call: Forward, *args: Any, **kwargs: Any) -> Any:
-    import torch._dynamo
-
-    return torch._dynamo.disable(call)(*args, **kwargs)
-
-
-def _replace_methods(module: nn.Module, methods: Mapping[str, _Replacement]) -> Undo:
-    module.__dict__.update(methods)
-    show = hide_marked(module)
-
-    def undo() -> None:
-        show()
-        for name, method in methods.items():
-            if module.__dict__.get(name) is method:
-                del module.__dict__[name]
-
-    return undo
 
 
 # --- copies and files of a module ------------------------------------------------------------------------------------
@@ -374,21 +347,14 @@ def _no_op(module: nn.Module, args: Any) -> None:
     return None
 
 
-def hide_marked(module: nn.Module) -> Undo:
-    """Make copies and files of a module leave out what is marked; return what undoes it."""
-    if _STATE in module.__dict__:  # ours already, or the user's own
-        return lambda: None
+def hide_marked(module: nn.Module, undo: ExitStack) -> None:
+    """Make copies and files of a module leave out what is marked."""
 
     def state() -> Any:
         return _without_marked(type(module).__getstate__(module))
 
-    module.__dict__[_STATE] = mark(state)
-
-    def undo() -> None:
-        if module.__dict__.get(_STATE) is state:
-            del module.__dict__[_STATE]
-
-    return undo
+    if _STATE not in module.__dict__:  # neither ours already nor the user's own
+        _set_attribute(module, _STATE, mark(state), undo)
 
 
 def _without_marked(state: Any) -> Any:
@@ -398,7 +364,6 @@ def _without_marked(state: Any) -> Any:
     kept = {name: value for name, value in state.items() if not getattr(value, _MARK, False)}
     for name, options in _HOOKS.items():
         marked = {number for number, hook in kept.get(name, {}).items() if getattr(hook, _MARK, False)}
-        if marked:
-            for key in (name, *options):
-                kept[key] = OrderedDict((n, value) for n, value in kept[key].items() if n not in marked)
+        for key in (name, *options) if marked else ():
+            kept[key] = OrderedDict((n, value) for n, value in kept[key].items() if n not in marked)
     return kept

@@ -11,7 +11,7 @@ Source: Hochreiter and Schmidhuber 1997; Cho et al. 2014, arXiv:1406.1078, with 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -127,7 +127,10 @@ _run_gru: Callable[..., tuple[Tensor, ...]] = _GRU.apply
 # --- recurrent layers ------------------------------------------------------------------------------------------------
 
 
+@register
 class _RecurrentRule(LayerRule):
+    layers: ClassVar[tuple[type[nn.Module] | str, ...]] = (nn.LSTM, nn.GRU)
+
     @classmethod
     def refusal(cls, module: nn.RNNBase) -> str | None:
         if not module.batch_first:
@@ -138,74 +141,48 @@ class _RecurrentRule(LayerRule):
             return "some of its parameters are frozen: freeze all of them or none"
         return None
 
-    def _run(self, x: Tensor, states: tuple[Tensor, ...] | None, count: int) -> Any:
-        """Run all layers and directions; return y and each final state, (layers directions, B, H)."""
-        module = self.module
-        if not isinstance(x, Tensor):
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        """Run all layers and directions; return y and the final state or states, (layers directions, B, H) each."""
+        module, lstm = self.module, self.module.mode == "LSTM"
+        if not isinstance(input, Tensor):
             raise UnsupportedCase(
-                f"{type(module).__name__} got {type(x).__name__}: packed sequences are not covered while a clipper is "
-                "attached; pad them, and leave padded steps out of the loss"
+                f"{type(module).__name__} got {type(input).__name__}: packed sequences are not covered while a clipper "
+                "is attached; pad them, and leave padded steps out of the loss"
             )
-        x, examples = self.examples_first(x, 3)
+        x, examples = self.examples_first(input, 3)
         x = x.to(module.weight_ih_l0.dtype)
         directions = 2 if module.bidirectional else 1
         shape = (module.num_layers * directions, examples, module.hidden_size)
-        if states is None:
-            states = (x.new_zeros(shape),) * count
+        states = hx if lstm else (hx,)
+        if hx is None:
+            states = (x.new_zeros(shape),) * (2 if lstm else 1)
         for state in states:
             if state.shape != shape:
                 raise ShapeError(f"the state of {type(module).__name__} must be {shape}, got {tuple(state.shape)}")
-        ends: list[list[Tensor]] = [[] for _ in range(count)]
-        run = _run_lstm if count == 2 else _run_gru
+        ends: list[tuple[Tensor, ...]] = []
+        run = _run_lstm if lstm else _run_gru
         for layer in range(module.num_layers):
             outputs = []
             for direction in range(directions):
-                index = layer * directions + direction
                 names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
                 weights = [getattr(module, f"{name}_l{layer}{'_reverse' * direction}", None) for name in names]
-                begin = [state[index].to(x.dtype) for state in states]
+                begin = [state[layer * directions + direction].to(x.dtype) for state in states]
                 y, *last = run(x.flip(1) if direction else x, *begin, self.sink, *weights)
                 outputs.append(y.flip(1) if direction else y)
-                for end, state in zip(ends, last, strict=True):
-                    end.append(state)
+                ends.append(tuple(last))
             x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
             if module.dropout and layer + 1 < module.num_layers:
                 x = F.dropout(x, module.dropout, module.training)
-        return x, tuple(torch.stack(end) for end in ends)
+        final = tuple(torch.stack(end) for end in zip(*ends, strict=True))
+        return x, final if lstm else final[0]
 
 
 @register
-class _LSTMRule(_RecurrentRule):
-    layers = (nn.LSTM,)
-
-    def forward(self, input: Tensor, hx: Any = None) -> Any:
-        return self._run(input, hx, 2)
-
-
-@register
-class _OurLSTMRule(_RecurrentRule):
-    layers = (our.LSTM,)
+class _OurRecurrentRule(_RecurrentRule):
+    layers = (our.LSTM, our.GRU)
 
     def forward(self, x: Tensor, state: Any = None) -> Any:
-        return self._run(x, state, 2)
-
-
-@register
-class _GRURule(_RecurrentRule):
-    layers = (nn.GRU,)
-
-    def forward(self, input: Tensor, hx: Tensor | None = None) -> Any:
-        y, (h,) = self._run(input, None if hx is None else (hx,), 1)
-        return y, h
-
-
-@register
-class _OurGRURule(_RecurrentRule):
-    layers = (our.GRU,)
-
-    def forward(self, x: Tensor, state: Tensor | None = None) -> Any:
-        y, (h,) = self._run(x, None if state is None else (state,), 1)
-        return y, h
+        return super().forward(x, state)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
