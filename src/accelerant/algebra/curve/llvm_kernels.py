@@ -38,19 +38,18 @@ from accelerant.algebra.curve.llvm_points import (
 )
 from accelerant.algebra.curve.parameters import curve_of, endomorphism
 from accelerant.algebra.curve.weierstrass import SCALAR_WORDS, Curve
-from accelerant.algebra.field.llvm_kernels import SOURCES, host_form, packed_field
+from accelerant.algebra.field.llvm_kernels import SOURCES, entry_functions, host_form, packed_field
 from accelerant.algebra.field.llvm_packed import PackedField
-from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import builder_key
-from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, program
+from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, constant, program
 
-__all__ = ["ENTRIES", "POINTERS", "CurveKernels", "Lanes", "from_memory", "lanes_from", "store_affine", "to_memory"]
+__all__ = ["ENTRIES", "POINTERS", "CurveKernels", "Lanes", "from_memory", "store_affine", "to_memory"]
 
 Writer = Callable[[Curve[Any], PackedField, FunctionBuilder], None]
 
 _PACKS = 256
 """Packs of pairs over Fq that share an inversion (some 330 products of 254 bits; 5M + 1S for each pack), half as many
-over Fq2. Their intermediate values are on the stack: at most 256 KiB, for BLS12-381 in lanes of eight."""
+over Fq2. Their intermediate values take at most 256 KiB of stack, for BLS12-381 in lanes of eight."""
 
 _WINDOW = 4
 """Bits of a digit of curve_mul: a table of 16 multiples."""
@@ -63,15 +62,16 @@ _LIMB_BITS = {1: 64, 8: 52}
 
 
 class Lanes:
-    """The indices of a pack's lanes: consecutive from i on, clamped to the last one before stop.
+    """The indices of the lanes of the pack that begins at i: consecutive, clamped to the last one before stop.
 
     Lanes beyond the end repeat the computation of the last one, and write its result again.
     """
 
-    def __init__(self, code: FunctionBuilder, lanes: int, i: str, stop: str) -> None:
-        self._code = code
-        last = code.i64("sub nsw", stop, 1)
-        self.indices = [i, *(code.smin(code.i64("add nsw", i, lane), last) for lane in range(1, lanes))]
+    def __init__(self, k: Elements, i: str, stop: str) -> None:
+        self._code = k.code
+        last = k.code.i64("sub nsw", stop, 1)
+        others = (k.code.smin(k.code.i64("add nsw", i, lane), last) for lane in range(1, k.packed.lanes))
+        self.indices = [i, *others]
 
     def pointers(self, base: str, size: int, step: str = "") -> list[str]:
         """Append the addresses of elements of `size` bytes, at `step` times the lanes' indices."""
@@ -79,11 +79,6 @@ class Lanes:
         if step:
             indices = [code.i64("mul nsw", index, step) for index in indices]
         return [code.at("i8", base, code.i64("mul nsw", index, size)) for index in indices]
-
-
-def lanes_from(k: Elements, i: str, stop: str) -> Lanes:
-    """Append the indices of the pack that begins at i."""
-    return Lanes(k.code, k.packed.lanes, i, stop)
 
 
 def from_memory(k: Elements, a: Element) -> Element:
@@ -109,7 +104,7 @@ def _each_pack(k: Elements) -> Iterator[Lanes]:
     """Append a loop over the packs of [begin, min(end, n))."""
     stop = k.code.smin("%end", "%n")
     with k.code.loop("%begin", stop, k.packed.lanes) as i:
-        yield lanes_from(k, i, stop)
+        yield Lanes(k, i, stop)
 
 
 def _firsts(k: Elements, bad: Callable[[list[str]], Value]) -> None:
@@ -121,7 +116,7 @@ def _firsts(k: Elements, bad: Callable[[list[str]], Value]) -> None:
             stop = code.smin(code.i64("add nsw", start, "%chunk"), "%n")
             least = code.variable("i64", "%n")
             with code.loop(start, stop, k.packed.lanes) as i:
-                lanes = lanes_from(k, i, stop)
+                lanes = Lanes(k, i, stop)
                 mask = bad(lanes.pointers("%x", 2 * k.size))
                 least.set(packs.least(code, mask, packs.joined(code, lanes.indices), least.get()))
             code.store("i64", least.get(), "%first", c)
@@ -142,7 +137,7 @@ def _add(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
         rounded = code.i64("add nsw", code.i64("sub nsw", last, base), packed.lanes - 1)
 
         def pair(i: str) -> Pair:
-            lanes = lanes_from(k, code.i64("add nsw", base, code.i64("mul nsw", i, packed.lanes)), last)
+            lanes = Lanes(k, code.i64("add nsw", base, code.i64("mul nsw", i, packed.lanes)), last)
             p, q, z = (lanes.pointers(pointer, size) for pointer in ("%x", "%y", "%z"))
 
             def write(x: Element, y: Element) -> None:
@@ -157,19 +152,18 @@ def _add(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
 def _neg(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
     k = Elements(curve.coordinates, packed, code)
     with _each_pack(k) as lanes:
-        x, z = (lanes.pointers(pointer, 2 * k.size) for pointer in ("%x", "%z"))
-        kept, opposite = k.read(x, 0), k.neg(k.read(x, 1))
-        k.write(z, 0, kept)
-        k.write(z, 1, opposite)
+        pointers, z = (lanes.pointers(pointer, 2 * k.size) for pointer in ("%x", "%z"))
+        x, y = k.read(pointers, 0), k.neg(k.read(pointers, 1))
+        k.write(z, 0, x)
+        k.write(z, 1, y)
 
 
 def _mul(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
     """Append multiplications by digits of four bits, the highest first, with a lookup that reads the whole table."""
     k = Elements(curve.coordinates, packed, code)
-    packs, points, t = k.packs, 1 << _WINDOW, packed.type
+    packs, points, t, stride = k.packs, 1 << _WINDOW, packed.type, 3 * k.degree
     table, total, chosen = k.space(3 * points), k.space(3), k.space(3)
     digits = code.stack(packs.numbers, SCALAR_WORDS)
-    stride = 3 * k.degree
     with _each_pack(k) as lanes:
         base = lanes.pointers("%x", 2 * k.size, "%x_step")
         scalars = lanes.pointers("%scalars", 8 * SCALAR_WORDS, "%scalar_step")
@@ -199,9 +193,9 @@ def _mul(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
 def _choose(k: Elements, table: str, numbers: Value, chosen: str) -> None:
     """Append table[number], lane by lane: every entry is read whole, and masked.
 
-    The masks pass through volatile memory to hide them from LLVM. It turns a select between a loaded value, even a
-    volatile one, and another into a masked load, which leaves the other lanes unread, so that time could depend on the
-    scalar. The cost is within 4% of a multiplication; on one lane it is a gain.
+    The masks pass through volatile memory to hide them from LLVM, which would turn a select between a loaded value,
+    even a volatile one, and another into a masked load, which leaves the other lanes unread: the time could depend on
+    the scalar. That costs less than 4% of a multiplication; with one lane it is a gain.
     """
     code, number = k.code, k.packs.numbers
     limbs = 3 * k.degree * (k.packed.radix.bit_length() // _LIMB_BITS[k.packed.lanes])
@@ -235,7 +229,7 @@ def _off_curve(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) ->
         x, y = _read(k, pointers)
         on = k.is_zero(k.sub(k.square(y), k.add(k.mul(k.square(x), x), b)))
         infinite = code.op("and", k.is_zero(x), k.is_zero(y))
-        return k.packs.and_not(code, k.packs.all_set(), code.op("or", on, infinite))
+        return code.op("xor", code.op("or", on, infinite), True)
 
     _firsts(k, bad)
 
@@ -245,10 +239,12 @@ def _off_subgroup(curve: Curve[Any], packed: PackedField, code: FunctionBuilder)
     k = Elements(curve.coordinates, packed, code)
     test = endomorphism(curve)
     if test is None:
-        _firsts(k, lambda _: k.packs.none_set())
+        _firsts(k, lambda _: constant(k.packs.mask, False))
         return
-    chain = _chain(curve, test.eigenvalue)
-    digits, odd = public_digits(chain[0])
+    # For BLS12's G1 the eigenvalue is x^2 - 1, x with six bits set: a third less work than by its own digits.
+    root = math.isqrt(test.eigenvalue + 1)
+    squared = root * root == test.eigenvalue + 1
+    digits, odd = public_digits(root if squared else test.eigenvalue)
     listed = code.table("eigenvalue_digits", "i8", digits)
     factors = [curve.coordinates.parts(factor) for factor in (test.x_factor, test.y_factor)]
     point, multiple = k.space(3), k.space(3)
@@ -257,49 +253,33 @@ def _off_subgroup(curve: Curve[Any], packed: PackedField, code: FunctionBuilder)
         affine = _read(k, pointers)
         for i, element in enumerate(to_projective(k, affine)):
             k.store(point, i, element)
-        source = point
-        for _ in range(chain[1]):
+        for source in (point, multiple) if squared else (point,):
             numbers = f"ptr {listed}, i64 {len(digits)}, i64 {odd}"
             code.do(f"call void @point_multiple(ptr {multiple}, ptr {source}, {numbers})")
-            source = multiple
-        if chain[2]:
+        if squared:
             k.store(point, 1, k.neg(k.load(point, 1)))
             code.do(f"call void @point_add(ptr {multiple}, ptr {multiple}, ptr {point})")
         z = k.load(multiple, 2)
-        good = k.packs.all_set()
-        for i, (coordinate, factor) in enumerate(zip(affine, factors, strict=True)):
-            image = k.scaled(k.conjugate(coordinate), factor)
-            same = k.is_zero(k.sub(k.load(multiple, i), k.mul(image, z)))
-            good = code.op("and", good, same)
-        infinite = k.is_zero(affine[1])
+        images = [k.scaled(k.conjugate(coordinate), factor) for coordinate, factor in zip(affine, factors, strict=True)]
+        same_x, same_y = (k.is_zero(k.sub(k.load(multiple, i), k.mul(image, z))) for i, image in enumerate(images))
+        good, infinite = code.op("and", same_x, same_y), k.is_zero(affine[1])
         if curve.cofactor % 2 == 0:
             # Points of order 2 have y = 0. The sum of points that differ by one of them is (0, 0, 0), and stays so.
-            good = k.packs.and_not(code, k.packs.and_not(code, good, infinite), k.is_zero(z))
+            good = code.op("and", good, code.op("xor", code.op("or", infinite, k.is_zero(z)), True))
             infinite = code.op("and", infinite, k.is_zero(affine[0]))
-        return k.packs.and_not(code, k.packs.all_set(), code.op("or", good, infinite))
+        return code.op("xor", code.op("or", good, infinite), True)
 
     _firsts(k, bad)
 
 
-def _chain(curve: Curve[Any], eigenvalue: int) -> tuple[int, int, bool]:
-    """Return (k, n, less): the eigenvalue is k^n, or k^n - 1 if `less` is set.
-
-    For BLS12's G1 it is x^2 - 1, x with six bits set: a third less work than by its own digits.
-    """
-    root = math.isqrt(eigenvalue + 1)
-    return (root, 2, True) if root * root == eigenvalue + 1 else (eigenvalue, 1, False)
-
-
 POINTERS = ("x", "y", "z", "scalars", "first")
-_CHECK = ("x", "first", "n", "chunk")
 ENTRIES: Mapping[str, tuple[tuple[str, ...], Writer]] = {
     "add": (("x", "y", "z", "n"), _add),
     "neg": (("x", "z", "n"), _neg),
     "mul": (("x", "scalars", "z", "n", "x_step", "scalar_step"), _mul),
-    "off_curve": (_CHECK, _off_curve),
-    "off_subgroup": (_CHECK, _off_subgroup),
+    "off_curve": (("x", "first", "n", "chunk"), _off_curve),
+    "off_subgroup": (("x", "first", "n", "chunk"), _off_subgroup),
 }
-
 
 _LEAST_SHARES = {"add": 1024, "neg": 8192, "mul": 8, "off_curve": 64, "off_subgroup": 2}
 """Indices (points or chunks of points) that justify another thread: 50 us of work, more for large chunks."""
@@ -312,7 +292,7 @@ class CurveKernels:
     Attributes:
         curve: its name.
         entry: the only entry to build, "curve_add"; "" for all.
-        form: "scalar" or "vector"; "" for the fastest on this processor.
+        form: "scalar" or "vector"; "" for the faster one on this processor.
     """
 
     curve: str
@@ -351,16 +331,5 @@ class CurveKernels:
 @functools.cache
 def _text(name: str, entry: str, form: str) -> str:
     curve = curve_of(name)
-    wanted = [entry.removeprefix("curve_")] if entry else list(ENTRIES)
-    if wanted[0] not in ENTRIES:
-        raise ConfigError(f"unknown entry {entry!r}; known are {', '.join(f'curve_{known}' for known in ENTRIES)}")
     packed = packed_field(curve.coordinates.base, form)
-    parts = list(functions(name, form))
-    for known in wanted:
-        arguments, write = ENTRIES[known]
-        typed = [f"ptr %{a}" if a in POINTERS else f"i64 %{a}" for a in ("begin", "end", *arguments)]
-        code = FunctionBuilder(f"curve_{known}", typed, linkage="", attributes="nounwind")
-        write(curve, packed, code)
-        code.ret()
-        parts.append(code)
-    return program(parts)
+    return program([*functions(name, form), *entry_functions("curve", ENTRIES, entry, POINTERS, curve, packed)])

@@ -6,18 +6,22 @@ and sums of buckets gather points by index. A mask has a bit for each lane of a 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from accelerant.algebra.field.llvm_ifma import LIMB_BITS, all_zero, limb_of, rotated, word_of
 from accelerant.algebra.field.llvm_packed import PackedField, hide
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Operand, Value, constant, lane_constants, vector
 
-__all__ = ["LanePacks", "Packs", "ScalarPacks", "packs_of"]
+__all__ = ["Packs"]
+
+_PAIR = "<2 x i64>"
 
 
-class Packs(ABC):
-    """Loads, stores, masks and selections of packs.
+class Packs:
+    """Loads, stores, masks and selections of packs of one element (a wide integer) or of eight in 52-bit limbs.
+
+    Words of eight elements are moved two at a time: one register holds a pair of words of the lanes 0, 2, 4 and 6, one
+    those of the odd lanes; unpacking them gives a register for each word.
 
     Attributes:
         packed: the arithmetic.
@@ -29,116 +33,27 @@ class Packs(ABC):
         self.packed = packed
         self.mask = vector("i1", packed.lanes)
         self.numbers = vector("i64", packed.lanes)
+        self._single = packed.lanes == 1
 
-    @abstractmethod
     def read(self, code: FunctionBuilder, pointers: Sequence[str], offset: int) -> Value:
         """Append loads of the elements at these addresses, one a lane, plus an offset in bytes."""
-
-    @abstractmethod
-    def write(self, code: FunctionBuilder, pointers: Sequence[str], offset: int, pack: str) -> None:
-        """Append stores, lane by lane: of equal addresses the last lane's value remains."""
-
-    @abstractmethod
-    def is_zero(self, code: FunctionBuilder, pack: str) -> Value:
-        """Return the mask of the lanes that are 0."""
-
-    @abstractmethod
-    def select(self, code: FunctionBuilder, mask: str, x: str, y: str) -> Value:
-        """Return x where the mask is set, else y; without a branch."""
-
-    @abstractmethod
-    def any(self, code: FunctionBuilder, mask: Value) -> Value:
-        """Return whether a lane is set, as an i1."""
-
-    @abstractmethod
-    def joined(self, code: FunctionBuilder, values: Sequence[Operand]) -> Value:
-        """Return a vector of one i64 per lane."""
-
-    @abstractmethod
-    def least(self, code: FunctionBuilder, mask: Value, numbers: Value, other: Value) -> Value:
-        """Return the minimum of the i64 `other` and the numbers whose lanes are set."""
-
-    @abstractmethod
-    def rotated(self, code: FunctionBuilder, pack: str, step: int) -> str:
-        """Return the pack with lane l + step in lane l, modulo the lanes."""
-
-    @abstractmethod
-    def lanes(self, chosen: Sequence[bool]) -> Value:
-        """Return a constant mask."""
-
-    def all_set(self) -> Value:
-        """Return the mask of all lanes."""
-        return constant(self.mask, True)
-
-    def none_set(self) -> Value:
-        """Return the mask of no lane."""
-        return constant(self.mask, False)
-
-    def and_not(self, code: FunctionBuilder, a: Value, b: Value) -> Value:
-        """Return the mask of the lanes that are set in a and not in b."""
-        return code.op("and", a, code.op("xor", b, True))
-
-
-class ScalarPacks(Packs):
-    """One element: a wide integer."""
-
-    def read(self, code: FunctionBuilder, pointers: Sequence[str], offset: int) -> Value:
-        return code.load(self.packed.type, code.at("i8", pointers[0], offset), align=8)
-
-    def write(self, code: FunctionBuilder, pointers: Sequence[str], offset: int, pack: str) -> None:
-        code.store(self.packed.type, pack, code.at("i8", pointers[0], offset), align=8)
-
-    def is_zero(self, code: FunctionBuilder, pack: str) -> Value:
-        return code.compare("eq", Value(pack, self.packed.type), 0)
-
-    def select(self, code: FunctionBuilder, mask: str, x: str, y: str) -> Value:
-        bits = code.convert("sext", hide(code, code.convert("sext", Value(mask, "i1"), "i64")), self.packed.type)
-        x, y = Value(x, self.packed.type), Value(y, self.packed.type)
-        difference = code.op("xor", x, y)
-        return code.op("xor", y, code.op("and", bits, difference))
-
-    def any(self, code: FunctionBuilder, mask: Value) -> Value:
-        return mask
-
-    def joined(self, code: FunctionBuilder, values: Sequence[Operand]) -> Value:
-        return Value(str(values[0]), "i64")
-
-    def least(self, code: FunctionBuilder, mask: Value, numbers: Value, other: Value) -> Value:
-        return code.smin(code.select(mask, numbers, other), other)
-
-    def rotated(self, code: FunctionBuilder, pack: str, step: int) -> str:
-        return pack
-
-    def lanes(self, chosen: Sequence[bool]) -> Value:
-        return constant("i1", chosen[0])
-
-
-_PAIR = "<2 x i64>"
-
-
-class LanePacks(Packs):
-    """Eight elements in 52-bit limbs: algebra/field/llvm_ifma.py.
-
-    Words are moved two at a time: `low` holds a pair of words of the lanes 0, 2, 4 and 6, `high` of the odd lanes;
-    unpacking them gives a register for each word.
-    """
-
-    def __init__(self, packed: PackedField) -> None:
-        super().__init__(packed)
-        self._pairs = packed.field.limbs // 2
-        self._count = packed.radix.bit_length() // LIMB_BITS
-
-    def read(self, code: FunctionBuilder, pointers: Sequence[str], offset: int) -> Value:
+        if self._single:
+            return code.load(self.packed.type, code.at("i8", pointers[0], offset), align=8)
         words = []
-        for pair in range(self._pairs):
+        for pair in range(self.packed.field.limbs // 2):
             halves = [code.load(_PAIR, code.at("i8", pointer, offset + 16 * pair), align=8) for pointer in pointers]
             low, high = (_join_pairs(code, halves[first::2]) for first in (0, 1))
             words += [_unpack(code, low, high, word) for word in (0, 1)]
-        return code.array(self.packed.type, [limb_of(code, words, LIMB_BITS * k) for k in range(self._count)])
+        limbs = range(self.packed.radix.bit_length() // LIMB_BITS)
+        return code.array(self.packed.type, [limb_of(code, words, LIMB_BITS * k) for k in limbs])
 
     def write(self, code: FunctionBuilder, pointers: Sequence[str], offset: int, pack: str) -> None:
-        limbs = code.parts(Value(pack, self.packed.type))
-        for pair in range(self._pairs):
+        """Append stores, lane by lane: of equal addresses the last lane's value remains."""
+        if self._single:
+            code.store(self.packed.type, pack, code.at("i8", pointers[0], offset), align=8)
+            return
+        limbs = self._limbs(code, pack)
+        for pair in range(self.packed.field.limbs // 2):
             even, odd = (word_of(code, limbs, 64 * (2 * pair + word)) for word in (0, 1))
             halves = [_unpack(code, even, odd, half) for half in (0, 1)]
             for lane, pointer in enumerate(pointers):
@@ -147,28 +62,46 @@ class LanePacks(Packs):
                 code.store(_PAIR, value, code.at("i8", pointer, offset + 16 * pair), align=8)
 
     def is_zero(self, code: FunctionBuilder, pack: str) -> Value:
-        return all_zero(code, code.parts(Value(pack, self.packed.type)))
+        """Return the mask of the lanes that are 0."""
+        if self._single:
+            return code.compare("eq", Value(pack, self.packed.type), 0)
+        return all_zero(code, self._limbs(code, pack))
 
     def select(self, code: FunctionBuilder, mask: str, x: str, y: str) -> Value:
-        xs, ys = (code.parts(Value(pack, self.packed.type)) for pack in (x, y))
-        chosen = [code.select(Value(mask, self.mask), a, b) for a, b in zip(xs, ys, strict=True)]
-        return code.array(self.packed.type, chosen)
+        """Return x where the mask is set, else y; without a branch."""
+        if self._single:
+            bits = code.convert("sext", hide(code, code.convert("sext", Value(mask, "i1"), "i64")), self.packed.type)
+            a, b = Value(x, self.packed.type), Value(y, self.packed.type)
+            return code.op("xor", b, code.op("and", bits, code.op("xor", a, b)))
+        pairs = zip(self._limbs(code, x), self._limbs(code, y), strict=True)
+        return code.array(self.packed.type, [code.select(Value(mask, self.mask), a, b) for a, b in pairs])
 
     def any(self, code: FunctionBuilder, mask: Value) -> Value:
-        return code.compare("ne", code.bitcast(mask, "i8"), 0)
+        """Return whether a lane is set, as an i1."""
+        return mask if self._single else code.compare("ne", code.bitcast(mask, "i8"), 0)
 
     def joined(self, code: FunctionBuilder, values: Sequence[Operand]) -> Value:
-        return code.join([Value(str(value), "i64") for value in values])
+        """Return a vector of one i64 per lane."""
+        numbers = [Value(str(value), "i64") for value in values]
+        return numbers[0] if self._single else code.join(numbers)
 
     def least(self, code: FunctionBuilder, mask: Value, numbers: Value, other: Value) -> Value:
+        """Return the minimum of the i64 `other` and the numbers whose lanes are set."""
+        if self._single:
+            return code.smin(code.select(mask, numbers, other), other)
         kept = code.select(mask, numbers, (1 << 63) - 1)
         return code.smin(code.intrinsic("i64", "llvm.vector.reduce.smin.v8i64", kept), other)
 
     def rotated(self, code: FunctionBuilder, pack: str, step: int) -> str:
-        return code.array(self.packed.type, rotated(code, code.parts(Value(pack, self.packed.type)), step))
+        """Return the pack with lane l + step in lane l, modulo the lanes."""
+        return pack if self._single else code.array(self.packed.type, rotated(code, self._limbs(code, pack), step))
 
     def lanes(self, chosen: Sequence[bool]) -> Value:
-        return lane_constants("i1", chosen)
+        """Return a constant mask."""
+        return constant("i1", chosen[0]) if self._single else lane_constants("i1", chosen)
+
+    def _limbs(self, code: FunctionBuilder, pack: str) -> list[Value]:
+        return code.parts(Value(pack, self.packed.type))
 
 
 def _join_pairs(code: FunctionBuilder, pairs: Sequence[Value]) -> Value:
@@ -180,8 +113,3 @@ def _join_pairs(code: FunctionBuilder, pairs: Sequence[Value]) -> Value:
 def _unpack(code: FunctionBuilder, a: Value, b: Value, odd: int) -> Value:
     """Return the even or the odd lanes of a and b, in turn."""
     return code.shuffle(a, b, [lane + odd + step for lane in range(0, 8, 2) for step in (0, 8)])
-
-
-def packs_of(packed: PackedField) -> Packs:
-    """Return the memory and masks of a field's packs."""
-    return ScalarPacks(packed) if packed.lanes == 1 else LanePacks(packed)

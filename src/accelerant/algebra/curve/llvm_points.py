@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from accelerant.algebra.curve.llvm_packs import Packs, packs_of
+from accelerant.algebra.curve.llvm_packs import Packs
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Coordinates, signed_windows
 from accelerant.algebra.field.llvm_kernels import packed_field
@@ -101,7 +101,7 @@ class Elements:
         """
         self.code = code
         self.packed = packed
-        self.packs: Packs = packs_of(packed)
+        self.packs = Packs(packed)
         self.degree = field.degree
         self.size = field.degree * field.base.size_bytes
         self.zero = self.constant([0] * field.degree)

@@ -1,10 +1,10 @@
-"""A curve's programs in C, assembled from its constants and the texts in this folder.
+"""A curve's programs in C, assembled from its constants and the files of this folder.
 
-One text serves G1 and G2 (kernel.c, over point.h and complete.h): COORD in it is the prefix of the coordinates' field,
-which is the base field itself (BASE) or its quadratic extension (quadratic.h). Dialects as in algebra/field/program.py:
-"portable" C, and "cuda" with carry chains; "llvm" is built by llvm_kernels.py.
+kernel.c, point.h and complete.h serve G1 and G2: COORD in them is the prefix of the coordinates' field, which is the
+base field itself (BASE) or its quadratic extension (quadratic.h). Dialects are those of algebra/field/program.py:
+"portable" C, and "cuda" with carry chains; llvm_kernels.py builds "llvm".
 
-A program holds one curve, and usually one entry. Point arithmetic is large: loops stay loops, and products of
+A program contains one curve, and usually one entry. Point arithmetic is large: loops are not unrolled, and products of
 coordinates are function calls (COORD_MUL), so that NVRTC takes 0.5 to 2 s for an entry, not minutes. A call costs some
 60 instructions in addition to the 400 and more of a product.
 """
@@ -14,13 +14,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from accelerant.algebra.curve.llvm_kernels import CurveKernels
 from accelerant.algebra.curve.parameters import endomorphism
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.program import CudaProgram, defined, field_text, montgomery_radix
+from accelerant.algebra.field.program import CudaProgram, defined, field_text, montgomery_radix, read_files
+from accelerant.algebra.field.program import prefixed as replace_prefixes
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
 
@@ -37,12 +37,14 @@ __all__ = [
 ]
 
 BLOCK = 128
-"""Threads of a block in the C dialects, at most; a power of two. Each may use 255 registers and more."""
+"""Most threads per block in the C dialects; a power of two. Each may use 255 registers and more."""
 
 ADDS = 16
 """Points that a thread of curve_add adds with one inversion."""
 
+_FOLDERS = ("algebra/field", "algebra/curve")
 _BY_CHUNK = ("curve_off_curve", "curve_off_subgroup")
+_BASE = "fq"
 
 ENTRIES: dict[str, tuple[str, ...]] = {
     "curve_add": ("*u64", "*u64", "*u64", "i64"),
@@ -61,9 +63,9 @@ ENTRIES: dict[str, tuple[str, ...]] = {
 
 Points are affine, x then y (over Fq2 c0 then c1), in Montgomery form with R of algebra.field.program's
 montgomery_radix, infinity all zeros. Except in curve_off_curve they are on the curve; any two may be equal, opposite or
-infinite. Curves of even order are an exception: curve_add and curve_mul take points of the subgroup only. A scalar is
-four words, any number below 2^256, not reduced mod r. A step is 1, or 0 to broadcast one point or scalar. For chunk c,
-first[c] is the least index in it of a point off the curve, or out of the subgroup of order r, else n.
+infinite. On curves of even order, curve_add and curve_mul take points of the subgroup only. A scalar is four words, any
+number below 2^256, not reduced mod r. A step is 1, or 0 to broadcast one point or scalar. For chunk c, first[c] is the
+least index in it of a point off the curve, or out of the subgroup of order r, else n.
 
 Time and addresses of curve_mul depend neither on the scalars nor on the points.
 """
@@ -74,10 +76,10 @@ def kernel_source(curve: Curve[Any], entry: str | None = None) -> KernelSource:
     """Return the curve's functions on arrays, in every dialect.
 
     Args:
-        entry: one of ENTRIES, alone in the source; None for all.
+        entry: the only one of ENTRIES to include; None for all.
 
     Raises:
-        ConfigError: there is no such entry.
+        ConfigError: unknown entry.
     """
     if entry is not None and entry not in ENTRIES:
         raise ConfigError(f"{curve.name} has no entry {entry!r}; it has {', '.join(ENTRIES)}")
@@ -94,24 +96,23 @@ def grid_and_block(entry: str, n: int, chunk: int = 1) -> tuple[int, int]:
     """Return the blocks and threads per block of an entry of the C dialects.
 
     Args:
-        entry: one of ENTRIES.
         n: points, at least 1.
         chunk: points per partial result, for entries that have such.
     """
-    by_chunk = entry in _BY_CHUNK and chunk > 1  # a chunk of one point is one thread's
+    by_chunk = entry in _BY_CHUNK and chunk > 1  # one thread processes a chunk of one point
     points = chunk if by_chunk else BLOCK * (ADDS if entry == "curve_add" else 1)
     return -(-n // points), BLOCK
 
 
 def cuda_program(curve: Curve[Any], arguments: str, write: Callable[[], str], *folders: str) -> CudaProgram:
-    """Return a curve's program that is written only when it is compiled.
+    """Return a CudaProgram of a curve.
 
     Args:
         arguments: everything else that determines the text, except the sources.
         write: returns the text that follows portable.h.
         folders: folders of the package with sources, in addition to those of fields and curves.
     """
-    return CudaProgram(curve.canonical_text() + arguments, ("algebra/field", "algebra/curve", *folders), write)
+    return CudaProgram(curve.canonical_text() + arguments, (*_FOLDERS, *folders), write)
 
 
 def point_text(curve: Curve[Any], dialect: str, *, called: bool = True) -> str:
@@ -124,22 +125,17 @@ def point_text(curve: Curve[Any], dialect: str, *, called: bool = True) -> str:
         called: whether products of coordinates are function calls; else they are inlined.
     """
     k = curve.coordinates
-    exponent = k.base.words(k.base.modulus - 2, 64, k.base.limbs)
-    values = {
-        "BASE_EXPONENT": ", ".join(f"0x{word:x}UL" for word in exponent),
-        "BASE_NIBBLES": str(-(-k.base.bits // 4)),
-    }
-    parts = [defined(values), _text("inverse.h")]
+    exponent = ", ".join(f"0x{word:x}UL" for word in k.base.words(k.base.modulus - 2, 64, k.base.limbs))
+    parts = [defined({"BASE_EXPONENT": exponent, "BASE_NIBBLES": -(-k.base.bits // 4)}), _file("inverse.h")]
     if k.degree == 2:
-        parts += [_products("BASE", 1, called=False), _text("quadratic.h")]
-    parts += [_products("COORD", k.degree, called=called), _text("point.h")]
+        parts += [_products("BASE", 1, called=False), _file("quadratic.h")]
+    parts += [_products("COORD", k.degree, called=called), _file("point.h")]
     return field_text(k.base, _BASE, dialect) + prefixed(curve, "".join(parts))
 
 
 def prefixed(curve: Curve[Any], text: str) -> str:
     """Replace COORD and BASE, as words or before an underscore, by the prefixes of the coordinates' and base field."""
-    prefixes = {"BASE": _BASE, "COORD": _BASE if curve.coordinates.degree == 1 else f"{_BASE}2"}
-    return re.sub(r"\b(BASE|COORD)(?=_|\b)", lambda match: prefixes[match[1]], text)
+    return replace_prefixes(text, BASE=_BASE, COORD=_BASE if curve.coordinates.degree == 1 else f"{_BASE}2")
 
 
 def coordinate(curve: Curve[Any], value: Any) -> str:
@@ -154,7 +150,6 @@ def coordinate(curve: Curve[Any], value: Any) -> str:
 
 # --- texts -----------------------------------------------------------------------------------------------------------
 
-_BASE = "fq"
 _ENTRY = re.compile(r"^ACL_KERNEL ACL_BLOCK\(\w+\) void (\w+)\([^{]*\{\n(?:.*\n)*?\}\n", re.MULTILINE)
 
 
@@ -163,19 +158,19 @@ def _kernels(curve: Curve[Any], dialect: str, entry: str | None) -> str:
     k, test = curve.coordinates, endomorphism(curve)
     eigenvalue = 0 if test is None else test.eigenvalue
     words = k.base.words(eigenvalue, 64, max(1, -(-eigenvalue.bit_length() // 64)))
-    values = {
-        "CURVE_BLOCK": str(BLOCK),
-        "CURVE_ADDS": str(ADDS),
+    values: dict[str, int | str] = {
+        "CURVE_BLOCK": BLOCK,
+        "CURVE_ADDS": ADDS,
         "CURVE_EIGENVALUE": ", ".join(f"0x{word:x}UL" for word in words),
-        "CURVE_EIGENVALUE_BITS": str(eigenvalue.bit_length()),
+        "CURVE_EIGENVALUE_BITS": eigenvalue.bit_length(),
         "COORD_B": coordinate(curve, curve.b),
         "COORD_3B": coordinate(curve, k.times(curve.b, 3)),
         "COORD_ENDOMORPHISM_X": coordinate(curve, k.one if test is None else test.x_factor),
         "COORD_ENDOMORPHISM_Y": coordinate(curve, k.one if test is None else test.y_factor),
         "COORD_CONJUGATE(x)": "COORD_conjugate(x)" if k.degree == 2 else "(x)",
     }
-    kernels = _ENTRY.sub(lambda match: match[0] if entry in (None, match[1]) else "", _text("kernel.c"))
-    return point_text(curve, dialect) + prefixed(curve, defined(values) + _text("complete.h") + kernels)
+    kernels = _ENTRY.sub(lambda match: match[0] if entry in (None, match[1]) else "", _file("kernel.c"))
+    return point_text(curve, dialect) + prefixed(curve, defined(values) + _file("complete.h") + kernels)
 
 
 def _products(prefix: str, degree: int, called: bool) -> str:
@@ -196,5 +191,5 @@ def _products(prefix: str, degree: int, called: bool) -> str:
     return "".join(texts) + defined(macros)
 
 
-def _text(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+def _file(name: str) -> str:
+    return read_files("algebra/curve", name)

@@ -45,14 +45,7 @@ Device = str | ComputeDevice | None
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    """An argument of a field's function.
-
-    Attributes:
-        words: its words.
-        space: where they are.
-        tensor: the torch tensor that it came from, if it was one.
-        movable: made of Python integers, which are moved to the other argument's space.
-    """
+    """The words of an argument; those made of Python integers (`movable`) are moved to the other argument's space."""
 
     words: Any
     space: MemorySpace
@@ -63,15 +56,15 @@ class _Operand:
 class PrimeField:
     """A prime field; prime_field(name) returns it.
 
-    Every function of arrays also takes `device=` (where to compute: "cpu", "cuda:1", "opencl", ...) and `reduce=`
-    (reduce elements that are not below the modulus, which are an error by default), and raises
+    Every function of arrays also takes `device=` (the device that computes: "cpu", "cuda:1", "opencl", ...) and
+    `reduce=` (reduce elements that are not below the modulus, which are an error by default), and raises
 
-        UnsupportedDtype    not the field's words, nor integers
+        UnsupportedDtype    neither the field's words nor integers
         ShapeError          shapes that do not broadcast, a last axis that is not the limbs, arrays on two devices
-        FormatError         an element not below the modulus, or 0 to be inverted; names the flattened index
+        FormatError         an element not below the modulus, or the inverse of 0; names the flattened index
         BackendUnavailable  the device is not available; says why
 
-    Leading dimensions broadcast as NumPy's. The result is of the first array's library, on its device.
+    Leading dimensions broadcast as NumPy's. The result is an array of the first argument's library, on its device.
 
     Attributes:
         parameters: the field's parameters.
@@ -108,7 +101,7 @@ class PrimeField:
             reduce: take them modulo p; negative ones too.
 
         Returns:
-            words of the integers' shape and the limbs, on the host.
+            words on the host, with the integers' shape and the axis of limbs.
 
         Raises:
             UnsupportedDtype: not integers; names the flattened index.
@@ -147,12 +140,10 @@ class PrimeField:
         if isinstance(x, FieldArray):
             if x.field is not self:
                 raise ConfigError(f"this is an array of {x.field.name}, not of {self.name}")
-            space = x.space if device is None else space_at(device)
-            return x.moved(space)
+            return x.moved(x.space if device is None else space_at(device))
         operand = self._operand(x, "x", reduce)
         space = operand.space if device is None else space_at(device)
-        words = _moved(operand, space)
-        montgomery = launch.unary(space, self.parameters, "to_montgomery", words, "canonical")
+        montgomery = launch.unary(space, self.parameters, "to_montgomery", _moved(operand, space), "canonical")
         return FieldArray(self, space, montgomery, home=None if operand.tensor is None else operand.tensor.device)
 
     # --- arithmetic ----------------------------------------------------------------------------------------------
@@ -178,7 +169,7 @@ class PrimeField:
         return self._unary("neg", x, device, reduce)
 
     def inv(self, x: Any, *, device: Device = None, reduce: bool = False) -> Any:
-        """Return x^-1 mod p, many with one inversion; a 0 among them is a FormatError that names its index."""
+        """Return x^-1 mod p, many by one inversion; a 0 among them raises FormatError, which names its index."""
         return self._each(launch.inverse, (x,), device, reduce, "canonical", "x")
 
     def pow(self, x: Any, exponent: int, *, device: Device = None, reduce: bool = False) -> Any:
@@ -199,21 +190,16 @@ class PrimeField:
     # --- helpers ---------------------------------------------------------------------------------------------------
 
     def _binary(self, op: str, x: Any, y: Any, device: Device, reduce: bool) -> Any:
-        def run(space: MemorySpace, field: Field, a: Any, b: Any) -> Any:
-            return launch.binary(space, field, op, a, b, "canonical")
-
-        return self._each(run, (x, y), device, reduce)
+        return self._each(
+            lambda space, field, a, b: launch.binary(space, field, op, a, b, "canonical"), (x, y), device, reduce
+        )
 
     def _unary(self, op: str, x: Any, device: Device, reduce: bool) -> Any:
-        def run(space: MemorySpace, field: Field, a: Any) -> Any:
-            return launch.unary(space, field, op, a, "canonical")
-
-        return self._each(run, (x,), device, reduce)
+        return self._each(lambda space, field, a: launch.unary(space, field, op, a, "canonical"), (x,), device, reduce)
 
     def _each(self, run: Callable[..., Any], arrays: Sequence[Any], device: Device, reduce: bool, *options: Any) -> Any:
         """Return run(space, field, *words, *options) with all arguments in one space, in the first array's library."""
-        names = ("x", "y")
-        operands = [self._operand(x, name, reduce) for x, name in zip(arrays, names, strict=False)]
+        operands = [self._operand(x, name, reduce) for x, name in zip(arrays, ("x", "y"), strict=False)]
         fixed = [operand for operand in operands if not operand.movable]
         home = fixed[0].space if fixed else HOST
         for operand in fixed:
@@ -223,7 +209,7 @@ class PrimeField:
         words = _broadcast(self.parameters, space, [_moved(operand, space) for operand in operands])
         result = run(space, self.parameters, *words, *options)
         tensor = fixed[0].tensor if fixed else None
-        return in_kind(result, space, tensor.device if tensor is not None else None)
+        return in_kind(result, space, None if tensor is None else tensor.device)
 
     def _operand(self, x: Any, name: str, reduce: bool) -> _Operand:
         """Return contiguous words below the modulus, or raise the error that the class documents."""
@@ -233,7 +219,7 @@ class PrimeField:
         if is_tensor(x):
             host.check_words(field, str(x.dtype).removeprefix("torch."), x.shape, name)
             space, tensor = space_of(x), x
-            words = x.detach().numpy() if space is HOST else signed_view(x)
+            words: Any = x.detach().numpy() if space is HOST else signed_view(x)
         elif isinstance(x, np.ndarray):
             if x.dtype != self.dtype or field.limbs > 1:  # a dtype's name takes longer than a small sum
                 host.check_words(field, x.dtype.name if x.dtype.isnative else x.dtype.str, x.shape, name)
@@ -243,9 +229,8 @@ class PrimeField:
                 f"{name} is a FieldArray: use its operators, or give its .canonical() words to the field's functions"
             )
         else:
-            raise UnsupportedDtype(
-                f"{name} must be a NumPy array, a torch tensor or Python integers, got {type(x).__name__}"
-            )
+            kind = type(x).__name__
+            raise UnsupportedDtype(f"{name} must be a NumPy array, a torch tensor or Python integers, got {kind}")
         words = space.contiguous(words)
         if reduce:
             words = launch.reduced(space, field, words)
@@ -272,10 +257,7 @@ class FieldArray:
     __hash__ = None  # type: ignore[assignment]  # == is element by element
 
     def __init__(self, field: PrimeField, space: MemorySpace, words: Any, *, home: Any = None) -> None:
-        self.field = field
-        self.space = space
-        self.words = words
-        self.home = home
+        self.field, self.space, self.words, self.home = field, space, words, home
 
     # --- properties ----------------------------------------------------------------------------------------------
 
@@ -313,7 +295,7 @@ class FieldArray:
         return self.shape[0]
 
     def canonical(self) -> Any:
-        """Return canonical words: a NumPy array, or a tensor if it was made of one."""
+        """Return canonical words: a NumPy array, or a torch tensor if the array was made from one."""
         return in_kind(self._plain(), self.space, self.home)
 
     def ints(self) -> Any:
@@ -332,7 +314,7 @@ class FieldArray:
     # --- shape ---------------------------------------------------------------------------------------------------
 
     def __getitem__(self, key: Any) -> FieldArray:
-        """Index as NumPy does, over the elements; the result is copied unless it is one slice of memory."""
+        """Index as NumPy does, over the elements; the result is copied unless its memory is contiguous."""
         keys = key if isinstance(key, tuple) else (key,)
         if host.tail_of(self.field.parameters):
             dots = any(each is Ellipsis for each in keys)
@@ -399,11 +381,7 @@ class FieldArray:
         return self._unary("square")
 
     def inv(self) -> FieldArray:
-        """Return the inverses, many with one inversion.
-
-        Raises:
-            FormatError: an element is 0; names its flattened index.
-        """
+        """Return the inverses, many by one inversion; a 0 raises FormatError, which names its flattened index."""
         return self._inverse("x")
 
     def _inverse(self, name: str) -> FieldArray:
@@ -438,21 +416,17 @@ class FieldArray:
             return self.sum(options.get("axis", 0))
         function = _UFUNCS.get(ufunc.__name__)
         if method != "__call__" or function is None or options:
-            called = (
-                ufunc.__name__ + f".{method}" * (method != "__call__") + f" with {', '.join(options)}" * bool(options)
-            )
+            called = f".{method}" * (method != "__call__") + f" with {', '.join(options)}" * bool(options)
             raise UnsupportedCase(
-                f"np.{called} is not defined on field elements; defined are {', '.join(_UFUNCS)} and np.sum. "
-                "For words call .canonical(), for Python integers .ints()"
+                f"np.{ufunc.__name__}{called} is not defined on field elements; defined are {', '.join(_UFUNCS)} and "
+                "np.sum. For words call .canonical(), for Python integers .ints()"
             )
         first = inputs[0] if isinstance(inputs[0], FieldArray) else self._like(inputs[0], "x")
         return function(first, *inputs[1:])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Refuse the conversion: it could mean words or integers."""
-        raise UnsupportedDtype(
-            "NumPy cannot know what is meant: call .canonical() for words, .ints() for Python integers"
-        )
+        raise UnsupportedDtype("NumPy cannot know the form: call .canonical() for words, .ints() for Python integers")
 
     # --- helpers ---------------------------------------------------------------------------------------------------
 
@@ -472,8 +446,8 @@ class FieldArray:
 
     def _together(self, x: Any, y: Any) -> tuple[Any, Any]:
         """Return the words of two operands, broadcast to one shape."""
-        a, b = _broadcast(self.field.parameters, self.space, [self._like(x, "x").words, self._like(y, "y").words])
-        return a, b
+        x, y = _broadcast(self.field.parameters, self.space, [self._like(x, "x").words, self._like(y, "y").words])
+        return x, y
 
     def _binary(self, op: str, x: Any, y: Any) -> FieldArray:
         a, b = self._together(x, y)
@@ -516,7 +490,7 @@ def register_field(name: str, modulus: int, generator: int) -> PrimeField:
             Roots of unity are generator^((p - 1) / n).
 
     Raises:
-        ConfigError: another field has the name, or a parameter is out of these limits.
+        ConfigError: another field has the name, or a parameter violates these limits.
     """
     return PrimeField(parameters.register_field(name, modulus, generator))
 

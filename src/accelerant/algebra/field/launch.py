@@ -1,9 +1,7 @@
-"""Launches of the field kernels on words in a memory space, recorded in the ledger.
+"""Launches of the field kernels on words in a memory space, recorded in the ledger (runtime/recorded_launch.py).
 
 Words are contiguous arrays of a memory space with the field's dtype and shape, every element below the modulus, either
 canonical or in Montgomery form, x R mod p. All functions return new words in the form of their arguments.
-
-An op has one implementation for each backend, so nothing is chosen: see runtime/recorded_launch.py.
 """
 
 from __future__ import annotations
@@ -29,29 +27,25 @@ Representation = Literal["canonical", "montgomery"]
 Words = Any
 
 _CHUNKS = {"cpu": 16, "": 4096}
-"""Elements that sum, dot and the search for unreduced ones reduce to one. On the CPU one index does a chunk,
-and a launch is split over the cores only from some ten thousand indices on; elsewhere a block does one."""
+"""Elements that sum, dot and the search for unreduced ones reduce to one. A chunk is one index on the CPU, whose
+launches use several cores only from some ten thousand indices on, and one block elsewhere."""
 
 _BY_FORM = ("mul", "square", "inv", "pow", "dot")
 """Operations with a kernel for each form; the others have one for both."""
 
-_RECORDS_LIMIT = 4096
-
 
 def binary(space: MemorySpace, field: Field, op: str, x: Words, y: Words, form: Representation) -> Words:
     """Add, subtract or multiply words of one shape; op is "add", "sub" or "mul"."""
-    z = space.empty(tuple(x.shape), dtype_of(field))
-    n = _count(field, x)
-    with _recorded(space, field, op, x.shape, form, arrays=3, operations=n):
+    z, n = space.empty(tuple(x.shape), dtype_of(field)), _count(field, x)
+    with _recorded(space, field, op, x.shape, form, 3, n):
         _launch(space, field, _entry(op, form), (x, y, z), (n,), n)
     return z
 
 
 def unary(space: MemorySpace, field: Field, op: str, x: Words, form: Representation) -> Words:
     """Apply "neg" or "square", or "to_montgomery" or "from_montgomery", which change the form."""
-    z = space.empty(tuple(x.shape), dtype_of(field))
-    n = _count(field, x)
-    with _recorded(space, field, op, x.shape, form, arrays=2, operations=n):
+    z, n = space.empty(tuple(x.shape), dtype_of(field)), _count(field, x)
+    with _recorded(space, field, op, x.shape, form, 2, n):
         _launch(space, field, _entry(op, form), (x, z), (n,), n)
     return z
 
@@ -76,12 +70,9 @@ def power(space: MemorySpace, field: Field, x: Words, exponent: int, form: Repre
     """
     if exponent < 0:
         x, exponent = inverse(space, field, x, form, name), -exponent
-    z = space.empty(tuple(x.shape), dtype_of(field))
-    n, bits = _count(field, x), exponent.bit_length()
-    digits = [exponent >> at & 2**64 - 1 for at in range(0, max(1, bits), 64)]
-    words = space.load(np.array(digits, np.uint64))
-    multiplies = n * max(0, bits + exponent.bit_count() - 2)
-    with _recorded(space, field, "pow", x.shape, form, arrays=2, operations=multiplies):
+    z, n, bits = space.empty(tuple(x.shape), dtype_of(field)), _count(field, x), exponent.bit_length()
+    words = space.load(np.array([exponent >> at & 2**64 - 1 for at in range(0, max(1, bits), 64)], np.uint64))
+    with _recorded(space, field, "pow", x.shape, form, 2, n * max(0, bits + exponent.bit_count() - 2)):
         _launch(space, field, _entry("pow", form), (x, z, words), (bits, n), n)
     return z
 
@@ -100,7 +91,7 @@ def summed(space: MemorySpace, field: Field, x: Words, axis: int | None, form: R
         axis %= len(shape)
         left = (*shape[:axis], *shape[axis + 1 :])
         x = space.move_axis(x, axis, len(tail))
-    with _recorded(space, field, "sum", x.shape, form, arrays=1, operations=_count(field, x)):
+    with _recorded(space, field, "sum", x.shape, form, 1, _count(field, x)):
         return _folded(space, field, "field_sum", (x,), math.prod(left)).reshape((*left, *tail))
 
 
@@ -113,10 +104,9 @@ def dotted(space: MemorySpace, field: Field, x: Words, y: Words, form: Represent
     shape = element_shape(field, x.shape)
     if not shape:
         raise ShapeError("dot sums along the last axis; x and y are single elements")
-    left = shape[:-1]
-    with _recorded(space, field, "dot", x.shape, form, arrays=2, operations=_count(field, x)):
-        sums = _folded(space, field, _entry("dot", form), (x, y), math.prod(left))
-        return sums.reshape((*left, *tail_of(field)))
+    with _recorded(space, field, "dot", x.shape, form, 2, _count(field, x)):
+        sums = _folded(space, field, _entry("dot", form), (x, y), math.prod(shape[:-1]))
+        return sums.reshape((*shape[:-1], *tail_of(field)))
 
 
 def _folded(space: MemorySpace, field: Field, entry: str, inputs: Sequence[Words], rows: int) -> Words:
@@ -128,7 +118,7 @@ def _folded(space: MemorySpace, field: Field, entry: str, inputs: Sequence[Words
     while True:
         chunk = min(size, _chunk(space))
         parts = -(-size // chunk)
-        if rows > 1 and size % chunk:  # or a chunk would reach into the next row
+        if rows > 1 and size % chunk:  # else a chunk would extend into the next row
             inputs = [space.pad(x.reshape((rows, size, *tail)), 1, parts * chunk) for x in inputs]
             size = parts * chunk
         sums = space.empty((rows * parts, *tail), dtype)
@@ -181,13 +171,7 @@ def _chunk(space: MemorySpace) -> int:
 
 
 def _launch(
-    space: MemorySpace,
-    field: Field,
-    entry: str,
-    words: Sequence[Words],
-    scalars: Sequence[int],
-    n: int,
-    chunk: int = 1,
+    space: MemorySpace, field: Field, entry: str, words: Sequence[Words], scalars: Sequence[int], n: int, chunk: int = 1
 ) -> None:
     """Launch an entry of the field's program on n elements, `chunk` of them per index or block."""
     if n:
@@ -196,32 +180,21 @@ def _launch(
 
 
 def _recorded(
-    space: MemorySpace,
-    field: Field,
-    op: str,
-    shape: Sequence[int],
-    form: Representation,
-    *,
-    arrays: int,
-    operations: int,
+    space: MemorySpace, field: Field, op: str, shape: Sequence[int], form: Representation, arrays: int, operations: int
 ) -> RecordedLaunch:
     """Record the block as one call that reads and writes so many arrays of that shape."""
-    record = _record(field, f"field_{op}", space, tuple(shape), form, arrays, operations)
+    record = _record(space, field, op, tuple(shape), form, arrays, operations)
     return RecordedLaunch(record, space.provider, space.index)
 
 
-@functools.lru_cache(maxsize=_RECORDS_LIMIT)
+@functools.lru_cache(maxsize=4096)
 def _record(
-    field: Field,
-    op: str,
-    space: MemorySpace,
-    shape: tuple[int, ...],
-    form: Representation,
-    arrays: int,
-    operations: int,
+    space: MemorySpace, field: Field, op: str, shape: Sequence[int], form: Representation, arrays: int, operations: int
 ) -> OpRecord:
     dialect, _ = kernel_source(field).pick(space.provider.dialects)
     sizes = "x".join(map(str, element_shape(field, shape))) or "scalar"
     case = f"{sizes} {field.name}" + " montgomery" * (form == "montgomery")
-    size_bytes = arrays * math.prod(shape) * dtype_of(field).itemsize
-    return sole_record(op, dialect, space.backend, space.label, case, size_bytes=size_bytes, operations=operations)
+    moved = arrays * math.prod(shape) * dtype_of(field).itemsize
+    return sole_record(
+        f"field_{op}", dialect, space.backend, space.label, case, size_bytes=moved, operations=operations
+    )

@@ -1,10 +1,10 @@
-"""Prime fields of several limbs by AVX512-IFMA: eight elements at a time, 52-bit limbs, one register a limb.
+"""Prime fields of several limbs by AVX512-IFMA: eight elements at a time, 52-bit limbs, one register per limb.
 
 vpmadd52luq and vpmadd52huq multiply the low 52 bits of two lanes and add the low or the high 52 bits of the product to
 a 64-bit lane, so that carries can wait: a column takes 4 K additions of numbers below 2^52 (K limbs, 8 at most), which
 stay below 2^57. A pack is [K x <8 x i64>].
 
-A pack is normal where each limb is below 2^52, as all packs between functions are but those of load_left and load_half.
+A pack is normal if each limb is below 2^52. All packs between functions are, except those of load_left and load_half.
 Columns are sums that are not yet carried.
 
     mul        the 2 K columns of x y first, all independent; then K steps, each of which adds m p so that the lowest
@@ -12,7 +12,7 @@ Columns are sums that are not yet carried.
                next pack's instructions, out of order. Bound by the two ports of vpmadd52: 4 K^2 of them, 100 for 4
                words (K = 5) and 256 for 6 (K = 8).
     square     products of different limbs once, doubled.
-    load       words of eight elements are transposed by shuffles, then cut into limbs by funnel shifts.
+    load       words of eight elements are transposed by shuffles, then split into limbs by funnel shifts.
 
 Source: Gueron and Krasnov 2016, "Accelerating Big Integer Arithmetic Using Intel IFMA Extensions", ARITH 23.
 """
@@ -49,12 +49,10 @@ class PackedIfma(PackedField):
         words = field.limbs
         if field.word_bits != 64 or words % 2:
             raise ValueError(f"{field.name}: wanted an even number of 64-bit words, got {words}")
-        self.field = field
-        self._words = words
+        self.field, self._words = field, words
         self.limbs = -(-64 * words // LIMB_BITS)
         self.type = f"[{self.limbs} x {_V}]"
-        self.radix = 1 << LIMB_BITS * self.limbs
-        self.memory_radix = 1 << 64 * words
+        self.radix, self.memory_radix = 1 << LIMB_BITS * self.limbs, 1 << 64 * words
         self.shift = LIMB_BITS * self.limbs - 64 * words
         self._modulus = field.words(field.modulus, LIMB_BITS, self.limbs)
 
@@ -75,8 +73,7 @@ class PackedIfma(PackedField):
 
     def _registers(self, code: FunctionBuilder) -> list[tuple[Value, Value]]:
         """Return the address of each of W registers of an array's words, and the mask of its words before stop."""
-        left = code.op("mul", code.op("sub", "%stop", "%i"), self._words)
-        bound = code.broadcast(left, _LANES)
+        bound = code.broadcast(code.op("mul", code.op("sub", "%stop", "%i"), self._words), _LANES)
         first = code.at(f"[{self._words} x i64]", "%x", "%i")
         return [
             (code.at("i8", first, 64 * j), code.compare("sgt", bound, lane_constants("i64", range(8 * j, 8 * j + 8))))
@@ -84,9 +81,8 @@ class PackedIfma(PackedField):
         ]
 
     def _load(self, code: FunctionBuilder, shift: int = 0) -> Operand:
-        """Load a pack: normal, but where shifted, which is for products, that do not look above bit 52."""
-        rows = [code.masked_load(_V, address, mask, 8) for address, mask in self._registers(code)]
-        words = _columns(code, rows)
+        """Load a pack. A shifted one is not normal; products, its only use, ignore the bits above 52."""
+        words = _columns(code, [code.masked_load(_V, address, mask, 8) for address, mask in self._registers(code)])
         limbs = [limb_of(code, words, LIMB_BITS * k - shift, masked=not shift) for k in range(self.limbs)]
         return code.array(self.type, limbs)
 
@@ -99,9 +95,9 @@ class PackedIfma(PackedField):
     # --- arithmetic --------------------------------------------------------------------------------------------------
 
     def _settle(self, code: FunctionBuilder, less: Sequence[Value], more: Sequence[Value]) -> Value:
-        """Return the number `less` between -p and p, or `more` = less + p where it is negative; both signed columns.
+        """Return `less`, between -p and p, or `more` = less + p where it is negative; both are signed columns.
 
-        Both carry chains run in parallel: as many instructions as adding p afterwards, in half the time.
+        The two carry chains run in parallel: as many instructions as adding p afterwards, in half the time.
         """
         carried = [_carry(code, columns) for columns in (less, more)]
         negative = code.compare("slt", carried[0][-1], 0)
@@ -145,9 +141,9 @@ class PackedIfma(PackedField):
     def _reduce(self, code: FunctionBuilder, columns: list[Value]) -> Value:
         """Return (the columns' number) / L mod p, for a number below L p.
 
-        m p makes the low 52 bits of column i zero, so all that it gives the next column is a carry, 1 unless those bits
-        were 0 already: no product is needed for it, and it is known before m. The next column decides the next m: what
-        two products add to it is kept apart, so that they run at the same time.
+        m p makes the low 52 bits of column i zero, so it only adds a carry to the next column, 1 unless those bits were
+        0 already: no product is needed for it, and it is known before m. The next column decides the next m, so the two
+        products for it are kept apart and run at the same time.
         """
         inverse = constant(_V, self.field.montgomery_inverse(LIMB_BITS))
         modulus = [constant(_V, limb) for limb in self._modulus]
@@ -183,7 +179,7 @@ class PackedIfma(PackedField):
 
 
 def limb_of(code: FunctionBuilder, words: Sequence[Value], low: int, *, masked: bool = True) -> Value:
-    """Return 52 bits, or more unless masked, of a number in 64-bit words, from bit `low` on, which may be negative."""
+    """Return 52 bits (more if not masked) of a number in 64-bit words, from bit `low` on, which may be negative."""
     word, offset = divmod(low, 64)
     if low < 0:
         limb = code.op("shl", words[0], -low)
@@ -232,7 +228,7 @@ def _accumulate(code: FunctionBuilder, columns: list[Value], k: int, x: Value, y
 
 
 def _carry(code: FunctionBuilder, columns: Sequence[Value]) -> list[Value]:
-    """Return columns after carries from one to the next: limbs in their low 52 bits, the sign in the highest's."""
+    """Carry from each column to the next: limbs are in the low 52 bits, the sign in the highest column's upper bits."""
     carried = [columns[0]]
     for column in columns[1:]:
         carried.append(code.op("add", column, code.op("ashr", carried[-1], LIMB_BITS)))
@@ -243,13 +239,12 @@ def _carry(code: FunctionBuilder, columns: Sequence[Value]) -> list[Value]:
 
 
 def _columns(code: FunctionBuilder, rows: Sequence[Value]) -> list[Value]:
-    """Return, of registers of an array's words in order, a register of each word of eight elements.
+    """Transpose the words of eight elements, contiguous in some registers, to one register for each word of an element.
 
     Two words of an element (a pair) move together first: the pairs k of four elements come into one register. Unpacking
     two such registers then gives words 2 k and 2 k + 1, the elements in LANE_ORDER.
     """
-    words = []
-    pairs = len(rows) // 2
+    words, pairs = [], len(rows) // 2
     for k in range(pairs):
         halves = []
         for h in range(2):
@@ -275,7 +270,7 @@ def _rows(code: FunctionBuilder, words: Sequence[Value]) -> list[Value]:
 
 
 def _pick(code: FunctionBuilder, sources: Sequence[Value], positions: Sequence[int]) -> Value:
-    """Return a register whose pair c is the pair positions[c] of sources[c]: a shuffle for each source but one."""
+    """Return a register whose pair c is pair positions[c] of sources[c]: one shuffle fewer than distinct sources."""
     distinct = list(dict.fromkeys(sources))
     picked, done = distinct[0], {c: p for c, p in enumerate(positions) if sources[c] == distinct[0]}
     for source in distinct[1:]:

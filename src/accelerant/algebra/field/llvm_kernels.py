@@ -4,30 +4,31 @@ An entry computes the indices in [begin, end) that are below n; see runtime/prov
 words, contiguous, the least significant first. Arrays may be the same but must not overlap otherwise.
 
     field_add, field_sub                          (x, y, z, n)     canonical or Montgomery, as the operands are
-    field_neg                                     (x, z, n)        the same
+    field_neg                                     (x, z, n)        canonical or Montgomery, as x is
     field_mul, field_mul_montgomery               (x, y, z, n)     canonical: x y; Montgomery: x y / R
     field_square, field_square_montgomery         (x, z, n)
     field_to_montgomery, field_from_montgomery    (x, z, n)
-    field_reduce                                  (x, z, n)        any words to the number mod p
-    field_inv, field_inv_montgomery               (x, z, n)        0 to 0; one inversion for many
+    field_reduce                                  (x, z, n)        z = x mod p for any words
+    field_inv, field_inv_montgomery               (x, z, n)        0 for 0; many share one inversion
     field_pow, field_pow_montgomery               (x, z, exponent, bits, n)   x^0 = 1; time depends on the exponent only
 
-Here an index is a chunk of `chunk` elements, the chunks at or above n left alone:
+In the following entries an index is a chunk of `chunk` elements; chunks at or above n are skipped:
 
     field_sum                                     (x, partial, n, chunk)      partial[c]: the sum of chunk c
-    field_dot, field_dot_montgomery               (x, y, partial, n, chunk)   of the products, as field_mul has them
+    field_dot, field_dot_montgomery               (x, y, partial, n, chunk)   the sum of the chunk's products
     field_unreduced                               (x, first, n, chunk)        first[c]: least i with x_i >= p, else n
 
 Operands are below p, except that field_reduce, field_unreduced, field_to_montgomery and field_from_montgomery take any
-words, and so does y of a product whose x is below p. Other operands give undefined numbers, and nothing worse.
+words, and so does y of a product whose x is below p. Other operands give undefined numbers, but no error.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from accelerant.algebra.field.llvm_ifma import PackedIfma
 from accelerant.algebra.field.llvm_packed import PackedBabyBear, PackedField, PackedGoldilocks, PackedLimbs
@@ -36,17 +37,17 @@ from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import builder_key
 from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, program
 
-__all__ = ["ENTRIES", "FORMS", "SOURCES", "FieldKernels", "host_form", "packed_field"]
+__all__ = ["ENTRIES", "FORMS", "SOURCES", "FieldKernels", "entry_functions", "host_form", "packed_field"]
 
 FORMS = ("scalar", "vector")
-"""One element at a time; or several: by AVX512-IFMA, in Goldilocks and BabyBear by any vectors."""
+"""One element at a time; or several, which needs AVX512-IFMA for fields of several limbs."""
 
 SOURCES = ("algebra", "zk/multi_scalar")
-"""Folders of the package with the code that writes kernels over packs: one set for all, so that it is hashed once."""
+"""Folders of the package with code that writes kernels over packs; the same for all kernels, to be hashed once."""
 
 _PACKS = 128
-"""Packs that share an inversion (some 380 products for 254 bits; three more for each pack). Their prefix products take
-64 KiB of the stack where a pack is eight 512-bit registers."""
+"""Packs that share an inversion (some 380 products for 254 bits, and three more for each pack). Their prefix products
+take 64 KiB of stack if a pack is eight 512-bit registers."""
 
 
 def host_form(field: Field) -> str:
@@ -83,8 +84,8 @@ class FieldKernels:
 
     Attributes:
         field: its name.
-        entry: the one entry to build, "field_mul"; all of them where it is "".
-        form: one of FORMS; the faster one on this processor where it is "".
+        entry: the only entry to build, "field_mul"; "" for all.
+        form: one of FORMS; "" for the faster one on this processor.
     """
 
     field: str
@@ -114,18 +115,40 @@ class FieldKernels:
 @functools.cache
 def _text(name: str, entry: str, form: str) -> str:
     packed = packed_field(field_of(name), form)
-    names = [entry.removeprefix("field_")] if entry else list(ENTRIES)
-    if names[0] not in ENTRIES:
-        raise ConfigError(f"unknown entry {entry!r}; known are {', '.join(f'field_{known}' for known in ENTRIES)}")
-    functions = [*packed.functions(), *packed.called_functions(), _power(packed)]
-    for known in names:
-        arguments, write = ENTRIES[known]
-        typed = [f"ptr %{a}" if a in _POINTERS else f"i64 %{a}" for a in ("begin", "end", *arguments)]
-        code = FunctionBuilder(f"field_{known}", typed, linkage="", attributes="nounwind")
-        write(packed, code)
+    entries = entry_functions("field", ENTRIES, entry, _POINTERS, packed)
+    return program([*packed.functions(), *packed.called_functions(), _power(packed), *entries])
+
+
+def entry_functions(
+    prefix: str,
+    entries: Mapping[str, tuple[tuple[str, ...], Callable[..., None]]],
+    entry: str,
+    pointers: Container[str],
+    *parameters: Any,
+) -> list[FunctionBuilder]:
+    """Return a program's entry points, or one of them.
+
+    Args:
+        prefix: the entry of a name is PREFIX_name.
+        entries: name -> arguments after begin and end, and the writer of the body.
+        entry: the only one to return, with its prefix; "" for all.
+        pointers: names of the arguments that are pointers; the others are i64.
+        parameters: arguments of the writers before the FunctionBuilder.
+
+    Raises:
+        ConfigError: unknown entry.
+    """
+    if entry and entry.removeprefix(f"{prefix}_") not in entries:
+        raise ConfigError(f"unknown entry {entry!r}; known are {', '.join(f'{prefix}_{known}' for known in entries)}")
+    functions = []
+    for name in [entry.removeprefix(f"{prefix}_")] if entry else entries:
+        arguments, write = entries[name]
+        typed = [f"ptr %{a}" if a in pointers else f"i64 %{a}" for a in ("begin", "end", *arguments)]
+        code = FunctionBuilder(f"{prefix}_{name}", typed, linkage="", attributes="nounwind")
+        write(*parameters, code)
         code.ret()
         functions.append(code)
-    return program(functions)
+    return functions
 
 
 def _power(packed: PackedField) -> FunctionBuilder:
@@ -181,38 +204,30 @@ def _elementwise(name: str, pointers: tuple[str, ...]) -> Writer:
     return write
 
 
-def _product(packed: PackedField, code: FunctionBuilder, montgomery: bool, i: str, stop: str) -> str:
-    """Append x y / R for the Montgomery entries, else x y / L."""
-    left = "_left" if montgomery and packed.shift else ""
-    x, y = packed.load(code, "%x", i, stop, left), packed.load(code, "%y", i, stop)
-    return packed.call(code, "mul" if montgomery else "mul_call", x, y)
+def _product(packed: PackedField, code: FunctionBuilder, name: str, montgomery: bool, i: str, stop: str) -> str:
+    """Append x y ("mul") or x x ("square"), divided by R for the Montgomery entries, else by L."""
+    shifted = {"mul": "_left", "square": "_half"}[name] if montgomery and packed.shift else ""
+    operands = [packed.load(code, "%x", i, stop, shifted)]
+    if name == "mul":
+        operands.append(packed.load(code, "%y", i, stop))
+    return packed.call(code, name if montgomery else f"{name}_call", *operands)
 
 
-def _mul(montgomery: bool) -> Writer:
+def _products(name: str, montgomery: bool) -> Writer:
     def write(packed: PackedField, code: FunctionBuilder) -> None:
         with _each_pack(packed, code) as (i, stop):
-            product = _product(packed, code, montgomery, i, stop)
+            product = _product(packed, code, name, montgomery, i, stop)
             packed.store(code, "%z", i, stop, product if montgomery else packed.times(code, product, packed.radix**2))
 
     return write
 
 
-def _square(montgomery: bool) -> Writer:
-    def write(packed: PackedField, code: FunctionBuilder) -> None:
-        with _each_pack(packed, code) as (i, stop):
-            half = "_half" if montgomery and packed.shift else ""
-            name = "square" if montgomery else "square_call"
-            square = packed.call(code, name, packed.load(code, "%x", i, stop, half))
-            packed.store(code, "%z", i, stop, square if montgomery else packed.times(code, square, packed.radix**2))
-
-    return write
-
-
-def _scale(factor: Callable[[PackedField], int]) -> Writer:
-    """Return the writer of z = x factor / L; also of x not below p, and so not left out where the factor is L."""
+def _scale(exponent: int) -> Writer:
+    """Return the writer of z = x R^exponent for any words x, which the product reduces even if the exponent is 0."""
 
     def write(packed: PackedField, code: FunctionBuilder) -> None:
-        constant = packed.constant(factor(packed) % packed.field.modulus)
+        p = packed.field.modulus
+        constant = packed.constant(packed.radix * pow(packed.memory_radix, exponent, p) % p)
         with _each_pack(packed, code) as (i, stop):
             product = packed.call(code, "mul_call", constant, packed.load(code, "%x", i, stop))
             packed.store(code, "%z", i, stop, product)
@@ -221,7 +236,7 @@ def _scale(factor: Callable[[PackedField], int]) -> Writer:
 
 
 def _pow(montgomery: bool) -> Writer:
-    """Return the writer of a power: into the pack's own representation x L, the power there, and back."""
+    """Return the writer of powers: x is converted to the pack's own representation x L, and the power back."""
 
     def write(packed: PackedField, code: FunctionBuilder) -> None:
         unit = packed.memory_radix if montgomery else 1
@@ -238,8 +253,8 @@ def _pow(montgomery: bool) -> Writer:
 def _inv(montgomery: bool) -> Writer:
     """Return the writer of inverses by Montgomery's trick on blocks of _PACKS packs.
 
-    The products x * y = x y / L of what is in memory make a group with unit L, in which 1/u is L^2 / u; what is wanted
-    is R^2 / u (canonical: 1 / u), so the block's inverse is multiplied by R^2 / L once and all that follow are too.
+    Under the product x y / L the inverse of u is L^2 / u. The result is to be R^2 / u (canonical: 1 / u), so the
+    block's inverse is multiplied by R^2 / L once, and that factor carries over to the inverse of each element.
     Source: Montgomery 1987, Mathematics of Computation 48(177), section 10.3.1.
     """
 
@@ -280,23 +295,23 @@ def _inv(montgomery: bool) -> Writer:
 
 
 def _total(term: Callable[[PackedField, FunctionBuilder, str, str], str], canonical_products: bool = False) -> Writer:
-    """Return the writer of the sum of a chunk's terms; canonical products are freed of their 1 / L once, at the end."""
+    """Return the writer of the sum of a chunk's terms; canonical products are multiplied by L once, at the end."""
 
     def write(packed: PackedField, code: FunctionBuilder) -> None:
         with _each_chunk(code) as (chunk, first, stop):
             total = code.variable(packed.type, packed.constant(0))
             with code.loop(first, stop, packed.lanes) as i:
                 total.set(packed.call(code, "add", total.get(), term(packed, code, i, stop)))
-            sum_: str = packed.call(code, "fold", total.get())
+            whole: str = packed.call(code, "fold", total.get())
             if canonical_products:
-                sum_ = packed.times(code, sum_, packed.radix**2)
-            packed.store(code, "%partial", chunk, code.i64("add", chunk, 1), sum_)
+                whole = packed.times(code, whole, packed.radix**2)
+            packed.store(code, "%partial", chunk, code.i64("add", chunk, 1), whole)
 
     return write
 
 
 def _dot(montgomery: bool) -> Writer:
-    return _total(lambda packed, code, i, stop: _product(packed, code, montgomery, i, stop), not montgomery)
+    return _total(lambda packed, code, i, stop: _product(packed, code, "mul", montgomery, i, stop), not montgomery)
 
 
 def _unreduced(packed: PackedField, code: FunctionBuilder) -> None:
@@ -319,16 +334,13 @@ ENTRIES: Mapping[str, tuple[tuple[str, ...], Writer]] = {
     "add": (_BINARY, _elementwise("add", ("%x", "%y"))),
     "sub": (_BINARY, _elementwise("sub", ("%x", "%y"))),
     "neg": (_UNARY, _elementwise("neg", ("%x",))),
-    "mul": (_BINARY, _mul(False)),
-    "mul_montgomery": (_BINARY, _mul(True)),
-    "square": (_UNARY, _square(False)),
-    "square_montgomery": (_UNARY, _square(True)),
-    "to_montgomery": (_UNARY, _scale(lambda packed: packed.memory_radix * packed.radix)),
-    "from_montgomery": (
-        _UNARY,
-        _scale(lambda packed: packed.radix * pow(packed.memory_radix, -1, packed.field.modulus)),
-    ),
-    "reduce": (_UNARY, _scale(lambda packed: packed.radix)),
+    "mul": (_BINARY, _products("mul", False)),
+    "mul_montgomery": (_BINARY, _products("mul", True)),
+    "square": (_UNARY, _products("square", False)),
+    "square_montgomery": (_UNARY, _products("square", True)),
+    "to_montgomery": (_UNARY, _scale(1)),
+    "from_montgomery": (_UNARY, _scale(-1)),
+    "reduce": (_UNARY, _scale(0)),
     "pow": (_POWER, _pow(False)),
     "pow_montgomery": (_POWER, _pow(True)),
     "inv": (_UNARY, _inv(False)),

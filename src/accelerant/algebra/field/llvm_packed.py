@@ -3,37 +3,38 @@
 A pack is `lanes` elements in registers. The implementations of PackedField are
 
     PackedLimbs        64-bit limbs, 128-bit products, one element; any processor      BN254, BLS12-381
-    PackedIfma         52-bit limbs, eight elements; AVX512-IFMA (llvm_ifma.py)         the same
-    PackedGoldilocks   one word an element, a vector of them or a single one            Goldilocks
-    PackedBabyBear     the same                                                         BabyBear
+    PackedIfma         52-bit limbs, eight elements; AVX512-IFMA (llvm_ifma.py)        BN254, BLS12-381
+    PackedGoldilocks   one word per element, one element or a vector of eight          Goldilocks
+    PackedBabyBear     one word per element, one element or a vector of sixteen        BabyBear
 
 Each defines these internal functions, always inlined, where FIELD is the field's name and T the type of a pack. None
 branches on an element or takes an address from one.
 
     T    FIELD_load(ptr x, i64 i, i64 stop)         elements i .. i + lanes - 1 of an array; 0 from stop on
-    void FIELD_store(ptr x, i64 i, i64 stop, T)     the same; writes nothing from stop on
-    T    FIELD_load_left, FIELD_load_half           times 2^d and 2^(d/2), d = `shift` > 0: for products only
+    void FIELD_store(ptr x, i64 i, i64 stop, T)     stores them; writes nothing from stop on
+    T    FIELD_load_left, FIELD_load_half           loads times 2^d or 2^(d/2), d = `shift` > 0: for products only
     T    FIELD_add, FIELD_sub(T x, T y)             x, y < p
     T    FIELD_neg(T x)                             x < p
     T    FIELD_mul(T x, T y)                        x y / L mod p, L the implementation's `radix`
-    T    FIELD_square(T x)                          the same with y = x
+    T    FIELD_square(T x)                          x x / L mod p
     T    FIELD_one_for_zero(T x, T one)             `one` where x is 0, else x
     T    FIELD_keep_zero(T x, T y)                  0 where x is 0, else y
     T    FIELD_fold(T x)                            the sum of a pack, in its first element
 
 All results are below p. In mul x is below p, and y any number that fits in the words of an element; in PackedIfma it
 suffices that x y < L p. FIELD_mul_call and FIELD_square_call are the same functions, not inlined. Other operands give
-an undefined number, and nothing worse.
+an undefined number, but no error.
 
-In memory an element is words, the least significant first, contiguous; its Montgomery form there is x R mod p with R =
+In memory an element is contiguous words, the least significant first; its Montgomery form there is x R mod p with R =
 `memory_radix`. L and R differ where limbs have 52 bits: L = 2^d R, so a product of Montgomery forms loads one operand
 with load_left.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from accelerant.algebra.field.parameters import Field
 from accelerant.runtime.compilation.llvm import (
@@ -53,16 +54,17 @@ ELEMENT = ("ptr %x", "i64 %i", "i64 %stop")
 """Arguments of the functions that read or write elements of an array."""
 
 
-class PackedField(ABC):
+class PackedField(Protocol):
     """A field's arithmetic on packs.
 
     The private methods write the bodies of the functions that the module's docstring lists, and return their results.
+    Implementations name this class as their base.
 
     Attributes:
         field: its parameters.
         lanes: elements in a pack.
         type: LLVM's type of a pack.
-        radix: L, what a product is divided by (not reduced mod p); 1 where it is not divided.
+        radix: L, the divisor of products (not reduced mod p); 1 where they are not divided.
         memory_radix: R of the Montgomery form in memory; 1 where that is the canonical form.
         shift: d with L = 2^d R.
     """
@@ -74,38 +76,42 @@ class PackedField(ABC):
     memory_radix: int
     shift: int = 0
 
-    @abstractmethod
     def constant(self, value: int) -> Value:
         """Return a pack of equal elements."""
+        ...
+
+    def _load(self, code: FunctionBuilder) -> Operand: ...
+    def _store(self, code: FunctionBuilder) -> None: ...
+    def _add(self, code: FunctionBuilder) -> Operand: ...
+    def _sub(self, code: FunctionBuilder) -> Operand: ...
+    def _neg(self, code: FunctionBuilder) -> Operand: ...
+    def _mul(self, code: FunctionBuilder) -> Operand: ...
+    def _square(self, code: FunctionBuilder) -> Operand: ...
+    def _one_for_zero(self, code: FunctionBuilder) -> Operand: ...
+    def _keep_zero(self, code: FunctionBuilder) -> Operand: ...
+    def _fold(self, code: FunctionBuilder) -> Operand: ...
 
     def functions(self) -> list[FunctionBuilder]:
         """Return the functions that the module's docstring lists, without the called ones."""
-        unary, binary = [f"{self.type} %x"], [f"{self.type} %x", f"{self.type} %y"]
         store = FunctionBuilder(f"{self.field.name}_store", [*ELEMENT, f"{self.type} %z"])
         self._store(store)
         store.ret()
+        unary = {"neg": self._neg, "square": self._square, "fold": self._fold}
+        binary = {"add": self._add, "sub": self._sub, "mul": self._mul}
+        binary |= {"one_for_zero": self._one_for_zero, "keep_zero": self._keep_zero}
         return [
             self.function("load", ELEMENT, self._load),
             store,
-            self.function("add", binary, self._add),
-            self.function("sub", binary, self._sub),
-            self.function("neg", unary, self._neg),
-            self.function("mul", binary, self._mul),
-            self.function("square", unary, self._square),
-            self.function("one_for_zero", binary, self._one_for_zero),
-            self.function("keep_zero", binary, self._keep_zero),
-            self.function("fold", unary, self._fold),
+            *(self.function(name, [f"{self.type} %x"], write) for name, write in unary.items()),
+            *(self.function(name, [f"{self.type} %x", f"{self.type} %y"], write) for name, write in binary.items()),
         ]
 
     def called_functions(self) -> list[FunctionBuilder]:
         """Return FIELD_mul_call and FIELD_square_call: most of what compilation takes is the bodies of products."""
         functions = []
         for name, packs in (("mul", ("%x", "%y")), ("square", ("%x",))):
-            arguments = [f"{self.type} {pack}" for pack in packs]
-            linkage = f"internal {REGISTERS}"
-            code = FunctionBuilder(
-                f"{self.field.name}_{name}_call", arguments, self.type, linkage=linkage, attributes=NOINLINE
-            )
+            called, arguments = f"{self.field.name}_{name}_call", [f"{self.type} {pack}" for pack in packs]
+            code = FunctionBuilder(called, arguments, self.type, linkage=f"internal {REGISTERS}", attributes=NOINLINE)
             code.ret(self.call(code, name, *packs))
             functions.append(code)
         return functions
@@ -139,38 +145,6 @@ class PackedField(ABC):
             return pack
         return self.call(code, "mul_call", self.constant(factor), pack)
 
-    # --- bodies ------------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _load(self, code: FunctionBuilder) -> Operand: ...
-
-    @abstractmethod
-    def _store(self, code: FunctionBuilder) -> None: ...
-
-    @abstractmethod
-    def _add(self, code: FunctionBuilder) -> Operand: ...
-
-    @abstractmethod
-    def _sub(self, code: FunctionBuilder) -> Operand: ...
-
-    @abstractmethod
-    def _neg(self, code: FunctionBuilder) -> Operand: ...
-
-    @abstractmethod
-    def _mul(self, code: FunctionBuilder) -> Operand: ...
-
-    @abstractmethod
-    def _square(self, code: FunctionBuilder) -> Operand: ...
-
-    @abstractmethod
-    def _one_for_zero(self, code: FunctionBuilder) -> Operand: ...
-
-    @abstractmethod
-    def _keep_zero(self, code: FunctionBuilder) -> Operand: ...
-
-    @abstractmethod
-    def _fold(self, code: FunctionBuilder) -> Operand: ...
-
 
 # --- several limbs, one element --------------------------------------------------------------------------------------
 
@@ -181,10 +155,10 @@ class PackedLimbs(PackedField):
     An element is an LLVM integer of 64 W bits: its words are registers after LLVM has split it, and an addition becomes
     a chain of carries. p has a spare bit, p < 2^(64 W - 1), so that a sum of two elements fits.
 
-    A product is a row of x times a word of y and a row of p times m, chosen so that the lowest word becomes 0, in turn;
-    for x < p the sum stays below 2 p 2^64, so W + 1 words hold it, for any y. A row is added as two wide numbers,
-    the products of even and those of odd words, since LLVM makes carry chains of wide additions and not of single
-    carries. Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS".
+    A product adds, for each word of y, that word times x, and p times an m that makes the lowest word 0, which is then
+    dropped. For x < p the sum stays below 2 p 2^64, so W + 1 words hold it, for any y. Each such row is added as two
+    wide numbers, the products of even and those of odd words, since LLVM makes carry chains of wide additions and not
+    of single carries. Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS".
     """
 
     lanes = 1
@@ -193,11 +167,9 @@ class PackedLimbs(PackedField):
         bits = 64 * field.limbs
         if field.word_bits != 64 or field.bits >= bits:
             raise ValueError(f"{field.name}: wanted 64-bit words and a spare bit, p has {field.bits} bits")
-        self.field = field
-        self.type = f"i{bits}"
+        self.field, self._bits = field, bits
+        self.type, self._wide = f"i{bits}", f"i{bits + 64}"
         self.radix = self.memory_radix = 1 << bits
-        self._bits = bits
-        self._wide = f"i{bits + 64}"
 
     def constant(self, value: int) -> Value:
         """Return the number."""
@@ -233,35 +205,30 @@ class PackedLimbs(PackedField):
         word = code.convert("trunc", code.op("lshr", value, 64 * index), "i64")
         return code.convert("zext", word, "i128")
 
-    def _add_row(self, code: FunctionBuilder, total: Value | None, words: list[Value], factor: Value) -> Value:
+    def _add_row(self, code: FunctionBuilder, total: Value, words: list[Value], factor: Value) -> Value:
         """Return total + factor times the number of these words (128 bits each), as wide numbers."""
         for first in (0, 1):
-            row: Value | None = None
+            row = constant(self._wide, 0)
             for j in range(first, len(words), 2):
                 part = self._widen(code, code.op("mul", words[j], factor))
-                part = code.op("shl", part, 64 * j) if j else part
-                row = part if row is None else code.op("or", row, part)
-            if row is not None:
-                total = row if total is None else code.op("add", total, row)
-        assert total is not None
+                row = code.op("or", row, code.op("shl", part, 64 * j))
+            total = code.op("add", total, row)
         return total
 
     def _mul(self, code: FunctionBuilder) -> Operand:
         count, field = self.field.limbs, self.field
         x = [self._word(code, "%x", j) for j in range(count)]
         modulus = [constant("i128", word) for word in field.words(field.modulus, 64, count)]
-        total: Value | None = None
+        total = constant(self._wide, 0)
         for i in range(count):
             total = self._add_row(code, total, x, self._word(code, "%y", i))
             factor = code.op("mul", code.convert("trunc", total, "i64"), field.montgomery_inverse(64))
             total = self._add_row(code, total, modulus, code.convert("zext", factor, "i128"))
             total = code.op("lshr", total, 64)
-        assert total is not None
         return self._settle(code, code.op("sub", total, field.modulus))
 
     def _square(self, code: FunctionBuilder) -> Operand:
-        """A product: of what doubling would save in multiplies, the additions take more."""
-        return self.call(code, "mul", "%x", "%x")
+        return self.call(code, "mul", "%x", "%x")  # doubling saves multiplies, but its additions take longer
 
     def _is_zero(self, code: FunctionBuilder) -> Value:
         """Return all ones where x is 0, else 0, as wide as an element: x - 1 borrows from the word above only at 0."""
@@ -280,7 +247,7 @@ class PackedLimbs(PackedField):
 
 
 def hide(code: FunctionBuilder, mask: Value) -> Value:
-    """Return a mask that LLVM cannot see to be one: else it may make a branch of it."""
+    """Return the mask, opaque to LLVM, which may otherwise turn its use into a branch."""
     return code(f'call i64 asm "", "=r,0"(i64 {mask})', "i64")
 
 
@@ -295,10 +262,8 @@ class _PackedWords(PackedField):
     """
 
     def __init__(self, field: Field, lanes: int) -> None:
-        self.field = field
-        self.lanes = lanes
-        self._word = f"i{field.word_bits}"
-        self._size = field.word_bits // 8
+        self.field, self.lanes = field, lanes
+        self._word, self._size = f"i{field.word_bits}", field.word_bits // 8
         self.type = vector(self._word, lanes)
         self._p = self.constant(field.modulus)
 
@@ -354,11 +319,9 @@ class _PackedWords(PackedField):
 
     def _fold(self, code: FunctionBuilder) -> Operand:
         value: Operand = "%x"
-        step = self.lanes // 2
-        while step:
+        for step in (self.lanes >> k for k in range(1, self.lanes.bit_length())):
             rotated = code.shuffle(value, None, [(lane + step) % self.lanes for lane in range(self.lanes)])
             value = self._add(code, value, rotated)
-            step //= 2
         return value
 
 
@@ -371,7 +334,7 @@ class PackedGoldilocks(_PackedWords):
 
     radix = memory_radix = 1
 
-    def __init__(self, field: Field, lanes: int = 8) -> None:
+    def __init__(self, field: Field, lanes: int) -> None:
         super().__init__(field, lanes)
         self._e = self.constant(2**64 - field.modulus)
 
@@ -422,9 +385,6 @@ class PackedBabyBear(_PackedWords):
     """
 
     radix = memory_radix = 1 << 32
-
-    def __init__(self, field: Field, lanes: int = 16) -> None:
-        super().__init__(field, lanes)
 
     def _add(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value:
         total = code.op("add", x, y)  # below 2 p < 2^32: it does not wrap

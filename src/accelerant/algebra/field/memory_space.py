@@ -28,11 +28,9 @@ _WITH_TENSORS = ("cuda",)
 
 
 class MemorySpace(ABC):
-    """The memory of one device, and the provider that computes there.
+    """The memory of device number `index` of a backend, and the provider that computes there.
 
-    Attributes:
-        backend: the provider's name.
-        index: of the device.
+    Methods that are not abstract copy through the host unless a subclass does better.
     """
 
     backend: str
@@ -50,11 +48,7 @@ class MemorySpace(ABC):
 
     @abstractmethod
     def empty(self, shape: Shape, dtype: np.dtype[Any]) -> Any:
-        """Return words with undefined content.
-
-        Raises:
-            OutOfMemory: with what was asked and what is free.
-        """
+        """Return words with undefined content; OutOfMemory names the requested and the free size."""
 
     @abstractmethod
     def load(self, words: npt.NDArray[Any]) -> Any:
@@ -67,8 +61,6 @@ class MemorySpace(ABC):
     @abstractmethod
     def pointer(self, words: Any) -> Pointer:
         """Return a launch's argument for contiguous words."""
-
-    # The defaults of the following methods copy through the host.
 
     def unsigned(self, words: Any) -> Any:
         """Return words as an unsigned array of the library that holds them."""
@@ -99,12 +91,7 @@ class MemorySpace(ABC):
         return self.load(np.moveaxis(self.store(words), axis, -1 - before))
 
     def equal(self, x: Any, y: Any, limbs: int) -> Any:
-        """Compare element by element, with broadcasting; return booleans in the elements' shape.
-
-        Args:
-            x, y: words.
-            limbs: of an element; 0 where elements have no axis of limbs.
-        """
+        """Compare words element by element, with broadcasting; limbs is 0 if elements have no axis of limbs."""
         return HOST.equal(self.store(x), self.store(y), limbs)
 
     def minimum(self, numbers: Any) -> int:
@@ -112,17 +99,15 @@ class MemorySpace(ABC):
         return int(self.store(numbers).min())
 
     def first_zero(self, words: Any, limbs: int) -> int | None:
-        """Return the flattened index of the first element whose limbs are all 0, or None; limbs is at least 1."""
+        """Return the flattened index of the first element whose limbs, at least 1, are all 0; or None."""
         return HOST.first_zero(self.store(words), limbs)
 
 
+@dataclass(slots=True)
 class _Address:
     """Address of a NumPy array, for a launch that has finished when it returns."""
 
-    __slots__ = ("array",)
-
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        self.array = array
+    array: npt.NDArray[Any]
 
     def data_ptr(self) -> int:
         return self.array.ctypes.data
@@ -131,9 +116,7 @@ class _Address:
 class _Host(MemorySpace):
     """NumPy arrays."""
 
-    backend = "cpu"
-    index = 0
-    label = "cpu"
+    backend, index, label = "cpu", 0, "cpu"
 
     def empty(self, shape: Shape, dtype: np.dtype[Any]) -> Any:
         return np.empty(shape, dtype)
@@ -184,7 +167,7 @@ class _Tensors(MemorySpace):
     def empty(self, shape: Shape, dtype: np.dtype[Any]) -> Any:
         torch = sys.modules["torch"]
         try:
-            return torch.empty(shape, dtype=_signed(torch, dtype.itemsize), device=self.label)
+            return torch.empty(shape, dtype=_signed(dtype.itemsize), device=self.label)
         except torch.OutOfMemoryError:
             size = int(np.prod(shape, dtype=object)) * dtype.itemsize
             raise out_of_memory(size, self.label, self.provider.memory(self.index)) from None
@@ -199,7 +182,7 @@ class _Tensors(MemorySpace):
 
     def unsigned(self, words: Any) -> Any:
         torch = sys.modules["torch"]
-        return words.view({8: torch.uint64, 4: torch.uint32}[words.element_size()])
+        return words.view(torch.uint64 if words.element_size() == 8 else torch.uint32)
 
     def pointer(self, words: Any) -> Pointer:
         return words
@@ -273,19 +256,20 @@ def is_tensor(x: object) -> bool:
 
 
 def signed_view(tensor: Any) -> Any:
-    """Return a tensor of unsigned words as a memory space keeps it."""
-    return tensor.view(_signed(sys.modules["torch"], tensor.element_size()))
+    """Return a tensor of unsigned words as the signed ones of a memory space."""
+    return tensor.view(_signed(tensor.element_size()))
 
 
-def _signed(torch: Any, size_bytes: int) -> Any:
-    return {8: torch.int64, 4: torch.int32}[size_bytes]
+def _signed(size_bytes: int) -> Any:
+    torch = sys.modules["torch"]
+    return torch.int64 if size_bytes == 8 else torch.int32
 
 
 def space_of(tensor: Any) -> MemorySpace:
     """Return the memory space of a torch tensor.
 
     Raises:
-        ConfigError: on a device that no kernel of ours reaches.
+        ConfigError: the tensor's device is neither the CPU nor a CUDA device.
     """
     kind = tensor.device.type
     if kind == "cpu":
@@ -316,7 +300,7 @@ def space_at(device: str | ComputeDevice) -> MemorySpace:
 
 
 def in_kind(words: Any, space: MemorySpace, device: Any) -> Any:
-    """Return words as their user passes them: a tensor on a torch device, a NumPy array if the device is None."""
+    """Return words in the user's library: a tensor on a torch device, or a NumPy array if the device is None."""
     if device is None:
         return space.store(words)
     if space is not HOST and str(device) == space.label:

@@ -1,8 +1,8 @@
-"""The prime fields, as one table, and every constant that follows from it.
+"""The table of prime fields, and the constants derived from it.
 
 A field is its modulus and a generator of its multiplicative group; the moduli of curves follow from the curve's
-parameter. Words, two-adicity, roots of unity and Montgomery constants are derived, so that no constant is typed twice,
-and a field is checked when it is constructed.
+parameter. Words, two-adicity, roots of unity and Montgomery constants are derived, so that no constant is typed twice.
+A field is checked when it is constructed.
 
     goldilocks      p = 2^64 - 2^32 + 1                            Hamburg 2015, eprint 2015/625, with phi = 2^32
     babybear        p = 15 2^27 + 1                                the largest prime below 2^31 with 2^27 | p - 1
@@ -27,8 +27,8 @@ class Field:
         name: the identifier that users pass.
         modulus: p, an odd prime.
         generator: of the multiplicative group, and so a quadratic non-residue.
-        bits: the modulus's.
-        word_bits: of the unsigned words that hold a canonical element: 32 where p fits in them, else 64.
+        bits: bits of the modulus.
+        word_bits: bits of the unsigned words of a canonical element: 32 if p fits in them, else 64.
         limbs: words of a canonical element, the least significant first.
     """
 
@@ -82,11 +82,7 @@ class Field:
         return -pow(self.modulus, -1, 1 << limb_bits) % (1 << limb_bits)
 
     def words(self, value: int, limb_bits: int, limbs: int) -> tuple[int, ...]:
-        """Return the limbs of a number, the least significant first.
-
-        Raises:
-            ValueError: the number does not fit, or is negative.
-        """
+        """Return the limbs of a number, the least significant first; ValueError if it is negative or does not fit."""
         if not 0 <= value < 1 << limb_bits * limbs:
             raise ValueError(f"{value} does not fit in {limbs} limbs of {limb_bits} bits")
         mask = (1 << limb_bits) - 1
@@ -106,24 +102,13 @@ class QuadraticField:
             raise ValueError(f"{self.name}: -1 is a square mod {self.base.modulus}")
 
 
-_BN_X = 4965661367192848881
-_BLS_X = -0xD201000000010000
-
-
-def _bn(x: int) -> tuple[int, int]:
-    """Return the moduli q (coordinates) and r (order) of a Barreto-Naehrig curve. Source: SAC 2005."""
-    q = 36 * x**4 + 36 * x**3 + 24 * x**2 + 6 * x + 1
-    return q, q - 6 * x**2
-
-
-def _bls12(x: int) -> tuple[int, int]:
-    """Return those of a Barreto-Lynn-Scott curve of embedding degree 12. Source: SCN 2002."""
-    r = x**4 - x**2 + 1
-    return (x - 1) ** 2 * r // 3 + x, r
-
-
-_BN254_FQ, _BN254_FR = _bn(_BN_X)
-_BLS12_381_FQ, _BLS12_381_FR = _bls12(_BLS_X)
+# The moduli q (of coordinates) and r (the order) are polynomials in a curve's parameter. Sources: Barreto and Naehrig,
+# SAC 2005; Barreto, Lynn and Scott, SCN 2002, embedding degree 12.
+_BN_X, _BLS_X = 4965661367192848881, -0xD201000000010000
+_BN254_FQ = 36 * _BN_X**4 + 36 * _BN_X**3 + 24 * _BN_X**2 + 6 * _BN_X + 1
+_BN254_FR = _BN254_FQ - 6 * _BN_X**2
+_BLS12_381_FR = _BLS_X**4 - _BLS_X**2 + 1
+_BLS12_381_FQ = (_BLS_X - 1) ** 2 * _BLS12_381_FR // 3 + _BLS_X
 
 FIELDS = {
     row.name: row
@@ -144,11 +129,7 @@ FQ2 = {name: QuadraticField(f"{name}2", FIELDS[name]) for name in ("bn254_fq", "
 
 
 def field_of(name: str) -> Field:
-    """Return the field of a name.
-
-    Raises:
-        ConfigError: unknown name.
-    """
+    """Return the field of a name; ConfigError if there is none."""
     if name not in FIELDS:
         raise ConfigError(f"unknown field {name!r}; known are {', '.join(FIELDS)}")
     return FIELDS[name]
@@ -163,7 +144,7 @@ def register_field(name: str, modulus: int, generator: int) -> Field:
         generator: of the multiplicative group, or any quadratic non-residue if roots of unity of orders 2^k suffice.
 
     Raises:
-        ConfigError: another field has the name, or a parameter is out of these limits.
+        ConfigError: another field has the name, or a parameter violates these limits.
     """
     if not (name.isidentifier() and name.isascii()):
         raise ConfigError(f"a field's name must be an identifier, got {name!r}")

@@ -1,19 +1,19 @@
-"""A field's programs, assembled from its constants and the C texts in this folder.
+"""A field's programs, assembled from its constants and the C files of this folder.
 
 Two C dialects share the kernels (kernel.c) and the elements (limbs.h, goldilocks.h, babybear.h):
 
     portable   arithmetic in C (limbs_c.h): CUDA, HIP and OpenCL
     cuda       for fields of several limbs: NVIDIA's carry chains behind the same names (limbs_ptx.h, ptx.py)
 
-FIELD in a text is replaced by a prefix, so that one program can hold several fields. The CPU's dialect is built by
-llvm_kernels.py.
+FIELD in a file is replaced by a prefix, so that one program can contain several fields. llvm_kernels.py builds the
+CPU's dialect.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +33,8 @@ __all__ = [
     "field_text",
     "kernel_source",
     "montgomery_radix",
+    "prefixed",
+    "read_files",
 ]
 
 BLOCK = 256
@@ -42,16 +44,17 @@ INVERSES = 16
 """Elements that a thread inverts together in the C dialects: about (3 * 16 + 380) / 16 multiplies each for 254 bits,
 and 2^20 elements still give 65,536 threads."""
 
+_FOLDER = "algebra/field"
+_PACKAGE = Path(__file__).parents[2]
 _BY_CHUNK = ("field_sum", "field_dot", "field_dot_montgomery", "field_unreduced")
 _BY_SEVERAL = ("field_inv", "field_inv_montgomery")
 
 
 def entries(field: Field) -> dict[str, tuple[str, ...]]:
-    """Return each entry point and the types of its arguments; llvm_kernels.py lists and defines them.
+    """Return each entry point, as llvm_kernels.py defines them, and the types of its arguments.
 
-    Elements are canonical, in "montgomery" entries x R mod p (R: montgomery_radix; field_to_montgomery takes any words,
-    field_from_montgomery returns canonical elements). An exponent is at least 0, 64-bit words, the least significant
-    first, and public: the time depends on nothing else.
+    Elements are canonical, or x R mod p in "montgomery" entries (R: montgomery_radix). An exponent is at least 0, in
+    64-bit words, the least significant first. It is public: the time depends on it, and on nothing else.
     """
     types = dict.fromkeys(("x", "y", "z", "partial"), f"*u{field.word_bits}") | {"exponent": "*u64", "first": "*i64"}
     return {f"field_{name}": tuple(types.get(a, "i64") for a in arguments) for name, (arguments, _) in ENTRIES.items()}
@@ -59,11 +62,11 @@ def entries(field: Field) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class CudaProgram:
-    """A Builder (see runtime/compilation/kernel.py) of CUDA C++, which takes 2 ms and more to write.
+    """A Builder (see runtime/compilation/kernel.py) of CUDA C++ whose text is written (2 ms and more) when compiled.
 
     Attributes:
         arguments: everything that the text depends on except the sources.
-        folders: of the package, with the code and the texts that the program is made of.
+        folders: folders of the package with the sources.
         write: returns the text that follows portable.h.
     """
 
@@ -84,7 +87,7 @@ class CudaProgram:
 
 @functools.cache
 def montgomery_radix(field: Field) -> int:
-    """Return R of the form x R mod p that programs keep elements in; 1 for Goldilocks, whose products need none."""
+    """Return R of the Montgomery form x R mod p; 1 for Goldilocks, whose products need no such form."""
     return 1 if _is_goldilocks(field) else 1 << field.limbs * field.word_bits
 
 
@@ -93,8 +96,7 @@ def kernel_source(field: Field, entry: str | None = None) -> KernelSource:
     """Return the field's functions on arrays, in every dialect that it has.
 
     Args:
-        entry: the one of entries(field) to include. None: all, which NVRTC compiles in seconds for fields of several
-            limbs.
+        entry: the only one of entries(field) to include; None for all, which take NVRTC seconds for several limbs.
 
     Raises:
         ConfigError: unknown entry.
@@ -108,7 +110,7 @@ def kernel_source(field: Field, entry: str | None = None) -> KernelSource:
     }
     if field.limbs > 1:
         write = functools.partial(_kernels, field, "cuda", entry)
-        makers["cuda"] = lambda: CudaProgram(f"{field} {entry}", ("algebra/field",), write)
+        makers["cuda"] = lambda: CudaProgram(f"{field} {entry}", (_FOLDER,), write)
     kept = known if entry is None else {entry: known[entry]}
     return KernelSource(name=f"{entry or 'field'}_{field.name}", dialects=LazyDialects(**makers), entries=kept)
 
@@ -134,8 +136,8 @@ def grid_and_block(entry: str, n: int, chunk: int = 1) -> tuple[int, int]:
 def field_text(field: Field, prefix: str, dialect: str) -> str:
     """Return a field's elements and arithmetic for the C dialects, to follow portable.h.
 
-    An element's type is the prefix; functions begin with it: PREFIX_add, _sub, _mul, _square (in Montgomery form),
-    _zero, _one, _is_zero, _is_reduced, _select, _to_montgomery, _from_montgomery, _load, _store.
+    The prefix is the type of an element, and begins the names of its functions: PREFIX_add, _sub, _mul, _square (in
+    Montgomery form), _zero, _one, _is_zero, _is_reduced, _select, _to_montgomery, _from_montgomery, _load, _store.
 
     Args:
         prefix: an identifier that begins with no other field's prefix in the program.
@@ -146,15 +148,32 @@ def field_text(field: Field, prefix: str, dialect: str) -> str:
     """
     if dialect not in ("portable", "cuda"):
         raise ConfigError(f"field_text knows the dialects portable and cuda, got {dialect!r}")
+    macros = ""
     if field.limbs == 1:
-        names = ["goldilocks.h" if _is_goldilocks(field) else "babybear.h"]
-        return _prefixed(_constants(field) + _texts(names), prefix)
-    names = ["limbs.h", "limbs_ptx.h" if dialect == "cuda" else "limbs_c.h"]
-    macros = ptx_macros(field, prefix) if dialect == "cuda" else ""
-    return _prefixed(_constants(field), prefix) + macros + _prefixed(_texts(names), prefix)
+        files = ["goldilocks.h" if _is_goldilocks(field) else "babybear.h"]
+    elif dialect == "cuda":
+        files, macros = ["limbs.h", "limbs_ptx.h"], ptx_macros(field, prefix)
+    else:
+        files = ["limbs.h", "limbs_c.h"]
+    return prefixed(_constants(field), FIELD=prefix) + macros + prefixed(read_files(_FOLDER, *files), FIELD=prefix)
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def read_files(folder: str, *names: str) -> str:
+    """Return the concatenated files of a folder of the package: "algebra/field"."""
+    return "".join((_PACKAGE / folder / name).read_text(encoding="utf-8") for name in names)
+
+
+def prefixed(text: str, **prefixes: str) -> str:
+    """Replace some names, as words or before an underscore, by prefixes: FIELD_add by fq_add with FIELD="fq"."""
+    return re.sub(rf"\b({'|'.join(prefixes)})(?=_|\b)", lambda match: prefixes[match[1]], text)
+
+
+def defined(values: Mapping[str, int | str]) -> str:
+    """Return a macro for each name."""
+    return "".join(f"#define {name} {value}\n" for name, value in values.items())
 
 
 def _is_goldilocks(field: Field) -> bool:
@@ -172,15 +191,14 @@ def _kernels(field: Field, dialect: str, entry: str | None) -> str:
     def select(match: re.Match[str]) -> str:
         return match[0] if entry in (None, match["map"], match["kernel"]) else ""
 
-    sizes = {
-        "FIELD_BLOCK": str(BLOCK),
-        "FIELD_INVERSES": str(INVERSES),
-        "FIELD_BITS": str(field.bits),
+    sizes: dict[str, int | str] = {
+        "FIELD_BLOCK": BLOCK,
+        "FIELD_INVERSES": INVERSES,
+        "FIELD_BITS": field.bits,
         "FIELD_P_MINUS_2": _hexadecimal(field.words(field.modulus - 2, 64, -(-field.bits // 64)), "UL"),
     }
-    return field_text(field, field.name, dialect) + _prefixed(
-        defined(sizes) + _ENTRY.sub(select, _texts(["kernel.c"])), field.name
-    )
+    kernels = defined(sizes) + _ENTRY.sub(select, read_files(_FOLDER, "kernel.c"))
+    return field_text(field, field.name, dialect) + prefixed(kernels, FIELD=field.name)
 
 
 def _constants(field: Field) -> str:
@@ -200,7 +218,7 @@ def _constants(field: Field) -> str:
 
     return defined(
         {
-            "FIELD_LIMBS": str(limbs),
+            "FIELD_LIMBS": limbs,
             "FIELD_INVERSE": _hexadecimal((field.montgomery_inverse(32),), "U"),
             "FIELD_MODULUS": limbs_of(field.modulus),
             "FIELD_ONE": limbs_of(radix % field.modulus),
@@ -209,19 +227,5 @@ def _constants(field: Field) -> str:
     )
 
 
-def defined(values: dict[str, str]) -> str:
-    """Return a macro for each name."""
-    return "".join(f"#define {name} {value}\n" for name, value in values.items())
-
-
 def _hexadecimal(words: tuple[int, ...], suffix: str) -> str:
     return ", ".join(f"0x{word:x}{suffix}" for word in words)
-
-
-def _texts(names: list[str]) -> str:
-    return "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names)
-
-
-def _prefixed(text: str, prefix: str) -> str:
-    """Replace FIELD, as a word or before an underscore, by the prefix."""
-    return re.sub(r"\bFIELD(?=_|\b)", prefix, text)

@@ -1,7 +1,7 @@
 """Arithmetic of large fields in PTX: carry chains, unrolled for a field's number of limbs.
 
-A product is split in two sums of 32-bit limbs, *even* and *odd*: x_j y_i goes to the even one where j is even, else to
-the odd one, which is one limb higher. So the 64-bit products of a row follow one another without overlap, the whole
+A product is split into two sums of 32-bit limbs, *even* and *odd*: x_j y_i is added to the even one if j is even, else
+to the odd one, which is one limb higher. So the 64-bit products of a row follow one another without overlap, the whole
 row is one carry chain, and a pair mad.lo.cc, madc.hi.cc of the same factors becomes one wide multiply-add with carry.
 After a row x y_i and a row m p the lowest limb is 0. Shifting by that limb swaps the sums: the odd one becomes the
 next row's even one, after the even one's second limb is added to it; the carry enters the next row's first chain.
@@ -10,8 +10,8 @@ With n limbs and p < 2^(32 n - 1) the sum stays below 2 p 2^32 (see limbs_c.h), 
 but the even one carries out. Multiply: 2 n^2 wide multiply-adds and n low products; square: n (n + 1) / 2 + n^2, and n.
 A sum of two products has two such rows before each m p, 3 n^2 and n in all: below 3 p 2^32, with p < 2^(32 n - 2).
 
-A product x w by a constant, of which v = floor(w R / p) is known, needs no m: it is the lower half of x w - q p, with q
-the upper half of x v. For q products x_j v_i with i + j < n - 2 are left out, so that x w - q p is below
+A product x w by a constant, for which v = floor(w R / p) is known, needs no m: it is the lower half of x w - q p, with
+q the upper half of x v. q is computed without the products x_j v_i of i + j < n - 2, so that x w - q p is below
 (1 + x / R + 2^-28) p. In the lower half products at limb n - 1 are low ones. For n = 8: 99 wide and 16 low products.
 
 Each operation is one asm statement that reads all its operands before it writes one, branches on nothing and has no
@@ -32,17 +32,16 @@ Limbs = list[str]
 
 
 class _Chains:
-    """A sequence of PTX instructions. Each result is a new register; None among limbs is a zero that needs none."""
+    """A sequence of PTX instructions. Each result is a new register; None among limbs is a zero that needs none.
+
+    Attributes:
+        operands: the limbs of each argument.
+    """
 
     def __init__(self, inputs: int, limbs: int) -> None:
-        self.limbs = limbs
+        self.operands = [[f"%{limbs * (1 + i) + j}" for j in range(limbs)] for i in range(inputs)]
         self._lines: list[str] = []
         self._registers = self._predicates = 0
-        self._operands = [[f"%{limbs * (1 + i) + j}" for j in range(limbs)] for i in range(inputs)]
-
-    def operand(self, i: int) -> Limbs:
-        """Return the limbs of an argument."""
-        return self._operands[i]
 
     def do(self, instruction: str, *sources: str | None) -> str:
         """Append an instruction on u32; return its result."""
@@ -82,8 +81,8 @@ class _Chains:
         elif out:
             sums[end] = self.do("addc.u32", sums[end], None)
 
-    def chain(self, operation: str, x: Sequence[str | None], y: Sequence[str | None], out: bool = False) -> Limbs:
-        """Append x + y or x - y ("add", "sub"), limb by limb; the flag holds the carry afterwards if `out` is set."""
+    def chain(self, operation: str, x: Sequence[str | None], y: Sequence[str | None], *, out: bool = False) -> Limbs:
+        """Append x + y or x - y ("add", "sub"), limb by limb; the flag keeps the carry if `out` is set."""
         result = []
         for i, (a, b) in enumerate(zip(x, y, strict=True)):
             final = "" if i == len(x) - 1 and not out else ".cc"
@@ -101,9 +100,9 @@ class _Chains:
         if self._predicates:
             declared.append(f".reg .pred q<{self._predicates}>;")
         text = " ".join(["{", *declared, *self._lines, *moves, "}"])
-        names = "xyvw"[: len(self._operands)]
-        outputs = ", ".join(f'"=r"((z).limb[{i}])' for i in range(self.limbs))
-        inputs = ", ".join(f'"r"(({each}).limb[{i}])' for each in names for i in range(self.limbs))
+        names, limbs = "xyvw"[: len(self.operands)], range(len(result))
+        outputs = ", ".join(f'"=r"((z).limb[{i}])' for i in limbs)
+        inputs = ", ".join(f'"r"(({each}).limb[{i}])' for each in names for i in limbs)
         return f'#define {name}(z, {", ".join(names)}) asm("{text}" : {outputs} : {inputs})'
 
     def at_least_zero(self, reduced: Limbs, otherwise: Limbs, negative: str) -> Limbs:
@@ -115,7 +114,7 @@ class _Chains:
 
 
 class _Field:
-    """The chains of one field."""
+    """The operations of one field: each appends instructions to some chains, and returns the result's limbs."""
 
     def __init__(self, field: Field) -> None:
         self.limbs = field.limbs * field.word_bits // _BITS
@@ -137,31 +136,28 @@ class _Field:
         """Append t - p where t >= p, with t < 2 p."""
         return self.below(do, t, self.p)
 
-    def add(self, name: str) -> str:
-        do = _Chains(2, self.limbs)
-        return do.statement(name, self.below_p(do, do.chain("add", do.operand(0), do.operand(1))))
+    def add(self, do: _Chains) -> Limbs:
+        return self.below_p(do, do.chain("add", *do.operands))
 
-    def sub(self, name: str) -> str:
-        do = _Chains(2, self.limbs)
-        difference = do.chain("sub", do.operand(0), do.operand(1), out=True)
+    def sub(self, do: _Chains) -> Limbs:
+        difference = do.chain("sub", *do.operands, out=True)
         negative = do.borrow()
-        back = [do.do("and.b32", limb, negative) for limb in self.p]
-        return do.statement(name, do.chain("add", difference, back))
+        return do.chain("add", difference, [do.do("and.b32", limb, negative) for limb in self.p])
 
     def negated_quotient(self, do: _Chains, lowest: str | None) -> str:
         """Append m = -lowest / p mod 2^32; a difference where 1 / p is 1, as for BLS12-381's scalars.
 
-        Of a product by 2^32 - 1, and of neg, NVIDIA's compiler makes the same difference, but then splits 48 of the 128
-        wide products of a multiply in a low and a high one (CUDA 13, sm_90a).
+        NVIDIA's compiler turns a product by 2^32 - 1, and neg, into the same difference, but then splits 48 of the 128
+        wide products of a multiply into low and high ones (CUDA 13, sm_90a).
         """
         if self.inverse == "0xffffffff":
             return do.do("sub.u32", None, lowest)
         return do.do("mul.lo.u32", lowest, self.inverse)
 
-    def step(self, do: _Chains, even: list[str | None], odd: list[str | None]) -> None:
-        """Add m p with m so that the lowest limb becomes 0."""
+    def step(self, do: _Chains, even: list[str | None], odd: list[str | None], carry: bool = False) -> None:
+        """Add m p with m so that the lowest limb becomes 0; `carry` as for products."""
         m = self.negated_quotient(do, even[0])
-        do.products(odd, 0, self.p[1::2], m, last=True)
+        do.products(odd, 0, self.p[1::2], m, carry=carry, last=True)
         do.products(even, 0, self.p[0::2], m)
 
     def shifted(
@@ -172,18 +168,9 @@ class _Field:
         low = do.do("add.cc.u32", odd[0], even[1])
         return [low, *odd[1:n], None], [*even[2 : n + 1], None]
 
-    def mul(self, name: str) -> str:
-        do = _Chains(2, self.limbs)
-        return do.statement(name, self.below_p(do, self._sum_of_products(do, (do.operand(0), do.operand(1)))))
-
-    def dot2(self, name: str) -> str:
-        do = _Chains(4, self.limbs)
-        pairs = ((do.operand(0), do.operand(1)), (do.operand(2), do.operand(3)))
-        return do.statement(name, self.below_p(do, self.below_p(do, self._sum_of_products(do, *pairs))))
-
-    def _sum_of_products(self, do: _Chains, *pairs: tuple[Limbs, Limbs]) -> Limbs:
-        """Append (x y + ...) / R mod p, below (1 + pairs) p, row by row."""
-        n = self.limbs
+    def mul(self, do: _Chains) -> Limbs:
+        """Append x y / R or (x y + v w) / R mod p, row by row; the sum before the last loop is below (1 + pairs) p."""
+        n, pairs = self.limbs, list(zip(do.operands[::2], do.operands[1::2], strict=True))
         even: list[str | None] = [None] * (n + 1)
         odd: list[str | None] = [None] * n
         for i in range(n):
@@ -193,13 +180,14 @@ class _Field:
                 do.products(odd, 0, x[1::2], y[i], carry=i > 0 and k == 0, last=True)
                 do.products(even, 0, x[0::2], y[i])
             self.step(do, even, odd)
-        return do.chain("add", even[1:], odd)
+        total = do.chain("add", even[1:], odd)
+        for _ in pairs:
+            total = self.below_p(do, total)
+        return total
 
-    def square(self, name: str) -> str:
+    def square(self, do: _Chains) -> Limbs:
         """Square: the products below the diagonal once, with one factor doubled; then n steps of reduction."""
-        n = self.limbs
-        do = _Chains(1, n)
-        x = do.operand(0)
+        n, (x,) = self.limbs, do.operands
         alone = [do.do("shl.b32", limb, "1") for limb in x]  # twice a limb, without the bit from the limb below
         twice = [alone[0], *(do.do("shf.l.wrap.b32", x[j - 1], x[j], "1") for j in range(1, n))]
         even: list[str | None] = [None] * (2 * n + 1)
@@ -209,22 +197,19 @@ class _Field:
             if i + 1 < n:
                 do.products(odd, 2 * i + 1, [alone[i + 1], *twice[i + 3 :: 2]], x[i])
         t = do.chain("add", even[: 2 * n], odd[: 2 * n])
-        return do.statement(name, self.below_p(do, self._reduced(do, t)))
+        return self.below_p(do, self._reduced(do, t))
 
-    def shoup(self, name: str) -> str:
+    def shoup(self, do: _Chains) -> Limbs:
         """Multiply by a constant: arguments x, w, floor(w R / p); any x."""
-        n = self.limbs
-        do = _Chains(3, n)
-        x, w = do.operand(0), do.operand(1)
-        q = self._upper_half(do, x, do.operand(2))
+        n, (x, w, v) = self.limbs, do.operands
+        q = self._upper_half(do, x, v)
         even: list[str | None] = [None] * n
         odd: list[str | None] = [None] * n
         for factors, y in ((x, w), (self.multiple(-1), q)):
             for i in range(n):
                 do.products(even, i + i % 2, factors[i % 2 : n - i : 2], y[i], last=True)
                 do.products(odd, i + 1 - i % 2, factors[1 - i % 2 : n - i : 2], y[i])
-        lowest = do.do("mov.u32", even[0])
-        return do.statement(name, [lowest, *do.chain("add", even[1:], odd[1:])])
+        return [do.do("mov.u32", even[0]), *do.chain("add", even[1:], odd[1:])]
 
     def _upper_half(self, do: _Chains, x: Limbs, y: Limbs) -> Limbs:
         """Append x y / R, without the products below limb n - 2."""
@@ -236,17 +221,15 @@ class _Field:
                 do.products(sums[(i + j) % 2], i + j, x[j::2], y[i])
         return do.chain("add", sums[0][n - 1 : 2 * n], sums[1][n - 1 : 2 * n])[1:]
 
-    def lazy_add(self, name: str) -> str:
-        do = _Chains(2, self.limbs)
-        return do.statement(name, do.chain("add", do.operand(0), do.operand(1)))
+    def lazy_add(self, do: _Chains) -> Limbs:
+        return do.chain("add", *do.operands)
 
-    def lazy_sub(self, name: str) -> str:
-        do = _Chains(2, self.limbs)
-        return do.statement(name, do.chain("sub", do.chain("add", do.operand(0), self.multiple(2)), do.operand(1)))
+    def lazy_sub(self, do: _Chains) -> Limbs:
+        x, y = do.operands
+        return do.chain("sub", do.chain("add", x, self.multiple(2)), y)
 
-    def lazy_reduce(self, name: str) -> str:
-        do = _Chains(1, self.limbs)
-        return do.statement(name, self.below(do, do.operand(0), self.multiple(2)))
+    def lazy_reduce(self, do: _Chains) -> Limbs:
+        return self.below(do, do.operands[0], self.multiple(2))
 
     def _reduced(self, do: _Chains, t: Limbs) -> Limbs:
         """Append t / R mod p, below 2 p, with t < p^2: its lower half in n steps, then the upper is added."""
@@ -256,11 +239,8 @@ class _Field:
         self.step(do, even, odd)
         for _ in range(1, n):
             even, odd = self.shifted(do, even, odd)
-            m = self.negated_quotient(do, even[0])
-            do.products(odd, 0, self.p[1::2], m, carry=True, last=True)
-            do.products(even, 0, self.p[0::2], m)
-        lower = do.chain("add", even[1:], odd)
-        return do.chain("add", lower, t[n:])
+            self.step(do, even, odd, carry=True)
+        return do.chain("add", do.chain("add", even[1:], odd), t[n:])
 
 
 def ptx_macros(field: Field, prefix: str) -> str:
@@ -277,9 +257,13 @@ def ptx_macros(field: Field, prefix: str) -> str:
     Args:
         field: with an even number n of 32-bit limbs and a spare bit, p < 2^(32 n - 1).
     """
-    chains = _Field(field)
-    operations = {"ADD": chains.add, "SUB": chains.sub, "MUL": chains.mul, "SQUARE": chains.square}
-    if field.bits <= _BITS * chains.limbs - 2:
-        operations |= {"DOT2": chains.dot2, "SHOUP": chains.shoup, "LAZY_ADD": chains.lazy_add}
-        operations |= {"LAZY_SUB": chains.lazy_sub, "LAZY_REDUCE": chains.lazy_reduce}
-    return "\n".join(operation(f"{prefix}_PTX_{name}") for name, operation in operations.items()) + "\n"
+    of = _Field(field)
+    operations = {"ADD": (of.add, 2), "SUB": (of.sub, 2), "MUL": (of.mul, 2), "SQUARE": (of.square, 1)}
+    if field.bits <= _BITS * of.limbs - 2:
+        operations |= {"DOT2": (of.mul, 4), "SHOUP": (of.shoup, 3), "LAZY_ADD": (of.lazy_add, 2)}
+        operations |= {"LAZY_SUB": (of.lazy_sub, 2), "LAZY_REDUCE": (of.lazy_reduce, 1)}
+    macros = []
+    for name, (operation, inputs) in operations.items():
+        chains = _Chains(inputs, of.limbs)
+        macros.append(chains.statement(f"{prefix}_PTX_{name}", operation(chains)) + "\n")
+    return "".join(macros)

@@ -1,7 +1,7 @@
 """Canonical words on the host: conversion from and to Python integers, random elements, and checks.
 
-An element is its number below the modulus, in the field's unsigned words (parameters.py), the least significant first
-along the last axis; a field of one limb has no such axis. Nothing here is constant time: Python integers are not.
+An element is a number below the modulus, in the field's unsigned words (parameters.py), the least significant first
+along the last axis; a field of one limb has no such axis. Nothing here is constant-time: Python integers are not.
 """
 
 from __future__ import annotations
@@ -41,12 +41,7 @@ def modulus_words(field: Field) -> tuple[int, ...]:
 
 
 def check_words(field: Field, dtype: str, shape: Sequence[int], name: str) -> None:
-    """Refuse arrays that cannot be words of the field.
-
-    Args:
-        field: whose words.
-        shape: of the words.
-        name: the argument's, for the message.
+    """Check that an array of this dtype and shape can be words of the field; the name is for messages.
 
     Raises:
         UnsupportedDtype: another dtype; says what to do.
@@ -73,16 +68,12 @@ def element_shape(field: Field, shape: Sequence[int]) -> Shape:
 
 
 def encode(field: Field, values: Any, *, reduce: bool = False, name: str = "x") -> Words:
-    """Return the words of integers.
+    """Return the words of integers, of their shape and the limbs.
 
     Args:
-        field: whose words.
         values: a Python integer, a nested sequence of such, or an array of integers.
         reduce: reduce them modulo the modulus; else they must be from 0 to below it.
         name: the argument's, for messages.
-
-    Returns:
-        words of the values' shape and the limbs.
 
     Raises:
         UnsupportedDtype: not integers; names the index.
@@ -105,11 +96,11 @@ def encode(field: Field, values: Any, *, reduce: bool = False, name: str = "x") 
 
 def _integer(value: object, index: int, name: str) -> int:
     try:
-        if not isinstance(value, (bool, np.bool_)):
-            return operator.index(value)  # type: ignore[arg-type]  # anything else raises
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError("a boolean")
+        return operator.index(value)  # type: ignore[arg-type]  # TypeError for anything else
     except TypeError:
-        pass
-    raise UnsupportedDtype(f"{name}[{index}] (flattened) is {value!r}, not an integer")
+        raise UnsupportedDtype(f"{name}[{index}] (flattened) is {value!r}, not an integer") from None
 
 
 def unreduced(name: str, index: int, value: int, modulus: int) -> FormatError:
@@ -134,11 +125,7 @@ def decode(field: Field, words: Words) -> Any:
 
 
 def random(field: Field, shape: Shape) -> Words:
-    """Draw uniform elements from the system's entropy.
-
-    Draws as many bits as the modulus has, and again where they are not below it: fewer than two draws an element on
-    average.
-    """
+    """Draw uniform elements from the system's entropy, by rejection: fewer than two draws an element on average."""
     words = _bits(field, math.prod(shape))
     missing = np.flatnonzero(_not_below(field, words))
     while missing.size:
@@ -148,6 +135,7 @@ def random(field: Field, shape: Shape) -> Words:
 
 
 def _bits(field: Field, n: int) -> Words:
+    """Draw n numbers of as many bits as the modulus has."""
     words = _from_bytes(field, os.urandom(n * field.size_bytes)).reshape(n, field.limbs)
     words[:, -1] &= dtype_of(field).type(2 ** (field.bits - field.word_bits * (field.limbs - 1)) - 1)
     return words

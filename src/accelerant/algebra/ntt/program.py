@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.field.program import BLOCK, CudaProgram, defined, field_text, montgomery_radix
+from accelerant.algebra.field.program import BLOCK, CudaProgram, defined, field_text, montgomery_radix, read_files
 from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS
 from accelerant.algebra.ntt.plan import Variant
 from accelerant.errors import ConfigError
@@ -17,9 +17,6 @@ __all__ = ["LADDER", "Tile", "has_quotients", "kernel_source", "powers_source"]
 
 LADDER = 28
 """Squares of each number in powers.c: exponents are below 2^28, since transforms have at most 2^27 points."""
-
-_FOLDERS = ("algebra/field", "algebra/ntt")
-"""Folders with the sources of all programs here."""
 
 _LOG_TURN = 4
 """Log2 of the order of Goldilocks's roots that are powers of two, which have order 192."""
@@ -33,7 +30,7 @@ class Tile:
         rows: rows of a column.
         columns: columns of a block.
         radix: elements of a thread, in registers; at most rows, and 4.
-        resident: blocks per NVIDIA multiprocessor that registers must suffice for; 0 leaves it to the compiler.
+        resident: blocks per NVIDIA multiprocessor for which registers must suffice; 0 leaves it to the compiler.
     """
 
     rows: int
@@ -54,10 +51,9 @@ def has_quotients(field: Field) -> bool:
 
 @functools.cache
 def kernel_source(field: Field, variant: Variant, tile: Tile, inverse: bool = False) -> KernelSource:
-    """Return ntt_pass in C, with the arguments of llvm_kernels.py but log_rows, and tables of tables.device_tables.
+    """Return ntt_pass in C: the arguments are those of llvm_kernels.py without log_rows, with tables.device_tables.
 
     Args:
-        tile: division of the work.
         inverse: of the transform; matters only to Goldilocks, whose program contains roots.
 
     Raises:
@@ -65,36 +61,36 @@ def kernel_source(field: Field, variant: Variant, tile: Tile, inverse: bool = Fa
     """
     if tile.radix > _LOG_TURN:
         raise ConfigError(f"a pass takes a radix of at most {_LOG_TURN} (log2), got {tile.radix}")
-    e = f"*u{field.word_bits}"
-    dialects = LazyDialects(
-        portable=lambda: _text(field, variant, tile, inverse, "portable"),
-        cuda=lambda: CudaProgram(
-            f"{field} {variant} {tile} {inverse}", _FOLDERS, lambda: _text(field, variant, tile, inverse, "cuda")
-        ),
+    types = (f"*u{field.word_bits}",) * len(POINTERS) + ("i64",) * (len(SCALARS) - 1)
+    dialects = _dialects(
+        field, f"{variant} {tile} {inverse}", lambda dialect: _pass_text(field, variant, tile, inverse, dialect)
     )
-    return KernelSource(
-        name=f"ntt_{field.name}_{tile.rows}",
-        dialects=dialects,
-        entries={"ntt_pass": (e,) * len(POINTERS) + ("i64",) * (len(SCALARS) - 1)},
-    )
+    return KernelSource(f"ntt_{field.name}_{tile.rows}", dialects, {"ntt_pass": types})
 
 
 @functools.cache
 def powers_source(field: Field) -> KernelSource:
     """Return ntt_powers, see powers.c: pointers z and ladder, then seven numbers."""
+    sizes = defined({"POWERS_LADDER": LADDER, "POWERS_BLOCK": BLOCK, "NTT_RESIDENT": 0})
+    dialects = _dialects(field, "powers", lambda dialect: sizes + _files(_DEVICE[dialect], "powers.c"))
+    types = (f"*u{field.word_bits}",) * 2 + ("i64",) * 7
+    return KernelSource(f"ntt_powers_{field.name}", dialects, {"ntt_powers": types})
+
+
+def _dialects(field: Field, arguments: str, write: Callable[[str], str]) -> LazyDialects:
+    """Return a program's dialects.
+
+    Args:
+        arguments: everything but the field and the sources that the text depends on.
+        write: returns the text of a dialect that follows the field's.
+    """
 
     def text(dialect: str) -> str:
-        sizes = {"POWERS_LADDER": str(LADDER), "POWERS_BLOCK": str(BLOCK), "NTT_RESIDENT": "0"}
-        return _field_text(field, dialect) + defined(sizes) + _texts(_DEVICE[dialect], "powers.c")
+        return _field_text(field, dialect) + write(dialect)
 
-    return KernelSource(
-        name=f"ntt_powers_{field.name}",
-        dialects=LazyDialects(
-            portable=lambda: text("portable"),
-            cuda=lambda: CudaProgram(f"{field} powers", _FOLDERS, lambda: text("cuda")),
-        ),
-        entries={"ntt_powers": (f"*u{field.word_bits}",) * 2 + ("i64",) * 7},
-    )
+    folders = ("algebra/field", "algebra/ntt")
+    cuda = CudaProgram(f"{field} {arguments}", folders, functools.partial(text, "cuda"))
+    return LazyDialects(portable=functools.partial(text, "portable"), cuda=lambda: cuda)
 
 
 @functools.cache
@@ -106,11 +102,11 @@ def _field_text(field: Field, dialect: str) -> str:
 _DEVICE = {"portable": "device_c.h", "cuda": "device_cuda.h"}
 
 
-def _texts(*names: str) -> str:
-    return "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names)
+def _files(*names: str) -> str:
+    return read_files("algebra/ntt", *names)
 
 
-def _text(field: Field, variant: Variant, tile: Tile, inverse: bool, dialect: str) -> str:
+def _pass_text(field: Field, variant: Variant, tile: Tile, inverse: bool, dialect: str) -> str:
     values = {
         "LOG_ROWS": tile.rows,
         "LOG_COLUMNS": tile.columns,
@@ -130,25 +126,21 @@ def _text(field: Field, variant: Variant, tile: Tile, inverse: bool, dialect: st
         "TWIDDLE_AFTER": variant.twiddle == "after",
         "SPLIT": variant.split,
     }
-    constants = {f"NTT_{name}": str(int(value)) for name, value in values.items()}
+    constants = {f"NTT_{name}": int(value) for name, value in values.items()}
     levels = ["limbs.h" if has_quotients(field) else "levels.h"]
     if field.name == "goldilocks":
         levels = ["goldilocks_cuda.h"] * (dialect == "cuda") + ["goldilocks.h"]
-        constants["NTT_SHIFT"] = str(_shift(field, inverse))
-    return _field_text(field, dialect) + defined(constants) + _texts(_DEVICE[dialect], *levels, "kernel.c")
+        order = 1 << _LOG_TURN
+        root = pow(field.root_of_unity(order), -1 if inverse else 1, field.modulus)
+        shifts = (k for k in range(0, 192, 192 // order) if pow(2, k, field.modulus) == root)
+        constants["NTT_SHIFT"] = next(shifts)  # the base-2 logarithm of the root
+    return defined(constants) + _files(_DEVICE[dialect], *levels, "kernel.c")
 
 
 def _first_levels(field: Field, tile: Tile) -> int:
-    """Return the levels before the first exchange: all of a thread's elements, since half of those products are by 1.
+    """Return the levels before the first exchange: all of a thread's, since half of their products are by 1.
 
-    That saves BN254 5% of the products at 2^20. Goldilocks multiplies between groups, so there is nothing to save, and
-    fields of one word are bound by memory: with a number that leaves whole groups, they need no branch.
+    That saves BN254 5% of the products at 2^20. Goldilocks multiplies between groups, so it has nothing to save, and
+    fields of one word are bound by memory: a number that leaves whole groups saves them a branch.
     """
     return tile.radix if field.limbs > 1 and tile.rows >= 2 * tile.radix else (tile.rows - 1) % tile.radix + 1
-
-
-def _shift(field: Field, inverse: bool) -> int:
-    """Return the base-2 logarithm of the root of order 2^_LOG_TURN, which is a power of two."""
-    order = 1 << _LOG_TURN
-    root = pow(field.root_of_unity(order), -1 if inverse else 1, field.modulus)
-    return next(k for k in range(0, 192, 192 // order) if pow(2, k, field.modulus) == root)

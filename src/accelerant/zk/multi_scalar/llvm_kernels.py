@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from accelerant.algebra.curve.llvm_kernels import CurveKernels, from_memory, lanes_from, store_affine
+from accelerant.algebra.curve.llvm_kernels import CurveKernels, Lanes, from_memory, store_affine
 from accelerant.algebra.curve.llvm_points import Element, Elements, Pair, Scratch, batch_add, functions
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Curve
@@ -310,7 +310,7 @@ def _enter(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
     k = Elements(curve.coordinates, form, code)
     stop = code.smin("%end", "%n")
     with code.loop("%begin", stop, form.lanes) as i:
-        lanes = lanes_from(k, i, stop)
+        lanes = Lanes(k, i, stop)
         x, z = (lanes.pointers(pointer, 2 * k.size) for pointer in ("%x", "%z"))
         entered = [from_memory(k, k.read(x, part)) for part in range(2)]
         for part, element in enumerate(entered):
@@ -412,7 +412,7 @@ def _pairs(curve: Curve[Any], form: PackedField) -> FunctionBuilder:
         rounded = code.i64("add nsw", code.i64("sub nsw", last, base), form.lanes - 1)
 
         def pair(i: str) -> Pair:
-            indices = lanes_from(k, code.i64("add nsw", base, code.i64("mul nsw", i, form.lanes)), last).indices
+            indices = Lanes(k, code.i64("add nsw", base, code.i64("mul nsw", i, form.lanes)), last).indices
             sources, signs = [], []
             for array in ("%a", "%b"):
                 numbers, sign = _signed(k, array, indices)
@@ -446,7 +446,7 @@ def _copy(curve: Curve[Any], form: PackedField) -> FunctionBuilder:
     code = FunctionBuilder("msm_copy", arguments, attributes=NOINLINE)
     k = Elements(curve.coordinates, form, code)
     with code.loop(0, "%count", form.lanes) as i:
-        indices = lanes_from(k, i, "%count").indices
+        indices = Lanes(k, i, "%count").indices
         numbers, sign = _signed(k, "%a", indices)
         source, target = (
             _point_addresses(k, "%source", numbers),
