@@ -29,13 +29,7 @@ from accelerant.algebra.field.parameters import Field
 from accelerant.runtime.recorded_launch import RecordedLaunch
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.keys import SECTIONS, KeySums, Stages, UnreducedError
-from accelerant.zk.groth16.matrices import (
-    DeviceMatrix,
-    SparseMatrix,
-    gather,
-    snarkjs_scalar_field,
-    unreduced_blocks,
-)
+from accelerant.zk.groth16.matrices import DeviceMatrix, SparseMatrix, gather, snarkjs_scalar_field, unreduced_blocks
 from accelerant.zk.multi_scalar import device
 from accelerant.zk.multi_scalar.device import DeviceBases, start_msm
 from accelerant.zk.multi_scalar.device_plan import coordinate_words, device_plan
@@ -124,10 +118,7 @@ class DeviceKey:
             words = zkey.points
             points = {
                 name: SectionPoints(
-                    family.g2 if name == "B2" else family.g1,
-                    words[name],
-                    zkey.n_public + 1 if name == "C" else 0,
-                    part,
+                    family.g2 if name == "B2" else family.g1, words[name], zkey.n_public + 1 if name == "C" else 0, part
                 )
                 for name in SECTIONS
             }

@@ -64,12 +64,7 @@ class Proof:
 
     @classmethod
     def from_json(
-        cls,
-        text: str | bytes,
-        public: str | bytes | None = None,
-        *,
-        name: str = "proof",
-        public_name: str = "public",
+        cls, text: str | bytes, public: str | bytes | None = None, *, name: str = "proof", public_name: str = "public"
     ) -> Proof:
         """Read a proof in snarkjs's form.
 
